@@ -1,0 +1,53 @@
+# make env         a virtual environment with everything `make test` needs
+# make bench-env   the same, with the peers that benchmarks compare against
+# make quickstart  train, evaluate and generate with a small early-exit model; see runs/quickstart
+# make test        every test that guards correctness
+# make test-slow   soak, fuzz and live-parity tests
+# make lint        ruff: rules and format
+
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := $(VENV)/bin
+# Pinned versions; CONSTRAINTS=/dev/null takes the newest of everything instead.
+CONSTRAINTS ?= constraints.txt
+# Workers of the test run; 0 runs the tests in one process.
+JOBS ?= 2
+PYTEST := $(BIN)/python -P -m pytest
+
+.PHONY: env bench-env quickstart test test-slow lint format clean
+
+env: $(VENV)/.env-stamp
+
+$(VENV)/.env-stamp: pyproject.toml setup.cfg constraints.txt
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "eejax needs Python 3.11 or newer; this is %d.%d. Set PYTHON=..." % v[:2])'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$(BIN)/python -P -c 'import eejax.kernels'
+	touch $@
+
+bench-env: $(VENV)/.bench-env-stamp
+
+$(VENV)/.bench-env-stamp: $(VENV)/.env-stamp constraints-bench.txt
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --constraint constraints-bench.txt --editable '.[bench]'
+	touch $@
+
+quickstart: env
+	$(BIN)/python -m experiments.quickstart
+
+test: env
+	$(PYTEST) -n $(JOBS) --dist loadfile
+
+test-slow: env
+	$(PYTEST) -n $(JOBS) --dist loadfile -m slow
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: env
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,3 @@
+"""Early-exit language models in JAX: training, tuning and serving."""
+
+__version__ = "0.1.0"

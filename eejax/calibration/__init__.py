@@ -1,0 +1,1 @@
+"""Thresholds and routers fitted after training."""

@@ -1,0 +1,1 @@
+"""Saving and restoring training runs and models, whatever the mesh."""

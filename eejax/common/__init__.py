@@ -1,0 +1,1 @@
+"""Axis names, errors and pytree helpers that every other room may use."""

@@ -1,0 +1,1 @@
+"""Pipeline schedules as tables, and what executes and costs them."""

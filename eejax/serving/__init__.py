@@ -1,0 +1,1 @@
+"""Serving requests with early-exit models."""

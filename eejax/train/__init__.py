@@ -1,0 +1,1 @@
+"""Training: state, optimiser, step, loop and metrics."""

@@ -1,0 +1,1 @@
+"""Launchers: python -m experiments.NAME --config=configs/NAME.py --workdir=runs/NAME."""

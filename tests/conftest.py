@@ -1,0 +1,45 @@
+"""Settings every test runs under: they must be made before JAX starts."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+# Eight devices on one CPU, so that every mesh up to eight runs here.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+_DEVICES = "--xla_force_host_platform_device_count"
+if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+# Silent promotion of dtypes and ranks hides mistakes (bf16 computed in fp32, [b] added to [b, t]).
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The same examples on every machine: a failure in one run is a failure in all of them.
+hypothesis.settings.register_profile("eejax", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("eejax")
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> pathlib.Path:
+    """The repository, for tests that start launchers or read its files."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def eejax_data() -> pathlib.Path:
+    """The folder of real data sets named by EEJAX_DATA; the test skips where there is none."""
+    value = os.environ.get("EEJAX_DATA")
+    if not value:
+        pytest.skip("needs real data: set EEJAX_DATA to the folder of data sets")
+    path = pathlib.Path(value).expanduser()
+    if not path.is_dir():
+        pytest.skip(f"needs real data: EEJAX_DATA = {value!r} is not a folder")
+    return path.resolve()

@@ -1,0 +1,142 @@
+"""Rooms import one way, and every package is installed."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# A module may import from its own room and from the rooms before it.
+ROOMS = (
+    "common",
+    "sharding",
+    "kernels",
+    "models",
+    "gates",
+    "losses",
+    "data",
+    "checkpoint",
+    "pipeline",
+    "train",
+    "inference",
+    "calibration",
+    "serving",
+    "analysis",
+    "interop",
+)
+# Rooms that may import only these, whatever their place in the list.
+ONLY = {"analysis": {"common"}}
+# Top-level folders that import anything and that no room imports.
+EDGE = ("experiments", "configs", "tests")
+
+
+def imported(source: str, package: tuple[str, ...]) -> set[tuple[str, ...]]:
+    """Dotted names, as tuples, that a module of `package` imports; relative ones resolved."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {tuple(alias.name.split(".")) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            base += tuple(node.module.split(".")) if node.module else ()
+            # `from eejax import models` names a room in its alias.
+            found |= {(*base, alias.name) for alias in node.names}
+    return found
+
+
+def wrong_arrows(source: str, package: tuple[str, ...]) -> list[str]:
+    """What a module of `package` ('eejax', room, ...) imports but may not."""
+    room = package[1] if len(package) > 1 else None
+    if room is not None and room not in ROOMS:
+        return [f"{room} is not a room"]
+    wrong = []
+    for name in sorted(imported(source, package)):
+        dotted = ".".join(name)
+        if name[0] in (*EDGE, "kernels"):
+            wrong.append(f"{dotted}: nothing in eejax imports {name[0]}")
+        elif name[:2] == ("jax", "_src"):
+            wrong.append(f"{dotted}: private to jax")
+        elif name[0] == "eejax" and len(name) > 1 and name[1] in ROOMS:
+            other = name[1]
+            allowed = (
+                ONLY.get(room)
+                if room in ONLY
+                else set(ROOMS[: ROOMS.index(room) + 1 if room else 0])
+            )
+            if other != room and other not in allowed:
+                wrong.append(f"{dotted}: {room or 'eejax'} may not import {other}")
+    return wrong
+
+
+def modules() -> list[tuple[pathlib.Path, tuple[str, ...]]]:
+    """Every source file of the installed package, with the dotted package it belongs to."""
+    found = []
+    for folder, prefix in ((ROOT / "eejax", ("eejax",)), (ROOT / "kernels", ("eejax", "kernels"))):
+        for path in sorted(folder.rglob("*.py")):
+            found.append((path, prefix + path.relative_to(folder).parts[:-1]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "path, package", modules(), ids=lambda v: v.stem if isinstance(v, pathlib.Path) else ".".join(v)
+)
+def test_imports_go_one_way(path, package):
+    assert wrong_arrows(path.read_text(encoding="utf-8"), package) == [], path
+
+
+@pytest.mark.parametrize(
+    "source, package",
+    [
+        ("import eejax.train.loop", ("eejax", "models")),
+        ("from eejax import inference", ("eejax", "train")),
+        ("from eejax.models import config", ("eejax", "kernels")),
+        ("from eejax.models.params import init", ("eejax", "sharding")),
+        ("from ..train import step", ("eejax", "losses")),
+        ("def f():\n    from eejax.pipeline import costs", ("eejax", "data")),
+        ("from eejax.models import config", ("eejax", "analysis")),
+        ("from eejax.interop import flax", ("eejax", "serving")),
+        ("import experiments.train", ("eejax", "interop")),
+        ("import kernels", ("eejax", "models")),
+        ("from eejax.common import errors", ("eejax",)),
+        ("from jax._src import core", ("eejax", "train")),
+        ("import eejax.common.errors", ("eejax", "newroom")),
+    ],
+)
+def test_a_wrong_arrow_is_found(source, package):
+    assert wrong_arrows(source, package) != []
+
+
+@pytest.mark.parametrize(
+    "source, package",
+    [
+        ("from eejax.common.errors import require", ("eejax", "sharding")),
+        ("from eejax.kernels import attention", ("eejax", "models")),
+        ("from . import step\nfrom .state import TrainState", ("eejax", "train")),
+        ("import jax\nimport numpy as np", ("eejax", "common")),
+        ("from eejax.common import axes", ("eejax", "analysis")),
+    ],
+)
+def test_a_right_arrow_passes(source, package):
+    assert wrong_arrows(source, package) == []
+
+
+def test_every_package_is_installed():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    listed = set(config["options"]["packages"].split())
+    present = {".".join(package) for _, package in modules()} | {"experiments"}
+    assert listed == present, "setup.cfg lists the packages by name; add or remove the difference"
+
+
+def test_kernels_are_found_without_the_repository_on_the_path(tmp_path):
+    code = (
+        "import sys, eejax.kernels, importlib.util as u;"
+        "assert u.find_spec('kernels') is None, 'a top-level package named kernels is visible'"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, check=True)
