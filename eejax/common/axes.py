@@ -1,0 +1,30 @@
+"""The axis letters of shape comments and einsums, and the names of the mesh axes.
+
+b batch              t query positions     s cache positions    d model
+n query heads        k key/value heads     g query heads per key/value head
+h head dim           f feed-forward        v vocabulary         l layers
+e exits              p pipeline stages     m microbatches       w waiting rows
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+DATA, PIPE, MODEL = "data", "pipe", "model"
+MESH_AXES = (DATA, PIPE, MODEL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The mesh axes a computation runs over inside a manual `shard_map`, each a name or None.
+
+    The same layer code runs on one device (all None) and inside `shard_map`: with a name it
+    communicates over that axis, without one it does not.
+    """
+
+    data: str | None = None
+    pipe: str | None = None
+    model: str | None = None
+
+
+LOCAL = Axes()

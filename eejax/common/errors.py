@@ -1,0 +1,28 @@
+"""Errors that say what is wrong, what is allowed, and how to mend it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A setting is out of its range or contradicts another."""
+
+
+class DataError(ValueError):
+    """A file, tokenizer or batch cannot be used as it is."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is missing, damaged, or belongs to another model."""
+
+
+def require(ok: bool, field: str, value: Any, allowed: str, fix: str = "") -> None:
+    """Raises `ConfigError` naming field, value, what is allowed and the fix, unless `ok`."""
+    if not ok:
+        raise ConfigError(f"{field} = {value!r}: {allowed}." + (f" {fix}" if fix else ""))
+
+
+def require_one_of(field: str, value: Any, choices: tuple) -> None:
+    """Raises `ConfigError` unless `value` is among `choices`."""
+    require(value in choices, field, value, f"must be one of {', '.join(map(repr, choices))}")

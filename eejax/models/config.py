@@ -1,0 +1,373 @@
+"""What a model is: frozen dataclasses, validated on construction, saved as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Mapping
+
+from eejax.common.errors import ConfigError, require, require_one_of
+
+NORMS = ("rmsnorm", "layernorm")
+POSITIONS = ("learned", "rotary", "alibi", "none")
+ACTIVATIONS = ("gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "silu")
+HEADS = ("tied", "shared", "own")
+NORM_PLACEMENTS = ("pre", "post", "pre_post", "output")
+RESIDUALS = ("sequential", "parallel", "parallel_one_norm")
+ROTARY_SCALINGS = ("none", "linear", "llama3", "yarn", "ntk")
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryConfig:
+    """Rotary position embedding (Su et al. 2021) and its usual context extensions.
+
+    `fraction` is the part of each head that is rotated (GPT-NeoX, Phi). `interleaved` pairs
+    neighbouring dimensions (2i, 2i+1), as GPT-J and the Llama paper; otherwise dimension i is
+    paired with i + h/2, as Hugging Face's Llama. `scaling` extends the context by `factor`:
+    "linear" divides positions; "ntk" raises the base; "llama3" divides low frequencies only,
+    with a smooth step between `low_frequency` and `high_frequency`; "yarn" (Peng et al. 2023)
+    interpolates between both by wavelength (`beta_fast`, `beta_slow`) and scales attention.
+    `original_context` is the length the model was first trained for. `local_theta`, if set, is
+    the base for sliding-window layers (Gemma 3), which are never scaled.
+    """
+
+    theta: float = 10000.0
+    fraction: float = 1.0
+    interleaved: bool = False
+    scaling: str = "none"
+    factor: float = 1.0
+    low_frequency: float = 1.0
+    high_frequency: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    original_context: int | None = None
+    local_theta: float | None = None
+
+    def __post_init__(self):
+        require(self.theta > 0, "RotaryConfig.theta", self.theta, "must be positive")
+        require(0 < self.fraction <= 1, "RotaryConfig.fraction", self.fraction, "must be in (0, 1]")
+        require_one_of("RotaryConfig.scaling", self.scaling, ROTARY_SCALINGS)
+        require(self.factor >= 1, "RotaryConfig.factor", self.factor, "must be at least 1")
+        if self.scaling in ("llama3", "yarn", "ntk"):
+            require(
+                self.original_context is not None and self.original_context > 0,
+                "RotaryConfig.original_context",
+                self.original_context,
+                f"scaling {self.scaling!r} needs the context length of the original training",
+            )
+        if self.local_theta is not None:
+            require(
+                self.local_theta > 0,
+                "RotaryConfig.local_theta",
+                self.local_theta,
+                "must be positive",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class ExitConfig:
+    """An early exit at a layer boundary: (mlp) -> (block) -> (norm) -> head -> / temperature.
+
+    `boundary` n reads the hidden state after n layers (0: the embedding), which is EE-LLM's
+    "post-exit at layer n" and "pre-exit at layer n + 1". `mlp` is a residual MLP with its own
+    norm, `block` a whole transformer block with positions, mask and a KV cache of its own,
+    `norm` a final norm of its own (EE-LLM section 3 and Appendix B.3, in that order). `head`:
+    "tied" to the input embedding, "shared" with every other exit that says so (the final exit
+    included), or its "own". Logits are divided by `temperature` wherever the exit is used.
+    """
+
+    boundary: int
+    mlp: bool = False
+    block: bool = False
+    norm: bool = True
+    head: str = "tied"
+    temperature: float = 1.0
+
+    def __post_init__(self):
+        require(
+            isinstance(self.boundary, int) and not isinstance(self.boundary, bool),
+            "ExitConfig.boundary",
+            self.boundary,
+            "must be an integer number of layers",
+        )
+        require_one_of("ExitConfig.head", self.head, HEADS)
+        require(
+            0 < self.temperature < math.inf,
+            "ExitConfig.temperature",
+            self.temperature,
+            "must be positive and finite",
+        )
+
+    @property
+    def name(self) -> str:
+        """The exit's key in the parameter tree; adding exits never renames another."""
+        return f"exit_{self.boundary}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer with early exits.
+
+    Sizes: `vocab_size` tokens, `n_layers` layers of width `d_model`, `n_heads` query heads and
+    `n_kv_heads` key/value heads (default: as many; 1 is multi-query) of `head_dim`
+    (default d_model / n_heads), feed-forward width `d_ff` (default 4 d_model, gated: 8/3),
+    `context_length` positions. `vocab_multiple` pads the rows of embedding and heads; padded
+    tokens are masked out everywhere.
+
+    `norm_placement`: "pre" x + f(norm(x)); "post" norm(x + f(x)), the original transformer;
+    "pre_post" x + norm(f(norm(x))), Gemma 2; "output" x + norm(f(x)), OLMo 2.
+    `norm_plus_one`: the scale is 1 + w (Gemma). `residual`: attention then MLP ("sequential"),
+    both from the same x with two norms ("parallel", GPT-NeoX) or one ("parallel_one_norm",
+    GPT-J, Phi, Falcon). `qk_norm`: "none", "head" (each head, Qwen 3) or "full" (all heads
+    together, OLMo 2). `sliding_window`: one window for all layers or one entry per layer, None
+    meaning full attention; a query at t sees keys t - window < s <= t. `attention_scale`
+    replaces 1/sqrt(head_dim). Soft caps are cap * tanh(x / cap) (Gemma 2).
+    `embedding_scale` multiplies embeddings (Gemma: sqrt(d_model)). `head` is the final exit's:
+    "tied" to the input embedding, "shared" with exits, or its "own".
+    `dtype` is the dtype of computation; parameters are float32 while training, and norms,
+    softmax, losses and residual statistics are computed in float32 in either case.
+    """
+
+    vocab_size: int
+    n_layers: int
+    d_model: int
+    n_heads: int
+    context_length: int
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    d_ff: int | None = None
+    vocab_multiple: int = 1
+
+    norm: str = "rmsnorm"
+    norm_eps: float = 1e-5
+    norm_plus_one: bool = False
+    norm_placement: str = "pre"
+    final_norm: bool = True
+    embedding_norm: bool = False
+    residual: str = "sequential"
+
+    position: str = "rotary"
+    rotary: RotaryConfig = RotaryConfig()
+    qkv_bias: bool = False
+    attention_bias: bool = False
+    qk_norm: str = "none"
+    sliding_window: int | tuple[int | None, ...] | None = None
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+
+    mlp_gated: bool = True
+    mlp_bias: bool = False
+    activation: str = "silu"
+
+    head: str = "own"
+    head_bias: bool = False
+    logit_softcap: float | None = None
+    temperature: float = 1.0
+    embedding_scale: float = 1.0
+    dropout: float = 0.0
+    dtype: str = "float32"
+    exits: tuple[ExitConfig, ...] = ()
+
+    def __post_init__(self):
+        set_ = lambda name, value: object.__setattr__(self, name, value)
+        for name in (
+            "vocab_size",
+            "n_layers",
+            "d_model",
+            "n_heads",
+            "context_length",
+            "vocab_multiple",
+        ):
+            value = getattr(self, name)
+            require(
+                isinstance(value, int) and value >= 1,
+                f"ModelConfig.{name}",
+                value,
+                "must be a positive integer",
+            )
+        if self.n_kv_heads is None:
+            set_("n_kv_heads", self.n_heads)
+        require(
+            self.n_kv_heads >= 1 and self.n_heads % self.n_kv_heads == 0,
+            "ModelConfig.n_kv_heads",
+            self.n_kv_heads,
+            f"must divide n_heads ({self.n_heads})",
+        )
+        if self.head_dim is None:
+            require(
+                self.d_model % self.n_heads == 0,
+                "ModelConfig.n_heads",
+                self.n_heads,
+                f"must divide d_model ({self.d_model})",
+                "Or set head_dim.",
+            )
+            set_("head_dim", self.d_model // self.n_heads)
+        require(
+            self.head_dim >= 1, "ModelConfig.head_dim", self.head_dim, "must be a positive integer"
+        )
+        if self.d_ff is None:
+            set_("d_ff", 8 * -(-self.d_model // 3) if self.mlp_gated else 4 * self.d_model)
+        require(self.d_ff >= 1, "ModelConfig.d_ff", self.d_ff, "must be a positive integer")
+
+        require_one_of("ModelConfig.norm", self.norm, NORMS)
+        require(self.norm_eps > 0, "ModelConfig.norm_eps", self.norm_eps, "must be positive")
+        require_one_of("ModelConfig.norm_placement", self.norm_placement, NORM_PLACEMENTS)
+        require_one_of("ModelConfig.residual", self.residual, RESIDUALS)
+        require(
+            self.residual == "sequential" or self.norm_placement == "pre",
+            "ModelConfig.norm_placement",
+            self.norm_placement,
+            f"must be 'pre' with residual = {self.residual!r}",
+        )
+        require_one_of("ModelConfig.position", self.position, POSITIONS)
+        if self.position == "rotary":
+            require(
+                self.rotary_dims >= 2 and self.rotary_dims % 2 == 0,
+                "ModelConfig.rotary.fraction",
+                self.rotary.fraction,
+                f"must leave an even number of rotated dimensions of head_dim {self.head_dim}"
+                f" (it leaves {self.rotary_dims})",
+            )
+        require_one_of("ModelConfig.qk_norm", self.qk_norm, ("none", "head", "full"))
+        self._check_window(set_)
+        for name in ("attention_scale", "attention_softcap", "logit_softcap"):
+            value = getattr(self, name)
+            require(
+                value is None or 0 < value < math.inf,
+                f"ModelConfig.{name}",
+                value,
+                "must be positive, or None",
+            )
+        require_one_of("ModelConfig.activation", self.activation, ACTIVATIONS)
+        require_one_of("ModelConfig.head", self.head, HEADS)
+        require(
+            0 < self.temperature < math.inf,
+            "ModelConfig.temperature",
+            self.temperature,
+            "must be positive and finite",
+        )
+        require(
+            math.isfinite(self.embedding_scale) and self.embedding_scale != 0,
+            "ModelConfig.embedding_scale",
+            self.embedding_scale,
+            "must be finite and not 0",
+        )
+        require(0 <= self.dropout < 1, "ModelConfig.dropout", self.dropout, "must be in [0, 1)")
+        require_one_of("ModelConfig.dtype", self.dtype, DTYPES)
+        self._check_exits(set_)
+
+    def _check_window(self, set_):
+        window = self.sliding_window
+        if isinstance(window, list):
+            set_("sliding_window", window := tuple(window))
+        entries = window if isinstance(window, tuple) else (window,)
+        for w in entries:
+            require(
+                w is None or (isinstance(w, int) and w >= 1),
+                "ModelConfig.sliding_window",
+                w,
+                "must be a positive number of positions, or None",
+            )
+        if isinstance(window, tuple):
+            require(
+                len(window) == self.n_layers,
+                "ModelConfig.sliding_window",
+                window,
+                f"must have one entry for each of the {self.n_layers} layers",
+            )
+
+    def _check_exits(self, set_):
+        set_("exits", tuple(self.exits))
+        boundaries = [e.boundary for e in self.exits]
+        field = "ModelConfig.exits"
+        for n in boundaries:
+            require(
+                0 <= n <= self.n_layers,
+                field,
+                boundaries,
+                f"boundaries must lie in 0..{self.n_layers} (boundary n is the state after n layers)",
+            )
+        require(
+            len(set(boundaries)) == len(boundaries), field, boundaries, "must not repeat a boundary"
+        )
+        require(
+            boundaries == sorted(boundaries),
+            field,
+            boundaries,
+            "must be sorted by boundary",
+            f"Write them as {sorted(boundaries)}.",
+        )
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of embedding and heads: vocab_size rounded up to vocab_multiple."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def rotary_dims(self) -> int:
+        """Rotated dimensions of each head."""
+        return int(self.head_dim * self.rotary.fraction)
+
+    @property
+    def n_exits(self) -> int:
+        """Number of early exits; the final exit is one more."""
+        return len(self.exits)
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Boundary of every exit, the final one (n_layers) last."""
+        return (*(e.boundary for e in self.exits), self.n_layers)
+
+    @property
+    def segments(self) -> tuple[tuple[int, int], ...]:
+        """(first layer, end layer) before each stop; segment e ends at stop e. May be empty."""
+        stops = self.stops
+        return tuple(zip((0, *stops[:-1]), stops, strict=True))
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of a layer, None for full attention."""
+        if isinstance(self.sliding_window, tuple):
+            return self.sliding_window[layer]
+        return self.sliding_window
+
+    def replace(self, **changes: Any) -> ModelConfig:
+        """A copy with changes, validated again."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
+        """From `to_dict` or a config file; unknown fields raise `ConfigError`."""
+        values = dict(values)
+        if isinstance(values.get("rotary"), Mapping):
+            values["rotary"] = build(RotaryConfig, values["rotary"])
+        exits = values.get("exits") or ()
+        values["exits"] = tuple(
+            e if isinstance(e, ExitConfig) else build(ExitConfig, e) for e in exits
+        )
+        return build(cls, values)
+
+
+def build(cls: type, values: Mapping[str, Any], where: str = "") -> Any:
+    """`cls(**values)`, naming unknown and missing fields in a `ConfigError`."""
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    where = where or cls.__name__
+    for name, value in values.items():
+        if name not in known:
+            raise ConfigError(
+                f"{where}.{name} = {value!r}: no such field. Known: {', '.join(known)}."
+            )
+    missing = [
+        n
+        for n, f in known.items()
+        if n not in values
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{where}: missing {', '.join(missing)}.")
+    return cls(**values)

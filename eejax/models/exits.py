@@ -1,0 +1,109 @@
+"""Early exits: hidden state at a boundary -> (mlp) -> (block) -> (norm) -> head.
+
+The order is EE-LLM's. Exits are numbered 0..E-1 as configured; exit E is the final one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from eejax.common.axes import LOCAL, Axes
+from eejax.common.trees import Tree
+from eejax.models import layers
+from eejax.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadOptions:
+    """Static part of a head: logits = softcap(h @ table.T + bias) / temperature."""
+
+    vocab_size: int
+    softcap: float | None = None
+    temperature: float = 1.0
+
+
+class Head(NamedTuple):
+    """An output embedding: table [v, d] (its local rows under vocabulary parallelism), bias [v]."""
+
+    table: jax.Array
+    bias: jax.Array | None
+    options: HeadOptions
+
+
+def head_name(config: ModelConfig, e: int) -> str:
+    """Where exit e takes its output embedding from: "tied", "shared" or "own"."""
+    return config.head if e == config.n_exits else config.exits[e].head
+
+
+def exit_params(params: Tree, config: ModelConfig, e: int) -> Tree:
+    """The parameters that belong to exit e alone."""
+    return params["final"] if e == config.n_exits else params["exits"][config.exits[e].name]
+
+
+def head(params: Tree, config: ModelConfig, e: int) -> Head:
+    """The output embedding of exit e."""
+    own = exit_params(params, config, e)
+    where = head_name(config, e)
+    if where == "own":
+        table = own["head"]
+    else:
+        table = params["embed"]["tokens"] if where == "tied" else params["shared_head"]
+    temperature = config.temperature if e == config.n_exits else config.exits[e].temperature
+    options = HeadOptions(config.vocab_size, config.logit_softcap, temperature)
+    return Head(table, own.get("head_bias"), options)
+
+
+def logits(head: Head, h: jax.Array, axis: str | None = None) -> jax.Array:
+    """float32 logits [..., v] of hidden states [..., d]; padded vocabulary rows are masked.
+
+    With a mesh `axis`, `head` holds this shard's rows and so does the result.
+    """
+    rows = head.table.shape[0]
+    y = jnp.einsum("...d,vd->...v", h, head.table, preferred_element_type=jnp.float32)
+    lift = lambda a: a.reshape((1,) * (y.ndim - 1) + a.shape)
+    if head.bias is not None:
+        y = y + lift(head.bias.astype(jnp.float32))
+    o = head.options
+    if o.softcap is not None:
+        y = o.softcap * jnp.tanh(y / o.softcap)
+    if o.temperature != 1.0:
+        y = y / o.temperature
+    if axis is None and rows == o.vocab_size:
+        return y
+    first = lax.axis_index(axis) * rows if axis else 0
+    return jnp.where(lift(first + jnp.arange(rows) < o.vocab_size), y, layers.NEGATIVE)
+
+
+def state(
+    params: Tree,
+    config: ModelConfig,
+    e: int,
+    x: jax.Array,
+    context: layers.Context,
+    *,
+    cache: tuple[jax.Array, jax.Array] | None = None,
+    axes: Axes = LOCAL,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """Boundary state x [b, t, d] -> what exit e's head reads, and its block's keys and values.
+
+    The block attends with the positions and mask of the pass; with a `cache` (its own) it
+    sees every earlier position that reached this boundary.
+    """
+    p = exit_params(params, config, e)
+    kv = None
+    if "mlp" in p:
+        x = x + layers.mlp(p["mlp"], layers.norm(p["mlp_norm"], x, config), config, axes)
+    if "block" in p:
+        window = config.window(min(config.stops[e], config.n_layers - 1))
+        x, kv = layers.layer(
+            p["block"], x, config, context, index=config.n_layers + e, window=window,
+            local=window is not None, cache=cache, axes=axes,
+        )  # fmt: skip
+    if "norm" in p:
+        x = layers.norm(p["norm"], x, config)
+    return x, kv

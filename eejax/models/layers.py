@@ -1,0 +1,321 @@
+"""Norms, positions, attention and MLP: one implementation for one device and for shard_map.
+
+Every function takes `Axes` (or an axis name): with a name for the model axis its weights are
+the local shard of a Megatron-style split (q, k, v, gate, up by columns; o, down by rows) and it
+sums over that axis where the split needs it; local head counts come from the weights' shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from eejax.common.axes import LOCAL, Axes
+from eejax.common.trees import Tree
+from eejax.models.config import ModelConfig, RotaryConfig
+
+NEGATIVE = -1e30  # masks scores and logits; finite, so that fully masked rows stay finite
+
+ACTIVATION = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_quick": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "silu": jax.nn.silu,
+}
+
+
+class Context(NamedTuple):
+    """What every layer of one pass shares.
+
+    mask: [b or 1, t, s] True where attention is allowed, by causality and documents.
+    distance: [b or 1, t, s] int32 query minus key position, None where no layer needs it.
+    rope, local_rope: cos and sin, each [b or 1, t, r/2] float32, or None.
+    dropout_keys: [b] one key per sample, or None.
+    start: [b] first position of the rows in the KV cache, or None without a cache.
+    """
+
+    mask: jax.Array
+    distance: jax.Array | None = None
+    rope: tuple[jax.Array, jax.Array] | None = None
+    local_rope: tuple[jax.Array, jax.Array] | None = None
+    dropout_keys: jax.Array | None = None
+    start: jax.Array | None = None
+
+
+def psum(x: jax.Array, axis: str | None) -> jax.Array:
+    """Sum over a mesh axis, or `x` itself where there is none."""
+    return lax.psum(x, axis) if axis else x
+
+
+def norm(
+    p: Tree,
+    x: jax.Array,
+    config: ModelConfig,
+    axes: tuple[int, ...] = (-1,),
+    shard: str | None = None,
+) -> jax.Array:
+    """RMSNorm or LayerNorm over the trailing `axes`, in float32, returned in x's dtype.
+
+    `shard` names the mesh axis over which the normalised dimensions are split, if they are.
+    """
+    y = x.astype(jnp.float32)
+    mean = lambda a: (
+        lax.pmean(jnp.mean(a, axes, keepdims=True), shard)
+        if shard
+        else jnp.mean(a, axes, keepdims=True)
+    )
+    if config.norm == "layernorm":
+        y = y - mean(y)
+    y = y * lax.rsqrt(mean(jnp.square(y)) + config.norm_eps)
+    lift = lambda a: a.astype(jnp.float32).reshape((1,) * (y.ndim - a.ndim) + a.shape)
+    scale = lift(p["scale"])
+    y = y * (1.0 + scale if config.norm_plus_one else scale)
+    if "bias" in p:
+        y = y + lift(p["bias"])
+    return y.astype(x.dtype)
+
+
+def rotary_frequencies(rotary: RotaryConfig, dims: int) -> tuple[jax.Array, float]:
+    """Inverse wavelengths [dims/2] in radians per position, and the factor on cos and sin.
+
+    Source: Su et al. 2021; scalings as in Llama 3.1, NTK-aware and YaRN (Peng et al. 2023,
+    eq. 17-23) interpolation.
+    """
+    exponent = jnp.arange(0, dims, 2, dtype=jnp.float32) / dims
+    theta, factor = rotary.theta, rotary.factor
+    if rotary.scaling == "ntk":
+        theta = theta * factor ** (dims / (dims - 2))
+    inv = theta**-exponent
+    if rotary.scaling == "linear":
+        return inv / factor, 1.0
+    if rotary.scaling == "llama3":
+        turns = rotary.original_context * inv / (2 * math.pi)
+        smooth = (turns - rotary.low_frequency) / (rotary.high_frequency - rotary.low_frequency)
+        smooth = jnp.clip(smooth, 0.0, 1.0)
+        return inv * (smooth + (1 - smooth) / factor), 1.0
+    if rotary.scaling == "yarn":
+        # Dimension index at which a wavelength makes `turns` turns over the original context.
+        index = lambda turns: (
+            dims
+            * math.log(rotary.original_context / (turns * 2 * math.pi))
+            / (2 * math.log(rotary.theta))
+        )
+        low = max(math.floor(index(rotary.beta_fast)), 0)
+        high = min(math.ceil(index(rotary.beta_slow)), dims - 1)
+        ramp = (jnp.arange(dims // 2, dtype=jnp.float32) - low) / max(high - low, 1e-3)
+        ramp = jnp.clip(ramp, 0.0, 1.0)
+        return inv * (1 - ramp + ramp / factor), 0.1 * math.log(factor) + 1.0
+    return inv, 1.0
+
+
+def rotary_tables(
+    rotary: RotaryConfig, dims: int, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [b, t, dims/2] float32 at integer `positions` [b, t]."""
+    inv, factor = rotary_frequencies(rotary, dims)
+    angle = positions.astype(jnp.float32)[..., None] * inv.reshape((1,) * positions.ndim + (-1,))
+    return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+
+
+def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array], interleaved: bool) -> jax.Array:
+    """Rotates the first dimensions of x [b, t, n, h] by cos, sin [b, t, r/2]."""
+    cos, sin = (a[:, :, None, :] for a in rope)
+    r = 2 * cos.shape[-1]
+    y, rest = x[..., :r].astype(jnp.float32), x[..., r:]
+    if interleaved:
+        a, b = y[..., 0::2], y[..., 1::2]
+        y = jnp.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(y.shape)
+    else:
+        a, b = y[..., : r // 2], y[..., r // 2 :]
+        y = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    y = y.astype(x.dtype)
+    return jnp.concatenate([y, rest], -1) if rest.shape[-1] else y
+
+
+def alibi_slopes(n_heads: int) -> list[float]:
+    """Slope of each head (Press et al. 2022), also for head counts that are no power of two."""
+    power = 2 ** math.floor(math.log2(n_heads))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(n_heads - power)]
+
+
+def make_context(
+    config: ModelConfig,
+    positions: jax.Array,
+    *,
+    key_positions: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    dropout_keys: jax.Array | None = None,
+    start: jax.Array | None = None,
+) -> Context:
+    """The shared inputs of a pass over query `positions` [b or 1, t].
+
+    `key_positions` [b or 1, s] default to the queries' own; `segment_ids` [b, t] confine
+    attention to equal ids (documents).
+    """
+    keys = positions if key_positions is None else key_positions
+    distance = positions[:, :, None] - keys[:, None, :]  # [b, t, s]
+    mask = distance >= 0
+    if segment_ids is not None:
+        mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    rope = local_rope = None
+    if config.position == "rotary":
+        rope = rotary_tables(config.rotary, config.rotary_dims, positions)
+        if config.rotary.local_theta is not None:
+            local = RotaryConfig(theta=config.rotary.local_theta, fraction=config.rotary.fraction)
+            local_rope = rotary_tables(local, config.rotary_dims, positions)
+    needs_distance = config.position == "alibi" or config.sliding_window is not None
+    return Context(
+        mask, distance if needs_distance else None, rope, local_rope, dropout_keys, start
+    )
+
+
+def dropout(x: jax.Array, rate: float, keys: jax.Array | None, layer, site: int) -> jax.Array:
+    """Inverted dropout of x [b, t, d], keyed by (sample, layer, site) and by nothing else."""
+    if keys is None or rate == 0:
+        return x
+    one = lambda key: jax.random.fold_in(jax.random.fold_in(key, layer), site)
+    keep = jax.vmap(lambda k: jax.random.bernoulli(one(k), 1 - rate, x.shape[1:]))(keys)
+    return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
+
+
+def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
+    """cache [b, s, k, h] with rows [b, t, k, h] written at positions start [b] onward.
+
+    The caller leaves room for all rows: a start too close to the end would be clamped and
+    overwrite earlier positions.
+    """
+    rows = rows.astype(cache.dtype)
+    if cache.shape[0] == 1:  # a plain slice update stays in place; a scatter costs more
+        return lax.dynamic_update_slice(cache, rows, (0, start[0], 0, 0))
+    return jax.vmap(lambda c, r, i: lax.dynamic_update_slice(c, r, (i, 0, 0)))(cache, rows, start)
+
+
+def attention(
+    p: Tree,
+    x: jax.Array,
+    config: ModelConfig,
+    context: Context,
+    *,
+    window: int | jax.Array | None = None,
+    local: bool | jax.Array = False,
+    cache: tuple[jax.Array, jax.Array] | None = None,
+    axes: Axes = LOCAL,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Self-attention of x [b, t, d], before the sum over the model axis is added to o_bias.
+
+    Returns the output [b, t, d] and keys and values: those of the rows ([b, t, k, h]), or,
+    with a `cache` ([b, s, k, h] each), the cache with the rows written at `context.start`.
+    """
+    b, t, _ = x.shape
+    dtype = x.dtype
+    q, k, v = (_project(p, name, x) for name in "qkv")  # [b, t, n|k, h]
+    if config.qk_norm == "head":
+        q, k = norm(p["q_norm"], q, config), norm(p["k_norm"], k, config)
+    elif config.qk_norm == "full":
+        q = norm(p["q_norm"], q, config, (-2, -1), axes.model)
+        k = norm(p["k_norm"], k, config, (-2, -1), axes.model)
+    rope = context.rope
+    if rope is not None:
+        if context.local_rope is not None:
+            choose = lambda a, c: jnp.where(local, a, c)
+            rope = tuple(map(choose, context.local_rope, rope, strict=True))
+        q, k = (rotate(a, rope, config.rotary.interleaved) for a in (q, k))
+    if cache is not None:
+        k, v = (write_rows(c, a, context.start) for c, a in zip(cache, (k, v), strict=True))
+    kv = (k, v)
+
+    mask = context.mask
+    if window is not None:
+        mask = mask & (context.distance < window)
+    n, n_kv = q.shape[2], k.shape[2]
+    q = q.reshape(b, t, n_kv, n // n_kv, config.head_dim)
+    scale = config.attention_scale or config.head_dim**-0.5
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k.astype(dtype), preferred_element_type=jnp.float32)
+    scores = scores * jnp.float32(scale)
+    if config.attention_softcap:
+        scores = config.attention_softcap * jnp.tanh(scores / config.attention_softcap)
+    if config.position == "alibi":
+        slopes = jnp.array(alibi_slopes(config.n_heads), jnp.float32)
+        if axes.model:
+            slopes = lax.dynamic_slice_in_dim(slopes, lax.axis_index(axes.model) * n, n)
+        distance = context.distance.astype(jnp.float32)[:, None, None]
+        scores = scores - slopes.reshape(1, n_kv, n // n_kv, 1, 1) * distance
+    scores = jnp.where(mask[:, None, None], scores, NEGATIVE)
+    weights = jax.nn.softmax(scores, -1).astype(dtype)
+    out = jnp.einsum("bkgts,bskh->btkgh", weights, v.astype(dtype))
+    out = jnp.einsum("btnh,nhd->btd", out.reshape(b, t, n, config.head_dim), p["o"])
+    return _finish(out, p.get("o_bias"), axes.model), kv
+
+
+def _project(p: Tree, name: str, x: jax.Array) -> jax.Array:
+    y = jnp.einsum("btd,dnh->btnh", x, p[name])
+    bias = p.get(f"{name}_bias")
+    return y if bias is None else y + bias[None, None]
+
+
+def _finish(y: jax.Array, bias: jax.Array | None, axis: str | None) -> jax.Array:
+    """The end of a row-parallel product: sum the shards, then add the bias once."""
+    y = psum(y, axis)
+    return y if bias is None else y + bias[None, None]
+
+
+def mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) -> jax.Array:
+    """Feed-forward block of x [b, t, d]: down(act(gate x) * up x), or down(act(up x))."""
+
+    def project(name):
+        y = jnp.einsum("btd,df->btf", x, p[name])
+        bias = p.get(f"{name}_bias")
+        return y if bias is None else y + bias[None, None]
+
+    act = ACTIVATION[config.activation]
+    y = act(project("gate")) * project("up") if config.mlp_gated else act(project("up"))
+    return _finish(jnp.einsum("btf,fd->btd", y, p["down"]), p.get("down_bias"), axes.model)
+
+
+def layer(
+    p: Tree,
+    x: jax.Array,
+    config: ModelConfig,
+    context: Context,
+    *,
+    index: int | jax.Array = 0,
+    window: int | jax.Array | None = None,
+    local: bool | jax.Array = False,
+    cache: tuple[jax.Array, jax.Array] | None = None,
+    axes: Axes = LOCAL,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """One transformer layer on x [b, t, d]; returns the new x, and keys and values.
+
+    `index` (which layer, for dropout), `window` and `local` (sliding-window rotary base) may be
+    traced, so that one compiled body serves a scan over layers that differ in them.
+    """
+    drop = lambda y, site: dropout(y, config.dropout, context.dropout_keys, index, site)
+    attend = lambda y: attention(
+        p["attn"], y, config, context, window=window, local=local, cache=cache, axes=axes
+    )
+    pre = lambda name, y: norm(p[name], y, config) if name in p else y
+    placement = config.norm_placement
+    if config.residual != "sequential":
+        h = pre("attn_norm", x)
+        a, kv = attend(h)
+        m = mlp(
+            p["mlp"],
+            h if config.residual == "parallel_one_norm" else pre("mlp_norm", x),
+            config,
+            axes,
+        )
+        return x + drop(a, 0) + drop(m, 1), kv
+    a, kv = attend(pre("attn_norm", x))
+    if placement == "post":
+        x = norm(p["attn_out_norm"], x + drop(a, 0), config)
+        return norm(p["mlp_out_norm"], x + drop(mlp(p["mlp"], x, config, axes), 1), config), kv
+    x = x + drop(pre("attn_out_norm", a), 0)
+    m = mlp(p["mlp"], pre("mlp_norm", x), config, axes)
+    return x + drop(pre("mlp_out_norm", m), 1), kv

@@ -1,0 +1,188 @@
+"""Every parameter declared once: shape, logical axes, initializer, decay.
+
+`abstract(config)` is the single source from which initial values, shape structs, shardings,
+memory counts, checkpoint restore and weight import all derive. Stacked layers carry a leading
+"l" axis. Logical axes are the letters of `eejax.common.axes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eejax.common.trees import Tree, path_name
+from eejax.models.config import ExitConfig, ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """One leaf: its shape, a logical axis per dimension, how it starts, whether it decays.
+
+    `std` is the standard deviation of a normal initial value; without one the leaf starts as
+    the constant `fill`.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    std: float | None = None
+    fill: float = 0.0
+    decay: bool = False
+
+    def stacked(self, n: int) -> Param:
+        return dataclasses.replace(self, shape=(n, *self.shape), axes=("l", *self.axes))
+
+
+def _matrix(shape: tuple, axes: tuple, fan_in: int, scale: float = 1.0) -> Param:
+    """A decayed matrix with variance scale^2 / fan_in (0.022 at d = 2048, as Megatron's 0.02)."""
+    return Param(shape, axes, std=scale / math.sqrt(fan_in), decay=True)
+
+
+def _norm(
+    config: ModelConfig, shape: tuple | None = None, axes: tuple = ("d",), bias: bool = True
+) -> Tree:
+    shape = shape or (config.d_model,)
+    tree = {"scale": Param(shape, axes, fill=0.0 if config.norm_plus_one else 1.0)}
+    if config.norm == "layernorm" and bias:
+        tree["bias"] = Param(shape, axes)
+    return tree
+
+
+def _attention(c: ModelConfig) -> Tree:
+    d, n, k, h = c.d_model, c.n_heads, c.n_kv_heads, c.head_dim
+    out_scale = 1 / math.sqrt(2 * c.n_layers)  # keeps the residual stream's variance (GPT-2)
+    tree = {
+        "q": _matrix((d, n, h), ("d", "n", "h"), d),
+        "k": _matrix((d, k, h), ("d", "k", "h"), d),
+        "v": _matrix((d, k, h), ("d", "k", "h"), d),
+        "o": _matrix((n, h, d), ("n", "h", "d"), n * h, out_scale),
+    }
+    if c.qkv_bias:
+        tree |= {"q_bias": Param((n, h), ("n", "h"))}
+        tree |= {f"{x}_bias": Param((k, h), ("k", "h")) for x in "kv"}
+    if c.attention_bias:
+        tree["o_bias"] = Param((d,), ("d",))
+    if c.qk_norm == "head":
+        tree |= {f"{x}_norm": _norm(c, (h,), ("h",), bias=False) for x in "qk"}
+    elif c.qk_norm == "full":
+        tree["q_norm"] = _norm(c, (n, h), ("n", "h"), bias=False)
+        tree["k_norm"] = _norm(c, (k, h), ("k", "h"), bias=False)
+    return tree
+
+
+def _mlp(c: ModelConfig) -> Tree:
+    d, f = c.d_model, c.d_ff
+    tree = {
+        "up": _matrix((d, f), ("d", "f"), d),
+        "down": _matrix((f, d), ("f", "d"), f, 1 / math.sqrt(2 * c.n_layers)),
+    }
+    if c.mlp_gated:
+        tree["gate"] = _matrix((d, f), ("d", "f"), d)
+    if c.mlp_bias:
+        tree |= {"up_bias": Param((f,), ("f",)), "down_bias": Param((d,), ("d",))}
+        if c.mlp_gated:
+            tree["gate_bias"] = Param((f,), ("f",))
+    return tree
+
+
+def layer(config: ModelConfig) -> Tree:
+    """Declaration of one transformer layer, unstacked."""
+    before = config.norm_placement in ("pre", "pre_post")
+    after = config.norm_placement != "pre"
+    tree = {"attn": _attention(config), "mlp": _mlp(config)}
+    if before:
+        tree["attn_norm"] = _norm(config)
+        if config.residual != "parallel_one_norm":
+            tree["mlp_norm"] = _norm(config)
+    if after:
+        tree |= {"attn_out_norm": _norm(config), "mlp_out_norm": _norm(config)}
+    return tree
+
+
+def _vocab(config: ModelConfig, std: float) -> Param:
+    return Param((config.padded_vocab, config.d_model), ("v", "d"), std=std, decay=True)
+
+
+def _head(config: ModelConfig, head: str) -> Tree:
+    tree = {}
+    if head == "own":
+        tree["head"] = _vocab(config, 1 / math.sqrt(config.d_model))
+    if config.head_bias:
+        tree["head_bias"] = Param((config.padded_vocab,), ("v",))
+    return tree
+
+
+def exit_(config: ModelConfig, e: ExitConfig) -> Tree:
+    """Declaration of one early exit."""
+    tree = _head(config, e.head)
+    if e.mlp:
+        tree |= {"mlp": _mlp(config), "mlp_norm": _norm(config)}
+    if e.block:
+        tree["block"] = layer(config)
+    if e.norm:
+        tree["norm"] = _norm(config)
+    return tree
+
+
+def abstract(config: ModelConfig) -> Tree:
+    """The declaration of every parameter, as a nested dict of `Param`."""
+    # A tied matrix is a head too: 1/sqrt(d) would make initial logits of order sqrt(d).
+    embed = {"tokens": _vocab(config, 0.02)}
+    if config.position == "learned":
+        embed["positions"] = Param((config.context_length, config.d_model), ("t", "d"), std=0.02)
+    if config.embedding_norm:
+        embed["norm"] = _norm(config)
+    final = _head(config, config.head)
+    if config.final_norm:
+        final["norm"] = _norm(config)
+    tree = {
+        "embed": embed,
+        "layers": map_params(lambda p: p.stacked(config.n_layers), layer(config)),
+        "final": final,
+        "exits": {e.name: exit_(config, e) for e in config.exits},
+    }
+    if "shared" in (config.head, *(e.head for e in config.exits)):
+        tree["shared_head"] = _vocab(config, 1 / math.sqrt(config.d_model))
+    return tree
+
+
+def map_params(f: Callable[[Param], Any], tree: Tree) -> Tree:
+    """`f` over every `Param` of a declaration."""
+    return jax.tree.map(f, tree, is_leaf=lambda x: isinstance(x, Param))
+
+
+def init(config: ModelConfig, key: jax.Array) -> Tree:
+    """Initial float32 parameters. A leaf's values depend on `key` and its own name alone, so
+    adding an exit changes no other parameter."""
+
+    def one(path, p: Param):
+        if p.std is None:
+            return jnp.full(p.shape, p.fill, jnp.float32)
+        name = np.frombuffer(path_name(path).encode(), np.uint8).astype(np.uint64)
+        tag = int(
+            (name * (np.arange(len(name), dtype=np.uint64) * 2654435761 + 97)).sum() % (2**31)
+        )
+        return p.std * jax.random.normal(jax.random.fold_in(key, tag), p.shape, jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(
+        one, abstract(config), is_leaf=lambda x: isinstance(x, Param)
+    )
+
+
+def shapes(config: ModelConfig) -> Tree:
+    """The parameters as float32 `jax.ShapeDtypeStruct`s."""
+    return map_params(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), abstract(config))
+
+
+def decays(config: ModelConfig) -> Tree:
+    """True where weight decay applies: matrices and embeddings, not norms, biases or positions."""
+    return map_params(lambda p: p.decay, abstract(config))
+
+
+def count(config: ModelConfig) -> int:
+    """Number of parameters."""
+    return sum(math.prod(a.shape) for a in jax.tree.leaves(shapes(config)))

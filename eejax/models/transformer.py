@@ -1,0 +1,129 @@
+"""The early-exit transformer: embedding, layers, and the states its exits read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from eejax.common.axes import LOCAL, Axes
+from eejax.common.errors import require, require_one_of
+from eejax.common.trees import Tree, cast, slice_layers
+from eejax.models import exits, layers
+from eejax.models.config import ModelConfig
+
+REMAT = ("none", "dots", "full")
+
+
+def embed(
+    params: Tree,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array,
+    axes: Axes = LOCAL,
+) -> jax.Array:
+    """tokens [b, t] at positions [b or 1, t] -> x [b, t, d] in the dtype of computation."""
+    table = params["embed"]["tokens"]
+    if axes.model:  # each shard looks up the rows it owns (Megatron's vocabulary parallelism)
+        rows = table.shape[0]
+        i = tokens - lax.axis_index(axes.model) * rows
+        own = (i >= 0) & (i < rows)
+        x = jnp.where(own[..., None], table[jnp.clip(i, 0, rows - 1)], jnp.zeros((), table.dtype))
+        x = lax.psum(x, axes.model)
+    else:
+        x = table[tokens]
+    x = x.astype(config.dtype)
+    if config.embedding_scale != 1.0:
+        x = x * jnp.asarray(config.embedding_scale, x.dtype)
+    if config.position == "learned":
+        x = x + params["embed"]["positions"].astype(x.dtype)[positions]
+    if config.embedding_norm:
+        x = layers.norm(params["embed"]["norm"], x, config)
+    return x
+
+
+def run_layers(
+    stack: Tree,
+    x: jax.Array,
+    config: ModelConfig,
+    context: layers.Context,
+    start: int,
+    stop: int,
+    *,
+    axes: Axes = LOCAL,
+    remat: str = "none",
+) -> jax.Array:
+    """x [b, t, d] through layers start:stop of the stacked leaves [l, ...], as one scan.
+
+    `remat`: "none" keeps what autodiff wants, "dots" matrix products only, "full" nothing but
+    each layer's input.
+    """
+    if start == stop:
+        return x
+    body = partial(layers.layer, config=config, context=context, axes=axes)
+    index = jnp.arange(start, stop)
+    windows = config.sliding_window
+    if isinstance(windows, tuple):  # layers differ: the window is an array in the scanned inputs
+        everything = 2**30
+        w = jnp.array([everything if v is None else v for v in windows[start:stop]], jnp.int32)
+        scanned = (slice_layers(stack, start, stop), index, w, w < everything)
+        step = lambda x, s: body(s[0], x, index=s[1], window=s[2], local=s[3])[0]
+    else:
+        scanned = (slice_layers(stack, start, stop), index)
+        step = lambda x, s: body(s[0], x, index=s[1], window=windows, local=windows is not None)[0]
+    step = rematerialised(step, remat)
+    return lax.scan(lambda x, s: (step(x, s), None), x, scanned)[0]
+
+
+def rematerialised(f, remat: str):
+    """`f` under the activation policy `remat` ("none", "dots", "full")."""
+    require_one_of("remat", remat, REMAT)
+    if remat == "none":
+        return f
+    policies = jax.checkpoint_policies
+    policy = policies.dots_saveable if remat == "dots" else policies.nothing_saveable
+    return jax.checkpoint(f, policy=policy, prevent_cse=False)
+
+
+def exit_states(
+    params: Tree,
+    config: ModelConfig,
+    tokens: jax.Array,
+    *,
+    positions: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    dropout_keys: jax.Array | None = None,
+    axes: Axes = LOCAL,
+    remat: str = "none",
+    which: Sequence[int] | None = None,
+) -> tuple[jax.Array, ...]:
+    """What the head of every exit reads: E + 1 arrays [b, t, d], the final exit last.
+
+    tokens [b, t] int32; positions [b, t] (default 0..t-1); segment_ids [b, t] confine attention
+    to equal ids; dropout_keys [b], one key per sample (None: no dropout). `which` selects exits
+    by number, in order; layers above the deepest of them are not run.
+    """
+    which = range(config.n_exits + 1) if which is None else which
+    t = tokens.shape[1]
+    require(
+        t <= config.context_length or config.position in ("alibi", "none"),
+        "tokens", f"length {t}", f"must fit the context length {config.context_length}",
+    )  # fmt: skip
+    params = cast(params, config.dtype)
+    if positions is None:
+        positions = jnp.arange(t)[None]
+    context = layers.make_context(
+        config, positions, segment_ids=segment_ids, dropout_keys=dropout_keys
+    )
+    x = embed(params, config, tokens, positions, axes)
+    x = layers.dropout(x, config.dropout, dropout_keys, 0, 2)
+    states = []
+    for e, (start, stop) in enumerate(config.segments[: max(which) + 1]):
+        x = run_layers(params["layers"], x, config, context, start, stop, axes=axes, remat=remat)
+        if e in which:
+            read = lambda x, e=e: exits.state(params, config, e, x, context, axes=axes)[0]
+            states.append(rematerialised(read, remat)(x))
+    return tuple(states)
