@@ -1,0 +1,43 @@
+"""Text, tokenizers, packed token files, and a loader whose position is part of a checkpoint."""
+
+from eejax.data.loader import IGNORE, Batch, Loader, batch_count, batches
+from eejax.data.packing import PackedDataset, Split, open_packed, pack
+from eejax.data.sources import PYTHON_STDLIB, Document, PythonStdlib, Source, TextFiles, source
+from eejax.data.tokenizers import (
+    BYTES,
+    ByteTokenizer,
+    JsonTokenizer,
+    TextStream,
+    Tokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    save_tokenizer,
+    train_bpe,
+)
+
+__all__ = [
+    "BYTES",
+    "IGNORE",
+    "PYTHON_STDLIB",
+    "Batch",
+    "ByteTokenizer",
+    "Document",
+    "JsonTokenizer",
+    "Loader",
+    "PackedDataset",
+    "PythonStdlib",
+    "Source",
+    "Split",
+    "TextFiles",
+    "TextStream",
+    "Tokenizer",
+    "batch_count",
+    "batches",
+    "check_vocabulary",
+    "load_tokenizer",
+    "open_packed",
+    "pack",
+    "save_tokenizer",
+    "source",
+    "train_bpe",
+]

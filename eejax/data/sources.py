@@ -1,0 +1,285 @@
+"""Where text comes from: iterators of named documents over files and the standard library."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import hashlib
+import io
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from eejax.common.errors import DataError, require
+
+PYTHON_STDLIB = "python-stdlib"
+
+# A file longer than this becomes several documents, so that one large file can still be split
+# into train and validation, and is never held in memory whole.
+DOCUMENT_CHARS = 1 << 18
+
+# Tests and other people's code are not the library's own prose; codec tables are numbers.
+_SKIPPED_FOLDERS = frozenset(
+    "__pycache__ site-packages dist-packages test tests idle_test encodings lib-dynload "
+    "_bundled pydoc_data".split()
+)
+
+
+class Document(NamedTuple):
+    """A piece of text that belongs together; its name decides the split it falls into."""
+
+    name: str
+    text: str
+
+
+class Source(Protocol):
+    """Documents in an order that is the same on every pass."""
+
+    def documents(self) -> Iterator[Document]:
+        """Reads the documents one by one. Raises `DataError` for what cannot be read."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """JSON that changes whenever the documents do; packed data is reused while it stays."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFiles:
+    """UTF-8 text files named by paths or globs (`**` descends), each file one document.
+
+    With `separator`, a file holds several documents with that string between them. Documents
+    longer than `document_chars` characters are cut at line ends. `max_bytes` keeps that many
+    bytes of text from the beginning. A document's name is its path below its pattern's fixed
+    part, so that the split survives moving the folder.
+    """
+
+    patterns: tuple[str, ...]
+    separator: str | None = None
+    document_chars: int = DOCUMENT_CHARS
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        require(len(self.patterns) > 0, "patterns", self.patterns, "must name at least one file")
+        require(self.separator != "", "separator", self.separator, "must be None or not empty")
+        require(self.document_chars > 0, "document_chars", self.document_chars, "must be > 0")
+        _check_budget(self.max_bytes)
+
+    def documents(self) -> Iterator[Document]:
+        left = sys.maxsize if self.max_bytes is None else self.max_bytes
+        any_text = False
+        for name, path, explicit in self._files():
+            in_file = False
+            for document in self._read(name, path):
+                data = document.text.encode()
+                if len(data) > left:
+                    document = Document(document.name, data[:left].decode(errors="ignore"))
+                in_file = True
+                if document.text:
+                    yield document
+                left -= min(left, len(data))
+                if left == 0:
+                    return
+            if explicit and not in_file:
+                raise DataError(f"{path} is empty: give a file with text, or leave it out.")
+            any_text |= in_file
+        if not any_text:
+            raise DataError(f"every file of {', '.join(self.patterns)} is empty: nothing to read.")
+
+    def describe(self) -> dict[str, Any]:
+        digest, total, count = hashlib.sha256(), 0, 0
+        for name, path, _ in self._files():
+            stat = os.stat(path)
+            digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+            total, count = total + stat.st_size, count + 1
+        return {
+            "kind": "text",
+            "patterns": list(self.patterns),
+            "separator": self.separator,
+            "document_chars": self.document_chars,
+            "max_bytes": self.max_bytes,
+            "files": count,
+            "bytes": total,
+            "digest": digest.hexdigest(),
+        }
+
+    def _files(self) -> list[tuple[str, str, bool]]:
+        """(document name, path, named without a wildcard) of every file, each once."""
+        found: dict[str, tuple[str, str, bool]] = {}
+        for pattern in self.patterns:
+            pattern = os.path.expanduser(pattern)
+            if os.path.exists(pattern) or not glob.has_magic(pattern):
+                paths, root, explicit = [pattern], os.path.dirname(pattern), True
+            else:
+                paths, root, explicit = glob.glob(pattern, recursive=True), pattern, False
+                while glob.has_magic(root):
+                    root = os.path.dirname(root)
+                paths = sorted(path for path in paths if os.path.isfile(path))
+                if not paths:
+                    raise DataError(
+                        f"{pattern} matches no file: check the folder and the wildcard "
+                        f"(the working directory is {os.getcwd()})."
+                    )
+            for path in paths:
+                if os.path.isdir(path):
+                    fix = os.path.join(path, "**", "*.txt")
+                    raise DataError(f"{path} is a folder: name its files, for example {fix}.")
+                if not os.path.isfile(path):
+                    raise DataError(
+                        f"{path} does not exist: check the path "
+                        f"(the working directory is {os.getcwd()})."
+                    )
+                name = os.path.relpath(path, root or ".").replace(os.sep, "/")
+                found.setdefault(os.path.realpath(path), (name, path, explicit))
+        return list(found.values())
+
+    def _read(self, name: str, path: str) -> Iterator[Document]:
+        """The documents of one file that hold more than white space."""
+        try:
+            with open(path, encoding="utf-8-sig", newline="") as file:
+                for i, text in enumerate(cut(file, self.separator, self.document_chars)):
+                    yield Document(f"{name}#{i}" if i else name, text)
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{path} is not UTF-8 text ({error.reason}, byte 0x{error.object[error.start]:02x}"
+                "): convert it, for example with `iconv -t utf-8`, or leave it out."
+            ) from error
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class PythonStdlib:
+    """The running interpreter's own standard library and documentation topics.
+
+    Code with its docstrings and comments, and about 80 pages of reference prose: 9 MB of real
+    text that is wherever Python is. With `max_bytes`, a sample of whole documents spread over
+    the library (in the order of a hash of their names), never more than that many bytes.
+    """
+
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_budget(self.max_bytes)
+
+    def documents(self) -> Iterator[Document]:
+        for name, _, read in self._chosen():
+            text = read()
+            if text is not None and text.strip():
+                yield Document(name, text)
+
+    def describe(self) -> dict[str, Any]:
+        digest, total, count = hashlib.sha256(), 0, 0
+        for name, size, _ in self._chosen():
+            digest.update(f"{name}\0{size}\n".encode())
+            total, count = total + size, count + 1
+        return {
+            "kind": PYTHON_STDLIB,
+            "version": sys.version.split()[0],
+            "max_bytes": self.max_bytes,
+            "files": count,
+            "bytes": total,
+            "digest": digest.hexdigest(),
+        }
+
+    def _chosen(self) -> list[tuple[str, int, Callable[[], str | None]]]:
+        """(name, bytes, reader) of the documents within the budget, sorted by name."""
+        entries = sorted(_stdlib_files() + _stdlib_topics(), key=lambda entry: entry[0])
+        if not entries:
+            raise DataError(
+                f"no standard library source under {sysconfig.get_path('stdlib')}: this "
+                "interpreter ships compiled files only; give text files instead."
+            )
+        if self.max_bytes is None:
+            return entries
+        left, chosen = self.max_bytes, []
+        for entry in sorted(entries, key=lambda entry: name_hash(entry[0])):
+            if entry[1] <= left:
+                left -= entry[1]
+                chosen.append(entry)
+        if not chosen:
+            raise DataError(
+                f"max_bytes = {self.max_bytes} is less than the smallest document of "
+                f"{PYTHON_STDLIB}: raise it to at least 100000."
+            )
+        return sorted(chosen, key=lambda entry: entry[0])
+
+
+def source(spec: str | Sequence[str], max_bytes: int | None = None) -> Source:
+    """`"python-stdlib"`, or text files by path or glob (one, or a sequence of them)."""
+    if spec == PYTHON_STDLIB:
+        return PythonStdlib(max_bytes)
+    patterns = (spec,) if isinstance(spec, str) else tuple(spec)
+    return TextFiles(patterns, max_bytes=max_bytes)
+
+
+def cut(file: io.TextIOBase, separator: str | None, limit: int) -> Iterator[str]:
+    """Splits a text stream at `separator`, and what is longer than `limit` at line ends.
+
+    Pieces of white space alone are dropped. Holds a few times `limit` characters at most.
+    """
+    pending, margin = "", len(separator or "")
+    while True:
+        chunk = file.read(limit)
+        pending += chunk
+        done = pending.split(separator) if separator else [pending]
+        pending = done.pop() if chunk else ""
+        for piece in done:
+            yield from _shorten(piece, limit)
+        # A separator may still be arriving at the end: cut only in front of it.
+        while len(pending) > limit + margin:
+            end = pending.rfind("\n", 0, limit) + 1 or limit
+            if pending[:end].strip():
+                yield pending[:end]
+            pending = pending[end:]
+        if not chunk:
+            return
+
+
+def name_hash(name: str, seed: int = 0) -> int:
+    """A 64-bit hash of a name that is the same on every machine and run."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest())
+
+
+def _shorten(text: str, limit: int) -> Iterator[str]:
+    while text:
+        end = len(text) if len(text) <= limit else text.rfind("\n", 0, limit) + 1 or limit
+        if text[:end].strip():
+            yield text[:end]
+        text = text[end:]
+
+
+def _check_budget(max_bytes: int | None) -> None:
+    require(max_bytes is None or max_bytes > 0, "max_bytes", max_bytes, "must be None or > 0")
+
+
+def _stdlib_files() -> list[tuple[str, int, Callable[[], str | None]]]:
+    root, entries = sysconfig.get_path("stdlib"), []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS and "config-" not in f]
+        for file in files:
+            # _sysconfigdata is this machine's build settings, not text.
+            if file.endswith(".py") and not file.startswith("_sysconfigdata"):
+                path = os.path.join(folder, file)
+                name = "lib/" + os.path.relpath(path, root).replace(os.sep, "/")
+                entries.append((name, os.path.getsize(path), lambda p=path: _stdlib_text(p)))
+    return entries
+
+
+def _stdlib_text(path: str) -> str | None:
+    """None for the odd file in another encoding: it is not the user's to mend."""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            return file.read()
+    except (UnicodeDecodeError, OSError):
+        return None
+
+
+def _stdlib_topics() -> list[tuple[str, int, Callable[[], str | None]]]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions package the documentation apart
+        return []
+    return [(f"topics/{k}", len(v.encode()), lambda v=v: v) for k, v in topics.items()]

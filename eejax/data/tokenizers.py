@@ -1,0 +1,316 @@
+"""Text to token ids and back: bytes, a `tokenizer.json`, and training a byte-level BPE."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from eejax.common.errors import DataError, require
+from eejax.data.sources import Document
+
+BYTES = "bytes"
+END_OF_TEXT = "<|endoftext|>"
+
+_MARKER = "eejax_tokenizer.json"
+_JSON = "tokenizer.json"
+# Tried in this order where neither the caller nor a tokenizer_config.json names the token.
+_EOS_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>")
+_BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>")
+
+
+class TextStream(Protocol):
+    """Decodes ids as they arrive, never showing half a character."""
+
+    def push(self, ids: Sequence[int] | int) -> str:
+        """The text that became certain with these ids (often empty)."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end, incomplete characters as U+FFFD."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """What the rest of eejax needs of a tokenizer; `eos_id` also ends documents."""
+
+    vocab_size: int
+    eos_id: int | None
+    bos_id: int | None
+    fingerprint: str
+
+    def encode(self, text: str, *, allow_special: bool = False) -> np.ndarray:
+        """int32 ids [t]. Names of special tokens are plain text unless `allow_special`."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids; special tokens and ids outside the vocabulary have none."""
+        ...
+
+    def stream(self) -> TextStream: ...
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the tokenizer into the folder `path`, for `load_tokenizer`."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0..255, and 256 for the end of a document."""
+
+    vocab_size = 257
+    eos_id = 256
+    bos_id = None
+    fingerprint = "bytes-257"
+
+    def encode(self, text: str, *, allow_special: bool = False) -> np.ndarray:
+        return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._bytes(ids).decode("utf-8", errors="replace")
+
+    def stream(self) -> TextStream:
+        return _ByteStream()
+
+    def save(self, path: str | os.PathLike) -> None:
+        os.makedirs(path, exist_ok=True)
+        _write_json(os.path.join(path, _MARKER), {"kind": BYTES})
+
+    @staticmethod
+    def _bytes(ids: Sequence[int]) -> bytes:
+        ids = np.asarray(ids, np.int64).reshape(-1)
+        return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes()
+
+
+class JsonTokenizer:
+    """A `tokenizer.json` of the Hugging Face `tokenizers` library.
+
+    `eos` and `bos` name special tokens of the vocabulary. Nothing is added to the text and
+    nothing truncated or padded, whatever the file's own settings say.
+
+    Raises:
+      DataError: the definition is not valid, or has no token called `eos` or `bos`.
+    """
+
+    def __init__(self, definition: str, *, eos: str | None = None, bos: str | None = None):
+        self._definition = definition
+        self._plain = _parse(definition)
+        self._plain.encode_special_tokens = True
+        vocabulary = self._plain.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.eos = _special("eos", eos, _EOS_NAMES, vocabulary)
+        self.bos = _special("bos", bos, _BOS_NAMES, vocabulary)
+        self.eos_id = None if self.eos is None else vocabulary[self.eos]
+        self.bos_id = None if self.bos is None else vocabulary[self.bos]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        parts = [self._plain.to_str(), self.eos, self.bos]
+        return "json-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    @functools.cached_property
+    def _special(self) -> Any:
+        # A second instance, because the setting belongs to the object and engines use threads.
+        return _parse(self._definition)
+
+    def encode(self, text: str, *, allow_special: bool = False) -> np.ndarray:
+        _utf8(text)
+        inner = self._special if allow_special else self._plain
+        return np.asarray(inner.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        ids = np.asarray(ids, np.int64).reshape(-1)
+        ids = ids[(ids >= 0) & (ids < self.vocab_size)]
+        return self._plain.decode(ids.tolist(), skip_special_tokens=True)
+
+    def stream(self) -> TextStream:
+        return _PieceStream(self)
+
+    def save(self, path: str | os.PathLike) -> None:
+        os.makedirs(path, exist_ok=True)
+        with open(os.path.join(path, _JSON), "w", encoding="utf-8") as file:
+            file.write(self._definition)
+        _write_json(os.path.join(path, _MARKER), {"kind": "json", "eos": self.eos, "bos": self.bos})
+
+
+def train_bpe(documents: Iterable[Document | str], vocab_size: int) -> JsonTokenizer:
+    """Trains a byte-level BPE (Sennrich et al. 2016; GPT-2's byte alphabet) on documents.
+
+    The 256 bytes and the end-of-text token are always in it, so every text can be encoded; a
+    small corpus may run out of pairs and give fewer than `vocab_size` entries.
+    """
+    require(vocab_size >= 257, "vocab_size", vocab_size, "must be at least 257 (bytes + end)")
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    inner = Inner(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    texts = (d.text if isinstance(d, Document) else d for d in documents)
+    inner.train_from_iterator(texts, trainer)
+    return JsonTokenizer(inner.to_str(), eos=END_OF_TEXT)
+
+
+def load_tokenizer(
+    spec: str | os.PathLike, *, eos: str | None = None, bos: str | None = None
+) -> Tokenizer:
+    """`"bytes"`, a `tokenizer.json`, or a folder with one or written by `save`.
+
+    Which tokens begin and end a document is read from `eos` and `bos`, else from the folder's
+    saved settings or `tokenizer_config.json`, else guessed from the usual names.
+
+    Raises:
+      DataError: nothing usable there.
+    """
+    spec = os.fspath(spec)
+    if spec == BYTES:
+        return ByteTokenizer()
+    spec = os.path.expanduser(spec)
+    folder, file = (spec, os.path.join(spec, _JSON)) if os.path.isdir(spec) else ("", spec)
+    named: dict[str, Any] = {}
+    if folder and os.path.exists(os.path.join(folder, _MARKER)):
+        named = _read_json(os.path.join(folder, _MARKER))
+        if named.get("kind") == BYTES:
+            return ByteTokenizer()
+    else:
+        config = os.path.join(os.path.dirname(file), "tokenizer_config.json")
+        if os.path.exists(config):
+            raw = _read_json(config)
+            named = {k: _content(raw.get(f"{k}_token")) for k in ("eos", "bos")}
+    if not os.path.isfile(file):
+        raise DataError(
+            f"tokenizer {spec!r}: no file {file}. Give 'bytes', the path of a tokenizer.json, or "
+            "a folder holding one."
+        )
+    try:
+        with open(file, encoding="utf-8") as handle:
+            definition = handle.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"tokenizer {file} cannot be read: {error}.") from error
+    try:
+        return JsonTokenizer(definition, eos=eos or named.get("eos"), bos=bos or named.get("bos"))
+    except DataError as error:
+        raise DataError(f"tokenizer {file}: {error}") from error
+
+
+def save_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike) -> None:
+    """Writes `tokenizer` into the folder `path`; `load_tokenizer(path)` gives it back."""
+    tokenizer.save(path)
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises `DataError` unless a model with `vocab_size` entries has a row for every token."""
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"the tokenizer ({tokenizer.fingerprint}) has {tokenizer.vocab_size} tokens but the "
+            f"model's vocab_size is {vocab_size}: set model.vocab_size = {tokenizer.vocab_size}, "
+            "or use the tokenizer the model was trained with."
+        )
+
+
+class _ByteStream:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Sequence[int] | int) -> str:
+        return self._decoder.decode(ByteTokenizer._bytes(np.atleast_1d(ids)))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _PieceStream:
+    """Shows decode(context + new) minus decode(context) once it does not end in U+FFFD.
+
+    One shown group of tokens is kept as context because decoders treat the beginning of a text
+    differently (a leading space may be dropped there).
+    """
+
+    def __init__(self, tokenizer: JsonTokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._shown = 0  # the first ids of _ids whose text has been shown
+
+    def push(self, ids: Sequence[int] | int) -> str:
+        self._ids.extend(int(i) for i in np.atleast_1d(ids))
+        return self._show(final=False)
+
+    def flush(self) -> str:
+        return self._show(final=True)
+
+    def _show(self, final: bool) -> str:
+        before = self._tokenizer.decode(self._ids[: self._shown])
+        text = self._tokenizer.decode(self._ids)
+        if len(text) <= len(before) or (text.endswith("\ufffd") and not final):
+            return ""
+        del self._ids[: self._shown]
+        self._shown = len(self._ids)
+        return text[len(before) :]
+
+
+def _parse(definition: str) -> Any:
+    from tokenizers import Tokenizer as Inner
+
+    try:
+        inner = Inner.from_str(definition)
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(
+            f"not a tokenizer.json of the tokenizers library ({error}): export it again with "
+            "`save_pretrained` or `Tokenizer.save`."
+        ) from error
+    inner.no_truncation()
+    inner.no_padding()
+    return inner
+
+
+def _special(
+    field: str, name: str | None, usual: tuple[str, ...], vocabulary: dict[str, int]
+) -> str | None:
+    if name is None:
+        return next((n for n in usual if n in vocabulary), None)
+    if name not in vocabulary:
+        near = [n for n in (*_EOS_NAMES, *_BOS_NAMES) if n in vocabulary]
+        raise DataError(
+            f"{field} = {name!r} is not in the vocabulary"
+            + (f"; it has {', '.join(near)}." if near else "; name one of its special tokens.")
+        )
+    return name
+
+
+def _content(token: Any) -> str | None:
+    """tokenizer_config.json gives a token as a string or as an object with its content."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"the text has a lone surrogate at character {error.start}, which is no Unicode "
+            "text: decode its source with the right encoding."
+        ) from error
+
+
+def _read_json(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as JSON: {error}.") from error
+
+
+def _write_json(path: str, value: Any) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
