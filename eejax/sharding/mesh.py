@@ -1,0 +1,82 @@
+"""The device mesh: (data, pipe, model), always all three, any of them of size 1."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from eejax.common.axes import DATA, MESH_AXES, Axes
+from eejax.common.errors import ConfigError, require
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis: `data` copies of the model, each cut into `pipe` stages, each
+    stage's matrices cut into `model` shards."""
+
+    data: int = 1
+    pipe: int = 1
+    model: int = 1
+
+    def __post_init__(self):
+        for name, value in zip(MESH_AXES, self.shape, strict=True):
+            ok = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            require(ok, f"MeshConfig.{name}", value, "must be a positive number of devices")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(data, pipe, model)."""
+        return (self.data, self.pipe, self.model)
+
+    @property
+    def size(self) -> int:
+        """Devices the mesh takes."""
+        return math.prod(self.shape)
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh with axes (data, pipe, model) over the first `config.size` devices.
+
+    Devices beyond those stay unused. Raises `ConfigError` where there are too few.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    if len(devices) < config.size:
+        raise ConfigError(
+            f"mesh (data, pipe, model) = {config.shape} needs {config.size} devices, this machine "
+            f"has {len(devices)} ({devices[0].device_kind}). Make the mesh smaller, or on a CPU "
+            f"set XLA_FLAGS=--xla_force_host_platform_device_count={config.size}."
+        )
+    # Auto: every computation on the mesh is a fully manual shard_map, which types its own values.
+    return jax.make_mesh(
+        config.shape,
+        MESH_AXES,
+        axis_types=(AxisType.Auto,) * len(MESH_AXES),
+        devices=devices[: config.size],
+    )
+
+
+def mesh_axes(mesh: Mesh) -> Axes:
+    """The axis names for code inside a `shard_map` over `mesh`; None for axes of size 1.
+
+    An axis of one device needs no communication, so the same program runs without it.
+    """
+    return Axes(**{name: name if mesh.shape[name] > 1 else None for name in MESH_AXES})
+
+
+def check_batch(batch_size: int, mesh: Mesh, microbatches: int = 1, field: str = "batch_size"):
+    """Raises `ConfigError` unless every data shard gets the same number of whole microbatches.
+
+    `batch_size` is the global number of sequences of a step.
+    """
+    shards = mesh.shape[DATA]
+    parts = shards * microbatches
+    if batch_size % parts or batch_size < parts:
+        nearest = max(1, round(batch_size / parts)) * parts
+        raise ConfigError(
+            f"{field} = {batch_size}: must be a multiple of mesh.data x microbatches = {shards} x "
+            f"{microbatches} = {parts}. The nearest is {nearest}."
+        )

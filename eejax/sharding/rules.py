@@ -1,0 +1,99 @@
+"""Which mesh axis each logical axis lies on, and the shardings that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from eejax.common.axes import MESH_AXES, MODEL, PIPE
+from eejax.common.errors import ConfigError
+from eejax.common.trees import Tree, path_name
+
+# Letters as in eejax.common.axes. Megatron's layout: heads, feed-forward and vocabulary are cut
+# into tensor-parallel shards, layers into pipeline stages, everything else is whole on every
+# device of its shard.
+RULES: Mapping[str, str | None] = {
+    "l": PIPE,
+    "n": MODEL,
+    "k": MODEL,
+    "f": MODEL,
+    "v": MODEL,
+    "d": None,
+    "h": None,
+    "t": None,
+}
+
+
+def spec(
+    name: str,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    mesh_shape: Mapping[str, int],
+    rules: Mapping[str, str | None] = RULES,
+) -> PartitionSpec:
+    """The `PartitionSpec` of one parameter, of a logical axis (or None) for each dimension.
+
+    `name` is what errors call the parameter. Raises `ConfigError` where a logical axis has no
+    rule, two dimensions fall on the same mesh axis, or a dimension does not divide by it.
+    """
+    if len(axes) != len(shape):
+        raise ConfigError(f"{name}: shape {shape} has {len(shape)} dimensions, axes {axes} name "
+                          f"{len(axes)}. Name one logical axis for each dimension.")  # fmt: skip
+    placed: dict[str, str] = {}
+    entries: list[str | None] = []
+    for size, logical in zip(shape, axes, strict=True):
+        if logical is not None and logical not in rules:
+            raise ConfigError(
+                f"{name}: logical axis {logical!r} has no rule. Known: {', '.join(rules)}."
+            )
+        axis = None if logical is None else rules[logical]
+        if axis is None:
+            entries.append(None)
+            continue
+        if axis not in mesh_shape:
+            raise ConfigError(
+                f"{name}: the rule {logical!r} -> {axis!r} names no mesh axis. The mesh has "
+                f"{', '.join(mesh_shape)}."
+            )
+        if axis in placed:
+            raise ConfigError(
+                f"{name}: logical axes {placed[axis]!r} and {logical!r} of {axes} both lie on mesh "
+                f"axis {axis!r}. Map one of them to another axis, or to None."
+            )
+        if size % mesh_shape[axis]:
+            raise ConfigError(
+                f"{name}: dimension {logical!r} of size {size} does not divide by mesh.{axis} = "
+                f"{mesh_shape[axis]}. Choose a mesh.{axis} that divides {size}, or pad the model."
+            )
+        placed[axis] = logical
+        entries.append(axis)
+    return PartitionSpec(*entries)
+
+
+def specs(declaration: Tree, mesh: Mesh, rules: Mapping[str, str | None] = RULES) -> Tree:
+    """A tree of `PartitionSpec`s for a tree of declared parameters (leaves with shape and axes)."""
+    mesh_shape = {axis: mesh.shape[axis] for axis in MESH_AXES}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, p: spec(path_name(path), p.shape, p.axes, mesh_shape, rules),
+        declaration,
+        is_leaf=_declared,
+    )
+
+
+def shardings(specs: Tree, mesh: Mesh) -> Tree:
+    """A tree of `NamedSharding`s for a tree of `PartitionSpec`s."""
+    return jax.tree.map(
+        lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of a value that every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def _declared(node: Any) -> bool:
+    return hasattr(node, "axes") and hasattr(node, "shape")

@@ -1,0 +1,64 @@
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from eejax.common.errors import ConfigError
+from eejax.models import params
+from eejax.models.config import ExitConfig, ModelConfig
+from eejax.sharding import rules
+from eejax.sharding.mesh import MeshConfig, make_mesh
+
+ONE = {"data": 1, "pipe": 1, "model": 1}
+SPLIT = {"data": 2, "pipe": 2, "model": 2}
+
+
+@pytest.mark.parametrize(
+    "shape, axes, expected",
+    [
+        ((6, 8, 4, 2), ("l", "d", "n", "h"), P("pipe", None, "model", None)),
+        ((6, 8, 16), ("l", "d", "f"), P("pipe", None, "model")),
+        ((10, 8), ("v", "d"), P("model", None)),
+        ((8,), ("d",), P(None)),
+        ((8,), (None,), P(None)),
+    ],
+)
+def test_specs_follow_the_rules(shape, axes, expected):
+    assert rules.spec("w", shape, axes, SPLIT) == expected
+    assert rules.spec("w", shape, axes, ONE) == expected
+
+
+@pytest.mark.parametrize(
+    "shape, axes, message",
+    [
+        ((4, 4), ("n", "f"), "layers/q: logical axes 'n' and 'f'.*both lie on mesh axis 'model'"),
+        ((7, 8), ("v", "d"), "layers/q: dimension 'v' of size 7 does not divide by mesh.model = 2"),
+        ((4,), ("z",), "layers/q: logical axis 'z' has no rule"),
+        ((4, 4), ("d",), "layers/q: shape"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_refused_by_name(shape, axes, message):
+    with pytest.raises(ConfigError, match=message):
+        rules.spec("layers/q", shape, axes, SPLIT)
+
+
+def test_a_rule_to_an_unknown_mesh_axis_is_refused():
+    with pytest.raises(ConfigError, match="names no mesh axis"):
+        rules.spec("w", (4,), ("d",), ONE, {"d": "tensor"})
+
+
+def test_every_parameter_of_a_model_finds_its_place():
+    config = ModelConfig(
+        vocab_size=30, vocab_multiple=8, n_layers=4, d_model=16, n_heads=4, n_kv_heads=2,
+        context_length=8, exits=(ExitConfig(2, mlp=True, block=True, head="own"),),
+    )  # fmt: skip
+    mesh = make_mesh(MeshConfig(data=2, pipe=2, model=2))
+    declaration = params.abstract(config)
+    tree = rules.shardings(rules.specs(declaration, mesh), mesh)
+    values = jax.device_put(params.init(config, jax.random.key(0)), tree)
+    for value, sharding in zip(jax.tree.leaves(values), jax.tree.leaves(tree), strict=True):
+        local = value.addressable_shards[0].data.shape
+        cuts = [mesh.shape[a] if a else 1 for a in (*sharding.spec, *(None,) * 9)]
+        assert local == tuple(np.array(value.shape) // cuts[: value.ndim])
+    up = values["layers"]["mlp"]["up"]
+    assert up.addressable_shards[0].data.shape == (2, 16, up.shape[2] // 2)
