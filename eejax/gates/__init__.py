@@ -1,1 +1,1 @@
-"""Exit confidences: pure functions from hidden states and logits to a number in [0, 1]."""
+"""When a token may leave: exit confidences."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from eejax.common.errors import ConfigError, require, require_one_of
 
@@ -286,7 +287,7 @@ class ModelConfig:
                 0 <= n <= self.n_layers,
                 field,
                 boundaries,
-                f"boundaries must lie in 0..{self.n_layers} (boundary n is the state after n layers)",
+                f"must lie in 0..{self.n_layers} (boundary n is the state after n layers)",
             )
         require(
             len(set(boundaries)) == len(boundaries), field, boundaries, "must not repeat a boundary"

@@ -1,0 +1,220 @@
+"""Generation: prompts in, tokens out, with each token's exit, confidence and layers executed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from eejax.common.errors import ConfigError, require
+from eejax.common.trees import Tree
+from eejax.inference import posthoc, recompute
+from eejax.inference.policy import ExitPolicy
+from eejax.inference.result import Result
+from eejax.inference.sampling import Sampling
+from eejax.inference.state import (
+    DecodeState,
+    EngineOptions,
+    Record,
+    Weights,
+    engine_config,
+    prepare,
+)
+from eejax.models.config import ModelConfig
+
+STREAM_CHUNK = 16  # tokens per call while streaming or looking for stop strings
+LENGTH_STEP = 64  # cache lengths are rounded up to this, so that few programs are compiled
+
+
+@partial(jax.jit, static_argnames=("config", "options", "length"))
+def prefill(weights, tokens, lengths, max_new, policy, sampling, stops, *, config, options, length):
+    """Jitted `posthoc.prefill`."""
+    return posthoc.prefill(
+        weights,
+        tokens,
+        lengths,
+        max_new,
+        policy,
+        sampling,
+        stops,
+        config=config,
+        options=options,
+        length=length,
+    )
+
+
+@partial(jax.jit, static_argnames=("config", "options", "n"), donate_argnames="state")
+def decode(
+    weights: Weights,
+    state: DecodeState,
+    policy: ExitPolicy,
+    sampling: Sampling,
+    stops: jax.Array,
+    *,
+    config: ModelConfig,
+    options: EngineOptions,
+    n: int,
+) -> tuple[DecodeState, Record]:
+    """Up to `n` tokens for every live request in one compiled loop; records are [n, b].
+
+    Stops when all requests are done. Steps not taken have exit -1. `state` is donated.
+    """
+    step = recompute.step if options.engine == "recompute" else posthoc.step
+    step = partial(step, config=config, options=options)
+    shapes = jax.eval_shape(step, weights, state, policy, sampling, stops)[1]
+    records = jax.tree.map(lambda r: jnp.zeros((n, *r.shape), r.dtype), shapes)
+    records = records._replace(exit=jnp.full_like(records.exit, -1))
+
+    def body(carry):
+        i, state, records = carry
+        state, record = step(weights, state, policy, sampling, stops)
+        records = jax.tree.map(
+            lambda a, r: lax.dynamic_update_index_in_dim(a, r, i, 0), records, record
+        )
+        return i + 1, state, records
+
+    carry = lax.while_loop(
+        lambda c: (c[0] < n) & jnp.any(c[1].live), body, (jnp.int32(0), state, records)
+    )
+    return carry[1], carry[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generator:
+    """A model ready to generate with one engine.
+
+    Build with `Generator.make(params, config, options)`; `generate` and `stream` then compile once
+    per batch size, prompt-length bucket and cache length.
+    """
+
+    weights: Weights
+    config: ModelConfig
+    options: EngineOptions
+
+    @classmethod
+    def make(
+        cls, params: Tree, config: ModelConfig, options: EngineOptions | str = "recompute"
+    ) -> Generator:
+        """From training parameters (stacked layers); `options` may be an engine's name."""
+        if isinstance(options, str):
+            options = EngineOptions(engine=options)
+        config = engine_config(config, options)
+        return cls(prepare(params, config), config, options)
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **kwargs) -> Result:
+        """Tokens for every prompt at once; see `stream` for the arguments."""
+        *_, last = self.stream(prompts, max_new_tokens, chunk=None, **kwargs)
+        return last
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        threshold: float | Sequence[float] | np.ndarray = 1.0,
+        exits: Sequence[int] | None = None,
+        prefill_exit: bool = False,
+        temperature: float | Sequence[float] = 0.0,
+        top_k: int | Sequence[int] = 0,
+        top_p: float | Sequence[float] = 1.0,
+        min_p: float | Sequence[float] = 0.0,
+        seed: int | Sequence[int] = 0,
+        stop_tokens: Sequence[int] = (),
+        stop_strings: Sequence[str] = (),
+        decode_text: Callable[[Sequence[int]], str] | None = None,
+        chunk: int | None = STREAM_CHUNK,
+    ) -> Iterator[Result]:
+        """Yields the growing `Result` after every `chunk` tokens (None: once, at the end).
+
+        prompts: token ids, each at least one token and shorter than the context.
+        threshold, exits, prefill_exit: `ExitPolicy.make`; ignored by the engine "full".
+        temperature ... seed: `Sampling.make`.
+        stop_tokens end a request and are kept as its last token; stop_strings end it with the
+        token that completes one, and need `decode_text`, which turns token ids into text.
+
+        Raises ConfigError for anything out of range, FloatingPointError for NaN logits.
+        """
+        config, options = self.config, self.options
+        tokens, lengths = self._pad(prompts)
+        b = len(prompts)
+        require(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "must be at least 1")
+        if stop_strings and decode_text is None:
+            raise ConfigError("stop_strings: need decode_text, which turns token ids into text.")
+        if options.engine == "full":
+            threshold, exits, prefill_exit = 1.0, None, False
+        policy = ExitPolicy.make(config, b, threshold, exits, prefill_exit)
+        sampling = Sampling.make(b, temperature, top_k, top_p, min_p, seed)
+        for token in stop_tokens:
+            require(
+                0 <= token < config.vocab_size,
+                "stop_tokens",
+                token,
+                f"must lie in 0..{config.vocab_size - 1}",
+            )
+        stops = jnp.array(
+            np.broadcast_to(np.array([-1, *stop_tokens], np.int32), (b, 1 + len(stop_tokens)))
+        )
+
+        room = config.context_length - lengths
+        max_new = np.minimum(max_new_tokens, room).astype(np.int32)
+        length = int(max(tokens.shape[1], (lengths + max_new).max())) + options.cap
+        length = -(-length // LENGTH_STEP) * LENGTH_STEP
+        if chunk is None:
+            chunk = STREAM_CHUNK if stop_strings else _power_of_two(int(max_new.max()))
+        args = dict(config=config, options=options)
+        state, first = prefill(
+            self.weights, tokens, lengths, max_new, policy, sampling, stops, length=length, **args
+        )
+        records = [jax.tree.map(lambda a: np.asarray(a)[None], first)]
+        limits = np.where(room < max_new_tokens, "context", "length")
+        while True:
+            result = Result.collect(
+                records, lengths, config, stop_tokens, stop_strings, decode_text, limits
+            )
+            over = result.finished
+            yield result
+            if over.all():
+                return
+            if stop_strings:  # a request that met a stop string needs no further steps
+                state = state.replace(remaining=jnp.where(over, 0, state.remaining))
+            state, more = decode(self.weights, state, policy, sampling, stops, n=chunk, **args)
+            records.append(jax.tree.map(np.asarray, more))
+
+    def _pad(self, prompts) -> tuple[np.ndarray, np.ndarray]:
+        require(len(prompts) > 0, "prompts", prompts, "must hold at least one prompt")
+        config = self.config
+        for i, p in enumerate(prompts):
+            require(
+                1 <= len(p) < config.context_length,
+                f"prompts[{i}]",
+                f"{len(p)} tokens",
+                f"must have at least one token and fewer than the context ({config.context_length})",
+                "Shorten the prompt." if len(p) else "Start with an end-of-document token.",
+            )
+            ids = np.asarray(p)
+            require(
+                bool(
+                    np.issubdtype(ids.dtype, np.integer)
+                    and ids.min() >= 0
+                    and ids.max() < config.vocab_size
+                ),
+                f"prompts[{i}]",
+                f"ids {ids.min()}..{ids.max()}",
+                f"must be integers in 0..{config.vocab_size - 1}",
+                "Is it the model's tokenizer?",
+            )
+        lengths = np.array([len(p) for p in prompts], np.int32)
+        width = min(max(16, _power_of_two(int(lengths.max()))), config.context_length)
+        tokens = np.zeros((len(prompts), width), np.int32)
+        for row, p in zip(tokens, prompts, strict=True):
+            row[: len(p)] = p
+        return tokens, lengths
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,129 @@
+"""Early-exit decoding that skips layers, with exact keys and values (KV recomputation).
+
+A token that leaves at an exit waits at that boundary with its hidden state. The next token to go
+deeper carries the waiting ones along as extra rows, from their boundary and not from layer 0
+(Bae et al. 2023; EE-LLM section 4). Tokens, exits and keys and values equal `posthoc`'s.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from eejax.inference import state as s
+from eejax.inference.policy import Emission, ExitPolicy, consider
+from eejax.inference.sampling import Sampling
+from eejax.models.cache import KVCache, run_segment
+from eejax.models.config import ModelConfig
+
+
+def _store(ring: jax.Array, rows: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
+    """ring [b, cap, d] with rows [b, w, d] of positions start [b] onward in slots p % cap.
+
+    Only the first `count` [b] rows are written.
+    """
+    cap, width = ring.shape[1], rows.shape[1]
+    # Slot i takes row (i - start) mod cap, if that row is real.
+    row = (jnp.arange(cap)[None] - start[:, None]) % cap
+    taken = jnp.take_along_axis(rows, jnp.minimum(row, width - 1)[..., None], 1)
+    return jnp.where((row < count[:, None])[..., None], taken, ring)
+
+
+def _rows(ring: jax.Array, start: jax.Array, width: int) -> jax.Array:
+    """[b, w, d]: the states waiting at positions start [b] onward."""
+    slots = (start[:, None] + jnp.arange(width)[None]) % ring.shape[1]
+    return jnp.take_along_axis(ring, slots[..., None], 1)
+
+
+def step(
+    weights: s.Weights,
+    state: s.DecodeState,
+    policy: ExitPolicy,
+    sampling: Sampling,
+    stops: jax.Array,
+    *,
+    config: ModelConfig,
+    options: s.EngineOptions,
+) -> tuple[s.DecodeState, s.Record]:
+    """One token for every live request, through as many segments as some request needs."""
+    cache, live = state.cache, state.live
+    n, b = config.n_exits, state.token.shape[0]
+    filled, position = cache.filled, state.position + 1
+    segments, blocks, waiting = list(cache.segments), list(cache.blocks), list(state.waiting)
+    depth = jnp.int32(config.stops[0])
+
+    # Segment 0: the new token's row, always.
+    x, h, segments[0], blocks[0] = run_segment(
+        weights.params,
+        weights.segments[0],
+        config,
+        0,
+        s.embed_last(weights, config, state),
+        filled[:, 0],
+        segments[0],
+        blocks[0],
+    )
+    if n:
+        waiting[0] = _store(waiting[0], x, filled[:, 0], live.astype(jnp.int32))
+    filled = filled.at[:, 0].add(live.astype(jnp.int32))
+    h = h[:, 0]
+    forced = live & (filled[:, 0] - filled[:, n] >= options.cap)
+    emission = Emission.undecided(b)
+
+    for e in range(n + 1):
+        if e:
+            goes = live & ((emission.exit < 0) | forced)
+            run = lambda *carried, e=e, goes=goes, width: _deeper(
+                weights, config, e, width, live, goes, *carried
+            )
+            widths = options.widths
+            backlog = jnp.max(jnp.where(goes, filled[:, e - 1] - filled[:, e], 0))
+            # Branch 0 passes everything through: only there XLA elides the copies.
+            branch = jnp.where(backlog > 0, 1 + jnp.searchsorted(jnp.array(widths), backlog), 0)
+            branches = [lambda *carried: (carried[0], *carried[2:])]
+            branches += [lambda *c, w=w, run=run: run(*c, width=w) for w in widths]
+            after = waiting[e] if e < n else jnp.zeros((b, 0, config.d_model), x.dtype)
+            h, filled, segments[e], blocks[e], after = lax.switch(
+                branch, branches, h, waiting[e - 1], filled, segments[e], blocks[e], after
+            )
+            if e < n:
+                waiting[e] = after
+            depth = jnp.where(branch > 0, config.stops[e], depth)
+        undecided = live & (emission.exit < 0)
+        gate = None if e == n else policy
+        wanted = undecided if e == n else undecided & policy.may_fire(e)
+        emit = lambda em, e=e, h=h, ok=undecided, gate=gate: consider(
+            em, e, s.step_logits(weights, config, e, h), ok, gate, sampling, position
+        )
+        emission = lax.cond(jnp.any(wanted), emit, lambda em: em, emission)
+
+    state = state.replace(
+        cache=KVCache(tuple(segments), tuple(blocks), filled), waiting=tuple(waiting)
+    )
+    return s.advance(state, emission, stops, jnp.broadcast_to(depth, (b,)))
+
+
+def _deeper(weights, config, e, width, live, goes, h, before, filled, kvs, block, after):
+    """`width` rows per request through segment e; a branch of the switch.
+
+    before, after: states waiting at the boundaries below and above. Requests that do not go
+    themselves let their oldest waiting rows ride along, which only shortens their backlog.
+    """
+    start = filled[:, e]
+    count = jnp.where(live, jnp.minimum(filled[:, e - 1] - start, width), 0)
+    x, states, kvs, block = run_segment(
+        weights.params,
+        weights.segments[e],
+        config,
+        e,
+        _rows(before, start, width),
+        start,
+        kvs,
+        block,
+    )
+    if after.shape[1]:
+        after = _store(after, x, start, count)
+    last = jnp.maximum(count - 1, 0)[:, None, None]  # of a request that goes: its newest token
+    h = jnp.where(goes[:, None], jnp.take_along_axis(states, last, 1)[:, 0], h)
+    return h, filled.at[:, e].add(count), kvs, block, after

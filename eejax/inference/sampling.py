@@ -1,0 +1,100 @@
+"""Choosing a token from logits: greedy, temperature, top-k, top-p, min-p, per request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from eejax.common.errors import require
+from eejax.models.layers import NEGATIVE
+
+
+@struct.dataclass
+class Sampling:
+    """Per-request settings as traced arrays [b]: changing one never recompiles.
+
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off; seed makes a request's draws
+    depend on nothing but (seed, position).
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    seed: jax.Array
+
+    @classmethod
+    def make(
+        cls,
+        batch: int,
+        temperature: float | Sequence[float] = 0.0,
+        top_k: int | Sequence[int] = 0,
+        top_p: float | Sequence[float] = 1.0,
+        min_p: float | Sequence[float] = 0.0,
+        seed: int | Sequence[int] = 0,
+    ) -> Sampling:
+        """Settings for `batch` requests, each a number or one per request.
+
+        One number as seed gives request i the seed seed + i. Raises ConfigError when out of range.
+        """
+        if isinstance(seed, int):
+            seed = [seed + i for i in range(batch)]
+
+        def field(name, value, dtype, ok, allowed):
+            a = np.broadcast_to(np.asarray(value, dtype), (batch,))
+            require(bool(np.all(np.isfinite(a)) and np.all(ok(a))), name, value, allowed)
+            return jnp.asarray(a)
+
+        f, i = np.float32, np.int32
+        return cls(
+            field("temperature", temperature, f, lambda a: a >= 0, "must be at least 0"),
+            field("top_k", top_k, i, lambda a: a >= 0, "must be 0 (off) or a positive integer"),
+            field("top_p", top_p, f, lambda a: (a > 0) & (a <= 1), "must be in (0, 1]"),
+            field("min_p", min_p, f, lambda a: (a >= 0) & (a <= 1), "must be in [0, 1]"),
+            field("seed", seed, i, lambda a: a >= 0, "must be an integer from 0 to 2^31 - 1"),
+        )
+
+
+def restrict(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """Logits [b, v] after temperature, with tokens outside top-k, top-p and min-p masked.
+
+    As is usual, the filters are applied in that order, each to what the one before left, and the
+    most likely token always stays.
+    """
+    t = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    y = logits / t[:, None]
+    v = y.shape[-1]
+    ordered = lax.sort(y, dimension=-1)[:, ::-1]  # [b, v], descending
+    k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, v), v)
+    kept = jnp.where(jnp.arange(v)[None] < k[:, None], ordered, NEGATIVE)
+    probability = jax.nn.softmax(kept, -1)
+    before = jnp.cumsum(probability, -1) - probability  # mass of strictly likelier tokens
+    enough = (before < sampling.top_p[:, None]) & (
+        probability >= sampling.min_p[:, None] * probability[:, :1]
+    )
+    enough = (enough & (kept > NEGATIVE)).at[:, 0].set(True)
+    last = jnp.take_along_axis(kept, jnp.sum(enough, -1, keepdims=True) - 1, -1)  # least kept
+    return jnp.where(y >= last, y, NEGATIVE)
+
+
+def choose(logits: jax.Array, sampling: Sampling, position: jax.Array) -> jax.Array:
+    """A token [b] int32 for each row of float32 logits [b, v], at positions [b].
+
+    The draw is keyed by (seed, position) alone, so it does not depend on the batch, the chunking
+    or the engine. Nothing is sorted unless some request samples.
+    """
+    greedy = jnp.argmax(logits, -1).astype(jnp.int32)
+
+    def draw():
+        keys = jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s), p))(
+            sampling.seed, position
+        )
+        return jax.vmap(jax.random.categorical)(keys, restrict(logits, sampling)).astype(jnp.int32)
+
+    drawn = lax.cond(jnp.any(sampling.temperature > 0), draw, lambda: greedy)
+    return jnp.where(sampling.temperature > 0, drawn, greedy)
