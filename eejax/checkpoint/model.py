@@ -1,0 +1,106 @@
+"""The model of a run: configuration, parameters and tokenizer, without the optimiser."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from eejax.checkpoint.manager import Checkpoints
+from eejax.common.errors import CheckpointError, ConfigError, DataError
+from eejax.common.trees import Tree
+from eejax.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
+from eejax.models import params
+from eejax.models.config import ModelConfig
+from eejax.sharding import rules
+from eejax.sharding.mesh import MeshConfig, make_mesh
+
+CHECKPOINTS = "checkpoints"
+TOKENIZER = "tokenizer"
+PARAMS = "params"
+
+
+class Model(NamedTuple):
+    """What `load_model` gives."""
+
+    config: ModelConfig
+    params: Tree
+    tokenizer: Tokenizer
+    step: int
+    metadata: dict[str, Any]
+
+
+def load_model(
+    workdir: str | os.PathLike, *, step: int | None = None, mesh: Mesh | None = None
+) -> Model:
+    """The model of the newest whole checkpoint of a run (or of `step`), laid onto `mesh`.
+
+    Optimiser state is not read. Without a mesh the parameters go to one device.
+
+    Raises:
+      CheckpointError: no checkpoint there, none usable, or one of another program version.
+    """
+    workdir = pathlib.Path(workdir).expanduser()
+    folder = workdir / CHECKPOINTS
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{workdir} holds no checkpoints: give the --workdir of a training run "
+            "(python -m experiments.train --config=... --workdir=...)."
+        )
+    mesh = make_mesh(MeshConfig()) if mesh is None else mesh
+    checkpoints = Checkpoints(folder, read_only=True)
+    try:
+        restored = checkpoints.restore(
+            lambda meta: {PARAMS: abstract_params(model_config(meta), mesh)}, step=step
+        )
+    finally:
+        checkpoints.close()
+    if restored is None:
+        raise CheckpointError(f"{folder} is empty: no checkpoint of that run was finished.")
+    config = model_config(restored.metadata)
+    tokenizer = load_run_tokenizer(workdir, restored.metadata)
+    check_vocabulary(tokenizer, config.vocab_size)
+    return Model(config, restored.trees[PARAMS], tokenizer, restored.step, restored.metadata)
+
+
+def model_config(metadata: dict[str, Any]) -> ModelConfig:
+    """The model configuration in a checkpoint's metadata."""
+    try:
+        return ModelConfig.from_dict(metadata["model"])
+    except (KeyError, ConfigError) as error:
+        raise CheckpointError(
+            f"the checkpoint's model configuration cannot be read ({error}): it was saved by "
+            f"another version of eejax ({metadata.get('version', 'unknown')})."
+        ) from error
+
+
+def abstract_params(config: ModelConfig, mesh: Mesh) -> Tree:
+    """Shape structs of the parameters with their shardings on `mesh`."""
+    declaration = params.abstract(config)
+    placed = rules.shardings(rules.specs(declaration, mesh), mesh)
+    return jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+        params.shapes(config),
+        placed,
+    )
+
+
+def load_run_tokenizer(workdir: pathlib.Path, metadata: dict[str, Any]) -> Tokenizer:
+    """The tokenizer saved in a workdir, checked to be the one the checkpoint was trained with."""
+    try:
+        tokenizer = load_tokenizer(workdir / TOKENIZER)
+    except DataError as error:
+        raise CheckpointError(
+            f"the run's tokenizer cannot be read: {error} Copy the folder {TOKENIZER!r} of the "
+            f"original workdir to {workdir / TOKENIZER}."
+        ) from error
+    expected = metadata.get("tokenizer")
+    if tokenizer.fingerprint != expected:
+        raise CheckpointError(
+            f"{workdir / TOKENIZER} is {tokenizer.fingerprint}, the checkpoint was trained with "
+            f"{expected}. Put that tokenizer back."
+        )
+    return tokenizer
