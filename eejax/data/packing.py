@@ -280,9 +280,10 @@ def _write(folder: str, source: Source, tokenizer: Tokenizer, spec: dict[str, An
     }
     digest.update(starts.tobytes() + split.tobytes() + spec["tokenizer"].encode())
     meta["fingerprint"] = digest.hexdigest()[:16]
+    for name, value in (("starts", starts), ("bytes", sizes), ("split", split)):
+        with _Output(os.path.join(folder, f"{name}.npy")) as file:
+            np.save(file, value)
     try:
-        for name, value in (("starts", starts), ("bytes", sizes), ("split", split)):
-            np.save(os.path.join(folder, f"{name}.npy"), value)
         tokenizer.save(os.path.join(folder, "tokenizer"))
     except OSError as error:
         raise _unwritable(folder, error) from error

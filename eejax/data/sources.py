@@ -195,7 +195,7 @@ class PythonStdlib:
         if self.max_bytes is None:
             return entries
         left, chosen = self.max_bytes, []
-        for entry in sorted(entries, key=lambda entry: name_hash(entry[0])):
+        for entry in sorted(entries, key=lambda entry: name_hash(entry[0], "sample")):
             if entry[1] <= left:
                 left -= entry[1]
                 chosen.append(entry)
@@ -238,9 +238,13 @@ def cut(file: io.TextIOBase, separator: str | None, limit: int) -> Iterator[str]
             return
 
 
-def name_hash(name: str, seed: int = 0) -> int:
-    """A 64-bit hash of a name that is the same on every machine and run."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest())
+def name_hash(name: str, key: int | str) -> int:
+    """A 64-bit hash of a name, the same on every machine and run.
+
+    Choices that must not depend on one another, such as a sample and a split, take other keys.
+    """
+    digest = hashlib.blake2b(f"{key}\0{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
 
 
 def _shorten(text: str, limit: int) -> Iterator[str]:

@@ -110,17 +110,18 @@ class JsonTokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        parts = [self._plain.to_str(), self.eos, self.bos]
-        return "json-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        # Of the file's content, which the library's version does not change.
+        content = json.dumps([json.loads(self._definition), self.eos, self.bos], sort_keys=True)
+        return "json-" + hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @functools.cached_property
-    def _special(self) -> Any:
+    def _with_special(self) -> Any:
         # A second instance, because the setting belongs to the object and engines use threads.
         return _parse(self._definition)
 
     def encode(self, text: str, *, allow_special: bool = False) -> np.ndarray:
         _utf8(text)
-        inner = self._special if allow_special else self._plain
+        inner = self._with_special if allow_special else self._plain
         return np.asarray(inner.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:

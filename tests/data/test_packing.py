@@ -1,0 +1,262 @@
+"""Packed folders: what goes in comes out, complete or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eejax.common.errors import ConfigError, DataError
+from eejax.data import ByteTokenizer, Document, open_packed, pack, source, train_bpe
+from eejax.data.packing import SPLITS
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """Documents given directly; `fail_after` documents, reading breaks."""
+
+    texts: tuple[str, ...]
+    fail_after: int | None = None
+    error: type[BaseException] = KeyboardInterrupt
+
+    def documents(self) -> Iterator[Document]:
+        for i, text in enumerate(self.texts):
+            if i == self.fail_after:
+                raise self.error
+            yield Document(f"doc{i}", text)
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "texts", "texts": list(self.texts)}
+
+
+def contents(dataset) -> dict[str, str]:
+    """Document name to text, over both splits."""
+    found = {}
+    for name in SPLITS:
+        if dataset.meta["splits"][name]["documents"]:
+            split = dataset.split(name)
+            for i, number in enumerate(split.documents):
+                ids = split.document(i)
+                assert ids[-1] == dataset.meta["eos_id"]
+                found[dataset.names[number]] = dataset.tokenizer.decode(ids[:-1])
+    return found
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.text("aé🙂\n", min_size=1, max_size=9), min_size=2, max_size=12),
+    st.floats(0.0, 0.9),
+    st.integers(0, 5),
+)
+def test_every_document_comes_back_from_exactly_one_split(texts, fraction, seed):
+    with tempfile.TemporaryDirectory() as root:
+        given_ = Texts(tuple(texts))
+        dataset = pack(given_, ByteTokenizer(), root, validation_fraction=fraction, seed=seed)
+        assert contents(dataset) == {d.name: d.text for d in given_.documents()}
+        counts = [dataset.meta["splits"][s] for s in SPLITS]
+        assert sum(c["documents"] for c in counts) == len(texts)
+        assert counts[0]["documents"] > 0
+        assert (counts[1]["documents"] > 0) == (fraction > 0)
+        for name in SPLITS[: 1 + (fraction > 0)]:
+            split = dataset.split(name)
+            whole = split.read(0, len(split))
+            for start in range(len(split)):
+                np.testing.assert_array_equal(split.read(start, 5), whole[start : start + 5])
+            text = split.nbytes
+            assert text == int(np.sum(whole < 256))
+            assert split.bytes_per_token == text / len(whole)
+
+
+def test_split_depends_on_the_name_and_seed_alone(tmp_path):
+    def validation(n: int, seed: int) -> set[str]:
+        data = pack(
+            Texts(tuple("x" * (i + 1) for i in range(n))),
+            ByteTokenizer(),
+            tmp_path,
+            validation_fraction=0.25,
+            seed=seed,
+        )
+        return {data.names[i] for i in data.split("validation").documents}
+
+    first, more = validation(200, 0), validation(400, 0)
+    assert first == {n for n in more if int(n[3:]) < 200}
+    assert 0.15 < len(more) / 400 < 0.35  # 0.25 within 4.6 standard deviations
+    assert validation(200, 1) != first
+
+
+def test_wide_vocabularies_take_four_bytes(tmp_path):
+    class Wide(ByteTokenizer):
+        vocab_size = 70_000
+        eos_id = 69_999
+        fingerprint = "wide"
+
+    narrow = pack(Texts(("ab", "cd")), ByteTokenizer(), tmp_path)
+    wide = pack(Texts(("ab", "cd")), Wide(), tmp_path)
+    assert (narrow.meta["dtype"], wide.meta["dtype"]) == ("<u2", "<u4")
+    assert os.path.getsize(os.path.join(wide.path, "tokens.bin")) == 4 * 6
+    assert wide.split("train").document(0)[-1] == 69_999
+
+
+def test_the_same_spec_is_reused_and_another_is_not(tmp_path):
+    first = pack(Texts(("ab", "cd")), ByteTokenizer(), tmp_path)
+    # Reading would fail: it is not read again.
+    assert pack(Texts(("ab", "cd"), 0), ByteTokenizer(), tmp_path).path == first.path
+    others = [
+        pack(Texts(("ab", "ce")), ByteTokenizer(), tmp_path),
+        pack(Texts(("ab", "cd")), ByteTokenizer(), tmp_path, seed=1),
+        pack(Texts(("ab", "cd")), ByteTokenizer(), tmp_path, validation_fraction=0.5),
+        pack(Texts(("ab", "cd")), train_bpe(["ab"], 257), tmp_path),
+    ]
+    paths = {first.path, *(o.path for o in others)}
+    assert len(paths) == 5
+    assert others[0].fingerprint != first.fingerprint != others[3].fingerprint
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_interrupted_packing_leaves_nothing_and_can_be_repeated(tmp_path, error):
+    with pytest.raises(error):
+        pack(Texts(("ab", "cd", "ef"), 2, error), ByteTokenizer(), tmp_path)
+    assert os.listdir(tmp_path) == []
+    assert len(contents(pack(Texts(("ab", "cd", "ef")), ByteTokenizer(), tmp_path))) == 3
+
+
+def test_full_disk_is_reported_and_leaves_nothing(tmp_path):
+    # A limit on the size of files fails writes as a full disk does, in the middle of a file.
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    texts = Texts(("a" * 200_000, "b" * 200_000))
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old[1]))
+        with pytest.raises(DataError, match=r"cannot be written to .*tokens.bin.*Free some space"):
+            pack(texts, ByteTokenizer(), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert os.listdir(tmp_path) == []
+    pack(texts, ByteTokenizer(), tmp_path)
+
+
+def test_a_killed_run_leaves_no_data_set_and_its_rest_is_cleared(tmp_path):
+    program = f"""
+import os, signal
+from eejax.data import ByteTokenizer, Document, pack
+class Killer:
+    def documents(self):
+        yield Document("a", "x" * 1_000_000)
+        os.kill(os.getpid(), signal.SIGKILL)
+    def describe(self):
+        return {{"kind": "killer"}}
+pack(Killer(), ByteTokenizer(), {str(tmp_path)!r})
+"""
+    done = subprocess.run([sys.executable, "-c", program], timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    (rest,) = tmp_path.iterdir()
+    with pytest.raises(DataError, match="holds no packed tokens"):
+        open_packed(rest)
+    dataset = pack(Texts(("ab", "cd")), ByteTokenizer(), tmp_path)
+    assert rest.exists()  # it might still be another process's
+    for path in (*rest.iterdir(), rest):
+        os.utime(path, (0, 0))
+    pack(Texts(("ab", "ce")), ByteTokenizer(), tmp_path)
+    assert not rest.exists() and os.path.exists(dataset.path)
+
+
+def test_of_two_processes_packing_the_same_the_later_takes_the_earlier_ones(tmp_path):
+    texts = ("ab", "cd")
+
+    class Slow(Texts):
+        def documents(self) -> Iterator[Document]:
+            yield from super().documents()
+            self_made.append(pack(Texts(texts), ByteTokenizer(), tmp_path))
+
+    self_made: list = []
+    late = pack(Slow(texts), ByteTokenizer(), tmp_path)
+    assert late.path == self_made[0].path and len(os.listdir(tmp_path)) == 1
+    assert len(contents(late)) == 2
+
+
+def test_damage_is_noticed(tmp_path):
+    dataset = pack(Texts(("abcd", "efgh")), ByteTokenizer(), tmp_path)
+    tokens = pathlib.Path(dataset.path, "tokens.bin")
+    good = tokens.read_bytes()
+    tokens.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    assert open_packed(dataset.path).fingerprint == dataset.fingerprint
+    with pytest.raises(DataError, match="does not match its checksum"):
+        open_packed(dataset.path, verify=True)
+    tokens.write_bytes(good[:-1])
+    with pytest.raises(DataError, match="has 19 bytes instead of 20: delete the folder"):
+        pack(Texts(("abcd", "efgh")), ByteTokenizer(), tmp_path)
+    tokens.write_bytes(good)
+    open_packed(dataset.path, verify=True)
+    meta = pathlib.Path(dataset.path, "meta.json")
+    meta.write_text(json.dumps({**dataset.meta, "format": 99}))
+    with pytest.raises(DataError, match="format 99"):
+        open_packed(dataset.path)
+
+
+def test_mismatches_with_the_model_are_refused(tmp_path):
+    dataset = pack(Texts(("ab", "cd")), ByteTokenizer(), tmp_path)
+    dataset.check(vocab_size=257, tokenizer=ByteTokenizer())
+    with pytest.raises(DataError, match="257 tokens but the model's vocab_size is 64"):
+        dataset.check(vocab_size=64)
+    with pytest.raises(DataError, match="packed with tokenizer bytes-257, not json-"):
+        dataset.check(tokenizer=train_bpe(["ab"], 257))
+
+
+def test_what_cannot_be_packed(tmp_path):
+    with pytest.raises(DataError, match="no document with text"):
+        pack(Texts(()), ByteTokenizer(), tmp_path)
+    with pytest.raises(DataError, match="single document.*validation_fraction = 0"):
+        pack(Texts(("ab",)), ByteTokenizer(), tmp_path)
+    only = pack(Texts(("ab",)), ByteTokenizer(), tmp_path, validation_fraction=0.0)
+    with pytest.raises(DataError, match="no split 'validation' .*it has train"):
+        only.split("validation")
+    with pytest.raises(DataError, match="no split 'test'"):
+        only.split("test")
+    with pytest.raises(ConfigError, match=r"validation_fraction = 1\.0"):
+        pack(Texts(("ab", "cd")), ByteTokenizer(), tmp_path, validation_fraction=1.0)
+
+    class Endless(ByteTokenizer):
+        eos_id = None
+
+    with pytest.raises(DataError, match="no token that ends a document"):
+        pack(Texts(("ab", "cd")), Endless(), tmp_path)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(DataError, match="cannot be written to"):
+        pack(Texts(("ab", "cd")), ByteTokenizer(), blocked / "sub")
+
+
+def test_memory_stays_far_below_the_text(tmp_path):
+    text = ("some words on a line\n" * 500).encode()
+    with open(tmp_path / "big.txt", "wb") as file:
+        for _ in range(2000):  # 21 MB
+            file.write(text)
+    tracemalloc.start()
+    try:
+        dataset = pack(source(str(tmp_path / "big.txt")), ByteTokenizer(), tmp_path / "packed")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert sum(dataset.meta["splits"][s]["bytes"] for s in SPLITS) == 2000 * len(text)
+    assert peak < 8e6  # a document of 2^18 characters as text, bytes, int32 and uint16
+
+
+def test_standard_library_packs_into_two_splits_of_text(tmp_path):
+    dataset = pack(source("python-stdlib", max_bytes=1_000_000), ByteTokenizer(), tmp_path)
+    train, validation = dataset.split("train"), dataset.split("validation")
+    assert len(train) > 5 * len(validation) > 5000
+    assert not set(train.documents) & set(validation.documents)
+    assert 0.99 < train.bytes_per_token < 1.0
