@@ -8,7 +8,7 @@ import pathlib
 import sysconfig
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eejax.common.errors import ConfigError, DataError
@@ -47,6 +47,7 @@ def test_names_survive_moving_the_folder(tmp_path):
     st.sampled_from([None, "|", "\n\n", "|a"]),
     st.integers(1, 12),
 )
+@example("qqq|ab\nc|a", "|a", 3)  # half a separator at the end of what was read
 def test_cutting_a_stream_equals_cutting_the_whole_text(text, separator, limit):
     wanted = []
     for piece in text.split(separator) if separator else [text]:
