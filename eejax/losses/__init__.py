@@ -1,0 +1,18 @@
+"""Losses: chunked cross entropy, the multi-exit loss, and the schedules of its weights."""
+
+from eejax.losses.cross_entropy import (
+    IGNORE,
+    exits_cross_entropy,
+    linear_cross_entropy,
+    token_nll,
+)
+from eejax.losses.multi_exit import ExitSums, multi_exit_loss
+
+__all__ = [
+    "IGNORE",
+    "ExitSums",
+    "exits_cross_entropy",
+    "linear_cross_entropy",
+    "multi_exit_loss",
+    "token_nll",
+]

@@ -1,0 +1,308 @@
+"""Cross entropy of a linear head that never holds the logits of a whole batch.
+
+The tokens are taken in chunks. When the loss is differentiated, the forward pass forms each
+chunk's logits once and turns them into the gradients of the hidden states and of the table on
+the spot (the logits' gradient needs nothing from the backward pass but one scalar factor), so
+that the backward pass only scales. That is three matrix products per exit, as plain autodiff
+needs, against four when logits are recomputed, and the memory of one chunk of logits. Do not
+put it under `jax.checkpoint`, which would run it twice for nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from eejax.common.errors import require
+from eejax.models.exits import Head
+from eejax.models.layers import NEGATIVE
+
+IGNORE = -1
+"""Label of a token whose loss does not count."""
+
+CHUNK_LOGITS = 2**22
+"""Logits held at a time (16 MiB of float32), unless that is under `MIN_CHUNK` tokens."""
+
+MIN_CHUNK = 256
+"""Fewer tokens at a time would spend the time on reading and writing the table's gradient."""
+
+
+class _Spec(NamedTuple):
+    """The static part of a loss over exits that share a table."""
+
+    vocab_size: int
+    softcaps: tuple[float | None, ...]  # one per exit, as temperatures
+    temperatures: tuple[float, ...]
+    axis: str | None
+    chunk: int
+
+
+def linear_cross_entropy(
+    h: jax.Array,
+    head: Head,
+    labels: jax.Array,
+    *,
+    weights: jax.Array | None = None,
+    axis: str | None = None,
+) -> jax.Array:
+    """Sum over tokens of weight * -log p(label), a float32 scalar, without [..., v] logits.
+
+    h [..., d] in the dtype of computation (products accumulate in float32); labels [...] int32,
+    `IGNORE` where a token does not count; weights [...] float32, by default 1. With a mesh
+    `axis`, inside a `shard_map` with `check_vma=True`, `head.table` and `head.bias` are this
+    shard's rows, and the loss and all gradients are those of the whole vocabulary. A label
+    that is no token of the vocabulary makes loss and gradients NaN.
+
+    Differentiable once, in h, table, bias and weights.
+    """
+    one = jnp.ones((1,), jnp.float32)
+    weights = None if weights is None else (weights,)
+    return exits_cross_entropy((h,), (head,), labels, one, weights=weights, axis=axis)[0]
+
+
+def exits_cross_entropy(
+    hs: Sequence[jax.Array],
+    heads: Sequence[Head],
+    labels: jax.Array,
+    coefficients: jax.Array,
+    *,
+    weights: Sequence[jax.Array] | None = None,
+    axis: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(sum over exits of c_e S_e, the sums S [e]) for exits whose heads share one table.
+
+    S_e is `linear_cross_entropy` of hs[e]. Together the exits need one gradient of the table
+    between the forward and the backward pass, not one each. Only the first result is
+    differentiable (in `coefficients` too); the sums are for reporting.
+    """
+    table = heads[0].table
+    require(
+        all(head.table is table for head in heads),
+        "heads", len(heads), "must share one table", "Call once for each distinct table.",
+    )  # fmt: skip
+    d = table.shape[1]
+    labels = labels.reshape(-1)
+    n, chunk = labels.size, _chunk_size(labels.size, table.shape[0])
+    pad = -n % chunk
+    labels = jnp.pad(labels, (0, pad), constant_values=IGNORE)
+    hs = tuple(jnp.pad(h.reshape(-1, d), ((0, pad), (0, 0))) for h in hs)
+    if weights is not None:
+        weights = tuple(jnp.pad(w.reshape(-1), (0, pad)).astype(jnp.float32) for w in weights)
+    biases = tuple(head.bias for head in heads)
+    spec = _Spec(
+        heads[0].options.vocab_size,
+        tuple(head.options.softcap for head in heads),
+        tuple(head.options.temperature for head in heads),
+        axis,
+        chunk,
+    )
+    inputs = _vary_alike((hs, table, biases, labels, weights, coefficients), axis)
+    total, sums = _fused(spec, *inputs)
+    return total, lax.stop_gradient(sums)
+
+
+def token_nll(h: jax.Array, head: Head, labels: jax.Array, *, axis: str | None = None) -> jax.Array:
+    """-log p(label) of every token [...] in float32, 0 where the label is `IGNORE`.
+
+    Takes what `linear_cross_entropy` takes and no gradient; for evaluation.
+    """
+    shape, (rows, d) = labels.shape, head.table.shape
+    h, table, bias, flat = lax.stop_gradient((h, head.table, head.bias, labels.reshape(-1)))
+    chunk = _chunk_size(flat.size, rows)
+    pad = -flat.size % chunk
+    flat = jnp.pad(flat, (0, pad), constant_values=IGNORE)
+    h = jnp.pad(h.reshape(-1, d), ((0, pad), (0, 0)))
+    table = table.astype(h.dtype)
+    o = head.options
+    spec = _Spec(o.vocab_size, (o.softcap,), (o.temperature,), axis, chunk)
+
+    def one(x):
+        return _nll(_logits(spec, 0, x[0], table, bias), x[1], _first(spec, rows), axis)[0]
+
+    nll = lax.map(one, (h.reshape(-1, chunk, d), flat.reshape(-1, chunk))).reshape(-1)
+    nll = jnp.where(flat == IGNORE, 0.0, nll * _counted(flat, o.vocab_size))
+    return nll[: labels.size].reshape(shape)
+
+
+def _chunk_size(n: int, rows: int) -> int:
+    """Tokens per chunk: near the target, and dividing n evenly where that is possible."""
+    target = max(MIN_CHUNK, CHUNK_LOGITS // rows)
+    return max(1, -(-n // -(-n // target)))
+
+
+def _vary_alike(inputs, axis: str | None):
+    """The inputs, all varying over every mesh axis that any of them varies over, and `axis`.
+
+    A custom VJP returns cotangents that vary as its inputs do. Made alike beforehand, each
+    input's cotangent may vary freely, and the transpose of the broadcast done here sums it over
+    the axes the input did not vary over. Adding an integer zero broadcasts without asking what
+    varies; XLA removes it.
+    """
+    zero = jnp.zeros((), jnp.int32)
+    for a in jax.tree.leaves(inputs):
+        bits = jnp.signbit(a) if jnp.issubdtype(a.dtype, jnp.floating) else a < 0
+        zero = zero + bits[(0,) * bits.ndim].astype(jnp.int32) * 0
+    if axis:
+        zero = zero + lax.axis_index(axis) * 0
+    return jax.tree.map(lambda a: a + lax.stop_gradient(zero).astype(a.dtype), inputs)
+
+
+def _first(spec: _Spec, rows: int) -> jax.Array | int:
+    """Token id of this shard's first row."""
+    return lax.axis_index(spec.axis) * rows if spec.axis else 0
+
+
+def _counted(labels: jax.Array, vocab_size: int) -> jax.Array:
+    """1.0 where the label counts, 0.0 where it is ignored, NaN where it is no token."""
+    counted = (labels != IGNORE).astype(jnp.float32)
+    return jnp.where((labels < IGNORE) | (labels >= vocab_size), jnp.nan, counted)
+
+
+def _logits(spec: _Spec, e: int, h, table, bias):
+    """float32 logits [n, v] of exit e, as `models.exits.logits`."""
+    y = jnp.einsum("nd,vd->nv", h, table, preferred_element_type=jnp.float32)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)[None]
+    if spec.softcaps[e] is not None:
+        y = spec.softcaps[e] * jnp.tanh(y / spec.softcaps[e])
+    if spec.temperatures[e] != 1.0:
+        y = y / spec.temperatures[e]
+    rows = table.shape[0]
+    if spec.axis or rows > spec.vocab_size:
+        column = _first(spec, rows) + jnp.arange(rows)
+        y = jnp.where((column < spec.vocab_size)[None], y, NEGATIVE)
+    return y
+
+
+def _nll(y, labels, first, axis):
+    """(-log p(label) [n], log-sum-exp [n]) of logits [n, v], this shard's columns of them."""
+    over = (lambda f, a: f(a, axis)) if axis else (lambda f, a: a)
+    top = over(lax.pmax, y.max(-1))
+    lse = top + jnp.log(over(lax.psum, jnp.exp(y - top[:, None]).sum(-1)))
+    i = labels - first
+    own = (i >= 0) & (i < y.shape[1])
+    picked = jnp.take_along_axis(y, jnp.clip(i, 0, y.shape[1] - 1)[:, None], 1)[:, 0]
+    return lse - over(lax.psum, jnp.where(own, picked, 0.0)), lse
+
+
+def _logits_gradient(spec: _Spec, e: int, y, lse, labels, first, weights):
+    """Gradient [n, v] of sum(weights * nll) by the product h @ table.T + bias, float32."""
+    column = first + lax.broadcasted_iota(jnp.int32, y.shape, 1)
+    # Without the barrier XLA fuses the reductions behind `lse` into this expression and
+    # evaluates the exponentials several times over (1.5 times slower on CPU).
+    lse = lax.optimization_barrier(lse)
+    g = jnp.exp(y - lse[:, None]) - (column == labels[:, None]).astype(jnp.float32)
+    g = g * (weights / spec.temperatures[e])[:, None]
+    if spec.softcaps[e] is not None:
+        tanh = y * (spec.temperatures[e] / spec.softcaps[e])
+        g = jnp.where(y > NEGATIVE, g * (1.0 - jnp.square(tanh)), 0.0)
+    return g
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(spec: _Spec, hs, table, biases, labels, weights, coefficients):
+    sums = []
+    for e, h in enumerate(hs):
+        work = table.astype(h.dtype)
+
+        def body(i, total, e=e, h=h, work=work):
+            cut = lambda a: lax.dynamic_slice_in_dim(a, i * spec.chunk, spec.chunk)
+            y = _logits(spec, e, cut(h), work, biases[e])
+            nll, _ = _nll(y, cut(labels), _first(spec, table.shape[0]), spec.axis)
+            counted = _counted(cut(labels), spec.vocab_size)
+            if weights is not None:
+                counted = counted * cut(weights[e])
+            return total + jnp.sum(nll * counted)
+
+        sums.append(lax.fori_loop(0, labels.size // spec.chunk, body, _zeros((), labels)))
+    return _results(spec, coefficients, sums)
+
+
+def _results(spec: _Spec, coefficients, sums):
+    sums = _once(spec, jnp.stack(sums))
+    total = jnp.sum(coefficients.astype(jnp.float32) * sums)
+    if spec.axis:  # equal on all shards; a sum with one term is how to say so to the type system
+        return lax.psum(total, spec.axis), lax.psum(sums, spec.axis)
+    return total, sums
+
+
+def _once(spec: _Spec, a: jax.Array) -> jax.Array:
+    """What every shard of the vocabulary knows, kept on the first and 0 on the others."""
+    return jnp.where(lax.axis_index(spec.axis) == 0, a, 0.0) if spec.axis else a
+
+
+def _zeros(shape, labels) -> jax.Array:
+    """float32 zeros that vary over the mesh axes `labels` vary over, as a loop's carry must."""
+    return jnp.zeros(shape, jnp.float32) + (labels[0] * 0).astype(jnp.float32)
+
+
+def _forward(spec: _Spec, hs, table, biases, labels, weights, coefficients):
+    rows, d = table.shape
+    counted = _counted(labels, spec.vocab_size)
+    # Accumulated as [d, v]: h.T @ g is a faster product than g.T @ h on CPU.
+    d_table = _zeros((d, rows), labels)
+    sums, d_hs, d_biases, nlls = [], [], [], []
+    for e, h in enumerate(hs):
+        work = table.astype(h.dtype)
+        weight = counted if weights is None else counted * weights[e]
+
+        def body(i, carry, e=e, work=work, weight=weight):
+            total, h, d_table, d_bias, nlls = carry
+            cut = lambda a: lax.dynamic_slice_in_dim(a, i * spec.chunk, spec.chunk)
+            paste = lambda a, u: lax.dynamic_update_slice_in_dim(a, u, i * spec.chunk, 0)
+            part, label = cut(h), cut(labels)
+            y = _logits(spec, e, part, work, biases[e])
+            first = _first(spec, rows)
+            nll, lse = _nll(y, label, first, spec.axis)
+            total = total + jnp.sum(nll * cut(weight))
+            scale = cut(weight) * coefficients[e].astype(jnp.float32)
+            g = _logits_gradient(spec, e, y, lse, label, first, scale)
+            if d_bias is not None:
+                d_bias = d_bias + g.sum(0)
+            g = g.astype(part.dtype)
+            product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+            d_table = d_table + product("nd,nv->dv", part, g)
+            # A chunk's hidden states are not read again: their gradient takes their place.
+            h = paste(h, product("nv,vd->nd", g, work).astype(h.dtype))
+            if nlls is not None:
+                nlls = paste(nlls, nll * cut(counted))
+            return total, h, d_table, d_bias, nlls
+
+        d_bias = None if biases[e] is None else _zeros((rows,), labels)
+        nll = None if weights is None else _zeros(labels.shape, labels)
+        carry = (_zeros((), labels), h, d_table, d_bias, nll)
+        total, d_h, d_table, d_bias, nll = lax.fori_loop(0, labels.size // spec.chunk, body, carry)
+        sums.append(total)
+        d_hs.append(d_h)
+        d_biases.append(d_bias)
+        nlls.append(nll)
+    results = _results(spec, coefficients, sums)
+    like = jax.tree.map(lambda a: jnp.zeros((), a.dtype), (table, biases, coefficients))
+    gradients = (tuple(d_hs), d_table, tuple(d_biases), tuple(nlls), jnp.stack(sums))
+    return results, (gradients, coefficients, like)
+
+
+def _backward(spec: _Spec, saved, cotangents):
+    (d_hs, d_table, d_biases, nlls, sums), coefficients, like = saved
+    g, _ = cotangents
+    scaled = lambda a, to: None if a is None else (a.astype(jnp.float32) * g).astype(to.dtype)
+    weights = None
+    if nlls[0] is not None:
+        c = coefficients.astype(jnp.float32)
+        weights = tuple(scaled(_once(spec, a) * c[e], a) for e, a in enumerate(nlls))
+    return (
+        tuple(scaled(a, a) for a in d_hs),
+        scaled(d_table.T, like[0]),
+        tuple(scaled(a, b) for a, b in zip(d_biases, like[1], strict=True)),
+        None,
+        weights,
+        scaled(_once(spec, sums), like[2]),
+    )
+
+
+_fused.defvjp(_forward, _backward)

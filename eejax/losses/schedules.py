@@ -1,0 +1,88 @@
+"""Weights of the early exits' losses over training (EE-LLM, Appendix C.1).
+
+A schedule maps a step, traced or not, to the weights [e] of the early exits, the final exit
+excluded: its weight is always 1. With `initial` below `final` a schedule is the paper's warm-up
+(the backbone settles first, the exits learn later), with `initial` above `final` its cool-down
+(deep supervision early, then all attention to the final exit).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eejax.common.errors import require, require_one_of
+
+Schedule = Callable[[jax.Array | int], jax.Array]
+
+KINDS = ("constant", "linear", "cosine")
+
+
+def constant(weights: Sequence[float]) -> Schedule:
+    """The same weights [e] at every step."""
+    fixed = _weights("weights", weights)
+    return lambda step: jnp.asarray(fixed)
+
+
+def linear(
+    initial: Sequence[float], final: Sequence[float], steps: int, *, begin: int = 0
+) -> Schedule:
+    """From `initial` at step `begin` to `final` at step `begin + steps` in a straight line."""
+    return _ramp(initial, final, steps, begin, lambda x: x)
+
+
+def cosine(
+    initial: Sequence[float], final: Sequence[float], steps: int, *, begin: int = 0
+) -> Schedule:
+    """From `initial` at step `begin` to `final` at step `begin + steps` by half a cosine wave."""
+    return _ramp(initial, final, steps, begin, lambda x: 0.5 - 0.5 * jnp.cos(jnp.pi * x))
+
+
+def schedule(
+    kind: str,
+    final: Sequence[float],
+    *,
+    initial: Sequence[float] | None = None,
+    steps: int = 1,
+    begin: int = 0,
+) -> Schedule:
+    """The schedule a configuration names: "constant" (`final` alone), "linear" or "cosine".
+
+    Raises `ConfigError` for an unknown kind, weights that are negative or not finite, other than
+    as many initial as final ones, or fewer than 1 step.
+    """
+    require_one_of("kind", kind, KINDS)
+    if kind == "constant":
+        require(initial is None, "initial", initial, "has no meaning in a constant schedule")
+        return constant(final)
+    require(initial is not None, "initial", initial, f"a {kind} schedule needs initial weights")
+    return {"linear": linear, "cosine": cosine}[kind](initial, final, steps, begin=begin)
+
+
+def _ramp(initial, final, steps: int, begin: int, shape: Callable) -> Schedule:
+    a, b = _weights("initial", initial), _weights("final", final)
+    require(
+        a.shape == b.shape,
+        "initial",
+        tuple(initial),
+        f"must have as many weights as final ({b.size})",
+    )
+    require(steps >= 1, "steps", steps, "must be at least 1")
+    require(begin >= 0, "begin", begin, "must be at least 0")
+
+    def weights(step):
+        done = (jnp.asarray(step).astype(jnp.float32) - begin) / steps
+        x = shape(jnp.clip(done, 0.0, 1.0))
+        return a * (1.0 - x) + b * x
+
+    return weights
+
+
+def _weights(field: str, values: Sequence[float]) -> np.ndarray:
+    for value in values:
+        require(0 <= value < math.inf, field, tuple(values), "must be finite weights of at least 0")
+    return np.asarray(values, np.float32).reshape(-1)
