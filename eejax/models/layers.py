@@ -224,8 +224,9 @@ def attention(
     rope = context.rope
     if rope is not None:
         if context.local_rope is not None:
-            choose = lambda a, c: jnp.where(local, a, c)
-            rope = tuple(map(choose, context.local_rope, rope, strict=True))
+            rope = tuple(
+                jnp.where(local, a, c) for a, c in zip(context.local_rope, rope, strict=True)
+            )
         q, k = (rotate(a, rope, config.rotary.interleaved) for a in (q, k))
     if cache is not None:
         k, v = (write_rows(c, a, context.start) for c, a in zip(cache, (k, v), strict=True))

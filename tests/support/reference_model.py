@@ -1,0 +1,188 @@
+"""The transformer written again in float64 numpy, one sequence and one position at a time where
+that is clearer, without cache, batch or einsum: what the model's tests compare with."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+
+ERF = np.vectorize(math.erf)
+
+
+def tree64(tree):
+    if isinstance(tree, dict):
+        return {k: tree64(v) for k, v in tree.items()}
+    return np.asarray(tree, np.float64)
+
+
+def act(name, x):
+    if name == "gelu":
+        return 0.5 * x * (1 + ERF(x / math.sqrt(2)))
+    if name == "gelu_tanh":
+        return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    if name == "gelu_quick":
+        return x / (1 + np.exp(-1.702 * x))
+    if name == "silu":
+        return x / (1 + np.exp(-x))
+    return np.maximum(x, 0) ** (2 if name == "relu2" else 1)
+
+
+def norm(p, x, c):
+    """x [..., d] normalised over the dimensions of the scale."""
+    axes = tuple(range(-p["scale"].ndim, 0))
+    if c.norm == "layernorm":
+        x = x - x.mean(axes, keepdims=True)
+    x = x / np.sqrt((x**2).mean(axes, keepdims=True) + c.norm_eps)
+    return x * (p["scale"] + (1 if c.norm_plus_one else 0)) + p.get("bias", 0)
+
+
+def rotate(x, position, c, local):
+    """One head vector x [h] at an integer position."""
+    r = int(c.head_dim * c.rotary.fraction)
+    theta = c.rotary.local_theta if local and c.rotary.local_theta else c.rotary.theta
+    scaled = not (local and c.rotary.local_theta)
+    y = x.copy()
+    for i in range(r // 2):
+        freq = theta ** (-2 * i / r)
+        factor = 1.0
+        if scaled and c.rotary.scaling == "linear":
+            freq /= c.rotary.factor
+        elif scaled and c.rotary.scaling == "ntk":
+            freq = (theta * c.rotary.factor ** (r / (r - 2))) ** (-2 * i / r)
+        elif scaled and c.rotary.scaling == "llama3":
+            wavelength = 2 * math.pi / freq
+            o = c.rotary.original_context
+            if wavelength > o / c.rotary.low_frequency:
+                freq /= c.rotary.factor
+            elif wavelength >= o / c.rotary.high_frequency:
+                s = (o / wavelength - c.rotary.low_frequency) / (
+                    c.rotary.high_frequency - c.rotary.low_frequency
+                )
+                freq = (1 - s) * freq / c.rotary.factor + s * freq
+        a = position * freq
+        j, k = (2 * i, 2 * i + 1) if c.rotary.interleaved else (i, i + r // 2)
+        y[j] = (x[j] * math.cos(a) - x[k] * math.sin(a)) * factor
+        y[k] = (x[k] * math.cos(a) + x[j] * math.sin(a)) * factor
+    return y
+
+
+def slopes(n):
+    """ALiBi's slopes as Press et al. compute them."""
+
+    def power_of_two(m):
+        start = 2 ** (-(2 ** -(math.log2(m) - 3)))
+        return [start * start**i for i in range(m)]
+
+    if math.log2(n).is_integer():
+        return power_of_two(n)
+    m = 2 ** math.floor(math.log2(n))
+    return power_of_two(m) + slopes(2 * m)[0::2][: n - m]
+
+
+def attention(p, x, c, window, positions, segments):
+    t = len(x)
+    q, k, v = (np.tensordot(x, p[w], 1) + p.get(f"{w}_bias", 0) for w in "qkv")
+    if c.qk_norm != "none":
+        q, k = norm(p["q_norm"], q, c), norm(p["k_norm"], k, c)
+    if c.position == "rotary":
+        local = window is not None
+        for a in (q, k):
+            for i in range(t):
+                for n in range(a.shape[1]):
+                    a[i, n] = rotate(a[i, n], positions[i], c, local)
+    scale = c.attention_scale or 1 / math.sqrt(c.head_dim)
+    group = c.n_heads // c.n_kv_heads
+    alibi = slopes(c.n_heads)
+    out = np.zeros((t, c.n_heads, c.head_dim))
+    for n in range(c.n_heads):
+        for i in range(t):
+            scores = []
+            for j in range(t):
+                s = q[i, n] @ k[j, n // group] * scale
+                if c.attention_softcap:
+                    s = c.attention_softcap * math.tanh(s / c.attention_softcap)
+                if c.position == "alibi":
+                    s -= alibi[n] * (positions[i] - positions[j])
+                gap = positions[i] - positions[j]
+                seen = gap >= 0 and segments[i] == segments[j] and (window is None or gap < window)
+                scores.append(s if seen else -np.inf)
+            w = np.exp(np.array(scores) - np.max(scores))
+            out[i, n] = (w / w.sum()) @ v[:, n // group]
+    return np.tensordot(out, p["o"], 2) + p.get("o_bias", 0)
+
+
+def mlp(p, x, c):
+    up = x @ p["up"] + p.get("up_bias", 0)
+    if c.mlp_gated:
+        up = act(c.activation, x @ p["gate"] + p.get("gate_bias", 0)) * up
+    else:
+        up = act(c.activation, up)
+    return up @ p["down"] + p.get("down_bias", 0)
+
+
+def layer(p, x, c, window, positions, segments):
+    attend = lambda y: attention(p["attn"], y, c, window, positions, segments)
+    feed = lambda y: mlp(p["mlp"], y, c)
+    n = lambda name, y: norm(p[name], y, c)
+    if c.residual == "parallel":
+        return x + attend(n("attn_norm", x)) + feed(n("mlp_norm", x))
+    if c.residual == "parallel_one_norm":
+        h = n("attn_norm", x)
+        return x + attend(h) + feed(h)
+    if c.norm_placement == "pre":
+        x = x + attend(n("attn_norm", x))
+        return x + feed(n("mlp_norm", x))
+    if c.norm_placement == "post":
+        x = n("attn_out_norm", x + attend(x))
+        return n("mlp_out_norm", x + feed(x))
+    if c.norm_placement == "pre_post":
+        x = x + n("attn_out_norm", attend(n("attn_norm", x)))
+        return x + n("mlp_out_norm", feed(n("mlp_norm", x)))
+    x = x + n("attn_out_norm", attend(x))
+    return x + n("mlp_out_norm", feed(x))
+
+
+def exit_logits(params, c, tokens, positions=None, segments=None):
+    """Logits of every exit, final last: list of [t, vocab_size], for one sequence of tokens."""
+    p = tree64(params)
+    t = len(tokens)
+    positions = np.arange(t) if positions is None else positions
+    segments = np.zeros(t, int) if segments is None else segments
+    x = p["embed"]["tokens"][np.asarray(tokens)] * c.embedding_scale
+    if c.position == "learned":
+        x = x + p["embed"]["positions"][positions]
+    if c.embedding_norm:
+        x = norm(p["embed"]["norm"], x, c)
+
+    def read(own, head, temperature, x, e):
+        if "mlp" in own:
+            x = x + mlp(own["mlp"], norm(own["mlp_norm"], x, c), c)
+        if "block" in own:
+            window = c.window(min(c.stops[e], c.n_layers - 1))
+            x = layer(own["block"], x, c, window, positions, segments)
+        if "norm" in own:
+            x = norm(own["norm"], x, c)
+        tables = {"own": own.get("head"), "tied": p["embed"]["tokens"], "shared": p.get("shared_head")}
+        y = x @ tables[head].T + own.get("head_bias", 0)
+        if c.logit_softcap:
+            y = c.logit_softcap * np.tanh(y / c.logit_softcap)
+        return y[:, : c.vocab_size] / temperature
+
+    out = []
+    for n in range(c.n_layers + 1):
+        for e, exit_ in enumerate(c.exits):
+            if exit_.boundary == n:
+                out.append(read(p["exits"][exit_.name], exit_.head, exit_.temperature, x, e))
+        if n < c.n_layers:
+            own = jax_free_slice(p["layers"], n)
+            x = layer(own, x, c, c.window(n), positions, segments)
+    out.append(read(p["final"], c.head, c.temperature, x, c.n_exits))
+    return out
+
+
+def jax_free_slice(tree, n):
+    if isinstance(tree, dict):
+        return {k: jax_free_slice(v, n) for k, v in tree.items()}
+    return tree[n]
