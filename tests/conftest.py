@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pathlib
+import shutil
+import tempfile
 
 # Eight devices on one CPU, so that every mesh up to eight runs here.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -11,6 +14,12 @@ _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Many tests, workers and child processes compile the same programs: they share what was compiled,
+# for this run only. Workers inherit the variable, and with it not the duty to clean up.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="eejax-tests-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

@@ -69,7 +69,8 @@ def spec(
                 f"{mesh_shape[axis]}. Choose a mesh.{axis} that divides {size}, or pad the model."
             )
         placed[axis] = logical
-        entries.append(axis)
+        # An axis of one device cuts nothing. Left out, values do not count as varying over it.
+        entries.append(axis if mesh_shape[axis] > 1 else None)
     return PartitionSpec(*entries)
 
 

@@ -25,7 +25,7 @@ SPLIT = {"data": 2, "pipe": 2, "model": 2}
 )
 def test_specs_follow_the_rules(shape, axes, expected):
     assert rules.spec("w", shape, axes, SPLIT) == expected
-    assert rules.spec("w", shape, axes, ONE) == expected
+    assert rules.spec("w", shape, axes, ONE) == P(*(None,) * len(shape))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,53 @@
+"""GPT-2 small's shape (Radford et al. 2019) with early exits at a quarter and half of its depth.
+
+    python -m experiments.train --config=configs/gpt2_small_ee.py --workdir=runs/gpt2_small_ee \\
+        --config.data.source='/data/text/**/*.txt' --config.data.tokenizer=/data/tokenizer.json
+
+Exit weights and Adam's settings are those of EE-LLM (section 5.1): 1/4 and 1/2, 0.9 / 0.95 / 1e-8,
+peak 3e-4 on a cosine. 124M parameters. Meant for a GPU; every step takes 0.5M tokens, so 20,000
+steps are about 10B tokens.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+    config.model = {
+        "vocab_size": 50257,
+        "vocab_multiple": 128,
+        "n_layers": 12,
+        "d_model": 768,
+        "n_heads": 12,
+        "context_length": 1024,
+        "norm": "layernorm",
+        "position": "learned",
+        "qkv_bias": True,
+        "attention_bias": True,
+        "mlp_gated": False,
+        "mlp_bias": True,
+        "activation": "gelu_tanh",
+        "head": "tied",
+        "dtype": "bfloat16",
+        "exits": ({"boundary": 3}, {"boundary": 6}),
+    }
+    config.exit_weights = {"weights": (0.25, 0.5)}
+    config.data = {
+        "source": "python-stdlib",
+        "tokenizer": "bpe",
+        "length": 1024,
+        "document_masks": True,
+    }
+    config.optimizer = {"learning_rate": 3e-4, "warmup_steps": 500, "schedule": "cosine"}
+    config.train = {
+        "steps": 20_000,
+        "batch_size": 512,
+        "microbatches": 16,
+        "remat": "dots",
+        "log_every": 10,
+        "eval_every": 1000,
+        "eval_batches": 50,
+        "checkpoint_every": 1000,
+    }
+    config.mesh = {"data": 1}
+    return config

@@ -1,0 +1,90 @@
+"""Loss, perplexity and bits per byte of every exit on held-out text."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from eejax.common.errors import DataError
+from eejax.common.trees import Tree
+from eejax.data import Batch
+from eejax.train.step import put_batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Per exit, the final one last: `losses` in nats per token; `tokens` were counted.
+
+    `bytes_per_token` turns nats per token into bits per byte of text.
+    """
+
+    names: tuple[str, ...]
+    losses: tuple[float, ...]
+    tokens: int
+    bytes_per_token: float
+
+    @property
+    def perplexities(self) -> tuple[float, ...]:
+        """exp(loss), per token."""
+        return tuple(math.exp(min(loss, 700.0)) for loss in self.losses)
+
+    @property
+    def bits_per_byte(self) -> tuple[float, ...]:
+        return tuple(loss / math.log(2) / self.bytes_per_token for loss in self.losses)
+
+    def metrics(self) -> dict[str, float]:
+        """'eval/loss/exit_3' and the like."""
+        tables = {
+            "loss": self.losses,
+            "perplexity": self.perplexities,
+            "bits_per_byte": self.bits_per_byte,
+        }
+        return {
+            f"eval/{what}/{name}": value
+            for what, values in tables.items()
+            for name, value in zip(self.names, values, strict=True)
+        }
+
+    def table(self) -> str:
+        """A few lines for people."""
+        lines = [f"{'exit':<10} {'loss':>8} {'perplexity':>11} {'bits/byte':>10}"]
+        rows = zip(self.names, self.losses, self.perplexities, self.bits_per_byte, strict=True)
+        lines += [f"{n:<10} {x:8.4f} {p:11.3f} {b:10.4f}" for n, x, p, b in rows]
+        return "\n".join([*lines, f"{self.tokens} tokens"])
+
+
+def evaluate(
+    eval_step: Callable,
+    params: Tree,
+    batches: Iterable[Batch],
+    mesh: Mesh,
+    names: Iterable[str],
+    bytes_per_token: float,
+) -> Evaluation:
+    """Runs `eval_step` of `train.step.make_eval_step` over the batches.
+
+    Sums are taken over all tokens, so unequal batches weigh what they hold. Raises `DataError`
+    where no token is counted.
+    """
+    sums, count, pending = np.zeros((), np.float64), 0, None
+    for batch in batches:
+        result = eval_step(params, put_batch(batch, mesh))
+        if pending is not None:  # fetched while the next batch runs
+            sums, count = _add(sums, count, pending)
+        pending = result
+    if pending is not None:
+        sums, count = _add(sums, count, pending)
+    if not count:
+        raise DataError("no token to evaluate: the validation split is empty.")
+    losses = tuple(float(s) / count for s in sums)
+    return Evaluation(tuple(names), losses, count, bytes_per_token)
+
+
+def _add(sums: np.ndarray, count: int, result) -> tuple[np.ndarray, int]:
+    result = jax.device_get(result)
+    return sums + result.sums.astype(np.float64), count + int(result.count)

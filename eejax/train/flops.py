@@ -1,0 +1,77 @@
+"""How many floating-point operations training needs, and how many the devices can do."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from eejax.models import params
+from eejax.models.config import ModelConfig
+
+# Dense bf16 peaks per device from the vendors' data sheets, by a part of `device_kind`. The first
+# match counts, so longer names come first.
+PEAKS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "TPU v6 lite": 918e12,
+    "TPU v5p": 459e12,
+    "TPU v5 lite": 197e12,
+    "TPU v4": 275e12,
+}
+
+
+def model_flops_per_token(config: ModelConfig, length: int) -> float:
+    """Model FLOPs of one training token (forward and backward) in sequences of `length`.
+
+    6 N + 12 * sum over layers of n * h * s, the count of PaLM (Chowdhery et al. 2022, Appendix B):
+    N is the number of weights a token is multiplied with, which includes every exit's parameters
+    and counts a head's v * d once per exit that uses it, but not the embedding look-up; s is the
+    mean number of positions a query sees, (length + 1) / 2 under a causal mask or less in a
+    sliding window. Rematerialisation does not count: it is not the model's work.
+    """
+    matrices = params.map_params(
+        lambda p: math.prod(p.shape) if p.decay else 0, params.abstract(config)
+    )
+    weights = (config.n_exits + 1) * config.padded_vocab * config.d_model
+    weights += sum(jax.tree.leaves(matrices["layers"]))
+    for own in matrices["exits"].values():  # their heads are counted above, once per use
+        weights += sum(jax.tree.leaves({k: v for k, v in own.items() if k != "head"}))
+    windows = [config.window(i) for i in range(config.n_layers)]
+    windows += [config.window(config.n_layers - 1) for e in config.exits if e.block]
+    seen = sum(_mean_seen(length, w) for w in windows)
+    return 6.0 * weights + 12.0 * config.n_heads * config.head_dim * seen
+
+
+def _mean_seen(length: int, window: int | None) -> float:
+    """Mean over queries 0..length-1 of the positions each sees, itself included."""
+    w = length if window is None else min(window, length)
+    return (w * (w + 1) / 2 + (length - w) * w) / length
+
+
+def peak_flops(devices: Sequence[jax.Device]) -> float | None:
+    """FLOPs per second of all `devices` together; None where they are not known.
+
+    Accelerators: the dense bf16 rate of their data sheet. CPUs have none worth the name: the
+    rate of a large float32 matrix product is measured, for all fake devices of the one machine.
+    """
+    kind = devices[0].device_kind
+    if devices[0].platform == "cpu":
+        return _measured_peak(devices[0])
+    return next((len(devices) * peak for name, peak in PEAKS.items() if name in kind), None)
+
+
+def _measured_peak(device: jax.Device, n: int = 1024, repeats: int = 5) -> float:
+    a = jax.device_put(jnp.full((n, n), 1e-3, jnp.float32), device)
+    multiply = jax.jit(jnp.matmul)
+    multiply(a, a).block_until_ready()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        multiply(a, a).block_until_ready()
+        times.append(time.perf_counter() - start)
+    return 2.0 * n**3 / min(times)

@@ -1,0 +1,303 @@
+"""A whole training run: begin or resume, step, evaluate, save, stop politely."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import eejax
+from eejax import data
+from eejax.checkpoint.manager import Checkpoints
+from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER, check_model
+from eejax.common.errors import DataError
+from eejax.common.trees import size
+from eejax.models import params
+from eejax.sharding.mesh import check_batch, make_mesh
+from eejax.train import flops, inputs, optimizer
+from eejax.train import state as states
+from eejax.train.config import Experiment
+from eejax.train.evaluate import Evaluation, evaluate
+from eejax.train.metrics import MetricsWriter, Progress, duration, exit_names
+from eejax.train.signals import StopRequest
+from eejax.train.step import make_eval_step, make_train_step, put_batch
+
+CONFIG = "config.json"
+TRAINING = "training"
+
+
+class Result(NamedTuple):
+    """`stopped` is the signal that ended the run early, or None; `evaluation` the last one."""
+
+    state: states.TrainState
+    step: int
+    evaluation: Evaluation | None
+    stopped: signal.Signals | None
+
+
+def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
+    """Trains until `train.steps`, from the newest usable checkpoint in `workdir` if there is one.
+
+    A resumed run is bitwise the uninterrupted one: parameters, optimiser, data position, dropout.
+    On SIGTERM or Ctrl-C the step under way is finished, a checkpoint saved, and `stopped` set; a
+    second Ctrl-C ends the process at once. The workdir holds config.json, tokenizer/, data/,
+    checkpoints/, metrics.jsonl and tensorboard/.
+
+    Raises:
+      ConfigError, DataError: settings or text that cannot be used.
+      CheckpointError: checkpoints of another model, none usable, or one that cannot be written.
+    """
+    mesh = make_mesh(experiment.mesh)
+    check_batch(
+        experiment.train.batch_size, mesh, experiment.train.microbatches, "train.batch_size"
+    )
+    workdir = pathlib.Path(workdir).expanduser().absolute()
+    workdir.mkdir(parents=True, exist_ok=True)
+    dataset = inputs.prepare(experiment.data, experiment.model.vocab_size, workdir, TOKENIZER)
+    checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=experiment.train.keep_checkpoints)
+    try:
+        run = _Run(experiment, workdir, mesh, dataset, checkpoints)
+        with StopRequest() as stop:
+            return run.run(stop)
+    finally:
+        checkpoints.close()
+
+
+@dataclasses.dataclass
+class _Flight:
+    """A step that was dispatched and whose metrics were not fetched yet."""
+
+    step: int
+    metrics: dict[str, jax.Array]
+
+
+class _Run:
+    """The parts of one run and its counters."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        workdir: pathlib.Path,
+        mesh: Mesh,
+        dataset: data.PackedDataset,
+        checkpoints: Checkpoints,
+    ):
+        self.experiment, self.mesh, self.checkpoints = experiment, mesh, checkpoints
+        self.workdir, self.fingerprint = workdir, dataset.tokenizer.fingerprint
+        self.model, self.train = experiment.model, experiment.train
+        self.names = exit_names(self.model)
+        self.loader = data.Loader(
+            dataset.split("train"), self.train.batch_size, experiment.data.length, self.train.seed,
+            document_masks=experiment.data.document_masks,
+        )  # fmt: skip
+        self.validation = self._validation(dataset)
+        settings = experiment.optimizer
+        self.transformation = optimizer.transformation(settings, params.decays(self.model))
+        self.train_step = make_train_step(
+            self.model,
+            self.transformation,
+            optimizer.learning_rate(settings, self.train.steps),
+            experiment.exit_weights.schedule(self.train.steps),
+            mesh,
+            clip_norm=settings.clip_norm,
+            microbatches=self.train.microbatches,
+            remat=self.train.remat,
+            seed=self.train.seed,
+        )
+        self.eval_step = make_eval_step(self.model, mesh)
+        self.evaluation: Evaluation | None = None
+        self.tokens = 0  # counted labels so far
+        self.skipped = 0
+        self.state, self.step = self._begin_or_resume()
+        (workdir / CONFIG).write_text(json.dumps(experiment.to_dict(), indent=1), encoding="utf-8")
+        self.flops_per_token = flops.model_flops_per_token(self.model, experiment.data.length)
+        self.peak = flops.peak_flops(list(mesh.devices.flat))
+        self.clock = _Clock()
+
+    def _validation(self, dataset: data.PackedDataset) -> data.Split | None:
+        try:
+            return dataset.split("validation")
+        except DataError:
+            return None  # packed without one
+
+    def _begin_or_resume(self) -> tuple[states.TrainState, int]:
+        wanted = states.abstract(self.model, self.transformation, self.mesh)
+
+        def targets(metadata: dict[str, Any]) -> dict[str, Any]:
+            check_model(metadata, self.model, self.workdir / CHECKPOINTS)
+            return _trees(wanted)
+
+        restored = self.checkpoints.restore(targets, set_aside=True)
+        if restored is None:
+            first = states.create(self.model, self.transformation, self.train.seed, self.mesh)
+            return first, 0
+        self.loader.restore(restored.metadata["data"])
+        self.tokens = restored.metadata["tokens"]
+        training = restored.trees[TRAINING]
+        self.skipped = int(training["skipped"])
+        return states.TrainState(params=restored.trees[PARAMS], **training), restored.step
+
+    def run(self, stop: StopRequest) -> Result:
+        train, start = self.train, self.step
+        self.writer = MetricsWriter(self.workdir, resumed=start)
+        self.progress = Progress(start, train.steps)
+        self._announce(start)
+        flight = None
+        try:
+            while self.step < train.steps and stop.signal is None:
+                batch = next(self.loader)
+                self.tokens += int(np.count_nonzero(batch["labels"] != data.IGNORE))
+                batch = put_batch(inputs.strip(batch, self.loader.document_masks), self.mesh)
+                self.state, metrics = self.train_step(self.state, batch)
+                self.step += 1
+                # The step before is fetched while this one runs: the device never waits.
+                if flight is not None:
+                    self._report(flight)
+                flight = _Flight(self.step, metrics)
+                last = self.step == train.steps
+                evaluating = _due(self.step, train.eval_every) or last
+                saving = _due(self.step, train.checkpoint_every) or last
+                if evaluating or saving:
+                    self._report(flight)
+                    flight = None
+                    with self.clock.paused():
+                        if evaluating:
+                            self._evaluate()
+                        if saving:
+                            self._save()
+            if flight is not None:
+                self._report(flight)
+            if stop.signal is not None:
+                self._save()
+            self.checkpoints.wait()
+            self._say_goodbye(stop.signal)
+        finally:
+            self.progress.close()
+            self.writer.close()
+        return Result(self.state, self.step, self.evaluation, stop.signal)
+
+    def _report(self, flight: _Flight) -> None:
+        """Waits for a step and records it."""
+        metrics = jax.device_get(flight.metrics)
+        self.clock.tick(int(metrics["tokens"]))
+        if not metrics["finite"]:
+            self.skipped = int(metrics["skipped"])
+            self.progress.say(
+                f"step {flight.step}: loss or gradient not finite, step skipped "
+                f"({self.skipped} so far)"
+            )
+        rate = self.clock.rate
+        shown = {"loss": f"{metrics['loss']:.4f}", "tok/s": f"{rate:,.0f}" if rate else "-"}
+        self.progress.update(flight.step, shown)
+        if not (_due(flight.step, self.train.log_every) or flight.step == 1):
+            if metrics["finite"]:
+                return
+        values = {k: float(metrics[k]) for k in ("loss", "grad_norm", "learning_rate")}
+        losses = zip(self.names, metrics["exit_losses"], strict=True)
+        values |= {f"loss/{name}": float(loss) for name, loss in losses}
+        values |= {"tokens": int(metrics["tokens"]), "skipped": int(metrics["skipped"])}
+        if rate:
+            values["tokens_per_second"] = rate
+            if self.peak:
+                values["mfu"] = rate * self.flops_per_token / self.peak
+        self.writer.write(flight.step, values)
+
+    def _evaluate(self) -> None:
+        if self.validation is None:
+            return
+        c = self.experiment.data
+        batches = data.batches(
+            self.validation, self.train.batch_size // self.train.microbatches, c.length,
+            document_masks=c.document_masks, limit=self.train.eval_batches,
+        )  # fmt: skip
+        stripped = (inputs.strip(b, c.document_masks) for b in batches)
+        self.evaluation = evaluate(
+            self.eval_step, self.state.params, stripped, self.mesh, self.names,
+            self.validation.bytes_per_token,
+        )  # fmt: skip
+        self.writer.write(self.step, self.evaluation.metrics())
+        losses = zip(self.names, self.evaluation.losses, strict=True)
+        shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses)
+        self.progress.say(f"step {self.step}: validation loss  {shown}")
+
+    def _save(self) -> None:
+        metadata = {
+            "version": eejax.__version__,
+            "model": self.model.to_dict(),
+            "experiment": self.experiment.to_dict(),
+            "data": self.loader.state(),
+            "tokenizer": self.fingerprint,
+            "tokens": self.tokens,
+        }
+        self.checkpoints.save(self.step, _trees(self.state), metadata)
+
+    def _announce(self, start: int) -> None:
+        begin = f"resuming after step {start}" if start else "starting"
+        self.progress.say(
+            f"{begin}: {size(self.state.params):,} parameters, exits at {self.model.stops} of "
+            f"{self.model.n_layers} layers, {self.train.steps} steps of "
+            f"{self.train.batch_size} x {self.experiment.data.length} tokens, in {self.workdir}"
+        )
+
+    def _say_goodbye(self, stopped: signal.Signals | None) -> None:
+        if stopped is None:
+            self.progress.say(f"done: step {self.step} in {duration(self.clock.total)}")
+        else:
+            self.progress.say(
+                f"stopped by {stopped.name} after step {self.step}: checkpoint saved, the same "
+                "command resumes"
+            )
+
+
+class _Clock:
+    """Tokens per second over the last steps, evaluation and saving left out."""
+
+    def __init__(self, smoothing: float = 0.9):
+        self._begin = self._last = time.perf_counter()
+        self._smoothing, self._seconds, self._tokens = smoothing, 0.0, 0.0
+        self._warm = False
+
+    def tick(self, tokens: int) -> None:
+        """A step with so many tokens was fetched; the first is left out, as it compiles."""
+        now = time.perf_counter()
+        if self._warm:
+            keep = self._smoothing
+            self._seconds = keep * self._seconds + now - self._last
+            self._tokens = keep * self._tokens + tokens
+        self._last, self._warm = now, True
+
+    @property
+    def rate(self) -> float | None:
+        return self._tokens / self._seconds if self._seconds else None
+
+    @property
+    def total(self) -> float:
+        """Seconds since the beginning."""
+        return time.perf_counter() - self._begin
+
+    def paused(self) -> _Clock:
+        return self
+
+    def __enter__(self) -> None:
+        self._paused = time.perf_counter()
+
+    def __exit__(self, *_) -> None:
+        self._last += time.perf_counter() - self._paused
+
+
+def _due(step: int, every: int) -> bool:
+    return bool(every) and step % every == 0
+
+
+def _trees(state: states.TrainState) -> dict[str, Any]:
+    """A state as the items of a checkpoint; parameters apart, so that they can be read alone."""
+    rest = {"step": state.step, "opt_state": state.opt_state, "skipped": state.skipped}
+    return {PARAMS: state.params, TRAINING: rest}

@@ -1,0 +1,121 @@
+"""Where numbers go: metrics.jsonl, TensorBoard, and a progress bar or plain lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import tensorboardX
+from tqdm import tqdm
+
+from eejax.models.config import ModelConfig
+
+METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
+
+
+def exit_names(config: ModelConfig) -> list[str]:
+    """'exit_3', ..., 'final': what metrics call the exits, in their order."""
+    return [*(e.name for e in config.exits), "final"]
+
+
+def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
+    """The records of a run, in order; a last line cut off by a kill is left out."""
+    records = []
+    try:
+        with open(pathlib.Path(workdir) / METRICS, encoding="utf-8") as file:
+            for line in file:
+                try:
+                    records.append(json.loads(line))
+                except ValueError:
+                    break
+    except FileNotFoundError:
+        pass
+    return records
+
+
+class MetricsWriter:
+    """Appends records {"step": n, name: number, ...} to metrics.jsonl and TensorBoard.
+
+    A run that resumes after step `resumed` forgets what was recorded behind it, so that no step
+    appears twice. Numbers that are not finite become null.
+    """
+
+    def __init__(self, workdir: str | os.PathLike, *, resumed: int = 0):
+        workdir = pathlib.Path(workdir)
+        path = workdir / METRICS
+        kept = [r for r in read_metrics(workdir) if r["step"] <= resumed]
+        part = path.with_suffix(".part")
+        part.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+        part.replace(path)
+        self._file = open(path, "a", encoding="utf-8")
+        # Events after the resumed step are hidden by TensorBoard itself.
+        purge = resumed + 1 if resumed else None
+        self._board = tensorboardX.SummaryWriter(str(workdir / TENSORBOARD), purge_step=purge)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One record; it is on its way to the disk when this returns."""
+        finite = lambda v: v if not isinstance(v, float) or math.isfinite(v) else None
+        record = {"step": step} | {k: finite(v) for k, v in values.items()}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
+
+
+class Progress:
+    """A progress bar with loss, tokens/s and time left; lines now and then without a terminal."""
+
+    def __init__(self, start: int, steps: int, *, every_seconds: float = 10.0):
+        self._terminal = sys.stderr.isatty()
+        self._steps, self._every, self._last = steps, every_seconds, -math.inf
+        self._begin: float | None = None
+        self._start = start
+        self._bar = tqdm(
+            total=steps, initial=start, unit="step", dynamic_ncols=True, disable=not self._terminal
+        )
+
+    def update(self, step: int, values: Mapping[str, str]) -> None:
+        """Step `step` is done; `values` are shown as they are."""
+        if self._terminal:
+            self._bar.set_postfix(values, refresh=False)
+            self._bar.update(step - self._bar.n)
+            return
+        now = time.monotonic()
+        if self._begin is None:  # the first step compiles: the time left is judged by the others
+            self._begin, self._start = now, step
+        if now - self._last >= self._every or step == self._steps:
+            self._last = now
+            shown = "  ".join(f"{k} {v}" for k, v in values.items())
+            if step > self._start:
+                left = (now - self._begin) / (step - self._start) * (self._steps - step)
+                shown += f"  {duration(left)} left"
+            self.say(f"step {step}/{self._steps}  {shown}")
+
+    def say(self, line: str) -> None:
+        """A line above the bar."""
+        tqdm.write(line, file=sys.stderr)
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def duration(seconds: float) -> str:
+    """'42 s', '3 min 20 s', '2 h 05 min'."""
+    s = int(round(seconds))
+    if s < 60:
+        return f"{s} s"
+    return (
+        f"{s // 60} min {s % 60:02d} s" if s < 3600 else f"{s // 3600} h {s % 3600 // 60:02d} min"
+    )

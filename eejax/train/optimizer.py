@@ -1,0 +1,104 @@
+"""AdamW with weight decay on matrices only, learning-rate schedules, clipping settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from eejax.common.errors import require, require_one_of
+from eejax.common.trees import Tree
+
+SCHEDULES = ("cosine", "linear", "constant", "inverse_sqrt")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov & Hutter 2019) with EE-LLM's settings, and its learning rate.
+
+    The rate rises linearly over `warmup_steps` to `learning_rate` (the peak) and follows
+    `schedule` from there: "cosine" and "linear" fall to `final_fraction` of the peak at the last
+    step, "inverse_sqrt" as sqrt(warmup / step), "constant" stays. Gradients are scaled down to a
+    global norm of `clip_norm` (None: never).
+    """
+
+    learning_rate: float = 3e-4
+    final_fraction: float = 0.1
+    schedule: str = "cosine"
+    warmup_steps: int = 100
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+
+    def __post_init__(self):
+        name = "OptimizerConfig"
+        for field in ("learning_rate", "eps"):
+            value = getattr(self, field)
+            require(0 < value < math.inf, f"{name}.{field}", value, "must be positive and finite")
+        for field in ("b1", "b2"):
+            value = getattr(self, field)
+            require(0 <= value < 1, f"{name}.{field}", value, "must be in [0, 1)")
+        require(
+            0 <= self.final_fraction <= 1,
+            f"{name}.final_fraction", self.final_fraction, "must be in [0, 1]",
+        )  # fmt: skip
+        require_one_of(f"{name}.schedule", self.schedule, SCHEDULES)
+        require(
+            isinstance(self.warmup_steps, int) and self.warmup_steps >= 0,
+            f"{name}.warmup_steps", self.warmup_steps, "must be a number of steps, 0 for none",
+        )  # fmt: skip
+        require(
+            0 <= self.weight_decay < math.inf,
+            f"{name}.weight_decay", self.weight_decay, "must be at least 0",
+        )  # fmt: skip
+        require(
+            self.clip_norm is None or 0 < self.clip_norm < math.inf,
+            f"{name}.clip_norm", self.clip_norm, "must be positive, or None for no clipping",
+        )  # fmt: skip
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array], jax.Array]:
+    """The rate of update number `step` (from 0) of a run of `steps`, as a float32 scalar.
+
+    Update number warmup_steps - 1 is the first at the peak; the last one is at the final rate.
+    """
+    warmup, peak, end = config.warmup_steps, config.learning_rate, config.final_fraction
+
+    def rate(step: jax.Array) -> jax.Array:
+        s = jnp.asarray(step).astype(jnp.float32) + 1.0
+        done = jnp.clip((s - warmup) / max(1, steps - warmup), 0.0, 1.0)
+        if config.schedule == "cosine":
+            factor = end + (1 - end) * 0.5 * (1 + jnp.cos(jnp.pi * done))
+        elif config.schedule == "linear":
+            factor = 1 - (1 - end) * done
+        elif config.schedule == "inverse_sqrt":
+            factor = jnp.sqrt(max(1, warmup) / jnp.maximum(s, max(1, warmup)))
+        else:
+            factor = jnp.ones_like(s)
+        return peak * factor * jnp.minimum(1.0, s / max(1, warmup))
+
+    return rate
+
+
+def transformation(config: OptimizerConfig, decays: Tree) -> optax.GradientTransformation:
+    """Clipped gradients -> the step to take against them, per unit of learning rate.
+
+    `decays` is True for the leaves that weight decay applies to.
+    """
+    inner = optax.chain(
+        optax.scale_by_adam(config.b1, config.b2, config.eps),
+        optax.add_decayed_weights(config.weight_decay, decays),
+    )
+
+    def update(grads, state, params):
+        # optax raises a float to an integer array, which strict promotion forbids.
+        with jax.numpy_dtype_promotion("standard"):
+            return inner.update(grads, state, params)
+
+    return optax.GradientTransformation(inner.init, update)

@@ -1,0 +1,182 @@
+"""One training step and one evaluation step, on any number of data-parallel devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from eejax.common.axes import DATA, MODEL, PIPE
+from eejax.common.errors import ConfigError
+from eejax.common.trees import Tree
+from eejax.losses.multi_exit import ExitSums, multi_exit_loss
+from eejax.models import params as declared
+from eejax.models.config import ModelConfig
+from eejax.sharding import rules
+from eejax.sharding.mesh import check_batch, mesh_axes
+from eejax.train.state import TrainState
+
+Arrays = Mapping[str, jax.Array]
+Metrics = dict[str, jax.Array]
+Schedule = Callable[[jax.Array], jax.Array]
+
+
+def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """A batch [b, t] cut over the data axis. Raises `ConfigError` where b does not divide."""
+    sharding = NamedSharding(mesh, P(DATA))
+    check_batch(len(batch["tokens"]), mesh)
+    return {name: jax.device_put(value, sharding) for name, value in batch.items()}
+
+
+def make_train_step(
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    learning_rate: Schedule,
+    exit_weights: Schedule,
+    mesh: Mesh,
+    *,
+    clip_norm: float | None = 1.0,
+    microbatches: int = 1,
+    remat: str = "none",
+    seed: int = 0,
+) -> Callable[[TrainState, Arrays], tuple[TrainState, Metrics]]:
+    """The compiled step `(state, batch) -> (state, metrics)`; `state` is donated.
+
+    The loss is sum_e w_e L_e with L_e the mean over all counted tokens of the global batch
+    (EE-LLM Eq. 1), w = exit_weights(step) for the early exits and 1 for the final one. Each
+    device takes its samples in `microbatches` parts one after the other. Sums are carried, and
+    divided once by the global count, so neither the number of parts nor that of devices changes
+    the result beyond rounding. Dropout keys are folded from (seed, step, number of the sample in
+    the global batch).
+
+    Where the loss or the gradient norm is not finite, parameters and optimiser state stay as they
+    were, `state.skipped` is increased, and `state.step` moves on.
+
+    `batch` holds tokens and labels [b, t], and optionally segment_ids and positions [b, t].
+    Metrics: loss, exit_losses [e], grad_norm (before clipping), learning_rate, tokens, skipped
+    (so far), finite.
+
+    Raises:
+      ConfigError: a mesh with more than one device along pipe or model.
+    """
+    _data_parallel_only(mesh)
+    param_specs = rules.specs(declared.abstract(config), mesh)
+    axes = mesh_axes(mesh)
+
+    def loss(params, weights, batch, keys):
+        return multi_exit_loss(
+            params, config, batch["tokens"], batch["labels"], weights,
+            positions=batch.get("positions"), segment_ids=batch.get("segment_ids"),
+            dropout_keys=keys, axes=axes, remat=remat,
+        )  # fmt: skip
+
+    def local_gradients(params, weights, batch, step):
+        # Varying from the start: no psum hides in the backward pass, all of it is one at the end.
+        params, weights = _vary((params, weights))
+        part = lambda a: a.reshape(microbatches, -1, *a.shape[1:])
+        parts = jax.tree.map(part, dict(batch))
+        keys = None
+        if config.dropout:
+            keys = part(_sample_keys(seed, step, batch["tokens"].shape[0]))
+
+        def one(params, part):
+            batch, keys = part
+            (total, sums), grads = jax.value_and_grad(loss, has_aux=True)(
+                params, weights, batch, keys
+            )
+            return grads, (total, sums)
+
+        if microbatches == 1:
+            sums = one(params, jax.tree.map(lambda a: a[0], (parts, keys)))
+        else:
+            first = jax.tree.map(lambda a: a[0], (parts, keys))
+            shapes = jax.eval_shape(one, params, first)
+            zeros = _vary(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes))
+            add = lambda sums, part: (jax.tree.map(jnp.add, sums, one(params, part)), None)
+            sums, _ = lax.scan(add, zeros, (parts, keys))
+        return lax.psum(sums, DATA)
+
+    gradients = jax.shard_map(
+        local_gradients,
+        mesh=mesh,
+        in_specs=(param_specs, P(), P(DATA), P()),
+        out_specs=(param_specs, P()),
+    )
+
+    def step(state: TrainState, batch: Arrays) -> tuple[TrainState, Metrics]:
+        check_batch(batch["tokens"].shape[0], mesh, microbatches)
+        weights = jnp.append(exit_weights(state.step), jnp.ones(1, jnp.float32))
+        grads, (total, sums) = gradients(state.params, weights, batch, state.step)
+        count = sums.count.astype(jnp.float32)
+        norm = optax.tree.norm(grads) / count
+        finite = jnp.isfinite(norm) & jnp.isfinite(total)
+        factor = 1.0 / count
+        if clip_norm is not None:
+            factor = factor * jnp.minimum(1.0, clip_norm / norm)
+        grads = jax.tree.map(lambda g: g * factor, grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        rate = learning_rate(state.step)
+        moved = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+        choose = lambda new, old: jnp.where(finite, new, old)
+        state = TrainState(
+            step=state.step + 1,
+            params=jax.tree.map(choose, moved, state.params),
+            opt_state=jax.tree.map(choose, opt_state, state.opt_state),
+            skipped=state.skipped + (~finite).astype(jnp.int32),
+        )
+        metrics = {
+            "loss": total / count,
+            "exit_losses": sums.sums / count,
+            "grad_norm": norm,
+            "learning_rate": rate,
+            "tokens": sums.count,
+            "skipped": state.skipped,
+            "finite": finite,
+        }
+        return state, metrics
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def make_eval_step(config: ModelConfig, mesh: Mesh) -> Callable[[Tree, Arrays], ExitSums]:
+    """The compiled `(params, batch) -> ExitSums`: summed loss of every exit, counted tokens."""
+    _data_parallel_only(mesh)
+    axes = mesh_axes(mesh)
+
+    def local(params, batch):
+        weights = _vary(jnp.ones((config.n_exits + 1,), jnp.float32))
+        _, sums = multi_exit_loss(
+            _vary(params), config, batch["tokens"], batch["labels"], weights,
+            positions=batch.get("positions"), segment_ids=batch.get("segment_ids"), axes=axes,
+        )  # fmt: skip
+        return lax.psum(sums, DATA)
+
+    param_specs = rules.specs(declared.abstract(config), mesh)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(param_specs, P(DATA)), out_specs=P()))
+
+
+def _sample_keys(seed: int, step: jax.Array, local: int) -> jax.Array:
+    """[local] one key for each of this device's samples, by its number in the global batch."""
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    numbers = lax.axis_index(DATA) * local + jnp.arange(local)
+    return jax.vmap(lambda n: jax.random.fold_in(key, n))(numbers)
+
+
+def _vary(tree: Tree) -> Tree:
+    return jax.tree.map(lambda a: lax.pcast(a, (DATA,), to="varying"), tree)
+
+
+def _data_parallel_only(mesh: Mesh) -> None:
+    sizes: dict[str, Any] = {axis: mesh.shape[axis] for axis in (PIPE, MODEL)}
+    if any(n > 1 for n in sizes.values()):
+        raise ConfigError(
+            f"mesh {dict(mesh.shape)}: training runs data-parallel only; set mesh.pipe and "
+            "mesh.model to 1."
+        )

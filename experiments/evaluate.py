@@ -1,0 +1,75 @@
+"""Loss, perplexity and bits per byte of every exit of a trained model.
+
+    python -m experiments.evaluate --workdir=runs/quickstart
+    python -m experiments.evaluate --workdir=runs/quickstart --text='books/*.txt'
+
+Without --text the run's own validation split is taken, all of it. The last line printed is one
+JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+
+from absl import app, flags, logging
+
+from eejax.common.errors import CheckpointError, ConfigError, DataError
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
+_STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")
+_TEXT = flags.DEFINE_multi_string("text", [], "Text files or globs to evaluate on instead.")
+_BATCHES = flags.DEFINE_integer("batches", None, "At most so many batches.", lower_bound=1)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Sequences at a time.", lower_bound=1)
+flags.FLAGS.set_default("verbosity", logging.WARNING)
+flags.mark_flags_as_required(["workdir"])
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    try:
+        run()
+    except (ConfigError, DataError, CheckpointError) as error:
+        sys.exit(f"error: {error}")
+
+
+def run() -> None:
+    from eejax import data
+    from eejax.checkpoint.model import TOKENIZER, load_model
+    from eejax.sharding.mesh import MeshConfig, make_mesh
+    from eejax.train import evaluate, inputs, metrics, step
+    from eejax.train.config import Experiment
+
+    mesh = make_mesh(MeshConfig())
+    model = load_model(_WORKDIR.value, step=_STEP.value, mesh=mesh)
+    config = Experiment.from_dict(model.metadata["experiment"]).data
+    with tempfile.TemporaryDirectory() as folder:
+        if _TEXT.value:
+            source = data.source(_TEXT.value)
+            split = data.pack(source, model.tokenizer, folder, validation_fraction=0.0).split(
+                "train"
+            )
+        else:
+            packed = inputs.prepare(config, model.config.vocab_size, _WORKDIR.value, TOKENIZER)
+            split = packed.split("validation")
+        batches = data.batches(
+            split, _BATCH_SIZE.value, config.length,
+            document_masks=config.document_masks, limit=_BATCHES.value,
+        )  # fmt: skip
+        result = evaluate.evaluate(
+            step.make_eval_step(model.config, mesh),
+            model.params,
+            (inputs.strip(batch, config.document_masks) for batch in batches),
+            mesh,
+            metrics.exit_names(model.config),
+            split.bytes_per_token,
+        )
+    print(f"step {model.step} of {_WORKDIR.value}")
+    print(result.table())
+    print(json.dumps({"step": model.step, "tokens": result.tokens} | result.metrics()))
+
+
+if __name__ == "__main__":
+    app.run(main)

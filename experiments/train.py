@@ -1,0 +1,45 @@
+"""Trains an early-exit language model, or resumes the run in --workdir.
+
+    python -m experiments.train --config=configs/quickstart.py --config.train.steps=1000 \\
+        --workdir=runs/quickstart
+
+Ctrl-C (or SIGTERM) saves a checkpoint and ends; the same command resumes. A second Ctrl-C ends at
+once. Exit status: 0 done, 1 a problem that the message names, 128 + signal when stopped.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from eejax.common.errors import CheckpointError, ConfigError, DataError
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment, a file of configs/.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; made if it is not there.")
+flags.FLAGS.set_default("verbosity", logging.WARNING)
+flags.mark_flags_as_required(["config", "workdir"])
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    # Imported late: --help and usage errors need no JAX.
+    from eejax.train.config import Experiment
+    from eejax.train.loop import fit
+
+    try:
+        result = fit(Experiment.from_dict(_CONFIG.value), _WORKDIR.value)
+    except (ConfigError, DataError, CheckpointError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted before the first step: nothing to save")
+    if result.evaluation is not None:
+        print(result.evaluation.table())
+    if result.stopped is not None:
+        sys.exit(128 + result.stopped)
+
+
+if __name__ == "__main__":
+    app.run(main)
