@@ -24,7 +24,8 @@ KeyValue = tuple[jax.Array, jax.Array]
 class KVCache:
     """One buffer pair per layer, so that a step never copies another layer's.
 
-    segments: per segment, its layers' (keys, values), each [b, s, k, h].
+    segments: per segment, its layers' (keys, values), each [b, k, s, h]: a head's positions lie
+        together, or every step would transpose the whole cache.
     blocks: per segment, the exit block's (keys, values) at its end, or None.
     filled: [b, number of segments] int32.
     """
@@ -37,12 +38,12 @@ class KVCache:
     def length(self) -> int:
         """Positions each buffer holds."""
         buffers = jax.tree.leaves((self.segments, self.blocks))
-        return buffers[0].shape[1] if buffers else 0
+        return buffers[0].shape[2] if buffers else 0
 
 
 def init_cache(config: ModelConfig, batch: int, length: int, n_segments: int) -> KVCache:
     """An empty cache of `length` positions for the first `n_segments` segments."""
-    shape = (batch, length, config.n_kv_heads, config.head_dim)
+    shape = (batch, config.n_kv_heads, length, config.head_dim)
     pair = lambda: (jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
     segments = config.segments[:n_segments]
     has_block = [e < config.n_exits and config.exits[e].block for e in range(n_segments)]
@@ -76,7 +77,8 @@ def run_segment(
     the state the exit's head reads [b, w, d], and the written keys and values. Earlier positions
     of the segment must be filled already.
     """
-    width, length = x.shape[1], (kvs[0][0].shape[1] if kvs else block[0].shape[1] if block else 1)
+    buffers = jax.tree.leaves((kvs, block))
+    width, length = x.shape[1], buffers[0].shape[2] if buffers else 1
     positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     context = layers.make_context(
         config, positions, key_positions=jnp.arange(length, dtype=jnp.int32)[None], start=start

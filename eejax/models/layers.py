@@ -186,15 +186,49 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array | None, layer, site: int)
 
 
 def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
-    """cache [b, s, k, h] with rows [b, t, k, h] written at positions start [b] onward.
+    """cache [b, k, s, h] with rows [b, t, k, h] written at positions start [b] onward.
 
     The caller leaves room for all rows: a start too close to the end would be clamped and
     overwrite earlier positions.
     """
-    rows = rows.astype(cache.dtype)
+    rows = jnp.swapaxes(rows, 1, 2).astype(cache.dtype)
     if cache.shape[0] == 1:  # a plain slice update stays in place; a scatter costs more
-        return lax.dynamic_update_slice(cache, rows, (0, start[0], 0, 0))
-    return jax.vmap(lambda c, r, i: lax.dynamic_update_slice(c, r, (i, 0, 0)))(cache, rows, start)
+        return lax.dynamic_update_slice(cache, rows, (0, 0, start[0], 0))
+    return jax.vmap(lambda c, r, i: lax.dynamic_update_slice(c, r, (0, i, 0)))(cache, rows, start)
+
+
+def _scores_and_mix(q: jax.Array, k: jax.Array, v: jax.Array):
+    """The two products of attention: queries q [b, t, k, g, h] against keys and values.
+
+    k, v are [b, s, k, h] as projected. Returns scores [b, k, g, t, s] in float32 and the
+    function from weights of that shape to the output [b, t, k, g, h].
+    """
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
+    return scores, lambda w: jnp.einsum("bkgts,bskh->btkgh", w, v)
+
+
+MOST_ROWS_BY_REDUCTION = 8
+
+
+def _cached_scores_and_mix(q: jax.Array, k: jax.Array, v: jax.Array):
+    """As `_scores_and_mix` for a cache k, v [b, k, s, h].
+
+    Decoding reads the cache once per token, so the form of the product decides its speed. XLA's
+    CPU backend runs one query row as a matrix-vector product at memory bandwidth, but copies
+    the cache for a batched product with a few rows; those are faster as multiply and reduce.
+    """
+    if not 2 <= q.shape[1] * q.shape[3] <= MOST_ROWS_BY_REDUCTION:
+        scores = jnp.einsum("bksh,btkgh->bksgt", k, q, preferred_element_type=jnp.float32)
+        return jnp.moveaxis(scores, 2, 4), lambda w: jnp.einsum("bksh,bkgts->btkgh", v, w)
+    q = jnp.transpose(q, (0, 2, 3, 1, 4))[:, :, :, :, None]  # [b, k, g, t, 1, h]
+    k, v = k[:, :, None, None], v[:, :, None, None]  # [b, k, 1, 1, s, h]
+    scores = jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), -1)
+
+    def mix(w):
+        y = jnp.sum(w.astype(jnp.float32)[..., None] * v.astype(jnp.float32), 4)
+        return jnp.transpose(y, (0, 3, 1, 2, 4)).astype(v.dtype)
+
+    return scores, mix
 
 
 def attention(
@@ -211,7 +245,7 @@ def attention(
     """Self-attention of x [b, t, d], before the sum over the model axis is added to o_bias.
 
     Returns the output [b, t, d] and keys and values: those of the rows ([b, t, k, h]), or,
-    with a `cache` ([b, s, k, h] each), the cache with the rows written at `context.start`.
+    with a `cache` ([b, k, s, h] each), the cache with the rows written at `context.start`.
     """
     b, t, _ = x.shape
     dtype = x.dtype
@@ -228,17 +262,17 @@ def attention(
                 jnp.where(local, a, c) for a, c in zip(context.local_rope, rope, strict=True)
             )
         q, k = (rotate(a, rope, config.rotary.interleaved) for a in (q, k))
-    if cache is not None:
-        k, v = (write_rows(c, a, context.start) for c, a in zip(cache, (k, v), strict=True))
-    kv = (k, v)
-
     mask = context.mask
     if window is not None:
         mask = mask & (context.distance < window)
     n, n_kv = q.shape[2], k.shape[2]
     q = q.reshape(b, t, n_kv, n // n_kv, config.head_dim)
+    if cache is None:
+        scores, mix = _scores_and_mix(q, k, v)
+    else:
+        k, v = (write_rows(c, a, context.start) for c, a in zip(cache, (k, v), strict=True))
+        scores, mix = _cached_scores_and_mix(q, k.astype(dtype), v.astype(dtype))
     scale = config.attention_scale or config.head_dim**-0.5
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k.astype(dtype), preferred_element_type=jnp.float32)
     scores = scores * jnp.float32(scale)
     if config.attention_softcap:
         scores = config.attention_softcap * jnp.tanh(scores / config.attention_softcap)
@@ -249,14 +283,29 @@ def attention(
         distance = context.distance.astype(jnp.float32)[:, None, None]
         scores = scores - slopes.reshape(1, n_kv, n // n_kv, 1, 1) * distance
     scores = jnp.where(mask[:, None, None], scores, NEGATIVE)
-    weights = jax.nn.softmax(scores, -1).astype(dtype)
-    out = jnp.einsum("bkgts,bskh->btkgh", weights, v.astype(dtype))
-    out = jnp.einsum("btnh,nhd->btd", out.reshape(b, t, n, config.head_dim), p["o"])
-    return _finish(out, p.get("o_bias"), axes.model), kv
+    out = mix(jax.nn.softmax(scores, -1).astype(dtype)).reshape(b, t, n, config.head_dim)
+    out = _product(out, p["o"], 2)
+    return _finish(out, p.get("o_bias"), axes.model), (k, v)
+
+
+def _product(x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
+    """x [b, t, ...] times w over x's last and w's first `contracted` dimensions.
+
+    The tokens are flattened first: with b and t apart, XLA's CPU backend forms w's gradient from
+    a transposed copy of the whole output gradient, and a training step takes 1.8 times as long.
+    Two rows (a decoding step that carries one waiting token) are two matrix-vector products:
+    each runs at memory bandwidth, the second out of the processor's cache, where a product of two
+    rows would first repack w.
+    """
+    b, t = x.shape[:2]
+    rows = x.reshape(b * t, -1)
+    w2 = w.reshape(rows.shape[1], -1)
+    y = jnp.concatenate([rows[:1] @ w2, rows[1:] @ w2]) if b * t == 2 else rows @ w2
+    return y.reshape(b, t, *w.shape[contracted:])
 
 
 def _project(p: Tree, name: str, x: jax.Array) -> jax.Array:
-    y = jnp.einsum("btd,dnh->btnh", x, p[name])
+    y = _product(x, p[name])
     bias = p.get(f"{name}_bias")
     return y if bias is None else y + bias[None, None]
 
@@ -271,13 +320,13 @@ def mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) -> jax.A
     """Feed-forward block of x [b, t, d]: down(act(gate x) * up x), or down(act(up x))."""
 
     def project(name):
-        y = jnp.einsum("btd,df->btf", x, p[name])
+        y = _product(x, p[name])
         bias = p.get(f"{name}_bias")
         return y if bias is None else y + bias[None, None]
 
     act = ACTIVATION[config.activation]
     y = act(project("gate")) * project("up") if config.mlp_gated else act(project("up"))
-    return _finish(jnp.einsum("btf,fd->btd", y, p["down"]), p.get("down_bias"), axes.model)
+    return _finish(_product(y, p["down"]), p.get("down_bias"), axes.model)
 
 
 def layer(

@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 
-
 ERF = np.vectorize(math.erf)
 
 
@@ -164,7 +163,11 @@ def exit_logits(params, c, tokens, positions=None, segments=None):
             x = layer(own["block"], x, c, window, positions, segments)
         if "norm" in own:
             x = norm(own["norm"], x, c)
-        tables = {"own": own.get("head"), "tied": p["embed"]["tokens"], "shared": p.get("shared_head")}
+        tables = {
+            "own": own.get("head"),
+            "tied": p["embed"]["tokens"],
+            "shared": p.get("shared_head"),
+        }
         y = x @ tables[head].T + own.get("head_bias", 0)
         if c.logit_softcap:
             y = c.logit_softcap * np.tanh(y / c.logit_softcap)
