@@ -1,0 +1,130 @@
+"""The multi-exit loss against plain autodiff through whole logits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eejax.common.errors import ConfigError
+from eejax.losses.cross_entropy import IGNORE
+from eejax.losses.multi_exit import exits_by_table, multi_exit_loss
+from eejax.models import exits, params, transformer
+from eejax.models.config import ExitConfig, ModelConfig
+
+BASE = ModelConfig(
+    vocab_size=29, n_layers=3, d_model=12, n_heads=2, context_length=10, d_ff=16, vocab_multiple=8
+)
+LAYOUTS = {
+    "none": BASE,
+    "tied": BASE.replace(
+        head="tied", exits=(ExitConfig(0), ExitConfig(1), ExitConfig(3, mlp=True))
+    ),
+    "shared": BASE.replace(
+        head="shared",
+        exits=(ExitConfig(1, head="shared", temperature=1.5), ExitConfig(2, head="own")),
+    ),
+    "mixed": BASE.replace(
+        head="own",
+        logit_softcap=4.0,
+        head_bias=True,
+        exits=(
+            ExitConfig(1, head="shared"),
+            ExitConfig(2, head="shared", block=True),
+            ExitConfig(3),
+        ),
+    ),
+}
+
+
+def make_batch(config, seed=0, b=3, t=8):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, config.vocab_size, (b, t)).astype(np.int32)
+    labels = np.roll(tokens, -1, 1)
+    labels[:, -1] = IGNORE
+    labels[0, 2] = IGNORE
+    return jnp.asarray(tokens), jnp.asarray(labels)
+
+
+def plain_loss(p, config, tokens, labels, weights):
+    """Eq. 1 of EE-LLM with every exit's logits in full."""
+    hs = transformer.exit_states(p, config, tokens)
+    sums = []
+    for e, h in enumerate(hs):
+        log_p = jax.nn.log_softmax(exits.logits(exits.head(p, config, e), h), -1)
+        at = jnp.take_along_axis(log_p, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+        sums.append(-jnp.sum(jnp.where(labels == IGNORE, 0.0, at)))
+    sums = jnp.stack(sums)
+    return jnp.sum(weights * sums), sums
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradient_of_every_parameter_is_that_of_whole_logits(name):
+    config = LAYOUTS[name]
+    p = params.init(config, jax.random.key(1))
+    tokens, labels = make_batch(config)
+    weights = jnp.asarray([0.25, 0.5, 0.75, 1.0][-config.n_exits - 1 :], jnp.float32)
+    gradient = lambda f: jax.jit(
+        jax.value_and_grad(lambda p, w: f(p, config, tokens, labels, w), (0, 1), has_aux=True)
+    )(p, weights)
+    (total, sums), got = gradient(multi_exit_loss)
+    (want_total, want_sums), want = gradient(plain_loss)
+    np.testing.assert_allclose(sums.sums, want_sums, rtol=1e-5)
+    np.testing.assert_allclose(total, want_total, rtol=1e-5)
+    assert sums.count == (np.asarray(labels) != IGNORE).sum()
+
+    def check(a, b):  # both sides round in float32; relative to the leaf's largest entry
+        assert np.abs(b).max() > 0
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
+
+    jax.tree.map(check, got, want)
+
+
+def test_exits_of_one_table_meet_and_others_do_not():
+    groups = {}
+    for name, config in LAYOUTS.items():
+        p = params.init(config, jax.random.key(0))
+        groups[name] = exits_by_table([exits.head(p, config, e) for e in range(config.n_exits + 1)])
+    assert groups == {
+        "none": [[0]],
+        "tied": [[0, 1, 2, 3]],
+        "shared": [[0, 2], [1]],
+        "mixed": [[0, 1], [2], [3]],
+    }
+
+
+def test_parts_of_a_batch_add_up_to_the_batch():
+    config = LAYOUTS["tied"]
+    p = params.init(config, jax.random.key(2))
+    tokens, labels = make_batch(config, b=4)
+    weights = jnp.asarray([0.1, 0.2, 0.3, 1.0])
+    f = jax.jit(jax.value_and_grad(
+        lambda p, x, y: multi_exit_loss(p, config, x, y, weights), has_aux=True
+    ))  # fmt: skip
+    whole = f(p, tokens, labels)
+    parts = [f(p, tokens[i : i + 2], labels[i : i + 2]) for i in (0, 2)]
+    jax.tree.map(
+        lambda a, b, c: np.testing.assert_allclose(
+            a, np.add(b, c), rtol=0, atol=2e-5 * max(1e-3, np.abs(a).max())
+        ),
+        whole, *parts,
+    )  # fmt: skip
+
+
+def test_an_exit_of_weight_zero_leaves_its_own_parameters_alone():
+    config = LAYOUTS["shared"]
+    p = params.init(config, jax.random.key(3))
+    tokens, labels = make_batch(config)
+    loss = lambda p: multi_exit_loss(p, config, tokens, labels, jnp.asarray([0.5, 0.0, 1.0]))[0]
+    gradient = jax.grad(loss)(p)
+    assert all((g == 0).all() for g in jax.tree.leaves(gradient["exits"]["exit_2"]))
+    assert all((g != 0).any() for g in jax.tree.leaves(gradient["exits"]["exit_1"]))
+
+
+def test_weights_of_another_number_of_exits_are_refused():
+    config = LAYOUTS["tied"]
+    p = params.init(config, jax.random.key(0))
+    tokens, labels = make_batch(config)
+    with pytest.raises(ConfigError, match="final one included"):
+        multi_exit_loss(p, config, tokens, labels, jnp.ones(3))
