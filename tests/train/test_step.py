@@ -62,7 +62,7 @@ def reference(batches):
 
     def loss(value, batch, weights):
         hs = transformer.exit_states(value, CONFIG, batch["tokens"])
-        counted = batch["labels"] >= 0
+        counted = (batch["labels"] >= 0).astype(np.float32)
         means = []
         for e, h in enumerate(hs):
             logp = jax.nn.log_softmax(exits.logits(exits.head(value, CONFIG, e), h))
@@ -100,7 +100,7 @@ def test_steps_equal_autodiff_of_the_mean_loss_and_optax():
     assert [r["tokens"] for r in records] == [(b["labels"] >= 0).sum() for b in batches]
 
 
-@pytest.mark.parametrize("data, microbatches", [(1, 2), (1, 4), (2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("data, microbatches", [(1, 4), (4, 1), (2, 2)])
 def test_parts_and_devices_do_not_change_the_result(data, microbatches):
     batches = [batch_of(n) for n in range(5)]
     _, want = run(batches)
@@ -119,10 +119,9 @@ def test_dropout_depends_on_the_sample_and_the_step_not_on_the_mesh():
     config = CONFIG.replace(dropout=0.3)
     batches = [batch_of(0)] * 2
     _, one = run(batches, config)
-    for mesh, microbatches in [(MeshConfig(data=4), 1), (MeshConfig(data=2), 2)]:
-        _, other = run(batches, config, make_mesh(mesh), microbatches=microbatches)
-        for a, b in zip(one, other, strict=True):
-            np.testing.assert_allclose(a["exit_losses"], b["exit_losses"], rtol=1e-5)
+    _, other = run(batches, config, make_mesh(MeshConfig(data=2)), microbatches=2)
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_allclose(a["exit_losses"], b["exit_losses"], rtol=1e-5)
     _, seeded = run(batches, config, seed=1)
     _, without = run(batches)
     assert abs(one[0]["loss"] - seeded[0]["loss"]) > 1e-3

@@ -1,0 +1,128 @@
+"""Sampling filters against a plain numpy version, and draws against their distribution."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eejax.common.errors import ConfigError
+from eejax.inference.policy import Emission, ExitPolicy, consider
+from eejax.inference.sampling import Sampling, choose, restrict
+from eejax.models.config import ExitConfig, ModelConfig
+
+V = 12
+CONSIDER = jax.jit(consider, static_argnums=1)
+RESTRICT = jax.jit(restrict)
+
+
+def allowed_tokens(logits, temperature, top_k, top_p, min_p):
+    """The tokens that stay, written with sets and loops in float64."""
+    y = logits.astype(np.float64) / temperature
+    order = list(np.argsort(-y, kind="stable"))
+    if top_k:
+        order = order[:top_k]
+    p = np.exp(y[order] - y[order[0]])
+    p /= p.sum()
+    kept, mass = [], 0.0
+    for token, q in zip(order, p, strict=True):
+        if mass < top_p and q >= min_p * p[0]:
+            kept.append(token)
+        mass += q
+    return set(kept) | {order[0]}
+
+
+@settings(max_examples=200)
+@given(
+    seed=st.integers(0, 10**6),
+    temperature=st.floats(0.2, 3),
+    top_k=st.integers(0, V + 3),
+    top_p=st.floats(0.05, 1),
+    min_p=st.floats(0, 0.9),
+)
+def test_filters_equal_numpy(seed, temperature, top_k, top_p, min_p):
+    logits = np.random.default_rng(seed).standard_normal(V).astype(np.float32) * 2
+    sampling = Sampling.make(1, temperature, top_k, top_p, min_p)
+    got = set(np.flatnonzero(np.asarray(RESTRICT(jnp.array(logits)[None], sampling))[0] > -1e29))
+    want = allowed_tokens(
+        logits, np.float32(temperature), top_k, np.float32(top_p), np.float32(min_p)
+    )
+    if got != want:  # a token whose cumulative mass or ratio lies on the boundary may go either way
+        near = [
+            allowed_tokens(logits, temperature, top_k, top_p + d, min_p + f)
+            for d in (-1e-5, 1e-5)
+            for f in (-1e-5, 1e-5)
+        ]
+        assert got in near
+
+
+def test_draws_follow_the_distribution():
+    logits = jnp.array(np.random.default_rng(0).standard_normal(V), jnp.float32)
+    n = 20000
+    sampling = Sampling.make(n, 0.7, 5, seed=list(range(n)))
+    drawn = np.asarray(choose(jnp.broadcast_to(logits, (n, V)), sampling, jnp.full((n,), 3)))
+    y = np.asarray(logits, np.float64) / 0.7
+    top = np.argsort(-y)[:5]
+    p = np.exp(y[top]) / np.exp(y[top]).sum()
+    counts = np.array([(drawn == t).sum() for t in top])
+    assert counts.sum() == n
+    chi2 = ((counts - n * p) ** 2 / (n * p)).sum()
+    assert chi2 < 23.5  # 4 degrees of freedom, p = 1e-4
+
+
+def test_temperature_zero_is_greedy_beside_sampled_rows():
+    logits = jnp.array(np.random.default_rng(1).standard_normal((3, V)), jnp.float32)
+    sampling = Sampling.make(3, [0.0, 5.0, 0.0])
+    for position in range(20):
+        got = choose(logits, sampling, jnp.full((3,), position))
+        assert got[0] == logits[0].argmax() and got[2] == logits[2].argmax()
+
+
+def test_draws_differ_by_seed_and_position_and_by_nothing_else():
+    logits = jnp.zeros((4, 64), jnp.float32)
+    sampling = Sampling.make(4, 1.0, seed=[1, 1, 2, 1])
+    tokens = choose(logits, sampling, jnp.array([5, 5, 5, 6]))
+    assert tokens[0] == tokens[1]
+    many = [choose(logits, sampling, jnp.array([i, i, i, i + 1])) for i in range(20)]
+    assert any(m[0] != m[2] for m in many) and any(m[0] != m[3] for m in many)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [dict(temperature=float("nan")), dict(top_k=-1), dict(top_p=1.5), dict(min_p=2), dict(seed=-1)],
+)
+def test_out_of_range_is_refused(kwargs):
+    with pytest.raises(ConfigError, match=next(iter(kwargs))):
+        Sampling.make(2, **kwargs)
+
+
+@settings(max_examples=100)
+@given(
+    thresholds=st.lists(st.sampled_from([0.0, 0.3, 0.6, 0.9, 1.0]), min_size=3, max_size=3),
+    active=st.sets(st.sampled_from([1, 2, 4])),
+    seed=st.integers(0, 1000),
+)
+def test_emission_is_the_earliest_exit_that_fires(thresholds, active, seed):
+    config = ModelConfig(
+        vocab_size=V, n_layers=5, d_model=8, n_heads=2, context_length=8,
+        exits=(ExitConfig(1), ExitConfig(2), ExitConfig(4)),
+    )  # fmt: skip
+    policy = ExitPolicy.make(config, 1, thresholds, sorted(active))
+    logits = np.random.default_rng(seed).standard_normal((4, 1, V)).astype(np.float32) * 3
+    emission, want = Emission.undecided(1), None
+    sampling, position = Sampling.make(1), jnp.array([0])
+    for e in range(4):
+        gate = policy if e < 3 else None
+        here = jnp.array(logits[e])
+        emission = CONSIDER(emission, e, here, jnp.array([True]), gate, sampling, position)
+        p = np.exp(logits[e, 0].astype(np.float64))
+        p = p.max() / p.sum()
+        on = e == 3 or (
+            config.exits[e].boundary in active and thresholds[e] < 1 and p >= thresholds[e]
+        )
+        if want is None and on:
+            want = (e, int(logits[e, 0].argmax()), p)
+    assert (int(emission.exit[0]), int(emission.token[0])) == want[:2]
+    assert abs(float(emission.confidence[0]) - want[2]) < 1e-5
+    assert abs(float(jnp.exp(emission.logprob[0])) - want[2]) < 1e-5
