@@ -22,7 +22,6 @@ _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by defa
 _TEXT = flags.DEFINE_multi_string("text", [], "Text files or globs to evaluate on instead.")
 _BATCHES = flags.DEFINE_integer("batches", None, "At most so many batches.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Sequences at a time.", lower_bound=1)
-flags.FLAGS.set_default("verbosity", logging.WARNING)
 flags.mark_flags_as_required(["workdir"])
 
 
@@ -42,6 +41,8 @@ def run() -> None:
     from eejax.train import evaluate, inputs, metrics, step
     from eejax.train.config import Experiment
 
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # Orbax logs every file it touches
     mesh = make_mesh(MeshConfig())
     model = load_model(_WORKDIR.value, step=_STEP.value, mesh=mesh)
     config = Experiment.from_dict(model.metadata["experiment"]).data

@@ -18,7 +18,6 @@ from eejax.common.errors import CheckpointError, ConfigError, DataError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment, a file of configs/.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; made if it is not there.")
-flags.FLAGS.set_default("verbosity", logging.WARNING)
 flags.mark_flags_as_required(["config", "workdir"])
 
 
@@ -29,6 +28,8 @@ def main(argv: list[str]) -> None:
     from eejax.train.config import Experiment
     from eejax.train.loop import fit
 
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # Orbax logs every file it touches
     try:
         result = fit(Experiment.from_dict(_CONFIG.value), _WORKDIR.value)
     except (ConfigError, DataError, CheckpointError) as error:

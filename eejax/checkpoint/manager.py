@@ -66,7 +66,6 @@ class Checkpoints:
             self.folder,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=None if read_only else keep,
-                read_only=read_only,
                 create=not read_only,
                 cleanup_tmp_directories=not read_only,
             ),

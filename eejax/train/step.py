@@ -21,7 +21,7 @@ from eejax.models import params as declared
 from eejax.models.config import ModelConfig
 from eejax.sharding import rules
 from eejax.sharding.mesh import check_batch, mesh_axes
-from eejax.train.state import TrainState
+from eejax.train.state import TrainState, abstract
 
 Arrays = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -142,7 +142,9 @@ def make_train_step(
         }
         return state, metrics
 
-    return jax.jit(step, donate_argnums=0)
+    # The next state is laid out as this one was declared, so that no second program is compiled.
+    placed = jax.tree.map(lambda a: a.sharding, abstract(config, optimizer, mesh))
+    return jax.jit(step, donate_argnums=0, out_shardings=(placed, None))
 
 
 def make_eval_step(config: ModelConfig, mesh: Mesh) -> Callable[[Tree, Arrays], ExitSums]:

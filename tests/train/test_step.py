@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,9 +50,14 @@ def run(batches, config=CONFIG, mesh=None, **options):
     return now, records
 
 
+@functools.cache
+def initial():
+    return jax.device_get(jax.jit(lambda: params.init(CONFIG, jax.random.key(0)))())
+
+
 def reference(batches):
     """The same training written with autodiff of the mean loss and optax's own adamw and clip."""
-    value = params.init(CONFIG, jax.random.key(0))
+    value = initial()
     tx = optax.chain(
         optax.clip_by_global_norm(OPTIMIZER.clip_norm),
         optax.adamw(
@@ -58,7 +65,8 @@ def reference(batches):
             weight_decay=OPTIMIZER.weight_decay, mask=params.decays(CONFIG),
         ),
     )  # fmt: skip
-    opt = tx.init(value)
+    opt = jax.jit(tx.init)(value)
+    update = jax.jit(tx.update)
 
     def loss(value, batch, weights):
         hs = transformer.exit_states(value, CONFIG, batch["tokens"])
@@ -71,13 +79,14 @@ def reference(batches):
         means = jnp.stack(means)
         return jnp.sum(means * weights), means
 
+    gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))
     records = []
     for n, batch in enumerate(batches):
         done = min(1.0, n / 10)
         weights = np.array([0.1 + 0.4 * done, 0.2 + 0.1 * done, 1.0], np.float32)
-        (total, means), grads = jax.value_and_grad(loss, has_aux=True)(value, batch, weights)
+        (total, means), grads = gradient(value, batch, weights)
         with jax.numpy_dtype_promotion("standard"):  # optax's own arithmetic
-            updates, opt = tx.update(grads, opt, value)
+            updates, opt = update(grads, opt, value)
         value = optax.apply_updates(value, updates)
         records.append((total, means, optax.tree.norm(grads)))
     return value, records
@@ -93,7 +102,7 @@ def test_steps_equal_autodiff_of_the_mean_loss_and_optax():
         np.testing.assert_allclose(got["exit_losses"], means, rtol=1e-5)
         np.testing.assert_allclose(got["grad_norm"], norm, rtol=1e-4)
     # A ratio of moments near zero amplifies rounding: compared with the distance travelled.
-    start = params.init(CONFIG, jax.random.key(0))
+    start = initial()
     for a, b, c in zip(*map(jax.tree.leaves, (now.params, want, start)), strict=True):
         assert np.abs(a - b).max() <= 2e-3 * max(1e-2, np.abs(b - c).max())
     assert int(now.step) == 6 and int(now.skipped) == 0
@@ -167,9 +176,9 @@ def test_a_batch_without_any_counted_token_is_skipped():
 
 def test_norms_and_biases_do_not_decay():
     settings = optimizer.OptimizerConfig(weight_decay=0.5)
-    value = params.init(CONFIG, jax.random.key(1))
+    value = initial()
     tx = optimizer.transformation(settings, params.decays(CONFIG))
-    zero = jax.tree.map(jnp.zeros_like, value)
+    zero = jax.tree.map(np.zeros_like, value)
     updates, _ = tx.update(zero, tx.init(value), value)
     flat = jax.tree_util.tree_flatten_with_path(updates)[0]
     for (path, update), leaf in zip(flat, jax.tree.leaves(value), strict=True):

@@ -1,0 +1,268 @@
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from absl import logging
+
+from eejax.checkpoint.model import load_model
+from eejax.common.errors import CheckpointError, ConfigError, DataError
+from eejax.data import Loader
+from eejax.train.config import Experiment
+from eejax.train.loop import fit
+from eejax.train.metrics import read_metrics
+
+STEPS = 14
+
+
+def write_text(folder):
+    rng = random.Random(0)
+    words = ["exit", "layer", "token", "early", "depth", "gate", "loss", "head", "state"]
+    for i in range(40):
+        text = " ".join(rng.choice(words) for _ in range(150))
+        (folder / f"{i:02}.txt").write_text(text + ".\n")
+
+
+def config(folder, **train):
+    return {
+        "model": {
+            "vocab_size": 257, "n_layers": 2, "d_model": 16, "n_heads": 2, "context_length": 16,
+            "dropout": 0.1, "head": "tied", "exits": [{"boundary": 1}],
+        },
+        "exit_weights": {"weights": [0.5]},
+        "data": {"source": str(folder / "*.txt"), "length": 16, "validation_fraction": 0.2,
+                 "document_masks": True},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 4},
+        "train": {"steps": STEPS, "batch_size": 4, "microbatches": 2, "log_every": 1,
+                  "eval_every": 7, "eval_batches": 2, "checkpoint_every": 4} | train,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    write_text(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(text, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("uninterrupted")
+    result = fit(Experiment.from_dict(config(text)), workdir)
+    assert (result.step, result.stopped) == (STEPS, None)
+    return workdir
+
+
+def bits(workdir):
+    """Every array of the newest checkpoint's parameters, and everything timeless it recorded."""
+    model = load_model(workdir)
+    timed = ("tokens_per_second", "mfu")
+    records = [
+        {k: v for k, v in record.items() if k not in timed} for record in read_metrics(workdir)
+    ]
+    arrays = [np.asarray(a) for a in jax.tree.leaves(model.params)]
+    return model.step, arrays, records, model.metadata["data"]
+
+
+def same(a, b):
+    (step, arrays, records, position), (step2, arrays2, records2, position2) = bits(a), bits(b)
+    assert step == step2 and records == records2 and position == position2
+    for x, y in zip(arrays, arrays2, strict=True):
+        assert x.tobytes() == y.tobytes()
+
+
+def stop_at(monkeypatch, step, number=signal.SIGTERM):
+    """Sends this process a signal while it fetches the batch of a step."""
+    original = Loader.__next__
+
+    def fetch(loader):
+        if loader.step == step:
+            signal.raise_signal(number)
+        return original(loader)
+
+    monkeypatch.setattr(Loader, "__next__", fetch)
+
+
+def test_a_run_learns_and_records(uninterrupted):
+    records = read_metrics(uninterrupted)
+    steps = [r for r in records if "loss" in r]
+    assert [r["step"] for r in steps] == list(range(1, STEPS + 1))
+    assert steps[-1]["loss/final"] < steps[0]["loss/final"] - 1.0
+    for r in steps:
+        assert r["loss"] == pytest.approx(0.5 * r["loss/exit_1"] + r["loss/final"], rel=1e-6)
+    assert steps[-1]["tokens_per_second"] > 0 and steps[-1]["mfu"] > 0
+    evaluations = [r for r in records if "eval/loss/final" in r]
+    assert [r["step"] for r in evaluations] == [7, 14]
+    for name in ("exit_1", "final"):
+        loss = evaluations[-1][f"eval/loss/{name}"]
+        assert evaluations[-1][f"eval/perplexity/{name}"] == pytest.approx(np.exp(loss))
+        # Bytes are the tokens: only the documents' ends are tokens without a byte.
+        bpb = evaluations[-1][f"eval/bits_per_byte/{name}"]
+        assert loss / np.log(2) < bpb < 1.01 * loss / np.log(2)
+    assert json.loads((uninterrupted / "config.json").read_text())["train"]["steps"] == STEPS
+    assert any((uninterrupted / "tensorboard").iterdir())
+    assert (uninterrupted / "checkpoints" / "14").is_dir()
+
+
+@pytest.mark.parametrize("number, step", [(signal.SIGTERM, 5), (signal.SIGINT, 8)])
+def test_a_stopped_run_saves_and_resumes_to_the_same_bits(
+    text, uninterrupted, tmp_path, monkeypatch, capfd, number, step
+):
+    with monkeypatch.context() as patched:
+        stop_at(patched, step, number)
+        result = fit(Experiment.from_dict(config(text)), tmp_path)
+    assert (result.stopped, result.step) == (number, step + 1)
+    assert load_model(tmp_path).step == step + 1
+    assert "checkpoint saved, the same command resumes" in capfd.readouterr().err
+    result = fit(Experiment.from_dict(config(text)), tmp_path)
+    assert (result.step, result.stopped) == (STEPS, None)
+    same(tmp_path, uninterrupted)
+    assert fit(Experiment.from_dict(config(text)), tmp_path).step == STEPS  # nothing left to do
+    same(tmp_path, uninterrupted)
+
+
+def test_a_damaged_newest_checkpoint_costs_steps_not_the_run(
+    text, uninterrupted, tmp_path, monkeypatch, caplog
+):
+    with monkeypatch.context() as patched:
+        stop_at(patched, 9)
+        fit(Experiment.from_dict(config(text)), tmp_path)
+    newest = tmp_path / "checkpoints" / "10"
+    data = max((newest / "params").rglob("d/*"), key=lambda p: p.stat().st_size)
+    os.truncate(data, data.stat().st_size // 2)
+    logging.set_verbosity(logging.WARNING)
+    fit(Experiment.from_dict(config(text)), tmp_path)
+    assert "checkpoints/10 is damaged" in caplog.text
+    same(tmp_path, uninterrupted)
+
+
+def test_another_model_in_the_workdir_is_refused_by_field(text, uninterrupted):
+    other = config(text)
+    other["model"] |= {"d_model": 32, "n_heads": 4}
+    with pytest.raises(CheckpointError) as error:
+        fit(Experiment.from_dict(other), uninterrupted)
+    assert "model.d_model: 16 in the checkpoint, 32 in the configuration" in str(error.value)
+    assert "model.n_heads: 2 in the checkpoint, 4" in str(error.value)
+
+
+def test_other_batches_in_the_workdir_are_refused(text, uninterrupted):
+    with pytest.raises(DataError, match="batch_size was 4, is 8"):
+        fit(Experiment.from_dict(config(text, batch_size=8)), uninterrupted)
+
+
+def test_another_mesh_resumes_to_the_same_losses(text, uninterrupted, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        stop_at(patched, 7)
+        fit(Experiment.from_dict(config(text)), tmp_path)
+    fit(Experiment.from_dict(config(text) | {"mesh": {"data": 2}}), tmp_path)
+    for a, b in zip(read_metrics(tmp_path), read_metrics(uninterrupted), strict=True):
+        if "loss" in a:
+            # Seven Adam steps amplify the rounding of sums taken in another order.
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+
+
+def test_a_step_without_a_finite_gradient_is_reported(text, tmp_path, monkeypatch, capfd):
+    original = Loader.__next__
+
+    def poisoned(loader):
+        batch = original(loader)
+        if loader.step == 3:
+            batch["labels"][0, 3] = 9999
+        return batch
+
+    monkeypatch.setattr(Loader, "__next__", poisoned)
+    result = fit(Experiment.from_dict(config(text)), tmp_path)
+    assert int(result.state.skipped) == 1
+    assert "step 3: loss or gradient not finite, step skipped (1 so far)" in capfd.readouterr().err
+    records = [r for r in read_metrics(tmp_path) if "loss" in r]
+    assert records[2]["loss"] is None and records[2]["skipped"] == 1
+    assert all(r["loss"] is not None for r in records if r["step"] != 3)
+
+
+@pytest.mark.parametrize(
+    "section, field, message",
+    [
+        ("train", "stepz", "config.train.stepz = 1: no such field. Known: steps"),
+        ("model", "layers", "ModelConfig.layers = 1: no such field"),
+        ("optimizer", "lr", "config.optimizer.lr = 1: no such field"),
+        ("mesh", "expert", "config.mesh.expert = 1: no such field"),
+    ],
+)
+def test_unknown_fields_are_refused(text, section, field, message):
+    values = config(text)
+    values[section] = values.get(section, {}) | {field: 1}
+    with pytest.raises(ConfigError, match=message):
+        Experiment.from_dict(values)
+
+
+def test_other_bad_settings_are_refused(text, tmp_path):
+    with pytest.raises(ConfigError, match="config.training: no such section"):
+        Experiment.from_dict(config(text) | {"training": {}})
+    with pytest.raises(ConfigError, match="one weight for each of the model's 1 early exits"):
+        Experiment.from_dict(config(text) | {"exit_weights": {}})
+    with pytest.raises(ConfigError, match="data.length = 99"):
+        Experiment.from_dict(config(text) | {"data": {"length": 99}})
+    with pytest.raises(ConfigError, match="train.batch_size = 5: must be a multiple of"):
+        fit(Experiment.from_dict(config(text, batch_size=5)), tmp_path)
+    with pytest.raises(ConfigError, match="needs 16 devices"):
+        fit(Experiment.from_dict(config(text) | {"mesh": {"data": 16}}), tmp_path)
+
+
+def test_experiments_survive_json(text):
+    experiment = Experiment.from_dict(config(text))
+    assert Experiment.from_dict(json.loads(json.dumps(experiment.to_dict()))) == experiment
+
+
+PROGRAM = """
+import json, sys
+from eejax.train.config import Experiment
+from eejax.train.loop import fit
+result = fit(Experiment.from_dict(json.loads(sys.argv[1])), sys.argv[2])
+sys.exit(128 + result.stopped if result.stopped else 0)
+"""
+
+
+def start(text, workdir, errors=subprocess.DEVNULL, **train):
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", PROGRAM, json.dumps(config(text, **train)), str(workdir)],
+        stderr=errors, text=True,
+    )  # fmt: skip
+
+
+def wait_for(workdir, process, step, seconds=300):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        if any(r["step"] >= step for r in read_metrics(workdir)):
+            return
+        time.sleep(0.002)
+    assert process.poll() is not None, "the run neither got on nor ended"
+
+
+def kill_and_resume(text, workdir, kills, seed):
+    """Kills the run at random steps, and a few milliseconds into whatever it then does."""
+    rng = random.Random(seed)
+    for at in sorted(rng.sample(range(1, STEPS), kills)):
+        process = start(text, workdir)
+        wait_for(workdir, process, at)
+        time.sleep(rng.uniform(0, 0.05))
+        process.kill()
+        process.wait()
+    assert start(text, workdir).wait(timeout=600) == 0
+
+
+def test_killed_at_random_steps_a_run_resumes_to_the_same_bits(text, uninterrupted, tmp_path):
+    kill_and_resume(text, tmp_path, kills=2, seed=0)
+    same(tmp_path, uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_killed_again_and_again_a_run_resumes_to_the_same_bits(text, uninterrupted, tmp_path, seed):
+    kill_and_resume(text, tmp_path, kills=6, seed=seed)
+    same(tmp_path, uninterrupted)
