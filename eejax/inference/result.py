@@ -109,21 +109,23 @@ class Result:
             )
         return "\n".join(lines)
 
+    def paint(self, text: str, boundary: int) -> str:
+        """`text` in the terminal color of the exit at `boundary`; the final exit's is plain."""
+        early = list(dict.fromkeys(self.stops))[:-1]
+        if boundary not in early or not text:
+            return text
+        color = COLORS[early.index(boundary) * len(COLORS) // len(early)]
+        return f"\x1b[38;5;{color}m{text}{RESET}"
+
     def colored(self, i: int, decode_text: Callable[[Sequence[int]], str]) -> str:
         """Request i's text for a terminal, each token in its exit's color, the final exit plain."""
         pieces, ids, shown = [], self.ids(i), ""
-        stops = list(dict.fromkeys(self.stops))
         for j in range(len(ids)):
             text = decode_text(ids[: j + 1])
             if text.endswith("\ufffd") and j + 1 < len(ids):
                 continue  # in the middle of a character
             piece, shown = text[len(shown) :], text
-            rank = stops.index(self.exits[i, j])
-            if rank == len(stops) - 1:
-                pieces.append(piece)
-            else:
-                color = COLORS[rank * len(COLORS) // max(len(stops) - 1, 1)]
-                pieces.append(f"\x1b[38;5;{color}m{piece}{RESET}")
+            pieces.append(self.paint(piece, self.exits[i, j]))
         return "".join(pieces)
 
 

@@ -1,0 +1,50 @@
+"""Speed-ups from interleaved pairs of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+RESAMPLES = 2000
+
+
+class Ratio(NamedTuple):
+    """Median over pairs of (time of the baseline ÷ time of the other), and its 95 % interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+def median_ratio(baseline: Sequence[float], other: Sequence[float]) -> Ratio:
+    """From the seconds of pairs run one right after the other, [n] each.
+
+    The interval is a bootstrap over pairs (Efron 1979, percentile), so that what slowed both
+    runs of a pair down does not count against either.
+    """
+    ratios = np.asarray(baseline, np.float64) / np.asarray(other, np.float64)
+    picks = np.random.default_rng(0).integers(0, len(ratios), (RESAMPLES, len(ratios)))
+    low, high = np.quantile(np.median(ratios[picks], 1), (0.025, 0.975))
+    return Ratio(float(np.median(ratios)), float(low), float(high))
+
+
+def interleave(
+    runs: Sequence[Callable[[int], Any]], pairs: int, clock: Callable[[], float]
+) -> np.ndarray:
+    """[runs, pairs] seconds of each run, all of them once per pair, in turning order.
+
+    `run(i)` does the work of pair i and returns when it is done. One call of each comes first
+    and is not counted, so that compilation is not.
+    """
+    for run in runs:
+        run(0)
+    seconds = np.zeros((len(runs), pairs))
+    for i in range(pairs):
+        order = range(len(runs)) if i % 2 == 0 else reversed(range(len(runs)))
+        for r in order:
+            begin = clock()
+            runs[r](i)
+            seconds[r, i] = clock() - begin
+    return seconds
