@@ -1,0 +1,105 @@
+"""The launchers as a user starts them, from the repository root."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from eejax.train.metrics import read_metrics
+
+SMALL = [
+    "--config=configs/tiny.py",
+    "--config.data.max_bytes=60000",
+    "--config.train.eval_batches=1",
+    "--config.train.log_every=1",
+]
+
+
+def launch(root, name, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", f"experiments.{name}", *arguments],
+        cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"COLUMNS": "100"},
+    )  # fmt: skip
+
+
+def finish(process, timeout=600):
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def trained(repo_root, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("run")
+    arguments = (*SMALL, f"--workdir={workdir}", "--config.train.steps=12")
+    code, out, err = finish(launch(repo_root, "train", *arguments))
+    assert code == 0, err
+    return workdir, out, err
+
+
+def test_training_ends_with_a_table_of_the_exits(trained):
+    workdir, out, err = trained
+    assert [line.split()[0] for line in out.splitlines()[:3]] == ["exit", "exit_1", "final"]
+    assert "starting:" in err and "done: step 12" in err
+    assert "checkpoint_manager" not in err, "Orbax chatters"
+
+
+def test_evaluation_agrees_with_the_run_and_prints_json_last(repo_root, trained):
+    workdir, _, _ = trained
+    code, out, err = finish(launch(repo_root, "evaluate", f"--workdir={workdir}", "--batches=1"))
+    assert code == 0, err
+    result = json.loads(out.splitlines()[-1])
+    recorded = read_metrics(workdir)[-1]
+    assert result["step"] == 12
+    for key in ("eval/loss/exit_1", "eval/loss/final", "eval/bits_per_byte/final"):
+        assert result[key] == pytest.approx(recorded[key], rel=1e-6)
+
+
+def test_evaluation_of_other_text(repo_root, trained, tmp_path):
+    (tmp_path / "text.txt").write_text("to be or not to be\n" * 50)
+    workdir, _, _ = trained
+    code, out, err = finish(
+        launch(repo_root, "evaluate", f"--workdir={workdir}", f"--text={tmp_path}/*.txt")
+    )
+    assert code == 0, err
+    # Every byte and the document's end are predicted, but for the first byte.
+    assert json.loads(out.splitlines()[-1])["tokens"] == 19 * 50
+
+
+def test_sigterm_saves_and_the_same_command_resumes(repo_root, tmp_path):
+    arguments = (*SMALL, f"--workdir={tmp_path}", "--config.train.steps=100000",
+                 "--config.train.checkpoint_every=0", "--config.train.eval_every=0")  # fmt: skip
+    process = launch(repo_root, "train", *arguments)
+    deadline = time.monotonic() + 300
+    while not read_metrics(tmp_path) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process)
+    assert code == 128 + signal.SIGTERM, err
+    (saved,) = [int(p.name) for p in (tmp_path / "checkpoints").iterdir()]
+    assert f"stopped by SIGTERM after step {saved}: checkpoint saved" in err
+    last = f"--config.train.steps={saved + 1}"
+    code, _, err = finish(launch(repo_root, "train", *arguments[:-3], last))
+    assert code == 0 and f"resuming after step {saved}" in err, err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--config.train.batch_size=7", "--config.mesh.data=2"], "train.batch_size = 7"),
+        (["--config.data.source=/nowhere/*.txt"], "error: /nowhere/*.txt matches no file"),
+        (["--config.train.stepz=7"], "stepz"),
+    ],
+)
+def test_mistakes_are_one_clear_line(repo_root, tmp_path, arguments, message):
+    code, _, err = finish(launch(repo_root, "train", *SMALL, f"--workdir={tmp_path}", *arguments))
+    assert code == 1 and message in err
+
+
+def test_evaluating_nothing_says_what_to_give(repo_root, tmp_path):
+    code, _, err = finish(launch(repo_root, "evaluate", f"--workdir={tmp_path}"))
+    assert code == 1 and "holds no checkpoints: give the --workdir of a training run" in err
