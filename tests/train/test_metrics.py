@@ -1,0 +1,61 @@
+import io
+import json
+import math
+import sys
+
+import pytest
+
+from eejax.train.metrics import METRICS, MetricsWriter, Progress, duration, read_metrics
+
+
+def test_a_resumed_run_forgets_what_it_will_do_again(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    for step in range(1, 8):
+        writer.write(step, {"loss": float(step)})
+    writer.close()
+    with open(tmp_path / METRICS, "a") as file:
+        file.write('{"step": 8, "lo')  # a kill in the middle of a line
+    assert [r["step"] for r in read_metrics(tmp_path)] == list(range(1, 8))
+    writer = MetricsWriter(tmp_path, resumed=4)
+    writer.write(5, {"loss": 50.0})
+    writer.close()
+    records = read_metrics(tmp_path)
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5]
+    assert records[-1]["loss"] == 50.0
+
+
+def test_a_new_run_begins_an_empty_file(tmp_path):
+    for _ in range(2):
+        writer = MetricsWriter(tmp_path)
+        writer.write(1, {"loss": 1.0})
+        writer.close()
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 1.0}]
+
+
+def test_lines_are_json_whatever_the_numbers(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    writer.write(1, {"loss": math.nan, "grad_norm": math.inf, "skipped": 1})
+    line = (tmp_path / METRICS).read_text()  # flushed before the file is closed
+    writer.close()
+    parsed = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert parsed == {"step": 1, "loss": None, "grad_norm": None, "skipped": 1}
+
+
+def test_without_a_terminal_progress_is_lines(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    progress = Progress(0, 3, every_seconds=0.0)
+    for step in (1, 2, 3):
+        progress.update(step, {"loss": "1.0", "tok/s": "5"})
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "step 1/3  loss 1.0  tok/s 5"
+    assert lines[1].startswith("step 2/3  loss 1.0") and lines[1].endswith("left")
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(4.4, "4 s"), (200, "3 min 20 s"), (3599.6, "1 h 00 min"), (7500, "2 h 05 min")],
+)
+def test_durations_read_well(seconds, text):
+    assert duration(seconds) == text
