@@ -1,0 +1,52 @@
+"""The model as a Flax Linen module, for code that is written around `init` and `apply`.
+
+A facade: the parameters are the very tree of `models.params`, the computation that of
+`models.transformer`. Checkpoints, engines and losses of eejax take `variables["params"]` as it is.
+"""
+
+from __future__ import annotations
+
+from flax import linen as nn
+from jax import Array, random
+
+from eejax.models import exits, params, transformer
+from eejax.models.config import ModelConfig
+
+
+class EarlyExitTransformer(nn.Module):
+    """`EarlyExitTransformer(config).apply({"params": tree}, tokens)` -> logits of every exit.
+
+    Only for one device: inside a `shard_map` use `models.transformer` with its `Axes`.
+    """
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Array,
+        *,
+        positions: Array | None = None,
+        segment_ids: Array | None = None,
+        train: bool = False,
+    ) -> tuple[Array, ...]:
+        """tokens [b, t] int32 -> E + 1 arrays [b, t, v] float32, the final exit's last.
+
+        positions and segment_ids [b, t] as in `transformer.exit_states`. With `train` and a
+        dropout rate in the config, `apply` needs `rngs={"dropout": key}`.
+        """
+        config = self.config
+        part = lambda key, name: params.init(config, key)[name]
+        tree = {name: self.param(name, part, name) for name in params.abstract(config)}
+        keys = None
+        if train and config.dropout:
+            keys = random.split(self.make_rng("dropout"), tokens.shape[0])
+        states = transformer.exit_states(
+            tree, config, tokens,
+            positions=positions, segment_ids=segment_ids, dropout_keys=keys,
+        )  # fmt: skip
+        heads = (exits.head(tree, config, e) for e in range(config.n_exits + 1))
+        return tuple(
+            exits.logits(head._replace(table=head.table.astype(h.dtype)), h)
+            for head, h in zip(heads, states, strict=True)
+        )
