@@ -32,13 +32,14 @@ class Trigram:
         cut = int(len(train) * (1 - TUNING_SHARE))
         self._count(train[:cut])
         options = [(a, b) for a in DISCOUNTS for b in DISCOUNTS]
-        bits = [np.sum(self._surprise(train[cut:], *option)) for option in options]
+        counts = self._look_up(train[cut:])
+        bits = [np.sum(_surprise(counts, *option)) for option in options]
         self.discounts = options[int(np.argmin(bits))]
         self._count(train)
 
     def bits(self, tokens: np.ndarray) -> np.ndarray:
         """[n - 2] bits of each token but the first two, given the two before it."""
-        return self._surprise(tokens, *self.discounts)
+        return _surprise(self._look_up(tokens), *self.discounts)
 
     def _count(self, tokens: np.ndarray) -> None:
         v = self.vocab_size
@@ -57,17 +58,18 @@ class Trigram:
         unigrams = np.count_nonzero(seen, 0) + 0.5
         self.unigram = unigrams / unigrams.sum()
 
-    def _surprise(self, tokens, bigram_discount: float, trigram_discount: float) -> np.ndarray:
+    def _look_up(self, tokens: np.ndarray) -> tuple[np.ndarray, ...]:
+        """What `_surprise` needs to know of every trigram of `tokens`."""
         a, b, c = tokens[:-2], tokens[1:-1], tokens[2:]
-        lower = _discounted(
-            self.bigrams[b, c], self.bigram_total[b], self.bigram_followers[b],
-            bigram_discount, self.unigram[c],
-        )  # fmt: skip
-        p = _discounted(
-            self.trigrams[a, b, c], self.contexts[a, b], self.followers[a, b],
-            trigram_discount, lower,
-        )  # fmt: skip
-        return -np.log2(p)
+        high = self.trigrams[a, b, c], self.contexts[a, b], self.followers[a, b]
+        low = self.bigrams[b, c], self.bigram_total[b], self.bigram_followers[b]
+        return *high, *low, self.unigram[c]
+
+
+def _surprise(counts, bigram_discount: float, trigram_discount: float) -> np.ndarray:
+    """[n] bits of the looked-up trigrams."""
+    lower = _discounted(*counts[3:6], bigram_discount, counts[6])
+    return -np.log2(_discounted(*counts[:3], trigram_discount, lower))
 
 
 def _discounted(count, total, followers, discount: float, lower: np.ndarray) -> np.ndarray:

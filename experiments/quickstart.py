@@ -1,0 +1,286 @@
+"""Trains a small early-exit model on the standard library, and shows what early exit buys.
+
+    python -m experiments.quickstart            (or: make quickstart)
+    python -m experiments.quickstart --tiny --workdir=runs/tiny
+
+Under ten minutes on 2 cores without a GPU. Leaves in --workdir the checkpoint, metrics.jsonl,
+summary.json, sample.txt, and loss.png, quality_speed.png and exits.png. The same command resumes
+a run that was stopped, and only repeats the measurements of one that is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import sys
+import time
+
+import numpy as np
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from eejax.common.errors import CheckpointError, ConfigError, DataError
+
+_DEFAULT = pathlib.Path(__file__).resolve().parent.parent / "configs" / "quickstart.py"
+_CONFIG = config_flags.DEFINE_config_file("config", str(_DEFAULT), "The experiment.")
+_WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Where everything is left.")
+_TINY = flags.DEFINE_bool("tiny", False, "A model and budget for testing: under a minute.")
+_PAIRS = flags.DEFINE_integer("pairs", 24, "Timed pairs for each threshold.", lower_bound=2)
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
+
+THRESHOLDS = tuple(np.round(np.arange(0.30, 1.0, 0.02), 2).tolist())
+TARGETS = (0.99, 0.97, 0.95)  # agreement of the thresholds whose speed is measured
+MARGIN = 0.003  # of agreement: a threshold at the very edge of its target would not be kept
+EVAL_TOKENS = 150_000  # held-out tokens scored at every exit
+PROMPT_TOKENS, PROMPTS = 64, 12
+
+
+def tiny(experiment):
+    """The same experiment, so small that it shows nothing but that everything works."""
+    change = dataclasses.replace
+    exits = tuple(change(experiment.model.exits[0], boundary=n) for n in (1, 2))
+    return change(
+        experiment,
+        model=experiment.model.replace(
+            n_layers=4,
+            d_model=32,
+            n_heads=2,
+            n_kv_heads=2,
+            head_dim=16,
+            d_ff=64,
+            context_length=128,
+            exits=exits,
+        ),  # fmt: skip
+        exit_weights=change(experiment.exit_weights, weights=(0.5, 0.5)),
+        data=change(experiment.data, length=128, max_bytes=300_000),
+        optimizer=change(experiment.optimizer, learning_rate=1e-2, warmup_steps=5),
+        train=change(
+            experiment.train, steps=30, batch_size=4, log_every=5, eval_every=10, eval_batches=2
+        ),
+    )
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # Orbax logs every file it touches
+    try:
+        run(pathlib.Path(_WORKDIR.value))
+    except (ConfigError, DataError, CheckpointError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the same command continues from the last checkpoint")
+
+
+def run(workdir: pathlib.Path) -> None:
+    from eejax import calibration
+    from eejax.checkpoint.model import TOKENIZER, load_model
+    from eejax.train import inputs
+    from eejax.train.config import Experiment
+    from eejax.train.loop import fit
+
+    begin = time.perf_counter()
+    experiment = Experiment.from_dict(_CONFIG.value)
+    experiment = tiny(experiment) if _TINY.value else experiment
+    pairs, tokens = (3, 4096) if _TINY.value else (_PAIRS.value, EVAL_TOKENS)
+    say(f"[1/4] training on {experiment.data.source}")
+    result = fit(experiment, workdir)
+    if result.stopped is not None:
+        sys.exit(128 + result.stopped)
+    model = load_model(workdir)
+    trained = time.perf_counter()
+
+    say("[2/4] scoring every exit on held-out documents, beside a trigram and zlib")
+    dataset = inputs.prepare(experiment.data, model.config.vocab_size, workdir, TOKENIZER)
+    batches, labels = held_out(dataset.split("validation"), experiment.data.length, tokens)
+    scores = calibration.score(model.params, model.config, batches)
+    quality = exit_quality(dataset, model, scores, labels)
+
+    say("[3/4] sweeping thresholds; timing recompute against full on held-out prompts")
+    per_token = dataset.split("validation").bytes_per_token
+    points = calibration.sweep(scores, (*THRESHOLDS, 1.0))
+    measured, sample = measure(model, points, prompts(dataset.split("validation")), pairs)
+
+    say("[4/4] drawing")
+    summary = {
+        "steps": model.step,
+        "parameters": sum(int(a.size) for a in leaves(model.params)),
+        "bits_per_byte": quality,
+        "measured": measured,
+        "sweep": [
+            dataclasses.asdict(p) | {"bits_per_byte": p.bits_per_byte(per_token)} for p in points
+        ],
+        "seconds": {"train": trained - begin, "rest": time.perf_counter() - trained},
+    }
+    draw(workdir, model, summary, sample)
+    (workdir / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    show(workdir, model, summary, sample)
+    if _JSON.value:
+        print(json.dumps({k: summary[k] for k in ("bits_per_byte", "measured", "seconds")}))
+
+
+def held_out(split, length: int, tokens: int):
+    """Batches evenly over the split, and where their labels lie in it, counted ones only."""
+    from eejax import data
+
+    size = 16
+    stride = max(1, len(split) // max(tokens, 1))
+    total = data.batch_count(split, size, length)
+    batches = list(itertools.islice(data.batches(split, size, length), 0, None, stride))
+    first = np.arange(0, total, stride) * size * length + 1
+    where = first[:, None] + np.arange(size * length)[None]
+    counted = np.stack([b["labels"].reshape(-1) for b in batches]) != data.IGNORE
+    return batches, where[counted]
+
+
+def exit_quality(dataset, model, scores, labels: np.ndarray) -> dict[str, float]:
+    """Bits per byte of every exit, of the trigram on the same tokens, and of zlib."""
+    from eejax import analysis
+    from eejax.train.metrics import exit_names
+
+    train, validation = dataset.split("train"), dataset.split("validation")
+    nats = scores.nlls.mean(1, dtype=np.float64)
+    scale = 1 / np.log(2) / validation.bytes_per_token
+    quality = dict(zip(exit_names(model.config), (nats * scale).tolist(), strict=True))
+    text = validation.read(0, len(validation))
+    if model.config.vocab_size <= 512:  # a trigram over bytes
+        trigram = analysis.Trigram(train.read(0, len(train)), model.config.vocab_size)
+        # The split's second token has one token before it; it is given the end of a document.
+        bits = trigram.bits(np.append(np.int32(validation.eos_id), text))
+        quality["trigram"] = float(bits[labels - 1].mean() / validation.bytes_per_token)
+    quality["zlib"] = analysis.compression_bits_per_byte(model.tokenizer.decode(text).encode())
+    return quality
+
+
+def prompts(split) -> list[list[int]]:
+    """Beginnings for generation, evenly over the held-out text."""
+    starts = np.linspace(0, len(split) - PROMPT_TOKENS - 1, PROMPTS).astype(int)
+    return [split.read(int(s), PROMPT_TOKENS).tolist() for s in starts]
+
+
+def measure(model, points, starts, pairs: int):
+    """Wall-clock of `recompute` against `full` at the thresholds that keep TARGETS.
+
+    Interleaved pairs of whole generations (same prompt, same number of tokens, greedy, batch 1).
+    """
+    from eejax import analysis, calibration
+    from eejax.inference import Generator
+
+    new = model.config.context_length - PROMPT_TOKENS
+    full = Generator.make(model.params, model.config, "full")
+    early = Generator.make(model.params, model.config, "recompute")
+    chosen = {}
+    for target in TARGETS:
+        point = calibration.fastest(points, min(1.0, target + MARGIN))
+        chosen.setdefault(point.threshold, point)
+    results, rows = {}, []
+    for threshold, point in chosen.items():
+        last = []
+
+        def generate_early(i, threshold=threshold, last=last):
+            last.append(early.generate([starts[i % len(starts)]], new, threshold=threshold))
+
+        seconds = analysis.interleave(
+            [lambda i: full.generate([starts[i % len(starts)]], new), generate_early],
+            pairs, time.perf_counter,
+        )  # fmt: skip
+        ratio = analysis.median_ratio(*seconds)
+        exits = np.concatenate([r.exits[0] for r in last])
+        rows.append({
+            "threshold": threshold,
+            "agreement": point.agreement,
+            "depth": point.depth,
+            "executed_layers": float(np.mean(np.concatenate([r.layers[0, 1:] for r in last]))),
+            "speedup": ratio.median, "low": ratio.low, "high": ratio.high,
+            "tokens_per_second": new / float(np.median(seconds[1])),
+            "full_tokens_per_second": new / float(np.median(seconds[0])),
+            "shares": [float(np.mean(exits == stop)) for stop in model.config.stops],
+            "held_out_shares": list(point.shares),
+        })  # fmt: skip
+        results[threshold] = last[-1]
+    return rows, (starts[(pairs - 1) % len(starts)], results[rows[-1]["threshold"]])
+
+
+def draw(workdir: pathlib.Path, model, summary: dict, sample) -> None:
+    from eejax import analysis
+    from eejax.train.metrics import read_metrics
+
+    quality, measured = summary["bits_per_byte"], summary["measured"]
+    references = {k: quality[k] for k in ("trigram", "zlib") if k in quality}
+    per_byte = quality["final"] / summary["sweep"][-1]["nll"]
+    loss = analysis.loss_curves(
+        read_metrics(workdir), bits_scale=per_byte, unit="bits per byte", references=references
+    )
+    analysis.save(loss, workdir / "loss.png")
+    speed = analysis.quality_against_speed(
+        summary["sweep"], model.config.n_layers, measured=measured
+    )
+    analysis.save(speed, workdir / "quality_speed.png")
+    fast = measured[-1]
+    shares = {"held-out text": fast["held_out_shares"], "generated": fast["shares"]}
+    title = f"Where tokens leave (threshold {fast['threshold']:g})"
+    histogram = analysis.exit_histogram(shares, model.config.stops, title=title)
+    analysis.save(histogram, workdir / "exits.png")
+    prompt, result = sample
+    text = model.tokenizer.decode(prompt) + result.colored(0, model.tokenizer.decode)
+    (workdir / "sample.txt").write_text(text + "\n", encoding="utf-8")
+
+
+def show(workdir: pathlib.Path, model, summary: dict, sample) -> None:
+    from eejax import analysis
+
+    prompt, result = sample
+    decode = model.tokenizer.decode
+    new = result.colored(0, decode) if sys.stdout.isatty() else decode(result.ids(0))
+    say(f"\nThe end of a held-out prompt, and what comes after it:\n{decode(prompt)}|{new}\n")
+    print(result.summary() + "\n")
+    quality = summary["bits_per_byte"]
+    print(
+        analysis.table(
+            ["held-out text", "bits/byte"], [[k, f"{v:.3f}"] for k, v in quality.items()]
+        )
+    )
+    rows = [
+        [
+            f"threshold {m['threshold']:g}", f"{m['agreement']:.1%}", f"{m['depth']:.2f}",
+            f"{m['executed_layers']:.2f}", f"{m['tokens_per_second']:.0f}",
+            f"{m['speedup']:.2f} ({m['low']:.2f}-{m['high']:.2f})",
+        ]
+        for m in summary["measured"]
+    ]  # fmt: skip
+    full = np.median([m["full_tokens_per_second"] for m in summary["measured"]])
+    layers = f"{model.config.n_layers:.2f}"
+    rows.insert(0, ["full", "100.0%", layers, layers, f"{full:.0f}", "1"])
+    header = [
+        "generation",
+        "agreement",
+        "exit depth",
+        "layers run",
+        "tokens/s",
+        "times full (95 %)",
+    ]
+    print("\n" + analysis.table(header, rows))
+    seconds = summary["seconds"]
+    print(
+        f"\ntrained in {seconds['train']:.0f} s, the rest took {seconds['rest']:.0f} s. Look at:\n"
+        + "\n".join(f"  {workdir / f}" for f in ("loss.png", "quality_speed.png", "exits.png"))
+        + f"\n  python -m experiments.generate --workdir={workdir} --prompt='def main('"
+        + f" --threshold={summary['measured'][-1]['threshold']:g}"
+    )
+
+
+def leaves(tree):
+    import jax
+
+    return jax.tree.leaves(tree)
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,129 @@
+"""The whole quickstart on a tiny budget, and generation from the run it leaves."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from matplotlib.image import imread
+
+
+def launch(root, name, *arguments, text=None):
+    process = subprocess.run(
+        [sys.executable, "-m", f"experiments.{name}", *arguments],
+        cwd=root, capture_output=True, text=True, input=text, timeout=600,
+        env=os.environ | {"XLA_FLAGS": "", "COLUMNS": "100"},
+    )  # fmt: skip
+    return process.returncode, process.stdout, process.stderr
+
+
+@pytest.fixture(scope="module")
+def quickstart(repo_root, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("quickstart")
+    code, out, err = launch(repo_root, "quickstart", "--tiny", "--json", f"--workdir={workdir}")
+    assert code == 0, err
+    return workdir, out
+
+
+def test_it_leaves_what_it_promises(quickstart):
+    workdir, out = quickstart
+    for name in ("loss.png", "quality_speed.png", "exits.png"):
+        assert imread(workdir / name).std() > 0.02
+        assert str(workdir / name) in out
+    assert (workdir / "checkpoints").is_dir() and (workdir / "metrics.jsonl").exists()
+    assert (workdir / "sample.txt").read_text().strip()
+
+
+def test_its_summary_is_consistent(quickstart):
+    workdir, out = quickstart
+    summary = json.loads((workdir / "summary.json").read_text())
+    printed = json.loads(out.splitlines()[-1])
+    assert printed["bits_per_byte"] == summary["bits_per_byte"]
+    quality = summary["bits_per_byte"]
+    assert set(quality) == {"exit_1", "exit_2", "final", "trigram", "zlib"}
+    assert all(1.0 < v < 8.0 for v in quality.values())
+    assert quality["trigram"] < quality["final"], "30 steps must not beat a trigram"
+    full = summary["sweep"][-1]
+    assert (full["threshold"], full["agreement"], full["depth"]) == (1.0, 1.0, 4.0)
+    assert full["bits_per_byte"] == pytest.approx(quality["final"])
+    for m in summary["measured"]:
+        assert m["agreement"] >= 0.95 and m["low"] <= m["speedup"] <= m["high"]
+        assert 1 <= m["executed_layers"] <= 4 and sum(m["shares"]) == pytest.approx(1)
+
+
+def test_a_second_run_only_measures(repo_root, quickstart):
+    workdir, _ = quickstart
+    steps = (workdir / "metrics.jsonl").read_text()
+    code, out, err = launch(repo_root, "quickstart", "--tiny", f"--workdir={workdir}")
+    assert code == 0 and "resuming after step 30" in err
+    assert steps.splitlines()[0] in (workdir / "metrics.jsonl").read_text()
+
+
+def generate(root, workdir, *arguments, text=None):
+    return launch(
+        root, "generate", f"--workdir={workdir}", "--max_new_tokens=20", "--json", *arguments,
+        text=text,
+    )  # fmt: skip
+
+
+def test_engines_agree_where_they_must(repo_root, quickstart):
+    workdir, _ = quickstart
+    results = {}
+    for engine, threshold in [
+        ("full", 0.0),
+        ("recompute", 1.0),
+        ("posthoc", 0.3),
+        ("recompute", 0.3),
+    ]:
+        code, out, err = generate(
+            repo_root, workdir, "--prompt=def f(", f"--engine={engine}", f"--threshold={threshold}"
+        )
+        assert code == 0, err
+        assert "tokens/s with engine " + engine in out and "layers each" in out
+        results[engine, threshold] = json.loads(out.splitlines()[-1])["requests"][0]
+    assert results["full", 0.0]["tokens"] == results["recompute", 1.0]["tokens"]
+    assert results["posthoc", 0.3]["exits"] == results["recompute", 0.3]["exits"]
+    assert set(results["full", 0.0]["exits"]) == {4}
+    assert min(results["recompute", 0.3]["exits"]) < 4
+
+
+def test_batch_from_file_and_standard_input_with_sampling(repo_root, quickstart, tmp_path):
+    workdir, _ = quickstart
+    (tmp_path / "a.txt").write_text("import os\n")
+    sampled = ["--temperature=1", "--top_k=40", "--top_p=0.95", "--min_p=0.01", "--seed=3"]
+    code, out, err = generate(
+        repo_root, workdir, "--prompt=class A:", f"--prompt_file={tmp_path / 'a.txt'}",
+        "--exits=2", "--threshold=0.2", "--color=always", *sampled,
+    )  # fmt: skip
+    assert code == 0, err
+    requests = json.loads(out.splitlines()[-1])["requests"]
+    assert [r["prompt"] for r in requests] == ["class A:", "import os\n"]
+    assert all(set(r["exits"]) <= {2, 4} and len(r["tokens"]) == 20 for r in requests)
+    assert "\x1b[38;5;" in out
+
+    one = [json.loads(generate(repo_root, workdir, *sampled, text="x = ")[1].splitlines()[-1])]
+    one += [json.loads(generate(repo_root, workdir, *sampled, text="x = ")[1].splitlines()[-1])]
+    assert one[0]["requests"] == one[1]["requests"]
+    assert one[0]["requests"][0]["prompt"] == "x = "
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--prompt=x", "--threshold=high"], "--threshold = 'high': must be numbers"),
+        (["--prompt=x", "--threshold=1.5"], "threshold = 1.5: must lie in [0, 1]"),
+        (["--prompt=x", "--exits=3"], "must be among this model's exit boundaries [1, 2]"),
+        (["--prompt=" + "x" * 500], "fewer than the context (128)"),
+        (["--prompt="], "must have at least"),
+        (["--prompt_file=absent.txt"], "absent.txt"),
+    ],
+)
+def test_bad_input_is_named(repo_root, quickstart, arguments, message):
+    code, _, err = generate(repo_root, quickstart[0], *arguments)
+    assert code == 1 and message in err and "Traceback" not in err
+
+
+def test_a_folder_without_a_run(repo_root, tmp_path):
+    code, _, err = generate(repo_root, tmp_path, "--prompt=x")
+    assert code == 1 and "holds no checkpoints" in err
