@@ -31,6 +31,9 @@ CHUNK_LOGITS = 2**22
 MIN_CHUNK = 256
 """Fewer tokens at a time would spend the time on reading and writing the table's gradient."""
 
+MIN_CHUNKS = 4
+"""So that even a small batch never holds more than a quarter of its logits."""
+
 
 class _Spec(NamedTuple):
     """The static part of a loss over exits that share a table."""
@@ -130,9 +133,13 @@ def token_nll(h: jax.Array, head: Head, labels: jax.Array, *, axis: str | None =
 
 
 def _chunk_size(n: int, rows: int) -> int:
-    """Tokens per chunk: near the target, and dividing n evenly where that is possible."""
+    """Tokens per chunk: near the target, and dividing n evenly where that is possible.
+
+    At least `MIN_CHUNKS` of them: XLA unrolls a loop that runs once, and then holds the logits
+    of several exits at the same time.
+    """
     target = max(MIN_CHUNK, CHUNK_LOGITS // rows)
-    return max(1, -(-n // -(-n // target)))
+    return max(1, -(-n // max(MIN_CHUNKS, -(-n // target))))
 
 
 def _vary_alike(inputs, axis: str | None):
