@@ -193,7 +193,7 @@ class Generator:
                 1 <= len(p) < config.context_length,
                 f"prompts[{i}]",
                 f"{len(p)} tokens",
-                f"must have at least one token and fewer than the context ({config.context_length})",
+                f"must have at least 1 token and fewer than the context ({config.context_length})",
                 "Shorten the prompt." if len(p) else "Start with an end-of-document token.",
             )
             ids = np.asarray(p)

@@ -63,6 +63,13 @@ class Result:
         FloatingPointError where a log-probability is not finite.
         """
         r = Record(*(np.concatenate(a).T for a in zip(*records, strict=True)))  # [b, n]
+        bad = np.argwhere((r.exit >= 0) & ~np.isfinite(r.logprob))
+        if len(bad):
+            row, at = bad[0]
+            raise FloatingPointError(
+                f"logits of request {row} are not finite at new token {at}, exit"
+                f" {config.stops[r.exit[row, at]]}: check the checkpoint's parameters"
+            )
         lengths = (r.exit >= 0).sum(1)
         asked = sum(len(a.exit) for a in records)
         finish = []
@@ -71,13 +78,6 @@ class Result:
             cut = _cut(ids, stop_tokens, stop_strings, decode_text)
             lengths[i] = n if cut is None else cut
             finish.append("stop" if cut is not None else str(limits[i]) if n < asked else "")
-        bad = np.argwhere((r.exit >= 0) & ~np.isfinite(r.logprob))
-        if len(bad):
-            row, at = bad[0]
-            raise FloatingPointError(
-                f"logits of request {row} are not finite at new token {at}, exit"
-                f" {config.stops[r.exit[row, at]]}: check the checkpoint's parameters"
-            )
         width = int(lengths.max())
         inside = np.arange(width)[None] < lengths[:, None]
         take = lambda a, empty: np.where(inside, a[:, :width], empty)
@@ -105,7 +105,7 @@ class Result:
             n = int(here.sum())
             confidence = f"{self.confidences[here].mean():.3f}" if n else "  -  "
             lines.append(
-                f"  exit {stop:3d}  {n:6d} tokens  {n / max(total, 1):6.1%}  confidence {confidence}"
+                f"  exit {stop:3d}  {n:6d} tokens {n / max(total, 1):6.1%}  confidence {confidence}"
             )
         return "\n".join(lines)
 

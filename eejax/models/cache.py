@@ -24,8 +24,8 @@ KeyValue = tuple[jax.Array, jax.Array]
 class KVCache:
     """One buffer pair per layer, so that a step never copies another layer's.
 
-    segments: per segment, its layers' (keys, values), each [b, k, s, h]: a head's positions lie
-        together, or every step would transpose the whole cache.
+    segments: per segment, its layers' (keys, values), each [b * k, s, h], the form attention
+        reads without copying.
     blocks: per segment, the exit block's (keys, values) at its end, or None.
     filled: [b, number of segments] int32.
     """
@@ -38,12 +38,12 @@ class KVCache:
     def length(self) -> int:
         """Positions each buffer holds."""
         buffers = jax.tree.leaves((self.segments, self.blocks))
-        return buffers[0].shape[2] if buffers else 0
+        return buffers[0].shape[1] if buffers else 0
 
 
 def init_cache(config: ModelConfig, batch: int, length: int, n_segments: int) -> KVCache:
     """An empty cache of `length` positions for the first `n_segments` segments."""
-    shape = (batch, config.n_kv_heads, length, config.head_dim)
+    shape = (batch * config.n_kv_heads, length, config.head_dim)
     pair = lambda: (jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
     segments = config.segments[:n_segments]
     has_block = [e < config.n_exits and config.exits[e].block for e in range(n_segments)]
@@ -57,8 +57,13 @@ def init_cache(config: ModelConfig, batch: int, length: int, n_segments: int) ->
 def unstack_segments(
     params: Tree, config: ModelConfig, n_segments: int
 ) -> tuple[tuple[Tree, ...], ...]:
-    """Each segment's layers as separate trees: a decoding step must not slice (copy) a stack."""
-    return tuple(unstack(params["layers"], *s) for s in config.segments[:n_segments])
+    """Each segment's layers as separate trees, projections fused (`layers.fuse`).
+
+    A decoding step must not slice a stack: it would copy the weights.
+    """
+    return tuple(
+        tuple(map(layers.fuse, unstack(params["layers"], *s))) for s in config.segments[:n_segments]
+    )
 
 
 def run_segment(
@@ -78,7 +83,7 @@ def run_segment(
     of the segment must be filled already.
     """
     buffers = jax.tree.leaves((kvs, block))
-    width, length = x.shape[1], buffers[0].shape[2] if buffers else 1
+    width, length = x.shape[1], buffers[0].shape[1] if buffers else 1
     positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     context = layers.make_context(
         config, positions, key_positions=jnp.arange(length, dtype=jnp.int32)[None], start=start

@@ -185,16 +185,24 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array | None, layer, site: int)
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
 
 
+UNROLLED_WRITES = 8
+
+
 def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
-    """cache [b, k, s, h] with rows [b, t, k, h] written at positions start [b] onward.
+    """cache [b * k, s, h] with rows [b, t, k, h] written at positions start [b] onward.
 
     The caller leaves room for all rows: a start too close to the end would be clamped and
     overwrite earlier positions.
     """
-    rows = jnp.swapaxes(rows, 1, 2).astype(cache.dtype)
-    if cache.shape[0] == 1:  # a plain slice update stays in place; a scatter costs more
-        return lax.dynamic_update_slice(cache, rows, (0, 0, start[0], 0))
-    return jax.vmap(lambda c, r, i: lax.dynamic_update_slice(c, r, (0, i, 0)))(cache, rows, start)
+    b, t, k, h = rows.shape
+    rows = jnp.swapaxes(rows, 1, 2).astype(cache.dtype)  # [b, k, t, h]
+    if b <= UNROLLED_WRITES:  # slice updates stay in place; a scatter costs more
+        for i in range(b):
+            cache = lax.dynamic_update_slice(cache, rows[i], (i * k, start[i], 0))
+        return cache
+    grouped = cache.reshape(b, k, *cache.shape[1:])
+    write = lambda c, r, i: lax.dynamic_update_slice(c, r, (0, i, 0))
+    return jax.vmap(write)(grouped, rows, start).reshape(cache.shape)
 
 
 def _scores_and_mix(q: jax.Array, k: jax.Array, v: jax.Array):
@@ -207,28 +215,22 @@ def _scores_and_mix(q: jax.Array, k: jax.Array, v: jax.Array):
     return scores, lambda w: jnp.einsum("bkgts,bskh->btkgh", w, v)
 
 
-MOST_ROWS_BY_REDUCTION = 8
-
-
 def _cached_scores_and_mix(q: jax.Array, k: jax.Array, v: jax.Array):
-    """As `_scores_and_mix` for a cache k, v [b, k, s, h].
+    """As `_scores_and_mix` for a cache k, v [b * k, s, h].
 
-    Decoding reads the cache once per token, so the form of the product decides its speed. XLA's
-    CPU backend runs one query row as a matrix-vector product at memory bandwidth, but copies
-    the cache for a batched product with a few rows; those are faster as multiply and reduce.
+    Decoding reads the whole cache for every token, so these are products of three-dimensional
+    buffers as they lie in memory: any other order of axes, or a reshape on the way, makes XLA's
+    CPU backend copy the cache at every step (2 to 5 times the time).
     """
-    if not 2 <= q.shape[1] * q.shape[3] <= MOST_ROWS_BY_REDUCTION:
-        scores = jnp.einsum("bksh,btkgh->bksgt", k, q, preferred_element_type=jnp.float32)
-        return jnp.moveaxis(scores, 2, 4), lambda w: jnp.einsum("bksh,bkgts->btkgh", v, w)
-    q = jnp.transpose(q, (0, 2, 3, 1, 4))[:, :, :, :, None]  # [b, k, g, t, 1, h]
-    k, v = k[:, :, None, None], v[:, :, None, None]  # [b, k, 1, 1, s, h]
-    scores = jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), -1)
+    b, t, n_kv, g, h = q.shape
+    rows = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(b * n_kv, g * t, h)
+    scores = jnp.einsum("nrh,nsh->nrs", rows, k, preferred_element_type=jnp.float32)
 
     def mix(w):
-        y = jnp.sum(w.astype(jnp.float32)[..., None] * v.astype(jnp.float32), 4)
-        return jnp.transpose(y, (0, 3, 1, 2, 4)).astype(v.dtype)
+        y = jnp.einsum("nrs,nsh->nrh", w.reshape(b * n_kv, g * t, -1), v)
+        return jnp.transpose(y.reshape(b, n_kv, g, t, h), (0, 3, 1, 2, 4))
 
-    return scores, mix
+    return scores.reshape(b, n_kv, g, t, -1), mix
 
 
 def attention(
@@ -245,11 +247,11 @@ def attention(
     """Self-attention of x [b, t, d], before the sum over the model axis is added to o_bias.
 
     Returns the output [b, t, d] and keys and values: those of the rows ([b, t, k, h]), or,
-    with a `cache` ([b, k, s, h] each), the cache with the rows written at `context.start`.
+    with a `cache` ([b * k, s, h] each), the cache with the rows written at `context.start`.
     """
     b, t, _ = x.shape
     dtype = x.dtype
-    q, k, v = (_project(p, name, x) for name in "qkv")  # [b, t, n|k, h]
+    q, k, v = _qkv(p, x, config.head_dim)  # [b, t, n|k, h]
     if config.qk_norm == "head":
         q, k = norm(p["q_norm"], q, config), norm(p["k_norm"], k, config)
     elif config.qk_norm == "full":
@@ -304,7 +306,39 @@ def _product(x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
     return y.reshape(b, t, *w.shape[contracted:])
 
 
-def _project(p: Tree, name: str, x: jax.Array) -> jax.Array:
+def fuse(p: Tree) -> Tree:
+    """An unstacked layer's tree with q, k, v as one product, and gate and up as one.
+
+    For decoding, where starting a product costs more than its small result is worth. The columns
+    of "qkv" are q's, k's and v's, those of "gate_up" gate's and up's.
+    """
+    mlp = _joined(p["mlp"], ("gate", "up"), "gate_up") if "gate" in p["mlp"] else p["mlp"]
+    return p | {"attn": _joined(p["attn"], ("q", "k", "v"), "qkv"), "mlp": mlp}
+
+
+def _joined(tree: Tree, names: tuple[str, ...], name: str) -> Tree:
+    """`tree` with the leaves `names` [d, ...] concatenated into one [d, columns], and biases."""
+    rest = {k: v for k, v in tree.items() if k.removesuffix("_bias") not in names}
+    rest[name] = jnp.concatenate([tree[n].reshape(tree[n].shape[0], -1) for n in names], -1)
+    if f"{names[0]}_bias" in tree:
+        rest[f"{name}_bias"] = jnp.concatenate([tree[f"{n}_bias"].reshape(-1) for n in names])
+    return rest
+
+
+def _qkv(p: Tree, x: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Projections [b, t, n, h], [b, t, k, h] twice, from separate or fused weights."""
+    if "qkv" not in p:
+        return tuple(_linear(p, name, x) for name in "qkv")
+    b, t, _ = x.shape
+    y = _linear(p, "qkv", x)
+    n = p["o"].shape[0] * head_dim
+    k = (y.shape[-1] - n) // 2
+    q, k, v = jnp.split(y, (n, n + k), -1)
+    return tuple(a.reshape(b, t, -1, head_dim) for a in (q, k, v))
+
+
+def _linear(p: Tree, name: str, x: jax.Array) -> jax.Array:
+    """x [b, t, d] times weight `name`, plus its bias if there is one."""
     y = _product(x, p[name])
     bias = p.get(f"{name}_bias")
     return y if bias is None else y + bias[None, None]
@@ -318,14 +352,14 @@ def _finish(y: jax.Array, bias: jax.Array | None, axis: str | None) -> jax.Array
 
 def mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) -> jax.Array:
     """Feed-forward block of x [b, t, d]: down(act(gate x) * up x), or down(act(up x))."""
-
-    def project(name):
-        y = _product(x, p[name])
-        bias = p.get(f"{name}_bias")
-        return y if bias is None else y + bias[None, None]
-
     act = ACTIVATION[config.activation]
-    y = act(project("gate")) * project("up") if config.mlp_gated else act(project("up"))
+    if not config.mlp_gated:
+        y = act(_linear(p, "up", x))
+    elif "gate_up" in p:
+        gate, up = jnp.split(_linear(p, "gate_up", x), 2, -1)
+        y = act(gate) * up
+    else:
+        y = act(_linear(p, "gate", x)) * _linear(p, "up", x)
     return _finish(_product(y, p["down"]), p.get("down_bias"), axes.model)
 
 
