@@ -1,0 +1,226 @@
+"""Decoding speed beside transformers, and what an early exit saves against the bytes it spares.
+
+    python -P -m experiments.bench_decode --json
+
+needs the peers of `make bench-env`. GPT-2-small's shape with random weights, float32, batch 1,
+greedy. Both libraries hold the same weights (checked: they generate the same tokens) and use the
+same cores; runs alternate in one process.
+
+Reported: `decode_vs_transformers`, tokens/s of the engine "full" over transformers' `generate`,
+whole calls, prompt included; `exit_efficiency`, the smaller over exits at 1/4 and 1/2 depth of
+(time of a full-depth token / time of a token forced out there, nobody going deeper) divided by
+(bytes of weights and cache the one reads / the other). Every ratio is the median over pairs,
+with a 95 % bootstrap interval.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import numpy as np
+from absl import app, flags
+
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
+_PAIRS = flags.DEFINE_integer("pairs", 15, "Pairs of runs to time.", lower_bound=2)
+_PROMPT = flags.DEFINE_integer("prompt", 64, "Tokens of the prompt.", lower_bound=1)
+_NEW = flags.DEFINE_integer("new", 64, "Tokens to generate.", lower_bound=2)
+_THREADS = flags.DEFINE_integer("threads", None, "Cores for both; by default all there are.")
+_PEER = flags.DEFINE_bool("peer", True, "Measure transformers too.")
+
+DEPTHS = (3, 6)  # exits at 1/4 and 1/2 of 12 layers
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    cores = sorted(os.sched_getaffinity(0))[: _THREADS.value]
+    os.sched_setaffinity(0, cores)  # before JAX starts: it makes a thread for each core it sees
+    config, params = build()
+    prompt = np.random.default_rng(1).integers(0, config.vocab_size, _PROMPT.value).tolist()
+    result = {"threads": len(cores), "prompt": _PROMPT.value, "new": _NEW.value}
+    result |= exits(config, params, prompt)
+    if _PEER.value:
+        result |= against_transformers(config, params, prompt, len(cores))
+    for name, value in result.items():
+        print(f"{name:32s} {value}")
+    if _JSON.value:
+        print(json.dumps(result))
+
+
+def build():
+    """GPT-2-small with exits at 1/4 and 1/2 depth that read the tied head, random weights."""
+    import jax.numpy as jnp
+
+    from eejax.models import params
+    from eejax.models.config import ExitConfig, ModelConfig
+
+    config = ModelConfig(
+        vocab_size=50257, n_layers=12, d_model=768, n_heads=12, context_length=1024,
+        norm="layernorm", position="learned", mlp_gated=False, activation="gelu_tanh",
+        qkv_bias=True, attention_bias=True, mlp_bias=True, head="tied",
+        exits=tuple(ExitConfig(n, norm=False) for n in DEPTHS),
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    draw = lambda p: jnp.asarray(rng.standard_normal(p.shape, np.float32) * (p.std or 0) + p.fill)
+    return config, params.map_params(draw, params.abstract(config))
+
+
+def exits(config, params, prompt) -> dict:
+    """Time per token at full depth and forced out early, beside the bytes each reads."""
+    from eejax.analysis import median_ratio
+    from eejax.inference import EngineOptions, Generator
+
+    # A cap above the tokens generated: nobody is ever forced deeper. The same for "full", so
+    # that all caches have one length.
+    room = dict(cap=_NEW.value + 8, buckets=(1,))
+    generators = [Generator.make(params, config, EngineOptions("full", **room))]
+    generators += [Generator.make(params, config, EngineOptions("recompute", **room))] * len(DEPTHS)
+    n = len(DEPTHS)
+    thresholds = [1.0] + [[0.0 if i == j else 1.0 for i in range(n)] for j in range(n)]
+    started = {}
+
+    def start(i):
+        """Everything up to the first token; what follows is one compiled call."""
+        started[i] = generators[i].stream(
+            [prompt], _NEW.value + 1, threshold=thresholds[i], chunk=_NEW.value
+        )
+        next(started[i])
+
+    def finish(i):
+        return next(started[i])
+
+    depths = []
+    for i in range(n + 1):
+        start(i)
+        executed = finish(i).layers[0, 1:]
+        assert executed.min() == executed.max(), executed
+        depths.append(int(executed[0]))
+    assert depths == [config.n_layers, *DEPTHS], depths
+
+    seconds = np.zeros((n + 1, _PAIRS.value))
+    for pair in range(_PAIRS.value):
+        for i in range(n + 1):
+            start(i)
+            begin = time.perf_counter()
+            finish(i)
+            seconds[i, pair] = time.perf_counter() - begin
+    length = cache_length(len(prompt), room["cap"])
+    full = bytes_per_token(params, config, config.n_layers, length)
+    result, worst = {"ms_per_token_full": 1e3 * float(np.median(seconds[0])) / _NEW.value}, []
+    for i, depth in enumerate(DEPTHS, 1):
+        ratio = median_ratio(seconds[0], seconds[i])
+        spared = full / bytes_per_token(params, config, depth, length)
+        worst.append(ratio.median / spared)
+        result |= {
+            f"time_ratio_depth_{depth}": ratio.median,
+            f"time_ratio_depth_{depth}_interval": [ratio.low, ratio.high],
+            f"bytes_ratio_depth_{depth}": spared,
+            f"exit_efficiency_depth_{depth}": ratio.median / spared,
+        }
+    return result | {"exit_efficiency": min(worst), "pairs": _PAIRS.value}
+
+
+def cache_length(prompt: int, cap: int) -> int:
+    """Positions of the caches a generation allocates, all of which a step reads."""
+    from eejax.inference.generate import LENGTH_STEP
+
+    return -(-(prompt + _NEW.value + 1 + cap) // LENGTH_STEP) * LENGTH_STEP
+
+
+def bytes_per_token(params, config, depth: int, length: int) -> int:
+    """Bytes of weights and caches a token that leaves after `depth` layers reads."""
+    from eejax.common.trees import nbytes, slice_layers
+
+    cache = 2 * depth * length * config.n_kv_heads * config.head_dim * 4
+    head = nbytes(params["embed"]["tokens"])
+    if depth == config.n_layers:
+        head += nbytes(params["final"])
+    return nbytes(slice_layers(params["layers"], 0, depth)) + head + cache
+
+
+def against_transformers(config, params, prompt, threads: int) -> dict:
+    """Whole calls of the engine "full" and of transformers' `generate`."""
+    import torch
+
+    from eejax.analysis import median_ratio
+    from eejax.inference import Generator
+
+    torch.set_num_threads(threads)
+    model = peer(params)
+    ids = torch.tensor([prompt])
+    full = Generator.make(params, config, "full")
+
+    def ours():
+        return full.generate([prompt], _NEW.value).ids(0)
+
+    def theirs():
+        with torch.inference_mode():
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=_NEW.value,
+                min_new_tokens=_NEW.value, do_sample=False, use_cache=True, pad_token_id=0,
+            )  # fmt: skip
+        return out[0, len(prompt) :].tolist()
+
+    a, b = ours(), theirs()
+    if a != b:
+        raise RuntimeError(f"the models differ: eejax {a[:8]}..., transformers {b[:8]}...")
+    times = np.zeros((_PAIRS.value, 2))
+    for pair in range(_PAIRS.value):
+        for i in (0, 1) if pair % 2 else (1, 0):
+            time.sleep(0.3)  # torch's threads spin a while after their work
+            begin = time.perf_counter()
+            (ours, theirs)[i]()
+            times[pair, i] = time.perf_counter() - begin
+    ratio = median_ratio(times[:, 1], times[:, 0])
+    return {
+        "decode_vs_transformers": ratio.median,
+        "decode_vs_transformers_interval": [ratio.low, ratio.high],
+        "tokens_per_second": _NEW.value / float(np.median(times[:, 0])),
+        "transformers_tokens_per_second": _NEW.value / float(np.median(times[:, 1])),
+    }
+
+
+def peer(params):
+    """transformers' GPT-2 with our weights."""
+    import torch
+    import transformers
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    transformers.logging.set_verbosity_error()
+    model = GPT2LMHeadModel(GPT2Config()).eval()
+    state = {
+        "wte.weight": params["embed"]["tokens"],
+        "wpe.weight": params["embed"]["positions"],
+        "ln_f.weight": params["final"]["norm"]["scale"],
+        "ln_f.bias": params["final"]["norm"]["bias"],
+    }
+    d = model.config.n_embd
+    stack = {k: {n: np.asarray(a) for n, a in v.items()} for k, v in params["layers"].items()}
+    flat = lambda names, i: np.concatenate([stack["attn"][n][i].reshape(d, -1) for n in names], -1)
+    for i in range(model.config.n_layer):
+        bias = [stack["attn"][f"{n}_bias"][i].reshape(-1) for n in "qkv"]
+        state |= {
+            f"h.{i}.ln_1.weight": stack["attn_norm"]["scale"][i],
+            f"h.{i}.ln_1.bias": stack["attn_norm"]["bias"][i],
+            f"h.{i}.ln_2.weight": stack["mlp_norm"]["scale"][i],
+            f"h.{i}.ln_2.bias": stack["mlp_norm"]["bias"][i],
+            f"h.{i}.attn.c_attn.weight": flat("qkv", i),
+            f"h.{i}.attn.c_attn.bias": np.concatenate(bias),
+            f"h.{i}.attn.c_proj.weight": stack["attn"]["o"][i].reshape(-1, d),
+            f"h.{i}.attn.c_proj.bias": stack["attn"]["o_bias"][i],
+            f"h.{i}.mlp.c_fc.weight": stack["mlp"]["up"][i],
+            f"h.{i}.mlp.c_fc.bias": stack["mlp"]["up_bias"][i],
+            f"h.{i}.mlp.c_proj.weight": stack["mlp"]["down"][i],
+            f"h.{i}.mlp.c_proj.bias": stack["mlp"]["down_bias"][i],
+        }
+    tensors = {f"transformer.{k}": torch.from_numpy(np.array(v)) for k, v in state.items()}
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    tied = {"lm_head.weight"}
+    assert not unexpected and set(missing) <= tied, (missing, unexpected)
+    return model
+
+
+if __name__ == "__main__":
+    app.run(main)
