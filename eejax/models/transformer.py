@@ -63,19 +63,61 @@ def run_layers(
     """
     if start == stop:
         return x
+    step, scanned = _layer_scan(stack, config, context, start, stop, axes, remat)
+    return lax.scan(lambda x, s: (step(x, s), None), x, scanned)[0]
+
+
+def run_to_boundaries(
+    stack: Tree,
+    x: jax.Array,
+    config: ModelConfig,
+    context: layers.Context,
+    boundaries: Sequence[int],
+    *,
+    axes: Axes = LOCAL,
+    remat: str = "none",
+) -> tuple[jax.Array, ...]:
+    """x [b, t, d] after each of the given numbers of layers, in any order, by a single scan.
+
+    A scan per segment would copy every segment's weights out of the stack and pad its gradients
+    back into it. Here each layer writes its output into the slot of the next boundary, where the
+    last layer before the boundary has the last word.
+    """
+    slots = sorted({n for n in boundaries if n > 0})
+    at = {0: x}
+    if len(slots) == 1:
+        at[slots[0]] = run_layers(stack, x, config, context, 0, slots[0], axes=axes, remat=remat)
+    elif slots:
+        step, scanned = _layer_scan(stack, config, context, 0, slots[-1], axes, remat)
+        slot = jnp.array([sum(n <= i for n in slots) for i in range(slots[-1])])
+
+        def write(carry, s):
+            x, written = carry
+            x = step(x, s[0])
+            return (x, lax.dynamic_update_index_in_dim(written, x, s[1], 0)), None
+
+        start = x, lax.stop_gradient(jnp.stack([x] * len(slots)))  # all of it is overwritten
+        written = lax.scan(write, start, (scanned, slot))[0][1]
+        at |= {n: written[i] for i, n in enumerate(slots)}
+    return tuple(at[n] for n in boundaries)
+
+
+def _layer_scan(stack, config, context, start, stop, axes, remat):
+    """One layer as `step(x, inputs)`, and the inputs of layers start:stop to scan over."""
     body = partial(layers.layer, config=config, context=context, axes=axes)
+    whole = (start, stop) == (0, config.n_layers)
+    part = stack if whole else slice_layers(stack, start, stop)
     index = jnp.arange(start, stop)
     windows = config.sliding_window
     if isinstance(windows, tuple):  # layers differ: the window is an array in the scanned inputs
         everything = 2**30
         w = jnp.array([everything if v is None else v for v in windows[start:stop]], jnp.int32)
-        scanned = (slice_layers(stack, start, stop), index, w, w < everything)
+        scanned = (part, index, w, w < everything)
         step = lambda x, s: body(s[0], x, index=s[1], window=s[2], local=s[3])[0]
     else:
-        scanned = (slice_layers(stack, start, stop), index)
+        scanned = (part, index)
         step = lambda x, s: body(s[0], x, index=s[1], window=windows, local=windows is not None)[0]
-    step = rematerialised(step, remat)
-    return lax.scan(lambda x, s: (step(x, s), None), x, scanned)[0]
+    return rematerialised(step, remat), scanned
 
 
 def rematerialised(f, remat: str):
@@ -120,10 +162,12 @@ def exit_states(
     )
     x = embed(params, config, tokens, positions, axes)
     x = layers.dropout(x, config.dropout, dropout_keys, 0, 2)
+    reached = run_to_boundaries(
+        params["layers"], x, config, context, [config.stops[e] for e in which],
+        axes=axes, remat=remat,
+    )  # fmt: skip
     states = []
-    for e, (start, stop) in enumerate(config.segments[: max(which) + 1]):
-        x = run_layers(params["layers"], x, config, context, start, stop, axes=axes, remat=remat)
-        if e in which:
-            read = lambda x, e=e: exits.state(params, config, e, x, context, axes=axes)[0]
-            states.append(rematerialised(read, remat)(x))
+    for e, x in zip(which, reached, strict=True):
+        read = lambda x, e=e: exits.state(params, config, e, x, context, axes=axes)[0]
+        states.append(rematerialised(read, remat)(x))
     return tuple(states)
