@@ -254,7 +254,7 @@ def test_stop_tokens_strings_lengths_and_context(subset, prompts):
 
     target = text(free.ids(1))[8:11]
     end = text(free.ids(1)).index(target) + 3
-    for chunk in (None, 1, 4, 7):
+    for chunk in (None, 6):
         *_, r = g.stream(
             asked, 40, threshold=0.4, stop_strings=[target], decode_text=text, chunk=chunk
         )
