@@ -128,3 +128,22 @@ def test_weights_of_another_number_of_exits_are_refused():
     tokens, labels = make_batch(config)
     with pytest.raises(ConfigError, match="final one included"):
         multi_exit_loss(p, config, tokens, labels, jnp.ones(3))
+
+
+def test_an_exit_adds_no_more_than_an_eighth_of_its_logits():
+    b, t, v = 4, 128, 2048
+    tokens = jax.ShapeDtypeStruct((b, t), jnp.int32)
+
+    def temporary(exits):
+        config = ModelConfig(
+            vocab_size=v, n_layers=4, d_model=96, n_heads=2, context_length=t, head="tied",
+            exits=tuple(ExitConfig(n + 1) for n in range(exits)),
+        )  # fmt: skip
+        weights = jnp.ones(exits + 1)
+        loss = lambda p, x, y: multi_exit_loss(p, config, x, y, weights)[0]
+        compiled = jax.jit(jax.grad(loss)).lower(params.shapes(config), tokens, tokens).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    sizes = [temporary(exits) for exits in range(4)]
+    growth = [(size - sizes[0]) / n / (b * t * v * 4) for n, size in enumerate(sizes) if n]
+    assert max(growth) <= 0.125, growth
