@@ -7,6 +7,8 @@ deeper carries the waiting ones along as extra rows, from their boundary and not
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -74,22 +76,21 @@ def step(
     for e in range(n + 1):
         if e:
             goes = live & ((emission.exit < 0) | forced)
-            run = lambda *carried, e=e, goes=goes, width: _deeper(
-                weights, config, e, width, live, goes, *carried
-            )
-            widths = options.widths
             backlog = jnp.max(jnp.where(goes, filled[:, e - 1] - filled[:, e], 0))
-            # Branch 0 passes everything through: only there XLA elides the copies.
-            branch = jnp.where(backlog > 0, 1 + jnp.searchsorted(jnp.array(widths), backlog), 0)
-            branches = [lambda *carried: (carried[0], *carried[2:])]
-            branches += [lambda *c, w=w, run=run: run(*c, width=w) for w in widths]
             after = waiting[e] if e < n else jnp.zeros((b, 0, config.d_model), x.dtype)
-            h, filled, segments[e], blocks[e], after = lax.switch(
-                branch, branches, h, waiting[e - 1], filled, segments[e], blocks[e], after
-            )
+            carried = (h, filled, segments[e], blocks[e], after)
+            fewer = 0
+            # One conditional of two branches for each width, the first passing everything
+            # through: XLA's CPU backend copies all carried caches where there are three or more.
+            for width in options.widths:
+                run = partial(_deeper, weights, config, e, width, live, goes, waiting[e - 1])
+                runs = (fewer < backlog) & (backlog <= width)
+                carried = lax.switch(runs.astype(jnp.int32), [lambda *c: c, run], *carried)
+                fewer = width
+            h, filled, segments[e], blocks[e], after = carried
             if e < n:
                 waiting[e] = after
-            depth = jnp.where(branch > 0, config.stops[e], depth)
+            depth = jnp.where(backlog > 0, config.stops[e], depth)
         undecided = live & (emission.exit < 0)
         gate = None if e == n else policy
         wanted = undecided if e == n else undecided & policy.may_fire(e)
@@ -104,8 +105,8 @@ def step(
     return s.advance(state, emission, stops, jnp.broadcast_to(depth, (b,)))
 
 
-def _deeper(weights, config, e, width, live, goes, h, before, filled, kvs, block, after):
-    """`width` rows per request through segment e; a branch of the switch.
+def _deeper(weights, config, e, width, live, goes, before, h, filled, kvs, block, after):
+    """`width` rows per request through segment e; a branch of the conditional.
 
     before, after: states waiting at the boundaries below and above. Requests that do not go
     themselves let their oldest waiting rows ride along, which only shortens their backlog.
