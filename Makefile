@@ -31,8 +31,9 @@ $(VENV)/.bench-env-stamp: $(VENV)/.env-stamp constraints-bench.txt
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --constraint constraints-bench.txt --editable '.[bench]'
 	touch $@
 
+# glibc returns a step's large buffers to the system and faults them in again; larger pages fault less.
 quickstart: env
-	$(BIN)/python -m experiments.quickstart
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m experiments.quickstart
 
 test: env
 	$(PYTEST) -n $(JOBS) --dist loadfile

@@ -209,11 +209,9 @@ def draw(workdir: pathlib.Path, model, summary: dict, sample) -> None:
     from eejax.train.metrics import read_metrics
 
     quality, measured = summary["bits_per_byte"], summary["measured"]
-    references = {k: quality[k] for k in ("trigram", "zlib") if k in quality}
     per_byte = quality["final"] / summary["sweep"][-1]["nll"]
-    loss = analysis.loss_curves(
-        read_metrics(workdir), bits_scale=per_byte, unit="bits per byte", references=references
-    )
+    # No line for the trigram: it is scored on other held-out text than the run's own evaluations.
+    loss = analysis.loss_curves(read_metrics(workdir), bits_scale=per_byte, unit="bits per byte")
     analysis.save(loss, workdir / "loss.png")
     speed = analysis.quality_against_speed(
         summary["sweep"], model.config.n_layers, measured=measured
