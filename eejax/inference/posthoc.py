@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from eejax.gates import confidence
 from eejax.inference import state as s
 from eejax.inference.policy import Emission, ExitPolicy, consider
-from eejax.inference.sampling import Sampling
+from eejax.inference.sampling import Sampling, argmax
 from eejax.models import transformer
 from eejax.models.cache import KVCache, init_cache, run_segment
 from eejax.models.config import ModelConfig
@@ -22,18 +22,33 @@ def _margin(
     margin: jax.Array, logits: jax.Array, policy: ExitPolicy | None, e: int, fired: jax.Array
 ):
     """The smallest distance to another outcome, updated by exit e where it was considered."""
-    top = jax.lax.top_k(logits, 2)[0]
-    gap = jnp.where(fired, top[:, 0] - top[:, 1], jnp.inf)
+    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    others = jnp.where(index == argmax(logits)[:, None], -jnp.inf, logits)
+    gap = jnp.where(fired, jnp.max(logits, -1) - jnp.max(others, -1), jnp.inf)
     if policy is not None:
         distance = jnp.abs(confidence.max_probability(logits) - policy.thresholds[:, e])
         gap = jnp.minimum(gap, jnp.where(policy.may_fire(e), distance, jnp.inf))
     return jnp.minimum(margin, gap)
 
 
-def _pass(weights, config, cache: KVCache, x, start, row, count, policy, sampling, position, early):
+def _pass(
+    weights,
+    config,
+    options,
+    cache: KVCache,
+    x,
+    start,
+    row,
+    count,
+    policy,
+    sampling,
+    position,
+    early,
+):
     """x [b, w, d] at positions start [b] onward through all segments; emits from row [b].
 
-    count [b]: rows that are real; early [b]: whether early exits may emit.
+    count [b]: rows that are real; early [b]: whether early exits may emit. Only the engine
+    "posthoc" measures margins: the others' time is that of their layers and heads.
     """
     b = x.shape[0]
     emission = Emission.undecided(b)
@@ -58,9 +73,10 @@ def _pass(weights, config, cache: KVCache, x, start, row, count, policy, samplin
             sampling,
             position,
         )
-        considered = (before < 0) & (early | final)
-        seen = _margin(margin, logits, None if final else policy, e, emission.exit == e)
-        margin = jnp.where(considered, seen, margin)
+        if options.engine == "posthoc":
+            considered = (before < 0) & (early | final)
+            seen = _margin(margin, logits, None if final else policy, e, emission.exit == e)
+            margin = jnp.where(considered, seen, margin)
     filled = cache.filled + count[:, None]
     return KVCache(tuple(segments), tuple(blocks), filled), emission, margin
 
@@ -90,6 +106,7 @@ def prefill(
     cache, emission, margin = _pass(
         weights,
         config,
+        options,
         cache,
         x,
         jnp.zeros((b,), jnp.int32),
@@ -124,12 +141,12 @@ def step(
     options: s.EngineOptions,
 ) -> tuple[s.DecodeState, s.Record]:
     """One token for every live request, through all layers."""
-    del options
     b = state.token.shape[0]
     live = state.live
     cache, emission, margin = _pass(
         weights,
         config,
+        options,
         state.cache,
         s.embed_last(weights, config, state),
         state.position,

@@ -42,8 +42,8 @@ class Sampling:
 
         One number as seed gives request i the seed seed + i. Raises ConfigError when out of range.
         """
-        if isinstance(seed, int):
-            seed = [seed + i for i in range(batch)]
+        if np.ndim(seed) == 0:
+            seed = [int(seed) + i for i in range(batch)]
 
         def field(name, value, dtype, ok, allowed):
             a = np.broadcast_to(np.asarray(value, dtype), (batch,))
@@ -74,9 +74,9 @@ def restrict(logits: jax.Array, sampling: Sampling) -> jax.Array:
     kept = jnp.where(jnp.arange(v)[None] < k[:, None], ordered, NEGATIVE)
     probability = jax.nn.softmax(kept, -1)
     before = jnp.cumsum(probability, -1) - probability  # mass of strictly likelier tokens
-    enough = (before < sampling.top_p[:, None]) & (
-        probability >= sampling.min_p[:, None] * probability[:, :1]
-    )
+    # A float32 sum may reach 1 before its last terms: top_p 1 is off by definition.
+    within = (before < sampling.top_p[:, None]) | (sampling.top_p[:, None] >= 1)
+    enough = within & (probability >= sampling.min_p[:, None] * probability[:, :1])
     enough = (enough & (kept > NEGATIVE)).at[:, 0].set(True)
     last = jnp.take_along_axis(kept, jnp.sum(enough, -1, keepdims=True) - 1, -1)  # least kept
     return jnp.where(y >= last, y, NEGATIVE)

@@ -161,7 +161,12 @@ def make_context(
     """
     keys = positions if key_positions is None else key_positions
     distance = positions[:, :, None] - keys[:, None, :]  # [b, t, s]
-    mask = distance >= 0
+    if key_positions is None:
+        # Causal by order in the row: positions may start again with every document.
+        order = jnp.arange(positions.shape[1])
+        mask = (order[:, None] >= order[None])[None]
+    else:
+        mask = distance >= 0
     if segment_ids is not None:
         mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
     rope = local_rope = None

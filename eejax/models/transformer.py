@@ -39,7 +39,7 @@ def embed(
     if config.embedding_scale != 1.0:
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if config.position == "learned":
-        x = x + params["embed"]["positions"].astype(x.dtype)[positions]
+        x = x + params["embed"]["positions"][positions].astype(x.dtype)
     if config.embedding_norm:
         x = layers.norm(params["embed"]["norm"], x, config)
     return x
@@ -154,7 +154,9 @@ def exit_states(
         t <= config.context_length or config.position in ("alibi", "none"),
         "tokens", f"length {t}", f"must fit the context length {config.context_length}",
     )  # fmt: skip
-    params = cast(params, config.dtype)
+    # The embedding is cast after its look-up: the gradient of a table cast before would add up a
+    # frequent token's contributions in bf16, where the sum stops growing.
+    params = cast(params, config.dtype) | {"embed": params["embed"]}
     if positions is None:
         positions = jnp.arange(t)[None]
     context = layers.make_context(

@@ -75,10 +75,14 @@ class ExitWeights:
 
     def schedule(self, steps: int) -> schedules.Schedule:
         """step -> weights [e] of the early exits, for a run of `steps`."""
+        rest = max(1, steps - self.begin)
         return schedules.schedule(
-            self.kind, self.weights, initial=self.initial, steps=self.steps or steps,
+            self.kind,
+            self.weights,
+            initial=self.initial,
+            steps=self.steps or rest,
             begin=self.begin,
-        )  # fmt: skip
+        )
 
 
 @dataclasses.dataclass(frozen=True)

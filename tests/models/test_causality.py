@@ -44,3 +44,36 @@ def test_gradients_reach_the_past_and_only_the_past(position, window):
         reach = np.abs(np.asarray(jacobians[1][0])).max((1, 3)) > 0
         rows, cols = np.indices((T, T))
         np.testing.assert_array_equal(reach, (cols <= rows) & (rows - cols < 3))
+
+
+def test_positions_that_start_again_do_not_open_the_future():
+    config = ModelConfig(
+        vocab_size=T, n_layers=2, d_model=16, n_heads=2, context_length=T, exits=(ExitConfig(1),)
+    )
+    p = params.init(config, jax.random.key(0))
+    positions = jnp.array([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]])
+
+    def states(table):
+        changed = p | {"embed": {"tokens": table}}
+        return transformer.exit_states(changed, config, jnp.arange(T)[None], positions=positions)
+
+    for j in jax.jacrev(states)(p["embed"]["tokens"]):
+        assert (np.triu(np.abs(np.asarray(j[0])).max((1, 3)), 1) == 0).all()
+
+
+def test_a_frequent_tokens_gradient_is_summed_in_float32():
+    config = ModelConfig(
+        vocab_size=T, n_layers=1, d_model=16, n_heads=2, context_length=2048, dtype="bfloat16"
+    )
+    p = params.init(config, jax.random.key(0))
+    tokens = jnp.full((2, 2048), 3)
+    weights = jax.random.normal(jax.random.key(1), (16,)) + 3  # every position pulls the same way
+
+    def loss(p, config):
+        h = transformer.exit_states(p, config, tokens)[-1].astype(jnp.float32)
+        return jnp.sum(h * weights[None, None])
+
+    grad = lambda c: jax.jit(jax.grad(loss), static_argnums=1)(p, c)["embed"]["tokens"][3]
+    half, full = grad(config), grad(config.replace(dtype="float32"))
+    # bf16 rounds each contribution by up to 2^-9; a bf16 sum of 4096 would be off by factors.
+    assert float(jnp.abs(half - full).max()) < 0.02 * float(jnp.abs(full).max())
