@@ -43,7 +43,6 @@ def get_config() -> ConfigDict:
         "steps": 20_000,
         "batch_size": 512,
         "microbatches": 16,
-        "remat": "dots",
         "log_every": 10,
         "eval_every": 1000,
         "eval_batches": 50,

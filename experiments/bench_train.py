@@ -24,7 +24,7 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line
 _PAIRS = flags.DEFINE_integer("pairs", 20, "Pairs of steps to time.", lower_bound=2)
 _WARMUP = flags.DEFINE_integer("warmup", 3, "Pairs of steps before those.", lower_bound=1)
 _THREADS = flags.DEFINE_integer("threads", None, "Cores for both; by default all there are.")
-_REMAT = flags.DEFINE_string("remat", "none", "Activation policy of the training step.")
+_REMAT = flags.DEFINE_string("remat", "dots", "Activation policy of the training step.")
 _MAX_EXITS = flags.DEFINE_integer("max_exits", 3, "Most early exits to measure.", lower_bound=1)
 
 LAYERS, D, HEADS, D_FF, VOCAB, BATCH, LENGTH = 6, 384, 6, 1024, 8192, 8, 256

@@ -7,7 +7,9 @@ sums over that axis where the split needs it; local head counts come from the we
 
 from __future__ import annotations
 
+import itertools
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -210,32 +212,65 @@ def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array
     return jax.vmap(write)(grouped, rows, start).reshape(cache.shape)
 
 
-def _scores_and_mix(q: jax.Array, k: jax.Array, v: jax.Array):
-    """The two products of attention: queries q [b, t, k, g, h] against keys and values.
-
-    k, v are [b, s, k, h] as projected. Returns scores [b, k, g, t, s] in float32 and the
-    function from weights of that shape to the output [b, t, k, g, h].
-    """
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
-    return scores, lambda w: jnp.einsum("bkgts,bskh->btkgh", w, v)
+QUERY_BLOCKS, MIN_QUERY_BLOCK = 4, 64
 
 
-def _cached_scores_and_mix(q: jax.Array, k: jax.Array, v: jax.Array):
-    """As `_scores_and_mix` for a cache k, v [b * k, s, h].
+def _mix(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    distance: jax.Array | None,
+    slopes: jax.Array | None,
+    config: ModelConfig,
+) -> jax.Array:
+    """Values mixed by the softmax of scores: q [b, t, k, g, h] -> [b, t, k, g, h].
 
-    Decoding reads the whole cache for every token, so these are products of three-dimensional
-    buffers as they lie in memory: any other order of axes, or a reshape on the way, makes XLA's
-    CPU backend copy the cache at every step (2 to 5 times the time).
+    k, v [b * k, s, h]; mask, distance [b or 1, t, s]; slopes [k, g]. These are products of
+    three-dimensional buffers as the KV cache lies in memory: any other order of axes, or a
+    reshape on the way, makes XLA's CPU backend copy the cache at every step of decoding (2 to 5
+    times the time). The result is divided by the weights' sum, not the weights: it is smaller.
     """
     b, t, n_kv, g, h = q.shape
     rows = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(b * n_kv, g * t, h)
     scores = jnp.einsum("nrh,nsh->nrs", rows, k, preferred_element_type=jnp.float32)
+    scores = scores.reshape(b, n_kv, g, t, -1)
+    scores = scores * jnp.float32(config.attention_scale or h**-0.5)
+    if config.attention_softcap:
+        scores = config.attention_softcap * jnp.tanh(scores / config.attention_softcap)
+    if slopes is not None:
+        bias = slopes[None, :, :, None, None] * distance[:, None, None].astype(jnp.float32)
+        scores = scores - bias
+    scores = jnp.where(mask[:, None, None], scores, NEGATIVE)
+    top = lax.stop_gradient(scores.max(-1, keepdims=True))
+    weights = jnp.exp(scores - top)
+    total = weights.sum(-1).reshape(b * n_kv, g * t, 1)
+    weights = weights.reshape(b * n_kv, g * t, -1).astype(q.dtype)
+    y = jnp.einsum("nrs,nsh->nrh", weights, v, preferred_element_type=jnp.float32) / total
+    return jnp.transpose(y.astype(q.dtype).reshape(b, n_kv, g, t, h), (0, 3, 1, 2, 4))
 
-    def mix(w):
-        y = jnp.einsum("nrs,nsh->nrh", w.reshape(b * n_kv, g * t, -1), v)
-        return jnp.transpose(y.reshape(b, n_kv, g, t, h), (0, 3, 1, 2, 4))
 
-    return scores.reshape(b, n_kv, g, t, -1), mix
+def _causal_mix(q, k, v, mask, distance, slopes, config: ModelConfig) -> jax.Array:
+    """`_mix` of rows with themselves, in blocks of queries with the keys up to each block's end.
+
+    Blocks spare the products and exponentials of most masked scores, and each recomputes its
+    scores in the backward pass, which therefore keeps nothing of size t * s from layer to layer.
+    """
+    t = q.shape[1]
+    n = max(1, min(QUERY_BLOCKS, t // MIN_QUERY_BLOCK))
+    cuts = [t * i // n for i in range(n + 1)]
+
+    def block(start, stop, q, k, v, mask, distance):
+        part = lambda a: None if a is None else a[:, start:stop, :stop]
+        return _mix(
+            q[:, start:stop], k[:, :stop], v[:, :stop], part(mask), part(distance), slopes, config
+        )
+
+    blocks = [
+        jax.checkpoint(partial(block, *cut), prevent_cse=False)(q, k, v, mask, distance)
+        for cut in itertools.pairwise(cuts)
+    ]
+    return blocks[0] if n == 1 else jnp.concatenate(blocks, 1)
 
 
 def attention(
@@ -274,23 +309,20 @@ def attention(
         mask = mask & (context.distance < window)
     n, n_kv = q.shape[2], k.shape[2]
     q = q.reshape(b, t, n_kv, n // n_kv, config.head_dim)
-    if cache is None:
-        scores, mix = _scores_and_mix(q, k, v)
-    else:
-        k, v = (write_rows(c, a, context.start) for c, a in zip(cache, (k, v), strict=True))
-        scores, mix = _cached_scores_and_mix(q, k.astype(dtype), v.astype(dtype))
-    scale = config.attention_scale or config.head_dim**-0.5
-    scores = scores * jnp.float32(scale)
-    if config.attention_softcap:
-        scores = config.attention_softcap * jnp.tanh(scores / config.attention_softcap)
+    slopes = None
     if config.position == "alibi":
         slopes = jnp.array(alibi_slopes(config.n_heads), jnp.float32)
         if axes.model:
             slopes = lax.dynamic_slice_in_dim(slopes, lax.axis_index(axes.model) * n, n)
-        distance = context.distance.astype(jnp.float32)[:, None, None]
-        scores = scores - slopes.reshape(1, n_kv, n // n_kv, 1, 1) * distance
-    scores = jnp.where(mask[:, None, None], scores, NEGATIVE)
-    out = mix(jax.nn.softmax(scores, -1).astype(dtype)).reshape(b, t, n, config.head_dim)
+        slopes = slopes.reshape(n_kv, n // n_kv)
+    distance = context.distance if slopes is not None else None
+    if cache is None:
+        heads = (jnp.swapaxes(a, 1, 2).reshape(b * n_kv, t, -1) for a in (k, v))
+        out = _causal_mix(q, *heads, mask, distance, slopes, config)
+    else:
+        k, v = (write_rows(c, a, context.start) for c, a in zip(cache, (k, v), strict=True))
+        out = _mix(q, k.astype(dtype), v.astype(dtype), mask, distance, slopes, config)
+    out = out.reshape(b, t, n, config.head_dim)
     out = _product(out, p["o"], 2)
     return _finish(out, p.get("o_bias"), axes.model), (k, v)
 

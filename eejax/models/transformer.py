@@ -58,8 +58,8 @@ def run_layers(
 ) -> jax.Array:
     """x [b, t, d] through layers start:stop of the stacked leaves [l, ...], as one scan.
 
-    `remat`: "none" keeps what autodiff wants, "dots" matrix products only, "full" nothing but
-    each layer's input.
+    `remat`: "none" keeps what autodiff wants, "dots" the products with weights only, "full"
+    nothing but each layer's input. Attention's scores are recomputed under each.
     """
     if start == stop:
         return x
@@ -126,7 +126,8 @@ def rematerialised(f, remat: str):
     if remat == "none":
         return f
     policies = jax.checkpoint_policies
-    policy = policies.dots_saveable if remat == "dots" else policies.nothing_saveable
+    keep = policies.dots_with_no_batch_dims_saveable
+    policy = keep if remat == "dots" else policies.nothing_saveable
     return jax.checkpoint(f, policy=policy, prevent_cse=False)
 
 

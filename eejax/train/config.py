@@ -101,7 +101,7 @@ class TrainConfig:
     steps: int = 1000
     batch_size: int = 8
     microbatches: int = 1
-    remat: str = "none"
+    remat: str = "dots"
     seed: int = 0
     log_every: int = 10
     eval_every: int = 250
