@@ -69,7 +69,7 @@ def build():
 
 def exits(config, params, prompt) -> dict:
     """Time per token at full depth and forced out early, beside the bytes each reads."""
-    from eejax.analysis import median_ratio
+    from eejax.analysis import interleave, median_ratio
     from eejax.inference import EngineOptions, Generator
 
     # A cap above the tokens generated: nobody is ever forced deeper. The same for "full", so
@@ -99,13 +99,8 @@ def exits(config, params, prompt) -> dict:
         depths.append(int(executed[0]))
     assert depths == [config.n_layers, *DEPTHS], depths
 
-    seconds = np.zeros((n + 1, _PAIRS.value))
-    for pair in range(_PAIRS.value):
-        for i in range(n + 1):
-            start(i)
-            begin = time.perf_counter()
-            finish(i)
-            seconds[i, pair] = time.perf_counter() - begin
+    runs = [lambda _, i=i: finish(i) for i in range(n + 1)]
+    seconds = interleave(runs, _PAIRS.value, time.perf_counter, before=start)
     length = cache_length(len(prompt), room["cap"])
     full = bytes_per_token(params, config, config.n_layers, length)
     result, worst = {"ms_per_token_full": 1e3 * float(np.median(seconds[0])) / _NEW.value}, []
@@ -144,7 +139,7 @@ def against_transformers(config, params, prompt, threads: int) -> dict:
     """Whole calls of the engine "full" and of transformers' `generate`."""
     import torch
 
-    from eejax.analysis import median_ratio
+    from eejax.analysis import interleave, median_ratio
     from eejax.inference import Generator
 
     torch.set_num_threads(threads)
@@ -166,19 +161,15 @@ def against_transformers(config, params, prompt, threads: int) -> dict:
     a, b = ours(), theirs()
     if a != b:
         raise RuntimeError(f"the models differ: eejax {a[:8]}..., transformers {b[:8]}...")
-    times = np.zeros((_PAIRS.value, 2))
-    for pair in range(_PAIRS.value):
-        for i in (0, 1) if pair % 2 else (1, 0):
-            time.sleep(0.3)  # torch's threads spin a while after their work
-            begin = time.perf_counter()
-            (ours, theirs)[i]()
-            times[pair, i] = time.perf_counter() - begin
-    ratio = median_ratio(times[:, 1], times[:, 0])
+    runs = [lambda _: theirs(), lambda _: ours()]
+    rest = lambda _: time.sleep(0.3)  # torch's threads spin a while after their work
+    times = interleave(runs, _PAIRS.value, time.perf_counter, before=rest)
+    ratio = median_ratio(*times)
     return {
         "decode_vs_transformers": ratio.median,
         "decode_vs_transformers_interval": [ratio.low, ratio.high],
-        "tokens_per_second": _NEW.value / float(np.median(times[:, 0])),
-        "transformers_tokens_per_second": _NEW.value / float(np.median(times[:, 1])),
+        "tokens_per_second": _NEW.value / float(np.median(times[1])),
+        "transformers_tokens_per_second": _NEW.value / float(np.median(times[0])),
     }
 
 

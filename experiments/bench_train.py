@@ -141,7 +141,8 @@ def time_pairs(threads: int) -> tuple[np.ndarray, np.ndarray, tuple[float, float
         raise RuntimeError(f"the models differ: their first losses are {losses}")
     runs = [lambda _: theirs(), lambda _: ours()]
     interleave(runs, _WARMUP.value, time.perf_counter)
-    seconds = interleave(runs, _PAIRS.value, time.perf_counter)
+    rest = lambda _: time.sleep(0.3)  # torch's threads spin a while after their work
+    seconds = interleave(runs, _PAIRS.value, time.perf_counter, before=rest)
     return seconds[1], seconds[0], losses
 
 

@@ -31,19 +31,25 @@ def median_ratio(baseline: Sequence[float], other: Sequence[float]) -> Ratio:
 
 
 def interleave(
-    runs: Sequence[Callable[[int], Any]], pairs: int, clock: Callable[[], float]
+    runs: Sequence[Callable[[int], Any]],
+    pairs: int,
+    clock: Callable[[], float],
+    before: Callable[[int], Any] = lambda r: None,
 ) -> np.ndarray:
     """[runs, pairs] seconds of each run, all of them once per pair, in turning order.
 
-    `run(i)` does the work of pair i and returns when it is done. One call of each comes first
-    and is not counted, so that compilation is not.
+    `run(i)` does the work of pair i and returns when it is done; `before(r)` is called ahead of
+    run number r and is not timed. One call of each comes first and is not counted, so that
+    compilation is not.
     """
-    for run in runs:
+    for r, run in enumerate(runs):
+        before(r)
         run(0)
     seconds = np.zeros((len(runs), pairs))
     for i in range(pairs):
         order = range(len(runs)) if i % 2 == 0 else reversed(range(len(runs)))
         for r in order:
+            before(r)
             begin = clock()
             runs[r](i)
             seconds[r, i] = clock() - begin
