@@ -10,43 +10,44 @@ steps are about 10B tokens.
 
 from ml_collections import ConfigDict
 
+from eejax.train.config import default_config
+
 
 def get_config() -> ConfigDict:
-    config = ConfigDict()
-    config.model = {
-        "vocab_size": 50257,
-        "vocab_multiple": 128,
-        "n_layers": 12,
-        "d_model": 768,
-        "n_heads": 12,
-        "context_length": 1024,
-        "norm": "layernorm",
-        "position": "learned",
-        "qkv_bias": True,
-        "attention_bias": True,
-        "mlp_gated": False,
-        "mlp_bias": True,
-        "activation": "gelu_tanh",
-        "head": "tied",
-        "dtype": "bfloat16",
-        "exits": ({"boundary": 3}, {"boundary": 6}),
-    }
-    config.exit_weights = {"weights": (0.25, 0.5)}
-    config.data = {
-        "source": "python-stdlib",
-        "tokenizer": "bpe",
-        "length": 1024,
-        "document_masks": True,
-    }
-    config.optimizer = {"learning_rate": 3e-4, "warmup_steps": 500, "schedule": "cosine"}
-    config.train = {
-        "steps": 20_000,
-        "batch_size": 512,
-        "microbatches": 16,
-        "log_every": 10,
-        "eval_every": 1000,
-        "eval_batches": 50,
-        "checkpoint_every": 1000,
-    }
-    config.mesh = {"data": 1}
+    config = default_config()
+    config.model.update(
+        vocab_size=50257,
+        vocab_multiple=128,
+        n_layers=12,
+        d_model=768,
+        n_heads=12,
+        context_length=1024,
+        norm="layernorm",
+        position="learned",
+        qkv_bias=True,
+        o_bias=True,
+        mlp_gated=False,
+        mlp_bias=True,
+        activation="gelu_tanh",
+        head="tied",
+        dtype="bfloat16",
+        exits=({"boundary": 3}, {"boundary": 6}),
+    )
+    config.exit_weights.update(weights=(0.25, 0.5))
+    config.data.update(
+        source="python-stdlib",
+        tokenizer="bpe",
+        length=1024,
+        document_masks=True,
+    )
+    config.optimizer.update(learning_rate=3e-4, warmup_steps=500, schedule="cosine")
+    config.train.update(
+        steps=20_000,
+        batch_size=512,
+        microbatches=16,
+        log_every=10,
+        eval_every=1000,
+        eval_batches=50,
+        checkpoint_every=1000,
+    )
     return config

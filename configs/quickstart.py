@@ -8,32 +8,33 @@ has what it reaches.
 
 from ml_collections import ConfigDict
 
+from eejax.train.config import default_config
+
 
 def get_config() -> ConfigDict:
-    config = ConfigDict()
-    config.model = {
-        "vocab_size": 257,
-        "n_layers": 12,
-        "d_model": 256,
-        "n_heads": 4,
-        "mlp_gated": False,
-        "activation": "gelu_tanh",
-        "context_length": 256,
-        "head": "tied",
-        "exits": ({"boundary": 3}, {"boundary": 8}),
-    }
-    config.exit_weights = {"weights": (0.3, 0.3)}
+    config = default_config()
+    config.model.update(
+        vocab_size=257,
+        n_layers=12,
+        d_model=256,
+        n_heads=4,
+        mlp_gated=False,
+        activation="gelu_tanh",
+        context_length=256,
+        head="tied",
+        exits=({"boundary": 3}, {"boundary": 8}),
+    )
+    config.exit_weights.update(weights=(0.3, 0.3))
     # Many small steps: at this size they teach more per second than fewer large ones.
-    config.data = {"source": "python-stdlib", "tokenizer": "bytes", "length": 128}
-    config.optimizer = {"learning_rate": 1.5e-3, "warmup_steps": 60, "schedule": "cosine"}
-    config.train = {
-        "steps": 1250,
-        "batch_size": 4,
-        "seed": 0,
-        "log_every": 20,
-        "eval_every": 200,
-        "eval_batches": 8,
-        "checkpoint_every": 500,
-    }
-    config.mesh = {"data": 1}
+    config.data.update(source="python-stdlib", tokenizer="bytes", length=128)
+    config.optimizer.update(learning_rate=1.5e-3, warmup_steps=60, schedule="cosine")
+    config.train.update(
+        steps=1250,
+        batch_size=4,
+        seed=0,
+        log_every=20,
+        eval_every=200,
+        eval_batches=8,
+        checkpoint_every=500,
+    )
     return config

@@ -10,12 +10,11 @@ JSON object.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 
-from absl import app, flags, logging
+from absl import flags
 
-from eejax.common.errors import CheckpointError, ConfigError, DataError
+from experiments import launch
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")
@@ -25,24 +24,13 @@ _BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Sequences at a time.", lowe
 flags.mark_flags_as_required(["workdir"])
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-    try:
-        run()
-    except (ConfigError, DataError, CheckpointError) as error:
-        sys.exit(f"error: {error}")
-
-
-def run() -> None:
+def main() -> None:
     from eejax import data
     from eejax.checkpoint.model import TOKENIZER, load_model
     from eejax.sharding.mesh import MeshConfig, make_mesh
     from eejax.train import evaluate, inputs, metrics, step
     from eejax.train.config import Experiment
 
-    if not flags.FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # Orbax logs every file it touches
     mesh = make_mesh(MeshConfig())
     model = load_model(_WORKDIR.value, step=_STEP.value, mesh=mesh)
     config = Experiment.from_dict(model.metadata["experiment"]).data
@@ -65,7 +53,7 @@ def run() -> None:
             (inputs.strip(batch, config.document_masks) for batch in batches),
             mesh,
             metrics.exit_names(model.config),
-            split.bytes_per_token,
+            model.tokenizer.byte_lengths,
         )
     print(f"step {model.step} of {_WORKDIR.value}")
     print(result.table())
@@ -73,4 +61,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    launch.run(main)

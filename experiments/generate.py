@@ -15,9 +15,10 @@ import pathlib
 import sys
 import time
 
-from absl import app, flags, logging
+from absl import flags
 
-from eejax.common.errors import CheckpointError, ConfigError, DataError
+from eejax.common.errors import ConfigError
+from experiments import launch
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")
@@ -41,19 +42,6 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
 flags.mark_flags_as_required(["workdir"])
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}; use --prompt")
-    if not flags.FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # Orbax logs every file it touches
-    try:
-        run()
-    except (ConfigError, DataError, CheckpointError, OSError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("\ninterrupted")
-
-
 def numbers(flag: str, texts: list[str], kind: type) -> list:
     try:
         return [kind(text) for text in texts]
@@ -66,7 +54,7 @@ def prompts() -> list[str]:
     return texts or [sys.stdin.read()]
 
 
-def run() -> None:
+def main() -> None:
     from eejax.checkpoint.model import load_model
     from eejax.inference import EngineOptions, Generator
 
@@ -124,4 +112,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    launch.run(main, interrupted="\ninterrupted")

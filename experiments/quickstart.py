@@ -11,17 +11,16 @@ a run that was stopped, and only repeats the measurements of one that is done.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import pathlib
 import sys
 import time
 
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 from ml_collections import config_flags
 
-from eejax.common.errors import CheckpointError, ConfigError, DataError
+from experiments import launch
 
 _DEFAULT = pathlib.Path(__file__).resolve().parent.parent / "configs" / "quickstart.py"
 _CONFIG = config_flags.DEFINE_config_file("config", str(_DEFAULT), "The experiment.")
@@ -62,26 +61,14 @@ def tiny(experiment):
     )
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-    if not flags.FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # Orbax logs every file it touches
-    try:
-        run(pathlib.Path(_WORKDIR.value))
-    except (ConfigError, DataError, CheckpointError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted: the same command continues from the last checkpoint")
-
-
-def run(workdir: pathlib.Path) -> None:
+def main() -> None:
     from eejax import calibration
     from eejax.checkpoint.model import TOKENIZER, load_model
     from eejax.train import inputs
     from eejax.train.config import Experiment
     from eejax.train.loop import fit
 
+    workdir = pathlib.Path(_WORKDIR.value)
     begin = time.perf_counter()
     experiment = Experiment.from_dict(_CONFIG.value)
     experiment = tiny(experiment) if _TINY.value else experiment
@@ -100,7 +87,7 @@ def run(workdir: pathlib.Path) -> None:
     quality = exit_quality(dataset, model, scores, labels)
 
     say("[3/4] sweeping thresholds; timing recompute against full on held-out prompts")
-    per_token = dataset.split("validation").bytes_per_token
+    per_token = scores.bytes_per_token(model.tokenizer)
     points = calibration.sweep(scores, (*THRESHOLDS, 1.0))
     measured, sample = measure(model, points, prompts(dataset.split("validation")), pairs)
 
@@ -127,13 +114,10 @@ def held_out(split, length: int, tokens: int):
     from eejax import data
 
     size = 16
-    stride = max(1, len(split) // max(tokens, 1))
-    total = data.batch_count(split, size, length)
-    batches = list(itertools.islice(data.batches(split, size, length), 0, None, stride))
-    first = np.arange(0, total, stride) * size * length + 1
-    where = first[:, None] + np.arange(size * length)[None]
-    counted = np.stack([b["labels"].reshape(-1) for b in batches]) != data.IGNORE
-    return batches, where[counted]
+    limit = max(1, tokens // (size * length))
+    windows = data.even_windows(split, length, limit * size)
+    where = windows[:, None] * length + 1 + np.arange(length)[None]
+    return data.batches(split, size, length, limit=limit), where[where < len(split)]
 
 
 def exit_quality(dataset, model, scores, labels: np.ndarray) -> dict[str, float]:
@@ -143,14 +127,15 @@ def exit_quality(dataset, model, scores, labels: np.ndarray) -> dict[str, float]
 
     train, validation = dataset.split("train"), dataset.split("validation")
     nats = scores.nlls.mean(1, dtype=np.float64)
-    scale = 1 / np.log(2) / validation.bytes_per_token
+    per_token = scores.bytes_per_token(model.tokenizer)
+    scale = 1 / np.log(2) / per_token
     quality = dict(zip(exit_names(model.config), (nats * scale).tolist(), strict=True))
     text = validation.read(0, len(validation))
     if model.config.vocab_size <= 512:  # a trigram over bytes
         trigram = analysis.Trigram(train.read(0, len(train)), model.config.vocab_size)
         # The split's second token has one token before it; it is given the end of a document.
         bits = trigram.bits(np.append(np.int32(validation.eos_id), text))
-        quality["trigram"] = float(bits[labels - 1].mean() / validation.bytes_per_token)
+        quality["trigram"] = float(bits[labels - 1].mean() / per_token)
     quality["zlib"] = analysis.compression_bits_per_byte(model.tokenizer.decode(text).encode())
     return quality
 
@@ -281,4 +266,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    launch.run(main, interrupted="interrupted: the same command continues from the last checkpoint")

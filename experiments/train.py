@@ -11,31 +11,22 @@ from __future__ import annotations
 
 import sys
 
-from absl import app, flags, logging
+from absl import flags
 from ml_collections import config_flags
 
-from eejax.common.errors import CheckpointError, ConfigError, DataError
+from experiments import launch
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment, a file of configs/.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; made if it is not there.")
 flags.mark_flags_as_required(["config", "workdir"])
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-    # Imported late: --help and usage errors need no JAX.
+def main() -> None:
+    # Imported late: --help needs no JAX.
     from eejax.train.config import Experiment
     from eejax.train.loop import fit
 
-    if not flags.FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # Orbax logs every file it touches
-    try:
-        result = fit(Experiment.from_dict(_CONFIG.value), _WORKDIR.value)
-    except (ConfigError, DataError, CheckpointError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted before the first step: nothing to save")
+    result = fit(Experiment.from_dict(_CONFIG.value), _WORKDIR.value)
     if result.evaluation is not None:
         print(result.evaluation.table())
     if result.stopped is not None:
@@ -43,4 +34,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    launch.run(main, interrupted="interrupted before the first step: nothing to save")

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
+import types
+import typing
 from collections.abc import Mapping
 from typing import Any
+
+from ml_collections import ConfigDict, config_dict
 
 from eejax.common.errors import ConfigError, require, require_one_of
 from eejax.losses import schedules
@@ -154,24 +159,108 @@ class Experiment:
     def from_dict(cls, values: Mapping[str, Any]) -> Experiment:
         """From a config file's ConfigDict or `to_dict`; unknown fields raise `ConfigError`."""
         values = _plain(values)
-        sections = {f.name: f for f in dataclasses.fields(cls)}
-        unknown = [name for name in values if name not in sections]
-        if unknown:
-            raise ConfigError(
-                f"config.{unknown[0]}: no such section. Known: {', '.join(sections)}."
-            )
-        if "model" not in values:
+        for name in values:
+            _require_known(name, "config", SECTIONS, "section")
+        for name, section in values.items():
+            _check_types(SECTIONS[name], section, f"config.{name}")
+        # Fields without a default, which `default_config` holds as None until they are set.
+        model = {k: v for k, v in values.get("model", {}).items() if v is not None}
+        if not model:
             raise ConfigError("config.model: missing; a run needs a model.")
-        types = {
-            "data": DataConfig, "train": TrainConfig, "optimizer": OptimizerConfig,
-            "exit_weights": ExitWeights, "mesh": MeshConfig,
-        }  # fmt: skip
         built = {
             name: build(type_, values[name], f"config.{name}")
-            for name, type_ in types.items()
-            if name in values
+            for name, type_ in SECTIONS.items()
+            if name in values and name != "model"
         }
-        return cls(model=ModelConfig.from_dict(values["model"]), **built)
+        return cls(model=ModelConfig.from_dict(model), **built)
+
+
+SECTIONS = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "train": TrainConfig,
+    "optimizer": OptimizerConfig,
+    "exit_weights": ExitWeights,
+    "mesh": MeshConfig,
+}
+
+
+def default_config() -> ConfigDict:
+    """Every field of every section with its default: what a file in configs/ begins with.
+
+    A field that is there can be set on the command line. Fields that must be given (the model's
+    sizes) are None.
+    """
+    return ConfigDict({name: _defaults(type_) for name, type_ in SECTIONS.items()})
+
+
+def check_field(path: str) -> None:
+    """Raises `ConfigError` unless 'train.steps' or the like, as given to --config.*, is a field."""
+    # `model.exits[0].head` reaches into a value; what lies in it is checked when it is set.
+    names, known, where = path.split("[")[0].split("."), SECTIONS, "config"
+    for name in names:
+        _require_known(name, where, known, "field" if where != "config" else "section")
+        type_, where = known[name], f"{where}.{name}"
+        if not dataclasses.is_dataclass(type_):
+            return
+        known = typing.get_type_hints(type_)
+
+
+def _require_known(name: str, where: str, known: Mapping[str, Any], kind: str) -> None:
+    if name in known:
+        return
+    close = difflib.get_close_matches(name, known, n=3)
+    meant = f" Did you mean {' or '.join(close)}?" if close else ""
+    raise ConfigError(f"{where}.{name}: no such {kind}.{meant} Known: {', '.join(known)}.")
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    result, hints = {}, typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        type_ = hints[field.name]
+        if dataclasses.is_dataclass(type_):
+            result[field.name] = _defaults(type_)
+        elif field.default is dataclasses.MISSING:
+            result[field.name] = config_dict.placeholder(type_)
+        elif _is_union(type_):  # a flag takes any literal, None too; `_check_types` judges it
+            result[field.name] = config_dict.FieldReference(field.default, field_type=object)
+        else:
+            result[field.name] = field.default
+    return result
+
+
+def _check_types(cls: type, values: Mapping[str, Any], where: str) -> None:
+    """Raises `ConfigError` for a value that is not of its field's type; unknown fields pass."""
+    require(isinstance(values, Mapping), where, values, "must be a section with fields")
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if field.name not in values:
+            continue
+        value, type_ = values[field.name], hints[field.name]
+        unset = value is None and field.default is dataclasses.MISSING
+        require(
+            unset or _is_a(value, type_), f"{where}.{field.name}", value, f"must be {field.type}"
+        )
+        if dataclasses.is_dataclass(type_) and isinstance(value, Mapping):
+            _check_types(type_, value, f"{where}.{field.name}")
+
+
+def _is_union(type_: Any) -> bool:
+    return typing.get_origin(type_) in (types.UnionType, typing.Union)
+
+
+def _is_a(value: Any, type_: Any) -> bool:
+    """isinstance for the annotations used here; an int is a float, a bool is no int."""
+    if _is_union(type_):
+        return any(_is_a(value, t) for t in typing.get_args(type_))
+    if typing.get_origin(type_) is tuple:
+        element = typing.get_args(type_)[0]
+        return isinstance(value, tuple) and all(_is_a(v, element) for v in value)
+    if dataclasses.is_dataclass(type_):
+        return isinstance(value, (Mapping, type_))
+    if type_ in (int, float):
+        return isinstance(value, (int, type_)) and not isinstance(value, bool)
+    return isinstance(value, type_)
 
 
 def _plain(value: Any) -> Any:

@@ -91,13 +91,66 @@ def test_sigterm_saves_and_the_same_command_resumes(repo_root, tmp_path):
     "arguments, message",
     [
         (["--config.train.batch_size=7", "--config.mesh.data=2"], "train.batch_size = 7"),
-        (["--config.data.source=/nowhere/*.txt"], "error: /nowhere/*.txt matches no file"),
-        (["--config.train.stepz=7"], "stepz"),
+        (["--config.data.source=/nowhere/*.txt"], "/nowhere/*.txt matches no file"),
+        (["--config.train.stepz=7"], "config.train.stepz: no such field. Did you mean steps?"),
+        (["--config.trane.steps=7"], "config.trane: no such section. Did you mean train?"),
+        (["--config.train.steps=many"], "flag --config.train.steps=many: invalid literal"),
+        (["--config.optimizer.clip_norm=x"], "clip_norm = 'x': must be float | None"),
+        (["--config=absent.py"], "--config = 'absent.py': no such file"),
+        (["--stepz=7"], "Unknown command line flag 'stepz'"),
+        (["7"], "unexpected arguments: 7"),
     ],
 )
 def test_mistakes_are_one_clear_line(repo_root, tmp_path, arguments, message):
-    code, _, err = finish(launch(repo_root, "train", *SMALL, f"--workdir={tmp_path}", *arguments))
-    assert code == 1 and message in err
+    result = finish(launch(repo_root, "train", *SMALL, f"--workdir={tmp_path}", *arguments))
+    one_error(result, message)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def one_error(result, message):
+    code, out, err = result
+    errors = [line for line in (out + err).splitlines() if line.startswith("error:")]
+    assert code == 1 and len(errors) == 1 and message in errors[0], err
+    assert "Traceback" not in err
+
+
+def test_a_missing_flag_is_named(repo_root):
+    one_error(finish(launch(repo_root, "train", "--config=configs/tiny.py")), "--workdir")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("def get_config(:", "invalid syntax"),
+        ("import absent_module", "absent_module"),
+        (
+            "from ml_collections import ConfigDict\n"
+            "def get_config(): return ConfigDict({'train': {'steps': 1}})",
+            "Let it begin with eejax.train.config.default_config()",
+        ),
+    ],
+)
+def test_a_config_file_that_cannot_be_used_is_one_clear_line(repo_root, tmp_path, text, message):
+    (tmp_path / "mine.py").write_text(text)
+    arguments = (f"--config={tmp_path}/mine.py", "--config.mesh.data=1", f"--workdir={tmp_path}")
+    one_error(finish(launch(repo_root, "train", *arguments)), message)
+
+
+def test_a_folder_that_may_not_be_written_is_one_clear_line(repo_root, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = finish(launch(repo_root, "train", *SMALL, f"--workdir={tmp_path}/file/run"))
+    one_error(result, "Not a directory")
+
+
+def test_fields_that_the_file_does_not_name_can_be_set(repo_root, tmp_path):
+    arguments = (*SMALL, f"--workdir={tmp_path}", "--config.train.steps=2",
+                 "--config.train.remat=full", "--config.model.rotary.theta=500",
+                 "--config.optimizer.clip_norm=None", "--config.data.document_masks")  # fmt: skip
+    code, _, err = finish(launch(repo_root, "train", *arguments))
+    assert code == 0, err
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["train"]["remat"] == "full" and saved["model"]["rotary"]["theta"] == 500
+    assert saved["optimizer"]["clip_norm"] is None and saved["data"]["document_masks"] is True
 
 
 def test_evaluating_nothing_says_what_to_give(repo_root, tmp_path):

@@ -1,0 +1,1 @@
+"""Experiments, one a file: `get_config()` gives what `experiments.train --config=` takes."""

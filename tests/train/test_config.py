@@ -1,0 +1,101 @@
+"""Config files begin with every field, and a field or value that cannot be is named."""
+
+import dataclasses
+import runpy
+import typing
+
+import pytest
+
+from eejax.common.errors import ConfigError
+from eejax.train.config import SECTIONS, Experiment, check_field, default_config
+
+SIZES = {"vocab_size": 257, "n_layers": 2, "d_model": 16, "n_heads": 2, "context_length": 256}
+
+
+def configured(**model):
+    config = default_config()
+    config.model.update(SIZES | model)
+    return config
+
+
+def test_defaults_are_those_of_the_dataclasses():
+    values = default_config().to_dict()
+    assert set(values) == {f.name for f in dataclasses.fields(Experiment)}
+    for name, cls in SECTIONS.items():
+        assert set(values[name]) == {f.name for f in dataclasses.fields(cls)}
+    built = Experiment.from_dict(configured())
+    assert built == Experiment(model=SECTIONS["model"](**SIZES))
+    assert Experiment.from_dict(built.to_dict()) == built
+
+
+def test_a_field_that_must_be_given_is_missed():
+    with pytest.raises(ConfigError, match="missing vocab_size"):
+        config = configured()
+        config.model.vocab_size = None
+        Experiment.from_dict(config)
+    with pytest.raises(ConfigError, match="config.model: missing"):
+        Experiment.from_dict({"train": {"steps": 3}})
+
+
+def test_optional_fields_take_their_type_and_none():
+    config = configured()
+    config.optimizer.clip_norm = None
+    config.train.eval_batches = None
+    config.model.sliding_window = (None, 4)
+    config.data.source = ("a", "b")
+    built = Experiment.from_dict(config)
+    assert built.optimizer.clip_norm is None and built.train.eval_batches is None
+    assert built.model.sliding_window == (None, 4) and built.data.source == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "section, field, value, allowed",
+    [
+        ("optimizer", "clip_norm", "abc", "must be float | None"),
+        ("optimizer", "b1", True, "must be float"),
+        ("train", "steps", 1.5, "must be int"),
+        ("train", "remat", 3, "must be str"),
+        ("data", "source", 7, "must be str"),
+        ("data", "document_masks", 1, "must be bool"),
+        ("exit_weights", "weights", ("a",), "must be tuple"),
+        ("mesh", "pipe", None, "must be int"),
+    ],
+)
+def test_values_of_another_type_are_named(section, field, value, allowed):
+    values = {"model": SIZES, section: {field: value}}
+    with pytest.raises(ConfigError) as error:
+        Experiment.from_dict(values)
+    assert f"config.{section}.{field} = {value!r}: {allowed}" in str(error.value)
+
+
+def test_a_section_must_have_fields():
+    with pytest.raises(ConfigError, match="config.train = 3: must be a section"):
+        Experiment.from_dict({"model": SIZES, "train": 3})
+
+
+@pytest.mark.parametrize("path", ["train.steps", "model.rotary.theta", "model.exits[0].head"])
+def test_fields_are_found(path):
+    check_field(path)
+
+
+@pytest.mark.parametrize(
+    "path, message",
+    [
+        ("train.stepz", "config.train.stepz: no such field. Did you mean steps? Known: steps,"),
+        ("trian.steps", "config.trian: no such section. Did you mean train?"),
+        ("model.rotary.tehta", "config.model.rotary.tehta: no such field. Did you mean theta?"),
+        ("mesh.qqqq", "config.mesh.qqqq: no such field. Known: data, pipe, model."),
+    ],
+)
+def test_what_is_no_field_is_named_with_what_is_close(path, message):
+    with pytest.raises(ConfigError) as error:
+        check_field(path)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("name", ["tiny", "quickstart", "gpt2_small_ee"])
+def test_every_config_file_names_every_field(repo_root, name):
+    config = runpy.run_path(str(repo_root / f"configs/{name}.py"))["get_config"]()
+    for section, cls in SECTIONS.items():
+        assert set(config[section]) == set(typing.get_type_hints(cls))
+    Experiment.from_dict(config)
