@@ -20,6 +20,7 @@ from jax import lax
 
 from eejax.common.errors import DataError, require
 from eejax.common.trees import Tree
+from eejax.data import Tokenizer
 from eejax.gates import confidence
 from eejax.inference.policy import ExitPolicy
 from eejax.losses.cross_entropy import IGNORE
@@ -34,16 +35,21 @@ class Scores:
     """What every exit says at every counted position; arrays [e, n], the final exit last.
 
     tokens: the most likely token. confidences: its gate's, after the exit's own temperature.
-    nlls: -log p of the label, in nats.
+    nlls: -log p of the label, in nats. labels [n]: the token that was to be predicted.
     """
 
     config: ModelConfig
+    labels: np.ndarray
     tokens: np.ndarray
     confidences: np.ndarray
     nlls: np.ndarray
 
     def __len__(self) -> int:
         return self.tokens.shape[1]
+
+    def bytes_per_token(self, tokenizer: Tokenizer) -> float:
+        """Mean UTF-8 bytes of text of the scored labels, for `Point.bits_per_byte`."""
+        return float(tokenizer.byte_lengths[self.labels].mean())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +73,8 @@ class Point:
         """Per token, of the emitted distributions."""
         return math.exp(self.nll)
 
-    def bits_per_byte(self, bytes_per_token: float = 1.0) -> float:
-        """Of the emitted distributions; `Split.bytes_per_token` for other tokens than bytes."""
+    def bits_per_byte(self, bytes_per_token: float) -> float:
+        """Of the emitted distributions; see `Scores.bytes_per_token`."""
         return self.nll / (math.log(2) * bytes_per_token)
 
 
@@ -106,11 +112,13 @@ def score(params: Tree, config: ModelConfig, batches: Iterable[Mapping[str, Any]
     """
     parts = []
     for batch in batches:
-        counted = np.asarray(batch["labels"]).reshape(-1) != IGNORE
-        parts.append([np.asarray(a)[:, counted] for a in _score(params, config, dict(batch))])
-    if not sum(p[0].shape[1] for p in parts):
+        labels = np.asarray(batch["labels"]).reshape(-1)
+        counted = labels != IGNORE
+        columns = [np.asarray(a)[..., counted] for a in _score(params, config, dict(batch))]
+        parts.append([labels[counted], *columns])
+    if not sum(len(p[0]) for p in parts):
         raise DataError("no labelled position to score: give batches of held-out text.")
-    return Scores(config, *(np.concatenate(a, 1) for a in zip(*parts, strict=True)))
+    return Scores(config, *(np.concatenate(a, -1) for a in zip(*parts, strict=True)))
 
 
 def emitting_exits(

@@ -1,6 +1,6 @@
 """Text, tokenizers, packed token files, and a loader whose position is part of a checkpoint."""
 
-from eejax.data.loader import IGNORE, Batch, Loader, batch_count, batches
+from eejax.data.loader import IGNORE, Batch, Loader, batches, even_windows
 from eejax.data.packing import PackedDataset, Split, open_packed, pack
 from eejax.data.sources import PYTHON_STDLIB, Document, PythonStdlib, Source, TextFiles, source
 from eejax.data.tokenizers import (
@@ -31,9 +31,9 @@ __all__ = [
     "TextFiles",
     "TextStream",
     "Tokenizer",
-    "batch_count",
     "batches",
     "check_vocabulary",
+    "even_windows",
     "load_tokenizer",
     "open_packed",
     "pack",

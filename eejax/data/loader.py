@@ -93,11 +93,6 @@ class Loader:
         self.step += 1
         return batch
 
-    @property
-    def epoch(self) -> float:
-        """Passes over the split so far."""
-        return self.step * self.batch_size / self.windows
-
     def state(self) -> dict[str, Any]:
         """JSON from which `restore` continues, on any number of shards."""
         return {"step": self.step, **self._identity()}
@@ -153,8 +148,9 @@ def batches(
 
     Every token but the split's first is a label once (with `document_masks`, every token but
     the documents' first). The last window and the last batch are filled up with token 0 and
-    label IGNORE, so all batches have one shape. `limit` stops after that many batches; `shard`
-    is (index, count) and takes this process's rows of each.
+    label IGNORE, so all batches have one shape. With `limit`, at most that many batches, of
+    `even_windows(split, length, limit * batch_size)`. `shard` is (index, count) and takes this
+    process's rows of each.
     """
     require(batch_size > 0, "batch_size", batch_size, "must be > 0")
     require(length > 0, "length", length, "must be > 0")
@@ -166,19 +162,31 @@ def batches(
         batch_size,
         f"must be divisible by the {count} data shards",
     )
+    rows = batch_size // count
+    windows = even_windows(split, length, None if limit is None else limit * batch_size)
+    for b in range(0, len(windows), batch_size):
+        first = b + index * rows
+        yield _windows(split, windows[first : first + rows], length, rows, document_masks)
+
+
+def even_windows(split: Split, length: int, most: int | None = None) -> np.ndarray:
+    """Numbers [n] of at most `most` windows of a split, evenly spaced and ascending; None: all.
+
+    Window w has tokens w*length .. and the labels one further on, cut at the split's end; the
+    last may be short. The choice depends on the arguments alone, so that however a sample is
+    cut into batches, it is the same sample.
+
+    Raises:
+      ConfigError: `most` below 1.
+      DataError: a split without a token to predict.
+    """
+    require(length > 0, "length", length, "must be > 0")
+    require(most is None or most > 0, "most", most, "must be None or > 0")
     if len(split) < 2:
         raise DataError(f"the {split.name} split has no token to predict: give more text.")
-    rows = batch_size // count
-    for b in range(batch_count(split, batch_size, length, limit=limit)):
-        first = b * batch_size + index * rows
-        chosen = range(first, min(first + rows, -(-(len(split) - 1) // length)))
-        yield _windows(split, chosen, length, rows, document_masks)
-
-
-def batch_count(split: Split, batch_size: int, length: int, *, limit: int | None = None) -> int:
-    """How many batches `batches` gives."""
-    total = -(-(len(split) - 1) // (length * batch_size))
-    return total if limit is None else min(total, limit)
+    total = -(-(len(split) - 1) // length)
+    n = total if most is None else min(most, total)
+    return (2 * np.arange(n) + 1) * total // (2 * n)  # the middle of each of n equal parts
 
 
 def _windows(split: Split, chosen: Any, length: int, rows: int, document_masks: bool) -> Batch:
@@ -188,7 +196,7 @@ def _windows(split: Split, chosen: Any, length: int, rows: int, document_masks: 
     segments = np.zeros((rows, length), np.int32)
     positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
     for row, window in enumerate(chosen):
-        start = window * length
+        start = int(window) * length
         ids = split.read(start, length + 1)
         n = len(ids) - 1
         tokens[row, :n], labels[row, :n] = ids[:n], ids[1:]

@@ -29,7 +29,7 @@ import numpy as np
 
 from eejax.common.errors import DataError, require
 from eejax.data.sources import Source, name_hash
-from eejax.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
+from eejax.data.tokenizers import Tokenizer, load_tokenizer
 
 SPLITS = ("train", "validation")
 FORMAT = 1
@@ -58,14 +58,6 @@ class Split:
 
     def __len__(self) -> int:
         return int(self.starts[-1])
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Bits per byte = (mean loss in nats per token) / (ln 2 · bytes_per_token).
-
-        End tokens count as tokens but not as bytes, so predicting them is paid for.
-        """
-        return self.nbytes / max(1, len(self))
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Tokens start:start+count of the split as int32; fewer at its end."""
@@ -118,16 +110,6 @@ class PackedDataset:
                 "validation_fraction > 0, or ask for one of these."
             )
         return self._splits[name]
-
-    def check(self, vocab_size: int | None = None, tokenizer: Tokenizer | None = None) -> None:
-        """Raises `DataError` unless a model with this vocabulary and tokenizer fits the data."""
-        if tokenizer is not None and tokenizer.fingerprint != self.meta["spec"]["tokenizer"]:
-            raise DataError(
-                f"{self.path} was packed with tokenizer {self.meta['spec']['tokenizer']}, not "
-                f"{tokenizer.fingerprint}: pack the text again with the model's tokenizer."
-            )
-        if vocab_size is not None:
-            check_vocabulary(self.tokenizer, vocab_size)
 
     @functools.cached_property
     def _splits(self) -> dict[str, Split]:
@@ -213,11 +195,11 @@ def pack(
     return open_packed(path)
 
 
-def open_packed(path: str | os.PathLike, *, verify: bool = False) -> PackedDataset:
-    """Opens a packed folder; `verify` also reads all tokens and compares their checksum.
+def open_packed(path: str | os.PathLike) -> PackedDataset:
+    """Opens a packed folder.
 
     Raises:
-      DataError: not a packed folder, or a damaged one.
+      DataError: not a packed folder, or tokens missing from it.
     """
     path = os.fspath(path)
     fix = "delete the folder and pack the text again."
@@ -232,11 +214,6 @@ def open_packed(path: str | os.PathLike, *, verify: bool = False) -> PackedDatas
     expected = meta["tokens"] * np.dtype(meta["dtype"]).itemsize
     if size != expected:
         raise DataError(f"{path}/tokens.bin has {size} bytes instead of {expected}: {fix}")
-    if verify:
-        with open(os.path.join(path, "tokens.bin"), "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != meta["sha256"]:
-            raise DataError(f"{path}/tokens.bin does not match its checksum: {fix}")
     return PackedDataset(path, meta)
 
 
@@ -300,7 +277,8 @@ def _split(hashes: np.ndarray, fraction: float) -> np.ndarray:
     if len(split) == 1:
         raise DataError(
             "the text is a single document and cannot be split into train and validation: give "
-            "more files, set separator or a smaller document_chars, or validation_fraction = 0."
+            "more files, or set validation_fraction = 0 and hold nothing out. (In Python, a "
+            "TextFiles with a separator makes several documents of one file.)"
         )
     if not split.any():
         split[np.argmin(unit)] = 1

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ _JSON = "tokenizer.json"
 # Tried in this order where neither the caller nor a tokenizer_config.json names the token.
 _EOS_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>")
 _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>")
+_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
 
 class TextStream(Protocol):
@@ -44,6 +46,18 @@ class Tokenizer(Protocol):
     eos_id: int | None
     bos_id: int | None
     fingerprint: str
+
+    @property
+    def byte_lengths(self) -> np.ndarray:
+        """[vocab_size] int64: UTF-8 bytes of text that each id stands for, in running text.
+
+        The bytes of the text that decoding gives: of an id that is part of a character its own
+        share, of a leading-space piece the space too, of special tokens and unused ids 0.
+        Summed over the labels that were scored, it turns nats per token into bits per byte
+        (nats / ln 2 / bytes): what special tokens cost is paid for, and what their text is
+        called is not counted.
+        """
+        ...
 
     def encode(self, text: str, *, allow_special: bool = False) -> np.ndarray:
         """int32 ids [t]. Names of special tokens are plain text unless `allow_special`."""
@@ -67,6 +81,10 @@ class ByteTokenizer:
     eos_id = 256
     bos_id = None
     fingerprint = "bytes-257"
+
+    @property
+    def byte_lengths(self) -> np.ndarray:
+        return np.append(np.ones(256, np.int64), 0)
 
     def encode(self, text: str, *, allow_special: bool = False) -> np.ndarray:
         return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
@@ -113,6 +131,32 @@ class JsonTokenizer:
         # Of the file's content, which the library's version does not change.
         content = json.dumps([json.loads(self._definition), self.eos, self.bos], sort_keys=True)
         return "json-" + hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    @functools.cached_property
+    def byte_lengths(self) -> np.ndarray:
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        decoder = json.loads(self._definition).get("decoder") or {}
+        kinds = {d["type"] for d in (decoder, *decoder.get("decoders", ()))}
+        alphabet = set(ByteLevel.alphabet())
+        special = {i for i, t in self._plain.get_added_tokens_decoder().items() if t.special}
+        # After a piece that has text: decoders drop the space that begins a text.
+        before = next((i for i in range(self.vocab_size) if self.decode([i]).strip()), None)
+        start = [] if before is None else [before]
+        first = len(self.decode(start).encode())
+
+        def size(i: int) -> int:
+            piece = self._plain.id_to_token(i)
+            if piece is None or i in special:
+                return 0
+            # Part of a character alone decodes to U+FFFD, whose length says nothing.
+            if "ByteLevel" in kinds:  # one letter of its alphabet for each byte
+                return len(piece) if alphabet.issuperset(piece) else len(piece.encode())
+            if "ByteFallback" in kinds and _BYTE_PIECE.fullmatch(piece):
+                return 1
+            return len(self.decode([*start, i]).encode()) - first
+
+        return np.array([size(i) for i in range(self.vocab_size)], np.int64)
 
     @functools.cached_property
     def _with_special(self) -> Any:

@@ -12,21 +12,22 @@ from jax.sharding import Mesh
 
 from eejax.common.errors import DataError
 from eejax.common.trees import Tree
-from eejax.data import Batch
+from eejax.data import IGNORE, Batch
 from eejax.train.step import put_batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Per exit, the final one last: `losses` in nats per token; `tokens` were counted.
+    """Per exit, the final one last: `losses` in nats per token; `tokens` labels were counted.
 
-    `bytes_per_token` turns nats per token into bits per byte of text.
+    `nbytes`: UTF-8 bytes of text these labels stand for (`Tokenizer.byte_lengths`). An end of a
+    document is a token without bytes: predicting it is paid for.
     """
 
     names: tuple[str, ...]
     losses: tuple[float, ...]
     tokens: int
-    bytes_per_token: float
+    nbytes: int
 
     @property
     def perplexities(self) -> tuple[float, ...]:
@@ -35,7 +36,9 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> tuple[float, ...]:
-        return tuple(loss / math.log(2) / self.bytes_per_token for loss in self.losses)
+        """All bits spent over all bytes of text, infinite where the labels have none."""
+        scale = self.tokens / self.nbytes / math.log(2) if self.nbytes else math.inf
+        return tuple(loss * scale for loss in self.losses)
 
     def metrics(self) -> dict[str, float]:
         """'eval/loss/exit_3' and the like."""
@@ -64,15 +67,17 @@ def evaluate(
     batches: Iterable[Batch],
     mesh: Mesh,
     names: Iterable[str],
-    bytes_per_token: float,
+    byte_lengths: np.ndarray,
 ) -> Evaluation:
     """Runs `eval_step` of `train.step.make_eval_step` over the batches.
 
-    Sums are taken over all tokens, so unequal batches weigh what they hold. Raises `DataError`
-    where no token is counted.
+    byte_lengths [v]: the tokenizer's. Sums are taken over all tokens, so unequal batches weigh
+    what they hold. Raises `DataError` where no token is counted.
     """
-    sums, count, pending = np.zeros((), np.float64), 0, None
+    sums, count, nbytes, pending = np.zeros((), np.float64), 0, 0, None
     for batch in batches:
+        labels = batch["labels"]
+        nbytes += int(byte_lengths[labels[labels != IGNORE]].sum())
         result = eval_step(params, put_batch(batch, mesh))
         if pending is not None:  # fetched while the next batch runs
             sums, count = _add(sums, count, pending)
@@ -82,7 +87,7 @@ def evaluate(
     if not count:
         raise DataError("no token to evaluate: the validation split is empty.")
     losses = tuple(float(s) / count for s in sums)
-    return Evaluation(tuple(names), losses, count, bytes_per_token)
+    return Evaluation(tuple(names), losses, count, nbytes)
 
 
 def _add(sums: np.ndarray, count: int, result) -> tuple[np.ndarray, int]:

@@ -91,7 +91,7 @@ class _Run:
         checkpoints: Checkpoints,
     ):
         self.experiment, self.mesh, self.checkpoints = experiment, mesh, checkpoints
-        self.workdir, self.fingerprint = workdir, dataset.tokenizer.fingerprint
+        self.workdir, self.tokenizer = workdir, dataset.tokenizer
         self.model, self.train = experiment.model, experiment.train
         self.names = exit_names(self.model)
         self.loader = data.Loader(
@@ -214,14 +214,16 @@ class _Run:
         if self.validation is None:
             return
         c = self.experiment.data
+        # In parts as the steps, for memory; the windows are those of whole batches.
+        parts, limit = self.train.microbatches, self.train.eval_batches
         batches = data.batches(
-            self.validation, self.train.batch_size // self.train.microbatches, c.length,
-            document_masks=c.document_masks, limit=self.train.eval_batches,
+            self.validation, self.train.batch_size // parts, c.length,
+            document_masks=c.document_masks, limit=limit and limit * parts,
         )  # fmt: skip
         stripped = (inputs.strip(b, c.document_masks) for b in batches)
         self.evaluation = evaluate(
             self.eval_step, self.state.params, stripped, self.mesh, self.names,
-            self.validation.bytes_per_token,
+            self.tokenizer.byte_lengths,
         )  # fmt: skip
         self.writer.write(self.step, self.evaluation.metrics())
         losses = zip(self.names, self.evaluation.losses, strict=True)
@@ -234,7 +236,7 @@ class _Run:
             "model": self.model.to_dict(),
             "experiment": self.experiment.to_dict(),
             "data": self.loader.state(),
-            "tokenizer": self.fingerprint,
+            "tokenizer": self.tokenizer.fingerprint,
             "tokens": self.tokens,
         }
         self.checkpoints.save(self.step, _trees(self.state), metadata)

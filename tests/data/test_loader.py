@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eejax.common.errors import ConfigError, DataError
-from eejax.data import IGNORE, Loader, Split, batch_count, batches
+from eejax.data import IGNORE, Loader, Split, batches, even_windows
 from eejax.data.loader import _mix, _permutation
 
 EOS = 1_000_000
@@ -172,14 +172,36 @@ def test_evaluation_counts_every_label_once_in_order(lengths, batch_size, length
     data = split(lengths)
     stream = data.read(0, len(data))
     found = list(batches(data, batch_size, length))
-    assert len(found) == batch_count(data, batch_size, length)
+    assert len(found) == -(-(len(data) - 1) // (length * batch_size))
     assert all(b["tokens"].shape == (batch_size, length) for b in found)
     labels = joined(found)["labels"].ravel()
     np.testing.assert_array_equal(labels[labels != IGNORE], stream[1:])
     tokens = joined(found)["tokens"].ravel()
     np.testing.assert_array_equal(tokens[labels != IGNORE], stream[:-1])
     assert not tokens[labels == IGNORE].any()
-    assert len(list(batches(data, batch_size, length, limit=1))) == 1
+
+
+@settings(max_examples=60)
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 40), st.sampled_from([1, 2, 4]), st.booleans())
+def test_a_sample_is_even_and_the_same_however_it_is_cut(lengths, length, most, parts, masks):
+    data = split(lengths)
+    total = -(-(len(data) - 1) // length)
+    windows = even_windows(data, length, most)
+    assert len(windows) == min(most, total) and 0 <= windows[0] and windows[-1] < total
+    gaps = np.diff([-1 - (total - 1 - windows[-1]), *windows])  # the ends' gaps taken together
+    assert gaps.max() - gaps.min() <= 1 or len(windows) == 1
+    np.testing.assert_array_equal(even_windows(data, length), np.arange(total))
+    size = 4
+    whole = joined(list(batches(data, size, length, document_masks=masks, limit=most)))
+    cut = joined(
+        list(batches(data, size // parts, length, document_masks=masks, limit=most * parts))
+    )
+    n = min(total, most * size)  # the rest is filling
+    equal({k: v[:n] for k, v in whole.items()}, {k: v[:n] for k, v in cut.items()})
+    assert (whole["labels"][n:] == IGNORE).all() and (cut["labels"][n:] == IGNORE).all()
+    every = joined(list(batches(data, 1, length, document_masks=masks)))
+    chosen = even_windows(data, length, most * size)
+    equal({k: v[:n] for k, v in whole.items()}, {k: v[chosen] for k, v in every.items()})
 
 
 @pytest.mark.parametrize(
@@ -224,6 +246,8 @@ def test_bad_positions_and_sizes():
         loader.shard(2, 2)
     with pytest.raises(DataError, match="no token to predict"):
         list(batches(split([1]), 1, 4))
+    with pytest.raises(ConfigError, match="most = 0"):
+        even_windows(data, 4, 0)
 
 
 def test_late_steps_cost_no_more_than_early_ones():
@@ -231,7 +255,6 @@ def test_late_steps_cost_no_more_than_early_ones():
     loader.restore({**loader.state(), "step": 10**9})
     late = next(loader)
     equal(late, loader.batch(10**9))
-    assert loader.epoch > 10**8
 
 
 def test_ignored_label_is_the_losses_one():

@@ -76,9 +76,7 @@ def test_every_document_comes_back_from_exactly_one_split(texts, fraction, seed)
             whole = split.read(0, len(split))
             for start in range(len(split)):
                 np.testing.assert_array_equal(split.read(start, 5), whole[start : start + 5])
-            text = split.nbytes
-            assert text == int(np.sum(whole < 256))
-            assert split.bytes_per_token == text / len(whole)
+            assert split.nbytes == int(np.sum(whole < 256))
 
 
 def test_split_depends_on_the_name_and_seed_alone(tmp_path):
@@ -191,28 +189,14 @@ def test_damage_is_noticed(tmp_path):
     dataset = pack(Texts(("abcd", "efgh")), ByteTokenizer(), tmp_path)
     tokens = pathlib.Path(dataset.path, "tokens.bin")
     good = tokens.read_bytes()
-    tokens.write_bytes(bytes([good[0] ^ 1]) + good[1:])
-    assert open_packed(dataset.path).fingerprint == dataset.fingerprint
-    with pytest.raises(DataError, match="does not match its checksum"):
-        open_packed(dataset.path, verify=True)
     tokens.write_bytes(good[:-1])
     with pytest.raises(DataError, match="has 19 bytes instead of 20: delete the folder"):
         pack(Texts(("abcd", "efgh")), ByteTokenizer(), tmp_path)
     tokens.write_bytes(good)
-    open_packed(dataset.path, verify=True)
     meta = pathlib.Path(dataset.path, "meta.json")
     meta.write_text(json.dumps({**dataset.meta, "format": 99}))
     with pytest.raises(DataError, match="format 99"):
         open_packed(dataset.path)
-
-
-def test_mismatches_with_the_model_are_refused(tmp_path):
-    dataset = pack(Texts(("ab", "cd")), ByteTokenizer(), tmp_path)
-    dataset.check(vocab_size=257, tokenizer=ByteTokenizer())
-    with pytest.raises(DataError, match="257 tokens but the model's vocab_size is 64"):
-        dataset.check(vocab_size=64)
-    with pytest.raises(DataError, match="packed with tokenizer bytes-257, not json-"):
-        dataset.check(tokenizer=train_bpe(["ab"], 257))
 
 
 def test_what_cannot_be_packed(tmp_path):
@@ -259,4 +243,4 @@ def test_standard_library_packs_into_two_splits_of_text(tmp_path):
     train, validation = dataset.split("train"), dataset.split("validation")
     assert len(train) > 5 * len(validation) > 5000
     assert not set(train.documents) & set(validation.documents)
-    assert 0.99 < train.bytes_per_token < 1.0
+    assert 0.99 < train.nbytes / len(train) < 1.0

@@ -160,6 +160,58 @@ def test_truncation_and_padding_of_the_file_are_ignored(bpe):
     assert limited.decode(limited.encode(text)) == text
 
 
+@given(TEXT)
+def test_byte_lengths_of_bytes(text):
+    tokenizer = ByteTokenizer()
+    assert tokenizer.byte_lengths[tokenizer.encode(text)].sum() == len(text.encode())
+    assert len(tokenizer.byte_lengths) == 257 and tokenizer.byte_lengths[tokenizer.eos_id] == 0
+
+
+@settings(max_examples=50)
+@given(TEXT)
+def test_byte_lengths_of_bpe_add_up_to_the_text(bpe, text):
+    ids = bpe.encode(text)
+    assert bpe.byte_lengths[ids].sum() == len(text.encode())
+    assert bpe.byte_lengths[[*ids, bpe.eos_id]].sum() == len(text.encode())
+
+
+def test_byte_lengths_of_bpe_are_those_of_each_piece(bpe):
+    whole = 0
+    for i, n in enumerate(bpe.byte_lengths):
+        text = bpe.decode([i])
+        if "\ufffd" in text:  # part of a character
+            assert n >= 1
+        else:
+            assert n == len(text.encode())
+            whole += 1
+    assert len(bpe.byte_lengths) == 512 and whole > 300
+
+
+def test_byte_lengths_of_gpt2(gpt2):
+    text = "naïve 🙂 日本語, and the end"
+    assert gpt2.byte_lengths[gpt2.encode(text)].sum() == len(text.encode())
+    assert gpt2.byte_lengths[[15496, 995]].tolist() == [len("Hello"), len(" world")]
+
+
+def test_byte_lengths_where_pieces_carry_spaces_and_bytes_fall_back():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    pieces = {"<unk>": 0, "</s>": 1, "▁the": 2, "▁end": 3, "é": 4, "<0xF0>": 5, "s": 6, "▁": 7}
+    inner = Tokenizer(models.WordLevel(pieces, unk_token="<unk>"))
+    inner.add_special_tokens(["</s>", "<unk>"])
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    got = JsonTokenizer(inner.to_str()).byte_lengths
+    assert got.tolist() == [0, 0, 4, 4, 2, 1, 1, 1]
+
+
 def test_bad_tokenizers_are_named_with_the_fix(tmp_path):
     with pytest.raises(DataError, match="no file .*nothing.*Give 'bytes'"):
         load_tokenizer(tmp_path / "nothing")
