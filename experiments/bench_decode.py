@@ -59,7 +59,7 @@ def build():
     config = ModelConfig(
         vocab_size=50257, n_layers=12, d_model=768, n_heads=12, context_length=1024,
         norm="layernorm", position="learned", mlp_gated=False, activation="gelu_tanh",
-        qkv_bias=True, attention_bias=True, mlp_bias=True, head="tied",
+        qkv_bias=True, o_bias=True, mlp_bias=True, head="tied",
         exits=tuple(ExitConfig(n, norm=False) for n in DEPTHS),
     )  # fmt: skip
     rng = np.random.default_rng(0)

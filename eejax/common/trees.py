@@ -34,10 +34,3 @@ def unstack(stack: Tree, start: int, stop: int) -> tuple[Tree, ...]:
 def path_name(path: tuple) -> str:
     """'layers/attn/q' for a key path of `jax.tree_util`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def cast(tree: Tree, dtype: Any) -> Tree:
-    """Floating leaves as `dtype`; the others as they are."""
-    return jax.tree.map(
-        lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree
-    )

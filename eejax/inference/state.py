@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from flax import struct
 
 from eejax.common.errors import require, require_one_of
-from eejax.common.trees import Tree, cast
+from eejax.common.trees import Tree
 from eejax.models import exits, transformer
 from eejax.models.cache import KVCache, unstack_segments
 from eejax.models.config import ModelConfig
+from eejax.models.params import for_compute
 
 ENGINES = ("full", "posthoc", "recompute")
 
@@ -73,7 +74,7 @@ def engine_config(config: ModelConfig, options: EngineOptions) -> ModelConfig:
 
 def prepare(params: Tree, config: ModelConfig) -> Weights:
     """Unstacks the layers by segment and casts once, so that no step copies or casts weights."""
-    params = cast(params, config.dtype)
+    params = for_compute(params, config.dtype)
     segments = unstack_segments(params, config, config.n_exits + 1)
     return Weights(segments, {k: v for k, v in params.items() if k != "layers"})
 

@@ -151,7 +151,7 @@ class ModelConfig:
     position: str = "rotary"
     rotary: RotaryConfig = RotaryConfig()
     qkv_bias: bool = False
-    attention_bias: bool = False
+    o_bias: bool = False
     qk_norm: str = "none"
     sliding_window: int | tuple[int | None, ...] | None = None
     attention_scale: float | None = None

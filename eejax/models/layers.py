@@ -376,15 +376,22 @@ def _qkv(p: Tree, x: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array, ja
 
 def _linear(p: Tree, name: str, x: jax.Array) -> jax.Array:
     """x [b, t, d] times weight `name`, plus its bias if there is one."""
-    y = _product(x, p[name])
-    bias = p.get(f"{name}_bias")
-    return y if bias is None else y + bias[None, None]
+    return _add_bias(_product(x, p[name]), p.get(f"{name}_bias"))
 
 
 def _finish(y: jax.Array, bias: jax.Array | None, axis: str | None) -> jax.Array:
     """The end of a row-parallel product: sum the shards, then add the bias once."""
-    y = psum(y, axis)
-    return y if bias is None else y + bias[None, None]
+    return _add_bias(psum(y, axis), bias)
+
+
+def _add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """y [b, t, ...] plus a bias [...] in float32, returned in y's dtype.
+
+    The bias's gradient is a sum over all tokens: in bf16 such a sum stops growing.
+    """
+    if bias is None:
+        return y
+    return (y.astype(jnp.float32) + bias.astype(jnp.float32)[None, None]).astype(y.dtype)
 
 
 def mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) -> jax.Array:

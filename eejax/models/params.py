@@ -65,7 +65,7 @@ def _attention(c: ModelConfig) -> Tree:
     if c.qkv_bias:
         tree |= {"q_bias": Param((n, h), ("n", "h"))}
         tree |= {f"{x}_bias": Param((k, h), ("k", "h")) for x in "kv"}
-    if c.attention_bias:
+    if c.o_bias:
         tree["o_bias"] = Param((d,), ("d",))
     if c.qk_norm == "head":
         tree |= {f"{x}_norm": _norm(c, (h,), ("h",), bias=False) for x in "qk"}
@@ -172,6 +172,19 @@ def init(config: ModelConfig, key: jax.Array) -> Tree:
     return jax.tree_util.tree_map_with_path(
         one, abstract(config), is_leaf=lambda x: isinstance(x, Param)
     )
+
+
+def for_compute(params: Tree, dtype: Any) -> Tree:
+    """Parameters, or any part of their tree, as they enter a computation in `dtype`: matrices as
+    `dtype`, norm scales and biases as they are (float32).
+
+    The small leaves cost nothing in float32. In bf16 a scale of 1.003 would be 1, and a bias's
+    gradient, a sum over all tokens, would be accumulated or rounded in bf16.
+    """
+    names = {"scale", "bias"}
+    small = lambda path: path_name(path).rsplit("/", 1)[-1].rsplit("_", 1)[-1] in names
+    one = lambda path, a: a if small(path) else a.astype(dtype)
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def shapes(config: ModelConfig) -> Tree:

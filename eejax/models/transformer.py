@@ -11,9 +11,10 @@ from jax import lax
 
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.errors import require, require_one_of
-from eejax.common.trees import Tree, cast, slice_layers
+from eejax.common.trees import Tree, slice_layers
 from eejax.models import exits, layers
 from eejax.models.config import ModelConfig
+from eejax.models.params import for_compute
 
 REMAT = ("none", "dots", "full")
 
@@ -39,7 +40,9 @@ def embed(
     if config.embedding_scale != 1.0:
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if config.position == "learned":
-        x = x + params["embed"]["positions"][positions].astype(x.dtype)
+        # In float32, as the gradient of a position is a sum over the batch.
+        rows = params["embed"]["positions"][positions].astype(jnp.float32)
+        x = (x.astype(jnp.float32) + rows).astype(x.dtype)
     if config.embedding_norm:
         x = layers.norm(params["embed"]["norm"], x, config)
     return x
@@ -157,7 +160,7 @@ def exit_states(
     )  # fmt: skip
     # The embedding is cast after its look-up: the gradient of a table cast before would add up a
     # frequent token's contributions in bf16, where the sum stops growing.
-    params = cast(params, config.dtype) | {"embed": params["embed"]}
+    params = for_compute(params, config.dtype) | {"embed": params["embed"]}
     if positions is None:
         positions = jnp.arange(t)[None]
     context = layers.make_context(

@@ -18,7 +18,7 @@ CONFIGS = {
         qk_norm="full", exits=(ExitConfig(0, norm=False), ExitConfig(2, mlp=True, head="own"))
     ),
     "alibi": dict(
-        position="alibi", norm="layernorm", mlp_gated=False, qkv_bias=True, attention_bias=True,
+        position="alibi", norm="layernorm", mlp_gated=False, qkv_bias=True, o_bias=True,
         mlp_bias=True, head="tied", head_bias=True, exits=(ExitConfig(1, block=True),),
     ),
     "shared": dict(

@@ -10,7 +10,7 @@ from eejax.models.config import ExitConfig, ModelConfig
 SMALL = ModelConfig(
     vocab_size=100, n_layers=2, d_model=64, n_heads=4, context_length=64, head="tied",
     norm="layernorm", position="learned", mlp_gated=False, d_ff=128, qkv_bias=True,
-    attention_bias=True, mlp_bias=True, exits=(ExitConfig(1),),
+    o_bias=True, mlp_bias=True, exits=(ExitConfig(1),),
 )  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def test_gpt2_small_has_gpt2_smalls_parameters():
     config = ModelConfig(
         vocab_size=50257, n_layers=12, d_model=768, n_heads=12, context_length=1024,
         norm="layernorm", position="learned", mlp_gated=False, activation="gelu_tanh",
-        qkv_bias=True, attention_bias=True, mlp_bias=True, head="tied",
+        qkv_bias=True, o_bias=True, mlp_bias=True, head="tied",
     )  # fmt: skip
     assert params.count(config) == 124_439_808  # transformers' GPT2LMHeadModel("gpt2")
     llama = ModelConfig(

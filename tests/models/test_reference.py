@@ -66,7 +66,7 @@ def configs(draw):
             local_theta=maybe(None, 30.0),
         ),
         qkv_bias=maybe(True, False),
-        attention_bias=maybe(True, False),
+        o_bias=maybe(True, False),
         qk_norm=maybe("none", "head", "full"),
         sliding_window=window,
         attention_scale=maybe(None, 0.2),
