@@ -6,8 +6,12 @@ A facade: the parameters are the very tree of `models.params`, the computation t
 
 from __future__ import annotations
 
+from functools import cache
+
 from flax import linen as nn
 from jax import Array, random
+from jax.numpy import zeros
+from jax.tree import map as tree_map
 
 from eejax.models import exits, params, transformer
 from eejax.models.config import ModelConfig
@@ -16,6 +20,7 @@ from eejax.models.config import ModelConfig
 class EarlyExitTransformer(nn.Module):
     """`EarlyExitTransformer(config).apply({"params": tree}, tokens)` -> logits of every exit.
 
+    `init(key, tokens)` gives the values of `params.init(config, key)`.
     Only for one device: inside a `shard_map` use `models.transformer` with its `Axes`.
     """
 
@@ -36,7 +41,15 @@ class EarlyExitTransformer(nn.Module):
         dropout rate in the config, `apply` needs `rngs={"dropout": key}`.
         """
         config = self.config
-        part = lambda key, name: params.init(config, key)[name]
+        # Flax would fold each parameter's name into the key, which `params.init` does itself.
+        drawn = cache(lambda: params.init(config, self.scope.rngs["params"].as_jax_rng()))
+
+        def part(_, name):
+            if self.is_initializing():
+                return drawn()[name]
+            # In `apply` Flax compares shapes only.
+            return tree_map(lambda a: zeros(a.shape, a.dtype), params.shapes(config)[name])
+
         tree = {name: self.param(name, part, name) for name in params.abstract(config)}
         keys = None
         if train and config.dropout:

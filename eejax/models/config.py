@@ -19,6 +19,38 @@ ROTARY_SCALINGS = ("none", "linear", "llama3", "yarn", "ntk")
 DTYPES = ("float32", "bfloat16")
 
 
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value)
+
+
+def _require_positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(
+            _is_number(value) and value > 0,
+            f"{type(config).__name__}.{name}", value, "must be a positive, finite number",
+        )  # fmt: skip
+
+
+def _require_sizes(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(_is_size(value), f"ModelConfig.{name}", value, "must be a positive integer")
+
+
+def _require_switches(config: Any) -> None:
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if f.type == "bool":
+            field = f"{type(config).__name__}.{f.name}"
+            require(isinstance(value, bool), field, value, "must be True or False")
+
+
 @dataclasses.dataclass(frozen=True)
 class RotaryConfig:
     """Rotary position embedding (Su et al. 2021) and its usual context extensions.
@@ -29,8 +61,9 @@ class RotaryConfig:
     "linear" divides positions; "ntk" raises the base; "llama3" divides low frequencies only,
     with a smooth step between `low_frequency` and `high_frequency`; "yarn" (Peng et al. 2023)
     interpolates between both by wavelength (`beta_fast`, `beta_slow`) and scales attention.
-    `original_context` is the length the model was first trained for. `local_theta`, if set, is
-    the base for sliding-window layers (Gemma 3), which are never scaled.
+    `original_context`, for "llama3" and "yarn" only, is the length the model was first trained
+    for. `local_theta`, if set, is the base for sliding-window layers (Gemma 3), which are never
+    scaled.
     """
 
     theta: float = 10000.0
@@ -46,24 +79,39 @@ class RotaryConfig:
     local_theta: float | None = None
 
     def __post_init__(self):
-        require(self.theta > 0, "RotaryConfig.theta", self.theta, "must be positive")
-        require(0 < self.fraction <= 1, "RotaryConfig.fraction", self.fraction, "must be in (0, 1]")
-        require_one_of("RotaryConfig.scaling", self.scaling, ROTARY_SCALINGS)
-        require(self.factor >= 1, "RotaryConfig.factor", self.factor, "must be at least 1")
-        if self.scaling in ("llama3", "yarn", "ntk"):
+        name = "RotaryConfig"
+        _require_switches(self)
+        _require_positive(self, "theta", "fraction", "factor", "low_frequency", "beta_slow")
+        require(self.fraction <= 1, f"{name}.fraction", self.fraction, "must be in (0, 1]")
+        require_one_of(f"{name}.scaling", self.scaling, ROTARY_SCALINGS)
+        require(self.factor >= 1, f"{name}.factor", self.factor, "must be at least 1")
+        require(
+            self.scaling != "none" or self.factor == 1,
+            f"{name}.factor", self.factor, "is not used with scaling 'none'",
+            "Set scaling, or leave factor at 1.",
+        )  # fmt: skip
+        for low, high in (("low_frequency", "high_frequency"), ("beta_slow", "beta_fast")):
+            value, bound = getattr(self, high), getattr(self, low)
             require(
-                self.original_context is not None and self.original_context > 0,
-                "RotaryConfig.original_context",
-                self.original_context,
+                _is_number(value) and value > bound,
+                f"{name}.{high}", value, f"must be a number above {low} ({bound})",
+            )  # fmt: skip
+        if self.scaling in ("llama3", "yarn"):
+            require(
+                _is_size(self.original_context),
+                f"{name}.original_context", self.original_context,
                 f"scaling {self.scaling!r} needs the context length of the original training",
-            )
-        if self.local_theta is not None:
+            )  # fmt: skip
+        else:
             require(
-                self.local_theta > 0,
-                "RotaryConfig.local_theta",
-                self.local_theta,
-                "must be positive",
-            )
+                self.original_context is None,
+                f"{name}.original_context", self.original_context,
+                f"is not used with scaling {self.scaling!r}", "Leave it out.",
+            )  # fmt: skip
+        if self.scaling == "yarn":
+            require(self.theta > 1, f"{name}.theta", self.theta, "must be above 1 for 'yarn'")
+        if self.local_theta is not None:
+            _require_positive(self, "local_theta")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,13 +140,9 @@ class ExitConfig:
             self.boundary,
             "must be an integer number of layers",
         )
+        _require_switches(self)
         require_one_of("ExitConfig.head", self.head, HEADS)
-        require(
-            0 < self.temperature < math.inf,
-            "ExitConfig.temperature",
-            self.temperature,
-            "must be positive and finite",
-        )
+        _require_positive(self, "temperature")
 
     @property
     def name(self) -> str:
@@ -118,7 +162,8 @@ class ModelConfig:
 
     `norm_placement`: "pre" x + f(norm(x)); "post" norm(x + f(x)), the original transformer;
     "pre_post" x + norm(f(norm(x))), Gemma 2; "output" x + norm(f(x)), OLMo 2.
-    `norm_plus_one`: the scale is 1 + w (Gemma). `residual`: attention then MLP ("sequential"),
+    `norm_plus_one`: the scale is 1 + w (Gemma). `norm_bias`: whether a LayerNorm adds a bias (an
+    RMSNorm never does). `residual`: attention then MLP ("sequential"),
     both from the same x with two norms ("parallel", GPT-NeoX) or one ("parallel_one_norm",
     GPT-J, Phi, Falcon). `qk_norm`: "none", "head" (each head, Qwen 3) or "full" (all heads
     together, OLMo 2). `sliding_window`: one window for all layers or one entry per layer, None
@@ -143,6 +188,7 @@ class ModelConfig:
     norm: str = "rmsnorm"
     norm_eps: float = 1e-5
     norm_plus_one: bool = False
+    norm_bias: bool = True
     norm_placement: str = "pre"
     final_norm: bool = True
     embedding_norm: bool = False
@@ -172,25 +218,15 @@ class ModelConfig:
 
     def __post_init__(self):
         set_ = lambda name, value: object.__setattr__(self, name, value)
-        for name in (
-            "vocab_size",
-            "n_layers",
-            "d_model",
-            "n_heads",
-            "context_length",
-            "vocab_multiple",
-        ):
-            value = getattr(self, name)
-            require(
-                isinstance(value, int) and value >= 1,
-                f"ModelConfig.{name}",
-                value,
-                "must be a positive integer",
-            )
         if self.n_kv_heads is None:
             set_("n_kv_heads", self.n_heads)
+        _require_sizes(
+            self, "vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "context_length",
+            "vocab_multiple",
+        )  # fmt: skip
+        _require_switches(self)
         require(
-            self.n_kv_heads >= 1 and self.n_heads % self.n_kv_heads == 0,
+            self.n_heads % self.n_kv_heads == 0,
             "ModelConfig.n_kv_heads",
             self.n_kv_heads,
             f"must divide n_heads ({self.n_heads})",
@@ -204,15 +240,12 @@ class ModelConfig:
                 "Or set head_dim.",
             )
             set_("head_dim", self.d_model // self.n_heads)
-        require(
-            self.head_dim >= 1, "ModelConfig.head_dim", self.head_dim, "must be a positive integer"
-        )
         if self.d_ff is None:
             set_("d_ff", 8 * -(-self.d_model // 3) if self.mlp_gated else 4 * self.d_model)
-        require(self.d_ff >= 1, "ModelConfig.d_ff", self.d_ff, "must be a positive integer")
+        _require_sizes(self, "head_dim", "d_ff")
 
         require_one_of("ModelConfig.norm", self.norm, NORMS)
-        require(self.norm_eps > 0, "ModelConfig.norm_eps", self.norm_eps, "must be positive")
+        _require_positive(self, "norm_eps", "temperature")
         require_one_of("ModelConfig.norm_placement", self.norm_placement, NORM_PLACEMENTS)
         require_one_of("ModelConfig.residual", self.residual, RESIDUALS)
         require(
@@ -222,6 +255,11 @@ class ModelConfig:
             f"must be 'pre' with residual = {self.residual!r}",
         )
         require_one_of("ModelConfig.position", self.position, POSITIONS)
+        require(
+            isinstance(self.rotary, RotaryConfig),
+            "ModelConfig.rotary", self.rotary, "must be a RotaryConfig",
+            "ModelConfig.from_dict takes a dict.",
+        )  # fmt: skip
         if self.position == "rotary":
             require(
                 self.rotary_dims >= 2 and self.rotary_dims % 2 == 0,
@@ -230,31 +268,28 @@ class ModelConfig:
                 f"must leave an even number of rotated dimensions of head_dim {self.head_dim}"
                 f" (it leaves {self.rotary_dims})",
             )
+            require(
+                self.rotary.scaling != "ntk" or self.rotary_dims > 2,
+                "ModelConfig.rotary.scaling", self.rotary.scaling,
+                "needs more than 2 rotated dimensions of each head",
+            )  # fmt: skip
         require_one_of("ModelConfig.qk_norm", self.qk_norm, ("none", "head", "full"))
         self._check_window(set_)
         for name in ("attention_scale", "attention_softcap", "logit_softcap"):
-            value = getattr(self, name)
-            require(
-                value is None or 0 < value < math.inf,
-                f"ModelConfig.{name}",
-                value,
-                "must be positive, or None",
-            )
+            if getattr(self, name) is not None:
+                _require_positive(self, name)
         require_one_of("ModelConfig.activation", self.activation, ACTIVATIONS)
         require_one_of("ModelConfig.head", self.head, HEADS)
         require(
-            0 < self.temperature < math.inf,
-            "ModelConfig.temperature",
-            self.temperature,
-            "must be positive and finite",
-        )
-        require(
-            math.isfinite(self.embedding_scale) and self.embedding_scale != 0,
+            _is_number(self.embedding_scale) and self.embedding_scale != 0,
             "ModelConfig.embedding_scale",
             self.embedding_scale,
             "must be finite and not 0",
         )
-        require(0 <= self.dropout < 1, "ModelConfig.dropout", self.dropout, "must be in [0, 1)")
+        require(
+            _is_number(self.dropout) and 0 <= self.dropout < 1,
+            "ModelConfig.dropout", self.dropout, "must be in [0, 1)",
+        )  # fmt: skip
         require_one_of("ModelConfig.dtype", self.dtype, DTYPES)
         self._check_exits(set_)
 
@@ -265,7 +300,7 @@ class ModelConfig:
         entries = window if isinstance(window, tuple) else (window,)
         for w in entries:
             require(
-                w is None or (isinstance(w, int) and w >= 1),
+                w is None or _is_size(w),
                 "ModelConfig.sliding_window",
                 w,
                 "must be a positive number of positions, or None",
@@ -279,9 +314,15 @@ class ModelConfig:
             )
 
     def _check_exits(self, set_):
+        field = "ModelConfig.exits"
+        require(
+            isinstance(self.exits, list | tuple)
+            and all(isinstance(e, ExitConfig) for e in self.exits),
+            field, self.exits, "must be a sequence of ExitConfig",
+            "ModelConfig.from_dict takes dicts.",
+        )  # fmt: skip
         set_("exits", tuple(self.exits))
         boundaries = [e.boundary for e in self.exits]
-        field = "ModelConfig.exits"
         for n in boundaries:
             require(
                 0 <= n <= self.n_layers,
@@ -332,13 +373,21 @@ class ModelConfig:
             return self.sliding_window[layer]
         return self.sliding_window
 
+    def exit_window(self, e: int) -> int | None:
+        """Sliding window of exit e's block: that of the layer above it, or of the last layer."""
+        return self.window(min(self.stops[e], self.n_layers - 1))
+
     def replace(self, **changes: Any) -> ModelConfig:
         """A copy with changes, validated again."""
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return dataclasses.asdict(self)
+        """Plain JSON values: what `json.loads(json.dumps(...))` gives back is equal to it."""
+        values = dataclasses.asdict(self)
+        values["exits"] = list(values["exits"])
+        if isinstance(self.sliding_window, tuple):
+            values["sliding_window"] = list(self.sliding_window)
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
@@ -346,10 +395,10 @@ class ModelConfig:
         values = dict(values)
         if isinstance(values.get("rotary"), Mapping):
             values["rotary"] = build(RotaryConfig, values["rotary"])
-        exits = values.get("exits") or ()
-        values["exits"] = tuple(
-            e if isinstance(e, ExitConfig) else build(ExitConfig, e) for e in exits
-        )
+        if isinstance(values.get("exits"), list | tuple):
+            values["exits"] = tuple(
+                build(ExitConfig, e) if isinstance(e, Mapping) else e for e in values["exits"]
+            )
         return build(cls, values)
 
 

@@ -99,7 +99,7 @@ def state(
     if "mlp" in p:
         x = x + layers.mlp(p["mlp"], layers.norm(p["mlp_norm"], x, config), config, axes)
     if "block" in p:
-        window = config.window(min(config.stops[e], config.n_layers - 1))
+        window = config.exit_window(e)
         x, kv = layers.layer(
             p["block"], x, config, context, index=config.n_layers + e, window=window,
             local=window is not None, cache=cache, axes=axes,

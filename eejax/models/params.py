@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from eejax.common.trees import Tree, path_name
 from eejax.models.config import ExitConfig, ModelConfig
+
+# Folded into the key of initial values. A training step folds its number, an int32, into the key
+# of the same seed for dropout, so that no step can come to the key that a leaf is drawn with.
+INIT = 2**32 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +52,7 @@ def _norm(
 ) -> Tree:
     shape = shape or (config.d_model,)
     tree = {"scale": Param(shape, axes, fill=0.0 if config.norm_plus_one else 1.0)}
-    if config.norm == "layernorm" and bias:
+    if config.norm == "layernorm" and config.norm_bias and bias:
         tree["bias"] = Param(shape, axes)
     return tree
 
@@ -159,14 +163,12 @@ def map_params(f: Callable[[Param], Any], tree: Tree) -> Tree:
 def init(config: ModelConfig, key: jax.Array) -> Tree:
     """Initial float32 parameters. A leaf's values depend on `key` and its own name alone, so
     adding an exit changes no other parameter."""
+    key = jax.random.fold_in(key, INIT)
 
     def one(path, p: Param):
         if p.std is None:
             return jnp.full(p.shape, p.fill, jnp.float32)
-        name = np.frombuffer(path_name(path).encode(), np.uint8).astype(np.uint64)
-        tag = int(
-            (name * (np.arange(len(name), dtype=np.uint64) * 2654435761 + 97)).sum() % (2**31)
-        )
+        tag = zlib.crc32(path_name(path).encode())
         return p.std * jax.random.normal(jax.random.fold_in(key, tag), p.shape, jnp.float32)
 
     return jax.tree_util.tree_map_with_path(

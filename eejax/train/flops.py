@@ -42,7 +42,7 @@ def model_flops_per_token(config: ModelConfig, length: int) -> float:
     for own in matrices["exits"].values():  # their heads are counted above, once per use
         weights += sum(jax.tree.leaves({k: v for k, v in own.items() if k != "head"}))
     windows = [config.window(i) for i in range(config.n_layers)]
-    windows += [config.window(config.n_layers - 1) for e in config.exits if e.block]
+    windows += [config.exit_window(i) for i, e in enumerate(config.exits) if e.block]
     seen = sum(_mean_seen(length, w) for w in windows)
     return 6.0 * weights + 12.0 * config.n_heads * config.head_dim * seen
 

@@ -87,9 +87,10 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array], 
 
 
 def transformation(config: OptimizerConfig, decays: Tree) -> optax.GradientTransformation:
-    """Clipped gradients -> the step to take against them, per unit of learning rate.
+    """Clipped gradients -> the direction u of an update, which is p - learning_rate * u.
 
-    `decays` is True for the leaves that weight decay applies to.
+    Unlike optax's own optimizers it neither negates nor scales by the rate: the training step
+    does, with the rate it reports. `decays` is True for the leaves that weight decay applies to.
     """
     inner = optax.chain(
         optax.scale_by_adam(config.b1, config.b2, config.eps),

@@ -49,6 +49,12 @@ def test_the_tree_is_the_cores(both):
     )
 
 
+def test_initial_values_are_the_cores(both):
+    config, _, _, tree = both
+    want = params.init(config, jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, tree, want)
+
+
 def test_logits_are_the_cores(both):
     config, tokens, module, _ = both
     tree = params.init(config, jax.random.key(3))  # a tree that Flax never saw

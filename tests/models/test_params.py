@@ -1,9 +1,13 @@
 """The declaration of parameters, and what derives from it."""
 
+import zlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from eejax.common.trees import path_name
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 
@@ -57,3 +61,43 @@ def test_decay_spares_norms_biases_and_positions():
         name = jax.tree_util.keystr(path)
         spared = any(s in name for s in ("bias", "norm", "positions"))
         assert decays is not spared, name
+
+
+def test_dropout_and_initial_values_never_share_a_key():
+    """The training step folds its number (int32) into the seed's key, then the sample's; initial
+    values fold a number that no step has, then the leaf's. Compared where they come closest: a
+    step whose number is a leaf's tag, and the last step there can be."""
+    seed = jax.random.key(5)
+    drawn = []
+    real = jax.random.normal
+
+    def spy(key, *args):
+        drawn.append(jax.random.key_data(key).tobytes())
+        return real(key, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.random, "normal", spy)
+        params.init(SMALL, seed)
+    assert len(set(drawn)) == len(drawn) > 5
+    paths = jax.tree_util.tree_leaves_with_path(params.shapes(SMALL))
+    tags = [zlib.crc32(path_name(path).encode()) for path, _ in paths]
+    assert len(set(tags)) == len(tags)
+    steps = [tag % 2**31 for tag in tags] + [*range(20), 2**31 - 1]
+    assert params.INIT > max(steps)
+    for step in steps:
+        key = jax.random.fold_in(seed, step)
+        for sample in (None, 0, 1, *(t % 2**31 for t in tags)):
+            used = key if sample is None else jax.random.fold_in(key, sample)
+            assert jax.random.key_data(used).tobytes() not in drawn
+
+
+def test_a_layernorm_may_have_no_bias():
+    tree = params.abstract(SMALL.replace(norm_bias=False))
+    names = {
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(params.shapes(SMALL))
+    } - {
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(params.map_params(lambda p: 0, tree))
+    }
+    assert len(names) == 4 and all("norm']['bias']" in n for n in names)  # two, final, exit

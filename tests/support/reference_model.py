@@ -37,29 +37,55 @@ def norm(p, x, c):
     return x * (p["scale"] + (1 if c.norm_plus_one else 0)) + p.get("bias", 0)
 
 
+def frequencies(rotary, r):
+    """Radians per position of each of r/2 pairs, and the factor on cos and sin."""
+    theta, factor = rotary.theta, rotary.factor
+    freqs = [theta ** (-2 * i / r) for i in range(r // 2)]
+    if rotary.scaling == "linear":
+        return [f / factor for f in freqs], 1.0
+    if rotary.scaling == "ntk":
+        base = theta * factor ** (r / (r - 2))
+        return [base ** (-2 * i / r) for i in range(r // 2)], 1.0
+    out = []
+    if rotary.scaling == "llama3":
+        low, high = rotary.low_frequency, rotary.high_frequency
+        for f in freqs:
+            turns = rotary.original_context * f / (2 * math.pi)
+            if turns < low:
+                out.append(f / factor)
+            elif turns > high:
+                out.append(f)
+            else:
+                s = (turns - low) / (high - low)
+                out.append((1 - s) * f / factor + s * f)
+        return out, 1.0
+    if rotary.scaling == "yarn":
+        # The (real) index of the pair that makes so many turns over the original context.
+        index = lambda turns: (
+            r / 2 * math.log(rotary.original_context / (2 * math.pi * turns), theta)
+        )
+        first = max(0, math.floor(index(rotary.beta_fast)))  # the last that keeps its frequency
+        last = min(r - 1, math.ceil(index(rotary.beta_slow)))  # the first that is divided whole
+        for i, f in enumerate(freqs):
+            if i <= first:
+                out.append(f)
+            elif i >= last:
+                out.append(f / factor)
+            else:
+                s = (i - first) / (last - first)
+                out.append((1 - s) * f + s * f / factor)
+        return out, 1 + math.log(factor) / 10
+    return freqs, 1.0
+
+
 def rotate(x, position, c, local):
     """One head vector x [h] at an integer position."""
     r = int(c.head_dim * c.rotary.fraction)
-    theta = c.rotary.local_theta if local and c.rotary.local_theta else c.rotary.theta
-    scaled = not (local and c.rotary.local_theta)
+    freqs, factor = frequencies(c.rotary, r)
+    if local and c.rotary.local_theta:
+        freqs, factor = [c.rotary.local_theta ** (-2 * i / r) for i in range(r // 2)], 1.0
     y = x.copy()
-    for i in range(r // 2):
-        freq = theta ** (-2 * i / r)
-        factor = 1.0
-        if scaled and c.rotary.scaling == "linear":
-            freq /= c.rotary.factor
-        elif scaled and c.rotary.scaling == "ntk":
-            freq = (theta * c.rotary.factor ** (r / (r - 2))) ** (-2 * i / r)
-        elif scaled and c.rotary.scaling == "llama3":
-            wavelength = 2 * math.pi / freq
-            o = c.rotary.original_context
-            if wavelength > o / c.rotary.low_frequency:
-                freq /= c.rotary.factor
-            elif wavelength >= o / c.rotary.high_frequency:
-                s = (o / wavelength - c.rotary.low_frequency) / (
-                    c.rotary.high_frequency - c.rotary.low_frequency
-                )
-                freq = (1 - s) * freq / c.rotary.factor + s * freq
+    for i, freq in enumerate(freqs):
         a = position * freq
         j, k = (2 * i, 2 * i + 1) if c.rotary.interleaved else (i, i + r // 2)
         y[j] = (x[j] * math.cos(a) - x[k] * math.sin(a)) * factor

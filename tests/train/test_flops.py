@@ -49,6 +49,15 @@ def test_a_window_limits_what_a_query_sees():
     assert got == pytest.approx(want)
 
 
+def test_an_exit_blocks_scores_count_in_its_own_window():
+    windows = (None, 4, None)
+    block = PLAIN.replace(sliding_window=windows, exits=(ExitConfig(1, block=True),))
+    plain = block.replace(exits=(ExitConfig(1),))
+    extra = model_flops_per_token(block, 16) - model_flops_per_token(plain, 16)
+    seen = np.mean([min(i + 1, 4) for i in range(16)])
+    assert extra == pytest.approx(6 * (4 * 64 + 2 * 8 * 24) + 12 * 8 * seen)
+
+
 def test_large_models_come_near_six_times_their_parameters():
     gpt2 = ModelConfig(
         vocab_size=50257, n_layers=12, d_model=768, n_heads=12, context_length=1024,
