@@ -26,14 +26,13 @@ flags.mark_flags_as_required(["workdir"])
 
 def main() -> None:
     from eejax import data
-    from eejax.checkpoint.model import TOKENIZER, load_model
     from eejax.sharding.mesh import MeshConfig, make_mesh
     from eejax.train import evaluate, inputs, metrics, step
-    from eejax.train.config import Experiment
+    from eejax.train.runs import open_run
 
     mesh = make_mesh(MeshConfig())
-    model = load_model(_WORKDIR.value, step=_STEP.value, mesh=mesh)
-    config = Experiment.from_dict(model.metadata["experiment"]).data
+    run = open_run(_WORKDIR.value, step=_STEP.value, mesh=mesh)
+    model, config = run.model, run.experiment.data
     with tempfile.TemporaryDirectory() as folder:
         if _TEXT.value:
             source = data.source(_TEXT.value)
@@ -41,8 +40,7 @@ def main() -> None:
                 "train"
             )
         else:
-            packed = inputs.prepare(config, model.config.vocab_size, _WORKDIR.value, TOKENIZER)
-            split = packed.split("validation")
+            split = run.dataset().split("validation")
         batches = data.batches(
             split, _BATCH_SIZE.value, config.length,
             document_masks=config.document_masks, limit=_BATCHES.value,

@@ -55,12 +55,12 @@ def prompts() -> list[str]:
 
 
 def main() -> None:
-    from eejax.checkpoint.model import load_model
     from eejax.inference import EngineOptions, Generator
+    from eejax.train.runs import open_run
 
     threshold = numbers("threshold", _THRESHOLD.value, float)
     exits = None if _EXITS.value is None else numbers("exits", _EXITS.value, int)
-    model = load_model(_WORKDIR.value, step=_STEP.value)
+    model = open_run(_WORKDIR.value, step=_STEP.value).model
     tokenizer, texts = model.tokenizer, prompts()
     ids = [tokenizer.encode(text).tolist() for text in texts]
     options = EngineOptions(engine=_ENGINE.value, cap=_CAP.value)
@@ -99,7 +99,7 @@ def main() -> None:
                 "text": tokenizer.decode(result.ids(i)),
                 "finish": result.finish[i],
                 "tokens": result.ids(i),
-                "exits": row(result.exits, i),
+                "exits": row(result.boundaries, i),
                 "layers": row(result.layers, i),
                 "confidences": [round(c, 4) for c in row(result.confidences, i)],
                 "logprobs": [round(p, 4) for p in row(result.logprobs, i)],

@@ -63,10 +63,11 @@ def tiny(experiment):
 
 def main() -> None:
     from eejax import calibration
-    from eejax.checkpoint.model import TOKENIZER, load_model
-    from eejax.train import inputs
+    from eejax.checkpoint.files import unwritable, write_text
+    from eejax.checkpoint.model import CHECKPOINTS
     from eejax.train.config import Experiment
     from eejax.train.loop import fit
+    from eejax.train.runs import open_run
 
     workdir = pathlib.Path(_WORKDIR.value)
     begin = time.perf_counter()
@@ -77,11 +78,12 @@ def main() -> None:
     result = fit(experiment, workdir)
     if result.stopped is not None:
         sys.exit(128 + result.stopped)
-    model = load_model(workdir)
+    run = open_run(workdir)
+    model = run.model
     trained = time.perf_counter()
 
     say("[2/4] scoring every exit on held-out documents, beside a trigram and zlib")
-    dataset = inputs.prepare(experiment.data, model.config.vocab_size, workdir, TOKENIZER)
+    dataset = run.dataset()
     batches, labels = held_out(dataset.split("validation"), experiment.data.length, tokens)
     scores = calibration.score(model.params, model.config, batches)
     quality = exit_quality(dataset, model, scores, labels)
@@ -102,8 +104,11 @@ def main() -> None:
         ],
         "seconds": {"train": trained - begin, "rest": time.perf_counter() - trained},
     }
-    draw(workdir, model, summary, sample)
-    (workdir / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    try:
+        draw(workdir, model, summary, sample)
+        write_text(workdir / "summary.json", json.dumps(summary, indent=1))
+    except OSError as error:
+        raise unwritable(error, workdir / CHECKPOINTS) from error
     show(workdir, model, summary, sample)
     if _JSON.value:
         print(json.dumps({k: summary[k] for k in ("bits_per_byte", "measured", "seconds")}))
@@ -182,7 +187,7 @@ def measure(model, points, starts, pairs: int):
             "speedup": ratio.median, "low": ratio.low, "high": ratio.high,
             "tokens_per_second": new / float(np.median(seconds[1])),
             "full_tokens_per_second": new / float(np.median(seconds[0])),
-            "shares": [float(np.mean(exits == stop)) for stop in model.config.stops],
+            "shares": [float(np.mean(exits == e)) for e in range(model.config.n_exits + 1)],
             "held_out_shares": list(point.shares),
         })  # fmt: skip
         results[threshold] = last[-1]

@@ -23,6 +23,7 @@ import jax
 import orbax.checkpoint as ocp
 from absl import logging
 
+from eejax.checkpoint.files import write_text
 from eejax.common.errors import CheckpointError
 from eejax.common.trees import Tree, path_name
 
@@ -194,9 +195,7 @@ class Checkpoints:
         try:
             files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != CHECKSUMS)
             table = {p.relative_to(folder).as_posix(): _checksum(p) for p in files}
-            part = folder / f"{CHECKSUMS}.part"
-            part.write_text(json.dumps(table, indent=0), encoding="utf-8")
-            part.replace(folder / CHECKSUMS)
+            write_text(folder / CHECKSUMS, json.dumps(table, indent=0))
         except OSError as error:
             # The checkpoint is whole; only its later verification is weaker.
             logging.warning("no checksums for checkpoint %s: %s", folder, error)

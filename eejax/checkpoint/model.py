@@ -77,22 +77,6 @@ def model_config(metadata: dict[str, Any]) -> ModelConfig:
         ) from error
 
 
-def check_model(metadata: dict[str, Any], config: ModelConfig, where: str | os.PathLike) -> None:
-    """Raises `CheckpointError` where a checkpoint's model is not `config`, naming the fields."""
-    saved, wanted = model_config(metadata).to_dict(), config.to_dict()
-    differ = [
-        f"model.{name}: {saved[name]!r} in the checkpoint, {wanted[name]!r} in the configuration"
-        for name in wanted
-        if saved[name] != wanted[name]
-    ]
-    if differ:
-        raise CheckpointError(
-            f"the checkpoints in {where} are of another model:\n  "
-            + "\n  ".join(differ)
-            + "\nRestore these settings to resume, or give a new workdir to begin anew."
-        )
-
-
 def abstract_params(config: ModelConfig, mesh: Mesh) -> Tree:
     """Shape structs of the parameters with their shardings on `mesh`."""
     declaration = params.abstract(config)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pathlib
+import shutil
 
 from eejax import data
+from eejax.checkpoint.files import naming
 from eejax.common.errors import DataError
 from eejax.train.config import DataConfig
 
@@ -18,7 +20,8 @@ def prepare(
     """The packed data set of a run, its tokenizer saved in the workdir's `tokenizer_folder`.
 
     A tokenizer found there is the run's, and must be the one configured; a trained one is not
-    trained again. Raises `DataError` for unusable text, or a tokenizer that does not fit.
+    trained again. Raises `DataError` for unusable text, or a tokenizer that does not fit, and
+    `OSError` where the tokenizer cannot be written.
     """
     workdir = pathlib.Path(workdir)
     source = data.source(config.source, config.max_bytes)
@@ -35,12 +38,27 @@ def prepare(
             )
     data.check_vocabulary(tokenizer, vocab_size)
     if have is None:
-        data.save_tokenizer(tokenizer, saved)
+        _save(tokenizer, saved)
     packed = pathlib.Path(config.packed) if config.packed else workdir / "data"
     return data.pack(
         source, tokenizer, packed,
         validation_fraction=config.validation_fraction, seed=config.split_seed,
     )  # fmt: skip
+
+
+def _save(tokenizer: data.Tokenizer, folder: pathlib.Path) -> None:
+    """All of the tokenizer's folder at once: a kill or a full disk leaves none."""
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of a run that was killed here
+    try:
+        with naming(folder):
+            data.save_tokenizer(tokenizer, part)
+            for file in part.iterdir():
+                with open(file, "rb") as written:
+                    os.fsync(written.fileno())
+            part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def strip(batch: data.Batch, document_masks: bool) -> data.Batch:

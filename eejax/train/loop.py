@@ -16,9 +16,10 @@ from jax.sharding import Mesh
 
 import eejax
 from eejax import data
+from eejax.checkpoint.files import unwritable, write_text
 from eejax.checkpoint.manager import Checkpoints
-from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER, check_model
-from eejax.common.errors import DataError
+from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER
+from eejax.common.errors import require
 from eejax.common.trees import size
 from eejax.models import params
 from eejax.sharding.mesh import check_batch, make_mesh
@@ -27,6 +28,7 @@ from eejax.train import state as states
 from eejax.train.config import Experiment
 from eejax.train.evaluate import Evaluation, evaluate
 from eejax.train.metrics import MetricsWriter, Progress, duration, exit_names
+from eejax.train.runs import check_same_run
 from eejax.train.signals import StopRequest
 from eejax.train.step import make_eval_step, make_train_step, put_batch
 
@@ -53,13 +55,25 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
 
     Raises:
       ConfigError, DataError: settings or text that cannot be used.
-      CheckpointError: checkpoints of another model, none usable, or one that cannot be written.
+      CheckpointError: checkpoints of another run (`runs.check_same_run`), none usable, or one
+        that cannot be written.
+      OSError: anything else that cannot be written, saying which checkpoint stays usable.
     """
+    for axis in ("pipe", "model"):
+        count = getattr(experiment.mesh, axis)
+        require(count == 1, f"mesh.{axis}", count, "must be 1: training runs data-parallel only")
     mesh = make_mesh(experiment.mesh)
     check_batch(
         experiment.train.batch_size, mesh, experiment.train.microbatches, "train.batch_size"
     )
     workdir = pathlib.Path(workdir).expanduser().absolute()
+    try:
+        return _fit(experiment, workdir, mesh)
+    except OSError as error:
+        raise unwritable(error, workdir / CHECKPOINTS) from error
+
+
+def _fit(experiment: Experiment, workdir: pathlib.Path, mesh: Mesh) -> Result:
     workdir.mkdir(parents=True, exist_ok=True)
     dataset = inputs.prepare(experiment.data, experiment.model.vocab_size, workdir, TOKENIZER)
     checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=experiment.train.keep_checkpoints)
@@ -91,14 +105,15 @@ class _Run:
         checkpoints: Checkpoints,
     ):
         self.experiment, self.mesh, self.checkpoints = experiment, mesh, checkpoints
-        self.workdir, self.tokenizer = workdir, dataset.tokenizer
+        self.workdir, self.dataset = workdir, dataset
         self.model, self.train = experiment.model, experiment.train
         self.names = exit_names(self.model)
         self.loader = data.Loader(
             dataset.split("train"), self.train.batch_size, experiment.data.length, self.train.seed,
             document_masks=experiment.data.document_masks,
         )  # fmt: skip
-        self.validation = self._validation(dataset)
+        held_out = experiment.data.validation_fraction > 0
+        self.validation = dataset.split("validation") if held_out else None
         settings = experiment.optimizer
         self.transformation = optimizer.transformation(settings, params.decays(self.model))
         self.train_step = make_train_step(
@@ -117,22 +132,18 @@ class _Run:
         self.tokens = 0  # counted labels so far
         self.skipped = 0
         self.state, self.step = self._begin_or_resume()
-        (workdir / CONFIG).write_text(json.dumps(experiment.to_dict(), indent=1), encoding="utf-8")
+        write_text(workdir / CONFIG, json.dumps(experiment.to_dict(), indent=1))
         self.flops_per_token = flops.model_flops_per_token(self.model, experiment.data.length)
         self.peak = flops.peak_flops(list(mesh.devices.flat))
         self.clock = _Clock()
-
-    def _validation(self, dataset: data.PackedDataset) -> data.Split | None:
-        try:
-            return dataset.split("validation")
-        except DataError:
-            return None  # packed without one
 
     def _begin_or_resume(self) -> tuple[states.TrainState, int]:
         wanted = states.abstract(self.model, self.transformation, self.mesh)
 
         def targets(metadata: dict[str, Any]) -> dict[str, Any]:
-            check_model(metadata, self.model, self.workdir / CHECKPOINTS)
+            check_same_run(
+                metadata, self.experiment, self.dataset.fingerprint, self.workdir / CHECKPOINTS
+            )
             return _trees(wanted)
 
         restored = self.checkpoints.restore(targets, set_aside=True)
@@ -223,7 +234,7 @@ class _Run:
         stripped = (inputs.strip(b, c.document_masks) for b in batches)
         self.evaluation = evaluate(
             self.eval_step, self.state.params, stripped, self.mesh, self.names,
-            self.tokenizer.byte_lengths,
+            self.dataset.tokenizer.byte_lengths,
         )  # fmt: skip
         self.writer.write(self.step, self.evaluation.metrics())
         losses = zip(self.names, self.evaluation.losses, strict=True)
@@ -236,7 +247,7 @@ class _Run:
             "model": self.model.to_dict(),
             "experiment": self.experiment.to_dict(),
             "data": self.loader.state(),
-            "tokenizer": self.tokenizer.fingerprint,
+            "tokenizer": self.dataset.tokenizer.fingerprint,
             "tokens": self.tokens,
         }
         self.checkpoints.save(self.step, _trees(self.state), metadata)

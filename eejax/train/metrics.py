@@ -11,9 +11,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import tensorboardX
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tqdm import tqdm
 
+from eejax.checkpoint.files import naming, write_text
 from eejax.models.config import ModelConfig
 
 METRICS = "metrics.jsonl"
@@ -44,33 +47,67 @@ class MetricsWriter:
     """Appends records {"step": n, name: number, ...} to metrics.jsonl and TensorBoard.
 
     A run that resumes after step `resumed` forgets what was recorded behind it, so that no step
-    appears twice. Numbers that are not finite become null.
+    appears twice. Numbers that are not finite become null. Where something cannot be written,
+    `OSError` names the file.
     """
 
     def __init__(self, workdir: str | os.PathLike, *, resumed: int = 0):
         workdir = pathlib.Path(workdir)
         path = workdir / METRICS
         kept = [r for r in read_metrics(workdir) if r["step"] <= resumed]
-        part = path.with_suffix(".part")
-        part.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-        part.replace(path)
-        self._file = open(path, "a", encoding="utf-8")
-        # Events after the resumed step are hidden by TensorBoard itself.
-        purge = resumed + 1 if resumed else None
-        self._board = tensorboardX.SummaryWriter(str(workdir / TENSORBOARD), purge_step=purge)
+        write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
+        self._path, self._file = path, open(path, "a", encoding="utf-8")
+        self._board = _Board(workdir / TENSORBOARD, resumed)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One record; it is on its way to the disk when this returns."""
         finite = lambda v: v if not isinstance(v, float) or math.isfinite(v) else None
         record = {"step": step} | {k: finite(v) for k, v in values.items()}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+        with naming(self._path):
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        self._board.write(step, values)
 
     def close(self) -> None:
-        self._file.close()
-        self._board.close()
+        try:
+            with naming(self._path):
+                self._file.close()
+        finally:
+            self._board.close()
+
+
+class _Board:
+    """TensorBoard's event file, written in this thread.
+
+    tensorboardX's own SummaryWriter writes in another one, which dies unnoticed on a full disk and
+    leaves the run waiting for it forever.
+    """
+
+    def __init__(self, folder: pathlib.Path, resumed: int, *, flush_seconds: float = 10.0):
+        self._folder, self._every = folder, flush_seconds
+        self._flushed = time.monotonic()
+        with naming(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._events = EventsWriter(str(folder / "events"))
+            if resumed:  # TensorBoard itself hides what was recorded from this step on
+                begin = SessionLog(status=SessionLog.START)
+                self._events.write_event(
+                    Event(wall_time=time.time(), step=resumed + 1, session_log=begin)
+                )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        now = time.time()
+        with naming(self._folder):
+            for name, value in values.items():
+                scalar = summary.scalar(name, value)
+                self._events.write_event(Event(wall_time=now, step=step, summary=scalar))
+            if time.monotonic() - self._flushed > self._every:
+                self._events.flush()
+                self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        with naming(self._folder):
+            self._events.close()
 
 
 class Progress:

@@ -59,6 +59,27 @@ def test_evaluation_agrees_with_the_run_and_prints_json_last(repo_root, trained)
         assert result[key] == pytest.approx(recorded[key], rel=1e-6)
 
 
+def test_settings_of_another_run_are_refused(repo_root, trained):
+    workdir, _, _ = trained
+    arguments = (*SMALL, f"--workdir={workdir}", "--config.train.steps=12")
+    result = finish(launch(repo_root, "train", *arguments, "--config.optimizer.b2=0.9"))
+    one_error(result, "are of another run")
+    assert "optimizer.b2: 0.95 in the checkpoint, 0.9 in the configuration" in result[2]
+
+
+def test_evaluation_of_text_that_changed_is_refused(repo_root, tmp_path):
+    (tmp_path / "text").mkdir()
+    for i in range(9):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"to be or not to be {i}\n" * 50)
+    arguments = (*SMALL, f"--workdir={tmp_path}/run", f"--config.data.source={tmp_path}/text/*",
+                 "--config.train.steps=1")  # fmt: skip
+    code, _, err = finish(launch(repo_root, "train", *arguments))
+    assert code == 0, err
+    (tmp_path / "text" / "9.txt").write_text("more")
+    result = finish(launch(repo_root, "evaluate", f"--workdir={tmp_path}/run"))
+    one_error(result, f"the text of {tmp_path}/run has changed since the model was trained")
+
+
 def test_evaluation_of_other_text(repo_root, trained, tmp_path):
     (tmp_path / "text.txt").write_text("to be or not to be\n" * 50)
     workdir, _, _ = trained
@@ -71,7 +92,9 @@ def test_evaluation_of_other_text(repo_root, trained, tmp_path):
 
 
 def test_sigterm_saves_and_the_same_command_resumes(repo_root, tmp_path):
-    arguments = (*SMALL, f"--workdir={tmp_path}", "--config.train.steps=100000",
+    # A schedule that does not end with the run, so that the number of steps may change.
+    small = (*SMALL, "--config.optimizer.schedule=constant")
+    arguments = (*small, f"--workdir={tmp_path}", "--config.train.steps=100000",
                  "--config.train.checkpoint_every=0", "--config.train.eval_every=0")  # fmt: skip
     process = launch(repo_root, "train", *arguments)
     deadline = time.monotonic() + 300

@@ -1,11 +1,24 @@
+import errno
 import io
 import json
 import math
+import os
+import struct
 import sys
+import types
 
 import pytest
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from eejax.train.metrics import METRICS, MetricsWriter, Progress, duration, read_metrics
+from eejax.train.metrics import (
+    METRICS,
+    TENSORBOARD,
+    MetricsWriter,
+    Progress,
+    duration,
+    read_metrics,
+)
 
 
 def test_a_resumed_run_forgets_what_it_will_do_again(tmp_path):
@@ -39,6 +52,47 @@ def test_lines_are_json_whatever_the_numbers(tmp_path):
     writer.close()
     parsed = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert parsed == {"step": 1, "loss": None, "grad_norm": None, "skipped": 1}
+
+
+def test_tensorboard_reads_what_was_written(tmp_path):
+    for resumed in (0, 2):
+        (tmp_path / str(resumed)).mkdir()
+        writer = MetricsWriter(tmp_path / str(resumed), resumed=resumed)
+        writer.write(3, {"loss": 2.5, "tokens": 7})
+        writer.close()
+        (file,) = (tmp_path / str(resumed) / TENSORBOARD).iterdir()
+        events = list(stored(file))
+        assert events[0].file_version == "brain.Event:2"
+        if resumed:
+            assert (events[1].step, events[1].session_log.status) == (3, SessionLog.START)
+        values = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value]
+        assert values == [(3, "loss", 2.5), (3, "tokens", 7.0)]
+
+
+def stored(file):
+    """The records of an event file: 8 bytes of length, 4 of checksum, the event, 4 of checksum."""
+    content, at = file.read_bytes(), 0
+    while at < len(content):
+        (length,) = struct.unpack_from("<Q", content, at)
+        yield Event.FromString(content[at + 12 : at + 12 + length])
+        at += length + 16
+
+
+@pytest.mark.parametrize("name", [METRICS, TENSORBOARD])
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch, name):
+    writer = MetricsWriter(tmp_path)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if name == METRICS:
+        writer._file = types.SimpleNamespace(write=full, close=writer._file.close)
+    else:
+        monkeypatch.setattr(EventsWriter, "write_event", full)
+    with pytest.raises(OSError) as error:
+        writer.write(1, {"loss": 1.0})
+    assert error.value.filename == str(tmp_path / name) and error.value.errno == errno.ENOSPC
+    writer.close()
 
 
 def test_without_a_terminal_progress_is_lines(monkeypatch):

@@ -1,0 +1,129 @@
+"""A run on disk: opening what it trained, and refusing to continue it as another run."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+from eejax import data
+from eejax.checkpoint.model import TOKENIZER, Model, load_model
+from eejax.common.errors import CheckpointError, ConfigError, DataError
+from eejax.train import inputs
+from eejax.train.config import Experiment
+
+# What may change when a run is resumed: nothing of it moves the path the parameters take, but for
+# the rounding of sums taken in another order. The text and its tokenizer may lie elsewhere;
+# their fingerprints are compared instead.
+MAY_DIFFER = {
+    "data": {"source", "tokenizer", "packed", "max_bytes"},
+    "train": {
+        "microbatches",
+        "remat",
+        "log_every",
+        "eval_every",
+        "eval_batches",
+        "checkpoint_every",
+        "keep_checkpoints",
+    },
+    "mesh": {"data", "pipe", "model"},
+}
+
+
+class Run(NamedTuple):
+    """A trained model and the experiment it comes from."""
+
+    workdir: pathlib.Path
+    model: Model
+    experiment: Experiment
+
+    def dataset(self) -> data.PackedDataset:
+        """The run's packed text, which is packed again where it is gone.
+
+        Raises `DataError` where the text is no longer that of the training run: what is held
+        out now might have been trained on.
+        """
+        config = self.experiment.data
+        dataset = inputs.prepare(config, self.model.config.vocab_size, self.workdir, TOKENIZER)
+        if change := _other_text(self.model.metadata, self.experiment, dataset.fingerprint):
+            raise DataError(
+                f"the text of {self.workdir} has changed since the model was trained on it, so "
+                f"what is held out now may have been trained on.\n  {change}\nRestore the text "
+                "(python-stdlib is that of the Python that runs this), or evaluate on other text."
+            )
+        return dataset
+
+
+def open_run(
+    workdir: str | os.PathLike, *, step: int | None = None, mesh: Mesh | None = None
+) -> Run:
+    """The newest whole checkpoint of a run (or that of `step`), laid onto `mesh`.
+
+    Raises:
+      CheckpointError: no checkpoint there, none usable, or one of another program version.
+    """
+    model = load_model(workdir, step=step, mesh=mesh)
+    return Run(pathlib.Path(workdir).expanduser(), model, saved_experiment(model.metadata))
+
+
+def saved_experiment(metadata: dict[str, Any]) -> Experiment:
+    """The experiment in a checkpoint's metadata."""
+    try:
+        return Experiment.from_dict(metadata["experiment"])
+    except (KeyError, ConfigError) as error:
+        raise CheckpointError(
+            f"the checkpoint's experiment cannot be read ({error}): it was saved by another "
+            f"version of eejax ({metadata.get('version', 'unknown')})."
+        ) from error
+
+
+def check_same_run(
+    metadata: dict[str, Any], wanted: Experiment, fingerprint: str, where: str | os.PathLike
+) -> None:
+    """Raises `CheckpointError` naming every setting that makes `wanted` another run.
+
+    metadata: of the checkpoint in `where`. fingerprint: of the text that is there now. Settings
+    of `MAY_DIFFER` may differ, and `train.steps` where no schedule reaches to the last step.
+    """
+    saved = saved_experiment(metadata)
+    old, new = saved.to_dict(), wanted.to_dict()
+    differ = []
+    for section, fields in new.items():
+        for field, value in fields.items():
+            may = field in MAY_DIFFER.get(section, ())
+            if (section, field) == ("train", "steps"):
+                may = not (_ends_with_the_run(saved) or _ends_with_the_run(wanted))
+            if old[section][field] != value and not may:
+                differ.append(
+                    f"{section}.{field}: {old[section][field]!r} in the checkpoint, {value!r} in "
+                    "the configuration"
+                )
+    differ += filter(None, [_other_text(metadata, wanted, fingerprint)])
+    if differ:
+        steps = "\nA schedule that ends with the run ties it to its train.steps."
+        raise CheckpointError(
+            f"the checkpoints in {where} are of another run:\n  "
+            + "\n  ".join(differ)
+            + (steps if any(d.startswith("train.steps") for d in differ) else "")
+            + "\nRestore these settings to resume, or give a new workdir to begin anew."
+        )
+
+
+def _ends_with_the_run(experiment: Experiment) -> bool:
+    """Whether the learning rate or the exit weights of a step depend on `train.steps`."""
+    weights = experiment.exit_weights
+    return experiment.optimizer.schedule in ("cosine", "linear") or (
+        weights.kind != "constant" and not weights.steps
+    )
+
+
+def _other_text(metadata: dict[str, Any], experiment: Experiment, fingerprint: str) -> str | None:
+    trained = metadata.get("data", {}).get("dataset")
+    if trained == fingerprint:
+        return None
+    return (
+        f"the text of data.source = {experiment.data.source!r}: fingerprint {trained} in the "
+        f"checkpoint, {fingerprint} now"
+    )

@@ -1,0 +1,33 @@
+import errno
+import os
+
+import pytest
+
+from eejax.checkpoint.files import unwritable, write_text
+
+
+def test_a_file_is_replaced_at_once_or_stays(tmp_path, monkeypatch):
+    write_text(tmp_path / "a.json", "old")
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError) as error:
+            write_text(tmp_path / "a.json", "new")
+    assert error.value.filename == str(tmp_path / "a.json")
+    assert (tmp_path / "a.json").read_text() == "old"
+    write_text(tmp_path / "a.json", "new")
+    assert (tmp_path / "a.json").read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_the_newest_finished_checkpoint_is_named(tmp_path):
+    error = OSError(errno.ENOSPC, "No space left on device", "runs/x/metrics.jsonl")
+    assert "There is no checkpoint yet" in str(unwritable(error, tmp_path / "checkpoints"))
+    for name in ("9", "100", "200.orbax-checkpoint-tmp-1"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    message = str(unwritable(error, tmp_path / "checkpoints"))
+    assert message.startswith("runs/x/metrics.jsonl could not be written: No space left on device")
+    assert f"The checkpoint {tmp_path / 'checkpoints' / '100'} stays usable" in message
