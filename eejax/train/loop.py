@@ -201,19 +201,19 @@ class _Run:
         self.clock.tick(int(metrics["tokens"]))
         if not metrics["finite"]:
             self.skipped = int(metrics["skipped"])
-            self.progress.say(
-                f"step {flight.step}: loss or gradient not finite, step skipped "
-                f"({self.skipped} so far)"
-            )
+            why = "loss or gradient not finite" if metrics["tokens"] else "no token counted"
+            self.progress.say(f"step {flight.step}: {why}, step skipped ({self.skipped} so far)")
         rate = self.clock.rate
         shown = {"loss": f"{metrics['loss']:.4f}", "tok/s": f"{rate:,.0f}" if rate else "-"}
         self.progress.update(flight.step, shown)
         if not (_due(flight.step, self.train.log_every) or flight.step == 1):
             if metrics["finite"]:
                 return
-        values = {k: float(metrics[k]) for k in ("loss", "grad_norm", "learning_rate")}
-        losses = zip(self.names, metrics["exit_losses"], strict=True)
-        values |= {f"loss/{name}": float(loss) for name, loss in losses}
+        values = {"learning_rate": float(metrics["learning_rate"])}
+        if metrics["tokens"]:  # a step without a counted token has no loss
+            values |= {k: float(metrics[k]) for k in ("loss", "grad_norm")}
+            losses = zip(self.names, metrics["exit_losses"], strict=True)
+            values |= {f"loss/{name}": float(loss) for name, loss in losses}
         values |= {"tokens": int(metrics["tokens"]), "skipped": int(metrics["skipped"])}
         if rate:
             values["tokens_per_second"] = rate

@@ -56,12 +56,12 @@ def make_train_step(
     the result beyond rounding. Dropout keys are folded from (seed, step, number of the sample in
     the global batch).
 
-    Where the loss or the gradient norm is not finite, parameters and optimiser state stay as they
-    were, `state.skipped` is increased, and `state.step` moves on.
+    Where the loss or the gradient norm is not finite, or the batch counts no token, parameters and
+    optimiser state stay as they were, `state.skipped` is increased, and `state.step` moves on.
 
     `batch` holds tokens and labels [b, t], and optionally segment_ids and positions [b, t].
     Metrics: loss, exit_losses [e], grad_norm (before clipping), learning_rate, tokens, skipped
-    (so far), finite.
+    (so far), finite. Without a counted token losses and norm are 0, and finite is false.
 
     Raises:
       ConfigError: a mesh with more than one device along pipe or model.
@@ -114,9 +114,9 @@ def make_train_step(
         check_batch(batch["tokens"].shape[0], mesh, microbatches)
         weights = jnp.append(exit_weights(state.step), jnp.ones(1, jnp.float32))
         grads, (total, sums) = gradients(state.params, weights, batch, state.step)
-        count = sums.count.astype(jnp.float32)
+        count = jnp.maximum(sums.count, 1).astype(jnp.float32)
         norm = optax.tree.norm(grads) / count
-        finite = jnp.isfinite(norm) & jnp.isfinite(total)
+        finite = jnp.isfinite(norm) & jnp.isfinite(total) & (sums.count > 0)
         factor = 1.0 / count
         if clip_norm is not None:
             factor = factor * jnp.minimum(1.0, clip_norm / norm)

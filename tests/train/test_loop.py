@@ -224,6 +224,24 @@ def test_experiments_survive_json(text):
     assert Experiment.from_dict(json.loads(json.dumps(experiment.to_dict()))) == experiment
 
 
+def test_a_step_without_a_counted_token_is_reported(text, tmp_path, monkeypatch, capfd):
+    original = Loader.__next__
+
+    def empty(loader):
+        batch = original(loader)
+        if loader.step == 3:
+            batch["labels"][:] = data.IGNORE
+        return batch
+
+    monkeypatch.setattr(Loader, "__next__", empty)
+    result = fit(Experiment.from_dict(config(text, steps=4)), tmp_path)
+    assert int(result.state.skipped) == 1
+    assert "step 3: no token counted, step skipped (1 so far)" in capfd.readouterr().err
+    records = {r["step"]: r for r in read_metrics(tmp_path) if "tokens" in r}
+    assert records[3]["tokens"] == 0 and records[3]["skipped"] == 1 and "loss" not in records[3]
+    assert np.isfinite(records[4]["loss"])
+
+
 def test_a_run_without_held_out_text_only_trains(text, tmp_path):
     values = config(text, steps=2)
     values["data"] |= {"validation_fraction": 0.0}

@@ -147,6 +147,24 @@ def test_remat_gives_the_same_gradients():
             np.testing.assert_allclose(a["grad_norm"], b["grad_norm"], rtol=1e-4)
 
 
+@pytest.mark.parametrize("data, microbatches", [(1, 1), (2, 2)])
+def test_a_step_without_a_counted_token_is_skipped_and_counted(data, microbatches):
+    mesh = make_mesh(MeshConfig(data=data))
+    mesh, train, now = setup(mesh=mesh, microbatches=microbatches)
+    before = jax.device_get(now)
+    empty = batch_of(0) | {"labels": np.full_like(batch_of(0)["labels"], -1)}
+    now, metrics = train(now, step.put_batch(empty, mesh))
+    after = jax.device_get(now)
+    assert not metrics["finite"] and (int(metrics["tokens"]), int(now.skipped)) == (0, 1)
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(jax.device_get(metrics)))
+    for a, b in zip(*map(jax.tree.leaves, (before.params, after.params)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(*map(jax.tree.leaves, (before.opt_state, after.opt_state)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    now, metrics = train(now, step.put_batch(batch_of(1), mesh))
+    assert metrics["finite"] and int(now.step) == 2 and int(now.skipped) == 1
+
+
 @pytest.mark.parametrize("data", [1, 4])
 def test_a_step_that_is_not_finite_is_skipped_and_counted(data):
     mesh, train, now = setup(mesh=make_mesh(MeshConfig(data=data)))
