@@ -2,8 +2,9 @@
 
     python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-Wide enough that skipping layers saves memory traffic and not only instructions; docs/BENCHMARKS.md
-has what it reaches.
+Wide enough that skipping layers saves memory traffic and not only instructions. Expected: a few
+minutes on 2 cores; about 2.7, 2.4 and 2.3 bits per byte of held-out text at the exits after layers
+3, 8 and 12 (README and docs/BENCHMARKS.md have the measured figures).
 """
 
 from ml_collections import ConfigDict

@@ -5,11 +5,15 @@
 
 Without --prompt or --prompt_file the prompt is read from standard input. One prompt is shown
 while it grows, several when they are done. With --json the last line printed is one JSON object.
+
+Two programs are compiled, one that reads the prompt and one that generates a chunk of tokens; the
+speed printed leaves out what comes before both are there. Other text, thresholds, exits, sampling
+or seeds need no new program; another number of prompts, --engine or --cap does, and now and then a
+longer prompt or a larger --max_new_tokens.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import pathlib
 import sys
@@ -54,6 +58,11 @@ def prompts() -> list[str]:
     return texts or [sys.stdin.read()]
 
 
+def speed(begin: float, before: int, tokens: int) -> float | None:
+    """Tokens per second since `begin`, when there were `before`; None where none came since."""
+    return (tokens - before) / (time.perf_counter() - begin) if tokens > before else None
+
+
 def main() -> None:
     from eejax.inference import EngineOptions, Generator
     from eejax.train.runs import open_run
@@ -66,31 +75,32 @@ def main() -> None:
     options = EngineOptions(engine=_ENGINE.value, cap=_CAP.value)
     generator = Generator.make(model.params, model.config, options)
     stops = [*_STOP_TOKEN.value, *([] if tokenizer.eos_id is None else [tokenizer.eos_id])]
-    stream = lambda: generator.stream(
+    stream = generator.stream(
         ids, _NEW.value, threshold=threshold[0] if len(threshold) == 1 else threshold,
         exits=exits, prefill_exit=_PREFILL_EXIT.value, temperature=_TEMPERATURE.value,
         top_k=_TOP_K.value, top_p=_TOP_P.value, min_p=_MIN_P.value, seed=_SEED.value,
         stop_tokens=stops, stop_strings=_STOP.value, decode_text=tokenizer.decode,
     )  # fmt: skip
-    list(itertools.islice(stream(), 2))  # compiles the two programs, so that the clock does not
     colors = _COLOR.value == "always" or (_COLOR.value == "auto" and sys.stdout.isatty())
-    begin, growing = time.perf_counter(), len(texts) == 1
+    growing, timed = len(texts) == 1, None
     if growing:
         print(texts[0], end="", flush=True)
     text, shown = tokenizer.stream(), 0
-    for result in stream():
+    for number, result in enumerate(stream):
         while growing and shown < result.lengths[0]:
             piece = text.push(int(result.tokens[0, shown]))
             print(result.paint(piece, result.exits[0, shown]) if colors else piece, end="")
             shown += 1
         sys.stdout.flush()
-    seconds = time.perf_counter() - begin
+        if number == 1:  # both programs are compiled and have run
+            timed = time.perf_counter(), int(result.lengths.sum())
+    rate = speed(*timed, int(result.lengths.sum())) if timed else None
     print(text.flush())
     for i in range(0 if growing else len(texts)):
         new = result.colored(i, tokenizer.decode) if colors else tokenizer.decode(result.ids(i))
         print(f"--- prompt {i}: {result.finish[i]}\n{texts[i]}{new}")
-    rate = float(result.lengths.sum() / seconds)
-    print(f"\n{result.summary()}\n{rate:.1f} tokens/s with engine {_ENGINE.value}")
+    pace = "too few tokens to time" if rate is None else f"{rate:.1f} tokens/s"
+    print(f"\n{result.summary()}\n{pace} with engine {_ENGINE.value}")
     if _JSON.value:
         row = lambda a, i: a[i, : result.lengths[i]].tolist()
         requests = [

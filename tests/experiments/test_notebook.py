@@ -1,5 +1,7 @@
 """The notebook runs top to bottom, on a tiny budget."""
 
+import importlib.util
+
 import nbclient
 import nbformat
 import pytest
@@ -39,3 +41,12 @@ def test_it_is_stored_without_outputs(repo_root):
     notebook = nbformat.read(repo_root / "experiments/notebooks/quickstart.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)
     assert "find_spec" in notebook.cells[1].source, "the first cell installs what is missing"
+
+
+def test_without_a_source_it_says_what_to_set(repo_root, tmp_path, monkeypatch):
+    notebook = nbformat.read(repo_root / "experiments/notebooks/quickstart.ipynb", as_version=4)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("EEJAX_SOURCE", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="set EEJAX_SOURCE"):
+        exec(notebook.cells[1].source, {})
