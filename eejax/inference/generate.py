@@ -15,7 +15,7 @@ from eejax.common.errors import ConfigError, require
 from eejax.common.trees import Tree
 from eejax.inference import posthoc, recompute
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.result import Result
+from eejax.inference.result import Collector, Result
 from eejax.inference.sampling import Sampling
 from eejax.inference.state import (
     DecodeState,
@@ -89,7 +89,10 @@ class Generator:
     """A model ready to generate with one engine.
 
     Build with `Generator.make(params, config, options)`; `generate` and `stream` then compile once
-    per batch size, prompt-length bucket and cache length.
+    for each batch size, prompt length (rounded up to a power of two, at least 16), cache length
+    (to a multiple of `LENGTH_STEP`), number of stop tokens (to a power of two) and `chunk`, which
+    `generate` rounds up to a power of two itself. Stop strings are looked for outside of the
+    compiled program, after every `STREAM_CHUNK` tokens unless `chunk` says otherwise.
     """
 
     weights: Weights
@@ -129,10 +132,15 @@ class Generator:
         decode_text: Callable[[Sequence[int]], str] | None = None,
         chunk: int | None = STREAM_CHUNK,
     ) -> Iterator[Result]:
-        """Yields the growing `Result` after every `chunk` tokens (None: once, at the end).
+        """Yields the growing `Result`: the first token, then `chunk` more at a time (None: all).
+
+        Each value of `chunk` is a program of its own: keep to one. A larger one gives control
+        back less often, and a stop string lets up to that many steps run in vain.
 
         prompts: token ids, each at least one token and shorter than the context.
         threshold, exits, prefill_exit: `ExitPolicy.make`; ignored by the engine "full".
+            `prefill_exit` decides which exit the first token is emitted from, and spares no
+            layer: the prompt's pass runs all of them (`posthoc.prefill`).
         temperature ... seed: `Sampling.make`.
         stop_tokens end a request and are kept as its last token; stop_strings end it with the
         token that completes one, and need `decode_text`, which turns token ids into text.
@@ -156,9 +164,10 @@ class Generator:
                 token,
                 f"must lie in 0..{config.vocab_size - 1}",
             )
-        stops = jnp.array(
-            np.broadcast_to(np.array([-1, *stop_tokens], np.int32), (b, 1 + len(stop_tokens)))
-        )
+        # Padded, so that few counts of stop tokens are compiled for.
+        stops = np.full((b, _power_of_two(max(1, len(stop_tokens)))), -1, np.int32)
+        stops[:, : len(stop_tokens)] = stop_tokens
+        stops = jnp.asarray(stops)
 
         room = config.context_length - lengths
         max_new = np.minimum(max_new_tokens, room).astype(np.int32)
@@ -170,12 +179,13 @@ class Generator:
         state, first = prefill(
             self.weights, tokens, lengths, max_new, policy, sampling, stops, length=length, **args
         )
-        records = [jax.tree.map(lambda a: np.asarray(a)[None], first)]
+        more = jax.tree.map(lambda a: a[None], first)
         limits = np.where(room < max_new_tokens, "context", "length")
+        collector = Collector(
+            config, lengths, max_new, limits, stop_tokens, stop_strings, decode_text
+        )
         while True:
-            result = Result.collect(
-                records, lengths, config, stop_tokens, stop_strings, decode_text, limits
-            )
+            result = collector.add(jax.device_get(more))
             over = result.finished
             yield result
             if over.all():
@@ -183,7 +193,6 @@ class Generator:
             if stop_strings:  # a request that met a stop string needs no further steps
                 state = state.replace(remaining=jnp.where(over, 0, state.remaining))
             state, more = decode(self.weights, state, policy, sampling, stops, n=chunk, **args)
-            records.append(jax.tree.map(np.asarray, more))
 
     def _pad(self, prompts) -> tuple[np.ndarray, np.ndarray]:
         require(len(prompts) > 0, "prompts", prompts, "must hold at least one prompt")

@@ -23,8 +23,8 @@ class ExitPolicy:
     thresholds: [b, E] float32; a token leaves by the earliest active exit whose confidence
         reaches its threshold. Threshold 1 never fires.
     active: [b, E] bool.
-    prefill_exit: [b] bool, whether the first token, which the prompt's pass produces, may leave
-        early too.
+    prefill_exit: [b] bool, whether the first token, which the prompt's pass produces, may be
+        emitted by an early exit too. The pass runs all layers either way.
     """
 
     thresholds: jax.Array

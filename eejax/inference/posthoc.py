@@ -62,21 +62,21 @@ def _pass(
         blocks.append(block)
         h = jnp.take_along_axis(h, row[:, None, None], 1)[:, 0]
         final = e == config.n_exits
-        logits = s.step_logits(weights, config, e, h)
-        before = emission.exit
-        emission = consider(
-            emission,
-            e,
-            logits,
-            jnp.full((b,), True) if final else early,
-            None if final else policy,
-            sampling,
-            position,
-        )
-        if options.engine == "posthoc":
-            considered = (before < 0) & (early | final)
-            seen = _margin(margin, logits, None if final else policy, e, emission.exit == e)
-            margin = jnp.where(considered, seen, margin)
+        gate, undecided = None if final else policy, emission.exit < 0
+        allowed = undecided if final else undecided & early
+
+        def emit(emission, margin, e=e, h=h, gate=gate, allowed=allowed):
+            logits = s.step_logits(weights, config, e, h)
+            emission = consider(emission, e, logits, allowed, gate, sampling, position)
+            if options.engine == "posthoc":
+                seen = _margin(margin, logits, gate, e, emission.exit == e)
+                margin = jnp.where(allowed, seen, margin)
+            return emission, margin
+
+        # A head that no request can leave by is a large product for nothing.
+        wanted = allowed if final else allowed & policy.may_fire(e)
+        skip = lambda *c: c
+        emission, margin = jax.lax.cond(jnp.any(wanted), emit, skip, emission, margin)
     filled = cache.filled + count[:, None]
     return KVCache(tuple(segments), tuple(blocks), filled), emission, margin
 
@@ -97,8 +97,10 @@ def prefill(
     """The prompts' pass through all layers; emits the first token of each request.
 
     tokens [b, t] right-padded prompts of `lengths` [b] >= 1; `length` positions of cache are
-    kept. The first token leaves by an early exit only under `policy.prefill_exit`; the deeper
-    layers run all the same, since the tokens to come need the prompt's keys and values there.
+    kept. The first token leaves by an early exit only under `policy.prefill_exit`. That skips
+    the heads of the exits behind it where all requests left, but no layer: the tokens to come
+    need the prompt's keys and values at every depth. Without it the early exits' heads are
+    skipped instead.
     """
     b, t = tokens.shape
     x = transformer.embed(weights.params, config, tokens, jnp.arange(t)[None])

@@ -20,10 +20,15 @@ class Result:
 
     tokens: ids, -1 beyond a request's own `lengths`.
     logprobs: natural log-probability of each token under the emitting exit, before sampling
-        transforms. exits: boundary (layers) of the emitting exit. confidences: its gate's.
+        transforms.
+    exits: number of the emitting exit, an index into the model's exits; `n_exits`, one more
+        than the last of them, is the final exit. -1 beyond `lengths`. The engine "full" has no
+        early exits, and so emits all tokens from exit 0.
+    confidences: the emitting exit's.
     layers: layers executed in the step that emitted the token; a step is shared by the batch.
     margins: see `Record`; infinite for engines that do not measure it.
     finish: per request "stop" (token or string), "length", "context", or "" while running.
+    stops: boundary of each exit, the final one last.
     """
 
     tokens: np.ndarray
@@ -39,6 +44,19 @@ class Result:
     n_layers: int
 
     @property
+    def n_exits(self) -> int:
+        """Early exits of the model that was run; also the final exit's number."""
+        return len(self.stops) - 1
+
+    @property
+    def boundaries(self) -> np.ndarray:
+        """[b, n] layers below the emitting exit, -1 beyond `lengths`.
+
+        An early exit after all layers has the final exit's boundary and a number of its own.
+        """
+        return np.where(self.exits < 0, -1, np.asarray(self.stops)[self.exits])
+
+    @property
     def finished(self) -> np.ndarray:
         return np.array([bool(f) for f in self.finish])
 
@@ -46,75 +64,25 @@ class Result:
         """Token ids of request i."""
         return self.tokens[i, : self.lengths[i]].tolist()
 
-    @classmethod
-    def collect(
-        cls,
-        records: Sequence[Record],
-        prompt_lengths: np.ndarray,
-        config: ModelConfig,
-        stop_tokens: Sequence[int],
-        stop_strings: Sequence[str],
-        decode_text: Callable[[Sequence[int]], str] | None,
-        limits: Sequence[str],
-    ) -> Result:
-        """Joins records [n, b]; cuts each request at its first stop token or string.
-
-        `limits` [b] names what ended a request that just ran out of tokens. Raises
-        FloatingPointError where a log-probability is not finite.
-        """
-        r = Record(*(np.concatenate(a).T for a in zip(*records, strict=True)))  # [b, n]
-        bad = np.argwhere((r.exit >= 0) & ~np.isfinite(r.logprob))
-        if len(bad):
-            row, at = bad[0]
-            raise FloatingPointError(
-                f"logits of request {row} are not finite at new token {at}, exit"
-                f" {config.stops[r.exit[row, at]]}: check the checkpoint's parameters"
-            )
-        lengths = (r.exit >= 0).sum(1)
-        asked = sum(len(a.exit) for a in records)
-        finish = []
-        for i, n in enumerate(lengths):
-            ids = r.token[i, :n].tolist()
-            cut = _cut(ids, stop_tokens, stop_strings, decode_text)
-            lengths[i] = n if cut is None else cut
-            finish.append("stop" if cut is not None else str(limits[i]) if n < asked else "")
-        width = int(lengths.max())
-        inside = np.arange(width)[None] < lengths[:, None]
-        take = lambda a, empty: np.where(inside, a[:, :width], empty)
-        return cls(
-            tokens=take(r.token, -1),
-            logprobs=take(r.logprob, 0.0),
-            exits=take(np.asarray(config.stops)[r.exit], -1),
-            confidences=take(r.confidence, 0.0),
-            layers=take(r.layers, 0),
-            margins=take(r.margin, np.inf),
-            lengths=lengths,
-            prompt_lengths=prompt_lengths,
-            finish=tuple(finish),
-            stops=config.stops,
-            n_layers=config.n_layers,
-        )
-
     def summary(self) -> str:
         """A few lines: tokens by exit, mean confidence, layers executed."""
         valid = self.exits >= 0
         total = int(valid.sum())
         lines = [f"{total} tokens, {self.layers[valid].mean():.2f} of {self.n_layers} layers each"]
-        for stop in dict.fromkeys(self.stops):
-            here = valid & (self.exits == stop)
+        for e, stop in enumerate(self.stops):
+            here = self.exits == e
             n = int(here.sum())
             confidence = f"{self.confidences[here].mean():.3f}" if n else "  -  "
-            lines.append(
-                f"  exit {stop:3d}  {n:6d} tokens {n / max(total, 1):6.1%}  confidence {confidence}"
-            )
+            name = "final" if e == self.n_exits else "exit "
+            share = n / max(total, 1)
+            lines.append(f"  {name} {stop:2d}  {n:6d} tokens {share:6.1%}  confidence {confidence}")
         return "\n".join(lines)
 
-    def paint(self, text: str, boundary: int) -> str:
-        """`text` in the terminal color of the exit at `boundary`; the final exit's is plain."""
-        early = list(dict.fromkeys(self.stops))[:-1]
-        if boundary not in early or not text:
+    def paint(self, text: str, exit_: int) -> str:
+        """`text` in the terminal color of exit number `exit_`; the final exit's is plain."""
+        if not 0 <= exit_ < self.n_exits or not text:
             return text
-        color = COLORS[early.index(boundary) * len(COLORS) // len(early)]
+        color = COLORS[exit_ * len(COLORS) // self.n_exits]
         return f"\x1b[38;5;{color}m{text}{RESET}"
 
     def colored(self, i: int, decode_text: Callable[[Sequence[int]], str]) -> str:
@@ -129,15 +97,116 @@ class Result:
         return "".join(pieces)
 
 
-def _cut(ids, stop_tokens, stop_strings, decode_text) -> int | None:
-    """Number of tokens up to and with the first that ends the request, None if none does."""
-    ends = [ids.index(t) + 1 for t in stop_tokens if t in ids]
-    if stop_strings:
-        found = lambda n: any(s in decode_text(ids[:n]) for s in stop_strings)
-        if found(len(ids)):
-            low, high = 1, len(ids)  # the shortest prefix whose text holds a stop string
-            while low < high:
-                mid = (low + high) // 2
-                low, high = (low, mid) if found(mid) else (mid + 1, high)
-            ends.append(low)
-    return min(ends, default=None)
+class Collector:
+    """Gathers an engine's records into growing `Result`s, looking at each token once.
+
+    Results share one buffer: what an earlier one shows is never written again.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        prompt_lengths: np.ndarray,
+        max_new: np.ndarray,
+        limits: Sequence[str],
+        stop_tokens: Sequence[int] = (),
+        stop_strings: Sequence[str] = (),
+        decode_text: Callable[[Sequence[int]], str] | None = None,
+    ):
+        """max_new [b]: tokens a request may get; limits [b]: what ends it when it has them."""
+        self._config, self._prompt_lengths = config, prompt_lengths
+        self._max_new, self._limits = max_new, limits
+        self._stop_tokens, self._stop_strings = frozenset(stop_tokens), tuple(stop_strings)
+        self._decode = decode_text
+        b, n = len(max_new), int(max_new.max())
+        self._all = Record(
+            token=np.full((b, n), -1, np.int32),
+            logprob=np.zeros((b, n), np.float32),
+            confidence=np.zeros((b, n), np.float32),
+            exit=np.full((b, n), -1, np.int32),
+            layers=np.zeros((b, n), np.int32),
+            margin=np.full((b, n), np.inf, np.float32),
+        )
+        self._ids: list[list[int]] = [[] for _ in range(b)]
+        self._finish = [""] * b
+
+    def add(self, record: Record) -> Result:
+        """All tokens so far, with those of a record [n, b]; raises as `Generator.stream`.
+
+        A request ends with its first stop token, or the token that completes a stop string.
+        """
+        start = max(map(len, self._ids))  # that of every request still running
+        new = Record(*(np.asarray(a).T[:, : self._all.exit.shape[1] - start] for a in record))
+        over = np.array([bool(f) for f in self._finish])
+        new = new._replace(exit=np.where(over[:, None], -1, new.exit))
+        bad = np.argwhere((new.exit >= 0) & ~np.isfinite(new.logprob))
+        if len(bad):
+            row, at = bad[0]
+            raise FloatingPointError(
+                f"logits of request {row} are not finite at new token {start + at}, exit"
+                f" {self._config.stops[new.exit[row, at]]}: check the checkpoint's parameters"
+            )
+        for i, ids in enumerate(self._ids):
+            if self._finish[i]:
+                continue
+            before = len(ids)
+            ids += new.token[i, : int((new.exit[i] >= 0).sum())].tolist()
+            end = self._end(ids, before)
+            if end is not None:
+                del ids[end:]
+                self._finish[i] = "stop"
+            elif len(ids) >= self._max_new[i]:
+                self._finish[i] = str(self._limits[i])
+            for whole, part in zip(self._all, new, strict=True):
+                whole[i, before : len(ids)] = part[i, : len(ids) - before]
+        lengths = np.array([len(ids) for ids in self._ids])
+        width = int(lengths.max())
+        shown = Record(*(a[:, :width] for a in self._all))
+        for a in shown:
+            a.flags.writeable = False
+        return Result(
+            tokens=shown.token,
+            logprobs=shown.logprob,
+            exits=shown.exit,
+            confidences=shown.confidence,
+            layers=shown.layers,
+            margins=shown.margin,
+            lengths=lengths,
+            prompt_lengths=self._prompt_lengths,
+            finish=tuple(self._finish),
+            stops=self._config.stops,
+            n_layers=self._config.n_layers,
+        )
+
+    def _end(self, ids: list[int], before: int) -> int | None:
+        """Tokens up to and with the first beyond `before` that ends the request, or None."""
+        ends = [j + 1 for j in range(before, len(ids)) if ids[j] in self._stop_tokens][:1]
+        if self._stop_strings:
+            ends += string_end(ids, before, self._stop_strings, self._decode)
+        return min(ends, default=None)
+
+
+def string_end(
+    ids: list[int],
+    before: int,
+    strings: Sequence[str],
+    decode_text: Callable[[Sequence[int]], str],
+) -> list[int]:
+    """[length of the shortest prefix of `ids` whose text holds one of `strings`], or [].
+
+    The first `before` ids are known to hold none, and of them only as many are decoded as a
+    string could reach back into.
+    """
+    found = lambda part: any(s in decode_text(part) for s in strings)
+    # A few more characters: a text cut out of another may begin with other ones.
+    reach = max(map(len, strings)) + 8
+    back = reach
+    while back < before and len(decode_text(ids[before - back : before])) < reach:
+        back *= 2
+    if len(ids) == before or not found(ids[max(0, before - back) :]) or not found(ids):
+        return []
+    low, high = before + 1, len(ids)
+    while low < high:
+        mid = (low + high) // 2
+        low, high = (low, mid) if found(ids[:mid]) else (mid + 1, high)
+    return [low]

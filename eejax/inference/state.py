@@ -28,7 +28,8 @@ class EngineOptions:
         later carries the waiting tokens along (KV recomputation).
     cap: most tokens of a request that may wait for deeper keys and values; when a token is
         the cap-th, it runs all layers (and is still emitted where its gate fired).
-    buckets: row counts a deeper segment is compiled for; the cap itself is always one.
+    buckets: row counts a deeper segment is compiled for, kept as a tuple; the cap itself is
+        always one.
     """
 
     engine: str = "recompute"
@@ -36,6 +37,7 @@ class EngineOptions:
     buckets: tuple[int, ...] = (1, 2, 4, 8, 16)
 
     def __post_init__(self):
+        object.__setattr__(self, "buckets", tuple(self.buckets))  # hashable
         require_one_of("engine", self.engine, ENGINES)
         require(
             isinstance(self.cap, int) and self.cap >= 1,

@@ -17,7 +17,7 @@ from eejax.inference.sampling import Sampling
 
 
 def reference_greedy(p, config, prompt, n, thresholds):
-    """(token, exit boundary) n times by the uncached float64 model, and the smallest margin."""
+    """(token, exit number) n times by the uncached float64 model, and the smallest margin."""
     ids, out, margin = list(prompt), [], np.inf
     for i in range(n):
         for e, logits in enumerate(reference_model.exit_logits(p, config, ids)):
@@ -28,7 +28,7 @@ def reference_greedy(p, config, prompt, n, thresholds):
                 margin = min(margin, abs(confidence - thresholds[e]))
             if final or (i > 0 and thresholds[e] < 1 and confidence >= thresholds[e]):
                 margin = min(margin, top[0] - top[1])
-                out.append((int(logits[-1].argmax()), config.stops[e], logits[-1], confidence))
+                out.append((int(logits[-1].argmax()), e, logits[-1], confidence))
                 ids.append(out[-1][0])
                 break
     return out, margin
@@ -88,7 +88,7 @@ def check_recompute_equals_posthoc(subset, prompts, layout, cap, buckets, batch,
         Generator.make(p, config, EngineOptions(name, **options))
         for name in ("posthoc", "recompute")
     )
-    excused = left_early = 0
+    excused = 0
     for _ in range(4):
         threshold = st.one_of(st.floats(0, 1, width=32), st.sampled_from([0.0, 0.2, 0.3, 0.5, 1.0]))
         thresholds = data.draw(
@@ -103,11 +103,44 @@ def check_recompute_equals_posthoc(subset, prompts, layout, cap, buckets, batch,
         asked = prompts(data.draw(st.integers(0, 99)), lengths)
         a, b = (g.generate(asked, 30, **kwargs) for g in (oracle, engine))
         excused += assert_same(a, b)
-        left_early += int((a.exits < config.n_layers).sum())
         assert (a.layers[a.exits >= 0] == config.n_layers).all()
         # Nothing is emitted from deeper than was run, and depth stays within the model's.
-        assert (b.layers >= b.exits).all() and (b.layers <= config.n_layers).all()
+        assert (b.layers >= b.boundaries)[b.exits >= 0].all() and (
+            b.layers <= config.n_layers
+        ).all()
+        check_layers_skipped(b, cap, config.n_layers)
     assert excused <= 2
+
+
+def check_layers_skipped(r, cap, n_layers):
+    """A step runs only as deep as its deepest request needs, unless a request's cap is reached."""
+    deepest = np.max(r.boundaries, axis=0)[1:]  # [n - 1], of the requests still live; -1 if none
+    layers = np.max(r.layers, axis=0)[1:]
+    assert ((layers == deepest) | (layers == n_layers)).all()
+    # A request is forced deep once in `cap` of its own steps at most.
+    forced = int((layers > deepest).sum())
+    assert forced <= len(r.tokens) * (len(layers) // cap)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_recompute_leaves_early_where_posthoc_does(subset, prompts, batch):
+    p, config = subset((1, 3))
+    asked = prompts(4, [9, 14, 6][:batch])
+    a, b = (
+        Generator.make(p, config, EngineOptions(engine, cap=8)).generate(asked, 40, threshold=0.35)
+        for engine in ("posthoc", "recompute")
+    )
+    assert_same(a, b)
+    real = a.exits >= 0
+    real[:, 0] = False  # the prompt's pass has all layers
+    early = real & (a.exits < config.n_exits)
+    assert early.sum() > 0.3 * real.sum()  # else the thresholds are no test
+    assert (a.layers[real] == config.n_layers).all()
+    together = real.any(0) & (early | ~real).all(0)  # steps in which all requests left early
+    skipped = together & (b.layers.max(0) < config.n_layers)
+    # At a cap of 8 every request forces at most one step in 8.
+    assert together.sum() >= 5 and skipped.sum() >= together.sum() - batch * 40 / 8
+    check_layers_skipped(b, 8, config.n_layers)
 
 
 def test_recompute_equals_posthoc_while_sampling(subset, prompts):
@@ -177,7 +210,7 @@ def test_the_cap_forces_depth_but_not_the_exit(subset, prompts):
     for cap in (1, 3):
         g = Generator.make(p, config, EngineOptions("recompute", cap=cap))
         r = g.generate(asked, 25, threshold=0.0)
-        assert (r.exits[0, 1:] == 1).all()
+        assert (r.boundaries[0, 1:] == 1).all()
         want = [5 if j % cap == 0 else 1 for j in range(1, 25)]
         assert r.layers[0, 1:].tolist() == want
 
@@ -187,17 +220,23 @@ def test_threshold_one_never_exits_even_when_confidence_rounds_to_one(subset):
     sure = p | {"embed": {"tokens": p["embed"]["tokens"] * 1000}}
     g = Generator.make(sure, config, "recompute")
     r = g.generate([[5, 6]], 10, threshold=1.0)
-    assert (r.exits == config.n_layers).all()
+    assert (r.exits == config.n_exits).all()
     r = g.generate([[5, 6]], 10, threshold=0.999)
-    assert (r.exits[0, 1:] == 1).all()
+    assert (r.exits[0, 1:] == 0).all()
 
 
-def test_thresholds_exits_and_sampling_do_not_recompile(subset, prompts):
+@pytest.fixture
+def compiled():
+    """Names of compilations as they happen."""
+    events = []
+    listener = lambda event, *_, **__: events.append(event) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def test_thresholds_exits_and_sampling_do_not_recompile(subset, prompts, compiled):
     p, config = subset((1, 3))
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
-    )
     g = Generator.make(p, config, "recompute")
     asked = prompts(2, [10, 13])
     g.generate(asked, 12, threshold=0.5)
@@ -213,6 +252,24 @@ def test_thresholds_exits_and_sampling_do_not_recompile(subset, prompts):
             top_k=i,
             seed=i,
         )
+    assert not compiled
+
+
+def test_stops_of_like_number_and_buckets_as_a_list_do_not_recompile(subset, prompts, compiled):
+    p, config = subset((1, 3))
+    asked, text = prompts(2, [10, 13]), lambda ids: "".join(map(chr, ids))
+    g = Generator.make(p, config, EngineOptions("recompute", cap=4, buckets=[1, 2]))
+    run = lambda **kwargs: g.generate(asked, 12, threshold=0.5, **kwargs)
+    run(), run(stop_tokens=[1, 2, 3, 4])
+    compiled.clear()
+    run(stop_tokens=[7]), run(stop_tokens=[1, 2, 3]), run(stop_tokens=[9, 8, 7, 6])
+    assert not compiled
+    run(stop_strings=["zq"], decode_text=text)  # in chunks of its own
+    compiled.clear()
+    run(stop_strings=["z", "qqqq"], decode_text=text)
+    again = Generator.make(p, config, EngineOptions("recompute", cap=4, buckets=(1, 2)))
+    assert again.options == g.options
+    again.generate(asked, 12, threshold=0.5)
     assert not compiled
 
 
@@ -235,8 +292,22 @@ def test_prefill_exit_lets_the_first_token_leave(subset, prompts):
     p, config = subset((1,))
     g = Generator.make(p, config, "recompute")
     asked = prompts(0, [8])
-    assert g.generate(asked, 4, threshold=0.0, prefill_exit=True).exits[0].tolist() == [1] * 4
-    assert g.generate(asked, 4, threshold=0.0).exits[0].tolist() == [5, 1, 1, 1]
+    assert g.generate(asked, 4, threshold=0.0, prefill_exit=True).exits[0].tolist() == [0] * 4
+    r = g.generate(asked, 4, threshold=0.0)
+    assert r.exits[0].tolist() == [1, 0, 0, 0] and r.boundaries[0].tolist() == [5, 1, 1, 1]
+
+
+def test_an_exit_after_all_layers_is_not_the_final_exit(subset, prompts):
+    p, config = subset((1, 5))
+    asked = prompts(0, [8, 5])
+    for engine in ("posthoc", "recompute"):
+        r = Generator.make(p, config, engine).generate(asked, 12, threshold=[1.0, 0.0])
+        assert r.exits[:, 1:].tolist() == [[1] * 11] * 2 and (r.exits[:, 0] == 2).all()
+        assert (r.boundaries == 5).all() and r.n_exits == 2
+        counts = [line.split()[:3] for line in r.summary().splitlines()[1:]]
+        assert counts == [["exit", "1", "0"], ["exit", "5", "22"], ["final", "5", "2"]]
+        assert "\x1b[" in r.paint("x", 0) and "\x1b[" in r.paint("x", 1)
+        assert r.paint("x", 2) == r.paint("x", -1) == "x" and r.paint("x", 0) != r.paint("x", 1)
 
 
 def test_stop_tokens_strings_lengths_and_context(subset, prompts):
@@ -305,7 +376,9 @@ def test_summary_and_colors(subset, prompts):
     p, config = subset((1, 3))
     r = Generator.make(p, config, "recompute").generate(prompts(0, [8]), 30, threshold=0.4)
     text = r.summary()
-    assert text.startswith("30 tokens") and all(f"exit   {n}" in text for n in (1, 3, 5))
+    assert text.startswith("30 tokens") and all(
+        f"  {n}  " in text for n in ("exit   1", "exit   3", "final  5")
+    )
     plain = lambda ids: bytes(i for i in ids if i < 256).decode("latin-1")
     colored = r.colored(0, plain)
     assert "\x1b[38;5;" in colored

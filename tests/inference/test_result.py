@@ -1,0 +1,123 @@
+"""Gathering records into results: the same however they are cut, each token looked at once."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eejax.inference.result import Collector, string_end
+from eejax.inference.state import Record
+from eejax.models.config import ExitConfig, ModelConfig
+
+CONFIG = ModelConfig(
+    vocab_size=257, n_layers=4, d_model=16, n_heads=2, context_length=64,
+    exits=(ExitConfig(1), ExitConfig(4)),
+)  # fmt: skip
+
+text = lambda ids: "".join(chr(97 + i) for i in ids)
+
+
+def records(tokens):
+    """One record [n, b] of all steps, from tokens [b][n]; a request's steps after its own: -1."""
+    n = max(map(len, tokens))
+    token = np.array([t + [-1] * (n - len(t)) for t in tokens], np.int32).T
+    real = token >= 0
+    number = np.arange(token.size).reshape(token.shape)
+    value = lambda a, empty: np.where(real, a, empty).astype(np.float32)
+    return Record(
+        token=token,
+        logprob=value(-number, 0),
+        confidence=value(number / token.size, 0),
+        exit=np.where(real, token % 3, -1).astype(np.int32),
+        layers=np.where(real, 4, 0).astype(np.int32),
+        margin=value(number, np.inf),
+    )
+
+
+def collect(record, cuts, max_new, stop_tokens=(), stop_strings=(), decode=text):
+    b = record.exit.shape[1]
+    collector = Collector(
+        CONFIG,
+        np.ones(b, int),
+        np.array(max_new),
+        ["length"] * b,
+        stop_tokens,
+        stop_strings,
+        decode,
+    )
+    edges = [0, *cuts, len(record.exit)]
+    results = []
+    for start, stop in zip(edges, edges[1:], strict=False):
+        part = Record(*(a[start:stop] for a in record))
+        for a in part:
+            a.flags.writeable = False  # as what comes from a device
+        results.append(collector.add(part))
+        if results[-1].finished.all():
+            break
+    return results
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=30, max_size=30), min_size=1, max_size=3),
+    st.sets(st.integers(1, 29)),
+    st.lists(st.integers(1, 30), min_size=3, max_size=3),
+    st.sets(st.integers(0, 3), max_size=1),
+    st.lists(st.text("abcd", min_size=1, max_size=6), max_size=2),
+)
+def test_however_cut_a_request_ends_where_its_text_says(tokens, cuts, max_new, stops, strings):
+    max_new = max_new[: len(tokens)]
+    tokens = [t[:n] for t, n in zip(tokens, max_new, strict=True)]
+    record = records(tokens)
+    results = collect(
+        record, sorted(c for c in cuts if c < len(record.exit)), max_new, stops, strings
+    )
+    last = results[-1]
+    for i, ids in enumerate(tokens):
+        end, finish = len(ids), "length"
+        for n in range(1, len(ids) + 1):
+            if ids[n - 1] in stops or any(s in text(ids[:n]) for s in strings):
+                end, finish = n, "stop"
+                break
+        assert last.ids(i) == ids[:end] and last.finish[i] == finish
+        np.testing.assert_array_equal(last.exits[i, :end], np.array(ids[:end]) % 3)
+        np.testing.assert_array_equal(last.logprobs[i, :end], record.logprob[:end, i])
+        assert (last.tokens[i, end:] == -1).all() and (last.exits[i, end:] == -1).all()
+        assert (last.boundaries[i, :end] == np.array([1, 4, 4])[last.exits[i, :end]]).all()
+        assert (last.boundaries[i, end:] == -1).all() and np.isinf(last.margins[i, end:]).all()
+    for earlier in results:  # what was shown before still stands
+        n = earlier.tokens.shape[1]
+        np.testing.assert_array_equal(earlier.tokens, last.tokens[:, :n])
+        np.testing.assert_array_equal(earlier.exits, last.exits[:, :n])
+
+
+def test_decoding_and_copying_do_not_grow_with_what_is_there():
+    n, work = 4096, []
+
+    def decode(ids):
+        work.append(len(ids))
+        return text(ids)
+
+    record = records([[0, 1] * (n // 2)])
+    results = collect(record, range(1, n, 16), [n], stop_strings=["zzzz"], decode=decode)
+    assert sum(work) < 8 * n  # each prefix decoded afresh would be 500 n
+    assert results[-1].tokens.base is results[0].tokens.base  # one buffer, not a copy each time
+    with pytest.raises(ValueError, match="read-only"):
+        results[0].tokens[0, 0] = 7
+
+
+def test_a_stop_string_across_tokens_that_have_no_text():
+    decode = lambda ids: "".join(chr(97 + i) for i in ids if i < 26)
+    ids = [0, 1] + [99] * 50 + [2, 3]
+    for before in range(len(ids) - 1):
+        assert string_end(ids, before, ["abc"], decode) == [len(ids) - 1]
+    # What only looks like a match where the text is cut is none.
+    odd = lambda ids: ("#" if ids and ids[0] == 5 else "") + text(ids)
+    assert string_end([0] * 40 + [5] * 40 + [1], 80, ["#f"], odd) == []
+
+
+def test_a_log_probability_that_is_no_number_is_an_error():
+    record = records([[1, 2, 0, 1], [2, 2, 2, 2]])
+    record.logprob[2, 1] = np.nan
+    with pytest.raises(FloatingPointError, match="request 1 .* new token 2, exit 4"):
+        collect(record, [1], [4, 4])
