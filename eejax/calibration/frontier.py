@@ -23,6 +23,7 @@ from eejax.common.trees import Tree
 from eejax.data import Tokenizer
 from eejax.gates import confidence
 from eejax.inference.policy import ExitPolicy
+from eejax.inference.sampling import argmax
 from eejax.losses.cross_entropy import IGNORE
 from eejax.models import exits, transformer
 from eejax.models.config import ModelConfig
@@ -96,7 +97,7 @@ def _score(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
         y = exits.logits(head._replace(table=head.table.astype(h.dtype)), h)
         picked = jnp.take_along_axis(y, jnp.maximum(label, 0)[:, None], 1)[:, 0]
         nll = jax.nn.logsumexp(y, -1) - picked
-        return jnp.argmax(y, -1).astype(jnp.int32), confidence.max_probability(y), nll
+        return argmax(y), confidence.max_probability(y), nll
 
     columns = []
     for head, h in zip(heads, states, strict=True):
