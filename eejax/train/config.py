@@ -96,11 +96,11 @@ class TrainConfig:
 
     `batch_size` is the global number of sequences per step, taken in `microbatches` parts one
     after the other; `remat` is the activation policy ("none", "dots", "full"). Every
-    `log_every` steps metrics are written, every `eval_every` the validation split (at most
-    `eval_batches` batches, None: all) is evaluated at every exit, every `checkpoint_every` a
-    checkpoint is saved, the newest `keep_checkpoints` of which stay; 0 switches a thing off,
-    though a run's end always has its evaluation and checkpoint. `seed` decides initial values,
-    the order of the data and dropout.
+    `log_every` steps metrics are written, every `eval_every` the validation split
+    (`eval_batches` batches spread evenly over it, None: all) is evaluated at every exit, every
+    `checkpoint_every` a checkpoint is saved, the newest `keep_checkpoints` of which stay; 0
+    switches a thing off, though a run's end always has its evaluation and checkpoint. `seed`
+    decides initial values, the order of the data and dropout.
     """
 
     steps: int = 1000
