@@ -83,10 +83,10 @@ def main() -> None:
     )  # fmt: skip
     colors = _COLOR.value == "always" or (_COLOR.value == "auto" and sys.stdout.isatty())
     growing, timed = len(texts) == 1, None
-    if growing:
-        print(texts[0], end="", flush=True)
     text, shown = tokenizer.stream(), 0
     for number, result in enumerate(stream):
+        if growing and number == 0:  # not before the request was found to be valid
+            print(texts[0], end="")
         while growing and shown < result.lengths[0]:
             piece = text.push(int(result.tokens[0, shown]))
             print(result.paint(piece, result.exits[0, shown]) if colors else piece, end="")
@@ -100,7 +100,8 @@ def main() -> None:
         new = result.colored(i, tokenizer.decode) if colors else tokenizer.decode(result.ids(i))
         print(f"--- prompt {i}: {result.finish[i]}\n{texts[i]}{new}")
     pace = "too few tokens to time" if rate is None else f"{rate:.1f} tokens/s"
-    print(f"\n{result.summary()}\n{pace} with engine {_ENGINE.value}")
+    ended = f", ended by: {result.finish[0]}" if growing else ""
+    print(f"\n{result.summary()}\n{pace} with engine {_ENGINE.value}{ended}")
     if _JSON.value:
         row = lambda a, i: a[i, : result.lengths[i]].tolist()
         requests = [
@@ -109,7 +110,7 @@ def main() -> None:
                 "text": tokenizer.decode(result.ids(i)),
                 "finish": result.finish[i],
                 "tokens": result.ids(i),
-                "exits": row(result.boundaries, i),
+                "boundaries": row(result.boundaries, i),
                 "layers": row(result.layers, i),
                 "confidences": [round(c, 4) for c in row(result.confidences, i)],
                 "logprobs": [round(p, 4) for p in row(result.logprobs, i)],

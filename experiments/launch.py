@@ -48,7 +48,8 @@ def _parse(argv: list[str]) -> list[str]:
     except (AttributeError, KeyError, IndexError) as error:
         sys.exit(
             f"error: {_one_line(error)}: the configuration file does not have the field that is "
-            "to be set. Let it begin with eejax.train.config.default_config()."
+            "to be set. Let it begin with eejax.train.config.default_config(), and set in the "
+            "file what lies in model.exits."
         )
     except (flags.Error, OSError, TypeError, ValueError, SyntaxError, ImportError) as error:
         sys.exit(f"error: {_one_line(error)}")

@@ -1,7 +1,7 @@
 """Trains a small early-exit model on the standard library, and shows what early exit buys.
 
     python -m experiments.quickstart            (or: make quickstart)
-    python -m experiments.quickstart --tiny --workdir=runs/tiny
+    python -m experiments.quickstart --tiny     (shows only that everything works)
 
 Under ten minutes on 2 cores without a GPU. Leaves in --workdir the checkpoint, metrics.jsonl,
 summary.json, sample.txt, and loss.png, quality_speed.png and exits.png. The same command resumes
@@ -24,7 +24,9 @@ from experiments import launch
 
 _DEFAULT = pathlib.Path(__file__).resolve().parent.parent / "configs" / "quickstart.py"
 _CONFIG = config_flags.DEFINE_config_file("config", str(_DEFAULT), "The experiment.")
-_WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Where everything is left.")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Where everything is left: runs/quickstart, or runs/tiny with --tiny."
+)
 _TINY = flags.DEFINE_bool("tiny", False, "A model and budget for testing: under a minute.")
 _PAIRS = flags.DEFINE_integer("pairs", 24, "Timed pairs for each threshold.", lower_bound=2)
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
@@ -69,7 +71,7 @@ def main() -> None:
     from eejax.train.loop import fit
     from eejax.train.runs import open_run
 
-    workdir = pathlib.Path(_WORKDIR.value)
+    workdir = pathlib.Path(_WORKDIR.value or ("runs/tiny" if _TINY.value else "runs/quickstart"))
     begin = time.perf_counter()
     experiment = Experiment.from_dict(_CONFIG.value)
     experiment = tiny(experiment) if _TINY.value else experiment
@@ -234,30 +236,38 @@ def show(workdir: pathlib.Path, model, summary: dict, sample) -> None:
     rows = [
         [
             f"threshold {m['threshold']:g}", f"{m['agreement']:.1%}", f"{m['depth']:.2f}",
-            f"{m['executed_layers']:.2f}", f"{m['tokens_per_second']:.0f}",
+            f"{m['executed_layers']:.2f}",
+            f"{m['tokens_per_second']:.0f} : {m['full_tokens_per_second']:.0f}",
             f"{m['speedup']:.2f} ({m['low']:.2f}-{m['high']:.2f})",
         ]
         for m in summary["measured"]
     ]  # fmt: skip
-    full = np.median([m["full_tokens_per_second"] for m in summary["measured"]])
     layers = f"{model.config.n_layers:.2f}"
-    rows.insert(0, ["full", "100.0%", layers, layers, f"{full:.0f}", "1"])
+    rows.insert(0, ["full", "100.0%", layers, layers, "", "1"])
     header = [
         "generation",
         "agreement",
         "exit depth",
         "layers run",
-        "tokens/s",
+        "tokens/s : full's",
         "times full (95 %)",
     ]
     print("\n" + analysis.table(header, rows))
+    print("tokens/s are medians of each engine's runs, times full is the median over pairs of runs")
     seconds = summary["seconds"]
     print(
         f"\ntrained in {seconds['train']:.0f} s, the rest took {seconds['rest']:.0f} s. Look at:\n"
         + "\n".join(f"  {workdir / f}" for f in ("loss.png", "quality_speed.png", "exits.png"))
-        + f"\n  python -m experiments.generate --workdir={workdir} --prompt='def main('"
+        + f"\n  {shell_python()} -m experiments.generate --workdir={workdir} --prompt='def main('"
         + f" --threshold={summary['measured'][-1]['threshold']:g}"
     )
+
+
+def shell_python() -> str:
+    """The interpreter that runs this, as one would type it here."""
+    path = pathlib.Path(sys.executable)
+    here = pathlib.Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def leaves(tree):

@@ -115,6 +115,11 @@ def quality_against_speed(
                 ratio, [m["agreement"] for m in measured], xerr=error, fmt="D", ms=6,
                 color=ACCENT, capsize=3, label="wall-clock: time of full ÷ recompute",
             )  # fmt: skip
+            for m in measured:
+                left.annotate(
+                    f"{m['threshold']:g}", (m["speedup"], m["agreement"]), color=ACCENT,
+                    textcoords="offset points", xytext=(5, -12), fontsize=8,
+                )  # fmt: skip
         if target is not None:
             left.axhline(target, color="gray", ls="--", lw=1.0, label=f"{target:.0%} agreement")
         for p in _spread(points, left_to_right=bound):
@@ -127,7 +132,8 @@ def quality_against_speed(
             title=title, xlabel="speed-up over all layers (×)",
             ylabel="tokens equal to the full model's (held-out)",
         )  # fmt: skip
-        left.legend(loc="lower left", fontsize=9)
+        left.set_ylim(top=1.0 + 0.04 * (1.0 - left.get_ylim()[0]))
+        left.legend(loc="upper left", bbox_to_anchor=(0, -0.16), fontsize=9)
         right.plot(
             [p["depth"] for p in points], [p["bits_per_byte"] for p in points], "o-", ms=3.5,
             color=INK,
@@ -142,7 +148,7 @@ def quality_against_speed(
             xlabel=f"mean depth of emitted tokens (of {n_layers} layers)",
             ylabel="bits per byte of the emitted distribution",
         )  # fmt: skip
-        figure.supxlabel("numbers beside the curves are thresholds", fontsize=8, color="gray")
+        figure.supxlabel("numbers beside points are thresholds", fontsize=8, color="gray")
     return figure
 
 

@@ -235,8 +235,8 @@ def load_tokenizer(
             named = {k: _content(raw.get(f"{k}_token")) for k in ("eos", "bos")}
     if not os.path.isfile(file):
         raise DataError(
-            f"tokenizer {spec!r}: no file {file}. Give 'bytes', the path of a tokenizer.json, or "
-            "a folder holding one."
+            f"tokenizer {spec!r}: no file {file}. Give 'bytes', the path of a tokenizer.json, a "
+            "folder holding one or, as data.tokenizer, 'bpe'."
         )
     try:
         with open(file, encoding="utf-8") as handle:

@@ -83,9 +83,9 @@ def test_engines_agree_where_they_must(repo_root, quickstart):
         assert "tokens/s with engine " + engine in out and "layers each" in out
         results[engine, threshold] = json.loads(out.splitlines()[-1])["requests"][0]
     assert results["full", 0.0]["tokens"] == results["recompute", 1.0]["tokens"]
-    assert results["posthoc", 0.3]["exits"] == results["recompute", 0.3]["exits"]
-    assert set(results["full", 0.0]["exits"]) == {4}
-    assert min(results["recompute", 0.3]["exits"]) < 4
+    assert results["posthoc", 0.3]["boundaries"] == results["recompute", 0.3]["boundaries"]
+    assert set(results["full", 0.0]["boundaries"]) == {4}
+    assert min(results["recompute", 0.3]["boundaries"]) < 4
 
 
 def test_batch_from_file_and_standard_input_with_sampling(repo_root, quickstart, tmp_path):
@@ -99,7 +99,7 @@ def test_batch_from_file_and_standard_input_with_sampling(repo_root, quickstart,
     assert code == 0, err
     requests = json.loads(out.splitlines()[-1])["requests"]
     assert [r["prompt"] for r in requests] == ["class A:", "import os\n"]
-    assert all(set(r["exits"]) <= {2, 4} and len(r["tokens"]) == 20 for r in requests)
+    assert all(set(r["boundaries"]) <= {2, 4} and len(r["tokens"]) == 20 for r in requests)
     assert "\x1b[38;5;" in out
 
     one = [json.loads(generate(repo_root, workdir, *sampled, text="x = ")[1].splitlines()[-1])]
