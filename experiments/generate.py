@@ -21,7 +21,7 @@ import time
 
 from absl import flags
 
-from eejax.common.errors import ConfigError
+from eejax.common.errors import ConfigError, DataError
 from experiments import launch
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
@@ -54,8 +54,19 @@ def numbers(flag: str, texts: list[str], kind: type) -> list:
 
 
 def prompts() -> list[str]:
-    texts = [*_PROMPT.value, *(pathlib.Path(p).read_text("utf-8") for p in _PROMPT_FILE.value)]
+    texts = [*_PROMPT.value, *map(read_prompt, _PROMPT_FILE.value)]
     return texts or [sys.stdin.read()]
+
+
+def read_prompt(path: str) -> str:
+    try:
+        return pathlib.Path(path).read_text("utf-8")
+    except OSError as error:
+        raise DataError(f"--prompt_file = {path!r}: cannot be read ({error.strerror}).") from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"--prompt_file = {path!r}: is not UTF-8 text ({error}): convert the file."
+        ) from error
 
 
 def speed(begin: float, before: int, tokens: int) -> float | None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pathlib
 from collections.abc import Iterator
+
+from eejax.common.errors import ConfigError
+
+LOCK = ".lock"
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
@@ -24,6 +29,29 @@ def write_text(path: str | os.PathLike, text: str) -> None:
     except OSError:
         part.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def only_user(folder: str | os.PathLike) -> Iterator[None]:
+    """Holds `folder` for this process; its end, however it comes, lets go.
+
+    Raises `ConfigError` where another process holds it: two runs in one workdir would write the
+    same checkpoints and remove each other's.
+    """
+    path = pathlib.Path(folder) / LOCK
+    with naming(path), open(path, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ConfigError(
+                f"workdir = {os.fspath(folder)!r} is in use by process {file.read().strip()}: "
+                "wait for its end, or give another workdir."
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
 
 
 @contextlib.contextmanager

@@ -196,37 +196,44 @@ def pack(
 
 
 def open_packed(path: str | os.PathLike) -> PackedDataset:
-    """Opens a packed folder.
+    """Opens a packed folder, after reading all of it once to see that it is as it was written.
 
     Raises:
-      DataError: not a packed folder, or tokens missing from it.
+      DataError: not a packed folder, or a damaged one.
     """
     path = os.fspath(path)
     fix = "delete the folder and pack the text again."
     try:
         with open(os.path.join(path, "meta.json"), encoding="utf-8") as file:
             meta = json.load(file)
-        size = os.path.getsize(os.path.join(path, "tokens.bin"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} holds no packed tokens ({error}): {fix}") from error
-    if meta.get("format") != FORMAT:
-        raise DataError(f"{path} has format {meta.get('format')}, not {FORMAT}: {fix}")
-    expected = meta["tokens"] * np.dtype(meta["dtype"]).itemsize
-    if size != expected:
-        raise DataError(f"{path}/tokens.bin has {size} bytes instead of {expected}: {fix}")
+        version, written, found = meta["format"], meta["fingerprint"], _fingerprint(path, meta)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DataError(f"{path} holds no packed tokens ({error!r}): {fix}") from error
+    if version != FORMAT:
+        raise DataError(f"{path} has format {version}, not {FORMAT}: {fix}")
+    if found != written:
+        raise DataError(f"{path} is damaged: its tokens are not those that were written: {fix}")
     return PackedDataset(path, meta)
+
+
+def _fingerprint(path: str, meta: dict[str, Any]) -> str:
+    """Of the tokens, the documents they fall into, the split and the tokenizer."""
+    with open(os.path.join(path, "tokens.bin"), "rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    for name in ("starts", "split"):
+        digest.update(np.load(os.path.join(path, f"{name}.npy")).tobytes())
+    digest.update(meta["spec"]["tokenizer"].encode())
+    return digest.hexdigest()[:16]
 
 
 def _write(folder: str, source: Source, tokenizer: Tokenizer, spec: dict[str, Any]) -> None:
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     starts, sizes, hashes = array.array("q", [0]), array.array("q"), array.array("Q")
-    digest = hashlib.sha256()
     with _Output(os.path.join(folder, "tokens.bin")) as tokens:
         with _Output(os.path.join(folder, "names.txt")) as names:
             for document in source.documents():
                 ids = np.append(tokenizer.encode(document.text), tokenizer.eos_id).astype(dtype)
                 data = ids.tobytes()
-                digest.update(data)
                 tokens.write(data)
                 names.write(json.dumps(document.name).encode() + b"\n")
                 starts.append(starts[-1] + len(ids))
@@ -245,7 +252,6 @@ def _write(folder: str, source: Source, tokenizer: Tokenizer, spec: dict[str, An
         "eos_id": tokenizer.eos_id,
         "documents": len(sizes),
         "tokens": int(starts[-1]),
-        "sha256": digest.hexdigest(),
         "splits": {
             name: {
                 "documents": int(np.sum(split == i)),
@@ -255,11 +261,10 @@ def _write(folder: str, source: Source, tokenizer: Tokenizer, spec: dict[str, An
             for i, name in enumerate(SPLITS)
         },
     }
-    digest.update(starts.tobytes() + split.tobytes() + spec["tokenizer"].encode())
-    meta["fingerprint"] = digest.hexdigest()[:16]
     for name, value in (("starts", starts), ("bytes", sizes), ("split", split)):
         with _Output(os.path.join(folder, f"{name}.npy")) as file:
             np.save(file, value)
+    meta["fingerprint"] = _fingerprint(folder, meta)
     try:
         tokenizer.save(os.path.join(folder, "tokenizer"))
     except OSError as error:

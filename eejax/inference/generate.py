@@ -150,27 +150,34 @@ class Generator:
         config, options = self.config, self.options
         tokens, lengths = self._pad(prompts)
         b = len(prompts)
-        require(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "must be at least 1")
+        _require_count("max_new_tokens", max_new_tokens)
+        if chunk is not None:
+            _require_count("chunk", chunk)
+        texts = not isinstance(stop_strings, str) and all(
+            isinstance(s, str) and s for s in stop_strings
+        )
+        require(texts, "stop_strings", stop_strings, "must be a sequence of texts, none empty")
         if stop_strings and decode_text is None:
             raise ConfigError("stop_strings: need decode_text, which turns token ids into text.")
         if options.engine == "full":
             threshold, exits, prefill_exit = 1.0, None, False
         policy = ExitPolicy.make(config, b, threshold, exits, prefill_exit)
         sampling = Sampling.make(b, temperature, top_k, top_p, min_p, seed)
-        for token in stop_tokens:
-            require(
-                0 <= token < config.vocab_size,
-                "stop_tokens",
-                token,
-                f"must lie in 0..{config.vocab_size - 1}",
-            )
+        ids = np.asarray(stop_tokens)
+        require(
+            ids.ndim == 1
+            and (not ids.size or ids.dtype.kind in "iu")
+            and bool(np.all((ids >= 0) & (ids < config.vocab_size))),
+            "stop_tokens", stop_tokens,
+            f"must be a sequence of token ids, each in 0..{config.vocab_size - 1}",
+        )  # fmt: skip
         # Padded, so that few counts of stop tokens are compiled for.
         stops = np.full((b, _power_of_two(max(1, len(stop_tokens)))), -1, np.int32)
         stops[:, : len(stop_tokens)] = stop_tokens
         stops = jnp.asarray(stops)
 
         room = config.context_length - lengths
-        max_new = np.minimum(max_new_tokens, room).astype(np.int32)
+        max_new = np.minimum(min(max_new_tokens, config.context_length), room).astype(np.int32)
         length = int(max(tokens.shape[1], (lengths + max_new).max())) + options.cap
         length = -(-length // LENGTH_STEP) * LENGTH_STEP
         if chunk is None:
@@ -195,9 +202,17 @@ class Generator:
             state, more = decode(self.weights, state, policy, sampling, stops, n=chunk, **args)
 
     def _pad(self, prompts) -> tuple[np.ndarray, np.ndarray]:
-        require(len(prompts) > 0, "prompts", prompts, "must hold at least one prompt")
+        listed = lambda a: hasattr(a, "__len__") and not isinstance(a, str | bytes)
+        require(
+            listed(prompts) and len(prompts) > 0, "prompts", prompts,
+            "must be a sequence of at least one prompt", "Encode text with the model's tokenizer.",
+        )  # fmt: skip
         config = self.config
         for i, p in enumerate(prompts):
+            require(
+                listed(p), f"prompts[{i}]", p, "must be a sequence of token ids",
+                "Encode text with the model's tokenizer.",
+            )  # fmt: skip
             require(
                 1 <= len(p) < config.context_length,
                 f"prompts[{i}]",
@@ -208,12 +223,13 @@ class Generator:
             ids = np.asarray(p)
             require(
                 bool(
-                    np.issubdtype(ids.dtype, np.integer)
+                    ids.ndim == 1
+                    and np.issubdtype(ids.dtype, np.integer)
                     and ids.min() >= 0
                     and ids.max() < config.vocab_size
                 ),
                 f"prompts[{i}]",
-                f"ids {ids.min()}..{ids.max()}",
+                f"ids {ids.min()}..{ids.max()}" if ids.dtype.kind in "iu" else p,
                 f"must be integers in 0..{config.vocab_size - 1}",
                 "Is it the model's tokenizer?",
             )
@@ -223,6 +239,11 @@ class Generator:
         for row, p in zip(tokens, prompts, strict=True):
             row[: len(p)] = p
         return tokens, lengths
+
+
+def _require_count(name: str, value) -> None:
+    count = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    require(count and value >= 1, name, value, "must be an integer of at least 1")
 
 
 def _power_of_two(n: int) -> int:

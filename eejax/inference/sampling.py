@@ -42,21 +42,27 @@ class Sampling:
 
         One number as seed gives request i the seed seed + i. Raises ConfigError when out of range.
         """
-        if np.ndim(seed) == 0:
+        largest = np.iinfo(np.int32).max
+        if isinstance(seed, int | np.integer):
             seed = [int(seed) + i for i in range(batch)]
 
         def field(name, value, dtype, ok, allowed):
-            a = np.broadcast_to(np.asarray(value, dtype), (batch,))
-            require(bool(np.all(np.isfinite(a)) and np.all(ok(a))), name, value, allowed)
-            return jnp.asarray(a)
+            a = np.asarray(value)
+            number = a.dtype.kind in ("iu" if dtype is np.int32 else "iuf")
+            require(number and bool(np.all(np.isfinite(a)) and np.all(ok(a))), name, value, allowed)
+            require(
+                a.shape in ((), (batch,)), name, value, f"must be one number, or {batch}: one each"
+            )
+            return jnp.asarray(np.broadcast_to(a.astype(dtype), (batch,)))
 
         f, i = np.float32, np.int32
+        small = lambda a: (a >= 0) & (a <= largest)
         return cls(
             field("temperature", temperature, f, lambda a: a >= 0, "must be at least 0"),
-            field("top_k", top_k, i, lambda a: a >= 0, "must be 0 (off) or a positive integer"),
+            field("top_k", top_k, i, small, "must be 0 (off) or an integer up to 2^31 - 1"),
             field("top_p", top_p, f, lambda a: (a > 0) & (a <= 1), "must be in (0, 1]"),
             field("min_p", min_p, f, lambda a: (a >= 0) & (a <= 1), "must be in [0, 1]"),
-            field("seed", seed, i, lambda a: a >= 0, "must be an integer from 0 to 2^31 - 1"),
+            field("seed", seed, i, small, "must be an integer from 0 to 2^31 - 1"),
         )
 
 

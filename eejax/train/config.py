@@ -120,8 +120,8 @@ class TrainConfig:
         require_one_of("TrainConfig.remat", self.remat, REMAT)
         for name in ("eval_every", "checkpoint_every", "seed"):
             value = getattr(self, name)
-            ok = isinstance(value, int) and value >= 0
-            require(ok, f"TrainConfig.{name}", value, "must be an integer of at least 0")
+            ok = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+            require(ok, f"TrainConfig.{name}", value, "must be an integer from 0 to 2^31 - 1")
         if self.eval_batches is not None:
             _positive("TrainConfig.eval_batches", self.eval_batches)
 

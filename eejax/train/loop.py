@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 import eejax
 from eejax import data
-from eejax.checkpoint.files import unwritable, write_text
+from eejax.checkpoint.files import only_user, unwritable, write_text
 from eejax.checkpoint.manager import Checkpoints
 from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER
 from eejax.common.errors import require
@@ -54,7 +54,7 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
     checkpoints/, metrics.jsonl and tensorboard/.
 
     Raises:
-      ConfigError, DataError: settings or text that cannot be used.
+      ConfigError, DataError: settings or text that cannot be used, a workdir in use.
       CheckpointError: checkpoints of another run (`runs.check_same_run`), none usable, or one
         that cannot be written.
       OSError: anything else that cannot be written, saying which checkpoint stays usable.
@@ -68,13 +68,14 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
     )
     workdir = pathlib.Path(workdir).expanduser().absolute()
     try:
-        return _fit(experiment, workdir, mesh)
+        workdir.mkdir(parents=True, exist_ok=True)
+        with only_user(workdir):
+            return _fit(experiment, workdir, mesh)
     except OSError as error:
         raise unwritable(error, workdir / CHECKPOINTS) from error
 
 
 def _fit(experiment: Experiment, workdir: pathlib.Path, mesh: Mesh) -> Result:
-    workdir.mkdir(parents=True, exist_ok=True)
     dataset = inputs.prepare(experiment.data, experiment.model.vocab_size, workdir, TOKENIZER)
     checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=experiment.train.keep_checkpoints)
     try:

@@ -29,18 +29,23 @@ def exit_names(config: ModelConfig) -> list[str]:
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-    """The records of a run, in order; a last line cut off by a kill is left out."""
-    records = []
+    """The records of a run, in order. Lines that are none, such as a last one cut off by a kill,
+    are left out.
+    """
     try:
-        with open(pathlib.Path(workdir) / METRICS, encoding="utf-8") as file:
-            for line in file:
-                try:
-                    records.append(json.loads(line))
-                except ValueError:
-                    break
+        lines = (pathlib.Path(workdir) / METRICS).read_bytes().splitlines()
     except FileNotFoundError:
-        pass
-    return records
+        return []
+    return [record for line in lines if (record := _record(line)) is not None]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:  # also what is not UTF-8
+        return None
+    usable = isinstance(record, dict) and isinstance(record.get("step"), int)
+    return record if usable else None
 
 
 class MetricsWriter:

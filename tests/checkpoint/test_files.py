@@ -1,9 +1,12 @@
 import errno
 import os
+import subprocess
+import sys
 
 import pytest
 
-from eejax.checkpoint.files import unwritable, write_text
+from eejax.checkpoint.files import only_user, unwritable, write_text
+from eejax.common.errors import ConfigError
 
 
 def test_a_file_is_replaced_at_once_or_stays(tmp_path, monkeypatch):
@@ -31,3 +34,23 @@ def test_the_newest_finished_checkpoint_is_named(tmp_path):
     message = str(unwritable(error, tmp_path / "checkpoints"))
     assert message.startswith("runs/x/metrics.jsonl could not be written: No space left on device")
     assert f"The checkpoint {tmp_path / 'checkpoints' / '100'} stays usable" in message
+
+
+def test_one_process_at_a_time_uses_a_folder(tmp_path):
+    held = f"""
+import os, time
+from eejax.checkpoint.files import only_user
+with only_user({str(tmp_path)!r}):
+    print(os.getpid(), flush=True)
+    time.sleep(100)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", held], stdout=subprocess.PIPE, text=True
+    ) as other:
+        number = other.stdout.readline().strip()
+        with pytest.raises(ConfigError, match=f"in use by process {number}: wait"):
+            with only_user(tmp_path):
+                pass
+        other.kill()
+    with only_user(tmp_path):  # a killed process lets go
+        pass

@@ -189,14 +189,26 @@ def test_damage_is_noticed(tmp_path):
     dataset = pack(Texts(("abcd", "efgh")), ByteTokenizer(), tmp_path)
     tokens = pathlib.Path(dataset.path, "tokens.bin")
     good = tokens.read_bytes()
-    tokens.write_bytes(good[:-1])
-    with pytest.raises(DataError, match="has 19 bytes instead of 20: delete the folder"):
-        pack(Texts(("abcd", "efgh")), ByteTokenizer(), tmp_path)
+    for bad in (good[:-1], good[:4] + b"\xff\xff" + good[6:]):
+        tokens.write_bytes(bad)
+        with pytest.raises(DataError, match="is damaged.*delete the folder"):
+            pack(Texts(("abcd", "efgh")), ByteTokenizer(), tmp_path)
     tokens.write_bytes(good)
+    starts = pathlib.Path(dataset.path, "starts.npy")
+    whole = starts.read_bytes()
+    for bad in (None, whole[:50]):
+        starts.unlink() if bad is None else starts.write_bytes(bad)
+        with pytest.raises(DataError, match="holds no packed tokens.*delete the folder"):
+            open_packed(dataset.path)
+    starts.write_bytes(whole)
     meta = pathlib.Path(dataset.path, "meta.json")
     meta.write_text(json.dumps({**dataset.meta, "format": 99}))
     with pytest.raises(DataError, match="format 99"):
         open_packed(dataset.path)
+    for bad in ([1], {}):
+        meta.write_text(json.dumps(bad))
+        with pytest.raises(DataError, match="holds no packed tokens"):
+            open_packed(dataset.path)
 
 
 def test_what_cannot_be_packed(tmp_path):

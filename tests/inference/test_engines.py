@@ -351,6 +351,19 @@ def test_stop_tokens_strings_lengths_and_context(subset, prompts):
         (dict(threshold=[0.1, 0.2, 0.3]), "one per early exit"),
         (dict(exits=[2]), r"exits = \[2\]"),
         (dict(temperature=-1), "temperature"),
+        (dict(temperature=[0.5, 0.5]), "one number, or 1"),
+        (dict(top_k=2.5), "top_k"),
+        (dict(top_k=3 * 10**9), "top_k"),
+        (dict(seed=2**32), "seed"),
+        (dict(max_new_tokens=2.5), "max_new_tokens"),
+        (dict(chunk=0), "chunk"),
+        (dict(stop_strings="end", decode_text=str), "stop_strings"),
+        (dict(stop_strings=[""], decode_text=str), "stop_strings"),
+        (dict(stop_tokens=[1.5]), "stop_tokens"),
+        (dict(stop_tokens=5), "stop_tokens"),
+        (dict(prompts="abc"), "Encode text"),
+        (dict(prompts=["abc"]), r"prompts\[0\].*Encode text"),
+        (dict(prompts=[[[1, 2]]]), r"prompts\[0\]"),
         (dict(top_p=0), "top_p"),
         (dict(max_new_tokens=0), "max_new_tokens"),
         (dict(stop_strings=["x"]), "decode_text"),
@@ -362,7 +375,7 @@ def test_bad_input_is_named(subset, kwargs, message):
     g = Generator.make(p, config, "recompute")
     args = dict(prompts=[[1, 2]], max_new_tokens=4) | kwargs
     with pytest.raises(ConfigError, match=message):
-        g.generate(**args)
+        list(g.stream(**args))
 
 
 def test_nan_parameters_are_an_error_and_not_a_token(subset):
