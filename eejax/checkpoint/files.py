@@ -39,7 +39,7 @@ def only_user(folder: str | os.PathLike) -> Iterator[None]:
     same checkpoints and remove each other's.
     """
     path = pathlib.Path(folder) / LOCK
-    with naming(path), open(path, "a+", encoding="utf-8") as file:
+    with open(path, "a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -48,9 +48,10 @@ def only_user(folder: str | os.PathLike) -> Iterator[None]:
                 f"workdir = {os.fspath(folder)!r} is in use by process {file.read().strip()}: "
                 "wait for its end, or give another workdir."
             ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+        with naming(path):
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
         yield
 
 

@@ -174,7 +174,7 @@ def test_waiting_tokens_get_exact_keys_and_values(subset, prompts):
         options = EngineOptions(name, cap=cap, buckets=(1, 2))
         g = Generator.make(p, config, options)
         tokens, lengths = g._pad(asked)
-        args = (ExitPolicy.make(config, 2, 0.3), Sampling.make(2), jnp.full((2, 1), -1))
+        args = (ExitPolicy.make(config, 2, 0.2), Sampling.make(2), jnp.full((2, 1), -1))
         static = dict(config=config, options=options)
         state, _ = prefill(
             g.weights, tokens, lengths, jnp.array([30, 30]), *args, length=length, **static
