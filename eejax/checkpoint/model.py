@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -21,6 +22,8 @@ from eejax.sharding.mesh import MeshConfig, make_mesh
 CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer"
 PARAMS = "params"
+
+T = TypeVar("T")
 
 
 class Model(NamedTuple):
@@ -68,11 +71,19 @@ def load_model(
 
 def model_config(metadata: dict[str, Any]) -> ModelConfig:
     """The model configuration in a checkpoint's metadata."""
+    return saved_settings(metadata, "model", ModelConfig.from_dict)
+
+
+def saved_settings(metadata: dict[str, Any], name: str, build: Callable[[Any], T]) -> T:
+    """`build` of what a checkpoint's metadata hold under `name`.
+
+    Raises `CheckpointError` where this version of the program cannot read it.
+    """
     try:
-        return ModelConfig.from_dict(metadata["model"])
+        return build(metadata[name])
     except (KeyError, ConfigError) as error:
         raise CheckpointError(
-            f"the checkpoint's model configuration cannot be read ({error}): it was saved by "
+            f"the checkpoint's {name} configuration cannot be read ({error}): it was saved by "
             f"another version of eejax ({metadata.get('version', 'unknown')})."
         ) from error
 

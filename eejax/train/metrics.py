@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from absl import logging
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -39,6 +40,12 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     return [record for line in lines if (record := _record(line)) is not None]
 
 
+def _unreadable(path: pathlib.Path) -> int:
+    """Lines that are no records, the last one aside, which a kill may cut off at any time."""
+    lines = path.read_bytes().splitlines()[:-1] if path.exists() else []
+    return sum(_record(line) is None for line in lines)
+
+
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
@@ -60,6 +67,8 @@ class MetricsWriter:
         workdir = pathlib.Path(workdir)
         path = workdir / METRICS
         kept = [r for r in read_metrics(workdir) if r["step"] <= resumed]
+        if bad := _unreadable(path):
+            logging.warning("%s: %d lines are no records and are dropped", path, bad)
         write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
         self._path, self._file = path, open(path, "a", encoding="utf-8")
         self._board = _Board(workdir / TENSORBOARD, resumed)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from eejax import data
-from eejax.checkpoint.model import TOKENIZER, Model, load_model
-from eejax.common.errors import CheckpointError, ConfigError, DataError
+from eejax.checkpoint.model import TOKENIZER, Model, load_model, saved_settings
+from eejax.common.errors import CheckpointError, DataError
 from eejax.train import inputs
 from eejax.train.config import Experiment
 
@@ -70,13 +70,7 @@ def open_run(
 
 def saved_experiment(metadata: dict[str, Any]) -> Experiment:
     """The experiment in a checkpoint's metadata."""
-    try:
-        return Experiment.from_dict(metadata["experiment"])
-    except (KeyError, ConfigError) as error:
-        raise CheckpointError(
-            f"the checkpoint's experiment cannot be read ({error}): it was saved by another "
-            f"version of eejax ({metadata.get('version', 'unknown')})."
-        ) from error
+    return saved_settings(metadata, "experiment", Experiment.from_dict)
 
 
 def check_same_run(

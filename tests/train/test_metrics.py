@@ -115,10 +115,12 @@ def test_durations_read_well(seconds, text):
     assert duration(seconds) == text
 
 
-def test_a_line_that_is_no_record_costs_only_itself(tmp_path):
+def test_a_line_that_is_no_record_costs_only_itself(tmp_path, caplog):
     good = [{"step": n, "loss": 1.0} for n in (1, 2, 3)]
     bad = [b"", b"garbage", b"\x00\x00\xff\xfe", b"[]", b'{"loss": 1}', b'{"step": "x"}']
     lines = [json.dumps(r).encode() for r in good]
     (tmp_path / METRICS).write_bytes(b"\n".join([lines[0], *bad, *lines[1:]]) + b"\n")
-    MetricsWriter(tmp_path, resumed=3).close()
+    with caplog.at_level("WARNING"):
+        MetricsWriter(tmp_path, resumed=3).close()
+    assert "6 lines are no records" in caplog.text
     assert read_metrics(tmp_path) == good
