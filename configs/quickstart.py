@@ -30,12 +30,12 @@ def get_config() -> ConfigDict:
     config.data.update(source="python-stdlib", tokenizer="bytes", length=128)
     config.optimizer.update(learning_rate=1.5e-3, warmup_steps=60, schedule="cosine")
     config.train.update(
-        steps=1250,
+        steps=1000,
         batch_size=4,
         seed=0,
         log_every=20,
         eval_every=200,
         eval_batches=8,
-        checkpoint_every=500,
+        checkpoint_every=400,
     )
     return config

@@ -60,6 +60,8 @@ class Checkpoints:
         self.folder = pathlib.Path(folder).expanduser().absolute()
         if read_only and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: no such folder of checkpoints.")
+        if self.folder.exists() and not self.folder.is_dir():
+            raise CheckpointError(f"{self.folder} is a file where checkpoints go: move it away.")
         self._saving: int | None = None
         self._sealer: threading.Thread | None = None
         self._shapes = ocp.StandardCheckpointHandler()

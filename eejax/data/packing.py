@@ -240,7 +240,9 @@ def _write(folder: str, source: Source, tokenizer: Tokenizer, spec: dict[str, An
                 sizes.append(len(document.text.encode()))
                 hashes.append(name_hash(document.name, spec["seed"]))
     if not sizes:
-        raise DataError("the source has no document with text: nothing to pack.")
+        raise DataError(
+            "the source has no document with text: give more text, or a larger max_bytes."
+        )
     split = _split(np.asarray(hashes, np.uint64), spec["validation_fraction"])
     starts, sizes = np.asarray(starts, np.int64), np.asarray(sizes, np.int64)
     lengths = np.diff(starts)

@@ -62,7 +62,8 @@ class TextFiles:
     max_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        require(len(self.patterns) > 0, "patterns", self.patterns, "must name at least one file")
+        named = len(self.patterns) > 0 and all(self.patterns)
+        require(named, "patterns", self.patterns, "must name at least one file, and none be empty")
         require(self.separator != "", "separator", self.separator, "must be None or not empty")
         require(self.document_chars > 0, "document_chars", self.document_chars, "must be > 0")
         _check_budget(self.max_bytes)
@@ -196,7 +197,7 @@ class PythonStdlib:
             return entries
         left, chosen = self.max_bytes, []
         for entry in sorted(entries, key=lambda entry: name_hash(entry[0], "sample")):
-            if entry[1] <= left:
+            if 0 < entry[1] <= left:
                 left -= entry[1]
                 chosen.append(entry)
         if not chosen:

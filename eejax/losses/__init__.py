@@ -4,7 +4,6 @@ from eejax.losses.cross_entropy import (
     IGNORE,
     exits_cross_entropy,
     linear_cross_entropy,
-    token_nll,
 )
 from eejax.losses.multi_exit import ExitSums, multi_exit_loss
 
@@ -14,5 +13,4 @@ __all__ = [
     "exits_cross_entropy",
     "linear_cross_entropy",
     "multi_exit_loss",
-    "token_nll",
 ]

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from eejax.common.errors import require
-from eejax.models.exits import Head
+from eejax.models.exits import Head, HeadOptions, logits
 from eejax.models.layers import NEGATIVE
 
 IGNORE = -1
@@ -38,9 +38,7 @@ MIN_CHUNKS = 4
 class _Spec(NamedTuple):
     """The static part of a loss over exits that share a table."""
 
-    vocab_size: int
-    softcaps: tuple[float | None, ...]  # one per exit, as temperatures
-    temperatures: tuple[float, ...]
+    options: tuple[HeadOptions, ...]  # one per exit
     axis: str | None
     chunk: int
 
@@ -97,39 +95,10 @@ def exits_cross_entropy(
     if weights is not None:
         weights = tuple(jnp.pad(w.reshape(-1), (0, pad)).astype(jnp.float32) for w in weights)
     biases = tuple(head.bias for head in heads)
-    spec = _Spec(
-        heads[0].options.vocab_size,
-        tuple(head.options.softcap for head in heads),
-        tuple(head.options.temperature for head in heads),
-        axis,
-        chunk,
-    )
+    spec = _Spec(tuple(head.options for head in heads), axis, chunk)
     inputs = _vary_alike((hs, table, biases, labels, weights, coefficients), axis)
     total, sums = _fused(spec, *inputs)
     return total, lax.stop_gradient(sums)
-
-
-def token_nll(h: jax.Array, head: Head, labels: jax.Array, *, axis: str | None = None) -> jax.Array:
-    """-log p(label) of every token [...] in float32, 0 where the label is `IGNORE`.
-
-    Takes what `linear_cross_entropy` takes and no gradient; for evaluation.
-    """
-    shape, (rows, d) = labels.shape, head.table.shape
-    h, table, bias, flat = lax.stop_gradient((h, head.table, head.bias, labels.reshape(-1)))
-    chunk = _chunk_size(flat.size, rows)
-    pad = -flat.size % chunk
-    flat = jnp.pad(flat, (0, pad), constant_values=IGNORE)
-    h = jnp.pad(h.reshape(-1, d), ((0, pad), (0, 0)))
-    table = table.astype(h.dtype)
-    o = head.options
-    spec = _Spec(o.vocab_size, (o.softcap,), (o.temperature,), axis, chunk)
-
-    def one(x):
-        return _nll(_logits(spec, 0, x[0], table, bias), x[1], _first(spec, rows), axis)[0]
-
-    nll = lax.map(one, (h.reshape(-1, chunk, d), flat.reshape(-1, chunk))).reshape(-1)
-    nll = jnp.where(flat == IGNORE, 0.0, nll * _counted(flat, o.vocab_size))
-    return nll[: labels.size].reshape(shape)
 
 
 def _chunk_size(n: int, rows: int) -> int:
@@ -170,22 +139,6 @@ def _counted(labels: jax.Array, vocab_size: int) -> jax.Array:
     return jnp.where((labels < IGNORE) | (labels >= vocab_size), jnp.nan, counted)
 
 
-def _logits(spec: _Spec, e: int, h, table, bias):
-    """float32 logits [n, v] of exit e, as `models.exits.logits`."""
-    y = jnp.einsum("nd,vd->nv", h, table, preferred_element_type=jnp.float32)
-    if bias is not None:
-        y = y + bias.astype(jnp.float32)[None]
-    if spec.softcaps[e] is not None:
-        y = spec.softcaps[e] * jnp.tanh(y / spec.softcaps[e])
-    if spec.temperatures[e] != 1.0:
-        y = y / spec.temperatures[e]
-    rows = table.shape[0]
-    if spec.axis or rows > spec.vocab_size:
-        column = _first(spec, rows) + jnp.arange(rows)
-        y = jnp.where((column < spec.vocab_size)[None], y, NEGATIVE)
-    return y
-
-
 def _nll(y, labels, first, axis):
     """(-log p(label) [n], log-sum-exp [n]) of logits [n, v], this shard's columns of them."""
     over = (lambda f, a: f(a, axis)) if axis else (lambda f, a: a)
@@ -204,9 +157,10 @@ def _logits_gradient(spec: _Spec, e: int, y, lse, labels, first, weights):
     # evaluates the exponentials several times over (1.5 times slower on CPU).
     lse = lax.optimization_barrier(lse)
     g = jnp.exp(y - lse[:, None]) - (column == labels[:, None]).astype(jnp.float32)
-    g = g * (weights / spec.temperatures[e])[:, None]
-    if spec.softcaps[e] is not None:
-        tanh = y * (spec.temperatures[e] / spec.softcaps[e])
+    o = spec.options[e]
+    g = g * (weights / o.temperature)[:, None]
+    if o.softcap is not None:
+        tanh = y * (o.temperature / o.softcap)
         g = jnp.where(y > NEGATIVE, g * (1.0 - jnp.square(tanh)), 0.0)
     return g
 
@@ -219,9 +173,9 @@ def _fused(spec: _Spec, hs, table, biases, labels, weights, coefficients):
 
         def body(i, total, e=e, h=h, work=work):
             cut = lambda a: lax.dynamic_slice_in_dim(a, i * spec.chunk, spec.chunk)
-            y = _logits(spec, e, cut(h), work, biases[e])
+            y = logits(Head(work, biases[e], spec.options[e]), cut(h), spec.axis)
             nll, _ = _nll(y, cut(labels), _first(spec, table.shape[0]), spec.axis)
-            counted = _counted(cut(labels), spec.vocab_size)
+            counted = _counted(cut(labels), spec.options[e].vocab_size)
             if weights is not None:
                 counted = counted * cut(weights[e])
             return total + jnp.sum(nll * counted)
@@ -250,7 +204,7 @@ def _zeros(shape, labels) -> jax.Array:
 
 def _forward(spec: _Spec, hs, table, biases, labels, weights, coefficients):
     rows, d = table.shape
-    counted = _counted(labels, spec.vocab_size)
+    counted = _counted(labels, spec.options[0].vocab_size)
     # Accumulated as [d, v]: h.T @ g is a faster product than g.T @ h on CPU.
     d_table = _zeros((d, rows), labels)
     sums, d_hs, d_biases, nlls = [], [], [], []
@@ -263,7 +217,7 @@ def _forward(spec: _Spec, hs, table, biases, labels, weights, coefficients):
             cut = lambda a: lax.dynamic_slice_in_dim(a, i * spec.chunk, spec.chunk)
             paste = lambda a, u: lax.dynamic_update_slice_in_dim(a, u, i * spec.chunk, 0)
             part, label = cut(h), cut(labels)
-            y = _logits(spec, e, part, work, biases[e])
+            y = logits(Head(work, biases[e], spec.options[e]), part, spec.axis)
             first = _first(spec, rows)
             nll, lse = _nll(y, label, first, spec.axis)
             total = total + jnp.sum(nll * cut(weight))

@@ -205,7 +205,10 @@ class _Run:
             why = "loss or gradient not finite" if metrics["tokens"] else "no token counted"
             self.progress.say(f"step {flight.step}: {why}, step skipped ({self.skipped} so far)")
         rate = self.clock.rate
-        shown = {"loss": f"{metrics['loss']:.4f}", "tok/s": f"{rate:,.0f}" if rate else "-"}
+        shown = {"loss": f"{metrics['loss']:.4f}"}
+        if self.model.exits:  # the loss is the weighted sum; say what the model as a whole does
+            shown["final"] = f"{metrics['exit_losses'][-1]:.4f}"
+        shown["tok/s"] = f"{rate:,.0f}" if rate else "-"
         self.progress.update(flight.step, shown)
         if not (_due(flight.step, self.train.log_every) or flight.step == 1):
             if metrics["finite"]:

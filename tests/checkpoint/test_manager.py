@@ -69,6 +69,9 @@ def test_an_empty_folder_has_nothing_to_restore(tmp_path):
     assert read(tmp_path / "c") is None
     with pytest.raises(CheckpointError, match="no such folder"):
         Checkpoints(tmp_path / "none", read_only=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="is a file where checkpoints go"):
+        Checkpoints(tmp_path / "file")
 
 
 def test_values_may_be_donated_as_soon_as_save_returns(tmp_path):

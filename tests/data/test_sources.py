@@ -156,5 +156,11 @@ def test_settings_are_checked():
         source("python-stdlib", max_bytes=0)
     with pytest.raises(ConfigError, match="document_chars"):
         TextFiles(("a.txt",), document_chars=0)
-    with pytest.raises(ConfigError, match="patterns"):
-        source([])
+    for nothing in ([], "", ["a.txt", ""]):
+        with pytest.raises(ConfigError, match="patterns"):
+            source(nothing)
+
+
+def test_a_budget_below_every_document_says_so():
+    with pytest.raises(DataError, match=r"max_bytes = 1 .*raise it"):
+        list(source("python-stdlib", max_bytes=1).documents())

@@ -17,7 +17,8 @@ from eejax.inference.sampling import Sampling
 
 
 def reference_greedy(p, config, prompt, n, thresholds):
-    """(token, exit number) n times by the uncached float64 model, and the smallest margin."""
+    """n times (token, exit number, logits, confidence) by the uncached float64 model, and the
+    smallest margin."""
     ids, out, margin = list(prompt), [], np.inf
     for i in range(n):
         for e, logits in enumerate(reference_model.exit_logits(p, config, ids)):
@@ -37,16 +38,21 @@ def reference_greedy(p, config, prompt, n, thresholds):
 @pytest.mark.parametrize("engine", ["full", "posthoc", "recompute"])
 def test_engines_equal_uncached_float64(trained, prompts, engine):
     p, config = trained
-    prompt = prompts(3, [9])[0]
     thresholds = [1.0] * config.n_exits if engine == "full" else [0.9, 0.7, 0.6, 0.5, 0.5, 1.0]
-    want, margin = reference_greedy(p, config, prompt, 14, thresholds)
-    assert margin > TIE  # else the prompt is no test
+    # The model was trained here, so what it says depends on the machine: take the first prompt
+    # that decides clearly, and by several exits.
+    for seed in range(12):
+        prompt = prompts(seed, [9])[0]
+        want, margin = reference_greedy(p, config, prompt, 14, thresholds)
+        if margin > TIE and (engine == "full" or len({w[1] for w in want}) >= 3):
+            break
+    else:
+        pytest.fail("no prompt is a test")
     g = Generator.make(p, config, EngineOptions(engine, cap=4, buckets=(1, 2)))
     got = g.generate([prompt], 14, threshold=thresholds)
     assert got.ids(0) == [w[0] for w in want]
     if engine != "full":
         assert got.exits[0].tolist() == [w[1] for w in want]
-        assert len(set(got.exits[0])) >= 3
     for j, (token, _, logits, confidence) in enumerate(want):
         logprob = logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum())
         assert abs(got.logprobs[0, j] - logprob) < 1e-4
@@ -126,20 +132,28 @@ def check_layers_skipped(r, cap, n_layers):
 def test_recompute_leaves_early_where_posthoc_does(subset, prompts, batch):
     p, config = subset((1, 3))
     asked = prompts(4, [9, 14, 6][:batch])
-    a, b = (
-        Generator.make(p, config, EngineOptions(engine, cap=8)).generate(asked, 40, threshold=0.35)
-        for engine in ("posthoc", "recompute")
+    oracle, engine = (
+        Generator.make(p, config, EngineOptions(name, cap=8)) for name in ("posthoc", "recompute")
     )
+    # The model was trained here, so its confidences depend on the machine: take the highest
+    # threshold by which enough leaves early.
+    for threshold in np.arange(0.45, 0.1, -0.05):
+        a = oracle.generate(asked, 40, threshold=threshold)
+        real = a.exits >= 0
+        real[:, 0] = False  # the prompt's pass has all layers
+        early = real & (a.exits < config.n_exits)
+        together = real.any(0) & (early | ~real).all(0)  # steps in which all requests left early
+        if early.sum() > 0.3 * real.sum() and together.sum() >= 8:
+            break
+    else:
+        pytest.fail("no threshold is a test")
+    assert early.sum() < real.sum()
+    b = engine.generate(asked, 40, threshold=threshold)
     assert_same(a, b)
-    real = a.exits >= 0
-    real[:, 0] = False  # the prompt's pass has all layers
-    early = real & (a.exits < config.n_exits)
-    assert early.sum() > 0.3 * real.sum()  # else the thresholds are no test
     assert (a.layers[real] == config.n_layers).all()
-    together = real.any(0) & (early | ~real).all(0)  # steps in which all requests left early
     skipped = together & (b.layers.max(0) < config.n_layers)
     # At a cap of 8 every request forces at most one step in 8.
-    assert together.sum() >= 5 and skipped.sum() >= together.sum() - batch * 40 / 8
+    assert skipped.any() and skipped.sum() >= together.sum() - batch * 40 / 8
     check_layers_skipped(b, 8, config.n_layers)
 
 
@@ -168,20 +182,26 @@ def test_waiting_tokens_get_exact_keys_and_values(subset, prompts):
     """The state after each step: filled depths, waiting rows, keys and values."""
     p, config = subset((1, 2, 4))
     asked = prompts(5, [6, 11])
-    cap, length = 5, 64
+    cap, length, steps = 5, 64, 24
+    # Every request and step has its own thresholds, some of which decide alone: all leave by the
+    # first exit in steps 4 to 7, so that some wait whatever the model says, and nobody in step 8.
+    thresholds = np.random.default_rng(0).choice(
+        np.float32([0.0, 0.2, 0.4, 1.0]), (steps, 2, config.n_exits)
+    )
+    thresholds[4:8], thresholds[8] = 0.0, 1.0
     run = {}
     for name in ("posthoc", "recompute"):
         options = EngineOptions(name, cap=cap, buckets=(1, 2))
         g = Generator.make(p, config, options)
         tokens, lengths = g._pad(asked)
-        args = (ExitPolicy.make(config, 2, 0.2), Sampling.make(2), jnp.full((2, 1), -1))
+        args = lambda t: (ExitPolicy.make(config, 2, t), Sampling.make(2), jnp.full((2, 1), -1))
         static = dict(config=config, options=options)
         state, _ = prefill(
-            g.weights, tokens, lengths, jnp.array([30, 30]), *args, length=length, **static
+            g.weights, tokens, lengths, jnp.array([30, 30]), *args(0.2), length=length, **static
         )
         run[name] = []
-        for _ in range(24):
-            state, record = decode(g.weights, state, *args, n=1, **static)
+        for step in range(steps):
+            state, record = decode(g.weights, state, *args(thresholds[step]), n=1, **static)
             run[name].append((jax.tree.map(np.asarray, state), record))
     deepest_backlog = 0
     for (a, ra), (b, rb) in zip(run["posthoc"], run["recompute"], strict=True):
@@ -324,13 +344,16 @@ def test_stop_tokens_strings_lengths_and_context(subset, prompts):
     assert r.ids(0) == free.ids(0)[: first + 1] and r.finish[0] == "stop"
 
     target = text(free.ids(1))[8:11]
-    end = text(free.ids(1)).index(target) + 3
+    ends = [text(free.ids(i)).find(target) + 3 for i in (0, 1)]
+    stops = [end >= 3 for end in ends]  # the other request may come to say the same
     for chunk in (None, 6):
         *_, r = g.stream(
             asked, 40, threshold=0.4, stop_strings=[target], decode_text=text, chunk=chunk
         )
-        assert r.ids(1) == free.ids(1)[:end] and r.finish[1] == "stop"
-        assert r.ids(0)[:end] == free.ids(0)[:end]
+        for i, (end, stop) in enumerate(zip(ends, stops, strict=True)):
+            assert r.ids(i) == (free.ids(i)[:end] if stop else free.ids(i))
+            assert r.finish[i] == ("stop" if stop else "length")
+        assert stops[1]
 
     long = g.generate([asked[0] * 7], 40, threshold=0.4)  # 140 of 160 positions
     assert long.finish == ("context",) and long.lengths[0] == 20
