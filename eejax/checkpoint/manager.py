@@ -5,11 +5,16 @@ item `meta`, and CHECKSUMS.json, which is written last:
 
     checkpoints/1200/{params,training,meta}/...
     checkpoints/1200/CHECKSUMS.json       size and CRC-32 of every file above
+
+Every leaf has a folder of its own, and in it a stack of layers files of a layer each (or of a few
+that are small), so that some of the leaves, and the lower layers of a stack, can be read and
+verified without the rest.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -28,6 +33,8 @@ from eejax.common.errors import CheckpointError
 from eejax.common.trees import Tree, path_name
 
 META = "meta"
+STACK = "layers"  # leaves below this name of a tree's first level are stacked by layer
+MIN_CHUNK = 1 << 20  # bytes; smaller layers share a file
 CHECKSUMS = "CHECKSUMS.json"
 DAMAGED = "damaged"
 
@@ -49,6 +56,13 @@ class _Damaged(Exception):
     """A checkpoint whose files are not what was written."""
 
 
+class _TreeHandler(ocp.PyTreeCheckpointHandler):
+    """Without OCDBT, which packs all leaves into common files that must be merged at the end."""
+
+    def finalize(self, directory) -> None:
+        """Nothing to merge, which Orbax's own handler would warn of."""
+
+
 class Checkpoints:
     """The checkpoints in `folder`, the newest `keep` of them kept.
 
@@ -64,9 +78,15 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder} is a file where checkpoints go: move it away.")
         self._saving: int | None = None
         self._sealer: threading.Thread | None = None
-        self._shapes = ocp.StandardCheckpointHandler()
+        self._trees = _TreeHandler(use_ocdbt=False)
+        registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+        for kind in (ocp.args.PyTreeSave, ocp.args.PyTreeRestore):
+            registry.add(None, kind, self._trees)
+        for kind in (ocp.args.JsonSave, ocp.args.JsonRestore):
+            registry.add(None, kind, ocp.JsonCheckpointHandler())
         self._manager = ocp.CheckpointManager(
             self.folder,
+            handler_registry=registry,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=None if read_only else keep,
                 create=not read_only,
@@ -87,7 +107,10 @@ class Checkpoints:
         self.wait()
         if step in self._manager.all_steps():
             return
-        items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        items = {
+            name: ocp.args.PyTreeSave(tree, save_args=_save_args(tree))
+            for name, tree in trees.items()
+        }
         items[META] = ocp.args.JsonSave(dict(metadata))
         self._saving = step
         try:
@@ -115,13 +138,21 @@ class Checkpoints:
             self.wait()
         finally:
             self._manager.close()
-            self._shapes.close()
+            self._trees.close()
 
     def restore(
-        self, targets: Targets, *, step: int | None = None, set_aside: bool = False
+        self,
+        targets: Targets,
+        *,
+        step: int | None = None,
+        set_aside: bool = False,
+        partial: bool = False,
     ) -> Restored | None:
         """The newest checkpoint that is whole (or that of `step`); None where there is none.
 
+        Only the wanted trees, which may be none, are read and verified. With `partial` they may
+        lack leaves that were saved, and want fewer layers of a stack: what they lack is neither
+        read nor verified.
         A damaged checkpoint is reported and the one before it used; with `set_aside` it is
         moved to the folder `damaged` beside the checkpoints, so that its step can be saved anew.
 
@@ -140,7 +171,7 @@ class Checkpoints:
         reports = []
         for candidate in reversed(steps):
             try:
-                restored = self._restore(candidate, targets)
+                restored = self._restore(candidate, targets, partial)
             except _Damaged as error:
                 reports.append(f"checkpoint {self.folder / str(candidate)} is damaged: {error}")
                 logging.warning("%s. Trying the one before it.", reports[-1])
@@ -157,8 +188,8 @@ class Checkpoints:
             )
         return None
 
-    def _restore(self, step: int, targets: Targets) -> Restored:
-        sealed = self._verify(step)
+    def _restore(self, step: int, targets: Targets, partial: bool) -> Restored:
+        self._verify(step, lambda file: file.split("/")[0] == META or "/" not in file)
         try:
             meta = self._manager.restore(
                 step, args=ocp.args.Composite(**{META: ocp.args.JsonRestore()})
@@ -168,14 +199,23 @@ class Checkpoints:
         except Exception as error:
             raise _Damaged(_brief(error)) from error
         wanted = targets(meta)  # its CheckpointError is the caller's to see
+        if not wanted:
+            return Restored(step, {}, meta)
         folder = self.folder / str(step)
         try:
-            have = {name: self._shapes.metadata(folder / name).tree for name in wanted}
+            have = {name: self._trees.metadata(folder / name).tree for name in wanted}
         except Exception as error:
             raise _Damaged(_brief(error)) from error
         for name, tree in wanted.items():
-            _compare(folder, name, have[name], tree)
-        items = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
+            _compare(folder, name, have[name], tree, partial)
+        every = lambda file: file.split("/")[0] in wanted
+        sealed = self._verify(step, _needed(folder, wanted) if partial else every)
+        items = {
+            name: ocp.args.PyTreeRestore(
+                tree, restore_args=_restore_args(tree, partial), partial_restore=partial
+            )
+            for name, tree in wanted.items()
+        }
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:
@@ -202,14 +242,18 @@ class Checkpoints:
             # The checkpoint is whole; only its later verification is weaker.
             logging.warning("no checksums for checkpoint %s: %s", folder, error)
 
-    def _verify(self, step: int) -> bool:
-        """Compares every file with its checksum; False where none were written."""
+    def _verify(self, step: int, needed: Callable[[str], bool]) -> bool:
+        """Compares needed files with their checksums; False where none were written."""
         folder = self.folder / str(step)
         if not (folder / CHECKSUMS).exists():
             return False
         try:
             table = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-            wrong = [n for n, sum_ in table.items() if _checksum_or_none(folder / n) != sum_]
+            wrong = [
+                name
+                for name, sum_ in table.items()
+                if needed(name) and _checksum_or_none(folder / name) != sum_
+            ]
         except (OSError, ValueError, AttributeError) as error:
             raise _Damaged(f"{CHECKSUMS} cannot be read ({error})") from error
         if wrong:
@@ -245,14 +289,69 @@ class Checkpoints:
         )
 
 
-def _compare(where: pathlib.Path, name: str, have: Tree, want: Tree) -> None:
+def _save_args(tree: Tree) -> Tree:
+    """Files of single layers for a stack, as far as they are not too small."""
+
+    def one(path, leaf):
+        if not _stacked(path_name(path)) or not leaf.ndim:
+            return ocp.SaveArgs()
+        layer = math.prod(leaf.sharding.shard_shape(leaf.shape)[1:]) * leaf.dtype.itemsize
+        return ocp.SaveArgs(chunk_byte_size=max(MIN_CHUNK, layer), shard_axes=(0,))
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def _restore_args(tree: Tree, partial: bool) -> Tree:
+    one = lambda a: ocp.ArrayRestoreArgs(
+        sharding=a.sharding, global_shape=a.shape, dtype=a.dtype, strict=not partial
+    )
+    return jax.tree.map(one, tree)
+
+
+def _stacked(leaf: str) -> bool:
+    return leaf.split("/")[0] == STACK
+
+
+def _needed(folder: pathlib.Path, wanted: Mapping[str, Tree]) -> Callable[[str], bool]:
+    """Whether a file of the checkpoint, 'params/layers.attn.q/7.0.0.0', holds wanted values.
+
+    The first number of a file of values counts chunks along the leaf's first dimension.
+    """
+    chunks = {}  # of each leaf's folder: how many are wanted
+    for item, tree in wanted.items():
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            name, count = path_name(path), math.inf
+            place = f"{item}/{name.replace('/', '.')}"
+            if _stacked(name) and leaf.shape:
+                try:
+                    rows = json.loads((folder / place / ".zarray").read_text())["chunks"][0]
+                    count = -(-leaf.shape[0] // rows)
+                except (OSError, ValueError, LookupError):
+                    pass  # not a leaf's folder as written here: whatever is there is needed
+            chunks[place] = count
+
+    def needed(file: str) -> bool:
+        place, _, name = file.rpartition("/")
+        if file.split("/")[0] not in wanted:
+            return False
+        first = name.split(".")[0]
+        # The rest are descriptions of a tree or a leaf.
+        return not first.isdigit() or int(first) < chunks.get(place, 0)
+
+    return needed
+
+
+def _compare(where: pathlib.Path, name: str, have: Tree, want: Tree, partial: bool) -> None:
     """Raises `CheckpointError` naming the first leaves that differ in name, shape or dtype."""
     have, want = _leaves(have), _leaves(want)
     differ = []
-    for leaf in sorted(have.keys() | want.keys()):
-        if have.get(leaf) != want.get(leaf):
-            there, here = have.get(leaf, "nothing"), want.get(leaf, "nothing")
-            differ.append(f"{name}/{leaf}: {there} in the checkpoint, {here} wanted")
+    for leaf in sorted(want if partial else have.keys() | want.keys()):
+        there, here = have.get(leaf), want.get(leaf)
+        if partial and there and _stacked(leaf) and here[1][0] <= there[1][0]:
+            there = (there[0], (here[1][0], *there[1][1:]))
+        if there != here:
+            show = lambda a: f"{a[0]}{list(a[1])}" if a else "nothing"
+            differ.append(f"{name}/{leaf}: {show(there)} in the checkpoint, {show(here)} wanted")
     if differ:
         more = [f"... and {len(differ) - 5} more"] if len(differ) > 5 else []
         raise CheckpointError(
@@ -262,10 +361,10 @@ def _compare(where: pathlib.Path, name: str, have: Tree, want: Tree) -> None:
         )
 
 
-def _leaves(tree: Tree) -> dict[str, str]:
-    """'float32[4, 8]' for every leaf, by name; containers named alike whatever their type."""
+def _leaves(tree: Tree) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """(dtype, shape) of every leaf, by name; containers named alike whatever their type."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {path_name(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in flat}
+    return {path_name(path): (str(leaf.dtype), tuple(leaf.shape)) for path, leaf in flat}
 
 
 def _checksum(path: pathlib.Path) -> list[int]:

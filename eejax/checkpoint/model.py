@@ -7,10 +7,9 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-import jax
 from jax.sharding import Mesh
 
-from eejax.checkpoint.manager import Checkpoints
+from eejax.checkpoint.manager import Checkpoints, Restored, Targets
 from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.common.trees import Tree
 from eejax.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
@@ -37,36 +36,61 @@ class Model(NamedTuple):
 
 
 def load_model(
-    workdir: str | os.PathLike, *, step: int | None = None, mesh: Mesh | None = None
+    workdir: str | os.PathLike,
+    *,
+    step: int | None = None,
+    mesh: Mesh | None = None,
+    part: Callable[[ModelConfig, Tree], Tree] | None = None,
 ) -> Model:
     """The model of the newest whole checkpoint of a run (or of `step`), laid onto `mesh`.
 
-    Optimiser state is not read. Without a mesh the parameters go to one device.
+    Optimiser state is not read. Without a mesh the parameters go to one device. `part` chooses
+    what is read: from the configuration and the shape structs of all parameters it makes those
+    of some leaves, or of the first layers of the stack. The rest is not read.
 
     Raises:
       CheckpointError: no checkpoint there, none usable, or one of another program version.
     """
     workdir = pathlib.Path(workdir).expanduser()
+    mesh = make_mesh(MeshConfig()) if mesh is None else mesh
+
+    def targets(metadata: dict[str, Any]) -> dict[str, Tree]:
+        config = model_config(metadata)
+        everything = abstract_params(config, mesh)
+        return {PARAMS: everything if part is None else part(config, everything)}
+
+    restored = _restore(workdir, targets, step, part is not None)
+    config = model_config(restored.metadata)
+    tokenizer = load_run_tokenizer(workdir, restored.metadata)
+    check_vocabulary(tokenizer, config.vocab_size)
+    return Model(config, restored.trees[PARAMS], tokenizer, restored.step, restored.metadata)
+
+
+def load_metadata(workdir: str | os.PathLike, *, step: int | None = None) -> dict[str, Any]:
+    """What the newest whole checkpoint of a run (or that of `step`) says of itself, and no values.
+
+    Raises `CheckpointError` where there is none.
+    """
+    return _restore(pathlib.Path(workdir).expanduser(), lambda _: {}, step).metadata
+
+
+def _restore(
+    workdir: pathlib.Path, targets: Targets, step: int | None, partial: bool = False
+) -> Restored:
     folder = workdir / CHECKPOINTS
     if not folder.is_dir():
         raise CheckpointError(
             f"{workdir} holds no checkpoints: give the --workdir of a training run "
             "(python -m experiments.train --config=... --workdir=...)."
         )
-    mesh = make_mesh(MeshConfig()) if mesh is None else mesh
     checkpoints = Checkpoints(folder, read_only=True)
     try:
-        restored = checkpoints.restore(
-            lambda meta: {PARAMS: abstract_params(model_config(meta), mesh)}, step=step
-        )
+        restored = checkpoints.restore(targets, step=step, partial=partial)
     finally:
         checkpoints.close()
     if restored is None:
         raise CheckpointError(f"{folder} is empty: no checkpoint of that run was finished.")
-    config = model_config(restored.metadata)
-    tokenizer = load_run_tokenizer(workdir, restored.metadata)
-    check_vocabulary(tokenizer, config.vocab_size)
-    return Model(config, restored.trees[PARAMS], tokenizer, restored.step, restored.metadata)
+    return restored
 
 
 def model_config(metadata: dict[str, Any]) -> ModelConfig:
@@ -90,13 +114,7 @@ def saved_settings(metadata: dict[str, Any], name: str, build: Callable[[Any], T
 
 def abstract_params(config: ModelConfig, mesh: Mesh) -> Tree:
     """Shape structs of the parameters with their shardings on `mesh`."""
-    declaration = params.abstract(config)
-    placed = rules.shardings(rules.specs(declaration, mesh), mesh)
-    return jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-        params.shapes(config),
-        placed,
-    )
+    return rules.structs(params.abstract(config), mesh)
 
 
 def load_run_tokenizer(workdir: pathlib.Path, metadata: dict[str, Any]) -> Tokenizer:

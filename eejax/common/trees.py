@@ -1,7 +1,8 @@
-"""Pytree helpers: counting, slicing stacked layers, naming leaves."""
+"""Pytree helpers: counting, slicing stacked layers, naming and parting leaves."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,6 +30,35 @@ def slice_layers(stack: Tree, start: int, stop: int) -> Tree:
 def unstack(stack: Tree, start: int, stop: int) -> tuple[Tree, ...]:
     """Layers start:stop of leaves stacked as [l, ...], each as a tree of its own."""
     return tuple(jax.tree.map(lambda a, i=i: a[i], stack) for i in range(start, stop))
+
+
+def split(tree: Tree, chosen: Callable[[str], bool]) -> tuple[Tree, Tree]:
+    """Nested dicts cut in two: leaves whose name ('exits/exit_3/norm/scale') is chosen, the rest.
+
+    Either keeps the dicts that hold something. What is not a dict is a leaf.
+    """
+    parts: tuple[Tree, Tree] = {}, {}
+
+    def visit(node: Tree, path: tuple[str, ...]) -> None:
+        if isinstance(node, dict):
+            for key, value in node.items():
+                visit(value, (*path, key))
+            return
+        place = parts[0 if chosen("/".join(path)) else 1]
+        for key in path[:-1]:
+            place = place.setdefault(key, {})
+        place[path[-1]] = node
+
+    visit(tree, ())
+    return parts
+
+
+def join(a: Tree, b: Tree) -> Tree:
+    """Nested dicts made one; where both have a leaf, it is b's."""
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return b
+    both = {k: join(a[k], b[k]) for k in a.keys() & b.keys()}
+    return {**a, **b, **both}
 
 
 def path_name(path: tuple) -> str:

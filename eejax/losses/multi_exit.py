@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -38,18 +39,21 @@ def multi_exit_loss(
     dropout_keys: jax.Array | None = None,
     axes: Axes = LOCAL,
     remat: str = "none",
+    which: Sequence[int] | None = None,
 ) -> tuple[jax.Array, ExitSums]:
     """(sum over exits of w_e S_e, the sums S_e and the token count): EE-LLM, Eq. 1.
 
     tokens, labels [b, t] int32 (`IGNORE` does not count); weights [e], the final exit's last;
-    the rest as `models.transformer.exit_states`. Sums and not means: whoever accumulates over
-    microbatches or devices divides once, by the global count, and the result is that of one
-    large batch. The second result is for reporting and has no gradient.
+    the rest as `models.transformer.exit_states`. With `which`, e counts these exits only, in
+    their order, and layers above the deepest of them are not run. Sums and not means: whoever
+    accumulates over microbatches or devices divides once, by the global count, and the result is
+    that of one large batch. The second result is for reporting and has no gradient.
     """
-    n = config.n_exits + 1
+    which = range(config.n_exits + 1) if which is None else which
+    n = len(which)
     require(
         weights.shape == (n,), "weights", weights.shape,
-        f"must have one entry for each exit, the final one included: ({n},)",
+        f"must have one entry for each exit of the loss, the final one included: ({n},)",
     )  # fmt: skip
     hs = transformer.exit_states(
         params,
@@ -60,8 +64,9 @@ def multi_exit_loss(
         dropout_keys=dropout_keys,
         axes=axes,
         remat=remat,
+        which=which,
     )
-    heads = [exits.head(params, config, e) for e in range(n)]
+    heads = [exits.head(params, config, e) for e in which]
     total, sums = jnp.zeros((), jnp.float32), [None] * n
     for group in exits_by_table(heads):
         part, group_sums = exits_cross_entropy(
@@ -78,7 +83,7 @@ def multi_exit_loss(
 
 
 def exits_by_table(heads: list[exits.Head]) -> list[list[int]]:
-    """Exit numbers, those that read the very same table array together.
+    """Places in `heads`, of those that read the very same table array together.
 
     Tied and shared heads meet here, so that their table needs one gradient and not one each.
     """

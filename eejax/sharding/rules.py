@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eejax.common.axes import MESH_AXES, MODEL, PIPE
@@ -88,6 +89,16 @@ def shardings(specs: Tree, mesh: Mesh) -> Tree:
     """A tree of `NamedSharding`s for a tree of `PartitionSpec`s."""
     return jax.tree.map(
         lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+
+
+def structs(declaration: Tree, mesh: Mesh) -> Tree:
+    """float32 shape structs, with their shardings on `mesh`, of a tree of declared parameters."""
+    return jax.tree.map(
+        lambda p, s: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=s),
+        declaration,
+        shardings(specs(declaration, mesh), mesh),
+        is_leaf=_declared,
     )
 
 

@@ -126,6 +126,38 @@ class TrainConfig:
             _positive("TrainConfig.eval_batches", self.eval_batches)
 
 
+STARTS = ("copy", "random")
+
+
+@dataclasses.dataclass(frozen=True)
+class TuneConfig:
+    """Exits trained on top of a model that stays as it is (EE-Tuning, Pan et al. 2024).
+
+    `base` is the workdir of the run that trained the model (None: no tuning, everything is
+    trained), `base_step` one of its checkpoints (None: the newest). `exits` lists the boundaries
+    of the exits that are tuned; the model's others must be those of the base, and stay. An exit
+    the base has too goes on from there. A new one starts as `start` says: "copy" takes the final
+    exit's norm and head, the mlp of the layer below the boundary and for a block the last layer;
+    "random" the initial values of `train.seed`.
+    """
+
+    base: str | None = None
+    base_step: int | None = None
+    exits: tuple[int, ...] = ()
+    start: str = "copy"
+
+    def __post_init__(self):
+        object.__setattr__(self, "exits", tuple(self.exits))
+        ascending = list(self.exits) == sorted(set(self.exits))
+        require(ascending, "TuneConfig.exits", self.exits, "must be ascending, each boundary once")
+        require_one_of("TuneConfig.start", self.start, STARTS)
+        require(
+            bool(self.exits) == (self.base is not None),
+            "TuneConfig.exits", self.exits,
+            f"must name the tuned exits if there is a base, and only then (base = {self.base!r})",
+        )  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class Experiment:
     """Everything a run depends on; what a file in configs/ describes."""
@@ -136,12 +168,21 @@ class Experiment:
     optimizer: OptimizerConfig = OptimizerConfig()
     exit_weights: ExitWeights = ExitWeights()
     mesh: MeshConfig = MeshConfig()
+    tune: TuneConfig = TuneConfig()
 
     def __post_init__(self):
+        boundaries = [e.boundary for e in self.model.exits]
+        for boundary in self.tune.exits:
+            require(
+                boundary in boundaries,
+                "tune.exits", boundary, f"must be the boundary of one of the exits ({boundaries})",
+            )  # fmt: skip
+        n, tuned = self.model.n_exits, len(self.tune.exits)
+        exits = f"the {tuned} tuned exits" if tuned else f"the model's {n} early exits"
         require(
-            len(self.exit_weights.weights) == self.model.n_exits,
+            len(self.exit_weights.weights) == (tuned or n),
             "exit_weights.weights", self.exit_weights.weights,
-            f"must have one weight for each of the model's {self.model.n_exits} early exits",
+            f"must have one weight for each of {exits}",
         )  # fmt: skip
         self.exit_weights.schedule(self.train.steps)  # raises where it is not one
         require(
@@ -182,6 +223,7 @@ SECTIONS = {
     "optimizer": OptimizerConfig,
     "exit_weights": ExitWeights,
     "mesh": MeshConfig,
+    "tune": TuneConfig,
 }
 
 

@@ -20,20 +20,22 @@ from eejax.checkpoint.files import only_user, unwritable, write_text
 from eejax.checkpoint.manager import Checkpoints
 from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER
 from eejax.common.errors import require
-from eejax.common.trees import size
+from eejax.common.trees import Tree, join, size
 from eejax.models import params
 from eejax.sharding.mesh import check_batch, make_mesh
-from eejax.train import flops, inputs, optimizer
+from eejax.train import flops, inputs, optimizer, tuning
 from eejax.train import state as states
 from eejax.train.config import Experiment
 from eejax.train.evaluate import Evaluation, evaluate
 from eejax.train.metrics import MetricsWriter, Progress, duration, exit_names
 from eejax.train.runs import check_same_run
+from eejax.train.scope import Scope
 from eejax.train.signals import StopRequest
 from eejax.train.step import make_eval_step, make_train_step, put_batch
 
 CONFIG = "config.json"
 TRAINING = "training"
+TUNING = "tuning"
 
 
 class Result(NamedTuple):
@@ -51,7 +53,8 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
     A resumed run is bitwise the uninterrupted one: parameters, optimiser, data position, dropout.
     On SIGTERM or Ctrl-C the step under way is finished, a checkpoint saved, and `stopped` set; a
     second Ctrl-C ends the process at once. The workdir holds config.json, tokenizer/, data/,
-    checkpoints/, metrics.jsonl and tensorboard/.
+    checkpoints/, metrics.jsonl and tensorboard/. A run that tunes exits keeps what it resumes from
+    in tuning/, and leaves the whole model in checkpoints/ at its end.
 
     Raises:
       ConfigError, DataError: settings or text that cannot be used, a workdir in use.
@@ -76,12 +79,20 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
 
 
 def _fit(experiment: Experiment, workdir: pathlib.Path, mesh: Mesh) -> Result:
+    held = tuning.scope(experiment)
+    first, frozen = None, {}
+    if held.tuned:
+        first, frozen = tuning.load_base(experiment, mesh, workdir)
     dataset = inputs.prepare(experiment.data, experiment.model.vocab_size, workdir, TOKENIZER)
-    checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=experiment.train.keep_checkpoints)
+    folder = workdir / (TUNING if held.tuned else CHECKPOINTS)
+    checkpoints = Checkpoints(folder, keep=experiment.train.keep_checkpoints)
     try:
-        run = _Run(experiment, workdir, mesh, dataset, checkpoints)
+        run = _Run(experiment, workdir, mesh, dataset, checkpoints, held, first, frozen)
         with StopRequest() as stop:
-            return run.run(stop)
+            result = run.run(stop)
+        if held.tuned and result.stopped is None:
+            run.save_whole_model()
+        return result
     finally:
         checkpoints.close()
 
@@ -104,11 +115,17 @@ class _Run:
         mesh: Mesh,
         dataset: data.PackedDataset,
         checkpoints: Checkpoints,
+        scope: Scope,
+        first: Tree | None,
+        frozen: Tree,
     ):
+        """`first`: values to begin with, by default `params.init`'s."""
+        self.scope, self.first, self.frozen = scope, first, frozen
         self.experiment, self.mesh, self.checkpoints = experiment, mesh, checkpoints
         self.workdir, self.dataset = workdir, dataset
         self.model, self.train = experiment.model, experiment.train
-        self.names = exit_names(self.model)
+        names = exit_names(self.model)
+        self.names = [names[e] for e in scope.which]
         self.loader = data.Loader(
             dataset.split("train"), self.train.batch_size, experiment.data.length, self.train.seed,
             document_masks=experiment.data.document_masks,
@@ -116,7 +133,8 @@ class _Run:
         held_out = experiment.data.validation_fraction > 0
         self.validation = dataset.split("validation") if held_out else None
         settings = experiment.optimizer
-        self.transformation = optimizer.transformation(settings, params.decays(self.model))
+        decays = params.map_params(lambda p: p.decay, scope.declarations()[0])
+        self.transformation = optimizer.transformation(settings, decays)
         self.train_step = make_train_step(
             self.model,
             self.transformation,
@@ -127,35 +145,42 @@ class _Run:
             microbatches=self.train.microbatches,
             remat=self.train.remat,
             seed=self.train.seed,
+            scope=scope,
         )
-        self.eval_step = make_eval_step(self.model, mesh)
+        self.eval_step = make_eval_step(self.model, mesh, scope)
         self.evaluation: Evaluation | None = None
         self.tokens = 0  # counted labels so far
         self.skipped = 0
         self.state, self.step = self._begin_or_resume()
         write_text(workdir / CONFIG, json.dumps(experiment.to_dict(), indent=1))
         self.flops_per_token = flops.model_flops_per_token(self.model, experiment.data.length)
-        self.peak = flops.peak_flops(list(mesh.devices.flat))
+        # The count is of training a whole model.
+        self.peak = None if scope.tuned else flops.peak_flops(list(mesh.devices.flat))
         self.clock = _Clock()
 
     def _begin_or_resume(self) -> tuple[states.TrainState, int]:
-        wanted = states.abstract(self.model, self.transformation, self.mesh)
+        wanted = states.abstract(self.model, self.transformation, self.mesh, self.scope)
 
         def targets(metadata: dict[str, Any]) -> dict[str, Any]:
             check_same_run(
-                metadata, self.experiment, self.dataset.fingerprint, self.workdir / CHECKPOINTS
+                metadata, self.experiment, self.dataset.fingerprint, self.checkpoints.folder
             )
             return _trees(wanted)
 
         restored = self.checkpoints.restore(targets, set_aside=True)
         if restored is None:
-            first = states.create(self.model, self.transformation, self.train.seed, self.mesh)
-            return first, 0
+            if self.first is None:
+                seed = self.train.seed
+                return states.create(self.model, self.transformation, seed, self.mesh), 0
+            placed = jax.tree.map(lambda a: a.sharding, wanted.replace(frozen={}))
+            begin = jax.jit(lambda v: states.begin(v, self.transformation), out_shardings=placed)
+            return begin(self.first).replace(frozen=self.frozen), 0
         self.loader.restore(restored.metadata["data"])
         self.tokens = restored.metadata["tokens"]
         training = restored.trees[TRAINING]
         self.skipped = int(training["skipped"])
-        return states.TrainState(params=restored.trees[PARAMS], **training), restored.step
+        state = states.TrainState(params=restored.trees[PARAMS], frozen=self.frozen, **training)
+        return state, restored.step
 
     def run(self, stop: StopRequest) -> Result:
         train, start = self.train, self.step
@@ -206,8 +231,8 @@ class _Run:
             self.progress.say(f"step {flight.step}: {why}, step skipped ({self.skipped} so far)")
         rate = self.clock.rate
         shown = {"loss": f"{metrics['loss']:.4f}"}
-        if self.model.exits:  # the loss is the weighted sum; say what the model as a whole does
-            shown["final"] = f"{metrics['exit_losses'][-1]:.4f}"
+        if len(self.names) > 1:  # the loss is their weighted sum; the deepest says more
+            shown[self.names[-1]] = f"{metrics['exit_losses'][-1]:.4f}"
         shown["tok/s"] = f"{rate:,.0f}" if rate else "-"
         self.progress.update(flight.step, shown)
         if not (_due(flight.step, self.train.log_every) or flight.step == 1):
@@ -237,7 +262,8 @@ class _Run:
         )  # fmt: skip
         stripped = (inputs.strip(b, c.document_masks) for b in batches)
         self.evaluation = evaluate(
-            self.eval_step, self.state.params, stripped, self.mesh, self.names,
+            self.eval_step, join(self.state.frozen, self.state.params), stripped, self.mesh,
+            self.names,
             self.dataset.tokenizer.byte_lengths,
         )  # fmt: skip
         self.writer.write(self.step, self.evaluation.metrics())
@@ -246,7 +272,20 @@ class _Run:
         self.progress.say(f"step {self.step}: validation loss  {shown}")
 
     def _save(self) -> None:
-        metadata = {
+        self.checkpoints.save(self.step, _trees(self.state), self._metadata())
+
+    def save_whole_model(self) -> None:
+        """The base with the tuned exits, as a run of its own that needs the base no more."""
+        whole = Checkpoints(self.workdir / CHECKPOINTS, keep=self.train.keep_checkpoints)
+        try:
+            if self.step not in whole.steps():
+                tree = tuning.complete(self.experiment, self.state.params["exits"], self.mesh)
+                whole.save(self.step, {PARAMS: tree}, self._metadata())
+        finally:
+            whole.close()
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
             "version": eejax.__version__,
             "model": self.model.to_dict(),
             "experiment": self.experiment.to_dict(),
@@ -254,13 +293,13 @@ class _Run:
             "tokenizer": self.dataset.tokenizer.fingerprint,
             "tokens": self.tokens,
         }
-        self.checkpoints.save(self.step, _trees(self.state), metadata)
 
     def _announce(self, start: int) -> None:
         begin = f"resuming after step {start}" if start else "starting"
         self.progress.say(
-            f"{begin}: {size(self.state.params):,} parameters, exits at {self.model.stops} of "
-            f"{self.model.n_layers} layers, {self.train.steps} steps of "
+            f"{begin}: {size(self.state.params):,} parameters, exits at "
+            f"{tuple(self.model.stops[e] for e in self.scope.which)} of {self.model.n_layers} "
+            f"layers, {self.train.steps} steps of "
             f"{self.train.batch_size} x {self.experiment.data.length} tokens, in {self.workdir}"
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -12,16 +14,22 @@ from eejax.common.trees import Tree
 from eejax.models import params
 from eejax.models.config import ModelConfig
 from eejax.sharding import rules
+from eejax.train.scope import Scope
 
 
 @flax.struct.dataclass
 class TrainState:
-    """`step` counts the steps taken, skipped ones included; both counts are int32 scalars."""
+    """`step` counts the steps taken, skipped ones included; both counts are int32 scalars.
+
+    `frozen` are parameters that the loss reads and no step changes; they have no optimiser state
+    and are in no checkpoint of the run (`train.scope`).
+    """
 
     step: jax.Array
     params: Tree
     opt_state: optax.OptState
     skipped: jax.Array
+    frozen: Tree = dataclasses.field(default_factory=dict)
 
 
 def create(
@@ -29,33 +37,47 @@ def create(
 ) -> TrainState:
     """The state before the first step, every leaf made where it belongs on `mesh`."""
     placed = jax.tree.map(lambda a: a.sharding, abstract(config, optimizer, mesh))
-    return jax.jit(lambda key: _initial(config, optimizer, key), out_shardings=placed)(
-        jax.random.key(seed)
+    initial = lambda key: begin(params.init(config, key), optimizer)
+    return jax.jit(initial, out_shardings=placed)(jax.random.key(seed))
+
+
+def begin(
+    values: Tree, optimizer: optax.GradientTransformation, frozen: Tree | None = None
+) -> TrainState:
+    """The state before the first step of trained `values`."""
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(
+        step=zero,
+        params=values,
+        opt_state=optimizer.init(values),
+        skipped=zero,
+        frozen={} if frozen is None else frozen,
     )
 
 
 def abstract(
-    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    scope: Scope | None = None,
 ) -> TrainState:
-    """The state as shape structs with shardings; a moment lies where its parameter lies."""
-    declaration = params.abstract(config)
-    placed = rules.shardings(rules.specs(declaration, mesh), mesh)
-    state = jax.eval_shape(lambda: _initial(config, optimizer, jax.random.key(0)))
+    """The state as shape structs with shardings; a moment lies where its parameter lies.
+
+    `scope`: what of the model is trained, by default all of it.
+    """
+    trained, frozen = (rules.structs(d, mesh) for d in (scope or Scope(config)).declarations())
+    state = jax.eval_shape(lambda values: begin(values, optimizer), trained)
+    placed = jax.tree.map(lambda a: a.sharding, trained)
     whole = lambda a: _struct(a, rules.replicated(mesh))
     return TrainState(
         step=whole(state.step),
-        params=jax.tree.map(_struct, state.params, placed),
+        params=trained,
         opt_state=optax.tree_map_params(
             optimizer, _struct, state.opt_state, placed, transform_non_params=whole
         ),
         skipped=whole(state.skipped),
+        frozen=frozen,
     )
-
-
-def _initial(config: ModelConfig, optimizer, key: jax.Array) -> TrainState:
-    values = params.init(config, key)
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(step=zero, params=values, opt_state=optimizer.init(values), skipped=zero)
 
 
 def _struct(a: jax.Array, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA, MODEL, PIPE
 from eejax.common.errors import ConfigError
-from eejax.common.trees import Tree
+from eejax.common.trees import Tree, join
 from eejax.losses.multi_exit import ExitSums, multi_exit_loss
-from eejax.models import params as declared
 from eejax.models.config import ModelConfig
 from eejax.sharding import rules
 from eejax.sharding.mesh import check_batch, mesh_axes
+from eejax.train.scope import Scope
 from eejax.train.state import TrainState, abstract
 
 Arrays = Mapping[str, jax.Array]
@@ -46,6 +46,7 @@ def make_train_step(
     microbatches: int = 1,
     remat: str = "none",
     seed: int = 0,
+    scope: Scope | None = None,
 ) -> Callable[[TrainState, Arrays], tuple[TrainState, Metrics]]:
     """The compiled step `(state, batch) -> (state, metrics)`; `state` is donated.
 
@@ -54,7 +55,8 @@ def make_train_step(
     device takes its samples in `microbatches` parts one after the other. Sums are carried, and
     divided once by the global count, so neither the number of parts nor that of devices changes
     the result beyond rounding. Dropout keys are folded from (seed, step, number of the sample in
-    the global batch).
+    the global batch). `scope` says what is trained (by default everything): the gradient of
+    frozen parameters is never formed, and exit_weights and exit_losses are of its exits.
 
     Where the loss or the gradient norm is not finite, or the batch counts no token, parameters and
     optimiser state stay as they were, `state.skipped` is increased, and `state.step` moves on.
@@ -67,19 +69,21 @@ def make_train_step(
       ConfigError: a mesh with more than one device along pipe or model.
     """
     _data_parallel_only(mesh)
-    param_specs = rules.specs(declared.abstract(config), mesh)
+    scope = scope or Scope(config)
+    param_specs, frozen_specs = (rules.specs(d, mesh) for d in scope.declarations())
     axes = mesh_axes(mesh)
+    final = scope.which[-1:] == (config.n_exits,)
 
-    def loss(params, weights, batch, keys):
+    def loss(params, frozen, weights, batch, keys):
         return multi_exit_loss(
-            params, config, batch["tokens"], batch["labels"], weights,
+            join(frozen, params), config, batch["tokens"], batch["labels"], weights,
             positions=batch.get("positions"), segment_ids=batch.get("segment_ids"),
-            dropout_keys=keys, axes=axes, remat=remat,
+            dropout_keys=keys, axes=axes, remat=remat, which=scope.which,
         )  # fmt: skip
 
-    def local_gradients(params, weights, batch, step):
+    def local_gradients(params, frozen, weights, batch, step):
         # Varying from the start: no psum hides in the backward pass, all of it is one at the end.
-        params, weights = _vary((params, weights))
+        params, frozen, weights = _vary((params, frozen, weights))
         part = lambda a: a.reshape(microbatches, -1, *a.shape[1:])
         parts = jax.tree.map(part, dict(batch))
         keys = None
@@ -89,7 +93,7 @@ def make_train_step(
         def one(params, part):
             batch, keys = part
             (total, sums), grads = jax.value_and_grad(loss, has_aux=True)(
-                params, weights, batch, keys
+                params, frozen, weights, batch, keys
             )
             return grads, (total, sums)
 
@@ -106,14 +110,16 @@ def make_train_step(
     gradients = jax.shard_map(
         local_gradients,
         mesh=mesh,
-        in_specs=(param_specs, P(), P(DATA), P()),
+        in_specs=(param_specs, frozen_specs, P(), P(DATA), P()),
         out_specs=(param_specs, P()),
     )
 
     def step(state: TrainState, batch: Arrays) -> tuple[TrainState, Metrics]:
         check_batch(batch["tokens"].shape[0], mesh, microbatches)
-        weights = jnp.append(exit_weights(state.step), jnp.ones(1, jnp.float32))
-        grads, (total, sums) = gradients(state.params, weights, batch, state.step)
+        weights = exit_weights(state.step)
+        if final:
+            weights = jnp.append(weights, jnp.ones(1, jnp.float32))
+        grads, (total, sums) = gradients(state.params, state.frozen, weights, batch, state.step)
         count = jnp.maximum(sums.count, 1).astype(jnp.float32)
         norm = optax.tree.norm(grads) / count
         finite = jnp.isfinite(norm) & jnp.isfinite(total) & (sums.count > 0)
@@ -130,6 +136,7 @@ def make_train_step(
             params=jax.tree.map(choose, moved, state.params),
             opt_state=jax.tree.map(choose, opt_state, state.opt_state),
             skipped=state.skipped + (~finite).astype(jnp.int32),
+            frozen=state.frozen,
         )
         metrics = {
             "loss": total / count,
@@ -143,24 +150,31 @@ def make_train_step(
         return state, metrics
 
     # The next state is laid out as this one was declared, so that no second program is compiled.
-    placed = jax.tree.map(lambda a: a.sharding, abstract(config, optimizer, mesh))
+    placed = jax.tree.map(lambda a: a.sharding, abstract(config, optimizer, mesh, scope))
     return jax.jit(step, donate_argnums=0, out_shardings=(placed, None))
 
 
-def make_eval_step(config: ModelConfig, mesh: Mesh) -> Callable[[Tree, Arrays], ExitSums]:
-    """The compiled `(params, batch) -> ExitSums`: summed loss of every exit, counted tokens."""
+def make_eval_step(
+    config: ModelConfig, mesh: Mesh, scope: Scope | None = None
+) -> Callable[[Tree, Arrays], ExitSums]:
+    """The compiled `(params, batch) -> ExitSums`: summed loss of every exit, counted tokens.
+
+    With a `scope`, params are `scope.parameters()` and the exits those of `scope.which`.
+    """
     _data_parallel_only(mesh)
+    scope = scope or Scope(config)
     axes = mesh_axes(mesh)
 
     def local(params, batch):
-        weights = _vary(jnp.ones((config.n_exits + 1,), jnp.float32))
+        weights = _vary(jnp.ones((len(scope.which),), jnp.float32))
         _, sums = multi_exit_loss(
             _vary(params), config, batch["tokens"], batch["labels"], weights,
             positions=batch.get("positions"), segment_ids=batch.get("segment_ids"), axes=axes,
+            which=scope.which,
         )  # fmt: skip
         return lax.psum(sums, DATA)
 
-    param_specs = rules.specs(declared.abstract(config), mesh)
+    param_specs = rules.specs(scope.parameters(), mesh)
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(param_specs, P(DATA)), out_specs=P()))
 
 

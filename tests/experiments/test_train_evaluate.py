@@ -48,6 +48,35 @@ def test_training_ends_with_a_table_of_the_exits(trained):
     assert "checkpoint_manager" not in err, "Orbax chatters"
 
 
+def test_exits_are_tuned_and_the_result_is_evaluated(repo_root, trained, tmp_path):
+    arguments = (
+        f"--base={trained[0]}", "--exits=1,2", "--head=tied", f"--workdir={tmp_path}",
+        "--config.train.steps=6", "--config.train.eval_batches=1",
+    )  # fmt: skip
+    code, out, err = finish(launch(repo_root, "tune_exits", *arguments))
+    assert code == 0, err
+    assert [line.split()[0] for line in out.splitlines()[:3]] == ["exit", "exit_1", "exit_2"]
+    code, out, err = finish(launch(repo_root, "evaluate", f"--workdir={tmp_path}", "--batches=1"))
+    assert code == 0, err
+    names = [line.split()[0] for line in out.splitlines()[1:5]]
+    assert names == ["exit", "exit_1", "exit_2", "final"]
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("--exits=x", "--exits = 'x': must be numbers of layers"),
+        ("--exits=9", "must lie in 0..2"),
+        ("--exits=1,1", "each boundary once"),
+        ("--base=nowhere", "nowhere holds no checkpoints"),
+    ],
+)
+def test_tuning_what_cannot_be_tuned_is_refused(repo_root, trained, tmp_path, argument, message):
+    arguments = (f"--base={trained[0]}", "--exits=1", f"--workdir={tmp_path}", argument)
+    code, out, err = finish(launch(repo_root, "tune_exits", *arguments))
+    assert code == 1 and message in err and "Traceback" not in err
+
+
 def test_evaluation_agrees_with_the_run_and_prints_json_last(repo_root, trained):
     workdir, _, _ = trained
     code, out, err = finish(launch(repo_root, "evaluate", f"--workdir={workdir}", "--batches=1"))

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from absl import logging
+from small_runs import stop_at, write_text
 
 from eejax import data
 from eejax.checkpoint.model import load_model
@@ -21,14 +22,6 @@ from eejax.train.loop import fit
 from eejax.train.metrics import read_metrics
 
 STEPS = 14
-
-
-def write_text(folder):
-    rng = random.Random(0)
-    words = ["exit", "layer", "token", "early", "depth", "gate", "loss", "head", "state"]
-    for i in range(40):
-        text = " ".join(rng.choice(words) for _ in range(150))
-        (folder / f"{i:02}.txt").write_text(text + ".\n")
 
 
 def config(folder, **train):
@@ -77,18 +70,6 @@ def same(a, b):
     assert step == step2 and records == records2 and position == position2
     for x, y in zip(arrays, arrays2, strict=True):
         assert x.tobytes() == y.tobytes()
-
-
-def stop_at(monkeypatch, step, number=signal.SIGTERM):
-    """Sends this process a signal while it fetches the batch of a step."""
-    original = Loader.__next__
-
-    def fetch(loader):
-        if loader.step == step:
-            signal.raise_signal(number)
-        return original(loader)
-
-    monkeypatch.setattr(Loader, "__next__", fetch)
 
 
 def test_a_run_learns_and_records(uninterrupted):

@@ -1,0 +1,94 @@
+"""Which part of a model a run trains: all of it, or some exits on a trunk that stays as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from eejax.common.errors import require
+from eejax.common.trees import Tree, join, split
+from eejax.models import params
+from eejax.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """`tuned`: the names of the exits that are trained while all else is frozen (EE-Tuning, Pan et
+    al. 2024), or None to train everything.
+
+    With tuned exits the model ends at the deepest of them: layers above it, the final exit and
+    other exits are neither held nor run, and the loss is that of the tuned exits alone.
+    """
+
+    config: ModelConfig
+    tuned: tuple[str, ...] | None = None
+
+    def __post_init__(self):
+        if self.tuned is None:
+            return
+        names = [e.name for e in self.config.exits]
+        for name in self.tuned:
+            require(name in names, "tuned", name, f"must be an exit of the model ({names})")
+            own = params.abstract(self.config)["exits"][name]
+            require(
+                bool(jax.tree.leaves(own)), "tuned", name,
+                "must have parameters of its own: give it a norm, a head, an mlp or a block",
+            )  # fmt: skip
+        require(len(self.tuned) > 0, "tuned", self.tuned, "must name at least one exit")
+
+    @property
+    def which(self) -> tuple[int, ...]:
+        """Numbers of the exits with a loss."""
+        if self.tuned is None:
+            return tuple(range(self.config.n_exits + 1))
+        return tuple(i for i, e in enumerate(self.config.exits) if e.name in self.tuned)
+
+    @property
+    def depth(self) -> int:
+        """Layers that are run."""
+        return max(self.config.stops[e] for e in self.which)
+
+    def trains(self, name: str) -> bool:
+        """Whether the leaf 'exits/exit_3/norm/scale' is trained."""
+        return self.tuned is None or _exit(name) in self.tuned
+
+    def held(self, name: str) -> bool:
+        """Whether the leaf is read by the loss at all."""
+        if self.tuned is None or self.trains(name):
+            return True
+        heads = {e.head for e in self.config.exits if e.name in self.tuned}
+        top = name.split("/")[0]
+        return top in ("embed", "layers") or (top == "shared_head" and "shared" in heads)
+
+    def cut(self, tree: Tree) -> Tree:
+        """The layers that are run, of leaves [l, ...] or of their declarations or structs."""
+        if self.depth == self.config.n_layers or "layers" not in tree:
+            return tree
+        lower = lambda leaf: first_layers(leaf, self.depth)
+        is_leaf = lambda x: isinstance(x, params.Param)
+        return tree | {"layers": jax.tree.map(lower, tree["layers"], is_leaf=is_leaf)}
+
+    def declarations(self) -> tuple[Tree, Tree]:
+        """(trained, frozen) parameters as `models.params.abstract` declares them."""
+        held, _ = split(params.abstract(self.config), self.held)
+        trained, frozen = split(held, self.trains)
+        return (trained, self.cut(frozen)) if self.tuned else (params.abstract(self.config), {})
+
+    def parameters(self) -> Tree:
+        """Declaration of all that is held."""
+        return join(*self.declarations())
+
+
+def first_layers(leaf, n: int):
+    """The first n layers of a stacked leaf: an array, a `Param` or a shape struct."""
+    if isinstance(leaf, params.Param):
+        return dataclasses.replace(leaf, shape=(n, *leaf.shape[1:]))
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((n, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding)
+    return leaf[:n]
+
+
+def _exit(name: str) -> str | None:
+    top, _, rest = name.partition("/")
+    return rest.split("/")[0] if top == "exits" else None

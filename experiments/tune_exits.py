@@ -1,0 +1,81 @@
+"""Gives a trained model early exits, and leaves everything it has as it is (EE-Tuning).
+
+    python -m experiments.tune_exits --base=runs/quickstart --exits=2,5 --workdir=runs/tuned
+
+Only the layers below the deepest tuned exit are read and run. The workdir ends with the whole
+model, old and new exits, and needs the base no more: evaluate and generate take it as any run.
+Exits that the base has already are tuned from where they are, if they are named. The same command
+resumes; exit status as experiments.train.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+
+from absl import flags
+from ml_collections import config_flags
+
+from experiments import launch
+
+_DEFAULT = pathlib.Path(__file__).resolve().parent.parent / "configs" / "tune_exits.py"
+_CONFIG = config_flags.DEFINE_config_file("config", str(_DEFAULT), "How the exits are trained.")
+_BASE = flags.DEFINE_string("base", None, "The workdir of the run that trained the model.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; made if it is not there.")
+_EXITS = flags.DEFINE_list("exits", None, "Boundaries of the exits: 2,5 is after layers 2 and 5.")
+_HEAD = flags.DEFINE_enum("head", "own", ["own", "tied", "shared"], "Head of the new exits.")
+_NORM = flags.DEFINE_bool("norm", True, "A norm before the head.")
+_MLP = flags.DEFINE_bool("mlp", False, "An mlp before the norm.")
+_BLOCK = flags.DEFINE_bool("block", False, "A whole transformer layer before the norm.")
+_START = flags.DEFINE_enum(
+    "start", "copy", ["copy", "random"], "New exits begin as copies of the model's parts, or anew."
+)
+_SOURCE = flags.DEFINE_list("source", None, "Text files or globs; by default the base's text.")
+flags.mark_flags_as_required(["base", "workdir", "exits"])
+
+
+def main() -> None:
+    from eejax.train.loop import fit
+
+    result = fit(experiment(), _WORKDIR.value)
+    if result.evaluation is not None:
+        print(result.evaluation.table())
+    if result.stopped is not None:
+        sys.exit(128 + result.stopped)
+
+
+def experiment():
+    """The experiment: the base's model and text, and its exits tuned as the config file says."""
+    from eejax.common.errors import ConfigError
+    from eejax.models.config import ExitConfig
+    from eejax.train.config import Experiment
+    from eejax.train.tuning import base_experiment
+
+    base = base_experiment(_BASE.value)
+    try:
+        boundaries = sorted(int(n) for n in _EXITS.value)
+    except ValueError as error:
+        raise ConfigError(
+            f"--exits = {','.join(_EXITS.value)!r}: must be numbers of layers, as 2,5."
+        ) from error
+    have = {e.boundary: e for e in base.model.exits}
+    new = {
+        n: ExitConfig(n, head=_HEAD.value, norm=_NORM.value, mlp=_MLP.value, block=_BLOCK.value)
+        for n in boundaries
+        if n not in have
+    }
+    exits = tuple(e for _, e in sorted((have | new).items()))
+    values = _CONFIG.value.to_dict()
+    values["model"] = base.model.replace(exits=exits).to_dict()
+    values["data"] = dataclasses.asdict(base.data)
+    if _SOURCE.value:
+        values["data"] |= {"source": tuple(_SOURCE.value), "packed": None, "max_bytes": None}
+    values["tune"] |= {"base": _BASE.value, "exits": tuple(boundaries), "start": _START.value}
+    if not values["exit_weights"]["weights"]:
+        values["exit_weights"]["weights"] = (1.0,) * len(boundaries)
+    return Experiment.from_dict(values)
+
+
+if __name__ == "__main__":
+    launch.run(main, interrupted="interrupted before the first step: nothing to save")

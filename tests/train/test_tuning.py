@@ -1,0 +1,309 @@
+"""EE-Tuning: what is frozen stays, what is tuned improves, no more is read or run than needed."""
+
+import dataclasses
+import json
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_runs import stop_at, write_text
+
+from eejax.checkpoint import manager
+from eejax.checkpoint.model import load_model
+from eejax.common.errors import CheckpointError, ConfigError
+from eejax.common.trees import join, size, split
+from eejax.losses import multi_exit_loss
+from eejax.models import params, transformer
+from eejax.models.config import ExitConfig
+from eejax.sharding.mesh import MeshConfig, make_mesh
+from eejax.train import optimizer, state, step, tuning
+from eejax.train.config import ExitWeights, Experiment, TuneConfig
+from eejax.train.loop import TUNING, fit
+from eejax.train.metrics import read_metrics
+from eejax.train.runs import open_run
+from eejax.train.scope import Scope
+
+DEPTH = 4
+EXITS = (ExitConfig(2, head="own"), ExitConfig(3, head="own", mlp=True))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A trained model of 4 layers with an exit after the first; a file for every layer."""
+    text, workdir = tmp_path_factory.mktemp("text"), tmp_path_factory.mktemp("base")
+    write_text(text)
+    config = {
+        "model": {
+            "vocab_size": 257, "n_layers": DEPTH, "d_model": 16, "n_heads": 2,
+            "context_length": 16, "head": "own", "exits": [{"boundary": 1}],
+        },
+        "exit_weights": {"weights": [0.3]},
+        "data": {"source": str(text / "*.txt"), "length": 16, "validation_fraction": 0.2},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 4},
+        "train": {"steps": 60, "batch_size": 8, "eval_every": 0, "checkpoint_every": 0},
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "MIN_CHUNK", 1)
+        fit(Experiment.from_dict(config), workdir)
+    return workdir
+
+
+def tuned_experiment(base, new=EXITS, boundaries=None, start="copy", mesh=None, **train):
+    run = open_run(base)
+    exits = {e.boundary: e for e in (*new, *run.model.config.exits)}
+    model = run.model.config.replace(exits=tuple(e for _, e in sorted(exits.items())))
+    boundaries = boundaries or tuple(e.boundary for e in new)
+    settings = dict(steps=40, batch_size=8, log_every=1, eval_every=40, checkpoint_every=15)
+    return dataclasses.replace(
+        run.experiment,
+        model=model,
+        exit_weights=ExitWeights((1.0,) * len(boundaries)),
+        tune=TuneConfig(str(base), exits=boundaries, start=start),
+        train=dataclasses.replace(run.experiment.train, **(settings | train)),
+        mesh=mesh or MeshConfig(),
+    )
+
+
+@pytest.fixture(scope="module")
+def tuned(base, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("tuned")
+    return workdir, fit(tuned_experiment(base), workdir)
+
+
+def named(tree):
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(k, simple=True, separator="/"): np.asarray(v) for k, v in flat}
+
+
+def test_what_is_frozen_stays_to_the_bit_and_has_no_optimiser_state(base, tuned):
+    workdir, result = tuned
+    before, after = (named(load_model(folder).params) for folder in (base, workdir))
+    assert before.keys() < after.keys()
+    for name, value in before.items():
+        assert value.tobytes() == after[name].tobytes(), name
+    new = after.keys() - before.keys()
+    assert {n.split("/")[1] for n in new} == {"exit_2", "exit_3"}
+    assert all(n.startswith("exits/") for n in named(result.state.params))
+    moments = [a for a in jax.tree.leaves(result.state.opt_state) if np.ndim(a)]
+    assert sum(a.size for a in moments) == 2 * sum(after[n].size for n in new)
+    # Neither does the tuning's own checkpoint hold anything of the trunk.
+    folder = workdir / TUNING / "40"
+    assert not list(folder.glob("*/*layers*")) and not list(folder.glob("*/*embed*"))
+    assert list(folder.glob("params/exits.exit_2.head"))
+
+
+def test_the_result_is_a_run_of_its_own(base, tuned):
+    run = open_run(tuned[0])
+    assert [e.name for e in run.model.config.exits] == ["exit_1", "exit_2", "exit_3"]
+    tokens = jnp.arange(12, dtype=jnp.int32)[None]
+    old = open_run(base).model
+    kept = transformer.exit_states(run.model.params, run.model.config, tokens, which=(0, 3))
+    for a, b in zip(kept, transformer.exit_states(old.params, old.config, tokens), strict=True):
+        np.testing.assert_array_equal(a, b)
+    run.dataset()  # its tokenizer and text are known
+
+
+def test_tuned_exits_improve_on_held_out_text(base, tuned, tmp_path):
+    """By at least 0.2 nats over the model's own norm and head, with 40 steps."""
+    start = fit(tuned_experiment(base, steps=1), tmp_path)
+    # The first step, of a warm-up of 4, has hardly moved anything.
+    before, after = start.evaluation.losses, tuned[1].evaluation.losses
+    assert all(b - a > 0.2 for b, a in zip(before, after, strict=True)), (before, after)
+    records = [r for r in read_metrics(tuned[0]) if "loss" in r]
+    assert len(records) == 40 and {"loss/exit_2", "loss/exit_3"} < records[0].keys()
+    assert "loss/final" not in records[0] and "loss/exit_1" not in records[0]
+
+
+@pytest.mark.parametrize("head", ["own", "tied"])
+def test_a_copy_starts_at_the_logit_lens(base, tmp_path, head):
+    """The loss of the model cut off at the boundary, with its own final norm and head, exactly."""
+    if head == "tied":
+        experiment = tuned_experiment(base)  # a base whose head is tied, of its parameters
+        model = experiment.model.replace(exits=(ExitConfig(2, head="tied"),), head="tied")
+        whole = params.init(model.replace(exits=()), jax.random.key(1))
+        copy = tuning.copied(whole, model.replace(exits=()), model.exits[0])
+        assert copy.keys() == {"norm"}
+        tree = whole | {"exits": {"exit_2": copy}}
+    else:
+        experiment = tuned_experiment(base, new=EXITS[:1])
+        model, mesh = experiment.model, make_mesh(MeshConfig())
+        first, frozen = tuning.load_base(experiment, mesh, tmp_path)
+        tree, whole = join(frozen, first), load_model(base).params
+    short = model.replace(n_layers=2, exits=())
+    lower = jax.tree.map(lambda a: a[:2], whole["layers"])
+    cut = {k: v for k, v in whole.items() if k != "exits"} | {"layers": lower, "exits": {}}
+    rng = np.random.default_rng(0)
+    tokens, labels = rng.integers(0, 257, (2, 4, 16), dtype=np.int32)
+    number = [e.name for e in model.exits].index("exit_2")
+    one = jnp.ones(1)
+    got, _ = multi_exit_loss(tree, model, tokens, labels, one, which=(number,))
+    want, _ = multi_exit_loss(cut, short, tokens, labels, one)
+    assert got == want
+
+
+def test_copies_are_of_what_the_exit_has(base):
+    model = open_run(base).model
+    whole, config = model.params, model.config
+    e = ExitConfig(3, head="own", mlp=True, block=True)
+    copy = tuning.copied(whole, config, e)
+    layer = lambda i: jax.tree.map(lambda a: a[i], whole["layers"])
+    want = {
+        "norm": whole["final"]["norm"],
+        "head": whole["final"]["head"],
+        "mlp": layer(2)["mlp"],
+        "mlp_norm": layer(2)["mlp_norm"],
+        "block": layer(3),
+    }
+    assert jax.tree.structure(copy) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(copy), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+    declared = params.map_params(lambda p: p.shape, params.exit_(config, e))
+    assert jax.tree.map(jnp.shape, copy) == declared
+
+
+def test_no_more_is_read_than_the_loss_reads(base, tmp_path):
+    """Layers above the deepest tuned exit may be gone, and other exits."""
+    import shutil
+
+    shutil.copytree(base, tmp_path / "base")
+    folder = tmp_path / "base" / "checkpoints" / "60" / "params"
+    for leaf in folder.glob("layers.*"):
+        for upper in (2, 3):
+            (gone,) = leaf.glob(f"{upper}.*")
+            gone.unlink()
+    for leaf in folder.glob("exits.exit_1.*"):
+        next(p for p in leaf.iterdir() if p.name[0] == "0").unlink()
+    experiment = tuned_experiment(base, new=EXITS[:1])
+    experiment = dataclasses.replace(
+        experiment, tune=dataclasses.replace(experiment.tune, base=str(tmp_path / "base"))
+    )
+    mesh = make_mesh(MeshConfig())
+    first, frozen = tuning.load_base(experiment, mesh, tmp_path / "base")
+    assert {a.shape[0] for a in jax.tree.leaves(frozen["layers"])} == {2}
+    assert frozen.keys() == {"embed", "layers"} and first["exits"].keys() == {"exit_2"}
+    with pytest.raises(CheckpointError, match="is missing"):
+        tuning.load_base(tuned_experiment_of(experiment, EXITS), mesh, tmp_path / "base")
+
+
+def tuned_experiment_of(experiment, new):
+    """`experiment` with other new exits."""
+    have = [e for e in experiment.model.exits if e.boundary == 1]
+    return dataclasses.replace(
+        experiment,
+        model=experiment.model.replace(exits=(*have, *new)),
+        exit_weights=ExitWeights((1.0,) * len(new)),
+        tune=dataclasses.replace(experiment.tune, exits=tuple(e.boundary for e in new)),
+    )
+
+
+def test_the_trunk_has_no_backward_pass(base):
+    experiment = tuned_experiment(base)
+    mesh, model = make_mesh(MeshConfig()), experiment.model
+    flops = {}
+    for name, scope in (("tuned", tuning.scope(experiment)), ("all", Scope(model))):
+        decays = params.map_params(lambda p: p.decay, scope.declarations()[0])
+        adamw = optimizer.transformation(experiment.optimizer, decays)
+        early = sum(e < model.n_exits for e in scope.which)
+        weights = lambda _, n=early: jnp.ones(n)
+        train = step.make_train_step(
+            model, adamw, optimizer.learning_rate(experiment.optimizer, 9), weights, mesh,
+            scope=scope,
+        )  # fmt: skip
+        tokens = jax.ShapeDtypeStruct((8, 16), np.int32)
+        lowered = train.lower(
+            state.abstract(model, adamw, mesh, scope), {"tokens": tokens, "labels": tokens}
+        )
+        flops[name] = lowered.compile().cost_analysis()["flops"]
+    assert flops["tuned"] < 0.62 * flops["all"]
+
+
+def test_an_interrupted_tuning_resumes_to_the_same_bits(base, tuned, tmp_path, monkeypatch):
+    stop_at(monkeypatch, 22)
+    result = fit(tuned_experiment(base), tmp_path)
+    assert result.stopped == signal.SIGTERM
+    assert not (tmp_path / "checkpoints").exists()
+    monkeypatch.undo()
+    assert fit(tuned_experiment(base), tmp_path).step == 40
+    want, got = (named(load_model(folder).params) for folder in (tuned[0], tmp_path))
+    assert want.keys() == got.keys()
+    assert all(want[n].tobytes() == got[n].tobytes() for n in want)
+
+
+def test_more_devices_give_the_same_exits(base, tuned, tmp_path):
+    fit(tuned_experiment(base, mesh=MeshConfig(data=4)), tmp_path)
+    want, got = (named(load_model(folder).params) for folder in (tuned[0], tmp_path))
+    for name in want:
+        np.testing.assert_allclose(got[name], want[name], atol=2e-4)
+
+
+def test_an_exit_of_the_base_goes_on_from_where_it_is(base, tmp_path):
+    run = open_run(base)
+    experiment = tuned_experiment(base, new=(), boundaries=(1,), steps=1)
+    first, _ = tuning.load_base(experiment, make_mesh(MeshConfig()), tmp_path)
+    for name, value in named(first).items():
+        np.testing.assert_array_equal(value, named(run.model.params)[name])
+
+
+def test_random_exits_are_those_of_the_seed(base, tmp_path):
+    experiment = tuned_experiment(base, start="random")
+    first, _ = tuning.load_base(experiment, make_mesh(MeshConfig()), tmp_path)
+    fresh = params.init(experiment.model, jax.random.key(experiment.train.seed))
+    for name, value in named(first).items():
+        np.testing.assert_array_equal(value, named(fresh)[name])
+
+
+def test_a_scope_parts_the_parameters(base):
+    experiment = tuned_experiment(base)
+    scope = tuning.scope(experiment)
+    trained, frozen = scope.declarations()
+    shapes = lambda tree: params.map_params(lambda p: jax.ShapeDtypeStruct(p.shape, "f4"), tree)
+    assert scope.which == (1, 2) and scope.depth == 3
+    assert size(shapes(trained)) + size(shapes(frozen)) == size(shapes(scope.parameters()))
+    whole = Scope(experiment.model)
+    assert whole.parameters() == params.abstract(experiment.model)
+    assert whole.which == (0, 1, 2, 3) and whole.depth == DEPTH
+
+
+def test_split_and_join_are_inverse():
+    tree = {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
+    for chosen in (lambda n: n == "a/c/d", lambda n: n.startswith("a"), lambda n: False):
+        parts = split(tree, chosen)
+        assert join(*parts) == tree == join(*parts[::-1])
+    assert split(tree, lambda n: n == "a/b") == ({"a": {"b": 1}}, {"a": {"c": {"d": 2}}, "e": 3})
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(tune=dict(base="/nowhere")), "tune.base = '/nowhere'.*holds no checkpoints"),
+        (dict(tune=dict(exits=(2,))), "one weight for each of the 1 tuned exits"),
+        (dict(tune=dict(exits=(2, 4))), r"tune.exits = 4: must be the boundary"),
+        (dict(tune=dict(exits=(3, 2))), r"must be ascending"),
+        (dict(tune=dict(exits=(2, 2))), r"each boundary once"),
+        (dict(tune=dict(exits=())), "must name the tuned exits"),
+        (dict(tune=dict(start="zero")), "TuneConfig.start = 'zero'"),
+        (dict(model=dict(d_model=32, d_ff=64, head_dim=8)), "d_model: 16 in the base, 32 wanted"),
+        (dict(exit=dict(head="shared")), "the base has no shared head"),
+        (dict(exit=dict(head="tied", norm=False)), "must have parameters of its own"),
+    ],
+)
+def test_bad_input_is_named(base, tmp_path, change, message):
+    def make():
+        experiment = tuned_experiment(base)
+        model = experiment.model.replace(**change.get("model", {}))
+        if "exit" in change:
+            exits = [dataclasses.replace(e, **change["exit"]) if e.boundary == 2 else e
+                     for e in model.exits]  # fmt: skip
+            model = model.replace(exits=tuple(exits))
+        tune = dataclasses.replace(experiment.tune, **change.get("tune", {}))
+        return dataclasses.replace(experiment, model=model, tune=tune)
+
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        fit(make(), tmp_path)
+
+
+def test_experiments_survive_json(base):
+    experiment = tuned_experiment(base)
+    assert Experiment.from_dict(json.loads(json.dumps(experiment.to_dict()))) == experiment
