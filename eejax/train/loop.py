@@ -20,7 +20,7 @@ from eejax.checkpoint.files import only_user, unwritable, write_text
 from eejax.checkpoint.manager import Checkpoints
 from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER
 from eejax.common.errors import require
-from eejax.common.trees import Tree, join, size
+from eejax.common.trees import join, size
 from eejax.models import params
 from eejax.sharding.mesh import check_batch, make_mesh
 from eejax.train import flops, inputs, optimizer, tuning
@@ -80,14 +80,15 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
 
 def _fit(experiment: Experiment, workdir: pathlib.Path, mesh: Mesh) -> Result:
     held = tuning.scope(experiment)
-    first, frozen = None, {}
-    if held.tuned:
-        first, frozen = tuning.load_base(experiment, mesh, workdir)
+    base = tuning.load_base(experiment, mesh, workdir) if held.tuned else None
+    if base is not None:  # the very checkpoint, also when the base has gone on by then
+        tune = dataclasses.replace(experiment.tune, base_step=base.step)
+        experiment = dataclasses.replace(experiment, tune=tune)
     dataset = inputs.prepare(experiment.data, experiment.model.vocab_size, workdir, TOKENIZER)
     folder = workdir / (TUNING if held.tuned else CHECKPOINTS)
     checkpoints = Checkpoints(folder, keep=experiment.train.keep_checkpoints)
     try:
-        run = _Run(experiment, workdir, mesh, dataset, checkpoints, held, first, frozen)
+        run = _Run(experiment, workdir, mesh, dataset, checkpoints, held, base)
         with StopRequest() as stop:
             result = run.run(stop)
         if held.tuned and result.stopped is None:
@@ -116,11 +117,9 @@ class _Run:
         dataset: data.PackedDataset,
         checkpoints: Checkpoints,
         scope: Scope,
-        first: Tree | None,
-        frozen: Tree,
+        base: tuning.Base | None,
     ):
-        """`first`: values to begin with, by default `params.init`'s."""
-        self.scope, self.first, self.frozen = scope, first, frozen
+        self.scope = scope
         self.experiment, self.mesh, self.checkpoints = experiment, mesh, checkpoints
         self.workdir, self.dataset = workdir, dataset
         self.model, self.train = experiment.model, experiment.train
@@ -151,14 +150,14 @@ class _Run:
         self.evaluation: Evaluation | None = None
         self.tokens = 0  # counted labels so far
         self.skipped = 0
-        self.state, self.step = self._begin_or_resume()
+        self.state, self.step = self._begin_or_resume(base)
         write_text(workdir / CONFIG, json.dumps(experiment.to_dict(), indent=1))
         self.flops_per_token = flops.model_flops_per_token(self.model, experiment.data.length)
         # The count is of training a whole model.
         self.peak = None if scope.tuned else flops.peak_flops(list(mesh.devices.flat))
         self.clock = _Clock()
 
-    def _begin_or_resume(self) -> tuple[states.TrainState, int]:
+    def _begin_or_resume(self, base: tuning.Base | None) -> tuple[states.TrainState, int]:
         wanted = states.abstract(self.model, self.transformation, self.mesh, self.scope)
 
         def targets(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -169,17 +168,18 @@ class _Run:
 
         restored = self.checkpoints.restore(targets, set_aside=True)
         if restored is None:
-            if self.first is None:
+            if base is None:
                 seed = self.train.seed
                 return states.create(self.model, self.transformation, seed, self.mesh), 0
             placed = jax.tree.map(lambda a: a.sharding, wanted.replace(frozen={}))
             begin = jax.jit(lambda v: states.begin(v, self.transformation), out_shardings=placed)
-            return begin(self.first).replace(frozen=self.frozen), 0
+            return begin(base.first).replace(frozen=base.frozen), 0
         self.loader.restore(restored.metadata["data"])
         self.tokens = restored.metadata["tokens"]
         training = restored.trees[TRAINING]
         self.skipped = int(training["skipped"])
-        state = states.TrainState(params=restored.trees[PARAMS], frozen=self.frozen, **training)
+        frozen = {} if base is None else base.frozen
+        state = states.TrainState(params=restored.trees[PARAMS], frozen=frozen, **training)
         return state, restored.step
 
     def run(self, stop: StopRequest) -> Result:

@@ -29,6 +29,7 @@ MAY_DIFFER = {
         "keep_checkpoints",
     },
     "mesh": {"data", "pipe", "model"},
+    "tune": {"base"},  # its checkpoint's step is compared
 }
 
 

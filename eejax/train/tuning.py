@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +44,17 @@ def scope(experiment: Experiment) -> Scope:
     return Scope(model, tuple(e.name for e in model.exits if e.boundary in tune.exits))
 
 
-def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> tuple[Tree, Tree]:
-    """(initial values of the tuned exits, frozen parameters), laid onto `mesh`.
+class Base(NamedTuple):
+    """What a run reads of its base: initial values of the tuned exits, frozen parameters, and the
+    step of the base's checkpoint they are of."""
+
+    first: Tree
+    frozen: Tree
+    step: int
+
+
+def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> Base:
+    """The base of `experiment`, laid onto `mesh`.
 
     The base's tokenizer becomes the workdir's. Reads the held layers and, for the initial values,
     the final norm and head; for a block that starts as a copy the layers up to the last.
@@ -56,7 +66,9 @@ def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> tupl
     held = scope(experiment)
     base = _load(experiment, mesh, held)
     adopt_tokenizer(pathlib.Path(experiment.tune.base).expanduser(), workdir)
-    fresh = params.init(held.config, jax.random.key(experiment.train.seed))["exits"]
+    # Compiled, so that the rest of the model is not drawn.
+    draw = jax.jit(lambda key: params.init(held.config, key)["exits"])
+    fresh = draw(jax.random.key(experiment.train.seed))
     values = {}
     for e in held.config.exits:
         if e.name not in held.tuned:
@@ -75,7 +87,7 @@ def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> tupl
         tree,
         rules.structs(declared, mesh),
     )
-    return place({"exits": values}, trained), place(kept, frozen)
+    return Base(place({"exits": values}, trained), place(kept, frozen), base.step)
 
 
 def copied(base: Tree, config: ModelConfig, e: ExitConfig) -> Tree:

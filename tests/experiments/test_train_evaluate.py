@@ -145,7 +145,7 @@ def test_sigterm_saves_and_the_same_command_resumes(repo_root, tmp_path):
         (["--config.train.batch_size=7", "--config.mesh.data=2"], "train.batch_size = 7"),
         (["--config.data.source=/nowhere/*.txt"], "/nowhere/*.txt matches no file"),
         (["--config.train.stepz=7"], "config.train.stepz: no such field. Did you mean steps?"),
-        (["--config.trane.steps=7"], "config.trane: no such section. Did you mean train?"),
+        (["--config.trane.steps=7"], "config.trane: no such section. Did you mean train or tune?"),
         (["--config.train.steps=many"], "flag --config.train.steps=many: invalid literal"),
         (["--config.optimizer.clip_norm=x"], "clip_norm = 'x': must be float | None"),
         (["--config=absent.py"], "--config = 'absent.py': no such file"),
