@@ -14,7 +14,7 @@ from eejax.train.config import default_config
 
 def get_config() -> ConfigDict:
     config = default_config()
-    del config.model, config.data  # the base's
+    del config.model, config.data, config.tune  # the base's, and the launcher's flags
     # Pan et al. tune at a lower peak than training's, on a small part of its tokens.
     config.optimizer.update(learning_rate=1e-3, warmup_steps=20, schedule="cosine")
     config.train.update(steps=300, batch_size=8, eval_every=100, checkpoint_every=100)

@@ -22,6 +22,7 @@ from experiments import launch
 _DEFAULT = pathlib.Path(__file__).resolve().parent.parent / "configs" / "tune_exits.py"
 _CONFIG = config_flags.DEFINE_config_file("config", str(_DEFAULT), "How the exits are trained.")
 _BASE = flags.DEFINE_string("base", None, "The workdir of the run that trained the model.")
+_BASE_STEP = flags.DEFINE_integer("base_step", None, "Its checkpoint, by default the newest.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; made if it is not there.")
 _EXITS = flags.DEFINE_list("exits", None, "Boundaries of the exits: 2,5 is after layers 2 and 5.")
 _HEAD = flags.DEFINE_enum("head", "own", ["own", "tied", "shared"], "Head of the new exits.")
@@ -61,21 +62,39 @@ def experiment():
         ) from error
     have = {e.boundary: e for e in base.model.exits}
     new = {
-        n: ExitConfig(n, head=_HEAD.value, norm=_NORM.value, mlp=_MLP.value, block=_BLOCK.value)
+        n: ExitConfig(
+            n,
+            head=_HEAD.value,
+            norm=_NORM.value,
+            mlp=_MLP.value,
+            block=_BLOCK.value,
+            temperature=base.model.temperature,
+        )
         for n in boundaries
         if n not in have
     }
+    shape = [f for f in ("head", "norm", "mlp", "block", "start") if flags.FLAGS[f].present]
+    if shape and not new:
+        raise ConfigError(
+            f"--{shape[0]}: the base has all of --exits = {','.join(_EXITS.value)}, and they are "
+            "tuned as they are. Leave the flag out, or name a new exit."
+        )
     exits = tuple(e for _, e in sorted((have | new).items()))
     values = _CONFIG.value.to_dict()
     values["model"] = base.model.replace(exits=exits).to_dict()
     values["data"] = dataclasses.asdict(base.data)
     if _SOURCE.value:
         values["data"] |= {"source": tuple(_SOURCE.value), "packed": None, "max_bytes": None}
-    values["tune"] |= {"base": _BASE.value, "exits": tuple(boundaries), "start": _START.value}
+    values["tune"] = {
+        "base": _BASE.value,
+        "base_step": _BASE_STEP.value,
+        "exits": tuple(boundaries),
+        "start": _START.value,
+    }
     if not values["exit_weights"]["weights"]:
         values["exit_weights"]["weights"] = (1.0,) * len(boundaries)
     return Experiment.from_dict(values)
 
 
 if __name__ == "__main__":
-    launch.run(main, interrupted="interrupted before the first step: nothing to save")
+    launch.run(main, interrupted="interrupted: the same command continues from the last checkpoint")

@@ -6,9 +6,8 @@ item `meta`, and CHECKSUMS.json, which is written last:
     checkpoints/1200/{params,training,meta}/...
     checkpoints/1200/CHECKSUMS.json       size and CRC-32 of every file above
 
-Every leaf has a folder of its own, and in it a stack of layers files of a layer each (or of a few
-that are small), so that some of the leaves, and the lower layers of a stack, can be read and
-verified without the rest.
+Every leaf has a folder of its own, and in it a stack of layers a file for each layer, so that some
+of the leaves, and the lower layers of a stack, can be read and verified without the rest.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from eejax.common.trees import Tree, path_name
 
 META = "meta"
 STACK = "layers"  # leaves below this name of a tree's first level are stacked by layer
-MIN_CHUNK = 1 << 20  # bytes; smaller layers share a file
 CHECKSUMS = "CHECKSUMS.json"
 DAMAGED = "damaged"
 
@@ -151,8 +149,8 @@ class Checkpoints:
         """The newest checkpoint that is whole (or that of `step`); None where there is none.
 
         Only the wanted trees, which may be none, are read and verified. With `partial` they may
-        lack leaves that were saved, and want fewer layers of a stack: what they lack is neither
-        read nor verified.
+        lack leaves that were saved, and want fewer layers of a stack: the values they lack are
+        neither read nor verified.
         A damaged checkpoint is reported and the one before it used; with `set_aside` it is
         moved to the folder `damaged` beside the checkpoints, so that its step can be saved anew.
 
@@ -209,7 +207,7 @@ class Checkpoints:
         for name, tree in wanted.items():
             _compare(folder, name, have[name], tree, partial)
         every = lambda file: file.split("/")[0] in wanted
-        sealed = self._verify(step, _needed(folder, wanted) if partial else every)
+        sealed = self._verify(step, _needed(wanted) if partial else every)
         items = {
             name: ocp.args.PyTreeRestore(
                 tree, restore_args=_restore_args(tree, partial), partial_restore=partial
@@ -290,14 +288,8 @@ class Checkpoints:
 
 
 def _save_args(tree: Tree) -> Tree:
-    """Files of single layers for a stack, as far as they are not too small."""
-
-    def one(path, leaf):
-        if not _stacked(path_name(path)) or not leaf.ndim:
-            return ocp.SaveArgs()
-        layer = math.prod(leaf.sharding.shard_shape(leaf.shape)[1:]) * leaf.dtype.itemsize
-        return ocp.SaveArgs(chunk_byte_size=max(MIN_CHUNK, layer), shard_axes=(0,))
-
+    """Files of single layers for a stack."""
+    one = lambda path, _: ocp.SaveArgs(shard_axes=(0,) if _stacked(path_name(path)) else ())
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
@@ -312,23 +304,17 @@ def _stacked(leaf: str) -> bool:
     return leaf.split("/")[0] == STACK
 
 
-def _needed(folder: pathlib.Path, wanted: Mapping[str, Tree]) -> Callable[[str], bool]:
+def _needed(wanted: Mapping[str, Tree]) -> Callable[[str], bool]:
     """Whether a file of the checkpoint, 'params/layers.attn.q/7.0.0.0', holds wanted values.
 
-    The first number of a file of values counts chunks along the leaf's first dimension.
+    The first number of a stack's file is that of its layer.
     """
-    chunks = {}  # of each leaf's folder: how many are wanted
+    layers = {}  # of each leaf's folder: how many are wanted
     for item, tree in wanted.items():
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            name, count = path_name(path), math.inf
+            name = path_name(path)
             place = f"{item}/{name.replace('/', '.')}"
-            if _stacked(name) and leaf.shape:
-                try:
-                    rows = json.loads((folder / place / ".zarray").read_text())["chunks"][0]
-                    count = -(-leaf.shape[0] // rows)
-                except (OSError, ValueError, LookupError):
-                    pass  # not a leaf's folder as written here: whatever is there is needed
-            chunks[place] = count
+            layers[place] = leaf.shape[0] if _stacked(name) else math.inf
 
     def needed(file: str) -> bool:
         place, _, name = file.rpartition("/")
@@ -336,7 +322,7 @@ def _needed(folder: pathlib.Path, wanted: Mapping[str, Tree]) -> Callable[[str],
             return False
         first = name.split(".")[0]
         # The rest are descriptions of a tree or a leaf.
-        return not first.isdigit() or int(first) < chunks.get(place, 0)
+        return not first.isdigit() or int(first) < layers.get(place, 0)
 
     return needed
 

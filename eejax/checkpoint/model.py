@@ -67,9 +67,9 @@ def load_model(
 
 
 def load_metadata(workdir: str | os.PathLike, *, step: int | None = None) -> dict[str, Any]:
-    """What the newest whole checkpoint of a run (or that of `step`) says of itself, and no values.
+    """What the newest checkpoint of a run (or that of `step`) says of itself; values are not read.
 
-    Raises `CheckpointError` where there is none.
+    Raises `CheckpointError` where there is none whose description is whole.
     """
     return _restore(pathlib.Path(workdir).expanduser(), lambda _: {}, step).metadata
 

@@ -38,7 +38,7 @@ def prepare(
             )
     data.check_vocabulary(tokenizer, vocab_size)
     if have is None:
-        _save(tokenizer, saved)
+        save_tokenizer(tokenizer, saved)
     packed = pathlib.Path(config.packed) if config.packed else workdir / "data"
     return data.pack(
         source, tokenizer, packed,
@@ -46,7 +46,7 @@ def prepare(
     )  # fmt: skip
 
 
-def _save(tokenizer: data.Tokenizer, folder: pathlib.Path) -> None:
+def save_tokenizer(tokenizer: data.Tokenizer, folder: pathlib.Path) -> None:
     """All of the tokenizer's folder at once: a kill or a full disk leaves none."""
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of a run that was killed here

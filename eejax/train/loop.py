@@ -20,7 +20,7 @@ from eejax.checkpoint.files import only_user, unwritable, write_text
 from eejax.checkpoint.manager import Checkpoints
 from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER
 from eejax.common.errors import require
-from eejax.common.trees import join, size
+from eejax.common.trees import Tree, join, size
 from eejax.models import params
 from eejax.sharding.mesh import check_batch, make_mesh
 from eejax.train import flops, inputs, optimizer, tuning
@@ -75,13 +75,19 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
         with only_user(workdir):
             return _fit(experiment, workdir, mesh)
     except OSError as error:
-        raise unwritable(error, workdir / CHECKPOINTS) from error
+        folder = TUNING if experiment.tune.base else CHECKPOINTS
+        raise unwritable(error, workdir / folder) from error
 
 
 def _fit(experiment: Experiment, workdir: pathlib.Path, mesh: Mesh) -> Result:
     held = tuning.scope(experiment)
-    base = tuning.load_base(experiment, mesh, workdir) if held.tuned else None
-    if base is not None:  # the very checkpoint, also when the base has gone on by then
+    base = None
+    if held.tuned:
+        source = pathlib.Path(experiment.tune.base).expanduser().absolute()
+        same = source.resolve() == workdir.resolve()
+        require(not same, "workdir", str(workdir), "must be another than tune.base")
+        base = tuning.load_base(experiment, mesh, workdir)
+        # Its very checkpoint, also when the base has gone on by the time this run resumes or ends.
         tune = dataclasses.replace(experiment.tune, base_step=base.step)
         experiment = dataclasses.replace(experiment, tune=tune)
     dataset = inputs.prepare(experiment.data, experiment.model.vocab_size, workdir, TOKENIZER)
@@ -91,8 +97,11 @@ def _fit(experiment: Experiment, workdir: pathlib.Path, mesh: Mesh) -> Result:
         run = _Run(experiment, workdir, mesh, dataset, checkpoints, held, base)
         with StopRequest() as stop:
             result = run.run(stop)
-        if held.tuned and result.stopped is None:
-            run.save_whole_model()
+            if held.tuned and result.stopped is None:
+                # The trunk makes room for the whole model.
+                result = result._replace(state=result.state.replace(frozen={}))
+                base = run.state = None
+                run.save_whole_model(result.state.params["exits"])
         return result
     finally:
         checkpoints.close()
@@ -166,6 +175,13 @@ class _Run:
             )
             return _trees(wanted)
 
+        if base is not None and (self.workdir / CHECKPOINTS).is_dir():
+            # Of this very run, or of another one whose place it is.
+            whole = Checkpoints(self.workdir / CHECKPOINTS, read_only=True)
+            try:
+                whole.restore(lambda metadata: targets(metadata) and {})
+            finally:
+                whole.close()
         restored = self.checkpoints.restore(targets, set_aside=True)
         if restored is None:
             if base is None:
@@ -274,12 +290,12 @@ class _Run:
     def _save(self) -> None:
         self.checkpoints.save(self.step, _trees(self.state), self._metadata())
 
-    def save_whole_model(self) -> None:
-        """The base with the tuned exits, as a run of its own that needs the base no more."""
+    def save_whole_model(self, exits: Tree) -> None:
+        """The base with the tuned `exits`, as a run of its own that needs the base no more."""
         whole = Checkpoints(self.workdir / CHECKPOINTS, keep=self.train.keep_checkpoints)
         try:
             if self.step not in whole.steps():
-                tree = tuning.complete(self.experiment, self.state.params["exits"], self.mesh)
+                tree = tuning.complete(self.experiment, exits, self.mesh)
                 whole.save(self.step, {PARAMS: tree}, self._metadata())
         finally:
             whole.close()

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA, MODEL, PIPE
-from eejax.common.errors import ConfigError
+from eejax.common.errors import ConfigError, require
 from eejax.common.trees import Tree, join
 from eejax.losses.multi_exit import ExitSums, multi_exit_loss
 from eejax.models.config import ModelConfig
@@ -70,6 +70,7 @@ def make_train_step(
     """
     _data_parallel_only(mesh)
     scope = scope or Scope(config)
+    require(scope.config == config, "scope", scope.config.exits, "must be of the same model")
     param_specs, frozen_specs = (rules.specs(d, mesh) for d in scope.declarations())
     axes = mesh_axes(mesh)
     final = scope.which[-1:] == (config.n_exits,)

@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import os
 import pathlib
-import shutil
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from eejax.checkpoint.model import TOKENIZER, Model, load_metadata, load_model
+from eejax.checkpoint.model import (
+    TOKENIZER,
+    Model,
+    load_metadata,
+    load_model,
+    load_run_tokenizer,
+)
 from eejax.common.errors import CheckpointError
 from eejax.common.trees import Tree, join, split
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.models.exits import head_name
 from eejax.sharding import rules
+from eejax.train import inputs
 from eejax.train.config import Experiment
 from eejax.train.runs import saved_experiment
 from eejax.train.scope import Scope, first_layers
@@ -60,12 +66,14 @@ def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> Base
     the final norm and head; for a block that starts as a copy the layers up to the last.
 
     Raises:
-      CheckpointError: no usable checkpoint in the base, or a model that differs from the
-        experiment's in more than its tuned exits.
+      CheckpointError: no usable checkpoint in the base, a model that differs from the
+        experiment's in more than its tuned exits, or another tokenizer in the workdir.
     """
     held = scope(experiment)
     base = _load(experiment, mesh, held)
-    adopt_tokenizer(pathlib.Path(experiment.tune.base).expanduser(), workdir)
+    if not (workdir / TOKENIZER).is_dir():
+        inputs.save_tokenizer(base.tokenizer, workdir / TOKENIZER)
+    load_run_tokenizer(workdir, base.metadata)  # another run's would give the trunk other tokens
     # Compiled, so that the rest of the model is not drawn.
     draw = jax.jit(lambda key: params.init(held.config, key)["exits"])
     fresh = draw(jax.random.key(experiment.train.seed))
@@ -95,8 +103,9 @@ def copied(base: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
 
     base: parameters of a model of `config`, which may lack layers that are not copied. norm <-
     the final norm; head <- the final exit's output embedding; mlp <- that of the layer below the
-    boundary (above it at boundary 0), with its norm; block <- the last layer. What the model has
-    no counterpart of is left out.
+    boundary (above it at boundary 0), with the norm it reads; block <- the last layer. What the
+    model has no counterpart of is left out, and so is a norm behind the layer's mlp, which an
+    exit's mlp does not have.
     """
     final, tree = base["final"], {}
     if e.norm and "norm" in final:
@@ -110,7 +119,9 @@ def copied(base: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
         tree["head"] = tables[where][names[where]]
     if e.mlp:
         layer = jax.tree.map(lambda a: a[max(e.boundary, 1) - 1], base["layers"])
-        tree |= {name: layer[name] for name in ("mlp", "mlp_norm") if name in layer}
+        one_norm = config.residual == "parallel_one_norm"
+        norms = {"mlp_norm": layer.get("attn_norm" if one_norm else "mlp_norm")}
+        tree |= {"mlp": layer["mlp"]} | {k: v for k, v in norms.items() if v is not None}
     if e.block:
         tree["block"] = jax.tree.map(lambda a: a[config.n_layers - 1], base["layers"])
     # The exit computes in its own memory: a donated step must not give away the model's.
@@ -123,15 +134,6 @@ def complete(experiment: Experiment, exits: Tree, mesh: Mesh) -> Tree:
     names = params.abstract(experiment.model)["exits"]
     both = base["exits"] | exits
     return base | {"exits": {name: both.get(name, {}) for name in names}}
-
-
-def adopt_tokenizer(base: pathlib.Path, workdir: pathlib.Path) -> None:
-    """Copies the base's tokenizer into a workdir that has none."""
-    if not (workdir / TOKENIZER).is_dir():
-        part = workdir / f"{TOKENIZER}.part"
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.copytree(base / TOKENIZER, part)
-        part.rename(workdir / TOKENIZER)
 
 
 def _load(experiment: Experiment, mesh: Mesh, held: Scope | None) -> Model:
@@ -150,7 +152,8 @@ def _load(experiment: Experiment, mesh: Mesh, held: Scope | None) -> Model:
             or (any(e.head == "own" for e in copies) and name == "shared_head")
         )
         tree, _ = split(everything, read)
-        depth = config.n_layers if any(e.block for e in copies) else held.depth
+        depth = max(held.depth, any(e.mlp for e in copies))
+        depth = config.n_layers if any(e.block for e in copies) else depth
         lower = lambda leaf: first_layers(leaf, depth)
         return tree | {"layers": jax.tree.map(lower, tree["layers"])}
 

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 from small_runs import stop_at, write_text
 
-from eejax.checkpoint import manager
 from eejax.checkpoint.model import load_model
 from eejax.common.errors import CheckpointError, ConfigError
 from eejax.common.trees import join, size, split
+from eejax.data import train_bpe
+from eejax.data.sources import Document
 from eejax.losses import multi_exit_loss
 from eejax.models import params, transformer
 from eejax.models.config import ExitConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
-from eejax.train import optimizer, state, step, tuning
+from eejax.train import inputs, optimizer, state, step, tuning
 from eejax.train.config import ExitWeights, Experiment, TuneConfig
 from eejax.train.loop import TUNING, fit
 from eejax.train.metrics import read_metrics
@@ -30,24 +31,31 @@ DEPTH = 4
 EXITS = (ExitConfig(2, head="own"), ExitConfig(3, head="own", mlp=True))
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A trained model of 4 layers with an exit after the first; a file for every layer."""
-    text, workdir = tmp_path_factory.mktemp("text"), tmp_path_factory.mktemp("base")
-    write_text(text)
-    config = {
+def base_config(text, head):
+    return {
         "model": {
             "vocab_size": 257, "n_layers": DEPTH, "d_model": 16, "n_heads": 2,
-            "context_length": 16, "head": "own", "exits": [{"boundary": 1}],
+            "context_length": 16, "head": head, "exits": [{"boundary": 1}],
         },
         "exit_weights": {"weights": [0.3]},
         "data": {"source": str(text / "*.txt"), "length": 16, "validation_fraction": 0.2},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 4},
         "train": {"steps": 60, "batch_size": 8, "eval_every": 0, "checkpoint_every": 0},
     }  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager, "MIN_CHUNK", 1)
-        fit(Experiment.from_dict(config), workdir)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    write_text(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(text, tmp_path_factory):
+    """A trained model of 4 layers with an exit after the first."""
+    workdir = tmp_path_factory.mktemp("base")
+    fit(Experiment.from_dict(base_config(text, "own")), workdir)
     return workdir
 
 
@@ -263,6 +271,53 @@ def test_an_exit_of_the_base_goes_on_from_where_it_is(base, tmp_path):
     first, *_ = tuning.load_base(experiment, make_mesh(MeshConfig()), tmp_path)
     for name, value in named(first).items():
         np.testing.assert_array_equal(value, named(run.model.params)[name])
+
+
+@pytest.mark.parametrize("head", ["tied", "shared"])
+def test_any_exit_on_any_base(tmp_path, text, head):
+    """A base without exits, heads that lie elsewhere; at 0 there is no layer below."""
+    values = base_config(text, head)
+    values["train"]["steps"] = 2
+    values["model"] |= {"exits": (), "residual": "parallel_one_norm"}
+    values["exit_weights"]["weights"] = ()
+    fit(Experiment.from_dict(values), tmp_path / "base")
+    new = (ExitConfig(0, head="own", mlp=True), ExitConfig(2, head=head), ExitConfig(4, block=True))
+    for exits in (new[:1], new):
+        experiment = tuned_experiment(tmp_path / "base", new=exits, steps=2, eval_every=0)
+        workdir = tmp_path / f"tuned{len(exits)}"
+        first, frozen, _ = tuning.load_base(experiment, make_mesh(MeshConfig()), workdir)
+        whole = load_model(tmp_path / "base").params
+        own = first["exits"]["exit_0"]
+        table = whole["embed"]["tokens"] if head == "tied" else whole["shared_head"]
+        np.testing.assert_array_equal(own["head"], table)
+        lowest = jax.tree.map(lambda a: a[0], whole["layers"])
+        np.testing.assert_array_equal(own["mlp"]["up"], lowest["mlp"]["up"])
+        np.testing.assert_array_equal(own["mlp_norm"]["scale"], lowest["attn_norm"]["scale"])
+        depth = max(e.boundary for e in exits)
+        assert {a.shape[0] for a in jax.tree.leaves(frozen["layers"])} == {depth}
+        assert fit(experiment, workdir).step == 2
+        tuned = load_model(workdir)
+        assert tuned.config == experiment.model
+        declared = params.map_params(lambda p: p.shape, params.abstract(tuned.config))
+        assert jax.tree.map(jnp.shape, tuned.params) == declared
+
+
+def test_the_base_and_other_runs_are_not_written_over(base, tmp_path):
+    with pytest.raises(ConfigError, match="must be another than tune.base"):
+        fit(tuned_experiment(base), base)
+    shutil.copytree(base, tmp_path / "other")
+    before = {p: p.read_bytes() for p in (tmp_path / "other").rglob("*.json*")}
+    with pytest.raises(CheckpointError, match="are of another run"):
+        fit(tuned_experiment(base), tmp_path / "other")
+    assert all(p.read_bytes() == content for p, content in before.items())
+
+
+def test_another_tokenizer_in_the_workdir_is_refused(base, tmp_path):
+    other = ["a few words", "to train other merges on, and a few more words"]
+    documents = [Document(str(i), text) for i, text in enumerate(other)]
+    inputs.save_tokenizer(train_bpe(documents, 257), tmp_path / "tokenizer")
+    with pytest.raises(CheckpointError, match="Put that tokenizer back"):
+        fit(tuned_experiment(base), tmp_path)
 
 
 def test_random_exits_are_those_of_the_seed(base, tmp_path):
