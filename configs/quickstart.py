@@ -3,7 +3,7 @@
     python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart
 
 Wide enough that skipping layers saves memory traffic and not only instructions. Expected: a few
-minutes on 2 cores; about 2.6, 2.4 and 2.4 bits per byte of held-out text at the exits after layers
+minutes on 2 cores; about 2.6, 2.4 and 2.3 bits per byte of held-out text at the exits after layers
 3, 8 and 12 (README and docs/BENCHMARKS.md have the measured figures).
 """
 

@@ -41,18 +41,10 @@ def create(
     return jax.jit(initial, out_shardings=placed)(jax.random.key(seed))
 
 
-def begin(
-    values: Tree, optimizer: optax.GradientTransformation, frozen: Tree | None = None
-) -> TrainState:
-    """The state before the first step of trained `values`."""
+def begin(values: Tree, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first step of trained `values`; what is frozen comes to it apart."""
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(
-        step=zero,
-        params=values,
-        opt_state=optimizer.init(values),
-        skipped=zero,
-        frozen={} if frozen is None else frozen,
-    )
+    return TrainState(step=zero, params=values, opt_state=optimizer.init(values), skipped=zero)
 
 
 def abstract(

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from absl import logging
-from small_runs import stop_at, write_text
+from small_runs import STEPS, config, stop_at, write_text
 
 from eejax import data
 from eejax.checkpoint.model import load_model
@@ -20,23 +20,6 @@ from eejax.data import Loader
 from eejax.train.config import Experiment
 from eejax.train.loop import fit
 from eejax.train.metrics import read_metrics
-
-STEPS = 14
-
-
-def config(folder, **train):
-    return {
-        "model": {
-            "vocab_size": 257, "n_layers": 2, "d_model": 16, "n_heads": 2, "context_length": 16,
-            "dropout": 0.1, "head": "tied", "exits": [{"boundary": 1}],
-        },
-        "exit_weights": {"weights": [0.5]},
-        "data": {"source": str(folder / "*.txt"), "length": 16, "validation_fraction": 0.2,
-                 "document_masks": True},
-        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 4},
-        "train": {"steps": STEPS, "batch_size": 4, "microbatches": 2, "log_every": 1,
-                  "eval_every": 7, "eval_batches": 2, "checkpoint_every": 4} | train,
-    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")

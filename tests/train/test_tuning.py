@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_runs import stop_at, write_text
+from small_runs import config, stop_at, write_text
 
 from eejax.checkpoint.model import load_model
 from eejax.common.errors import CheckpointError, ConfigError
@@ -32,16 +32,12 @@ EXITS = (ExitConfig(2, head="own"), ExitConfig(3, head="own", mlp=True))
 
 
 def base_config(text, head):
-    return {
-        "model": {
-            "vocab_size": 257, "n_layers": DEPTH, "d_model": 16, "n_heads": 2,
-            "context_length": 16, "head": head, "exits": [{"boundary": 1}],
-        },
-        "exit_weights": {"weights": [0.3]},
-        "data": {"source": str(text / "*.txt"), "length": 16, "validation_fraction": 0.2},
-        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 4},
-        "train": {"steps": 60, "batch_size": 8, "eval_every": 0, "checkpoint_every": 0},
-    }  # fmt: skip
+    sizes = dict(steps=60, batch_size=8, microbatches=1, log_every=10, eval_batches=20)
+    values = config(text, **sizes, eval_every=0, checkpoint_every=0)
+    values["model"] |= {"n_layers": DEPTH, "dropout": 0.0, "head": head}
+    values["data"]["document_masks"] = False
+    values["exit_weights"]["weights"] = [0.3]
+    return values
 
 
 @pytest.fixture(scope="module")
