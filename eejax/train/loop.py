@@ -169,17 +169,18 @@ class _Run:
     def _begin_or_resume(self, base: tuning.Base | None) -> tuple[states.TrainState, int]:
         wanted = states.abstract(self.model, self.transformation, self.mesh, self.scope)
 
+        def check(metadata: dict[str, Any], folder: pathlib.Path) -> None:
+            check_same_run(metadata, self.experiment, self.dataset.fingerprint, folder)
+
         def targets(metadata: dict[str, Any]) -> dict[str, Any]:
-            check_same_run(
-                metadata, self.experiment, self.dataset.fingerprint, self.checkpoints.folder
-            )
+            check(metadata, self.checkpoints.folder)
             return _trees(wanted)
 
         if base is not None and (self.workdir / CHECKPOINTS).is_dir():
             # Of this very run, or of another one whose place it is.
             whole = Checkpoints(self.workdir / CHECKPOINTS, read_only=True)
             try:
-                whole.restore(lambda metadata: targets(metadata) and {})
+                whole.restore(lambda metadata: check(metadata, whole.folder) or {})
             finally:
                 whole.close()
         restored = self.checkpoints.restore(targets, set_aside=True)

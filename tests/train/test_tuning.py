@@ -303,7 +303,7 @@ def test_the_base_and_other_runs_are_not_written_over(base, tmp_path):
         fit(tuned_experiment(base), base)
     shutil.copytree(base, tmp_path / "other")
     before = {p: p.read_bytes() for p in (tmp_path / "other").rglob("*.json*")}
-    with pytest.raises(CheckpointError, match="are of another run"):
+    with pytest.raises(CheckpointError, match="other/checkpoints are of another run"):
         fit(tuned_experiment(base), tmp_path / "other")
     assert all(p.read_bytes() == content for p, content in before.items())
 
