@@ -18,6 +18,7 @@ from experiments import launch
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")
+_EMA = flags.DEFINE_bool("ema", False, "Take the averaged parameters (train.ema).")
 _TEXT = flags.DEFINE_multi_string("text", [], "Text files or globs to evaluate on instead.")
 _BATCHES = flags.DEFINE_integer("batches", None, "At most so many batches.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Sequences at a time.", lower_bound=1)
@@ -31,7 +32,7 @@ def main() -> None:
     from eejax.train.runs import open_run
 
     mesh = make_mesh(MeshConfig())
-    run = open_run(_WORKDIR.value, step=_STEP.value, mesh=mesh)
+    run = open_run(_WORKDIR.value, step=_STEP.value, mesh=mesh, ema=_EMA.value)
     model, config = run.model, run.experiment.data
     with tempfile.TemporaryDirectory() as folder:
         if _TEXT.value:

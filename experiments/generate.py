@@ -26,6 +26,7 @@ from experiments import launch
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")
+_EMA = flags.DEFINE_bool("ema", False, "Take the averaged parameters (train.ema).")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; repeat the flag for a batch.")
 _PROMPT_FILE = flags.DEFINE_multi_string("prompt_file", [], "A file whose text is a prompt.")
 _ENGINE = flags.DEFINE_enum("engine", "recompute", ["full", "posthoc", "recompute"], "Decoder.")
@@ -80,7 +81,7 @@ def main() -> None:
 
     threshold = numbers("threshold", _THRESHOLD.value, float)
     exits = None if _EXITS.value is None else numbers("exits", _EXITS.value, int)
-    model = open_run(_WORKDIR.value, step=_STEP.value).model
+    model = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value).model
     tokenizer, texts = model.tokenizer, prompts()
     ids = [tokenizer.encode(text).tolist() for text in texts]
     options = EngineOptions(engine=_ENGINE.value, cap=_CAP.value)

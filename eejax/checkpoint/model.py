@@ -21,6 +21,7 @@ from eejax.sharding.mesh import MeshConfig, make_mesh
 CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer"
 PARAMS = "params"
+EMA = "ema"
 
 T = TypeVar("T")
 
@@ -41,29 +42,38 @@ def load_model(
     step: int | None = None,
     mesh: Mesh | None = None,
     part: Callable[[ModelConfig, Tree], Tree] | None = None,
+    ema: bool = False,
 ) -> Model:
     """The model of the newest whole checkpoint of a run (or of `step`), laid onto `mesh`.
 
     Optimiser state is not read. Without a mesh the parameters go to one device. `part` chooses
     what is read: from the configuration and the shape structs of all parameters it makes those
-    of some leaves, or of the first layers of the stack. The rest is not read.
+    of some leaves, or of the first layers of the stack. The rest is not read. `ema` takes the
+    averaged parameters of a run that keeps them (`train.ema`).
 
     Raises:
-      CheckpointError: no checkpoint there, none usable, or one of another program version.
+      CheckpointError: no checkpoint there, none usable, one of another program version, or one
+        without averaged parameters where these are wanted.
     """
     workdir = pathlib.Path(workdir).expanduser()
     mesh = make_mesh(MeshConfig()) if mesh is None else mesh
+    item = EMA if ema else PARAMS
 
     def targets(metadata: dict[str, Any]) -> dict[str, Tree]:
+        if ema and not metadata.get("averaged"):
+            raise CheckpointError(
+                f"{workdir} has no averaged parameters: it was trained without train.ema. Leave "
+                "the average out, or train with --config.train.ema=0.999."
+            )
         config = model_config(metadata)
         everything = abstract_params(config, mesh)
-        return {PARAMS: everything if part is None else part(config, everything)}
+        return {item: everything if part is None else part(config, everything)}
 
     restored = _restore(workdir, targets, step, part is not None)
     config = model_config(restored.metadata)
     tokenizer = load_run_tokenizer(workdir, restored.metadata)
     check_vocabulary(tokenizer, config.vocab_size)
-    return Model(config, restored.trees[PARAMS], tokenizer, restored.step, restored.metadata)
+    return Model(config, restored.trees[item], tokenizer, restored.step, restored.metadata)
 
 
 def load_metadata(workdir: str | os.PathLike, *, step: int | None = None) -> dict[str, Any]:

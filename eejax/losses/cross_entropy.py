@@ -1,4 +1,4 @@
-"""Cross entropy of a linear head that never holds the logits of a whole batch.
+"""Cross entropy of a linear head, and losses made of it, without the logits of a whole batch.
 
 The tokens are taken in chunks. When the loss is differentiated, the forward pass forms each
 chunk's logits once and turns them into the gradients of the hidden states and of the table on
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from eejax.common.errors import require
+from eejax.losses.objective import CROSS_ENTROPY, Objective
 from eejax.models.exits import Head, HeadOptions, logits
 from eejax.models.layers import NEGATIVE
 
@@ -35,12 +36,22 @@ MIN_CHUNKS = 4
 """So that even a small batch never holds more than a quarter of its logits."""
 
 
+class Teacher(NamedTuple):
+    """What an exit is distilled from: the hidden states [..., d] of another, and its head."""
+
+    h: jax.Array
+    head: Head
+
+
 class _Spec(NamedTuple):
     """The static part of a loss over exits that share a table."""
 
     options: tuple[HeadOptions, ...]  # one per exit
+    objectives: tuple[Objective, ...]  # one per exit
     axis: str | None
     chunk: int
+    sparse: bool
+    teacher: HeadOptions | None = None
 
 
 def linear_cross_entropy(
@@ -73,30 +84,47 @@ def exits_cross_entropy(
     coefficients: jax.Array,
     *,
     weights: Sequence[jax.Array] | None = None,
+    objectives: Sequence[Objective] | None = None,
+    teacher: Teacher | None = None,
+    sparse: bool = False,
     axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(sum over exits of c_e S_e, the sums S [e]) for exits whose heads share one table.
+    """(sum over exits of c_e C_e, the sums S [e]) for exits whose heads share one table.
 
-    S_e is `linear_cross_entropy` of hs[e]. Together the exits need one gradient of the table
+    S_e is `linear_cross_entropy` of hs[e]. C_e is the same sum of what a token costs by
+    objectives[e], by default its cross entropy, so that C_e = S_e. `teacher` is needed where an
+    objective distils, and has no gradient. Together the exits need one gradient of the table
     between the forward and the backward pass, not one each. Only the first result is
     differentiable (in `coefficients` too); the sums are for reporting.
+
+    `sparse`: an exit with the coefficient 0 is left out at run time, and its sum is 0.
     """
     table = heads[0].table
     require(
         all(head.table is table for head in heads),
         "heads", len(heads), "must share one table", "Call once for each distinct table.",
     )  # fmt: skip
-    d = table.shape[1]
+    objectives = tuple(objectives or [CROSS_ENTROPY] * len(heads))
+    if not any(o.distillation for o in objectives):
+        teacher = None
+    else:
+        require(teacher is not None, "teacher", teacher, "must be given where an objective distils")
     labels = labels.reshape(-1)
     n, chunk = labels.size, _chunk_size(labels.size, table.shape[0])
     pad = -n % chunk
+    flat = lambda h: jnp.pad(h.reshape(-1, h.shape[-1]), ((0, pad), (0, 0)))
     labels = jnp.pad(labels, (0, pad), constant_values=IGNORE)
-    hs = tuple(jnp.pad(h.reshape(-1, d), ((0, pad), (0, 0))) for h in hs)
+    hs = tuple(flat(h) for h in hs)
     if weights is not None:
         weights = tuple(jnp.pad(w.reshape(-1), (0, pad)).astype(jnp.float32) for w in weights)
     biases = tuple(head.bias for head in heads)
-    spec = _Spec(tuple(head.options for head in heads), axis, chunk)
-    inputs = _vary_alike((hs, table, biases, labels, weights, coefficients), axis)
+    spec = _Spec(tuple(head.options for head in heads), objectives, axis, chunk, sparse)
+    taught = None
+    if teacher is not None:
+        spec = spec._replace(teacher=teacher.head.options)
+        taught = (flat(teacher.h), teacher.head.table, teacher.head.bias)
+        taught = lax.stop_gradient(taught)
+    inputs = _vary_alike((hs, table, biases, labels, weights, coefficients, taught), axis)
     total, sums = _fused(spec, *inputs)
     return total, lax.stop_gradient(sums)
 
@@ -139,25 +167,73 @@ def _counted(labels: jax.Array, vocab_size: int) -> jax.Array:
     return jnp.where((labels < IGNORE) | (labels >= vocab_size), jnp.nan, counted)
 
 
-def _nll(y, labels, first, axis):
-    """(-log p(label) [n], log-sum-exp [n]) of logits [n, v], this shard's columns of them."""
-    over = (lambda f, a: f(a, axis)) if axis else (lambda f, a: a)
+class _Norms(NamedTuple):
+    """Per token [n]: what turns logits into the distributions a cost is made of.
+
+    lse: log-sum-exp of the logits. confidence: the highest probability, or None. tempered, taught:
+    log-sum-exp of the exit's and the teacher's logits divided by the temperature, or None.
+    """
+
+    lse: jax.Array
+    confidence: jax.Array | None = None
+    tempered: jax.Array | None = None
+    taught: jax.Array | None = None
+
+
+def _over(axis: str | None):
+    """Reductions over the vocabulary's shards, or nothing where there are none."""
+    return (lambda f, a: f(a, axis)) if axis else (lambda f, a: a)
+
+
+def _log_sum_exp(y: jax.Array, axis: str | None) -> tuple[jax.Array, jax.Array]:
+    """([n] log-sum-exp, [n] largest) of logits [n, v], this shard's columns of them."""
+    over = _over(axis)
     top = over(lax.pmax, y.max(-1))
-    lse = top + jnp.log(over(lax.psum, jnp.exp(y - top[:, None]).sum(-1)))
+    return top + jnp.log(over(lax.psum, jnp.exp(y - top[:, None]).sum(-1))), top
+
+
+def _costs(spec: _Spec, e: int, y, z, labels, first):
+    """(cost [n], -log p(label) [n], `_Norms`) of logits y [n, v] and the teacher's z [n, v]."""
+    o, over = spec.objectives[e], _over(spec.axis)
+    lse, top = _log_sum_exp(y, spec.axis)
     i = labels - first
     own = (i >= 0) & (i < y.shape[1])
     picked = jnp.take_along_axis(y, jnp.clip(i, 0, y.shape[1] - 1)[:, None], 1)[:, 0]
-    return lse - over(lax.psum, jnp.where(own, picked, 0.0)), lse
+    nll = lse - over(lax.psum, jnp.where(own, picked, 0.0))
+    cost, norms = nll, _Norms(lse)
+    if o.distillation:
+        t = o.distillation_temperature
+        tempered, _ = _log_sum_exp(y / t, spec.axis)
+        taught, _ = _log_sum_exp(z / t, spec.axis)
+        q = jnp.exp(z / t - taught[:, None])
+        mean = over(lax.psum, jnp.sum(q * (z - y), -1)) / t
+        cost = (1 - o.distillation) * cost + o.distillation * t**2 * (mean + tempered - taught)
+        norms = norms._replace(tempered=tempered, taught=taught)
+    if o.confidence_weighted:
+        norms = norms._replace(confidence=jnp.exp(top - lse))
+        cost = cost * norms.confidence
+    if o.z_loss:
+        cost = cost + o.z_loss * jnp.square(lse)
+    return cost, nll, norms
 
 
-def _logits_gradient(spec: _Spec, e: int, y, lse, labels, first, weights):
-    """Gradient [n, v] of sum(weights * nll) by the product h @ table.T + bias, float32."""
+def _logits_gradient(spec: _Spec, e: int, y, z, norms: _Norms, labels, first, weights):
+    """Gradient [n, v] of sum(weights * cost) by the product h @ table.T + bias, float32."""
     column = first + lax.broadcasted_iota(jnp.int32, y.shape, 1)
     # Without the barrier XLA fuses the reductions behind `lse` into this expression and
     # evaluates the exponentials several times over (1.5 times slower on CPU).
-    lse = lax.optimization_barrier(lse)
-    g = jnp.exp(y - lse[:, None]) - (column == labels[:, None]).astype(jnp.float32)
-    o = spec.options[e]
+    norms = lax.optimization_barrier(norms)
+    o, objective = spec.options[e], spec.objectives[e]
+    p = jnp.exp(y - norms.lse[:, None])
+    g = p - (column == labels[:, None]).astype(jnp.float32)
+    if objective.distillation:
+        t = objective.distillation_temperature
+        apart = jnp.exp(y / t - norms.tempered[:, None]) - jnp.exp(z / t - norms.taught[:, None])
+        g = (1 - objective.distillation) * g + objective.distillation * t * apart
+    if objective.confidence_weighted:
+        g = g * norms.confidence[:, None]
+    if objective.z_loss:
+        g = g + p * (2 * objective.z_loss * norms.lse)[:, None]
     g = g * (weights / o.temperature)[:, None]
     if o.softcap is not None:
         tanh = y * (o.temperature / o.softcap)
@@ -165,28 +241,51 @@ def _logits_gradient(spec: _Spec, e: int, y, lse, labels, first, weights):
     return g
 
 
+def _chunk(spec: _Spec, i):
+    """Cuts chunk i out of arrays [n, ...]."""
+    return lambda a: lax.dynamic_slice_in_dim(a, i * spec.chunk, spec.chunk)
+
+
+def _taught_logits(spec: _Spec, e: int, teacher, cut):
+    """The teacher's logits of a chunk, None for an exit that does not need them."""
+    if not spec.objectives[e].distillation:
+        return None
+    h, table, bias = teacher
+    return logits(Head(table.astype(h.dtype), bias, spec.teacher), cut(h), spec.axis)
+
+
+def _chunks(spec: _Spec, e: int, labels, coefficients):
+    """Chunks to go through for exit e."""
+    n = labels.size // spec.chunk
+    return jnp.where(coefficients[e] == 0, 0, n) if spec.sparse else n
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(spec: _Spec, hs, table, biases, labels, weights, coefficients):
-    sums = []
+def _fused(spec: _Spec, hs, table, biases, labels, weights, coefficients, teacher):
+    costs, sums = [], []
     for e, h in enumerate(hs):
         work = table.astype(h.dtype)
 
-        def body(i, total, e=e, h=h, work=work):
-            cut = lambda a: lax.dynamic_slice_in_dim(a, i * spec.chunk, spec.chunk)
+        def body(i, totals, e=e, h=h, work=work):
+            cut = _chunk(spec, i)
             y = logits(Head(work, biases[e], spec.options[e]), cut(h), spec.axis)
-            nll, _ = _nll(y, cut(labels), _first(spec, table.shape[0]), spec.axis)
+            z = _taught_logits(spec, e, teacher, cut)
+            cost, nll, _ = _costs(spec, e, y, z, cut(labels), _first(spec, table.shape[0]))
             counted = _counted(cut(labels), spec.options[e].vocab_size)
             if weights is not None:
                 counted = counted * cut(weights[e])
-            return total + jnp.sum(nll * counted)
+            return totals[0] + jnp.sum(cost * counted), totals[1] + jnp.sum(nll * counted)
 
-        sums.append(lax.fori_loop(0, labels.size // spec.chunk, body, _zeros((), labels)))
-    return _results(spec, coefficients, sums)
+        begin = (_zeros((), labels), _zeros((), labels))
+        cost, nll = lax.fori_loop(0, _chunks(spec, e, labels, coefficients), body, begin)
+        costs.append(cost)
+        sums.append(nll)
+    return _results(spec, coefficients, costs, sums)
 
 
-def _results(spec: _Spec, coefficients, sums):
-    sums = _once(spec, jnp.stack(sums))
-    total = jnp.sum(coefficients.astype(jnp.float32) * sums)
+def _results(spec: _Spec, coefficients, costs, sums):
+    costs, sums = (_once(spec, jnp.stack(a)) for a in (costs, sums))
+    total = jnp.sum(coefficients.astype(jnp.float32) * costs)
     if spec.axis:  # equal on all shards; a sum with one term is how to say so to the type system
         return lax.psum(total, spec.axis), lax.psum(sums, spec.axis)
     return total, sums
@@ -202,27 +301,28 @@ def _zeros(shape, labels) -> jax.Array:
     return jnp.zeros(shape, jnp.float32) + (labels[0] * 0).astype(jnp.float32)
 
 
-def _forward(spec: _Spec, hs, table, biases, labels, weights, coefficients):
+def _forward(spec: _Spec, hs, table, biases, labels, weights, coefficients, teacher):
     rows, d = table.shape
     counted = _counted(labels, spec.options[0].vocab_size)
     # Accumulated as [d, v]: h.T @ g is a faster product than g.T @ h on CPU.
     d_table = _zeros((d, rows), labels)
-    sums, d_hs, d_biases, nlls = [], [], [], []
+    costs, sums, d_hs, d_biases, d_weights = [], [], [], [], []
     for e, h in enumerate(hs):
         work = table.astype(h.dtype)
         weight = counted if weights is None else counted * weights[e]
 
         def body(i, carry, e=e, work=work, weight=weight):
-            total, h, d_table, d_bias, nlls = carry
-            cut = lambda a: lax.dynamic_slice_in_dim(a, i * spec.chunk, spec.chunk)
+            totals, h, d_table, d_bias, d_weight = carry
+            cut = _chunk(spec, i)
             paste = lambda a, u: lax.dynamic_update_slice_in_dim(a, u, i * spec.chunk, 0)
             part, label = cut(h), cut(labels)
             y = logits(Head(work, biases[e], spec.options[e]), part, spec.axis)
+            z = _taught_logits(spec, e, teacher, cut)
             first = _first(spec, rows)
-            nll, lse = _nll(y, label, first, spec.axis)
-            total = total + jnp.sum(nll * cut(weight))
+            cost, nll, norms = _costs(spec, e, y, z, label, first)
+            new = jnp.sum(cost * cut(weight)), jnp.sum(nll * cut(weight))
             scale = cut(weight) * coefficients[e].astype(jnp.float32)
-            g = _logits_gradient(spec, e, y, lse, label, first, scale)
+            g = _logits_gradient(spec, e, y, z, norms, label, first, scale)
             if d_bias is not None:
                 d_bias = d_bias + g.sum(0)
             g = g.astype(part.dtype)
@@ -230,39 +330,45 @@ def _forward(spec: _Spec, hs, table, biases, labels, weights, coefficients):
             d_table = d_table + product("nd,nv->dv", part, g)
             # A chunk's hidden states are not read again: their gradient takes their place.
             h = paste(h, product("nv,vd->nd", g, work).astype(h.dtype))
-            if nlls is not None:
-                nlls = paste(nlls, nll * cut(counted))
-            return total, h, d_table, d_bias, nlls
+            if d_weight is not None:
+                d_weight = paste(d_weight, cost * cut(counted))
+            return (totals[0] + new[0], totals[1] + new[1]), h, d_table, d_bias, d_weight
 
         d_bias = None if biases[e] is None else _zeros((rows,), labels)
-        nll = None if weights is None else _zeros(labels.shape, labels)
-        carry = (_zeros((), labels), h, d_table, d_bias, nll)
-        total, d_h, d_table, d_bias, nll = lax.fori_loop(0, labels.size // spec.chunk, body, carry)
-        sums.append(total)
+        d_weight = None if weights is None else _zeros(labels.shape, labels)
+        carry = ((_zeros((), labels), _zeros((), labels)), h, d_table, d_bias, d_weight)
+        totals, d_h, d_table, d_bias, d_weight = lax.fori_loop(
+            0, _chunks(spec, e, labels, coefficients), body, carry
+        )
+        costs.append(totals[0])
+        sums.append(totals[1])
+        if spec.sparse:  # an exit that was left out still has its states there
+            d_h = jnp.where(coefficients[e] == 0, jnp.zeros((), h.dtype), d_h)
         d_hs.append(d_h)
         d_biases.append(d_bias)
-        nlls.append(nll)
-    results = _results(spec, coefficients, sums)
+        d_weights.append(d_weight)
+    results = _results(spec, coefficients, costs, sums)
     like = jax.tree.map(lambda a: jnp.zeros((), a.dtype), (table, biases, coefficients))
-    gradients = (tuple(d_hs), d_table, tuple(d_biases), tuple(nlls), jnp.stack(sums))
+    gradients = (tuple(d_hs), d_table, tuple(d_biases), tuple(d_weights), jnp.stack(costs))
     return results, (gradients, coefficients, like)
 
 
 def _backward(spec: _Spec, saved, cotangents):
-    (d_hs, d_table, d_biases, nlls, sums), coefficients, like = saved
+    (d_hs, d_table, d_biases, d_weights, costs), coefficients, like = saved
     g, _ = cotangents
     scaled = lambda a, to: None if a is None else (a.astype(jnp.float32) * g).astype(to.dtype)
     weights = None
-    if nlls[0] is not None:
+    if d_weights[0] is not None:
         c = coefficients.astype(jnp.float32)
-        weights = tuple(scaled(_once(spec, a) * c[e], a) for e, a in enumerate(nlls))
+        weights = tuple(scaled(_once(spec, a) * c[e], a) for e, a in enumerate(d_weights))
     return (
         tuple(scaled(a, a) for a in d_hs),
         scaled(d_table.T, like[0]),
         tuple(scaled(a, b) for a, b in zip(d_biases, like[1], strict=True)),
         None,
         weights,
-        scaled(_once(spec, sums), like[2]),
+        scaled(_once(spec, costs), like[2]),
+        None,  # the teacher is held constant
     )
 
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.errors import require
 from eejax.common.trees import Tree
-from eejax.losses.cross_entropy import IGNORE, exits_cross_entropy
+from eejax.losses.cross_entropy import IGNORE, Teacher, exits_cross_entropy
+from eejax.losses.objective import CROSS_ENTROPY, Objective
 from eejax.models import exits, transformer
 from eejax.models.config import ModelConfig
 
@@ -40,14 +41,23 @@ def multi_exit_loss(
     axes: Axes = LOCAL,
     remat: str = "none",
     which: Sequence[int] | None = None,
+    objective: Objective = CROSS_ENTROPY,
+    sparse: bool = False,
+    layer_dropout: jax.Array | None = None,
+    probes: jax.Array | None = None,
 ) -> tuple[jax.Array, ExitSums]:
-    """(sum over exits of w_e S_e, the sums S_e and the token count): EE-LLM, Eq. 1.
+    """(sum over exits of w_e C_e, the sums S_e and the token count): EE-LLM, Eq. 1.
 
     tokens, labels [b, t] int32 (`IGNORE` does not count); weights [e], the final exit's last;
     the rest as `models.transformer.exit_states`. With `which`, e counts these exits only, in
-    their order, and layers above the deepest of them are not run. Sums and not means: whoever
-    accumulates over microbatches or devices divides once, by the global count, and the result is
-    that of one large batch. The second result is for reporting and has no gradient.
+    their order, and layers above the deepest of them are not run. S_e is exit e's cross entropy
+    and C_e what `objective` makes of it; distilling needs the final exit among `which`. With
+    `sparse`, exits whose weight is 0 are left out at run time and have the sum 0. Sums and not
+    means: whoever accumulates over microbatches or devices divides once, by the global count, and
+    the result is that of one large batch. The second result is for reporting and has no gradient.
+
+    probes [e] float32, of any value: their gradient is the sum of squares of the gradient that
+    exit e's loss sends into the hidden states at its boundary.
     """
     which = range(config.n_exits + 1) if which is None else which
     n = len(which)
@@ -65,8 +75,20 @@ def multi_exit_loss(
         axes=axes,
         remat=remat,
         which=which,
+        layer_dropout=layer_dropout,
+        tap=None if probes is None else lambda i, x: _tap(x, probes[i]),
     )
     heads = [exits.head(params, config, e) for e in which]
+    early = [e != config.n_exits for e in which]
+    objectives = [objective if x else _final(objective) for x in early]
+    teacher = None
+    if objective.distillation and any(early):
+        final = which[-1] == config.n_exits
+        require(
+            final, "objective.distillation", objective.distillation,
+            "needs the final exit, which is not part of this loss", "Set it to 0.",
+        )  # fmt: skip
+        teacher = Teacher(hs[-1], heads[-1])
     total, sums = jnp.zeros((), jnp.float32), [None] * n
     for group in exits_by_table(heads):
         part, group_sums = exits_cross_entropy(
@@ -74,12 +96,33 @@ def multi_exit_loss(
             [heads[e] for e in group],
             labels,
             weights[jnp.array(group)],
+            objectives=[objectives[e] for e in group],
+            teacher=teacher,
+            sparse=sparse,
             axis=axes.model,
         )
         total = total + part
         for i, e in enumerate(group):
             sums[e] = group_sums[i]
     return total, ExitSums(jnp.stack(sums), jnp.sum(labels != IGNORE, dtype=jnp.int32))
+
+
+def _final(objective: Objective) -> Objective:
+    """The final exit's part of an objective."""
+    return Objective(z_loss=objective.z_loss)
+
+
+@jax.custom_vjp
+def _tap(x: jax.Array, probe: jax.Array) -> jax.Array:
+    """x; the gradient of `probe`, a float32 scalar, is the sum of squares of that of x."""
+    return x
+
+
+def _tap_backward(_, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return g, jnp.sum(jnp.square(g.astype(jnp.float32)))
+
+
+_tap.defvjp(lambda x, probe: (x, None), _tap_backward)
 
 
 def exits_by_table(heads: list[exits.Head]) -> list[list[int]]:

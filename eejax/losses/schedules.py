@@ -20,6 +20,7 @@ from eejax.common.errors import require, require_one_of
 Schedule = Callable[[jax.Array | int], jax.Array]
 
 KINDS = ("constant", "linear", "cosine")
+CURRICULA = ("none", "rotating", "gradual")
 
 
 def constant(weights: Sequence[float]) -> Schedule:
@@ -61,6 +62,34 @@ def schedule(
         return constant(final)
     require(initial is not None, "initial", initial, f"a {kind} schedule needs initial weights")
     return {"linear": linear, "cosine": cosine}[kind](initial, final, steps, begin=begin)
+
+
+def curriculum(kind: str, n: int, *, steps: int = 1, rotation: int | None = None) -> Schedule:
+    """Which of n early exits have a loss at a step: [n] float32 of 0 and 1 (LayerSkip, section 4.1).
+
+    "none": all of them. "rotating": every `rotation`-th (default n: one at a time), the next one
+    at the next step. "gradual": first none, then one more every steps / (2 (n + 1)) steps, the
+    deepest first, so that all have one in the second half of the run. The final exit, which is
+    not among the n, always has one.
+
+    Raises `ConfigError` for an unknown kind, or a rotation that is not in 1..n.
+    """
+    require_one_of("curriculum", kind, CURRICULA)
+    numbers = np.arange(n)
+    if kind == "none":
+        return lambda step: jnp.ones(n, jnp.float32)
+    if kind == "gradual":
+        every = steps / (2 * (n + 1))
+
+        def reached(step):
+            on = jnp.floor(jnp.asarray(step).astype(jnp.float32) / every)
+            return (n - 1 - numbers < on).astype(jnp.float32)
+
+        return reached
+    period = n if rotation is None else rotation
+    ok = isinstance(period, int) and 1 <= period <= max(1, n)
+    require(ok, "rotation", rotation, f"must be in 1..{n}, the number of early exits")
+    return lambda step: ((numbers - jnp.asarray(step)) % max(1, period) == 0).astype(jnp.float32)
 
 
 def _ramp(initial, final, steps: int, begin: int, shape: Callable) -> Schedule:

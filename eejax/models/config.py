@@ -16,7 +16,7 @@ HEADS = ("tied", "shared", "own")
 NORM_PLACEMENTS = ("pre", "post", "pre_post", "output")
 RESIDUALS = ("sequential", "parallel", "parallel_one_norm")
 ROTARY_SCALINGS = ("none", "linear", "llama3", "yarn", "ntk")
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _is_size(value: Any) -> bool:

@@ -192,6 +192,16 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array | None, layer, site: int)
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
 
 
+def keep_samples(keys: jax.Array, layer: jax.Array, rate: jax.Array) -> jax.Array:
+    """[b] False where a whole layer is left out for a sample, with probability `rate`.
+
+    Layer dropout (LayerSkip, Elhoushi et al. 2024, section 4.1): the residual stream passes by,
+    and nothing is rescaled, as inference runs every layer below its exit.
+    """
+    one = lambda key: jax.random.fold_in(jax.random.fold_in(key, layer), 3)
+    return jax.vmap(lambda key: jax.random.bernoulli(one(key), 1.0 - rate))(keys)
+
+
 UNROLLED_WRITES = 8
 
 

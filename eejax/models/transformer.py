@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -58,15 +58,17 @@ def run_layers(
     *,
     axes: Axes = LOCAL,
     remat: str = "none",
+    layer_dropout: jax.Array | None = None,
 ) -> jax.Array:
     """x [b, t, d] through layers start:stop of the stacked leaves [l, ...], as one scan.
 
     `remat`: "none" keeps what autodiff wants, "dots" the products with weights only, "full"
-    nothing but each layer's input. Attention's scores are recomputed under each.
+    nothing but each layer's input. Attention's scores are recomputed under each. `layer_dropout`
+    as in `exit_states`.
     """
     if start == stop:
         return x
-    step, scanned = _layer_scan(stack, config, context, start, stop, axes, remat)
+    step, scanned = _layer_scan(stack, config, context, start, stop, axes, remat, layer_dropout)
     return lax.scan(lambda x, s: (step(x, s), None), x, scanned)[0]
 
 
@@ -79,6 +81,7 @@ def run_to_boundaries(
     *,
     axes: Axes = LOCAL,
     remat: str = "none",
+    layer_dropout: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """x [b, t, d] after each of the given numbers of layers, in any order, by a single scan.
 
@@ -89,9 +92,14 @@ def run_to_boundaries(
     slots = sorted({n for n in boundaries if n > 0})
     at = {0: x}
     if len(slots) == 1:
-        at[slots[0]] = run_layers(stack, x, config, context, 0, slots[0], axes=axes, remat=remat)
+        at[slots[0]] = run_layers(
+            stack, x, config, context, 0, slots[0],
+            axes=axes, remat=remat, layer_dropout=layer_dropout,
+        )  # fmt: skip
     elif slots:
-        step, scanned = _layer_scan(stack, config, context, 0, slots[-1], axes, remat)
+        step, scanned = _layer_scan(
+            stack, config, context, 0, slots[-1], axes, remat, layer_dropout
+        )
         slot = jnp.array([sum(n <= i for n in slots) for i in range(slots[-1])])
 
         def write(carry, s):
@@ -105,7 +113,7 @@ def run_to_boundaries(
     return tuple(at[n] for n in boundaries)
 
 
-def _layer_scan(stack, config, context, start, stop, axes, remat):
+def _layer_scan(stack, config, context, start, stop, axes, remat, layer_dropout):
     """One layer as `step(x, inputs)`, and the inputs of layers start:stop to scan over."""
     body = partial(layers.layer, config=config, context=context, axes=axes)
     whole = (start, stop) == (0, config.n_layers)
@@ -120,7 +128,14 @@ def _layer_scan(stack, config, context, start, stop, axes, remat):
     else:
         scanned = (part, index)
         step = lambda x, s: body(s[0], x, index=s[1], window=windows, local=windows is not None)[0]
-    return rematerialised(step, remat), scanned
+    if layer_dropout is None or context.dropout_keys is None:
+        return rematerialised(step, remat), scanned
+
+    def sometimes(x, s):
+        keep = layers.keep_samples(context.dropout_keys, s[1], layer_dropout[s[1]])
+        return jnp.where(keep[:, None, None], step(x, s), x)
+
+    return rematerialised(sometimes, remat), scanned
 
 
 def rematerialised(f, remat: str):
@@ -145,12 +160,16 @@ def exit_states(
     axes: Axes = LOCAL,
     remat: str = "none",
     which: Sequence[int] | None = None,
+    layer_dropout: jax.Array | None = None,
+    tap: Callable[[int, jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
     """What the head of every exit reads: E + 1 arrays [b, t, d], the final exit last.
 
     tokens [b, t] int32; positions [b, t] (default 0..t-1); segment_ids [b, t] confine attention
     to equal ids; dropout_keys [b], one key per sample (None: no dropout). `which` selects exits
-    by number, in order; layers above the deepest of them are not run.
+    by number, in order; layers above the deepest of them are not run. layer_dropout [l] float32:
+    the probability of each layer to be left out, drawn for each sample from its dropout key.
+    `tap` is put over the state [b, t, d] at each exit's boundary, where the exit reads it.
     """
     which = range(config.n_exits + 1) if which is None else which
     t = tokens.shape[1]
@@ -170,8 +189,10 @@ def exit_states(
     x = layers.dropout(x, config.dropout, dropout_keys, 0, 2)
     reached = run_to_boundaries(
         params["layers"], x, config, context, [config.stops[e] for e in which],
-        axes=axes, remat=remat,
+        axes=axes, remat=remat, layer_dropout=layer_dropout,
     )  # fmt: skip
+    if tap is not None:
+        reached = [tap(i, x) for i, x in enumerate(reached)]
     states = []
     for e, x in zip(which, reached, strict=True):
         read = lambda x, e=e: exits.state(params, config, e, x, context, axes=axes)[0]

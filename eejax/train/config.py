@@ -14,9 +14,11 @@ from ml_collections import ConfigDict, config_dict
 
 from eejax.common.errors import ConfigError, require, require_one_of
 from eejax.losses import schedules
+from eejax.losses.objective import CROSS_ENTROPY, Objective
 from eejax.models.config import ModelConfig, build
 from eejax.models.transformer import REMAT
 from eejax.sharding.mesh import MeshConfig
+from eejax.train import recipes
 from eejax.train.optimizer import OptimizerConfig
 
 
@@ -62,7 +64,11 @@ class ExitWeights:
 
     `weights`, one for each early exit, hold at the end of the schedule and `initial` at its
     beginning; between them lie `steps` steps (0: the whole run), from step `begin` on (EE-LLM,
-    Appendix C.1). `kind`: "constant", "linear" or "cosine".
+    Appendix C.1). `kind`: "constant", "linear" or "cosine". `curriculum` (LayerSkip, section 4.1)
+    says which exits have a loss at a step, all others have the weight 0 then and cost no time:
+    "none" all, "rotating" every `rotation`-th in turns (None: one at a time), "gradual" the
+    deepest first and one more after the other in the first half of the run. Weights are not
+    made larger for it.
     """
 
     weights: tuple[float, ...] = ()
@@ -70,6 +76,8 @@ class ExitWeights:
     initial: tuple[float, ...] | None = None
     steps: int = 0
     begin: int = 0
+    curriculum: str = "none"
+    rotation: int | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "weights", tuple(self.weights))
@@ -77,17 +85,38 @@ class ExitWeights:
             object.__setattr__(self, "initial", tuple(self.initial))
         require_one_of("ExitWeights.kind", self.kind, schedules.KINDS)
         require(self.steps >= 0, "ExitWeights.steps", self.steps, "must be at least 0")
+        require_one_of("ExitWeights.curriculum", self.curriculum, schedules.CURRICULA)
+        require(
+            self.rotation is None or self.curriculum == "rotating",
+            "ExitWeights.rotation", self.rotation, "has a meaning in a rotating curriculum only",
+        )  # fmt: skip
 
     def schedule(self, steps: int) -> schedules.Schedule:
         """step -> weights [e] of the early exits, for a run of `steps`."""
         rest = max(1, steps - self.begin)
-        return schedules.schedule(
+        weights = schedules.schedule(
             self.kind,
             self.weights,
             initial=self.initial,
             steps=self.steps or rest,
             begin=self.begin,
         )
+        if self.curriculum == "none":
+            return weights
+        chosen = schedules.curriculum(
+            self.curriculum, len(self.weights), steps=steps, rotation=self.rotation
+        )
+        return lambda step: weights(step) * chosen(step)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether exits are left out at some steps."""
+        return self.curriculum != "none"
+
+    @property
+    def ends_with_the_run(self) -> bool:
+        """Whether the weights at a step depend on the number of steps of the run."""
+        return self.curriculum == "gradual" or (self.kind != "constant" and not self.steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +130,16 @@ class TrainConfig:
     `checkpoint_every` a checkpoint is saved, the newest `keep_checkpoints` of which stay; 0
     switches a thing off, though a run's end always has its evaluation and checkpoint. `seed`
     decides initial values, the order of the data and dropout.
+
+    `batch_rampup` (start, increment, samples): the batch begins with `start` sequences and grows
+    by `increment` at a time to `batch_size` within that many sequences. `layer_dropout` is the
+    probability with which the last layer is left out for a sequence, the layers below it less
+    (LayerSkip, section 4.1), and `layer_dropout_growth` whether it grows over the run
+    ("exponential", for training from scratch) or not ("constant"). `ema`: the decay of averaged
+    parameters that are kept, evaluated and saved beside the others. `loss_scale` is the first
+    scale of the loss where the model computes in float16: halved after an overflow, doubled
+    after `loss_scale_interval` steps without one. `profile_steps` steps from `profile_begin` on
+    (not the first, which compiles) are written to profile/ for TensorBoard or Perfetto.
     """
 
     steps: int = 1000
@@ -113,12 +152,41 @@ class TrainConfig:
     eval_batches: int | None = 20
     checkpoint_every: int = 250
     keep_checkpoints: int = 3
+    batch_rampup: tuple[int, ...] | None = None
+    layer_dropout: float = 0.0
+    layer_dropout_growth: str = "constant"
+    ema: float | None = None
+    loss_scale: float = 2.0**16
+    loss_scale_interval: int = 1000
+    profile_begin: int = 10
+    profile_steps: int = 0
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "microbatches", "log_every", "keep_checkpoints"):
+        for name in (
+            "steps", "batch_size", "microbatches", "log_every", "keep_checkpoints",
+            "loss_scale_interval", "profile_begin",
+        ):  # fmt: skip
             _positive(f"TrainConfig.{name}", getattr(self, name))
         require_one_of("TrainConfig.remat", self.remat, REMAT)
-        for name in ("eval_every", "checkpoint_every", "seed"):
+        if isinstance(self.batch_rampup, list):
+            object.__setattr__(self, "batch_rampup", tuple(self.batch_rampup))
+        require(
+            0 <= self.layer_dropout < 1,
+            "TrainConfig.layer_dropout", self.layer_dropout, "must be in [0, 1)",
+        )  # fmt: skip
+        require_one_of(
+            "TrainConfig.layer_dropout_growth", self.layer_dropout_growth, recipes.GROWTHS
+        )
+        require(
+            self.ema is None or 0 <= self.ema < 1,
+            "TrainConfig.ema", self.ema, "must be in [0, 1), or None for no average",
+        )  # fmt: skip
+        require(
+            recipes.MIN_SCALE <= self.loss_scale <= recipes.MAX_SCALE,
+            "TrainConfig.loss_scale", self.loss_scale,
+            f"must be in [{recipes.MIN_SCALE:g}, {recipes.MAX_SCALE:g}]",
+        )  # fmt: skip
+        for name in ("eval_every", "checkpoint_every", "seed", "profile_steps"):
             value = getattr(self, name)
             ok = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
             require(ok, f"TrainConfig.{name}", value, "must be an integer from 0 to 2^31 - 1")
@@ -167,6 +235,7 @@ class Experiment:
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     exit_weights: ExitWeights = ExitWeights()
+    loss: Objective = CROSS_ENTROPY
     mesh: MeshConfig = MeshConfig()
     tune: TuneConfig = TuneConfig()
 
@@ -185,6 +254,17 @@ class Experiment:
             f"must have one weight for each of {exits}",
         )  # fmt: skip
         self.exit_weights.schedule(self.train.steps)  # raises where it is not one
+        whole_model = "must be 0 where exits are tuned: "
+        require(
+            not (tuned and self.loss.distillation),
+            "loss.distillation", self.loss.distillation,
+            whole_model + "the final exit is not run there",
+        )  # fmt: skip
+        require(
+            not (tuned and self.train.layer_dropout),
+            "train.layer_dropout", self.train.layer_dropout,
+            whole_model + "the layers are not trained there",
+        )  # fmt: skip
         require(
             self.data.length <= self.model.context_length
             or self.model.position in ("alibi", "none"),
@@ -222,6 +302,7 @@ SECTIONS = {
     "train": TrainConfig,
     "optimizer": OptimizerConfig,
     "exit_weights": ExitWeights,
+    "loss": Objective,
     "mesh": MeshConfig,
     "tune": TuneConfig,
 }

@@ -40,7 +40,7 @@ class Evaluation:
         scale = self.tokens / self.nbytes / math.log(2) if self.nbytes else math.inf
         return tuple(loss * scale for loss in self.losses)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, prefix: str = "eval") -> dict[str, float]:
         """'eval/loss/exit_3' and the like."""
         tables = {
             "loss": self.losses,
@@ -48,7 +48,7 @@ class Evaluation:
             "bits_per_byte": self.bits_per_byte,
         }
         return {
-            f"eval/{what}/{name}": value
+            f"{prefix}/{what}/{name}": value
             for what, values in tables.items()
             for name, value in zip(self.names, values, strict=True)
         }

@@ -18,12 +18,12 @@ import eejax
 from eejax import data
 from eejax.checkpoint.files import only_user, unwritable, write_text
 from eejax.checkpoint.manager import Checkpoints
-from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER
+from eejax.checkpoint.model import CHECKPOINTS, EMA, PARAMS, TOKENIZER
 from eejax.common.errors import require
 from eejax.common.trees import Tree, join, size
 from eejax.models import params
 from eejax.sharding.mesh import check_batch, make_mesh
-from eejax.train import flops, inputs, optimizer, tuning
+from eejax.train import flops, inputs, optimizer, recipes, tuning
 from eejax.train import state as states
 from eejax.train.config import Experiment
 from eejax.train.evaluate import Evaluation, evaluate
@@ -101,7 +101,7 @@ def _fit(experiment: Experiment, workdir: pathlib.Path, mesh: Mesh) -> Result:
                 # The trunk makes room for the whole model.
                 result = result._replace(state=result.state.replace(frozen={}))
                 base = run.state = None
-                run.save_whole_model(result.state.params["exits"])
+                run.save_whole_model(result.state)
         return result
     finally:
         checkpoints.close()
@@ -140,6 +140,12 @@ class _Run:
         )  # fmt: skip
         held_out = experiment.data.validation_fraction > 0
         self.validation = dataset.split("validation") if held_out else None
+        # What the state holds beside parameters and moments.
+        scaled = self.model.dtype == "float16"
+        self.extra = {
+            "ema": self.train.ema is not None,
+            "loss_scale": self.train.loss_scale if scaled else None,
+        }
         settings = experiment.optimizer
         decays = params.map_params(lambda p: p.decay, scope.declarations()[0])
         self.transformation = optimizer.transformation(settings, decays)
@@ -154,6 +160,12 @@ class _Run:
             remat=self.train.remat,
             seed=self.train.seed,
             scope=scope,
+            objective=experiment.loss,
+            sparse=experiment.exit_weights.sparse,
+            layer_dropout=self._layer_dropout(),
+            ema=self.train.ema,
+            loss_scale=self.extra["loss_scale"],
+            loss_scale_interval=self.train.loss_scale_interval,
         )
         self.eval_step = make_eval_step(self.model, mesh, scope)
         self.evaluation: Evaluation | None = None
@@ -166,8 +178,19 @@ class _Run:
         self.peak = None if scope.tuned else flops.peak_flops(list(mesh.devices.flat))
         self.clock = _Clock()
 
+    def _layer_dropout(self):
+        train = self.train
+        if not train.layer_dropout:
+            return None
+        return recipes.layer_dropout(
+            train.layer_dropout, self.model.n_layers,
+            growth=train.layer_dropout_growth, steps=train.steps,
+        )  # fmt: skip
+
     def _begin_or_resume(self, base: tuning.Base | None) -> tuple[states.TrainState, int]:
-        wanted = states.abstract(self.model, self.transformation, self.mesh, self.scope)
+        wanted = states.abstract(
+            self.model, self.transformation, self.mesh, self.scope, **self.extra
+        )
 
         def check(metadata: dict[str, Any], folder: pathlib.Path) -> None:
             check_same_run(metadata, self.experiment, self.dataset.fingerprint, folder)
@@ -187,16 +210,22 @@ class _Run:
         if restored is None:
             if base is None:
                 seed = self.train.seed
-                return states.create(self.model, self.transformation, seed, self.mesh), 0
+                create = states.create
+                return create(self.model, self.transformation, seed, self.mesh, **self.extra), 0
             placed = jax.tree.map(lambda a: a.sharding, wanted.replace(frozen={}))
-            begin = jax.jit(lambda v: states.begin(v, self.transformation), out_shardings=placed)
+            begin = lambda v: states.begin(v, self.transformation, **self.extra)
+            begin = jax.jit(begin, out_shardings=placed)
             return begin(base.first).replace(frozen=base.frozen), 0
         self.loader.restore(restored.metadata["data"])
         self.tokens = restored.metadata["tokens"]
         training = restored.trees[TRAINING]
         self.skipped = int(training["skipped"])
-        frozen = {} if base is None else base.frozen
-        state = states.TrainState(params=restored.trees[PARAMS], frozen=frozen, **training)
+        state = states.TrainState(
+            params=restored.trees[PARAMS],
+            frozen={} if base is None else base.frozen,
+            ema=restored.trees.get(EMA, {}),
+            **_scale_of(training),
+        )
         return state, restored.step
 
     def run(self, stop: StopRequest) -> Result:
@@ -245,6 +274,8 @@ class _Run:
         if not metrics["finite"]:
             self.skipped = int(metrics["skipped"])
             why = "loss or gradient not finite" if metrics["tokens"] else "no token counted"
+            if "loss_scale" in metrics and metrics["tokens"]:
+                why += f" at a loss scale of {metrics['loss_scale']:g}, which is halved"
             self.progress.say(f"step {flight.step}: {why}, step skipped ({self.skipped} so far)")
         rate = self.clock.rate
         shown = {"loss": f"{metrics['loss']:.4f}"}
@@ -258,8 +289,9 @@ class _Run:
         values = {"learning_rate": float(metrics["learning_rate"])}
         if metrics["tokens"]:  # a step without a counted token has no loss
             values |= {k: float(metrics[k]) for k in ("loss", "grad_norm")}
-            losses = zip(self.names, metrics["exit_losses"], strict=True)
-            values |= {f"loss/{name}": float(loss) for name, loss in losses}
+            values |= self._exit_values(metrics)
+        if "loss_scale" in metrics:
+            values["loss_scale"] = float(metrics["loss_scale"])
         values |= {"tokens": int(metrics["tokens"]), "skipped": int(metrics["skipped"])}
         if rate:
             values["tokens_per_second"] = rate
@@ -267,9 +299,34 @@ class _Run:
                 values["mfu"] = rate * self.flops_per_token / self.peak
         self.writer.write(flight.step, values)
 
+    def _exit_values(self, metrics: dict[str, np.ndarray]) -> dict[str, float]:
+        """Of the exits that had a loss at this step."""
+        weights, values = metrics["exit_weights"], {}
+        for i, name in enumerate(self.names):
+            if weights[i] or not self.experiment.exit_weights.sparse:
+                values[f"loss/{name}"] = float(metrics["exit_losses"][i])
+                values[f"grad_norm/{name}"] = float(metrics["exit_grad_norms"][i])
+                values[f"weight/{name}"] = float(weights[i])
+        return values
+
     def _evaluate(self) -> None:
         if self.validation is None:
             return
+        self.evaluation = self._evaluation(self.state.params)
+        self.writer.write(self.step, self.evaluation.metrics())
+        self._say_losses("validation loss", self.evaluation)
+        if self.state.ema:
+            averaged = self._evaluation(self.state.ema)
+            self.writer.write(self.step, averaged.metrics("eval_ema"))
+            self._say_losses("averaged weights", averaged)
+
+    def _say_losses(self, what: str, evaluation: Evaluation) -> None:
+        losses = zip(self.names, evaluation.losses, strict=True)
+        shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses)
+        self.progress.say(f"step {self.step}: {what}  {shown}")
+
+    def _evaluation(self, values: Tree) -> Evaluation:
+        """Of the trained parameters or their average, on the validation split."""
         c = self.experiment.data
         # In parts as the steps, for memory; the windows are those of whole batches.
         parts, limit = self.train.microbatches, self.train.eval_batches
@@ -278,26 +335,25 @@ class _Run:
             document_masks=c.document_masks, limit=limit and limit * parts,
         )  # fmt: skip
         stripped = (inputs.strip(b, c.document_masks) for b in batches)
-        self.evaluation = evaluate(
-            self.eval_step, join(self.state.frozen, self.state.params), stripped, self.mesh,
-            self.names,
+        return evaluate(
+            self.eval_step, join(self.state.frozen, values), stripped, self.mesh, self.names,
             self.dataset.tokenizer.byte_lengths,
         )  # fmt: skip
-        self.writer.write(self.step, self.evaluation.metrics())
-        losses = zip(self.names, self.evaluation.losses, strict=True)
-        shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses)
-        self.progress.say(f"step {self.step}: validation loss  {shown}")
 
     def _save(self) -> None:
         self.checkpoints.save(self.step, _trees(self.state), self._metadata())
 
-    def save_whole_model(self, exits: Tree) -> None:
-        """The base with the tuned `exits`, as a run of its own that needs the base no more."""
+    def save_whole_model(self, state: states.TrainState) -> None:
+        """The base with the tuned exits, as a run of its own that needs the base no more."""
         whole = Checkpoints(self.workdir / CHECKPOINTS, keep=self.train.keep_checkpoints)
         try:
             if self.step not in whole.steps():
-                tree = tuning.complete(self.experiment, exits, self.mesh)
-                whole.save(self.step, {PARAMS: tree}, self._metadata())
+                tuned = {PARAMS: state.params} | ({EMA: state.ema} if state.ema else {})
+                trees = {
+                    name: tuning.complete(self.experiment, tree["exits"], self.mesh)
+                    for name, tree in tuned.items()
+                }
+                whole.save(self.step, trees, self._metadata())
         finally:
             whole.close()
 
@@ -309,6 +365,7 @@ class _Run:
             "data": self.loader.state(),
             "tokenizer": self.dataset.tokenizer.fingerprint,
             "tokens": self.tokens,
+            "averaged": self.train.ema is not None,
         }
 
     def _announce(self, start: int) -> None:
@@ -373,4 +430,14 @@ def _due(step: int, every: int) -> bool:
 def _trees(state: states.TrainState) -> dict[str, Any]:
     """A state as the items of a checkpoint; parameters apart, so that they can be read alone."""
     rest = {"step": state.step, "opt_state": state.opt_state, "skipped": state.skipped}
-    return {PARAMS: state.params, TRAINING: rest}
+    if state.loss_scale is not None:
+        rest |= {"scale": state.loss_scale.value, "clean": state.loss_scale.clean}
+    return {PARAMS: state.params, TRAINING: rest} | ({EMA: state.ema} if state.ema else {})
+
+
+def _scale_of(training: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a state from what `_trees` made of them."""
+    if "scale" not in training:
+        return training
+    rest = {k: v for k, v in training.items() if k not in ("scale", "clean")}
+    return rest | {"loss_scale": recipes.LossScale(training["scale"], training["clean"])}

@@ -59,7 +59,7 @@ class MetricsWriter:
     """Appends records {"step": n, name: number, ...} to metrics.jsonl and TensorBoard.
 
     A run that resumes after step `resumed` forgets what was recorded behind it, so that no step
-    appears twice. Numbers that are not finite become null. Where something cannot be written,
+    appears twice. Numbers that are not finite become null, and are not drawn. Where something cannot be written,
     `OSError` names the file.
     """
 
@@ -76,11 +76,11 @@ class MetricsWriter:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One record; it is on its way to the disk when this returns."""
         finite = lambda v: v if not isinstance(v, float) or math.isfinite(v) else None
-        record = {"step": step} | {k: finite(v) for k, v in values.items()}
+        values = {k: finite(v) for k, v in values.items()}
         with naming(self._path):
-            self._file.write(json.dumps(record) + "\n")
+            self._file.write(json.dumps({"step": step} | values) + "\n")
             self._file.flush()
-        self._board.write(step, values)
+        self._board.write(step, {k: v for k, v in values.items() if v is not None})
 
     def close(self) -> None:
         try:

@@ -27,6 +27,8 @@ MAY_DIFFER = {
         "eval_batches",
         "checkpoint_every",
         "keep_checkpoints",
+        "profile_begin",
+        "profile_steps",
     },
     "mesh": {"data", "pipe", "model"},
     "tune": {"base"},  # its checkpoint's step is compared
@@ -58,14 +60,17 @@ class Run(NamedTuple):
 
 
 def open_run(
-    workdir: str | os.PathLike, *, step: int | None = None, mesh: Mesh | None = None
+    workdir: str | os.PathLike,
+    *,
+    step: int | None = None,
+    mesh: Mesh | None = None,
+    ema: bool = False,
 ) -> Run:
     """The newest whole checkpoint of a run (or that of `step`), laid onto `mesh`.
 
-    Raises:
-      CheckpointError: no checkpoint there, none usable, or one of another program version.
+    `ema`: its averaged parameters. Raises `CheckpointError` as `load_model` does.
     """
-    model = load_model(workdir, step=step, mesh=mesh)
+    model = load_model(workdir, step=step, mesh=mesh, ema=ema)
     return Run(pathlib.Path(workdir).expanduser(), model, saved_experiment(model.metadata))
 
 
@@ -107,10 +112,12 @@ def check_same_run(
 
 
 def _ends_with_the_run(experiment: Experiment) -> bool:
-    """Whether the learning rate or the exit weights of a step depend on `train.steps`."""
-    weights = experiment.exit_weights
-    return experiment.optimizer.schedule in ("cosine", "linear") or (
-        weights.kind != "constant" and not weights.steps
+    """Whether what a step does depends on `train.steps`."""
+    train = experiment.train
+    return (
+        experiment.optimizer.schedule in ("cosine", "linear")
+        or experiment.exit_weights.ends_with_the_run
+        or (train.layer_dropout > 0 and train.layer_dropout_growth != "constant")
     )
 
 

@@ -14,6 +14,7 @@ from eejax.common.trees import Tree
 from eejax.models import params
 from eejax.models.config import ModelConfig
 from eejax.sharding import rules
+from eejax.train.recipes import LossScale
 from eejax.train.scope import Scope
 
 
@@ -22,7 +23,8 @@ class TrainState:
     """`step` counts the steps taken, skipped ones included; both counts are int32 scalars.
 
     `frozen` are parameters that the loss reads and no step changes; they have no optimiser state
-    and are in no checkpoint of the run (`train.scope`).
+    and are in no checkpoint of the run (`train.scope`). `ema` are the averaged parameters, {}
+    where none are kept; `loss_scale` is None unless the model computes in float16.
     """
 
     step: jax.Array
@@ -30,21 +32,46 @@ class TrainState:
     opt_state: optax.OptState
     skipped: jax.Array
     frozen: Tree = dataclasses.field(default_factory=dict)
+    ema: Tree = dataclasses.field(default_factory=dict)
+    loss_scale: LossScale | None = None
 
 
 def create(
-    config: ModelConfig, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    mesh: Mesh,
+    *,
+    ema: bool = False,
+    loss_scale: float | None = None,
 ) -> TrainState:
     """The state before the first step, every leaf made where it belongs on `mesh`."""
-    placed = jax.tree.map(lambda a: a.sharding, abstract(config, optimizer, mesh))
-    initial = lambda key: begin(params.init(config, key), optimizer)
+    extra = {"ema": ema, "loss_scale": loss_scale}
+    placed = jax.tree.map(lambda a: a.sharding, abstract(config, optimizer, mesh, **extra))
+    initial = lambda key: begin(params.init(config, key), optimizer, **extra)
     return jax.jit(initial, out_shardings=placed)(jax.random.key(seed))
 
 
-def begin(values: Tree, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step of trained `values`; what is frozen comes to it apart."""
+def begin(
+    values: Tree,
+    optimizer: optax.GradientTransformation,
+    *,
+    ema: bool = False,
+    loss_scale: float | None = None,
+) -> TrainState:
+    """The state before the first step of trained `values`; what is frozen comes to it apart.
+
+    ema: whether their average is kept. loss_scale: the first one, None for no scaling.
+    """
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(step=zero, params=values, opt_state=optimizer.init(values), skipped=zero)
+    return TrainState(
+        step=zero,
+        params=values,
+        opt_state=optimizer.init(values),
+        skipped=zero,
+        ema=jax.tree.map(jnp.copy, values) if ema else {},
+        loss_scale=None if loss_scale is None else LossScale.initial(loss_scale),
+    )
 
 
 def abstract(
@@ -52,13 +79,18 @@ def abstract(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     scope: Scope | None = None,
+    *,
+    ema: bool = False,
+    loss_scale: float | None = None,
 ) -> TrainState:
     """The state as shape structs with shardings; a moment lies where its parameter lies.
 
-    `scope`: what of the model is trained, by default all of it.
+    `scope`: what of the model is trained, by default all of it. The rest as in `begin`.
     """
     trained, frozen = (rules.structs(d, mesh) for d in (scope or Scope(config)).declarations())
-    state = jax.eval_shape(lambda values: begin(values, optimizer), trained)
+    state = jax.eval_shape(
+        lambda values: begin(values, optimizer, ema=ema, loss_scale=loss_scale), trained
+    )
     placed = jax.tree.map(lambda a: a.sharding, trained)
     whole = lambda a: _struct(a, rules.replicated(mesh))
     return TrainState(
@@ -69,6 +101,8 @@ def abstract(
         ),
         skipped=whole(state.skipped),
         frozen=frozen,
+        ema=trained if ema else {},
+        loss_scale=jax.tree.map(whole, state.loss_scale),
     )
 
 

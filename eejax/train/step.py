@@ -17,9 +17,11 @@ from eejax.common.axes import DATA, MODEL, PIPE
 from eejax.common.errors import ConfigError, require
 from eejax.common.trees import Tree, join
 from eejax.losses.multi_exit import ExitSums, multi_exit_loss
+from eejax.losses.objective import CROSS_ENTROPY, Objective
 from eejax.models.config import ModelConfig
 from eejax.sharding import rules
 from eejax.sharding.mesh import check_batch, mesh_axes
+from eejax.train.recipes import averaged
 from eejax.train.scope import Scope
 from eejax.train.state import TrainState, abstract
 
@@ -47,6 +49,12 @@ def make_train_step(
     remat: str = "none",
     seed: int = 0,
     scope: Scope | None = None,
+    objective: Objective = CROSS_ENTROPY,
+    sparse: bool = False,
+    layer_dropout: Schedule | None = None,
+    ema: float | None = None,
+    loss_scale: float | None = None,
+    loss_scale_interval: int = 1000,
 ) -> Callable[[TrainState, Arrays], tuple[TrainState, Metrics]]:
     """The compiled step `(state, batch) -> (state, metrics)`; `state` is donated.
 
@@ -58,12 +66,22 @@ def make_train_step(
     the global batch). `scope` says what is trained (by default everything): the gradient of
     frozen parameters is never formed, and exit_weights and exit_losses are of its exits.
 
-    Where the loss or the gradient norm is not finite, or the batch counts no token, parameters and
-    optimiser state stay as they were, `state.skipped` is increased, and `state.step` moves on.
+    `objective` says what a token costs; `sparse` leaves out exits whose weight is 0 at a step.
+    `layer_dropout(step)` [l] are probabilities of layers to be left out for a sample, drawn from
+    the dropout keys. `ema`: decay of the parameters' average. `loss_scale`: the first scale of the
+    loss, adjusted as `recipes.LossScale` says every `loss_scale_interval` clean steps. It
+    multiplies the weights of all exits alike, as a scale of the mean loss of one microbatch on
+    one device, and divides the gradients before anything else is done with them.
+
+    Where the loss or the gradient norm is not finite, or the batch counts no token, parameters,
+    average and optimiser state stay as they were, `state.skipped` is increased, and `state.step`
+    moves on.
 
     `batch` holds tokens and labels [b, t], and optionally segment_ids and positions [b, t].
-    Metrics: loss, exit_losses [e], grad_norm (before clipping), learning_rate, tokens, skipped
-    (so far), finite. Without a counted token losses and norm are 0, and finite is false.
+    Metrics: loss, exit_losses [e] (cross entropies), exit_weights [e], exit_grad_norms [e] (of
+    what each exit's weighted loss sends into the hidden states at its boundary), grad_norm
+    (before clipping), learning_rate, tokens, skipped (so far), finite, and loss_scale where there
+    is one: that of this step. Without a counted token losses and norm are 0, and finite is false.
 
     Raises:
       ConfigError: a mesh with more than one device along pipe or model.
@@ -73,28 +91,33 @@ def make_train_step(
     require(scope.config == config, "scope", scope.config.exits, "must be of the same model")
     param_specs, frozen_specs = (rules.specs(d, mesh) for d in scope.declarations())
     axes = mesh_axes(mesh)
-    final = scope.which[-1:] == (config.n_exits,)
+    final, devices = scope.which[-1:] == (config.n_exits,), mesh.shape[DATA]
 
-    def loss(params, frozen, weights, batch, keys):
+    drops = layer_dropout is not None
+
+    def loss(params, probes, frozen, weights, batch, keys, rates):
         return multi_exit_loss(
             join(frozen, params), config, batch["tokens"], batch["labels"], weights,
             positions=batch.get("positions"), segment_ids=batch.get("segment_ids"),
-            dropout_keys=keys, axes=axes, remat=remat, which=scope.which,
+            dropout_keys=keys, axes=axes, remat=remat, which=scope.which, objective=objective,
+            sparse=sparse, layer_dropout=rates, probes=probes,
         )  # fmt: skip
 
-    def local_gradients(params, frozen, weights, batch, step):
+    def local_gradients(params, frozen, weights, rates, batch, step):
         # Varying from the start: no psum hides in the backward pass, all of it is one at the end.
-        params, frozen, weights = _vary((params, frozen, weights))
+        params, frozen, weights, rates = _vary((params, frozen, weights, rates))
         part = lambda a: a.reshape(microbatches, -1, *a.shape[1:])
         parts = jax.tree.map(part, dict(batch))
         keys = None
-        if config.dropout:
+        if config.dropout or drops:
             keys = part(_sample_keys(seed, step, batch["tokens"].shape[0]))
 
         def one(params, part):
             batch, keys = part
-            (total, sums), grads = jax.value_and_grad(loss, has_aux=True)(
-                params, frozen, weights, batch, keys
+            # What each exit sends into the trunk comes out as the gradient of its probe.
+            probes = jnp.zeros_like(weights)
+            (total, sums), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+                params, probes, frozen, weights, batch, keys, rates
             )
             return grads, (total, sums)
 
@@ -111,8 +134,8 @@ def make_train_step(
     gradients = jax.shard_map(
         local_gradients,
         mesh=mesh,
-        in_specs=(param_specs, frozen_specs, P(), P(DATA), P()),
-        out_specs=(param_specs, P()),
+        in_specs=(param_specs, frozen_specs, P(), P(), P(DATA), P()),
+        out_specs=((param_specs, P()), P()),
     )
 
     def step(state: TrainState, batch: Arrays) -> tuple[TrainState, Metrics]:
@@ -120,38 +143,61 @@ def make_train_step(
         weights = exit_weights(state.step)
         if final:
             weights = jnp.append(weights, jnp.ones(1, jnp.float32))
-        grads, (total, sums) = gradients(state.params, state.frozen, weights, batch, state.step)
+        scale = jnp.ones((), jnp.float32)
+        if state.loss_scale is not None:
+            scale = state.loss_scale.value / (batch["tokens"].size / microbatches / devices)
+        rates = layer_dropout(state.step) if drops else None
+        (grads, squares), (total, sums) = gradients(
+            state.params, state.frozen, weights * scale, rates, batch, state.step
+        )
+        total = total / scale
         count = jnp.maximum(sums.count, 1).astype(jnp.float32)
-        norm = optax.tree.norm(grads) / count
+        factor = 1.0 / (scale * count)
+        norm = optax.tree.norm(grads) * factor
         finite = jnp.isfinite(norm) & jnp.isfinite(total) & (sums.count > 0)
-        factor = 1.0 / count
+        exit_norms = jnp.sqrt(squares) * factor
         if clip_norm is not None:
             factor = factor * jnp.minimum(1.0, clip_norm / norm)
         grads = jax.tree.map(lambda g: g * factor, grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         rate = learning_rate(state.step)
+        choose = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
         moved = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
-        choose = lambda new, old: jnp.where(finite, new, old)
-        state = TrainState(
-            step=state.step + 1,
-            params=jax.tree.map(choose, moved, state.params),
-            opt_state=jax.tree.map(choose, opt_state, state.opt_state),
-            skipped=state.skipped + (~finite).astype(jnp.int32),
-            frozen=state.frozen,
-        )
+        average = state.ema
+        if ema is not None:
+            average = choose(averaged(state.ema, moved, ema, state.step), state.ema)
         metrics = {
             "loss": total / count,
             "exit_losses": sums.sums / count,
+            "exit_weights": weights,
+            "exit_grad_norms": exit_norms,
             "grad_norm": norm,
             "learning_rate": rate,
             "tokens": sums.count,
-            "skipped": state.skipped,
+            "skipped": state.skipped + (~finite).astype(jnp.int32),
             "finite": finite,
         }
+        following = state.loss_scale
+        if following is not None:
+            metrics["loss_scale"] = following.value
+            # A batch without a token is skipped too, and says nothing about the scale.
+            after = following.after(finite, loss_scale_interval)
+            counted = lambda new, old: jnp.where(sums.count > 0, new, old)
+            following = jax.tree.map(counted, after, following)
+        state = TrainState(
+            step=state.step + 1,
+            params=choose(moved, state.params),
+            opt_state=choose(opt_state, state.opt_state),
+            skipped=metrics["skipped"],
+            frozen=state.frozen,
+            ema=average,
+            loss_scale=following,
+        )
         return state, metrics
 
     # The next state is laid out as this one was declared, so that no second program is compiled.
-    placed = jax.tree.map(lambda a: a.sharding, abstract(config, optimizer, mesh, scope))
+    shapes = abstract(config, optimizer, mesh, scope, ema=ema is not None, loss_scale=loss_scale)
+    placed = jax.tree.map(lambda a: a.sharding, shapes)
     return jax.jit(step, donate_argnums=0, out_shardings=(placed, None))
 
 

@@ -29,7 +29,7 @@ BASE = dict(vocab_size=50, n_layers=6, d_model=32, n_heads=4, context_length=64)
         (dict(sliding_window=(4, None)), "one entry for each of the 6 layers"),
         (dict(sliding_window=0), "sliding_window = 0"),
         (dict(rotary=RotaryConfig(fraction=0.2)), "even number"),
-        (dict(dtype="float16"), "dtype"),
+        (dict(dtype="float64"), "dtype"),
         (dict(vocab_size=0), "vocab_size = 0"),
         (dict(logit_softcap=-3.0), "logit_softcap"),
         (dict(temperature=0.0), "temperature"),
