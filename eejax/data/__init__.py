@@ -1,8 +1,18 @@
 """Text, tokenizers, packed token files, and a loader whose position is part of a checkpoint."""
 
+from eejax.data.hub import HubDataset
 from eejax.data.loader import IGNORE, Batch, Loader, batches, even_windows
 from eejax.data.packing import PackedDataset, Split, open_packed, pack
-from eejax.data.sources import PYTHON_STDLIB, Document, PythonStdlib, Source, TextFiles, source
+from eejax.data.sentencepiece import SentencePieceTokenizer
+from eejax.data.sources import (
+    PYTHON_STDLIB,
+    Chain,
+    Document,
+    PythonStdlib,
+    Source,
+    TextFiles,
+    source,
+)
 from eejax.data.tokenizers import (
     BYTES,
     ByteTokenizer,
@@ -21,11 +31,14 @@ __all__ = [
     "PYTHON_STDLIB",
     "Batch",
     "ByteTokenizer",
+    "Chain",
     "Document",
+    "HubDataset",
     "JsonTokenizer",
     "Loader",
     "PackedDataset",
     "PythonStdlib",
+    "SentencePieceTokenizer",
     "Source",
     "Split",
     "TextFiles",

@@ -6,6 +6,7 @@ import dataclasses
 import glob
 import hashlib
 import io
+import itertools
 import os
 import sys
 import sysconfig
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from eejax.common.errors import DataError, require
+from eejax.data import records
 
 PYTHON_STDLIB = "python-stdlib"
 
@@ -48,41 +50,45 @@ class Source(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TextFiles:
-    """UTF-8 text files named by paths or globs (`**` descends), each file one document.
+    """Files named by paths or globs (`**` descends): JSON lines, Parquet, else UTF-8 text.
 
-    With `separator`, a file holds several documents with that string between them. Documents
-    longer than `document_chars` characters are cut at line ends. `max_bytes` keeps that many
-    bytes of text from the beginning. A document's name is its path below its pattern's fixed
-    part, so that the split survives moving the folder.
+    A text file is one document. With `separator`, it holds several with that string between
+    them. Documents longer than `document_chars` characters are cut at line ends. A document's
+    name is its path below its pattern's fixed part, so that the split survives moving the folder.
+
+    Files that end in .jsonl, .jsonl.gz, .json.gz (lines too) or .parquet hold one document for
+    each record, in its `text_field` ("meta.text" is the field text of the field meta); its name
+    is the file's and the number of its line or row. These are never cut: a record is held whole
+    anyway, and its parts could fall into different splits.
+
+    Text of white space alone is passed over. `max_bytes` keeps that many bytes of text from the
+    beginning.
     """
 
     patterns: tuple[str, ...]
     separator: str | None = None
     document_chars: int = DOCUMENT_CHARS
     max_bytes: int | None = None
+    text_field: str = "text"
 
     def __post_init__(self) -> None:
         named = len(self.patterns) > 0 and all(self.patterns)
         require(named, "patterns", self.patterns, "must name at least one file, and none be empty")
         require(self.separator != "", "separator", self.separator, "must be None or not empty")
         require(self.document_chars > 0, "document_chars", self.document_chars, "must be > 0")
-        _check_budget(self.max_bytes)
+        require(bool(self.text_field), "text_field", self.text_field, "must name a field")
+        check_budget(self.max_bytes)
 
     def documents(self) -> Iterator[Document]:
-        left = sys.maxsize if self.max_bytes is None else self.max_bytes
+        return limited(self._documents(), self.max_bytes)
+
+    def _documents(self) -> Iterator[Document]:
         any_text = False
         for name, path, explicit in self._files():
             in_file = False
             for document in self._read(name, path):
-                data = document.text.encode()
-                if len(data) > left:
-                    document = Document(document.name, data[:left].decode(errors="ignore"))
                 in_file = True
-                if document.text:
-                    yield document
-                left -= min(left, len(data))
-                if left == 0:
-                    return
+                yield document
             if explicit and not in_file:
                 raise DataError(f"{path} is empty: give a file with text, or leave it out.")
             any_text |= in_file
@@ -90,8 +96,10 @@ class TextFiles:
             raise DataError(f"every file of {', '.join(self.patterns)} is empty: nothing to read.")
 
     def describe(self) -> dict[str, Any]:
-        digest, total, count = hashlib.sha256(), 0, 0
+        digest, total, count, fields = hashlib.sha256(), 0, 0, {}
         for name, path, _ in self._files():
+            if records.reader(path):
+                fields = {"text_field": self.text_field}
             stat = os.stat(path)
             digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
             total, count = total + stat.st_size, count + 1
@@ -104,6 +112,7 @@ class TextFiles:
             "files": count,
             "bytes": total,
             "digest": digest.hexdigest(),
+            **fields,
         }
 
     def _files(self) -> list[tuple[str, str, bool]]:
@@ -138,6 +147,10 @@ class TextFiles:
 
     def _read(self, name: str, path: str) -> Iterator[Document]:
         """The documents of one file that hold more than white space."""
+        if read := records.reader(path):
+            texts = read(path, self.text_field)
+            yield from (Document(f"{name}#{i}", text) for i, text in texts if text.strip())
+            return
         try:
             with open(path, encoding="utf-8-sig", newline="") as file:
                 for i, text in enumerate(cut(file, self.separator, self.document_chars)):
@@ -163,7 +176,7 @@ class PythonStdlib:
     max_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _check_budget(self.max_bytes)
+        check_budget(self.max_bytes)
 
     def documents(self) -> Iterator[Document]:
         for name, _, read in self._chosen():
@@ -208,12 +221,72 @@ class PythonStdlib:
         return sorted(chosen, key=lambda entry: entry[0])
 
 
-def source(spec: str | Sequence[str], max_bytes: int | None = None) -> Source:
-    """`"python-stdlib"`, or text files by path or glob (one, or a sequence of them)."""
-    if spec == PYTHON_STDLIB:
-        return PythonStdlib(max_bytes)
-    patterns = (spec,) if isinstance(spec, str) else tuple(spec)
-    return TextFiles(patterns, max_bytes=max_bytes)
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """The documents of several sources, one source after the other.
+
+    `max_bytes` keeps that many bytes of text from the beginning; what lies behind is not read.
+    """
+
+    sources: tuple[Source, ...]
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        check_budget(self.max_bytes)
+
+    def documents(self) -> Iterator[Document]:
+        parts = (each.documents() for each in self.sources)
+        return limited(itertools.chain.from_iterable(parts), self.max_bytes)
+
+    def describe(self) -> dict[str, Any]:
+        parts = [each.describe() for each in self.sources]
+        return {"kind": "several", "sources": parts, "max_bytes": self.max_bytes}
+
+
+def source(
+    spec: str | Sequence[str], max_bytes: int | None = None, text_field: str = "text"
+) -> Source:
+    """The source that `spec` names, or a sequence of them, in that order.
+
+    `"python-stdlib"`; `hf:NAME`, `hf:NAME:CONFIG` or `hf:NAME:CONFIG:SPLIT` (train unless said;
+    CONFIG may be empty) for a data set of the Hugging Face Hub or a local folder in that form;
+    else files by path or glob. `text_field`: where a record has its text (`TextFiles`). Of files
+    that follow one another in the sequence, none is read twice.
+
+    Raises:
+      ConfigError: an empty or misspelt `spec`. What cannot be found is only known in reading.
+    """
+    # Here, because that module builds on this one.
+    from eejax.data import hub
+
+    specs = (spec,) if isinstance(spec, str) else tuple(spec)
+    require(len(specs) > 0, "source", spec, "must name at least one")
+    is_other = lambda one: one == PYTHON_STDLIB or one.startswith(hub.PREFIX)
+    parts: list[Source] = []
+    for other, group in itertools.groupby(specs, is_other):
+        if not other:
+            parts.append(TextFiles(tuple(group), text_field=text_field))
+            continue
+        for one in group:
+            stdlib = one == PYTHON_STDLIB
+            parts.append(PythonStdlib() if stdlib else hub.HubDataset.parse(one, text_field))
+    if len(parts) == 1:
+        return dataclasses.replace(parts[0], max_bytes=max_bytes)
+    return Chain(tuple(parts), max_bytes)
+
+
+def limited(documents: Iterator[Document], max_bytes: int | None) -> Iterator[Document]:
+    """The first `max_bytes` bytes of text, cut between characters; all of it for None."""
+    left = sys.maxsize if max_bytes is None else max_bytes
+    for document in documents:
+        data = document.text.encode()
+        if len(data) > left:
+            document = Document(document.name, data[:left].decode(errors="ignore"))
+        if document.text:
+            yield document
+        left -= min(left, len(data))
+        if left == 0:
+            return
 
 
 def cut(file: io.TextIOBase, separator: str | None, limit: int) -> Iterator[str]:
@@ -256,7 +329,7 @@ def _shorten(text: str, limit: int) -> Iterator[str]:
         text = text[end:]
 
 
-def _check_budget(max_bytes: int | None) -> None:
+def check_budget(max_bytes: int | None) -> None:
     require(max_bytes is None or max_bytes > 0, "max_bytes", max_bytes, "must be None or > 0")
 
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, a `tokenizer.json`, and training a byte-level BPE."""
+"""Text to token ids and back: bytes, a `tokenizer.json`, training a byte-level BPE, loading."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from eejax.data.sources import Document
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
 
-_MARKER = "eejax_tokenizer.json"
+SENTENCEPIECE = "sentencepiece"
+MARKER = "eejax_tokenizer.json"  # in a folder written by `save`: kind, eos, bos
+MODEL = "tokenizer.model"
+
 _JSON = "tokenizer.json"
 # Tried in this order where neither the caller nor a tokenizer_config.json names the token.
 _EOS_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>")
@@ -87,7 +90,7 @@ class ByteTokenizer:
         return np.append(np.ones(256, np.int64), 0)
 
     def encode(self, text: str, *, allow_special: bool = False) -> np.ndarray:
-        return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
+        return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._bytes(ids).decode("utf-8", errors="replace")
@@ -97,7 +100,7 @@ class ByteTokenizer:
 
     def save(self, path: str | os.PathLike) -> None:
         os.makedirs(path, exist_ok=True)
-        _write_json(os.path.join(path, _MARKER), {"kind": BYTES})
+        write_json(os.path.join(path, MARKER), {"kind": BYTES})
 
     @staticmethod
     def _bytes(ids: Sequence[int]) -> bytes:
@@ -164,7 +167,7 @@ class JsonTokenizer:
         return _parse(self._definition)
 
     def encode(self, text: str, *, allow_special: bool = False) -> np.ndarray:
-        _utf8(text)
+        utf8(text)
         inner = self._with_special if allow_special else self._plain
         return np.asarray(inner.encode(text, add_special_tokens=False).ids, np.int32)
 
@@ -174,13 +177,13 @@ class JsonTokenizer:
         return self._plain.decode(ids.tolist(), skip_special_tokens=True)
 
     def stream(self) -> TextStream:
-        return _PieceStream(self)
+        return PieceStream(self)
 
     def save(self, path: str | os.PathLike) -> None:
         os.makedirs(path, exist_ok=True)
         with open(os.path.join(path, _JSON), "w", encoding="utf-8") as file:
             file.write(self._definition)
-        _write_json(os.path.join(path, _MARKER), {"kind": "json", "eos": self.eos, "bos": self.bos})
+        write_json(os.path.join(path, MARKER), {"kind": "json", "eos": self.eos, "bos": self.bos})
 
 
 def train_bpe(documents: Iterable[Document | str], vocab_size: int) -> JsonTokenizer:
@@ -210,10 +213,12 @@ def train_bpe(documents: Iterable[Document | str], vocab_size: int) -> JsonToken
 def load_tokenizer(
     spec: str | os.PathLike, *, eos: str | None = None, bos: str | None = None
 ) -> Tokenizer:
-    """`"bytes"`, a `tokenizer.json`, or a folder with one or written by `save`.
+    """`"bytes"`, a `tokenizer.json`, a SentencePiece `.model`, or a folder.
 
-    Which tokens begin and end a document is read from `eos` and `bos`, else from the folder's
-    saved settings or `tokenizer_config.json`, else guessed from the usual names.
+    A folder holds a `tokenizer.json` or a `tokenizer.model` (the first where there are both) or
+    was written by `save`. Which tokens begin and end a document is read from `eos` and `bos`,
+    else from the folder's saved settings, else from the `.model` or a `tokenizer_config.json`
+    beside the `tokenizer.json`, else guessed from the usual names.
 
     Raises:
       DataError: nothing usable there.
@@ -222,29 +227,39 @@ def load_tokenizer(
     if spec == BYTES:
         return ByteTokenizer()
     spec = os.path.expanduser(spec)
-    folder, file = (spec, os.path.join(spec, _JSON)) if os.path.isdir(spec) else ("", spec)
-    named: dict[str, Any] = {}
-    if folder and os.path.exists(os.path.join(folder, _MARKER)):
-        named = _read_json(os.path.join(folder, _MARKER))
-        if named.get("kind") == BYTES:
-            return ByteTokenizer()
-    else:
-        config = os.path.join(os.path.dirname(file), "tokenizer_config.json")
-        if os.path.exists(config):
-            raw = _read_json(config)
-            named = {k: _content(raw.get(f"{k}_token")) for k in ("eos", "bos")}
+    file, named = spec, {}
+    if os.path.isdir(spec):
+        marker, file = os.path.join(spec, MARKER), os.path.join(spec, _JSON)
+        model = os.path.join(spec, MODEL)
+        if os.path.exists(marker):
+            named = _read_json(marker)
+            if named.get("kind") == BYTES:
+                return ByteTokenizer()
+            file = model if named.get("kind") == SENTENCEPIECE else file
+        elif os.path.isfile(model) and not os.path.isfile(file):
+            file = model
     if not os.path.isfile(file):
         raise DataError(
-            f"tokenizer {spec!r}: no file {file}. Give 'bytes', the path of a tokenizer.json, a "
-            "folder holding one or, as data.tokenizer, 'bpe'."
+            f"tokenizer {spec!r}: no file {file}. Give 'bytes', the path of a tokenizer.json or "
+            "of a SentencePiece .model, a folder holding one or, as data.tokenizer, 'bpe'."
         )
+    config = os.path.join(os.path.dirname(file), "tokenizer_config.json")
+    is_model = file.endswith(".model")
+    if not named and not is_model and os.path.exists(config):
+        raw = _read_json(config)
+        named = {k: _content(raw.get(f"{k}_token")) for k in ("eos", "bos")}
     try:
-        with open(file, encoding="utf-8") as handle:
-            definition = handle.read()
+        with open(file, "rb") as handle:
+            content = handle.read()
+        definition = content if is_model else content.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"tokenizer {file} cannot be read: {error}.") from error
+    # Here, because that module builds on this one.
+    from eejax.data.sentencepiece import SentencePieceTokenizer
+
+    make = SentencePieceTokenizer if is_model else JsonTokenizer
     try:
-        return JsonTokenizer(definition, eos=eos or named.get("eos"), bos=bos or named.get("bos"))
+        return make(definition, eos=eos or named.get("eos"), bos=bos or named.get("bos"))
     except DataError as error:
         raise DataError(f"tokenizer {file}: {error}") from error
 
@@ -275,14 +290,14 @@ class _ByteStream:
         return self._decoder.decode(b"", final=True)
 
 
-class _PieceStream:
+class PieceStream:
     """Shows decode(context + new) minus decode(context) once it does not end in U+FFFD.
 
-    One shown group of tokens is kept as context because decoders treat the beginning of a text
-    differently (a leading space may be dropped there).
+    Shown tokens are kept as context because decoders treat the beginning of a text differently:
+    they drop the first space or all of them. So it is the last group that has text there.
     """
 
-    def __init__(self, tokenizer: JsonTokenizer):
+    def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._shown = 0  # the first ids of _ids whose text has been shown
@@ -299,7 +314,8 @@ class _PieceStream:
         text = self._tokenizer.decode(self._ids)
         if len(text) <= len(before) or (text.endswith("\ufffd") and not final):
             return ""
-        del self._ids[: self._shown]
+        if self._tokenizer.decode(self._ids[self._shown :]):
+            del self._ids[: self._shown]
         self._shown = len(self._ids)
         return text[len(before) :]
 
@@ -338,7 +354,7 @@ def _content(token: Any) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _utf8(text: str) -> bytes:
+def utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -356,6 +372,6 @@ def _read_json(path: str) -> dict[str, Any]:
         raise DataError(f"{path} cannot be read as JSON: {error}.") from error
 
 
-def _write_json(path: str, value: Any) -> None:
+def write_json(path: str, value: Any) -> None:
     with open(path, "w", encoding="utf-8") as file:
         json.dump(value, file, indent=1)

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eejax.common.errors import ConfigError, DataError
-from eejax.data import Document, PythonStdlib, TextFiles, source
+from eejax.data import Document, PythonStdlib, TextFiles, pack, source, train_bpe
 from eejax.data.sources import cut
 
 
@@ -87,6 +87,44 @@ def test_describe_changes_with_the_files_and_only_then(tmp_path):
     assert files.describe() != before
 
 
+def test_several_kinds_keep_the_order_they_are_listed_in(tmp_path):
+    write(tmp_path, a="one", b="two")
+    files = [str(tmp_path / f"{name}.txt") for name in "ab"]
+    lines = tmp_path / "c.jsonl"
+    lines.write_text('{"text": "three"}\n', encoding="utf-8")
+    library = list(source("python-stdlib").documents())
+    mixed = source((files[1], str(lines), "python-stdlib", files[0], files[0]))
+    found = list(mixed.documents())
+    assert found == [("b.txt", "two"), ("c.jsonl#1", "three"), *library, ("a.txt", "one")]
+    two = (files[0], "python-stdlib")
+    assert [d.text for d in source(two, 5).documents()] == ["one", library[0].text[:2]]
+    before = source(two).describe()
+    assert source(two).describe() == before != source(two, 5).describe()
+    assert before != source(two[::-1]).describe()
+    write(tmp_path, a="changed")
+    assert source(two).describe() != before
+    assert source(("python-stdlib",), 200_000) == PythonStdlib(200_000)
+
+
+def test_what_lies_behind_the_budget_is_not_read(tmp_path):
+    write(tmp_path, a="one")
+    (tmp_path / "bad.jsonl").write_text("no json\n", encoding="utf-8")
+    specs = (str(tmp_path / "a.txt"), str(tmp_path / "bad.jsonl"))
+    assert [d.text for d in source(specs, 3).documents()] == ["one"]
+    with pytest.raises(DataError, match=r"bad.jsonl, line 1 is no JSON"):
+        list(source(specs, 4).documents())
+
+
+def test_a_mixed_source_is_packed_and_found_again(tmp_path):
+    write(tmp_path, a="one", b="two")
+    (tmp_path / "c.jsonl").write_text('{"text": "three"}\n{"text": "four"}\n', encoding="utf-8")
+    text = source((str(tmp_path / "*.txt"), str(tmp_path / "c.jsonl")))
+    tokenizer = train_bpe(text.documents(), 300)
+    packed = pack(text, tokenizer, tmp_path / "packed", validation_fraction=0)
+    assert packed.names == ["a.txt", "b.txt", "c.jsonl#1", "c.jsonl#2"]
+    assert pack(text, tokenizer, tmp_path / "packed", validation_fraction=0).path == packed.path
+
+
 def test_stdlib_is_real_text_in_a_fixed_order():
     documents = list(source("python-stdlib").documents())
     names = [d.name for d in documents]
@@ -157,8 +195,10 @@ def test_settings_are_checked():
     with pytest.raises(ConfigError, match="document_chars"):
         TextFiles(("a.txt",), document_chars=0)
     for nothing in ([], "", ["a.txt", ""]):
-        with pytest.raises(ConfigError, match="patterns"):
+        with pytest.raises(ConfigError, match="patterns|source"):
             source(nothing)
+    with pytest.raises(ConfigError, match="text_field = ''"):
+        source("a.jsonl", text_field="")
 
 
 def test_a_budget_below_every_document_says_so():

@@ -1,0 +1,137 @@
+"""Data sets of the Hugging Face Hub, or local folders in its form, as a source."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from eejax.common.errors import DataError, require
+from eejax.data import records
+from eejax.data.sources import Document, check_budget, limited
+
+PREFIX = "hf:"
+
+
+@dataclasses.dataclass(frozen=True)
+class HubDataset:
+    """One split of a data set that the `datasets` package reads, each row one document.
+
+    `name` is one on the Hub ("user/name") or a local folder. Rows are streamed: nothing is
+    downloaded ahead and a few of them are held. A row's text lies in `text_field` as in
+    `TextFiles`, and so works `max_bytes`. The revision is looked up once for each object; all
+    that it reads and describes is of that revision.
+    """
+
+    name: str
+    config: str | None = None
+    split: str = "train"
+    text_field: str = "text"
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.name), "name", self.name, "must name a data set or a folder")
+        require(bool(self.split), "split", self.split, "must name a split")
+        require(bool(self.text_field), "text_field", self.text_field, "must name a field")
+        check_budget(self.max_bytes)
+
+    @classmethod
+    def parse(cls, spec: str, text_field: str = "text") -> HubDataset:
+        """Of `hf:NAME`, `hf:NAME:CONFIG` or `hf:NAME:CONFIG:SPLIT`; CONFIG may be empty."""
+        name, *rest = spec.removeprefix(PREFIX).split(":")
+        ok = len(rest) <= 2 and name != ""
+        require(ok, "source", spec, "must be hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
+        config, split = (*rest, "", "")[:2]
+        return cls(name, config or None, split or "train", text_field)
+
+    def documents(self) -> Iterator[Document]:
+        return limited(self._documents(), self.max_bytes)
+
+    def describe(self) -> dict[str, Any]:
+        files = self._files()
+        # Files on the Hub have the revision in their paths. Local ones may have changed since.
+        known = [] if self._local else [repr(each) for each in files.origin_metadata]
+        for path in map(str, files):
+            if os.path.exists(path):
+                stat = os.stat(path)
+                path = os.path.relpath(path, os.path.realpath(self._path))
+                path = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}"
+            known.append(path)
+        return {
+            "kind": "hf",
+            "name": self.name,
+            "config": self.config,
+            "split": self.split,
+            "text_field": self.text_field,
+            "max_bytes": self.max_bytes,
+            "files": len(files),
+            "digest": hashlib.sha256("\n".join(known).encode()).hexdigest(),
+        }
+
+    @property
+    def _path(self) -> str:
+        return os.path.expanduser(self.name)
+
+    @property
+    def _local(self) -> bool:
+        return os.path.isdir(self._path)
+
+    @functools.cached_property
+    def _builder(self) -> Any:
+        try:
+            import datasets
+        except ImportError as error:
+            raise DataError(
+                f"source {PREFIX}{self.name} needs the package datasets: pip install 'eejax[data]'."
+            ) from error
+        with self._naming():
+            return datasets.load_dataset_builder(self._path, self.config)
+
+    def _files(self) -> Any:
+        """The split's files, a list that also has their `origin_metadata`."""
+        found = {str(split): files for split, files in self._builder.config.data_files.items()}
+        if self.split not in found:
+            raise DataError(
+                f"data set {self.name!r} has no split {self.split!r} but {', '.join(found)}: name "
+                f"one of these, as in {PREFIX}{self.name}:{self.config or ''}:{next(iter(found))}."
+            )
+        return found[self.split]
+
+    def _documents(self) -> Iterator[Document]:
+        self._files()  # says so where the split is not there
+        # The last part of a folder's path, so that the split survives moving the folder.
+        name = os.path.basename(os.path.abspath(self._path)) if self._local else self.name
+        name, any_text = f"{name}:{self.config or ''}:{self.split}", False
+        with self._naming():
+            rows = self._builder.as_streaming_dataset(split=self.split)
+            columns, column = rows.column_names or (), self.text_field
+            column = column if column in columns else column.split(".")[0]
+            if column in columns:  # others may be images, costly to read and to decode
+                rows = rows.select_columns([column])
+            for number, row in enumerate(rows, 1):
+                where = f"data set {self.name!r}, split {self.split}, row {number}"
+                text = records.text_of(row, self.text_field, where)
+                if text.strip():
+                    any_text = True
+                    yield Document(f"{name}#{number}", text)
+        if not any_text:
+            raise DataError(f"data set {self.name!r}, split {self.split}, has no text.")
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """What the library raises, which has many kinds, with the name and the fix."""
+        try:
+            yield
+        except DataError:
+            raise
+        except Exception as error:
+            cause = " ".join(str(error).split())[:400] or type(error).__name__
+            raise DataError(
+                f"data set {self.name!r} cannot be read: {cause.removesuffix('.')}. Check the "
+                "name, the configuration and the network, or download it and name its folder "
+                f"({PREFIX}FOLDER) or its .parquet or .jsonl files."
+            ) from error

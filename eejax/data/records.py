@@ -1,0 +1,179 @@
+"""Texts of files that hold one record for each document: JSON lines and Parquet."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from eejax.common.errors import DataError
+
+# A longer line is not JSON lines (one JSON array, say), and would have to be held whole.
+MAX_LINE_BYTES = 1 << 28
+
+# Parquet is decoded in pieces of this size, whatever the size of its row groups.
+_ROWS = 128
+_BUFFER_BYTES = 1 << 20
+
+_NOTHING = object()
+
+Texts = Iterator[tuple[int, str]]
+
+
+def reader(path: str) -> Callable[[str, str], Texts] | None:
+    """`json_lines` or `parquet` by what the file's name ends with, None for other files."""
+    name = path.lower()
+    if name.endswith((".jsonl", ".jsonl.gz", ".json.gz")):
+        return json_lines
+    return parquet if name.endswith(".parquet") else None
+
+
+def json_lines(path: str, field: str) -> Texts:
+    """(number, text) of each line, numbered from 1; blank lines are passed over.
+
+    Holds one line. A name that ends in .gz is unpacked on the way. Raises `DataError` for what
+    cannot be read, a line that is no JSON object, or one without a string in `field`.
+    """
+    try:
+        with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as file:
+            for number in itertools.count(1):
+                line = file.readline(MAX_LINE_BYTES + 1)
+                if not line:
+                    return
+                if line.strip():
+                    where = f"{path}, line {number}"
+                    yield number, text_of(_json(line, where), field, where)
+    except (OSError, EOFError, zlib.error) as error:  # the last two are broken gzip
+        raise unreadable(path, error) from error
+
+
+def parquet(path: str, field: str) -> Texts:
+    """(number, text) of each row, numbered from 1, reading no other column than the field's.
+
+    Holds a few pages of one row group. Raises `DataError` for what is no Parquet file, a field
+    that is not there or does not hold strings, or a row without one.
+    """
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet as pq
+    except ImportError as error:
+        raise DataError(
+            f"{path}: Parquet needs the package pyarrow: pip install 'eejax[data]'."
+        ) from error
+    number = 0
+    try:
+        # pre_buffer would load the column of the whole file ahead.
+        with pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
+            _check_schema(file.schema_arrow, field, path)
+            for group in range(file.num_row_groups):
+                rows = file.iter_batches(
+                    _ROWS, row_groups=[group], columns=[field], use_threads=False
+                )
+                for batch in rows:
+                    for row in batch.to_pylist():
+                        number += 1
+                        yield number, text_of(row, field, f"{path}, row {number}")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}, after row {number}: the field {field!r} is not UTF-8 ({error.reason}): write "
+            "the file again with valid strings."
+        ) from error
+    except (OSError, pa.ArrowException) as error:
+        raise unreadable(path, error) from error
+
+
+def text_of(record: Any, field: str, where: str) -> str:
+    """The string in `field` of a record: a key, or several with dots between them.
+
+    Raises `DataError`, beginning with `where`, unless there is one that is Unicode text.
+    """
+    value = record.get(field, _NOTHING)
+    if value is _NOTHING:
+        value = record
+        for key in field.split("."):
+            value = value.get(key, _NOTHING) if isinstance(value, dict) else _NOTHING
+    if not isinstance(value, str):
+        raise missing(field, None if value is _NOTHING else _kind(value), _strings(record), where)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: the field {field!r} has a lone surrogate at character {error.start}, which "
+            "is no Unicode text: take the record out, or write it again."
+        ) from error
+    return value
+
+
+def missing(field: str, kind: str | None, strings: list[str], where: str) -> DataError:
+    """What is wrong with a record or a table that has no string in `field`.
+
+    `kind`: what is there instead, None for nothing. `strings`: the fields that do hold text.
+    """
+    problem = f"no field {field!r}" if kind is None else f"{kind} in the field {field!r}, no text"
+    shown = ", ".join(strings[:20]) + (", ..." if len(strings) > 20 else "")
+    have = f"its fields with text are {shown}" if strings else "no field of it holds text"
+    return DataError(
+        f"{where} has {problem} ({have}): set text_field to the one that is the text of every "
+        "record, or leave out records without text."
+    )
+
+
+def unreadable(path: str, error: Exception) -> DataError:
+    cause = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
+    return DataError(f"{path} cannot be read: {cause}. Check that the file is whole.")
+
+
+def _json(line: bytes, where: str) -> dict[str, Any]:
+    fix = (
+        "a file of this name has one JSON object on each line; give it another ending if it is "
+        "plain text."
+    )
+    if len(line) > MAX_LINE_BYTES:
+        raise DataError(f"{where} is longer than {MAX_LINE_BYTES >> 20} MiB: {fix}")
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is no JSON ({getattr(error, 'msg', error)}): {fix}") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where} is {_kind(record)}, not a JSON object: {fix}")
+    return record
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"a value of type {type(value).__name__}"
+
+
+def _strings(record: dict[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for key, value in record.items():
+        if isinstance(value, str):
+            found.append(prefix + key)
+        elif isinstance(value, dict):
+            found += _strings(value, f"{prefix}{key}.")
+    return found
+
+
+def _check_schema(schema: Any, field: str, path: str) -> None:
+    """Raises `DataError` unless `field` is a column of strings."""
+    from pyarrow import types
+
+    def is_text(kind: Any) -> bool:
+        kind = kind.value_type if types.is_dictionary(kind) else kind
+        return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+
+    columns: dict[str, Any] = {}
+
+    def walk(fields: Any, prefix: str) -> None:
+        for each in fields:
+            columns[prefix + each.name] = each.type
+            if types.is_struct(each.type):
+                walk(each.type, f"{prefix}{each.name}.")
+
+    walk(schema, "")
+    kind = columns.get(field)
+    if kind is None or not is_text(kind):
+        strings = [name for name, each in columns.items() if is_text(each)]
+        raise missing(field, None if kind is None else f"values of type {kind}", strings, path)
