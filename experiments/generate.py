@@ -96,6 +96,8 @@ def main() -> None:
     colors = _COLOR.value == "always" or (_COLOR.value == "auto" and sys.stdout.isatty())
     growing, timed = len(texts) == 1, None
     text, shown = tokenizer.stream(), 0
+    if growing:
+        text.push(ids[0])  # what comes first in a text is decoded differently
     for number, result in enumerate(stream):
         if growing and number == 0:  # not before the request was found to be valid
             print(texts[0], end="")

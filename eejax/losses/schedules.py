@@ -65,7 +65,8 @@ def schedule(
 
 
 def curriculum(kind: str, n: int, *, steps: int = 1, rotation: int | None = None) -> Schedule:
-    """Which of n early exits have a loss at a step: [n] float32 of 0 and 1 (LayerSkip, section 4.1).
+    """Which of n early exits have a loss at a step, as [n] float32 of 0 and 1 (LayerSkip,
+    Elhoushi et al. 2024, section 4.1).
 
     "none": all of them. "rotating": every `rotation`-th (default n: one at a time), the next one
     at the next step. "gradual": first none, then one more every steps / (2 (n + 1)) steps, the
@@ -82,8 +83,8 @@ def curriculum(kind: str, n: int, *, steps: int = 1, rotation: int | None = None
         every = steps / (2 * (n + 1))
 
         def reached(step):
-            on = jnp.floor(jnp.asarray(step).astype(jnp.float32) / every)
-            return (n - 1 - numbers < on).astype(jnp.float32)
+            on = jnp.asarray(step).astype(jnp.float32) // every
+            return (n - 1 - numbers < on.astype(jnp.int32)).astype(jnp.float32)
 
         return reached
     period = n if rotation is None else rotation

@@ -36,7 +36,11 @@ class DataConfig:
     tokenizer.json. `length`: tokens per sequence. Documents go to validation by the hash of
     their name and `split_seed`. With `document_masks` attention and positions start anew at
     every document. `packed`: the folder for packed tokens, by default in the workdir.
-    `max_bytes` takes only that much text.
+    `max_bytes` takes only that much text of each source. `text_field` is the field of JSON
+    lines, Parquet files and Hugging Face data sets that holds the text. With `weights`, one for
+    each source, these are packed apart, and that share of the sequences is drawn from each; its
+    validation text is what each holds out. `prefetch` threads prepare batches ahead (0: none;
+    needs grain).
     """
 
     source: str | tuple[str, ...] = "python-stdlib"
@@ -47,10 +51,25 @@ class DataConfig:
     document_masks: bool = False
     packed: str | None = None
     max_bytes: int | None = None
+    text_field: str = "text"
+    weights: tuple[float, ...] | None = None
+    prefetch: int = 0
 
     def __post_init__(self):
-        if isinstance(self.source, list):
-            object.__setattr__(self, "source", tuple(self.source))
+        for name in ("source", "weights"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.weights is not None:
+            n = len(self.source) if isinstance(self.source, tuple) else 1
+            require(
+                n > 1 and len(self.weights) == n,
+                "DataConfig.weights", self.weights,
+                f"must have one weight for each of several sources ({n})",
+            )  # fmt: skip
+        require(
+            isinstance(self.prefetch, int) and self.prefetch >= 0,
+            "DataConfig.prefetch", self.prefetch, "must be a number of threads, 0 for none",
+        )  # fmt: skip
         _positive("DataConfig.length", self.length)
         require(
             0 <= self.validation_fraction < 1,

@@ -59,8 +59,8 @@ class MetricsWriter:
     """Appends records {"step": n, name: number, ...} to metrics.jsonl and TensorBoard.
 
     A run that resumes after step `resumed` forgets what was recorded behind it, so that no step
-    appears twice. Numbers that are not finite become null, and are not drawn. Where something cannot be written,
-    `OSError` names the file.
+    appears twice. Numbers that are not finite become null, and are not drawn. Where something
+    cannot be written, `OSError` names the file.
     """
 
     def __init__(self, workdir: str | os.PathLike, *, resumed: int = 0):

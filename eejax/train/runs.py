@@ -18,7 +18,7 @@ from eejax.train.config import Experiment
 # the rounding of sums taken in another order. The text and its tokenizer may lie elsewhere;
 # their fingerprints are compared instead.
 MAY_DIFFER = {
-    "data": {"source", "tokenizer", "packed", "max_bytes"},
+    "data": {"source", "tokenizer", "packed", "max_bytes", "text_field", "prefetch"},
     "train": {
         "microbatches",
         "remat",
