@@ -2,6 +2,7 @@
 
 from eejax.data.loader import IGNORE, Batch, Loader, batches, even_windows
 from eejax.data.packing import PackedDataset, Split, open_packed, pack
+from eejax.data.prefetch import Prefetch, windows
 from eejax.data.sources import PYTHON_STDLIB, Document, PythonStdlib, Source, TextFiles, source
 from eejax.data.tokenizers import (
     BYTES,
@@ -25,6 +26,7 @@ __all__ = [
     "JsonTokenizer",
     "Loader",
     "PackedDataset",
+    "Prefetch",
     "PythonStdlib",
     "Source",
     "Split",
@@ -40,4 +42,5 @@ __all__ = [
     "save_tokenizer",
     "source",
     "train_bpe",
+    "windows",
 ]
