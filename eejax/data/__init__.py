@@ -3,6 +3,7 @@
 from eejax.data.hub import HubDataset
 from eejax.data.loader import IGNORE, Batch, Loader, batches, even_windows
 from eejax.data.packing import PackedDataset, Split, open_packed, pack
+from eejax.data.prefetch import Prefetch, windows
 from eejax.data.sentencepiece import SentencePieceTokenizer
 from eejax.data.sources import (
     PYTHON_STDLIB,
@@ -37,6 +38,7 @@ __all__ = [
     "JsonTokenizer",
     "Loader",
     "PackedDataset",
+    "Prefetch",
     "PythonStdlib",
     "SentencePieceTokenizer",
     "Source",
@@ -53,4 +55,5 @@ __all__ = [
     "save_tokenizer",
     "source",
     "train_bpe",
+    "windows",
 ]

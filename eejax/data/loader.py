@@ -1,14 +1,16 @@
-"""Batches of token windows, each a pure function of (seed, step)."""
+"""Batches of token windows, each a pure function of (seed, samples before it)."""
 
 from __future__ import annotations
 
+import bisect
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from eejax.common.errors import DataError, require
+from eejax.data.blend import BLOCK, Blend, shares_of
 from eejax.data.packing import Split
 
 IGNORE = -1  # as in eejax.losses: a label that is not counted
@@ -17,11 +19,14 @@ Batch = dict[str, np.ndarray]
 
 
 class Loader:
-    """An endless iterator of training batches over one split.
+    """An endless iterator of training batches over one split or several.
 
-    The split is cut into windows of `length` tokens (and the label after the last). An epoch
-    takes every window once in an order drawn from (seed, epoch); a batch may reach over the end
-    of an epoch. A batch is a dict of int32 arrays [b, t]:
+    A split is cut into windows of `length` tokens (and the label after the last); one window is
+    a sample. An epoch of a split takes each of its windows once, in an order drawn from (seed,
+    split, epoch). Of several splits, each has its part of `weights` of the samples, exact in
+    every 4096, and epochs of its own (see `Blend`). Sample s is the same whatever the batch size.
+
+    A batch is a dict of int32 arrays [b, t] and may reach over the end of an epoch:
 
       tokens       the inputs
       labels       the next token of each; IGNORE where nothing is to be predicted
@@ -29,41 +34,74 @@ class Loader:
       positions    0..t-1, or with `document_masks` counted from the document's beginning
 
     With `document_masks` the first token of a document is never predicted from the document
-    before. Iterating advances `step`; `batch(step)` does not.
+    before.
+
+    `rampup` = (start, increment, samples): batches begin with `start` samples and grow by
+    `increment` in equal parts of the first `samples` samples, up to `batch_size` (the rule of
+    Megatron-LM's --rampup-batch-size). The size of a batch depends on nothing but the samples
+    before it; `sizes` holds all that can occur.
+
+    The position is `samples`, the number taken so far, which iterating advances, and which
+    a loader with another `batch_size` or `rampup` can `restore`: it goes on with the very next
+    sample. `step` counts the batches handed out, through restores, and decides nothing.
 
     Raises:
-      ConfigError: a size that is not positive.
-      DataError: the split is too small for one batch.
+      ConfigError: a size that is not positive; weights or a ramp-up that cannot be.
+      DataError: a split too small for its part of one batch, or of another tokenizer.
     """
 
     def __init__(
         self,
-        split: Split,
+        splits: Split | Sequence[Split],
         batch_size: int,
         length: int,
         seed: int = 0,
         *,
+        weights: Sequence[float] | None = None,
         document_masks: bool = False,
+        rampup: tuple[int, int, int] | None = None,
     ):
         require(batch_size > 0, "batch_size", batch_size, "must be > 0")
         require(length > 0, "length", length, "must be > 0")
-        self.split, self.batch_size, self.length, self.seed = split, batch_size, length, seed
+        self.splits = (splits,) if isinstance(splits, Split) else tuple(splits)
+        require(len(self.splits) > 0, "splits", splits, "must be at least one")
+        if weights is None and len(self.splits) == 1:
+            weights = (1.0,)
+        require(
+            weights is not None and len(weights) == len(self.splits),
+            "weights", weights, f"must be {len(self.splits)} numbers, one for each split",
+        )  # fmt: skip
+        self.batch_size, self.length, self.seed = batch_size, length, seed
         self.document_masks = document_masks
-        self.step = 0
-        self.windows = (len(split) - 1) // length
-        if self.windows < batch_size:
-            raise DataError(
-                f"the {split.name} split has {len(split)} tokens, which is {self.windows} windows "
-                f"of {length} + 1, fewer than batch_size {batch_size}: give more text, or lower "
-                "batch_size or length."
-            )
-        self._rows = (0, batch_size)
-        self._orders: dict[int, np.ndarray] = {}
+        self.sizes, self._ends = _ramp(batch_size, rampup)
+        self.samples = self.step = 0
+        windows = [(len(split) - 1) // length for split in self.splits]
+        self._blend = Blend(windows, shares_of(weights), seed)
+        self._check_splits()
+        self._shard = (0, 1)
+
+    def _check_splits(self) -> None:
+        first = self.splits[0]
+        for i, split in enumerate(self.splits):
+            windows, share = self._blend.windows[i], self._blend.shares[i]
+            if windows * BLOCK < self.batch_size * share:
+                part = f"its part ({share} of {BLOCK}) of " if len(self.splits) > 1 else ""
+                which = f" {i}" if len(self.splits) > 1 else ""
+                raise DataError(
+                    f"the {split.name} split{which} has {len(split)} tokens, which is {windows} "
+                    f"windows of {self.length} + 1, fewer than {part}batch_size "
+                    f"{self.batch_size}: give more text, or lower batch_size or length."
+                )
+            if (split.eos_id, split.vocab_size) != (first.eos_id, first.vocab_size):
+                raise DataError(
+                    f"split {i} has vocab_size {split.vocab_size} and eos_id {split.eos_id}, split "
+                    f"0 has {first.vocab_size} and {first.eos_id}: pack both with one tokenizer."
+                )
 
     def shard(self, index: int, count: int) -> Loader:
         """The loader of process `index` of `count`: its rows of the same global batches.
 
-        Raises `ConfigError` where `batch_size` is not divisible by `count`.
+        Raises `ConfigError` where one of `sizes` is not divisible by `count`.
         """
         require(0 <= index < count, "index", index, f"must be in 0..{count - 1}")
         require(
@@ -73,66 +111,114 @@ class Loader:
             f"must be divisible by the {count} data shards",
             f"Use {max(1, self.batch_size // count) * count}.",
         )
-        rows = self.batch_size // count
+        odd = [size for size in self.sizes if size % count]
+        require(
+            not odd,
+            "rampup",
+            odd,
+            f"every batch size on the way must be divisible by the {count} data shards",
+            f"Use multiples of {count} for start and increment.",
+        )
         other = copy.copy(self)
-        other._rows = (index * rows, (index + 1) * rows)
+        other._shard = (index, count)
         return other
 
+    def size_at(self, samples: int) -> int:
+        """Samples in the global batch that begins after `samples`."""
+        return self.sizes[bisect.bisect_right(self._ends, samples)]
+
+    def samples_before(self, step: int, start: int = 0) -> int:
+        """Samples before the batch `step` batches after the one that begins at `start`."""
+        for size, end in zip(self.sizes, self._ends, strict=False):  # the last has no end
+            taken = min(step, max(0, -(-(end - start) // size)))
+            start, step = start + taken * size, step - taken
+        return start + step * self.batch_size
+
+    def batch_at(self, samples: int) -> Batch:
+        """This shard's rows of the batch that begins after `samples`.
+
+        It may be called from several threads; its time does not depend on `samples`.
+        """
+        index, count = self._shard
+        rows = self.size_at(samples) // count
+        first = samples + index * rows
+        places = self._blend.places(range(first, first + rows))
+        chosen = [(self.splits[split], window) for split, window in places]
+        return windows_of(chosen, self.length, rows, self.document_masks)
+
     def batch(self, step: int) -> Batch:
-        """This shard's rows of the batch of `step`; its time does not depend on `step`."""
-        first, stop = self._rows
-        samples = range(step * self.batch_size + first, step * self.batch_size + stop)
-        chosen = [int(self._order(s // self.windows)[s % self.windows]) for s in samples]
-        return _windows(self.split, chosen, self.length, len(chosen), self.document_masks)
+        """`batch_at` the step of a run that had these sizes from its beginning."""
+        return self.batch_at(self.samples_before(step))
 
     def __iter__(self) -> Loader:
         return self
 
     def __next__(self) -> Batch:
-        batch = self.batch(self.step)
-        self.step += 1
+        batch = self.batch_at(self.samples)
+        self.advance()
         return batch
 
+    def advance(self) -> None:
+        """The batch at the position counts as taken."""
+        self.samples += self.size_at(self.samples)
+        self.step += 1
+
     def state(self) -> dict[str, Any]:
-        """JSON from which `restore` continues, on any number of shards."""
-        return {"step": self.step, **self._identity()}
+        """JSON from which `restore` continues, on any number of shards, in batches of any size."""
+        return {"samples": self.samples, "step": self.step, **self._identity()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues where `state` was taken.
 
         Raises:
-          DataError: the state belongs to other data, or to batches drawn in another way.
+          DataError: the state belongs to other data, or to samples drawn in another way.
         """
         wrong = [
             f"{k} was {state.get(k)!r}, is {v!r}"
             for k, v in self._identity().items()
             if state.get(k) != v
         ]
-        step = state.get("step")
-        if wrong or not isinstance(step, int) or step < 0:
+        counts = {k: state.get(k) for k in ("samples", "step")}
+        for k, value in counts.items():
+            if not isinstance(value, int) or value < 0:
+                wrong.append(f"{k} must be a count, is {value!r}")
+        if wrong:
             raise DataError(
-                f"the saved data position (step {step!r}) does not fit this loader: "
-                f"{'; '.join(wrong) or 'step must be a count'}. Resume with the settings and text "
-                "of the saved run, or start a new run."
+                f"the saved data position (after {counts['samples']!r} samples) does not fit this "
+                f"loader: {'; '.join(wrong)}. Resume with the settings and text of the saved run, "
+                "or start a new run."
             )
-        self.step = step
+        self.samples, self.step = counts["samples"], counts["step"]
 
     def _identity(self) -> dict[str, Any]:
+        """What decides which window a sample is."""
         return {
-            "dataset": self.split.fingerprint,
-            "split": self.split.name,
+            "dataset": "+".join(split.fingerprint for split in self.splits),
+            "split": "+".join(split.name for split in self.splits),
+            "shares": list(self._blend.shares),
             "seed": self.seed,
-            "batch_size": self.batch_size,
             "length": self.length,
             "document_masks": self.document_masks,
         }
 
-    def _order(self, epoch: int) -> np.ndarray:
-        if epoch not in self._orders:
-            # A batch needs two neighbouring epochs at most.
-            self._orders = {e: o for e, o in self._orders.items() if abs(e - epoch) == 1}
-            self._orders[epoch] = _permutation(self.windows, self.seed, epoch)
-        return self._orders[epoch]
+
+def _ramp(
+    batch_size: int, rampup: tuple[int, int, int] | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The batch sizes, and for each but the last the consumed samples from which it is over."""
+    if rampup is None:
+        return (batch_size,), ()
+    ok = len(rampup) == 3 and all(isinstance(n, int) and n > 0 for n in rampup)
+    require(ok, "rampup", rampup, "must be three integers > 0: (start, increment, samples)")
+    start, increment, samples = rampup
+    require(
+        start < batch_size and (batch_size - start) % increment == 0,
+        "rampup", tuple(rampup),
+        f"must lead from {start} to batch_size {batch_size} in whole increments of {increment}",
+    )  # fmt: skip
+    sizes = tuple(range(start, batch_size + 1, increment))
+    n = len(sizes) - 1
+    return sizes, tuple(-(-(j + 1) * samples // n) for j in range(n))
 
 
 def batches(
@@ -166,7 +252,8 @@ def batches(
     windows = even_windows(split, length, None if limit is None else limit * batch_size)
     for b in range(0, len(windows), batch_size):
         first = b + index * rows
-        yield _windows(split, windows[first : first + rows], length, rows, document_masks)
+        chosen = [(split, int(w)) for w in windows[first : first + rows]]
+        yield windows_of(chosen, length, rows, document_masks)
 
 
 def even_windows(split: Split, length: int, most: int | None = None) -> np.ndarray:
@@ -189,14 +276,16 @@ def even_windows(split: Split, length: int, most: int | None = None) -> np.ndarr
     return (2 * np.arange(n) + 1) * total // (2 * n)  # the middle of each of n equal parts
 
 
-def _windows(split: Split, chosen: Any, length: int, rows: int, document_masks: bool) -> Batch:
+def windows_of(
+    chosen: Sequence[tuple[Split, int]], length: int, rows: int, document_masks: bool
+) -> Batch:
     """The chosen windows as a batch of `rows` rows, those left over holding nothing."""
     tokens = np.zeros((rows, length), np.int32)
     labels = np.full((rows, length), IGNORE, np.int32)
     segments = np.zeros((rows, length), np.int32)
     positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
-    for row, window in enumerate(chosen):
-        start = int(window) * length
+    for row, (split, window) in enumerate(chosen):
+        start = window * length
         ids = split.read(start, length + 1)
         n = len(ids) - 1
         tokens[row, :n], labels[row, :n] = ids[:n], ids[1:]
@@ -212,20 +301,3 @@ def _windows(split: Split, chosen: Any, length: int, rows: int, document_masks: 
             edges = np.append(0, begins)
             positions[row] -= np.repeat(edges, np.diff(edges, append=length)).astype(np.int32)
     return {"tokens": tokens, "labels": labels, "segment_ids": segments, "positions": positions}
-
-
-def _permutation(n: int, seed: int, epoch: int) -> np.ndarray:
-    """[n] a permutation of 0..n-1, the same in every version of numpy.
-
-    Sorts the numbers by a hash: SplitMix64 (Steele et al. 2014) of (seed, epoch, number).
-    """
-    with np.errstate(over="ignore"):
-        key = _mix(_mix(np.uint64(seed & (2**64 - 1))) + np.uint64(epoch))
-        return np.argsort(_mix(key + np.arange(n, dtype=np.uint64)), kind="stable")
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import fractions
 import json
 import pathlib
 
@@ -12,15 +14,16 @@ from hypothesis import strategies as st
 
 from eejax.common.errors import ConfigError, DataError
 from eejax.data import IGNORE, Loader, Split, batches, even_windows
-from eejax.data.loader import _mix, _permutation
 
 EOS = 1_000_000
+OTHER = 2_000_000  # by which the tokens of another split are higher
 
 
-def split(lengths: list[int], fingerprint: str = "f", gap: int = 3) -> Split:
+def split(lengths: list[int], fingerprint: str = "f", gap: int = 3, base: int = 0) -> Split:
     """A split whose tokens are all different: 0, 1, 2, … but EOS + i ending document i.
 
-    Every second document is followed in the file by `gap` tokens of the other split.
+    All are raised by `base`. Every second document is followed in the file by `gap` tokens of
+    the other split.
     """
     file, offsets, own = [], [], [0]
     runs: list[int] = []
@@ -30,7 +33,7 @@ def split(lengths: list[int], fingerprint: str = "f", gap: int = 3) -> Split:
             runs.append(own[-1])
             file += [-7] * gap
             offsets.append(len(file))
-        file += [*range(number, number + n - 1), EOS + i]
+        file += [*range(base + number, base + number + n - 1), base + EOS + i]
         number += n - 1
         own.append(own[-1] + n)
     return Split(
@@ -84,26 +87,6 @@ def test_an_epoch_takes_every_token_once_with_its_successor(lengths, length, bat
     assert (rows["positions"] == np.arange(length)).all()
 
 
-def test_epochs_and_seeds_are_ordered_differently():
-    n = 1000
-    orders = [_permutation(n, seed, epoch) for seed in range(3) for epoch in range(3)]
-    for i, a in enumerate(orders):
-        assert sorted(a) == list(range(n))
-        for b in [np.arange(n), *orders[:i]]:
-            assert np.mean(a == b) < 0.01  # expected 1/n
-            assert abs(np.corrcoef(a, b)[0, 1]) < 0.15  # 4.7 standard deviations of 1/√n
-
-
-def test_order_is_pinned():
-    # A change here silently breaks resuming from every checkpoint made before it.
-    assert _permutation(8, 0, 0).tolist() == [4, 0, 1, 7, 6, 2, 5, 3]
-    assert _permutation(8, 7, 2).tolist() == [3, 0, 2, 1, 4, 7, 6, 5]
-    # The first two numbers of the published SplitMix64 generator started at 0.
-    start = np.asarray([0, 0x9E3779B97F4A7C15], np.uint64)
-    with np.errstate(over="ignore"):
-        assert [hex(x) for x in _mix(start)] == ["0xe220a8397b1dcdaf", "0x6e789e6aa1b965f4"]
-
-
 @settings(max_examples=40)
 @given(LENGTHS, st.integers(1, 5), st.integers(0, 30), st.booleans(), st.integers(0, 9))
 def test_restore_continues_as_if_uninterrupted(lengths, length, steps, masks, seed):
@@ -117,20 +100,35 @@ def test_restore_continues_as_if_uninterrupted(lengths, length, steps, masks, se
         equal(next(whole), next(resumed))
 
 
+RAMPUPS = st.sampled_from([None, (8, 8, 40), (16, 8, 10), (8, 16, 7)])
+
+
 @settings(max_examples=40)
+@given(st.data(), RAMPUPS, st.booleans(), st.integers(0, 9))
+def test_shards_together_are_the_global_batch(data, rampup, masks, seed):
+    many = data.draw(st.integers(1, 3))
+    weights = data.draw(st.lists(st.floats(1, 9), min_size=many, max_size=many))
+    splits = [split([*data.draw(LENGTHS), 60], f"f{i}", base=i * OTHER) for i in range(many)]
+    make = lambda: Loader(splits, 24, 2, seed, weights=weights, document_masks=masks, rampup=rampup)
+    whole = make()
+    wanted = [next(whole) for _ in range(5)]
+    for count in (1, 2, 4, 8):
+        shards = [make().shard(i, count) for i in range(count)]
+        for step, batch in enumerate(wanted):
+            parts = [next(s) for s in shards]
+            assert all(len(p["tokens"]) == len(batch["tokens"]) // count for p in parts)
+            equal(batch, joined(parts))
+            equal(batch, joined([s.batch(step) for s in shards]))
+        one = make()
+        one.restore(shards[-1].state())  # a position of one shard is the position of all
+        equal(next(one), whole.batch_at(whole.samples))
+
+
+@settings(max_examples=30)
 @given(LENGTHS, st.sampled_from([(1, 1), (2, 2), (4, 2), (4, 4), (6, 3)]), st.booleans())
-def test_shards_together_are_the_global_batch(lengths, sizes, masks):
+def test_shards_together_are_the_evaluated_batch(lengths, sizes, masks):
     batch_size, count = sizes
     data = split([*lengths, 12])
-    loader = Loader(data, batch_size, 2, seed=3, document_masks=masks)
-    shards = [loader.shard(i, count) for i in range(count)]
-    for _ in range(4):
-        parts = [next(s) for s in shards]
-        assert all(len(p["tokens"]) == batch_size // count for p in parts)
-        equal(next(loader), joined(parts))
-    one = Loader(data, batch_size, 2, seed=3, document_masks=masks)
-    one.restore(shards[-1].state())  # a position of one shard is the position of all
-    equal(next(one), next(loader))
     whole = list(batches(data, batch_size, 3, document_masks=masks))
     split_up = [
         list(batches(data, batch_size, 3, document_masks=masks, shard=(i, count)))
@@ -138,6 +136,92 @@ def test_shards_together_are_the_global_batch(lengths, sizes, masks):
     ]
     for i, batch in enumerate(whole):
         equal(batch, joined([s[i] for s in split_up]))
+
+
+@settings(max_examples=40)
+@given(LENGTHS, st.lists(st.tuples(st.integers(1, 8), st.integers(0, 5)), max_size=5), RAMPUPS)
+def test_other_batch_sizes_go_on_at_the_very_next_sample(lengths, legs, rampup):
+    splits = [split([*lengths, 99]), split([80], "g", base=OTHER)]
+    make = lambda size, ramp=None: Loader(splits, size, 2, 5, weights=(2, 1), rampup=ramp)
+    state, rows, steps = make(1).state(), [], 0
+    for size, count in [*legs, (1, 1)]:
+        loader = make(size)
+        loader.restore(json.loads(json.dumps(state)))
+        rows += [next(loader) for _ in range(count)]
+        state, steps = loader.state(), steps + count
+        assert loader.samples == sum(len(r["tokens"]) for r in rows) and loader.step == steps
+    # And a ramp-up, which goes on where the samples taken so far say.
+    loader = make(24, rampup)
+    loader.restore(state)
+    for _ in range(3):
+        size = loader.size_at(loader.samples)
+        assert size == slow_size(loader.samples, 24, rampup)
+        rows.append(next(loader))
+        assert len(rows[-1]["tokens"]) == size
+    single = make(1)
+    equal(joined(rows), joined([next(single) for _ in range(loader.samples)]))
+
+
+def slow_size(samples: int, final: int, rampup: tuple[int, int, int] | None) -> int:
+    """Megatron-LM's rule: so many whole increments as shares of the ramp-up were consumed."""
+    if rampup is None:
+        return final
+    start, increment, total = rampup
+    if samples > total:
+        return final
+    share = fractions.Fraction(total, (final - start) // increment)
+    return start + int(samples / share) * increment
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 9), st.integers(1, 6), st.integers(1, 8), st.integers(1, 400), st.data())
+def test_rampup_against_a_walk_from_batch_to_batch(start, increment, stages, total, data):
+    final, rampup = start + stages * increment, (start, increment, total)
+    loader = Loader(split([200]), final, 1, rampup=rampup)
+    assert loader.sizes == tuple(range(start, final + 1, increment))
+    begin = data.draw(st.integers(0, 500))
+    samples = [0, begin]
+    for step in range(60):
+        for i, first in enumerate((0, begin)):
+            assert loader.samples_before(step, first) == samples[i]
+            assert loader.size_at(samples[i]) == slow_size(samples[i], final, rampup)
+            samples[i] += loader.size_at(samples[i])
+    assert loader.samples_before(10**12) - loader.samples_before(10**12 - 1) == final
+
+
+def test_rampup_of_a_known_run():
+    # 256 to 1024 in increments of 128 over 60 thousand samples: one more for each 10 thousand.
+    loader = Loader(split([1030]), 1024, 1, rampup=(256, 128, 60_000))
+    assert loader.sizes == (256, 384, 512, 640, 768, 896, 1024)
+    for samples, size in [(0, 256), (9_999, 256), (10_000, 384), (59_999, 896), (60_000, 1024)]:
+        assert loader.size_at(samples) == size
+    # 40 batches of 256 are the first 10,240; 26 of 384 lead to 20,224.
+    assert [loader.samples_before(s) for s in (0, 1, 40, 41, 66, 67)] == [
+        0, 256, 10_240, 10_624, 20_224, 20_736,
+    ]  # fmt: skip
+    assert len(loader.batch(40)["tokens"]) == 384
+    constant = Loader(split([1030]), 8, 1)
+    assert constant.sizes == (8,) and constant.samples_before(7, 3) == 59
+
+
+@settings(max_examples=10)
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=4), st.booleans())
+def test_blended_rows_come_from_their_splits_in_proportion(weights, masks):
+    splits = [split([500], f"f{i}", base=i * OTHER) for i in range(len(weights))]
+    loader = Loader(splits, 16, 4, 1, weights=weights, document_masks=masks)
+    rows = joined([next(loader) for _ in range(4096 // 16)])
+    which = rows["tokens"] // OTHER
+    assert (which == which[:, :1]).all(), "a row is of one split"
+    counts = np.bincount(which[:, 0], minlength=len(weights))
+    assert np.abs(counts - 4096 * np.asarray(weights) / sum(weights)).max() < 1
+    for i, data in enumerate(splits):
+        mine = joined(list(batches(data, 1, 4, document_masks=masks)))
+        row = {tuple(t): r for r, t in enumerate(mine["tokens"].tolist())}
+        at = [row[tuple(t)] for t in rows["tokens"][which[:, 0] == i].tolist()]
+        for key in mine:
+            np.testing.assert_array_equal(rows[key][which[:, 0] == i], mine[key][at])
+        n = (len(data) - 1) // 4  # the first epoch
+        assert len(at) > n and sorted(at[:n]) == list(range(n))
 
 
 def slow_masks(data: Split, start: int, length: int) -> tuple[list, list, list]:
@@ -204,34 +288,43 @@ def test_a_sample_is_even_and_the_same_however_it_is_cut(lengths, length, most, 
     equal({k: v[:n] for k, v in whole.items()}, {k: v[chosen] for k, v in every.items()})
 
 
+BASE = {"splits": split([10, 10]), "batch_size": 2, "length": 4, "seed": 0}
+TWO = {"splits": [split([10, 10]), split([10, 10], "g")], "weights": (3, 1)}
+
+
 @pytest.mark.parametrize(
-    "change",
+    "field, saved, change",
     [
-        {"batch_size": 1},
-        {"length": 3},
-        {"seed": 1},
-        {"document_masks": True},
-        {"data": split([10, 10], fingerprint="other")},
+        ("length", {}, {"length": 3}),
+        ("seed", {}, {"seed": 1}),
+        ("document_masks", {}, {"document_masks": True}),
+        ("dataset", {}, {"splits": split([10, 10], "other")}),
+        ("dataset", {}, TWO),
+        ("dataset", TWO, {"splits": TWO["splits"][::-1]}),
+        ("shares", TWO, {"weights": (1, 3)}),
     ],
 )
-def test_a_position_of_another_run_is_refused(change):
-    base = {"data": split([10, 10]), "batch_size": 2, "length": 4, "seed": 0}
-    state = Loader(base["data"], 2, 4, 0).state()
-    masks = change.get("document_masks", False)
-    data, batch_size, length, seed = ({**base, **change}[k] for k in base)
-    other = Loader(data, batch_size, length, seed, document_masks=masks)
-    field = {"data": "dataset"}.get(next(iter(change)), next(iter(change)))
+def test_a_position_of_another_run_is_refused(field, saved, change):
+    state = Loader(**BASE | saved).state()
+    other = Loader(**BASE | saved | change)
     with pytest.raises(DataError, match=f"{field} was .*, is .*Resume with the settings"):
         other.restore(state)
-    assert other.step == 0
+    assert other.step == other.samples == 0
+
+
+def test_a_position_fits_other_batch_sizes_and_equal_weights():
+    state = Loader(**BASE | TWO | {"weights": (0.75, 0.25)}).state()
+    for change in ({"batch_size": 4}, {"batch_size": 4, "rampup": (2, 1, 9)}, {"weights": (6, 2)}):
+        Loader(**BASE | TWO | change).restore(json.loads(json.dumps(state)))
 
 
 def test_bad_positions_and_sizes():
     data = split([10, 10])
     loader = Loader(data, 2, 4)
-    for step in (-1, None, "3"):
-        with pytest.raises(DataError, match="step must be a count"):
-            loader.restore({**loader.state(), "step": step})
+    for field in ("samples", "step"):
+        for value in (-1, None, "3"):
+            with pytest.raises(DataError, match=f"{field} must be a count, is {value!r}"):
+                loader.restore({**loader.state(), field: value})
     with pytest.raises(DataError, match="20 tokens, which is 0 windows of 32 . 1.*give more text"):
         Loader(data, 1, 32)
     with pytest.raises(ConfigError, match="batch_size = 0"):
@@ -240,6 +333,8 @@ def test_bad_positions_and_sizes():
         Loader(data, 1, 0)
     with pytest.raises(ConfigError, match=r"batch_size = 3: must be divisible by the 2 .*Use 2\."):
         Loader(data, 3, 4).shard(0, 2)
+    with pytest.raises(ConfigError, match=r"rampup = \[1, 3\]: .*divisible by the 2 data shards"):
+        Loader(data, 4, 4, rampup=(1, 1, 9)).shard(0, 2)
     with pytest.raises(ConfigError, match="divisible"):
         list(batches(data, 3, 4, shard=(0, 2)))
     with pytest.raises(ConfigError, match="index = 2"):
@@ -250,9 +345,36 @@ def test_bad_positions_and_sizes():
         even_windows(data, 4, 0)
 
 
+def test_bad_blends_and_rampups():
+    data = split([10, 10])
+    with pytest.raises(ConfigError, match="splits = .*at least one"):
+        Loader([], 2, 4)
+    for weights in (None, (1,), (1, 2, 3)):
+        with pytest.raises(ConfigError, match="weights = .*must be 2 numbers, one for each split"):
+            Loader([data, data], 2, 4, weights=weights)
+    with pytest.raises(ConfigError, match="not one of 4096 samples"):
+        Loader([data, data], 2, 4, weights=(1, 1e-5))
+    small = split([6], "small")
+    with pytest.raises(DataError, match=r"train split 1 has 6 tokens, which is 1 windows .* part"):
+        Loader([data, small], 4, 4, weights=(1, 1))
+    assert next(Loader([data, small], 4, 4, weights=(3, 1)))["tokens"].shape == (4, 4)
+    other = dataclasses.replace(data, vocab_size=7)
+    with pytest.raises(DataError, match="split 1 has vocab_size 7 .*one tokenizer"):
+        Loader([data, other], 2, 4, weights=(1, 1))
+    for rampup in ((1, 1), (0, 1, 9), (1, 0, 9), (1, 1, 0), (1, 1.0, 9)):
+        with pytest.raises(ConfigError, match="rampup = .*three integers > 0"):
+            Loader(data, 4, 4, rampup=rampup)
+    for rampup in ((1, 2, 9), (4, 1, 9), (5, 1, 9)):
+        with pytest.raises(ConfigError, match="to batch_size 4 in whole increments"):
+            Loader(data, 4, 4, rampup=rampup)
+
+
 def test_late_steps_cost_no_more_than_early_ones():
-    loader = Loader(split([12] * 20), 4, 8)
-    loader.restore({**loader.state(), "step": 10**9})
+    splits = [split([12] * 20), split([12] * 30, "g")]
+    loader = Loader(splits, 4, 8, weights=(1, 5), rampup=(2, 1, 1000))
+    samples = loader.samples_before(10**9)
+    assert samples > 10**9
+    loader.restore({**loader.state(), "samples": samples})
     late = next(loader)
     equal(late, loader.batch(10**9))
 

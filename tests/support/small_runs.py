@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 
-from eejax.data import Loader
+from eejax.data import Loader, Prefetch
 
 STEPS = 14
 
@@ -36,11 +36,14 @@ def config(folder, **train):
 
 def stop_at(monkeypatch, step, number=signal.SIGTERM):
     """Sends this process a signal while it fetches the batch of a step."""
-    original = Loader.__next__
+    for kind in (Loader, Prefetch):
+        monkeypatch.setattr(kind, "__next__", _signalling(kind.__next__, step, number))
 
+
+def _signalling(original, step, number):
     def fetch(loader):
         if loader.step == step:
             signal.raise_signal(number)
         return original(loader)
 
-    monkeypatch.setattr(Loader, "__next__", fetch)
+    return fetch

@@ -24,6 +24,7 @@ CONFIG = ModelConfig(
     exits=(ExitConfig(1), ExitConfig(2, head="own")),
 )  # fmt: skip
 CONSTANT = optimizer.OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant")
+GENTLE = optimizer.OptimizerConfig(learning_rate=3e-3, warmup_steps=20, schedule="constant")
 
 
 def batch_of(n, b=8, t=12):
@@ -38,10 +39,10 @@ def batch_of(n, b=8, t=12):
 class Run:
     """A model in training, one batch after the other."""
 
-    def __init__(self, config=CONFIG, mesh=None, weights=None, **options):
+    def __init__(self, config=CONFIG, mesh=None, weights=None, settings=CONSTANT, **options):
         self.mesh = mesh or make_mesh(MeshConfig())
-        tx = optimizer.transformation(CONSTANT, params.decays(config))
-        rate = optimizer.learning_rate(CONSTANT, 100)
+        tx = optimizer.transformation(settings, params.decays(config))
+        rate = optimizer.learning_rate(settings, 100)
         self.train = step.make_train_step(
             config, tx, rate, weights or schedules.constant((0.3, 0.5)), self.mesh, **options
         )
@@ -155,32 +156,35 @@ def test_a_loss_scale_scales_every_exit_alike(scale):
 
 
 def test_float16_recovers_from_overflows_and_follows_float32():
-    run = Run(CONFIG.replace(dtype="float16"), loss_scale=2.0**24, loss_scale_interval=10)
-    reference = Run()
+    config = CONFIG.replace(dtype="float16")
+    run = Run(config, settings=GENTLE, loss_scale=2.0**24, loss_scale_interval=10)
+    reference = Run(settings=GENTLE)
     losses, wanted, skipped = [], [], []
-    for n in range(60):
+    for n in range(70):
         if n == 40:  # as if the gradients had grown a lot
             forced = recipes.LossScale.initial(2.0**24)
-            forced = jax.tree.map(
-                lambda a, b: jax.device_put(a, b.sharding), forced, run.state.loss_scale
-            )
+            place = lambda a, b: jax.device_put(a, b.sharding)
+            forced = jax.tree.map(place, forced, run.state.loss_scale)
             run.state = run.state.replace(loss_scale=forced)
         before = jax.device_get((run.state.params, run.state.opt_state))
-        [got] = run(batch_of(n))
-        if got["finite"]:
-            losses.append(got["exit_losses"])
-            wanted.append(reference(batch_of(n))[0]["exit_losses"])
-        else:
+        batch = batch_of(n)
+        [got] = run(batch)
+        if not got["finite"]:
             skipped.append(n)
             assert_near((run.state.params, run.state.opt_state), before, 0)
+            batch["labels"][:] = -1  # the reference skips this step, too
+        [want] = reference(batch)
+        if got["finite"]:
+            losses.append(got["exit_losses"])
+            wanted.append(want["exit_losses"])
     assert {0, 40} <= set(skipped) and 2 < len(skipped) < 25
     assert int(run.state.skipped) == len(skipped)
     assert all(a.dtype == jnp.float32 for a in jax.tree.leaves(run.state.params))
     losses, wanted = np.array(losses), np.array(wanted)
-    assert wanted[-1, -1] < 0.7 * wanted[0, -1], "there is something to follow"
-    # Rounding of 2^-11 in every operation, fed through 40 steps of Adam at a rate of 1e-2;
-    # observed 0.006 at most.
-    np.testing.assert_allclose(losses, wanted, rtol=0.02)
+    assert (wanted[-1] < 0.95 * wanted[0]).all(), "there is something to follow"
+    # Rounding of 2^-11 in every operation, fed through 50 steps of Adam: observed 5e-4 in float16,
+    # and 1.2e-2 in bf16, which has an eighth of its precision.
+    np.testing.assert_allclose(losses, wanted, rtol=2e-3)
 
 
 def test_small_updates_are_kept_by_float32_parameters():

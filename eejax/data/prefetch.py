@@ -1,0 +1,157 @@
+"""Batches prepared ahead by grain, and windows as a source for pipelines of one's own."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from eejax.common.errors import require
+from eejax.data.loader import Batch, Loader, windows_of
+from eejax.data.packing import Split
+
+
+class Prefetch:
+    """The batches of a `Loader`, in its order, the next of them prepared in the background.
+
+    `threads` threads keep `buffer` batches ready. The position is the loader's own and moves
+    when a batch is handed out, not when it is prepared: the loader's `state()` is this one's,
+    and a loader that is moved is followed. An error while preparing a batch is raised where
+    that batch would have been handed out; asked again, it is tried again.
+
+    `close`, or leaving it as a context, waits for the batches under way and drops what was
+    prepared; the position stays, and iterating begins anew from there.
+
+    Raises:
+      ConfigError: fewer than one thread, or fewer batches than threads.
+      ImportError: grain is not installed.
+    """
+
+    def __init__(self, loader: Loader, threads: int = 2, buffer: int = 4):
+        require(threads > 0, "threads", threads, "must be > 0")
+        require(buffer >= threads, "buffer", buffer, f"must be at least the {threads} threads")
+        try:
+            import grain
+        except ImportError as error:
+            raise ImportError(
+                "preparing batches ahead needs the package grain: pip install 'eejax[data]'."
+            ) from error
+        self.loader = loader
+        self._grain, self._options = grain, grain.ReadOptions(threads, buffer)
+        self._source: _Ahead | None = None
+        self._at: int | None = None  # samples before the batch that grain gives next, if known
+
+    @property
+    def samples(self) -> int:
+        return self.loader.samples
+
+    @property
+    def step(self) -> int:
+        return self.loader.step
+
+    def __iter__(self) -> Prefetch:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._at != self.loader.samples:
+            self._open()
+        # grain goes on after the batch that failed: until this one is handed out, whatever
+        # interrupts (a signal's handler too) means beginning anew from the loader's position.
+        self._at = None
+        batch = next(self._iterator)
+        self.loader.advance()
+        self._at = self.loader.samples
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """As `Loader.state`."""
+        return self.loader.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """As `Loader.restore`."""
+        self.loader.restore(state)
+
+    def close(self) -> None:
+        if self._source is not None:
+            threads = self._source.stop()
+            self._iterator.close()
+            for thread in threads:  # grain does not wait for them
+                thread.join()
+        self._source = self._iterator = self._at = None
+
+    def __enter__(self) -> Prefetch:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        self.close()
+        self._source = _Ahead(self.loader)
+        dataset = self._grain.MapDataset.source(self._source)
+        self._iterator = iter(dataset.to_iter_dataset(self._options))
+
+
+class _Ahead:
+    """A loader's batches from its position on, by number, until `stop`."""
+
+    def __init__(self, loader: Loader):
+        self._loader, self._start = loader, loader.samples
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._threads: set[threading.Thread] = set()
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, i: int) -> Batch | None:
+        with self._lock:
+            if self._stopped:
+                return None
+            self._threads.add(threading.current_thread())
+        return self._loader.batch_at(self._loader.samples_before(i, self._start))
+
+    def stop(self) -> set[threading.Thread]:
+        """No batch begins after this; the threads that may still be at one."""
+        with self._lock:
+            self._stopped = True
+        return self._threads
+
+
+def windows(split: Split, length: int, *, document_masks: bool = False) -> Sequence[Batch]:
+    """The windows of a split as a random-access source, such as grain's datasets and loaders take.
+
+    Element i is window i in the split's own order: a row [t] of each array of a `Loader`'s
+    batch. Tokens after the last whole window are left out. Meant for threads: a worker process
+    is sent the tokens.
+
+    Raises:
+      ConfigError: a length below 1.
+      IndexError: an element that does not exist.
+    """
+    require(length > 0, "length", length, "must be > 0")
+    return _Windows(split, length, document_masks)
+
+
+class _Windows(Sequence):
+    def __init__(self, split: Split, length: int, document_masks: bool):
+        self._split, self._length, self._masks = split, length, document_masks
+
+    def __len__(self) -> int:
+        return max(0, len(self._split) - 1) // self._length
+
+    def __getitem__(self, i: int) -> Batch:
+        i = operator.index(i)
+        if not 0 <= i < len(self):
+            raise IndexError(f"window {i} of {len(self)}")
+        batch = windows_of([(self._split, i)], self._length, 1, self._masks)
+        return {name: rows[0] for name, rows in batch.items()}
+
+    def __repr__(self) -> str:
+        # grain compares it to see whether a saved position belongs to this source.
+        return (
+            f"windows({self._split.name!r} of {self._split.fingerprint}, {self._length}, "
+            f"document_masks={self._masks})"
+        )
