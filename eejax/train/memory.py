@@ -120,8 +120,8 @@ def training_memory(experiment: Experiment) -> TrainingMemory:
 def compiled_memory(compiled: jax.stages.Compiled) -> CompiledMemory:
     """What XLA says a compiled program takes.
 
-    XLA's CPU backend computes bfloat16 products in float32: its temporaries are then up to twice
-    those of an accelerator.
+    XLA's CPU backend computes bfloat16 in float32: there a bfloat16 model's temporaries are no
+    smaller than a float32 model's (measured), and say little about an accelerator.
     """
     a = compiled.memory_analysis()
     return CompiledMemory(
