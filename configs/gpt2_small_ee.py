@@ -5,8 +5,9 @@
 
 Exit weights and Adam's settings are those of EE-LLM (section 5.1): 1/4 and 1/2, 0.9 / 0.95 / 1e-8,
 peak 3e-4 on a cosine. 124M parameters. Meant for a GPU; every step takes 0.5M tokens, so 20,000
-steps are about 10B tokens, 8e18 floating-point operations at 6 for each parameter and token: about
-a day at 1e14 a second. Not run to its end by us: we have no result to expect.
+steps are about 10B tokens and 1.3e19 floating-point operations, two fifths of them for the exits'
+logits and attention: a day and a half at 1e14 a second. Not run to its end by us: we have no
+result to expect.
 """
 
 from ml_collections import ConfigDict

@@ -1,0 +1,97 @@
+"""What the configurations after one paper share. No experiment by itself."""
+
+from ml_collections import ConfigDict
+
+from eejax.train.config import default_config
+
+
+def ee_llm() -> ConfigDict:
+    """The transformer and the training of EE-LLM's GPTs (Chen et al., ICML 2024, section 5.1).
+
+    The paper gives Adam's settings, the peak rate, the cosine, batch and length. The rest is that
+    of the authors' scripts, examples/ee_training/ in github.com/pan-x-c/EE-LLM: RMSNorm, rotary
+    positions, SwiGLU and no biases as in Llama, warm-up, final rate, weight decay, clipping, how
+    often to save. The scripts name a SentencePiece model but not which; 32,000 tokens are Llama's.
+    Megatron makes the feed-forward width 8/3 of d, rounded down to a multiple of 64.
+
+    Ours: initial values (the scripts draw all matrices with a deviation of 0.01), and 8 devices
+    along data instead of pipeline stages. A step takes 2048 x 2048 = 4.2 million tokens.
+    """
+    config = default_config()
+    config.model.update(
+        vocab_size=32_000,
+        vocab_multiple=128,
+        context_length=2048,
+        norm="rmsnorm",
+        position="rotary",
+        mlp_gated=True,
+        activation="silu",
+        dtype="bfloat16",
+    )
+    config.data.update(
+        source="python-stdlib", tokenizer="bpe", length=2048, validation_fraction=0.01
+    )
+    config.optimizer.update(
+        learning_rate=3e-4,
+        final_fraction=0.1,
+        schedule="cosine",
+        warmup_steps=2000,
+        b1=0.9,
+        b2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+        clip_norm=1.0,
+    )
+    config.train.update(
+        batch_size=2048, log_every=10, eval_every=1200, eval_batches=10, checkpoint_every=2400
+    )
+    config.mesh.update(data=8)
+    return config
+
+
+def opt() -> ConfigDict:
+    """OPT's transformer (Zhang et al. 2022), and our settings for training exits into it.
+
+    As in OPT: learned positions, LayerNorm before attention and MLP, ReLU, biases everywhere, one
+    table for input and output. OPT's table of positions has 2050 rows of which the first two are
+    never read; ours has the 2048 that are. Sizes are each file's own.
+
+    HELIOS publishes no training. Ours: all weights go on for 2.1 billion tokens, 2000 steps of
+    512 x 2048, at a tenth of the rate OPT was trained at; Adam, decay and clipping are OPT's.
+    """
+    config = default_config()
+    config.model.update(
+        vocab_size=50_272,
+        context_length=2048,
+        norm="layernorm",
+        position="learned",
+        qkv_bias=True,
+        o_bias=True,
+        mlp_gated=False,
+        mlp_bias=True,
+        activation="relu",
+        head="tied",
+        dtype="bfloat16",
+    )
+    config.data.update(
+        source="python-stdlib", tokenizer="bpe", length=2048, validation_fraction=0.01
+    )
+    config.optimizer.update(
+        schedule="cosine",
+        warmup_steps=100,
+        b1=0.9,
+        b2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+        clip_norm=1.0,
+    )
+    config.train.update(
+        steps=2000,
+        batch_size=512,
+        log_every=10,
+        eval_every=200,
+        eval_batches=10,
+        checkpoint_every=500,
+    )
+    config.mesh.update(data=8)
+    return config

@@ -1,0 +1,253 @@
+"""What a training step takes of a device's memory: estimated from shapes, and as XLA compiled it.
+
+Nothing is allocated and no device is needed for the estimate. What stays between the forward and
+the backward pass is not guessed by a formula: it is what `jax.vjp` of the loss keeps, evaluated on
+shapes alone under the run's own rematerialisation policy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from eejax.common.axes import DATA, MESH_AXES
+from eejax.common.errors import require
+from eejax.common.trees import Tree, join, nbytes
+from eejax.losses.cross_entropy import CHUNK_LOGITS, MIN_CHUNK, MIN_CHUNKS
+from eejax.losses.multi_exit import multi_exit_loss
+from eejax.models import layers, params
+from eejax.models.config import ModelConfig
+from eejax.models.transformer import rematerialised
+from eejax.sharding.mesh import check_batch, make_mesh
+from eejax.train import optimizer, step, tuning
+from eejax.train.config import Experiment
+from eejax.train.scope import Scope
+from eejax.train.state import TrainState, abstract
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes on each device while a step is taken. The first three are exact, the rest estimates.
+    Dropout's masks are not counted.
+
+    params: the float32 parameters that are trained. optimizer: their optimiser state. other: what
+    else the state holds, frozen parameters for example. gradients: the float32 sum and, with
+    several microbatches, the gradients under way besides, in the dtype of computation. weights:
+    copies of matrices in that dtype that the backward pass reads again. activations: all else that
+    the backward pass of one microbatch keeps. layer: what is made again of a single layer under
+    rematerialisation, and the scores of one block of queries. logits: one chunk of logits and its
+    gradient.
+    """
+
+    params: int
+    optimizer: int
+    other: int
+    gradients: int
+    weights: int
+    activations: int
+    layer: int
+    logits: int
+
+    @property
+    def state(self) -> int:
+        """What lies on the device between steps."""
+        return self.params + self.optimizer + self.other
+
+    @property
+    def temporary(self) -> int:
+        """What comes and goes within a step. Logits and a remade layer are never there together."""
+        return self.gradients + self.weights + self.activations + max(self.layer, self.logits)
+
+    @property
+    def total(self) -> int:
+        return self.state + self.temporary
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledMemory:
+    """XLA's figures of a compiled program, in bytes on each device.
+
+    `aliased` is the part of `outputs` that is written over the arguments (donation).
+    """
+
+    arguments: int
+    outputs: int
+    temporary: int
+    aliased: int
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.outputs - self.aliased + self.temporary
+
+
+def training_memory(experiment: Experiment) -> TrainingMemory:
+    """The estimate for `experiment` on its own mesh, whatever devices this machine has.
+
+    Raises `ConfigError` for a mesh or a batch that training would refuse, too.
+    """
+    for axis in ("pipe", "model"):
+        count = getattr(experiment.mesh, axis)
+        require(count == 1, f"mesh.{axis}", count, "must be 1: training runs data-parallel only")
+    mesh = AbstractMesh(
+        experiment.mesh.shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
+    )
+    train, model = experiment.train, experiment.model
+    check_batch(train.batch_size, mesh, train.microbatches, "train.batch_size")
+    scope = tuning.scope(experiment)
+    state = abstract_state(experiment, mesh)
+    trained, moments = device_bytes(state.params), device_bytes(state.opt_state)
+    rows = train.batch_size // (mesh.shape[DATA] * train.microbatches)
+    kept = _kept(experiment, scope, rows)
+    under_way = jax.eval_shape(lambda p: params.for_compute(p, model.dtype), state.params)
+    return TrainingMemory(
+        params=trained,
+        optimizer=moments,
+        other=device_bytes(state) - trained - moments,
+        gradients=trained + (nbytes(under_way) if train.microbatches > 1 else 0),
+        weights=kept.weights,
+        activations=kept.activations,
+        layer=_one_layer(model, rows, experiment.data.length, train.remat),
+        logits=_logits(model, rows * experiment.data.length),
+    )
+
+
+def compiled_memory(compiled: jax.stages.Compiled) -> CompiledMemory:
+    """What XLA says a compiled program takes.
+
+    XLA's CPU backend computes bfloat16 in float32: there a bfloat16 model's temporaries are no
+    smaller than a float32 model's (measured), and say little about an accelerator.
+    """
+    a = compiled.memory_analysis()
+    return CompiledMemory(
+        a.argument_size_in_bytes, a.output_size_in_bytes, a.temp_size_in_bytes,
+        a.alias_size_in_bytes,
+    )  # fmt: skip
+
+
+def compile_step(
+    experiment: Experiment, devices: Sequence[jax.Device] | None = None
+) -> jax.stages.Compiled:
+    """The training step of `experiment`, compiled for its mesh from shapes; nothing is allocated.
+
+    Raises `ConfigError` where there are too few `devices` (default: all).
+    """
+    mesh = make_mesh(experiment.mesh, devices)
+    settings, train, scope = experiment.optimizer, experiment.train, tuning.scope(experiment)
+    train_step = step.make_train_step(
+        experiment.model,
+        _transformation(experiment, scope),
+        optimizer.learning_rate(settings, train.steps),
+        experiment.exit_weights.schedule(train.steps),
+        mesh,
+        clip_norm=settings.clip_norm,
+        microbatches=train.microbatches,
+        remat=train.remat,
+        seed=train.seed,
+        scope=scope,
+    )
+    tokens = jax.ShapeDtypeStruct((train.batch_size, experiment.data.length), jnp.int32)
+    names = ["tokens", "labels"]
+    if experiment.data.document_masks:
+        names += ["segment_ids", "positions"]
+    return train_step.lower(
+        abstract_state(experiment, mesh), dict.fromkeys(names, tokens)
+    ).compile()
+
+
+def abstract_state(experiment: Experiment, mesh: Mesh | AbstractMesh) -> TrainState:
+    """The state of a run of `experiment` as shape structs with shardings on `mesh`."""
+    scope = tuning.scope(experiment)
+    return abstract(experiment.model, _transformation(experiment, scope), mesh, scope)
+
+
+def device_bytes(tree: Tree) -> int:
+    """Bytes that each device holds of a tree of shape structs or arrays with shardings."""
+    one = lambda a: math.prod(a.sharding.shard_shape(a.shape)) * jnp.dtype(a.dtype).itemsize
+    return sum(map(one, jax.tree.leaves(tree)))
+
+
+def _transformation(experiment: Experiment, scope: Scope):
+    decays = params.map_params(lambda p: p.decay, scope.declarations()[0])
+    return optimizer.transformation(experiment.optimizer, decays)
+
+
+class _Kept(NamedTuple):
+    weights: Any
+    activations: Any
+
+
+def _structs(declaration: Tree) -> Tree:
+    return params.map_params(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), declaration)
+
+
+def _kept(experiment: Experiment, scope: Scope, rows: int) -> _Kept:
+    """Bytes kept between the forward and the backward pass of `rows` sequences on one device.
+
+    Inputs that are kept, parameters above all, are counted with the state. Copies of the weights
+    are told apart by making them first: what is cast already is not cast again.
+    """
+    config = scope.config
+    trained, frozen = map(_structs, scope.declarations())
+    tokens = jax.ShapeDtypeStruct((rows, experiment.data.length), jnp.int32)
+    weights = jax.ShapeDtypeStruct((len(scope.which),), jnp.float32)
+
+    def residuals(trained, frozen, tokens, weights):
+        cast = lambda tree: join(
+            params.for_compute(tree, config.dtype), {k: tree[k] for k in tree if k == "embed"}
+        )
+        documents = {}
+        if experiment.data.document_masks:
+            documents = {"positions": tokens, "segment_ids": tokens}
+        copies, held = cast(trained), cast(frozen)
+        loss = lambda p: multi_exit_loss(
+            join(held, p), config, tokens, tokens, weights,
+            remat=experiment.train.remat, which=scope.which, **documents,
+        )  # fmt: skip
+        kept = _without(jax.vjp(loss, copies, has_aux=True)[1], (trained, frozen, tokens, weights))
+        activations = _without(kept, (copies, held))
+        copied = _without(kept, activations)
+        return _Kept(copied, activations)
+
+    return _Kept(*map(nbytes, jax.eval_shape(residuals, trained, frozen, tokens, weights)))
+
+
+def _without(tree: Tree, given: Tree) -> list[jax.Array]:
+    """The leaves of `tree`, each once, except those that are leaves of `given`."""
+    known = {id(a) for a in jax.tree.leaves(given)}
+    return list({id(a): a for a in jax.tree.leaves(tree) if id(a) not in known}.values())
+
+
+def _one_layer(config: ModelConfig, rows: int, length: int, remat: str) -> int:
+    """Bytes of one layer while its backward pass runs, beyond what was kept for it.
+
+    The scores of one block of queries, their exponentials and the gradient of either, in float32;
+    and what the layer keeps without rematerialisation but did not keep with it.
+    """
+    blocks = max(1, min(layers.QUERY_BLOCKS, length // layers.MIN_QUERY_BLOCK))
+    scores = 3 * 4 * rows * config.n_heads * -(-length // blocks) * length
+
+    def kept(remat: str) -> int:
+        def residuals(p, x):
+            p = params.for_compute(p, config.dtype)
+            context = layers.make_context(config, jnp.arange(length)[None])
+            run = lambda p, x: layers.layer(p, x, config, context)[0]
+            return _without(jax.vjp(rematerialised(run, remat), p, x)[1], (p, x))
+
+        return nbytes(jax.eval_shape(residuals, _structs(params.layer(config)), x))
+
+    x = jax.ShapeDtypeStruct((rows, length, config.d_model), config.dtype)
+    return scores + kept("none") - kept(remat)
+
+
+def _logits(config: ModelConfig, tokens: int) -> int:
+    """Bytes of one chunk of float32 logits [n, v] and of its gradient (losses.cross_entropy)."""
+    rows = config.padded_vocab
+    target = max(MIN_CHUNK, CHUNK_LOGITS // rows)
+    chunk = -(-tokens // max(MIN_CHUNKS, -(-tokens // target)))
+    return 2 * 4 * chunk * rows
