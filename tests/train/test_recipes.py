@@ -157,11 +157,11 @@ def test_a_loss_scale_scales_every_exit_alike(scale):
 
 def test_float16_recovers_from_overflows_and_follows_float32():
     config = CONFIG.replace(dtype="float16")
-    run = Run(config, settings=GENTLE, loss_scale=2.0**24, loss_scale_interval=10)
+    run = Run(config, settings=GENTLE, loss_scale=2.0**14, loss_scale_interval=10)
     reference = Run(settings=GENTLE)
     losses, wanted, skipped = [], [], []
     for n in range(70):
-        if n == 40:  # as if the gradients had grown a lot
+        if n in (25, 45):  # as if the gradients had grown a lot
             forced = recipes.LossScale.initial(2.0**24)
             place = lambda a, b: jax.device_put(a, b.sharding)
             forced = jax.tree.map(place, forced, run.state.loss_scale)
@@ -177,7 +177,7 @@ def test_float16_recovers_from_overflows_and_follows_float32():
         if got["finite"]:
             losses.append(got["exit_losses"])
             wanted.append(want["exit_losses"])
-    assert {0, 40} <= set(skipped) and 2 < len(skipped) < 25
+    assert {25, 45} <= set(skipped) and 2 < len(skipped) < 25
     assert int(run.state.skipped) == len(skipped)
     assert all(a.dtype == jnp.float32 for a in jax.tree.leaves(run.state.params))
     losses, wanted = np.array(losses), np.array(wanted)
