@@ -140,34 +140,7 @@ class _Run:
         )  # fmt: skip
         held_out = experiment.data.validation_fraction > 0
         self.validation = dataset.split("validation") if held_out else None
-        # What the state holds beside parameters and moments.
-        scaled = self.model.dtype == "float16"
-        self.extra = {
-            "ema": self.train.ema is not None,
-            "loss_scale": self.train.loss_scale if scaled else None,
-        }
-        settings = experiment.optimizer
-        decays = params.map_params(lambda p: p.decay, scope.declarations()[0])
-        self.transformation = optimizer.transformation(settings, decays)
-        self.train_step = make_train_step(
-            self.model,
-            self.transformation,
-            optimizer.learning_rate(settings, self.train.steps),
-            experiment.exit_weights.schedule(self.train.steps),
-            mesh,
-            clip_norm=settings.clip_norm,
-            microbatches=self.train.microbatches,
-            remat=self.train.remat,
-            seed=self.train.seed,
-            scope=scope,
-            objective=experiment.loss,
-            sparse=experiment.exit_weights.sparse,
-            layer_dropout=self._layer_dropout(),
-            ema=self.train.ema,
-            loss_scale=self.extra["loss_scale"],
-            loss_scale_interval=self.train.loss_scale_interval,
-        )
-        self.eval_step = make_eval_step(self.model, mesh, scope)
+        self.train_step, self.eval_step = program.train_step(), program.eval_step()
         self.evaluation: Evaluation | None = None
         self.tokens = 0  # counted labels so far
         self.skipped = 0
@@ -178,19 +151,8 @@ class _Run:
         self.peak = None if scope.tuned else flops.peak_flops(list(mesh.devices.flat))
         self.clock = _Clock()
 
-    def _layer_dropout(self):
-        train = self.train
-        if not train.layer_dropout:
-            return None
-        return recipes.layer_dropout(
-            train.layer_dropout, self.model.n_layers,
-            growth=train.layer_dropout_growth, steps=train.steps,
-        )  # fmt: skip
-
     def _begin_or_resume(self, base: tuning.Base | None) -> tuple[states.TrainState, int]:
-        wanted = states.abstract(
-            self.model, self.transformation, self.mesh, self.scope, **self.extra
-        )
+        wanted = self.program.abstract_state
 
         def check(metadata: dict[str, Any], folder: pathlib.Path) -> None:
             check_same_run(metadata, self.experiment, self.dataset.fingerprint, folder)
@@ -209,12 +171,9 @@ class _Run:
         restored = self.checkpoints.restore(targets, set_aside=True)
         if restored is None:
             if base is None:
-                seed = self.train.seed
-                create = states.create
-                return create(self.model, self.transformation, seed, self.mesh, **self.extra), 0
+                return self.program.create(), 0
             placed = jax.tree.map(lambda a: a.sharding, wanted.replace(frozen={}))
-            begin = lambda v: states.begin(v, self.transformation, **self.extra)
-            begin = jax.jit(begin, out_shardings=placed)
+            begin = jax.jit(self.program.begin, out_shardings=placed)
             return begin(base.first).replace(frozen=base.frozen), 0
         self.loader.restore(restored.metadata["data"])
         self.tokens = restored.metadata["tokens"]

@@ -25,10 +25,8 @@ from eejax.models import layers, params
 from eejax.models.config import ModelConfig
 from eejax.models.transformer import rematerialised
 from eejax.sharding.mesh import check_batch, make_mesh
-from eejax.train import optimizer, step, tuning
 from eejax.train.config import Experiment
-from eejax.train.scope import Scope
-from eejax.train.state import TrainState, abstract
+from eejax.train.program import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +97,11 @@ def training_memory(experiment: Experiment) -> TrainingMemory:
     )
     train, model = experiment.train, experiment.model
     check_batch(train.batch_size, mesh, train.microbatches, "train.batch_size")
-    scope = tuning.scope(experiment)
-    state = abstract_state(experiment, mesh)
+    program = Program(experiment, mesh)
+    state = program.abstract_state
     trained, moments = device_bytes(state.params), device_bytes(state.opt_state)
     rows = train.batch_size // (mesh.shape[DATA] * train.microbatches)
-    kept = _kept(experiment, scope, rows)
+    kept = _kept(program, rows)
     under_way = jax.eval_shape(lambda p: params.for_compute(p, model.dtype), state.params)
     return TrainingMemory(
         params=trained,
@@ -137,44 +135,20 @@ def compile_step(
 
     Raises `ConfigError` where there are too few `devices` (default: all).
     """
-    mesh = make_mesh(experiment.mesh, devices)
-    settings, train, scope = experiment.optimizer, experiment.train, tuning.scope(experiment)
-    train_step = step.make_train_step(
-        experiment.model,
-        _transformation(experiment, scope),
-        optimizer.learning_rate(settings, train.steps),
-        experiment.exit_weights.schedule(train.steps),
-        mesh,
-        clip_norm=settings.clip_norm,
-        microbatches=train.microbatches,
-        remat=train.remat,
-        seed=train.seed,
-        scope=scope,
-    )
-    tokens = jax.ShapeDtypeStruct((train.batch_size, experiment.data.length), jnp.int32)
+    program = Program(experiment, make_mesh(experiment.mesh, devices))
+    shape = experiment.train.batch_size, experiment.data.length
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
     names = ["tokens", "labels"]
     if experiment.data.document_masks:
         names += ["segment_ids", "positions"]
-    return train_step.lower(
-        abstract_state(experiment, mesh), dict.fromkeys(names, tokens)
-    ).compile()
-
-
-def abstract_state(experiment: Experiment, mesh: Mesh | AbstractMesh) -> TrainState:
-    """The state of a run of `experiment` as shape structs with shardings on `mesh`."""
-    scope = tuning.scope(experiment)
-    return abstract(experiment.model, _transformation(experiment, scope), mesh, scope)
+    batch = dict.fromkeys(names, tokens)
+    return program.train_step().lower(program.abstract_state, batch).compile()
 
 
 def device_bytes(tree: Tree) -> int:
     """Bytes that each device holds of a tree of shape structs or arrays with shardings."""
     one = lambda a: math.prod(a.sharding.shard_shape(a.shape)) * jnp.dtype(a.dtype).itemsize
     return sum(map(one, jax.tree.leaves(tree)))
-
-
-def _transformation(experiment: Experiment, scope: Scope):
-    decays = params.map_params(lambda p: p.decay, scope.declarations()[0])
-    return optimizer.transformation(experiment.optimizer, decays)
 
 
 class _Kept(NamedTuple):
@@ -186,13 +160,13 @@ def _structs(declaration: Tree) -> Tree:
     return params.map_params(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), declaration)
 
 
-def _kept(experiment: Experiment, scope: Scope, rows: int) -> _Kept:
+def _kept(program: Program, rows: int) -> _Kept:
     """Bytes kept between the forward and the backward pass of `rows` sequences on one device.
 
     Inputs that are kept, parameters above all, are counted with the state. Copies of the weights
     are told apart by making them first: what is cast already is not cast again.
     """
-    config = scope.config
+    experiment, scope, config = program.experiment, program.scope, program.scope.config
     trained, frozen = map(_structs, scope.declarations())
     tokens = jax.ShapeDtypeStruct((rows, experiment.data.length), jnp.int32)
     weights = jax.ShapeDtypeStruct((len(scope.which),), jnp.float32)
@@ -207,7 +181,7 @@ def _kept(experiment: Experiment, scope: Scope, rows: int) -> _Kept:
         copies, held = cast(trained), cast(frozen)
         loss = lambda p: multi_exit_loss(
             join(held, p), config, tokens, tokens, weights,
-            remat=experiment.train.remat, which=scope.which, **documents,
+            remat=experiment.train.remat, which=scope.which, objective=experiment.loss, **documents,
         )  # fmt: skip
         kept = _without(jax.vjp(loss, copies, has_aux=True)[1], (trained, frozen, tokens, weights))
         activations = _without(kept, (copies, held))

@@ -1,0 +1,97 @@
+"""An experiment as what runs it: its optimiser, its state's shape and its compiled steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from eejax.common.trees import Tree
+from eejax.models import params
+from eejax.train import optimizer, recipes, state, step, tuning
+from eejax.train.config import Experiment
+from eejax.train.scope import Scope
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The parts that follow from `experiment` alone, on `mesh`.
+
+    An abstract mesh will do for `abstract_state`.
+    """
+
+    experiment: Experiment
+    mesh: Mesh | AbstractMesh
+
+    @functools.cached_property
+    def scope(self) -> Scope:
+        """What of the model is trained."""
+        return tuning.scope(self.experiment)
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        decays = params.map_params(lambda p: p.decay, self.scope.declarations()[0])
+        return optimizer.transformation(self.experiment.optimizer, decays)
+
+    @property
+    def _extra(self) -> dict[str, Any]:
+        """What the state holds beside parameters and moments."""
+        train, scaled = self.experiment.train, self.experiment.model.dtype == "float16"
+        return {"ema": train.ema is not None, "loss_scale": train.loss_scale if scaled else None}
+
+    @functools.cached_property
+    def abstract_state(self) -> state.TrainState:
+        """The state as shape structs with shardings."""
+        model = self.experiment.model
+        return state.abstract(model, self.optimizer, self.mesh, self.scope, **self._extra)
+
+    def create(self) -> state.TrainState:
+        """The state before the first step of a run that trains the whole model."""
+        seed = self.experiment.train.seed
+        return state.create(
+            self.experiment.model, self.optimizer, seed, self.mesh, **self._extra
+        )
+
+    def begin(self, values: Tree) -> state.TrainState:
+        """The state before the first step of trained `values`, without what is frozen."""
+        return state.begin(values, self.optimizer, **self._extra)
+
+    @property
+    def layer_dropout(self) -> step.Schedule | None:
+        """step -> the probability [l] of each layer to be left out; None for no layer dropout."""
+        train, model = self.experiment.train, self.experiment.model
+        if not train.layer_dropout:
+            return None
+        return recipes.layer_dropout(
+            train.layer_dropout, model.n_layers,
+            growth=train.layer_dropout_growth, steps=train.steps,
+        )  # fmt: skip
+
+    def train_step(self):
+        """As `step.make_train_step`."""
+        e = self.experiment
+        return step.make_train_step(
+            e.model,
+            self.optimizer,
+            optimizer.learning_rate(e.optimizer, e.train.steps),
+            e.exit_weights.schedule(e.train.steps),
+            self.mesh,
+            clip_norm=e.optimizer.clip_norm,
+            microbatches=e.train.microbatches,
+            remat=e.train.remat,
+            seed=e.train.seed,
+            scope=self.scope,
+            objective=e.loss,
+            sparse=e.exit_weights.sparse,
+            layer_dropout=self.layer_dropout,
+            ema=e.train.ema,
+            loss_scale=self._extra["loss_scale"],
+            loss_scale_interval=e.train.loss_scale_interval,
+        )
+
+    def eval_step(self):
+        """As `step.make_eval_step`."""
+        return step.make_eval_step(self.experiment.model, self.mesh, self.scope)
