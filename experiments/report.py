@@ -157,10 +157,11 @@ def short_names(paths: Sequence[pathlib.Path]) -> list[str]:
         parts = [n + (count[name] > 1) for n, name in zip(parts, names, strict=True)]
 
 
-def exits_of(runs: Sequence[Run], prefix: str) -> list[str]:
+def exits_of(runs: Sequence[Run], *prefixes: str) -> list[str]:
     """The exits that any of the runs has a metric PREFIX/NAME of, by depth, the final one last."""
     found = {
         k[len(prefix) + 1 :]
+        for prefix in prefixes
         for run in runs
         for record in run.records
         for k, value in record.items()
@@ -182,7 +183,7 @@ def figures(runs: Sequence[Run]) -> dict[str, tuple[str, Any]]:
             curves = {
                 run.name: (run.tokens(steps), values)
                 for run, (steps, values) in zip(runs, curves.values(), strict=True)
-                if run.last("tokens")
+                if total_tokens(run)
             }
         xlabel = "tokens seen" if over_tokens else "training step"
         some = any(len(steps) for steps, _ in curves.values())
@@ -263,7 +264,7 @@ def evaluations(runs: Sequence[Run]) -> list[tuple[str, list[str], list[list[str
         found = [(run, which, run.evaluation(prefix))
                  for run in runs for prefix, which in EVALUATIONS.items()]  # fmt: skip
         kept = [f for f in found if any(k.startswith(f"{unit}/") for k in f[2])]
-        exits = {e: None for p in EVALUATIONS for e in exits_of(runs, f"{p}/{unit}")}
+        exits = exits_of(runs, *(f"{prefix}/{unit}" for prefix in EVALUATIONS))
         if not kept:
             continue
         header = ["run", "step", *exits]
