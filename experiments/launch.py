@@ -14,20 +14,24 @@ from eejax.common.errors import CheckpointError, ConfigError, DataError
 MISTAKES = (ConfigError, DataError, CheckpointError, OSError, FloatingPointError)
 
 
-def run(main: Callable[[], None], *, interrupted: str = "interrupted") -> None:
+def run(
+    main: Callable[..., None], *, interrupted: str = "interrupted", positional: bool = False
+) -> None:
     """Parses the flags, calls `main()` and ends the process.
+
+    With `positional`, `main` takes a list: the arguments that are no flags. Else they are refused.
 
     Exit status: that of `main`, 1 after an error that the message names, or where Ctrl-C was
     pressed, which prints `interrupted`.
     """
 
     def guarded(argv: list[str]) -> None:
-        if len(argv) > 1:
+        if len(argv) > 1 and not positional:
             sys.exit(f"error: unexpected arguments: {' '.join(argv[1:])}; see --help")
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # Orbax logs every file it touches
         try:
-            main()
+            main(*([argv[1:]] if positional else []))
         except MISTAKES as error:
             sys.exit(f"error: {error}")
         except KeyboardInterrupt:

@@ -2,16 +2,28 @@
 
 from eejax.analysis.baselines import Trigram, compression_bits_per_byte
 from eejax.analysis.pairs import Ratio, interleave, median_ratio
-from eejax.analysis.plots import exit_histogram, loss_curves, quality_against_speed, save
-from eejax.analysis.tables import table
+from eejax.analysis.panels import Panel, compare
+from eejax.analysis.plots import (
+    exit_histogram,
+    exit_label,
+    loss_curves,
+    quality_against_speed,
+    save,
+)
+from eejax.analysis.tables import differences, markdown_table, table
 
 __all__ = [
+    "Panel",
     "Ratio",
     "Trigram",
+    "compare",
     "compression_bits_per_byte",
+    "differences",
     "exit_histogram",
+    "exit_label",
     "interleave",
     "loss_curves",
+    "markdown_table",
     "median_ratio",
     "quality_against_speed",
     "save",

@@ -55,13 +55,13 @@ def loss_curves(
     """
     names = list(dict.fromkeys(k[5:] for r in records for k in r if k.startswith("loss/")))
     with matplotlib.rc_context(STYLE):
-        figure = _figure(7.0, 4.4)
+        figure = figure_of(7.0, 4.4)
         axes = figure.subplots()
         for name, color in zip(names, exit_colors(len(names)), strict=True):
             steps, values = _series(records, f"loss/{name}")
             axes.plot(steps, [v * bits_scale for v in values], color=color, lw=1.0, alpha=0.45)
             steps, values = _series(records, f"eval/loss/{name}")
-            label = f"{_plain(name)}, held-out"
+            label = f"{exit_label(name)}, held-out"
             axes.plot(
                 steps, [v * bits_scale for v in values], "o-", ms=3.5, color=color, label=label
             )
@@ -99,7 +99,7 @@ def quality_against_speed(
     points = sorted((p for p in points if p["depth"] > 0), key=lambda p: p["depth"])
     bound = [n_layers / p["depth"] for p in points]
     with matplotlib.rc_context(STYLE):
-        figure = _figure(10.0, 4.4)
+        figure = figure_of(10.0, 4.4)
         left, right = figure.subplots(1, 2)
         left.plot(
             bound, [p["agreement"] for p in points], "o-", ms=3.5, color=INK,
@@ -162,7 +162,7 @@ def exit_histogram(
     {"held-out text": [...], "generated": [...]}.
     """
     with matplotlib.rc_context(STYLE):
-        figure = _figure(7.0, 4.0)
+        figure = figure_of(7.0, 4.0)
         axes = figure.subplots()
         width = 0.8 / max(len(shares), 1)
         colors = ("#33658a", "#f6ae2d", "#86bbd8", "#758e4f")
@@ -187,7 +187,8 @@ def exit_colors(n: int) -> list:
     return [scale(0.15 + 0.7 * i / max(n - 1, 1)) for i in range(n - 1)] + [INK]
 
 
-def _figure(width: float, height: float) -> Figure:
+def figure_of(width: float, height: float) -> Figure:
+    """An empty figure of that many inches, which needs no display."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -198,7 +199,8 @@ def _series(records, key: str) -> tuple[list[int], list[float]]:
     return [s for s, _ in have], [v for _, v in have]
 
 
-def _plain(name: str) -> str:
+def exit_label(name: str) -> str:
+    """'exit_3' and 'final' as people read them: 'exit 3', 'final exit'."""
     return "final exit" if name == FINAL else name.replace("_", " ")
 
 

@@ -1,8 +1,11 @@
-"""Plain-text tables for terminals and logs."""
+"""Tables for terminals and for Markdown, and what differs between settings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -15,3 +18,65 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return "  ".join([first[0].ljust(first[1]), *(c.rjust(w) for c, w in rest)]).rstrip()
 
     return "\n".join([line(header), line(["-" * w for w in widths]), *map(line, rows)])
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same in Markdown. Cells are text: what Markdown would read as markup is escaped."""
+
+    def line(cells):
+        return f"| {' | '.join(cells)} |"
+
+    aligned = ["---", *["---:"] * (len(header) - 1)]
+    body = [[_escape(cell) for cell, _ in zip(row, header, strict=True)] for row in rows]
+    return "\n".join([line(map(_escape, header)), line(aligned), *map(line, body)])
+
+
+def differences(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The settings that are not the same everywhere: 'section.field' -> {name: value}.
+
+    settings: name -> JSON values, nested as they like. A name that does not have a field is left
+    out of that field's values. Of a list of mappings (the exits) only the fields that tell its
+    elements apart are given.
+    """
+    flat = {name: dict(_leaves("", values)) for name, values in settings.items()}
+    fields = dict.fromkeys(field for values in flat.values() for field in values)
+    found = {}
+    for field in fields:
+        values = {name: v[field] for name, v in flat.items() if field in v}
+        if len(values) < len(flat) or len(set(map(_canonical, values.values()))) > 1:
+            found[field] = _telling(values)
+    return found
+
+
+def _leaves(path: str, value: Any):
+    if isinstance(value, Mapping) and (value or not path):
+        for key, inner in value.items():
+            yield from _leaves(f"{path}.{key}" if path else str(key), inner)
+    else:
+        yield path, value
+
+
+def _canonical(value: Any) -> str:
+    """1 and 1.0 are one setting, 1 and true are two."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(_canonical, value))}]"
+    return json.dumps(value, sort_keys=True)
+
+
+def _telling(values: dict[str, Any]) -> dict[str, Any]:
+    lists = [v for v in values.values() if isinstance(v, list)]
+    items = [item for v in lists for item in v]
+    if len(lists) < len(values) or not all(isinstance(item, Mapping) for item in items):
+        return values
+    keys = dict.fromkeys(key for item in items for key in item)
+    telling = [k for k in keys if len({json.dumps(item.get(k)) for item in items}) > 1]
+    if not telling:
+        return values
+    return {n: [{k: i[k] for k in telling if k in i} for i in v] for n, v in values.items()}
+
+
+def _escape(cell: str) -> str:
+    cell = " ".join(cell.split())
+    return re.sub(r"([\\`*$<|\[\]]|(?<!\w)_|_(?!\w))", r"\\\1", cell)

@@ -1,0 +1,124 @@
+"""A trace of a few steps for TensorBoard, XProf or Perfetto, and how much memory is in use."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import resource
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from eejax.common.errors import require
+
+STEP = "train"  # what the annotation of a step is called in the trace
+FOLDER = "profile"
+
+
+class Profiler:
+    """Traces the steps begin, ..., begin + steps - 1 into `folder`.
+
+        with Profiler(workdir / FOLDER, begin=10, steps=5) as profiler:
+            for step in ...:
+                profiler.before(step, state)
+                state, metrics = train_step(state, next(batches))
+                profiler.after(step, metrics)
+
+    The device is waited for at both ends of the window, so that the work of these steps is in the
+    trace and that of no other; whatever else the process does in between (an evaluation) is in it
+    too. A run that resumes inside the window traces what is left of it, one that resumes behind
+    it nothing. Leaving the `with` closes a window that is open, however it is left. A process's
+    first step compiles: a window that begins later shows steps as they usually are. With
+    steps = 0 nothing is done.
+
+    Raises:
+      ConfigError: no such window.
+      OSError: the trace cannot be written, naming `folder`.
+      RuntimeError: another trace is being taken in this process.
+    """
+
+    def __init__(self, folder: str | os.PathLike, begin: int, steps: int):
+        require(steps >= 0, "steps", steps, "must be at least 0 steps to trace")
+        require(not steps or begin >= 1, "begin", begin, "must be a step: they count from 1")
+        self._folder, self._window = pathlib.Path(folder), range(begin, begin + steps)
+        self._open = False
+        self._annotation = self._result = None
+
+    def before(self, step: int, state: Any) -> None:
+        """Step `step` begins, with what the step before left on the device."""
+        if step not in self._window:
+            return
+        # Late, as everywhere here: a run that traces nothing has nothing to do with the profiler.
+        import jax
+
+        if not self._open:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(self._folder)
+            self._open = True
+        self._annotation = jax.profiler.StepTraceAnnotation(STEP, step_num=step)
+        self._annotation.__enter__()
+
+    def after(self, step: int, result: Any) -> None:
+        """Step `step` was dispatched; `result` is of its outputs, its metrics say."""
+        if not self._open:
+            return
+        self._leave_step()
+        self._result = result
+        if step + 1 not in self._window:
+            self._close()
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(self, kind, error: BaseException | None, traceback) -> None:
+        if not self._open:
+            return
+        self._leave_step()
+        if error is None:
+            self._close()
+            return
+        self._result = None  # of a device that may have failed: not waited for
+        try:
+            self._close()
+        except OSError as second:  # what ended the run says more
+            error.add_note(f"and then: {second}")
+
+    def _leave_step(self) -> None:
+        annotation, self._annotation = self._annotation, None
+        if annotation is not None:
+            annotation.__exit__(None, None, None)
+
+    def _close(self) -> None:
+        import jax
+
+        result, self._result, self._open = self._result, None, False
+        try:
+            jax.block_until_ready(result)
+        finally:
+            try:
+                jax.profiler.stop_trace()
+            except RuntimeError as error:
+                raise OSError(errno.EIO, str(error), str(self._folder)) from error
+
+
+def device_memory(devices: Iterable[Any]) -> dict[str, float]:
+    """Bytes in use and their peak since the process began, for each of this process's devices.
+
+    'memory/device_0/bytes_in_use' and 'memory/device_0/peak_bytes', numbered by the device's id.
+    Where no device counts (a CPU), the process's own peak is 'memory/host_peak_bytes' instead.
+    """
+    found = {}
+    for device in devices:
+        stats = device.memory_stats() or {}
+        for name, key in (("bytes_in_use", "bytes_in_use"), ("peak_bytes", "peak_bytes_in_use")):
+            if key in stats:
+                found[f"memory/device_{device.id}/{name}"] = float(stats[key])
+    return found or {"memory/host_peak_bytes": float(_host_peak())}
+
+
+def _host_peak() -> int:
+    """Peak resident bytes of this process; getrusage counts KiB on Linux, bytes on macOS."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
