@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -21,17 +22,17 @@ from eejax.checkpoint.manager import Checkpoints
 from eejax.checkpoint.model import CHECKPOINTS, EMA, PARAMS, TOKENIZER
 from eejax.common.errors import require
 from eejax.common.trees import Tree, join, size
-from eejax.models import params
 from eejax.sharding.mesh import check_batch, make_mesh
-from eejax.train import flops, inputs, optimizer, recipes, tuning
+from eejax.train import flops, inputs, profile, recipes, tuning
 from eejax.train import state as states
 from eejax.train.config import Experiment
 from eejax.train.evaluate import Evaluation, evaluate
 from eejax.train.metrics import MetricsWriter, Progress, duration, exit_names
+from eejax.train.profile import Profiler, device_memory
+from eejax.train.program import Program
 from eejax.train.runs import check_same_run
-from eejax.train.scope import Scope
 from eejax.train.signals import StopRequest
-from eejax.train.step import make_eval_step, make_train_step, put_batch
+from eejax.train.step import put_batch
 
 CONFIG = "config.json"
 TRAINING = "training"
@@ -80,24 +81,24 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
 
 
 def _fit(experiment: Experiment, workdir: pathlib.Path, mesh: Mesh) -> Result:
-    held = tuning.scope(experiment)
+    program = Program(experiment, mesh)
     base = None
-    if held.tuned:
+    if program.scope.tuned:
         source = pathlib.Path(experiment.tune.base).expanduser().absolute()
         same = source.resolve() == workdir.resolve()
         require(not same, "workdir", str(workdir), "must be another than tune.base")
         base = tuning.load_base(experiment, mesh, workdir)
         # Its very checkpoint, also when the base has gone on by the time this run resumes or ends.
         tune = dataclasses.replace(experiment.tune, base_step=base.step)
-        experiment = dataclasses.replace(experiment, tune=tune)
+        program = Program(dataclasses.replace(experiment, tune=tune), mesh)
     dataset = inputs.prepare(experiment.data, experiment.model.vocab_size, workdir, TOKENIZER)
-    folder = workdir / (TUNING if held.tuned else CHECKPOINTS)
+    folder = workdir / (TUNING if program.scope.tuned else CHECKPOINTS)
     checkpoints = Checkpoints(folder, keep=experiment.train.keep_checkpoints)
     try:
-        run = _Run(experiment, workdir, mesh, dataset, checkpoints, held, base)
+        run = _Run(program, workdir, dataset, checkpoints, base)
         with StopRequest() as stop:
             result = run.run(stop)
-            if held.tuned and result.stopped is None:
+            if program.scope.tuned and result.stopped is None:
                 # The trunk makes room for the whole model.
                 result = result._replace(state=result.state.replace(frozen={}))
                 base = run.state = None
@@ -120,35 +121,38 @@ class _Run:
 
     def __init__(
         self,
-        experiment: Experiment,
+        program: Program,
         workdir: pathlib.Path,
-        mesh: Mesh,
         dataset: data.PackedDataset,
         checkpoints: Checkpoints,
-        scope: Scope,
         base: tuning.Base | None,
     ):
-        self.scope = scope
-        self.experiment, self.mesh, self.checkpoints = experiment, mesh, checkpoints
-        self.workdir, self.dataset = workdir, dataset
-        self.model, self.train = experiment.model, experiment.train
+        self.program, self.scope = program, program.scope
+        self.experiment, self.mesh = program.experiment, program.mesh
+        self.model, self.train = self.experiment.model, self.experiment.train
+        self.workdir, self.dataset, self.checkpoints = workdir, dataset, checkpoints
         names = exit_names(self.model)
-        self.names = [names[e] for e in scope.which]
+        self.names = [names[e] for e in self.scope.which]
+        c = self.experiment.data
         self.loader = data.Loader(
-            dataset.split("train"), self.train.batch_size, experiment.data.length, self.train.seed,
-            document_masks=experiment.data.document_masks,
+            dataset.split("train"), self.train.batch_size, c.length, self.train.seed,
+            document_masks=c.document_masks, rampup=self.train.batch_rampup,
         )  # fmt: skip
-        held_out = experiment.data.validation_fraction > 0
-        self.validation = dataset.split("validation") if held_out else None
+        for rows in self.loader.sizes:
+            field = "train.batch_size" if rows == self.train.batch_size else "train.batch_rampup"
+            check_batch(rows, self.mesh, self.train.microbatches, field)
+        self.validation = dataset.split("validation") if c.validation_fraction > 0 else None
         self.train_step, self.eval_step = program.train_step(), program.eval_step()
         self.evaluation: Evaluation | None = None
+        self.resumed_from: dict[str, Any] | None = None  # train settings of the checkpoint
         self.tokens = 0  # counted labels so far
         self.skipped = 0
         self.state, self.step = self._begin_or_resume(base)
-        write_text(workdir / CONFIG, json.dumps(experiment.to_dict(), indent=1))
-        self.flops_per_token = flops.model_flops_per_token(self.model, experiment.data.length)
+        write_text(workdir / CONFIG, json.dumps(self.experiment.to_dict(), indent=1))
+        self.flops_per_token = flops.model_flops_per_token(self.model, c.length)
         # The count is of training a whole model.
-        self.peak = None if scope.tuned else flops.peak_flops(list(mesh.devices.flat))
+        devices = list(self.mesh.devices.flat)
+        self.peak = None if self.scope.tuned else flops.peak_flops(devices)
         self.clock = _Clock()
 
     def _begin_or_resume(self, base: tuning.Base | None) -> tuple[states.TrainState, int]:
@@ -176,6 +180,7 @@ class _Run:
             begin = jax.jit(self.program.begin, out_shardings=placed)
             return begin(base.first).replace(frozen=base.frozen), 0
         self.loader.restore(restored.metadata["data"])
+        self.resumed_from = restored.metadata["experiment"]["train"]
         self.tokens = restored.metadata["tokens"]
         training = restored.trees[TRAINING]
         self.skipped = int(training["skipped"])
@@ -194,27 +199,30 @@ class _Run:
         self._announce(start)
         flight = None
         try:
-            while self.step < train.steps and stop.signal is None:
-                batch = next(self.loader)
-                self.tokens += int(np.count_nonzero(batch["labels"] != data.IGNORE))
-                batch = put_batch(inputs.strip(batch, self.loader.document_masks), self.mesh)
-                self.state, metrics = self.train_step(self.state, batch)
-                self.step += 1
-                # The step before is fetched while this one runs: the device never waits.
-                if flight is not None:
-                    self._report(flight)
-                flight = _Flight(self.step, metrics)
-                last = self.step == train.steps
-                evaluating = _due(self.step, train.eval_every) or last
-                saving = _due(self.step, train.checkpoint_every) or last
-                if evaluating or saving:
-                    self._report(flight)
-                    flight = None
-                    with self.clock.paused():
-                        if evaluating:
-                            self._evaluate()
-                        if saving:
-                            self._save()
+            with self._batches() as batches, self._profiler() as profiler:
+                while self.step < train.steps and stop.signal is None:
+                    profiler.before(self.step + 1, self.state)
+                    batch = next(batches)
+                    self.tokens += int(np.count_nonzero(batch["labels"] != data.IGNORE))
+                    batch = put_batch(inputs.strip(batch, self.loader.document_masks), self.mesh)
+                    self.state, metrics = self.train_step(self.state, batch)
+                    self.step += 1
+                    profiler.after(self.step, metrics)
+                    # The step before is fetched while this one runs: the device never waits.
+                    if flight is not None:
+                        self._report(flight)
+                    flight = _Flight(self.step, metrics)
+                    last = self.step == train.steps
+                    evaluating = _due(self.step, train.eval_every) or last
+                    saving = _due(self.step, train.checkpoint_every) or last
+                    if evaluating or saving:
+                        self._report(flight)
+                        flight = None
+                        with self.clock.paused():
+                            if evaluating:
+                                self._evaluate()
+                            if saving:
+                                self._save()
             if flight is not None:
                 self._report(flight)
             if stop.signal is not None:
@@ -225,6 +233,17 @@ class _Run:
             self.progress.close()
             self.writer.close()
         return Result(self.state, self.step, self.evaluation, stop.signal)
+
+    def _batches(self):
+        """The loader's batches, made when they are asked for or some ahead."""
+        threads = self.experiment.data.prefetch
+        if not threads:
+            return contextlib.nullcontext(self.loader)
+        return data.Prefetch(self.loader, threads=threads, buffer=2 * threads)
+
+    def _profiler(self) -> Profiler:
+        train = self.train
+        return Profiler(self.workdir / profile.FOLDER, train.profile_begin, train.profile_steps)
 
     def _report(self, flight: _Flight) -> None:
         """Waits for a step and records it."""
@@ -252,6 +271,7 @@ class _Run:
         if "loss_scale" in metrics:
             values["loss_scale"] = float(metrics["loss_scale"])
         values |= {"tokens": int(metrics["tokens"]), "skipped": int(metrics["skipped"])}
+        values |= device_memory(list(self.mesh.devices.flat))
         if rate:
             values["tokens_per_second"] = rate
             if self.peak:
@@ -335,6 +355,13 @@ class _Run:
             f"layers, {self.train.steps} steps of "
             f"{self.train.batch_size} x {self.experiment.data.length} tokens, in {self.workdir}"
         )
+
+        before = (self.resumed_from or {}).get("batch_size", self.train.batch_size)
+        if before != self.train.batch_size:
+            self.progress.say(
+                f"batches of {self.train.batch_size} instead of {before} sequences, from sequence "
+                f"{self.loader.samples:,} on"
+            )
 
     def _say_goodbye(self, stopped: signal.Signals | None) -> None:
         if stopped is None:

@@ -51,9 +51,7 @@ class Program:
     def create(self) -> state.TrainState:
         """The state before the first step of a run that trains the whole model."""
         seed = self.experiment.train.seed
-        return state.create(
-            self.experiment.model, self.optimizer, seed, self.mesh, **self._extra
-        )
+        return state.create(self.experiment.model, self.optimizer, seed, self.mesh, **self._extra)
 
     def begin(self, values: Tree) -> state.TrainState:
         """The state before the first step of trained `values`, without what is frozen."""

@@ -14,12 +14,16 @@ from eejax.common.errors import CheckpointError, DataError
 from eejax.train import inputs
 from eejax.train.config import Experiment
 
-# What may change when a run is resumed: nothing of it moves the path the parameters take, but for
-# the rounding of sums taken in another order. The text and its tokenizer may lie elsewhere;
+# What may change when a run is resumed. But for the size of batches, which a run may well change on
+# its way, nothing of it moves the path the parameters take, save the rounding of sums taken in
+# another order. The text and its tokenizer may lie elsewhere;
 # their fingerprints are compared instead.
 MAY_DIFFER = {
     "data": {"source", "tokenizer", "packed", "max_bytes", "text_field", "prefetch"},
     "train": {
+        # The data goes on at the very next sequence, in batches of another size.
+        "batch_size",
+        "batch_rampup",
         "microbatches",
         "remat",
         "log_every",

@@ -40,7 +40,7 @@ def uninterrupted(text, tmp_path_factory):
 def bits(workdir):
     """Every array of the newest checkpoint's parameters, and everything timeless it recorded."""
     model = load_model(workdir)
-    timed = ("tokens_per_second", "mfu")
+    timed = ("tokens_per_second", "mfu", "memory/host_peak_bytes")
     records = [
         {k: v for k, v in record.items() if k not in timed} for record in read_metrics(workdir)
     ]
@@ -117,9 +117,81 @@ def test_another_model_in_the_workdir_is_refused_by_field(text, uninterrupted):
     assert "model.n_heads: 2 in the checkpoint, 4" in str(error.value)
 
 
-def test_other_batches_in_the_workdir_are_refused(text, uninterrupted):
-    with pytest.raises(CheckpointError, match="train.batch_size: 4 in the checkpoint, 8 in"):
-        fit(Experiment.from_dict(config(text, batch_size=8)), uninterrupted)
+def test_another_recipe_in_the_workdir_is_refused(text, uninterrupted):
+    with pytest.raises(CheckpointError, match="train.ema: None in the checkpoint, 0.9 in"):
+        fit(Experiment.from_dict(config(text, ema=0.9)), uninterrupted)
+    other = config(text) | {"loss": {"z_loss": 1e-4}}
+    with pytest.raises(CheckpointError, match="loss.z_loss: 0.0 in the checkpoint, 0.0001 in"):
+        fit(Experiment.from_dict(other), uninterrupted)
+
+
+def test_a_run_goes_on_with_other_batches_where_it_was(text, tmp_path, monkeypatch, capfd):
+    seen = []
+    original = Loader.batch_at
+    monkeypatch.setattr(
+        Loader, "batch_at",
+        lambda loader, n: (seen.append((n, loader.size_at(n))), original(loader, n))[1],
+    )  # fmt: skip
+    with monkeypatch.context() as patched:
+        stop_at(patched, 5)
+        fit(Experiment.from_dict(config(text)), tmp_path)
+    fit(Experiment.from_dict(config(text, batch_size=8)), tmp_path)
+    assert seen == [(4 * i, 4) for i in range(6)] + [(24 + 8 * i, 8) for i in range(8)]
+    assert "batches of 8 instead of 4 sequences, from sequence 24 on" in capfd.readouterr().err
+    assert read_metrics(tmp_path)[-2]["step"] == STEPS
+
+
+# Everything that draws, averages, scales or schedules, in one run.
+RECIPE = {
+    "exit_weights": {
+        "weights": [0.5], "kind": "linear", "initial": [0.1], "curriculum": "gradual",
+    },
+    "loss": {
+        "z_loss": 1e-3, "confidence_weighted": True, "distillation": 0.3,
+        "distillation_temperature": 2.0,
+    },
+}  # fmt: skip
+
+
+def recipe(text):
+    values = config(
+        text, ema=0.8, layer_dropout=0.3, layer_dropout_growth="exponential",
+        loss_scale=2.0**24, loss_scale_interval=3, batch_rampup=[2, 2, 10],
+        profile_begin=4, profile_steps=2,
+    )  # fmt: skip
+    values["model"] = values["model"] | {"dtype": "float16"}
+    values["data"] = values["data"] | {"prefetch": 2}
+    return Experiment.from_dict(values | RECIPE)
+
+
+def test_a_run_with_every_recipe_resumes_to_the_same_bits(text, tmp_path, monkeypatch):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert fit(recipe(text), whole).step == STEPS
+    with monkeypatch.context() as patched:
+        stop_at(patched, 9)
+        assert fit(recipe(text), parts).step == 10
+    assert fit(recipe(text), parts).step == STEPS
+    same(parts, whole)
+    averaged = [load_model(w, ema=True) for w in (whole, parts)]
+    for a, b in zip(*(jax.tree.leaves(m.params) for m in averaged), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    raw = jax.tree.leaves(load_model(whole).params)
+    assert any(
+        (a != b).any() for a, b in zip(raw, jax.tree.leaves(averaged[0].params), strict=True)
+    )
+    records = read_metrics(whole)
+    steps = [r for r in records if "learning_rate" in r]
+    assert steps[0]["skipped"] == 1 and steps[0]["loss_scale"] == 2.0**24  # an overflow at once
+    assert steps[-1]["skipped"] < 10 and steps[-1]["loss_scale"] < 2.0**24
+    assert "loss/exit_1" not in steps[2] and "loss/exit_1" in steps[-1]  # the curriculum
+    assert steps[-1]["grad_norm/exit_1"] > 0 and steps[-1]["grad_norm/final"] > 0
+    assert any("eval_ema/loss/final" in r for r in records)
+    assert list((whole / "profile").rglob("*.xplane.pb"))
+
+
+def test_averaged_parameters_that_were_not_kept_are_missed_by_name(uninterrupted):
+    with pytest.raises(CheckpointError, match="trained without train.ema"):
+        load_model(uninterrupted, ema=True)
 
 
 def test_another_mesh_resumes_to_the_same_losses(text, uninterrupted, tmp_path, monkeypatch):
