@@ -1,7 +1,15 @@
 """Text, tokenizers, packed token files, and a loader whose position is part of a checkpoint."""
 
 from eejax.data.loader import IGNORE, Batch, Loader, batches, even_windows
-from eejax.data.packing import PackedDataset, Split, open_packed, pack
+from eejax.data.megatron import MegatronDataset, open_megatron
+from eejax.data.packing import (
+    PackedDataset,
+    PackProgress,
+    Split,
+    find_packed,
+    open_packed,
+    pack,
+)
 from eejax.data.sources import PYTHON_STDLIB, Document, PythonStdlib, Source, TextFiles, source
 from eejax.data.tokenizers import (
     BYTES,
@@ -24,6 +32,8 @@ __all__ = [
     "Document",
     "JsonTokenizer",
     "Loader",
+    "MegatronDataset",
+    "PackProgress",
     "PackedDataset",
     "PythonStdlib",
     "Source",
@@ -34,7 +44,9 @@ __all__ = [
     "batches",
     "check_vocabulary",
     "even_windows",
+    "find_packed",
     "load_tokenizer",
+    "open_megatron",
     "open_packed",
     "pack",
     "save_tokenizer",
