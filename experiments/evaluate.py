@@ -36,20 +36,19 @@ def main() -> None:
     model, config = run.model, run.experiment.data
     with tempfile.TemporaryDirectory() as folder:
         if _TEXT.value:
-            source = data.source(_TEXT.value)
-            split = data.pack(source, model.tokenizer, folder, validation_fraction=0.0).split(
-                "train"
-            )
+            source = data.source(_TEXT.value, text_field=config.text_field)
+            packed = data.pack(source, model.tokenizer, folder, validation_fraction=0.0)
+            batches = data.batches(
+                packed.split("train"), _BATCH_SIZE.value, config.length,
+                document_masks=config.document_masks, limit=_BATCHES.value,
+            )  # fmt: skip
+            batches = (inputs.strip(batch, config.document_masks) for batch in batches)
         else:
-            split = run.dataset().split("validation")
-        batches = data.batches(
-            split, _BATCH_SIZE.value, config.length,
-            document_masks=config.document_masks, limit=_BATCHES.value,
-        )  # fmt: skip
+            batches = inputs.held_out(config, run.dataset(), _BATCH_SIZE.value, _BATCHES.value)
         result = evaluate.evaluate(
             step.make_eval_step(model.config, mesh),
             model.params,
-            (inputs.strip(batch, config.document_masks) for batch in batches),
+            batches,
             mesh,
             metrics.exit_names(model.config),
             model.tokenizer.byte_lengths,

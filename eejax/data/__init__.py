@@ -2,7 +2,16 @@
 
 from eejax.data.hub import HubDataset
 from eejax.data.loader import IGNORE, Batch, Loader, batches, even_windows
-from eejax.data.packing import PackedDataset, Split, open_packed, pack
+from eejax.data.megatron import MegatronDataset, open_megatron
+from eejax.data.mixture import Mixture, parts
+from eejax.data.packing import (
+    PackedDataset,
+    PackProgress,
+    Split,
+    find_packed,
+    open_packed,
+    pack,
+)
 from eejax.data.prefetch import Prefetch, windows
 from eejax.data.sentencepiece import SentencePieceTokenizer
 from eejax.data.sources import (
@@ -37,6 +46,9 @@ __all__ = [
     "HubDataset",
     "JsonTokenizer",
     "Loader",
+    "MegatronDataset",
+    "Mixture",
+    "PackProgress",
     "PackedDataset",
     "Prefetch",
     "PythonStdlib",
@@ -49,9 +61,12 @@ __all__ = [
     "batches",
     "check_vocabulary",
     "even_windows",
+    "find_packed",
     "load_tokenizer",
+    "open_megatron",
     "open_packed",
     "pack",
+    "parts",
     "save_tokenizer",
     "source",
     "train_bpe",

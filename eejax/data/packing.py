@@ -1,6 +1,6 @@
 """Documents to one memory-mapped file of tokens, with an index and a split by document.
 
-A packed folder is complete or absent: it is written beside its place and renamed.
+A packed folder is complete or absent: it is made beside its place (`writing`) and renamed.
 
     tokens.bin      every document's tokens, its end token last, uint16 or uint32
     starts.npy      [documents + 1] int64, where each document begins
@@ -13,28 +13,26 @@ A packed folder is complete or absent: it is written beside its place and rename
 
 from __future__ import annotations
 
-import array
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import os
-import shutil
-import time
-import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 from eejax.common.errors import DataError, require
-from eejax.data.sources import Source, name_hash
+from eejax.data import workers as processes
+from eejax.data import writing
+from eejax.data.sources import Document, Source
 from eejax.data.tokenizers import Tokenizer, load_tokenizer
 
 SPLITS = ("train", "validation")
 FORMAT = 1
-
-_STALE_SECONDS = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,39 +101,73 @@ class PackedDataset:
 
     def split(self, name: str) -> Split:
         """Raises `DataError` for a split that does not exist or is empty."""
-        if name not in SPLITS or not self.meta["splits"][name]["documents"]:
-            have = [s for s in SPLITS if self.meta["splits"][s]["documents"]]
-            raise DataError(
-                f"no split {name!r} in {self.path} (it has {', '.join(have)}): pack with "
-                "validation_fraction > 0, or ask for one of these."
-            )
-        return self._splits[name]
+        return choose(self.splits, name, self.path)
 
     @functools.cached_property
-    def _splits(self) -> dict[str, Split]:
+    def splits(self) -> dict[str, Split]:
+        """Those with documents."""
         starts, sizes, split = (
             np.load(os.path.join(self.path, f"{n}.npy")) for n in ("starts", "bytes", "split")
         )
         tokens = np.memmap(os.path.join(self.path, "tokens.bin"), self.meta["dtype"], mode="r")
-        result = {}
-        for i, name in enumerate(SPLITS):
-            chosen = np.flatnonzero(split == i)
-            lengths = (starts[1:] - starts[:-1])[chosen]
-            own = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-            first = np.flatnonzero(np.diff(chosen, prepend=-2) != 1)
-            result[name] = Split(
-                name=name,
-                fingerprint=self.fingerprint,
-                eos_id=self.meta["eos_id"],
-                vocab_size=self.vocab_size,
-                nbytes=int(sizes[chosen].sum()),
-                documents=chosen,
-                starts=own,
-                runs=np.append(own[first], own[-1]),
-                offsets=starts[chosen[first]],
-                tokens=tokens,
-            )
-        return result
+        return part(
+            np.arange(len(split)), starts, sizes, split, tokens,
+            fingerprint=self.fingerprint, eos_id=self.meta["eos_id"], vocab_size=self.vocab_size,
+        )  # fmt: skip
+
+
+def part(
+    numbers: np.ndarray,
+    starts: np.ndarray,
+    sizes: np.ndarray,
+    split: np.ndarray,
+    tokens: np.ndarray,
+    **common: Any,
+) -> dict[str, Split]:
+    """The splits of documents that follow one another in a file; those with documents.
+
+    numbers [n]: what the documents are called. starts [n + 1]: where they begin. sizes [n]: UTF-8
+    bytes. split [n]: index into SPLITS. common: the fields of `Split` that are the same for all.
+    """
+    result = {}
+    for i, name in enumerate(SPLITS):
+        chosen = np.flatnonzero(split == i)
+        if not len(chosen):
+            continue
+        lengths = starts[chosen + 1] - starts[chosen]
+        own = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        first = np.flatnonzero(np.diff(chosen, prepend=-2) != 1)
+        result[name] = Split(
+            name=name,
+            nbytes=int(sizes[chosen].sum()),
+            documents=numbers[chosen],
+            starts=own,
+            runs=np.append(own[first], own[-1]),
+            offsets=starts[chosen[first]],
+            tokens=tokens,
+            **common,
+        )
+    return result
+
+
+def choose(splits: dict[str, Split], name: str, path: str) -> Split:
+    """Raises `DataError` for a split that is not there."""
+    if name not in splits:
+        raise DataError(
+            f"no split {name!r} in {path} (it has {', '.join(splits)}): pack with "
+            "validation_fraction > 0, or ask for one of these."
+        )
+    return splits[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class PackProgress:
+    """How far packing is. `total_bytes`: of the source as it says itself, so about; or None."""
+
+    documents: int
+    bytes: int
+    tokens: int
+    total_bytes: int | None
 
 
 def pack(
@@ -145,54 +177,53 @@ def pack(
     *,
     validation_fraction: float = 0.05,
     seed: int = 0,
+    workers: int = 1,
+    progress: Callable[[PackProgress], None] | None = None,
 ) -> PackedDataset:
     """Tokenizes a source into a folder of its own under `root`, or opens it if it is there.
 
     A document goes to validation when the hash of its name and `seed` says so, whatever other
     documents there are; if a split would stay empty, the document nearest to it is moved. With
-    `validation_fraction` 0 everything is for training. Memory: one document and 17 bytes for
-    each document; the tokens go to disk as they come.
+    `validation_fraction` 0 everything is for training.
+
+    `workers` processes tokenize (1: this one), with the same result. However this ends, by
+    an error, a full disk or SIGKILL, the same call with the same text goes on behind what was
+    committed, a moment ago at most. While another process packs the same, this one waits.
+    Memory: some chunks of 2^18 characters for each worker, or of one longer document.
+
+    progress: called after every chunk; what it raises ends packing.
 
     Raises:
       DataError: unreadable or too little text, a tokenizer without an end token, a full disk.
     """
-    ok = 0.0 <= validation_fraction < 1.0
-    require(ok, "validation_fraction", validation_fraction, "must be at least 0 and below 1")
-    if tokenizer.eos_id is None:
-        raise DataError(
-            f"tokenizer {tokenizer.fingerprint} has no token that ends a document: load it with "
-            "eos= the name of one of its special tokens."
-        )
-    spec = {
-        "format": FORMAT,
-        "source": source.describe(),
-        "tokenizer": tokenizer.fingerprint,
-        "validation_fraction": validation_fraction,
-        "seed": seed,
-    }
-    key = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
-    root = os.path.abspath(os.path.expanduser(os.fspath(root)))
-    path = os.path.join(root, f"{spec['source']['kind']}-{key}")
+    require(isinstance(workers, int) and workers > 0, "workers", workers, "must be an integer > 0")
+    spec, path = _place(source, tokenizer, root, validation_fraction, seed)
     if os.path.isdir(path):
         return open_packed(path)
-    try:
+    root, name = os.path.split(path)
+    with writing.naming(root):
         os.makedirs(root, exist_ok=True)
-        _remove_stale(root)
-        # Not mkdtemp: the folder becomes the data set, and others may want to read that.
-        folder = os.path.join(root, f".packing-{uuid.uuid4().hex}")
-        os.mkdir(folder)
-    except OSError as error:
-        raise _unwritable(root, error) from error
-    try:
-        _write(folder, source, tokenizer, spec)
-        try:
-            os.rename(folder, path)
-        except OSError as error:
-            if not os.path.isdir(path):  # else another process was faster, with the same result
-                raise _unwritable(path, error) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        writing.remove_stale(root)
+    folder = os.path.join(root, writing.PREFIX + name)
+    with writing.hold(folder, lambda: os.path.isdir(path)) as work:
+        if work is not None:
+            _tokenize(work, source, tokenizer, spec, workers, progress)
+            _finish(work, tokenizer, spec)
+            work.finish(path)
     return open_packed(path)
+
+
+def find_packed(
+    source: Source,
+    tokenizer: Tokenizer,
+    root: str | os.PathLike,
+    *,
+    validation_fraction: float = 0.05,
+    seed: int = 0,
+) -> PackedDataset | None:
+    """What `pack` has made of the same arguments, verified; None where it has not."""
+    _, path = _place(source, tokenizer, root, validation_fraction, seed)
+    return open_packed(path) if os.path.isdir(path) else None
 
 
 def open_packed(path: str | os.PathLike) -> PackedDataset:
@@ -216,135 +247,217 @@ def open_packed(path: str | os.PathLike) -> PackedDataset:
     return PackedDataset(path, meta)
 
 
+def require_end(tokenizer: Tokenizer) -> None:
+    """Raises `DataError` for a tokenizer without a token that ends documents."""
+    if tokenizer.eos_id is None:
+        raise DataError(
+            f"tokenizer {tokenizer.fingerprint} has no token that ends a document: load it with "
+            "eos= the name of one of its special tokens."
+        )
+
+
+def _place(
+    source: Source,
+    tokenizer: Tokenizer,
+    root: str | os.PathLike,
+    validation_fraction: float,
+    seed: int,
+) -> tuple[dict[str, Any], str]:
+    """What decides a data set, and the folder it has because of that."""
+    check_fraction(validation_fraction)
+    require_end(tokenizer)
+    spec = {
+        "format": FORMAT,
+        "source": source.describe(),
+        "tokenizer": tokenizer.fingerprint,
+        "validation_fraction": validation_fraction,
+        "seed": seed,
+    }
+    key = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
+    root = os.path.abspath(os.path.expanduser(os.fspath(root)))
+    return spec, os.path.join(root, f"{spec['source']['kind']}-{key}")
+
+
+def check_fraction(validation_fraction: float) -> None:
+    ok = 0.0 <= validation_fraction < 1.0
+    require(ok, "validation_fraction", validation_fraction, "must be at least 0 and below 1")
+
+
 def _fingerprint(path: str, meta: dict[str, Any]) -> str:
     """Of the tokens, the documents they fall into, the split and the tokenizer."""
     with open(os.path.join(path, "tokens.bin"), "rb") as file:
         digest = hashlib.file_digest(file, "sha256")
     for name in ("starts", "split"):
-        digest.update(np.load(os.path.join(path, f"{name}.npy")).tobytes())
+        digest.update(np.load(os.path.join(path, f"{name}.npy"), mmap_mode="r"))
     digest.update(meta["spec"]["tokenizer"].encode())
     return digest.hexdigest()[:16]
 
 
-def _write(folder: str, source: Source, tokenizer: Tokenizer, spec: dict[str, Any]) -> None:
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    starts, sizes, hashes = array.array("q", [0]), array.array("q"), array.array("Q")
-    with _Output(os.path.join(folder, "tokens.bin")) as tokens:
-        with _Output(os.path.join(folder, "names.txt")) as names:
-            for document in source.documents():
-                ids = np.append(tokenizer.encode(document.text), tokenizer.eos_id).astype(dtype)
-                data = ids.tobytes()
-                tokens.write(data)
-                names.write(json.dumps(document.name).encode() + b"\n")
-                starts.append(starts[-1] + len(ids))
-                sizes.append(len(document.text.encode()))
-                hashes.append(name_hash(document.name, spec["seed"]))
-    if not sizes:
+def _tokenize(
+    work: writing.Work,
+    source: Source,
+    tokenizer: Tokenizer,
+    spec: dict[str, Any],
+    workers: int,
+    progress: Callable[[PackProgress], None] | None,
+) -> None:
+    """All documents into the working folder, those committed before being read only."""
+    saved = os.path.join(work.packed, "tokenizer")
+    with writing.naming(saved):
+        tokenizer.save(saved)
+    documents, digest = _behind(work, source)
+    encoding = processes.Encoding(tokenizer.fingerprint, spec["seed"], _dtype(tokenizer).str)
+    chunks = _chunks(documents, digest)
+    report = lambda: progress(_progress(work.state, spec)) if progress else None
+    report()
+    with contextlib.closing(
+        processes.encoded(chunks, tokenizer, encoding, workers, saved)
+    ) as encoded:
+        for chunk in encoded:
+            work.append(chunk)
+            report()
+    try:
+        check_enough(work.state.documents, spec["validation_fraction"])
+    except DataError:
+        work.begin_anew()  # going on would come to the same end
+        raise
+    work.commit()
+
+
+def check_enough(documents: int, fraction: float) -> None:
+    if not documents:
         raise DataError(
             "the source has no document with text: give more text, or a larger max_bytes."
         )
-    split = _split(np.asarray(hashes, np.uint64), spec["validation_fraction"])
-    starts, sizes = np.asarray(starts, np.int64), np.asarray(sizes, np.int64)
-    lengths = np.diff(starts)
-    meta = {
-        "format": FORMAT,
-        "spec": spec,
-        "dtype": dtype.str,
-        "vocab_size": tokenizer.vocab_size,
-        "eos_id": tokenizer.eos_id,
-        "documents": len(sizes),
-        "tokens": int(starts[-1]),
-        "splits": {
-            name: {
-                "documents": int(np.sum(split == i)),
-                "tokens": int(lengths[split == i].sum()),
-                "bytes": int(sizes[split == i].sum()),
-            }
-            for i, name in enumerate(SPLITS)
-        },
-    }
-    for name, value in (("starts", starts), ("bytes", sizes), ("split", split)):
-        with _Output(os.path.join(folder, f"{name}.npy")) as file:
-            np.save(file, value)
-    meta["fingerprint"] = _fingerprint(folder, meta)
-    try:
-        tokenizer.save(os.path.join(folder, "tokenizer"))
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    with _Output(os.path.join(folder, "meta.json")) as file:
-        file.write(json.dumps(meta, indent=1).encode())
-
-
-def _split(hashes: np.ndarray, fraction: float) -> np.ndarray:
-    """[documents] uint8: 1 for validation, where the hash as a number in [0, 1) is below."""
-    unit = hashes.astype(np.float64) / 2.0**64
-    split = (unit < fraction).astype(np.uint8)
-    if fraction == 0.0:
-        return split
-    if len(split) == 1:
+    if documents == 1 and fraction > 0.0:
         raise DataError(
             "the text is a single document and cannot be split into train and validation: give "
             "more files, or set validation_fraction = 0 and hold nothing out. (In Python, a "
             "TextFiles with a separator makes several documents of one file.)"
         )
-    if not split.any():
-        split[np.argmin(unit)] = 1
-    elif split.all():
-        split[np.argmax(unit)] = 0
-    return split
 
 
-class _Output:
-    """A file whose writing errors name it, and which is on disk when closed without one."""
-
-    def __init__(self, path: str):
-        self._path = path
-
-    def __enter__(self) -> _Output:
-        try:
-            self._file = open(self._path, "wb")  # noqa: SIM115
-        except OSError as error:
-            raise _unwritable(self._path, error) from error
-        return self
-
-    def write(self, data: bytes) -> None:
-        try:
-            self._file.write(data)
-        except OSError as error:
-            raise _unwritable(self._path, error) from error
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        try:
-            if kind is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-            self._file.close()
-        except OSError as error:
-            if kind is None:
-                raise _unwritable(self._path, error) from error
-
-
-def _unwritable(path: str, error: OSError) -> DataError:
-    return DataError(
-        f"packed data cannot be written to {path}: {error.strerror or error}. Free some space or "
-        "choose another folder; nothing half written is kept."
+def _behind(work: writing.Work, source: Source) -> tuple[Iterator[Document], Any]:
+    """The documents that are not committed yet, and the digest of those that are."""
+    documents, digest = iter(source.documents()), hashlib.blake2b(digest_size=16)
+    if not work.state.documents:
+        return documents, digest
+    logging.info("%s: going on behind document %d", work.folder, work.state.documents)
+    for _, document in zip(range(work.state.documents), documents, strict=False):
+        _update(digest, document)
+    if digest.hexdigest() == work.state.digest:
+        return documents, digest
+    logging.warning(
+        "%s: the text is no longer what it was when packing began, though it describes itself in "
+        "the same way: packing begins anew",
+        work.folder,
     )
+    work.begin_anew()
+    return _behind(work, source)
 
 
-def _remove_stale(root: str) -> None:
-    """Folders of killed runs: a live one writes, and so is never an hour old."""
-    for entry in os.scandir(root):
-        if not entry.name.startswith(".packing-"):
-            continue
-        try:
-            newest = max(os.path.getmtime(p) for p in _with_files(entry.path))
-        except OSError:  # its owner is finishing
-            continue
-        if time.time() - newest > _STALE_SECONDS:
-            shutil.rmtree(entry.path, ignore_errors=True)
+def _chunks(documents: Iterator[Document], digest: Any) -> Iterator[processes.Chunk]:
+    chunk, chars = [], 0
+    for document in documents:
+        _update(digest, document)
+        chunk.append(document)
+        chars += len(document.text)
+        if chars >= processes.CHUNK_CHARS or len(chunk) == processes.CHUNK_DOCUMENTS:
+            yield processes.Chunk(chunk, digest.hexdigest())
+            chunk, chars = [], 0
+    if chunk:
+        yield processes.Chunk(chunk, digest.hexdigest())
 
 
-def _with_files(folder: str) -> Iterator[str]:
-    yield folder
-    for entry in os.scandir(folder):
-        yield entry.path
+def _update(digest: Any, document: Document) -> None:
+    # Whether the text is Unicode text at all is for the tokenizer to say.
+    for value in document:
+        data = value.encode(errors="surrogatepass")
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+
+
+def _progress(state: writing.Commit, spec: dict[str, Any]) -> PackProgress:
+    total, most = (spec["source"].get(k) for k in ("bytes", "max_bytes"))
+    if total is not None and most is not None:
+        total = min(total, most)
+    return PackProgress(state.documents, state.bytes, state.tokens, total)
+
+
+def _dtype(tokenizer: Tokenizer) -> np.dtype:
+    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+
+
+def _finish(work: writing.Work, tokenizer: Tokenizer, spec: dict[str, Any]) -> None:
+    """The files of a data set that need all of its documents."""
+    n = work.state.documents
+    hashes = lambda: (block["hash"] for block in work.records())
+    splits = lambda: assign(hashes, spec["validation_fraction"])
+
+    def starts() -> Iterator[np.ndarray]:
+        end = np.zeros(1, np.int64)
+        yield end
+        for block in work.records():
+            begins = end[-1] + np.cumsum(block["tokens"])
+            yield begins
+            end = begins[-1:]
+
+    work.save("starts.npy", "<i8", n + 1, starts())
+    work.save("bytes.npy", "<i8", n, (block["bytes"] for block in work.records()))
+    work.save("split.npy", "|u1", n, splits())
+    counts = np.zeros((len(SPLITS), 3), np.int64)
+    for block, split in zip(work.records(), splits(), strict=True):
+        for i in range(len(SPLITS)):
+            own = block[split == i]
+            counts[i] += len(own), own["tokens"].sum(), own["bytes"].sum()
+    meta = {
+        "format": FORMAT,
+        "spec": spec,
+        "dtype": _dtype(tokenizer).str,
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "documents": n,
+        "tokens": work.state.tokens,
+        "splits": {
+            name: dict(zip(("documents", "tokens", "bytes"), map(int, row), strict=True))
+            for name, row in zip(SPLITS, counts, strict=True)
+        },
+    }
+    meta["fingerprint"] = _fingerprint(work.packed, meta)
+    path = os.path.join(work.packed, "meta.json")
+    with writing.naming(path), open(path, "w", encoding="utf-8") as file:
+        json.dump(meta, file, indent=1)
+
+
+def assign(hashes: Callable[[], Iterable[np.ndarray]], fraction: float) -> Iterator[np.ndarray]:
+    """Blocks of uint8 for blocks of hashes: 1, validation, where the hash in [0, 1) is below.
+
+    hashes: gives the blocks, each time from the first on. Where a split would stay empty, the
+    document nearest to it is moved.
+    """
+    move = _to_move(hashes(), fraction) if fraction > 0.0 else None
+    start = 0
+    for block in hashes():
+        split = (_unit(block) < fraction).astype(np.uint8)
+        if move is not None and start <= move < start + len(block):
+            split[move - start] ^= 1
+        yield split
+        start += len(block)
+
+
+def _to_move(blocks: Iterable[np.ndarray], fraction: float) -> int | None:
+    """The document that goes to the other split, so that none is empty."""
+    count = held_out = 0
+    low, high = (2.0, 0), (-1.0, 0)  # the ends, with the first document there
+    for block in blocks:
+        unit = _unit(block)
+        i, j = int(np.argmin(unit)), int(np.argmax(unit))
+        low = min(low, (unit[i], count + i), key=lambda end: end[0])
+        high = max(high, (unit[j], count + j), key=lambda end: end[0])
+        held_out += int(np.sum(unit < fraction))
+        count += len(block)
+    return low[1] if held_out == 0 else high[1] if held_out == count else None
+
+
+def _unit(hashes: np.ndarray) -> np.ndarray:
+    return hashes.astype(np.float64) / 2.0**64

@@ -2,48 +2,170 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import shutil
+from collections.abc import Callable, Iterator
 
 from eejax import data
 from eejax.checkpoint.files import naming
 from eejax.common.errors import DataError
-from eejax.train.config import DataConfig
+from eejax.train.config import DataConfig, Experiment
 
 BPE = "bpe"
+MEGATRON = "megatron:"  # data.source = "megatron:PREFIX" names PREFIX.bin and PREFIX.idx
+
+Dataset = data.PackedDataset | data.MegatronDataset | data.Mixture
 
 
 def prepare(
-    config: DataConfig, vocab_size: int, workdir: str | os.PathLike, tokenizer_folder: str
-) -> data.PackedDataset:
-    """The packed data set of a run, its tokenizer saved in the workdir's `tokenizer_folder`.
+    config: DataConfig,
+    vocab_size: int,
+    workdir: str | os.PathLike,
+    tokenizer_folder: str,
+    *,
+    workers: int = 1,
+    progress: Callable[[data.PackProgress], None] | None = None,
+) -> Dataset:
+    """The data set of a run, its tokenizer saved in the workdir's `tokenizer_folder`.
 
     A tokenizer found there is the run's, and must be the one configured; a trained one is not
-    trained again. Raises `DataError` for unusable text, or a tokenizer that does not fit, and
-    `OSError` where the tokenizer cannot be written.
+    trained again. `workers` and `progress` are `data.pack`'s; tokens that Megatron-LM prepared
+    are read where they lie. Raises `DataError` for unusable text, or a tokenizer that does not
+    fit, and `OSError` where the tokenizer cannot be written.
     """
     workdir = pathlib.Path(workdir)
-    source = data.source(config.source, config.max_bytes)
     saved = workdir / tokenizer_folder
+    tokenizer = _tokenizer(config, workdir, saved)
+    if tokenizer is None:
+        tokenizer = data.train_bpe(_source(config).documents(), vocab_size)
+    data.check_vocabulary(tokenizer, vocab_size)
+    if not saved.is_dir():
+        save_tokenizer(tokenizer, saved)
+
+    def one(part: DataConfig) -> Dataset:
+        if (prefix := megatron_prefix(part)) is not None:
+            return data.open_megatron(prefix, tokenizer, **_split(part))
+        return data.pack(
+            _source(part), tokenizer, _packed(part, workdir),
+            **_split(part), workers=workers, progress=progress,
+        )  # fmt: skip
+
+    return _joined(config, [one(part) for part in _parts(config)])
+
+
+def find(config: DataConfig, workdir: str | os.PathLike, tokenizer_folder: str) -> Dataset | None:
+    """What `prepare` gives, read anew and verified, if it is there; None where it is not.
+
+    Raises `DataError` where it is damaged.
+    """
+    workdir = pathlib.Path(workdir)
+    tokenizer = _tokenizer(config, workdir, workdir / tokenizer_folder)
+    if tokenizer is None:
+        return None
+
+    def one(part: DataConfig) -> Dataset | None:
+        if (prefix := megatron_prefix(part)) is not None:
+            return data.open_megatron(prefix, tokenizer, **_split(part))
+        return data.find_packed(_source(part), tokenizer, _packed(part, workdir), **_split(part))
+
+    found = [one(part) for part in _parts(config)]
+    return None if None in found else _joined(config, found)
+
+
+def loader(experiment: Experiment, dataset: Dataset) -> data.Loader:
+    """The training batches of a run, from its beginning."""
+    config, train = experiment.data, experiment.train
+    return data.Loader(
+        data.parts(dataset, "train"), train.batch_size, config.length, train.seed,
+        weights=config.weights, document_masks=config.document_masks, rampup=train.batch_rampup,
+    )  # fmt: skip
+
+
+def held_out(
+    config: DataConfig, dataset: Dataset, batch_size: int, limit: int | None = None
+) -> Iterator[data.Batch]:
+    """Batches of the validation text for an evaluation step.
+
+    With `limit`, about that many, spread evenly over the split; of several, each has its weight's
+    part of them, and at least one.
+    """
+    splits = data.parts(dataset, "validation")
+    weights = config.weights or (1.0,)
+    for split, weight in zip(splits, weights, strict=True):
+        share = limit and max(1, round(limit * weight / sum(weights)))
+        batches = data.batches(
+            split, batch_size, config.length, document_masks=config.document_masks, limit=share
+        )
+        for batch in batches:
+            yield strip(batch, config.document_masks)
+
+
+def _parts(config: DataConfig) -> list[DataConfig]:
+    """One for each source that is packed apart."""
+    if config.weights is None:
+        return [config]
+    return [dataclasses.replace(config, source=s, weights=None) for s in config.source]
+
+
+def _joined(config: DataConfig, made: list) -> Dataset:
+    return made[0] if config.weights is None else data.Mixture(tuple(made), config.weights)
+
+
+def _source(config: DataConfig) -> data.Source:
+    return data.source(config.source, config.max_bytes, config.text_field)
+
+
+def megatron_prefix(config: DataConfig) -> str | None:
+    """PREFIX of "megatron:PREFIX"; None for a source of text.
+
+    Raises `DataError` for settings that tokens already made cannot follow.
+    """
+    sources = (config.source,) if isinstance(config.source, str) else config.source
+    if not any(s.startswith(MEGATRON) for s in sources):
+        return None
+    if len(sources) > 1:
+        raise DataError(
+            f"data.source = {config.source!r}: tokens prepared by Megatron-LM stand alone; merge "
+            "them with its tools/merge_datasets.py, or name one."
+        )
+    if config.tokenizer == BPE:
+        raise DataError(
+            f"data.tokenizer = {BPE!r}: {sources[0]} holds tokens and no text to train on; give "
+            "the tokenizer they were made with."
+        )
+    if config.max_bytes is not None:
+        raise DataError(
+            f"data.max_bytes = {config.max_bytes}: {sources[0]} is read whole; set it to None."
+        )
+    return sources[0].removeprefix(MEGATRON)
+
+
+def _tokenizer(
+    config: DataConfig, workdir: pathlib.Path, saved: pathlib.Path
+) -> data.Tokenizer | None:
+    """The configured one, which must be that of the workdir; None where it is to be trained."""
+    for part in _parts(config):
+        megatron_prefix(part)  # where the settings do not go together, that is what to say
     have = data.load_tokenizer(saved) if saved.is_dir() else None
     if config.tokenizer == BPE:
-        tokenizer = have or data.train_bpe(source.documents(), vocab_size)
-    else:
-        tokenizer = data.load_tokenizer(config.tokenizer)
-        if have is not None and have.fingerprint != tokenizer.fingerprint:
-            raise DataError(
-                f"data.tokenizer = {config.tokenizer!r} is {tokenizer.fingerprint}, but {workdir} "
-                f"was begun with {have.fingerprint}: restore that setting, or use a new workdir."
-            )
-    data.check_vocabulary(tokenizer, vocab_size)
-    if have is None:
-        save_tokenizer(tokenizer, saved)
-    packed = pathlib.Path(config.packed) if config.packed else workdir / "data"
-    return data.pack(
-        source, tokenizer, packed,
-        validation_fraction=config.validation_fraction, seed=config.split_seed,
-    )  # fmt: skip
+        return have
+    tokenizer = data.load_tokenizer(config.tokenizer)
+    if have is not None and have.fingerprint != tokenizer.fingerprint:
+        raise DataError(
+            f"data.tokenizer = {config.tokenizer!r} is {tokenizer.fingerprint}, but {workdir} "
+            f"was begun with {have.fingerprint}: restore that setting, or use a new workdir."
+        )
+    return tokenizer
+
+
+def _packed(config: DataConfig, workdir: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(config.packed) if config.packed else workdir / "data"
+
+
+def _split(config: DataConfig) -> dict[str, float | int]:
+    return {"validation_fraction": config.validation_fraction, "seed": config.split_seed}
 
 
 def save_tokenizer(tokenizer: data.Tokenizer, folder: pathlib.Path) -> None:

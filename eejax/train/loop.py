@@ -123,7 +123,7 @@ class _Run:
         self,
         program: Program,
         workdir: pathlib.Path,
-        dataset: data.PackedDataset,
+        dataset: inputs.Dataset,
         checkpoints: Checkpoints,
         base: tuning.Base | None,
     ):
@@ -133,15 +133,10 @@ class _Run:
         self.workdir, self.dataset, self.checkpoints = workdir, dataset, checkpoints
         names = exit_names(self.model)
         self.names = [names[e] for e in self.scope.which]
-        c = self.experiment.data
-        self.loader = data.Loader(
-            dataset.split("train"), self.train.batch_size, c.length, self.train.seed,
-            document_masks=c.document_masks, rampup=self.train.batch_rampup,
-        )  # fmt: skip
+        self.loader = inputs.loader(self.experiment, dataset)
         for rows in self.loader.sizes:
             field = "train.batch_size" if rows == self.train.batch_size else "train.batch_rampup"
             check_batch(rows, self.mesh, self.train.microbatches, field)
-        self.validation = dataset.split("validation") if c.validation_fraction > 0 else None
         self.train_step, self.eval_step = program.train_step(), program.eval_step()
         self.evaluation: Evaluation | None = None
         self.resumed_from: dict[str, Any] | None = None  # train settings of the checkpoint
@@ -149,7 +144,7 @@ class _Run:
         self.skipped = 0
         self.state, self.step = self._begin_or_resume(base)
         write_text(workdir / CONFIG, json.dumps(self.experiment.to_dict(), indent=1))
-        self.flops_per_token = flops.model_flops_per_token(self.model, c.length)
+        self.flops_per_token = flops.model_flops_per_token(self.model, self.experiment.data.length)
         # The count is of training a whole model.
         devices = list(self.mesh.devices.flat)
         self.peak = None if self.scope.tuned else flops.peak_flops(devices)
@@ -289,7 +284,7 @@ class _Run:
         return values
 
     def _evaluate(self) -> None:
-        if self.validation is None:
+        if not self.experiment.data.validation_fraction:
             return
         self.evaluation = self._evaluation(self.state.params)
         self.writer.write(self.step, self.evaluation.metrics())
@@ -306,16 +301,14 @@ class _Run:
 
     def _evaluation(self, values: Tree) -> Evaluation:
         """Of the trained parameters or their average, on the validation split."""
-        c = self.experiment.data
         # In parts as the steps, for memory; the windows are those of whole batches.
         parts, limit = self.train.microbatches, self.train.eval_batches
-        batches = data.batches(
-            self.validation, self.train.batch_size // parts, c.length,
-            document_masks=c.document_masks, limit=limit and limit * parts,
+        batches = inputs.held_out(
+            self.experiment.data, self.dataset, self.train.batch_size // parts,
+            limit and limit * parts,
         )  # fmt: skip
-        stripped = (inputs.strip(b, c.document_masks) for b in batches)
         return evaluate(
-            self.eval_step, join(self.state.frozen, values), stripped, self.mesh, self.names,
+            self.eval_step, join(self.state.frozen, values), batches, self.mesh, self.names,
             self.dataset.tokenizer.byte_lengths,
         )  # fmt: skip
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from eejax import data
 from eejax.checkpoint.model import TOKENIZER, Model, load_model, saved_settings
 from eejax.common.errors import CheckpointError, DataError
 from eejax.train import inputs
@@ -46,7 +45,7 @@ class Run(NamedTuple):
     model: Model
     experiment: Experiment
 
-    def dataset(self) -> data.PackedDataset:
+    def dataset(self) -> inputs.Dataset:
         """The run's packed text, which is packed again where it is gone.
 
         Raises `DataError` where the text is no longer that of the training run: what is held

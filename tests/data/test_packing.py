@@ -125,14 +125,14 @@ def test_the_same_spec_is_reused_and_another_is_not(tmp_path):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_interrupted_packing_leaves_nothing_and_can_be_repeated(tmp_path, error):
+def test_interrupted_before_anything_was_committed_leaves_nothing(tmp_path, error):
     with pytest.raises(error):
         pack(Texts(("ab", "cd", "ef"), 2, error), ByteTokenizer(), tmp_path)
     assert os.listdir(tmp_path) == []
     assert len(contents(pack(Texts(("ab", "cd", "ef")), ByteTokenizer(), tmp_path))) == 3
 
 
-def test_full_disk_is_reported_and_leaves_nothing(tmp_path):
+def test_full_disk_at_the_beginning_is_reported_and_leaves_nothing(tmp_path):
     # A limit on the size of files fails writes as a full disk does, in the middle of a file.
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     texts = Texts(("a" * 200_000, "b" * 200_000))
@@ -165,24 +165,10 @@ pack(Killer(), ByteTokenizer(), {str(tmp_path)!r})
         open_packed(rest)
     dataset = pack(Texts(("ab", "cd")), ByteTokenizer(), tmp_path)
     assert rest.exists()  # it might still be another process's
-    for path in (*rest.iterdir(), rest):
+    for path in (*rest.rglob("*"), rest):
         os.utime(path, (0, 0))
     pack(Texts(("ab", "ce")), ByteTokenizer(), tmp_path)
     assert not rest.exists() and os.path.exists(dataset.path)
-
-
-def test_of_two_processes_packing_the_same_the_later_takes_the_earlier_ones(tmp_path):
-    texts = ("ab", "cd")
-
-    class Slow(Texts):
-        def documents(self) -> Iterator[Document]:
-            yield from super().documents()
-            self_made.append(pack(Texts(texts), ByteTokenizer(), tmp_path))
-
-    self_made: list = []
-    late = pack(Slow(texts), ByteTokenizer(), tmp_path)
-    assert late.path == self_made[0].path and len(os.listdir(tmp_path)) == 1
-    assert len(contents(late)) == 2
 
 
 def test_damage_is_noticed(tmp_path):
@@ -216,6 +202,9 @@ def test_what_cannot_be_packed(tmp_path):
         pack(Texts(()), ByteTokenizer(), tmp_path)
     with pytest.raises(DataError, match="single document.*validation_fraction = 0"):
         pack(Texts(("ab",)), ByteTokenizer(), tmp_path)
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(ConfigError, match="workers = 0: must be an integer > 0"):
+        pack(Texts(("ab", "cd")), ByteTokenizer(), tmp_path, workers=0)
     only = pack(Texts(("ab",)), ByteTokenizer(), tmp_path, validation_fraction=0.0)
     with pytest.raises(DataError, match="no split 'validation' .*it has train"):
         only.split("validation")

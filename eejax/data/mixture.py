@@ -1,0 +1,45 @@
+"""Several data sets as the text of one run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from eejax.common.errors import DataError
+from eejax.data.megatron import MegatronDataset
+from eejax.data.packing import PackedDataset, Split
+from eejax.data.tokenizers import Tokenizer
+
+Dataset = PackedDataset | MegatronDataset
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mixture:
+    """Data sets of one tokenizer, and the share of training samples drawn from each."""
+
+    datasets: tuple[Dataset, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """As a loader over their splits names its data."""
+        return "+".join(d.fingerprint for d in self.datasets)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.datasets[0].tokenizer
+
+    def split(self, name: str) -> Split:
+        """Refused: a mixture has one of each data set (`parts`)."""
+        raise DataError(
+            f"the {name} text is a mixture of {len(self.datasets)} data sets, and this takes one: "
+            "train without data.weights, or name other text."
+        )
+
+
+def parts(dataset: Dataset | Mixture, name: str) -> tuple[Split, ...]:
+    """The split of every data set of a mixture, or of the one there is.
+
+    Raises `DataError` where one does not have it.
+    """
+    several = dataset.datasets if isinstance(dataset, Mixture) else (dataset,)
+    return tuple(d.split(name) for d in several)

@@ -1,0 +1,219 @@
+"""Documents to token ids in several processes, in the documents' own order.
+
+The processes run this module and nothing of the caller's: not its main module, which may have no
+guard against being imported again, nor JAX, which only one process may use on some devices. They
+end with the process that started them, because their standard input does.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import json
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eejax.common.errors import DataError
+from eejax.data.sources import Document, name_hash
+from eejax.data.tokenizers import Tokenizer, load_tokenizer
+
+# A chunk is a fraction of a second's work, and small beside the processes that work on it.
+CHUNK_CHARS = 1 << 18
+CHUNK_DOCUMENTS = 4096
+
+# What is kept of each document while packing.
+RECORD = np.dtype([("tokens", "<i8"), ("bytes", "<i8"), ("hash", "<u8")])
+
+_PROGRAM = """
+import sys
+sys.path[:] = {path!r}
+from eejax.data import workers
+workers.main({replies})
+"""
+
+
+class Chunk(NamedTuple):
+    """Neighbouring documents; `digest` is that of all documents up to the last of them."""
+
+    documents: list[Document]
+    digest: str
+
+
+class Encoding(NamedTuple):
+    """What decides the ids of a document, but for the tokenizer itself."""
+
+    tokenizer: str  # its fingerprint
+    seed: int  # of the hash of names
+    dtype: str
+
+
+class Encoded(NamedTuple):
+    """A chunk as it is written."""
+
+    tokens: bytes
+    records: bytes  # of RECORD
+    names: bytes  # a JSON string a line
+    digest: str
+
+
+def encode(tokenizer: Tokenizer, encoding: Encoding, chunk: Chunk) -> Encoded:
+    """Each document's ids and the end token, and what else is kept of it."""
+    dtype, pieces = np.dtype(encoding.dtype), []
+    records = np.empty(len(chunk.documents), RECORD)
+    for i, (name, text) in enumerate(chunk.documents):
+        ids = np.append(tokenizer.encode(text), tokenizer.eos_id).astype(dtype)
+        pieces.append(ids.tobytes())
+        records[i] = len(ids), len(text.encode()), name_hash(name, encoding.seed)
+    names = "".join(json.dumps(name) + "\n" for name, _ in chunk.documents).encode()
+    return Encoded(b"".join(pieces), records.tobytes(), names, chunk.digest)
+
+
+def encoded(
+    chunks: Iterable[Chunk], tokenizer: Tokenizer, encoding: Encoding, workers: int, folder: str
+) -> Iterator[Encoded]:
+    """The chunks, encoded, in their order; at most 2 * `workers` are held at a time.
+
+    folder: where the tokenizer is saved. With one worker the work is done here. Raises `DataError`
+    for text that cannot be encoded, or a worker that died.
+    """
+    if workers == 1:
+        yield from (encode(tokenizer, encoding, chunk) for chunk in chunks)
+        return
+    pool = _Pool(workers, encoding, folder)
+    try:
+        flight: collections.deque[concurrent.futures.Future[Encoded]] = collections.deque()
+        for chunk in chunks:
+            flight.append(pool.submit(chunk))
+            if len(flight) == 2 * workers:
+                yield flight.popleft().result()
+        while flight:
+            yield flight.popleft().result()
+    finally:
+        pool.close()
+
+
+class _Pool:
+    """A thread for each worker waits for it; a worker is started when there is a chunk for it."""
+
+    def __init__(self, workers: int, encoding: Encoding, folder: str):
+        self._setup = (folder, encoding)
+        self._threads = concurrent.futures.ThreadPoolExecutor(workers, "packing")
+        self._workers: list[_Worker] = []
+        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+
+    def submit(self, chunk: Chunk) -> concurrent.futures.Future[Encoded]:
+        return self._threads.submit(self._call, chunk)
+
+    def _call(self, chunk: Chunk) -> Encoded:
+        try:
+            worker = self._free.get_nowait()
+        except queue.Empty:
+            worker = _Worker()
+            self._workers.append(worker)
+            worker.send(self._setup)
+        worker.send(chunk)
+        reply = worker.receive()
+        self._free.put(worker)
+        if isinstance(reply, BaseException):
+            raise reply
+        return reply
+
+    def close(self) -> None:
+        for worker in list(self._workers):
+            worker.process.kill()  # its thread waits no longer
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+
+
+class _Worker:
+    def __init__(self) -> None:
+        # One thread each: there are as many of them as the user wants to be busy.
+        alone = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+        replies, theirs = os.pipe()
+        self._replies = open(replies, "rb")  # noqa: SIM115
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM.format(path=sys.path, replies=theirs)],
+                stdin=subprocess.PIPE,
+                stdout=2,  # whatever a library prints
+                pass_fds=(theirs,),
+                env=os.environ | alone,
+            )
+        finally:
+            os.close(theirs)
+
+    def send(self, value: Any) -> None:
+        try:
+            pickle.dump(value, self.process.stdin, pickle.HIGHEST_PROTOCOL)
+            self.process.stdin.flush()
+        except OSError as error:
+            raise self._dead() from error
+
+    def receive(self) -> Any:
+        try:
+            return pickle.load(self._replies)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            raise self._dead() from error
+
+    def _dead(self) -> DataError:
+        try:
+            status = self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            status = "unknown"  # alive, and still not answering
+        return DataError(
+            f"a worker process ended with status {status} while tokenizing: it said why above or "
+            "was killed, as for want of memory. Start again, with fewer workers if memory is "
+            "short; what was done is kept."
+        )
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self._replies):
+            try:
+                pipe.close()
+            except OSError:  # what it held back has no reader
+                pass
+
+
+def main(replies: int) -> None:
+    """A worker: chunks come by standard input, what became of them goes to the pipe `replies`."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to all of a job
+        signal.signal(number, signal.SIG_IGN)
+    requests, answers = sys.stdin.buffer, os.fdopen(replies, "wb")
+    tokenizer: Tokenizer | None = None
+    try:
+        folder, encoding = pickle.load(requests)
+        while True:
+            chunk = pickle.load(requests)
+            try:
+                tokenizer = tokenizer or _tokenizer(folder, encoding)
+                answer: Any = encode(tokenizer, encoding, chunk)
+            except DataError as error:
+                answer = error
+            except Exception:
+                answer = RuntimeError(f"in a worker process:\n{traceback.format_exc()}")
+            pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)
+            answers.flush()
+    except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+        os._exit(0)  # the other side ended, perhaps in the middle of a chunk
+
+
+def _tokenizer(folder: str, encoding: Encoding) -> Tokenizer:
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.fingerprint != encoding.tokenizer:
+        raise DataError(
+            f"the tokenizer {encoding.tokenizer} is another one, {tokenizer.fingerprint}, once it "
+            "is saved and loaded, so it cannot be given to other processes: use workers = 1."
+        )
+    return tokenizer

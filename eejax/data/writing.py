@@ -1,0 +1,331 @@
+"""The folder in which a data set is being made: held by one process, and resumed after a kill.
+
+    .packing-<name>/
+      lock            held by the process at work
+      records.bin     RECORD of each document
+      commit.json     what is certain: counts, and size and checksum of each file
+      packed/         the data set itself, which gets its name when it is whole
+        tokens.bin, names.txt, tokenizer/, and at the end the rest
+
+Files only grow, and what lies behind the last commit is cut off before going on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from eejax.common.errors import DataError
+from eejax.data.workers import RECORD, Encoded
+
+PREFIX = ".packing-"
+TOKENS, NAMES, RECORDS = "packed/tokens.bin", "packed/names.txt", "records.bin"
+
+# A commit waits for the disk: they take at most one part in this many of the time.
+COMMIT_SHARE = 20
+STALE_SECONDS = 24 * 3600.0
+
+_LOCK, _COMMIT = "lock", "commit.json"
+_POLL_SECONDS, _SAY_SECONDS = 0.1, 2.0
+_BLOCK = 1 << 16  # records at a time when finishing
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+    """What is on disk for certain. `digest`: of all `documents`, names and text."""
+
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    digest: str = ""
+    files: dict[str, tuple[int, int]] = dataclasses.field(  # size, CRC-32
+        default_factory=lambda: {name: (0, 0) for name in (TOKENS, NAMES, RECORDS)}
+    )
+
+
+@contextlib.contextmanager
+def hold(folder: str, finished: Callable[[], bool]) -> Iterator[Work | None]:
+    """The working folder, for this process alone; None where `finished` once it would be ours.
+
+    Waits for a process that has it. What was committed stays when this is left by an error.
+    """
+    lock = _wait(folder)
+    try:
+        if finished():
+            _remove(folder)
+            yield None
+            return
+        work = Work(folder)
+        try:
+            yield work
+        finally:
+            work.close()
+            if finished() or not os.path.exists(work.path(_COMMIT)):
+                _remove(folder)
+    finally:
+        os.close(lock)
+
+
+class Work:
+    """A working folder that this process holds, and its files, open at the last commit."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        self.packed = os.path.join(folder, "packed")
+        self._files: dict[str, Growing] = {}
+        self._due = 0.0
+        with naming(self.packed):
+            os.makedirs(self.packed, exist_ok=True)
+        self._open(self._committed())
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.folder, name)
+
+    def append(self, encoded: Encoded) -> Commit:
+        """Writes a chunk, and commits if it is time; what would be committed now."""
+        data = {TOKENS: encoded.tokens, NAMES: encoded.names, RECORDS: encoded.records}
+        for name, value in data.items():
+            self._files[name].write(value)
+        records, last = np.frombuffer(encoded.records, RECORD), self.state
+        self.state = Commit(
+            last.documents + len(records),
+            last.tokens + int(records["tokens"].sum()),
+            last.bytes + int(records["bytes"].sum()),
+            encoded.digest,
+            {name: (file.size, file.crc) for name, file in self._files.items()},
+        )
+        if time.monotonic() >= self._due:
+            self.commit()
+        return self.state
+
+    def commit(self) -> None:
+        """From here on `state` survives any end of this process, and of the machine."""
+        if self.state == self._last:
+            return
+        begin = time.monotonic()
+        for file in self._files.values():
+            file.sync()
+        part, path = self.path(f"{_COMMIT}.part"), self.path(_COMMIT)
+        with naming(path):
+            with open(part, "w", encoding="utf-8") as file:
+                json.dump(dataclasses.asdict(self.state), file)
+            for written in (part, self.packed):
+                _sync(written)
+            os.rename(part, path)
+            _sync(self.folder)
+        self._last, now = self.state, time.monotonic()
+        self._due = now + COMMIT_SHARE * (now - begin)
+
+    def begin_anew(self) -> None:
+        """Forgets everything; a folder left like this is removed."""
+        self.close()
+        with naming(self.folder), contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path(_COMMIT))
+        self._open(Commit())
+
+    def records(self) -> Iterator[np.ndarray]:
+        """RECORD of all committed documents, some at a time."""
+        return self._records(self.state.documents)
+
+    def _records(self, n: int) -> Iterator[np.ndarray]:
+        records = np.memmap(self.path(RECORDS), RECORD, "r", shape=(n,))
+        for start in range(0, n, _BLOCK):
+            yield np.array(records[start : start + _BLOCK])
+
+    def save(self, name: str, dtype: str, count: int, blocks: Iterable[np.ndarray]) -> None:
+        """Writes packed/`name` as `np.save` would an array [count] of these blocks.
+
+        Not through a memory map, in which a full disk is a signal that kills.
+        """
+        path = os.path.join(self.packed, name)
+        with naming(path), open(path, "wb") as file:
+            header = {"descr": dtype, "fortran_order": False, "shape": (count,)}
+            np.lib.format.write_array_header_1_0(file, header)
+            for block in blocks:
+                file.write(block.astype(dtype).tobytes())
+
+    def finish(self, path: str) -> None:
+        """Gives the data set, all of whose files are written, its name."""
+        self.close()
+        with naming(path):
+            for folder, _, files in os.walk(self.packed):
+                for name in (*files, "."):
+                    _sync(os.path.join(folder, name))
+            os.rename(self.packed, path)
+            _sync(os.path.dirname(path))
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _open(self, state: Commit) -> None:
+        self.state = self._last = state
+        for name, (size, crc) in state.files.items():
+            self._files[name] = Growing(self.path(name), size, crc)
+
+    def _committed(self) -> Commit:
+        """The last commit, if the files still hold what it says."""
+        path = self.path(_COMMIT)
+        try:
+            with open(path, encoding="utf-8") as file:
+                state = Commit(**json.load(file))
+            for name in Commit().files:
+                size, crc = state.files[name]
+                if _checksum(self.path(name), size) != crc:
+                    raise ValueError(f"{name} is not as it was written")
+            sums = np.zeros(3, np.int64)
+            for block in self._records(state.documents):
+                sums += len(block), block["tokens"].sum(), block["bytes"].sum()
+            if sums.tolist() != [state.documents, state.tokens, state.bytes]:
+                raise ValueError("its counts do not fit its files")
+        except FileNotFoundError as error:
+            if not os.path.exists(path):
+                return Commit()  # nothing was committed
+            reason: Exception = error
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            reason = error
+        else:
+            return state
+        logging.warning("%s cannot be resumed (%s): packing begins anew", self.folder, reason)
+        with naming(path):
+            os.unlink(path)
+        return Commit()
+
+
+class Growing:
+    """A file that is written on from `size` bytes, whose checksum so far is `crc`."""
+
+    def __init__(self, path: str, size: int, crc: int):
+        self._path, self.size, self.crc = path, size, crc
+        with naming(path):
+            self._file = open(path, "ab")  # noqa: SIM115
+            self._file.truncate(size)
+
+    def write(self, data: bytes) -> None:
+        with naming(self._path):
+            self._file.write(data)
+        self.size, self.crc = self.size + len(data), zlib.crc32(data, self.crc)
+
+    def sync(self) -> None:
+        with naming(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what was not synced does not count
+            self._file.close()
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Writing errors as a `DataError` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"packed data cannot be written to {path}: {error.strerror or error}. Free some space "
+            "or choose another folder; what was done before is kept, and the same call goes on "
+            "from there."
+        ) from error
+
+
+def remove_stale(root: str) -> None:
+    """Working folders under `root` that are finished, or were left a day ago."""
+    for entry in os.scandir(root):
+        if not entry.name.startswith(PREFIX):
+            continue
+        lock = None
+        try:
+            old = time.time() - max(map(os.path.getmtime, _with_files(entry.path))) > STALE_SECONDS
+            if old or os.path.isdir(os.path.join(root, entry.name.removeprefix(PREFIX))):
+                lock = _try(entry.path)
+                if lock is not None:
+                    _remove(entry.path)
+        except OSError:  # its owner is finishing
+            pass
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
+def _wait(folder: str) -> int:
+    """The held lock of a working folder, which is made if it is not there."""
+    begin, said = time.monotonic(), False
+    while True:
+        try:
+            with naming(folder):
+                os.makedirs(folder, exist_ok=True)
+                if (lock := _try(folder)) is not None:
+                    return lock
+        except DataError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):  # removed this moment
+                raise
+        if not said and time.monotonic() - begin > _SAY_SECONDS:
+            logging.warning("another process is packing the same text in %s: waiting", folder)
+            said = True
+        time.sleep(_POLL_SECONDS)
+
+
+def _try(folder: str) -> int | None:
+    """The lock of a working folder, or None where another process has it."""
+    path = os.path.join(folder, _LOCK)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The last owner may have removed the folder between opening and locking.
+        if os.path.samestat(os.fstat(lock), os.stat(path)):
+            return lock
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        os.close(lock)
+        raise
+    os.close(lock)
+    return None
+
+
+def _remove(folder: str) -> None:
+    """Removes a held folder; another process can make it anew at any moment from the first on."""
+    with contextlib.suppress(OSError):
+        away = os.path.join(os.path.dirname(folder), f"{PREFIX}removed-{uuid.uuid4().hex}")
+        os.rename(folder, away)
+        shutil.rmtree(away, ignore_errors=True)
+
+
+def _with_files(folder: str) -> Iterator[str]:
+    yield folder
+    for parent, folders, files in os.walk(folder):
+        yield from (os.path.join(parent, name) for name in (*folders, *files))
+
+
+def _checksum(path: str, size: int) -> int:
+    """CRC-32 of a file's first `size` bytes. Raises `ValueError` where it has fewer."""
+    crc = 0
+    with open(path, "rb") as file:
+        while size:
+            data = file.read(min(size, 1 << 20))
+            if not data:
+                raise ValueError(f"{path} is too short")
+            size, crc = size - len(data), zlib.crc32(data, crc)
+    return crc
+
+
+def _sync(path: str) -> None:
+    """A file's content, or a folder's entries, to the disk."""
+    handle: Any = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

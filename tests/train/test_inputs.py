@@ -1,0 +1,117 @@
+"""From a configuration to the data set of a run."""
+
+from __future__ import annotations
+
+import pathlib
+import struct
+
+import numpy as np
+import pytest
+import small_runs
+
+from eejax import data
+from eejax.common.errors import DataError
+from eejax.train import inputs
+from eejax.train.config import DataConfig, Experiment
+from eejax.train.loop import fit
+from eejax.train.runs import open_run
+
+FOLDER = "tokenizer"
+
+
+@pytest.fixture
+def text(tmp_path) -> DataConfig:
+    (tmp_path / "text").mkdir()
+    small_runs.write_text(tmp_path / "text")
+    return DataConfig(source=f"{tmp_path}/text/*.txt", validation_fraction=0.2)
+
+
+def write_megatron(prefix: pathlib.Path, documents: list[list[int]]) -> None:
+    """Each document one sequence of uint16."""
+    lengths = [len(d) for d in documents]
+    pointers = [0, *np.cumsum(lengths) * 2][:-1]
+    n = len(documents)
+    pathlib.Path(f"{prefix}.bin").write_bytes(
+        b"".join(np.array(d, "<u2").tobytes() for d in documents)
+    )
+    pathlib.Path(f"{prefix}.idx").write_bytes(
+        struct.pack("<9sQBQQ", b"MMIDIDX", 1, 8, n, n + 1)
+        + struct.pack(f"<{n}i", *lengths)
+        + struct.pack(f"<{n}q", *pointers)
+        + struct.pack(f"<{n + 1}q", *range(n + 1))
+    )
+
+
+@pytest.fixture
+def megatron(tmp_path) -> DataConfig:
+    rng = np.random.default_rng(0)
+    documents = [[*rng.integers(97, 123, 80).tolist(), 256] for _ in range(50)]
+    write_megatron(tmp_path / "tokens", documents)
+    return DataConfig(source=f"megatron:{tmp_path}/tokens", validation_fraction=0.2)
+
+
+def test_several_workers_prepare_what_one_does_and_it_is_found(text, tmp_path):
+    seen = []
+    assert inputs.find(text, tmp_path / "a", FOLDER) is None
+    one = inputs.prepare(text, 257, tmp_path / "a", FOLDER)
+    two = inputs.prepare(text, 257, tmp_path / "b", FOLDER, workers=2, progress=seen.append)
+    assert one.fingerprint == two.fingerprint and seen[-1].documents == 40
+    assert seen[-1].bytes == seen[-1].total_bytes
+    assert inputs.find(text, tmp_path / "a", FOLDER).path == one.path
+    assert not (tmp_path / "c").exists() and inputs.find(text, tmp_path / "c", FOLDER) is None
+
+
+def test_a_trained_tokenizer_is_needed_to_find(text, tmp_path):
+    config = DataConfig(**{**vars(text), "tokenizer": "bpe"})
+    assert inputs.find(config, tmp_path / "run", FOLDER) is None
+    made = inputs.prepare(config, 300, tmp_path / "run", FOLDER)
+    assert inputs.find(config, tmp_path / "run", FOLDER).fingerprint == made.fingerprint
+
+
+def test_tokens_of_megatron_are_read_where_they_lie(megatron, tmp_path):
+    made = inputs.prepare(megatron, 257, tmp_path / "run", FOLDER)
+    assert isinstance(made, data.MegatronDataset)
+    assert [p.name for p in (tmp_path / "run").iterdir()] == [FOLDER]
+    assert sum(map(len, made.splits.values())) == 50 * 81
+    assert inputs.find(megatron, tmp_path / "run", FOLDER).fingerprint == made.fingerprint
+    other = DataConfig(**{**vars(megatron), "source": (megatron.source,), "split_seed": 1})
+    assert inputs.prepare(other, 257, tmp_path / "run", FOLDER).fingerprint != made.fingerprint
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"tokenizer": "bpe"}, "data.tokenizer = 'bpe': megatron:.* no text to train on"),
+        ({"max_bytes": 5}, "data.max_bytes = 5: megatron:.* is read whole"),
+        ({"source": ("megatron:a", "b.txt")}, "stand alone"),
+        ({"source": "megatron:nowhere"}, "nowhere.idx cannot be read"),
+    ],
+)
+def test_settings_that_tokens_cannot_follow_are_named(megatron, tmp_path, changes, message):
+    config = DataConfig(**{**vars(megatron), **changes})
+    with pytest.raises(DataError, match=message):
+        inputs.prepare(config, 257, tmp_path / "run", FOLDER)
+
+
+def test_another_tokenizer_or_a_smaller_model_is_refused(megatron, tmp_path):
+    data.save_tokenizer(data.train_bpe(["a b"], 257), tmp_path / "bpe")
+    inputs.prepare(megatron, 257, tmp_path / "run", FOLDER)
+    other = DataConfig(**{**vars(megatron), "tokenizer": str(tmp_path / "bpe")})
+    with pytest.raises(DataError, match="was begun with bytes-257"):
+        inputs.prepare(other, 300, tmp_path / "run", FOLDER)
+    with pytest.raises(DataError, match="model.vocab_size = 257"):
+        inputs.prepare(megatron, 256, tmp_path / "new", FOLDER)
+
+
+def test_a_run_trains_on_megatrons_tokens_and_goes_on(megatron, tmp_path):
+    values = small_runs.config(tmp_path, steps=2, log_every=1, eval_every=0)
+    values["data"] |= {"source": megatron.source}
+    experiment = Experiment.from_dict(values)
+    result = fit(experiment, tmp_path / "run")
+    run = open_run(tmp_path / "run")
+    assert run.model.step == 2 and np.isfinite(result.evaluation.losses).all()
+    dataset = run.dataset()
+    assert dataset.fingerprint == run.model.metadata["data"]["dataset"]
+    # 81 tokens a document, the end token without text.
+    split = dataset.split("validation")
+    assert split.nbytes == len(split) * 80 // 81
