@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import struct
 
@@ -10,7 +11,7 @@ import pytest
 import small_runs
 
 from eejax import data
-from eejax.common.errors import DataError
+from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.train import inputs
 from eejax.train.config import DataConfig, Experiment
 from eejax.train.loop import fit
@@ -115,3 +116,59 @@ def test_a_run_trains_on_megatrons_tokens_and_goes_on(megatron, tmp_path):
     # 81 tokens a document, the end token without text.
     split = dataset.split("validation")
     assert split.nbytes == len(split) * 80 // 81
+
+
+def mixture(folder, **changes):
+    for name, letter in (("a", "a"), ("b", "b")):
+        (folder / name).mkdir()
+        for i in range(20):
+            (folder / name / f"{i}.txt").write_text(letter * 400)
+    sources = tuple(str(folder / name / "*.txt") for name in ("a", "b"))
+    return DataConfig(
+        source=sources, weights=(3.0, 1.0), length=16, validation_fraction=0.3, **changes
+    )
+
+
+def test_a_mixture_draws_and_evaluates_by_weight(tmp_path):
+    config = mixture(tmp_path)
+    values = small_runs.config(tmp_path, batch_size=8, microbatches=1)
+    values["data"] = dataclasses.asdict(config)
+    experiment = Experiment.from_dict(values)
+    made = inputs.prepare(config, 257, tmp_path / "run", FOLDER)
+    assert isinstance(made, data.Mixture) and len(made.datasets) == 2
+    assert made.fingerprint == "+".join(d.fingerprint for d in made.datasets)
+    again = inputs.find(config, tmp_path / "run", FOLDER)
+    assert again.fingerprint == made.fingerprint
+    loader = inputs.loader(experiment, made)
+    rows = np.concatenate([loader.batch(i)["tokens"] for i in range(512)])  # one block of 4096
+    assert np.isin(rows, [ord("a"), ord("b"), 256]).all()
+    assert (rows == ord("a")).any(1).sum() == 3072 and (rows == ord("b")).any(1).sum() == 1024
+    seen = [b["tokens"] for b in inputs.held_out(config, made, 4, limit=8)]
+    assert [bool((b == ord("a")).any()) for b in seen] == [True] * 6 + [False] * 2
+    with pytest.raises(DataError, match="mixture of 2 data sets"):
+        made.split("train")
+
+
+def test_a_run_on_a_mixture_resumes_and_knows_its_text(tmp_path, monkeypatch):
+    config = mixture(tmp_path)
+    values = small_runs.config(tmp_path)
+    values["data"] = dataclasses.asdict(config)
+    run = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        small_runs.stop_at(patched, 6)
+        assert fit(Experiment.from_dict(values), run).step == 7
+    assert fit(Experiment.from_dict(values), run).step == small_runs.STEPS
+    assert open_run(run).dataset().datasets[1].tokenizer.fingerprint == "bytes-257"
+    values["data"]["weights"] = (1.0, 1.0)
+    with pytest.raises(CheckpointError, match="data.weights"):
+        fit(Experiment.from_dict(values), run)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"weights": (1.0,)}, {"source": "a.txt", "weights": (1.0, 2.0)}, {"prefetch": -1}],
+)
+def test_mixtures_that_cannot_be(changes):
+    field = "prefetch" if "prefetch" in changes else "weights"
+    with pytest.raises(ConfigError, match=f"DataConfig.{field}"):
+        DataConfig(**({"source": ("a.txt", "b.txt")} | changes))
