@@ -198,9 +198,11 @@ def pack(
     """
     require(isinstance(workers, int) and workers > 0, "workers", workers, "must be an integer > 0")
     spec, path = _place(source, tokenizer, root, validation_fraction, seed)
-    if os.path.isdir(path):
-        return open_packed(path)
     root, name = os.path.split(path)
+    if os.path.isdir(path):
+        with contextlib.suppress(OSError):  # others may have made it, for us to read only
+            writing.remove_stale(root)
+        return open_packed(path)
     with writing.naming(root):
         os.makedirs(root, exist_ok=True)
         writing.remove_stale(root)
@@ -371,7 +373,7 @@ def _chunks(documents: Iterator[Document], digest: Any) -> Iterator[processes.Ch
 
 def _update(digest: Any, document: Document) -> None:
     # Whether the text is Unicode text at all is for the tokenizer to say.
-    for value in document:
+    for value in (document.name, document.text):
         data = value.encode(errors="surrogatepass")
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)

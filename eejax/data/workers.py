@@ -69,11 +69,12 @@ def encode(tokenizer: Tokenizer, encoding: Encoding, chunk: Chunk) -> Encoded:
     """Each document's ids and the end token, and what else is kept of it."""
     dtype, pieces = np.dtype(encoding.dtype), []
     records = np.empty(len(chunk.documents), RECORD)
-    for i, (name, text) in enumerate(chunk.documents):
-        ids = np.append(tokenizer.encode(text), tokenizer.eos_id).astype(dtype)
+    for i, document in enumerate(chunk.documents):
+        ids = np.append(tokenizer.encode(document.text), tokenizer.eos_id).astype(dtype)
         pieces.append(ids.tobytes())
-        records[i] = len(ids), len(text.encode()), name_hash(name, encoding.seed)
-    names = "".join(json.dumps(name) + "\n" for name, _ in chunk.documents).encode()
+        size = len(document.text.encode())
+        records[i] = len(ids), size, name_hash(document.name, encoding.seed)
+    names = "".join(json.dumps(document.name) + "\n" for document in chunk.documents).encode()
     return Encoded(b"".join(pieces), records.tobytes(), names, chunk.digest)
 
 

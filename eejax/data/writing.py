@@ -37,7 +37,7 @@ TOKENS, NAMES, RECORDS = "packed/tokens.bin", "packed/names.txt", "records.bin"
 COMMIT_SHARE = 20
 STALE_SECONDS = 24 * 3600.0
 
-_LOCK, _COMMIT = "lock", "commit.json"
+_LOCK, _COMMIT, _REMOVED = "lock", "commit.json", f"{PREFIX}removed-"
 _POLL_SECONDS, _SAY_SECONDS = 0.1, 2.0
 _BLOCK = 1 << 16  # records at a time when finishing
 
@@ -140,9 +140,9 @@ class Work:
         return self._records(self.state.documents)
 
     def _records(self, n: int) -> Iterator[np.ndarray]:
-        records = np.memmap(self.path(RECORDS), RECORD, "r", shape=(n,))
-        for start in range(0, n, _BLOCK):
-            yield np.array(records[start : start + _BLOCK])
+        with open(self.path(RECORDS), "rb") as file:
+            for start in range(0, n, _BLOCK):
+                yield np.fromfile(file, RECORD, min(_BLOCK, n - start))
 
     def save(self, name: str, dtype: str, count: int, blocks: Iterable[np.ndarray]) -> None:
         """Writes packed/`name` as `np.save` would an array [count] of these blocks.
@@ -172,8 +172,8 @@ class Work:
 
     def _open(self, state: Commit) -> None:
         self.state = self._last = state
-        for name, (size, crc) in state.files.items():
-            self._files[name] = Growing(self.path(name), size, crc)
+        for name in Commit().files:
+            self._files[name] = Growing(self.path(name), *state.files[name])
 
     def _committed(self) -> Commit:
         """The last commit, if the files still hold what it says."""
@@ -242,22 +242,16 @@ def naming(path: str) -> Iterator[None]:
 
 
 def remove_stale(root: str) -> None:
-    """Working folders under `root` that are finished, or were left a day ago."""
+    """Working folders under `root` whose data set is finished, or that were left a day ago."""
     for entry in os.scandir(root):
-        if not entry.name.startswith(PREFIX):
-            continue
-        lock = None
-        try:
-            old = time.time() - max(map(os.path.getmtime, _with_files(entry.path))) > STALE_SECONDS
-            if old or os.path.isdir(os.path.join(root, entry.name.removeprefix(PREFIX))):
-                lock = _try(entry.path)
-                if lock is not None:
-                    _remove(entry.path)
-        except OSError:  # its owner is finishing
-            pass
-        finally:
-            if lock is not None:
-                os.close(lock)
+        if entry.name.startswith(_REMOVED):  # by a process that was killed over it
+            shutil.rmtree(entry.path, ignore_errors=True)
+        elif entry.name.startswith(PREFIX):
+            with contextlib.suppress(OSError):  # its owner is finishing
+                newest = max(map(os.path.getmtime, _with_files(entry.path)))
+                done = os.path.isdir(os.path.join(root, entry.name.removeprefix(PREFIX)))
+                if done or time.time() - newest > STALE_SECONDS:
+                    _remove_unheld(entry.path)
 
 
 def _wait(folder: str) -> int:
@@ -296,10 +290,18 @@ def _try(folder: str) -> int | None:
     return None
 
 
+def _remove_unheld(folder: str) -> None:
+    if (lock := _try(folder)) is not None:
+        try:
+            _remove(folder)
+        finally:
+            os.close(lock)
+
+
 def _remove(folder: str) -> None:
-    """Removes a held folder; another process can make it anew at any moment from the first on."""
+    """Removes a held folder; from its first moment on another process can make it anew."""
     with contextlib.suppress(OSError):
-        away = os.path.join(os.path.dirname(folder), f"{PREFIX}removed-{uuid.uuid4().hex}")
+        away = os.path.join(os.path.dirname(folder), f"{_REMOVED}{uuid.uuid4().hex}")
         os.rename(folder, away)
         shutil.rmtree(away, ignore_errors=True)
 
