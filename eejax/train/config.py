@@ -31,9 +31,10 @@ def _positive(field: str, value: Any) -> None:
 class DataConfig:
     """Text and how it becomes batches.
 
-    `source`: "python-stdlib", a path or glob, or several of them. `tokenizer`: "bytes", "bpe"
-    (trained on the source, with at most the model's vocabulary), or the path of a
-    tokenizer.json. `length`: tokens per sequence. Documents go to validation by the hash of
+    `source`: "python-stdlib", a path or glob of text, JSON lines or Parquet, "hf:NAME", or several
+    of them; "megatron:PREFIX" is tokens already. `tokenizer`: "bytes", "bpe" (trained on the
+    source, with at most the model's vocabulary), or the path of a tokenizer.json or a
+    SentencePiece model. `length`: tokens per sequence. Documents go to validation by the hash of
     their name and `split_seed`. With `document_masks` attention and positions start anew at
     every document. `packed`: the folder for packed tokens, by default in the workdir.
     `max_bytes` takes only that much text of each source. `text_field` is the field of JSON
