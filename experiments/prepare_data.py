@@ -123,7 +123,8 @@ class _Bar:
 
     def update(self, progress) -> None:
         now = time.monotonic()
-        if self._begin is None:
+        if self._begin is None or progress.bytes < self._seen:  # the next of several data sets
+            self.close()
             # Speed is that of this process: what an earlier one did does not count.
             self._begin = self._last = now
             self._first = progress
@@ -131,6 +132,7 @@ class _Bar:
                 total=progress.total_bytes, initial=progress.bytes, unit="B", unit_scale=True,
                 dynamic_ncols=True, disable=not self._terminal,
             )  # fmt: skip
+        self._seen = progress.bytes
         seconds = max(now - self._begin, 1e-9)
         speed = f"{(progress.tokens - self._first.tokens) / seconds:,.0f} tokens/s"
         documents = f"{progress.documents:,} documents"

@@ -55,14 +55,15 @@ class Blend:
         return split, int(self._orders[split](epoch)[at])
 
 
-def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
+def shares_of(weights: Sequence[float], field: str = "weights") -> tuple[int, ...]:
     """How many of `BLOCK` samples each weight gets: its part, rounded by largest remainder.
 
     Raises:
-      ConfigError: a weight that is not positive and finite, or too small for one sample.
+      ConfigError: naming `field`, a weight that is not positive and finite, or too small for one
+        sample.
     """
     ok = all(math.isfinite(w) and w > 0 for w in weights)
-    require(ok, "weights", weights, "must be positive numbers")
+    require(ok, field, weights, "must be positive numbers")
     exact = [fractions.Fraction(float(w)) for w in weights]
     parts = [w * BLOCK / sum(exact) for w in exact]
     shares = [math.floor(p) for p in parts]
@@ -72,7 +73,7 @@ def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
     starved = [i for i, n in enumerate(shares) if not n]
     require(
         not starved,
-        "weights",
+        field,
         weights,
         f"gives number {', '.join(map(str, starved))} not one of {BLOCK} samples, so that it "
         "would never be trained on",

@@ -73,7 +73,7 @@ class Loader:
         )  # fmt: skip
         self.batch_size, self.length, self.seed = batch_size, length, seed
         self.document_masks = document_masks
-        self.sizes, self._ends = _ramp(batch_size, rampup)
+        self.sizes, self._ends = ramp(batch_size, rampup)
         self.samples = self.step = 0
         windows = [(len(split) - 1) // length for split in self.splits]
         self._blend = Blend(windows, shares_of(weights), seed)
@@ -202,18 +202,21 @@ class Loader:
         }
 
 
-def _ramp(
-    batch_size: int, rampup: tuple[int, int, int] | None
+def ramp(
+    batch_size: int, rampup: Sequence[int] | None, field: str = "rampup"
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The batch sizes, and for each but the last the consumed samples from which it is over."""
+    """The batch sizes, and for each but the last the consumed samples from which it is over.
+
+    Raises `ConfigError`, naming `field`, for a ramp-up that cannot be.
+    """
     if rampup is None:
         return (batch_size,), ()
     ok = len(rampup) == 3 and all(isinstance(n, int) and n > 0 for n in rampup)
-    require(ok, "rampup", rampup, "must be three integers > 0: (start, increment, samples)")
+    require(ok, field, rampup, "must be three integers > 0: (start, increment, samples)")
     start, increment, samples = rampup
     require(
         start < batch_size and (batch_size - start) % increment == 0,
-        "rampup", tuple(rampup),
+        field, tuple(rampup),
         f"must lead from {start} to batch_size {batch_size} in whole increments of {increment}",
     )  # fmt: skip
     sizes = tuple(range(start, batch_size + 1, increment))

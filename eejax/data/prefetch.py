@@ -8,9 +8,21 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from eejax.common.errors import require
+from eejax.common.errors import DataError, require
 from eejax.data.loader import Batch, Loader, windows_of
 from eejax.data.packing import Split
+
+
+def import_grain() -> Any:
+    """The package grain. Raises `DataError` where it is not installed."""
+    try:
+        import grain
+    except ImportError as error:
+        raise DataError(
+            "preparing batches ahead needs the package grain: pip install 'eejax[data]', or set "
+            "data.prefetch = 0."
+        ) from error
+    return grain
 
 
 class Prefetch:
@@ -32,12 +44,7 @@ class Prefetch:
     def __init__(self, loader: Loader, threads: int = 2, buffer: int = 4):
         require(threads > 0, "threads", threads, "must be > 0")
         require(buffer >= threads, "buffer", buffer, f"must be at least the {threads} threads")
-        try:
-            import grain
-        except ImportError as error:
-            raise ImportError(
-                "preparing batches ahead needs the package grain: pip install 'eejax[data]'."
-            ) from error
+        grain = import_grain()
         self.loader = loader
         self._grain, self._options = grain, grain.ReadOptions(threads, buffer)
         self._source: _Ahead | None = None

@@ -110,7 +110,7 @@ def exits_cross_entropy(
     else:
         require(teacher is not None, "teacher", teacher, "must be given where an objective distils")
     labels = labels.reshape(-1)
-    n, chunk = labels.size, _chunk_size(labels.size, table.shape[0])
+    n, chunk = labels.size, chunk_size(labels.size, table.shape[0])
     pad = -n % chunk
     flat = lambda h: jnp.pad(h.reshape(-1, h.shape[-1]), ((0, pad), (0, 0)))
     labels = jnp.pad(labels, (0, pad), constant_values=IGNORE)
@@ -122,14 +122,14 @@ def exits_cross_entropy(
     taught = None
     if teacher is not None:
         spec = spec._replace(teacher=teacher.head.options)
-        taught = (flat(teacher.h), teacher.head.table, teacher.head.bias)
-        taught = lax.stop_gradient(taught)
+        work = teacher.head.table.astype(teacher.h.dtype)
+        taught = lax.stop_gradient((flat(teacher.h), work, teacher.head.bias))
     inputs = _vary_alike((hs, table, biases, labels, weights, coefficients, taught), axis)
     total, sums = _fused(spec, *inputs)
     return total, lax.stop_gradient(sums)
 
 
-def _chunk_size(n: int, rows: int) -> int:
+def chunk_size(n: int, rows: int) -> int:
     """Tokens per chunk: near the target, and dividing n evenly where that is possible.
 
     At least `MIN_CHUNKS` of them: XLA unrolls a loop that runs once, and then holds the logits
@@ -251,7 +251,7 @@ def _taught_logits(spec: _Spec, e: int, teacher, cut):
     if not spec.objectives[e].distillation:
         return None
     h, table, bias = teacher
-    return logits(Head(table.astype(h.dtype), bias, spec.teacher), cut(h), spec.axis)
+    return logits(Head(table, bias, spec.teacher), cut(h), spec.axis)
 
 
 def _chunks(spec: _Spec, e: int, labels, coefficients):

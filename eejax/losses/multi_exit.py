@@ -78,18 +78,41 @@ def multi_exit_loss(
         layer_dropout=layer_dropout,
         tap=None if probes is None else lambda i, x: _tap(x, probes[i]),
     )
+    count = jnp.sum(labels != IGNORE, dtype=jnp.int32)
+    total, sums = exits_loss(
+        params, config, hs, labels, weights, which, objective=objective, sparse=sparse, axes=axes
+    )
+    return total, ExitSums(sums, count)
+
+
+def exits_loss(
+    params: Tree,
+    config: ModelConfig,
+    hs: Sequence[jax.Array],
+    labels: jax.Array,
+    weights: jax.Array,
+    which: Sequence[int],
+    *,
+    objective: Objective = CROSS_ENTROPY,
+    sparse: bool = False,
+    axes: Axes = LOCAL,
+) -> tuple[jax.Array, jax.Array]:
+    """(sum over exits of w_e C_e, the sums S_e [e]) of what the heads of the exits `which` read.
+
+    hs: a state [b, t, d] for each of them, as `models.transformer.exit_states` gives; the rest as
+    in `multi_exit_loss`.
+    """
     heads = [exits.head(params, config, e) for e in which]
     early = [e != config.n_exits for e in which]
     objectives = [objective if x else _final(objective) for x in early]
     teacher = None
     if objective.distillation and any(early):
-        final = which[-1] == config.n_exits
         require(
-            final, "objective.distillation", objective.distillation,
+            not early[-1], "objective.distillation", objective.distillation,
             "needs the final exit, which is not part of this loss", "Set it to 0.",
         )  # fmt: skip
         teacher = Teacher(hs[-1], heads[-1])
-    total, sums = jnp.zeros((), jnp.float32), [None] * n
+    total, sums = jnp.zeros((), jnp.float32), [None] * len(heads)
     for group in exits_by_table(heads):
         part, group_sums = exits_cross_entropy(
             [hs[e] for e in group],
@@ -104,7 +127,7 @@ def multi_exit_loss(
         total = total + part
         for i, e in enumerate(group):
             sums[e] = group_sums[i]
-    return total, ExitSums(jnp.stack(sums), jnp.sum(labels != IGNORE, dtype=jnp.int32))
+    return total, jnp.stack(sums)
 
 
 def _final(objective: Objective) -> Objective:

@@ -260,6 +260,11 @@ def _mix(
     return jnp.transpose(y.astype(q.dtype).reshape(b, n_kv, g, t, h), (0, 3, 1, 2, 4))
 
 
+def query_blocks(t: int) -> int:
+    """In how many blocks the queries of sequences of t positions are taken."""
+    return max(1, min(QUERY_BLOCKS, t // MIN_QUERY_BLOCK))
+
+
 def _causal_mix(q, k, v, mask, distance, slopes, config: ModelConfig) -> jax.Array:
     """`_mix` of rows with themselves, in blocks of queries with the keys up to each block's end.
 
@@ -267,7 +272,7 @@ def _causal_mix(q, k, v, mask, distance, slopes, config: ModelConfig) -> jax.Arr
     scores in the backward pass, which therefore keeps nothing of size t * s from layer to layer.
     """
     t = q.shape[1]
-    n = max(1, min(QUERY_BLOCKS, t // MIN_QUERY_BLOCK))
+    n = query_blocks(t)
     cuts = [t * i // n for i in range(n + 1)]
 
     def block(start, stop, q, k, v, mask, distance):

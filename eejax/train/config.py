@@ -13,6 +13,8 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from eejax.common.errors import ConfigError, require, require_one_of
+from eejax.data.blend import shares_of
+from eejax.data.loader import ramp
 from eejax.losses import schedules
 from eejax.losses.objective import CROSS_ENTROPY, Objective
 from eejax.models.config import ModelConfig, build
@@ -37,7 +39,7 @@ class DataConfig:
     SentencePiece model. `length`: tokens per sequence. Documents go to validation by the hash of
     their name and `split_seed`. With `document_masks` attention and positions start anew at
     every document. `packed`: the folder for packed tokens, by default in the workdir.
-    `max_bytes` takes only that much text of each source. `text_field` is the field of JSON
+    `max_bytes` takes only that much text. `text_field` is the field of JSON
     lines, Parquet files and Hugging Face data sets that holds the text. With `weights`, one for
     each source, these are packed apart, and that share of the sequences is drawn from each; its
     validation text is what each holds out. `prefetch` threads prepare batches ahead (0: none;
@@ -67,6 +69,7 @@ class DataConfig:
                 "DataConfig.weights", self.weights,
                 f"must have one weight for each of several sources ({n})",
             )  # fmt: skip
+            shares_of(self.weights, "DataConfig.weights")
         require(
             isinstance(self.prefetch, int) and self.prefetch >= 0,
             "DataConfig.prefetch", self.prefetch, "must be a number of threads, 0 for none",
@@ -85,7 +88,7 @@ class ExitWeights:
     `weights`, one for each early exit, hold at the end of the schedule and `initial` at its
     beginning; between them lie `steps` steps (0: the whole run), from step `begin` on (EE-LLM,
     Appendix C.1). `kind`: "constant", "linear" or "cosine". `curriculum` (LayerSkip, section 4.1)
-    says which exits have a loss at a step, all others have the weight 0 then and cost no time:
+    says which exits have a loss at a step; others have the weight 0, and their heads cost no time:
     "none" all, "rotating" every `rotation`-th in turns (None: one at a time), "gradual" the
     deepest first and one more after the other in the first half of the run. Weights are not
     made larger for it.
@@ -190,6 +193,7 @@ class TrainConfig:
         require_one_of("TrainConfig.remat", self.remat, REMAT)
         if isinstance(self.batch_rampup, list):
             object.__setattr__(self, "batch_rampup", tuple(self.batch_rampup))
+        ramp(self.batch_size, self.batch_rampup, "TrainConfig.batch_rampup")
         require(
             0 <= self.layer_dropout < 1,
             "TrainConfig.layer_dropout", self.layer_dropout, "must be in [0, 1)",
@@ -212,6 +216,11 @@ class TrainConfig:
             require(ok, f"TrainConfig.{name}", value, "must be an integer from 0 to 2^31 - 1")
         if self.eval_batches is not None:
             _positive("TrainConfig.eval_batches", self.eval_batches)
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """All that occur in a run, ascending."""
+        return ramp(self.batch_size, self.batch_rampup)[0]
 
 
 STARTS = ("copy", "random")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import shutil
@@ -39,7 +40,8 @@ def prepare(
     saved = workdir / tokenizer_folder
     tokenizer = _tokenizer(config, workdir, saved)
     if tokenizer is None:
-        tokenizer = data.train_bpe(_source(config).documents(), vocab_size)
+        texts = (_source(part).documents() for part in _parts(config))
+        tokenizer = data.train_bpe(itertools.chain.from_iterable(texts), vocab_size)
     data.check_vocabulary(tokenizer, vocab_size)
     if not saved.is_dir():
         save_tokenizer(tokenizer, saved)

@@ -22,6 +22,7 @@ from eejax.checkpoint.manager import Checkpoints
 from eejax.checkpoint.model import CHECKPOINTS, EMA, PARAMS, TOKENIZER
 from eejax.common.errors import require
 from eejax.common.trees import Tree, join, size
+from eejax.data.prefetch import import_grain
 from eejax.sharding.mesh import check_batch, make_mesh
 from eejax.train import flops, inputs, profile, recipes, tuning
 from eejax.train import state as states
@@ -67,9 +68,12 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
         count = getattr(experiment.mesh, axis)
         require(count == 1, f"mesh.{axis}", count, "must be 1: training runs data-parallel only")
     mesh = make_mesh(experiment.mesh)
-    check_batch(
-        experiment.train.batch_size, mesh, experiment.train.microbatches, "train.batch_size"
-    )
+    train = experiment.train
+    for rows in train.batch_sizes:
+        field = "train.batch_size" if rows == train.batch_size else "train.batch_rampup"
+        check_batch(rows, mesh, train.microbatches, field)
+    if experiment.data.prefetch:
+        import_grain()  # before all the text is packed
     workdir = pathlib.Path(workdir).expanduser().absolute()
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -134,9 +138,6 @@ class _Run:
         names = exit_names(self.model)
         self.names = [names[e] for e in self.scope.which]
         self.loader = inputs.loader(self.experiment, dataset)
-        for rows in self.loader.sizes:
-            field = "train.batch_size" if rows == self.train.batch_size else "train.batch_rampup"
-            check_batch(rows, self.mesh, self.train.microbatches, field)
         self.train_step, self.eval_step = program.train_step(), program.eval_step()
         self.evaluation: Evaluation | None = None
         self.resumed_from: dict[str, Any] | None = None  # train settings of the checkpoint
@@ -145,10 +146,11 @@ class _Run:
         self.state, self.step = self._begin_or_resume(base)
         write_text(workdir / CONFIG, json.dumps(self.experiment.to_dict(), indent=1))
         self.flops_per_token = flops.model_flops_per_token(self.model, self.experiment.data.length)
-        # The count is of training a whole model.
+        # The count is of training a whole model, with all of its exits at every step.
         devices = list(self.mesh.devices.flat)
         self.peak = None if self.scope.tuned else flops.peak_flops(devices)
         self.clock = _Clock()
+        self.sizes: set[int] = set()  # batches whose program there is
 
     def _begin_or_resume(self, base: tuning.Base | None) -> tuple[states.TrainState, int]:
         wanted = self.program.abstract_state
@@ -200,7 +202,11 @@ class _Run:
                     batch = next(batches)
                     self.tokens += int(np.count_nonzero(batch["labels"] != data.IGNORE))
                     batch = put_batch(inputs.strip(batch, self.loader.document_masks), self.mesh)
-                    self.state, metrics = self.train_step(self.state, batch)
+                    # A size of batch that is new is compiled now.
+                    new = len(batch["tokens"]) not in self.sizes
+                    with self.clock.paused() if new else contextlib.nullcontext():
+                        self.state, metrics = self.train_step(self.state, batch)
+                    self.sizes.add(len(batch["tokens"]))
                     self.step += 1
                     profiler.after(self.step, metrics)
                     # The step before is fetched while this one runs: the device never waits.
@@ -248,7 +254,14 @@ class _Run:
             self.skipped = int(metrics["skipped"])
             why = "loss or gradient not finite" if metrics["tokens"] else "no token counted"
             if "loss_scale" in metrics and metrics["tokens"]:
-                why += f" at a loss scale of {metrics['loss_scale']:g}, which is halved"
+                scale = float(metrics["loss_scale"])
+                why += f" at a loss scale of {scale:g}, which is halved"
+                if scale <= recipes.MIN_SCALE:
+                    raise FloatingPointError(
+                        f"step {flight.step}: loss or gradient not finite at the smallest loss "
+                        f"scale, {scale:g}: the model overflows in float16 by itself. Train in "
+                        "bfloat16, or with a smaller learning rate."
+                    )
             self.progress.say(f"step {flight.step}: {why}, step skipped ({self.skipped} so far)")
         rate = self.clock.rate
         shown = {"loss": f"{metrics['loss']:.4f}"}
@@ -266,10 +279,10 @@ class _Run:
         if "loss_scale" in metrics:
             values["loss_scale"] = float(metrics["loss_scale"])
         values |= {"tokens": int(metrics["tokens"]), "skipped": int(metrics["skipped"])}
-        values |= device_memory(list(self.mesh.devices.flat))
+        values |= device_memory(self.mesh.local_devices)
         if rate:
             values["tokens_per_second"] = rate
-            if self.peak:
+            if self.peak and not self.experiment.exit_weights.sparse:
                 values["mfu"] = rate * self.flops_per_token / self.peak
         self.writer.write(flight.step, values)
 

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType
 from eejax.common.axes import DATA, MESH_AXES
 from eejax.common.errors import require
 from eejax.common.trees import Tree, join, nbytes
-from eejax.losses.cross_entropy import CHUNK_LOGITS, MIN_CHUNK, MIN_CHUNKS
+from eejax.losses.cross_entropy import chunk_size
 from eejax.losses.multi_exit import multi_exit_loss
 from eejax.models import layers, params
 from eejax.models.config import ModelConfig
@@ -111,7 +111,7 @@ def training_memory(experiment: Experiment) -> TrainingMemory:
         weights=kept.weights,
         activations=kept.activations,
         layer=_one_layer(model, rows, experiment.data.length, train.remat),
-        logits=_logits(model, rows * experiment.data.length),
+        logits=_logits(experiment, rows * experiment.data.length),
     )
 
 
@@ -203,7 +203,7 @@ def _one_layer(config: ModelConfig, rows: int, length: int, remat: str) -> int:
     The scores of one block of queries, their exponentials and the gradient of either, in float32;
     and what the layer keeps without rematerialisation but did not keep with it.
     """
-    blocks = max(1, min(layers.QUERY_BLOCKS, length // layers.MIN_QUERY_BLOCK))
+    blocks = layers.query_blocks(length)
     scores = 3 * 4 * rows * config.n_heads * -(-length // blocks) * length
 
     def kept(remat: str) -> int:
@@ -219,9 +219,9 @@ def _one_layer(config: ModelConfig, rows: int, length: int, remat: str) -> int:
     return scores + kept("none") - kept(remat)
 
 
-def _logits(config: ModelConfig, tokens: int) -> int:
-    """Bytes of one chunk of float32 logits [n, v] and of its gradient (losses.cross_entropy)."""
-    rows = config.padded_vocab
-    target = max(MIN_CHUNK, CHUNK_LOGITS // rows)
-    chunk = -(-tokens // max(MIN_CHUNKS, -(-tokens // target)))
-    return 2 * 4 * chunk * rows
+def _logits(experiment: Experiment, tokens: int) -> int:
+    """Bytes of one chunk of float32 logits [n, v] and of its gradient (losses.cross_entropy); of
+    the teacher's logits, and either's divided by the temperature, where an exit is distilled."""
+    config = experiment.model
+    arrays = 6 if experiment.loss.distillation and config.n_exits else 2
+    return arrays * 4 * chunk_size(tokens, config.padded_vocab) * config.padded_vocab

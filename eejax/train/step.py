@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,64 +80,22 @@ def make_train_step(
 
     `batch` holds tokens and labels [b, t], and optionally segment_ids and positions [b, t].
     Metrics: loss, exit_losses [e] (cross entropies), exit_weights [e], exit_grad_norms [e] (of
-    what each exit's weighted loss sends into the hidden states at its boundary), grad_norm
-    (before clipping), learning_rate, tokens, skipped (so far), finite, and loss_scale where there
-    is one: that of this step. Without a counted token losses and norm are 0, and finite is false.
+    what each exit's weighted loss sends into the hidden states at its boundary, or of the gradient
+    in its own parameters where these are frozen), grad_norm (before clipping), learning_rate,
+    tokens, skipped (so far), finite, and loss_scale where there is one: that of this step. Without
+    a counted token losses and norm are 0, and finite is false.
 
     Raises:
       ConfigError: a mesh with more than one device along pipe or model.
     """
-    _data_parallel_only(mesh)
     scope = scope or Scope(config)
     require(scope.config == config, "scope", scope.config.exits, "must be of the same model")
-    param_specs, frozen_specs = (rules.specs(d, mesh) for d in scope.declarations())
-    axes = mesh_axes(mesh)
     final, devices = scope.which[-1:] == (config.n_exits,), mesh.shape[DATA]
-
-    drops = layer_dropout is not None
-
-    def loss(params, probes, frozen, weights, batch, keys, rates):
-        return multi_exit_loss(
-            join(frozen, params), config, batch["tokens"], batch["labels"], weights,
-            positions=batch.get("positions"), segment_ids=batch.get("segment_ids"),
-            dropout_keys=keys, axes=axes, remat=remat, which=scope.which, objective=objective,
-            sparse=sparse, layer_dropout=rates, probes=probes,
-        )  # fmt: skip
-
-    def local_gradients(params, frozen, weights, rates, batch, step):
-        # Varying from the start: no psum hides in the backward pass, all of it is one at the end.
-        params, frozen, weights, rates = _vary((params, frozen, weights, rates))
-        part = lambda a: a.reshape(microbatches, -1, *a.shape[1:])
-        parts = jax.tree.map(part, dict(batch))
-        keys = None
-        if config.dropout or drops:
-            keys = part(_sample_keys(seed, step, batch["tokens"].shape[0]))
-
-        def one(params, part):
-            batch, keys = part
-            # What each exit sends into the trunk comes out as the gradient of its probe.
-            probes = jnp.zeros_like(weights)
-            (total, sums), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(
-                params, probes, frozen, weights, batch, keys, rates
-            )
-            return grads, (total, sums)
-
-        if microbatches == 1:
-            sums = one(params, jax.tree.map(lambda a: a[0], (parts, keys)))
-        else:
-            first = jax.tree.map(lambda a: a[0], (parts, keys))
-            shapes = jax.eval_shape(one, params, first)
-            zeros = _vary(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes))
-            add = lambda sums, part: (jax.tree.map(jnp.add, sums, one(params, part)), None)
-            sums, _ = lax.scan(add, zeros, (parts, keys))
-        return lax.psum(sums, DATA)
-
-    gradients = jax.shard_map(
-        local_gradients,
-        mesh=mesh,
-        in_specs=(param_specs, frozen_specs, P(), P(), P(DATA), P()),
-        out_specs=((param_specs, P()), P()),
-    )
+    gradients = gradient_sums(
+        scope, mesh, microbatches=microbatches, remat=remat, seed=seed, objective=objective,
+        sparse=sparse,
+    )  # fmt: skip
+    update = Update(optimizer, learning_rate, clip_norm, ema, loss_scale_interval)
 
     def step(state: TrainState, batch: Arrays) -> tuple[TrainState, Metrics]:
         check_batch(batch["tokens"].shape[0], mesh, microbatches)
@@ -146,59 +105,157 @@ def make_train_step(
         scale = jnp.ones((), jnp.float32)
         if state.loss_scale is not None:
             scale = state.loss_scale.value / (batch["tokens"].size / microbatches / devices)
-        rates = layer_dropout(state.step) if drops else None
-        (grads, squares), (total, sums) = gradients(
-            state.params, state.frozen, weights * scale, rates, batch, state.step
-        )
-        total = total / scale
-        count = jnp.maximum(sums.count, 1).astype(jnp.float32)
-        factor = 1.0 / (scale * count)
-        norm = optax.tree.norm(grads) * factor
-        finite = jnp.isfinite(norm) & jnp.isfinite(total) & (sums.count > 0)
-        exit_norms = jnp.sqrt(squares) * factor
-        if clip_norm is not None:
-            factor = factor * jnp.minimum(1.0, clip_norm / norm)
-        grads = jax.tree.map(lambda g: g * factor, grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        rate = learning_rate(state.step)
-        choose = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-        moved = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
-        average = state.ema
-        if ema is not None:
-            average = choose(averaged(state.ema, moved, ema, state.step), state.ema)
-        metrics = {
-            "loss": total / count,
-            "exit_losses": sums.sums / count,
-            "exit_weights": weights,
-            "exit_grad_norms": exit_norms,
-            "grad_norm": norm,
-            "learning_rate": rate,
-            "tokens": sums.count,
-            "skipped": state.skipped + (~finite).astype(jnp.int32),
-            "finite": finite,
-        }
-        following = state.loss_scale
-        if following is not None:
-            metrics["loss_scale"] = following.value
-            # A batch without a token is skipped too, and says nothing about the scale.
-            after = following.after(finite, loss_scale_interval)
-            counted = lambda new, old: jnp.where(sums.count > 0, new, old)
-            following = jax.tree.map(counted, after, following)
-        state = TrainState(
-            step=state.step + 1,
-            params=choose(moved, state.params),
-            opt_state=choose(opt_state, state.opt_state),
-            skipped=metrics["skipped"],
-            frozen=state.frozen,
-            ema=average,
-            loss_scale=following,
-        )
-        return state, metrics
+        rates = layer_dropout(state.step) if layer_dropout is not None else None
+        sums = gradients(state, weights * scale, rates, batch)
+        state, metrics = update(state, sums, scale)
+        return state, metrics | {"exit_weights": weights}
 
     # The next state is laid out as this one was declared, so that no second program is compiled.
     shapes = abstract(config, optimizer, mesh, scope, ema=ema is not None, loss_scale=loss_scale)
     placed = jax.tree.map(lambda a: a.sharding, shapes)
     return jax.jit(step, donate_argnums=0, out_shardings=(placed, None))
+
+
+class BatchSums(NamedTuple):
+    """What all samples of a batch add up to, of a loss sum_e w_e C_e (`losses.multi_exit_loss`).
+
+    grads: the gradient in the trained parameters. squares [e]: of what each exit sends into the
+    hidden states at its boundary or, where these are frozen, of the gradient in its own
+    parameters. total: the loss. exits: the plain cross entropies.
+    """
+
+    grads: Tree
+    squares: jax.Array
+    total: jax.Array
+    exits: ExitSums
+
+
+def gradient_sums(
+    scope: Scope,
+    mesh: Mesh,
+    *,
+    microbatches: int,
+    remat: str,
+    seed: int,
+    objective: Objective,
+    sparse: bool,
+) -> Callable[[TrainState, jax.Array, jax.Array | None, Arrays], BatchSums]:
+    """`(state, weights [e], layer_dropout [l] or None, batch) -> BatchSums`, data parallel.
+
+    Raises `ConfigError` for a mesh with more than one device along pipe or model.
+    """
+    _data_parallel_only(mesh)
+    config, axes = scope.config, mesh_axes(mesh)
+    param_specs, frozen_specs = (rules.specs(d, mesh) for d in scope.declarations())
+
+    def loss(trained, frozen, weights, batch, keys, rates):
+        params, probes = trained
+        return multi_exit_loss(
+            join(frozen, params), config, batch["tokens"], batch["labels"], weights,
+            positions=batch.get("positions"), segment_ids=batch.get("segment_ids"),
+            dropout_keys=keys, axes=axes, remat=remat, which=scope.which, objective=objective,
+            sparse=sparse, layer_dropout=rates, probes=probes,
+        )  # fmt: skip
+
+    def local(params, frozen, weights, rates, batch, step):
+        # Varying from the start: no psum hides in the backward pass, all of it is one at the end.
+        params, frozen, weights, rates = _vary((params, frozen, weights, rates))
+        part = lambda a: a.reshape(microbatches, -1, *a.shape[1:])
+        parts = jax.tree.map(part, dict(batch))
+        keys = None
+        if config.dropout or rates is not None:
+            keys = part(_sample_keys(seed, step, batch["tokens"].shape[0]))
+        # What each exit sends into the trunk comes out as the gradient of its probe.
+        trained = params, None if scope.tuned else jnp.zeros_like(weights)
+
+        def one(part):
+            batch, keys = part
+            (total, sums), (grads, squares) = jax.value_and_grad(loss, has_aux=True)(
+                trained, frozen, weights, batch, keys, rates
+            )
+            return BatchSums(grads, squares, total, sums)
+
+        if microbatches == 1:
+            sums = one(jax.tree.map(lambda a: a[0], (parts, keys)))
+        else:
+            shapes = jax.eval_shape(one, jax.tree.map(lambda a: a[0], (parts, keys)))
+            zeros = _vary(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes))
+            add = lambda sums, part: (jax.tree.map(jnp.add, sums, one(part)), None)
+            sums, _ = lax.scan(add, zeros, (parts, keys))
+        return lax.psum(sums, DATA)
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(param_specs, frozen_specs, P(), P(), P(DATA), P()),
+        out_specs=BatchSums(param_specs, P(), P(), P()),
+    )
+
+    def gradients(state, weights, rates, batch):
+        sums = mapped(state.params, state.frozen, weights, rates, batch, state.step)
+        if scope.tuned:
+            exits = [sums.grads["exits"][config.exits[e].name] for e in scope.which]
+            squares = [optax.tree.norm(own, squared=True) for own in exits]
+            sums = sums._replace(squares=jnp.stack(squares))
+        return sums
+
+    return gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """From summed gradients to the next state: all of a step that does not depend on how the
+    gradients came about. The fields are those of `make_train_step`."""
+
+    optimizer: optax.GradientTransformation
+    learning_rate: Schedule
+    clip_norm: float | None
+    ema: float | None
+    loss_scale_interval: int
+
+    def __call__(
+        self, state: TrainState, sums: BatchSums, scale: jax.Array
+    ) -> tuple[TrainState, Metrics]:
+        """The next state and the metrics; `sums` are of a loss multiplied by `scale`."""
+        counted = sums.exits.count > 0
+        count = jnp.maximum(sums.exits.count, 1).astype(jnp.float32)
+        total, factor = sums.total / scale, 1.0 / (scale * count)
+        norm = optax.tree.norm(sums.grads) * factor
+        finite = jnp.isfinite(norm) & jnp.isfinite(total) & counted
+        rate = self.learning_rate(state.step)
+        metrics = {
+            "loss": total / count,
+            "exit_losses": sums.exits.sums / count,
+            "grad_norm": norm,
+            "learning_rate": rate,
+            "tokens": sums.exits.count,
+            "skipped": state.skipped + (~finite).astype(jnp.int32),
+            "finite": finite,
+            "exit_grad_norms": jnp.sqrt(sums.squares) * factor,
+        }
+        if self.clip_norm is not None:
+            factor = factor * jnp.minimum(1.0, self.clip_norm / norm)
+        grads = jax.tree.map(lambda g: g * factor, sums.grads)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        moved = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+        choose = lambda ok, new, old: jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
+        average, scaling = state.ema, state.loss_scale
+        if self.ema is not None:
+            average = choose(finite, averaged(average, moved, self.ema, state.step), average)
+        if scaling is not None:
+            metrics["loss_scale"] = scaling.value
+            # A batch without a token is skipped too, and says nothing about the scale.
+            scaling = choose(counted, scaling.after(finite, self.loss_scale_interval), scaling)
+        state = TrainState(
+            step=state.step + 1,
+            params=choose(finite, moved, state.params),
+            opt_state=choose(finite, opt_state, state.opt_state),
+            skipped=metrics["skipped"],
+            frozen=state.frozen,
+            ema=average,
+            loss_scale=scaling,
+        )
+        return state, metrics
 
 
 def make_eval_step(

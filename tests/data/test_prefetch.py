@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eejax.common.errors import ConfigError
+from eejax.common.errors import ConfigError, DataError
 from eejax.data import ByteTokenizer, Document, Loader, Prefetch, batches, pack, windows
 from eejax.data.prefetch import _Ahead
 
@@ -235,7 +235,7 @@ def test_bad_settings_and_a_missing_package(splits, monkeypatch):
     with pytest.raises(ConfigError, match="buffer = 2: must be at least the 3 threads"):
         Prefetch(make(splits), 3, 2)
     monkeypatch.setitem(sys.modules, "grain", None)
-    with pytest.raises(ImportError, match=r"pip install 'eejax\[data\]'"):
+    with pytest.raises(DataError, match=r"pip install 'eejax\[data\]'"):
         Prefetch(make(splits))
 
 

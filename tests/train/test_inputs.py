@@ -172,3 +172,9 @@ def test_mixtures_that_cannot_be(changes):
     field = "prefetch" if "prefetch" in changes else "weights"
     with pytest.raises(ConfigError, match=f"DataConfig.{field}"):
         DataConfig(**({"source": ("a.txt", "b.txt")} | changes))
+
+
+def test_the_bpe_of_a_mixture_has_seen_all_of_it(tmp_path):
+    config = dataclasses.replace(mixture(tmp_path), tokenizer="bpe", max_bytes=4000)
+    tokenizer = inputs.prepare(config, 300, tmp_path / "run", FOLDER).tokenizer
+    assert len(tokenizer.encode("a" * 64)) < 32 and len(tokenizer.encode("b" * 64)) < 32

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from eejax.common.errors import ConfigError
-from eejax.losses import multi_exit_loss
+from eejax.losses import Objective, multi_exit_loss
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
@@ -15,7 +15,9 @@ from eejax.train import memory, optimizer, state
 from eejax.train.config import DataConfig, ExitWeights, Experiment, TrainConfig, TuneConfig
 
 
-def experiment(remat="dots", layers=4, b=4, t=128, microbatches=1, data=1, **model):
+def experiment(
+    remat="dots", layers=4, b=4, t=128, microbatches=1, data=1, distillation=0.0, **model
+):
     config = dict(
         vocab_size=512, n_layers=layers, d_model=64, n_heads=4, context_length=2048,
         mlp_gated=False, activation="gelu_tanh", head="tied", exits=(ExitConfig(1),),
@@ -25,6 +27,7 @@ def experiment(remat="dots", layers=4, b=4, t=128, microbatches=1, data=1, **mod
         data=DataConfig(length=t),
         train=TrainConfig(batch_size=b, microbatches=microbatches, remat=remat),
         exit_weights=ExitWeights((0.5,) * len((config | model)["exits"])),
+        loss=Objective(distillation=distillation),
         mesh=MeshConfig(data=data),
     )
 
@@ -77,6 +80,7 @@ CASES = [
     ("dots", dict(d_model=256, microbatches=4)),
     ("dots", dict(vocab_size=8192, t=64, b=16, data=2)),
     ("dots", dict(t=512)),
+    ("dots", dict(vocab_size=8192, t=64, b=16, distillation=0.5)),
 ]
 
 
