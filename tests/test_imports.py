@@ -130,7 +130,11 @@ def test_every_package_is_installed():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     listed = set(config["options"]["packages"].split())
-    present = {".".join(package) for _, package in modules()} | {"configs", "experiments"}
+    present = {".".join(package) for _, package in modules()} | {
+        ".".join(path.relative_to(ROOT).parts[:-1])
+        for edge in ("configs", "experiments")
+        for path in (ROOT / edge).rglob("__init__.py")
+    }
     assert listed == present, "setup.cfg lists the packages by name; add or remove the difference"
 
 

@@ -1,0 +1,254 @@
+"""The reproduction of EE-LLM's convergence, at a size that shows nothing, and how it judges."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.image import imread
+
+from eejax.analysis.convergence import Spread, bin_means, falls, training_curves
+from eejax.analysis.plots import ACCENT
+from eejax.models import params
+from eejax.train.metrics import METRICS, read_metrics
+from experiments.reproduce import convergence
+
+STEPS = 8
+
+
+def launch(root, workdir, *arguments):
+    process = subprocess.run(
+        [
+            sys.executable, "-m", "experiments.reproduce.convergence", "--tiny",
+            f"--workdir={workdir}", *arguments,
+        ],
+        cwd=root, capture_output=True, text=True, timeout=600, env=os.environ | {"XLA_FLAGS": ""},
+    )  # fmt: skip
+    return process.returncode, process.stdout, process.stderr
+
+
+SOME = ("--variants=fig6,fig11_mlp", "--seeds=1", "--json")
+
+
+@pytest.fixture(scope="module")
+def reproduced(repo_root, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("convergence")
+    return workdir, *launch(repo_root, workdir, *SOME)
+
+
+def change_held_out(workdir, change):
+    """Overwrites losses of the last evaluation: `change` gives them for the name of a run."""
+    for path in workdir.glob(f"*/{METRICS}"):
+        records = read_metrics(path.parent)
+        records[-1] |= {f"eval/{k}": v for k, v in change(path.parent.name).items()}
+        path.write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+def verdicts(out):
+    return [line for line in out.splitlines() if line.startswith(("holds", "FAILS"))]
+
+
+def test_it_leaves_what_it_promises(reproduced):
+    workdir, code, out, err = reproduced
+    results = json.loads((workdir / "results.json").read_text())
+    assert code == (0 if all(c["holds"] for c in results["claims"]) else 1), err
+    assert json.loads(out.splitlines()[-1]) == {k: v for k, v in results.items() if k != "curves"}
+    three = ("exit_3", "exit_6", "final")
+    expected = [("standard", "final"), *((v, e) for v in ("fig6", "fig11_mlp") for e in three)]
+    assert [(row["variant"], row["exit"]) for row in results["exits"]] == expected
+    for row in results["exits"]:
+        last = read_metrics(workdir / f"{row['variant']}_0")[-1]
+        assert (last["step"], row["losses"]) == (STEPS, [last[f"eval/loss/{row['exit']}"]])
+        curve = results["curves"][row["variant"]][row["exit"]]
+        steps = [r for r in read_metrics(workdir / f"{row['variant']}_0") if "tokens" in r]
+        assert curve == [[r[f"loss/{row['exit']}"] for r in steps]]
+        assert sum(r["tokens"] for r in steps) == results["tokens"]
+        line = next(x for x in out.splitlines() if x.split()[:2] == [row["variant"], row["exit"]])
+        assert f"{row['losses'][0]:.3f}" in line and ("yes" in line) == row["falls"]
+    assert len(results["claims"]) == 3
+    for name in ("fig6.png", "fig11.png"):
+        assert imread(workdir / name).std() > 0.02
+
+
+def test_a_second_call_trains_nothing_and_a_falsified_claim_gives_status_1(repo_root, reproduced):
+    workdir = reproduced[0]
+    before = {p: p.read_text() for p in workdir.glob(f"*/{METRICS}")}
+    assert len(before) == 3
+
+    change_held_out(workdir, lambda run: {"loss/final": 2.0})
+    code, out, err = launch(repo_root, workdir, *SOME)
+    assert code == 0, out + err
+    assert err.count(f"resuming after step {STEPS}") == 3 and "validation loss" not in err
+    assert [p.read_text().splitlines()[:-1] for p in before] == [
+        text.splitlines()[:-1] for text in before.values()
+    ]
+    assert [line.split(":")[0] for line in verdicts(out)[1:]] == ["holds  fig6", "holds  fig11_mlp"]
+    assert all("+0.00%" in line for line in verdicts(out)[1:])
+
+    change_held_out(workdir, lambda run: {"loss/final": 2.05} if run == "fig6_0" else {})
+    code, out, err = launch(repo_root, workdir, *SOME)
+    assert code == 1, out + err
+    assert [line.split(":")[0] for line in verdicts(out)[1:]] == ["FAILS  fig6", "holds  fig11_mlp"]
+    assert "+2.50%" in verdicts(out)[1]
+
+
+def test_an_unknown_variant_is_named(repo_root, tmp_path):
+    code, _, err = launch(repo_root, tmp_path, "--variants=fig7")
+    assert code == 1 and "--variants = 'fig7': must be one of 'standard', 'fig6'" in err
+
+
+def test_variants_are_the_published_ones():
+    layers, depth = 12, 24
+    got = {
+        name: [(e["boundary"] * depth // layers, e["norm"], e.get("mlp", False), w)
+               for e, w in zip(v.exits, v.weights, strict=True)]
+        for name, v in convergence.VARIANTS.items()
+    }  # fmt: skip
+    assert got == {
+        "standard": [],
+        "fig6": [(6, False, False, 0.25), (12, False, False, 0.5)],
+        "fig11_mlp": [(6, True, True, 0.25), (12, True, True, 0.5)],
+        "fig11_three": [(4, True, False, 0.1), (12, True, False, 0.2), (20, True, False, 0.3)],
+    }
+    assert all(e["head"] == "tied" for v in convergence.VARIANTS.values() for e in v.exits)
+
+
+def test_variants_differ_in_nothing_but_their_exits(tmp_path):
+    runs = {n: convergence.experiment(n, 1, 100, tmp_path) for n in convergence.VARIANTS}
+    standard = runs["standard"]
+    for name, run in runs.items():
+        plain = dataclasses.replace(
+            run, model=run.model.replace(exits=()), exit_weights=standard.exit_weights
+        )
+        assert plain == standard
+        # Initial values depend on the seed and on what is declared here, leaf by leaf.
+        trunk = params.abstract(run.model)
+        assert len(trunk.pop("exits")) == len(convergence.VARIANTS[name].exits)
+        assert trunk | {"exits": {}} == params.abstract(standard.model)
+
+
+def losses(training, **held_out):
+    return convergence.Losses({n: np.asarray(training, float) for n in held_out}, held_out)
+
+
+def test_ratios_are_paired_by_seed_and_judged_by_their_mean():
+    make = lambda **held_out: losses([4, 3, 2, 1], **held_out)
+    rows = convergence.compare({
+        "standard": [make(final=1.0), make(final=2.0)],
+        "fig6": [make(exit_3=1.5, final=1.05), make(exit_3=3.0, final=1.98)],
+        "fig11_mlp": [make(exit_3=1.5, final=0.98), make(exit_3=3.0, final=1.95)],
+    })  # fmt: skip
+    by_name = {(row["variant"], row["exit"]): row for row in rows}
+    assert by_name["standard", "final"]["loss"] == {"mean": 1.5, "low": 1.0, "high": 2.0}
+    assert by_name["fig6", "exit_3"]["ratios"] == [1.5, 1.5]
+    assert by_name["fig6", "final"]["ratios"] == pytest.approx([1.05, 0.99])
+    assert by_name["fig6", "final"]["ratio"] == pytest.approx(
+        {"mean": 1.02, "low": 0.99, "high": 1.05}
+    )
+    falling, fig6, mlp = convergence.judge(rows)
+    assert falling == {"claim": "every training loss falls: all 5 do", "holds": True}
+    assert "+2.00% (seeds -1.00% to +5.00%)" in fig6["claim"]
+    # (0.98 + 0.975) / 2: better than within 2 % is not within 2 %.
+    assert not mlp["holds"] and "-2.25%" in mlp["claim"]
+
+
+@pytest.mark.parametrize(
+    "ratio, holds", [(1.019, True), (1.021, False), (0.981, True), (0.979, False)]
+)
+def test_within_two_percent(ratio, holds):
+    make = lambda x: [losses([4, 3, 2, 1], final=x)]
+    rows = convergence.compare({"standard": make(3.0), "fig6": make(3.0 * ratio)})
+    assert [c["holds"] for c in convergence.judge(rows)] == [True, holds]
+
+
+def test_a_curve_that_rises_is_named():
+    rows = convergence.compare({
+        "standard": [losses([4, 3, 2, 1], final=1.0)],
+        "fig6": [losses([4, 3, 2, 2.5], final=1.0)],
+    })  # fmt: skip
+    falling, _ = convergence.judge(rows)
+    assert falling == {"claim": "every training loss falls: not fig6 final", "holds": False}
+
+
+def test_a_run_that_diverged_is_named(tmp_path):
+    records = [{"step": 1, "loss/final": 5.0, "tokens": 4}, {"step": 2, "eval/loss/final": None}]
+    (tmp_path / METRICS).write_text("".join(json.dumps(r) + "\n" for r in records))
+    with pytest.raises(FloatingPointError, match="no finite held-out loss of final"):
+        convergence.read_losses(tmp_path, ["final"], 2)
+    records[1]["eval/loss/final"] = 4.5
+    (tmp_path / METRICS).write_text("".join(json.dumps(r) + "\n" for r in records))
+    read = convergence.read_losses(tmp_path, ["final"], 2)
+    assert read.held_out == {"final": 4.5}
+    np.testing.assert_array_equal(read.training["final"], [5.0, math.nan])
+
+
+def test_bins_are_means_of_consecutive_steps_without_the_missing_ones():
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(2, 11))
+    values[1, 4] = math.nan
+    got = bin_means(values, 3)
+    edges = [0, 4, 8, 11]  # 11 = 4 + 4 + 3
+    for seed in range(2):
+        for b in range(3):
+            part = [v for v in values[seed, edges[b] : edges[b + 1]] if not math.isnan(v)]
+            assert got[seed, b] == pytest.approx(sum(part) / len(part))
+    np.testing.assert_array_equal(bin_means(values[:1], 50), values[:1])
+
+
+@pytest.mark.parametrize(
+    "curve, expected",
+    [
+        ([4, 4, 3, 3, 2, 2, 1, 1], True),
+        ([4, 2, 3, 2, 2, 2, 1, 1], True),  # noise within a quarter is none of its business
+        ([4, 4, 3, 3, 3, 3, 1, 1], False),  # does not rise, but does not fall either
+        ([4, 4, 3, 3, 1, 1, 2, 2], False),
+        ([4, 4, 3, 3, 2, 2, math.nan, 1], True),
+    ],
+)
+def test_falling(curve, expected):
+    assert falls(np.asarray([curve], float)) is expected
+
+
+def test_falling_is_judged_on_the_mean_over_seeds():
+    assert falls(np.array([[4.0, 3, 2, 1.0], [4.0, 3, 2, 2.1]]))
+    assert not falls(np.array([[4.0, 3, 2, 1.0], [4.0, 3, 2, 3.1]]))
+
+
+def test_spread_as_text():
+    spread = Spread.of([1.0, 1.25, 1.5])
+    assert spread == (1.25, 1.0, 1.5) and spread.text(2) == "1.25 (1.00-1.50)"
+
+
+def test_the_figure_shows_means_and_ranges_over_seeds():
+    rng = np.random.default_rng(1)
+    curve = lambda: 2 + np.exp(-np.arange(40) / 9) + 0.1 * rng.random((3, 40))
+    standard, panels = (
+        curve(),
+        {"a": {"exit_3": curve(), "final": curve()}, "b": {"final": curve()}},
+    )
+    figure = training_curves(panels, ("standard", standard), 500, bins=10)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["a", "b"]
+    for axes, exits in zip(figure.axes, panels.values(), strict=True):
+        *drawn, dashed = axes.lines
+        for line, band, (name, values) in zip(
+            axes.lines, axes.collections, (exits | {"standard": standard}).items(), strict=True
+        ):
+            parts = values.reshape(3, 10, 4).mean(-1)
+            assert line.get_label() == name
+            np.testing.assert_allclose(line.get_ydata(), parts.mean(0))
+            # The middle of steps 1..4, 5..8, ... in millions of tokens.
+            np.testing.assert_allclose(line.get_xdata(), (np.arange(10) * 4 + 2.5) * 500 / 1e6)
+            (path,) = band.get_paths()
+            at = {}
+            for x, y in path.vertices:
+                at.setdefault(round(x, 9), []).append(y)
+            low = [min(at[round(x, 9)]) for x in line.get_xdata()]
+            high = [max(at[round(x, 9)]) for x in line.get_xdata()]
+            np.testing.assert_allclose([low, high], [parts.min(0), parts.max(0)])
+        assert dashed.get_linestyle() == "--" and to_hex(dashed.get_color()) == ACCENT
+        assert len(drawn) == len(exits)
