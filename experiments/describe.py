@@ -71,14 +71,14 @@ def compute(experiment) -> dict[str, float]:
     from eejax.train.flops import model_flops_per_token
 
     train, length = experiment.train, experiment.data.length
-    per_step = train.batch_size * length
+    tokens = train.batch_sizes.before(train.steps) * length
     per_token = model_flops_per_token(experiment.model, length)
     return {
         "FLOPs per token": per_token,
-        "tokens per step": per_step,
+        "tokens per step": train.batch_size * length,
         "steps": train.steps,
-        "tokens": per_step * train.steps,
-        "FLOPs": per_token * per_step * train.steps,
+        "tokens": tokens,
+        "FLOPs": per_token * tokens,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,46 @@ from eejax.data.packing import Split
 IGNORE = -1  # as in eejax.losses: a label that is not counted
 
 Batch = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSizes:
+    """How the batch grows over a run: `sizes` ascending, and for each but the last the consumed
+    samples from which it is over (Megatron-LM's --rampup-batch-size)."""
+
+    sizes: tuple[int, ...]
+    ends: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, batch_size: int, rampup: Sequence[int] | None, field: str = "rampup") -> BatchSizes:
+        """From a ramp-up (start, increment, samples), or None for one size.
+
+        Raises `ConfigError`, naming `field`, for a ramp-up that cannot be.
+        """
+        if rampup is None:
+            return cls((batch_size,))
+        ok = len(rampup) == 3 and all(isinstance(n, int) and n > 0 for n in rampup)
+        require(ok, field, rampup, "must be three integers > 0: (start, increment, samples)")
+        start, increment, samples = rampup
+        require(
+            start < batch_size and (batch_size - start) % increment == 0,
+            field, tuple(rampup),
+            f"must lead from {start} to batch_size {batch_size} in whole increments of {increment}",
+        )  # fmt: skip
+        sizes = tuple(range(start, batch_size + 1, increment))
+        n = len(sizes) - 1
+        return cls(sizes, tuple(-(-(j + 1) * samples // n) for j in range(n)))
+
+    def at(self, samples: int) -> int:
+        """Samples in the batch that begins after `samples`."""
+        return self.sizes[bisect.bisect_right(self.ends, samples)]
+
+    def before(self, step: int, start: int = 0) -> int:
+        """Samples before the batch `step` batches after the one that begins at `start`."""
+        for size, end in zip(self.sizes, self.ends, strict=False):  # the last has no end
+            taken = min(step, max(0, -(-(end - start) // size)))
+            start, step = start + taken * size, step - taken
+        return start + step * self.sizes[-1]
 
 
 class Loader:
@@ -73,7 +114,7 @@ class Loader:
         )  # fmt: skip
         self.batch_size, self.length, self.seed = batch_size, length, seed
         self.document_masks = document_masks
-        self.sizes, self._ends = ramp(batch_size, rampup)
+        self._sizes = BatchSizes.of(batch_size, rampup)
         self.samples = self.step = 0
         windows = [(len(split) - 1) // length for split in self.splits]
         self._blend = Blend(windows, shares_of(weights), seed)
@@ -123,16 +164,18 @@ class Loader:
         other._shard = (index, count)
         return other
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All batch sizes that can occur, ascending."""
+        return self._sizes.sizes
+
     def size_at(self, samples: int) -> int:
         """Samples in the global batch that begins after `samples`."""
-        return self.sizes[bisect.bisect_right(self._ends, samples)]
+        return self._sizes.at(samples)
 
     def samples_before(self, step: int, start: int = 0) -> int:
         """Samples before the batch `step` batches after the one that begins at `start`."""
-        for size, end in zip(self.sizes, self._ends, strict=False):  # the last has no end
-            taken = min(step, max(0, -(-(end - start) // size)))
-            start, step = start + taken * size, step - taken
-        return start + step * self.batch_size
+        return self._sizes.before(step, start)
 
     def batch_at(self, samples: int) -> Batch:
         """This shard's rows of the batch that begins after `samples`.
@@ -200,28 +243,6 @@ class Loader:
             "length": self.length,
             "document_masks": self.document_masks,
         }
-
-
-def ramp(
-    batch_size: int, rampup: Sequence[int] | None, field: str = "rampup"
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The batch sizes, and for each but the last the consumed samples from which it is over.
-
-    Raises `ConfigError`, naming `field`, for a ramp-up that cannot be.
-    """
-    if rampup is None:
-        return (batch_size,), ()
-    ok = len(rampup) == 3 and all(isinstance(n, int) and n > 0 for n in rampup)
-    require(ok, field, rampup, "must be three integers > 0: (start, increment, samples)")
-    start, increment, samples = rampup
-    require(
-        start < batch_size and (batch_size - start) % increment == 0,
-        field, tuple(rampup),
-        f"must lead from {start} to batch_size {batch_size} in whole increments of {increment}",
-    )  # fmt: skip
-    sizes = tuple(range(start, batch_size + 1, increment))
-    n = len(sizes) - 1
-    return sizes, tuple(-(-(j + 1) * samples // n) for j in range(n))
 
 
 def batches(

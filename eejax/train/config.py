@@ -14,7 +14,7 @@ from ml_collections import ConfigDict, config_dict
 
 from eejax.common.errors import ConfigError, require, require_one_of
 from eejax.data.blend import shares_of
-from eejax.data.loader import ramp
+from eejax.data.loader import BatchSizes
 from eejax.losses import schedules
 from eejax.losses.objective import CROSS_ENTROPY, Objective
 from eejax.models.config import ModelConfig, build
@@ -193,7 +193,7 @@ class TrainConfig:
         require_one_of("TrainConfig.remat", self.remat, REMAT)
         if isinstance(self.batch_rampup, list):
             object.__setattr__(self, "batch_rampup", tuple(self.batch_rampup))
-        ramp(self.batch_size, self.batch_rampup, "TrainConfig.batch_rampup")
+        BatchSizes.of(self.batch_size, self.batch_rampup, "TrainConfig.batch_rampup")
         require(
             0 <= self.layer_dropout < 1,
             "TrainConfig.layer_dropout", self.layer_dropout, "must be in [0, 1)",
@@ -218,9 +218,9 @@ class TrainConfig:
             _positive("TrainConfig.eval_batches", self.eval_batches)
 
     @property
-    def batch_sizes(self) -> tuple[int, ...]:
-        """All that occur in a run, ascending."""
-        return ramp(self.batch_size, self.batch_rampup)[0]
+    def batch_sizes(self) -> BatchSizes:
+        """Those of the run."""
+        return BatchSizes.of(self.batch_size, self.batch_rampup)
 
 
 STARTS = ("copy", "random")

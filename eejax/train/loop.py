@@ -69,7 +69,7 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
         require(count == 1, f"mesh.{axis}", count, "must be 1: training runs data-parallel only")
     mesh = make_mesh(experiment.mesh)
     train = experiment.train
-    for rows in train.batch_sizes:
+    for rows in train.batch_sizes.sizes:
         field = "train.batch_size" if rows == train.batch_size else "train.batch_rampup"
         check_batch(rows, mesh, train.microbatches, field)
     if experiment.data.prefetch:

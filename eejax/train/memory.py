@@ -220,8 +220,8 @@ def _one_layer(config: ModelConfig, rows: int, length: int, remat: str) -> int:
 
 
 def _logits(experiment: Experiment, tokens: int) -> int:
-    """Bytes of one chunk of float32 logits [n, v] and of its gradient (losses.cross_entropy); of
-    the teacher's logits, and either's divided by the temperature, where an exit is distilled."""
+    """Bytes of one chunk of float32 logits [n, v] and of its gradient (losses.cross_entropy), and
+    of the teacher's logits where an exit is distilled."""
     config = experiment.model
-    arrays = 6 if experiment.loss.distillation and config.n_exits else 2
+    arrays = 3 if experiment.loss.distillation and config.n_exits else 2
     return arrays * 4 * chunk_size(tokens, config.padded_vocab) * config.padded_vocab

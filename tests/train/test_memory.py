@@ -81,6 +81,7 @@ CASES = [
     ("dots", dict(vocab_size=8192, t=64, b=16, data=2)),
     ("dots", dict(t=512)),
     ("dots", dict(vocab_size=8192, t=64, b=16, distillation=0.5)),
+    ("dots", dict(vocab_size=8192, t=256, b=8, distillation=0.5)),
 ]
 
 
