@@ -42,10 +42,10 @@ def main() -> None:
                 packed.split("train"), _BATCH_SIZE.value, config.length,
                 document_masks=config.document_masks, limit=_BATCHES.value,
             )  # fmt: skip
-            batches = (inputs.strip(batch, config.document_masks) for batch in batches)
+            batches = [(1.0, (inputs.strip(batch, config.document_masks) for batch in batches))]
         else:
             batches = inputs.held_out(config, run.dataset(), _BATCH_SIZE.value, _BATCHES.value)
-        result = evaluate.evaluate(
+        result = evaluate.evaluate_mixture(
             step.make_eval_step(model.config, mesh),
             model.params,
             batches,

@@ -70,16 +70,9 @@ class Run:
         return train.get("steps") if isinstance(train, Mapping) else None
 
     def tokens(self, steps: np.ndarray | Sequence[float]) -> np.ndarray:
-        """Tokens trained on after so many steps: of steps that were not logged, as many as of the
-        next one that was.
-        """
-        at, counts = self.series("tokens")
-        at, counts = at[counts > 0], counts[counts > 0]
-        if not len(at):
-            return np.zeros(len(steps))
-        known, seen = np.append(0.0, at), np.append(0.0, np.cumsum(np.diff(at, prepend=0) * counts))
-        beyond = np.maximum(np.asarray(steps) - at[-1], 0) * counts[-1]
-        return np.interp(steps, known, seen) + beyond
+        """Tokens trained on after so many steps; evenly many between those that were logged."""
+        at, seen = self.series("tokens_seen")
+        return np.interp(steps, np.append(0.0, at), np.append(0.0, seen))
 
     def evaluation(self, prefix: str) -> dict[str, float]:
         """The last record with 'PREFIX/...': its step, and 'loss/exit_3' and the like."""
@@ -280,7 +273,7 @@ def evaluations(runs: Sequence[Run]) -> list[tuple[str, list[str], list[list[str
 
 
 def total_tokens(run: Run) -> float | None:
-    return float(run.tokens([run.step])[0]) if len(run.series("tokens")[0]) else None
+    return float(run.tokens([run.step])[0]) if len(run.series("tokens_seen")[0]) else None
 
 
 def markdown(runs, differ: Mapping[str, Mapping], pictures: Mapping[str, pathlib.Path]) -> str:
@@ -289,8 +282,7 @@ def markdown(runs, differ: Mapping[str, Mapping], pictures: Mapping[str, pathlib
 
     parts = ["# Training runs", markdown_table(*overview(runs))]
     parts.append(
-        "Tokens per second and MFU are medians over the run, evaluation and saving left out. "
-        "Tokens are counted from the steps that were logged."
+        "Tokens per second and MFU are medians over the run, evaluation and saving left out."
     )
     parts.append("## Last evaluation of every exit")
     tables = evaluations(runs)

@@ -12,12 +12,20 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 import sys
 
 from absl import flags
 from ml_collections import config_flags
 
 from experiments import launch
+
+for _argument in sys.argv[1:]:  # before the file, which does not have these sections, is read
+    if re.match(r"--?(no)?config\.(model|data|tune)\b", _argument):
+        sys.exit(
+            f"error: {_argument.split('=')[0]}: model and text of a tuning run are those of the "
+            "base; --source, --exits, --head, --norm, --mlp, --block and --start say what is new."
+        )
 
 _DEFAULT = pathlib.Path(__file__).resolve().parent.parent / "configs" / "tune_exits.py"
 _CONFIG = config_flags.DEFINE_config_file("config", str(_DEFAULT), "How the exits are trained.")
@@ -84,7 +92,9 @@ def experiment():
     values["model"] = base.model.replace(exits=exits).to_dict()
     values["data"] = dataclasses.asdict(base.data)
     if _SOURCE.value:
-        values["data"] |= {"source": tuple(_SOURCE.value), "packed": None, "max_bytes": None}
+        values["data"] |= {
+            "source": tuple(_SOURCE.value), "packed": None, "max_bytes": None, "weights": None,
+        }  # fmt: skip
     values["tune"] = {
         "base": _BASE.value,
         "base_step": _BASE_STEP.value,

@@ -19,6 +19,7 @@ from eejax.sharding import rules
 from eejax.sharding.mesh import MeshConfig, make_mesh
 
 CHECKPOINTS = "checkpoints"
+TUNING = "tuning"  # what a run that tunes exits resumes from
 TOKENIZER = "tokenizer"
 PARAMS = "params"
 EMA = "ema"
@@ -88,6 +89,11 @@ def _restore(
     workdir: pathlib.Path, targets: Targets, step: int | None, partial: bool = False
 ) -> Restored:
     folder = workdir / CHECKPOINTS
+    if not folder.is_dir() and (workdir / TUNING).is_dir():
+        raise CheckpointError(
+            f"{workdir} is a tuning run that has not ended: the command that began it "
+            "(python -m experiments.tune_exits ...) finishes it."
+        )
     if not folder.is_dir():
         raise CheckpointError(
             f"{workdir} holds no checkpoints: give the --workdir of a training run "

@@ -7,7 +7,7 @@ A packed folder is complete or absent: it is made beside its place (`writing`) a
     bytes.npy       [documents] int64, UTF-8 bytes of its text
     split.npy       [documents] uint8, index into SPLITS
     names.txt       one JSON string a line
-    meta.json       what it was made from, counts, checksum, fingerprint
+    meta.json       what it was made from, counts, fingerprint, checksum of the rest
     tokenizer/      for `load_tokenizer`
 """
 
@@ -32,7 +32,7 @@ from eejax.data.sources import Document, Source
 from eejax.data.tokenizers import Tokenizer, load_tokenizer
 
 SPLITS = ("train", "validation")
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -240,12 +240,15 @@ def open_packed(path: str | os.PathLike) -> PackedDataset:
         with open(os.path.join(path, "meta.json"), encoding="utf-8") as file:
             meta = json.load(file)
         version, written, found = meta["format"], meta["fingerprint"], _fingerprint(path, meta)
+        whole = meta.get("rest") == _rest(path, meta)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(f"{path} holds no packed tokens ({error!r}): {fix}") from error
     if version != FORMAT:
         raise DataError(f"{path} has format {version}, not {FORMAT}: {fix}")
     if found != written:
         raise DataError(f"{path} is damaged: its tokens are not those that were written: {fix}")
+    if not whole:
+        raise DataError(f"{path} is damaged: what describes its tokens has changed: {fix}")
     return PackedDataset(path, meta)
 
 
@@ -293,6 +296,18 @@ def _fingerprint(path: str, meta: dict[str, Any]) -> str:
         digest.update(np.load(os.path.join(path, f"{name}.npy"), mmap_mode="r"))
     digest.update(meta["spec"]["tokenizer"].encode())
     return digest.hexdigest()[:16]
+
+
+def _rest(path: str, meta: dict[str, Any]) -> str:
+    """A checksum of all that `_fingerprint` leaves out, meta.json itself included."""
+    described = {k: v for k, v in meta.items() if k != "rest"}
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    tokenizer = sorted(os.listdir(os.path.join(path, "tokenizer")))
+    for name in ("bytes.npy", "names.txt", *(f"tokenizer/{n}" for n in tokenizer)):
+        digest.update(name.encode())
+        with open(os.path.join(path, name), "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _tokenize(
@@ -426,6 +441,7 @@ def _finish(work: writing.Work, tokenizer: Tokenizer, spec: dict[str, Any]) -> N
         },
     }
     meta["fingerprint"] = _fingerprint(work.packed, meta)
+    meta["rest"] = _rest(work.packed, meta)
     path = os.path.join(work.packed, "meta.json")
     with writing.naming(path), open(path, "w", encoding="utf-8") as file:
         json.dump(meta, file, indent=1)

@@ -25,8 +25,8 @@ from eejax.train.optimizer import OptimizerConfig
 
 
 def _positive(field: str, value: Any) -> None:
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    require(ok, field, value, "must be a positive integer")
+    ok = isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31
+    require(ok, field, value, "must be a positive integer below 2^31")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +71,8 @@ class DataConfig:
             )  # fmt: skip
             shares_of(self.weights, "DataConfig.weights")
         require(
-            isinstance(self.prefetch, int) and self.prefetch >= 0,
-            "DataConfig.prefetch", self.prefetch, "must be a number of threads, 0 for none",
+            isinstance(self.prefetch, int) and 0 <= self.prefetch <= 256,
+            "DataConfig.prefetch", self.prefetch, "must be up to 256 threads, 0 for none",
         )  # fmt: skip
         _positive("DataConfig.length", self.length)
         require(
@@ -107,7 +107,11 @@ class ExitWeights:
         if self.initial is not None:
             object.__setattr__(self, "initial", tuple(self.initial))
         require_one_of("ExitWeights.kind", self.kind, schedules.KINDS)
-        require(self.steps >= 0, "ExitWeights.steps", self.steps, "must be at least 0")
+        for name in ("steps", "begin"):
+            require(
+                0 <= getattr(self, name) < 2**31,
+                f"ExitWeights.{name}", getattr(self, name), "must be at least 0, and below 2^31",
+            )  # fmt: skip
         require_one_of("ExitWeights.curriculum", self.curriculum, schedules.CURRICULA)
         require(
             self.rotation is None or self.curriculum == "rotating",
@@ -214,6 +218,11 @@ class TrainConfig:
             value = getattr(self, name)
             ok = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
             require(ok, f"TrainConfig.{name}", value, "must be an integer from 0 to 2^31 - 1")
+        require(
+            not self.profile_steps or self.profile_begin <= self.steps,
+            "TrainConfig.profile_begin", self.profile_begin,
+            f"must be one of the {self.steps} steps where profile_steps are traced",
+        )  # fmt: skip
         if self.eval_batches is not None:
             _positive("TrainConfig.eval_batches", self.eval_batches)
 

@@ -90,6 +90,31 @@ def evaluate(
     return Evaluation(tuple(names), losses, count, nbytes)
 
 
+def evaluate_mixture(
+    eval_step: Callable,
+    params: Tree,
+    parts: Iterable[tuple[float, Iterable[Batch]]],
+    mesh: Mesh,
+    names: Iterable[str],
+    byte_lengths: np.ndarray,
+) -> Evaluation:
+    """`evaluate` of each (weight, batches), and the mean of the losses by weight.
+
+    A token of one part stands for as many bytes as it does there, so that bits per byte, too, are
+    those of text mixed by these weights.
+    """
+    names, found = tuple(names), []
+    for weight, batches in parts:
+        found.append((weight, evaluate(eval_step, params, batches, mesh, names, byte_lengths)))
+    if len(found) == 1:
+        return found[0][1]
+    total = sum(weight for weight, _ in found)
+    mean = lambda of: sum(weight * of(e) for weight, e in found) / total
+    losses = tuple(mean(lambda e, i=i: e.losses[i]) for i in range(len(names)))
+    tokens = sum(e.tokens for _, e in found)
+    return Evaluation(names, losses, tokens, round(tokens * mean(lambda e: e.nbytes / e.tokens)))
+
+
 def _add(sums: np.ndarray, count: int, result) -> tuple[np.ndarray, int]:
     result = jax.device_get(result)
     return sums + result.sums.astype(np.float64), count + int(result.count)

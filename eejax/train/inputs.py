@@ -87,21 +87,21 @@ def loader(experiment: Experiment, dataset: Dataset) -> data.Loader:
 
 def held_out(
     config: DataConfig, dataset: Dataset, batch_size: int, limit: int | None = None
-) -> Iterator[data.Batch]:
-    """Batches of the validation text for an evaluation step.
+) -> list[tuple[float, Iterator[data.Batch]]]:
+    """The validation text of every data set as (weight, batches for an evaluation step).
 
-    With `limit`, about that many, spread evenly over the split; of several, each has its weight's
-    part of them, and at least one.
+    With `limit`, about that many batches, spread evenly over the split; of several, each has its
+    weight's part of them, and at least one.
     """
     splits = data.parts(dataset, "validation")
-    weights = config.weights or (1.0,)
+    weights, parts = config.weights or (1.0,), []
     for split, weight in zip(splits, weights, strict=True):
         share = limit and max(1, round(limit * weight / sum(weights)))
         batches = data.batches(
             split, batch_size, config.length, document_masks=config.document_masks, limit=share
         )
-        for batch in batches:
-            yield strip(batch, config.document_masks)
+        parts.append((weight, (strip(batch, config.document_masks) for batch in batches)))
+    return parts
 
 
 def _parts(config: DataConfig) -> list[DataConfig]:
@@ -152,6 +152,11 @@ def _tokenizer(
         megatron_prefix(part)  # where the settings do not go together, that is what to say
     have = data.load_tokenizer(saved) if saved.is_dir() else None
     if config.tokenizer == BPE:
+        if have is not None and not isinstance(have, data.JsonTokenizer):
+            raise DataError(
+                f"data.tokenizer = {BPE!r}: {workdir} was begun with {have.fingerprint}: restore "
+                "that setting, or use a new workdir."
+            )
         return have
     tokenizer = data.load_tokenizer(config.tokenizer)
     if have is not None and have.fingerprint != tokenizer.fingerprint:

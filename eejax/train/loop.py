@@ -19,7 +19,7 @@ import eejax
 from eejax import data
 from eejax.checkpoint.files import only_user, unwritable, write_text
 from eejax.checkpoint.manager import Checkpoints
-from eejax.checkpoint.model import CHECKPOINTS, EMA, PARAMS, TOKENIZER
+from eejax.checkpoint.model import CHECKPOINTS, EMA, PARAMS, TOKENIZER, TUNING
 from eejax.common.errors import require
 from eejax.common.trees import Tree, join, size
 from eejax.data.prefetch import import_grain
@@ -27,7 +27,7 @@ from eejax.sharding.mesh import check_batch, make_mesh
 from eejax.train import flops, inputs, profile, recipes, tuning
 from eejax.train import state as states
 from eejax.train.config import Experiment
-from eejax.train.evaluate import Evaluation, evaluate
+from eejax.train.evaluate import Evaluation, evaluate_mixture
 from eejax.train.metrics import MetricsWriter, Progress, duration, exit_names
 from eejax.train.profile import Profiler, device_memory
 from eejax.train.program import Program
@@ -37,7 +37,6 @@ from eejax.train.step import put_batch
 
 CONFIG = "config.json"
 TRAINING = "training"
-TUNING = "tuning"
 
 
 class Result(NamedTuple):
@@ -110,6 +109,8 @@ def _fit(experiment: Experiment, workdir: pathlib.Path, mesh: Mesh) -> Result:
         return result
     finally:
         checkpoints.close()
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # nothing is in it where the run was refused
 
 
 @dataclasses.dataclass
@@ -118,6 +119,7 @@ class _Flight:
 
     step: int
     metrics: dict[str, jax.Array]
+    seen: int  # labels counted by then
 
 
 class _Run:
@@ -144,7 +146,8 @@ class _Run:
         self.tokens = 0  # counted labels so far
         self.skipped = 0
         self.state, self.step = self._begin_or_resume(base)
-        write_text(workdir / CONFIG, json.dumps(self.experiment.to_dict(), indent=1))
+        if self.step < self.train.steps:  # else these settings train nothing
+            write_text(workdir / CONFIG, json.dumps(self.experiment.to_dict(), indent=1))
         self.flops_per_token = flops.model_flops_per_token(self.model, self.experiment.data.length)
         # The count is of training a whole model, with all of its exits at every step.
         devices = list(self.mesh.devices.flat)
@@ -212,7 +215,7 @@ class _Run:
                     # The step before is fetched while this one runs: the device never waits.
                     if flight is not None:
                         self._report(flight)
-                    flight = _Flight(self.step, metrics)
+                    flight = _Flight(self.step, metrics, self.tokens)
                     last = self.step == train.steps
                     evaluating = _due(self.step, train.eval_every) or last
                     saving = _due(self.step, train.checkpoint_every) or last
@@ -279,6 +282,7 @@ class _Run:
         if "loss_scale" in metrics:
             values["loss_scale"] = float(metrics["loss_scale"])
         values |= {"tokens": int(metrics["tokens"]), "skipped": int(metrics["skipped"])}
+        values["tokens_seen"] = flight.seen
         values |= device_memory(self.mesh.local_devices)
         if rate:
             values["tokens_per_second"] = rate
@@ -300,7 +304,7 @@ class _Run:
         if not self.experiment.data.validation_fraction:
             return
         self.evaluation = self._evaluation(self.state.params)
-        self.writer.write(self.step, self.evaluation.metrics())
+        self.writer.write(self.step, self.evaluation.metrics() | {"tokens_seen": self.tokens})
         self._say_losses("validation loss", self.evaluation)
         if self.state.ema:
             averaged = self._evaluation(self.state.ema)
@@ -320,7 +324,7 @@ class _Run:
             self.experiment.data, self.dataset, self.train.batch_size // parts,
             limit and limit * parts,
         )  # fmt: skip
-        return evaluate(
+        return evaluate_mixture(
             self.eval_step, join(self.state.frozen, values), batches, self.mesh, self.names,
             self.dataset.tokenizer.byte_lengths,
         )  # fmt: skip

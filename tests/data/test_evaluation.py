@@ -12,7 +12,7 @@ from eejax.data import ByteTokenizer, Document, batches, even_windows, pack, tra
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
-from eejax.train.evaluate import evaluate
+from eejax.train.evaluate import evaluate, evaluate_mixture
 from eejax.train.step import make_eval_step
 
 CONFIG = ModelConfig(
@@ -117,3 +117,25 @@ def test_labels_without_text_and_no_labels():
     assert evaluate(step, None, batch(256), mesh, names, lengths).bits_per_byte == (math.inf,)
     with pytest.raises(DataError, match="no token to evaluate"):
         evaluate(step, None, batch(-1), mesh, names, lengths)
+
+
+def test_a_mixture_is_the_mean_of_its_parts_by_weight(tmp_path):
+    tokenizer = ByteTokenizer()
+    p = jax.jit(lambda: params.init(CONFIG, jax.random.key(0)))()
+    mesh = make_mesh(MeshConfig())
+    step = make_eval_step(CONFIG, mesh)
+    split = pack(Texts(), tokenizer, tmp_path, validation_fraction=0.5).split("validation")
+    parts = lambda: [batches(split, 4, 16, limit=2), batches(split, 4, 8)]  # of unequal sizes
+    one = lambda part: evaluate(step, p, part, mesh, NAMES, tokenizer.byte_lengths)
+    a, b = map(one, parts())
+    got = evaluate_mixture(
+        step, p, zip((3.0, 1.0), parts(), strict=True), mesh, NAMES, tokenizer.byte_lengths
+    )
+    np.testing.assert_allclose(got.losses, 0.75 * np.array(a.losses) + 0.25 * np.array(b.losses))
+    assert got.tokens == a.tokens + b.tokens and b.tokens > 4 * a.tokens
+    # Bits per byte are those of text mixed by the weights.
+    rate = 0.75 * a.nbytes / a.tokens + 0.25 * b.nbytes / b.tokens
+    want = np.array(got.losses) / math.log(2) / rate
+    np.testing.assert_allclose(got.bits_per_byte, want, rtol=1e-3)  # whole bytes are counted
+    alone = evaluate_mixture(step, p, [(7.0, parts()[0])], mesh, NAMES, tokenizer.byte_lengths)
+    assert alone == a

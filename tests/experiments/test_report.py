@@ -104,6 +104,7 @@ def records(exits, steps=40, every=10, extra=False):
     found = []
     for s in [1, *range(every, steps + 1, every)]:
         step = {"step": s, "learning_rate": 0.1, "loss": 1.0, "grad_norm": 2.0, "tokens": 100}
+        step["tokens_seen"] = 100 * s
         step |= {"skipped": 0, **{f"loss/{e}": 5 / s for e in exits}}
         if extra:
             step |= {f"grad_norm/{e}": 1 / s for e in exits} | {"loss_scale": 2.0**s, "mfu": 0.4}
@@ -137,7 +138,7 @@ def test_runs_in_every_state(repo_root, tmp_path):
     by = {r["name"]: r for r in got["runs"]}
     assert by["empty"]["step"] == 0 and by["empty"]["tokens"] is None
     assert by["cut"]["step"] == 40 and by["cut"]["steps"] == 100
-    assert by["cut"]["tokens"] == 4000, "steps between the logged ones count too"
+    assert by["cut"]["tokens"] == 4000
     assert by["not_finite"]["eval"] == {} and by["not_finite"]["steps"] is None
     assert by["full"]["eval_ema"]["loss/exit_10"] == pytest.approx(0.1)
     assert set(got["pictures"]) == {
@@ -156,11 +157,12 @@ def test_runs_in_every_state(repo_root, tmp_path):
 
 
 def test_tokens_between_logged_steps_and_after_the_last(repo_root, tmp_path):
-    """Steps 1-4 count as step 4 does, 5-10 as step 10, and 11 and 12 too; 7 was skipped."""
-    lines = [{"step": 4, "tokens": 10}, {"step": 7, "tokens": 0}, {"step": 10, "tokens": 30}]
-    run = write_run(tmp_path / "a", [*lines, {"step": 12, "eval/loss/final": 1.0}])
+    """Step 7 was skipped; the evaluation behind the last step that was logged knows of it."""
+    lines = [{"step": 4, "tokens_seen": 40}, {"step": 7, "tokens_seen": 60}]
+    end = {"step": 12, "eval/loss/final": 1.0, "tokens_seen": 280}
+    run = write_run(tmp_path / "a", [*lines, end])
     got = report(repo_root, run, f"--out={tmp_path / 'out'}")
-    assert got["runs"][0]["tokens"] == 4 * 10 + 8 * 30
+    assert got["runs"][0]["tokens"] == 280
 
 
 def test_a_run_given_twice_is_drawn_once_and_names_are_as_short_as_they_can_be(repo_root, tmp_path):

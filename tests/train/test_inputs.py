@@ -143,8 +143,11 @@ def test_a_mixture_draws_and_evaluates_by_weight(tmp_path):
     rows = np.concatenate([loader.batch(i)["tokens"] for i in range(512)])  # one block of 4096
     assert np.isin(rows, [ord("a"), ord("b"), 256]).all()
     assert (rows == ord("a")).any(1).sum() == 3072 and (rows == ord("b")).any(1).sum() == 1024
-    seen = [b["tokens"] for b in inputs.held_out(config, made, 4, limit=8)]
-    assert [bool((b == ord("a")).any()) for b in seen] == [True] * 6 + [False] * 2
+    (heavy, first), (light, second) = inputs.held_out(config, made, 4, limit=8)
+    assert (heavy, light) == (3.0, 1.0)
+    first, second = ([b["tokens"] for b in part] for part in (first, second))
+    assert (len(first), len(second)) == (6, 2)
+    assert all((b == ord("a")).any() for b in first) and all((b == ord("b")).any() for b in second)
     with pytest.raises(DataError, match="mixture of 2 data sets"):
         made.split("train")
 
@@ -178,3 +181,9 @@ def test_the_bpe_of_a_mixture_has_seen_all_of_it(tmp_path):
     config = dataclasses.replace(mixture(tmp_path), tokenizer="bpe", max_bytes=4000)
     tokenizer = inputs.prepare(config, 300, tmp_path / "run", FOLDER).tokenizer
     assert len(tokenizer.encode("a" * 64)) < 32 and len(tokenizer.encode("b" * 64)) < 32
+
+
+def test_bpe_does_not_take_a_tokenizer_of_another_kind(text, tmp_path):
+    inputs.prepare(text, 300, tmp_path / "run", FOLDER)
+    with pytest.raises(DataError, match="'bpe'.*was begun with bytes-257"):
+        inputs.prepare(dataclasses.replace(text, tokenizer="bpe"), 300, tmp_path / "run", FOLDER)
