@@ -36,6 +36,13 @@ hypothesis.settings.load_profile("eejax")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs():
+    """Those of a module go with it: a worker would otherwise grow to several gigabytes."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def repo_root() -> pathlib.Path:
     """The repository, for tests that start launchers or read its files."""

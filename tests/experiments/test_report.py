@@ -70,7 +70,7 @@ def test_a_report_on_real_runs(repo_root, trained, tmp_path):
         assert run["tokens_per_second"] == pytest.approx(np.median(rates))
         last = [r for r in records if "eval/loss/final" in r][-1]
         assert {f"eval/{k}": v for k, v in run["eval"].items() if k != "step"} == {
-            k: v for k, v in last.items() if k != "step"
+            k: v for k, v in last.items() if k.startswith("eval/")
         }
     assert set(got["differ"]) == {"train.seed", "model.exits", "exit_weights.weights"}
     assert got["differ"]["train.seed"] == {"one/run": 0, "two/run": 1}
