@@ -35,6 +35,7 @@ META = "meta"
 STACK = "layers"  # leaves below this name of a tree's first level are stacked by layer
 CHECKSUMS = "CHECKSUMS.json"
 DAMAGED = "damaged"
+UNFINISHED = ".orbax-checkpoint-tmp"  # how Orbax calls what it is still writing
 
 
 class Restored(NamedTuple):
@@ -74,6 +75,10 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder}: no such folder of checkpoints.")
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is a file where checkpoints go: move it away.")
+        if not read_only and self.folder.exists():
+            # Left by a kill. Orbax would remove them in a thread that nobody waits for.
+            for left in self.folder.glob(f"*{UNFINISHED}*"):
+                shutil.rmtree(left, ignore_errors=True)
         self._saving: int | None = None
         self._sealer: threading.Thread | None = None
         self._trees = _TreeHandler(use_ocdbt=False)
@@ -88,7 +93,6 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=None if read_only else keep,
                 create=not read_only,
-                cleanup_tmp_directories=not read_only,
             ),
         )
 
@@ -273,7 +277,7 @@ class Checkpoints:
     def _failed(self, error: Exception) -> CheckpointError:
         """The error of a failed save, its unfinished files removed."""
         step, self._saving = self._saving, None
-        for left in self.folder.glob(f"{step}.*tmp*"):
+        for left in self.folder.glob(f"{step}{UNFINISHED}*"):
             shutil.rmtree(left, ignore_errors=True)
         try:
             free = f"{shutil.disk_usage(self.folder).free / 1e9:.2f} GB free"

@@ -279,3 +279,14 @@ def test_checksums_cover_every_file(tmp_path):
     table = json.loads((folder / CHECKSUMS).read_text())
     files = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
     assert set(table) == files - {CHECKSUMS}
+
+
+def test_what_a_killed_save_left_is_removed_by_who_may_write(tmp_path):
+    left = tmp_path / "checkpoints" / "7.orbax-checkpoint-tmp" / "params"
+    left.mkdir(parents=True)
+    Checkpoints(tmp_path / "checkpoints", read_only=True).close()
+    assert left.exists()
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    assert checkpoints.steps() == [] and not left.parent.exists()
+    checkpoints.close()
+    (tmp_path / "checkpoints").rmdir()  # nothing is in it, and no thread looks for it any more
