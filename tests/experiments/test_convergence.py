@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from launchers import functions_of
 from matplotlib.colors import to_hex
 from matplotlib.image import imread
 
@@ -16,8 +17,8 @@ from eejax.analysis.convergence import Spread, bin_means, falls, training_curves
 from eejax.analysis.plots import ACCENT
 from eejax.models import params
 from eejax.train.metrics import METRICS, read_metrics
-from experiments.reproduce import convergence
 
+convergence = functions_of("experiments.reproduce.convergence")
 STEPS = 8
 
 

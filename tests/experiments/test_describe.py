@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from launchers import functions_of
 
 from eejax.models import params
 from eejax.models.config import ModelConfig
@@ -47,7 +48,7 @@ def test_compiling_adds_what_xla_says(repo_root):
 
 
 def test_parameters_by_part_are_all_of_them():
-    from experiments.describe import parameters
+    parameters = functions_of("experiments.describe").parameters
 
     shared = {"boundary": 1, "head": "shared", "mlp": True}
     model = ModelConfig.from_dict(dict(

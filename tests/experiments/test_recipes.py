@@ -6,8 +6,11 @@ import json
 import subprocess
 import sys
 
+from launchers import functions_of
+
 from eejax.train.metrics import read_metrics
-from experiments.reproduce import recipes
+
+recipes = functions_of("experiments.reproduce.recipes")
 
 
 def run(workdir):
