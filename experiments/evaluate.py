@@ -53,9 +53,10 @@ def main() -> None:
             metrics.exit_names(model.config),
             model.tokenizer.byte_lengths,
         )
-    print(f"step {model.step} of {_WORKDIR.value}")
+    print(f"step {model.step} of {_WORKDIR.value}{', averaged parameters' if _EMA.value else ''}")
     print(result.table())
-    print(json.dumps({"step": model.step, "tokens": result.tokens} | result.metrics()))
+    metrics = result.metrics("eval_ema" if _EMA.value else "eval")
+    print(json.dumps({"step": model.step, "tokens": result.tokens} | metrics))
 
 
 if __name__ == "__main__":

@@ -282,7 +282,8 @@ def markdown(runs, differ: Mapping[str, Mapping], pictures: Mapping[str, pathlib
 
     parts = ["# Training runs", markdown_table(*overview(runs))]
     parts.append(
-        "Tokens per second and MFU are medians over the run, evaluation and saving left out."
+        "Tokens per second and MFU are medians over the run, evaluation and saving left out. On a "
+        "CPU MFU is a share of what a matrix product reached when the run began."
     )
     parts.append("## Last evaluation of every exit")
     tables = evaluations(runs)
@@ -299,6 +300,12 @@ def markdown(runs, differ: Mapping[str, Mapping], pictures: Mapping[str, pathlib
         parts.append(
             f"The runs differ in {', '.join(other)}: what they are evaluated on is not the same "
             "text."
+        )
+    sizes = [field for field in ("train.eval_batches", "train.batch_size") if field in differ]
+    if sizes:
+        parts.append(
+            f"The runs differ in {', '.join(sizes)}: they are evaluated on samples of different "
+            "sizes. `python -m experiments.evaluate` takes all of the held-out text."
         )
     parts.append("## Settings that differ")
     if differ:

@@ -38,7 +38,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_programs():
-    """Those of a module go with it: a worker would otherwise grow to several gigabytes."""
+    """Those of a module go with it: each program maps memory, of which a process may have so many
+    pieces (vm.max_map_count), and XLA ends with a segmentation fault where they run out."""
     yield
     jax.clear_caches()
 

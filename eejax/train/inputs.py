@@ -39,11 +39,12 @@ def prepare(
     workdir = pathlib.Path(workdir)
     saved = workdir / tokenizer_folder
     tokenizer = _tokenizer(config, workdir, saved)
-    if tokenizer is None:
+    trained = tokenizer is None
+    if trained:
         texts = (_source(part).documents() for part in _parts(config))
         tokenizer = data.train_bpe(itertools.chain.from_iterable(texts), vocab_size)
     data.check_vocabulary(tokenizer, vocab_size)
-    if not saved.is_dir():
+    if trained:  # what took time is kept; another is, once the text was found to be readable
         save_tokenizer(tokenizer, saved)
 
     def one(part: DataConfig) -> Dataset:
@@ -54,7 +55,10 @@ def prepare(
             **_split(part), workers=workers, progress=progress,
         )  # fmt: skip
 
-    return _joined(config, [one(part) for part in _parts(config)])
+    made = _joined(config, [one(part) for part in _parts(config)])
+    if not saved.is_dir():
+        save_tokenizer(tokenizer, saved)
+    return made
 
 
 def find(config: DataConfig, workdir: str | os.PathLike, tokenizer_folder: str) -> Dataset | None:

@@ -359,11 +359,12 @@ class _Run:
 
     def _announce(self, start: int) -> None:
         begin = f"resuming after step {start}" if start else "starting"
+        sizes = sorted({self.loader.sizes[0], self.loader.sizes[-1]})
         self.progress.say(
             f"{begin}: {size(self.state.params):,} parameters, exits at "
             f"{tuple(self.model.stops[e] for e in self.scope.which)} of {self.model.n_layers} "
-            f"layers, {self.train.steps} steps of "
-            f"{self.train.batch_size} x {self.experiment.data.length} tokens, in {self.workdir}"
+            f"layers, {self.train.steps} steps of {' to '.join(map(str, sizes))} x "
+            f"{self.experiment.data.length} tokens, in {self.workdir}"
         )
 
         before = (self.resumed_from or {}).get("batch_size", self.train.batch_size)
