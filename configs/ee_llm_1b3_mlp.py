@@ -15,18 +15,12 @@ from configs import common
 
 
 def get_config() -> ConfigDict:
-    config = common.ee_llm()
+    config = common.ee_llm_1b3()
     config.model.update(
-        n_layers=24,
-        d_model=2048,
-        n_heads=32,
-        d_ff=5440,
-        head="tied",
         exits=(
             {"boundary": 6, "mlp": True, "norm": True, "head": "tied"},
             {"boundary": 12, "mlp": True, "norm": True, "head": "tied"},
         ),
     )
     config.exit_weights.update(weights=(0.25, 0.5))
-    config.train.update(steps=72_000, microbatches=64)  # 4 sequences at a time on each of 8 devices
     return config

@@ -38,7 +38,7 @@ class Prefetch:
 
     Raises:
       ConfigError: fewer than one thread, or fewer batches than threads.
-      ImportError: grain is not installed.
+      DataError: grain is not installed.
     """
 
     def __init__(self, loader: Loader, threads: int = 2, buffer: int = 4):

@@ -202,7 +202,7 @@ def main(replies: int) -> None:
                 answer: Any = encode(tokenizer, encoding, chunk)
             except DataError as error:
                 answer = error
-            except Exception:
+            except Exception:  # whatever it is, the parent raises it with its traceback
                 answer = RuntimeError(f"in a worker process:\n{traceback.format_exc()}")
             pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)
             answers.flush()

@@ -168,7 +168,8 @@ def exit_states(
     tokens [b, t] int32; positions [b, t] (default 0..t-1); segment_ids [b, t] confine attention
     to equal ids; dropout_keys [b], one key per sample (None: no dropout). `which` selects exits
     by number, in order; layers above the deepest of them are not run. layer_dropout [l] float32:
-    the probability of each layer to be left out, drawn for each sample from its dropout key.
+    the probability of each layer to be left out, drawn for each sample from its dropout key (none
+    is left out without keys).
     `tap` is put over the state [b, t, d] at each exit's boundary, where the exit reads it.
     """
     which = range(config.n_exits + 1) if which is None else which

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 import pathlib
@@ -47,15 +48,8 @@ def prepare(
     if trained:  # what took time is kept; another is, once the text was found to be readable
         save_tokenizer(tokenizer, saved)
 
-    def one(part: DataConfig) -> Dataset:
-        if (prefix := megatron_prefix(part)) is not None:
-            return data.open_megatron(prefix, tokenizer, **_split(part))
-        return data.pack(
-            _source(part), tokenizer, _packed(part, workdir),
-            **_split(part), workers=workers, progress=progress,
-        )  # fmt: skip
-
-    made = _joined(config, [one(part) for part in _parts(config)])
+    pack = functools.partial(data.pack, workers=workers, progress=progress)
+    made = _open(config, tokenizer, workdir, pack)
     if not saved.is_dir():
         save_tokenizer(tokenizer, saved)
     return made
@@ -70,14 +64,24 @@ def find(config: DataConfig, workdir: str | os.PathLike, tokenizer_folder: str) 
     tokenizer = _tokenizer(config, workdir, workdir / tokenizer_folder)
     if tokenizer is None:
         return None
+    return _open(config, tokenizer, workdir, data.find_packed)
 
-    def one(part: DataConfig) -> Dataset | None:
+
+def _open(
+    config: DataConfig, tokenizer: data.Tokenizer, workdir: pathlib.Path, packed: Callable
+) -> Dataset | None:
+    """Every part by `data.pack` or `data.find_packed`; None where one of them is not there."""
+    made = []
+    for part in _parts(config):
+        split = {"validation_fraction": part.validation_fraction, "seed": part.split_seed}
         if (prefix := megatron_prefix(part)) is not None:
-            return data.open_megatron(prefix, tokenizer, **_split(part))
-        return data.find_packed(_source(part), tokenizer, _packed(part, workdir), **_split(part))
-
-    found = [one(part) for part in _parts(config)]
-    return None if None in found else _joined(config, found)
+            made.append(data.open_megatron(prefix, tokenizer, **split))
+        else:
+            folder = pathlib.Path(part.packed) if part.packed else workdir / "data"
+            made.append(packed(_source(part), tokenizer, folder, **split))
+    if None in made:
+        return None
+    return made[0] if config.weights is None else data.Mixture(tuple(made), config.weights)
 
 
 def loader(experiment: Experiment, dataset: Dataset) -> data.Loader:
@@ -113,10 +117,6 @@ def _parts(config: DataConfig) -> list[DataConfig]:
     if config.weights is None:
         return [config]
     return [dataclasses.replace(config, source=s, weights=None) for s in config.source]
-
-
-def _joined(config: DataConfig, made: list) -> Dataset:
-    return made[0] if config.weights is None else data.Mixture(tuple(made), config.weights)
 
 
 def _source(config: DataConfig) -> data.Source:
@@ -169,14 +169,6 @@ def _tokenizer(
             f"was begun with {have.fingerprint}: restore that setting, or use a new workdir."
         )
     return tokenizer
-
-
-def _packed(config: DataConfig, workdir: pathlib.Path) -> pathlib.Path:
-    return pathlib.Path(config.packed) if config.packed else workdir / "data"
-
-
-def _split(config: DataConfig) -> dict[str, float | int]:
-    return {"validation_fraction": config.validation_fraction, "seed": config.split_seed}
 
 
 def save_tokenizer(tokenizer: data.Tokenizer, folder: pathlib.Path) -> None:

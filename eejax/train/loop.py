@@ -23,14 +23,14 @@ from eejax.checkpoint.model import CHECKPOINTS, EMA, PARAMS, TOKENIZER, TUNING
 from eejax.common.errors import require
 from eejax.common.trees import Tree, join, size
 from eejax.data.prefetch import import_grain
-from eejax.sharding.mesh import check_batch, make_mesh
+from eejax.sharding.mesh import make_mesh
 from eejax.train import flops, inputs, profile, recipes, tuning
 from eejax.train import state as states
 from eejax.train.config import Experiment
 from eejax.train.evaluate import Evaluation, evaluate_mixture
 from eejax.train.metrics import MetricsWriter, Progress, duration, exit_names
 from eejax.train.profile import Profiler, device_memory
-from eejax.train.program import Program
+from eejax.train.program import Program, check_batches, check_mesh
 from eejax.train.runs import check_same_run
 from eejax.train.signals import StopRequest
 from eejax.train.step import put_batch
@@ -63,14 +63,9 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
         that cannot be written.
       OSError: anything else that cannot be written, saying which checkpoint stays usable.
     """
-    for axis in ("pipe", "model"):
-        count = getattr(experiment.mesh, axis)
-        require(count == 1, f"mesh.{axis}", count, "must be 1: training runs data-parallel only")
+    check_mesh(experiment.mesh)
     mesh = make_mesh(experiment.mesh)
-    train = experiment.train
-    for rows in train.batch_sizes.sizes:
-        field = "train.batch_size" if rows == train.batch_size else "train.batch_rampup"
-        check_batch(rows, mesh, train.microbatches, field)
+    check_batches(experiment.train, mesh)
     if experiment.data.prefetch:
         import_grain()  # before all the text is packed
     workdir = pathlib.Path(workdir).expanduser().absolute()

@@ -17,16 +17,15 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
 from eejax.common.axes import DATA, MESH_AXES
-from eejax.common.errors import require
 from eejax.common.trees import Tree, join, nbytes
 from eejax.losses.cross_entropy import chunk_size
 from eejax.losses.multi_exit import multi_exit_loss
 from eejax.models import layers, params
 from eejax.models.config import ModelConfig
 from eejax.models.transformer import rematerialised
-from eejax.sharding.mesh import check_batch, make_mesh
+from eejax.sharding.mesh import make_mesh
 from eejax.train.config import Experiment
-from eejax.train.program import Program
+from eejax.train.program import Program, check_batches, check_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,14 +88,12 @@ def training_memory(experiment: Experiment) -> TrainingMemory:
 
     Raises `ConfigError` for a mesh or a batch that training would refuse, too.
     """
-    for axis in ("pipe", "model"):
-        count = getattr(experiment.mesh, axis)
-        require(count == 1, f"mesh.{axis}", count, "must be 1: training runs data-parallel only")
+    check_mesh(experiment.mesh)
     mesh = AbstractMesh(
         experiment.mesh.shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
     )
     train, model = experiment.train, experiment.model
-    check_batch(train.batch_size, mesh, train.microbatches, "train.batch_size")
+    check_batches(train, mesh)
     program = Program(experiment, mesh)
     state = program.abstract_state
     trained, moments = device_bytes(state.params), device_bytes(state.opt_state)

@@ -9,11 +9,28 @@ from typing import Any
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
+from eejax.common.axes import MODEL, PIPE
+from eejax.common.errors import require
 from eejax.common.trees import Tree
 from eejax.models import params
+from eejax.sharding.mesh import MeshConfig, check_batch
 from eejax.train import optimizer, recipes, state, step, tuning
-from eejax.train.config import Experiment
+from eejax.train.config import Experiment, TrainConfig
 from eejax.train.scope import Scope
+
+
+def check_mesh(config: MeshConfig) -> None:
+    """Raises `ConfigError` for a mesh that training cannot run on."""
+    for axis in (PIPE, MODEL):
+        count = getattr(config, axis)
+        require(count == 1, f"mesh.{axis}", count, "must be 1: training runs data-parallel only")
+
+
+def check_batches(train: TrainConfig, mesh: Mesh | AbstractMesh) -> None:
+    """Raises `ConfigError` for a size of batch that does not divide by devices and microbatches."""
+    for rows in train.batch_sizes.sizes:
+        field = "train.batch_size" if rows == train.batch_size else "train.batch_rampup"
+        check_batch(rows, mesh, train.microbatches, field)
 
 
 @dataclasses.dataclass(frozen=True)
