@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -53,23 +52,61 @@ def run_layers(
     x: jax.Array,
     config: ModelConfig,
     context: layers.Context,
-    start: int,
-    stop: int,
+    index: jax.Array,
     *,
+    slots: jax.Array | None = None,
+    n_slots: int = 0,
+    active: jax.Array | None = None,
     axes: Axes = LOCAL,
     remat: str = "none",
     layer_dropout: jax.Array | None = None,
-) -> jax.Array:
-    """x [b, t, d] through layers start:stop of the stacked leaves [l, ...], as one scan.
+) -> tuple[jax.Array, jax.Array | None]:
+    """x [b, t, d] through stacked layers [l, ...] as one scan: (x, states written on the way).
+
+    `index` [l] are the layers' numbers in the model, traced or not. With `slots` [l], each layer
+    writes its output into that slot of an array [n_slots, b, t, d]: layers that share a slot
+    overwrite each other, so a slot ends up with the state at the boundary above the last of them.
+    `active` [l]: False where a layer only fills up the stack and is passed by.
 
     `remat`: "none" keeps what autodiff wants, "dots" the products with weights only, "full"
     nothing but each layer's input. Attention's scores are recomputed under each. `layer_dropout`
     as in `exit_states`.
     """
-    if start == stop:
-        return x
-    step, scanned = _layer_scan(stack, config, context, start, stop, axes, remat, layer_dropout)
-    return lax.scan(lambda x, s: (step(x, s), None), x, scanned)[0]
+    windows = config.sliding_window
+    per_layer = None
+    if isinstance(windows, tuple):  # layers differ: the window is among the scanned inputs
+        per_layer = jnp.array([2**30 if w is None else w for w in windows], jnp.int32)[index]
+
+    def run(x, s):
+        p, i, window, local = s["layer"], s["index"], windows, windows is not None
+        if per_layer is not None:
+            window, local = s["window"], s["window"] < 2**30
+        return layers.layer(
+            p, x, config, context, index=i, window=window, local=local, axes=axes
+        )[0]  # fmt: skip
+
+    def maybe_left_out(x, s):
+        keep = layers.keep_samples(context.dropout_keys, s["index"], layer_dropout[s["index"]])
+        return jnp.where(keep[:, None, None], run(x, s), x)
+
+    dropping = layer_dropout is not None and context.dropout_keys is not None
+    step = rematerialised(maybe_left_out if dropping else run, remat)
+
+    def body(carry, s):
+        x, written = carry
+        if active is None:
+            x = step(x, s)
+        else:
+            x = lax.cond(s["active"], step, lambda x, s: x, x, s)
+        if written is not None:
+            written = lax.dynamic_update_index_in_dim(written, x, s["slot"], 0)
+        return (x, written), None
+
+    inputs = {"layer": stack, "index": index, "window": per_layer, "active": active, "slot": slots}
+    written = None
+    if slots is not None:
+        written = lax.stop_gradient(jnp.stack([x] * n_slots))  # all of it is overwritten
+    return lax.scan(body, (x, written), inputs)[0]
 
 
 def run_to_boundaries(
@@ -89,53 +126,19 @@ def run_to_boundaries(
     back into it. Here each layer writes its output into the slot of the next boundary, where the
     last layer before the boundary has the last word.
     """
-    slots = sorted({n for n in boundaries if n > 0})
+    ends = sorted({n for n in boundaries if n > 0})
     at = {0: x}
-    if len(slots) == 1:
-        at[slots[0]] = run_layers(
-            stack, x, config, context, 0, slots[0],
+    if ends:
+        part = stack if ends[-1] == config.n_layers else slice_layers(stack, 0, ends[-1])
+        slots = None
+        if len(ends) > 1:
+            slots = jnp.array([sum(n <= i for n in ends) for i in range(ends[-1])])
+        last, written = run_layers(
+            part, x, config, context, jnp.arange(ends[-1]), slots=slots, n_slots=len(ends),
             axes=axes, remat=remat, layer_dropout=layer_dropout,
         )  # fmt: skip
-    elif slots:
-        step, scanned = _layer_scan(
-            stack, config, context, 0, slots[-1], axes, remat, layer_dropout
-        )
-        slot = jnp.array([sum(n <= i for n in slots) for i in range(slots[-1])])
-
-        def write(carry, s):
-            x, written = carry
-            x = step(x, s[0])
-            return (x, lax.dynamic_update_index_in_dim(written, x, s[1], 0)), None
-
-        start = x, lax.stop_gradient(jnp.stack([x] * len(slots)))  # all of it is overwritten
-        written = lax.scan(write, start, (scanned, slot))[0][1]
-        at |= {n: written[i] for i, n in enumerate(slots)}
+        at |= {ends[0]: last} if written is None else {n: written[i] for i, n in enumerate(ends)}
     return tuple(at[n] for n in boundaries)
-
-
-def _layer_scan(stack, config, context, start, stop, axes, remat, layer_dropout):
-    """One layer as `step(x, inputs)`, and the inputs of layers start:stop to scan over."""
-    body = partial(layers.layer, config=config, context=context, axes=axes)
-    whole = (start, stop) == (0, config.n_layers)
-    part = stack if whole else slice_layers(stack, start, stop)
-    index = jnp.arange(start, stop)
-    windows = config.sliding_window
-    if isinstance(windows, tuple):  # layers differ: the window is an array in the scanned inputs
-        everything = 2**30
-        w = jnp.array([everything if v is None else v for v in windows[start:stop]], jnp.int32)
-        scanned = (part, index, w, w < everything)
-        step = lambda x, s: body(s[0], x, index=s[1], window=s[2], local=s[3])[0]
-    else:
-        scanned = (part, index)
-        step = lambda x, s: body(s[0], x, index=s[1], window=windows, local=windows is not None)[0]
-    if layer_dropout is None or context.dropout_keys is None:
-        return rematerialised(step, remat), scanned
-
-    def sometimes(x, s):
-        keep = layers.keep_samples(context.dropout_keys, s[1], layer_dropout[s[1]])
-        return jnp.where(keep[:, None, None], step(x, s), x)
-
-    return rematerialised(sometimes, remat), scanned
 
 
 def rematerialised(f, remat: str):
