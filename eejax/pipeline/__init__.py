@@ -1,1 +1,1 @@
-"""Pipeline schedules as tables, and what executes and costs them."""
+"""Pipeline parallelism: schedules as tables, stages of a model, their executor and their costs."""

@@ -1,0 +1,291 @@
+"""Schedules of pipeline parallelism as tables, without JAX.
+
+A schedule lists steps. In a step every stage does a short list of operations in order, and then
+hands its newest hidden state to the stage above and its newest gradient to the stage below; what
+is handed on in a step is consumed in the next one of the same channel. The same table drives the
+executor (`pipeline.runner`), the simulator and the pictures.
+
+Stages are numbered from 0, microbatches from 0. The lockstep 1F1B table: stage i runs the forward
+pass of microbatch m at step m + i and its backward pass at step m + 2P - 2 - i, so that M + 2P - 2
+steps have the critical path (P - 1) f + M (f + b) + (P - 1) b of 1F1B (EE-LLM, section 3.1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from eejax.common.errors import require, require_one_of
+
+EXIT_POLICIES = ("mixed", "aligned", "deferred")
+FORWARD, EXITS, BACKWARD = "forward", "exits", "backward"
+IDLE = -1
+
+
+class Op(NamedTuple):
+    """One operation: FORWARD, EXITS or BACKWARD of a microbatch on a stage.
+
+    EXITS are those at the edges of a stage: on what enters it, and on the last stage on what
+    leaves it. Exits inside a stage belong to its BACKWARD.
+    """
+
+    kind: str
+    microbatch: int
+
+
+class Step(NamedTuple):
+    """channel: over which neighbours exchange after it. ops[stage]: operations in order."""
+
+    channel: int
+    ops: tuple[tuple[Op, ...], ...]
+
+
+class Route(NamedTuple):
+    """Stages a microbatch visits: forward through 0 .. top, backward through top .. bottom."""
+
+    top: int
+    bottom: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A table of steps for `stages` stages.
+
+    `routes` has an entry for each microbatch. `recompute`: stages are run again in their backward
+    pass (full rematerialisation), and the last stage has no forward pass of its own.
+    """
+
+    name: str
+    stages: int
+    steps: tuple[Step, ...]
+    routes: tuple[Route, ...]
+    recompute: bool = False
+
+    @property
+    def microbatches(self) -> int:
+        return len(self.routes)
+
+    @property
+    def channels(self) -> int:
+        return 1 + max(step.channel for step in self.steps)
+
+    @functools.cached_property
+    def when(self) -> dict[tuple[str, int, int], int]:
+        """(kind, microbatch, stage) -> step."""
+        return {
+            (op.kind, op.microbatch, stage): t
+            for t, step in enumerate(self.steps)
+            for stage, ops in enumerate(step.ops)
+            for op in ops
+        }
+
+    def check(self) -> None:
+        """Raises `ValueError` where an operation is missing, doubled, or comes too early or late.
+
+        A value crosses to the next stage in exactly one step of its channel.
+        """
+        done = [
+            (op.kind, op.microbatch, i) for s in self.steps for i, o in enumerate(s.ops) for op in o
+        ]
+        if len(done) != len(set(done)):
+            raise ValueError(f"{self.name}: an operation is done twice")
+        of_channel: dict[int, list[int]] = {}
+        place = []  # of each step among those of its channel
+        for t, step in enumerate(self.steps):
+            place.append(len(of_channel.setdefault(step.channel, [])))
+            of_channel[step.channel].append(t)
+        for m, route in enumerate(self.routes):
+            order = [(FORWARD, i) for i in range(route.top + 1)]
+            order += [(BACKWARD, i) for i in range(route.top, route.bottom - 1, -1)]
+            times = []
+            for kind, i in order:
+                if (kind, m, i) not in self.when:
+                    raise ValueError(f"{self.name}: no {kind} of microbatch {m} on stage {i}")
+                times.append(self.when[kind, m, i])
+            for (kind, i), a, b in zip(order[1:], times, times[1:], strict=False):
+                same = kind == BACKWARD and i == route.top
+                hop = self.steps[a].channel == self.steps[b].channel and place[b] == place[a] + 1
+                if not (b >= a if same else hop):
+                    raise ValueError(
+                        f"{self.name}: {kind} of {m} on stage {i} at step {b}, after {a}"
+                    )
+        for (kind, m, i), t in self.when.items():
+            route = self.routes[m]
+            if not (0 <= i <= route.top and (kind != BACKWARD or i >= route.bottom)):
+                raise ValueError(
+                    f"{self.name}: {kind} of {m} on stage {i}, which it does not visit"
+                )
+            if kind == EXITS:
+                end = self.when.get((BACKWARD, m, i), len(self.steps))
+                if not self.when[FORWARD, m, i] <= t <= end:
+                    raise ValueError(f"{self.name}: exits of {m} on stage {i} at step {t}")
+        for step in self.steps:
+            for ops in step.ops:
+                kinds = [op.kind for op in ops]
+                once = kinds.count(FORWARD) <= 1 and kinds.count(BACKWARD) <= 1
+                if not once or ops != _ordered(ops):
+                    raise ValueError(f"{self.name}: operations of a step out of order: {ops}")
+
+    def in_flight(self, stage: int) -> int:
+        """Most microbatches whose forward pass is done and backward pass not, on a stage."""
+        spans = [
+            (self.when[FORWARD, m, stage], self.when[BACKWARD, m, stage])
+            for m, r in enumerate(self.routes)
+            if r.bottom <= stage <= r.top
+        ]
+        return max(sum(a <= t <= b for a, b in spans) for t in range(len(self.steps)))
+
+    def table(self, kind: str) -> np.ndarray:
+        """[steps, n, stages] int32: microbatches of the operations of this kind, IDLE for none.
+
+        n is the most of them that a stage does in a step: 1, but for exits under "mixed".
+        """
+        of_kind = [
+            [[o.microbatch for o in ops if o.kind == kind] for ops in s.ops] for s in self.steps
+        ]
+        n = max(1, *(len(found) for row in of_kind for found in row))
+        out = np.full((len(self.steps), n, self.stages), IDLE, np.int32)
+        for t, row in enumerate(of_kind):
+            for stage, found in enumerate(row):
+                out[t, : len(found), stage] = found
+        return out
+
+
+class Rings(NamedTuple):
+    """Slots of kept values, given out so that as few as possible are needed on any stage.
+
+    inputs, cotangents, outputs [microbatches, stages]: slots, among `n_states` of the shape of a
+    hidden state, of what entered a stage, of the gradient that its exits send into that, and of
+    the gradient that the exits behind the last stage send into what leaves it. residuals
+    [microbatches, stages]: slots among `n_residuals` of whatever else a backward pass needs.
+    """
+
+    inputs: np.ndarray
+    cotangents: np.ndarray
+    outputs: np.ndarray
+    residuals: np.ndarray
+    n_states: int
+    n_residuals: int
+
+
+def rings(schedule: Schedule, input_exits: Sequence[int]) -> Rings:
+    """`Rings` of a schedule for a model with exits on what enters the stages `input_exits`."""
+    shape = (schedule.microbatches, schedule.stages)
+    tables = [np.zeros(shape, np.int32) for _ in range(4)]
+    inputs, cotangents, outputs, residuals = tables
+    n_states = n_residuals = 1
+    last = schedule.stages - 1
+    for i in range(schedule.stages):
+        states, kept = [], []
+        for m, route in enumerate(schedule.routes):
+            if i > route.top:
+                continue
+            begin = schedule.when[FORWARD, m, i]
+            end = schedule.when.get((BACKWARD, m, i), begin)
+            exits = schedule.when.get((EXITS, m, i))
+            states.append((begin, max(end, begin if exits is None else exits), inputs, m))
+            kept.append((begin, end, residuals, m))
+            if exits is not None and i in input_exits:
+                states.append((exits, max(end, exits), cotangents, m))
+            if exits is not None and i == last:
+                states.append((exits, max(end, exits), outputs, m))
+        n_states = max(n_states, _give_out(states, i))
+        n_residuals = max(n_residuals, _give_out(kept, i))
+    return Rings(inputs, cotangents, outputs, residuals, n_states, n_residuals)
+
+
+def _give_out(spans: list[tuple[int, int, np.ndarray, int]], stage: int) -> int:
+    """Gives every (begin, end, table, microbatch) the lowest slot free from begin to end."""
+    busy_until: list[int] = []
+    for begin, end, table, m in sorted(spans, key=lambda s: s[:2]):
+        free = next((k for k, t in enumerate(busy_until) if t < begin), None)
+        if free is None:
+            free = len(busy_until)
+            busy_until.append(end)
+        busy_until[free] = end
+        table[m, stage] = free
+    return len(busy_until)
+
+
+def gpipe(
+    stages: int,
+    microbatches: int,
+    *,
+    exit_stages: Sequence[int] = (),
+    exits: str = "mixed",
+    recompute: bool = False,
+) -> Schedule:
+    """All forward passes, then all backward passes, the newest microbatch first."""
+    p, n = stages, microbatches
+    turn = n + p - 1
+    return _lockstep(
+        "gpipe", p, n, exit_stages, exits, recompute,
+        forward=lambda m, i: m + i,
+        backward=lambda m, i: turn + (n - 1 - m) + (p - 1 - i),
+    )  # fmt: skip
+
+
+def one_f_one_b(
+    stages: int,
+    microbatches: int,
+    *,
+    exit_stages: Sequence[int] = (),
+    exits: str = "mixed",
+    recompute: bool = False,
+) -> Schedule:
+    """The lockstep 1F1B table: forward of m on stage i at m + i, backward at m + 2P - 2 - i.
+
+    `exit_stages` have exits on what enters them. `exits` says when these are computed: "deferred",
+    with the stage's backward pass (EE-LLM's optimization 1); "aligned", with the microbatch's final
+    exit; "mixed", deferred but for the last P - 1 - i microbatches, which are aligned and so fall
+    into steps without a forward pass, two exits in each.
+    """
+    p = stages
+    return _lockstep(
+        "1f1b", p, microbatches, exit_stages, exits, recompute,
+        forward=lambda m, i: m + i, backward=lambda m, i: m + 2 * p - 2 - i,
+    )  # fmt: skip
+
+
+def _lockstep(
+    name: str,
+    p: int,
+    n: int,
+    exit_stages: Sequence[int],
+    exits: str,
+    recompute: bool,
+    *,
+    forward: Callable[[int, int], int],
+    backward: Callable[[int, int], int],
+) -> Schedule:
+    require(isinstance(p, int) and p >= 1, "stages", p, "must be at least 1")
+    require(isinstance(n, int) and n >= 1, "microbatches", n, "must be at least 1")
+    require_one_of("exits", exits, EXIT_POLICIES)
+    steps = backward(0, 0) if name == "gpipe" else backward(n - 1, 0)
+    table: list[list[list[Op]]] = [[[] for _ in range(p)] for _ in range(steps + 1)]
+    for i in range(p):
+        last = i == p - 1
+        for m in range(n):
+            f, b = forward(m, i), backward(m, i)
+            table[f][i].append(Op(FORWARD, m))
+            if last:  # its output is there after the forward pass, or after its repetition
+                table[b if recompute else f][i].append(Op(EXITS, m))
+            elif i in exit_stages:
+                early = exits == "aligned" or (exits == "mixed" and m >= n - (p - 1 - i))
+                table[m + p - 1 if early else b][i].append(Op(EXITS, m))
+            table[b][i].append(Op(BACKWARD, m))
+    return Schedule(
+        name, p, tuple(Step(0, tuple(_ordered(ops) for ops in row)) for row in table),
+        (Route(p - 1),) * n, recompute,
+    )  # fmt: skip
+
+
+def _ordered(ops: Sequence[Op]) -> tuple[Op, ...]:
+    return tuple(sorted(ops, key=lambda op: (FORWARD, EXITS, BACKWARD).index(op.kind)))
+
+
+GENERATORS = {"1f1b": one_f_one_b, "gpipe": gpipe}
