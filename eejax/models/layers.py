@@ -338,7 +338,7 @@ def attention(
         k, v = (write_rows(c, a, context.start) for c, a in zip(cache, (k, v), strict=True))
         out = _mix(q, k.astype(dtype), v.astype(dtype), mask, distance, slopes, config)
     out = out.reshape(b, t, n, config.head_dim)
-    out = _product(out, p["o"], 2)
+    out = _product(out, p["o"], p["o"].ndim - 1)
     return _finish(out, p.get("o_bias"), axes.model), (k, v)
 
 
@@ -368,6 +368,18 @@ def fuse(p: Tree) -> Tree:
     return p | {"attn": _joined(p["attn"], ("q", "k", "v"), "qkv"), "mlp": mlp}
 
 
+def flat_heads(p: Tree) -> Tree:
+    """A layer's tree, stacked or not, with the heads of q, k, v [d, n h] and o [n h, d] as columns
+    and rows of matrices: all that a layer does to these weights before it multiplies with them."""
+    attn = dict(p["attn"])
+    for name in ("q", "k", "v", "q_bias", "k_bias", "v_bias"):
+        if name in attn:
+            attn[name] = attn[name].reshape(*attn[name].shape[:-2], -1)
+    o = attn["o"]
+    attn["o"] = o.reshape(*o.shape[:-3], -1, o.shape[-1])
+    return p | {"attn": attn}
+
+
 def _joined(tree: Tree, names: tuple[str, ...], name: str) -> Tree:
     """`tree` with the leaves `names` [d, ...] concatenated into one [d, columns], and biases."""
     rest = {k: v for k, v in tree.items() if k.removesuffix("_bias") not in names}
@@ -379,9 +391,9 @@ def _joined(tree: Tree, names: tuple[str, ...], name: str) -> Tree:
 
 def _qkv(p: Tree, x: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Projections [b, t, n, h], [b, t, k, h] twice, from separate or fused weights."""
-    if "qkv" not in p:
-        return tuple(_linear(p, name, x) for name in "qkv")
     b, t, _ = x.shape
+    if "qkv" not in p:
+        return tuple(_linear(p, name, x).reshape(b, t, -1, head_dim) for name in "qkv")
     y = _linear(p, "qkv", x)
     n = p["o"].shape[0] * head_dim
     k = (y.shape[-1] - n) // 2

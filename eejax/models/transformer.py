@@ -90,14 +90,19 @@ def run_layers(
         return jnp.where(keep[:, None, None], run(x, s), x)
 
     dropping = layer_dropout is not None and context.dropout_keys is not None
-    step = rematerialised(maybe_left_out if dropping else run, remat)
+    layer = maybe_left_out if dropping else run
+
+    def unless_filling(x, s):
+        # A branch's residuals are its own: without a checkpoint around it, its weights too.
+        if remat == "none":
+            return jnp.where(s["active"], layer(x, s), x)
+        return lax.cond(s["active"], layer, lambda x, s: x, x, s)
+
+    step = rematerialised(layer if active is None else unless_filling, remat)
 
     def body(carry, s):
         x, written = carry
-        if active is None:
-            x = step(x, s)
-        else:
-            x = lax.cond(s["active"], step, lambda x, s: x, x, s)
+        x = step(x, s)
         if written is not None:
             written = lax.dynamic_update_index_in_dim(written, x, s["slot"], 0)
         return (x, written), None

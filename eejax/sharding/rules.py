@@ -18,6 +18,7 @@ from eejax.common.trees import Tree, path_name
 # device of its shard.
 RULES: Mapping[str, str | None] = {
     "l": PIPE,
+    "p": PIPE,
     "n": MODEL,
     "k": MODEL,
     "f": MODEL,

@@ -1,0 +1,67 @@
+"""Values kept between steps: slots of rings, and what a backward pass needs without parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from eejax.common.axes import PIPE
+from eejax.common.trees import Tree
+
+
+def split_vjp(fun: Callable, stack: Tree, x: jax.Array, closed: Tree):
+    """`jax.vjp(fun, stack, x)` as (output, residuals, restore).
+
+    The VJP is a pytree of residuals. What is saved as it came in is the caller's own value, so the
+    parameters, x and `closed` (values fun closes over, such as rotary tables) are known by identity
+    and left out; restore(residuals, stack, x, closed) is the pullback. What fun derives from them
+    is a residual like any other: cast, unstack and flatten weights before.
+    """
+    out, pullback = jax.vjp(fun, stack, x)
+    leaves, tree = jax.tree.flatten(pullback)
+    index = {id(a): i for i, a in enumerate(jax.tree.leaves((stack, x, closed)))}
+    where = [index.get(id(a)) for a in leaves]
+    unique: dict[int, int] = {}
+    kept = []
+    for a, i in zip(leaves, where, strict=True):
+        if i is None and id(a) not in unique:
+            unique[id(a)] = len(kept)
+            kept.append(a)
+    places = [("known", i) if i is not None else ("kept", unique[id(a)])
+              for a, i in zip(leaves, where, strict=True)]  # fmt: skip
+
+    def restore(residuals, stack, x, closed):
+        values = {"known": jax.tree.leaves((stack, x, closed)), "kept": residuals}
+        return jax.tree.unflatten(tree, [values[of][i] for of, i in places])
+
+    return out, kept, restore
+
+
+def ring(n: int, like: Tree) -> Tree:
+    """n blank slots for each leaf, which vary over the mesh as it does."""
+    return jax.tree.map(lambda a: jnp.zeros_like(jnp.broadcast_to(a, (n, *a.shape))), like)
+
+
+def put(ring: Tree, value: Tree, slot: jax.Array) -> Tree:
+    write = lambda r, a: lax.dynamic_update_index_in_dim(r, a.astype(r.dtype), slot, 0)
+    return jax.tree.map(write, ring, value)
+
+
+def get(ring: Tree, slot: jax.Array) -> Tree:
+    return jax.tree.map(lambda r: lax.dynamic_index_in_dim(r, slot, 0, keepdims=False), ring)
+
+
+def when(active: jax.Array, work: Callable, *carried):
+    """work(*carried) if active, else `carried` untouched.
+
+    The pass-through is the first branch: only then XLA carries buffers through without a copy.
+    """
+    return lax.switch(active.astype(jnp.int32), [lambda *c: c, work], *carried)
+
+
+def send(a: jax.Array, n: int, up: bool) -> jax.Array:
+    pairs = [(i, i + 1) if up else (i + 1, i) for i in range(n - 1)]
+    return lax.ppermute(a, PIPE, pairs)

@@ -1,0 +1,284 @@
+"""The executor: a schedule's table as one scan in one fully manual `shard_map`.
+
+In each step of the table a stage does, in this order and only where the table says so:
+
+    F   runs its layers on what arrived, and keeps its input (or the residuals of its layers)
+    R   with full rematerialisation, runs the layers of a backward pass again
+    E   the losses of exits on what enters it, or on the last stage on what leaves it: adds to the
+        gradients of their heads, and keeps the gradient on the hidden state until B
+    B   pulls the gradient that arrived, and those of its exits, back through its layers
+
+B is the backward pass of the stage-local auxiliary loss L_i + <g_i, x_i>, with x_i what leaves the
+stage and g_i the gradient that arrived, held constant (EE-LLM, Eq. 2 and Proposition A.1); logits
+of an exit never outlive its E. Then every stage sends its newest state up and its newest gradient
+down: communication is outside of every branch, as only then all devices take part in it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from eejax.common.axes import DATA, PIPE
+from eejax.common.trees import Tree
+from eejax.losses.cross_entropy import IGNORE
+from eejax.losses.multi_exit import ExitSums
+from eejax.models import layers
+from eejax.pipeline import schedule as schedules
+from eejax.pipeline.layout import ABSENT, TOKENS
+from eejax.pipeline.partition import INPUT, INSIDE, OUTPUT
+from eejax.pipeline.residuals import get, put, ring, send, split_vjp, when
+from eejax.pipeline.schedule import BACKWARD, EXITS, FORWARD, Schedule
+from eejax.pipeline.stage import Arrays, Pipeline, Stage, Totals, add_row, sum_over, vary_over
+
+
+class Sums(NamedTuple):
+    """What all samples of a batch add up to, of a loss sum_e w_e C_e (`losses.multi_exit_loss`).
+
+    grads: the gradient in the trained parameters, as they lie on stages. squares [e]: of what each
+    exit sends into the hidden states at its boundary. total: the loss. exits: cross entropies.
+    """
+
+    grads: Tree
+    squares: jax.Array
+    total: jax.Array
+    exits: ExitSums
+
+
+def gradients(pipeline: Pipeline, schedule: Schedule) -> Callable[..., Sums]:
+    """`(params, frozen, weights [e], layer_dropout [l] or None, batch, step) -> Sums`.
+
+    params and frozen as the pipeline's layout has them, the batch's arrays [b, t], of which every
+    device takes its part in as many microbatches as the schedule has.
+    """
+    return jax.shard_map(
+        functools.partial(_local, pipeline, schedule),
+        mesh=pipeline.mesh,
+        in_specs=(*pipeline.specs, P(), P(), P(DATA), P()),
+        out_specs=Sums(pipeline.specs[0], P(), P(), ExitSums(P(), P())),
+    )
+
+
+def loss(pipeline: Pipeline, schedule: Schedule) -> Callable[..., tuple[jax.Array, ExitSums]]:
+    """The summed loss and the exits' sums, of the arguments of `gradients`.
+
+    To be differentiated once, in `params`, like any loss: where it is, its forward pass runs the
+    backward passes of the schedule too, and its backward pass only scales.
+    """
+    run = gradients(pipeline, schedule)
+
+    @jax.custom_vjp
+    def value(params, *rest):
+        sums = run(params, *rest)
+        return sums.total, sums.exits
+
+    def forward(params, *rest):
+        sums = run(params, *rest)
+        return (sums.total, sums.exits), (sums.grads, rest)
+
+    def backward(saved, cotangents):
+        grads, rest = saved
+        return (
+            jax.tree.map(lambda g: g * cotangents[0], grads),
+            *(jax.tree.map(_no_gradient, a) for a in rest),
+        )
+
+    value.defvjp(forward, backward)
+    return value
+
+
+def _no_gradient(a: jax.Array) -> Any:
+    """The cotangent of an argument that is held constant."""
+    if jnp.issubdtype(a.dtype, jnp.floating):
+        return jnp.zeros_like(a)
+    return np.zeros(a.shape, jax.dtypes.float0)
+
+
+class _Kept(NamedTuple):
+    """What a device carries from step to step.
+
+    arrived, returned [channels, b, t, d]: the newest state from below and gradient from above.
+    states: slots of `schedule.Rings`; residuals: likewise, of pairs (residuals of the layers,
+    states at boundaries inside the stage).
+    """
+
+    arrived: jax.Array
+    returned: jax.Array
+    states: jax.Array
+    residuals: Tree
+    totals: Totals
+
+
+def _local(pipeline: Pipeline, schedule: Schedule, trained, frozen, weights, rates, batch, step):
+    """One device's part of `gradients`."""
+    trained, frozen = vary_over((trained, frozen), pipeline.specs)
+    stage = Stage(pipeline, trained, frozen, batch, step, rates, schedule.microbatches)
+    grads = jax.tree.map(jnp.zeros_like, stage.trained)
+    grads["layers"] = layers.flat_heads(grads["layers"])
+    refs = jax.tree.map(jax.new_ref, grads)
+    rings = schedules.rings(schedule, stage.partition.input_exit_stages)
+    ops = _Operations(stage, schedule, rings, stage.vary(weights), refs)
+    table = {
+        "forward": stage.own(schedule.table(FORWARD)[:, 0]),
+        "backward": stage.own(schedule.table(BACKWARD)[:, 0]),
+        "exits": stage.own(schedule.table(EXITS)),
+        "channel": jnp.asarray([s.channel for s in schedule.steps], jnp.int32),
+    }
+    blank = stage.hidden()
+    first = jnp.maximum(table["forward"][0], 0)
+    like, ops.restore = ops.forward(first, blank)[1:]  # of the first, only shapes count
+    start = _Kept(
+        ring(schedule.channels, blank), ring(schedule.channels, blank),
+        ring(rings.n_states, blank), ring(ops.n_residuals, like), stage.no_totals(),
+    )  # fmt: skip
+    (*_, totals), _ = lax.scan(lambda kept, row: (ops.step(kept, row), None), start, table)
+    return _sum(stage, jax.tree.map(jax.freeze, refs), totals, batch)
+
+
+class _Operations:
+    """What a stage does in a step."""
+
+    def __init__(self, stage: Stage, schedule: Schedule, rings, weights: jax.Array, refs: Tree):
+        self.stage, self.recompute, self.refs = stage, schedule.recompute, refs
+        names = ("inputs", "cotangents", "outputs", "residuals")
+        self.slots = {name: stage.own(getattr(rings, name)) for name in names}
+        self.n_residuals = 1 if self.recompute else rings.n_residuals
+        self.top = jnp.asarray([route.top for route in schedule.routes])
+        self.branches = stage.exit_branches(weights, refs)
+        self.edges, self.inside = stage.items(INPUT, OUTPUT), stage.items(INSIDE)
+        # What is run again is used at once: it may keep more.
+        self.trunk = stage.trunk("dots" if self.recompute else stage.pipeline.remat)
+        self.restore: Callable | None = None
+
+    def forward(self, m: jax.Array, x: jax.Array):
+        """(what leaves the stage, what to keep for `backward`, `split_vjp`'s restore)."""
+        context = self.stage.context(m)
+        run = lambda stack, x: self.trunk(stack, x, context)
+        (y, inner), residuals, restore = split_vjp(run, self.stage.stack, x, context)
+        return y, (residuals, None if inner is None else inner[:-1]), restore
+
+    def step(self, kept: _Kept, row: dict[str, jax.Array]) -> _Kept:
+        stage, n = self.stage, self.stage.partition.stages
+        f, b, channel = row["forward"], row["backward"], row["channel"]
+        fm, bm = jnp.maximum(f, 0), jnp.maximum(b, 0)
+        x, g = get(kept.arrived, channel), get(kept.returned, channel)
+        x, states = when(f >= 0, functools.partial(self.enter, fm), x, kept.states)
+        if self.recompute:
+            # The last stage would compute now what it computes again in this very step or later.
+            run = lambda x: (self.trunk(stage.stack, x, stage.context(fm))[0],)
+            (x,) = when((f >= 0) & ~stage.last, run, x)
+            again = functools.partial(self.again, bm, states)
+            x, residuals = when(b >= 0, again, x, kept.residuals)
+        else:
+            x, residuals = when(f >= 0, functools.partial(self.keep, fm), x, kept.residuals)
+        totals = kept.totals
+        if self.edges:
+            for m in row["exits"]:
+                states, totals = self.exits(m, x, states, totals)
+        g = jnp.where(stage.index < self.top[bm], g, jnp.zeros((), g.dtype))
+        back = functools.partial(self.backward, bm, states, residuals)
+        g, totals = when(b >= 0, back, g, totals)
+        return _Kept(
+            put(kept.arrived, send(x, n, up=True), channel),
+            put(kept.returned, send(g, n, up=False), channel),
+            states, residuals, totals,
+        )  # fmt: skip
+
+    def enter(self, m, x, states):
+        """What the stage reads of a microbatch, which is kept."""
+        stage = self.stage
+        embed = lambda: stage.embed(stage.embedding(stage.params), m, stage.context(m))
+        x = lax.cond(stage.first, embed, lambda: x)
+        return x, put(states, x, self.slots["inputs"][m])
+
+    def keep(self, m, x, residuals):
+        y, new, _ = self.forward(m, x)
+        return y, put(residuals, new, self.slots["residuals"][m])
+
+    def again(self, m, states, x, residuals):
+        y, new, _ = self.forward(m, get(states, self.slots["inputs"][m]))
+        return jnp.where(self.stage.last, y, x), put(residuals, new, 0)
+
+    def exits(self, m, leaving, states, totals):
+        """E of microbatch m; `leaving` is what leaves the last stage."""
+        at = jnp.maximum(m, 0)
+        place = lambda item: jnp.where(
+            item["output"], self.slots["outputs"][at], self.slots["cotangents"][at]
+        )
+
+        def read(item, states):
+            return jnp.where(item["output"], leaving, get(states, self.slots["inputs"][at]))
+
+        def write(item, states, g):
+            before = jnp.where(item["begins"], jnp.zeros((), g.dtype), get(states, place(item)))
+            return put(states, g + before, place(item))
+
+        return self.stage.run_exits(self.edges, m, self.branches, states, totals, read, write)
+
+    def backward(self, m, states, residuals, g, totals):
+        """B: the gradient on what entered the stage, from that on what left it."""
+        stage, p = self.stage, self.stage.partition
+        slot = 0 if self.recompute else self.slots["residuals"][m]
+        mine, inner = get(residuals, slot)
+        g = jnp.where(stage.last, get(states, self.slots["outputs"][m]), g)
+        gs = None
+        if self.inside:
+            gs = ring(stage.n_inside + 1, jnp.zeros_like(g))
+            gs, totals = stage.run_exits(
+                self.inside, m, self.branches, gs, totals,
+                read=lambda item, _: get(inner, item["slot"]),
+                write=lambda item, gs, g: put(gs, g, item["slot"]),
+            )  # fmt: skip
+        x, context = get(states, self.slots["inputs"][m]), stage.context(m)
+        pullback = self.restore(mine, stage.stack, x, context)
+        _, gx = pullback.with_refs(self.refs["layers"], jax.ad.GradValue())((g, gs))
+        if p.input_exit_stages:
+            has = stage.own([i in p.input_exit_stages for i in range(p.stages)])
+            own = get(states, self.slots["cotangents"][m])
+            gx = gx + jnp.where(has, own, jnp.zeros((), own.dtype))
+
+        def scatter(gx):
+            (ge,) = jax.vjp(lambda e: stage.embed(e, m, context), stage.embedding(stage.params))[1](
+                gx
+            )
+            group, row = stage.layout.find(TOKENS, 0)
+            add_row(row, self.refs[group], ge.pop(TOKENS))
+            if ge:
+                jax.tree.map(functools.partial(add_row, ...), self.refs["embed"], ge)
+            return (gx,)
+
+        return *when(stage.first, scatter, gx), totals
+
+
+def _sum(stage: Stage, grads: Tree, totals: Totals, batch: Arrays) -> Sums:
+    """The sums over all devices."""
+    if "layers" in grads:  # their heads were flattened
+        shape = lambda g, a: g.reshape(a.shape)
+        grads["layers"] = jax.tree.map(shape, grads["layers"], stage.trained["layers"])
+    for group, tables in stage.layout.slots.items():
+        if group in grads:
+            for slots in tables.values():
+                grads[group] = _sum_copies(stage, grads[group], slots)
+    grads = sum_over(grads, stage.pipeline.specs[0])
+    totals = lax.psum(totals, (DATA, PIPE))
+    count = lax.psum(jnp.sum(batch["labels"] != IGNORE, dtype=jnp.int32), DATA)
+    return Sums(grads, totals.squares, totals.loss, ExitSums(totals.sums, count))
+
+
+def _sum_copies(stage: Stage, grads: jax.Array, slots: tuple[int, ...]) -> jax.Array:
+    """Gradients of tables with those of one table's copies made their sum, on every stage that has
+    one (EE-LLM, section 3.1.2)."""
+    if sum(slot != ABSENT for slot in slots) < 2:
+        return grads
+    own = stage.own(slots)
+    has, row = own != ABSENT, jnp.maximum(own, 0)
+    g = get(grads, row)
+    total = lax.pcast(lax.psum(jnp.where(has, g, 0.0), PIPE), (PIPE,), to="varying")
+    return put(grads, jnp.where(has, total, g), row)

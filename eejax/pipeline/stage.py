@@ -1,0 +1,338 @@
+"""One device's share of a pipelined model: its layers, its exits, its rows of the tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from eejax.common.axes import DATA, PIPE
+from eejax.common.errors import require
+from eejax.common.trees import Tree, join
+from eejax.losses.multi_exit import exits_loss
+from eejax.losses.objective import CROSS_ENTROPY, Objective
+from eejax.models import exits, layers, params, transformer
+from eejax.models.config import ModelConfig
+from eejax.pipeline.layout import TOKENS, Layout, table_name
+from eejax.pipeline.partition import INPUT, INSIDE, OUTPUT
+from eejax.sharding import rules
+from eejax.sharding.mesh import mesh_axes
+
+Arrays = Mapping[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """A model's stages on a mesh, and what they compute.
+
+    remat: what is kept of a microbatch between its forward and its backward pass on a stage: "full"
+    keeps its input and runs the layers again, "dots" keeps the products with weights, "none"
+    everything that the backward pass reads. `sample_keys(step, n)` are the dropout keys of this
+    device's n samples. Raises `ConfigError` for an objective that distils.
+    """
+
+    layout: Layout
+    mesh: Mesh
+    remat: str = "dots"
+    objective: Objective = CROSS_ENTROPY
+    sparse: bool = False
+    sample_keys: Callable[[jax.Array, int], jax.Array] | None = None
+
+    def __post_init__(self):
+        require(
+            not self.objective.distillation,
+            "loss.distillation", self.objective.distillation,
+            "must be 0 with mesh.pipe > 1: the final exit's states are on another stage",
+        )  # fmt: skip
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.layout.config
+
+    @functools.cached_property
+    def specs(self) -> tuple[Tree, Tree]:
+        """Partition specs of (trained, frozen) parameters."""
+        return tuple(rules.specs(d, self.mesh) for d in self.layout.declarations())
+
+
+class _Kind(NamedTuple):
+    """What of an exit decides about its program, and where its parameters lie on its stage."""
+
+    exit: int  # one of its kind
+    table: tuple[str, int]
+    parts: tuple[tuple[str, int], ...]
+
+
+class Totals(NamedTuple):
+    """Of this device's part of a batch: the weighted loss, and by exit [e] cross entropy and square
+    of the gradient that the exit sends into the hidden states."""
+
+    loss: jax.Array
+    sums: jax.Array  # [e]
+    squares: jax.Array  # [e]
+
+
+class Stage:
+    """One device's part of the run: its parameters, and the tables' rows that are its own.
+
+    trained, frozen: parameters that vary over data and pipe (`vary_over`); batch: arrays [b, t],
+    taken in `parts` microbatches.
+    """
+
+    def __init__(self, pipeline: Pipeline, trained: Tree, frozen: Tree, batch, step, rates, parts):
+        self.pipeline, self.config = pipeline, pipeline.config
+        self.layout, self.partition = pipeline.layout, pipeline.layout.partition
+        self.axes = mesh_axes(pipeline.mesh)
+        self.trained = trained
+        self.rates = None if rates is None else vary_over(rates, P())
+        self.params = params.for_compute(join(frozen, self.trained), self.config.dtype)
+        for name in ("embed", *self.layout.slots):  # tables are cast where they are used
+            if name in (whole := join(frozen, self.trained)):
+                self.params[name] = whole[name]
+        self.stack = layers.flat_heads(self.params["layers"])
+        self.index = lax.axis_index(PIPE)
+        self.first, self.last = self.index == 0, self.index == self.partition.stages - 1
+        part = lambda a: vary_over(a.reshape(parts, -1, *a.shape[1:]), P(DATA))
+        self.batch = jax.tree.map(part, dict(batch))
+        self.keys = None
+        if pipeline.sample_keys is not None and (self.config.dropout or rates is not None):
+            keys = pipeline.sample_keys(step, batch["tokens"].shape[0])
+            self.keys = vary_over(keys.reshape(parts, -1), P(DATA))
+
+    def own(self, table: Sequence | np.ndarray) -> jax.Array:
+        """This stage's entry of a table [..., stages]."""
+        return jnp.asarray(np.asarray(table))[..., self.index]
+
+    def hidden(self) -> jax.Array:
+        """A blank state [b, t, d]."""
+        b, t = self.batch["tokens"].shape[1:]
+        return self.vary(jnp.zeros((b, t, self.config.d_model), self.config.dtype))
+
+    def no_totals(self) -> Totals:
+        n = len(self.partition.which)
+        return self.vary(Totals(jnp.zeros(()), jnp.zeros(n), jnp.zeros(n)))
+
+    def vary(self, tree: Tree) -> Tree:
+        return vary_over(tree, P())
+
+    def context(self, m: jax.Array) -> layers.Context:
+        at = lambda a: lax.dynamic_index_in_dim(a, m, 0, keepdims=False)
+        return layers.make_context(
+            self.config,
+            self.positions(m),
+            segment_ids=at(self.batch["segment_ids"]) if "segment_ids" in self.batch else None,
+            dropout_keys=None if self.keys is None else at(self.keys),
+        )
+
+    def positions(self, m: jax.Array) -> jax.Array:
+        if "positions" in self.batch:
+            return lax.dynamic_index_in_dim(self.batch["positions"], m, 0, keepdims=False)
+        return jnp.arange(self.batch["tokens"].shape[-1])[None]
+
+    def embed(self, embedding: Tree, m: jax.Array, context: layers.Context) -> jax.Array:
+        tokens = lax.dynamic_index_in_dim(self.batch["tokens"], m, 0, keepdims=False)
+        positions = self.positions(m)
+        x = transformer.embed({"embed": embedding}, self.config, tokens, positions, self.axes)
+        return layers.dropout(x, self.config.dropout, context.dropout_keys, 0, 2)
+
+    def embedding(self, tree: Tree) -> Tree:
+        """What `embed` takes, out of parameters or of their gradients' tree."""
+        group, slot = self.layout.find(TOKENS, 0)
+        return {TOKENS: tree[group][slot], **tree.get("embed", {})}
+
+    def trunk(self, remat: str) -> Callable:
+        """(stack, x, context) -> (what leaves the stage, states at boundaries inside or None)."""
+        p = self.partition
+        rows = np.arange(p.most)
+        index = jnp.minimum(self.own(p.starts) + rows, p.depth - 1)
+        active = None if p.even else rows < self.own(p.layers)
+        slots = None
+        if self.n_inside:
+            ends = [[place.layers for place in p.on(i, INSIDE)] for i in range(p.stages)]
+            table = [[sum(n <= row for n in ends[i]) for i in range(p.stages)] for row in rows]
+            slots = self.own(table)
+
+        def run(stack, x, context):
+            return transformer.run_layers(
+                stack, x, self.config, context, index, slots=slots, n_slots=self.n_inside + 1,
+                active=active, axes=self.axes, remat=remat, layer_dropout=self.rates,
+            )  # fmt: skip
+
+        return run
+
+    @property
+    def n_inside(self) -> int:
+        """Exits inside the stage that has most of them."""
+        p = self.partition
+        return max(len(p.on(i, INSIDE)) for i in range(p.stages))
+
+    @functools.cached_property
+    def kinds(self) -> tuple[tuple[_Kind, ...], dict[int, int]]:
+        """Kinds of exits with one program each, and the kind of every exit."""
+        found: dict[tuple, int] = {}
+        kinds, of_exit = [], {}
+        c = self.config
+        for place in self.partition.places:
+            e = place.exit
+            table = self.layout.find(table_name(c, e), place.stage)
+            parts = tuple((k, s[e]) for k, s in self.layout.parts.items() if e in s)
+            final = e == c.n_exits
+            early = () if final else dataclasses.astuple(c.exits[e])[1:]
+            block = not final and c.exits[e].block
+            # A block's window may be its own, and its dropout is drawn by the exit's number.
+            alone = (c.exit_window(e), e if c.dropout else None) if block else ()
+            key = (final, early, table, parts, alone)
+            if key not in found:
+                found[key] = len(kinds)
+                kinds.append(_Kind(e, table, parts))
+            of_exit[e] = found[key]
+        return tuple(kinds), of_exit
+
+    def exit_loss(self, kind: _Kind, own: Tree, table, h, labels, weight, context):
+        """(weighted loss, (sum [1])) of an exit of a kind, from its parameters and its state."""
+        e, c = kind.exit, self.config
+        tree = {"embed": {TOKENS: table}, "shared_head": table}
+        whole = dict(own) | ({"head": table} if exits.head_name(c, e) == "own" else {})
+        if e == c.n_exits:
+            tree["final"] = whole
+        else:
+            tree["exits"] = {c.exits[e].name: whole}
+        read = lambda h: exits.state(tree, c, e, h, context, axes=self.axes)[0]
+        state = transformer.rematerialised(read, self.pipeline.remat)(h)
+        return exits_loss(
+            tree, c, [state], labels, weight, (e,), objective=self.pipeline.objective,
+            sparse=self.pipeline.sparse, axes=self.axes,
+        )  # fmt: skip
+
+    def exit_branches(self, weights: jax.Array, refs: Tree | None) -> list[Callable]:
+        """One for each kind: (h, m, exit's place among the weights) -> (gradient on h, loss, sum).
+
+        With `refs`, the gradients of the exit's parameters are added to these. The gradient on h is
+        None where nothing is trained below.
+        """
+        return [functools.partial(self._exit, k, weights, refs) for k in self.kinds[0]]
+
+    def _exit(self, kind: _Kind, weights, refs, h, m, which):
+        labels = lax.dynamic_index_in_dim(self.batch["labels"], m, 0, keepdims=False)
+        weight = lax.dynamic_slice_in_dim(weights, which, 1)
+        context = self.context(m)
+        row = lambda tree, s: jax.tree.map(lambda a: a[s], tree)
+        own = {k: row(self.params["exits"][k], s) for k, s in kind.parts}
+        group, slot = kind.table
+        table = self.params[group][slot]
+        loss = lambda own, table, h: self.exit_loss(kind, own, table, h, labels, weight, context)
+        if refs is None:
+            total, sums = loss(own, table, h)
+            return None, total, sums[0]
+        given = {"own": own}
+        if group in self.trained:
+            given["table"] = table
+        if "layers" in self.trained:  # else nothing below the exit asks for the gradient on h
+            given["h"] = h
+        of = lambda given: loss(given["own"], given.get("table", table), given.get("h", h))
+        (total, sums), grads = jax.value_and_grad(of, has_aux=True)(given)
+        for k, s in kind.parts:
+            jax.tree.map(functools.partial(add_row, s), refs["exits"][k], grads["own"][k])
+        if "table" in given:
+            add_row(slot, refs[group], grads["table"])
+        return grads.get("h"), total, sums[0]
+
+    def items(self, *at: str) -> dict[str, jax.Array]:
+        """This stage's exits `at` such places, as arrays [n] with n those of the stage that has
+        most; {} where no stage has one.
+
+        kind: of its program, -1 where there is no more exit; which: its place among the exits with
+        a loss; output, input: whether it reads what leaves or what enters the stage; begins:
+        whether it is the first to read that; slot: among the states inside the stage.
+        """
+        p, rows = self.partition, []
+        for i in range(p.stages):
+            seen, inside, row = set(), 0, []
+            for place in p.on(i, *at):
+                kind, which = self.kinds[1][place.exit], p.which.index(place.exit)
+                row.append((kind, which, place.at == OUTPUT, place.at == INPUT,
+                            place.at not in seen, inside))  # fmt: skip
+                seen.add(place.at)
+                inside += place.at == INSIDE
+            rows.append(row)
+        n = max(map(len, rows))
+        if not n:
+            return {}
+        filled = [row + [(-1, 0, False, False, True, 0)] * (n - len(row)) for row in rows]
+        columns = np.array(filled, np.int32)
+        names = ("kind", "which", "output", "input", "begins", "slot")
+        own = {k: self.own(columns[:, :, c].T) for c, k in enumerate(names)}
+        return own | {k: own[k].astype(bool) for k in ("output", "input", "begins")}
+
+    def run_exits(
+        self,
+        items: dict[str, jax.Array],
+        m: jax.Array,
+        branches: Sequence[Callable],
+        kept: Tree,
+        totals: Totals,
+        read: Callable,
+        write: Callable,
+    ) -> tuple[Tree, Totals]:
+        """This stage's `items` on microbatch m, none where m < 0: (kept, totals).
+
+        read(item, kept) is what an exit reads; write(item, kept, gradient) keeps the gradient on
+        it.
+        """
+
+        def one(carry, item):
+            def work(branch, kept, totals):
+                g, loss, ce = branch(read(item, kept), m, item["which"])
+                square = 0.0 if g is None else jnp.sum(jnp.square(g.astype(jnp.float32)))
+                at = jnp.arange(totals.sums.size) == item["which"]
+                add = lambda a, value: a + jnp.where(at, value, 0.0)
+                totals = Totals(
+                    totals.loss + loss, add(totals.sums, ce), add(totals.squares, square)
+                )
+                return write(item, kept, g), totals
+
+            choices = [lambda k, t: (k, t)] + [functools.partial(work, b) for b in branches]
+            kind = jnp.where(m >= 0, item["kind"], -1)
+            return lax.switch(kind + 1, choices, *carry), None
+
+        if len(items["kind"]) == 1:
+            return one((kept, totals), jax.tree.map(lambda a: a[0], items))[0]
+        return lax.scan(one, (kept, totals), items)[0]
+
+
+def add_row(row: int, ref, update: jax.Array) -> None:
+    ref[row] = ref[row] + update.astype(ref.dtype)
+
+
+def vary_over(tree: Tree, specs: Any) -> Tree:
+    """Values that vary over data and pipe, if they do not yet: no sum over these axes may hide in
+    the backward pass of a branch that only some stages take."""
+
+    def one(a, spec):
+        missing = tuple(axis for axis in (DATA, PIPE) if axis not in _cut_over(spec))
+        return lax.pcast(a, missing, to="varying") if missing else a
+
+    if isinstance(specs, P):
+        return jax.tree.map(lambda a: one(a, specs), tree)
+    return jax.tree.map(one, tree, specs)
+
+
+def sum_over(grads: Tree, specs: Tree) -> Tree:
+    """Gradients summed over the axes that their parameters do not lie cut over."""
+
+    def one(g, spec):
+        return lax.psum(g, tuple(axis for axis in (DATA, PIPE) if axis not in _cut_over(spec)))
+
+    return jax.tree.map(one, grads, specs)
+
+
+def _cut_over(spec: P) -> set[str]:
+    return {axis for entry in spec if entry for axis in np.atleast_1d(entry)}
