@@ -306,6 +306,7 @@ def attention(
     """
     b, t, _ = x.shape
     dtype = x.dtype
+    p = _own_kv_head(p, config, axes.model)
     q, k, v = _qkv(p, x, config.head_dim)  # [b, t, n|k, h]
     if config.qk_norm == "head":
         q, k = norm(p["q_norm"], q, config), norm(p["k_norm"], k, config)
@@ -340,6 +341,25 @@ def attention(
     out = out.reshape(b, t, n, config.head_dim)
     out = _product(out, p["o"], 2)
     return _finish(out, p.get("o_bias"), axes.model), (k, v)
+
+
+def _own_kv_head(p: Tree, config: ModelConfig, axis: str | None) -> Tree:
+    """Attention's parameters with the one KV head that this shard's query heads read, where there
+    are more shards than KV heads.
+
+    Keys' and values' parameters are then whole on every shard (`sharding.rules`), and several
+    shards compute the same head: a mean over shards is still the mean over heads (`qk_norm` full).
+    """
+    shards = lax.axis_size(axis) if axis else 1
+    if shards <= config.n_kv_heads:
+        return p
+    head = lax.axis_index(axis) * config.n_kv_heads // shards
+    cut = lambda a, dim: lax.dynamic_slice_in_dim(a, head, 1, dim)
+    own = {name: cut(p[name], 1) for name in "kv"}  # [d, k, h]
+    own |= {name: cut(p[name], 0) for name in ("k_bias", "v_bias") if name in p}
+    if config.qk_norm == "full":
+        own["k_norm"] = {"scale": cut(p["k_norm"]["scale"], 0)}
+    return p | own
 
 
 def _product(x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:

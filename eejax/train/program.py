@@ -9,7 +9,7 @@ from typing import Any
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from eejax.common.axes import MODEL, PIPE
+from eejax.common.axes import PIPE
 from eejax.common.errors import require
 from eejax.common.trees import Tree
 from eejax.models import params
@@ -21,9 +21,10 @@ from eejax.train.scope import Scope
 
 def check_mesh(config: MeshConfig) -> None:
     """Raises `ConfigError` for a mesh that training cannot run on."""
-    for axis in (PIPE, MODEL):
-        count = getattr(config, axis)
-        require(count == 1, f"mesh.{axis}", count, "must be 1: training runs data-parallel only")
+    require(
+        config.pipe == 1, f"mesh.{PIPE}", config.pipe,
+        "must be 1: training runs over mesh.data and mesh.model",
+    )  # fmt: skip
 
 
 def check_batches(train: TrainConfig, mesh: Mesh | AbstractMesh) -> None:
