@@ -95,6 +95,7 @@ class Program:
             optimizer.learning_rate(e.optimizer, e.train.steps),
             e.exit_weights.schedule(e.train.steps),
             self.mesh,
+            layout=e.mesh,
             clip_norm=e.optimizer.clip_norm,
             microbatches=e.train.microbatches,
             remat=e.train.remat,
@@ -110,4 +111,5 @@ class Program:
 
     def eval_step(self):
         """As `step.make_eval_step`."""
-        return step.make_eval_step(self.experiment.model, self.mesh, self.scope)
+        e = self.experiment
+        return step.make_eval_step(e.model, self.mesh, self.scope, layout=e.mesh)

@@ -21,7 +21,7 @@ from eejax.losses.multi_exit import ExitSums, multi_exit_loss
 from eejax.losses.objective import CROSS_ENTROPY, Objective
 from eejax.models.config import ModelConfig
 from eejax.sharding import rules
-from eejax.sharding.mesh import check_batch, mesh_axes
+from eejax.sharding.mesh import DEFAULT, Layout, check_batch, mesh_axes
 from eejax.train.recipes import averaged
 from eejax.train.scope import Scope
 from eejax.train.state import TrainState, abstract
@@ -45,6 +45,7 @@ def make_train_step(
     exit_weights: Schedule,
     mesh: Mesh,
     *,
+    layout: Layout = DEFAULT,
     clip_norm: float | None = 1.0,
     microbatches: int = 1,
     remat: str = "none",
@@ -93,8 +94,8 @@ def make_train_step(
     require(scope.config == config, "scope", scope.config.exits, "must be of the same model")
     final, devices = scope.which[-1:] == (config.n_exits,), mesh.shape[DATA]
     gradients = gradient_sums(
-        scope, mesh, microbatches=microbatches, remat=remat, seed=seed, objective=objective,
-        sparse=sparse,
+        scope, mesh, layout, microbatches=microbatches, remat=remat, seed=seed,
+        objective=objective, sparse=sparse,
     )  # fmt: skip
     update = Update(optimizer, learning_rate, clip_norm, ema, loss_scale_interval)
 
@@ -134,6 +135,7 @@ class BatchSums(NamedTuple):
 def gradient_sums(
     scope: Scope,
     mesh: Mesh,
+    layout: Layout = DEFAULT,
     *,
     microbatches: int,
     remat: str,
@@ -146,7 +148,7 @@ def gradient_sums(
     Raises `ConfigError` as `make_train_step` does.
     """
     _no_pipeline(mesh)
-    config, axes = scope.config, mesh_axes(mesh)
+    config, axes = scope.config, mesh_axes(mesh, layout)
     param_specs, frozen_specs = (rules.specs(d, mesh) for d in scope.declarations())
 
     def loss(trained, frozen, weights, batch, keys, rates):
@@ -263,7 +265,7 @@ class Update:
 
 
 def make_eval_step(
-    config: ModelConfig, mesh: Mesh, scope: Scope | None = None
+    config: ModelConfig, mesh: Mesh, scope: Scope | None = None, layout: Layout = DEFAULT
 ) -> Callable[[Tree, Arrays], ExitSums]:
     """The compiled `(params, batch) -> ExitSums`: summed loss of every exit, counted tokens.
 
@@ -271,7 +273,7 @@ def make_eval_step(
     """
     _no_pipeline(mesh)
     scope = scope or Scope(config)
-    axes = mesh_axes(mesh)
+    axes = mesh_axes(mesh, layout)
 
     def local(params, batch):
         weights = _vary(jnp.ones((len(scope.which),), jnp.float32))

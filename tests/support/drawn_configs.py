@@ -4,7 +4,6 @@ from hypothesis import strategies as st
 
 from eejax.models.config import ACTIVATIONS, ExitConfig, ModelConfig, RotaryConfig
 
-
 HEADS = ((2, 1), (4, 2), (3, 3), (6, 2))
 
 

@@ -1,5 +1,6 @@
 """Every mesh gives the losses and gradients of one device, whatever the model and the recipe."""
 
+import dataclasses
 import functools
 
 import jax
@@ -19,12 +20,26 @@ from eejax.train.state import TrainState
 from eejax.train.step import gradient_sums
 from tests.support import drawn_configs
 
-MESHES = [(1, 1, 2), (2, 1, 2), (1, 1, 4), (2, 1, 4)]
+MESHES = [
+    MeshConfig(1, 1, 2),
+    MeshConfig(2, 1, 2),
+    MeshConfig(1, 1, 4),
+    MeshConfig(2, 1, 4),
+    MeshConfig(1, 1, 2, sequence=True),
+    MeshConfig(2, 1, 4, sequence=True),
+]
 # Query heads, KV heads: as many of both, groups, fewer KV heads than shards, a single one.
 HEADS = {2: ((2, 1), (4, 2), (2, 2), (6, 2)), 4: ((4, 4), (8, 4), (8, 2), (4, 1))}
 DISTILLED = Objective(
     z_loss=0.01, confidence_weighted=True, distillation=0.6, distillation_temperature=2.0
 )
+
+
+def show(mesh):
+    """'2x1x4 sequence': a mesh's sizes and what is on that is off by default."""
+    off = dataclasses.asdict(MeshConfig(*mesh.shape))
+    changed = [k for k, v in dataclasses.asdict(mesh).items() if v != off[k]]
+    return " ".join(["x".join(map(str, mesh.shape)), *changed])
 
 
 def batch_of(config, b=4, t=12, documents=False):
@@ -62,7 +77,7 @@ def sums_of(mesh, config, *, tuned=None, documents=False, rates=None, scale=1.0,
     if rates is not None:
         rates = jnp.linspace(0.1, rates, config.n_layers)
     options = {"microbatches": 1, "remat": "none", "objective": CROSS_ENTROPY} | options
-    gradients = gradient_sums(scope, make_mesh(mesh), seed=0, sparse=False, **options)
+    gradients = gradient_sums(scope, make_mesh(mesh), mesh, seed=0, sparse=False, **options)
     batch = batch_of(config, documents=documents)
     return jax.device_get(jax.jit(gradients)(state, weights, rates, batch))
 
@@ -114,17 +129,17 @@ def one_device(name):
     return sums_of(MeshConfig(), fixed(name))
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=show)
 @pytest.mark.parametrize("name", FIXED)
 def test_every_gradient_is_that_of_one_device(name, mesh):
-    compare(sums_of(MeshConfig(*mesh), fixed(name)), one_device(name))
+    compare(sums_of(mesh, fixed(name)), one_device(name))
 
 
 @st.composite
 def cases(draw):
     """(mesh, config, how the batch is taken)."""
     mesh = draw(st.sampled_from(MESHES))
-    config = draw(drawn_configs.configs(HEADS[mesh[2]], vocab_multiples=(8,)))
+    config = draw(drawn_configs.configs(HEADS[mesh.model], vocab_multiples=(8,)))
     maybe = lambda *values: draw(st.sampled_from(values))
     objectives = (CROSS_ENTROPY, Objective(z_loss=0.02), DISTILLED)
     return mesh, config.replace(dropout=maybe(0.0, 0.2)), {
@@ -140,17 +155,17 @@ def cases(draw):
 @given(cases())
 def test_any_model_and_recipe(case):
     mesh, config, how = case
-    compare(sums_of(MeshConfig(*mesh), config, **how), sums_of(MeshConfig(), config, **how))
+    compare(sums_of(mesh, config, **how), sums_of(MeshConfig(), config, **how))
 
 
 TUNED = (ExitConfig(1, mlp=True, head="own"), ExitConfig(2, block=True))
 
 
-@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 1, 4)], ids=str)
+@pytest.mark.parametrize("mesh", [MESHES[1], MESHES[-1]], ids=show)
 def test_exits_that_are_tuned_alone(mesh):
     config = fixed("alibi", exits=TUNED)
     how = {"tuned": tuple(e.name for e in TUNED), "microbatches": 2}
-    compare(sums_of(MeshConfig(*mesh), config, **how), sums_of(MeshConfig(), config, **how))
+    compare(sums_of(mesh, config, **how), sums_of(MeshConfig(), config, **how))
 
 
 @pytest.mark.parametrize("name", ["llama", "alibi"])

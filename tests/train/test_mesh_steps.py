@@ -31,13 +31,14 @@ def batch_of(n, b=8, t=12):
 
 
 def run(mesh_config, steps=STEPS, config=CONFIG, bad=None, **recipe):
-    """(final state, metrics of every step, evaluation's sums); at step `bad` a label is no token."""
+    """(last state, metrics of every step, evaluation's sums); at step `bad` a label is no token."""
     mesh = make_mesh(mesh_config)
     extra = {"ema": recipe["ema"] is not None} if "ema" in recipe else {}
     extra |= {k: recipe[k] for k in ("loss_scale",) if k in recipe}
     tx = optimizer.transformation(OPTIMIZER, params.decays(config))
     train = step.make_train_step(
         config, tx, optimizer.learning_rate(OPTIMIZER, STEPS), schedules.constant((0.3,)), mesh,
+        layout=mesh_config,
         clip_norm=OPTIMIZER.clip_norm, **recipe,
     )  # fmt: skip
     now, records = state.create(config, tx, 0, mesh, **extra), []
@@ -47,7 +48,9 @@ def run(mesh_config, steps=STEPS, config=CONFIG, bad=None, **recipe):
             batch["labels"][3, 4] = config.vocab_size + 1
         now, metrics = train(now, step.put_batch(batch, mesh))
         records.append(jax.device_get(metrics))
-    sums = step.make_eval_step(config, mesh)(now.params, step.put_batch(batch_of(99), mesh))
+    sums = step.make_eval_step(config, mesh, layout=mesh_config)(
+        now.params, step.put_batch(batch_of(99), mesh)
+    )
     assert train._cache_size() == 1
     return now, records, jax.device_get(sums)
 
@@ -62,7 +65,7 @@ def test_twenty_steps_are_those_of_one_device(mesh):
     now, records, sums = run(MeshConfig(*mesh), **RECIPE)
     want, wanted, evaluated = one_device()
     for n, (a, b) in enumerate(zip(records, wanted, strict=True)):
-        # Rounding that twenty Adam steps at a rate of 1e-2 carry on, in norms sooner than in losses.
+        # Rounding that Adam steps at a rate of 1e-2 carry on, in norms sooner than in losses.
         for name in ("loss", "exit_losses"):
             np.testing.assert_allclose(a[name], b[name], rtol=1e-4, err_msg=name)
         for name in ("grad_norm", "exit_grad_norms"):
