@@ -20,11 +20,15 @@ class Axes:
 
     The same layer code runs on one device (all None) and inside `shard_map`: with a name it
     communicates over that axis, without one it does not.
+
+    sequence: the axis over which the positions of the residual stream are cut (Korthikanti et al.
+    2022), which is the model axis where it is set.
     """
 
     data: str | None = None
     pipe: str | None = None
     model: str | None = None
+    sequence: str | None = None
 
 
 LOCAL = Axes()

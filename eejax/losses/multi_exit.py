@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.errors import require
@@ -76,7 +77,7 @@ def multi_exit_loss(
         remat=remat,
         which=which,
         layer_dropout=layer_dropout,
-        tap=None if probes is None else lambda i, x: _tap(x, probes[i]),
+        tap=None if probes is None else lambda i, x: _tap(x, _as_the_stream(probes[i], axes)),
     )
     count = jnp.sum(labels != IGNORE, dtype=jnp.int32)
     total, sums = exits_loss(
@@ -133,6 +134,11 @@ def exits_loss(
 def _final(objective: Objective) -> Objective:
     """The final exit's part of an objective."""
     return Objective(z_loss=objective.z_loss)
+
+
+def _as_the_stream(probe: jax.Array, axes: Axes) -> jax.Array:
+    """A probe of each shard's own positions, whose gradients add up to that of the whole."""
+    return lax.pcast(probe, axes.sequence, to="varying") if axes.sequence else probe
 
 
 @jax.custom_vjp

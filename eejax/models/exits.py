@@ -14,7 +14,7 @@ from jax import lax
 
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.trees import Tree
-from eejax.models import layers
+from eejax.models import layers, shards
 from eejax.models.config import ModelConfig
 
 
@@ -91,13 +91,15 @@ def state(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
     """Boundary state x [b, t, d] -> what exit e's head reads, and its block's keys and values.
 
+    With a sequence axis x is [b, t/shards, d]; what comes out is always [b, t, d].
     The block attends with the positions and mask of the pass; with a `cache` (its own) it
     sees every earlier position that reached this boundary.
     """
     p = exit_params(params, config, e)
     kv = None
     if "mlp" in p:
-        x = x + layers.mlp(p["mlp"], layers.norm(p["mlp_norm"], x, config), config, axes)
+        h = shards.enter(layers.norm(p["mlp_norm"], x, config), axes)
+        x = x + layers.mlp(p["mlp"], h, config, axes)
     if "block" in p:
         window = config.exit_window(e)
         x, kv = layers.layer(
@@ -106,4 +108,4 @@ def state(
         )  # fmt: skip
     if "norm" in p:
         x = layers.norm(p["norm"], x, config)
-    return x, kv
+    return shards.enter(x, axes), kv

@@ -3,6 +3,8 @@
 Every function takes `Axes` (or an axis name): with a name for the model axis its weights are
 the local shard of a Megatron-style split (q, k, v, gate, up by columns; o, down by rows) and it
 sums over that axis where the split needs it; local head counts come from the weights' shapes.
+With a sequence axis the residual stream is [b, t/shards, d] between `leave` and `enter`
+(`models.shards`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from jax import lax
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.trees import Tree
 from eejax.models.config import ModelConfig, RotaryConfig
+from eejax.models.shards import enter, leave, own_kv_head, own_positions
 
 NEGATIVE = -1e30  # masks scores and logits; finite, so that fully masked rows stay finite
 
@@ -48,11 +51,6 @@ class Context(NamedTuple):
     local_rope: tuple[jax.Array, jax.Array] | None = None
     dropout_keys: jax.Array | None = None
     start: jax.Array | None = None
-
-
-def psum(x: jax.Array, axis: str | None) -> jax.Array:
-    """Sum over a mesh axis, or `x` itself where there is none."""
-    return lax.psum(x, axis) if axis else x
 
 
 def norm(
@@ -183,12 +181,19 @@ def make_context(
     )
 
 
-def dropout(x: jax.Array, rate: float, keys: jax.Array | None, layer, site: int) -> jax.Array:
-    """Inverted dropout of x [b, t, d], keyed by (sample, layer, site) and by nothing else."""
+def dropout(
+    x: jax.Array, rate: float, keys: jax.Array | None, layer, site: int, axes: Axes = LOCAL
+) -> jax.Array:
+    """Inverted dropout of a residual stream, keyed by (sample, layer, site) and by nothing else.
+
+    A shard of the sequence draws the mask of all positions, so that it is that of one device.
+    """
     if keys is None or rate == 0:
         return x
+    t, d = x.shape[1] * (lax.axis_size(axes.sequence) if axes.sequence else 1), x.shape[2]
     one = lambda key: jax.random.fold_in(jax.random.fold_in(key, layer), site)
-    keep = jax.vmap(lambda k: jax.random.bernoulli(one(k), 1 - rate, x.shape[1:]))(keys)
+    keep = jax.vmap(lambda k: jax.random.bernoulli(one(k), 1 - rate, (t, d)))(keys)
+    keep = own_positions(keep, axes)
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
 
 
@@ -299,13 +304,15 @@ def attention(
     cache: tuple[jax.Array, jax.Array] | None = None,
     axes: Axes = LOCAL,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Self-attention of x [b, t, d], before the sum over the model axis is added to o_bias.
+    """Self-attention of x [b, t, d], all positions of it (`shards.enter`).
 
-    Returns the output [b, t, d] and keys and values: those of the rows ([b, t, k, h]), or,
-    with a `cache` ([b * k, s, h] each), the cache with the rows written at `context.start`.
+    Returns the output as the residual stream lies, and keys and values: those of the rows
+    ([b, t, k, h]), or, with a `cache` ([b * k, s, h] each), the cache with the rows written at
+    `context.start`.
     """
     b, t, _ = x.shape
     dtype = x.dtype
+    p = own_kv_head(p, config, axes)
     q, k, v = _qkv(p, x, config.head_dim)  # [b, t, n|k, h]
     if config.qk_norm == "head":
         q, k = norm(p["q_norm"], q, config), norm(p["k_norm"], k, config)
@@ -339,7 +346,7 @@ def attention(
         out = _mix(q, k.astype(dtype), v.astype(dtype), mask, distance, slopes, config)
     out = out.reshape(b, t, n, config.head_dim)
     out = _product(out, p["o"], p["o"].ndim - 1)
-    return _finish(out, p.get("o_bias"), axes.model), (k, v)
+    return _add_bias(leave(out, axes), p.get("o_bias")), (k, v)
 
 
 def _product(x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
@@ -406,11 +413,6 @@ def _linear(p: Tree, name: str, x: jax.Array) -> jax.Array:
     return _add_bias(_product(x, p[name]), p.get(f"{name}_bias"))
 
 
-def _finish(y: jax.Array, bias: jax.Array | None, axis: str | None) -> jax.Array:
-    """The end of a row-parallel product: sum the shards, then add the bias once."""
-    return _add_bias(psum(y, axis), bias)
-
-
 def _add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
     """y [b, t, ...] plus a bias [...] in float32, returned in y's dtype.
 
@@ -422,7 +424,10 @@ def _add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 def mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) -> jax.Array:
-    """Feed-forward block of x [b, t, d]: down(act(gate x) * up x), or down(act(up x))."""
+    """Feed-forward block: down(act(gate x) * up x), or down(act(up x)).
+
+    x [b, t, d] are all positions (`shards.enter`); the result lies as the residual stream does.
+    """
     act = ACTIVATION[config.activation]
     if not config.mlp_gated:
         y = act(_linear(p, "up", x))
@@ -431,7 +436,7 @@ def mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) -> jax.A
         y = act(gate) * up
     else:
         y = act(_linear(p, "gate", x)) * _linear(p, "up", x)
-    return _finish(_product(y, p["down"]), p.get("down_bias"), axes.model)
+    return _add_bias(leave(_product(y, p["down"]), axes), p.get("down_bias"))
 
 
 def layer(
@@ -446,31 +451,29 @@ def layer(
     cache: tuple[jax.Array, jax.Array] | None = None,
     axes: Axes = LOCAL,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """One transformer layer on x [b, t, d]; returns the new x, and keys and values.
+    """One transformer layer on x [b, t, d] (with a sequence axis [b, t/shards, d], this shard's
+    positions); returns the new x, and keys and values.
 
     `index` (which layer, for dropout), `window` and `local` (sliding-window rotary base) may be
     traced, so that one compiled body serves a scan over layers that differ in them.
     """
-    drop = lambda y, site: dropout(y, config.dropout, context.dropout_keys, index, site)
+    drop = lambda y, site: dropout(y, config.dropout, context.dropout_keys, index, site, axes)
     attend = lambda y: attention(
         p["attn"], y, config, context, window=window, local=local, cache=cache, axes=axes
     )
-    pre = lambda name, y: norm(p[name], y, config) if name in p else y
+    feed = lambda y: mlp(p["mlp"], y, config, axes)
+    normed = lambda name, y: norm(p[name], y, config) if name in p else y
+    read = lambda name, y: enter(normed(name, y), axes)
     placement = config.norm_placement
     if config.residual != "sequential":
-        h = pre("attn_norm", x)
+        h = read("attn_norm", x)
         a, kv = attend(h)
-        m = mlp(
-            p["mlp"],
-            h if config.residual == "parallel_one_norm" else pre("mlp_norm", x),
-            config,
-            axes,
-        )
+        m = feed(h if config.residual == "parallel_one_norm" else read("mlp_norm", x))
         return x + drop(a, 0) + drop(m, 1), kv
-    a, kv = attend(pre("attn_norm", x))
+    a, kv = attend(read("attn_norm", x))
     if placement == "post":
         x = norm(p["attn_out_norm"], x + drop(a, 0), config)
-        return norm(p["mlp_out_norm"], x + drop(mlp(p["mlp"], x, config, axes), 1), config), kv
-    x = x + drop(pre("attn_out_norm", a), 0)
-    m = mlp(p["mlp"], pre("mlp_norm", x), config, axes)
-    return x + drop(pre("mlp_out_norm", m), 1), kv
+        return norm(p["mlp_out_norm"], x + drop(feed(enter(x, axes)), 1), config), kv
+    x = x + drop(normed("attn_out_norm", a), 0)
+    m = feed(read("mlp_norm", x))
+    return x + drop(normed("mlp_out_norm", m), 1), kv

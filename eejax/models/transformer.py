@@ -11,7 +11,7 @@ from jax import lax
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.errors import require, require_one_of
 from eejax.common.trees import Tree, slice_layers
-from eejax.models import exits, layers
+from eejax.models import exits, layers, shards
 from eejax.models.config import ModelConfig
 from eejax.models.params import for_compute
 
@@ -25,14 +25,17 @@ def embed(
     positions: jax.Array,
     axes: Axes = LOCAL,
 ) -> jax.Array:
-    """tokens [b, t] at positions [b or 1, t] -> x [b, t, d] in the dtype of computation."""
+    """tokens [b, t] at positions [b or 1, t] -> x [b, t, d] in the dtype of computation.
+
+    With a sequence axis x is [b, t/shards, d], the shard's own positions.
+    """
     table = params["embed"]["tokens"]
     if axes.model:  # each shard looks up the rows it owns (Megatron's vocabulary parallelism)
         rows = table.shape[0]
         i = tokens - lax.axis_index(axes.model) * rows
         own = (i >= 0) & (i < rows)
         x = jnp.where(own[..., None], table[jnp.clip(i, 0, rows - 1)], jnp.zeros((), table.dtype))
-        x = lax.psum(x, axes.model)
+        x = shards.leave(x, axes)
     else:
         x = table[tokens]
     x = x.astype(config.dtype)
@@ -40,7 +43,8 @@ def embed(
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if config.position == "learned":
         # In float32, as the gradient of a position is a sum over the batch.
-        rows = params["embed"]["positions"][positions].astype(jnp.float32)
+        rows = params["embed"]["positions"][shards.own_positions(positions, axes)]
+        rows = rows.astype(jnp.float32)
         x = (x.astype(jnp.float32) + rows).astype(x.dtype)
     if config.embedding_norm:
         x = layers.norm(params["embed"]["norm"], x, config)
@@ -63,6 +67,7 @@ def run_layers(
 ) -> tuple[jax.Array, jax.Array | None]:
     """x [b, t, d] through stacked layers [l, ...] as one scan: (x, states written on the way).
 
+    With a sequence axis x and the states are this shard's positions, as in `layers.layer`.
     `index` [l] are the layers' numbers in the model, traced or not. With `slots` [l], each layer
     writes its output into that slot of an array [n_slots, b, t, d]: layers that share a slot
     overwrite each other, so a slot ends up with the state at the boundary above the last of them.
@@ -178,7 +183,8 @@ def exit_states(
     by number, in order; layers above the deepest of them are not run. layer_dropout [l] float32:
     the probability of each layer to be left out, drawn for each sample from its dropout key (none
     is left out without keys).
-    `tap` is put over the state [b, t, d] at each exit's boundary, where the exit reads it.
+    `tap` is put over the state at each exit's boundary, where the exit reads it: [b, t, d], or with
+    a sequence axis [b, t/shards, d].
     """
     which = range(config.n_exits + 1) if which is None else which
     t = tokens.shape[1]
@@ -195,7 +201,7 @@ def exit_states(
         config, positions, segment_ids=segment_ids, dropout_keys=dropout_keys
     )
     x = embed(params, config, tokens, positions, axes)
-    x = layers.dropout(x, config.dropout, dropout_keys, 0, 2)
+    x = layers.dropout(x, config.dropout, dropout_keys, 0, 2, axes)
     reached = run_to_boundaries(
         params["layers"], x, config, context, [config.stops[e] for e in which],
         axes=axes, remat=remat, layer_dropout=layer_dropout,

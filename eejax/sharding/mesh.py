@@ -9,20 +9,44 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType, Mesh
 
-from eejax.common.axes import DATA, MESH_AXES, Axes
+from eejax.common.axes import DATA, MESH_AXES, MODEL, Axes
 from eejax.common.errors import ConfigError, require
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What the mesh's axes cut beside batch, layers and matrices.
+
+    `sequence`: between its matrix products a layer holds only a part of the positions on each
+    shard of the model axis (Korthikanti et al. 2022), which saves memory and no communication.
+    Without an effect where that axis has one device.
+    """
+
+    sequence: bool = False
+
+    def __post_init__(self):
+        for field in dataclasses.fields(Layout):
+            value = getattr(self, field.name)
+            require(
+                isinstance(value, bool),
+                f"{type(self).__name__}.{field.name}", value, "must be True or False",
+            )  # fmt: skip
+
+
+DEFAULT = Layout()
+
+
 @dataclasses.dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(Layout):
     """Devices along each axis: `data` copies of the model, each cut into `pipe` stages, each
-    stage's matrices cut into `model` shards."""
+    stage's matrices cut into `model` shards; and the `Layout` of what these hold."""
 
     data: int = 1
     pipe: int = 1
     model: int = 1
 
     def __post_init__(self):
+        super().__post_init__()
         for name, value in zip(MESH_AXES, self.shape, strict=True):
             ok = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             require(ok, f"MeshConfig.{name}", value, "must be a positive number of devices")
@@ -59,12 +83,13 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     )
 
 
-def mesh_axes(mesh: Mesh) -> Axes:
+def mesh_axes(mesh: Mesh, layout: Layout = DEFAULT) -> Axes:
     """The axis names for code inside a `shard_map` over `mesh`; None for axes of size 1.
 
     An axis of one device needs no communication, so the same program runs without it.
     """
-    return Axes(**{name: name if mesh.shape[name] > 1 else None for name in MESH_AXES})
+    names = {name: name if mesh.shape[name] > 1 else None for name in MESH_AXES}
+    return Axes(**names, sequence=names[MODEL] if layout.sequence else None)
 
 
 def check_batch(batch_size: int, mesh: Mesh, microbatches: int = 1, field: str = "batch_size"):

@@ -29,6 +29,12 @@ RULES: Mapping[str, str | None] = {
 }
 
 
+# Logical axes that may have fewer members than the mesh axis has devices: where these come in equal
+# groups for each member, the axis is whole on every device, which takes the member it needs.
+# Query heads of one group read the same key/value head (`models.layers.attention`).
+SHARED = ("k",)
+
+
 def spec(
     name: str,
     shape: tuple[int, ...],
@@ -65,6 +71,9 @@ def spec(
                 f"{name}: logical axes {placed[axis]!r} and {logical!r} of {axes} both lie on mesh "
                 f"axis {axis!r}. Map one of them to another axis, or to None."
             )
+        if logical in SHARED and size < mesh_shape[axis] and mesh_shape[axis] % size == 0:
+            entries.append(None)
+            continue
         if size % mesh_shape[axis]:
             raise ConfigError(
                 f"{name}: dimension {logical!r} of size {size} does not divide by mesh.{axis} = "

@@ -310,6 +310,14 @@ class Experiment:
             f"must fit the model's context_length ({self.model.context_length})",
         )  # fmt: skip
 
+        shards = self.mesh.model if self.mesh.sequence else 1
+        require(
+            self.data.length % shards == 0,
+            "data.length", self.data.length,
+            f"must divide by mesh.model = {shards}, over which mesh.sequence cuts it",
+            "Choose another length, or set mesh.sequence to False.",
+        )  # fmt: skip
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, for `from_dict`."""
         return json.loads(json.dumps(dataclasses.asdict(self)))

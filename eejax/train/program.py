@@ -9,7 +9,7 @@ from typing import Any
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from eejax.common.axes import MODEL, PIPE
+from eejax.common.axes import PIPE
 from eejax.common.errors import require
 from eejax.common.trees import Tree
 from eejax.models import params
@@ -21,9 +21,10 @@ from eejax.train.scope import Scope
 
 def check_mesh(config: MeshConfig) -> None:
     """Raises `ConfigError` for a mesh that training cannot run on."""
-    for axis in (PIPE, MODEL):
-        count = getattr(config, axis)
-        require(count == 1, f"mesh.{axis}", count, "must be 1: training runs data-parallel only")
+    require(
+        config.pipe == 1, f"mesh.{PIPE}", config.pipe,
+        "must be 1: training runs over mesh.data and mesh.model",
+    )  # fmt: skip
 
 
 def check_batches(train: TrainConfig, mesh: Mesh | AbstractMesh) -> None:
@@ -94,6 +95,7 @@ class Program:
             optimizer.learning_rate(e.optimizer, e.train.steps),
             e.exit_weights.schedule(e.train.steps),
             self.mesh,
+            layout=e.mesh,
             clip_norm=e.optimizer.clip_norm,
             microbatches=e.train.microbatches,
             remat=e.train.remat,
@@ -109,4 +111,5 @@ class Program:
 
     def eval_step(self):
         """As `step.make_eval_step`."""
-        return step.make_eval_step(self.experiment.model, self.mesh, self.scope)
+        e = self.experiment
+        return step.make_eval_step(e.model, self.mesh, self.scope, layout=e.mesh)

@@ -33,7 +33,7 @@ MAY_DIFFER = {
         "profile_begin",
         "profile_steps",
     },
-    "mesh": {"data", "pipe", "model"},
+    "mesh": {"data", "pipe", "model", "sequence"},
     "tune": {"base"},  # its checkpoint's step is compared
 }
 

@@ -1,10 +1,10 @@
-"""One training step and one evaluation step, on any number of data-parallel devices."""
+"""One training step and one evaluation step, on a mesh of data- and tensor-parallel devices."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from eejax.common.axes import DATA, MODEL, PIPE
-from eejax.common.errors import ConfigError, require
+from eejax.common.axes import DATA, PIPE
+from eejax.common.errors import require
 from eejax.common.trees import Tree, join
 from eejax.losses.multi_exit import ExitSums, multi_exit_loss
 from eejax.losses.objective import CROSS_ENTROPY, Objective
 from eejax.models.config import ModelConfig
 from eejax.sharding import rules
-from eejax.sharding.mesh import check_batch, mesh_axes
+from eejax.sharding.mesh import DEFAULT, Layout, check_batch, mesh_axes
 from eejax.train.recipes import averaged
 from eejax.train.scope import Scope
 from eejax.train.state import TrainState, abstract
@@ -45,6 +45,7 @@ def make_train_step(
     exit_weights: Schedule,
     mesh: Mesh,
     *,
+    layout: Layout = DEFAULT,
     clip_norm: float | None = 1.0,
     microbatches: int = 1,
     remat: str = "none",
@@ -86,14 +87,15 @@ def make_train_step(
     a counted token losses and norm are 0, and finite is false.
 
     Raises:
-      ConfigError: a mesh with more than one device along pipe or model.
+      ConfigError: a mesh with more than one device along pipe, or one that does not divide the
+        model.
     """
     scope = scope or Scope(config)
     require(scope.config == config, "scope", scope.config.exits, "must be of the same model")
     final, devices = scope.which[-1:] == (config.n_exits,), mesh.shape[DATA]
     gradients = gradient_sums(
-        scope, mesh, microbatches=microbatches, remat=remat, seed=seed, objective=objective,
-        sparse=sparse,
+        scope, mesh, layout, microbatches=microbatches, remat=remat, seed=seed,
+        objective=objective, sparse=sparse,
     )  # fmt: skip
     update = Update(optimizer, learning_rate, clip_norm, ema, loss_scale_interval)
 
@@ -133,6 +135,7 @@ class BatchSums(NamedTuple):
 def gradient_sums(
     scope: Scope,
     mesh: Mesh,
+    layout: Layout = DEFAULT,
     *,
     microbatches: int,
     remat: str,
@@ -140,12 +143,12 @@ def gradient_sums(
     objective: Objective,
     sparse: bool,
 ) -> Callable[[TrainState, jax.Array, jax.Array | None, Arrays], BatchSums]:
-    """`(state, weights [e], layer_dropout [l] or None, batch) -> BatchSums`, data parallel.
+    """`(state, weights [e], layer_dropout [l] or None, batch) -> BatchSums`, over data and model.
 
-    Raises `ConfigError` for a mesh with more than one device along pipe or model.
+    Raises `ConfigError` as `make_train_step` does.
     """
-    _data_parallel_only(mesh)
-    config, axes = scope.config, mesh_axes(mesh)
+    _no_pipeline(mesh)
+    config, axes = scope.config, mesh_axes(mesh, layout)
     param_specs, frozen_specs = (rules.specs(d, mesh) for d in scope.declarations())
 
     def loss(trained, frozen, weights, batch, keys, rates):
@@ -158,7 +161,9 @@ def gradient_sums(
         )  # fmt: skip
 
     def local(params, frozen, weights, rates, batch, step):
-        # Varying from the start: no psum hides in the backward pass, all of it is one at the end.
+        # Varying over data from the start: no sum over it hides in the backward pass, all of it is
+        # one at the end. What is whole on every shard of the model axis (norms, biases behind a
+        # sum) stays so: where it meets values that are not, autodiff sums its gradient.
         params, frozen, weights, rates = _vary((params, frozen, weights, rates))
         part = lambda a: a.reshape(microbatches, -1, *a.shape[1:])
         parts = jax.tree.map(part, dict(batch))
@@ -180,6 +185,7 @@ def gradient_sums(
         else:
             shapes = jax.eval_shape(one, jax.tree.map(lambda a: a[0], (parts, keys)))
             zeros = _vary(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes))
+            zeros = zeros._replace(grads=jax.tree.map(_vary_as, zeros.grads, param_specs))
             add = lambda sums, part: (jax.tree.map(jnp.add, sums, one(part)), None)
             sums, _ = lax.scan(add, zeros, (parts, keys))
         return lax.psum(sums, DATA)
@@ -259,15 +265,15 @@ class Update:
 
 
 def make_eval_step(
-    config: ModelConfig, mesh: Mesh, scope: Scope | None = None
+    config: ModelConfig, mesh: Mesh, scope: Scope | None = None, layout: Layout = DEFAULT
 ) -> Callable[[Tree, Arrays], ExitSums]:
     """The compiled `(params, batch) -> ExitSums`: summed loss of every exit, counted tokens.
 
     With a `scope`, params are `scope.parameters()` and the exits those of `scope.which`.
     """
-    _data_parallel_only(mesh)
+    _no_pipeline(mesh)
     scope = scope or Scope(config)
-    axes = mesh_axes(mesh)
+    axes = mesh_axes(mesh, layout)
 
     def local(params, batch):
         weights = _vary(jnp.ones((len(scope.which),), jnp.float32))
@@ -293,10 +299,12 @@ def _vary(tree: Tree) -> Tree:
     return jax.tree.map(lambda a: lax.pcast(a, (DATA,), to="varying"), tree)
 
 
-def _data_parallel_only(mesh: Mesh) -> None:
-    sizes: dict[str, Any] = {axis: mesh.shape[axis] for axis in (PIPE, MODEL)}
-    if any(n > 1 for n in sizes.values()):
-        raise ConfigError(
-            f"mesh {dict(mesh.shape)}: training runs data-parallel only; set mesh.pipe and "
-            "mesh.model to 1."
-        )
+def _vary_as(a: jax.Array, spec: P) -> jax.Array:
+    """`a`, varying over the mesh axes that cut a parameter of `spec` too."""
+    cut = tuple(axis for axis in spec if axis is not None)
+    return lax.pcast(a, cut, to="varying") if cut else a
+
+
+def _no_pipeline(mesh: Mesh) -> None:
+    count = mesh.shape[PIPE]
+    require(count == 1, f"mesh.{PIPE}", count, "must be 1: this step knows no pipeline")

@@ -32,6 +32,19 @@ def test_axes_of_one_device_have_no_name():
     assert mesh_axes(make_mesh(MeshConfig())) == Axes()
 
 
+def test_the_sequence_is_cut_over_the_model_axis():
+    for sizes in ({"model": 4}, {"data": 2}):
+        config = MeshConfig(**sizes, sequence=True)
+        axes = mesh_axes(make_mesh(config), config)
+        assert axes.sequence == axes.model == ("model" if "model" in sizes else None)
+
+
+@pytest.mark.parametrize("field", ["sequence"])
+def test_switches_are_true_or_false(field):
+    with pytest.raises(ConfigError, match=f"MeshConfig.{field} = 1: must be True or False"):
+        MeshConfig(**{field: 1})
+
+
 @pytest.mark.parametrize(
     "batch, microbatches, fits",
     [(8, 2, True), (4, 1, True), (6, 1, False), (4, 2, False), (2, 1, False)],

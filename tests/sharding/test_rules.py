@@ -21,6 +21,7 @@ SPLIT = {"data": 2, "pipe": 2, "model": 2}
         ((10, 8), ("v", "d"), P("model", None)),
         ((8,), ("d",), P(None)),
         ((8,), (None,), P(None)),
+        ((8, 1, 4), ("d", "k", "h"), P(None, None, None)),  # one KV head: whole on every device
     ],
 )
 def test_specs_follow_the_rules(shape, axes, expected):
@@ -33,6 +34,7 @@ def test_specs_follow_the_rules(shape, axes, expected):
     [
         ((4, 4), ("n", "f"), "layers/q: logical axes 'n' and 'f'.*both lie on mesh axis 'model'"),
         ((7, 8), ("v", "d"), "layers/q: dimension 'v' of size 7 does not divide by mesh.model = 2"),
+        ((8, 3, 4), ("d", "k", "h"), "layers/q: dimension 'k' of size 3 does not divide"),
         ((4,), ("z",), "layers/q: logical axis 'z' has no rule"),
         ((4, 4), ("d",), "layers/q: shape"),
     ],

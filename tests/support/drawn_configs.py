@@ -4,11 +4,14 @@ from hypothesis import strategies as st
 
 from eejax.models.config import ACTIVATIONS, ExitConfig, ModelConfig, RotaryConfig
 
+HEADS = ((2, 1), (4, 2), (3, 3), (6, 2))
+
 
 @st.composite
-def configs(draw):
+def configs(draw, heads=HEADS, vocab_multiples=(1, 8)):
+    """heads: pairs (n_heads, n_kv_heads) to draw from."""
     n_layers = draw(st.integers(1, 4))
-    n_heads, n_kv = draw(st.sampled_from([(2, 1), (4, 2), (3, 3), (6, 2)]))
+    n_heads, n_kv = draw(st.sampled_from(heads))
     head_dim = 8
     norm_placement = draw(st.sampled_from(["pre", "post", "pre_post", "output"]))
     residual = "sequential"
@@ -41,7 +44,7 @@ def configs(draw):
         head_dim=head_dim,
         d_ff=20,
         context_length=16,
-        vocab_multiple=maybe(1, 8),
+        vocab_multiple=maybe(*vocab_multiples),
         norm=maybe("rmsnorm", "layernorm"),
         norm_plus_one=maybe(True, False),
         norm_bias=maybe(True, False),

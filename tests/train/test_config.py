@@ -68,6 +68,14 @@ def test_values_of_another_type_are_named(section, field, value, allowed):
     assert f"config.{section}.{field} = {value!r}: {allowed}" in str(error.value)
 
 
+def test_a_sequence_that_the_shards_cannot_cut_is_named():
+    values = {"model": SIZES, "data": {"length": 30}, "mesh": {"model": 4, "sequence": True}}
+    with pytest.raises(ConfigError, match="data.length = 30: must divide by mesh.model = 4"):
+        Experiment.from_dict(values)
+    Experiment.from_dict(values | {"mesh": {"model": 4}})
+    Experiment.from_dict(values | {"mesh": {"sequence": True}})
+
+
 def test_a_section_must_have_fields():
     with pytest.raises(ConfigError, match="config.train = 3: must be a section"):
         Experiment.from_dict({"model": SIZES, "train": 3})

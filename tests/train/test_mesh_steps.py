@@ -1,0 +1,124 @@
+"""Whole training steps on meshes of several axes, against the same steps on one device."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from eejax.common.errors import ConfigError
+from eejax.losses import schedules
+from eejax.models import params
+from eejax.models.config import ExitConfig, ModelConfig
+from eejax.sharding.mesh import MeshConfig, make_mesh
+from eejax.train import optimizer, state, step
+
+CONFIG = ModelConfig(
+    vocab_size=61, vocab_multiple=8, n_layers=2, d_model=16, n_heads=4, n_kv_heads=1,
+    context_length=16, dropout=0.1, head="tied", qkv_bias=True,
+    exits=(ExitConfig(1, mlp=True, head="own"),),
+)  # fmt: skip
+STEPS = 20
+OPTIMIZER = optimizer.OptimizerConfig(learning_rate=1e-2, warmup_steps=3, clip_norm=0.5)
+RECIPE = {"ema": 0.9, "microbatches": 1, "remat": "dots"}
+
+
+def batch_of(n, b=8, t=12):
+    rng = np.random.default_rng((1, n))
+    tokens = rng.integers(0, CONFIG.vocab_size, (b, t + 1)).astype(np.int32)
+    labels = np.where(rng.random((b, t)) < 0.2, -1, tokens[:, 1:]).astype(np.int32)
+    return {"tokens": tokens[:, :-1], "labels": labels}
+
+
+def run(mesh_config, steps=STEPS, config=CONFIG, bad=None, **recipe):
+    """(last state, metrics of every step, evaluation's sums); at step `bad` a label is no token."""
+    mesh = make_mesh(mesh_config)
+    extra = {"ema": recipe["ema"] is not None} if "ema" in recipe else {}
+    extra |= {k: recipe[k] for k in ("loss_scale",) if k in recipe}
+    tx = optimizer.transformation(OPTIMIZER, params.decays(config))
+    train = step.make_train_step(
+        config, tx, optimizer.learning_rate(OPTIMIZER, STEPS), schedules.constant((0.3,)), mesh,
+        layout=mesh_config,
+        clip_norm=OPTIMIZER.clip_norm, **recipe,
+    )  # fmt: skip
+    now, records = state.create(config, tx, 0, mesh, **extra), []
+    for n in range(steps):
+        batch = batch_of(n % 4)
+        if n == bad:
+            batch["labels"][3, 4] = config.vocab_size + 1
+        now, metrics = train(now, step.put_batch(batch, mesh))
+        records.append(jax.device_get(metrics))
+    sums = step.make_eval_step(config, mesh, layout=mesh_config)(
+        now.params, step.put_batch(batch_of(99), mesh)
+    )
+    assert train._cache_size() == 1
+    return now, records, jax.device_get(sums)
+
+
+@functools.cache
+def one_device():
+    return run(MeshConfig(), **RECIPE)
+
+
+@pytest.mark.parametrize("mesh", [(4, 1, 2), (8, 1, 1), (1, 1, 4)], ids=str)
+def test_twenty_steps_are_those_of_one_device(mesh):
+    now, records, sums = run(MeshConfig(*mesh), **RECIPE)
+    want, wanted, evaluated = one_device()
+    for n, (a, b) in enumerate(zip(records, wanted, strict=True)):
+        # Rounding that Adam steps at a rate of 1e-2 carry on, in norms sooner than in losses.
+        for name in ("loss", "exit_losses"):
+            np.testing.assert_allclose(a[name], b[name], rtol=1e-4, err_msg=name)
+        for name in ("grad_norm", "exit_grad_norms"):
+            np.testing.assert_allclose(a[name], b[name], rtol=1e-5 * 2**n, err_msg=name)
+    assert records[-1]["loss"] < 0.96 * records[0]["loss"]
+    np.testing.assert_allclose(sums.sums, evaluated.sums, rtol=1e-4)
+    assert sums.count == evaluated.count
+    start = params.init(CONFIG, jax.random.key(0))
+    trees = jax.device_get((now.params, want.params, now.ema, want.ema, start))
+    for a, b, a_ema, b_ema, c in zip(*map(jax.tree.leaves, trees), strict=True):
+        # A ratio of moments near zero amplifies rounding: compared with the distance travelled.
+        travelled = max(1e-2, np.abs(b - c).max())
+        assert np.abs(a - b).max() <= 1e-2 * travelled
+        assert np.abs(a_ema - b_ema).max() <= 1e-2 * travelled
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 1, 4)], ids=str)
+def test_a_step_that_is_not_finite_is_skipped_on_every_device(mesh):
+    now, records, _ = run(MeshConfig(*mesh), steps=3, bad=1, **RECIPE)
+    _, want, _ = run(MeshConfig(), steps=3, bad=1, **RECIPE)
+    assert [r["finite"] for r in records] == [True, False, True] and int(now.skipped) == 1
+    np.testing.assert_allclose(records[2]["loss"], want[2]["loss"], rtol=1e-5)
+    for leaf in jax.tree.leaves(now.params):
+        by_index = {}
+        for shard in leaf.addressable_shards:
+            same = by_index.setdefault(str(shard.index), np.asarray(shard.data))
+            np.testing.assert_array_equal(same, shard.data)
+        assert np.isfinite(np.asarray(leaf)).all()
+
+
+def test_one_loss_scale_on_all_devices():
+    config = CONFIG.replace(dtype="float16", dropout=0.0)
+    # The scale is one of a data shard's mean loss: as many of these, so the same overflows.
+    _, got, _ = run(MeshConfig(model=2), steps=8, config=config, loss_scale=2.0**20)
+    _, want, _ = run(MeshConfig(), steps=8, config=config, loss_scale=2.0**20)
+    for a, b in zip(got, want, strict=True):
+        # Shards' products are rounded to 11 bits before they are added.
+        np.testing.assert_allclose(a["loss"], b["loss"], rtol=2e-3)
+        assert a["finite"] == b["finite"] and a["loss_scale"] == b["loss_scale"]
+    # A scale this large overflows at first, and is halved.
+    assert not got[0]["finite"] and got[-1]["finite"] and got[-1]["loss_scale"] < 2.0**20
+
+
+def test_what_does_not_divide_is_refused_by_name():
+    wide = ModelConfig(vocab_size=61, n_layers=1, d_model=24, n_heads=6, n_kv_heads=3, d_ff=32,
+                       context_length=8)  # fmt: skip
+    mesh = make_mesh(MeshConfig(model=4))
+    for config, message in [
+        (wide, "embed/tokens: dimension 'v' of size 61 does not divide by mesh.model = 4"),
+        (wide.replace(vocab_multiple=8), "attn/k: dimension 'k' of size 3 does not divide"),
+        (wide.replace(vocab_multiple=8, n_kv_heads=2), "attn/o: dimension 'n' of size 6"),
+        (wide.replace(vocab_multiple=8, n_kv_heads=4, n_heads=8, head_dim=4, d_ff=30),
+         "mlp/down: dimension 'f' of size 30"),
+    ]:  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            step.make_eval_step(config, mesh)
