@@ -344,25 +344,27 @@ def attention(
     else:
         k, v = (write_rows(c, a, context.start) for c, a in zip(cache, (k, v), strict=True))
         out = _mix(q, k.astype(dtype), v.astype(dtype), mask, distance, slopes, config)
-    out = out.reshape(b, t, n, config.head_dim)
-    out = _product(out, p["o"], p["o"].ndim - 1)
+    out = _product(_rows(out), p["o"], p["o"].ndim - 1).reshape(b, t, -1)
     return _add_bias(leave(out, axes), p.get("o_bias")), (k, v)
 
 
-def _product(x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
-    """x [b, t, ...] times w over x's last and w's first `contracted` dimensions.
+def _product(rows: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
+    """rows [r, i] times w, whose first `contracted` dimensions have i elements together.
 
-    The tokens are flattened first: with b and t apart, XLA's CPU backend forms w's gradient from
-    a transposed copy of the whole output gradient, and a training step takes 1.8 times as long.
-    Two rows (a decoding step that carries one waiting token) are two matrix-vector products:
+    Rows are the tokens of all sequences: with b and t apart, XLA's CPU backend forms w's gradient
+    from a transposed copy of the whole output gradient, and a training step takes 1.8 times as
+    long. Two rows (a decoding step that carries one waiting token) are two matrix-vector products:
     each runs at memory bandwidth, the second out of the processor's cache, where a product of two
     rows would first repack w.
     """
-    b, t = x.shape[:2]
-    rows = x.reshape(b * t, -1)
     w2 = w.reshape(rows.shape[1], -1)
-    y = jnp.concatenate([rows[:1] @ w2, rows[1:] @ w2]) if b * t == 2 else rows @ w2
-    return y.reshape(b, t, *w.shape[contracted:])
+    y = jnp.concatenate([rows[:1] @ w2, rows[1:] @ w2]) if len(rows) == 2 else rows @ w2
+    return y.reshape(len(rows), *w.shape[contracted:])
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    """x [b, t, ...] as [b t, ...]. Once for all products with it: each would keep its own."""
+    return x.reshape(-1, math.prod(x.shape[2:]))
 
 
 def fuse(p: Tree) -> Tree:
@@ -398,7 +400,7 @@ def _joined(tree: Tree, names: tuple[str, ...], name: str) -> Tree:
 
 def _qkv(p: Tree, x: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Projections [b, t, n, h], [b, t, k, h] twice, from separate or fused weights."""
-    b, t, _ = x.shape
+    (b, t, _), x = x.shape, _rows(x)
     if "qkv" not in p:
         return tuple(_linear(p, name, x).reshape(b, t, -1, head_dim) for name in "qkv")
     y = _linear(p, "qkv", x)
@@ -408,19 +410,20 @@ def _qkv(p: Tree, x: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array, ja
     return tuple(a.reshape(b, t, -1, head_dim) for a in (q, k, v))
 
 
-def _linear(p: Tree, name: str, x: jax.Array) -> jax.Array:
-    """x [b, t, d] times weight `name`, plus its bias if there is one."""
-    return _add_bias(_product(x, p[name]), p.get(f"{name}_bias"))
+def _linear(p: Tree, name: str, rows: jax.Array) -> jax.Array:
+    """rows [r, d] times weight `name`, plus its bias if there is one."""
+    return _add_bias(_product(rows, p[name]), p.get(f"{name}_bias"))
 
 
 def _add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """y [b, t, ...] plus a bias [...] in float32, returned in y's dtype.
+    """y [..., *] plus a bias [*] in float32, returned in y's dtype.
 
     The bias's gradient is a sum over all tokens: in bf16 such a sum stops growing.
     """
     if bias is None:
         return y
-    return (y.astype(jnp.float32) + bias.astype(jnp.float32)[None, None]).astype(y.dtype)
+    bias = bias.astype(jnp.float32).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+    return (y.astype(jnp.float32) + bias).astype(y.dtype)
 
 
 def mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) -> jax.Array:
@@ -429,6 +432,7 @@ def mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) -> jax.A
     x [b, t, d] are all positions (`shards.enter`); the result lies as the residual stream does.
     """
     act = ACTIVATION[config.activation]
+    (b, t, _), x = x.shape, _rows(x)
     if not config.mlp_gated:
         y = act(_linear(p, "up", x))
     elif "gate_up" in p:
@@ -436,7 +440,8 @@ def mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) -> jax.A
         y = act(gate) * up
     else:
         y = act(_linear(p, "gate", x)) * _linear(p, "up", x)
-    return _add_bias(leave(_product(y, p["down"]), axes), p.get("down_bias"))
+    y = _product(y, p["down"]).reshape(b, t, -1)
+    return _add_bias(leave(y, axes), p.get("down_bias"))
 
 
 def layer(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from eejax.common.axes import DATA, PIPE
+from eejax.common.axes import DATA
 from eejax.common.trees import Tree, join
 from eejax.losses.cross_entropy import IGNORE
 from eejax.losses.multi_exit import ExitSums
@@ -32,7 +32,7 @@ def evaluation(pipeline: Pipeline, microbatches: int) -> Callable[[Tree, Arrays]
         first, whole = jnp.zeros((), jnp.int32), vary_over(whole, specs)
         stage = Stage(plain, {}, whole, batch, first, None, microbatches)
         weights = stage.vary(jnp.ones(len(stage.partition.which), jnp.float32))
-        totals = lax.psum(_run(stage, microbatches, weights, None), (DATA, PIPE))
+        totals = stage.sum_totals(_run(stage, microbatches, weights, None))
         return ExitSums(totals.sums, _count(batch))
 
     return jax.shard_map(
@@ -52,7 +52,7 @@ def exit_gradients(pipeline: Pipeline, microbatches: int) -> Callable[..., Sums]
         refs = jax.tree.map(lambda a: jax.new_ref(jnp.zeros_like(a)), stage.trained)
         totals = _run(stage, microbatches, stage.vary(weights), refs)
         grads = sum_over(jax.tree.map(jax.freeze, refs), pipeline.specs[0])
-        totals = lax.psum(totals, (DATA, PIPE))
+        totals = stage.sum_totals(totals)
         exits = ExitSums(totals.sums, _count(batch))
         return Sums(grads, totals.squares, totals.loss, exits)
 

@@ -43,7 +43,7 @@ def table_name(config: ModelConfig, e: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class StageLayout:
     """Parameters of a `Partition`.
 
     tuned: only the exits of the partition are trained (`train.scope.Scope`). All else that their

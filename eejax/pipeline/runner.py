@@ -267,7 +267,7 @@ def _sum(stage: Stage, grads: Tree, totals: Totals, batch: Arrays) -> Sums:
             for slots in tables.values():
                 grads[group] = _sum_copies(stage, grads[group], slots)
     grads = sum_over(grads, stage.pipeline.specs[0])
-    totals = lax.psum(totals, (DATA, PIPE))
+    totals = stage.sum_totals(totals)
     count = lax.psum(jnp.sum(batch["labels"] != IGNORE, dtype=jnp.int32), DATA)
     return Sums(grads, totals.squares, totals.loss, ExitSums(totals.sums, count))
 

@@ -19,12 +19,12 @@ from eejax.common.errors import require
 from eejax.common.trees import Tree, join
 from eejax.losses.multi_exit import exits_loss
 from eejax.losses.objective import CROSS_ENTROPY, Objective
-from eejax.models import exits, layers, params, transformer
+from eejax.models import exits, layers, params, shards, transformer
 from eejax.models.config import ModelConfig
-from eejax.pipeline.layout import TOKENS, Layout, table_name
+from eejax.pipeline.layout import TOKENS, StageLayout, table_name
 from eejax.pipeline.partition import INPUT, INSIDE, OUTPUT
 from eejax.sharding import rules
-from eejax.sharding.mesh import mesh_axes
+from eejax.sharding.mesh import DEFAULT, Layout, mesh_axes
 
 Arrays = Mapping[str, jax.Array]
 
@@ -33,14 +33,17 @@ Arrays = Mapping[str, jax.Array]
 class Pipeline:
     """A model's stages on a mesh, and what they compute.
 
-    remat: what is kept of a microbatch between its forward and its backward pass on a stage: "full"
-    keeps its input and runs the layers again, "dots" keeps the products with weights, "none"
-    everything that the backward pass reads. `sample_keys(step, n)` are the dropout keys of this
-    device's n samples. Raises `ConfigError` for an objective that distils.
+    cuts: what the mesh's axes cut beside batch, layers and matrices. remat: what is kept of a
+    microbatch between its forward and its backward pass on a stage: "full" keeps its input and runs
+    the layers again, "dots" keeps the products with weights, "none" everything that the backward
+    pass reads. `sample_keys(step, n)` are the dropout keys of this device's n samples.
+
+    Raises `ConfigError` for an objective that distils.
     """
 
-    layout: Layout
+    layout: StageLayout
     mesh: Mesh
+    cuts: Layout = DEFAULT
     remat: str = "dots"
     objective: Objective = CROSS_ENTROPY
     sparse: bool = False
@@ -90,7 +93,7 @@ class Stage:
     def __init__(self, pipeline: Pipeline, trained: Tree, frozen: Tree, batch, step, rates, parts):
         self.pipeline, self.config = pipeline, pipeline.config
         self.layout, self.partition = pipeline.layout, pipeline.layout.partition
-        self.axes = mesh_axes(pipeline.mesh)
+        self.axes = mesh_axes(pipeline.mesh, pipeline.cuts)
         self.trained = trained
         self.rates = None if rates is None else vary_over(rates, P())
         self.params = params.for_compute(join(frozen, self.trained), self.config.dtype)
@@ -112,13 +115,25 @@ class Stage:
         return jnp.asarray(np.asarray(table))[..., self.index]
 
     def hidden(self) -> jax.Array:
-        """A blank state [b, t, d]."""
+        """A blank state [b, t, d], of this shard's own positions."""
         b, t = self.batch["tokens"].shape[1:]
-        return self.vary(jnp.zeros((b, t, self.config.d_model), self.config.dtype))
+        x = shards.own_positions(
+            jnp.zeros((b, t, self.config.d_model), self.config.dtype), self.axes
+        )
+        return self.vary(x)
 
     def no_totals(self) -> Totals:
-        n = len(self.partition.which)
-        return self.vary(Totals(jnp.zeros(()), jnp.zeros(n), jnp.zeros(n)))
+        n, sequence = len(self.partition.which), self.axes.sequence
+        squares = jnp.zeros(n)
+        if sequence:
+            squares = lax.pcast(squares, sequence, to="varying")
+        return self.vary(Totals(jnp.zeros(()), jnp.zeros(n), squares))
+
+    def sum_totals(self, totals: Totals) -> Totals:
+        """Over all devices."""
+        if self.axes.sequence:
+            totals = totals._replace(squares=lax.psum(totals.squares, self.axes.sequence))
+        return lax.psum(totals, (DATA, PIPE))
 
     def vary(self, tree: Tree) -> Tree:
         return vary_over(tree, P())
@@ -141,7 +156,7 @@ class Stage:
         tokens = lax.dynamic_index_in_dim(self.batch["tokens"], m, 0, keepdims=False)
         positions = self.positions(m)
         x = transformer.embed({"embed": embedding}, self.config, tokens, positions, self.axes)
-        return layers.dropout(x, self.config.dropout, context.dropout_keys, 0, 2)
+        return layers.dropout(x, self.config.dropout, context.dropout_keys, 0, 2, self.axes)
 
     def embedding(self, tree: Tree) -> Tree:
         """What `embed` takes, out of parameters or of their gradients' tree."""

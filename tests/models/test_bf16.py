@@ -67,20 +67,20 @@ def test_bias_gradients_are_sums_in_float32():
     check(mlp["down_bias"], f64(g).sum((0, 1)))
 
     # The gradient of an inner bias is the sum of the gradients of what it is added to.
-    gate = layers._linear(p["mlp"], "gate", x)
-    up = layers._linear(p["mlp"], "up", x)
+    gate = layers._linear(p["mlp"], "gate", layers._rows(x))
+    up = layers._linear(p["mlp"], "up", layers._rows(x))
 
     def rest(gate, up):
         y = layers.ACTIVATION[CONFIG.activation](gate) * up
         return layers._product(y, p["mlp"]["down"])
 
-    d_gate, d_up = jax.jit(lambda *a: jax.vjp(rest, *a)[1](g))(gate, up)
+    d_gate, d_up = jax.jit(lambda *a: jax.vjp(rest, *a)[1](layers._rows(g)))(gate, up)
     for name, d in (("gate_bias", d_gate), ("up_bias", d_up)):
-        want = f64(d).sum((0, 1))
+        want = f64(d).sum(0)
         assert mlp[name].dtype == jnp.float32
         # XLA may keep a product in float32 where it fuses it, so each addend differs by 2^-9 of
         # itself at random; 600 of them by a 24th of that.
-        noise = 2**-9 * np.sqrt((f64(d) ** 2).sum((0, 1)))
+        noise = 2**-9 * np.sqrt((f64(d) ** 2).sum(0))
         assert (np.abs(np.asarray(mlp[name]) - want) < 4 * noise).all(), name
 
 
