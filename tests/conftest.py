@@ -8,11 +8,11 @@ import pathlib
 import shutil
 import tempfile
 
-# Eight devices on one CPU, so that every mesh up to eight runs here.
+# Sixteen devices on one CPU, so that every mesh up to sixteen runs here.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=16".strip()
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Many tests, workers and child processes compile the same programs: they share what was compiled,
 # for this run only. Workers inherit the variable, and with it not the duty to clean up.

@@ -61,6 +61,7 @@ def run_layers(
     slots: jax.Array | None = None,
     n_slots: int = 0,
     active: jax.Array | None = None,
+    load: Callable[[Tree], Tree] = lambda p: p,
     axes: Axes = LOCAL,
     remat: str = "none",
     layer_dropout: jax.Array | None = None,
@@ -71,7 +72,8 @@ def run_layers(
     `index` [l] are the layers' numbers in the model, traced or not. With `slots` [l], each layer
     writes its output into that slot of an array [n_slots, b, t, d]: layers that share a slot
     overwrite each other, so a slot ends up with the state at the boundary above the last of them.
-    `active` [l]: False where a layer only fills up the stack and is passed by.
+    `active` [l]: False where a layer only fills up the stack and is passed by. `load` makes a
+    layer's parameters of one layer of the stack, where it is used.
 
     `remat`: "none" keeps what autodiff wants, "dots" the products with weights only, "full"
     nothing but each layer's input. Attention's scores are recomputed under each. `layer_dropout`
@@ -83,7 +85,7 @@ def run_layers(
         per_layer = jnp.array([2**30 if w is None else w for w in windows], jnp.int32)[index]
 
     def run(x, s):
-        p, i, window, local = s["layer"], s["index"], windows, windows is not None
+        p, i, window, local = load(s["layer"]), s["index"], windows, windows is not None
         if per_layer is not None:
             window, local = s["window"], s["window"] < 2**30
         return layers.layer(

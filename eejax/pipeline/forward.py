@@ -84,7 +84,7 @@ def _run(stage: Stage, microbatches: int, weights: jax.Array, refs: Tree | None)
         context = stage.context(m)
         embed = lambda: stage.embed(stage.embedding(stage.params), m, context)
         x = lax.cond(stage.first, embed, lambda: x)
-        y, inner = trunk(stage.stack, x, context)
+        y, inner = trunk(stage.masters, x, context)
 
         def read(item, _):
             h = jnp.where(item["output"], y, x)

@@ -160,8 +160,9 @@ class _Operations:
     def forward(self, m: jax.Array, x: jax.Array):
         """(what leaves the stage, what to keep for `backward`, `split_vjp`'s restore)."""
         context = self.stage.context(m)
-        run = lambda stack, x: self.trunk(stack, x, context)
-        (y, inner), residuals, restore = split_vjp(run, self.stage.stack, x, context)
+        run = lambda masters, x: self.trunk(masters, x, context)
+        closed = context, self.stage.stack
+        (y, inner), residuals, restore = split_vjp(run, self.stage.masters, x, closed)
         return y, (residuals, None if inner is None else inner[:-1]), restore
 
     def step(self, kept: _Kept, row: dict[str, jax.Array]) -> _Kept:
@@ -172,7 +173,7 @@ class _Operations:
         x, states = when(f >= 0, functools.partial(self.enter, fm), x, kept.states)
         if self.recompute:
             # The last stage would compute now what it computes again in this very step or later.
-            run = lambda x: (self.trunk(stage.stack, x, stage.context(fm))[0],)
+            run = lambda x: (self.trunk(stage.masters, x, stage.context(fm))[0],)
             (x,) = when((f >= 0) & ~stage.last, run, x)
             again = functools.partial(self.again, bm, states)
             x, residuals = when(b >= 0, again, x, kept.residuals)
@@ -237,7 +238,7 @@ class _Operations:
                 write=lambda item, gs, g: put(gs, g, item["slot"]),
             )  # fmt: skip
         x, context = get(states, self.slots["inputs"][m]), stage.context(m)
-        pullback = self.restore(mine, stage.stack, x, context)
+        pullback = self.restore(mine, stage.masters, x, (context, stage.stack))
         _, gx = pullback.with_refs(self.refs["layers"], jax.ad.GradValue())((g, gs))
         if p.input_exit_stages:
             has = stage.own([i in p.input_exit_stages for i in range(p.stages)])

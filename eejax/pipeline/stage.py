@@ -101,6 +101,8 @@ class Stage:
             if name in (whole := join(frozen, self.trained)):
                 self.params[name] = whole[name]
         self.stack = layers.flat_heads(self.params["layers"])
+        # What the gradient is taken in: in the dtype it is added up in.
+        self.masters = layers.flat_heads(join(frozen, trained)["layers"])
         self.index = lax.axis_index(PIPE)
         self.first, self.last = self.index == 0, self.index == self.partition.stages - 1
         part = lambda a: vary_over(a.reshape(parts, -1, *a.shape[1:]), P(DATA))
@@ -164,7 +166,7 @@ class Stage:
         return {TOKENS: tree[group][slot], **tree.get("embed", {})}
 
     def trunk(self, remat: str) -> Callable:
-        """(stack, x, context) -> (what leaves the stage, states at boundaries inside or None)."""
+        """(masters, x, context) -> (what leaves the stage, states at boundaries inside or None)."""
         p = self.partition
         rows = np.arange(p.most)
         index = jnp.minimum(self.own(p.starts) + rows, p.depth - 1)
@@ -175,10 +177,11 @@ class Stage:
             table = [[sum(n <= row for n in ends[i]) for i in range(p.stages)] for row in rows]
             slots = self.own(table)
 
-        def run(stack, x, context):
+        def run(masters, x, context):
             return transformer.run_layers(
-                stack, x, self.config, context, index, slots=slots, n_slots=self.n_inside + 1,
-                active=active, axes=self.axes, remat=remat, layer_dropout=self.rates,
+                (masters, self.stack), x, self.config, context, index, slots=slots,
+                n_slots=self.n_inside + 1, active=active, load=_load, axes=self.axes, remat=remat,
+                layer_dropout=self.rates,
             )  # fmt: skip
 
         return run
@@ -321,6 +324,23 @@ class Stage:
         if len(items["kind"]) == 1:
             return one((kept, totals), jax.tree.map(lambda a: a[0], items))[0]
         return lax.scan(one, (kept, totals), items)[0]
+
+
+def _load(pair: tuple[Tree, Tree]) -> Tree:
+    """The parameters of (masters, parameters), which have the masters' gradient.
+
+    Other than a cast's, that gradient is added up in float32 whatever remat does, and no cast value
+    is kept for it.
+    """
+    return jax.tree.map(_stand_in, *pair)
+
+
+@jax.custom_vjp
+def _stand_in(master: jax.Array, value: jax.Array) -> jax.Array:
+    return value
+
+
+_stand_in.defvjp(lambda master, value: (value, None), lambda _, g: (g.astype(jnp.float32), None))
 
 
 def add_row(row: int, ref, update: jax.Array) -> None:

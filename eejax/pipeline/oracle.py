@@ -1,0 +1,89 @@
+"""What a pipeline has to compute, on one device: EE-LLM's algorithm, stage by stage, by autodiff.
+
+No schedule, no mesh and none of the executor's code: a definition to test that against, itself
+tested against the gradient of the whole loss.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from eejax.common.trees import Tree, slice_layers
+from eejax.losses.multi_exit import exits_loss
+from eejax.models import exits, layers, transformer
+from eejax.models.params import for_compute
+from eejax.pipeline.partition import Partition
+
+
+@jax.custom_vjp
+def auxiliary(x: jax.Array, g: jax.Array) -> jax.Array:
+    """<g, x>, by which a gradient g from the stage above enters a stage's own loss; g is constant.
+
+    With L_i the losses of stage i's exits, the gradient of L_i + <g_i, x_i> in the stage's
+    parameters is that of all losses behind it too (EE-LLM, Eq. 2 and Proposition 3.1).
+    """
+    return jnp.sum(x.astype(jnp.float32) * g.astype(jnp.float32))
+
+
+auxiliary.defvjp(
+    lambda x, g: (auxiliary(x, g), (jnp.zeros((), x.dtype), g)),
+    lambda saved, scale: ((scale * saved[1]).astype(saved[0].dtype), None),
+)
+
+
+def gradients(
+    partition: Partition,
+    params: Tree,
+    tokens: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array,
+) -> tuple[jax.Array, Tree]:
+    """(sum over exits of w_e C_e, its gradient in a model's parameters) of tokens, labels [b, t].
+
+    As a pipeline does it: every stage is differentiated by itself, from the last to the first, and
+    sends down one gradient, that of its auxiliary loss in what entered it.
+    """
+    config = partition.config
+    positions = jnp.arange(tokens.shape[1])[None]
+    context = layers.make_context(config, positions)
+
+    def stage(i: int, params: Tree, x: jax.Array | None):
+        """(losses of the stage's exits, what leaves it)."""
+        cast = for_compute(params, config.dtype) | {"embed": params["embed"]}
+        start, n, loss = partition.starts[i], partition.layers[i], jnp.zeros((), jnp.float32)
+        if i == 0:
+            x = transformer.embed(params, config, tokens, positions)
+        for done in range(n + 1):
+            for place in partition.on(i):
+                if place.layers == done:
+                    e = place.exit
+                    h = exits.state(cast, config, e, x, context)[0]
+                    weight = weights[partition.which.index(e)][None]
+                    loss = loss + exits_loss(cast, config, [h], labels, weight, (e,))[0]
+            if done < n:
+                part = slice_layers(cast["layers"], start + done, start + done + 1)
+                index = jnp.arange(start + done, start + done + 1)
+                x = transformer.run_layers(part, x, config, context, index)[0]
+        return loss, x
+
+    entered: list[jax.Array | None] = [None]
+    total = jnp.zeros((), jnp.float32)
+    for i in range(partition.stages):
+        loss, x = stage(i, params, entered[i])
+        total = total + loss
+        entered.append(x)
+    g = jnp.zeros_like(entered[-1])
+    grads = jax.tree.map(jnp.zeros_like, params)
+    for i in reversed(range(partition.stages)):
+
+        def own_loss(params, x, i=i, g=g):
+            loss, leaving = stage(i, params, x)
+            return loss + auxiliary(leaving, g)
+
+        if i == 0:
+            own = jax.grad(own_loss)(params, None)
+        else:
+            own, g = jax.grad(own_loss, (0, 1))(params, entered[i])
+        grads = jax.tree.map(jnp.add, grads, own)
+    return total, grads

@@ -1,0 +1,240 @@
+"""The executor beside autodiff of the whole loss on one device: losses and every gradient."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from eejax.common.errors import ConfigError
+from eejax.common.trees import path_name
+from eejax.losses import Objective
+from eejax.losses.multi_exit import multi_exit_loss
+from eejax.models import params
+from eejax.models.config import ExitConfig, ModelConfig
+from eejax.pipeline import forward, oracle, runner, schedule
+from eejax.pipeline.layout import StageLayout
+from eejax.pipeline.partition import BALANCED, EVEN, partition
+from eejax.pipeline.stage import Pipeline
+from eejax.sharding import rules
+from eejax.sharding.mesh import MeshConfig, make_mesh
+
+X = ExitConfig
+T = 8
+CONFIG = ModelConfig(
+    vocab_size=24, n_layers=4, d_model=16, n_heads=4, n_kv_heads=2, d_ff=24, context_length=T,
+    head="tied", exits=(X(1), X(2)),
+)  # fmt: skip
+
+
+def batch_of(config: ModelConfig, rows: int, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, config.vocab_size, (rows, T)).astype(np.int32)
+    labels = rng.integers(-1, config.vocab_size, (rows, T)).astype(np.int32)  # some do not count
+    return {"tokens": tokens, "labels": labels}
+
+
+def placed(layout: StageLayout, tree, mesh, which: int = 0):
+    specs = rules.specs(layout.declarations()[which], mesh)
+    return jax.device_put(layout.to_stages(tree), rules.shardings(specs, mesh))
+
+
+def built(config, mesh_config, *, layers=EVEN, placement="later", **options):
+    mesh = make_mesh(mesh_config)
+    layout = StageLayout(partition(config, mesh_config.pipe, layers, placement))
+    return Pipeline(layout, mesh, mesh_config, **options)
+
+
+def tabled(pipeline: Pipeline, microbatches: int, name: str = "1f1b", exits: str = "mixed"):
+    p = pipeline.layout.partition
+    table = schedule.GENERATORS[name](
+        p.stages, microbatches, exit_stages=p.input_exit_stages, exits=exits,
+        recompute=pipeline.remat == "full",
+    )  # fmt: skip
+    table.check()
+    return table
+
+
+def compare(grads, want, tolerance: float = 1e-5) -> None:
+    """Every gradient's largest error relative to its largest entry.
+
+    That of a bias of keys may be 0 by symmetry, as the softmax does not see it: what is left is
+    rounding, and is compared with the bias of queries.
+    """
+    grads, want = jax.device_get((grads, want))
+    assert jax.tree.structure(grads) == jax.tree.structure(want)
+    wanted = {path_name(p): g for p, g in jax.tree_util.tree_flatten_with_path(want)[0]}
+    for path, got in jax.tree_util.tree_flatten_with_path(grads)[0]:
+        name = path_name(path)
+        scale = np.abs(wanted[name.replace("k_bias", "q_bias")]).max()
+        assert np.abs(got - wanted[name]).max() <= tolerance * scale, name
+
+
+def check(config, mesh_config, microbatches, *, name="1f1b", exits="mixed", **options):
+    pipeline = built(config, mesh_config, **options)
+    layout, mesh = pipeline.layout, pipeline.mesh
+    value = params.init(config, jax.random.key(1))
+    batch = batch_of(config, 2 * mesh_config.data * microbatches)
+    weights = jnp.linspace(0.3, 1.0, config.n_exits + 1)
+    run = jax.jit(runner.gradients(pipeline, tabled(pipeline, microbatches, name, exits)))
+    got = run(placed(layout, value, mesh), {}, weights, None, batch, jnp.zeros((), jnp.int32))
+
+    def loss(value, probes):
+        return multi_exit_loss(
+            value, config, batch["tokens"], batch["labels"], weights, probes=probes,
+            objective=pipeline.objective,
+        )  # fmt: skip
+
+    probes = jnp.zeros_like(weights)
+    want = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(value, probes)
+    (total, sums), (grads, squares) = want
+    np.testing.assert_allclose(got.total, total, rtol=1e-5)
+    np.testing.assert_allclose(got.exits.sums, sums.sums, rtol=1e-5)
+    np.testing.assert_allclose(got.squares, squares, rtol=1e-4)
+    assert int(got.exits.count) == int(sums.count)
+    compare(layout.from_stages(jax.device_get(got.grads)), grads)
+
+
+EXITS = {
+    "none": (),
+    "boundary 0": (X(0),),
+    "middle": (X(2, head="own"),),
+    "several": (X(1), X(2, head="own", norm=False), X(3, mlp=True, temperature=2.0)),
+    "last stage": (X(3, head="shared"), X(4, head="own")),
+    "blocks": (X(0, head="shared"), X(1, block=True), X(3, mlp=True, block=True, head="own")),
+}
+MESHES = [
+    MeshConfig(data=d, pipe=p, model=m, sequence=s)
+    for d, p, m, s in (
+        (1, 1, 1, False), (1, 2, 1, False), (2, 2, 2, False), (1, 4, 2, True), (2, 4, 2, False),
+        (4, 2, 1, False), (1, 2, 4, True), (1, 4, 1, False), (2, 4, 1, False), (1, 3, 1, False),
+        (2, 2, 4, True),
+    )
+]  # fmt: skip
+MODELS = {
+    "llama": CONFIG,
+    "gpt": CONFIG.replace(
+        n_kv_heads=4, norm="layernorm", position="learned", mlp_gated=False, activation="gelu",
+        qkv_bias=True, o_bias=True, mlp_bias=True, head_bias=True, embedding_norm=True,
+    ),
+    "multi-query": CONFIG.replace(n_kv_heads=1, qk_norm="full", norm_placement="pre_post"),
+    "windows": CONFIG.replace(sliding_window=(None, 3, None, 2), residual="parallel"),
+}  # fmt: skip
+cases = dict(
+    model=st.sampled_from(sorted(MODELS)),
+    head=st.sampled_from(("tied", "shared", "own")),
+    layout=st.sampled_from(sorted(EXITS)),
+    mesh=st.sampled_from(MESHES),
+    microbatches=st.integers(1, 12),
+    name=st.sampled_from(("1f1b", "gpipe")),
+    exits=st.sampled_from(schedule.EXIT_POLICIES),
+    remat=st.sampled_from(("none", "dots", "full")),
+    layers=st.sampled_from((EVEN, BALANCED, "first")),
+    placement=st.sampled_from(("later", "earlier")),
+    objective=st.sampled_from((Objective(), Objective(z_loss=1e-2, confidence_weighted=True))),
+)
+
+
+def run_case(model, head, layout, mesh, microbatches, layers, **rest):
+    assume(microbatches <= 3 * mesh.pipe)
+    config = MODELS[model].replace(head=head, exits=EXITS[layout])
+    if layers == "first":  # as uneven as it can be
+        layers = (config.n_layers - mesh.pipe + 1,) + (1,) * (mesh.pipe - 1)
+    check(config, mesh, microbatches, layers=layers, **rest)
+
+
+PLAIN = dict(
+    name="1f1b", exits="mixed", remat="none", layers=EVEN, placement="later", objective=Objective()
+)
+
+
+@settings(max_examples=6)
+@given(**cases)
+@example(model="gpt", head="own", layout="several", mesh=MeshConfig(data=2, pipe=2, model=2),
+         microbatches=5, **PLAIN)  # fmt: skip
+@example(model="llama", head="shared", layout="blocks", mesh=MeshConfig(pipe=4, model=2),
+         microbatches=3, **PLAIN | {"remat": "full", "placement": "earlier"})  # fmt: skip
+@example(model="windows", head="tied", layout="last stage", mesh=MeshConfig(pipe=3),
+         microbatches=7, **PLAIN | {"remat": "dots", "exits": "aligned"})  # fmt: skip
+def test_gradients_equal_autodiff_of_the_whole_loss(**case):
+    run_case(**case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(max_examples=80)
+@given(**cases)
+def test_many_gradients_equal_autodiff_of_the_whole_loss(**case):
+    run_case(**case)
+    jax.clear_caches()
+
+
+def test_the_auxiliary_losses_of_stages_are_the_gradient_of_the_whole_loss():
+    config = CONFIG.replace(exits=EXITS["blocks"], head="shared")
+    batch = batch_of(config, 3)
+    value, weights = params.init(config, jax.random.key(1)), jnp.array([0.5, 0.3, 0.8, 1.0])
+    for cut in ((4,), (1, 2, 1), (2, 2)):
+        total, grads = jax.jit(oracle.gradients, static_argnums=0)(
+            partition(config, len(cut), cut), value, batch["tokens"], batch["labels"], weights
+        )
+        loss = lambda v: multi_exit_loss(v, config, batch["tokens"], batch["labels"], weights)[0]
+        want, want_grads = jax.jit(jax.value_and_grad(loss))(value)
+        np.testing.assert_allclose(total, want, rtol=1e-6)
+        compare(grads, want_grads)
+
+
+def test_the_loss_differentiates_like_any_loss():
+    pipeline = built(CONFIG, MeshConfig(pipe=2))
+    value = placed(pipeline.layout, params.init(CONFIG, jax.random.key(1)), pipeline.mesh)
+    batch, weights = batch_of(CONFIG, 4), jnp.ones(3)
+    rest = ({}, weights, None, batch, jnp.zeros((), jnp.int32))
+    table = tabled(pipeline, 2)
+    sums = jax.jit(runner.gradients(pipeline, table))(value, *rest)
+
+    def mean(value):
+        total, exits = runner.loss(pipeline, table)(value, *rest)
+        return total / exits.count, exits.sums
+
+    (loss, _), grads = jax.jit(jax.value_and_grad(mean, has_aux=True))(value)
+    np.testing.assert_allclose(loss, sums.total / sums.exits.count, rtol=1e-6)
+    compare(grads, jax.tree.map(lambda g: g / sums.exits.count, sums.grads), 1e-6)
+
+
+def test_a_bfloat16_model_adds_up_its_gradients_in_float32():
+    """Over many microbatches a sum in bfloat16 stops growing: each addend would be rounded off."""
+    config = CONFIG.replace(dtype="bfloat16")
+    value = params.init(config, jax.random.key(1))
+    for remat in ("none", "dots", "full"):
+        pipeline = built(config, MeshConfig(pipe=2), remat=remat)
+        one = batch_of(config, 2)
+        many = {k: np.tile(v, (48, 1)) for k, v in one.items()}
+        run = lambda batch, n, p=pipeline: jax.jit(runner.gradients(p, tabled(p, n)))(
+            placed(p.layout, value, p.mesh), {}, jnp.ones(3), None, batch, jnp.zeros((), jnp.int32)
+        )
+        small, large = run(one, 1).grads, run(many, 48).grads
+        compare(large, jax.tree.map(lambda g: 48 * g, small), 1e-4)
+
+
+def test_evaluation_of_every_exit():
+    config = CONFIG.replace(exits=EXITS["blocks"], head="shared", dropout=0.5)
+    pipeline = built(config, MeshConfig(data=2, pipe=2, model=2), objective=Objective(z_loss=1.0))
+    value = params.init(config, jax.random.key(1))
+    batch = batch_of(config, 12)
+    got = jax.jit(forward.evaluation(pipeline, 3))(
+        placed(pipeline.layout, value, pipeline.mesh), batch
+    )
+    _, want = multi_exit_loss(value, config, batch["tokens"], batch["labels"], jnp.ones(4))
+    np.testing.assert_allclose(got.sums, want.sums, rtol=1e-5)
+    assert int(got.count) == int(want.count)
+
+
+def test_what_cannot_be_pipelined_is_refused():
+    with pytest.raises(ConfigError, match="distillation.*mesh.pipe"):
+        built(CONFIG, MeshConfig(pipe=2), objective=Objective(distillation=0.5))
+    with pytest.raises(ConfigError, match="mesh.pipe = 5.*at most the 4 layers"):
+        built(CONFIG, MeshConfig(pipe=5))
+    with pytest.raises(ConfigError, match="must add up to the 4 layers"):
+        built(CONFIG, MeshConfig(pipe=2), layers=(2, 3))
