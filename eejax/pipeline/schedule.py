@@ -114,6 +114,8 @@ class Schedule:
                         f"{self.name}: {kind} of {m} on stage {i} at step {b}, after {a}"
                     )
         for (kind, m, i), t in self.when.items():
+            if not 0 <= m < self.microbatches:
+                raise ValueError(f"{self.name}: {kind} of {m}: no such microbatch")
             route = self.routes[m]
             if not (0 <= i <= route.top and (kind != BACKWARD or i >= route.bottom)):
                 raise ValueError(
