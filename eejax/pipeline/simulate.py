@@ -39,6 +39,9 @@ class Work(NamedTuple):
         return Work(self.forward + other.forward, self.backward + other.backward)
 
 
+NO_WORK = Work()
+
+
 @dataclasses.dataclass(frozen=True)
 class Costs:
     """Time of the parts of each stage: [stages] of `Work`, and the final exit's.
@@ -51,7 +54,7 @@ class Costs:
     layers: tuple[Work, ...]
     entry: tuple[Work, ...]
     inner: tuple[Work, ...]
-    final: Work = Work()
+    final: Work = NO_WORK
 
     def __post_init__(self):
         n = len(self.layers)
@@ -70,7 +73,7 @@ class Costs:
 
     @property
     def without_exits(self) -> Costs:
-        none = (Work(),) * self.stages
+        none = (NO_WORK,) * self.stages
         return dataclasses.replace(self, entry=none, inner=none)
 
     def of(self, kind: str, stage: int, recompute: bool = False) -> float:
@@ -96,9 +99,9 @@ def stage_costs(
     inner: Sequence[int] = (),
     *,
     layer: Work,
-    exit: Work = Work(),
-    final: Work = Work(),
-    embedding: Work = Work(),
+    exit: Work = NO_WORK,
+    final: Work = NO_WORK,
+    embedding: Work = NO_WORK,
 ) -> Costs:
     """`Costs` from those of single parts, the f and b of EE-LLM's Appendix A.3.
 
