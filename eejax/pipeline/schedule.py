@@ -156,6 +156,19 @@ class Schedule:
                 out[t, : len(found), stage] = found
         return out
 
+    def __str__(self) -> str:
+        """A line for each stage and a column for each step: F forward, E exits, B backward."""
+        letter = {FORWARD: "F", EXITS: "E", BACKWARD: "B"}
+        head = [str(t) + "'" * step.channel for t, step in enumerate(self.steps)]
+        rows = [["step", *head]]
+        for i in range(self.stages):
+            cells = ("".join(f"{letter[o.kind]}{o.microbatch}" for o in s.ops[i])
+                     for s in self.steps)  # fmt: skip
+            rows.append([f"stage {i}", *cells])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
+        return "\n".join([self.name, *(line.rstrip() for line in lines)])
+
 
 class Rings(NamedTuple):
     """Slots of kept values, given out so that as few as possible are needed on any stage.

@@ -190,3 +190,14 @@ def test_a_visit_beyond_the_route_is_refused():
 def test_settings_that_make_no_schedule_are_named(make, arguments, message):
     with pytest.raises(ConfigError, match=message):
         make(**arguments)
+
+
+def test_a_schedule_as_text():
+    table = one_f_one_b(2, 2, exit_stages=(1,))
+    steps = (*table.steps, Step(1, ((), ())))
+    assert str(dataclasses.replace(table, steps=steps)).splitlines() == [
+        "1f1b",
+        "step     0   1       2       3   4'",
+        "stage 0  F0  F1      B0      B1",
+        "stage 1      F0E0B0  F1E1B1",
+    ]
