@@ -17,8 +17,8 @@ def grouped_bars(
     *,
     xlabel: str = "",
 ) -> Figure:
-    """Panels, three in a row: title, which says the unit, -> name of a series -> a number for each of
-    the `groups`. Series have the same names in all panels, and one legend."""
+    """Panels, three in a row: title, which says the unit, -> name of a series -> a number for each
+    of the `groups`. Series have the same names in all panels, and one legend."""
     names = list(next(iter(panels.values())))
     with matplotlib.rc_context(STYLE):
         columns = min(3, len(panels))
