@@ -12,8 +12,8 @@ the last ones. So Part 2 needs no further steps to begin with, and of Part 1 onl
 do: these have steps of their own, on channel 1, while the backward passes come before those of the
 other microbatches on channel 0. With equal stages that makes room for all of the paper's Part 1 and
 for the first microbatch of its Part 2. Any further one would have to wait on its way up until the
-last gradients have passed it on their way down, and no value waits between two steps of its channel;
-a final exit that makes the last stage the slowest leaves room for more.
+last gradients have passed it on their way down, and no value waits between two steps of its
+channel; a final exit that makes the last stage the slowest leaves room for more.
 """
 
 from __future__ import annotations
