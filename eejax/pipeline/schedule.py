@@ -114,6 +114,8 @@ class Schedule:
                         f"{self.name}: {kind} of {m} on stage {i} at step {b}, after {a}"
                     )
         for (kind, m, i), t in self.when.items():
+            if not 0 <= m < self.microbatches:
+                raise ValueError(f"{self.name}: {kind} of {m}: no such microbatch")
             route = self.routes[m]
             if not (0 <= i <= route.top and (kind != BACKWARD or i >= route.bottom)):
                 raise ValueError(
@@ -153,6 +155,19 @@ class Schedule:
             for stage, found in enumerate(row):
                 out[t, : len(found), stage] = found
         return out
+
+    def __str__(self) -> str:
+        """A line for each stage and a column for each step: F forward, E exits, B backward."""
+        letter = {FORWARD: "F", EXITS: "E", BACKWARD: "B"}
+        head = [str(t) + "'" * step.channel for t, step in enumerate(self.steps)]
+        rows = [["step", *head]]
+        for i in range(self.stages):
+            cells = ("".join(f"{letter[o.kind]}{o.microbatch}" for o in s.ops[i])
+                     for s in self.steps)  # fmt: skip
+            rows.append([f"stage {i}", *cells])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
+        return "\n".join([self.name, *(line.rstrip() for line in lines)])
 
 
 class Rings(NamedTuple):

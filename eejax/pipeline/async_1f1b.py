@@ -1,0 +1,106 @@
+"""EE-LLM's own schedule, for comparison: 1F1B without common steps (section 3, Figure 3).
+
+Stage i (from 0) begins with P - i forward passes, alternates, and ends with P - i backward passes;
+an operation begins when what it reads is there and its stage is free. No more than P - i
+microbatches are under way on a stage. This is simulated and never run: a stage that waits for
+single messages has no counterpart in a program that is the same on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from eejax.common.errors import require
+from eejax.pipeline.schedule import BACKWARD, FORWARD
+from eejax.pipeline.simulate import NO_WORK, Costs, Timeline, run_queues
+
+EXIT_FORWARD, EXIT_BACKWARD = "exit forward", "exit backward"
+
+
+class _Part(NamedTuple):
+    kind: str
+    microbatch: int
+    backward: bool  # in the pass backward, where deferred exits have their forward pass too
+
+
+def async_1f1b(
+    costs: Costs, microbatches: int, *, deferred: bool = True, exits_at_end: bool = False
+) -> Timeline:
+    """The schedule of EE-LLM with its two optimizations, both by default.
+
+    deferred: an exit's forward pass comes with its backward pass, not with the stage's forward pass
+    (optimization 1). exits_at_end: exits between two stages lie at the end of the earlier one
+    instead of the beginning of the later one (without optimization 2).
+
+    A stage hands on what it has computed when its whole pass is over, exits included.
+    """
+    require(microbatches >= 1, "microbatches", microbatches, "must be at least 1")
+    p = costs.stages
+    queues, first, last = [], {}, {}
+    entry = at_end(costs.entry, NO_WORK) if exits_at_end else costs.entry
+    for i in range(p):
+        exits = entry[i].plus(costs.inner[i]).plus(costs.final if i == p - 1 else NO_WORK)
+        exit_forward = (EXIT_FORWARD, exits.forward)
+        ahead = [(FORWARD, costs.layers[i].forward)]
+        back = [(EXIT_BACKWARD, exits.backward), (BACKWARD, costs.layers[i].backward)]
+        if deferred:
+            back.insert(0, exit_forward)
+        else:
+            ahead.append(exit_forward)
+        # Exits that take no time are left out.
+        ahead, back = (
+            [part for part in parts if part[1] > 0 or part[0] in (FORWARD, BACKWARD)]
+            for parts in (ahead, back)
+        )
+        for parts, backward in ((ahead, False), (back, True)):
+            first[i, backward], last[i, backward] = parts[0][0], parts[-1][0]
+        passes = {
+            backward: lambda m, parts=parts, backward=backward: [
+                (_Part(kind, m, backward), cost) for kind, cost in parts
+            ]
+            for backward, parts in ((False, ahead), (True, back))
+        }
+        warm = min(p - i, microbatches)
+        queue = [op for m in range(warm) for op in passes[False](m)]
+        for m in range(microbatches):
+            queue += passes[True](m)
+            if m + warm < microbatches:
+                queue += passes[False](m + warm)
+        queues.append(queue)
+
+    def before(op: _Part, stage: int):
+        if op.kind != first[stage, op.backward]:
+            return None
+        there = stage + 1 if op.backward else stage - 1
+        if not 0 <= there < p:
+            return None
+        return there, op._replace(kind=last[there, op.backward])
+
+    return run_queues(queues, before)
+
+
+def at_end(entry: Sequence, nothing) -> list:
+    """Exits at the beginnings of stages [stages], moved to the ends of the stages before: those on
+    the embedding have none before them and stay. Anything with `plus`."""
+    moved = [entry[0].plus(entry[1]) if len(entry) > 1 else entry[0], *entry[2:]]
+    return moved + [nothing] * (len(entry) - len(moved))
+
+
+def most_kept(timeline: Timeline, since: str, until: str) -> np.ndarray:
+    """[stages]: the most microbatches that have begun `since` and not ended `until` at a time.
+
+    FORWARD and BACKWARD: with residuals of the layers; EXIT_FORWARD and EXIT_BACKWARD: with those
+    of exits. 0 where a stage does neither.
+    """
+    out = np.zeros(timeline.stages, int)
+    for i in range(timeline.stages):
+        changes = [(op.begin, 1) for op in timeline.ops if (op.stage, op.kind) == (i, since)]
+        changes += [(op.end, -1) for op in timeline.ops if (op.stage, op.kind) == (i, until)]
+        now = 0
+        for _, change in sorted(changes):  # what is freed at a time makes room for what begins
+            now += change
+            out[i] = max(out[i], now)
+    return out

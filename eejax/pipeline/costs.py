@@ -1,0 +1,270 @@
+"""What the parts of a model cost on the stages of a pipeline, and EE-LLM's formulas for it.
+
+The paper's Appendix A.3 speaks of f, b and m, the time of a forward and of a backward pass and the
+memory, of IN, BB, EE and FE: the embedding, a stage's layers, an early exit and the final exit.
+Its equations are written here in closed forms of our own. What follows from the schedule is tested
+against the simulators; how the paper puts it in symbols is not quoted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eejax.common.errors import require
+from eejax.common.trees import nbytes
+from eejax.losses.cross_entropy import chunk_size
+from eejax.models import layers as model_layers
+from eejax.models import params
+from eejax.models.config import ModelConfig
+from eejax.models.transformer import rematerialised
+from eejax.pipeline.async_1f1b import at_end
+from eejax.pipeline.schedule import one_f_one_b, rings
+from eejax.pipeline.simulate import NO_WORK, Costs, Work
+
+# Bytes of a parameter in float32 with its gradient and Adam's two moments.
+STATE_BYTES = 16
+
+
+def iteration_time(costs: Costs, microbatches: int, *, exits_at_end: bool = False) -> float:
+    """Time of `async_1f1b`: sum over stages of T + (M - 1) max T, T being all work of a stage.
+
+    With equal stages (P - 1)(f + b) + M (f + b), and an early exit that is no slower than the final
+    one adds its own f + b once, whatever M is (A.3.1). Exact where the last stage is the slowest,
+    an upper bound elsewhere; the same whether exits are deferred or not.
+    """
+    entry = at_end(costs.entry, NO_WORK) if exits_at_end else costs.entry
+    times = [sum(w.total for w in ws) for ws in zip(costs.layers, entry, costs.inner, strict=True)]
+    times[-1] += costs.final.total
+    return sum(times) + (microbatches - 1) * max(times)
+
+
+class Size(NamedTuple):
+    """Bytes. state: of parameters with whatever belongs to them; kept: of one microbatch, between
+    its forward and its backward pass."""
+
+    state: float = 0.0
+    kept: float = 0.0
+
+    def plus(self, other: Size) -> Size:
+        return Size(self.state + other.state, self.kept + other.kept)
+
+
+NOTHING = Size()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """`Size` of the parts of each stage, as `Costs` has their time. The embedding belongs to the
+    layers of stage 0."""
+
+    layers: tuple[Size, ...]
+    entry: tuple[Size, ...]
+    inner: tuple[Size, ...]
+    final: Size = NOTHING
+
+
+def peak_memory(
+    sizes: Sizes, microbatches: int, *, deferred: bool = True, exits_at_end: bool = False
+) -> np.ndarray:
+    """[stages]: bytes at the peak of `async_1f1b` (A.3.2).
+
+    Stage i (from 0) keeps what the layers of P - i microbatches need, fewer where there are fewer
+    microbatches; and what the exits of as many need, of one alone where they are deferred.
+    """
+    p = len(sizes.layers)
+    entry = at_end(sizes.entry, NOTHING) if exits_at_end else sizes.entry
+    out = np.zeros(p)
+    for i in range(p):
+        exits = entry[i].plus(sizes.inner[i]).plus(sizes.final if i == p - 1 else NOTHING)
+        under_way = min(p - i, microbatches)
+        out[i] = sizes.layers[i].state + exits.state + under_way * sizes.layers[i].kept
+        out[i] += (1 if deferred else under_way) * exits.kept
+    return out
+
+
+class Places(NamedTuple):
+    """Which exits (numbers in `config.exits`) lie where: [stages] of tuples, and those after the
+    last layer, beside the final exit."""
+
+    entry: tuple[tuple[int, ...], ...]
+    inner: tuple[tuple[int, ...], ...]
+    final: tuple[int, ...]
+
+
+def exit_places(config: ModelConfig, layers: Sequence[int]) -> Places:
+    """`Places` of a model whose stages have so many layers: an exit between two stages lies at the
+    beginning of the later one.
+
+    Raises `ConfigError` where a stage has no layer or the numbers do not add up.
+    """
+    whole = all(isinstance(n, int) and n >= 1 for n in layers) and sum(layers) == config.n_layers
+    require(whole, "layers", tuple(layers), f"must be 1 or more each, {config.n_layers} in all")
+    starts = [sum(layers[:i]) for i in range(len(layers))]
+    entry, inner, final = [[[] for _ in layers] for _ in range(2)] + [[]]
+    for e, one in enumerate(config.exits):
+        if one.boundary == config.n_layers:
+            final.append(e)
+        elif one.boundary in starts:
+            entry[starts.index(one.boundary)].append(e)
+        else:
+            inner[sum(s < one.boundary for s in starts) - 1].append(e)
+    return Places(tuple(map(tuple, entry)), tuple(map(tuple, inner)), tuple(final))
+
+
+def model_costs(config: ModelConfig, layers: Sequence[int], rows: int, length: int) -> Costs:
+    """`Costs` of a microbatch of `rows` sequences, in floating-point operations.
+
+    As counted by PaLM (Chowdhery et al. 2022, Appendix B): 2 for each weight a token is multiplied
+    with and 4 n h for each position a query sees, twice as many backward; the look-up is free. A
+    stand-in for measured times, for devices that are as fast at one part as at another.
+    """
+    tokens = rows * length
+    matrices = lambda tree: sum(
+        jax.tree.leaves(params.map_params(lambda a: math.prod(a.shape) if a.decay else 0, tree))
+    )
+    head = config.padded_vocab * config.d_model
+
+    def work(weights: int, windows: Sequence[int | None]) -> Work:
+        seen = sum(_mean_seen(length, w) for w in windows)
+        forward = tokens * (2.0 * weights + 4.0 * config.n_heads * config.head_dim * seen)
+        return Work(forward, 2 * forward)
+
+    def exit(e: int) -> Work:
+        own = params.exit_(config, config.exits[e])
+        own.pop("head", None)  # a tied or shared head is as much work as one's own
+        return work(matrices(own) + head, [config.exit_window(e)] * config.exits[e].block)
+
+    one, first, stages = matrices(params.layer(config)), 0, []
+    for n in layers:
+        stages.append(work(n * one, [config.window(i) for i in range(first, first + n)]))
+        first += n
+    places = exit_places(config, layers)
+    total = lambda exits: Work(*(sum(x) for x in zip(NO_WORK, *map(exit, exits), strict=True)))
+    return Costs(
+        tuple(stages), tuple(map(total, places.entry)), tuple(map(total, places.inner)),
+        work(head, ()).plus(total(places.final)),
+    )  # fmt: skip
+
+
+def _mean_seen(length: int, window: int | None) -> float:
+    """Mean over queries 0..length-1 of the positions each sees, itself included."""
+    w = length if window is None else min(window, length)
+    return (w * (w + 1) / 2 + (length - w) * w) / length
+
+
+def model_sizes(
+    config: ModelConfig,
+    layers: Sequence[int],
+    *,
+    layer_kept: float = 0.0,
+    exit_kept: float = 0.0,
+    state_bytes: float = STATE_BYTES,
+) -> Sizes:
+    """`Sizes` of a model, from bytes that one layer and one exit keep of a microbatch.
+
+    A table that several exits of a stage read is there once, on each stage that reads it.
+    """
+    count = lambda tree: sum(jax.tree.leaves(params.map_params(lambda a: math.prod(a.shape), tree)))
+    declared = params.abstract(config)
+    table = config.padded_vocab * config.d_model
+    there: set[tuple[int, str]] = {(0, "tied")}  # (stage, name) of tables that are counted
+
+    def size(stage: int, tree, head: str, name: str) -> Size:
+        own = {k: v for k, v in tree.items() if k != "head"}
+        key = (stage, name if head == "own" else head)
+        parameters = count(own) + (0 if key in there else table)
+        there.add(key)
+        return Size(state_bytes * parameters, exit_kept)
+
+    def exits(stage: int, numbers: Sequence[int]) -> Size:
+        total = NOTHING
+        for e in numbers:
+            one = config.exits[e]
+            total = total.plus(size(stage, params.exit_(config, one), one.head, one.name))
+        return total
+
+    places, last = exit_places(config, layers), len(layers) - 1
+    one = count(params.layer(config))
+    stages = [Size(state_bytes * one * n, layer_kept * n) for n in layers]
+    stages[0] = stages[0].plus(Size(state_bytes * count(declared["embed"])))
+    return Sizes(
+        tuple(stages),
+        tuple(exits(i, numbers) for i, numbers in enumerate(places.entry)),
+        tuple(exits(i, numbers) for i, numbers in enumerate(places.inner)),
+        size(last, declared["final"], config.head, "final").plus(exits(last, places.final)),
+    )
+
+
+def layer_kept(config: ModelConfig, rows: int, length: int, remat: str) -> int:
+    """Bytes that the backward pass of one layer needs of a microbatch, beside its parameters and
+    what all layers share. Not a formula for each architecture: `jax.vjp` on shapes. With "full" it
+    is the layer's input.
+    """
+    x = jax.ShapeDtypeStruct((rows, length, config.d_model), config.dtype)
+    structs = lambda a: jax.ShapeDtypeStruct(a.shape, config.dtype if a.decay else jnp.float32)
+
+    def residuals(p, x):
+        context = model_layers.make_context(config, jnp.arange(length)[None])
+        run = lambda p, x: model_layers.layer(p, x, config, context)[0]
+        kept = jax.vjp(rematerialised(run, remat), p, x)[1]
+        given = {id(a) for a in jax.tree.leaves((p, context))}
+        found = {id(a): a for a in jax.tree.leaves(kept) if id(a) not in given}
+        return list(found.values())
+
+    tree = params.map_params(structs, params.layer(config))
+    return nbytes(jax.eval_shape(residuals, tree, x))
+
+
+class Peak(NamedTuple):
+    """Bytes [stages] at the peak of an iteration. in_flight: the most microbatches under way."""
+
+    state: np.ndarray
+    activations: np.ndarray
+    in_flight: np.ndarray
+
+    @property
+    def total(self) -> np.ndarray:
+        return self.state + self.activations
+
+
+def memory_vs_1f1b(
+    config: ModelConfig,
+    layers: Sequence[int],
+    microbatches: int,
+    rows: int,
+    length: int,
+    *,
+    remat: str = "dots",
+    exits: str = "mixed",
+) -> tuple[Peak, Peak]:
+    """(lockstep, asynchronous): memory of `one_f_one_b` and of EE-LLM's 1F1B for the same model.
+
+    remat: the activation policy, under "full" of which stages keep nothing but what enters them.
+    A microbatch has `rows` sequences of `length` tokens. The lockstep program is the same on every
+    stage, so all have rings of the largest stage's size; exits' logits come in chunks in either.
+    """
+    p = len(layers)
+    places = exit_places(config, layers)
+    entry = [i for i, found in enumerate(places.entry) if found]
+    recompute = remat == "full"
+    schedule = one_f_one_b(p, microbatches, exit_stages=entry, exits=exits, recompute=recompute)
+    ring = rings(schedule, entry)
+    x = rows * length * config.d_model * jnp.dtype(config.dtype).itemsize
+    one = layer_kept(config, rows, length, remat)
+    kept = np.array([n * one for n in layers], float)
+    chunk = 2 * 4 * chunk_size(rows * length, config.padded_vocab) * config.padded_vocab
+    sizes = model_sizes(config, layers)
+    state = peak_memory(sizes, microbatches)
+    several = 1 if recompute else ring.n_residuals
+    lockstep = np.full(p, ring.n_states * x + several * kept.max() + chunk)
+    under_way = np.array([min(p - i, microbatches) for i in range(p)])
+    ours = np.array([schedule.in_flight(i) for i in range(p)])
+    asynchronous = under_way * x + (1 if recompute else under_way) * kept + chunk
+    return Peak(state, lockstep, ours), Peak(state, asynchronous, under_way)

@@ -1,0 +1,303 @@
+"""How long a schedule takes: operations of given cost, run as the executor would run them.
+
+Three clocks. "neighbours" is the executor's: a stage begins a step when it and the two stages next
+to it have ended the one before, since that is what exchanging values with both of them waits for.
+"barrier": a step begins when all stages have ended the one before. "dataflow": an operation begins
+when what it reads is there and its stage is free, the least that the order of a table allows.
+Nothing is charged for sending.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from eejax.common.errors import require, require_one_of
+from eejax.pipeline.schedule import BACKWARD, EXITS, FORWARD, Op, Schedule
+
+CLOCKS = ("neighbours", "barrier", "dataflow")
+
+
+class Work(NamedTuple):
+    """Time of a forward and of a backward pass, in any unit."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    def __mul__(self, n: float) -> Work:
+        return Work(n * self.forward, n * self.backward)
+
+    def plus(self, other: Work) -> Work:
+        return Work(self.forward + other.forward, self.backward + other.backward)
+
+
+NO_WORK = Work()
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Time of the parts of each stage: [stages] of `Work`, and the final exit's.
+
+    layers: of a stage's layers, with the embedding on stage 0. entry: of the exits on what enters
+    a stage. inner: of the exits between the layers of a stage. final: of the final exit, on the
+    last stage.
+    """
+
+    layers: tuple[Work, ...]
+    entry: tuple[Work, ...]
+    inner: tuple[Work, ...]
+    final: Work = NO_WORK
+
+    def __post_init__(self):
+        n = len(self.layers)
+        require(n >= 1, "Costs.layers", self.layers, "must have an entry for each stage")
+        for name in ("entry", "inner"):
+            found = getattr(self, name)
+            require(len(found) == n, f"Costs.{name}", found, f"must have {n} entries, as layers")
+        for name in ("layers", "entry", "inner"):
+            for one in getattr(self, name):
+                _require_times(f"Costs.{name}", one)
+        _require_times("Costs.final", self.final)
+
+    @property
+    def stages(self) -> int:
+        return len(self.layers)
+
+    @property
+    def without_exits(self) -> Costs:
+        none = (NO_WORK,) * self.stages
+        return dataclasses.replace(self, entry=none, inner=none)
+
+    def of(self, kind: str, stage: int, recompute: bool = False) -> float:
+        """Time of one operation on a stage. With `recompute` a backward pass has the stage's
+        forward pass in it, and the last stage has none of its own."""
+        last = stage == self.stages - 1
+        if kind == FORWARD:
+            return 0.0 if recompute and last else self.layers[stage].forward
+        if kind == EXITS:
+            return self.entry[stage].total + (self.final.total if last else 0.0)
+        again = self.layers[stage].forward if recompute else 0.0
+        return self.layers[stage].backward + again + self.inner[stage].total
+
+
+def _require_times(field: str, work: Work) -> None:
+    ok = all(math.isfinite(x) and x >= 0 for x in work)
+    require(ok, field, tuple(work), "must be finite times of at least 0")
+
+
+def stage_costs(
+    layers: Sequence[int],
+    entry: Sequence[int] = (),
+    inner: Sequence[int] = (),
+    *,
+    layer: Work,
+    exit: Work = NO_WORK,
+    final: Work = NO_WORK,
+    embedding: Work = NO_WORK,
+) -> Costs:
+    """`Costs` from those of single parts, the f and b of EE-LLM's Appendix A.3.
+
+    layers, entry, inner: for each stage the number of its layers, of exits on what enters it and of
+    exits inside it; none by default. layer, exit, final, embedding: the paper's BB (of one layer),
+    EE, FE and IN.
+    """
+    count = lambda given: given or (0,) * len(layers)
+    own = [layer * n for n in layers]
+    if own:
+        own[0] = own[0].plus(embedding)
+    exits = lambda given: tuple(exit * n for n in count(given))
+    return Costs(tuple(own), exits(entry), exits(inner), final)
+
+
+class Timed(NamedTuple):
+    """An operation on a stage, from begin to end."""
+
+    stage: int
+    kind: str
+    microbatch: int
+    begin: float
+    end: float
+
+
+class Bar(NamedTuple):
+    """What `analysis.gantt` draws."""
+
+    stage: int
+    begin: float
+    end: float
+    kind: str
+    label: str
+    critical: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """When every operation runs. `critical`: one chain of operations, in order of time, that
+    nothing waits in; it lasts as long as all (`time`)."""
+
+    stages: int
+    ops: tuple[Timed, ...]
+    critical: tuple[Timed, ...]
+
+    @property
+    def time(self) -> float:
+        return max((op.end for op in self.ops), default=0.0)
+
+    @property
+    def idle(self) -> np.ndarray:
+        """[stages]: time in which a stage does nothing, from 0 to `time`."""
+        busy = np.zeros(self.stages)
+        for op in self.ops:
+            busy[op.stage] += op.end - op.begin
+        return self.time - busy
+
+    def bars(self) -> list[Bar]:
+        """Operations that take time, for a picture."""
+        critical = set(self.critical)
+        return [
+            Bar(op.stage, op.begin, op.end, op.kind, str(op.microbatch), op in critical)
+            for op in self.ops
+            if op.end > op.begin
+        ]
+
+
+def step_costs(schedule: Schedule, costs: Costs) -> np.ndarray:
+    """[steps, stages]: time of what each stage does in each step."""
+    of = {
+        (kind, i): costs.of(kind, i, schedule.recompute)
+        for kind in (FORWARD, EXITS, BACKWARD)
+        for i in range(schedule.stages)
+    }
+    return np.array(
+        [[sum(of[op.kind, i] for op in ops) for i, ops in enumerate(s.ops)] for s in schedule.steps]
+    )
+
+
+def neighbours_time(steps: np.ndarray) -> float:
+    """Time of steps [steps, stages] under "neighbours" alone, for searches."""
+    ready = np.zeros(steps.shape[1] + 2)  # each stage's end, between two that never are late
+    for cost in steps:
+        ready[1:-1] = np.maximum(np.maximum(ready[:-2], ready[1:-1]), ready[2:]) + cost
+    return float(ready.max())
+
+
+def simulate(schedule: Schedule, costs: Costs, clock: str = "neighbours") -> Timeline:
+    """Runs a schedule by one of `CLOCKS`.
+
+    Raises `ConfigError` where `costs` are of another number of stages.
+    """
+    require_one_of("clock", clock, CLOCKS)
+    require(
+        costs.stages == schedule.stages, "costs.stages", costs.stages,
+        f"must be the schedule's number of stages ({schedule.stages})",
+    )  # fmt: skip
+    if clock == "dataflow":
+        return _dataflow(schedule, costs)
+    return _lockstep(schedule, costs, everybody=clock == "barrier")
+
+
+def _lockstep(schedule: Schedule, costs: Costs, everybody: bool) -> Timeline:
+    p = schedule.stages
+    reach = p if everybody else 1
+    # The stage itself comes first, so that on a tie it is said to have waited for itself.
+    near = [[i, *range(max(0, i - reach), i), *range(i + 1, min(p, i + reach + 1))]
+            for i in range(p)]  # fmt: skip
+    ends, waited_for, done = [0.0] * p, [], []
+    ops: list[Timed] = []
+    for step in schedule.steps:
+        causes = [max(js, key=lambda j: ends[j]) for js in near]
+        begins = [ends[j] for j in causes]
+        row = []
+        for i, todo in enumerate(step.ops):
+            now, did = begins[i], []
+            for op in todo:
+                end = now + costs.of(op.kind, i, schedule.recompute)
+                did.append(Timed(i, op.kind, op.microbatch, now, end))
+                now = end
+            ops += did
+            row.append(did)
+            begins[i] = now
+        ends = begins
+        waited_for.append(causes)
+        done.append(row)
+    critical: list[Timed] = []
+    i = max(range(p), key=lambda j: ends[j])
+    for causes, row in zip(reversed(waited_for), reversed(done), strict=True):
+        critical += [op for op in reversed(row[i]) if op.end > op.begin]
+        i = causes[i]
+    return Timeline(p, tuple(ops), tuple(reversed(critical)))
+
+
+def _dataflow(schedule: Schedule, costs: Costs) -> Timeline:
+    queues: list[list[tuple[Op, float]]] = [[] for _ in range(schedule.stages)]
+    for step in schedule.steps:
+        for i, ops in enumerate(step.ops):
+            queues[i] += [(op, costs.of(op.kind, i, schedule.recompute)) for op in ops]
+
+    def before(op: Op, stage: int) -> tuple[int, Op] | None:
+        if op.kind == FORWARD and stage > 0:
+            return stage - 1, op
+        if op.kind == BACKWARD and stage < schedule.routes[op.microbatch].top:
+            return stage + 1, op
+        return None  # what it reads was made on this stage, earlier in its order
+
+    return run_queues(queues, before)
+
+
+def run_queues(
+    queues: Sequence[Sequence[tuple[Op, float]]],
+    before: Callable[[Op, int], tuple[int, Hashable] | None],
+) -> Timeline:
+    """Stages that work through a list of (operation, time) each, in order, without a clock.
+
+    before: (operation, stage) -> the (stage, operation) elsewhere whose result it reads, or None.
+    Raises `ValueError` where all stages wait for each other.
+    """
+    found: dict[tuple[int, Hashable], Timed] = {}
+    cause: dict[tuple[int, Hashable], tuple[int, Hashable] | None] = {}
+    place, previous = [0] * len(queues), [None] * len(queues)
+    moved = True
+    while moved:
+        moved = False
+        for i, queue in enumerate(queues):
+            while place[i] < len(queue):
+                op, cost = queue[place[i]]
+                needed = before(op, i)
+                if needed is not None and needed not in found:
+                    break
+                waits = [key for key in (previous[i], needed) if key is not None]
+                why = max(waits, key=lambda key: found[key].end, default=None)
+                begin = found[why].end if why is not None else 0.0
+                found[i, op] = Timed(i, op.kind, op.microbatch, begin, begin + cost)
+                cause[i, op] = why
+                previous[i] = (i, op)
+                place[i] += 1
+                moved = True
+    stuck = [str(queue[k][0]) for queue, k in zip(queues, place, strict=True) if k < len(queue)]
+    if stuck:
+        raise ValueError(f"stages wait for each other at {', '.join(stuck)}")
+    critical = []
+    key = max(found, key=lambda k: found[k].end, default=None)
+    while key is not None:
+        if found[key].end > found[key].begin:
+            critical.append(found[key])
+        key = cause[key]
+    ops = tuple(sorted(found.values(), key=lambda op: (op.begin, op.stage)))
+    return Timeline(len(queues), ops, tuple(reversed(critical)))
+
+
+def exit_time_overhead(without: Schedule, with_exits: Schedule, costs: Costs) -> float:
+    """How much longer a schedule with early exits takes than one without: 0.01 is 1 %.
+
+    By the clock "neighbours". `costs` are those with exits; the first schedule is charged none.
+    """
+    base = simulate(without, costs.without_exits).time
+    return simulate(with_exits, costs).time / base - 1

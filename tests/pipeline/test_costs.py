@@ -1,0 +1,217 @@
+"""EE-LLM's formulas against the simulators, and models' costs against their other accounts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from drawn_configs import configs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eejax.common.errors import ConfigError
+from eejax.models import params
+from eejax.models.config import ExitConfig, ModelConfig
+from eejax.pipeline.async_1f1b import EXIT_BACKWARD, EXIT_FORWARD, async_1f1b, most_kept
+from eejax.pipeline.costs import (
+    Size,
+    Sizes,
+    exit_places,
+    iteration_time,
+    layer_kept,
+    memory_vs_1f1b,
+    model_costs,
+    model_sizes,
+    peak_memory,
+)
+from eejax.pipeline.schedule import BACKWARD, FORWARD, one_f_one_b
+from eejax.pipeline.simulate import Costs, Work, simulate, stage_costs
+from eejax.train.flops import model_flops_per_token
+
+times = st.integers(1, 20).map(lambda n: n / 4)
+works = st.builds(Work, times, times)
+SMALL = ModelConfig(vocab_size=50, n_layers=8, d_model=16, n_heads=2, context_length=32)
+
+
+@st.composite
+def drawn(draw):
+    p = draw(st.integers(1, 6))
+    each = lambda: tuple(draw(st.lists(works, min_size=p, max_size=p)))
+    some = lambda: tuple(w if draw(st.booleans()) else Work() for w in each())
+    return Costs(each(), some(), some(), draw(works)), draw(st.integers(1, 12))
+
+
+def work_of_stages(c, exits_at_end):
+    """All work of each stage, with the exits where they are asked for."""
+    p = c.stages
+    total = [c.layers[i].total + c.inner[i].total for i in range(p)]
+    for i in range(p):
+        total[i - 1 if exits_at_end and i else i] += c.entry[i].total
+    total[-1] += c.final.total
+    return total
+
+
+@given(drawn(), st.booleans(), st.booleans())
+def test_the_time_of_an_iteration(case, deferred, exits_at_end):
+    c, m = case
+    work = work_of_stages(c, exits_at_end)
+    bound = iteration_time(c, m, exits_at_end=exits_at_end)
+    assert bound == sum(work) + (m - 1) * max(work)
+    time = async_1f1b(c, m, deferred=deferred, exits_at_end=exits_at_end).time
+    assert time <= bound
+    if work[-1] == max(work):
+        assert time == bound
+
+
+@given(st.integers(2, 8), st.integers(1, 20), st.integers(1, 12), st.integers(0, 8), st.data())
+def test_early_exits_add_their_own_time_once(p, m, f, ee, data):
+    """A.3.1: k exits on middle stages, none slower than the final one, add k (f + b) of theirs,
+    whatever M; and the lockstep table with deferred exits takes exactly as long."""
+    stages = data.draw(st.sets(st.integers(1, p - 1)))
+    count = [int(i in stages and i < p - 1) for i in range(p)]
+    exit = Work(ee / 4, ee / 2)
+    c = stage_costs((1,) * p, count, layer=Work(f, 2 * f), exit=exit, final=exit)
+    without, with_exits = (async_1f1b(each, m).time for each in (c.without_exits, c))
+    assert with_exits - without == sum(count) * exit.total
+    table = one_f_one_b(p, m, exit_stages=[i for i in range(p) if count[i]], exits="deferred")
+    assert simulate(table, c).time == with_exits
+
+
+@given(drawn(), st.booleans(), st.booleans())
+def test_the_paper_keeps_p_minus_i_microbatches(case, deferred, exits_at_end):
+    c, m = case
+    line = async_1f1b(c, m, deferred=deferred, exits_at_end=exits_at_end)
+    under_way = [min(c.stages - i, m) for i in range(c.stages)]
+    assert most_kept(line, FORWARD, BACKWARD).tolist() == under_way
+    there = work_of_stages(c, exits_at_end)
+    exits = [there[i] > c.layers[i].total for i in range(c.stages)]
+    expected = [e * (1 if deferred else n) for e, n in zip(exits, under_way, strict=True)]
+    assert most_kept(line, EXIT_FORWARD, EXIT_BACKWARD).tolist() == expected
+
+
+@given(drawn(), st.booleans(), st.booleans(), st.data())
+def test_the_paper_formula_of_memory_is_the_peak_of_what_is_kept(case, deferred, at_end, data):
+    c, m = case
+    p = c.stages
+    sizes_of = lambda ws: tuple(
+        Size(data.draw(st.integers(0, 99)), data.draw(st.integers(0, 99))) if w.total else Size()
+        for w in ws
+    )
+    sizes = Sizes(sizes_of(c.layers), sizes_of(c.entry), sizes_of(c.inner), Size(3, 5))
+    line = async_1f1b(c, m, deferred=deferred, exits_at_end=at_end)
+    got = peak_memory(sizes, m, deferred=deferred, exits_at_end=at_end)
+    for i in range(p):
+        exits = [sizes.inner[i]]
+        exits += [sizes.entry[j] for j in range(p) if (j - 1 if at_end and j else j) == i]
+        exits += [sizes.final] * (i == p - 1)
+        mine = sorted([op for op in line.ops if op.stage == i], key=lambda op: (op.begin, op.end))
+        now = state = sizes.layers[i].state + sum(e.state for e in exits)
+        kept, peak = sum(e.kept for e in exits), state
+        for op in mine:
+            now += {FORWARD: sizes.layers[i].kept, EXIT_FORWARD: kept}.get(op.kind, 0)
+            peak = max(peak, now)
+            now -= {BACKWARD: sizes.layers[i].kept, EXIT_BACKWARD: kept}.get(op.kind, 0)
+        assert now == state and got[i] == peak
+
+
+def test_optimizations_take_memory_from_the_first_stages():
+    """Figure 3's point: without them the exits of all microbatches under way are kept."""
+    nothing = (Size(),) * 4
+    sizes = Sizes((Size(0, 10),) * 4, (Size(), Size(), Size(0, 6), Size()), nothing, Size(0, 6))
+    peak = lambda **how: peak_memory(sizes, 16, **how).tolist()
+    assert peak(deferred=False, exits_at_end=True) == [40, 30 + 3 * 6, 20, 10 + 6]
+    assert peak(deferred=False) == [40, 30, 20 + 2 * 6, 10 + 6]
+    assert peak(exits_at_end=True) == [40, 30 + 6, 20, 10 + 6]
+    assert peak() == [40, 30, 20 + 6, 10 + 6]
+
+
+@settings(max_examples=40)
+@given(configs(), st.integers(1, 3), st.integers(2, 16), st.data())
+def test_a_models_work_is_what_training_counts(config, rows, length, data):
+    cuts = data.draw(st.sets(st.integers(1, config.n_layers)))
+    edges = sorted({0, config.n_layers, *cuts})
+    layers = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    c = model_costs(config, layers, rows, length)
+    total = sum(w.total for ws in (c.layers, c.entry, c.inner, [c.final]) for w in ws)
+    expected = rows * length * model_flops_per_token(config, length)
+    assert total == pytest.approx(expected, rel=1e-12)
+    assert all(w.backward == 2 * w.forward for w in (*c.layers, *c.entry, *c.inner, c.final))
+
+
+@settings(max_examples=40)
+@given(configs())
+def test_a_models_parameters_are_all_there_on_one_stage(config):
+    sizes = model_sizes(config, [config.n_layers], state_bytes=1)
+    parts = (*sizes.layers, *sizes.entry, *sizes.inner, sizes.final)
+    assert sum(s.state for s in parts) == params.count(config)
+
+
+def test_a_shared_table_is_there_once_on_each_stage_that_reads_it():
+    exits = (ExitConfig(1), ExitConfig(2), ExitConfig(4), ExitConfig(8))
+    config = SMALL.replace(exits=exits, head="tied", final_norm=False)
+    sizes = model_sizes(config, (4, 2, 2), state_bytes=1, exit_kept=7)
+    norm, table = 16, 50 * 16
+    assert sizes.inner[0] == Size(2 * norm, 14)  # stage 0 has the input embedding
+    assert sizes.entry == (Size(), Size(table + norm, 7), Size())
+    assert sizes.final == Size(table + norm, 14)  # the exit at boundary 8 beside the final one
+
+
+def test_where_exits_lie():
+    boundaries = (0, 1, 4, 5, 6, 8)
+    config = SMALL.replace(exits=tuple(map(ExitConfig, boundaries)))
+    places = exit_places(config, (4, 2, 2))
+    name = lambda rows: [tuple(boundaries[e] for e in row) for row in rows]
+    assert name(places.entry) == [(0,), (4,), (6,)]
+    assert name(places.inner) == [(1,), (5,), ()]
+    assert name([places.final]) == [(8,)]
+    for layers in ((4, 4, 1), (8, 0), (4, 2)):
+        with pytest.raises(ConfigError, match="layers = .*must be 1 or more each, 8 in all"):
+            exit_places(config, layers)
+
+
+def test_what_a_layer_keeps():
+    rows, length, d, f = 2, 32, 16, SMALL.d_ff
+    kept = {remat: layer_kept(SMALL, rows, length, remat) for remat in ("none", "dots", "full")}
+    x = 4 * rows * length * d
+    assert kept["full"] == x
+    # Its input; queries, keys, values and the attention's output; gate and up. Nothing reads the
+    # product with the last matrix again.
+    assert kept["dots"] == x + 4 * rows * length * (4 * d + 2 * f)
+    assert kept["none"] > kept["dots"]
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_memory_beside_the_papers(remat):
+    config = SMALL.replace(exits=(ExitConfig(2), ExitConfig(4)))
+    p, m, rows, length = 4, 16, 2, 32
+    ours, theirs = memory_vs_1f1b(config, (2,) * p, m, rows, length, remat=remat)
+    assert ours.in_flight.tolist() == [7, 5, 3, 1] and theirs.in_flight.tolist() == [4, 3, 2, 1]
+    np.testing.assert_array_equal(ours.state, theirs.state)
+    np.testing.assert_array_equal(ours.total, ours.state + ours.activations)
+    x, one = 4 * rows * length * 16, layer_kept(config, rows, length, remat)
+    grown = ours.activations.max() - theirs.activations.max()
+    # 2P - 1 of what enters a stage against P on the first stage; of the residuals of its 2 layers
+    # too, unless these are made again.
+    assert grown == 3 * x + (0 if remat == "full" else 3 * 2 * one)
+
+
+@pytest.mark.parametrize("boundary, more", [(0, 11 - 8), (2, 8 - 7), (4, 0)])
+def test_memory_grows_with_aligned_exits(boundary, more):
+    """On stage i what the exit sends back is held for P - i steps beside the 2 (P - i) - 1 inputs,
+    instead of for one; the rings are as large as the largest stage's."""
+    config = SMALL.replace(exits=(ExitConfig(boundary),))
+    peak = lambda exits: memory_vs_1f1b(config, (2,) * 4, 16, 1, 8, exits=exits)[0].activations[0]
+    assert peak("aligned") - peak("mixed") == more * 4 * 8 * 16
+    assert peak("mixed") == peak("deferred")
+
+
+def test_the_largest_stage_sizes_every_ring():
+    ours, theirs = memory_vs_1f1b(SMALL, (1, 4, 2, 1), 16, 1, 8)
+    assert len(set(ours.activations)) == 1 and len(set(theirs.activations)) == 4
+
+
+def test_nothing_is_allocated():
+    config = ModelConfig(vocab_size=50_000, n_layers=48, d_model=8192, n_heads=64,
+                         context_length=4096, dtype="bfloat16")  # fmt: skip
+    ours, theirs = memory_vs_1f1b(config, (12,) * 4, 64, 4, 4096, remat="none")
+    assert ours.total.min() > theirs.total.min() > 1e11
+    assert jnp.zeros(()).nbytes == 4 and len(jax.live_arrays()) < 1000
