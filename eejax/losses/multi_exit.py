@@ -16,6 +16,7 @@ from eejax.losses.cross_entropy import IGNORE, Teacher, exits_cross_entropy
 from eejax.losses.objective import CROSS_ENTROPY, Objective
 from eejax.models import exits, transformer
 from eejax.models.config import ModelConfig
+from eejax.sharding.spread import gathered
 
 
 class ExitSums(NamedTuple):
@@ -112,12 +113,13 @@ def exits_loss(
             not early[-1], "objective.distillation", objective.distillation,
             "needs the final exit, which is not part of this loss", "Set it to 0.",
         )  # fmt: skip
-        teacher = Teacher(hs[-1], heads[-1])
+        teacher = Teacher(hs[-1], gathered(heads[-1]))
     total, sums = jnp.zeros((), jnp.float32), [None] * len(heads)
     for group in exits_by_table(heads):
+        table = gathered(heads[group[0]].table)  # once, so that its gradient is one too
         part, group_sums = exits_cross_entropy(
             [hs[e] for e in group],
-            [heads[e] for e in group],
+            [heads[e]._replace(table=table, bias=gathered(heads[e].bias)) for e in group],
             labels,
             weights[jnp.array(group)],
             objectives=[objectives[e] for e in group],

@@ -16,6 +16,7 @@ from eejax.common.axes import LOCAL, Axes
 from eejax.common.trees import Tree
 from eejax.models import layers, shards
 from eejax.models.config import ModelConfig
+from eejax.sharding.spread import gathered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,10 @@ class HeadOptions:
 
 
 class Head(NamedTuple):
-    """An output embedding: table [v, d] (its local rows under vocabulary parallelism), bias [v]."""
+    """An output embedding: table [v, d] (its local rows under vocabulary parallelism), bias [v].
+
+    Either may be a `Spread`, which `losses.multi_exit.exits_loss` gathers.
+    """
 
     table: jax.Array
     bias: jax.Array | None
@@ -96,6 +100,7 @@ def state(
     sees every earlier position that reached this boundary.
     """
     p = exit_params(params, config, e)
+    p = gathered({name: part for name, part in p.items() if name not in ("head", "head_bias")})
     kv = None
     if "mlp" in p:
         h = shards.enter(layers.norm(p["mlp_norm"], x, config), axes)

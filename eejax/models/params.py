@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from eejax.common.trees import Tree, path_name
 from eejax.models.config import ExitConfig, ModelConfig
+from eejax.sharding.spread import is_spread
 
 # Folded into the key of initial values. A training step folds its number, an int32, into the key
 # of the same seed for dropout, so that no step can come to the key that a leaf is drawn with.
@@ -182,11 +183,12 @@ def for_compute(params: Tree, dtype: Any) -> Tree:
 
     The small leaves cost nothing in float32. In bf16 a scale of 1.003 would be 1, and a bias's
     gradient, a sum over all tokens, would be accumulated or rounded in bf16.
+    A `Spread` one is cast when it is gathered.
     """
     names = {"scale", "bias"}
     small = lambda path: path_name(path).rsplit("/", 1)[-1].rsplit("_", 1)[-1] in names
     one = lambda path, a: a if small(path) else a.astype(dtype)
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_spread)
 
 
 def shapes(config: ModelConfig) -> Tree:

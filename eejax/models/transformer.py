@@ -14,6 +14,7 @@ from eejax.common.trees import Tree, slice_layers
 from eejax.models import exits, layers, shards
 from eejax.models.config import ModelConfig
 from eejax.models.params import for_compute
+from eejax.sharding.spread import gathered
 
 REMAT = ("none", "dots", "full")
 
@@ -29,7 +30,8 @@ def embed(
 
     With a sequence axis x is [b, t/shards, d], the shard's own positions.
     """
-    table = params["embed"]["tokens"]
+    p = gathered(params["embed"])
+    table = p["tokens"]
     if axes.model:  # each shard looks up the rows it owns (Megatron's vocabulary parallelism)
         rows = table.shape[0]
         i = tokens - lax.axis_index(axes.model) * rows
@@ -43,11 +45,11 @@ def embed(
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if config.position == "learned":
         # In float32, as the gradient of a position is a sum over the batch.
-        rows = params["embed"]["positions"][shards.own_positions(positions, axes)]
+        rows = p["positions"][shards.own_positions(positions, axes)]
         rows = rows.astype(jnp.float32)
         x = (x.astype(jnp.float32) + rows).astype(x.dtype)
     if config.embedding_norm:
-        x = layers.norm(params["embed"]["norm"], x, config)
+        x = layers.norm(p["norm"], x, config)
     return x
 
 
@@ -61,7 +63,7 @@ def run_layers(
     slots: jax.Array | None = None,
     n_slots: int = 0,
     active: jax.Array | None = None,
-    load: Callable[[Tree], Tree] = lambda p: p,
+    load: Callable[[Tree], Tree] = gathered,
     axes: Axes = LOCAL,
     remat: str = "none",
     layer_dropout: jax.Array | None = None,
@@ -76,8 +78,9 @@ def run_layers(
     layer's parameters of one layer of the stack, where it is used.
 
     `remat`: "none" keeps what autodiff wants, "dots" the products with weights only, "full"
-    nothing but each layer's input. Attention's scores are recomputed under each. `layer_dropout`
-    as in `exit_states`.
+    nothing but each layer's input. Attention's scores are recomputed under each. Parameters that
+    are `Spread` are gathered again for the backward pass, but with "none", which keeps them whole.
+    `layer_dropout` as in `exit_states`.
     """
     windows = config.sliding_window
     per_layer = None

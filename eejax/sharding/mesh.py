@@ -19,10 +19,16 @@ class Layout:
 
     `sequence`: between its matrix products a layer holds only a part of the positions on each
     shard of the model axis (Korthikanti et al. 2022), which saves memory and no communication.
-    Without an effect where that axis has one device.
+    Without an effect where that axis has one device. `shard_optimizer`: optimiser moments and
+    averaged parameters are spread over the data axis (ZeRO-1, Rajbhandari et al. 2020), for the
+    same communication. `shard_params`: the parameters too (ZeRO-3), gathered layer by layer in
+    each forward and backward pass (with train.remat "none", which keeps them, in the forward pass
+    alone).
     """
 
     sequence: bool = False
+    shard_optimizer: bool = True
+    shard_params: bool = False
 
     def __post_init__(self):
         for field in dataclasses.fields(Layout):
@@ -31,6 +37,16 @@ class Layout:
                 isinstance(value, bool),
                 f"{type(self).__name__}.{field.name}", value, "must be True or False",
             )  # fmt: skip
+
+    @property
+    def params_over(self) -> str | None:
+        """The axis that parameters are spread over."""
+        return DATA if self.shard_params else None
+
+    @property
+    def moments_over(self) -> str | None:
+        """The axis that moments and averages are spread over: at least where parameters are."""
+        return DATA if self.shard_optimizer or self.shard_params else None
 
 
 DEFAULT = Layout()
@@ -50,6 +66,13 @@ class MeshConfig(Layout):
         for name, value in zip(MESH_AXES, self.shape, strict=True):
             ok = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             require(ok, f"MeshConfig.{name}", value, "must be a positive number of devices")
+        require(
+            not self.shard_params or self.pipe == 1,
+            "MeshConfig.shard_params", self.shard_params,
+            f"must be False with mesh.pipe = {self.pipe}",
+            "Stages would gather their layers anew for every microbatch; shard_optimizer spreads "
+            "what they hold beside them.",
+        )  # fmt: skip
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -85,14 +85,41 @@ def spec(
     return PartitionSpec(*entries)
 
 
-def specs(declaration: Tree, mesh: Mesh, rules: Mapping[str, str | None] = RULES) -> Tree:
-    """A tree of `PartitionSpec`s for a tree of declared parameters (leaves with shape and axes)."""
+def spread(
+    spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh, axis: str, start: int = 0
+) -> PartitionSpec:
+    """`spec` with the first dimension, from `start` on, that no axis cuts and that divides by
+    `axis` cut by it too; where there is none, `spec` itself."""
+    entries = [*spec, *(None,) * (len(shape) - len(spec))]
+    if mesh.shape[axis] == 1 or axis in entries:
+        return spec
+    for i in range(start, len(shape)):
+        if entries[i] is None and shape[i] % mesh.shape[axis] == 0:
+            return PartitionSpec(*entries[:i], axis, *entries[i + 1 :])
+    return spec
+
+
+def specs(
+    declaration: Tree,
+    mesh: Mesh,
+    over: str | None = None,
+    *,
+    rules: Mapping[str, str | None] = RULES,
+) -> Tree:
+    """A tree of `PartitionSpec`s for a tree of declared parameters (leaves with shape and axes).
+
+    Parameters are also spread over the mesh axis `over`, if there is one, but never layers from
+    each other: a layer of a stack is gathered and saved by itself.
+    """
     mesh_shape = {axis: mesh.shape[axis] for axis in MESH_AXES}
-    return jax.tree_util.tree_map_with_path(
-        lambda path, p: spec(path_name(path), p.shape, p.axes, mesh_shape, rules),
-        declaration,
-        is_leaf=_declared,
-    )
+
+    def one(path, p):
+        placed = spec(path_name(path), p.shape, p.axes, mesh_shape, rules)
+        if over is None:
+            return placed
+        return spread(placed, p.shape, mesh, over, start=int(p.axes[:1] == ("l",)))
+
+    return jax.tree_util.tree_map_with_path(one, declaration, is_leaf=_declared)
 
 
 def shardings(specs: Tree, mesh: Mesh) -> Tree:
@@ -102,12 +129,15 @@ def shardings(specs: Tree, mesh: Mesh) -> Tree:
     )
 
 
-def structs(declaration: Tree, mesh: Mesh) -> Tree:
-    """float32 shape structs, with their shardings on `mesh`, of a tree of declared parameters."""
+def structs(declaration: Tree, mesh: Mesh, over: str | None = None) -> Tree:
+    """float32 shape structs, with their shardings on `mesh`, of a tree of declared parameters.
+
+    `over` as in `specs`.
+    """
     return jax.tree.map(
         lambda p, s: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=s),
         declaration,
-        shardings(specs(declaration, mesh), mesh),
+        shardings(specs(declaration, mesh, over), mesh),
         is_leaf=_declared,
     )
 

@@ -63,13 +63,17 @@ class Program:
     @functools.cached_property
     def abstract_state(self) -> state.TrainState:
         """The state as shape structs with shardings."""
-        model = self.experiment.model
-        return state.abstract(model, self.optimizer, self.mesh, self.scope, **self._extra)
+        e = self.experiment
+        return state.abstract(
+            e.model, self.optimizer, self.mesh, self.scope, layout=e.mesh, **self._extra
+        )
 
     def create(self) -> state.TrainState:
         """The state before the first step of a run that trains the whole model."""
-        seed = self.experiment.train.seed
-        return state.create(self.experiment.model, self.optimizer, seed, self.mesh, **self._extra)
+        e = self.experiment
+        return state.create(
+            e.model, self.optimizer, e.train.seed, self.mesh, layout=e.mesh, **self._extra
+        )
 
     def begin(self, values: Tree) -> state.TrainState:
         """The state before the first step of trained `values`, without what is frozen."""

@@ -14,6 +14,7 @@ from eejax.common.trees import Tree
 from eejax.models import params
 from eejax.models.config import ModelConfig
 from eejax.sharding import rules
+from eejax.sharding.mesh import DEFAULT, Layout
 from eejax.train.recipes import LossScale
 from eejax.train.scope import Scope
 
@@ -42,12 +43,14 @@ def create(
     seed: int,
     mesh: Mesh,
     *,
+    layout: Layout = DEFAULT,
     ema: bool = False,
     loss_scale: float | None = None,
 ) -> TrainState:
     """The state before the first step, every leaf made where it belongs on `mesh`."""
     extra = {"ema": ema, "loss_scale": loss_scale}
-    placed = jax.tree.map(lambda a: a.sharding, abstract(config, optimizer, mesh, **extra))
+    shapes = abstract(config, optimizer, mesh, layout=layout, **extra)
+    placed = jax.tree.map(lambda a: a.sharding, shapes)
     initial = lambda key: begin(params.init(config, key), optimizer, **extra)
     return jax.jit(initial, out_shardings=placed)(jax.random.key(seed))
 
@@ -80,18 +83,22 @@ def abstract(
     mesh: Mesh,
     scope: Scope | None = None,
     *,
+    layout: Layout = DEFAULT,
     ema: bool = False,
     loss_scale: float | None = None,
 ) -> TrainState:
-    """The state as shape structs with shardings; a moment lies where its parameter lies.
+    """The state as shape structs with shardings; a moment lies where its parameter lies, or is
+    spread over more devices (`sharding.mesh.Layout`).
 
     `scope`: what of the model is trained, by default all of it. The rest as in `begin`.
     """
-    trained, frozen = (rules.structs(d, mesh) for d in (scope or Scope(config)).declarations())
+    declarations = (scope or Scope(config)).declarations()
+    trained, frozen = (rules.structs(d, mesh, layout.params_over) for d in declarations)
+    moments = rules.structs(declarations[0], mesh, layout.moments_over)
     state = jax.eval_shape(
         lambda values: begin(values, optimizer, ema=ema, loss_scale=loss_scale), trained
     )
-    placed = jax.tree.map(lambda a: a.sharding, trained)
+    placed = jax.tree.map(lambda a: a.sharding, moments)
     whole = lambda a: _struct(a, rules.replicated(mesh))
     return TrainState(
         step=whole(state.step),
@@ -101,7 +108,7 @@ def abstract(
         ),
         skipped=whole(state.skipped),
         frozen=frozen,
-        ema=trained if ema else {},
+        ema=moments if ema else {},
         loss_scale=jax.tree.map(whole, state.loss_scale),
     )
 

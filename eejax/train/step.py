@@ -22,6 +22,8 @@ from eejax.losses.objective import CROSS_ENTROPY, Objective
 from eejax.models.config import ModelConfig
 from eejax.sharding import rules
 from eejax.sharding.mesh import DEFAULT, Layout, check_batch, mesh_axes
+from eejax.sharding.spread import is_spread, parted
+from eejax.sharding.spread import parts as parts_of
 from eejax.train.recipes import averaged
 from eejax.train.scope import Scope
 from eejax.train.state import TrainState, abstract
@@ -97,7 +99,11 @@ def make_train_step(
         scope, mesh, layout, microbatches=microbatches, remat=remat, seed=seed,
         objective=objective, sparse=sparse,
     )  # fmt: skip
-    update = Update(optimizer, learning_rate, clip_norm, ema, loss_scale_interval)
+    spread = rules.specs(scope.declarations()[0], mesh, layout.moments_over)
+    update = Update(
+        optimizer, learning_rate, clip_norm, ema, loss_scale_interval,
+        rules.shardings(spread, mesh),
+    )  # fmt: skip
 
     def step(state: TrainState, batch: Arrays) -> tuple[TrainState, Metrics]:
         check_batch(batch["tokens"].shape[0], mesh, microbatches)
@@ -113,7 +119,9 @@ def make_train_step(
         return state, metrics | {"exit_weights": weights}
 
     # The next state is laid out as this one was declared, so that no second program is compiled.
-    shapes = abstract(config, optimizer, mesh, scope, ema=ema is not None, loss_scale=loss_scale)
+    shapes = abstract(
+        config, optimizer, mesh, scope, layout=layout, ema=ema is not None, loss_scale=loss_scale
+    )
     placed = jax.tree.map(lambda a: a.sharding, shapes)
     return jax.jit(step, donate_argnums=0, out_shardings=(placed, None))
 
@@ -149,7 +157,9 @@ def gradient_sums(
     """
     _no_pipeline(mesh)
     config, axes = scope.config, mesh_axes(mesh, layout)
-    param_specs, frozen_specs = (rules.specs(d, mesh) for d in scope.declarations())
+    declared = scope.declarations()
+    param_specs, frozen_specs = (rules.specs(d, mesh, layout.params_over) for d in declared)
+    grad_specs = rules.specs(declared[0], mesh, layout.moments_over)
 
     def loss(trained, frozen, weights, batch, keys, rates):
         params, probes = trained
@@ -164,7 +174,8 @@ def gradient_sums(
         # Varying over data from the start: no sum over it hides in the backward pass, all of it is
         # one at the end. What is whole on every shard of the model axis (norms, biases behind a
         # sum) stays so: where it meets values that are not, autodiff sums its gradient.
-        params, frozen, weights, rates = _vary((params, frozen, weights, rates))
+        weights, rates = _vary((weights, rates))
+        params, frozen = _enter(params, param_specs), _enter(frozen, frozen_specs)
         part = lambda a: a.reshape(microbatches, -1, *a.shape[1:])
         parts = jax.tree.map(part, dict(batch))
         keys = None
@@ -178,7 +189,7 @@ def gradient_sums(
             (total, sums), (grads, squares) = jax.value_and_grad(loss, has_aux=True)(
                 trained, frozen, weights, batch, keys, rates
             )
-            return BatchSums(grads, squares, total, sums)
+            return BatchSums(parts_of(grads), squares, total, sums)
 
         if microbatches == 1:
             sums = one(jax.tree.map(lambda a: a[0], (parts, keys)))
@@ -188,13 +199,15 @@ def gradient_sums(
             zeros = zeros._replace(grads=jax.tree.map(_vary_as, zeros.grads, param_specs))
             add = lambda sums, part: (jax.tree.map(jnp.add, sums, one(part)), None)
             sums, _ = lax.scan(add, zeros, (parts, keys))
-        return lax.psum(sums, DATA)
+        # Each device gets the part of a gradient whose moments it holds.
+        grads = jax.tree.map(_sum_over_data, sums.grads, param_specs, grad_specs)
+        return lax.psum(sums._replace(grads=()), DATA)._replace(grads=grads)
 
     mapped = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(param_specs, frozen_specs, P(), P(), P(DATA), P()),
-        out_specs=BatchSums(param_specs, P(), P(), P()),
+        out_specs=BatchSums(grad_specs, P(), P(), P()),
     )
 
     def gradients(state, weights, rates, batch):
@@ -211,13 +224,15 @@ def gradient_sums(
 @dataclasses.dataclass(frozen=True)
 class Update:
     """From summed gradients to the next state: all of a step that does not depend on how the
-    gradients came about. The fields are those of `make_train_step`."""
+    gradients came about. The fields are those of `make_train_step`, and `moments`: where each
+    parameter's moments lie. It is updated in these parts, and gathered if it lies whole."""
 
     optimizer: optax.GradientTransformation
     learning_rate: Schedule
     clip_norm: float | None
     ema: float | None
     loss_scale_interval: int
+    moments: Tree | None = None
 
     def __call__(
         self, state: TrainState, sums: BatchSums, scale: jax.Array
@@ -242,8 +257,11 @@ class Update:
         if self.clip_norm is not None:
             factor = factor * jnp.minimum(1.0, self.clip_norm / norm)
         grads = jax.tree.map(lambda g: g * factor, sums.grads)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-        moved = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+        params = state.params
+        if self.moments is not None:
+            params = lax.with_sharding_constraint(params, self.moments)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
+        moved = jax.tree.map(lambda p, u: p - rate * u, params, updates)
         choose = lambda ok, new, old: jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
         average, scaling = state.ema, state.loss_scale
         if self.ema is not None:
@@ -254,7 +272,7 @@ class Update:
             scaling = choose(counted, scaling.after(finite, self.loss_scale_interval), scaling)
         state = TrainState(
             step=state.step + 1,
-            params=choose(finite, moved, state.params),
+            params=choose(finite, moved, params),
             opt_state=choose(finite, opt_state, state.opt_state),
             skipped=metrics["skipped"],
             frozen=state.frozen,
@@ -278,13 +296,13 @@ def make_eval_step(
     def local(params, batch):
         weights = _vary(jnp.ones((len(scope.which),), jnp.float32))
         _, sums = multi_exit_loss(
-            _vary(params), config, batch["tokens"], batch["labels"], weights,
+            _enter(params, param_specs), config, batch["tokens"], batch["labels"], weights,
             positions=batch.get("positions"), segment_ids=batch.get("segment_ids"), axes=axes,
             which=scope.which,
         )  # fmt: skip
         return lax.psum(sums, DATA)
 
-    param_specs = rules.specs(scope.parameters(), mesh)
+    param_specs = rules.specs(scope.parameters(), mesh, layout.params_over)
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(param_specs, P(DATA)), out_specs=P()))
 
 
@@ -299,9 +317,25 @@ def _vary(tree: Tree) -> Tree:
     return jax.tree.map(lambda a: lax.pcast(a, (DATA,), to="varying"), tree)
 
 
+def _enter(params: Tree, specs: Tree) -> Tree:
+    """Local parameters for the loss, all varying over the data axis."""
+    one = lambda a: a if is_spread(a) else _vary(a)
+    return jax.tree.map(one, parted(params, specs, DATA), is_leaf=is_spread)
+
+
+def _sum_over_data(grad: jax.Array, within: P, spec: P) -> jax.Array:
+    """The sum over the data axis of the gradient of a parameter that lies as `within` says, leaving
+    the `shard_map` as `spec` says: whole, or the part that belongs to this device."""
+    if DATA in within:  # gathering the parameter has summed it
+        return grad
+    if DATA not in spec:
+        return lax.psum(grad, DATA)
+    return lax.psum_scatter(grad, DATA, scatter_dimension=spec.index(DATA), tiled=True)
+
+
 def _vary_as(a: jax.Array, spec: P) -> jax.Array:
-    """`a`, varying over the mesh axes that cut a parameter of `spec` too."""
-    cut = tuple(axis for axis in spec if axis is not None)
+    """`a`, which varies over data, varying over all mesh axes that cut a parameter of `spec`."""
+    cut = tuple(axis for axis in spec if axis not in (None, DATA))
     return lax.pcast(a, cut, to="varying") if cut else a
 
 

@@ -93,7 +93,7 @@ def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> Base
     place = lambda tree, declared: jax.tree.map(
         lambda a, s: jax.device_put(jnp.asarray(a, s.dtype), s.sharding),
         tree,
-        rules.structs(declared, mesh),
+        rules.structs(declared, mesh, experiment.mesh.params_over),
     )
     return Base(place({"exits": values}, trained), place(kept, frozen), base.step)
 

@@ -27,6 +27,13 @@ def test_bad_sizes_are_refused(value):
         MeshConfig(pipe=value)
 
 
+def test_parameters_are_not_spread_over_stages():
+    with pytest.raises(
+        ConfigError, match="MeshConfig.shard_params = True: must be False with mesh"
+    ):
+        MeshConfig(data=2, pipe=2, shard_params=True)
+
+
 def test_axes_of_one_device_have_no_name():
     assert mesh_axes(make_mesh(MeshConfig(data=2, model=4))) == Axes(data="data", model="model")
     assert mesh_axes(make_mesh(MeshConfig())) == Axes()
@@ -39,7 +46,7 @@ def test_the_sequence_is_cut_over_the_model_axis():
         assert axes.sequence == axes.model == ("model" if "model" in sizes else None)
 
 
-@pytest.mark.parametrize("field", ["sequence"])
+@pytest.mark.parametrize("field", ["sequence", "shard_optimizer", "shard_params"])
 def test_switches_are_true_or_false(field):
     with pytest.raises(ConfigError, match=f"MeshConfig.{field} = 1: must be True or False"):
         MeshConfig(**{field: 1})

@@ -64,3 +64,26 @@ def test_every_parameter_of_a_model_finds_its_place():
         assert local == tuple(np.array(value.shape) // cuts[: value.ndim])
     up = values["layers"]["mlp"]["up"]
     assert up.addressable_shards[0].data.shape == (2, 16, up.shape[2] // 2)
+
+
+@pytest.mark.parametrize(
+    "spec, shape, start, expected",
+    [
+        (P(None, None), (8, 6), 0, P("data", None)),
+        (P(None, None), (6, 8), 0, P(None, "data")),
+        (P("model", None), (8, 8), 0, P("model", "data")),
+        (P(None, None, "model"), (8, 8, 8), 1, P(None, "data", "model")),
+        (P(None, None), (8, 6), 1, P(None, None)),
+        (P("model"), (8,), 0, P("model")),
+        (P(None), (6,), 0, P(None)),
+        (P("data"), (8,), 0, P("data")),
+        (P(), (), 0, P()),
+    ],
+)
+def test_an_axis_is_put_on_the_first_dimension_that_is_free_and_divides(
+    spec, shape, start, expected
+):
+    mesh = make_mesh(MeshConfig(data=4, model=2))
+    assert rules.spread(spec, shape, mesh, "data", start) == expected
+    one = make_mesh(MeshConfig(model=2))
+    assert rules.spread(spec, shape, one, "data", start) == spec

@@ -92,7 +92,10 @@ def test_fields_are_found(path):
         ("train.stepz", "config.train.stepz: no such field. Did you mean steps? Known: steps,"),
         ("trian.steps", "config.trian: no such section. Did you mean train?"),
         ("model.rotary.tehta", "config.model.rotary.tehta: no such field. Did you mean theta?"),
-        ("mesh.qqqq", "config.mesh.qqqq: no such field. Known: data, pipe, model."),
+        (
+            "mesh.qqqq",
+            "config.mesh.qqqq: no such field. Known: sequence, shard_optimizer, shard_params",
+        ),
     ],
 )
 def test_what_is_no_field_is_named_with_what_is_close(path, message):

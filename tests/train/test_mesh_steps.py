@@ -41,7 +41,7 @@ def run(mesh_config, steps=STEPS, config=CONFIG, bad=None, **recipe):
         layout=mesh_config,
         clip_norm=OPTIMIZER.clip_norm, **recipe,
     )  # fmt: skip
-    now, records = state.create(config, tx, 0, mesh, **extra), []
+    now, records = state.create(config, tx, 0, mesh, layout=mesh_config, **extra), []
     for n in range(steps):
         batch = batch_of(n % 4)
         if n == bad:
@@ -60,9 +60,18 @@ def one_device():
     return run(MeshConfig(), **RECIPE)
 
 
-@pytest.mark.parametrize("mesh", [(4, 1, 2), (8, 1, 1), (1, 1, 4)], ids=str)
+TWENTY = [
+    MeshConfig(4, 1, 2),
+    MeshConfig(8),
+    MeshConfig(1, 1, 4, sequence=True),
+    MeshConfig(4, 1, 2, shard_optimizer=False),
+    MeshConfig(4, 1, 2, sequence=True, shard_params=True),
+]
+
+
+@pytest.mark.parametrize("mesh", TWENTY, ids=str)
 def test_twenty_steps_are_those_of_one_device(mesh):
-    now, records, sums = run(MeshConfig(*mesh), **RECIPE)
+    now, records, sums = run(mesh, **RECIPE)
     want, wanted, evaluated = one_device()
     for n, (a, b) in enumerate(zip(records, wanted, strict=True)):
         # Rounding that Adam steps at a rate of 1e-2 carry on, in norms sooner than in losses.
@@ -80,6 +89,16 @@ def test_twenty_steps_are_those_of_one_device(mesh):
         travelled = max(1e-2, np.abs(b - c).max())
         assert np.abs(a - b).max() <= 1e-2 * travelled
         assert np.abs(a_ema - b_ema).max() <= 1e-2 * travelled
+    assert_replicas_agree(now)
+
+
+def assert_replicas_agree(tree):
+    """Devices that hold the same part of a leaf hold the same values."""
+    for leaf in jax.tree.leaves(tree):
+        by_index = {}
+        for shard in leaf.addressable_shards:
+            same = by_index.setdefault(str(shard.index), np.asarray(shard.data))
+            np.testing.assert_array_equal(same, shard.data)
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 1, 4)], ids=str)
@@ -88,12 +107,8 @@ def test_a_step_that_is_not_finite_is_skipped_on_every_device(mesh):
     _, want, _ = run(MeshConfig(), steps=3, bad=1, **RECIPE)
     assert [r["finite"] for r in records] == [True, False, True] and int(now.skipped) == 1
     np.testing.assert_allclose(records[2]["loss"], want[2]["loss"], rtol=1e-5)
-    for leaf in jax.tree.leaves(now.params):
-        by_index = {}
-        for shard in leaf.addressable_shards:
-            same = by_index.setdefault(str(shard.index), np.asarray(shard.data))
-            np.testing.assert_array_equal(same, shard.data)
-        assert np.isfinite(np.asarray(leaf)).all()
+    assert_replicas_agree(now)
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(jax.device_get(now.params)))
 
 
 def test_one_loss_scale_on_all_devices():

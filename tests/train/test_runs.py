@@ -61,7 +61,8 @@ def test_what_moves_the_run_is_refused_by_name(section, field, value, old):
         ("train", {"log_every": 1, "eval_every": 0, "eval_batches": None}),
         ("train", {"checkpoint_every": 7, "keep_checkpoints": 1}),
         ("data", {"source": "elsewhere/*.txt", "packed": "elsewhere"}),
-        ("mesh", {"data": 4}),
+        ("mesh", {"data": 4, "model": 2, "sequence": True, "shard_optimizer": False}),
+        ("mesh", {"shard_params": True}),
     ],
 )
 def test_what_leaves_the_run_as_it_was_may_change(section, fields):

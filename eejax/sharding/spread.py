@@ -1,0 +1,76 @@
+"""Parameters that lie in parts on the devices of a mesh axis, and are gathered where they are used.
+
+Fully sharded data parallelism (Rajbhandari et al. 2020, ZeRO-3; Zhao et al. 2023), inside a manual
+`shard_map`: the forward pass gathers a parameter, and the transpose of that hands each device the
+sum of its own part of the gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from eejax.common.trees import Tree
+
+
+@flax.struct.dataclass
+class Spread:
+    """This device's `part` of a float32 parameter, which is cut over the mesh axis `axis`.
+
+    dim: the dimension that is cut, counted from the end, so that it is the same for a stack of
+    layers and for one of them. dtype: what the parameter is gathered as.
+    """
+
+    part: jax.Array
+    dim: int = flax.struct.field(pytree_node=False)
+    axis: str = flax.struct.field(pytree_node=False)
+    dtype: Any = flax.struct.field(pytree_node=False, default=jnp.float32)
+
+    def astype(self, dtype: Any) -> Spread:
+        """To be gathered as `dtype`; the part, and its gradient, stay float32."""
+        return self.replace(dtype=jnp.dtype(dtype))
+
+
+def is_spread(node: Any) -> bool:
+    """Whether a node of a tree is a `Spread`, for `jax.tree.map`'s is_leaf."""
+    return isinstance(node, Spread)
+
+
+def parted(tree: Tree, specs: Tree, axis: str) -> Tree:
+    """Local arrays that their specs cut over `axis` as `Spread`, the others as they are."""
+
+    def one(a: jax.Array, spec: PartitionSpec):
+        return Spread(a, spec.index(axis) - a.ndim, axis) if axis in spec else a
+
+    return jax.tree.map(one, tree, specs)
+
+
+def gathered(tree: Tree) -> Tree:
+    """The tree with every `Spread` whole."""
+    one = lambda a: _gather(a.part, a.dim, a.axis, a.dtype) if is_spread(a) else a
+    return jax.tree.map(one, tree, is_leaf=is_spread)
+
+
+def parts(tree: Tree) -> Tree:
+    """The tree with the part of every `Spread`: the local arrays that `parted` was given."""
+    return jax.tree.map(lambda a: a.part if is_spread(a) else a, tree, is_leaf=is_spread)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(part: jax.Array, dim: int, axis: str, dtype: Any) -> jax.Array:
+    """Sent in the dtype of computation; the gradient is summed in float32, whatever that is."""
+    return lax.all_gather(part.astype(dtype), axis, axis=part.ndim + dim, tiled=True)
+
+
+def _scatter(dim: int, axis: str, dtype: Any, _, g: jax.Array) -> tuple[jax.Array]:
+    g = g.astype(jnp.float32)
+    return (lax.psum_scatter(g, axis, scatter_dimension=g.ndim + dim, tiled=True),)
+
+
+_gather.defvjp(lambda part, *how: (_gather(part, *how), None), _scatter)

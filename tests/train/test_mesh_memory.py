@@ -1,0 +1,81 @@
+"""What each device of a mesh holds: of the state to the byte, of a step as XLA compiled it."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from eejax.models.config import ExitConfig, ModelConfig
+from eejax.sharding.mesh import MeshConfig, make_mesh
+from eejax.train import memory
+from eejax.train.config import DataConfig, ExitWeights, Experiment, TrainConfig
+from eejax.train.program import Program
+
+MODEL = ModelConfig(
+    vocab_size=512, n_layers=8, d_model=64, n_heads=4, context_length=256, head="tied",
+    exits=(ExitConfig(2, mlp=True), ExitConfig(4, head="own")),
+)  # fmt: skip
+
+
+def experiment(mesh, remat="full", **model):
+    return Experiment(
+        model=MODEL.replace(**model),
+        data=DataConfig(length=128),
+        train=TrainConfig(batch_size=8, remat=remat, ema=0.99),
+        exit_weights=ExitWeights((0.5, 0.5)),
+        mesh=mesh,
+    )
+
+
+@functools.cache
+def measured(mesh, **options):
+    """(the state as shape structs, XLA's figures)."""
+    e = experiment(mesh, **options)
+    shapes = Program(e, make_mesh(mesh)).abstract_state
+    return shapes, memory.compiled_memory(memory.compile_step(e))
+
+
+def part(shapes, whole, name):
+    """The share of a state's part that lies on a device."""
+    held, all_ = (memory.device_bytes(getattr(s, name)) for s in (shapes, whole))
+    return held / all_
+
+
+@pytest.mark.parametrize("model", [1, 2])
+def test_moments_and_averages_are_spread_over_the_data_axis(model):
+    spread = MeshConfig(4, 1, model)
+    (shapes, xla) = measured(spread)
+    (whole, xla_whole) = measured(dataclasses.replace(spread, shard_optimizer=False))
+    # Every dimension of this model divides by 4; the optimiser's count is 4 bytes.
+    assert part(shapes, whole, "opt_state") == pytest.approx(1 / 4, abs=1e-4)
+    assert part(shapes, whole, "ema") == 1 / 4
+    assert part(shapes, whole, "params") == 1
+    saved = memory.device_bytes(whole) - memory.device_bytes(shapes)
+    assert saved == pytest.approx(3 / 4 * 3 * memory.device_bytes(whole.params), rel=1e-3)
+    assert xla_whole.arguments - xla.arguments == saved
+    assert xla_whole.outputs - xla.outputs == saved
+    # The step forms no whole moments or averages on its way.
+    assert xla.temporary < xla_whole.temporary + 0.1 * memory.device_bytes(whole.params)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_parameters_are_spread_and_never_whole_at_once(remat):
+    model = {"n_layers": 16, "d_ff": 512}
+    spread, zero1 = MeshConfig(8, shard_params=True), MeshConfig(8)
+    (shapes, xla), (whole, xla_whole) = (measured(m, remat=remat, **model) for m in (spread, zero1))
+    assert part(shapes, whole, "params") == 1 / 8
+    assert part(shapes, whole, "opt_state") == part(shapes, whole, "ema") == 1
+    saved = memory.device_bytes(whole) - memory.device_bytes(shapes)
+    assert xla_whole.arguments - xla.arguments == saved
+    # Beside its state a step holds one layer and one table, not the gradients of all of them.
+    one = memory.device_bytes(whole.params)
+    assert xla.temporary < xla_whole.temporary - 0.6 * one
+
+
+def test_what_does_not_divide_stays_whole():
+    shapes = Program(experiment(MeshConfig(8), d_model=60, d_ff=90), make_mesh(MeshConfig(8)))
+    moments = shapes.abstract_state.opt_state[0].mu
+    where = lambda a: a.sharding.shard_shape(a.shape)
+    assert where(moments["layers"]["attn_norm"]["scale"]) == (8, 60)
+    assert where(moments["layers"]["mlp"]["down"]) == (8, 90, 60)
+    assert where(moments["embed"]["tokens"]) == (64, 60)
