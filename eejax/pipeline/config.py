@@ -1,0 +1,58 @@
+"""The settings of pipeline parallelism."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from eejax.common.errors import require, require_one_of
+from eejax.pipeline.partition import BALANCED, EVEN, PLACEMENTS
+from eejax.pipeline.schedule import EXIT_POLICIES, GENERATORS
+
+FILLS = ("none", "part1", "part2", "both")
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """How a model is trained over `mesh.pipe` stages; without an effect where that is 1.
+
+    `schedule`: "1f1b" or "gpipe". `exits`: when early exits at the beginning of a stage are
+    computed (`schedule.one_f_one_b`): "mixed" takes no time and no memory in most models,
+    "aligned" no time, "deferred" no memory. `layers`: how layers are laid onto stages, "even",
+    "balanced" by work, exits included, or a number for each stage. `placement`: whether an exit
+    between two stages is computed at the beginning of the "later" or the end of the "earlier".
+
+    `fill` computes some of a step's microbatches in the idle times of the others, with a part of
+    the exits ("part1") or of the backward pass ("part2"), or "both" (EE-LLM, Appendix C.2); the
+    gradient stays unbiased. How many fit is computed from `backward_cost`, the time of a layer's
+    backward pass over that of its forward pass.
+    """
+
+    schedule: str = "1f1b"
+    exits: str = "mixed"
+    layers: str | tuple[int, ...] = EVEN
+    placement: str = "later"
+    fill: str = "none"
+    backward_cost: float = 2.0
+
+    def __post_init__(self):
+        name = "PipelineConfig"
+        require_one_of(f"{name}.schedule", self.schedule, tuple(GENERATORS))
+        require_one_of(f"{name}.exits", self.exits, EXIT_POLICIES)
+        require_one_of(f"{name}.placement", self.placement, PLACEMENTS)
+        require_one_of(f"{name}.fill", self.fill, FILLS)
+        if isinstance(self.layers, list):
+            object.__setattr__(self, "layers", tuple(self.layers))
+        if isinstance(self.layers, str):
+            require_one_of(f"{name}.layers", self.layers, (EVEN, BALANCED))
+        else:
+            ok = all(isinstance(n, int) and n >= 1 for n in self.layers)
+            require(ok, f"{name}.layers", self.layers, "must be numbers of layers, or 'even'")
+        require(
+            0 < self.backward_cost < math.inf,
+            f"{name}.backward_cost", self.backward_cost, "must be positive and finite",
+        )  # fmt: skip
+        require(
+            self.fill == "none" or self.schedule == "1f1b",
+            f"{name}.fill", self.fill, f"must be 'none' with schedule = {self.schedule!r}",
+        )  # fmt: skip
