@@ -56,3 +56,6 @@ class PipelineConfig:
             self.fill == "none" or self.schedule == "1f1b",
             f"{name}.fill", self.fill, f"must be 'none' with schedule = {self.schedule!r}",
         )  # fmt: skip
+
+
+PIPELINE = PipelineConfig()

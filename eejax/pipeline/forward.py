@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA
 from eejax.common.trees import Tree, join
-from eejax.losses.cross_entropy import IGNORE
 from eejax.losses.multi_exit import ExitSums
 from eejax.losses.objective import CROSS_ENTROPY
 from eejax.pipeline.partition import INPUT, INSIDE, OUTPUT
@@ -33,7 +32,7 @@ def evaluation(pipeline: Pipeline, microbatches: int) -> Callable[[Tree, Arrays]
         stage = Stage(plain, {}, whole, batch, first, None, microbatches)
         weights = stage.vary(jnp.ones(len(stage.partition.which), jnp.float32))
         totals = stage.sum_totals(_run(stage, microbatches, weights, None))
-        return ExitSums(totals.sums, _count(batch))
+        return ExitSums(totals.sums, stage.count(microbatches))
 
     return jax.shard_map(
         local, mesh=pipeline.mesh, in_specs=(specs, P(DATA)), out_specs=ExitSums(P(), P())
@@ -51,16 +50,16 @@ def exit_gradients(pipeline: Pipeline, microbatches: int) -> Callable[..., Sums]
         stage = Stage(pipeline, trained, frozen, batch, step, rates, microbatches)
         refs = jax.tree.map(lambda a: jax.new_ref(jnp.zeros_like(a)), stage.trained)
         totals = _run(stage, microbatches, stage.vary(weights), refs)
-        grads = sum_over(jax.tree.map(jax.freeze, refs), pipeline.specs[0])
+        grads = sum_over(jax.tree.map(jax.freeze, refs), pipeline.specs[0], pipeline.grad_specs)
         totals = stage.sum_totals(totals)
-        exits = ExitSums(totals.sums, _count(batch))
+        exits = ExitSums(totals.sums, stage.count(microbatches))
         return Sums(grads, totals.squares, totals.loss, exits)
 
     mapped = jax.shard_map(
         local,
         mesh=pipeline.mesh,
         in_specs=(*pipeline.specs, P(), P(), P(DATA), P()),
-        out_specs=Sums(pipeline.specs[0], P(), P(), ExitSums(P(), P())),
+        out_specs=Sums(pipeline.grad_specs, P(), P(), ExitSums(P(), P())),
     )
 
     def run(*arguments):
@@ -68,10 +67,6 @@ def exit_gradients(pipeline: Pipeline, microbatches: int) -> Callable[..., Sums]
         return sums._replace(squares=pipeline.layout.squares_by_exit(sums.grads))
 
     return run
-
-
-def _count(batch: Arrays) -> jax.Array:
-    return lax.psum(jnp.sum(batch["labels"] != IGNORE, dtype=jnp.int32), DATA)
 
 
 def _run(stage: Stage, microbatches: int, weights: jax.Array, refs: Tree | None) -> Totals:

@@ -28,15 +28,15 @@ from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA, PIPE
 from eejax.common.trees import Tree
-from eejax.losses.cross_entropy import IGNORE
 from eejax.losses.multi_exit import ExitSums
 from eejax.models import layers
 from eejax.pipeline import schedule as schedules
 from eejax.pipeline.layout import ABSENT, TOKENS
 from eejax.pipeline.partition import INPUT, INSIDE, OUTPUT
+from eejax.pipeline.plan import Factors
 from eejax.pipeline.residuals import get, put, ring, send, split_vjp, when
 from eejax.pipeline.schedule import BACKWARD, EXITS, FORWARD, Schedule
-from eejax.pipeline.stage import Arrays, Pipeline, Stage, Totals, add_row, sum_over, vary_over
+from eejax.pipeline.stage import Pipeline, Stage, Totals, add_row, sum_over, vary_over
 
 
 class Sums(NamedTuple):
@@ -52,17 +52,20 @@ class Sums(NamedTuple):
     exits: ExitSums
 
 
-def gradients(pipeline: Pipeline, schedule: Schedule) -> Callable[..., Sums]:
+def gradients(
+    pipeline: Pipeline, schedule: Schedule, factors: Factors | None = None
+) -> Callable[..., Sums]:
     """`(params, frozen, weights [e], layer_dropout [l] or None, batch, step) -> Sums`.
 
     params and frozen as the pipeline's layout has them, the batch's arrays [b, t], of which every
-    device takes its part in as many microbatches as the schedule has.
+    device takes its part in as many microbatches as the schedule has. With `factors` the sums are
+    those expected of the main microbatches, and only their tokens are counted.
     """
     return jax.shard_map(
-        functools.partial(_local, pipeline, schedule),
+        functools.partial(_local, pipeline, schedule, factors),
         mesh=pipeline.mesh,
         in_specs=(*pipeline.specs, P(), P(), P(DATA), P()),
-        out_specs=Sums(pipeline.specs[0], P(), P(), ExitSums(P(), P())),
+        out_specs=Sums(pipeline.grad_specs, P(), P(), ExitSums(P(), P())),
     )
 
 
@@ -116,10 +119,11 @@ class _Kept(NamedTuple):
     totals: Totals
 
 
-def _local(pipeline: Pipeline, schedule: Schedule, trained, frozen, weights, rates, batch, step):
+def _local(pipeline, schedule, factors, trained, frozen, weights, rates, batch, step) -> Sums:
     """One device's part of `gradients`."""
     trained, frozen = vary_over((trained, frozen), pipeline.specs)
-    stage = Stage(pipeline, trained, frozen, batch, step, rates, schedule.microbatches)
+    n = schedule.microbatches
+    stage = Stage(pipeline, trained, frozen, batch, step, rates, n, factors)
     grads = jax.tree.map(jnp.zeros_like, stage.trained)
     grads["layers"] = layers.flat_heads(grads["layers"])
     refs = jax.tree.map(jax.new_ref, grads)
@@ -139,7 +143,7 @@ def _local(pipeline: Pipeline, schedule: Schedule, trained, frozen, weights, rat
         ring(rings.n_states, blank), ring(ops.n_residuals, like), stage.no_totals(),
     )  # fmt: skip
     (*_, totals), _ = lax.scan(lambda kept, row: (ops.step(kept, row), None), start, table)
-    return _sum(stage, jax.tree.map(jax.freeze, refs), totals, batch)
+    return _sum(stage, jax.tree.map(jax.freeze, refs), totals, factors.main if factors else n)
 
 
 class _Operations:
@@ -258,19 +262,21 @@ class _Operations:
         return *when(stage.first, scatter, gx), totals
 
 
-def _sum(stage: Stage, grads: Tree, totals: Totals, batch: Arrays) -> Sums:
-    """The sums over all devices."""
+def _sum(stage: Stage, grads: Tree, totals: Totals, counted: int) -> Sums:
+    """The sums over all devices; tokens are counted of the first `counted` microbatches."""
     if "layers" in grads:  # their heads were flattened
         shape = lambda g, a: g.reshape(a.shape)
         grads["layers"] = jax.tree.map(shape, grads["layers"], stage.trained["layers"])
+    if stage.factors is not None:  # before copies are added up: each stage has its own
+        factor = stage.own(stage.factors.gradients)
+        grads = jax.tree.map(lambda g: g * factor, grads)
     for group, tables in stage.layout.slots.items():
         if group in grads:
             for slots in tables.values():
                 grads[group] = _sum_copies(stage, grads[group], slots)
-    grads = sum_over(grads, stage.pipeline.specs[0])
+    grads = sum_over(grads, stage.pipeline.specs[0], stage.pipeline.grad_specs)
     totals = stage.sum_totals(totals)
-    count = lax.psum(jnp.sum(batch["labels"] != IGNORE, dtype=jnp.int32), DATA)
-    return Sums(grads, totals.squares, totals.loss, ExitSums(totals.sums, count))
+    return Sums(grads, totals.squares, totals.loss, ExitSums(totals.sums, stage.count(counted)))
 
 
 def _sum_copies(stage: Stage, grads: jax.Array, slots: tuple[int, ...]) -> jax.Array:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from eejax.common.axes import DATA, PIPE
 from eejax.common.errors import require
 from eejax.common.trees import Tree, join
+from eejax.losses.cross_entropy import IGNORE
 from eejax.losses.multi_exit import exits_loss
 from eejax.losses.objective import CROSS_ENTROPY, Objective
 from eejax.models import exits, layers, params, shards, transformer
@@ -65,6 +66,11 @@ class Pipeline:
         """Partition specs of (trained, frozen) parameters."""
         return tuple(rules.specs(d, self.mesh) for d in self.layout.declarations())
 
+    @functools.cached_property
+    def grad_specs(self) -> Tree:
+        """Partition specs of gradients: every device gets the part whose moments it holds."""
+        return rules.specs(self.layout.declarations()[0], self.mesh, self.cuts.moments_over)
+
 
 class _Kind(NamedTuple):
     """What of an exit decides about its program, and where its parameters lie on its stage."""
@@ -87,14 +93,14 @@ class Stage:
     """One device's part of the run: its parameters, and the tables' rows that are its own.
 
     trained, frozen: parameters that vary over data and pipe (`vary_over`); batch: arrays [b, t],
-    taken in `parts` microbatches.
+    taken in `parts` microbatches; factors: of inserted ones (`plan.Factors`), or None.
     """
 
-    def __init__(self, pipeline: Pipeline, trained: Tree, frozen: Tree, batch, step, rates, parts):
+    def __init__(self, pipeline, trained, frozen, batch, step, rates, parts, factors=None):
         self.pipeline, self.config = pipeline, pipeline.config
         self.layout, self.partition = pipeline.layout, pipeline.layout.partition
         self.axes = mesh_axes(pipeline.mesh, pipeline.cuts)
-        self.trained = trained
+        self.trained, self.factors = trained, factors
         self.rates = None if rates is None else vary_over(rates, P())
         self.params = params.for_compute(join(frozen, self.trained), self.config.dtype)
         for name in ("embed", *self.layout.slots):  # tables are cast where they are used
@@ -130,6 +136,12 @@ class Stage:
         if sequence:
             squares = lax.pcast(squares, sequence, to="varying")
         return self.vary(Totals(jnp.zeros(()), jnp.zeros(n), squares))
+
+    def count(self, microbatches: int) -> jax.Array:
+        """Tokens of the first microbatches on all devices."""
+        counted = jnp.sum(self.batch["labels"][:microbatches] != IGNORE, dtype=jnp.int32)
+        # Every stage counts the same tokens.
+        return lax.psum(jnp.where(self.first, counted, 0), (DATA, PIPE))
 
     def sum_totals(self, totals: Totals) -> Totals:
         """Over all devices."""
@@ -241,6 +253,8 @@ class Stage:
     def _exit(self, kind: _Kind, weights, refs, h, m, which):
         labels = lax.dynamic_index_in_dim(self.batch["labels"], m, 0, keepdims=False)
         weight = lax.dynamic_slice_in_dim(weights, which, 1)
+        if self.factors is not None:
+            weight = weight * self.own(self.factors.losses)[m]
         context = self.context(m)
         row = lambda tree, s: jax.tree.map(lambda a: a[s], tree)
         own = {k: row(self.params["exits"][k], s) for k, s in kind.parts}
@@ -311,6 +325,9 @@ class Stage:
                 g, loss, ce = branch(read(item, kept), m, item["which"])
                 square = 0.0 if g is None else jnp.sum(jnp.square(g.astype(jnp.float32)))
                 at = jnp.arange(totals.sums.size) == item["which"]
+                if self.factors is not None:
+                    report = self.own(self.factors.reports)
+                    loss, ce = loss * report / self.own(self.factors.losses)[m], ce * report
                 add = lambda a, value: a + jnp.where(at, value, 0.0)
                 totals = Totals(
                     totals.loss + loss, add(totals.sums, ce), add(totals.squares, square)
@@ -360,13 +377,18 @@ def vary_over(tree: Tree, specs: Any) -> Tree:
     return jax.tree.map(one, tree, specs)
 
 
-def sum_over(grads: Tree, specs: Tree) -> Tree:
-    """Gradients summed over the axes that their parameters do not lie cut over."""
+def sum_over(grads: Tree, specs: Tree, parts: Tree) -> Tree:
+    """Gradients summed over the axes that their parameters do not lie cut over; of those that
+    `parts` cut over data, too, each device's part."""
 
-    def one(g, spec):
-        return lax.psum(g, tuple(axis for axis in (DATA, PIPE) if axis not in _cut_over(spec)))
+    def one(g, spec, part):
+        if PIPE not in _cut_over(spec):
+            g = lax.psum(g, PIPE)
+        if DATA not in part:
+            return lax.psum(g, DATA)
+        return lax.psum_scatter(g, DATA, scatter_dimension=part.index(DATA), tiled=True)
 
-    return jax.tree.map(one, grads, specs)
+    return jax.tree.map(one, grads, specs, parts)
 
 
 def _cut_over(spec: P) -> set[str]:

@@ -9,22 +9,13 @@ from typing import Any
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from eejax.common.axes import PIPE
-from eejax.common.errors import require
 from eejax.common.trees import Tree
 from eejax.models import params
-from eejax.sharding.mesh import MeshConfig, check_batch
+from eejax.sharding.mesh import check_batch
 from eejax.train import optimizer, recipes, state, step, tuning
 from eejax.train.config import Experiment, TrainConfig
+from eejax.train.placement import Placement, placement
 from eejax.train.scope import Scope
-
-
-def check_mesh(config: MeshConfig) -> None:
-    """Raises `ConfigError` for a mesh that training cannot run on."""
-    require(
-        config.pipe == 1, f"mesh.{PIPE}", config.pipe,
-        "must be 1: training runs over mesh.data and mesh.model",
-    )  # fmt: skip
 
 
 def check_batches(train: TrainConfig, mesh: Mesh | AbstractMesh) -> None:
@@ -50,8 +41,13 @@ class Program:
         return tuning.scope(self.experiment)
 
     @functools.cached_property
+    def placement(self) -> Placement:
+        """Where the parameters lie."""
+        return placement(self.scope, self.mesh, self.experiment.pipeline)
+
+    @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        decays = params.map_params(lambda p: p.decay, self.scope.declarations()[0])
+        decays = params.map_params(lambda p: p.decay, self.placement.declarations[0])
         return optimizer.transformation(self.experiment.optimizer, decays)
 
     @property
@@ -65,14 +61,26 @@ class Program:
         """The state as shape structs with shardings."""
         e = self.experiment
         return state.abstract(
-            e.model, self.optimizer, self.mesh, self.scope, layout=e.mesh, **self._extra
+            e.model,
+            self.optimizer,
+            self.mesh,
+            self.scope,
+            layout=e.mesh,
+            pipeline=e.pipeline,
+            **self._extra,
         )
 
     def create(self) -> state.TrainState:
         """The state before the first step of a run that trains the whole model."""
         e = self.experiment
         return state.create(
-            e.model, self.optimizer, e.train.seed, self.mesh, layout=e.mesh, **self._extra
+            e.model,
+            self.optimizer,
+            e.train.seed,
+            self.mesh,
+            layout=e.mesh,
+            pipeline=e.pipeline,
+            **self._extra,
         )
 
     def begin(self, values: Tree) -> state.TrainState:
@@ -100,6 +108,7 @@ class Program:
             e.exit_weights.schedule(e.train.steps),
             self.mesh,
             layout=e.mesh,
+            pipeline=e.pipeline,
             clip_norm=e.optimizer.clip_norm,
             microbatches=e.train.microbatches,
             remat=e.train.remat,
@@ -116,4 +125,11 @@ class Program:
     def eval_step(self):
         """As `step.make_eval_step`."""
         e = self.experiment
-        return step.make_eval_step(e.model, self.mesh, self.scope, layout=e.mesh)
+        return step.make_eval_step(
+            e.model, self.mesh, self.scope, e.mesh, e.pipeline, self.eval_microbatches
+        )
+
+    @property
+    def eval_microbatches(self) -> int:
+        """Parts that an evaluation step takes its batch in: on stages those of a training step."""
+        return 1 if self.placement.stages is None else self.experiment.train.microbatches

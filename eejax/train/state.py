@@ -13,8 +13,10 @@ from jax.sharding import Mesh
 from eejax.common.trees import Tree
 from eejax.models import params
 from eejax.models.config import ModelConfig
+from eejax.pipeline.config import PIPELINE, PipelineConfig
 from eejax.sharding import rules
 from eejax.sharding.mesh import DEFAULT, Layout
+from eejax.train.placement import placement
 from eejax.train.recipes import LossScale
 from eejax.train.scope import Scope
 
@@ -44,14 +46,16 @@ def create(
     mesh: Mesh,
     *,
     layout: Layout = DEFAULT,
+    pipeline: PipelineConfig = PIPELINE,
     ema: bool = False,
     loss_scale: float | None = None,
 ) -> TrainState:
     """The state before the first step, every leaf made where it belongs on `mesh`."""
     extra = {"ema": ema, "loss_scale": loss_scale}
-    shapes = abstract(config, optimizer, mesh, layout=layout, **extra)
+    shapes = abstract(config, optimizer, mesh, layout=layout, pipeline=pipeline, **extra)
     placed = jax.tree.map(lambda a: a.sharding, shapes)
-    initial = lambda key: begin(params.init(config, key), optimizer, **extra)
+    places = placement(Scope(config), mesh, pipeline)
+    initial = lambda key: begin(places.place(params.init(config, key)), optimizer, **extra)
     return jax.jit(initial, out_shardings=placed)(jax.random.key(seed))
 
 
@@ -84,15 +88,17 @@ def abstract(
     scope: Scope | None = None,
     *,
     layout: Layout = DEFAULT,
+    pipeline: PipelineConfig = PIPELINE,
     ema: bool = False,
     loss_scale: float | None = None,
 ) -> TrainState:
     """The state as shape structs with shardings; a moment lies where its parameter lies, or is
-    spread over more devices (`sharding.mesh.Layout`).
+    spread over more devices (`sharding.mesh.Layout`). On a mesh with stages both lie as
+    `train.placement.Placement` says.
 
     `scope`: what of the model is trained, by default all of it. The rest as in `begin`.
     """
-    declarations = (scope or Scope(config)).declarations()
+    declarations = placement(scope or Scope(config), mesh, pipeline).declarations
     trained, frozen = (rules.structs(d, mesh, layout.params_over) for d in declarations)
     moments = rules.structs(declarations[0], mesh, layout.moments_over)
     state = jax.eval_shape(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -14,16 +15,22 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from eejax.common.axes import DATA, PIPE
+from eejax.common.axes import DATA
 from eejax.common.errors import require
 from eejax.common.trees import Tree, join
 from eejax.losses.multi_exit import ExitSums, multi_exit_loss
 from eejax.losses.objective import CROSS_ENTROPY, Objective
 from eejax.models.config import ModelConfig
+from eejax.pipeline import runner
+from eejax.pipeline.config import PIPELINE, PipelineConfig
+from eejax.pipeline.forward import evaluation, exit_gradients
+from eejax.pipeline.plan import plan
+from eejax.pipeline.stage import Pipeline
 from eejax.sharding import rules
 from eejax.sharding.mesh import DEFAULT, Layout, check_batch, mesh_axes
 from eejax.sharding.spread import is_spread, parted
 from eejax.sharding.spread import parts as parts_of
+from eejax.train.placement import Placement, placement
 from eejax.train.recipes import averaged
 from eejax.train.scope import Scope
 from eejax.train.state import TrainState, abstract
@@ -48,6 +55,7 @@ def make_train_step(
     mesh: Mesh,
     *,
     layout: Layout = DEFAULT,
+    pipeline: PipelineConfig = PIPELINE,
     clip_norm: float | None = 1.0,
     microbatches: int = 1,
     remat: str = "none",
@@ -88,21 +96,29 @@ def make_train_step(
     tokens, skipped (so far), finite, and loss_scale where there is one: that of this step. Without
     a counted token losses and norm are 0, and finite is false.
 
+    On a mesh with several stages the microbatches go through them as `pipeline` says, and the state
+    lies on the stages (`train.placement`).
+
     Raises:
-      ConfigError: a mesh with more than one device along pipe, or one that does not divide the
-        model.
+      ConfigError: a mesh that does not divide the model, or an objective that distils on several
+        stages.
     """
     scope = scope or Scope(config)
     require(scope.config == config, "scope", scope.config.exits, "must be of the same model")
     final, devices = scope.which[-1:] == (config.n_exits,), mesh.shape[DATA]
-    gradients = gradient_sums(
-        scope, mesh, layout, microbatches=microbatches, remat=remat, seed=seed,
-        objective=objective, sparse=sparse,
-    )  # fmt: skip
-    spread = rules.specs(scope.declarations()[0], mesh, layout.moments_over)
+    places = placement(scope, mesh, pipeline)
+    settings = {
+        "microbatches": microbatches, "remat": remat, "seed": seed, "objective": objective,
+        "sparse": sparse,
+    }  # fmt: skip
+    if places.stages is None:
+        gradients = gradient_sums(scope, mesh, layout, **settings)
+    else:
+        gradients = pipelined_sums(places, mesh, layout, pipeline, **settings)
+    spread = rules.specs(places.declarations[0], mesh, layout.moments_over)
     update = Update(
         optimizer, learning_rate, clip_norm, ema, loss_scale_interval,
-        rules.shardings(spread, mesh),
+        rules.shardings(spread, mesh), places.norm,
     )  # fmt: skip
 
     def step(state: TrainState, batch: Arrays) -> tuple[TrainState, Metrics]:
@@ -120,8 +136,9 @@ def make_train_step(
 
     # The next state is laid out as this one was declared, so that no second program is compiled.
     shapes = abstract(
-        config, optimizer, mesh, scope, layout=layout, ema=ema is not None, loss_scale=loss_scale
-    )
+        config, optimizer, mesh, scope, layout=layout, pipeline=pipeline, ema=ema is not None,
+        loss_scale=loss_scale,
+    )  # fmt: skip
     placed = jax.tree.map(lambda a: a.sharding, shapes)
     return jax.jit(step, donate_argnums=0, out_shardings=(placed, None))
 
@@ -155,7 +172,6 @@ def gradient_sums(
 
     Raises `ConfigError` as `make_train_step` does.
     """
-    _no_pipeline(mesh)
     config, axes = scope.config, mesh_axes(mesh, layout)
     declared = scope.declarations()
     param_specs, frozen_specs = (rules.specs(d, mesh, layout.params_over) for d in declared)
@@ -221,11 +237,42 @@ def gradient_sums(
     return gradients
 
 
+def pipelined_sums(
+    places: Placement,
+    mesh: Mesh,
+    layout: Layout,
+    pipeline: PipelineConfig,
+    *,
+    microbatches: int,
+    remat: str,
+    seed: int,
+    objective: Objective,
+    sparse: bool,
+) -> Callable[[TrainState, jax.Array, jax.Array | None, Arrays], BatchSums]:
+    """As `gradient_sums`, of a state that lies on stages."""
+    keys = functools.partial(_sample_keys, seed)
+    stages = Pipeline(places.stages, mesh, layout, remat, objective, sparse, keys)
+
+    def gradients(state, weights, rates, batch):
+        length = batch["tokens"].shape[1]
+        if places.scope.tuned:
+            run = exit_gradients(stages, microbatches)
+        else:
+            cut = places.stages.partition
+            schedule, factors = plan(pipeline, cut, microbatches, length=length, remat=remat)
+            run = runner.gradients(stages, schedule, factors)
+        sums = run(state.params, state.frozen, weights, rates, dict(batch), state.step)
+        return BatchSums(*sums)
+
+    return gradients
+
+
 @dataclasses.dataclass(frozen=True)
 class Update:
     """From summed gradients to the next state: all of a step that does not depend on how the
     gradients came about. The fields are those of `make_train_step`, and `moments`: where each
-    parameter's moments lie. It is updated in these parts, and gathered if it lies whole."""
+    parameter's moments lie. It is updated in these parts, and gathered if it lies whole. norm: of
+    all gradients."""
 
     optimizer: optax.GradientTransformation
     learning_rate: Schedule
@@ -233,6 +280,7 @@ class Update:
     ema: float | None
     loss_scale_interval: int
     moments: Tree | None = None
+    norm: Callable[[Tree], jax.Array] = optax.tree.norm
 
     def __call__(
         self, state: TrainState, sums: BatchSums, scale: jax.Array
@@ -241,7 +289,7 @@ class Update:
         counted = sums.exits.count > 0
         count = jnp.maximum(sums.exits.count, 1).astype(jnp.float32)
         total, factor = sums.total / scale, 1.0 / (scale * count)
-        norm = optax.tree.norm(sums.grads) * factor
+        norm = self.norm(sums.grads) * factor
         finite = jnp.isfinite(norm) & jnp.isfinite(total) & counted
         rate = self.learning_rate(state.step)
         metrics = {
@@ -283,14 +331,22 @@ class Update:
 
 
 def make_eval_step(
-    config: ModelConfig, mesh: Mesh, scope: Scope | None = None, layout: Layout = DEFAULT
+    config: ModelConfig,
+    mesh: Mesh,
+    scope: Scope | None = None,
+    layout: Layout = DEFAULT,
+    pipeline: PipelineConfig = PIPELINE,
+    microbatches: int = 1,
 ) -> Callable[[Tree, Arrays], ExitSums]:
     """The compiled `(params, batch) -> ExitSums`: summed loss of every exit, counted tokens.
 
-    With a `scope`, params are `scope.parameters()` and the exits those of `scope.which`.
+    With a `scope`, params are `scope.parameters()` and the exits those of `scope.which`. On a mesh
+    with several stages the batch goes through them in `microbatches` parts.
     """
-    _no_pipeline(mesh)
     scope = scope or Scope(config)
+    places = placement(scope, mesh, pipeline)
+    if places.stages is not None:
+        return jax.jit(evaluation(Pipeline(places.stages, mesh, layout), microbatches))
     axes = mesh_axes(mesh, layout)
 
     def local(params, batch):
@@ -337,8 +393,3 @@ def _vary_as(a: jax.Array, spec: P) -> jax.Array:
     """`a`, which varies over data, varying over all mesh axes that cut a parameter of `spec`."""
     cut = tuple(axis for axis in spec if axis not in (None, DATA))
     return lax.pcast(a, cut, to="varying") if cut else a
-
-
-def _no_pipeline(mesh: Mesh) -> None:
-    count = mesh.shape[PIPE]
-    require(count == 1, f"mesh.{PIPE}", count, "must be 1: this step knows no pipeline")

@@ -1,0 +1,79 @@
+"""From the settings of pipeline parallelism to a schedule and what it multiplies."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from eejax.pipeline.config import PipelineConfig
+from eejax.pipeline.costs import model_costs
+from eejax.pipeline.partition import INSIDE, Partition
+from eejax.pipeline.schedule import GENERATORS, Schedule
+from eejax.pipeline.schedule_fill import Filled, filled_to
+from eejax.pipeline.simulate import Costs, Work
+
+
+class Factors(NamedTuple):
+    """What keeps the gradient of a schedule with inserted microbatches unbiased.
+
+    main: the first microbatches, which are whole; sums over all are those of so many. losses
+    [microbatches, stages]: of the losses of a stage's exits. gradients [stages]: of a stage's
+    summed gradients. reports [stages]: of the exits' cross entropies, for their mean.
+    """
+
+    main: int
+    losses: np.ndarray
+    gradients: np.ndarray
+    reports: np.ndarray
+
+
+class Plan(NamedTuple):
+    """A schedule and its factors, None for a schedule of whole microbatches alone."""
+
+    schedule: Schedule
+    factors: Factors | None = None
+
+
+def plan(
+    config: PipelineConfig, partition: Partition, microbatches: int, *, length: int, remat: str
+) -> Plan:
+    """The `Plan` of a step of so many microbatches of sequences of `length`."""
+    settings = {
+        "exit_stages": partition.input_exit_stages,
+        "exits": config.exits,
+        "recompute": remat == "full",
+    }
+    if config.fill == "none":
+        make = GENERATORS[config.schedule]
+        return Plan(make(partition.stages, microbatches, **settings))
+    limits = {part: None if config.fill in (part, "both") else 0 for part in ("part1", "part2")}
+    filled = filled_to(
+        costs(config, partition, length), microbatches, **limits, **settings,
+        inner_stages=[i for i in range(partition.stages) if partition.on(i, INSIDE)],
+    )  # fmt: skip
+    return Plan(filled.schedule, factors(filled))
+
+
+def factors(filled: Filled) -> Factors | None:
+    """The `Factors` of a filled schedule; None where nothing was inserted."""
+    if not filled.inserted:
+        return None
+    late = np.arange(filled.schedule.microbatches) >= filled.main + filled.part1
+    losses = np.where(late[:, None], 1.0, filled.loss_factors[None])
+    # A microbatch has its exits' losses where its backward pass comes to.
+    came = filled.main / filled.loss_factors + filled.main / filled.gradient_factors - filled.main
+    reports = filled.main / came
+    one = np.float32
+    return Factors(
+        filled.main, losses.astype(one), filled.gradient_factors.astype(one), reports.astype(one)
+    )
+
+
+def costs(config: PipelineConfig, partition: Partition, length: int) -> Costs:
+    """By floating-point operations, of one sequence, with the configured cost of going back."""
+    found = model_costs(partition.config, partition.layers, 1, length)
+    more = config.backward_cost / 2.0
+    back = lambda work: Work(work.forward, work.backward * more)
+    each = lambda works: tuple(map(back, works))
+    return Costs(each(found.layers), each(found.entry), each(found.inner), back(found.final))
