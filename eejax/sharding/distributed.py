@@ -282,15 +282,15 @@ def _check_reachable(how: Processes) -> None:
             "of the host of process 0."
         ) from error
     if how.process == 0:
-        with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError as error:
-                raise ConfigError(
-                    f"coordinator = {how.coordinator!r}: port {port} cannot be used here "
-                    f"({error}). Choose another port, the same in all processes."
-                ) from error
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        try:
+            socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+        except OSError as error:
+            raise ConfigError(
+                f"coordinator = {how.coordinator!r}: port {port} cannot be used here ({error}). "
+                "Choose another port, the same in all processes."
+            ) from error
         return
     deadline, problem = time.monotonic() + how.connect_seconds, None
     while time.monotonic() < deadline:

@@ -61,9 +61,7 @@ def same_losses(workdir, other):
     for a, b in zip(read_metrics(workdir), read_metrics(other), strict=True):
         assert a["tokens_seen"] == b["tokens_seen"]
         evaluated = [k for k in b if k.startswith("eval/")]
-        assert {k: a[k] for k in evaluated} == pytest.approx(
-            {k: b[k] for k in evaluated}, rel=1e-5
-        )
+        assert {k: a[k] for k in evaluated} == pytest.approx({k: b[k] for k in evaluated}, rel=1e-5)
 
 
 @pytest.fixture(scope="module")
