@@ -120,7 +120,10 @@ def start(how: Processes) -> None:
             "no cluster is detected (Slurm, Open MPI, Cloud TPU, or Kubernetes with the package "
             f"kubernetes): {error} Give coordinator, processes and process."
         ) from error
-    _say_at_abort(f"error: another process of this run has died. {AGAIN}")
+    _say_at_abort(
+        "error: another process of this run has died, unless the lines above say what else ended "
+        f"this one. {AGAIN}"
+    )
 
 
 def several() -> bool:

@@ -1,5 +1,6 @@
 """Two processes of four devices train what one process of eight does, and end together."""
 
+import json
 import os
 import shutil
 import signal
@@ -40,11 +41,11 @@ def experiment(text):
     return Experiment.from_dict(config.to_dict())
 
 
-def train(folder, workdir, text, **kwargs):
+def train(folder, workdir, text, program=("-m", "experiments.train")):
     values = [f"--config.{k}={v}" for k, v in CHANGES.items() if v is not None]
     return start(
-        folder, "-m", "experiments.train", "--config=configs/tiny.py", f"--workdir={workdir}",
-        *values, "--config.data.max_bytes=100000000", f"--config.data.source={text}", **kwargs,
+        folder, *program, "--config=configs/tiny.py", f"--workdir={workdir}",
+        *values, "--config.data.max_bytes=100000000", f"--config.data.source={text}",
     )  # fmt: skip
 
 
@@ -149,3 +150,50 @@ def test_what_the_first_process_cannot_prepare_ends_both_alike(tmp_path):
         assert group.wait(seconds=60) == [1, 1]
     ends = [group.err(i).strip().splitlines()[-1] for i in (0, 1)]
     assert ends[0].startswith("error: ") and str(nothing) in ends[0] and ends[0] == ends[1]
+
+
+FAILING = """
+import runpy, sys
+from eejax.common.errors import DataError
+from eejax.data import Loader
+original = Loader.__next__
+def fetch(loader):
+    if loader.step == 9 and "--process=1" in sys.argv:
+        raise DataError("the disk of this host is broken")
+    return original(loader)
+Loader.__next__ = fetch
+runpy.run_module("experiments.train", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_alone_says_why_and_ends_the_other(text, tmp_path):
+    with train(tmp_path / "logs", tmp_path / "run", text, ("-c", FAILING)) as group:
+        codes = group.wait(seconds=60)
+    assert codes == [1, 1]
+    assert "error: the disk of this host is broken" in group.err(1).splitlines()
+    assert DIED not in group.err(1)
+    assert DIED in group.err(0).strip().splitlines()[-1]
+    assert load_model(tmp_path / "run").step == 6
+
+
+@pytest.mark.slow
+def test_exits_are_tuned_and_evaluated_by_two_processes(two, tmp_path):
+    """As by one, of whose launchers other tests speak."""
+    of_base = [f"--base={two[0]}", "--exits=1", "--config.train.steps=6", "--config.mesh.data=8"]
+    of_base += ["--config.train.batch_size=16", "--config.train.eval_batches=1"]
+    runs = {}
+    for name, how in (("two", {}), ("one", {"n": 1})):
+        # One process has four devices only.
+        mesh = [] if name == "two" else ["--config.mesh.data=4"]
+        arguments = (*of_base, f"--workdir={tmp_path / name}", *mesh)
+        with start(tmp_path / "tune", "-m", "experiments.tune_exits", *arguments, **how) as group:
+            assert set(group.wait()) == {0}, group.err(0)
+        arguments = (f"--workdir={tmp_path / name}", "--batches=2")
+        with start(tmp_path / "evaluate", "-m", "experiments.evaluate", *arguments, **how) as group:
+            assert set(group.wait()) == {0}, group.err(0)
+        runs[name] = json.loads(group.out(0).splitlines()[-1])
+        if name == "two":
+            assert "exit_1" not in group.out(1)
+    assert runs["two"] == pytest.approx(runs["one"], rel=1e-4)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
