@@ -4,7 +4,7 @@
     python -m experiments.evaluate --workdir=runs/quickstart --text='books/*.txt'
 
 Without --text the run's own validation split is taken, all of it. The last line printed is one
-JSON object.
+JSON object. Several processes (docs/SCALING.md) take each batch on all of their devices.
 """
 
 from __future__ import annotations
@@ -22,16 +22,21 @@ _EMA = flags.DEFINE_bool("ema", False, "Take the averaged parameters (train.ema)
 _TEXT = flags.DEFINE_multi_string("text", [], "Text files or globs to evaluate on instead.")
 _BATCHES = flags.DEFINE_integer("batches", None, "At most so many batches.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Sequences at a time.", lower_bound=1)
+launch.define_processes()
 flags.mark_flags_as_required(["workdir"])
 
 
 def main() -> None:
+    import jax
+
     from eejax import data
-    from eejax.sharding.mesh import MeshConfig, make_mesh
+    from eejax.sharding import distributed
+    from eejax.sharding.mesh import MeshConfig, check_batch, make_mesh
     from eejax.train import evaluate, inputs, metrics, step
     from eejax.train.runs import open_run
 
-    mesh = make_mesh(MeshConfig())
+    mesh = make_mesh(MeshConfig(data=jax.device_count() if distributed.several() else 1))
+    check_batch(_BATCH_SIZE.value, mesh, field="--batch_size")
     run = open_run(_WORKDIR.value, step=_STEP.value, mesh=mesh, ema=_EMA.value)
     model, config = run.model, run.experiment.data
     with tempfile.TemporaryDirectory() as folder:
@@ -53,6 +58,8 @@ def main() -> None:
             metrics.exit_names(model.config),
             model.tokenizer.byte_lengths,
         )
+    if not distributed.is_first():
+        return
     print(f"step {model.step} of {_WORKDIR.value}{', averaged parameters' if _EMA.value else ''}")
     print(result.table())
     metrics = result.metrics("eval_ema" if _EMA.value else "eval")

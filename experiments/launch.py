@@ -1,10 +1,14 @@
-"""How every launcher starts: whatever a user can do wrong ends in one line, `error: ...`."""
+"""How every launcher starts: whatever a user can do wrong ends in one line, `error: ...`.
+
+Launchers that can run as several processes call `define_processes()` beside their own flags.
+"""
 
 from __future__ import annotations
 
 import pathlib
 import re
 import sys
+import traceback
 from collections.abc import Callable
 
 from absl import app, flags, logging
@@ -12,6 +16,31 @@ from absl import app, flags, logging
 from eejax.common.errors import CheckpointError, ConfigError, DataError
 
 MISTAKES = (ConfigError, DataError, CheckpointError, OSError, FloatingPointError)
+
+
+flags.disclaim_key_flags()  # --help lists flags under the launcher that defines them
+
+
+def define_processes() -> None:
+    """Flags of a launcher that can run as several processes, off by default."""
+    flags.DEFINE_bool(
+        "distributed", False,
+        "This is one of several processes, which the cluster describes: Slurm, Open MPI, "
+        "Kubernetes or Cloud TPU.",
+    )  # fmt: skip
+    flags.DEFINE_string(
+        "coordinator", None,
+        "HOST:PORT of process 0: this is one of several processes, described by this flag, "
+        "--processes and --process.",
+    )  # fmt: skip
+    flags.DEFINE_integer("processes", None, "How many processes there are.")
+    flags.DEFINE_integer("process", None, "The number of this process, from 0.")
+    flags.DEFINE_integer(
+        "connect_seconds", 300, "How long processes wait for one another to start."
+    )
+    flags.DEFINE_integer(
+        "heartbeat_seconds", 60, "A process without a sign of life for so long counts as dead."
+    )
 
 
 def run(
@@ -31,13 +60,53 @@ def run(
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # Orbax logs every file it touches
         try:
+            _join()
             main(*([argv[1:]] if positional else []))
         except MISTAKES as error:
-            sys.exit(f"error: {error}")
-        except KeyboardInterrupt:
-            sys.exit(interrupted)
+            _end(error, f"error: {error}")
+        except KeyboardInterrupt as error:
+            _end(error, interrupted)
+        except Exception as error:
+            if _joined():
+                _end(error, traceback.format_exc())
+            raise
 
     app.run(guarded, flags_parser=_parse)
+
+
+def _join() -> None:
+    """Makes this process one of several, where the flags say so."""
+    if "coordinator" not in flags.FLAGS:
+        return
+    values = flags.FLAGS.flag_values_dict()
+    own = {f: values[f] for f in ("coordinator", "processes", "process")}
+    given = [f"--{f}" for f, value in own.items() if value is not None]
+    if given and values["distributed"]:
+        raise ConfigError(
+            f"{given[0]}: with --distributed the cluster says it. Leave one of the two out."
+        )
+    if given or values["distributed"]:
+        from eejax.sharding import distributed
+
+        limits = {f: values[f] for f in ("connect_seconds", "heartbeat_seconds")}
+        distributed.start(distributed.Processes(**own, **limits))
+
+
+def _joined() -> bool:
+    """Whether this process is one of several, however many."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
+
+
+def _end(error: BaseException, message: str) -> None:
+    """Prints the message and ends the process, one of several without waiting for the others."""
+    if not _joined():
+        sys.exit(message)
+    from eejax.sharding import distributed
+
+    lost = distributed.lost(error)
+    print(f"error: {lost}" if lost else message, file=sys.stderr)
+    distributed.leave(1, alone=lost is not None)
 
 
 def _parse(argv: list[str]) -> list[str]:

@@ -41,14 +41,16 @@ _START = flags.DEFINE_enum(
     "start", "copy", ["copy", "random"], "New exits begin as copies of the model's parts, or anew."
 )
 _SOURCE = flags.DEFINE_list("source", None, "Text files or globs; by default the base's text.")
+launch.define_processes()
 flags.mark_flags_as_required(["base", "workdir", "exits"])
 
 
 def main() -> None:
+    from eejax.sharding import distributed
     from eejax.train.loop import fit
 
     result = fit(experiment(), _WORKDIR.value)
-    if result.evaluation is not None:
+    if result.evaluation is not None and distributed.is_first():
         print(result.evaluation.table())
     if result.stopped is not None:
         sys.exit(128 + result.stopped)

@@ -8,6 +8,9 @@ item `meta`, and CHECKSUMS.json, which is written last:
 
 Every leaf has a folder of its own, and in it a stack of layers a file for each layer, so that some
 of the leaves, and the lower layers of a stack, can be read and verified without the rest.
+
+Several processes of a run (`sharding.distributed`) share the folder and make the same calls. Each
+writes and reads what its devices hold; process 0 verifies, decides what is damaged, and seals.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from absl import logging
 from eejax.checkpoint.files import write_text
 from eejax.common.errors import CheckpointError
 from eejax.common.trees import Tree, path_name
+from eejax.sharding import distributed
 
 META = "meta"
 STACK = "layers"  # leaves below this name of a tree's first level are stacked by layer
@@ -75,18 +79,18 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder}: no such folder of checkpoints.")
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is a file where checkpoints go: move it away.")
-        if not read_only and self.folder.exists():
+        if not read_only:
             # Left by a kill. Orbax would remove them in a thread that nobody waits for.
-            for left in self.folder.glob(f"*{UNFINISHED}*"):
-                shutil.rmtree(left, ignore_errors=True)
+            distributed.by_first(lambda: self._remove_unfinished("*"))
         self._saving: int | None = None
         self._sealer: threading.Thread | None = None
         self._trees = _TreeHandler(use_ocdbt=False)
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
         for kind in (ocp.args.PyTreeSave, ocp.args.PyTreeRestore):
             registry.add(None, kind, self._trees)
+        self._metadata = ocp.JsonCheckpointHandler()
         for kind in (ocp.args.JsonSave, ocp.args.JsonRestore):
-            registry.add(None, kind, ocp.JsonCheckpointHandler())
+            registry.add(None, kind, self._metadata)
         self._manager = ocp.CheckpointManager(
             self.folder,
             handler_registry=registry,
@@ -119,11 +123,19 @@ class Checkpoints:
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as error:  # Orbax raises whatever the file system or tensorstore did
             raise self._failed(error) from error
-        self._sealer = threading.Thread(target=self._seal, args=(step,), daemon=True)
-        self._sealer.start()
+        if distributed.is_first():
+            self._sealer = threading.Thread(target=self._seal, args=(step,), daemon=True)
+            self._sealer.start()
 
     def wait(self) -> None:
-        """Waits until everything is written. Raises `CheckpointError` where writing failed."""
+        """Waits until everything is written, by all processes.
+
+        Raises `CheckpointError` where writing failed.
+        """
+        self._finish()
+        distributed.wait()
+
+    def _finish(self) -> None:
         try:
             self._manager.wait_until_finished()
         except Exception as error:
@@ -135,9 +147,9 @@ class Checkpoints:
         self._saving = None
 
     def close(self) -> None:
-        """Waits for the last save and frees the threads."""
+        """Waits for what this process has to write and frees the threads."""
         try:
-            self.wait()
+            self._finish()
         finally:
             self._manager.close()
             self._trees.close()
@@ -162,7 +174,7 @@ class Checkpoints:
           CheckpointError: the checkpoint of `step` is missing or damaged, every checkpoint is
             damaged, or a whole one is not of the wanted shapes.
         """
-        steps = self.steps()
+        steps = distributed.agree(self.steps())
         if step is not None:
             if step not in steps:
                 have = ", ".join(map(str, steps)) or "none"
@@ -179,8 +191,7 @@ class Checkpoints:
                 logging.warning("%s. Trying the one before it.", reports[-1])
                 continue
             if set_aside:
-                for damaged in (s for s in steps if s > candidate):
-                    self._set_aside(damaged)
+                self._set_aside([s for s in steps if s > candidate])
             return restored
         if reports:
             raise CheckpointError(
@@ -191,18 +202,44 @@ class Checkpoints:
         return None
 
     def _restore(self, step: int, targets: Targets, partial: bool) -> Restored:
+        folder = self.folder / str(step)
+        meta = distributed.by_first(lambda: self._read_metadata(step))
+        wanted = targets(meta)  # its CheckpointError is the caller's to see
+        if not wanted:
+            return Restored(step, {}, meta)
+        sealed = distributed.by_first(lambda: self._examine(step, wanted, partial))
+        items = {
+            name: ocp.args.PyTreeRestore(
+                tree, restore_args=_restore_args(tree, partial), partial_restore=partial
+            )
+            for name, tree in wanted.items()
+        }
+        failure = None
+        try:
+            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:
+            failure = error
+        if distributed.anyone(failure is not None):
+            why = _brief(failure) if failure else "another process could not read it"
+            if sealed:  # the files are what was written, so it is not damage
+                raise CheckpointError(
+                    f"checkpoint {folder} is whole but cannot be restored: {why}"
+                ) from failure
+            raise _Damaged(why) from failure
+        return Restored(step, {name: restored[name] for name in wanted}, meta)
+
+    def _read_metadata(self, step: int) -> dict[str, Any]:
         self._verify(step, lambda file: file.split("/")[0] == META or "/" not in file)
         try:
-            meta = self._manager.restore(
-                step, args=ocp.args.Composite(**{META: ocp.args.JsonRestore()})
-            )[META]
+            meta = self._metadata.restore(self.folder / str(step) / META)
             if not isinstance(meta, dict):
                 raise ValueError(f"its metadata is {type(meta).__name__}, not an object")
         except Exception as error:
             raise _Damaged(_brief(error)) from error
-        wanted = targets(meta)  # its CheckpointError is the caller's to see
-        if not wanted:
-            return Restored(step, {}, meta)
+        return meta
+
+    def _examine(self, step: int, wanted: Mapping[str, Tree], partial: bool) -> bool:
+        """Whether the wanted files are verified to be what was written, and of those shapes."""
         folder = self.folder / str(step)
         try:
             have = {name: self._trees.metadata(folder / name).tree for name in wanted}
@@ -211,22 +248,7 @@ class Checkpoints:
         for name, tree in wanted.items():
             _compare(folder, name, have[name], tree, partial)
         every = lambda file: file.split("/")[0] in wanted
-        sealed = self._verify(step, _needed(wanted) if partial else every)
-        items = {
-            name: ocp.args.PyTreeRestore(
-                tree, restore_args=_restore_args(tree, partial), partial_restore=partial
-            )
-            for name, tree in wanted.items()
-        }
-        try:
-            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-        except Exception as error:
-            if sealed:  # the files are what was written, so it is not damage
-                raise CheckpointError(
-                    f"checkpoint {folder} is whole but cannot be restored: {_brief(error)}"
-                ) from error
-            raise _Damaged(_brief(error)) from error
-        return Restored(step, {name: restored[name] for name in wanted}, meta)
+        return self._verify(step, _needed(wanted) if partial else every)
 
     def _seal(self, step: int) -> None:
         """Writes the checksums of the checkpoint being saved as soon as it is finished."""
@@ -264,21 +286,30 @@ class Checkpoints:
             raise _Damaged(f"{wrong[0]} is {state}{more}")
         return True
 
-    def _set_aside(self, step: int) -> None:
+    def _set_aside(self, steps: list[int]) -> None:
         place = self.folder.parent / DAMAGED
-        place.mkdir(exist_ok=True)
-        target = place / str(step)
-        if target.exists():
-            shutil.rmtree(target)
-        (self.folder / str(step)).rename(target)
-        self._manager.reload()
-        logging.warning("moved the damaged checkpoint of step %d to %s", step, target)
+
+        def move() -> None:
+            for step in steps:
+                place.mkdir(exist_ok=True)
+                target = place / str(step)
+                if target.exists():
+                    shutil.rmtree(target)
+                (self.folder / str(step)).rename(target)
+                logging.warning("moved the damaged checkpoint of step %d to %s", step, target)
+
+        if steps:
+            distributed.by_first(move)
+            self._manager.reload()
+
+    def _remove_unfinished(self, steps: str) -> None:
+        for left in self.folder.glob(f"{steps}{UNFINISHED}*"):
+            shutil.rmtree(left, ignore_errors=True)
 
     def _failed(self, error: Exception) -> CheckpointError:
         """The error of a failed save, its unfinished files removed."""
         step, self._saving = self._saving, None
-        for left in self.folder.glob(f"{step}{UNFINISHED}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        self._remove_unfinished(str(step))
         try:
             free = f"{shutil.disk_usage(self.folder).free / 1e9:.2f} GB free"
         except OSError:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from eejax import data
 from eejax.checkpoint.files import naming
 from eejax.common.errors import DataError
+from eejax.sharding import distributed
 from eejax.train.config import DataConfig, Experiment
 
 BPE = "bpe"
@@ -34,10 +35,30 @@ def prepare(
 
     A tokenizer found there is the run's, and must be the one configured; a trained one is not
     trained again. `workers` and `progress` are `data.pack`'s; tokens that Megatron-LM prepared
-    are read where they lie. Raises `DataError` for unusable text, or a tokenizer that does not
-    fit, and `OSError` where the tokenizer cannot be written.
+    are read where they lie. Of several processes, which share the workdir, the first makes all of
+    it and the others open what it has made; the text need be where the first is. Raises `DataError`
+    for unusable text, or a tokenizer that does not fit, and `OSError` where the tokenizer cannot
+    be written.
     """
-    workdir = pathlib.Path(workdir)
+    workdir, made = pathlib.Path(workdir), []
+
+    def make() -> tuple[list[str], str]:
+        made.append(_prepare(config, vocab_size, workdir, tokenizer_folder, workers, progress))
+        parts = made[0].datasets if isinstance(made[0], data.Mixture) else made
+        return [part.path for part in parts], made[0].fingerprint
+
+    places, fingerprint = distributed.by_first(make)
+    return made[0] if made else _open_shared(config, places, fingerprint, workdir, tokenizer_folder)
+
+
+def _prepare(
+    config: DataConfig,
+    vocab_size: int,
+    workdir: pathlib.Path,
+    tokenizer_folder: str,
+    workers: int,
+    progress: Callable[[data.PackProgress], None] | None,
+) -> Dataset:
     saved = workdir / tokenizer_folder
     tokenizer = _tokenizer(config, workdir, saved)
     trained = tokenizer is None
@@ -53,6 +74,37 @@ def prepare(
     if not saved.is_dir():
         save_tokenizer(tokenizer, saved)
     return made
+
+
+def _open_shared(
+    config: DataConfig,
+    places: list[str],
+    fingerprint: str,
+    workdir: pathlib.Path,
+    tokenizer_folder: str,
+) -> Dataset:
+    """What process 0 prepared, opened in another one."""
+    opened = []
+    for place in places:
+        if megatron_prefix(config) is not None:
+            tokenizer = data.load_tokenizer(workdir / tokenizer_folder)
+            opened.append(data.open_megatron(place, tokenizer, **_split(config)))
+        elif pathlib.Path(place).is_dir():
+            opened.append(data.open_packed(place))
+        else:
+            raise DataError(
+                f"{place}, which process 0 has prepared, is not there for process "
+                f"{distributed.index()}: the workdir (or data.packed) must be a folder that all "
+                "hosts share, under the same name."
+            )
+    dataset = opened[0] if config.weights is None else data.Mixture(tuple(opened), config.weights)
+    if dataset.fingerprint != fingerprint:
+        raise DataError(
+            f"the tokens that process {distributed.index()} reads at {', '.join(places)} have "
+            f"fingerprint {dataset.fingerprint}, those of process 0 {fingerprint}: give all hosts "
+            "the same files."
+        )
+    return dataset
 
 
 def find(config: DataConfig, workdir: str | os.PathLike, tokenizer_folder: str) -> Dataset | None:
@@ -73,7 +125,7 @@ def _open(
     """Every part by `data.pack` or `data.find_packed`; None where one of them is not there."""
     made = []
     for part in _parts(config):
-        split = {"validation_fraction": part.validation_fraction, "seed": part.split_seed}
+        split = _split(part)
         if (prefix := megatron_prefix(part)) is not None:
             made.append(data.open_megatron(prefix, tokenizer, **split))
         else:
@@ -84,13 +136,23 @@ def _open(
     return made[0] if config.weights is None else data.Mixture(tuple(made), config.weights)
 
 
-def loader(experiment: Experiment, dataset: Dataset) -> data.Loader:
-    """The training batches of a run, from its beginning."""
+def _split(config: DataConfig) -> dict[str, float | int]:
+    return {"validation_fraction": config.validation_fraction, "seed": config.split_seed}
+
+
+def loader(
+    experiment: Experiment, dataset: Dataset, shard: tuple[int, int] = (0, 1)
+) -> data.Loader:
+    """The training batches of a run, from its beginning.
+
+    shard: (index, count), the part of every batch's rows that is read.
+    """
     config, train = experiment.data, experiment.train
-    return data.Loader(
+    whole = data.Loader(
         data.parts(dataset, "train"), train.batch_size, config.length, train.seed,
         weights=config.weights, document_masks=config.document_masks, rampup=train.batch_rampup,
     )  # fmt: skip
+    return whole.shard(*shard)
 
 
 def held_out(
@@ -172,8 +234,11 @@ def _tokenizer(
 
 
 def save_tokenizer(tokenizer: data.Tokenizer, folder: pathlib.Path) -> None:
-    """All of the tokenizer's folder at once: a kill or a full disk leaves none."""
-    part = folder.with_name(f"{folder.name}.part")
+    """All of the tokenizer's folder at once: a kill or a full disk leaves none.
+
+    Several processes may save the same one: the first that is done has.
+    """
+    part = folder.with_name(f"{folder.name}.{distributed.index()}.part")
     shutil.rmtree(part, ignore_errors=True)  # of a run that was killed here
     try:
         with naming(folder):
@@ -181,7 +246,11 @@ def save_tokenizer(tokenizer: data.Tokenizer, folder: pathlib.Path) -> None:
             for file in part.iterdir():
                 with open(file, "rb") as written:
                     os.fsync(written.fileno())
-            part.rename(folder)
+            try:
+                part.rename(folder)
+            except OSError:
+                if not folder.is_dir():
+                    raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

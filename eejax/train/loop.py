@@ -23,16 +23,17 @@ from eejax.checkpoint.model import CHECKPOINTS, EMA, PARAMS, TOKENIZER, TUNING
 from eejax.common.errors import require
 from eejax.common.trees import Tree, join, size
 from eejax.data.prefetch import import_grain
+from eejax.sharding import distributed
 from eejax.sharding.mesh import make_mesh
 from eejax.train import flops, inputs, profile, recipes, tuning
 from eejax.train import state as states
 from eejax.train.config import Experiment
 from eejax.train.evaluate import Evaluation, evaluate_mixture
-from eejax.train.metrics import MetricsWriter, Progress, duration, exit_names
+from eejax.train.metrics import MetricsWriter, NoMetrics, Progress, duration, exit_names
 from eejax.train.profile import Profiler, device_memory
 from eejax.train.program import Program, check_batches, check_mesh
 from eejax.train.runs import check_same_run
-from eejax.train.signals import StopRequest
+from eejax.train.signals import Stopping, StopRequest
 from eejax.train.step import put_batch
 
 CONFIG = "config.json"
@@ -57,6 +58,10 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
     checkpoints/, metrics.jsonl and tensorboard/. A run that tunes exits keeps what it resumes from
     in tuning/, and leaves the whole model in checkpoints/ at its end.
 
+    In a run of several processes (`sharding.distributed`) all call this with the same arguments
+    and share the workdir. Process 0 prepares the text, records and reports; a signal to any of
+    them stops all at the same step.
+
     Raises:
       ConfigError, DataError: settings or text that cannot be used, a workdir in use.
       CheckpointError: checkpoints of another run (`runs.check_same_run`), none usable, or one
@@ -65,13 +70,15 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
     """
     check_mesh(experiment.mesh)
     mesh = make_mesh(experiment.mesh)
+    distributed.check_mesh(mesh)
     check_batches(experiment.train, mesh)
     if experiment.data.prefetch:
         import_grain()  # before all the text is packed
     workdir = pathlib.Path(workdir).expanduser().absolute()
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        with only_user(workdir):
+        with contextlib.ExitStack() as held:
+            distributed.by_first(lambda: held.enter_context(only_user(workdir)) is None)
             return _fit(experiment, workdir, mesh)
     except OSError as error:
         folder = TUNING if experiment.tune.base else CHECKPOINTS
@@ -95,7 +102,7 @@ def _fit(experiment: Experiment, workdir: pathlib.Path, mesh: Mesh) -> Result:
     try:
         run = _Run(program, workdir, dataset, checkpoints, base)
         with StopRequest() as stop:
-            result = run.run(stop)
+            result = run.run(Stopping(stop, mesh))
             if program.scope.tuned and result.stopped is None:
                 # The trunk makes room for the whole model.
                 result = result._replace(state=result.state.replace(frozen={}))
@@ -114,7 +121,7 @@ class _Flight:
 
     step: int
     metrics: dict[str, jax.Array]
-    seen: int  # labels counted by then
+    vote: jax.Array | None
 
 
 class _Run:
@@ -134,15 +141,17 @@ class _Run:
         self.workdir, self.dataset, self.checkpoints = workdir, dataset, checkpoints
         names = exit_names(self.model)
         self.names = [names[e] for e in self.scope.which]
-        self.loader = inputs.loader(self.experiment, dataset)
+        self.shard = distributed.shard(self.mesh)
+        self.loader = inputs.loader(self.experiment, dataset, self.shard)
         self.train_step, self.eval_step = program.train_step(), program.eval_step()
         self.evaluation: Evaluation | None = None
         self.resumed_from: dict[str, Any] | None = None  # train settings of the checkpoint
-        self.tokens = 0  # counted labels so far
+        self.tokens = 0  # labels counted in the steps that were fetched
         self.skipped = 0
         self.state, self.step = self._begin_or_resume(base)
         if self.step < self.train.steps:  # else these settings train nothing
-            write_text(workdir / CONFIG, json.dumps(self.experiment.to_dict(), indent=1))
+            settings = json.dumps(self.experiment.to_dict(), indent=1)
+            distributed.by_first(lambda: write_text(workdir / CONFIG, settings))
         self.flops_per_token = flops.model_flops_per_token(self.model, self.experiment.data.length)
         # The count is of training a whole model, with all of its exits at every step.
         devices = list(self.mesh.devices.flat)
@@ -187,10 +196,11 @@ class _Run:
         )
         return state, restored.step
 
-    def run(self, stop: StopRequest) -> Result:
-        train, start = self.train, self.step
-        self.writer = MetricsWriter(self.workdir, resumed=start)
-        self.progress = Progress(start, train.steps)
+    def run(self, stop: Stopping) -> Result:
+        train, start, speaks = self.train, self.step, distributed.is_first()
+        self.stop = stop
+        self.writer = MetricsWriter(self.workdir, resumed=start) if speaks else NoMetrics()
+        self.progress = Progress(start, train.steps, shown=speaks)
         self._announce(start)
         flight = None
         try:
@@ -198,8 +208,8 @@ class _Run:
                 while self.step < train.steps and stop.signal is None:
                     profiler.before(self.step + 1, self.state)
                     batch = next(batches)
-                    self.tokens += int(np.count_nonzero(batch["labels"] != data.IGNORE))
-                    batch = put_batch(inputs.strip(batch, self.loader.document_masks), self.mesh)
+                    batch = inputs.strip(batch, self.loader.document_masks)
+                    batch = put_batch(batch, self.mesh, self.shard)
                     # A size of batch that is new is compiled now.
                     new = len(batch["tokens"]) not in self.sizes
                     with self.clock.paused() if new else contextlib.nullcontext():
@@ -210,7 +220,7 @@ class _Run:
                     # The step before is fetched while this one runs: the device never waits.
                     if flight is not None:
                         self._report(flight)
-                    flight = _Flight(self.step, metrics, self.tokens)
+                    flight = _Flight(self.step, metrics, stop.vote())
                     last = self.step == train.steps
                     evaluating = _due(self.step, train.eval_every) or last
                     saving = _due(self.step, train.checkpoint_every) or last
@@ -242,11 +252,14 @@ class _Run:
 
     def _profiler(self) -> Profiler:
         train = self.train
-        return Profiler(self.workdir / profile.FOLDER, train.profile_begin, train.profile_steps)
+        steps = train.profile_steps if distributed.is_first() else 0
+        return Profiler(self.workdir / profile.FOLDER, train.profile_begin, steps)
 
     def _report(self, flight: _Flight) -> None:
         """Waits for a step and records it."""
         metrics = jax.device_get(flight.metrics)
+        self.stop.count(flight.vote)
+        self.tokens += int(metrics["tokens"])
         self.clock.tick(int(metrics["tokens"]))
         if not metrics["finite"]:
             self.skipped = int(metrics["skipped"])
@@ -277,7 +290,7 @@ class _Run:
         if "loss_scale" in metrics:
             values["loss_scale"] = float(metrics["loss_scale"])
         values |= {"tokens": int(metrics["tokens"]), "skipped": int(metrics["skipped"])}
-        values["tokens_seen"] = flight.seen
+        values["tokens_seen"] = self.tokens
         values |= device_memory(self.mesh.local_devices)
         if rate:
             values["tokens_per_second"] = rate
@@ -338,6 +351,7 @@ class _Run:
                     for name, tree in tuned.items()
                 }
                 whole.save(self.step, trees, self._metadata())
+                whole.wait()
         finally:
             whole.close()
 

@@ -90,6 +90,16 @@ class MetricsWriter:
             self._board.close()
 
 
+class NoMetrics:
+    """A `MetricsWriter` of a process that writes none."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 class _Board:
     """TensorBoard's event file, written in this thread.
 
@@ -125,10 +135,13 @@ class _Board:
 
 
 class Progress:
-    """A progress bar with loss, tokens/s and time left; lines now and then without a terminal."""
+    """A progress bar with loss, tokens/s and time left; lines now and then without a terminal.
 
-    def __init__(self, start: int, steps: int, *, every_seconds: float = 10.0):
-        self._terminal = sys.stderr.isatty()
+    Nothing at all where not `shown`.
+    """
+
+    def __init__(self, start: int, steps: int, *, every_seconds: float = 10.0, shown: bool = True):
+        self._shown, self._terminal = shown, shown and sys.stderr.isatty()
         self._steps, self._every, self._last = steps, every_seconds, -math.inf
         self._begin: float | None = None
         self._start = start
@@ -155,6 +168,8 @@ class Progress:
 
     def say(self, line: str) -> None:
         """A line above the bar."""
+        if not self._shown:
+            return
         tqdm.write(line, file=sys.stderr)
         sys.stderr.flush()
 

@@ -1,4 +1,7 @@
-"""Stopping a run politely: the first signal asks, a second Ctrl-C insists."""
+"""Stopping a run politely: the first signal asks, a second Ctrl-C insists.
+
+Several processes stop at the same step, whichever of them was asked.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,11 @@ import os
 import signal
 import socket
 import threading
+
+import jax
+from jax.sharding import Mesh
+
+from eejax.sharding import distributed
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -50,3 +58,31 @@ class StopRequest:
                 interrupts += received.count(signal.SIGINT)
                 if interrupts > 1:
                     os._exit(128 + signal.SIGINT)
+
+
+class Stopping:
+    """The signal at which all processes of a run stop.
+
+    Each casts its own vote behind every step, and counts it when it fetches that step's metrics:
+    the same votes after the same step, so that all learn of a signal in the same place. A single
+    process has nobody to ask, and stops at its own signal at once.
+    """
+
+    def __init__(self, stop: StopRequest, mesh: Mesh):
+        self._stop, self._agreed = stop, 0
+        self._ballot = distributed.Ballot(mesh) if distributed.several() else None
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """None until it is time to stop."""
+        if self._ballot is None:
+            return self._stop.signal
+        return signal.Signals(self._agreed) if self._agreed else None
+
+    def vote(self) -> jax.Array | None:
+        """To be called by all processes after the same steps; its result goes to `count`."""
+        return None if self._ballot is None else self._ballot.cast(int(self._stop.signal or 0))
+
+    def count(self, vote: jax.Array | None) -> None:
+        if vote is not None:
+            self._agreed = self._agreed or int(vote)

@@ -40,11 +40,30 @@ Metrics = dict[str, jax.Array]
 Schedule = Callable[[jax.Array], jax.Array]
 
 
-def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """A batch [b, t] cut over the data axis. Raises `ConfigError` where b does not divide."""
-    sharding = NamedSharding(mesh, P(DATA))
-    check_batch(len(batch["tokens"]), mesh)
-    return {name: jax.device_put(value, sharding) for name, value in batch.items()}
+def put_batch(
+    batch: Mapping[str, np.ndarray], mesh: Mesh, shard: tuple[int, int] = (0, 1)
+) -> dict[str, jax.Array]:
+    """A global batch [b, t] cut over the data axis; each process gives the rows it has.
+
+    `batch` holds part `shard` = (index, count) of the rows, by default all, and at least those
+    that belong on this process's devices (`sharding.distributed.shard`). Raises `ConfigError`
+    where b does not divide.
+    """
+    index, count = shard
+    rows = len(batch["tokens"])
+    check_batch(rows * count, mesh)
+    sharding, first = NamedSharding(mesh, P(DATA)), index * rows
+
+    def put(value: np.ndarray) -> jax.Array:
+        shape = (rows * count, *value.shape[1:])
+
+        def part(where: tuple[slice, ...]) -> np.ndarray:
+            start, stop, _ = where[0].indices(shape[0])
+            return value[start - first : stop - first]
+
+        return jax.make_array_from_callback(shape, sharding, part)
+
+    return {name: put(value) for name, value in batch.items()}
 
 
 def make_train_step(

@@ -208,3 +208,44 @@ def test_fields_that_the_file_does_not_name_can_be_set(repo_root, tmp_path):
 def test_evaluating_nothing_says_what_to_give(repo_root, tmp_path):
     code, _, err = finish(launch(repo_root, "evaluate", f"--workdir={tmp_path}"))
     assert code == 1 and "holds no checkpoints: give the --workdir of a training run" in err
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--processes=2"], "error: coordinator, process missing: "),
+        (["--distributed"], "error: no cluster is detected (Slurm, Open MPI, Cloud TPU, or"),
+        (["--distributed", "--process=1"], "error: --process: with --distributed the cluster"),
+        (
+            ["--coordinator=localhost:9", "--processes=2", "--process=2"],
+            "error: process = 2: must be the number of this process, 0 to 1",
+        ),
+    ],
+)
+def test_processes_that_cannot_be_joined_are_refused(
+    repo_root, trained, monkeypatch, flags, message
+):
+    for cluster in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(cluster, raising=False)  # where the tests themselves run in one
+    code, out, err = finish(launch(repo_root, "evaluate", f"--workdir={trained[0]}", *flags))
+    assert code == 1 and err.startswith(message) and len(err.splitlines()) == 1
+
+
+def test_a_cluster_is_found_by_its_variables(repo_root, trained, tmp_path, monkeypatch):
+    """Two tasks as Slurm describes them, the coordinator's port made from the job's number."""
+    job = str(1 + os.getpid() % 4000)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    for name, value in (("JOB_ID", job), ("STEP_NODELIST", "localhost"), ("NTASKS", "2")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    tasks = []
+    for task in "01":
+        monkeypatch.setenv("SLURM_PROCID", task)
+        monkeypatch.setenv("SLURM_LOCALID", task)
+        flags = (f"--workdir={trained[0]}", "--distributed", "--batches=1", "--batch_size=8")
+        tasks.append(launch(repo_root, "evaluate", *flags))
+    (code, out, err), (code2, out2, err2) = map(finish, tasks)
+    assert (code, code2) == (0, 0), err + err2
+    metrics = json.loads(out.splitlines()[-1])
+    assert metrics["step"] == 12 and "exit_1" not in out2
+    alone = finish(launch(repo_root, "evaluate", f"--workdir={trained[0]}", "--batches=1"))[1]
+    assert metrics == pytest.approx(json.loads(alone.splitlines()[-1]), rel=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import shutil
 import struct
 
 import numpy as np
@@ -12,6 +13,7 @@ import small_runs
 
 from eejax import data
 from eejax.common.errors import CheckpointError, ConfigError, DataError
+from eejax.sharding import distributed
 from eejax.train import inputs
 from eejax.train.config import DataConfig, Experiment
 from eejax.train.loop import fit
@@ -187,3 +189,34 @@ def test_bpe_does_not_take_a_tokenizer_of_another_kind(text, tmp_path):
     inputs.prepare(text, 300, tmp_path / "run", FOLDER)
     with pytest.raises(DataError, match="'bpe'.*was begun with bytes-257"):
         inputs.prepare(dataclasses.replace(text, tokenizer="bpe"), 300, tmp_path / "run", FOLDER)
+
+
+@pytest.mark.parametrize("kind", ["text", "megatron", "mixture"])
+def test_another_process_opens_what_the_first_has_made(text, megatron, tmp_path, monkeypatch, kind):
+    config = {"text": text, "megatron": megatron}.get(kind) or mixture(tmp_path)
+    config = dataclasses.replace(config, length=16)
+    prepare = lambda: inputs.prepare(config, 257, tmp_path / "run", FOLDER)
+    told = []
+    with monkeypatch.context() as patched:
+        patched.setattr(distributed, "by_first", lambda do: told.append(do()) or told[0])
+        made = prepare()
+    monkeypatch.setattr(distributed, "by_first", lambda do: told[0])
+    if kind != "megatron":  # whose tokens are the text
+        for folder in ("text", "a", "b"):
+            shutil.rmtree(tmp_path / folder, ignore_errors=True)
+    opened = prepare()
+    assert opened is not made and opened.fingerprint == made.fingerprint
+    values = small_runs.config(tmp_path, batch_size=8, microbatches=1)
+    experiment = Experiment.from_dict(values | {"data": dataclasses.asdict(config)})
+    whole, part = inputs.loader(experiment, made), inputs.loader(experiment, opened, (1, 4))
+    for step in range(3):
+        for name, rows in part.batch(step).items():
+            np.testing.assert_array_equal(rows, whole.batch(step)[name][2:4])
+
+    told[0] = (told[0][0], "another")
+    with pytest.raises(DataError, match="those of process 0 another: give all hosts the same"):
+        prepare()
+    if kind != "megatron":
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(DataError, match="must be a folder that all hosts share"):
+            prepare()

@@ -15,6 +15,7 @@ from eejax.train.metrics import (
     METRICS,
     TENSORBOARD,
     MetricsWriter,
+    NoMetrics,
     Progress,
     duration,
     read_metrics,
@@ -124,3 +125,15 @@ def test_a_line_that_is_no_record_costs_only_itself(tmp_path, caplog):
         MetricsWriter(tmp_path, resumed=3).close()
     assert "6 lines are no records" in caplog.text
     assert read_metrics(tmp_path) == good
+
+
+def test_a_process_that_does_not_speak_says_and_writes_nothing(tmp_path, capfd):
+    progress, writer = Progress(0, 3, every_seconds=0.0, shown=False), NoMetrics()
+    for step in (1, 2, 3):
+        progress.update(step, {"loss": "1"})
+        writer.write(step, {"loss": 1.0})
+    progress.say("a line")
+    progress.close()
+    writer.close()
+    out = capfd.readouterr()
+    assert out.out + out.err == ""

@@ -1,0 +1,338 @@
+"""Several processes of one run: how they find each other, agree, and end together.
+
+Every process runs the same program (JAX's multi-controller runtime) and must make the calls of
+this module in the same order. In a single process each of them is what its name says at no cost.
+Process 0 is the one that writes, prints and decides where one must.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import itertools
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import multihost
+
+from eejax.common.axes import DATA
+from eejax.common.errors import ConfigError, require
+
+T = TypeVar("T")
+
+AGAIN = (
+    "Its own output says why. Start the same command again in every process: training resumes "
+    "from the last checkpoint."
+)
+_WEEK = 7 * 24 * 3600  # waiting for process 0, which may be tokenizing; a death ends it earlier
+_GRACE = 10  # seconds that a process which failed waits for others that fail alike
+_barriers = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """How a process finds the others of its run.
+
+    coordinator: 'HOST:PORT' of process 0, reachable from all; processes: how many there are;
+    process: the number of this one. With none of the three they are taken from the cluster
+    (Slurm, Open MPI, Kubernetes, Cloud TPU), as JAX detects it.
+    connect_seconds: for all of them to come together. heartbeat_seconds: after so long without a
+    sign of life a process counts as dead, and the others end.
+    """
+
+    coordinator: str | None = None
+    processes: int | None = None
+    process: int | None = None
+    connect_seconds: int = 300
+    heartbeat_seconds: int = 60
+
+    def __post_init__(self):
+        given = {f: getattr(self, f) for f in ("coordinator", "processes", "process")}
+        missing = [f for f, value in given.items() if value is None]
+        if missing and len(missing) < len(given):
+            raise ConfigError(
+                f"{', '.join(missing)} missing: coordinator, processes and process are given "
+                "together, or none of them in a cluster that JAX detects."
+            )
+        for name in ("connect_seconds", "heartbeat_seconds"):
+            require(getattr(self, name) > 0, name, getattr(self, name), "must be > 0 seconds")
+        if missing:
+            return
+        host, _, port = self.coordinator.rpartition(":")
+        ok = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
+        require(ok, "coordinator", self.coordinator, "must be HOST:PORT of process 0")
+        require(self.processes > 0, "processes", self.processes, "must be > 0")
+        ok = 0 <= self.process < self.processes
+        allowed = f"must be the number of this process, 0 to {self.processes - 1}"
+        require(ok, "process", self.process, allowed)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.coordinator.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+def start(how: Processes) -> None:
+    """Joins this process to its run; before anything that touches a device.
+
+    Where processes do not come together, or one dies later, JAX ends this process by itself:
+    what to do then is printed as its last line.
+
+    Raises `ConfigError` where no cluster is detected or the coordinator cannot be reached.
+    """
+    if how.coordinator is not None:
+        _check_reachable(how)
+    where = how.coordinator or "the coordinator that the cluster names"
+    _say_at_abort(
+        f"error: the processes of this run did not come together at {where} within "
+        f"{how.connect_seconds} s. Start all of them, with the same coordinator and processes and "
+        "each with its own process, and let the network pass that port."
+    )
+    # Its handler of SIGTERM would keep a process alive that is asked to end; the loop has its own.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            how.coordinator,
+            how.processes,
+            how.process,
+            cluster_detection_method=None if how.coordinator is None else "deactivate",
+            initialization_timeout=how.connect_seconds,
+            heartbeat_timeout_seconds=how.heartbeat_seconds,
+            shutdown_timeout_seconds=how.heartbeat_seconds,
+        )
+    except (ValueError, RuntimeError, OSError) as error:
+        if how.coordinator is not None:
+            raise ConfigError(f"the processes of this run cannot be joined: {error}") from error
+        raise ConfigError(
+            "no cluster is detected (Slurm, Open MPI, Cloud TPU, or Kubernetes with the package "
+            f"kubernetes): {error} Give coordinator, processes and process."
+        ) from error
+    _say_at_abort(
+        "error: another process of this run has died, unless the lines above say what else ended "
+        f"this one. {AGAIN}"
+    )
+
+
+def several() -> bool:
+    """Whether this process was started as one of several."""
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def index() -> int:
+    """The number of this process; 0 where it is alone."""
+    return jax.process_index() if several() else 0
+
+
+def is_first() -> bool:
+    """Whether this is process 0, which writes and prints."""
+    return index() == 0
+
+
+def wait(seconds: int = _WEEK) -> None:
+    """Until every process has come here. On the host: devices may not be kept waiting for long."""
+    if several():
+        _barrier(f"eejax/{next(_barriers)}", seconds)
+
+
+def agree(value: T) -> T:
+    """What process 0 has as `value`, which must be picklable."""
+    if not several():
+        return value
+    data = np.frombuffer(pickle.dumps(value) if is_first() else b"", np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
+    # Few different lengths, each of which is a program.
+    padded = np.zeros(1 << max(10, size.bit_length()), np.uint8)
+    padded[: len(data)] = data
+    return pickle.loads(multihost_utils.broadcast_one_to_all(padded)[:size].tobytes())
+
+
+def by_first(do: Callable[[], T]) -> T:
+    """`do()`, called in process 0 alone while the others wait; its error is raised in all."""
+    if not several():
+        return do()
+    value = error = None
+    if is_first():
+        try:
+            value = do()
+        except Exception as caught:
+            error = caught
+    wait()
+    value, said = agree((value, _sendable(error)))
+    if error is not None:
+        raise error
+    if said is not None:
+        raise said
+    return value
+
+
+def anyone(flag: bool) -> bool:
+    """Whether the flag of any process is set."""
+    if not several():
+        return flag
+    return bool(multihost_utils.process_allgather(np.int32(flag)).max())
+
+
+class Ballot:
+    """The largest of the numbers that the processes give, without waiting for it.
+
+    `cast` adds a tiny computation behind what the devices have to do; its result is the same in
+    all processes.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self._shape = (mesh.size,)
+        self._each = NamedSharding(mesh, P(mesh.axis_names))
+        self._largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
+
+    def cast(self, value: int) -> jax.Array:
+        mine = np.full(1, value, np.int32)
+        return self._largest(jax.make_array_from_callback(self._shape, self._each, lambda _: mine))
+
+
+def shard(mesh: Mesh) -> tuple[int, int]:
+    """(index, count): the part of a batch's rows that lies on this process's devices.
+
+    (0, 1), all rows, where these are not one of `count` equal parts: pipeline stages on several
+    hosts read the same rows, and a mesh of any order is served that way.
+    """
+    size = mesh.shape[DATA]
+    places = NamedSharding(mesh, P(DATA)).addressable_devices_indices_map((size,))
+    mine = sorted({rows.indices(size)[0] for (rows,) in places.values()})
+    if not mine:
+        return 0, 1
+    first, n = mine[0], len(mine)
+    if mine != list(range(first, first + n)) or size % n or first % n:
+        return 0, 1
+    return first // n, size // n
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Raises `ConfigError` where processes of a run would have no part in `mesh`."""
+    if several() and mesh.size != jax.device_count():
+        sizes = tuple(mesh.shape.values())
+        raise ConfigError(
+            f"mesh (data, pipe, model) = {sizes} takes {mesh.size} of the {jax.device_count()} "
+            f"devices of {jax.process_count()} processes: several processes use all of their "
+            "devices. Make the mesh as large, or start fewer processes."
+        )
+
+
+def lost(error: BaseException) -> str | None:
+    """What to say where `error` came of another process's end; None where it did not."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, jax.errors.JaxRuntimeError):
+        cause = cause.__cause__
+    if (
+        cause is None
+        or not jax.distributed.is_initialized()
+        or str(cause).startswith("RESOURCE_EXHAUSTED")
+    ):
+        return None
+    line = (str(cause).splitlines() or [""])[0][:200]
+    return f"another process of this run has died, or cannot be reached ({line}). {AGAIN}"
+
+
+def leave(status: int, *, alone: bool) -> None:
+    """After an error was printed: ends this process, and soon the others too.
+
+    Those that fail alike end side by side. Where they do not come, or with `alone`, this one goes
+    at once: waiting for them as at an orderly end would be waiting for what waits for this one.
+    """
+    _say_at_abort("")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not alone:
+        with contextlib.suppress(Exception):
+            _barrier("eejax/leave", _GRACE)
+            sys.exit(status)
+    os._exit(status)
+
+
+def _barrier(name: str, seconds: int) -> None:
+    multihost.get_barrier_sync_fn()(key=name, timeout_ms=seconds * 1000)
+
+
+def _sendable(error: Exception | None) -> Exception | None:
+    """The error, or where it does not survive pickling a RuntimeError that tells of it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"process 0: {type(error).__name__}: {error}")
+
+
+def _check_reachable(how: Processes) -> None:
+    """JAX would end the process where it cannot connect, with a stack trace."""
+    host, port = how.address
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"coordinator = {how.coordinator!r}: no such host ({error}). Give a name or address "
+            "of the host of process 0."
+        ) from error
+    if how.process == 0:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        try:
+            socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+        except OSError as error:
+            raise ConfigError(
+                f"coordinator = {how.coordinator!r}: port {port} cannot be used here ({error}). "
+                "Choose another port, the same in all processes."
+            ) from error
+        return
+    deadline, problem = time.monotonic() + how.connect_seconds, None
+    while time.monotonic() < deadline:
+        for family, kind, protocol, _, address in found:
+            try:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.settimeout(5)
+                    probe.connect(address)
+                    return
+            except OSError as error:
+                problem = error
+        time.sleep(0.2)
+    raise ConfigError(
+        f"coordinator = {how.coordinator!r}: nothing answers there after {how.connect_seconds} s "
+        f"({problem}). Start process 0 too, give the address of its host, and let the network "
+        "pass that port."
+    )
+
+
+_last_words: bytes | None = None
+
+
+def _say_at_abort(line: str) -> None:
+    """Makes `line` the last that this process prints if the runtime aborts it.
+
+    The runtime ends a process from a thread of C++ when another one is dead, whatever Python
+    does; there is no exception to catch. It goes through abort(), which calls the handler of
+    SIGABRT in that very thread, outside of Python's lock, so that Python code may run in it.
+    Python's own handlers would wait for the main thread, which waits for the dead process.
+    """
+    global _last_words
+    if _last_words is None:
+        set_handler = ctypes.CDLL(None).signal
+        set_handler.argtypes, set_handler.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+        set_handler(signal.SIGABRT, ctypes.cast(_at_abort, ctypes.c_void_p))
+    _last_words = f"{line}\n".encode() if line else b""
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _at_abort(_: int) -> None:
+    os.write(2, _last_words)
+    os._exit(1)
