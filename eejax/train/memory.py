@@ -25,7 +25,7 @@ from eejax.models.config import ModelConfig
 from eejax.models.transformer import rematerialised
 from eejax.sharding.mesh import make_mesh
 from eejax.train.config import Experiment
-from eejax.train.program import Program, check_batches, check_mesh
+from eejax.train.program import Program, check_batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,6 @@ def training_memory(experiment: Experiment) -> TrainingMemory:
 
     Raises `ConfigError` for a mesh or a batch that training would refuse, too.
     """
-    check_mesh(experiment.mesh)
     mesh = AbstractMesh(
         experiment.mesh.shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
     )
