@@ -8,6 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import small_runs
 
 from eejax.checkpoint.model import load_model
 from eejax.inference import Generator
@@ -15,7 +16,6 @@ from eejax.sharding.mesh import make_mesh
 from eejax.train.config import Experiment
 from eejax.train.loop import fit
 from eejax.train.program import Program
-from tests.support import small_runs
 
 MODEL = {
     "vocab_size": 257, "vocab_multiple": 8, "n_layers": 4, "d_model": 16, "n_heads": 4,
