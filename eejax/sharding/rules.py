@@ -28,7 +28,6 @@ RULES: Mapping[str, str | None] = {
     "t": None,
 }
 
-
 # Logical axes that may have fewer members than the mesh axis has devices: where these come in equal
 # groups for each member, the axis is whole on every device, which takes the member it needs.
 # Query heads of one group read the same key/value head (`models.layers.attention`).
@@ -44,8 +43,9 @@ def spec(
 ) -> PartitionSpec:
     """The `PartitionSpec` of one parameter, of a logical axis (or None) for each dimension.
 
-    `name` is what errors call the parameter. Raises `ConfigError` where a logical axis has no
-    rule, two dimensions fall on the same mesh axis, or a dimension does not divide by it.
+    `name` is what errors call the parameter. An axis of `SHARED` that has fewer members than there
+    are devices, and groups of devices for each, is left whole. Raises `ConfigError` where a logical
+    axis has no rule, two dimensions fall on the same mesh axis, or one does not divide by it.
     """
     if len(axes) != len(shape):
         raise ConfigError(f"{name}: shape {shape} has {len(shape)} dimensions, axes {axes} name "

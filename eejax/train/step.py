@@ -91,11 +91,12 @@ def make_train_step(
 
     The loss is sum_e w_e L_e with L_e the mean over all counted tokens of the global batch
     (EE-LLM Eq. 1), w = exit_weights(step) for the early exits and 1 for the final one. Each
-    device takes its samples in `microbatches` parts one after the other. Sums are carried, and
+    data shard takes its samples in `microbatches` parts one after the other. Sums are carried, and
     divided once by the global count, so neither the number of parts nor that of devices changes
     the result beyond rounding. Dropout keys are folded from (seed, step, number of the sample in
     the global batch). `scope` says what is trained (by default everything): the gradient of
-    frozen parameters is never formed, and exit_weights and exit_losses are of its exits.
+    frozen parameters is never formed, and exit_weights and exit_losses are of its exits. `layout`
+    is that the state was made with.
 
     `objective` says what a token costs; `sparse` leaves out exits whose weight is 0 at a step.
     `layer_dropout(step)` [l] are probabilities of layers to be left out for a sample, drawn from
@@ -210,10 +211,8 @@ def gradient_sums(
         # one at the end. What is whole on every shard of the model axis (norms, biases behind a
         # sum) stays so: where it meets values that are not, autodiff sums its gradient.
         weights, rates = _vary((weights, rates))
-        params, frozen = (
-            local_parameters(params, param_specs),
-            local_parameters(frozen, frozen_specs),
-        )
+        params = local_parameters(params, param_specs)
+        frozen = local_parameters(frozen, frozen_specs)
         part = lambda a: a.reshape(microbatches, -1, *a.shape[1:])
         parts = jax.tree.map(part, dict(batch))
         keys = None

@@ -8,8 +8,10 @@ from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import Axes
 from eejax.losses.multi_exit import multi_exit_loss
-from eejax.models import params
+from eejax.models import layers, params, shards, transformer
 from eejax.models.config import ExitConfig, ModelConfig
+from eejax.sharding import rules
+from eejax.sharding.mesh import Layout, MeshConfig, make_mesh, mesh_axes
 
 SPLIT = {"n": "model", "k": "model", "f": "model", "v": "model"}
 
@@ -68,3 +70,48 @@ def test_model_axis_gives_the_same_loss_and_gradients(name, ways):
         # rounding, so no leaf's scale is taken below a thousandth of the largest.
         scale = max(float(jnp.abs(w).max()), 1e-3 * largest)
         assert float(jnp.abs(g - w).max()) < 2e-5 * scale, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_layers_that_some_stages_pass_by(sequence):
+    """Inside a conditional that stages take differently, shards of the model axis communicate."""
+    config = ModelConfig(
+        vocab_size=8, n_layers=4, d_model=32, n_heads=8, n_kv_heads=1, d_ff=48, context_length=8,
+        norm="layernorm", o_bias=True, mlp_bias=True, qk_norm="full",
+    )  # fmt: skip
+    stack = params.init(config, jax.random.key(0))["layers"]
+    x = jax.random.normal(jax.random.key(1), (2, 8, 32))
+    mesh = make_mesh(MeshConfig(pipe=2, model=4, sequence=sequence))
+    axes = mesh_axes(mesh, Layout(sequence=sequence))
+    # Every stage holds the whole stack here.
+    specs = rules.specs(params.abstract(config)["layers"], mesh)
+    by_model = jax.tree.map(lambda s: P(None, *s[1:]), specs)
+
+    def run(stack, x, n, axes):
+        """The first n layers, without those above."""
+        context = layers.make_context(config, jnp.arange(8)[None])
+        numbers = jnp.arange(4)
+        return transformer.run_layers(
+            stack, x, config, context, numbers, active=numbers < n, axes=axes
+        )[0]  # fmt: skip
+
+    def stage(stack, x):
+        stack, x = jax.lax.pcast((stack, x), ("data", "pipe"), to="varying")
+        i = jax.lax.axis_index("pipe")
+        loss = lambda stack, x: jnp.sum(
+            run(stack, shards.own_positions(x, axes), 1 + 2 * i, axes) ** 3
+        )
+        value, grads = jax.value_and_grad(loss, (0, 1))(stack, x)
+        if sequence:
+            value = jax.lax.psum(value, "model")
+        return jax.lax.psum((value, grads), ("data", "pipe"))
+
+    mapped = jax.shard_map(
+        stage, mesh=mesh, in_specs=(by_model, P()), out_specs=(P(), (by_model, P()))
+    )
+    value, grads = jax.jit(mapped)(stack, x)
+    loss = lambda stack, x: sum(jnp.sum(run(stack, x, n, Axes()) ** 3) for n in (1, 3))
+    want, wanted = jax.jit(jax.value_and_grad(loss, (0, 1)))(stack, x)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    for g, w in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+        assert jnp.abs(g - w).max() <= 1e-5 * jnp.abs(w).max()

@@ -180,16 +180,15 @@ def test_exits_that_are_tuned_alone(mesh):
     compare(sums_of(mesh, config, **how), sums_of(MeshConfig(), config, **how))
 
 
-@pytest.mark.parametrize("name", ["llama", "alibi"])
-def test_bfloat16_is_no_worse_than_on_one_device(name):
-    config = fixed(name)
-    exact = jax.tree.leaves(one_device(name).grads)
+@pytest.mark.parametrize("mesh", [MESHES[1], MESHES[-1]], ids=show)
+def test_bfloat16_is_no_worse_than_on_one_device(mesh):
+    config, exact = fixed("llama", dtype="bfloat16"), jax.tree.leaves(one_device("llama").grads)
 
     def error(mesh):
-        got = jax.tree.leaves(sums_of(mesh, config.replace(dtype="bfloat16")).grads)
+        got = jax.tree.leaves(sums_of(mesh, config).grads)
         squares = lambda arrays: sum(np.sum(np.square(a)) for a in arrays)
         apart = [a - b for a, b in zip(got, exact, strict=True)]
         return np.sqrt(squares(apart) / squares(exact))
 
-    # Rounding errors of about 2 %, which do not fall on the same places.
-    assert error(MeshConfig(2, 1, 2)) < 1.3 * error(MeshConfig()) < 0.06
+    # Rounding errors of about 3 %, which do not fall on the same places.
+    assert error(mesh) < 1.3 * error(MeshConfig()) < 0.06

@@ -236,6 +236,6 @@ def test_a_batch_that_does_not_divide_is_refused():
         setup(microbatches=3)[1](now, batch_of(0))
 
 
-def test_only_data_parallel_meshes_train():
+def test_a_pipeline_is_refused():
     with pytest.raises(ConfigError, match="mesh.pipe"):
         setup(mesh=make_mesh(MeshConfig(pipe=2)))
