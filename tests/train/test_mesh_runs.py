@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -12,8 +13,9 @@ import small_runs
 
 from eejax.checkpoint.model import load_model
 from eejax.inference import Generator
+from eejax.losses import Objective
 from eejax.sharding.mesh import make_mesh
-from eejax.train.config import Experiment
+from eejax.train.config import ExitWeights, Experiment
 from eejax.train.loop import fit
 from eejax.train.program import Program
 
@@ -142,3 +144,61 @@ def test_generation_from_a_pipelined_run_is_that_of_one_device(texts, saved, tmp
         engine = Generator.make(model.params, model.config)
         made.append(engine.generate([[101, 120, 105, 116], [104, 101]], 8).tokens)
     np.testing.assert_array_equal(*made)
+
+
+def test_recipes_are_the_same_on_stages(texts, tmp_path):
+    """Layer dropout, exits in turns, z-loss and confidence weights, document masks, on uneven
+    stages with exits in the middle of one."""
+    found = []
+    for mesh in ((1, 1, 1), (2, 2, 2)):
+        run = experiment(texts, mesh, {"layers": (1, 3)} if mesh[1] > 1 else {}, steps=6,
+                         layer_dropout=0.3, checkpoint_every=0)  # fmt: skip
+        run = dataclasses.replace(
+            run,
+            exit_weights=ExitWeights((0.3, 0.5, 0.4), curriculum="rotating"),
+            loss=Objective(z_loss=1e-3, confidence_weighted=True),
+        )
+        workdir = tmp_path / str(mesh[1])
+        fit(run, workdir)
+        found.append(losses(workdir))
+    assert_close(found[1], found[0], 1e-4)
+
+
+def test_float16_is_scaled_on_stages(texts, tmp_path):
+    found = []
+    for mesh in ((1, 1, 1), (1, 2, 2)):
+        run = experiment(texts, mesh, steps=6, loss_scale=2.0**30, checkpoint_every=0)
+        run = dataclasses.replace(run, model=run.model.replace(dtype="float16", dropout=0.0))
+        workdir = tmp_path / str(mesh[1])
+        result = fit(run, workdir)
+        assert 0 < int(result.state.skipped) < 6  # overflows, halves the scale, and goes on
+        found.append((losses(workdir), int(result.state.skipped)))
+    assert found[0][1] == found[1][1]
+    # Float16 rounds at 5e-4, in another order here.
+    assert_close(*(f[0] for f in found), 3e-3)
+
+
+def test_exits_are_tuned_on_stages(texts, tmp_path):
+    """The trunk runs without gradients and sends nothing backward; two stages share the layers
+    below the deepest tuned exit."""
+    base = tmp_path / "base"
+    fit(experiment(texts, steps=3, checkpoint_every=0), base)
+    found, states = [], []
+    for mesh in ((1, 1, 1), (2, 3, 1)):
+        values = small_runs.config(texts, steps=5, batch_size=16, eval_every=0, checkpoint_every=0)
+        values["model"] = MODEL
+        values["exit_weights"] = {"weights": [0.5, 0.4]}
+        values["tune"] = {"base": str(base), "exits": [2, 3]}
+        values["mesh"] = dict(zip(("data", "pipe", "model"), mesh, strict=True))
+        workdir = tmp_path / str(mesh[1])
+        result = fit(Experiment.from_dict(values), workdir)
+        found.append(losses(workdir))
+        states.append(load_model(workdir).params)
+        assert result.evaluation is not None
+    assert_close(found[1], found[0], 1e-4)
+    before = load_model(base).params
+    for name in ("embed", "layers", "final", "shared_head"):
+        for a, b in zip(*(jax.tree.leaves(p[name]) for p in (before, states[1])), strict=True):
+            np.testing.assert_array_equal(a, b)
+    for a, b in zip(*(jax.tree.leaves(s["exits"]) for s in states), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
