@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA, PIPE
-from eejax.common.trees import Tree
+from eejax.common.trees import Tree, nbytes
 from eejax.losses.multi_exit import ExitSums
 from eejax.models import layers
 from eejax.pipeline import schedule as schedules
@@ -135,24 +135,31 @@ def _local(pipeline, schedule, factors, trained, frozen, weights, rates, batch, 
         "exits": stage.own(schedule.table(EXITS)),
         "channel": jnp.asarray([s.channel for s in schedule.steps], jnp.int32),
     }
-    blank = stage.hidden()
-    first = jnp.maximum(table["forward"][0], 0)
-    like, ops.restore = ops.forward(first, blank)[1:]  # of the first, only shapes count
-    start = _Kept(
-        ring(schedule.channels, blank), ring(schedule.channels, blank),
-        ring(rings.n_states, blank), ring(ops.n_residuals, like), stage.no_totals(),
-    )  # fmt: skip
+    start = ops.start(jnp.maximum(table["forward"][0], 0))
     (*_, totals), _ = lax.scan(lambda kept, row: (ops.step(kept, row), None), start, table)
     return _sum(stage, jax.tree.map(jax.freeze, refs), totals, factors.main if factors else n)
+
+
+def kept_bytes(stage: Stage, schedule: Schedule) -> int:
+    """Bytes that a device keeps from step to step, and of one microbatch besides, which are made
+    before they are put away. Inside a `shard_map`, whose results are unused."""
+    rings = schedules.rings(schedule, stage.partition.input_exit_stages)
+    weights = stage.vary(jnp.ones(len(stage.partition.which)))
+    ops = _Operations(stage, schedule, rings, weights, None)
+    kept = ops.start(stage.index * 0)
+    return nbytes(kept) + nbytes(kept.residuals) // ops.n_residuals
 
 
 class _Operations:
     """What a stage does in a step."""
 
-    def __init__(self, stage: Stage, schedule: Schedule, rings, weights: jax.Array, refs: Tree):
+    def __init__(
+        self, stage: Stage, schedule: Schedule, rings, weights: jax.Array, refs: Tree | None
+    ):
         self.stage, self.recompute, self.refs = stage, schedule.recompute, refs
         names = ("inputs", "cotangents", "outputs", "residuals")
         self.slots = {name: stage.own(getattr(rings, name)) for name in names}
+        self.channels, self.n_states = schedule.channels, rings.n_states
         self.n_residuals = 1 if self.recompute else rings.n_residuals
         self.top = jnp.asarray([route.top for route in schedule.routes])
         self.branches = stage.exit_branches(weights, refs)
@@ -160,6 +167,15 @@ class _Operations:
         # What is run again is used at once: it may keep more.
         self.trunk = stage.trunk("dots" if self.recompute else stage.pipeline.remat)
         self.restore: Callable | None = None
+
+    def start(self, m: jax.Array) -> _Kept:
+        """What is carried before the first step; of microbatch m, only shapes count."""
+        blank = self.stage.hidden()
+        like, self.restore = self.forward(m, blank)[1:]
+        return _Kept(
+            ring(self.channels, blank), ring(self.channels, blank), ring(self.n_states, blank),
+            ring(self.n_residuals, like), self.stage.no_totals(),
+        )  # fmt: skip
 
     def forward(self, m: jax.Array, x: jax.Array):
         """(what leaves the stage, what to keep for `backward`, `split_vjp`'s restore)."""

@@ -23,6 +23,9 @@ from eejax.losses.cross_entropy import chunk_size
 from eejax.losses.multi_exit import multi_exit_loss
 from eejax.models import layers, params
 from eejax.models.transformer import rematerialised
+from eejax.pipeline import runner
+from eejax.pipeline.plan import plan
+from eejax.pipeline.stage import Pipeline, Stage, vary_over
 from eejax.sharding import rules
 from eejax.sharding.mesh import make_mesh, mesh_axes
 from eejax.train.config import Experiment
@@ -99,9 +102,10 @@ def training_memory(experiment: Experiment) -> TrainingMemory:
     state = program.abstract_state
     trained, moments = device_bytes(state.params), device_bytes(state.opt_state)
     rows = train.batch_size // (mesh.shape[DATA] * train.microbatches)
-    kept = _kept(program, rows)
+    staged = program.placement.stages is not None
+    kept = _kept_on_stages(program, rows) if staged else _kept(program, rows)
     grads = trained
-    if train.microbatches > 1:
+    if train.microbatches > 1 and not staged:
         under_way = jax.eval_shape(lambda p: params.for_compute(p, model.dtype), state.params)
         cast = lambda a, g: jax.ShapeDtypeStruct(g.shape, g.dtype, sharding=a.sharding)
         grads += device_bytes(jax.tree.map(cast, state.params, under_way))
@@ -207,6 +211,31 @@ def _kept(program: Program, rows: int) -> _Kept:
 
     shapes = (*map(_structs, declared), tokens, weights)
     return _on_a_device(measure, mesh, (*specs, P(DATA), P()), shapes)
+
+
+def _kept_on_stages(program: Program, rows: int) -> _Kept:
+    """As `_kept`, of all microbatches that are under way on a stage."""
+    e, places, mesh = program.experiment, program.placement, program.mesh
+    pipeline = Pipeline(places.stages, mesh, e.mesh, e.train.remat)
+    n = e.train.microbatches
+    schedule = plan(
+        e.pipeline, places.stages.partition, n, length=e.data.length, remat=e.train.remat
+    ).schedule
+    tokens = jax.ShapeDtypeStruct((n * rows * mesh.shape[DATA], e.data.length), jnp.int32)
+    batch = {"tokens": tokens, "labels": tokens}
+    if e.data.document_masks:
+        batch |= {"positions": tokens, "segment_ids": tokens}
+
+    def measure(trained, frozen, batch):
+        trained, frozen = vary_over((trained, frozen), pipeline.specs)
+        stage = Stage(pipeline, trained, frozen, batch, jnp.zeros((), jnp.int32), None, n)
+        copies = nbytes(_without(stage.params, (trained, frozen)))
+        if places.scope.tuned:  # nothing is kept where nothing goes backward
+            return _Kept(copies, 0)
+        return _Kept(copies, runner.kept_bytes(stage, schedule))
+
+    shapes = (*map(_structs, places.declarations), batch)
+    return _on_a_device(measure, mesh, (*pipeline.specs, P(DATA)), shapes)
 
 
 def _without(tree: Tree, given: Tree) -> list[jax.Array]:
