@@ -74,6 +74,9 @@ def spec(
         if logical in SHARED and size < mesh_shape[axis] and mesh_shape[axis] % size == 0:
             entries.append(None)
             continue
+        if logical == "l" and size % mesh_shape[axis]:  # stages of unequal size have a stack of
+            entries.append(None)  # their own (`pipeline.layout`); the model's is not cut
+            continue
         if size % mesh_shape[axis]:
             raise ConfigError(
                 f"{name}: dimension {logical!r} of size {size} does not divide by mesh.{axis} = "
@@ -102,22 +105,23 @@ def spread(
 def specs(
     declaration: Tree,
     mesh: Mesh,
-    over: str | None = None,
+    over: str | tuple[str, ...] | None = None,
     *,
     rules: Mapping[str, str | None] = RULES,
 ) -> Tree:
     """A tree of `PartitionSpec`s for a tree of declared parameters (leaves with shape and axes).
 
-    Parameters are also spread over the mesh axis `over`, if there is one, but never layers from
+    Parameters are also spread over the mesh axes `over`, if there are any, but never layers from
     each other: a layer of a stack is gathered and saved by itself.
     """
+    more = () if over is None else (over,) if isinstance(over, str) else over
     mesh_shape = {axis: mesh.shape[axis] for axis in MESH_AXES}
 
     def one(path, p):
         placed = spec(path_name(path), p.shape, p.axes, mesh_shape, rules)
-        if over is None:
-            return placed
-        return spread(placed, p.shape, mesh, over, start=int(p.axes[:1] == ("l",)))
+        for axis in more:
+            placed = spread(placed, p.shape, mesh, axis, start=int(p.axes[:1] == ("l",)))
+        return placed
 
     return jax.tree_util.tree_map_with_path(one, declaration, is_leaf=_declared)
 
@@ -129,7 +133,7 @@ def shardings(specs: Tree, mesh: Mesh) -> Tree:
     )
 
 
-def structs(declaration: Tree, mesh: Mesh, over: str | None = None) -> Tree:
+def structs(declaration: Tree, mesh: Mesh, over: str | tuple[str, ...] | None = None) -> Tree:
     """float32 shape structs, with their shardings on `mesh`, of a tree of declared parameters.
 
     `over` as in `specs`.

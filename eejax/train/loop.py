@@ -31,7 +31,7 @@ from eejax.train.config import Experiment
 from eejax.train.evaluate import Evaluation, evaluate_mixture
 from eejax.train.metrics import MetricsWriter, NoMetrics, Progress, duration, exit_names
 from eejax.train.profile import Profiler, device_memory
-from eejax.train.program import Program, check_batches, check_mesh
+from eejax.train.program import Program, check_batches
 from eejax.train.runs import check_same_run
 from eejax.train.signals import Stopping, StopRequest
 from eejax.train.step import put_batch
@@ -68,7 +68,6 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
         that cannot be written.
       OSError: anything else that cannot be written, saying which checkpoint stays usable.
     """
-    check_mesh(experiment.mesh)
     mesh = make_mesh(experiment.mesh)
     distributed.check_mesh(mesh)
     check_batches(experiment.train, mesh)
@@ -160,7 +159,7 @@ class _Run:
         self.sizes: set[int] = set()  # batches whose program there is
 
     def _begin_or_resume(self, base: tuning.Base | None) -> tuple[states.TrainState, int]:
-        wanted = self.program.abstract_state
+        wanted = self.program.portable_state
 
         def check(metadata: dict[str, Any], folder: pathlib.Path) -> None:
             check_same_run(metadata, self.experiment, self.dataset.fingerprint, folder)
@@ -180,7 +179,8 @@ class _Run:
         if restored is None:
             if base is None:
                 return self.program.create(), 0
-            placed = jax.tree.map(lambda a: a.sharding, wanted.replace(frozen={}))
+            placed = self.program.abstract_state.replace(frozen={})
+            placed = jax.tree.map(lambda a: a.sharding, placed)
             begin = jax.jit(self.program.begin, out_shardings=placed)
             return begin(base.first).replace(frozen=base.frozen), 0
         self.loader.restore(restored.metadata["data"])
@@ -188,13 +188,13 @@ class _Run:
         self.tokens = restored.metadata["tokens"]
         training = restored.trees[TRAINING]
         self.skipped = int(training["skipped"])
-        state = states.TrainState(
+        saved = states.TrainState(
             params=restored.trees[PARAMS],
-            frozen={} if base is None else base.frozen,
             ema=restored.trees.get(EMA, {}),
             **_scale_of(training),
         )
-        return state, restored.step
+        state = self.program.from_portable(saved)
+        return state.replace(frozen={} if base is None else base.frozen), restored.step
 
     def run(self, stop: Stopping) -> Result:
         train, start, speaks = self.train, self.step, distributed.is_first()
@@ -327,7 +327,8 @@ class _Run:
     def _evaluation(self, values: Tree) -> Evaluation:
         """Of the trained parameters or their average, on the validation split."""
         # In parts as the steps, for memory; the windows are those of whole batches.
-        parts, limit = self.train.microbatches, self.train.eval_batches
+        parts = self.train.microbatches // self.program.eval_microbatches
+        limit = self.train.eval_batches
         batches = inputs.held_out(
             self.experiment.data, self.dataset, self.train.batch_size // parts,
             limit and limit * parts,
@@ -338,13 +339,15 @@ class _Run:
         )  # fmt: skip
 
     def _save(self) -> None:
-        self.checkpoints.save(self.step, _trees(self.state), self._metadata())
+        state = self.program.to_portable(self.state)
+        self.checkpoints.save(self.step, _trees(state), self._metadata())
 
     def save_whole_model(self, state: states.TrainState) -> None:
         """The base with the tuned exits, as a run of its own that needs the base no more."""
         whole = Checkpoints(self.workdir / CHECKPOINTS, keep=self.train.keep_checkpoints)
         try:
             if self.step not in whole.steps():
+                state = self.program.to_portable(state)
                 tuned = {PARAMS: state.params} | ({EMA: state.ema} if state.ema else {})
                 trees = {
                     name: tuning.complete(self.experiment, tree["exits"], self.mesh)

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
-from eejax.common.axes import DATA, MESH_AXES
+from eejax.common.axes import DATA, MESH_AXES, MODEL
 from eejax.common.trees import Tree, join, nbytes
 from eejax.losses.cross_entropy import chunk_size
 from eejax.losses.multi_exit import multi_exit_loss
 from eejax.models import layers, params
-from eejax.models.config import ModelConfig
 from eejax.models.transformer import rematerialised
-from eejax.sharding.mesh import make_mesh
+from eejax.sharding import rules
+from eejax.sharding.mesh import make_mesh, mesh_axes
 from eejax.train.config import Experiment
-from eejax.train.program import Program, check_batches, check_mesh
+from eejax.train.program import Program, check_batches
+from eejax.train.step import local_parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +90,6 @@ def training_memory(experiment: Experiment) -> TrainingMemory:
 
     Raises `ConfigError` for a mesh or a batch that training would refuse, too.
     """
-    check_mesh(experiment.mesh)
     mesh = AbstractMesh(
         experiment.mesh.shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
     )
@@ -99,16 +100,20 @@ def training_memory(experiment: Experiment) -> TrainingMemory:
     trained, moments = device_bytes(state.params), device_bytes(state.opt_state)
     rows = train.batch_size // (mesh.shape[DATA] * train.microbatches)
     kept = _kept(program, rows)
-    under_way = jax.eval_shape(lambda p: params.for_compute(p, model.dtype), state.params)
+    grads = trained
+    if train.microbatches > 1:
+        under_way = jax.eval_shape(lambda p: params.for_compute(p, model.dtype), state.params)
+        cast = lambda a, g: jax.ShapeDtypeStruct(g.shape, g.dtype, sharding=a.sharding)
+        grads += device_bytes(jax.tree.map(cast, state.params, under_way))
     return TrainingMemory(
         params=trained,
         optimizer=moments,
         other=device_bytes(state) - trained - moments,
-        gradients=trained + (nbytes(under_way) if train.microbatches > 1 else 0),
+        gradients=grads,
         weights=kept.weights,
         activations=kept.activations,
-        layer=_one_layer(model, rows, experiment.data.length, train.remat),
-        logits=_logits(experiment, rows * experiment.data.length),
+        layer=_one_layer(program, rows),
+        logits=_logits(program, rows * experiment.data.length),
     )
 
 
@@ -149,12 +154,25 @@ def device_bytes(tree: Tree) -> int:
 
 
 class _Kept(NamedTuple):
-    weights: Any
-    activations: Any
+    weights: int
+    activations: int
 
 
 def _structs(declaration: Tree) -> Tree:
     return params.map_params(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), declaration)
+
+
+def _on_a_device(measure: Callable[..., Any], mesh: Mesh | AbstractMesh, specs: Any, shapes: Any):
+    """What `measure` returns of the arrays [local shapes] that one device of the mesh holds of
+    `shapes`, laid out by `specs`: plain Python values, found while tracing."""
+    found = []
+
+    def body(*arrays):
+        found.append(measure(*arrays))
+        return ()
+
+    jax.eval_shape(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=()), *shapes)
+    return found[0]
 
 
 def _kept(program: Program, rows: int) -> _Kept:
@@ -164,28 +182,31 @@ def _kept(program: Program, rows: int) -> _Kept:
     are told apart by making them first: what is cast already is not cast again.
     """
     experiment, scope, config = program.experiment, program.scope, program.scope.config
-    trained, frozen = map(_structs, scope.declarations())
-    tokens = jax.ShapeDtypeStruct((rows, experiment.data.length), jnp.int32)
+    mesh, layout = program.mesh, experiment.mesh
+    declared = scope.declarations()
+    specs = tuple(rules.specs(d, mesh, layout.params_over) for d in declared)
+    tokens = jax.ShapeDtypeStruct((rows * mesh.shape[DATA], experiment.data.length), jnp.int32)
     weights = jax.ShapeDtypeStruct((len(scope.which),), jnp.float32)
 
-    def residuals(trained, frozen, tokens, weights):
+    def measure(trained, frozen, tokens, weights):
         cast = lambda tree: join(
             params.for_compute(tree, config.dtype), {k: tree[k] for k in tree if k == "embed"}
         )
         documents = {}
         if experiment.data.document_masks:
             documents = {"positions": tokens, "segment_ids": tokens}
+        trained, frozen = map(local_parameters, (trained, frozen), specs)
         copies, held = cast(trained), cast(frozen)
         loss = lambda p: multi_exit_loss(
-            join(held, p), config, tokens, tokens, weights,
+            join(held, p), config, tokens, tokens, weights, axes=mesh_axes(mesh, layout),
             remat=experiment.train.remat, which=scope.which, objective=experiment.loss, **documents,
         )  # fmt: skip
         kept = _without(jax.vjp(loss, copies, has_aux=True)[1], (trained, frozen, tokens, weights))
         activations = _without(kept, (copies, held))
-        copied = _without(kept, activations)
-        return _Kept(copied, activations)
+        return _Kept(nbytes(_without(kept, activations)), nbytes(activations))
 
-    return _Kept(*map(nbytes, jax.eval_shape(residuals, trained, frozen, tokens, weights)))
+    shapes = (*map(_structs, declared), tokens, weights)
+    return _on_a_device(measure, mesh, (*specs, P(DATA), P()), shapes)
 
 
 def _without(tree: Tree, given: Tree) -> list[jax.Array]:
@@ -194,31 +215,43 @@ def _without(tree: Tree, given: Tree) -> list[jax.Array]:
     return list({id(a): a for a in jax.tree.leaves(tree) if id(a) not in known}.values())
 
 
-def _one_layer(config: ModelConfig, rows: int, length: int, remat: str) -> int:
+def _one_layer(program: Program, rows: int) -> int:
     """Bytes of one layer while its backward pass runs, beyond what was kept for it.
 
     The scores of one block of queries, their exponentials and the gradient of either, in float32;
-    and what the layer keeps without rematerialisation but did not keep with it.
+    what the layer keeps without rematerialisation but did not keep with it; and the layer itself
+    with its gradient, where its parameters are gathered.
     """
+    experiment, mesh, config = program.experiment, program.mesh, program.experiment.model
+    length, layout = experiment.data.length, experiment.mesh
     blocks = layers.query_blocks(length)
-    scores = 3 * 4 * rows * config.n_heads * -(-length // blocks) * length
+    heads = config.n_heads // mesh.shape[MODEL]
+    scores = 3 * 4 * rows * heads * -(-length // blocks) * length
+    declared, axes = params.layer(config), mesh_axes(mesh, layout)
+    specs = rules.specs(declared, mesh)
 
-    def kept(remat: str) -> int:
-        def residuals(p, x):
-            p = params.for_compute(p, config.dtype)
+    def measure(p, x):
+        p = local_parameters(p, specs)
+
+        def kept(remat: str) -> int:
+            q = params.for_compute(p, config.dtype)
             context = layers.make_context(config, jnp.arange(length)[None])
-            run = lambda p, x: layers.layer(p, x, config, context)[0]
-            return _without(jax.vjp(rematerialised(run, remat), p, x)[1], (p, x))
+            run = lambda q, x: layers.layer(q, x, config, context, axes=axes)[0]
+            return nbytes(_without(jax.vjp(rematerialised(run, remat), q, x)[1], (q, x)))
 
-        return nbytes(jax.eval_shape(residuals, _structs(params.layer(config)), x))
+        whole = 2 * nbytes(p) if layout.params_over and mesh.shape[DATA] > 1 else 0
+        return scores + kept("none") - kept(experiment.train.remat) + whole
 
-    x = jax.ShapeDtypeStruct((rows, length, config.d_model), config.dtype)
-    return scores + kept("none") - kept(remat)
+    shape = rows * mesh.shape[DATA], length, config.d_model
+    stream = jax.ShapeDtypeStruct(shape, config.dtype), P(DATA, axes.sequence)
+    return _on_a_device(measure, mesh, (specs, stream[1]), (_structs(declared), stream[0]))
 
 
-def _logits(experiment: Experiment, tokens: int) -> int:
-    """Bytes of one chunk of float32 logits [n, v] and of its gradient (losses.cross_entropy), and
-    of the teacher's logits where an exit is distilled."""
-    config = experiment.model
-    arrays = 3 if experiment.loss.distillation and config.n_exits else 2
-    return arrays * 4 * chunk_size(tokens, config.padded_vocab) * config.padded_vocab
+def _logits(program: Program, tokens: int) -> int:
+    """Bytes of one chunk of float32 logits [n, v] and of its gradient (losses.cross_entropy), of
+    the teacher's logits where an exit is distilled, and of a table that is gathered."""
+    config, mesh = program.experiment.model, program.mesh
+    rows = config.padded_vocab // mesh.shape[MODEL]
+    arrays = 3 if program.experiment.loss.distillation and config.n_exits else 2
+    table = config.d_model if program.experiment.mesh.params_over and mesh.shape[DATA] > 1 else 0
+    return 4 * rows * (arrays * chunk_size(tokens, rows) + table)

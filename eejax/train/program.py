@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
@@ -47,7 +48,10 @@ class Program:
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        decays = params.map_params(lambda p: p.decay, self.placement.declarations[0])
+        return self._optimizer(self.placement.declarations[0])
+
+    def _optimizer(self, declared: Tree) -> optax.GradientTransformation:
+        decays = params.map_params(lambda p: p.decay, declared)
         return optimizer.transformation(self.experiment.optimizer, decays)
 
     @property
@@ -69,6 +73,32 @@ class Program:
             pipeline=e.pipeline,
             **self._extra,
         )
+
+    @functools.cached_property
+    def portable_state(self) -> state.TrainState:
+        """The state as a checkpoint holds it, whatever the mesh: shape structs with shardings."""
+        if self.placement.stages is None:
+            return self.abstract_state.replace(frozen={})
+        of_model = self._optimizer(self.scope.declarations()[0])
+        return state.portable(of_model, self.mesh, self.scope, **self._extra)
+
+    def to_portable(self, now: state.TrainState) -> state.TrainState:
+        """The state as `portable_state`; frozen parameters are left out."""
+        now = now.replace(frozen={})
+        if self.placement.stages is None:
+            return now
+        return self._moved(now, self.portable_state, self.placement.take)
+
+    def from_portable(self, saved: state.TrainState) -> state.TrainState:
+        """The inverse of `to_portable`."""
+        if self.placement.stages is None:
+            return saved
+        return self._moved(saved, self.abstract_state.replace(frozen={}), self.placement.place)
+
+    def _moved(self, now, wanted, move) -> state.TrainState:
+        shardings = jax.tree.map(lambda a: a.sharding, wanted)
+        one = lambda now: state.map_trees(now, now.params, move)
+        return jax.jit(one, out_shardings=shardings)(now)
 
     def create(self) -> state.TrainState:
         """The state before the first step of a run that trains the whole model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import flax.struct
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from eejax.common.axes import DATA, PIPE
 from eejax.common.trees import Tree
 from eejax.models import params
 from eejax.models.config import ModelConfig
@@ -101,6 +103,35 @@ def abstract(
     declarations = placement(scope or Scope(config), mesh, pipeline).declarations
     trained, frozen = (rules.structs(d, mesh, layout.params_over) for d in declarations)
     moments = rules.structs(declarations[0], mesh, layout.moments_over)
+    return _laid_out(trained, moments, frozen, optimizer, mesh, ema, loss_scale)
+
+
+def portable(
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    scope: Scope,
+    *,
+    ema: bool = False,
+    loss_scale: float | None = None,
+) -> TrainState:
+    """The state as it is saved, as shape structs: of the model's tree, spread over all devices.
+
+    Its shapes know nothing of `mesh`. Frozen parameters are not part of it.
+    """
+    trained = rules.structs(scope.declarations()[0], mesh, (PIPE, DATA))
+    return _laid_out(trained, trained, {}, optimizer, mesh, ema, loss_scale)
+
+
+def _laid_out(
+    trained: Tree,
+    moments: Tree,
+    frozen: Tree,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    ema: bool,
+    loss_scale: float | None,
+) -> TrainState:
+    """A state whose parameters, moments and frozen parameters are the given structs."""
     state = jax.eval_shape(
         lambda values: begin(values, optimizer, ema=ema, loss_scale=loss_scale), trained
     )
@@ -116,6 +147,20 @@ def abstract(
         frozen=frozen,
         ema=moments if ema else {},
         loss_scale=jax.tree.map(whole, state.loss_scale),
+    )
+
+
+def map_trees(state: TrainState, like: Tree, f: Callable[[Tree], Tree]) -> TrainState:
+    """`f` over parameters, their average and every tree of moments: all that is `like` them."""
+    structure = jax.tree.structure(like)
+    of_this_shape = lambda node: jax.tree.structure(node) == structure
+    over = lambda tree: jax.tree.map(
+        lambda node: f(node) if of_this_shape(node) else node, tree, is_leaf=of_this_shape
+    )
+    return state.replace(
+        params=f(state.params),
+        opt_state=over(state.opt_state),
+        ema=f(state.ema) if state.ema else {},
     )
 
 

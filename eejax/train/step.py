@@ -210,7 +210,10 @@ def gradient_sums(
         # one at the end. What is whole on every shard of the model axis (norms, biases behind a
         # sum) stays so: where it meets values that are not, autodiff sums its gradient.
         weights, rates = _vary((weights, rates))
-        params, frozen = _enter(params, param_specs), _enter(frozen, frozen_specs)
+        params, frozen = (
+            local_parameters(params, param_specs),
+            local_parameters(frozen, frozen_specs),
+        )
         part = lambda a: a.reshape(microbatches, -1, *a.shape[1:])
         parts = jax.tree.map(part, dict(batch))
         keys = None
@@ -370,8 +373,9 @@ def make_eval_step(
 
     def local(params, batch):
         weights = _vary(jnp.ones((len(scope.which),), jnp.float32))
+        params = local_parameters(params, param_specs)
         _, sums = multi_exit_loss(
-            _enter(params, param_specs), config, batch["tokens"], batch["labels"], weights,
+            params, config, batch["tokens"], batch["labels"], weights,
             positions=batch.get("positions"), segment_ids=batch.get("segment_ids"), axes=axes,
             which=scope.which,
         )  # fmt: skip
@@ -392,8 +396,9 @@ def _vary(tree: Tree) -> Tree:
     return jax.tree.map(lambda a: lax.pcast(a, (DATA,), to="varying"), tree)
 
 
-def _enter(params: Tree, specs: Tree) -> Tree:
-    """Local parameters for the loss, all varying over the data axis."""
+def local_parameters(params: Tree, specs: Tree) -> Tree:
+    """The parameters inside a `shard_map` over `specs` as the loss takes them: all varying over the
+    data axis, `Spread` where they are cut over it."""
     one = lambda a: a if is_spread(a) else _vary(a)
     return jax.tree.map(one, parted(params, specs, DATA), is_leaf=is_spread)
 

@@ -30,6 +30,7 @@ from eejax.models.exits import head_name
 from eejax.sharding import rules
 from eejax.train import inputs
 from eejax.train.config import Experiment
+from eejax.train.placement import placement
 from eejax.train.runs import saved_experiment
 from eejax.train.scope import Scope, first_layers
 
@@ -88,13 +89,14 @@ def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> Base
             values[e.name] = join(fresh[e.name], copied(base.params, base.config, e))
         else:
             values[e.name] = fresh[e.name]
-    trained, frozen = held.declarations()
+    places = placement(held, mesh, experiment.pipeline)
     kept, _ = split(held.cut(base.params), lambda name: held.held(name) and not held.trains(name))
     place = lambda tree, declared: jax.tree.map(
         lambda a, s: jax.device_put(jnp.asarray(a, s.dtype), s.sharding),
-        tree,
+        places.place(tree),
         rules.structs(declared, mesh, experiment.mesh.params_over),
     )
+    trained, frozen = places.declarations
     return Base(place({"exits": values}, trained), place(kept, frozen), base.step)
 
 

@@ -143,7 +143,7 @@ def test_the_chunk_of_logits_is_the_one_the_loss_takes():
 def test_nothing_is_allocated_and_no_device_is_needed():
     before = sum(a.nbytes for a in jax.live_arrays())
     e = experiment(layers=48, d_model=4096, n_heads=32, data=64, b=64, dtype="bfloat16")
-    assert memory.training_memory(e).total > 1e11
+    assert memory.training_memory(e).total > 9e10
     assert sum(a.nbytes for a in jax.live_arrays()) - before < 1e6
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import drawn_configs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,6 @@ from eejax.sharding.mesh import MeshConfig, make_mesh
 from eejax.train.scope import Scope
 from eejax.train.state import TrainState
 from eejax.train.step import gradient_sums
-from tests.support import drawn_configs
 
 MESHES = [
     MeshConfig(1, 1, 2),

@@ -79,3 +79,30 @@ def test_what_does_not_divide_stays_whole():
     assert where(moments["layers"]["attn_norm"]["scale"]) == (8, 60)
     assert where(moments["layers"]["mlp"]["down"]) == (8, 90, 60)
     assert where(moments["embed"]["tokens"]) == (64, 60)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MeshConfig(model=4),
+        MeshConfig(2, 1, 4, sequence=True),
+        MeshConfig(8, shard_params=True),
+        MeshConfig(2, 1, 2, shard_params=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_the_estimate_is_within_two_fifths_of_what_xla_says(mesh, remat):
+    got = memory.training_memory(experiment(mesh, remat))
+    shapes, xla = measured(mesh, remat=remat)
+    assert got.state == memory.device_bytes(shapes)
+    assert xla.temporary / 1.4 < got.temporary < 1.4 * xla.temporary
+
+
+def test_a_sequence_in_parts_keeps_less():
+    whole, cut = MeshConfig(model=4), MeshConfig(model=4, sequence=True)
+    kept = [memory.training_memory(experiment(m)).activations for m in (whole, cut)]
+    states = 8 * 8 * 128 * 64 * 4  # [b, t, d] before each of 8 layers
+    assert kept[0] - kept[1] >= 3 / 4 * states
+    temporary = [measured(m)[1].temporary for m in (whole, cut)]
+    assert temporary[0] - temporary[1] > 0.7 * 3 / 4 * states

@@ -1,0 +1,144 @@
+"""Whole runs on meshes: the same losses, and checkpoints that know of no mesh."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import small_runs
+
+from eejax.checkpoint.model import load_model
+from eejax.inference import Generator
+from eejax.sharding.mesh import make_mesh
+from eejax.train.config import Experiment
+from eejax.train.loop import fit
+from eejax.train.program import Program
+
+MODEL = {
+    "vocab_size": 257, "vocab_multiple": 8, "n_layers": 4, "d_model": 16, "n_heads": 4,
+    "n_kv_heads": 2, "d_ff": 24, "context_length": 16, "dropout": 0.1, "head": "shared",
+    "exits": [
+        {"boundary": 0, "head": "tied"},
+        {"boundary": 2, "head": "own"},
+        {"boundary": 3, "head": "shared", "mlp": True},
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    small_runs.write_text(folder)
+    return folder
+
+
+def experiment(texts, mesh=(1, 1, 1), pipeline=None, **train) -> Experiment:
+    train = {"batch_size": 16, "eval_every": 0, "microbatches": 2, "ema": 0.9} | train
+    values = small_runs.config(texts, **train)
+    values["model"] = MODEL
+    values["exit_weights"] = {
+        "kind": "linear", "initial": [0.1, 0.2, 0.3], "weights": [0.3, 0.5, 0.4],
+    }  # fmt: skip
+    values["mesh"] = dict(zip(("data", "pipe", "model"), mesh, strict=True))
+    values["pipeline"] = pipeline or {}
+    values["optimizer"] |= {"clip_norm": 0.5}
+    return Experiment.from_dict(values)
+
+
+def losses(workdir) -> dict[int, dict[str, float]]:
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    wanted = ("loss", "grad_norm")
+    return {
+        line["step"]: {k: v for k, v in line.items() if k.split("/")[0] in wanted}
+        for line in lines
+        if "loss" in line
+    }
+
+
+def assert_close(got, want, rtol):
+    assert got.keys() == want.keys() and got
+    for step, values in want.items():
+        assert got[step].keys() == values.keys()
+        for name, value in values.items():
+            np.testing.assert_allclose(got[step][name], value, rtol=rtol, err_msg=f"{step} {name}")
+
+
+@pytest.fixture(scope="module")
+def reference(texts, tmp_path_factory):
+    """Twenty steps of one device."""
+    workdir = tmp_path_factory.mktemp("reference")
+    result = fit(experiment(texts, steps=20, checkpoint_every=0), workdir)
+    return losses(workdir), result.evaluation
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 4, 2), (8, 1, 1)])
+def test_twenty_steps_have_the_same_losses_on_every_mesh(texts, reference, mesh, tmp_path):
+    # Eight devices along data leave two sequences for each.
+    parts = {"microbatches": 1} if mesh[0] == 8 else {}
+    result = fit(experiment(texts, mesh, steps=20, checkpoint_every=0, **parts), tmp_path)
+    assert_close(losses(tmp_path), reference[0], 1e-4)
+    np.testing.assert_allclose(result.evaluation.losses, reference[1].losses, rtol=1e-4)
+    assert result.evaluation.tokens == reference[1].tokens
+
+
+@pytest.fixture(scope="module")
+def saved(texts, tmp_path_factory):
+    """A run saved on (2, 2, 2) after three steps, and its losses at the fourth."""
+    workdir = tmp_path_factory.mktemp("saved")
+    settings = {"steps": 20, "checkpoint_every": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        small_runs.stop_at(patch, 2)
+        assert fit(experiment(texts, (2, 2, 2), **settings), workdir).step == 3
+    return workdir
+
+
+def resumed(texts, saved, workdir, mesh, **pipeline):
+    shutil.copytree(saved, workdir, dirs_exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        small_runs.stop_at(patch, 4)
+        parts = {"microbatches": 1} if mesh[0] == 8 else {}
+        run = experiment(texts, mesh, pipeline, steps=20, checkpoint_every=0, **parts)
+        result = fit(run, workdir)
+    return losses(workdir)[4], result.state
+
+
+@pytest.mark.parametrize(
+    "mesh, pipeline",
+    [((1, 4, 2), {}), ((8, 1, 1), {}), ((1, 1, 1), {}), ((2, 3, 1), {"layers": (1, 1, 2)})],
+)
+def test_a_checkpoint_is_restored_on_any_mesh(texts, saved, tmp_path, mesh, pipeline):
+    want, _ = resumed(texts, saved, tmp_path / "same", (2, 2, 2))
+    got, _ = resumed(texts, saved, tmp_path / "other", mesh, **pipeline)
+    for name, value in want.items():
+        if name.startswith("loss"):  # of the very next step
+            np.testing.assert_allclose(got[name], value, rtol=1e-6, err_msg=name)
+
+
+def test_uneven_stages_save_what_they_restored(texts, saved, tmp_path):
+    """Through a pipeline of uneven stages and back: every value of the state, to the bit."""
+    first = load_model(saved)
+    workdir = tmp_path / "run"
+    shutil.copytree(saved, workdir)
+    program_run = experiment(texts, (2, 3, 1), {"layers": (2, 1, 1)}, steps=20)
+    program = Program(program_run, make_mesh(program_run.mesh))
+    state = program.create()
+    there = program.to_portable(state)
+    back = program.from_portable(there)
+    for a, b in zip(*map(jax.tree.leaves, (state, back)), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.sharding == b.sharding
+    assert jax.tree.structure(there.params) == jax.tree.structure(first.params)
+
+
+def test_generation_from_a_pipelined_run_is_that_of_one_device(texts, saved, tmp_path):
+    alone = experiment(texts, steps=3, checkpoint_every=0)
+    fit(alone, tmp_path / "alone")
+    made = []
+    for workdir in (saved, tmp_path / "alone"):
+        model = load_model(workdir)
+        engine = Generator.make(model.params, model.config)
+        made.append(engine.generate([[101, 120, 105, 116], [104, 101]], 8).tokens)
+    assert made[0] == made[1]
