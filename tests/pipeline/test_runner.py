@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from pipelines import T, batch_of, compare, placed
 
 from eejax.common.errors import ConfigError
-from eejax.common.trees import path_name
 from eejax.losses import Objective
 from eejax.losses.multi_exit import multi_exit_loss
 from eejax.models import params
@@ -19,27 +19,13 @@ from eejax.pipeline import forward, oracle, runner, schedule
 from eejax.pipeline.layout import StageLayout
 from eejax.pipeline.partition import BALANCED, EVEN, partition
 from eejax.pipeline.stage import Pipeline
-from eejax.sharding import rules
 from eejax.sharding.mesh import MeshConfig, make_mesh
 
 X = ExitConfig
-T = 8
 CONFIG = ModelConfig(
     vocab_size=24, n_layers=4, d_model=16, n_heads=4, n_kv_heads=2, d_ff=24, context_length=T,
     head="tied", exits=(X(1), X(2)),
 )  # fmt: skip
-
-
-def batch_of(config: ModelConfig, rows: int, seed: int = 0) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, config.vocab_size, (rows, T)).astype(np.int32)
-    labels = rng.integers(-1, config.vocab_size, (rows, T)).astype(np.int32)  # some do not count
-    return {"tokens": tokens, "labels": labels}
-
-
-def placed(layout: StageLayout, tree, mesh, which: int = 0):
-    specs = rules.specs(layout.declarations()[which], mesh)
-    return jax.device_put(layout.to_stages(tree), rules.shardings(specs, mesh))
 
 
 def built(config, mesh_config, *, layers=EVEN, placement="later", **options):
@@ -56,21 +42,6 @@ def tabled(pipeline: Pipeline, microbatches: int, name: str = "1f1b", exits: str
     )  # fmt: skip
     table.check()
     return table
-
-
-def compare(grads, want, tolerance: float = 1e-5) -> None:
-    """Every gradient's largest error relative to its largest entry.
-
-    That of a bias of keys may be 0 by symmetry, as the softmax does not see it: what is left is
-    rounding, and is compared with the bias of queries.
-    """
-    grads, want = jax.device_get((grads, want))
-    assert jax.tree.structure(grads) == jax.tree.structure(want)
-    wanted = {path_name(p): g for p, g in jax.tree_util.tree_flatten_with_path(want)[0]}
-    for path, got in jax.tree_util.tree_flatten_with_path(grads)[0]:
-        name = path_name(path)
-        scale = np.abs(wanted[name.replace("k_bias", "q_bias")]).max()
-        assert np.abs(got - wanted[name]).max() <= tolerance * scale, name
 
 
 def check(config, mesh_config, microbatches, *, name="1f1b", exits="mixed", **options):
