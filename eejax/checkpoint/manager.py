@@ -172,8 +172,9 @@ class Checkpoints:
 
         Raises:
           CheckpointError: the checkpoint of `step` is missing or damaged, every checkpoint is
-            damaged, or a whole one is not of the wanted shapes.
+            damaged, a whole one is not of the wanted shapes, or the save under way failed.
         """
+        self._finish()
         steps = distributed.agree(self.steps())
         if step is not None:
             if step not in steps:

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 import jax
@@ -210,11 +210,16 @@ def shard(mesh: Mesh) -> tuple[int, int]:
     """
     size = mesh.shape[DATA]
     places = NamedSharding(mesh, P(DATA)).addressable_devices_indices_map((size,))
-    mine = sorted({rows.indices(size)[0] for (rows,) in places.values()})
-    if not mine:
-        return 0, 1
-    first, n = mine[0], len(mine)
-    if mine != list(range(first, first + n)) or size % n or first % n:
+    return part_of({rows.indices(size)[0] for (rows,) in places.values()}, size)
+
+
+def part_of(chosen: Collection[int], size: int) -> tuple[int, int]:
+    """(index, count): the one of `count` equal parts of range(size) that is `chosen`.
+
+    (0, 1), all of it, where none is.
+    """
+    n, first = len(chosen), min(chosen, default=0)
+    if not n or set(chosen) != set(range(first, first + n)) or size % n or first % n:
         return 0, 1
     return first // n, size // n
 

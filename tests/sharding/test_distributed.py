@@ -66,28 +66,15 @@ def test_alone_everything_is_what_it_says():
     assert distributed.lost(jax.errors.JaxRuntimeError("UNKNOWN: anything")) is None
 
 
-class Places:
-    """A sharding as `shard` asks for it, of rows that lie where they are said to."""
-
-    def __init__(self, mine):
-        self.mine = mine
-
-    def addressable_devices_indices_map(self, _):
-        return {i: (slice(row, row + 1),) for i, row in enumerate(self.mine)}
-
-
 @given(st.integers(1, 12), st.data())
-def test_a_shard_holds_all_rows_of_its_process(size, data):
-    rows = st.integers(0, size - 1)
-    mine = data.draw(st.sets(rows, min_size=1))
-    mesh = make_mesh(MeshConfig())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed, "NamedSharding", lambda *_: Places(mine))
-        patch.setattr(type(mesh), "shape", {"data": size})
-        index, count = distributed.shard(mesh)
+def test_a_part_is_all_rows_that_are_wanted_and_no_others_or_everything(size, data):
+    mine = data.draw(st.sets(st.integers(0, size - 1)) | st.integers(0, size).map(range).map(set))
+    index, count = distributed.part_of(mine, size)
+    assert size % count == 0 and 0 <= index < count
     held = set(range(index * size // count, (index + 1) * size // count))
-    assert size % count == 0 and 0 <= index < count and mine <= held
-    assert held == mine or count == 1
+    equal = [(i, n) for n in range(1, size + 1) for i in range(n) if size % n == 0]
+    fits = [(i, n) for i, n in equal if mine == set(range(i * size // n, (i + 1) * size // n))]
+    assert [(index, count)] == (fits or [(0, 1)]) and mine <= held
 
 
 PROGRAM = """

@@ -248,11 +248,9 @@ def test_other_bad_settings_are_refused(text, tmp_path):
         Experiment.from_dict(config(text) | {"data": {"length": 99}})
     with pytest.raises(ConfigError, match="train.batch_size = 5: must be a multiple of"):
         fit(Experiment.from_dict(config(text, batch_size=5)), tmp_path)
-    with pytest.raises(ConfigError, match="mesh.pipe = 2: must be 1"):
-        fit(Experiment.from_dict(config(text) | {"mesh": {"pipe": 2}}), tmp_path / "mesh")
+    with pytest.raises(ConfigError, match="needs 64 devices"):
+        fit(Experiment.from_dict(config(text) | {"mesh": {"data": 64}}), tmp_path / "mesh")
     assert not (tmp_path / "mesh").exists(), "refused before any work"
-    with pytest.raises(ConfigError, match="needs 16 devices"):
-        fit(Experiment.from_dict(config(text) | {"mesh": {"data": 16}}), tmp_path)
 
 
 def test_experiments_survive_json(text):
