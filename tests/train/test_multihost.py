@@ -41,11 +41,11 @@ def experiment(text):
     return Experiment.from_dict(config.to_dict())
 
 
-def train(folder, workdir, text, program=("-m", "experiments.train")):
+def train(folder, workdir, text, program=("-m", "experiments.train"), more=()):
     values = [f"--config.{k}={v}" for k, v in CHANGES.items() if v is not None]
     return start(
         folder, *program, "--config=configs/tiny.py", f"--workdir={workdir}",
-        *values, "--config.data.max_bytes=100000000", f"--config.data.source={text}",
+        *values, "--config.data.max_bytes=100000000", f"--config.data.source={text}", *more,
     )  # fmt: skip
 
 
@@ -150,6 +150,23 @@ def test_what_the_first_process_cannot_prepare_ends_both_alike(tmp_path):
         assert group.wait(seconds=60) == [1, 1]
     ends = [group.err(i).strip().splitlines()[-1] for i in (0, 1)]
     assert ends[0].startswith("error: ") and str(nothing) in ends[0] and ends[0] == ends[1]
+
+
+@pytest.mark.slow
+def test_stages_and_shards_on_two_hosts_train_what_one_process_does(text, tmp_path):
+    changes = {"model.n_heads": 4, "model.vocab_size": 260, "mesh.data": 8, "train.steps": 6}
+    config = tiny.get_config()
+    config.update_from_flattened_dict(CHANGES | changes | {"data.source": str(text)})
+    assert fit(Experiment.from_dict(config.to_dict()), tmp_path / "one").step == 6
+    # The first host has the first stage, the other the second.
+    changes |= {"mesh.data": 1, "mesh.pipe": 2, "mesh.model": 4}
+    flags = tuple(f"--config.{k}={v}" for k, v in changes.items())
+    with train(tmp_path / "logs", tmp_path / "two", text, more=flags) as group:
+        assert group.wait() == [0, 0], group.err(0) + group.err(1)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    theirs, mine = load_model(tmp_path / "two"), load_model(tmp_path / "one")
+    for a, b in zip(*(jax.tree.leaves(m.params) for m in (theirs, mine)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
 FAILING = """
