@@ -80,7 +80,12 @@ def spec(
         if size % mesh_shape[axis]:
             raise ConfigError(
                 f"{name}: dimension {logical!r} of size {size} does not divide by mesh.{axis} = "
-                f"{mesh_shape[axis]}. Choose a mesh.{axis} that divides {size}, or pad the model."
+                f"{mesh_shape[axis]}. Choose a mesh.{axis} that divides {size}"
+                + (
+                    f", or set model.vocab_multiple = {mesh_shape[axis]}."
+                    if logical == "v"
+                    else "."
+                )
             )
         placed[axis] = logical
         # An axis of one device cuts nothing. Left out, values do not count as varying over it.
