@@ -306,6 +306,11 @@ class Experiment:
             whole_model + "the layers are not trained there",
         )  # fmt: skip
         require(
+            not (self.mesh.pipe > 1 and self.loss.distillation),
+            "loss.distillation", self.loss.distillation,
+            f"must be 0 with mesh.pipe = {self.mesh.pipe}: the final exit is on another stage",
+        )  # fmt: skip
+        require(
             self.data.length <= self.model.context_length
             or self.model.position in ("alibi", "none"),
             "data.length", self.data.length,

@@ -17,8 +17,8 @@ tokens a step, 4 (1.3B) or 2 (7B) in a microbatch. From their README: 16 GPUs, s
 Ours: where Figure 7 has its third exit, which is tried on the embedding and at 3/4; bytes of
 Megatron-LM, which are 18 for each parameter (bf16 with float32 gradients, master copy and Adam),
 34 b t d for each layer (Korthikanti et al. 2022, without attention's scores) and 4 for each logit.
-Of the paper's measurements one is printed alongside: 0.19 % more time per iteration of the 1.3B model
-with both optimizations. Its seconds and gigabytes were not at hand, and none are made up.
+Of the paper's measurements one is printed alongside: 0.19 % more time per iteration of the 1.3B
+model with both optimizations. Its seconds and gigabytes were not at hand, and none are made up.
 
 Claims, checked: with the paper's optimizations exits cost at most 2 % of time, and the fullest
 device no memory; in the lockstep table aligned exits before the last stage cost no time at all;
