@@ -19,6 +19,7 @@ from eejax.losses import schedules
 from eejax.losses.objective import CROSS_ENTROPY, Objective
 from eejax.models.config import ModelConfig, build
 from eejax.models.transformer import REMAT
+from eejax.pipeline.config import PipelineConfig
 from eejax.sharding.mesh import MeshConfig
 from eejax.train import recipes
 from eejax.train.optimizer import OptimizerConfig
@@ -275,6 +276,7 @@ class Experiment:
     exit_weights: ExitWeights = ExitWeights()
     loss: Objective = CROSS_ENTROPY
     mesh: MeshConfig = MeshConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     tune: TuneConfig = TuneConfig()
 
     def __post_init__(self):
@@ -350,6 +352,7 @@ SECTIONS = {
     "exit_weights": ExitWeights,
     "loss": Objective,
     "mesh": MeshConfig,
+    "pipeline": PipelineConfig,
     "tune": TuneConfig,
 }
 

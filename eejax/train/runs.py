@@ -34,6 +34,7 @@ MAY_DIFFER = {
         "profile_steps",
     },
     "mesh": {"data", "pipe", "model", "sequence", "shard_optimizer", "shard_params"},
+    "pipeline": {"schedule", "exits", "layers", "placement", "fill", "backward_cost"},
     "tune": {"base"},  # its checkpoint's step is compared
 }
 
