@@ -1,0 +1,316 @@
+"""What early exits cost a pipeline in memory and time, and how far the simulator is to be trusted.
+
+    python -P -m experiments.bench_pipeline --json
+
+One configuration throughout, EE-LLM's 1.3B shape on four stages (Chen et al., ICML 2024, Table 1):
+d 2048, 24 layers, 2048 tokens, vocabulary 50304, minimal exits at 1/4 and 1/2 of the depth, that
+is at the beginnings of stages 1 and 2; 64 microbatches of one sequence.
+
+`exit_memory_overhead`: growth of a device's memory (XLA's temporaries, arguments and outputs of the
+compiled executor on four fake devices, nothing is run), exits "mixed", remat "none".
+`exit_time_overhead`: of the simulated step, by the clock "neighbours", with costs of the operations
+measured here at an eighth of the width, length and vocabulary: so heads, layers and scores stand in
+the proportion of the large model. Both for every other policy, too, and `memory_vs_1f1b` of
+EE-LLM's asynchronous schedule (estimated: parameters with Adam's state, and activations).
+
+Then two stages for real, `measured`: pairs of steps with an exit at the beginning of stage 0 and
+without; `simulator_error`, the larger of |simulated - measured| / measured time of these two; and
+`schedule_overhead`, the executor on one stage over the plain step's gradients of as many
+microbatches, less 1.
+
+XLA's CPU backend shares one pool of threads among a process's fake devices, whatever
+--xla_cpu_multi_thread_eigen says, so times of fake devices are not those of stages. Hence each
+stage is a process of its own, on a core of its own, of which JAX sees one.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import os
+import socket
+import time
+
+import numpy as np
+from absl import app, flags
+
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
+_PAIRS = flags.DEFINE_integer("pairs", 11, "Repetitions of whatever is timed.", lower_bound=2)
+_SMOKE = flags.DEFINE_bool("smoke", False, "Tiny shapes, to see that all of it runs.")
+
+STAGES, LAYERS, MICROBATCHES = 4, 6, 64  # layers of a stage
+EXIT_STAGES = (1, 2)
+SCALE, TIMED_MICROBATCHES, MORE = 8, 4, 8
+POLICIES = tuple((r, e) for r in ("none", "dots", "full") for e in ("mixed", "aligned", "deferred"))
+TIMEOUT = 900  # seconds until processes that wait for each other are given up
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={STAGES}"
+    timed, whole = (32, 32) if _SMOKE.value else (SCALE, 1)
+    found = timings(timed, _PAIRS.value)
+    rows = policies(whole, found["parts"])
+    result = {
+        "exit_memory_overhead": rows[0]["memory"],
+        "exit_time_overhead": rows[0]["time"],
+        "simulator_error": max(found["error"].values()),
+        "schedule_overhead": found["schedule"][0] - 1,
+        "schedule_overhead_interval": [x - 1 for x in found["schedule"][1:]],
+        "measured": {
+            "exit_time_overhead": found["exit"][0] - 1,
+            "exit_time_overhead_interval": [x - 1 for x in found["exit"][1:]],
+            "exit_time_overhead_simulated": (
+                found["simulated"][True] / found["simulated"][False] - 1
+            ),
+            "exit_memory_overhead": found["bytes"][True] / found["bytes"][False] - 1,
+            "seconds": {name(k): v for k, v in found["seconds"].items()},
+            "simulated_seconds": {name(k): v for k, v in found["simulated"].items()},
+            "error": {name(k): v for k, v in found["error"].items()},
+        },
+        "policies": rows,
+        "parts": found["parts"]._asdict(),
+        "pairs": _PAIRS.value,
+    }
+    show(result)
+    if _JSON.value:
+        print(json.dumps(result))
+
+
+def name(exits: bool) -> str:
+    return "with exits" if exits else "without exits"
+
+
+def model_config(scale: int, boundaries: tuple[int, ...], stages: int, dtype: str):
+    """EE-LLM's 1.3B shape with stages of 6 layers, all but the heads' width divided by `scale`."""
+    from eejax.models.config import ExitConfig, ModelConfig
+
+    d = 2048 // scale
+    return ModelConfig(
+        vocab_size=50304 // scale, n_layers=stages * LAYERS, d_model=d, n_heads=max(1, d // 128),
+        context_length=2048 // scale, d_ff=4 * d, mlp_gated=False, activation="gelu",
+        norm="layernorm", head="own", dtype=dtype,
+        exits=tuple(ExitConfig(n, norm=False, head="own") for n in boundaries),
+    )  # fmt: skip
+
+
+def policies(scale: int, parts) -> list[dict]:
+    """Both overheads of every policy, and the memory beside the asynchronous schedule's.
+
+    Times: of operations as measured with remat "none"; "full" runs the layers once more, and what
+    "dots" repeats, which makes an exit's share smaller, is not charged.
+    """
+    from eejax.pipeline.costs import memory_vs_1f1b
+    from eejax.pipeline.schedule import one_f_one_b
+    from eejax.pipeline.simulate import exit_time_overhead
+
+    entry = [int(i in EXIT_STAGES) for i in range(STAGES)]
+    layers = (LAYERS,) * STAGES
+    costs, rows = parts.costs(layers, entry), []
+    boundaries = tuple(LAYERS * i for i in EXIT_STAGES)
+    compiled = functools.cache(lambda *policy: device_bytes(scale, *policy))
+    for remat, exits in POLICIES:
+        table = functools.partial(one_f_one_b, STAGES, MICROBATCHES, recompute=remat == "full")
+        model = model_config(scale, boundaries, STAGES, "bfloat16")
+        ours, theirs = memory_vs_1f1b(
+            model, layers, MICROBATCHES, 1, 2048 // scale, remat=remat, exits=exits
+        )
+        base = compiled(remat, "mixed", ())
+        rows.append({
+            "remat": remat,
+            "exits": exits,
+            "memory": compiled(remat, exits, boundaries) / base - 1,
+            "time": exit_time_overhead(
+                table(), table(exit_stages=EXIT_STAGES, exits=exits), costs
+            ),
+            "gib": base / 2**30,
+            "memory_vs_1f1b": float(ours.total.max() / theirs.total.max()),
+        })  # fmt: skip
+    return rows
+
+
+def device_bytes(scale: int, remat: str, exits: str, boundaries: tuple[int, ...]) -> int:
+    """Bytes that the compiled executor takes on each of four devices. From shapes alone."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from eejax.pipeline import runner
+    from eejax.pipeline.layout import StageLayout
+    from eejax.pipeline.partition import partition
+    from eejax.pipeline.schedule import one_f_one_b
+    from eejax.pipeline.stage import Pipeline
+    from eejax.sharding import rules
+    from eejax.sharding.mesh import MeshConfig, make_mesh
+
+    model = model_config(scale, boundaries, STAGES, "bfloat16")
+    layout = StageLayout(partition(model, STAGES))
+    pipeline = Pipeline(layout, make_mesh(MeshConfig(pipe=STAGES)), remat=remat)
+    table = one_f_one_b(
+        STAGES, MICROBATCHES, exit_stages=layout.partition.input_exit_stages, exits=exits,
+        recompute=remat == "full",
+    )  # fmt: skip
+    struct = functools.partial(jax.ShapeDtypeStruct, (MICROBATCHES, 2048 // scale), jnp.int32)
+    tokens = struct(sharding=NamedSharding(pipeline.mesh, PartitionSpec("data")))
+    arguments = (
+        rules.structs(layout.declarations()[0], pipeline.mesh), {},
+        jax.ShapeDtypeStruct((len(boundaries) + 1,), jnp.float32), None,
+        {"tokens": tokens, "labels": tokens}, jax.ShapeDtypeStruct((), jnp.int32),
+    )  # fmt: skip
+    return memory(jax.jit(runner.gradients(pipeline, table)).lower(*arguments).compile())
+
+
+def memory(compiled) -> int:
+    a = compiled.memory_analysis()
+    return a.temp_size_in_bytes + a.argument_size_in_bytes + a.output_size_in_bytes
+
+
+def timings(scale: int, pairs: int) -> dict:
+    """All that is timed, by two processes (`worker`)."""
+    from eejax.analysis import median_ratio
+    from eejax.pipeline.schedule import one_f_one_b
+    from eejax.pipeline.simulate import simulate
+    from experiments import slot_costs
+
+    one, other = on_processes(worker, scale, pairs)
+    longest = lambda what: {k: np.maximum(s, other[what][k]) for k, s in one[what].items()}
+    parts = slot_costs.parts_of(longest("slots"), LAYERS, MORE, "none")
+    steps = longest("steps")
+    simulated = {}
+    for exits in steps:
+        table = one_f_one_b(2, TIMED_MICROBATCHES, exit_stages=(0,) if exits else ())
+        costs = parts.costs((LAYERS,) * 2, (int(exits), 0))
+        simulated[exits] = simulate(table, costs).time + len(table.steps) * parts.exchange
+    seconds = {exits: float(np.median(s)) for exits, s in steps.items()}
+    both = lambda name: np.concatenate([one["single"][name], other["single"][name]])
+    return {
+        "parts": parts,
+        "exit": median_ratio(steps[True], steps[False]),
+        "schedule": median_ratio(both("executor"), both("plain")),
+        "seconds": seconds,
+        "simulated": simulated,
+        "error": {k: abs(simulated[k] - t) / t for k, t in seconds.items()},
+        "bytes": one["bytes"],
+    }
+
+
+def on_processes(work, *arguments) -> list:
+    """What `work((rank, port, *arguments))` returns, [rank], in two new processes.
+
+    Raises what the first of them raises; the other, which would wait for it, is ended.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        found = pool.imap_unordered(work, [(rank, port, *arguments) for rank in range(2)])
+        results = dict(found.next(TIMEOUT) for _ in range(2))
+    return [results[rank] for rank in range(2)]
+
+
+def worker(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
+    """One stage of two, from (rank, port, scale, pairs): its rank, and the seconds of tables, of
+    steps, and of programs on this process alone."""
+    rank, port, scale, pairs = arguments
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    # XLA makes a thread for each core it sees.
+    os.environ.update(NPROC="1", XLA_FLAGS="", JAX_PLATFORMS="cpu")
+    import jax
+
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
+
+    from eejax.analysis import interleave
+    from eejax.pipeline.schedule import one_f_one_b
+    from eejax.sharding.mesh import MeshConfig
+    from experiments import slot_costs
+
+    length, mesh = 2048 // scale, MeshConfig(pipe=2)
+    built = {
+        exits: slot_costs.pipelined(
+            model_config(scale, (0,) if exits else (), 2, "float32"), mesh, "none"
+        )
+        for exits in (False, True)
+    }
+    slots = slot_costs.time_slots(*built[True], 1, length, pairs, MORE)
+    steps, sizes = [], {}
+    for exits, (pipeline, parameters) in built.items():
+        table = one_f_one_b(2, TIMED_MICROBATCHES, exit_stages=(0,) if exits else ())
+        run, compiled = slot_costs.run_of(pipeline, parameters, table, 1, length)
+        steps.append(run)
+        sizes[exits] = memory(compiled)
+    seconds = interleave(steps, pairs, time.perf_counter, slot_costs.barrier)
+    return rank, {
+        "slots": slots,
+        "steps": dict(zip(built, seconds, strict=True)),
+        "bytes": sizes,
+        "single": single(scale, pairs),
+    }
+
+
+def single(scale: int, pairs: int) -> dict[str, np.ndarray]:
+    """Seconds of the executor on one stage and of the plain step's gradients, on one device."""
+    import jax
+    import jax.numpy as jnp
+
+    from eejax.analysis import interleave
+    from eejax.losses.objective import CROSS_ENTROPY
+    from eejax.pipeline.schedule import one_f_one_b
+    from eejax.sharding.mesh import MeshConfig
+    from eejax.train import step
+    from eejax.train.scope import Scope
+    from eejax.train.state import TrainState
+    from experiments import slot_costs
+
+    model, length = model_config(scale, (LAYERS // 2,), 1, "float32"), 2048 // scale
+    pipeline, parameters = slot_costs.pipelined(
+        model, MeshConfig(), "none", jax.local_devices()[:1]
+    )
+    table = one_f_one_b(1, TIMED_MICROBATCHES)
+    executor, _ = slot_costs.run_of(pipeline, parameters, table, 1, length)
+    plain = jax.jit(step.gradient_sums(
+        Scope(model), pipeline.mesh, microbatches=TIMED_MICROBATCHES, remat="none", seed=0,
+        objective=CROSS_ENTROPY, sparse=False,
+    ))  # fmt: skip
+    zero = jnp.zeros((), jnp.int32)
+    state = TrainState(
+        step=zero, params=pipeline.layout.from_stages(parameters), opt_state=(), skipped=zero
+    )
+    batch = slot_costs.batch(pipeline, TIMED_MICROBATCHES, length)
+    weights = jnp.ones(model.n_exits + 1)
+    runs = [executor, lambda _: jax.block_until_ready(plain(state, weights, None, batch))]
+    return dict(zip(("executor", "plain"), interleave(runs, pairs, time.perf_counter), strict=True))
+
+
+def show(result: dict) -> None:
+    from eejax.analysis import table
+
+    percent = lambda x: f"{x:.3%}"
+    rows = [(f"{r['remat']}, {r['exits']}", percent(r["memory"]), percent(r["time"]),
+             f"{r['gib']:.2f}", f"{r['memory_vs_1f1b']:.2f}") for r in result["policies"]]  # fmt: skip
+    header = ("activations, exits", "more memory", "more time", "GiB without", "memory vs 1F1B")
+    print(table(header, rows), end="\n\n")
+    parts = result["parts"]
+    rows = [(k, *(f"{1e3 * t:.2f}" for t in parts[k]))
+            for k in ("layer", "exit", "final", "embedding")]  # fmt: skip
+    print(table(("ms of a microbatch", "forward", "backward"), rows), end="\n\n")
+    spread = ", ".join(f"{k} {v:.0%}" for k, v in parts["spread"].items())
+    print(f"exchange between steps {1e3 * parts['exchange']:.2f} ms; quartile distance of each "
+          f"operation: {spread}")  # fmt: skip
+    got = result["measured"]
+    low, high = got["exit_time_overhead_interval"]
+    print(f"two stages, an exit on stage 0: {got['exit_time_overhead']:.2%} [{low:.2%}, {high:.2%}]"
+          f" more time ({got['exit_time_overhead_simulated']:.2%} simulated), "
+          f"{got['exit_memory_overhead']:.2%} more memory")  # fmt: skip
+    for kind, error in got["error"].items():
+        print(f"a step {kind}: {got['seconds'][kind]:.3f} s, simulated "
+              f"{got['simulated_seconds'][kind]:.3f} s, {error:.1%} off")  # fmt: skip
+    low, high = result["schedule_overhead_interval"]
+    print(f"the executor on one stage: {result['schedule_overhead']:.2%} [{low:.2%}, {high:.2%}] "
+          "over the plain step's gradients")  # fmt: skip
+
+
+if __name__ == "__main__":
+    app.run(main)

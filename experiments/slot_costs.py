@@ -1,0 +1,171 @@
+"""What a pipeline's operations take on the devices at hand, measured with the executor itself.
+
+A model of two stages, with an early exit on what enters the first, has every part of a pipeline on
+its own: the first stage embeds, the last one has the final exit, and their layers are as many. One
+table runs a microbatch through; others begin with several more of one operation on one stage, the
+other stage idle. An operation takes the difference over their number, less a step in which nobody
+does anything but exchange values: the median over repetitions in turn, so that a noise that lasts
+slows a table and the one it is compared with alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+KINDS = ("forward", "exits", "backward")
+IDLE = "idle"
+
+
+class Parts(NamedTuple):
+    """Seconds of a microbatch: one layer, one early exit, the final exit, the embedding, and the
+    exchange between two steps. spread: quartile distance over the median, of each operation.
+
+    An exit's forward and backward pass are one operation, of which a third is called forward.
+    """
+
+    layer: tuple[float, float]
+    exit: tuple[float, float]
+    final: tuple[float, float]
+    embedding: tuple[float, float]
+    exchange: float
+    spread: dict[str, float]
+
+    def costs(self, layers, entry=(), inner=()):
+        """`Costs` of stages with so many layers and exits (`simulate.stage_costs`)."""
+        from eejax.pipeline.simulate import Work, stage_costs
+
+        of = {name: Work(*getattr(self, name)) for name in ("layer", "exit", "final", "embedding")}
+        return stage_costs(tuple(layers), tuple(entry), tuple(inner), **of)
+
+
+def two_stages(model, layers: int):
+    """The model to measure: two stages of `layers`, and its first exit, if any, moved to 0."""
+    exits = tuple(dataclasses.replace(e, boundary=0) for e in model.exits[:1])
+    windows = model.sliding_window
+    if isinstance(windows, tuple):
+        windows = windows[:layers] * 2
+    return model.replace(n_layers=2 * layers, exits=exits, sliding_window=windows)
+
+
+def pipelined(model, mesh_config, remat: str, devices=None):
+    """A pipeline and its parameters, random, laid onto the mesh."""
+    import jax
+
+    from eejax.models import params
+    from eejax.pipeline.layout import StageLayout
+    from eejax.pipeline.partition import partition
+    from eejax.pipeline.stage import Pipeline
+    from eejax.sharding import rules
+    from eejax.sharding.mesh import make_mesh
+
+    mesh = make_mesh(mesh_config, devices)
+    layout = StageLayout(partition(model, mesh_config.pipe))
+    pipeline = Pipeline(layout, mesh, mesh_config, remat=remat)
+    make = lambda key: layout.to_stages(params.init(model, key))
+    shardings = rules.shardings(pipeline.specs[0], mesh)
+    return pipeline, jax.jit(make, out_shardings=shardings)(jax.random.key(0))
+
+
+def batch(pipeline, rows: int, length: int):
+    """Tokens, and the same as labels [rows, length], as every process makes them."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    def make(key):
+        tokens = jax.random.randint(key, (rows, length), 0, pipeline.config.vocab_size, jnp.int32)
+        return {"tokens": tokens, "labels": tokens}
+
+    sharding = NamedSharding(pipeline.mesh, PartitionSpec("data"))
+    return jax.jit(make, out_shardings=sharding)(jax.random.key(1))
+
+
+def run_of(pipeline, parameters, table, rows: int, length: int):
+    """(a run of a table for `analysis.interleave`, the compiled program). A microbatch has `rows`
+    sequences on each device."""
+    import jax
+
+    from eejax.pipeline import runner
+
+    data = batch(pipeline, table.microbatches * rows * pipeline.mesh.shape["data"], length)
+    weights = np.ones(pipeline.config.n_exits + 1, np.float32)
+    arguments = parameters, {}, weights, None, data, np.zeros((), np.int32)
+    step = jax.jit(runner.gradients(pipeline, table)).lower(*arguments).compile()
+    return lambda _: jax.block_until_ready(step(*arguments)), step
+
+
+def slot_tables(stages: int, more: int, recompute: bool) -> dict:
+    """By (kind, stage), and (IDLE, 0): a table that begins with `more` steps of that alone; by None
+    the table without."""
+    from eejax.pipeline.schedule import Op, Step, one_f_one_b
+
+    base = one_f_one_b(stages, 1, exit_stages=(0,), recompute=recompute)
+
+    def begin(kind, stage):
+        ops = [((Op(kind, 0),) if i == stage and kind != IDLE else ()) for i in range(stages)]
+        steps = (Step(0, tuple(ops)),) * more
+        return dataclasses.replace(base, name=f"{kind} on {stage}", steps=steps + base.steps)
+
+    keys = [(kind, stage) for kind in KINDS for stage in range(stages)] + [(IDLE, 0)]
+    return {None: base} | {key: begin(*key) for key in keys}
+
+
+def barrier(_=None) -> None:
+    """Waits for the other processes, if there are any."""
+    import jax
+    from jax.experimental import multihost_utils
+
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("turn")
+
+
+def time_slots(pipeline, parameters, rows: int, length: int, repetitions: int, more: int):
+    """{key of `slot_tables`: seconds [repetitions]} of this process."""
+    from eejax.analysis import interleave
+
+    tables = slot_tables(2, more, pipeline.remat == "full")
+    runs = [run_of(pipeline, parameters, t, rows, length)[0] for t in tables.values()]
+    return dict(zip(tables, interleave(runs, repetitions, time.perf_counter, barrier), strict=True))
+
+
+def parts_of(seconds: dict, layers: int, more: int, remat: str) -> Parts:
+    """`Parts` from the seconds of `time_slots`, of several processes the longest.
+
+    Under "full" a backward pass runs the layers again and the last stage has no forward pass: what
+    a forward pass takes is then the first stage's, and is taken off the backward pass.
+    """
+    each = {key: (s - seconds[None]) / more for key, s in seconds.items() if key is not None}
+    exchange = max(0.0, float(np.median(each[IDLE, 0])))
+    quartiles = {key: np.quantile(s, (0.25, 0.5, 0.75)) for key, s in each.items()}
+    of = {key: max(0.0, float(q[1]) - exchange) for key, q in quartiles.items()}
+    recompute = remat == "full"
+    forward = of["forward", 0] if recompute else of["forward", 1]
+    backward = max(0.0, of["backward", 1] - (forward if recompute else 0))
+    embedding = [of["forward", 0] - forward, of["backward", 0] - of["backward", 1]]
+    exit_ = lambda total: (total / 3, total * 2 / 3)
+    spread = {f"{kind} {stage}": float((q[2] - q[0]) / max(q[1], 1e-9))
+              for (kind, stage), q in quartiles.items() if kind != IDLE}  # fmt: skip
+    return Parts(
+        (forward / layers, backward / layers), exit_(of["exits", 0]), exit_(of["exits", 1]),
+        tuple(max(0.0, t) for t in embedding), exchange, spread,
+    )  # fmt: skip
+
+
+def measure(
+    model, layers: int, rows: int, length: int, *, mesh=None, remat="dots", repetitions=7, more=4
+) -> Parts:
+    """`Parts` of a model at stages of `layers`, on two of this process's devices, or on two stages
+    of `mesh`'s data- and tensor-parallel devices.
+
+    Raises `ConfigError` where there are too few.
+    """
+    from eejax.sharding.mesh import MeshConfig
+
+    mesh = dataclasses.replace(mesh or MeshConfig(), pipe=2)
+    built = pipelined(two_stages(model, layers), mesh, remat)
+    seconds = time_slots(*built, rows, length, repetitions, more)
+    return parts_of(seconds, layers, more, remat)
