@@ -288,8 +288,11 @@ def show(result: dict) -> None:
     from eejax.analysis import table
 
     percent = lambda x: f"{x:.3%}"
-    rows = [(f"{r['remat']}, {r['exits']}", percent(r["memory"]), percent(r["time"]),
-             f"{r['gib']:.2f}", f"{r['memory_vs_1f1b']:.2f}") for r in result["policies"]]  # fmt: skip
+    rows = [
+        (f"{r['remat']}, {r['exits']}", percent(r["memory"]), percent(r["time"]),
+         f"{r['gib']:.2f}", f"{r['memory_vs_1f1b']:.2f}")
+        for r in result["policies"]
+    ]  # fmt: skip
     header = ("activations, exits", "more memory", "more time", "GiB without", "memory vs 1F1B")
     print(table(header, rows), end="\n\n")
     parts = result["parts"]
