@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import optax
+from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
-from eejax.common.axes import PIPE
+from eejax.common.axes import DATA, PIPE
 from eejax.common.trees import Tree, join
+from eejax.models import params
 from eejax.pipeline.config import PipelineConfig
 from eejax.pipeline.layout import StageLayout
 from eejax.pipeline.partition import partition
+from eejax.sharding import rules
 from eejax.train.scope import Scope
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The parameters of a scope as a run holds them.
+    """The parameters of a scope as a run holds them on `mesh`.
 
     stages: their places on a pipeline's stages; None where they lie as in the model. Checkpoints
     and everybody outside of a step know the model's tree alone.
     """
 
     scope: Scope
+    mesh: Mesh | AbstractMesh
     stages: StageLayout | None = None
 
     @functools.cached_property
@@ -40,11 +45,24 @@ class Placement:
 
     def place(self, tree: Tree) -> Tree:
         """Trained or frozen parameters, or anything of their tree, from the model's places."""
-        return tree if self.stages is None else self.stages.to_stages(tree)
+        return tree if self.stages is None else self._moved(self.stages.to_stages, tree)
 
     def take(self, tree: Tree) -> Tree:
         """The inverse of `place`."""
-        return tree if self.stages is None else self.stages.from_stages(tree)
+        return tree if self.stages is None else self._moved(self.stages.from_stages, tree)
+
+    def _moved(self, move: Callable[[Tree], Tree], tree: Tree) -> Tree:
+        """move(tree), in which layers come to other rows of uneven stages' stacks. Meanwhile every
+        device has a part of all layers: with rows on several, XLA would gather whole stacks."""
+        if self.stages.partition.even or "layers" not in tree:
+            return move(tree)
+        specs = rules.specs(
+            params.abstract(self.scope.config)["layers"], self.mesh, (PIPE, DATA),
+            rules=dict(rules.RULES) | {"l": None},
+        )  # fmt: skip
+        cut = rules.shardings(specs, self.mesh)
+        by_part = lambda tree: tree | {"layers": lax.with_sharding_constraint(tree["layers"], cut)}
+        return by_part(move(by_part(tree)))
 
     def norm(self, tree: Tree) -> jax.Array:
         """Global norm of the trained parameters' gradients, of each parameter once."""
@@ -57,6 +75,6 @@ def placement(scope: Scope, mesh: Mesh | AbstractMesh, pipeline: PipelineConfig)
     """The `Placement` on `mesh`. Raises `ConfigError` where the stages do not fit the model."""
     stages = mesh.shape[PIPE]
     if stages == 1:
-        return Placement(scope)
+        return Placement(scope, mesh)
     cut = partition(scope.config, stages, pipeline.layers, pipeline.placement, scope.which)
-    return Placement(scope, StageLayout(cut, tuned=scope.tuned is not None))
+    return Placement(scope, mesh, StageLayout(cut, tuned=scope.tuned is not None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -85,20 +86,19 @@ class Program:
     def to_portable(self, now: state.TrainState) -> state.TrainState:
         """The state as `portable_state`; frozen parameters are left out."""
         now = now.replace(frozen={})
-        if self.placement.stages is None:
-            return now
-        return self._moved(now, self.portable_state, self.placement.take)
+        return now if self.placement.stages is None else self._take(now)
 
     def from_portable(self, saved: state.TrainState) -> state.TrainState:
         """The inverse of `to_portable`."""
-        if self.placement.stages is None:
-            return saved
-        return self._moved(saved, self.abstract_state.replace(frozen={}), self.placement.place)
+        return saved if self.placement.stages is None else self._place(saved)
 
-    def _moved(self, now, wanted, move) -> state.TrainState:
-        shardings = jax.tree.map(lambda a: a.sharding, wanted)
-        one = lambda now: state.map_trees(now, now.params, move)
-        return jax.jit(one, out_shardings=shardings)(now)
+    @functools.cached_property
+    def _take(self):
+        return _moving(self.placement.take, self.portable_state)
+
+    @functools.cached_property
+    def _place(self):
+        return _moving(self.placement.place, self.abstract_state.replace(frozen={}))
 
     def create(self) -> state.TrainState:
         """The state before the first step of a run that trains the whole model."""
@@ -163,3 +163,9 @@ class Program:
     def eval_microbatches(self) -> int:
         """Parts that an evaluation step takes its batch in: on stages those of a training step."""
         return 1 if self.placement.stages is None else self.experiment.train.microbatches
+
+
+def _moving(move: Callable[[Tree], Tree], wanted: state.TrainState):
+    """`move` over a state's trees, to where `wanted` lies; compiled once, for every save."""
+    shardings = jax.tree.map(lambda a: a.sharding, wanted)
+    return jax.jit(lambda now: state.map_trees(now, now.params, move), out_shardings=shardings)

@@ -151,8 +151,8 @@ def test_what_training_would_refuse_is_refused():
     with pytest.raises(ConfigError, match=r"train.batch_size = 4: must be a multiple"):
         memory.training_memory(experiment(data=3))
     e = experiment()
-    wide = Experiment(model=e.model, exit_weights=e.exit_weights, mesh=MeshConfig(pipe=2))
-    with pytest.raises(ConfigError, match="mesh.pipe = 2: must be 1"):
-        memory.training_memory(wide)
+    deep = Experiment(model=e.model, exit_weights=e.exit_weights, mesh=MeshConfig(pipe=8))
+    with pytest.raises(ConfigError, match="mesh.pipe = 8: must be at most the 4 layers"):
+        memory.training_memory(deep)
     with pytest.raises(ConfigError, match="needs 64 devices"):
         memory.compile_step(experiment(data=64, b=64))

@@ -234,8 +234,3 @@ def test_a_batch_that_does_not_divide_is_refused():
     _, train, now = setup()
     with pytest.raises(ConfigError, match="1 x 3 = 3. The nearest is 9"):
         setup(microbatches=3)[1](now, batch_of(0))
-
-
-def test_a_pipeline_is_refused():
-    with pytest.raises(ConfigError, match="mesh.pipe"):
-        setup(mesh=make_mesh(MeshConfig(pipe=2)))
