@@ -10,8 +10,8 @@ is at the beginnings of stages 1 and 2; 64 microbatches of one sequence.
 compiled executor on four fake devices, nothing is run), exits "mixed", remat "none".
 `exit_time_overhead`: of the simulated step, by the clock "neighbours", with costs of the operations
 measured here at an eighth of the width, length and vocabulary: so heads, layers and scores stand in
-the proportion of the large model. Both for every other policy, too, and `memory_vs_1f1b` of EE-LLM's
-asynchronous schedule (estimated: parameters with Adam's state, and activations).
+the proportion of the large model. Both for every other policy, too, and `memory_vs_1f1b`, beside
+EE-LLM's asynchronous schedule (estimated: parameters with Adam's state, and activations).
 
 Then two stages for real, `measured`: pairs of steps with an exit at the beginning of stage 0 and
 without; `simulator_error`, the larger of |simulated - measured| / measured time of these two; and
@@ -62,7 +62,8 @@ def main(argv: list[str]) -> None:
         "measured": {
             "exit_time_overhead": found["exit"][0] - 1,
             "exit_time_overhead_interval": [x - 1 for x in found["exit"][1:]],
-            "exit_time_overhead_simulated": found["simulated"][True] / found["simulated"][False] - 1,
+            "exit_time_overhead_simulated": found["simulated"][True] / found["simulated"][False]
+            - 1,
             "exit_memory_overhead": found["bytes"][True] / found["bytes"][False] - 1,
             "seconds": {name(k): v for k, v in found["seconds"].items()},
             "simulated_seconds": {name(k): v for k, v in found["simulated"].items()},
@@ -205,6 +206,8 @@ def on_processes(work, *arguments) -> list:
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         found = pool.imap_unordered(work, [(rank, port, *arguments) for rank in range(2)])
         results = dict(found.next(TIMEOUT) for _ in range(2))
+        pool.close()
+        pool.join()
     return [results[rank] for rank in range(2)]
 
 
@@ -218,6 +221,7 @@ def worker(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
     os.environ.update(NPROC="1", XLA_FLAGS="", JAX_PLATFORMS="cpu")
     import jax
 
+    jax.config.update("jax_enable_preemption_service", False)  # or nothing could end a process
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 
     from eejax.analysis import interleave
@@ -255,7 +259,6 @@ def single(scale: int, pairs: int) -> dict[str, np.ndarray]:
 
     from eejax.analysis import interleave
     from eejax.losses.objective import CROSS_ENTROPY
-    from eejax.models import params
     from eejax.pipeline.schedule import one_f_one_b
     from eejax.sharding.mesh import MeshConfig
     from eejax.train import step
@@ -280,17 +283,18 @@ def single(scale: int, pairs: int) -> dict[str, np.ndarray]:
     batch = slot_costs.batch(pipeline, TIMED_MICROBATCHES, length)
     weights = jnp.ones(model.n_exits + 1)
     runs = [executor, lambda _: jax.block_until_ready(plain(state, weights, None, batch))]
-    return dict(
-        zip(("executor", "plain"), interleave(runs, pairs, time.perf_counter), strict=True)
-    )
+    return dict(zip(("executor", "plain"), interleave(runs, pairs, time.perf_counter), strict=True))
 
 
 def show(result: dict) -> None:
     from eejax.analysis import table
 
     percent = lambda x: f"{x:.3%}"
-    rows = [(f"{r['remat']}, {r['exits']}", percent(r["memory"]), percent(r["time"]),
-             f"{r['gib']:.2f}", f"{r['memory_vs_1f1b']:.2f}") for r in result["policies"]]  # fmt: skip
+    rows = [
+        (f"{r['remat']}, {r['exits']}", percent(r["memory"]), percent(r["time"]),
+         f"{r['gib']:.2f}", f"{r['memory_vs_1f1b']:.2f}")
+        for r in result["policies"]
+    ]  # fmt: skip
     header = ("activations, exits", "more memory", "more time", "GiB without", "memory vs 1F1B")
     print(table(header, rows), end="\n\n")
     parts = result["parts"]
