@@ -10,7 +10,7 @@ is at the beginnings of stages 1 and 2; 64 microbatches of one sequence.
 compiled executor on four fake devices, nothing is run), exits "mixed", remat "none".
 `exit_time_overhead`: of the simulated step, by the clock "neighbours", with costs of the operations
 measured here at an eighth of the width, length and vocabulary: so heads, layers and scores stand in
-the proportion of the large model. Both for every other policy, too, and `memory_vs_1f1b` of
+the proportion of the large model. Both for every other policy, too, and `memory_vs_1f1b`, beside
 EE-LLM's asynchronous schedule (estimated: parameters with Adam's state, and activations).
 
 Then two stages for real, `measured`: pairs of steps with an exit at the beginning of stage 0 and
@@ -62,9 +62,8 @@ def main(argv: list[str]) -> None:
         "measured": {
             "exit_time_overhead": found["exit"][0] - 1,
             "exit_time_overhead_interval": [x - 1 for x in found["exit"][1:]],
-            "exit_time_overhead_simulated": (
-                found["simulated"][True] / found["simulated"][False] - 1
-            ),
+            "exit_time_overhead_simulated": found["simulated"][True] / found["simulated"][False]
+            - 1,
             "exit_memory_overhead": found["bytes"][True] / found["bytes"][False] - 1,
             "seconds": {name(k): v for k, v in found["seconds"].items()},
             "simulated_seconds": {name(k): v for k, v in found["simulated"].items()},
@@ -207,6 +206,8 @@ def on_processes(work, *arguments) -> list:
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         found = pool.imap_unordered(work, [(rank, port, *arguments) for rank in range(2)])
         results = dict(found.next(TIMEOUT) for _ in range(2))
+        pool.close()
+        pool.join()
     return [results[rank] for rank in range(2)]
 
 
@@ -220,6 +221,7 @@ def worker(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
     os.environ.update(NPROC="1", XLA_FLAGS="", JAX_PLATFORMS="cpu")
     import jax
 
+    jax.config.update("jax_enable_preemption_service", False)  # or nothing could end a process
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 
     from eejax.analysis import interleave

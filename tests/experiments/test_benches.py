@@ -4,9 +4,16 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from launchers import functions_of
 
-pytestmark = pytest.mark.slow
+from eejax.models.config import ExitConfig, ModelConfig
+from eejax.pipeline.schedule import BACKWARD, EXITS, FORWARD, one_f_one_b
+from eejax.pipeline.simulate import simulate
+
+bench_pipeline = functions_of("experiments.bench_pipeline")
+slot_costs = functions_of("experiments.slot_costs")
 
 
 def run(module: str, *flags: str) -> dict:
@@ -16,6 +23,7 @@ def run(module: str, *flags: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_bench_train():
     pytest.importorskip("transformers")
     got = run("bench_train", "--warmup=1", "--max_exits=1")
@@ -24,9 +32,74 @@ def test_bench_train():
     assert got["exit_temp_bytes_ratio"] <= 0.125  # bytes, not seconds: the same everywhere
 
 
+@pytest.mark.slow
 def test_bench_decode():
     pytest.importorskip("transformers")
     got = run("bench_decode")
     low, high = got["decode_vs_transformers_interval"]
     assert 0 < low <= got["decode_vs_transformers"] <= high
     assert got["exit_efficiency"] > 0
+
+
+@pytest.mark.slow
+def test_bench_pipeline():
+    got = run("bench_pipeline", "--smoke")
+    rows = {(r["remat"], r["exits"]): r for r in got["policies"]}
+    assert len(rows) == 9 and rows["none", "mixed"]["memory"] == got["exit_memory_overhead"] <= 1e-3
+    assert rows["none", "aligned"]["memory"] > got["exit_memory_overhead"]
+    assert rows["full", "mixed"]["gib"] < rows["none", "mixed"]["gib"]
+    low, high = got["schedule_overhead_interval"]
+    assert low <= got["schedule_overhead"] <= high and got["simulator_error"] >= 0
+    assert set(got["measured"]["seconds"]) == {"with exits", "without exits"}
+
+
+def seconds_of(parts, layers: int, more: int, remat: str):
+    """What tables would take if every operation took what `parts` says, by the simulator."""
+    tables = slot_costs.slot_tables(2, more, remat == "full")
+    costs = parts.costs((layers,) * 2, (1, 0))
+    return {
+        key: np.full(3, simulate(t, costs, "barrier").time + len(t.steps) * parts.exchange)
+        for key, t in tables.items()
+    }
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_parts_are_told_apart(remat):
+    embedding = (0.0, 0.5) if remat == "full" else (0.25, 0.5)
+    parts = slot_costs.Parts((1.0, 2.0), (0.5, 1.0), (0.75, 1.5), embedding, 0.125, {})
+    got = slot_costs.parts_of(seconds_of(parts, 3, 4, remat), 3, 4, remat)
+    assert set(got.spread) == {f"{k} {i}" for k in (FORWARD, EXITS, BACKWARD) for i in (0, 1)}
+    for name in ("layer", "exit", "final", "embedding", "exchange"):
+        assert getattr(got, name) == pytest.approx(getattr(parts, name)), name
+
+
+def test_tables_have_more_of_one_operation_each():
+    tables = slot_costs.slot_tables(2, 5, False)
+    base = tables.pop(None)
+    assert base == one_f_one_b(2, 1, exit_stages=(0,)) and len(tables) == 7
+    for (kind, stage), table in tables.items():
+        assert len(table.steps) == len(base.steps) + 5 and table.steps[5:] == base.steps
+        count = lambda t, k, i: sum(op.kind == k for s in t.steps for op in s.ops[i])
+        for k in (FORWARD, EXITS, BACKWARD):
+            for i in (0, 1):
+                assert count(table, k, i) - count(base, k, i) == 5 * ((k, i) == (kind, stage))
+
+
+def test_operations_are_measured_on_devices():
+    model = ModelConfig(
+        vocab_size=4096, n_layers=4, d_model=64, n_heads=2, context_length=32,
+        exits=(ExitConfig(2, norm=False),),
+    )  # fmt: skip
+    got = slot_costs.measure(model, 1, 2, 32, repetitions=2, more=3)
+    assert slot_costs.two_stages(model, 1).n_layers == 2
+    assert sum(got.exit) > 0 and sum(got.final) > 0 and sum(got.layer) >= 0
+    assert got.exit[1] == pytest.approx(2 * got.exit[0])
+
+
+def test_memory_of_the_executor():
+    """Bytes of parameters and gradients, which are there whatever XLA does, and more with exits."""
+    without = bench_pipeline.device_bytes(32, "full", "mixed", ())
+    exits = bench_pipeline.device_bytes(32, "full", "mixed", (6, 12))
+    d, v = 64, 50304 // 32
+    stage = 4 * (6 * (12 * d * d + 4 * d) + v * d)
+    assert 2 * stage < without < exits < 1.01 * without

@@ -1,0 +1,289 @@
+"""What a pipelined run would take on each stage, and what would make it faster; nothing is run.
+
+    python -m experiments.plan --config=configs/ee_llm_7b.py --config.mesh.pipe=4 [--memory_gib=80]
+
+Time of each stage, memory of a device, the simulated step and its bubbles, all activation and exit
+policies beside each other, and what is suggested: how layers and exits are laid onto stages, the
+policies, the number of microbatches, and what filling the bubbles would give.
+
+Times are counts of floating-point operations (`pipeline.costs.model_costs`), divided by mesh.model,
+in seconds at 1 TFLOP/s: communication, the speed of small microbatches and all that is not a matrix
+product are not in them. With --measure they are seconds of two stages on this machine's devices
+(`experiments.slot_costs`; every exit as long as the first). Memory is estimated: the state exactly,
+activations as the backward pass of one layer asks for them (`pipeline.costs.layer_kept`), without
+XLA's own temporaries. --out leaves a Gantt picture there, --json prints one JSON object at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import pathlib
+
+from absl import flags
+from ml_collections import config_flags
+
+from experiments import launch
+from experiments.stages import Stages
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment, a file of configs/.")
+_MEMORY = flags.DEFINE_float("memory_gib", None, "Memory of a device.", lower_bound=0)
+_MEASURE = flags.DEFINE_bool("measure", False, "Measure times on the devices of this machine.")
+_OUT = flags.DEFINE_string("out", None, "Where gantt.png is left.")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
+flags.mark_flags_as_required(["config"])
+
+GIB = 2**30
+REMATS = ("none", "dots", "full")
+BUBBLE = 0.1  # the share of a step that is thought too much
+
+
+def main() -> None:
+    from eejax.train.config import Experiment
+
+    experiment = Experiment.from_dict(_CONFIG.value)
+    parts = measured(experiment) if _MEASURE.value else None
+    limit = None if _MEMORY.value is None else int(_MEMORY.value * GIB)
+    result = plan(experiment, limit, parts)
+    show(result)
+    if _OUT.value:
+        print(f"\nlook at {picture(experiment, parts, pathlib.Path(_OUT.value).expanduser())}")
+    if _JSON.value:
+        print(json.dumps(result))
+
+
+def measured(experiment):
+    from experiments import slot_costs
+
+    stages = Stages.of(experiment)
+    mesh = dataclasses.replace(experiment.mesh, data=1)
+    return slot_costs.measure(
+        experiment.model, stages.partition.most, stages.rows, experiment.data.length,
+        mesh=mesh, remat=experiment.train.remat,
+    )  # fmt: skip
+
+
+def plan(experiment, limit: int | None = None, parts=None) -> dict:
+    """Everything that is shown, as JSON values. limit: bytes of a device; parts: measured times."""
+    from eejax.pipeline.costs import memory_vs_1f1b
+
+    now = Stages.of(experiment, parts)
+    p = now.partition
+    ours, theirs = memory_vs_1f1b(
+        experiment.model, p.layers, now.microbatches, now.rows, experiment.data.length,
+        remat=now.remat, exits=now.exits,
+    )  # fmt: skip
+    policies = [
+        {"remat": way.remat, "exits": way.exits, "step": way.step, "bytes": way.bytes}
+        for way in (now.replace(remat=r, exits=e) for r in REMATS for e in _exit_policies())
+    ]
+    best = suggested(now, limit)
+    return {
+        "unit": "seconds at 1 TFLOP/s" if parts is None else "seconds, measured",
+        "stages": [
+            {"layers": p.layers[i], "boundaries": [experiment.model.stops[x.exit] for x in p.on(i)]}
+            | now.work(i)
+            for i in range(p.stages)
+        ],
+        "microbatches": now.microbatches,
+        "rows": now.rows,
+        "step": now.step,
+        "bubble": now.bubble,
+        "memory": now.memory | {"total": now.bytes},
+        "memory_vs_1f1b": float(ours.total.max() / theirs.total.max()),
+        "policies": policies,
+        "filling": filling(now),
+        "suggested": best,
+        "warnings": warnings(now, limit),
+    }
+
+
+def _exit_policies() -> tuple[str, ...]:
+    from eejax.pipeline.schedule import EXIT_POLICIES
+
+    return EXIT_POLICIES
+
+
+def suggested(now: Stages, limit: int | None) -> dict:
+    """The settings that are fastest here, of those that fit.
+
+    Of equally fast ones: the one that keeps most of its activations where the memory is known, else
+    the smallest. Layers and placement first, then policies, then the smallest number of
+    microbatches with bubbles below a tenth of the step.
+    """
+    from eejax.pipeline.partition import BALANCED, EVEN, PLACEMENTS, partition
+
+    model, p = now.experiment.model, now.partition
+    cuts = [p] + [
+        partition(model, p.stages, layers, placement)
+        for layers, placement in itertools.product((EVEN, BALANCED), PLACEMENTS)
+    ]
+    fits = lambda way: limit is None or way.bytes <= limit
+    faster = lambda ways: min(
+        ways, key=lambda w: round(w.step / now.step, 9)
+    )  # the first of equals
+    best = faster([now.replace(partition=cut) for cut in cuts])
+
+    def rank(way):
+        keeps = REMATS.index(way.remat) if limit is not None else way.bytes
+        return round(way.step / now.step, 9), keeps, way.bytes
+
+    ways = [best.replace(remat=r, exits=e) for r in REMATS for e in _exit_policies()]
+    best = min(filter(fits, ways), key=rank, default=min(ways, key=lambda w: w.bytes))
+    counts = few_bubbles(best, fits)
+    changed = best.replace(microbatches=counts) if counts else best
+    return {
+        "layers": list(changed.partition.layers),
+        "placement": changed.partition.placement,
+        "exits": changed.exits,
+        "remat": changed.remat,
+        "microbatches": changed.microbatches,
+        "rows": changed.rows,
+        "step": changed.step,
+        "bubble": changed.bubble,
+        "bytes": changed.bytes,
+        "fits": None if limit is None else fits(changed),
+        "boundaries": free_boundaries(changed),
+    }
+
+
+def few_bubbles(now: Stages, fits) -> int | None:
+    """The smallest number of microbatches, of those that divide the batch, with a bubble below
+    `BUBBLE`; where none has, the one with the smallest. None where nothing fits."""
+    each = now.experiment.train.batch_size // now.experiment.mesh.data
+    ways = [now.replace(microbatches=m) for m in range(1, each + 1) if each % m == 0]
+    ways = [way for way in ways if fits(way)]
+    low = (way.microbatches for way in ways if way.bubble < BUBBLE)
+    least = min(ways, key=lambda way: way.bubble, default=None)
+    return next(low, least.microbatches if least else None)
+
+
+def free_boundaries(now: Stages) -> list[int]:
+    """For each early exit its boundary, or where it makes a step longer the nearest beginning of a
+    stage on which it would not, if there is one."""
+    p, model = now.partition, now.experiment.model
+    loads = without_early(now)
+    most, found = max(loads) * (1 + 1e-9), []
+    for e in sorted(p.which, key=lambda e: model.stops[e]):
+        if e == model.n_exits:
+            continue
+        own = next(x.stage for x in p.places if x.exit == e)
+        one = (now.work(own)["total"] - loads[own]) / sum(x.exit < model.n_exits for x in p.on(own))
+        stages = [i for i in range(p.stages) if loads[i] + one <= most]
+        free = [p.starts[i] for i in stages if p.starts[i] or model.stops[e] == 0]
+        if own not in stages and free:
+            boundary = min(free, key=lambda n: abs(n - model.stops[e]))
+            own = p.starts.index(boundary)
+        else:
+            boundary = model.stops[e]
+        loads[own] += one
+        found.append(boundary)
+    return found
+
+
+def without_early(now: Stages) -> list[float]:
+    """[stages] time of a microbatch without the early exits."""
+    costs, kinds = now.costs.without_exits, ("forward", "exits", "backward")
+    return [
+        sum(costs.of(kind, i, now.recompute) for kind in kinds) for i in range(now.partition.stages)
+    ]
+
+
+def filling(now: Stages) -> dict | None:
+    """Microbatches that fit into the bubbles (EE-LLM, Appendix C.2), or None where none can."""
+    from eejax.pipeline.partition import INSIDE
+    from eejax.pipeline.schedule_fill import filled
+
+    p = now.partition
+    if p.stages == 1 or now.experiment.pipeline.schedule != "1f1b":
+        return None
+    # The ends of a step are where bubbles are: a step of few microbatches has the same.
+    few = min(now.microbatches, 4 * p.stages)
+    found = filled(
+        now.costs, few, exit_stages=p.input_exit_stages, exits="deferred",
+        inner_stages=[i for i in range(p.stages) if p.on(i, INSIDE)], recompute=now.recompute,
+    )  # fmt: skip
+    return {"part1": found.part1, "part2": found.part2,
+            "more": found.inserted / now.microbatches}  # fmt: skip
+
+
+def warnings(now: Stages, limit: int | None) -> list[str]:
+    p, found, model = now.partition, [], now.experiment.model
+    most = max(without_early(now)) * (1 + 1e-9)
+    for i in range(p.stages):
+        early = [str(model.stops[x.exit]) for x in p.on(i) if x.exit < model.n_exits]
+        if early and (load := now.work(i)["total"]) > most:
+            found.append(f"stage {i} is slower than any without its exit at {', '.join(early)}, "
+                         f"by {load / most - 1:.1%} of each microbatch")  # fmt: skip
+    if not p.even:
+        found.append(f"the {p.depth} layers do not divide by {p.stages} stages: every device holds "
+                     f"and keeps what {p.most} layers need")  # fmt: skip
+    if now.microbatches < p.stages:
+        found.append(f"{now.microbatches} microbatches for {p.stages} stages: some stages always "
+                     "wait. Set train.microbatches higher.")  # fmt: skip
+    if limit is not None and now.bytes > limit:
+        found.append(f"{now.bytes / GIB:.1f} GiB do not fit into {limit / GIB:.1f}")
+    return found
+
+
+def show(result: dict) -> None:
+    from eejax.analysis import table
+
+    number = lambda t: f"{t:.4g}"
+    rows = [(str(i), str(s["layers"]), " ".join(map(str, s["boundaries"])) or "-",
+             *(number(s[k]) for k in ("forward", "backward", "exits", "total")),
+             f"{s['share of exits']:.1%}") for i, s in enumerate(result["stages"])]  # fmt: skip
+    header = (
+        "stage",
+        "layers",
+        "exits at",
+        "forward",
+        "backward",
+        "exits",
+        "total",
+        "exits' share",
+    )
+    print(f"A microbatch ({result['rows']} sequences), {result['unit']}")
+    print(table(header, rows), end="\n\n")
+    gib = lambda n: f"{n / GIB:.2f}"
+    print(table(("memory of a device", "GiB"), [(k, gib(n)) for k, n in result["memory"].items()]))
+    print(f"memory_vs_1f1b {result['memory_vs_1f1b']:.3f}\n")
+    print(f"a step of {result['microbatches']} microbatches {number(result['step'])}, bubbles "
+          f"{result['bubble']:.1%}")  # fmt: skip
+    if result["filling"]:
+        f = result["filling"]
+        print(f"filling: {f['part1']} + {f['part2']} microbatches fit into the bubbles, "
+              f"{f['more']:.1%} more for the same time")  # fmt: skip
+    rows = [(f"{r['remat']}, {r['exits']}", number(r["step"]), gib(r["bytes"]))
+            for r in result["policies"]]  # fmt: skip
+    print("\n" + table(("activations, exits", "step", "GiB"), rows))
+    best = result["suggested"]
+    print(f"\nsuggested: pipeline.layers={tuple(best['layers'])}, placement={best['placement']}, "
+          f"exits={best['exits']}, train.remat={best['remat']}, "
+          f"microbatches={best['microbatches']}\n"
+          f"  a step {number(best['step'])}, bubbles {best['bubble']:.1%}, "
+          f"{gib(best['bytes'])} GiB" + (", which does not fit" if best["fits"] is False else "")
+          )  # fmt: skip
+    if best["boundaries"]:
+        print(f"  exits at {', '.join(map(str, best['boundaries']))}")
+    for line in result["warnings"]:
+        print(f"warning: {line}")
+
+
+def picture(experiment, parts, folder: pathlib.Path) -> pathlib.Path:
+    """The first and last steps, of no more microbatches than can be told apart."""
+    from eejax import analysis
+    from eejax.analysis.gantt import gantt
+    from eejax.pipeline.simulate import simulate
+
+    now = Stages.of(experiment, parts)
+    few = min(now.microbatches, 2 * now.partition.stages)
+    ways = {e: simulate(now.replace(exits=e).table(few), now.costs) for e in _exit_policies()}
+    folder.mkdir(parents=True, exist_ok=True)
+    bars = {f"{few} microbatches, exits {e}": line.bars() for e, line in ways.items()}
+    return analysis.save(gantt(bars), folder / "gantt.png")
+
+
+if __name__ == "__main__":
+    launch.run(main)
