@@ -74,8 +74,9 @@ def run_layers(
     `index` [l] are the layers' numbers in the model, traced or not. With `slots` [l], each layer
     writes its output into that slot of an array [n_slots, b, t, d]: layers that share a slot
     overwrite each other, so a slot ends up with the state at the boundary above the last of them.
-    `active` [l]: False where a layer only fills up the stack and is passed by. `load` makes a
-    layer's parameters of one layer of the stack, where it is used.
+    `active` [l]: False where a layer only fills up the stack and is passed by; with remat "none" it
+    is run, for nothing. `load` makes a layer's parameters of one layer of the stack, where it is
+    used.
 
     `remat`: "none" keeps what autodiff wants, "dots" the products with weights only, "full"
     nothing but each layer's input. Attention's scores are recomputed under each. Parameters that

@@ -19,7 +19,8 @@ class PipelineConfig:
     `schedule`: "1f1b" or "gpipe". `exits`: when early exits at the beginning of a stage are
     computed (`schedule.one_f_one_b`): "mixed" takes no time and no memory in most models,
     "aligned" no time, "deferred" no memory. `layers`: how layers are laid onto stages, "even",
-    "balanced" by work, exits included, or a number for each stage. `placement`: whether an exit
+    "balanced" by work, exits included, or a number for each stage; under train.remat "none" every
+    stage takes the time of that with most layers. `placement`: whether an exit
     between two stages is computed at the beginning of the "later" or the end of the "earlier".
 
     `fill` computes some of a step's microbatches in the idle times of the others, with a part of

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eejax.common.errors import require
 from eejax.common.trees import nbytes
 from eejax.losses.cross_entropy import chunk_size
 from eejax.models import layers as model_layers
@@ -25,6 +24,7 @@ from eejax.models import params
 from eejax.models.config import ModelConfig
 from eejax.models.transformer import rematerialised
 from eejax.pipeline.async_1f1b import at_end
+from eejax.pipeline.partition import INPUT, INSIDE, OUTPUT, Partition
 from eejax.pipeline.schedule import one_f_one_b, rings
 from eejax.pipeline.simulate import NO_WORK, Costs, Work
 
@@ -98,27 +98,24 @@ class Places(NamedTuple):
     final: tuple[int, ...]
 
 
-def exit_places(config: ModelConfig, layers: Sequence[int]) -> Places:
-    """`Places` of a model whose stages have so many layers: an exit between two stages lies at the
-    beginning of the later one.
+def exit_places(config: ModelConfig, layers: Sequence[int], placement: str = "later") -> Places:
+    """`Places` of a model whose stages have so many layers, as `Partition` says.
 
     Raises `ConfigError` where a stage has no layer or the numbers do not add up.
     """
-    whole = all(isinstance(n, int) and n >= 1 for n in layers) and sum(layers) == config.n_layers
-    require(whole, "layers", tuple(layers), f"must be 1 or more each, {config.n_layers} in all")
-    starts = [sum(layers[:i]) for i in range(len(layers))]
-    entry, inner, final = [[[] for _ in layers] for _ in range(2)] + [[]]
-    for e, one in enumerate(config.exits):
-        if one.boundary == config.n_layers:
-            final.append(e)
-        elif one.boundary in starts:
-            entry[starts.index(one.boundary)].append(e)
-        else:
-            inner[sum(s < one.boundary for s in starts) - 1].append(e)
-    return Places(tuple(map(tuple, entry)), tuple(map(tuple, inner)), tuple(final))
+    cut = Partition(config, tuple(layers), placement)
+    at = lambda *found: tuple(place.exit for place in found if place.exit < config.n_exits)
+    each = lambda where: tuple(at(*cut.on(i, where)) for i in range(cut.stages))
+    return Places(each(INPUT), each(INSIDE), at(*cut.on(cut.stages - 1, OUTPUT)))
 
 
-def model_costs(config: ModelConfig, layers: Sequence[int], rows: int, length: int) -> Costs:
+def model_costs(
+    config: ModelConfig,
+    layers: Sequence[int],
+    rows: int,
+    length: int,
+    placement: str = "later",
+) -> Costs:
     """`Costs` of a microbatch of `rows` sequences, in floating-point operations.
 
     As counted by PaLM (Chowdhery et al. 2022, Appendix B): 2 for each weight a token is multiplied
@@ -145,7 +142,7 @@ def model_costs(config: ModelConfig, layers: Sequence[int], rows: int, length: i
     for n in layers:
         stages.append(work(n * one, [config.window(i) for i in range(first, first + n)]))
         first += n
-    places = exit_places(config, layers)
+    places = exit_places(config, layers, placement)
     total = lambda exits: Work(*(sum(x) for x in zip(NO_WORK, *map(exit, exits), strict=True)))
     return Costs(
         tuple(stages), tuple(map(total, places.entry)), tuple(map(total, places.inner)),

@@ -73,7 +73,9 @@ def _run(stage: Stage, microbatches: int, weights: jax.Array, refs: Tree | None)
     """Stage i takes microbatch m at step m + i, its exits with it."""
     p = stage.partition
     branches, items = stage.exit_branches(weights, refs), stage.items(INPUT, INSIDE, OUTPUT)
-    trunk = stage.trunk("none")
+    # Nothing is differentiated in layers, so nothing is made again: this only lets a stage with
+    # fewer layers than others pass by the rows that it lacks.
+    trunk = stage.trunk("full")
 
     def work(m, x, totals):
         context = stage.context(m)

@@ -72,7 +72,7 @@ def factors(filled: Filled) -> Factors | None:
 
 def costs(config: PipelineConfig, partition: Partition, length: int) -> Costs:
     """By floating-point operations, of one sequence, with the configured cost of going back."""
-    found = model_costs(partition.config, partition.layers, 1, length)
+    found = model_costs(partition.config, partition.layers, 1, length, partition.placement)
     more = config.backward_cost / 2.0
     back = lambda work: Work(work.forward, work.backward * more)
     each = lambda works: tuple(map(back, works))

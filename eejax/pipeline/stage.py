@@ -326,8 +326,9 @@ class Stage:
                 square = 0.0 if g is None else jnp.sum(jnp.square(g.astype(jnp.float32)))
                 at = jnp.arange(totals.sums.size) == item["which"]
                 if self.factors is not None:
-                    report = self.own(self.factors.reports)
-                    loss, ce = loss * report / self.own(self.factors.losses)[m], ce * report
+                    report, used = self.own(self.factors.reports), self.own(self.factors.losses)[m]
+                    loss, ce = loss * report / used, ce * report
+                    square = square * report / used**2
                 add = lambda a, value: a + jnp.where(at, value, 0.0)
                 totals = Totals(
                     totals.loss + loss, add(totals.sums, ce), add(totals.squares, square)

@@ -217,10 +217,7 @@ def _kept_on_stages(program: Program, rows: int) -> _Kept:
     """As `_kept`, of all microbatches that are under way on a stage."""
     e, places, mesh = program.experiment, program.placement, program.mesh
     pipeline = Pipeline(places.stages, mesh, e.mesh, e.train.remat)
-    n = e.train.microbatches
-    schedule = plan(
-        e.pipeline, places.stages.partition, n, length=e.data.length, remat=e.train.remat
-    ).schedule
+    n, cut = e.train.microbatches, places.stages.partition
     tokens = jax.ShapeDtypeStruct((n * rows * mesh.shape[DATA], e.data.length), jnp.int32)
     batch = {"tokens": tokens, "labels": tokens}
     if e.data.document_masks:
@@ -232,7 +229,8 @@ def _kept_on_stages(program: Program, rows: int) -> _Kept:
         copies = nbytes(_without(stage.params, (trained, frozen)))
         if places.scope.tuned:  # nothing is kept where nothing goes backward
             return _Kept(copies, 0)
-        return _Kept(copies, runner.kept_bytes(stage, schedule))
+        made = plan(e.pipeline, cut, n, length=e.data.length, remat=e.train.remat)
+        return _Kept(copies, runner.kept_bytes(stage, made.schedule))
 
     shapes = (*map(_structs, places.declarations), batch)
     return _on_a_device(measure, mesh, (*pipeline.specs, P(DATA)), shapes)

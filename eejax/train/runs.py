@@ -13,10 +13,10 @@ from eejax.common.errors import CheckpointError, DataError
 from eejax.train import inputs
 from eejax.train.config import Experiment
 
-# What may change when a run is resumed. But for the size of batches, which a run may well change on
-# its way, nothing of it moves the path the parameters take, save the rounding of sums taken in
-# another order. The text and its tokenizer may lie elsewhere;
-# their fingerprints are compared instead.
+# What may change when a run is resumed. But for the size of batches and the filling of bubbles,
+# which a run may well change on its way, nothing of it moves the path the parameters take, save the
+# rounding of sums taken in another order. The text and its tokenizer may lie elsewhere; their
+# fingerprints are compared instead.
 MAY_DIFFER = {
     "data": {"source", "tokenizer", "packed", "max_bytes", "text_field", "prefetch"},
     "train": {

@@ -12,6 +12,7 @@ from eejax.common.errors import ConfigError
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.pipeline.async_1f1b import EXIT_BACKWARD, EXIT_FORWARD, async_1f1b, most_kept
+from eejax.pipeline.config import PipelineConfig
 from eejax.pipeline.costs import (
     Size,
     Sizes,
@@ -23,6 +24,8 @@ from eejax.pipeline.costs import (
     model_sizes,
     peak_memory,
 )
+from eejax.pipeline.partition import INSIDE, PLACEMENTS, partition
+from eejax.pipeline.plan import costs
 from eejax.pipeline.schedule import BACKWARD, FORWARD, one_f_one_b
 from eejax.pipeline.simulate import Costs, Work, simulate, stage_costs
 from eejax.train.flops import model_flops_per_token
@@ -163,9 +166,24 @@ def test_where_exits_lie():
     assert name(places.entry) == [(0,), (4,), (6,)]
     assert name(places.inner) == [(1,), (5,), ()]
     assert name([places.final]) == [(8,)]
+    earlier = exit_places(config, (4, 2, 2), "earlier")  # nothing is before boundary 0
+    assert name(earlier.entry) == [(0,), (), ()]
+    assert name(earlier.inner) == [(1, 4), (5, 6), ()]
     for layers in ((4, 4, 1), (8, 0), (4, 2)):
-        with pytest.raises(ConfigError, match="layers = .*must be 1 or more each, 8 in all"):
+        with pytest.raises(
+            ConfigError, match="pipeline.layers = .*(a layer or more|add up to the 8)"
+        ):
             exit_places(config, layers)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_plan_charges_every_exit_where_its_schedule_computes_it(placement):
+    config = SMALL.replace(exits=(ExitConfig(2), ExitConfig(4), ExitConfig(5)))
+    cut = partition(config, 4, placement=placement)
+    found = costs(PipelineConfig(), cut, 8)
+    for i in range(4):
+        assert (found.entry[i].forward > 0) == (i in cut.input_exit_stages)
+        assert (found.inner[i].forward > 0) == bool(cut.on(i, INSIDE))
 
 
 def test_what_a_layer_keeps():

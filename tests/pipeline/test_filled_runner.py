@@ -63,6 +63,7 @@ def test_identical_microbatches_give_the_exact_gradient(stages, head):
     )
     want = alone(placed(layout, value, mesh), {}, weights, None, one, jnp.zeros((), jnp.int32))
     compare(got, layout.from_stages(jax.device_get(want.grads)), 1e-6)
+    np.testing.assert_allclose(sums.squares / n, want.squares, rtol=1e-5)
     np.testing.assert_allclose(sums.total / n, total, rtol=1e-6)
     np.testing.assert_allclose(np.asarray(sums.exits.sums) / n, exits.sums, rtol=1e-6)
     assert int(sums.exits.count) == n * int(exits.count)

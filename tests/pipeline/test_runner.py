@@ -190,9 +190,11 @@ def test_a_bfloat16_model_adds_up_its_gradients_in_float32():
         compare(large, jax.tree.map(lambda g: 48 * g, small), 1e-4)
 
 
-def test_evaluation_of_every_exit():
+@pytest.mark.parametrize("layers", [EVEN, (1, 3)])
+def test_evaluation_of_every_exit(layers):
     config = CONFIG.replace(exits=EXITS["blocks"], head="shared", dropout=0.5)
-    pipeline = built(config, MeshConfig(data=2, pipe=2, model=2), objective=Objective(z_loss=1.0))
+    mesh = MeshConfig(data=2, pipe=2, model=2)
+    pipeline = built(config, mesh, layers=layers, objective=Objective(z_loss=1.0))
     value = params.init(config, jax.random.key(1))
     batch = batch_of(config, 12)
     got = jax.jit(forward.evaluation(pipeline, 3))(

@@ -1,5 +1,6 @@
 """Memory of a training step: the state against real arrays, the estimate against XLA."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,7 @@ from eejax.common.errors import ConfigError
 from eejax.losses import Objective, multi_exit_loss
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
+from eejax.pipeline.config import PipelineConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
 from eejax.train import memory, optimizer, state
 from eejax.train.config import DataConfig, ExitWeights, Experiment, TrainConfig, TuneConfig
@@ -157,3 +159,15 @@ def test_what_training_would_refuse_is_refused():
         memory.training_memory(deep)
     with pytest.raises(ConfigError, match="needs 64 devices"):
         memory.compile_step(experiment(data=64, b=64))
+
+
+def test_exits_tuned_on_stages_keep_nothing_of_a_microbatch():
+    """Whatever is set for schedules, there is none: nothing goes backward."""
+    full = experiment(microbatches=2)
+    tuned = dataclasses.replace(
+        full, mesh=MeshConfig(pipe=2), pipeline=PipelineConfig(fill="both"),
+        model=full.model.replace(exits=(ExitConfig(2),)), exit_weights=ExitWeights((1.0,)),
+        tune=TuneConfig(base="elsewhere", exits=(2,)),
+    )  # fmt: skip
+    got = memory.training_memory(tuned)
+    assert got.activations == 0 and got.params == 4 * 64  # a norm's scale
