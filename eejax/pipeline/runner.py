@@ -72,8 +72,9 @@ def gradients(
 def loss(pipeline: Pipeline, schedule: Schedule) -> Callable[..., tuple[jax.Array, ExitSums]]:
     """The summed loss and the exits' sums, of the arguments of `gradients`.
 
-    To be differentiated once, in `params`, like any loss: where it is, its forward pass runs the
-    backward passes of the schedule too, and its backward pass only scales.
+    To be differentiated once, in `params`, like any loss: its forward pass runs the backward passes
+    of the schedule too, and its backward pass only scales. Its value alone takes as long; for that
+    there is `pipeline.forward.evaluation`. The exits' sums are for reporting and have no gradient.
     """
     run = gradients(pipeline, schedule)
 

@@ -78,7 +78,7 @@ def test_twenty_steps_are_those_of_one_device(mesh):
         for name in ("loss", "exit_losses"):
             np.testing.assert_allclose(a[name], b[name], rtol=1e-4, err_msg=name)
         for name in ("grad_norm", "exit_grad_norms"):
-            np.testing.assert_allclose(a[name], b[name], rtol=1e-5 * 2**n, err_msg=name)
+            np.testing.assert_allclose(a[name], b[name], rtol=min(1e-5 * 2**n, 1e-2), err_msg=name)
     assert records[-1]["loss"] < 0.96 * records[0]["loss"]
     np.testing.assert_allclose(sums.sums, evaluated.sums, rtol=1e-4)
     assert sums.count == evaluated.count
