@@ -123,17 +123,20 @@ def barrier(_=None) -> None:
         multihost_utils.sync_global_devices("turn")
 
 
-def time_slots(pipeline, parameters, rows: int, length: int, repetitions: int, more: int):
+def time_slots(
+    pipeline, parameters, rows: int, length: int, repetitions: int, more: int,
+    clock=time.perf_counter,
+):  # fmt: skip
     """{key of `slot_tables`: seconds [repetitions]} of this process."""
     from eejax.analysis import interleave
 
     tables = slot_tables(2, more, pipeline.remat == "full")
     runs = [run_of(pipeline, parameters, t, rows, length)[0] for t in tables.values()]
-    return dict(zip(tables, interleave(runs, repetitions, time.perf_counter, barrier), strict=True))
+    return dict(zip(tables, interleave(runs, repetitions, clock, barrier), strict=True))
 
 
 def parts_of(seconds: dict, layers: int, more: int, remat: str) -> Parts:
-    """`Parts` from the seconds of `time_slots`, of several processes the longest.
+    """`Parts` from the seconds of `time_slots`.
 
     Under "full" a backward pass runs the layers again and the last stage has no forward pass: what
     a forward pass takes is then the first stage's, and is taken off the backward pass.
