@@ -30,6 +30,20 @@ class ExitSums(NamedTuple):
     count: jax.Array
 
 
+class BatchSums(NamedTuple):
+    """What all samples of a batch add up to, of a loss sum_e w_e C_e (`multi_exit_loss`).
+
+    grads: the gradient in the trained parameters. squares [e]: of what each exit sends into the
+    hidden states at its boundary or, where these are frozen, of the gradient in its own
+    parameters. total: the loss. exits: the plain cross entropies.
+    """
+
+    grads: Tree
+    squares: jax.Array
+    total: jax.Array
+    exits: ExitSums
+
+
 def multi_exit_loss(
     params: Tree,
     config: ModelConfig,

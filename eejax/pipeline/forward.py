@@ -13,11 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA
 from eejax.common.trees import Tree, join
-from eejax.losses.multi_exit import ExitSums
+from eejax.losses.multi_exit import BatchSums, ExitSums
 from eejax.losses.objective import CROSS_ENTROPY
 from eejax.pipeline.partition import INPUT, INSIDE, OUTPUT
 from eejax.pipeline.residuals import get, send, when
-from eejax.pipeline.runner import Sums
 from eejax.pipeline.stage import Arrays, Pipeline, Stage, Totals, sum_over, vary_over
 
 
@@ -39,7 +38,7 @@ def evaluation(pipeline: Pipeline, microbatches: int) -> Callable[[Tree, Arrays]
     )
 
 
-def exit_gradients(pipeline: Pipeline, microbatches: int) -> Callable[..., Sums]:
+def exit_gradients(pipeline: Pipeline, microbatches: int) -> Callable[..., BatchSums]:
     """As `runner.gradients`, where only exits are trained: nothing is sent backward.
 
     `squares` are those of the gradient in each exit's own parameters.
@@ -53,13 +52,13 @@ def exit_gradients(pipeline: Pipeline, microbatches: int) -> Callable[..., Sums]
         grads = sum_over(jax.tree.map(jax.freeze, refs), pipeline.specs[0], pipeline.grad_specs)
         totals = stage.sum_totals(totals)
         exits = ExitSums(totals.sums, stage.count(microbatches))
-        return Sums(grads, totals.squares, totals.loss, exits)
+        return BatchSums(grads, totals.squares, totals.loss, exits)
 
     mapped = jax.shard_map(
         local,
         mesh=pipeline.mesh,
         in_specs=(*pipeline.specs, P(), P(), P(DATA), P()),
-        out_specs=Sums(pipeline.grad_specs, P(), P(), ExitSums(P(), P())),
+        out_specs=BatchSums(pipeline.grad_specs, P(), P(), ExitSums(P(), P())),
     )
 
     def run(*arguments):

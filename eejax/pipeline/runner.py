@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA, PIPE
 from eejax.common.trees import Tree, nbytes
-from eejax.losses.multi_exit import ExitSums
+from eejax.losses.multi_exit import BatchSums, ExitSums
 from eejax.models import layers
 from eejax.pipeline import schedule as schedules
 from eejax.pipeline.layout import ABSENT, TOKENS
@@ -39,23 +39,10 @@ from eejax.pipeline.schedule import BACKWARD, EXITS, FORWARD, Schedule
 from eejax.pipeline.stage import Pipeline, Stage, Totals, add_row, sum_over, vary_over
 
 
-class Sums(NamedTuple):
-    """What all samples of a batch add up to, of a loss sum_e w_e C_e (`losses.multi_exit_loss`).
-
-    grads: the gradient in the trained parameters, as they lie on stages. squares [e]: of what each
-    exit sends into the hidden states at its boundary. total: the loss. exits: cross entropies.
-    """
-
-    grads: Tree
-    squares: jax.Array
-    total: jax.Array
-    exits: ExitSums
-
-
 def gradients(
     pipeline: Pipeline, schedule: Schedule, factors: Factors | None = None
-) -> Callable[..., Sums]:
-    """`(params, frozen, weights [e], layer_dropout [l] or None, batch, step) -> Sums`.
+) -> Callable[..., BatchSums]:
+    """`(params, frozen, weights [e], layer_dropout [l] or None, batch, step) -> BatchSums`.
 
     params and frozen as the pipeline's layout has them, the batch's arrays [b, t], of which every
     device takes its part in as many microbatches as the schedule has. With `factors` the sums are
@@ -65,7 +52,7 @@ def gradients(
         functools.partial(_local, pipeline, schedule, factors),
         mesh=pipeline.mesh,
         in_specs=(*pipeline.specs, P(), P(), P(DATA), P()),
-        out_specs=Sums(pipeline.grad_specs, P(), P(), ExitSums(P(), P())),
+        out_specs=BatchSums(pipeline.grad_specs, P(), P(), ExitSums(P(), P())),
     )
 
 
@@ -120,7 +107,7 @@ class _Kept(NamedTuple):
     totals: Totals
 
 
-def _local(pipeline, schedule, factors, trained, frozen, weights, rates, batch, step) -> Sums:
+def _local(pipeline, schedule, factors, trained, frozen, weights, rates, batch, step) -> BatchSums:
     """One device's part of `gradients`."""
     trained, frozen = vary_over((trained, frozen), pipeline.specs)
     n = schedule.microbatches
@@ -279,7 +266,7 @@ class _Operations:
         return *when(stage.first, scatter, gx), totals
 
 
-def _sum(stage: Stage, grads: Tree, totals: Totals, counted: int) -> Sums:
+def _sum(stage: Stage, grads: Tree, totals: Totals, counted: int) -> BatchSums:
     """The sums over all devices; tokens are counted of the first `counted` microbatches."""
     if "layers" in grads:  # their heads were flattened
         shape = lambda g, a: g.reshape(a.shape)
@@ -293,7 +280,9 @@ def _sum(stage: Stage, grads: Tree, totals: Totals, counted: int) -> Sums:
                 grads[group] = _sum_copies(stage, grads[group], slots)
     grads = sum_over(grads, stage.pipeline.specs[0], stage.pipeline.grad_specs)
     totals = stage.sum_totals(totals)
-    return Sums(grads, totals.squares, totals.loss, ExitSums(totals.sums, stage.count(counted)))
+    return BatchSums(
+        grads, totals.squares, totals.loss, ExitSums(totals.sums, stage.count(counted))
+    )
 
 
 def _sum_copies(stage: Stage, grads: jax.Array, slots: tuple[int, ...]) -> jax.Array:

@@ -86,9 +86,7 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
 
 def _fit(experiment: Experiment, workdir: pathlib.Path, mesh: Mesh) -> Result:
     program = Program(experiment, mesh)
-    _ = (
-        program.abstract_state
-    )  # a model that does not fit the mesh is refused before text is packed
+    program.check()
     base = None
     if program.scope.tuned:
         source = pathlib.Path(experiment.tune.base).expanduser().absolute()

@@ -75,6 +75,10 @@ class Program:
             **self._extra,
         )
 
+    def check(self) -> None:
+        """Raises `ConfigError` where the model does not fit the mesh, before any work is done."""
+        _ = self.abstract_state
+
     @functools.cached_property
     def portable_state(self) -> state.TrainState:
         """The state as a checkpoint holds it, whatever the mesh: shape structs with shardings."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from eejax.common.axes import DATA
 from eejax.common.errors import require
 from eejax.common.trees import Tree, join
-from eejax.losses.multi_exit import ExitSums, multi_exit_loss
+from eejax.losses.multi_exit import BatchSums, ExitSums, multi_exit_loss
 from eejax.losses.objective import CROSS_ENTROPY, Objective
 from eejax.models.config import ModelConfig
 from eejax.pipeline import runner
@@ -163,20 +162,6 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0, out_shardings=(placed, None))
 
 
-class BatchSums(NamedTuple):
-    """What all samples of a batch add up to, of a loss sum_e w_e C_e (`losses.multi_exit_loss`).
-
-    grads: the gradient in the trained parameters. squares [e]: of what each exit sends into the
-    hidden states at its boundary or, where these are frozen, of the gradient in its own
-    parameters. total: the loss. exits: the plain cross entropies.
-    """
-
-    grads: Tree
-    squares: jax.Array
-    total: jax.Array
-    exits: ExitSums
-
-
 def gradient_sums(
     scope: Scope,
     mesh: Mesh,
@@ -282,8 +267,7 @@ def pipelined_sums(
             cut = places.stages.partition
             schedule, factors = plan(pipeline, cut, microbatches, length=length, remat=remat)
             run = runner.gradients(stages, schedule, factors)
-        sums = run(state.params, state.frozen, weights, rates, dict(batch), state.step)
-        return BatchSums(*sums)
+        return run(state.params, state.frozen, weights, rates, dict(batch), state.step)
 
     return gradients
 
