@@ -373,7 +373,7 @@ class _Run:
         begin = f"resuming after step {start}" if start else "starting"
         sizes = sorted({self.loader.sizes[0], self.loader.sizes[-1]})
         self.progress.say(
-            f"{begin}: {size(self.state.params):,} parameters, exits at "
+            f"{begin}: {size(self.program.portable_state.params):,} parameters, exits at "
             f"{tuple(self.model.stops[e] for e in self.scope.which)} of {self.model.n_layers} "
             f"layers, {self.train.steps} steps of {' to '.join(map(str, sizes))} x "
             f"{self.experiment.data.length} tokens, in {self.workdir}"

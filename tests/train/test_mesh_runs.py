@@ -14,6 +14,7 @@ import small_runs
 from eejax.checkpoint.model import load_model
 from eejax.inference import Generator
 from eejax.losses import Objective
+from eejax.models import params
 from eejax.sharding.mesh import make_mesh
 from eejax.train.config import ExitWeights, Experiment
 from eejax.train.loop import fit
@@ -77,10 +78,13 @@ def reference(texts, tmp_path_factory):
 
 
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 4, 2), (8, 1, 1)])
-def test_twenty_steps_have_the_same_losses_on_every_mesh(texts, reference, mesh, tmp_path):
+def test_twenty_steps_have_the_same_losses_on_every_mesh(texts, reference, mesh, tmp_path, capfd):
     # Eight devices along data leave two sequences for each.
     parts = {"microbatches": 1} if mesh[0] == 8 else {}
-    result = fit(experiment(texts, mesh, steps=20, checkpoint_every=0, **parts), tmp_path)
+    run = experiment(texts, mesh, steps=20, checkpoint_every=0, **parts)
+    result = fit(run, tmp_path)
+    # Copies of a table on several stages are one parameter.
+    assert f"starting: {params.count(run.model):,} parameters" in capfd.readouterr().err
     assert_close(losses(tmp_path), reference[0], 1e-4)
     np.testing.assert_allclose(result.evaluation.losses, reference[1].losses, rtol=1e-4)
     assert result.evaluation.tokens == reference[1].tokens
