@@ -216,7 +216,7 @@ def _kept(program: Program, rows: int) -> _Kept:
 def _kept_on_stages(program: Program, rows: int) -> _Kept:
     """As `_kept`, of all microbatches that are under way on a stage."""
     e, places, mesh = program.experiment, program.placement, program.mesh
-    pipeline = Pipeline(places.stages, mesh, e.mesh, e.train.remat)
+    pipeline = Pipeline(places.stages, mesh, e.mesh, e.train.remat, e.loss)
     n = e.train.microbatches
     schedule = plan(
         e.pipeline, places.stages.partition, n, length=e.data.length, remat=e.train.remat
