@@ -33,6 +33,14 @@ RULES: Mapping[str, str | None] = {
 # Query heads of one group read the same key/value head (`models.layers.attention`).
 SHARED = ("k",)
 
+# What else can be set where a logical axis does not divide by so many devices.
+OTHERWISE: Mapping[str, str] = {
+    "n": ", or another model.n_heads",
+    "k": ", or another model.n_kv_heads",
+    "f": ", or another model.d_ff",
+    "v": ", or pad the vocabulary with model.vocab_multiple = {}",
+}
+
 
 def spec(
     name: str,
@@ -81,11 +89,7 @@ def spec(
             raise ConfigError(
                 f"{name}: dimension {logical!r} of size {size} does not divide by mesh.{axis} = "
                 f"{mesh_shape[axis]}. Choose a mesh.{axis} that divides {size}"
-                + (
-                    f", or set model.vocab_multiple = {mesh_shape[axis]}."
-                    if logical == "v"
-                    else "."
-                )
+                f"{OTHERWISE.get(logical, '').format(mesh_shape[axis])}."
             )
         placed[axis] = logical
         # An axis of one device cuts nothing. Left out, values do not count as varying over it.

@@ -216,7 +216,7 @@ def _kept(program: Program, rows: int) -> _Kept:
 def _kept_on_stages(program: Program, rows: int) -> _Kept:
     """As `_kept`, of all microbatches that are under way on a stage."""
     e, places, mesh = program.experiment, program.placement, program.mesh
-    pipeline = Pipeline(places.stages, mesh, e.mesh, e.train.remat)
+    pipeline = Pipeline(places.stages, mesh, e.mesh, e.train.remat, e.loss)
     n, cut = e.train.microbatches, places.stages.partition
     tokens = jax.ShapeDtypeStruct((n * rows * mesh.shape[DATA], e.data.length), jnp.int32)
     batch = {"tokens": tokens, "labels": tokens}

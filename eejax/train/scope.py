@@ -62,7 +62,7 @@ class Scope:
         return top in ("embed", "layers") or (top == "shared_head" and "shared" in heads)
 
     def cut(self, tree: Tree) -> Tree:
-        """The layers that are run, of leaves [l, ...] or of their declarations or structs."""
+        """The layers that are run, of leaves [l, ...] or of their declarations."""
         if self.depth == self.config.n_layers or "layers" not in tree:
             return tree
         lower = lambda leaf: first_layers(leaf, self.depth)
@@ -81,11 +81,9 @@ class Scope:
 
 
 def first_layers(leaf, n: int):
-    """The first n layers of a stacked leaf: an array, a `Param` or a shape struct."""
+    """The first n layers of a stacked leaf: an array or a `Param`."""
     if isinstance(leaf, params.Param):
         return dataclasses.replace(leaf, shape=(n, *leaf.shape[1:]))
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((n, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding)
     return leaf[:n]
 
 

@@ -156,8 +156,10 @@ def _load(experiment: Experiment, mesh: Mesh, held: Scope | None) -> Model:
         tree, _ = split(everything, read)
         depth = max(held.depth, any(e.mlp for e in copies))
         depth = config.n_layers if any(e.block for e in copies) else depth
-        lower = lambda leaf: first_layers(leaf, depth)
-        return tree | {"layers": jax.tree.map(lower, tree["layers"])}
+        # Fewer layers may not divide by the stages that all of them divide by.
+        layers = params.abstract(config)["layers"]
+        lower = params.map_params(lambda p: first_layers(p, depth), layers)
+        return tree | {"layers": rules.structs(lower, mesh)}
 
     tune = experiment.tune
     try:

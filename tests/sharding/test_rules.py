@@ -34,7 +34,9 @@ def test_specs_follow_the_rules(shape, axes, expected):
     [
         ((4, 4), ("n", "f"), "layers/q: logical axes 'n' and 'f'.*both lie on mesh axis 'model'"),
         ((7, 8), ("v", "d"), "layers/q: dimension 'v' of size 7 does not divide by mesh.model = 2"),
+        ((7, 8), ("v", "d"), "divides 7, or pad the vocabulary with model.vocab_multiple = 2"),
         ((8, 3, 4), ("d", "k", "h"), "layers/q: dimension 'k' of size 3 does not divide"),
+        ((8, 3, 4), ("d", "k", "h"), "that divides 3, or another model.n_kv_heads"),
         ((4,), ("z",), "layers/q: logical axis 'z' has no rule"),
         ((4, 4), ("d",), "layers/q: shape"),
     ],
