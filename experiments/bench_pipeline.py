@@ -20,10 +20,10 @@ microbatches, less 1.
 
 XLA's CPU backend shares one pool of threads among a process's fake devices, whatever
 --xla_cpu_multi_thread_eigen says, so times of fake devices are not those of stages. Hence each
-stage is a process of its own, on a core of its own, of which JAX sees one. What one thread does
-alone (operations, the executor on one stage) is timed in seconds of that thread's core, which other
-programs leave alone; steps of two stages need a quiet machine: `core_share`, the part of the time
-in which a busy process had its core, says whether it was one.
+stage is a process of its own, on a core of its own. What one process does alone (operations, with
+both stages in it and one of them idle; the executor on one stage) is timed in seconds that it had
+its core, so that other programs do little harm; steps of two stages need a quiet machine:
+`core_share`, the part of the time in which a busy process had its core, says whether it was one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _SMOKE = flags.DEFINE_bool("smoke", False, "Tiny shapes, to see that all of it r
 
 STAGES, LAYERS, MICROBATCHES = 4, 6, 64  # layers of a stage
 EXIT_STAGES = (1, 2)
-SCALE, TIMED_MICROBATCHES, MORE = 8, 4, 8
+SCALE, TIMED_MICROBATCHES, MORE = 8, 4, 16
+RESAMPLES = 200
 POLICIES = tuple((r, e) for r in ("none", "dots", "full") for e in ("mixed", "aligned", "deferred"))
 TIMEOUT = 900  # seconds until processes that wait for each other are given up
 
@@ -59,6 +60,9 @@ def main(argv: list[str]) -> None:
     result = {
         "exit_memory_overhead": rows[0]["memory"],
         "exit_time_overhead": rows[0]["time"],
+        "exit_time_overhead_interval": np.quantile(
+            [time_overhead(p, *POLICIES[0]) for p in found["resampled"]], (0.025, 0.975)
+        ).tolist(),
         "simulator_error": max(found["error"].values()),
         "schedule_overhead": found["schedule"][0] - 1,
         "schedule_overhead_interval": [x - 1 for x in found["schedule"][1:]],
@@ -106,16 +110,11 @@ def policies(scale: int, parts) -> list[dict]:
     "dots" repeats, which makes an exit's share smaller, is not charged.
     """
     from eejax.pipeline.costs import memory_vs_1f1b
-    from eejax.pipeline.schedule import one_f_one_b
-    from eejax.pipeline.simulate import exit_time_overhead
 
-    entry = [int(i in EXIT_STAGES) for i in range(STAGES)]
-    layers = (LAYERS,) * STAGES
-    costs, rows = parts.costs(layers, entry), []
+    layers, rows = (LAYERS,) * STAGES, []
     boundaries = tuple(LAYERS * i for i in EXIT_STAGES)
     compiled = functools.cache(lambda *policy: device_bytes(scale, *policy))
     for remat, exits in POLICIES:
-        table = functools.partial(one_f_one_b, STAGES, MICROBATCHES, recompute=remat == "full")
         model = model_config(scale, boundaries, STAGES, "bfloat16")
         ours, theirs = memory_vs_1f1b(
             model, layers, MICROBATCHES, 1, 2048 // scale, remat=remat, exits=exits
@@ -125,9 +124,7 @@ def policies(scale: int, parts) -> list[dict]:
             "remat": remat,
             "exits": exits,
             "memory": compiled(remat, exits, boundaries) / base - 1,
-            "time": exit_time_overhead(
-                table(), table(exit_stages=EXIT_STAGES, exits=exits), costs
-            ),
+            "time": time_overhead(parts, remat, exits),
             "gib": base / 2**30,
             "memory_vs_1f1b": float(ours.total.max() / theirs.total.max()),
         })  # fmt: skip
@@ -178,11 +175,8 @@ def timings(scale: int, pairs: int) -> dict:
     from experiments import slot_costs
 
     one, other = on_processes(worker, scale, pairs)
-    # An operation's time is that of the process whose stage does it. The table it is compared with
-    # is that process's too.
-    growth = {key: (one, other)[key[1]]["slots"] for key in one["slots"] if key is not None}
-    slots = {key: of[key] - of[None] for key, of in growth.items()}
-    parts = slot_costs.parts_of(slots | {None: 0.0}, LAYERS, MORE, "none")
+    slots = {k: np.concatenate([s, other["slots"][k]]) for k, s in one["slots"].items()}
+    parts = slot_costs.parts_of(slots, LAYERS, MORE, "none")
     steps = {k: np.maximum(s, other["steps"][k]) for k, s in one["steps"].items()}
     simulated = {}
     for exits in steps:
@@ -193,6 +187,7 @@ def timings(scale: int, pairs: int) -> dict:
     both = lambda name: np.concatenate([one["single"][name], other["single"][name]])
     return {
         "parts": parts,
+        "resampled": resampled(slots),
         "exit": median_ratio(steps[True], steps[False]),
         "schedule": median_ratio(both("executor"), both("plain")),
         "seconds": seconds,
@@ -201,6 +196,29 @@ def timings(scale: int, pairs: int) -> dict:
         "bytes": one["bytes"],
         "core_share": min(one["core_share"], other["core_share"]),
     }
+
+
+def resampled(slots: dict, remat: str = "none") -> list:
+    """`Parts` of repetitions drawn anew (bootstrap)."""
+    from experiments import slot_costs
+
+    n = len(slots[None])
+    picks = np.random.default_rng(0).integers(0, n, (RESAMPLES, n))
+    return [
+        slot_costs.parts_of({k: s[pick] for k, s in slots.items()}, LAYERS, MORE, remat)
+        for pick in picks
+    ]
+
+
+def time_overhead(parts, remat: str, exits: str) -> float:
+    """Of the simulated step on four stages."""
+    from eejax.pipeline.schedule import one_f_one_b
+    from eejax.pipeline.simulate import exit_time_overhead
+
+    entry = [int(i in EXIT_STAGES) for i in range(STAGES)]
+    table = functools.partial(one_f_one_b, STAGES, MICROBATCHES, recompute=remat == "full")
+    costs = parts.costs((LAYERS,) * STAGES, entry)
+    return exit_time_overhead(table(), table(exit_stages=EXIT_STAGES, exits=exits), costs)
 
 
 def on_processes(work, *arguments) -> list:
@@ -226,7 +244,8 @@ def worker(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     # XLA makes a thread for each core it sees.
-    os.environ.update(NPROC="1", XLA_FLAGS="", JAX_PLATFORMS="cpu")
+    two = "--xla_force_host_platform_device_count=2"
+    os.environ.update(NPROC="1", XLA_FLAGS=two, JAX_PLATFORMS="cpu")
     import jax
 
     jax.config.update("jax_enable_preemption_service", False)  # or nothing could end a process
@@ -238,13 +257,12 @@ def worker(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
     from experiments import slot_costs
 
     length, mesh = 2048 // scale, MeshConfig(pipe=2)
-    built = {
-        exits: slot_costs.pipelined(
-            model_config(scale, (0,) if exits else (), 2, "float32"), mesh, "none"
-        )
-        for exits in (False, True)
-    }
-    slots = slot_costs.time_slots(*built[True], 1, length, pairs, MORE, time.process_time)
+    models = {e: model_config(scale, (0,) if e else (), 2, "float32") for e in (False, True)}
+    # Both stages on this core, of which one has work at a time: so all operations are timed alike.
+    alone = slot_costs.pipelined(models[True], mesh, "none", jax.local_devices())
+    slots = slot_costs.time_slots(*alone, 1, length, pairs, MORE, time.process_time)
+    ends = [jax.local_devices(process_index=i)[0] for i in range(2)]
+    built = {e: slot_costs.pipelined(model, mesh, "none", ends) for e, model in models.items()}
     steps, sizes = [], {}
     for exits, (pipeline, parameters) in built.items():
         table = one_f_one_b(2, TIMED_MICROBATCHES, exit_stages=(0,) if exits else ())
@@ -252,12 +270,12 @@ def worker(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
         steps.append(run)
         sizes[exits] = memory(compiled)
     seconds = interleave(steps, pairs, time.perf_counter, slot_costs.barrier)
-    alone, core_share = single(scale, pairs)
+    own, core_share = single(scale, pairs)
     return rank, {
         "slots": slots,
         "steps": dict(zip(built, seconds, strict=True)),
         "bytes": sizes,
-        "single": alone,
+        "single": own,
         "core_share": core_share,
     }
 
@@ -319,6 +337,8 @@ def show(result: dict) -> None:
     spread = ", ".join(f"{k} {v:.0%}" for k, v in parts["spread"].items())
     print(f"exchange between steps {1e3 * parts['exchange']:.2f} ms; quartile distance of each "
           f"operation: {spread}")  # fmt: skip
+    low, high = result["exit_time_overhead_interval"]
+    print(f"exit_time_overhead {result['exit_time_overhead']:.3%} [{low:.3%}, {high:.3%}]")
     got = result["measured"]
     low, high = got["exit_time_overhead_interval"]
     print(f"two stages, an exit on stage 0: {got['exit_time_overhead']:.2%} [{low:.2%}, {high:.2%}]"
