@@ -306,6 +306,11 @@ class Experiment:
             whole_model + "the layers are not trained there",
         )  # fmt: skip
         require(
+            not tuned or self.pipeline.fill == "none",
+            "pipeline.fill", self.pipeline.fill,
+            "must be 'none' where exits are tuned: no stage waits for a backward pass there",
+        )  # fmt: skip
+        require(
             not (self.mesh.pipe > 1 and self.loss.distillation),
             "loss.distillation", self.loss.distillation,
             f"must be 0 with mesh.pipe = {self.mesh.pipe}: the final exit is on another stage",

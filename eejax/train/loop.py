@@ -380,6 +380,11 @@ class _Run:
             f"{self.experiment.data.length} tokens, in {self.workdir}"
         )
 
+        if self.experiment.pipeline.fill != "none":
+            self.progress.say(
+                f"bubbles filled with {self.program.inserted} of {self.train.microbatches} "
+                "microbatches; tokens are counted of the others"
+            )
         before = (self.resumed_from or {}).get("batch_size", self.train.batch_size)
         if before != self.train.batch_size:
             self.progress.say(

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from eejax.common.trees import Tree
 from eejax.models import params
+from eejax.pipeline.plan import plan
 from eejax.sharding.mesh import check_batch
 from eejax.train import optimizer, recipes, state, step, tuning
 from eejax.train.config import Experiment, TrainConfig
@@ -162,6 +163,18 @@ class Program:
         return step.make_eval_step(
             e.model, self.mesh, self.scope, e.mesh, e.pipeline, self.eval_microbatches
         )
+
+    @property
+    def inserted(self) -> int:
+        """Microbatches of a step that are computed in the idle time of the others."""
+        e, stages = self.experiment, self.placement.stages
+        if stages is None or e.pipeline.fill == "none":
+            return 0
+        made = plan(
+            e.pipeline, stages.partition, e.train.microbatches, length=e.data.length,
+            remat=e.train.remat,
+        )  # fmt: skip
+        return e.train.microbatches - made.factors.main if made.factors else 0
 
     @property
     def eval_microbatches(self) -> int:

@@ -12,6 +12,7 @@ import pytest
 import small_runs
 
 from eejax.checkpoint.model import load_model
+from eejax.common.errors import ConfigError
 from eejax.inference import Generator
 from eejax.losses import Objective
 from eejax.models import params
@@ -209,3 +210,20 @@ def test_exits_are_tuned_on_stages(texts, tmp_path):
                 np.testing.assert_array_equal(a, b)
         for a, b in zip(*(jax.tree.leaves(s["exits"]) for s in (states[0], state)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_filled_bubbles_are_told_and_trained(texts, tmp_path, capfd):
+    run = experiment(texts, (1, 4, 1), {"fill": "both"}, steps=3, microbatches=8)
+    result = fit(run, tmp_path)
+    assert "bubbles filled with 2 of 8 microbatches" in capfd.readouterr().err
+    counted = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    tokens = [line["tokens"] for line in counted if "tokens" in line]
+    assert all(0 < n <= 16 * 16 * 6 // 8 for n in tokens)
+    assert int(result.state.skipped) == 0
+
+
+def test_filling_is_refused_where_nothing_waits(texts):
+    values = small_runs.config(texts) | {"model": MODEL, "pipeline": {"fill": "both"}}
+    values |= {"exit_weights": {"weights": [0.5]}, "tune": {"base": "runs/base", "exits": [2]}}
+    with pytest.raises(ConfigError, match="pipeline.fill = 'both': must be 'none'"):
+        Experiment.from_dict(values)
