@@ -15,6 +15,7 @@ EE-LLM's asynchronous schedule (estimated: parameters with Adam's state, and act
 
 Then two stages for real, `measured`: pairs of steps with an exit at the beginning of stage 0 and
 without; `simulator_error`, the larger of |simulated - measured| / measured time of these two; and
+(slots of the schedule, the exchange between its steps, and what a step has once: zeros and sums);
 `schedule_overhead`, the executor on one stage over the plain step's gradients of as many
 microbatches, less 1.
 
@@ -78,6 +79,7 @@ def main(argv: list[str]) -> None:
         },
         "policies": rows,
         "parts": found["parts"]._asdict(),
+        "rest_seconds": found["rest"],
         "core_share": found["core_share"],
         "pairs": _PAIRS.value,
     }
@@ -178,11 +180,15 @@ def timings(scale: int, pairs: int) -> dict:
     slots = {k: np.concatenate([s, other["slots"][k]]) for k, s in one["slots"].items()}
     parts = slot_costs.parts_of(slots, LAYERS, MORE, "none")
     steps = {k: np.maximum(s, other["steps"][k]) for k, s in one["steps"].items()}
+    # One process did both stages' part of what every step has: exchanges, zeros, sums.
+    exchange, base = parts.exchange / 2, slots[None]
+    of = [np.median((s - base) / MORE) - parts.exchange for k, s in slots.items() if k is not None]
+    rest = max(0.0, float(np.median(base) - sum(of)) / 2 - 3 * exchange)
     simulated = {}
     for exits in steps:
         table = one_f_one_b(2, TIMED_MICROBATCHES, exit_stages=(0,) if exits else ())
         costs = parts.costs((LAYERS,) * 2, (int(exits), 0))
-        simulated[exits] = simulate(table, costs).time + len(table.steps) * parts.exchange
+        simulated[exits] = simulate(table, costs).time + len(table.steps) * exchange + rest
     seconds = {exits: float(np.median(s)) for exits, s in steps.items()}
     both = lambda name: np.concatenate([one["single"][name], other["single"][name]])
     return {
@@ -194,6 +200,7 @@ def timings(scale: int, pairs: int) -> dict:
         "simulated": simulated,
         "error": {k: abs(simulated[k] - t) / t for k, t in seconds.items()},
         "bytes": one["bytes"],
+        "rest": rest,
         "core_share": min(one["core_share"], other["core_share"]),
     }
 
