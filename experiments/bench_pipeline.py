@@ -15,13 +15,14 @@ EE-LLM's asynchronous schedule (estimated: parameters with Adam's state, and act
 
 Then two stages for real, `measured`: pairs of steps with an exit at the beginning of stage 0 and
 without; `simulator_error`, the larger of |simulated - measured| / measured time of these two; and
+(slots of the schedule, the exchange between its steps, and what a step has once: zeros and sums);
 `schedule_overhead`, the executor on one stage over the plain step's gradients of as many
 microbatches, less 1.
 
 XLA's CPU backend shares one pool of threads among a process's fake devices, whatever
 --xla_cpu_multi_thread_eigen says, so times of fake devices are not those of stages. Hence each
 stage is a process of its own, on a core of its own. What one process does alone (operations, with
-both stages in it and one of them idle; the executor on one stage) is timed in seconds that it had
+three stages in it of which two are idle; the executor on one stage) is timed in seconds that it had
 its core, so that other programs do little harm; steps of two stages need a quiet machine:
 `core_share`, the part of the time in which a busy process had its core, says whether it was one.
 """
@@ -78,6 +79,7 @@ def main(argv: list[str]) -> None:
         },
         "policies": rows,
         "parts": found["parts"]._asdict(),
+        "rest_seconds": found["rest"],
         "core_share": found["core_share"],
         "pairs": _PAIRS.value,
     }
@@ -178,11 +180,17 @@ def timings(scale: int, pairs: int) -> dict:
     slots = {k: np.concatenate([s, other["slots"][k]]) for k, s in one["slots"].items()}
     parts = slot_costs.parts_of(slots, LAYERS, MORE, "none")
     steps = {k: np.maximum(s, other["steps"][k]) for k, s in one["steps"].items()}
+    # One process did all stages' part of what every step has: exchanges, zeros, sums.
+    n, steps_ = slot_costs.STAGES, len(slot_costs.slot_tables(1, False)[None].steps)
+    exchange = parts.exchange / n
+    alone = parts.costs((LAYERS,) * n, (0, 1, 0))
+    ops = sum(alone.of(kind, i) for kind in ("forward", "exits", "backward") for i in range(n))
+    rest = max(0.0, (float(np.median(slots[None])) - ops) / n - steps_ * exchange)
     simulated = {}
     for exits in steps:
         table = one_f_one_b(2, TIMED_MICROBATCHES, exit_stages=(0,) if exits else ())
         costs = parts.costs((LAYERS,) * 2, (int(exits), 0))
-        simulated[exits] = simulate(table, costs).time + len(table.steps) * parts.exchange
+        simulated[exits] = simulate(table, costs).time + len(table.steps) * exchange + rest
     seconds = {exits: float(np.median(s)) for exits, s in steps.items()}
     both = lambda name: np.concatenate([one["single"][name], other["single"][name]])
     return {
@@ -194,6 +202,7 @@ def timings(scale: int, pairs: int) -> dict:
         "simulated": simulated,
         "error": {k: abs(simulated[k] - t) / t for k, t in seconds.items()},
         "bytes": one["bytes"],
+        "rest": rest,
         "core_share": min(one["core_share"], other["core_share"]),
     }
 
@@ -244,8 +253,8 @@ def worker(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     # XLA makes a thread for each core it sees.
-    two = "--xla_force_host_platform_device_count=2"
-    os.environ.update(NPROC="1", XLA_FLAGS=two, JAX_PLATFORMS="cpu")
+    fake = "--xla_force_host_platform_device_count=3"
+    os.environ.update(NPROC="1", XLA_FLAGS=fake, JAX_PLATFORMS="cpu")
     import jax
 
     jax.config.update("jax_enable_preemption_service", False)  # or nothing could end a process
@@ -258,8 +267,11 @@ def worker(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
 
     length, mesh = 2048 // scale, MeshConfig(pipe=2)
     models = {e: model_config(scale, (0,) if e else (), 2, "float32") for e in (False, True)}
-    # Both stages on this core, of which one has work at a time: so all operations are timed alike.
-    alone = slot_costs.pipelined(models[True], mesh, "none", jax.local_devices())
+    # Three stages on this core, of which one has work at a time: all operations are timed alike.
+    alone = slot_costs.pipelined(
+        slot_costs.three_stages(models[True], LAYERS), MeshConfig(pipe=slot_costs.STAGES), "none",
+        jax.local_devices(),
+    )  # fmt: skip
     slots = slot_costs.time_slots(*alone, 1, length, pairs, MORE, time.process_time)
     ends = [jax.local_devices(process_index=i)[0] for i in range(2)]
     built = {e: slot_costs.pipelined(model, mesh, "none", ends) for e, model in models.items()}

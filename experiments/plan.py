@@ -8,7 +8,7 @@ policies, the number of microbatches, and what filling the bubbles would give.
 
 Times are counts of floating-point operations (`pipeline.costs.model_costs`), divided by mesh.model,
 in seconds at 1 TFLOP/s: communication, the speed of small microbatches and all that is not a matrix
-product are not in them. With --measure they are seconds of two stages on this machine's devices
+product are not in them. With --measure they are seconds of three stages on this machine's devices
 (`experiments.slot_costs`; every exit as long as the first). Memory is estimated: the state exactly,
 activations as the backward pass of one layer asks for them (`pipeline.costs.layer_kept`), without
 XLA's own temporaries. --out leaves a Gantt picture there, --json prints one JSON object at the end.

@@ -1,11 +1,11 @@
 """What a pipeline's operations take on the devices at hand, measured with the executor itself.
 
-A model of two stages, with an early exit on what enters the first, has every part of a pipeline on
-its own: the first stage embeds, the last one has the final exit, and their layers are as many. One
-table runs a microbatch through; others begin with several more of one operation on one stage, the
-other stage idle. An operation takes the difference over their number, less a step in which nobody
-does anything but exchange values: the median over repetitions in turn, so that a noise that lasts
-slows a table and the one it is compared with alike.
+A model of three stages with an early exit on what enters the second has every part of a pipeline on
+its own: the first stage embeds, the last one has the final exit, and each holds as many layers and
+one vocabulary table. One table of the schedule runs a microbatch through; others begin with several
+more of one operation on one stage, the other stages idle. An operation takes the difference over
+their number, less a step in which nobody does anything but exchange values: the median over
+repetitions in turn, so that a noise that lasts slows a table and the one it is compared with alike.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-KINDS = ("forward", "exits", "backward")
-IDLE = "idle"
+STAGES = 3
+IDLE = ("idle", 0)
+SLOTS = (
+    ("forward", 0), ("forward", 1), ("exits", 1), ("exits", 2), ("backward", 0), ("backward", 1),
+)  # fmt: skip
 
 
 class Parts(NamedTuple):
@@ -42,13 +45,13 @@ class Parts(NamedTuple):
         return stage_costs(tuple(layers), tuple(entry), tuple(inner), **of)
 
 
-def two_stages(model, layers: int):
-    """The model to measure: two stages of `layers`, and its first exit, if any, moved to 0."""
-    exits = tuple(dataclasses.replace(e, boundary=0) for e in model.exits[:1])
+def three_stages(model, layers: int):
+    """The model to measure: three stages of `layers`, and its first exit, if any, between two."""
+    exits = tuple(dataclasses.replace(e, boundary=layers) for e in model.exits[:1])
     windows = model.sliding_window
     if isinstance(windows, tuple):
-        windows = windows[:layers] * 2
-    return model.replace(n_layers=2 * layers, exits=exits, sliding_window=windows)
+        windows = windows[:layers] * STAGES
+    return model.replace(n_layers=STAGES * layers, exits=exits, sliding_window=windows)
 
 
 def pipelined(model, mesh_config, remat: str, devices=None):
@@ -98,20 +101,20 @@ def run_of(pipeline, parameters, table, rows: int, length: int):
     return lambda _: jax.block_until_ready(step(*arguments)), step
 
 
-def slot_tables(stages: int, more: int, recompute: bool) -> dict:
-    """By (kind, stage), and (IDLE, 0): a table that begins with `more` steps of that alone; by None
+def slot_tables(more: int, recompute: bool) -> dict:
+    """By each of `SLOTS`, and `IDLE`: a table that begins with `more` steps of that alone; by None
     the table without."""
     from eejax.pipeline.schedule import Op, Step, one_f_one_b
 
-    base = one_f_one_b(stages, 1, exit_stages=(0,), recompute=recompute)
+    base = one_f_one_b(STAGES, 1, exit_stages=(1,), recompute=recompute)
 
-    def begin(kind, stage):
-        ops = [((Op(kind, 0),) if i == stage and kind != IDLE else ()) for i in range(stages)]
-        steps = (Step(0, tuple(ops)),) * more
-        return dataclasses.replace(base, name=f"{kind} on {stage}", steps=steps + base.steps)
+    def begin(key):
+        kind, stage = key
+        ops = tuple((Op(kind, 0),) if i == stage and key != IDLE else () for i in range(STAGES))
+        steps = (Step(0, ops),) * more + base.steps
+        return dataclasses.replace(base, name=f"{kind} on {stage}", steps=steps)
 
-    keys = [(kind, stage) for kind in KINDS for stage in range(stages)] + [(IDLE, 0)]
-    return {None: base} | {key: begin(*key) for key in keys}
+    return {None: base} | {key: begin(key) for key in (*SLOTS, IDLE)}
 
 
 def barrier(_=None) -> None:
@@ -130,30 +133,26 @@ def time_slots(
     """{key of `slot_tables`: seconds [repetitions]} of this process."""
     from eejax.analysis import interleave
 
-    tables = slot_tables(2, more, pipeline.remat == "full")
+    tables = slot_tables(more, pipeline.remat == "full")
     runs = [run_of(pipeline, parameters, t, rows, length)[0] for t in tables.values()]
     return dict(zip(tables, interleave(runs, repetitions, clock, barrier), strict=True))
 
 
 def parts_of(seconds: dict, layers: int, more: int, remat: str) -> Parts:
-    """`Parts` from the seconds of `time_slots`.
-
-    Under "full" a backward pass runs the layers again and the last stage has no forward pass: what
-    a forward pass takes is then the first stage's, and is taken off the backward pass.
-    """
+    """`Parts` from the seconds of `time_slots`. Under "full" a backward pass runs the layers again,
+    which is taken off."""
     each = {key: (s - seconds[None]) / more for key, s in seconds.items() if key is not None}
-    exchange = max(0.0, float(np.median(each[IDLE, 0])))
-    quartiles = {key: np.quantile(s, (0.25, 0.5, 0.75)) for key, s in each.items()}
+    exchange = max(0.0, float(np.median(each[IDLE])))
+    quartiles = {key: np.quantile(each[key], (0.25, 0.5, 0.75)) for key in SLOTS}
     of = {key: max(0.0, float(q[1]) - exchange) for key, q in quartiles.items()}
-    recompute = remat == "full"
-    forward = of["forward", 0] if recompute else of["forward", 1]
-    backward = max(0.0, of["backward", 1] - (forward if recompute else 0))
-    embedding = [of["forward", 0] - forward, of["backward", 0] - of["backward", 1]]
+    forward = of["forward", 1]
+    backward = max(0.0, of["backward", 1] - (forward if remat == "full" else 0))
+    embedding = [of[kind, 0] - of[kind, 1] for kind in ("forward", "backward")]
     exit_ = lambda total: (total / 3, total * 2 / 3)
     spread = {f"{kind} {stage}": float((q[2] - q[0]) / max(q[1], 1e-9))
-              for (kind, stage), q in quartiles.items() if kind != IDLE}  # fmt: skip
+              for (kind, stage), q in quartiles.items()}  # fmt: skip
     return Parts(
-        (forward / layers, backward / layers), exit_(of["exits", 0]), exit_(of["exits", 1]),
+        (forward / layers, backward / layers), exit_(of["exits", 1]), exit_(of["exits", 2]),
         tuple(max(0.0, t) for t in embedding), exchange, spread,
     )  # fmt: skip
 
@@ -161,14 +160,14 @@ def parts_of(seconds: dict, layers: int, more: int, remat: str) -> Parts:
 def measure(
     model, layers: int, rows: int, length: int, *, mesh=None, remat="dots", repetitions=7, more=4
 ) -> Parts:
-    """`Parts` of a model at stages of `layers`, on two of this process's devices, or on two stages
-    of `mesh`'s data- and tensor-parallel devices.
+    """`Parts` of a model at stages of `layers`, on three of this process's devices, or on three
+    stages of `mesh`'s data- and tensor-parallel devices.
 
     Raises `ConfigError` where there are too few.
     """
     from eejax.sharding.mesh import MeshConfig
 
-    mesh = dataclasses.replace(mesh or MeshConfig(), pipe=2)
-    built = pipelined(two_stages(model, layers), mesh, remat)
+    mesh = dataclasses.replace(mesh or MeshConfig(), pipe=STAGES)
+    built = pipelined(three_stages(model, layers), mesh, remat)
     seconds = time_slots(*built, rows, length, repetitions, more)
     return parts_of(seconds, layers, more, remat)

@@ -24,6 +24,7 @@ from eejax.models import exits, layers, params, shards, transformer
 from eejax.models.config import ModelConfig
 from eejax.pipeline.layout import TOKENS, StageLayout, table_name
 from eejax.pipeline.partition import INPUT, INSIDE, OUTPUT
+from eejax.pipeline.residuals import when
 from eejax.sharding import rules
 from eejax.sharding.mesh import DEFAULT, Layout, mesh_axes
 
@@ -335,9 +336,12 @@ class Stage:
                 )
                 return write(item, kept, g), totals
 
-            choices = [lambda k, t: (k, t)] + [functools.partial(work, b) for b in branches]
+            # One choice of two after the other: XLA copies what passes through a choice of more,
+            # and the gradients of tables do.
             kind = jnp.where(m >= 0, item["kind"], -1)
-            return lax.switch(kind + 1, choices, *carry), None
+            for k, branch in enumerate(branches):
+                carry = when(kind == k, functools.partial(work, branch), *carry)
+            return carry, None
 
         if len(items["kind"]) == 1:
             return one((kept, totals), jax.tree.map(lambda a: a[0], items))[0]

@@ -55,8 +55,8 @@ def test_bench_pipeline():
 
 def seconds_of(parts, layers: int, more: int, remat: str):
     """What tables would take if every operation took what `parts` says, by the simulator."""
-    tables = slot_costs.slot_tables(2, more, remat == "full")
-    costs = parts.costs((layers,) * 2, (1, 0))
+    tables = slot_costs.slot_tables(more, remat == "full")
+    costs = parts.costs((layers,) * 3, (0, 1, 0))
     return {
         key: np.full(3, simulate(t, costs, "barrier").time + len(t.steps) * parts.exchange)
         for key, t in tables.items()
@@ -65,23 +65,24 @@ def seconds_of(parts, layers: int, more: int, remat: str):
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_parts_are_told_apart(remat):
+    # Nobody embeds again.
     embedding = (0.0, 0.5) if remat == "full" else (0.25, 0.5)
     parts = slot_costs.Parts((1.0, 2.0), (0.5, 1.0), (0.75, 1.5), embedding, 0.125, {})
     got = slot_costs.parts_of(seconds_of(parts, 3, 4, remat), 3, 4, remat)
-    assert set(got.spread) == {f"{k} {i}" for k in (FORWARD, EXITS, BACKWARD) for i in (0, 1)}
+    assert set(got.spread) == {f"{k} {i}" for k, i in slot_costs.SLOTS}
     for name in ("layer", "exit", "final", "embedding", "exchange"):
         assert getattr(got, name) == pytest.approx(getattr(parts, name)), name
 
 
 def test_tables_have_more_of_one_operation_each():
-    tables = slot_costs.slot_tables(2, 5, False)
+    tables = slot_costs.slot_tables(5, False)
     base = tables.pop(None)
-    assert base == one_f_one_b(2, 1, exit_stages=(0,)) and len(tables) == 7
+    assert base == one_f_one_b(3, 1, exit_stages=(1,)) and len(tables) == 7
     for (kind, stage), table in tables.items():
         assert len(table.steps) == len(base.steps) + 5 and table.steps[5:] == base.steps
         count = lambda t, k, i: sum(op.kind == k for s in t.steps for op in s.ops[i])
         for k in (FORWARD, EXITS, BACKWARD):
-            for i in (0, 1):
+            for i in range(3):
                 assert count(table, k, i) - count(base, k, i) == 5 * ((k, i) == (kind, stage))
 
 
@@ -90,9 +91,9 @@ def test_operations_are_measured_on_devices():
         vocab_size=4096, n_layers=4, d_model=64, n_heads=2, context_length=32,
         exits=(ExitConfig(2, norm=False),),
     )  # fmt: skip
-    got = slot_costs.measure(model, 1, 2, 32, repetitions=2, more=3)
-    assert slot_costs.two_stages(model, 1).n_layers == 2
-    assert sum(got.exit) > 0 and sum(got.final) > 0 and sum(got.layer) >= 0
+    got = slot_costs.measure(model, 1, 8, 32, repetitions=3, more=20)
+    assert slot_costs.three_stages(model, 1).n_layers == 3
+    assert sum(got.exit) > 0 and sum(got.final) > 0
     assert got.exit[1] == pytest.approx(2 * got.exit[0])
 
 
