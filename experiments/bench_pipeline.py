@@ -14,10 +14,10 @@ the proportion of the large model. Both for every other policy, too, and `memory
 EE-LLM's asynchronous schedule (estimated: parameters with Adam's state, and activations).
 
 Then two stages for real, `measured`: pairs of steps with an exit at the beginning of stage 0 and
-without; `simulator_error`, the larger of |simulated - measured| / measured time of these two; and
-(slots of the schedule, the exchange between its steps, and what a step has once: zeros and sums);
-`schedule_overhead`, the executor on one stage over the plain step's gradients of as many
-microbatches, less 1.
+without; `simulator_error`, the larger of |simulated - measured| / measured time of these two
+(simulated: slots of the schedule, the exchange between its steps, and what a step has once: zeros
+and sums); and `schedule_overhead`, the executor on one stage over the plain step's gradients of as
+many microbatches, less 1.
 
 XLA's CPU backend shares one pool of threads among a process's fake devices, whatever
 --xla_cpu_multi_thread_eigen says, so times of fake devices are not those of stages. Hence each
