@@ -24,11 +24,13 @@ XLA's CPU backend shares one pool of threads among a process's fake devices, wha
 stage is a process of its own, on a core of its own. What one process does alone (operations, with
 three stages in it of which two are idle; the executor on one stage) is timed in seconds that it had
 its core, so that other programs do little harm; steps of two stages need a quiet machine:
-`core_share`, the part of the time in which a busy process had its core, says whether it was one.
+`load` and `core_share`, the part of the time in which a busy process had its core, tell whether it
+was one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import multiprocessing
@@ -79,8 +81,9 @@ def main(argv: list[str]) -> None:
         },
         "policies": rows,
         "parts": found["parts"]._asdict(),
-        "rest_seconds": found["rest"],
+        "once_seconds": found["once"],
         "core_share": found["core_share"],
+        "load": found["load"],
         "pairs": _PAIRS.value,
     }
     show(result)
@@ -170,41 +173,49 @@ def memory(compiled) -> int:
 
 
 def timings(scale: int, pairs: int) -> dict:
-    """All that is timed, by two processes (`worker`)."""
+    """All that is timed, by two processes: each for itself, then both as stages."""
     from eejax.analysis import median_ratio
     from eejax.pipeline.schedule import one_f_one_b
     from eejax.pipeline.simulate import simulate
     from experiments import slot_costs
 
-    one, other = on_processes(worker, scale, pairs)
-    slots = {k: np.concatenate([s, other["slots"][k]]) for k, s in one["slots"].items()}
+    by_itself = on_processes(alone, scale, pairs)
+    stages = on_processes(together, scale, pairs)
+    both = lambda what, key: np.concatenate([found[what][key] for found in by_itself])
+    slots = {key: both("slots", key) for key in by_itself[0]["slots"]}
     parts = slot_costs.parts_of(slots, LAYERS, MORE, "none")
-    steps = {k: np.maximum(s, other["steps"][k]) for k, s in one["steps"].items()}
-    # One process did all stages' part of what every step has: exchanges, zeros, sums.
-    n, steps_ = slot_costs.STAGES, len(slot_costs.slot_tables(1, False)[None].steps)
-    exchange = parts.exchange / n
-    alone = parts.costs((LAYERS,) * n, (0, 1, 0))
-    ops = sum(alone.of(kind, i) for kind in ("forward", "exits", "backward") for i in range(n))
-    rest = max(0.0, (float(np.median(slots[None])) - ops) / n - steps_ * exchange)
+    rest = max(0.0, float(np.median(slots[None])) - one_microbatch(parts)) / slot_costs.STAGES
+    steps = {k: np.maximum(*(found["steps"][k] for found in stages)) for k in stages[0]["steps"]}
+    exchange = max(0.0, float(np.median(steps.pop("exchange") - steps[False])) / MORE)
     simulated = {}
     for exits in steps:
         table = one_f_one_b(2, TIMED_MICROBATCHES, exit_stages=(0,) if exits else ())
         costs = parts.costs((LAYERS,) * 2, (int(exits), 0))
         simulated[exits] = simulate(table, costs).time + len(table.steps) * exchange + rest
     seconds = {exits: float(np.median(s)) for exits, s in steps.items()}
-    both = lambda name: np.concatenate([one["single"][name], other["single"][name]])
     return {
         "parts": parts,
         "resampled": resampled(slots),
         "exit": median_ratio(steps[True], steps[False]),
-        "schedule": median_ratio(both("executor"), both("plain")),
+        "schedule": median_ratio(both("single", "executor"), both("single", "plain")),
         "seconds": seconds,
         "simulated": simulated,
         "error": {k: abs(simulated[k] - t) / t for k, t in seconds.items()},
-        "bytes": one["bytes"],
-        "rest": rest,
-        "core_share": min(one["core_share"], other["core_share"]),
+        "bytes": stages[0]["bytes"],
+        "once": {"exchange": exchange, "rest": rest},
+        "load": max(found["load"] for found in stages),
+        "core_share": min(found["core_share"] for found in by_itself),
     }
+
+
+def one_microbatch(parts) -> float:
+    """What the operations and exchanges of a microbatch take on three stages, one after another."""
+    from experiments import slot_costs
+
+    n = slot_costs.STAGES
+    costs = parts.costs((LAYERS,) * n, (0, 1, 0))
+    ops = sum(costs.of(kind, i) for kind in ("forward", "exits", "backward") for i in range(n))
+    return ops + len(slot_costs.slot_tables(1, False)[None].steps) * parts.exchange
 
 
 def resampled(slots: dict, remat: str = "none") -> list:
@@ -246,50 +257,61 @@ def on_processes(work, *arguments) -> list:
     return [results[rank] for rank in range(2)]
 
 
-def worker(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
-    """One stage of two, from (rank, port, scale, pairs): its rank, and the seconds of tables, of
-    steps, and of programs on this process alone."""
-    rank, port, scale, pairs = arguments
+def start(rank: int, devices: int) -> None:
+    """This process on a core of its own, with fake devices, before it begins with JAX."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     # XLA makes a thread for each core it sees.
-    fake = "--xla_force_host_platform_device_count=3"
+    fake = f"--xla_force_host_platform_device_count={devices}"
     os.environ.update(NPROC="1", XLA_FLAGS=fake, JAX_PLATFORMS="cpu")
+
+
+def alone(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
+    """What a process does by itself, from (rank, port, scale, pairs): its rank, and the seconds of
+    `slot_tables` and of the executor and the plain step on one stage."""
+    rank, _, scale, pairs = arguments
+    start(rank, devices=3)
+
+    from eejax.sharding.mesh import MeshConfig
+    from experiments import slot_costs
+
+    # Three stages on one core, of which one has work at a time: all operations are timed alike.
+    model = slot_costs.three_stages(model_config(scale, (0,), 2, "float32"), LAYERS)
+    built = slot_costs.pipelined(model, MeshConfig(pipe=slot_costs.STAGES), "none")
+    slots = slot_costs.time_slots(*built, 1, 2048 // scale, pairs, MORE, time.process_time)
+    seconds, core_share = single(scale, pairs)
+    return rank, {"slots": slots, "single": seconds, "core_share": core_share}
+
+
+def together(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
+    """One stage of two, from (rank, port, scale, pairs): its rank, the seconds of steps with and
+    without exits and, as "exchange", of one with more steps of the table that only exchange."""
+    rank, port, scale, pairs = arguments
+    start(rank, devices=1)
     import jax
 
     jax.config.update("jax_enable_preemption_service", False)  # or nothing could end a process
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 
     from eejax.analysis import interleave
-    from eejax.pipeline.schedule import one_f_one_b
+    from eejax.pipeline.schedule import Step, one_f_one_b
     from eejax.sharding.mesh import MeshConfig
     from experiments import slot_costs
 
-    length, mesh = 2048 // scale, MeshConfig(pipe=2)
-    models = {e: model_config(scale, (0,) if e else (), 2, "float32") for e in (False, True)}
-    # Three stages on this core, of which one has work at a time: all operations are timed alike.
-    alone = slot_costs.pipelined(
-        slot_costs.three_stages(models[True], LAYERS), MeshConfig(pipe=slot_costs.STAGES), "none",
-        jax.local_devices(),
-    )  # fmt: skip
-    slots = slot_costs.time_slots(*alone, 1, length, pairs, MORE, time.process_time)
-    ends = [jax.local_devices(process_index=i)[0] for i in range(2)]
-    built = {e: slot_costs.pipelined(model, mesh, "none", ends) for e, model in models.items()}
-    steps, sizes = [], {}
-    for exits, (pipeline, parameters) in built.items():
+    runs, sizes = {}, {}
+    for exits in (False, True):
+        model = model_config(scale, (0,) if exits else (), 2, "float32")
+        built = slot_costs.pipelined(model, MeshConfig(pipe=2), "none")
+        run = functools.partial(slot_costs.run_of, *built, rows=1, length=2048 // scale)
         table = one_f_one_b(2, TIMED_MICROBATCHES, exit_stages=(0,) if exits else ())
-        run, compiled = slot_costs.run_of(pipeline, parameters, table, 1, length)
-        steps.append(run)
+        runs[exits], compiled = run(table)
         sizes[exits] = memory(compiled)
-    seconds = interleave(steps, pairs, time.perf_counter, slot_costs.barrier)
-    own, core_share = single(scale, pairs)
-    return rank, {
-        "slots": slots,
-        "steps": dict(zip(built, seconds, strict=True)),
-        "bytes": sizes,
-        "single": own,
-        "core_share": core_share,
-    }
+        if not exits:
+            idle = (Step(0, ((), ())),) * MORE
+            runs["exchange"], _ = run(dataclasses.replace(table, steps=idle + table.steps))
+    seconds = interleave(list(runs.values()), pairs, time.perf_counter, slot_costs.barrier)
+    return rank, {"steps": dict(zip(runs, seconds, strict=True)), "bytes": sizes,
+                  "load": os.getloadavg()[0]}  # fmt: skip
 
 
 def single(scale: int, pairs: int) -> tuple[dict[str, np.ndarray], float]:
@@ -362,9 +384,10 @@ def show(result: dict) -> None:
     low, high = result["schedule_overhead_interval"]
     print(f"the executor on one stage: {result['schedule_overhead']:.2%} [{low:.2%}, {high:.2%}] "
           "over the plain step's gradients")  # fmt: skip
-    if result["core_share"] < 0.9:
-        print(f"this machine was busy: a process had its core {result['core_share']:.0%} of the "
-              "time. Steps of two stages, and simulator_error, say nothing.")  # fmt: skip
+    if result["load"] > 2.5 or result["core_share"] < 0.9:
+        print(f"others were busy here (load {result['load']:.1f}, a process had its core "
+              f"{result['core_share']:.0%} of the time): steps of two stages, and simulator_error, "
+              "say nothing")  # fmt: skip
 
 
 if __name__ == "__main__":
