@@ -166,7 +166,7 @@ def test_exits_tuned_on_stages_keep_nothing_of_a_microbatch():
     """Whatever is set for schedules, there is none: nothing goes backward."""
     full = experiment(microbatches=2)
     tuned = dataclasses.replace(
-        full, mesh=MeshConfig(pipe=2), pipeline=PipelineConfig(fill="both"),
+        full, mesh=MeshConfig(pipe=2), pipeline=PipelineConfig(schedule="gpipe"),
         model=full.model.replace(exits=(ExitConfig(2),)), exit_weights=ExitWeights((1.0,)),
         tune=TuneConfig(base="elsewhere", exits=(2,)),
     )  # fmt: skip
