@@ -76,7 +76,7 @@ def plan(experiment, limit: int | None = None, parts=None) -> dict:
     )  # fmt: skip
     policies = [
         {"remat": way.remat, "exits": way.exits, "step": way.step, "bytes": way.bytes}
-        for way in (now.replace(remat=r, exits=e) for r in REMATS for e in _exit_policies())
+        for way in (now.replace(remat=r, exits=e) for r in REMATS for e in now.exit_policies)
     ]
     best = suggested(now, limit)
     return {
@@ -97,12 +97,6 @@ def plan(experiment, limit: int | None = None, parts=None) -> dict:
         "suggested": best,
         "warnings": warnings(now, limit),
     }
-
-
-def _exit_policies() -> tuple[str, ...]:
-    from eejax.pipeline.schedule import EXIT_POLICIES
-
-    return EXIT_POLICIES
 
 
 def suggested(now: Stages, limit: int | None) -> dict:
@@ -129,7 +123,7 @@ def suggested(now: Stages, limit: int | None) -> dict:
         keeps = REMATS.index(way.remat) if limit is not None else way.bytes
         return round(way.step / now.step, 9), keeps, way.bytes
 
-    ways = [best.replace(remat=r, exits=e) for r in REMATS for e in _exit_policies()]
+    ways = [best.replace(remat=r, exits=e) for r in REMATS for e in now.exit_policies]
     best = min(filter(fits, ways), key=rank, default=min(ways, key=lambda w: w.bytes))
     counts = few_bubbles(best, fits)
     changed = best.replace(microbatches=counts) if counts else best
@@ -222,6 +216,9 @@ def warnings(now: Stages, limit: int | None) -> list[str]:
     if now.microbatches < p.stages:
         found.append(f"{now.microbatches} microbatches for {p.stages} stages: some stages always "
                      "wait. Set train.microbatches higher.")  # fmt: skip
+    if now.experiment.loss.distillation:
+        found.append("distillation: times leave out that each early exit computes the final exit's "
+                     "logits, too")  # fmt: skip
     if limit is not None and now.bytes > limit:
         found.append(f"{now.bytes / GIB:.1f} GiB do not fit into {limit / GIB:.1f}")
     return found
@@ -279,7 +276,7 @@ def picture(experiment, parts, folder: pathlib.Path) -> pathlib.Path:
 
     now = Stages.of(experiment, parts)
     few = min(now.microbatches, 2 * now.partition.stages)
-    ways = {e: simulate(now.replace(exits=e).table(few), now.costs) for e in _exit_policies()}
+    ways = {e: simulate(now.replace(exits=e).table(few), now.costs) for e in now.exit_policies}
     folder.mkdir(parents=True, exist_ok=True)
     bars = {f"{few} microbatches, exits {e}": line.bars() for e, line in ways.items()}
     return analysis.save(gantt(bars), folder / "gantt.png")

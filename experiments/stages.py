@@ -42,9 +42,17 @@ class Stages:
         )  # fmt: skip
         cut = partition(experiment.model, mesh.pipe, settings.layers, settings.placement)
         rows = train.batch_size // parted
+        if experiment.loss.distillation:
+            settings = settings.distilling()
         return cls(
             experiment, cut, train.microbatches, settings.exits, train.remat, parts, rows
         )  # fmt: skip
+
+    @property
+    def exit_policies(self) -> tuple[str, ...]:
+        from eejax.pipeline.schedule import EXIT_POLICIES
+
+        return ("deferred",) if self.experiment.loss.distillation else EXIT_POLICIES
 
     @property
     def rows(self) -> int:
@@ -142,7 +150,8 @@ class Stages:
         e, c = self.experiment, self.experiment.model
         shards, tokens = e.mesh.model, self.rows * e.data.length
         cut = shards if e.mesh.sequence else 1
-        ring = rings(self.schedule, self.partition.input_exit_stages)
+        distils = bool(e.loss.distillation and c.n_exits)
+        ring = rings(self.schedule, self.partition.input_exit_stages, distils)
         state = tokens * c.d_model * np.dtype(_dtype(c)).itemsize // cut
         # "full" keeps the input, which is among the states, and runs a stage again as "dots" does.
         kept = "dots" if self.recompute else self.remat

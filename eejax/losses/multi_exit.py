@@ -110,19 +110,20 @@ def exits_loss(
     which: Sequence[int],
     *,
     objective: Objective = CROSS_ENTROPY,
+    teacher: Teacher | None = None,
     sparse: bool = False,
     axes: Axes = LOCAL,
 ) -> tuple[jax.Array, jax.Array]:
     """(sum over exits of w_e C_e, the sums S_e [e]) of what the heads of the exits `which` read.
 
-    hs: a state [b, t, d] for each of them, as `models.transformer.exit_states` gives; the rest as
-    in `multi_exit_loss`.
+    hs: a state [b, t, d] for each of them, as `models.transformer.exit_states` gives; teacher: what
+    early exits are distilled from, by default the final exit, which is then the last of `which`;
+    the rest as in `multi_exit_loss`.
     """
     heads = [exits.head(params, config, e) for e in which]
     early = [e != config.n_exits for e in which]
     objectives = [objective if x else _final(objective) for x in early]
-    teacher = None
-    if objective.distillation and any(early):
+    if teacher is None and objective.distillation and any(early):
         require(
             not early[-1], "objective.distillation", objective.distillation,
             "needs the final exit, which is not part of this loss", "Set it to 0.",

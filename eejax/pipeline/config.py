@@ -18,10 +18,11 @@ class PipelineConfig:
 
     `schedule`: "1f1b" or "gpipe". `exits`: when early exits at the beginning of a stage are
     computed (`schedule.one_f_one_b`): "mixed" takes no time and no memory in most models,
-    "aligned" no time, "deferred" no memory. `layers`: how layers are laid onto stages, "even",
-    "balanced" by work, exits included, or a number for each stage; under train.remat "none" every
-    stage takes the time of that with most layers. `placement`: whether an exit
-    between two stages is computed at the beginning of the "later" or the end of the "earlier".
+    "aligned" no time, "deferred" no memory. Exits that are distilled are always deferred.
+    `layers`: how layers are laid onto stages, "even", "balanced" by work, exits included, or a
+    number for each stage; under train.remat "none" every stage takes the time of that with most
+    layers. `placement`: whether an exit between two stages is computed at the beginning of the
+    "later" or the end of the "earlier".
 
     `fill` computes some of a step's microbatches in the idle times of the others, with a part of
     the exits ("part1") or of the backward pass ("part2"), or "both" (EE-LLM, Appendix C.2); the
@@ -57,6 +58,25 @@ class PipelineConfig:
             self.fill == "none" or self.schedule == "1f1b",
             f"{name}.fill", self.fill, f"must be 'none' with schedule = {self.schedule!r}",
         )  # fmt: skip
+
+    def distilling(self) -> PipelineConfig:
+        """The same for exits that learn from the final one: what that reads comes down to them with
+        the gradient, so they are deferred.
+
+        Raises `ConfigError` where that is not possible.
+        """
+        why = "with loss.distillation: a stage knows what the final exit reads only "
+        require(
+            self.exits != "aligned",
+            "pipeline.exits", self.exits,
+            f"must be 'deferred' or 'mixed' {why}when the gradient arrives",
+        )  # fmt: skip
+        require(
+            self.fill in ("none", "part2"),
+            "pipeline.fill", self.fill,
+            f"must be 'none' or 'part2' {why}of microbatches that went through all stages",
+        )  # fmt: skip
+        return dataclasses.replace(self, exits="deferred")
 
 
 PIPELINE = PipelineConfig()

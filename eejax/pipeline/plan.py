@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from eejax.losses.objective import CROSS_ENTROPY, Objective
 from eejax.pipeline.config import PipelineConfig
 from eejax.pipeline.costs import model_costs
 from eejax.pipeline.partition import INSIDE, Partition
@@ -36,9 +37,17 @@ class Plan(NamedTuple):
 
 
 def plan(
-    config: PipelineConfig, partition: Partition, microbatches: int, *, length: int, remat: str
+    config: PipelineConfig,
+    partition: Partition,
+    microbatches: int,
+    *,
+    length: int,
+    remat: str,
+    objective: Objective = CROSS_ENTROPY,
 ) -> Plan:
     """The `Plan` of a step of so many microbatches of sequences of `length`."""
+    if objective.distillation:
+        config = config.distilling()
     settings = {
         "exit_stages": partition.input_exit_stages,
         "exits": config.exits,

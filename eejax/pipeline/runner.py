@@ -96,12 +96,14 @@ class _Kept(NamedTuple):
     """What a device carries from step to step.
 
     arrived, returned [channels, b, t, d]: the newest state from below and gradient from above.
-    states: slots of `schedule.Rings`; residuals: likewise, of pairs (residuals of the layers,
-    states at boundaries inside the stage).
+    taught, likewise: what left the last stage of the microbatch that `returned` is of, where exits
+    are distilled from that. states: slots of `schedule.Rings`; residuals: likewise, of pairs
+    (residuals of the layers, states at boundaries inside the stage).
     """
 
     arrived: jax.Array
     returned: jax.Array
+    taught: jax.Array | None
     states: jax.Array
     residuals: Tree
     totals: Totals
@@ -115,8 +117,7 @@ def _local(pipeline, schedule, factors, trained, frozen, weights, rates, batch, 
     grads = jax.tree.map(jnp.zeros_like, stage.trained)
     grads["layers"] = layers.flat_heads(grads["layers"])
     refs = jax.tree.map(jax.new_ref, grads)
-    rings = schedules.rings(schedule, stage.partition.input_exit_stages)
-    ops = _Operations(stage, schedule, rings, stage.vary(weights), refs)
+    ops = _Operations(stage, schedule, stage.vary(weights), refs)
     table = {
         "forward": stage.own(schedule.table(FORWARD)[:, 0]),
         "backward": stage.own(schedule.table(BACKWARD)[:, 0]),
@@ -131,9 +132,8 @@ def _local(pipeline, schedule, factors, trained, frozen, weights, rates, batch, 
 def kept_bytes(stage: Stage, schedule: Schedule) -> int:
     """Bytes that a device keeps from step to step, and of one microbatch besides, which are made
     before they are put away. Inside a `shard_map`, whose results are unused."""
-    rings = schedules.rings(schedule, stage.partition.input_exit_stages)
     weights = stage.vary(jnp.ones(len(stage.partition.which)))
-    ops = _Operations(stage, schedule, rings, weights, None)
+    ops = _Operations(stage, schedule, weights, None)
     kept = ops.start(stage.index * 0)
     return nbytes(kept) + nbytes(kept.residuals) // ops.n_residuals
 
@@ -141,11 +141,11 @@ def kept_bytes(stage: Stage, schedule: Schedule) -> int:
 class _Operations:
     """What a stage does in a step."""
 
-    def __init__(
-        self, stage: Stage, schedule: Schedule, rings, weights: jax.Array, refs: Tree | None
-    ):
+    def __init__(self, stage: Stage, schedule: Schedule, weights: jax.Array, refs: Tree | None):
         self.stage, self.recompute, self.refs = stage, schedule.recompute, refs
-        names = ("inputs", "cotangents", "outputs", "residuals")
+        self.distils = stage.pipeline.distils
+        rings = schedules.rings(schedule, stage.partition.input_exit_stages, self.distils)
+        names = ("inputs", "cotangents", "outputs", "taught", "residuals")
         self.slots = {name: stage.own(getattr(rings, name)) for name in names}
         self.channels, self.n_states = schedule.channels, rings.n_states
         self.n_residuals = 1 if self.recompute else rings.n_residuals
@@ -160,9 +160,10 @@ class _Operations:
         """What is carried before the first step; of microbatch m, only shapes count."""
         blank = self.stage.hidden()
         like, self.restore = self.forward(m, blank)[1:]
+        neighbours = ring(self.channels, blank)
         return _Kept(
-            ring(self.channels, blank), ring(self.channels, blank), ring(self.n_states, blank),
-            ring(self.n_residuals, like), self.stage.no_totals(),
+            neighbours, neighbours, neighbours if self.distils else None,
+            ring(self.n_states, blank), ring(self.n_residuals, like), self.stage.no_totals(),
         )  # fmt: skip
 
     def forward(self, m: jax.Array, x: jax.Array):
@@ -187,17 +188,21 @@ class _Operations:
             x, residuals = when(b >= 0, again, x, kept.residuals)
         else:
             x, residuals = when(f >= 0, functools.partial(self.keep, fm), x, kept.residuals)
-        totals = kept.totals
+        totals, taught = kept.totals, None
+        if self.distils:
+            taught = get(kept.taught, channel)
         if self.edges:
             for m in row["exits"]:
-                states, totals = self.exits(m, x, states, totals)
+                states, totals = self.exits(m, x, taught, states, totals)
         g = jnp.where(stage.index < self.top[bm], g, jnp.zeros((), g.dtype))
-        back = functools.partial(self.backward, bm, states, residuals)
+        if self.distils:
+            taught = jnp.where(stage.last, get(states, self.slots["taught"][bm]), taught)
+        back = functools.partial(self.backward, bm, states, residuals, taught)
         g, totals = when(b >= 0, back, g, totals)
+        down = lambda ring, a: put(ring, send(a, n, up=False), channel)
         return _Kept(
-            put(kept.arrived, send(x, n, up=True), channel),
-            put(kept.returned, send(g, n, up=False), channel),
-            states, residuals, totals,
+            put(kept.arrived, send(x, n, up=True), channel), down(kept.returned, g),
+            down(kept.taught, taught) if self.distils else None, states, residuals, totals,
         )  # fmt: skip
 
     def enter(self, m, x, states):
@@ -215,9 +220,14 @@ class _Operations:
         y, new, _ = self.forward(m, get(states, self.slots["inputs"][m]))
         return jnp.where(self.stage.last, y, x), put(residuals, new, 0)
 
-    def exits(self, m, leaving, states, totals):
-        """E of microbatch m; `leaving` is what leaves the last stage."""
+    def exits(self, m, leaving, taught, states, totals):
+        """E of microbatch m; `leaving` is what leaves the last stage, and `taught` on others what
+        has left it."""
         at = jnp.maximum(m, 0)
+        if self.distils:
+            keep = lambda states: (put(states, leaving, self.slots["taught"][at]),)
+            (states,) = when((m >= 0) & self.stage.last, keep, states)
+            taught = jnp.where(self.stage.last, leaving, taught)
         place = lambda item: jnp.where(
             item["output"], self.slots["outputs"][at], self.slots["cotangents"][at]
         )
@@ -229,9 +239,11 @@ class _Operations:
             before = jnp.where(item["begins"], jnp.zeros((), g.dtype), get(states, place(item)))
             return put(states, g + before, place(item))
 
-        return self.stage.run_exits(self.edges, m, self.branches, states, totals, read, write)
+        return self.stage.run_exits(
+            self.edges, m, self.branches, states, totals, read, write, taught
+        )
 
-    def backward(self, m, states, residuals, g, totals):
+    def backward(self, m, states, residuals, taught, g, totals):
         """B: the gradient on what entered the stage, from that on what left it."""
         stage, p = self.stage, self.stage.partition
         slot = 0 if self.recompute else self.slots["residuals"][m]
@@ -243,7 +255,7 @@ class _Operations:
             gs, totals = stage.run_exits(
                 self.inside, m, self.branches, gs, totals,
                 read=lambda item, _: get(inner, item["slot"]),
-                write=lambda item, gs, g: put(gs, g, item["slot"]),
+                write=lambda item, gs, g: put(gs, g, item["slot"]), taught=taught,
             )  # fmt: skip
         x, context = get(states, self.slots["inputs"][m]), stage.context(m)
         pullback = self.restore(mine, stage.masters, x, (context, stage.stack))

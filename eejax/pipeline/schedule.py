@@ -175,23 +175,25 @@ class Rings(NamedTuple):
 
     inputs, cotangents, outputs [microbatches, stages]: slots, among `n_states` of the shape of a
     hidden state, of what entered a stage, of the gradient that its exits send into that, and of
-    the gradient that the exits behind the last stage send into what leaves it. residuals
-    [microbatches, stages]: slots among `n_residuals` of whatever else a backward pass needs.
+    the gradient that the exits behind the last stage send into what leaves it; taught, likewise:
+    of what leaves the last stage, where exits are distilled from that. residuals [microbatches,
+    stages]: slots among `n_residuals` of whatever else a backward pass needs.
     """
 
     inputs: np.ndarray
     cotangents: np.ndarray
     outputs: np.ndarray
+    taught: np.ndarray
     residuals: np.ndarray
     n_states: int
     n_residuals: int
 
 
-def rings(schedule: Schedule, input_exits: Sequence[int]) -> Rings:
+def rings(schedule: Schedule, input_exits: Sequence[int], distils: bool = False) -> Rings:
     """`Rings` of a schedule for a model with exits on what enters the stages `input_exits`."""
     shape = (schedule.microbatches, schedule.stages)
-    tables = [np.zeros(shape, np.int32) for _ in range(4)]
-    inputs, cotangents, outputs, residuals = tables
+    tables = [np.zeros(shape, np.int32) for _ in range(5)]
+    inputs, cotangents, outputs, taught, residuals = tables
     n_states = n_residuals = 1
     last = schedule.stages - 1
     for i in range(schedule.stages):
@@ -208,9 +210,11 @@ def rings(schedule: Schedule, input_exits: Sequence[int]) -> Rings:
                 states.append((exits, max(end, exits), cotangents, m))
             if exits is not None and i == last:
                 states.append((exits, max(end, exits), outputs, m))
+                if distils:
+                    states.append((exits, max(end, exits), taught, m))
         n_states = max(n_states, _give_out(states, i))
         n_residuals = max(n_residuals, _give_out(kept, i))
-    return Rings(inputs, cotangents, outputs, residuals, n_states, n_residuals)
+    return Rings(*tables, n_states, n_residuals)
 
 
 def _give_out(spans: list[tuple[int, int, np.ndarray, int]], stage: int) -> int:

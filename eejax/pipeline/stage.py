@@ -17,14 +17,14 @@ from jax.sharding import PartitionSpec as P
 from eejax.common.axes import DATA, PIPE
 from eejax.common.errors import require
 from eejax.common.trees import Tree, join
-from eejax.losses.cross_entropy import IGNORE
+from eejax.losses.cross_entropy import IGNORE, Teacher
 from eejax.losses.multi_exit import exits_loss
 from eejax.losses.objective import CROSS_ENTROPY, Objective
 from eejax.models import exits, layers, params, shards, transformer
 from eejax.models.config import ModelConfig
-from eejax.pipeline.layout import TOKENS, StageLayout, table_name
+from eejax.pipeline.layout import ABSENT, TOKENS, StageLayout, table_name
 from eejax.pipeline.partition import INPUT, INSIDE, OUTPUT
-from eejax.pipeline.residuals import when
+from eejax.pipeline.residuals import get, when
 from eejax.sharding import rules
 from eejax.sharding.mesh import DEFAULT, Layout, mesh_axes
 
@@ -40,7 +40,7 @@ class Pipeline:
     the layers again, "dots" keeps the products with weights, "none" everything that the backward
     pass reads. `sample_keys(step, n)` are the dropout keys of this device's n samples.
 
-    Raises `ConfigError` for an objective that distils.
+    Raises `ConfigError` for tuned exits that are to be distilled.
     """
 
     layout: StageLayout
@@ -53,10 +53,15 @@ class Pipeline:
 
     def __post_init__(self):
         require(
-            not self.objective.distillation,
+            not (self.layout.tuned and self.objective.distillation),
             "loss.distillation", self.objective.distillation,
-            "must be 0 with mesh.pipe > 1: the final exit's states are on another stage",
+            "must be 0 where exits are tuned: the final exit is not run there",
         )  # fmt: skip
+
+    @property
+    def distils(self) -> bool:
+        """Whether exits learn from the final one."""
+        return bool(self.objective.distillation and self.config.n_exits)
 
     @property
     def config(self) -> ModelConfig:
@@ -118,6 +123,7 @@ class Stage:
         if pipeline.sample_keys is not None and (self.config.dropout or rates is not None):
             keys = pipeline.sample_keys(step, batch["tokens"].shape[0])
             self.keys = vary_over(keys.reshape(parts, -1), P(DATA))
+        self.final = self.final_exit() if pipeline.distils else None
 
     def own(self, table: Sequence | np.ndarray) -> jax.Array:
         """This stage's entry of a table [..., stages]."""
@@ -227,31 +233,67 @@ class Stage:
             of_exit[e] = found[key]
         return tuple(kinds), of_exit
 
-    def exit_loss(self, kind: _Kind, own: Tree, table, h, labels, weight, context):
-        """(weighted loss, (sum [1])) of an exit of a kind, from its parameters and its state."""
+    def exit_loss(self, kind: _Kind, own: Tree, table, h, labels, weight, context, taught):
+        """(weighted loss, (sum [1])) of an exit of a kind, from its parameters and its state.
+
+        taught: what leaves the last stage, where the exit is distilled from that.
+        """
         e, c = kind.exit, self.config
-        tree = {"embed": {TOKENS: table}, "shared_head": table}
-        whole = dict(own) | ({"head": table} if exits.head_name(c, e) == "own" else {})
-        if e == c.n_exits:
-            tree["final"] = whole
-        else:
-            tree["exits"] = {c.exits[e].name: whole}
+        tree, teacher = self.exit_tree(e, own, table), None
         read = lambda h: exits.state(tree, c, e, h, context, axes=self.axes)[0]
         state = transformer.rematerialised(read, self.pipeline.remat)(h)
+        if taught is not None and e != c.n_exits:
+            final = self.exit_tree(c.n_exits, *self.final)
+            h, _ = exits.state(final, c, c.n_exits, taught, context, axes=self.axes)
+            teacher = Teacher(h, exits.head(final, c, c.n_exits))
         return exits_loss(
             tree, c, [state], labels, weight, (e,), objective=self.pipeline.objective,
-            sparse=self.pipeline.sparse, axes=self.axes,
+            teacher=teacher, sparse=self.pipeline.sparse, axes=self.axes,
         )  # fmt: skip
 
+    def exit_tree(self, e: int, own: Tree, table: jax.Array) -> Tree:
+        """A model's parameters, of which exit e reads the same."""
+        c, tree = self.config, {"embed": {TOKENS: table}, "shared_head": table}
+        whole = dict(own) | ({"head": table} if exits.head_name(c, e) == "own" else {})
+        if e == c.n_exits:
+            return tree | {"final": whole}
+        return tree | {"exits": {c.exits[e].name: whole}}
+
+    def final_exit(self) -> tuple[Tree, jax.Array]:
+        """(own parameters, table) of the final exit, which the last stage sends to the others.
+
+        A table that is on every stage with an exit is not sent.
+        """
+        e, slots = self.config.n_exits, self.layout.slots
+        name = table_name(self.config, e)
+        group, slot = self.layout.find(name, self.partition.stages - 1)
+
+        def from_last(a):
+            sent = lax.psum(jnp.where(self.last, a, jnp.zeros((), a.dtype)), PIPE)
+            return lax.pcast(sent, (PIPE,), to="varying")
+
+        held = self.params.get("exits", {})
+        own = {
+            k: jax.tree.map(lambda a, r=rows[e]: a[r], held[k])
+            for k, rows in self.layout.parts.items()
+            if e in rows
+        }
+        if any(slots[group][name][place.stage] == ABSENT for place in self.partition.places):
+            table = from_last(self.params[group][slot])
+        else:
+            table = get(self.params[group], self.own(np.maximum(slots[group][name], 0)))
+        return jax.tree.map(from_last, own), table
+
     def exit_branches(self, weights: jax.Array, refs: Tree | None) -> list[Callable]:
-        """One for each kind: (h, m, exit's place among the weights) -> (gradient on h, loss, sum).
+        """One for each kind: (h, m, exit's place among the weights, what it is distilled from or
+        None) -> (gradient on h, loss, sum).
 
         With `refs`, the gradients of the exit's parameters are added to these. The gradient on h is
         None where nothing is trained below.
         """
         return [functools.partial(self._exit, k, weights, refs) for k in self.kinds[0]]
 
-    def _exit(self, kind: _Kind, weights, refs, h, m, which):
+    def _exit(self, kind: _Kind, weights, refs, h, m, which, taught):
         labels = lax.dynamic_index_in_dim(self.batch["labels"], m, 0, keepdims=False)
         weight = lax.dynamic_slice_in_dim(weights, which, 1)
         if self.factors is not None:
@@ -261,7 +303,9 @@ class Stage:
         own = {k: row(self.params["exits"][k], s) for k, s in kind.parts}
         group, slot = kind.table
         table = self.params[group][slot]
-        loss = lambda own, table, h: self.exit_loss(kind, own, table, h, labels, weight, context)
+        loss = lambda own, table, h: self.exit_loss(
+            kind, own, table, h, labels, weight, context, taught
+        )
         if refs is None:
             total, sums = loss(own, table, h)
             return None, total, sums[0]
@@ -314,16 +358,17 @@ class Stage:
         totals: Totals,
         read: Callable,
         write: Callable,
+        taught: jax.Array | None = None,
     ) -> tuple[Tree, Totals]:
         """This stage's `items` on microbatch m, none where m < 0: (kept, totals).
 
         read(item, kept) is what an exit reads; write(item, kept, gradient) keeps the gradient on
-        it.
+        it; taught: what leaves the last stage, where exits are distilled from that.
         """
 
         def one(carry, item):
             def work(branch, kept, totals):
-                g, loss, ce = branch(read(item, kept), m, item["which"])
+                g, loss, ce = branch(read(item, kept), m, item["which"], taught)
                 square = 0.0 if g is None else jnp.sum(jnp.square(g.astype(jnp.float32)))
                 at = jnp.arange(totals.sums.size) == item["which"]
                 if self.factors is not None:

@@ -310,11 +310,8 @@ class Experiment:
             "pipeline.fill", self.pipeline.fill,
             "must be 'none' where exits are tuned: no stage waits for a backward pass there",
         )  # fmt: skip
-        require(
-            not (self.mesh.pipe > 1 and self.loss.distillation),
-            "loss.distillation", self.loss.distillation,
-            f"must be 0 with mesh.pipe = {self.mesh.pipe}: the final exit is on another stage",
-        )  # fmt: skip
+        if self.mesh.pipe > 1 and self.loss.distillation:
+            self.pipeline.distilling()  # raises where it is not possible
         require(
             self.data.length <= self.model.context_length
             or self.model.position in ("alibi", "none"),

@@ -229,7 +229,7 @@ def _kept_on_stages(program: Program, rows: int) -> _Kept:
         copies = nbytes(_without(stage.params, (trained, frozen)))
         if places.scope.tuned:  # nothing is kept where nothing goes backward
             return _Kept(copies, 0)
-        made = plan(e.pipeline, cut, n, length=e.data.length, remat=e.train.remat)
+        made = plan(e.pipeline, cut, n, length=e.data.length, remat=e.train.remat, objective=e.loss)
         return _Kept(copies, runner.kept_bytes(stage, made.schedule))
 
     shapes = (*map(_structs, places.declarations), batch)

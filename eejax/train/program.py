@@ -172,7 +172,7 @@ class Program:
             return 0
         made = plan(
             e.pipeline, stages.partition, e.train.microbatches, length=e.data.length,
-            remat=e.train.remat,
+            remat=e.train.remat, objective=e.loss,
         )  # fmt: skip
         return e.train.microbatches - made.factors.main if made.factors else 0
 

@@ -265,7 +265,9 @@ def pipelined_sums(
             run = exit_gradients(stages, microbatches)
         else:
             cut = places.stages.partition
-            schedule, factors = plan(pipeline, cut, microbatches, length=length, remat=remat)
+            schedule, factors = plan(
+                pipeline, cut, microbatches, length=length, remat=remat, objective=objective
+            )
             run = runner.gradients(stages, schedule, factors)
         return run(state.params, state.frozen, weights, rates, dict(batch), state.step)
 

@@ -10,6 +10,7 @@ from pipelines import T, batch_of, compare, placed
 
 from eejax.common.trees import path_name
 from eejax.losses.multi_exit import multi_exit_loss
+from eejax.losses.objective import CROSS_ENTROPY, Objective
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.pipeline import runner
@@ -26,14 +27,17 @@ MODEL = ModelConfig(
 )
 
 
-def filled(config: ModelConfig, stages: int, microbatches: int, fill: str = "both"):
+def filled(
+    config: ModelConfig, stages: int, microbatches: int, fill: str = "both", objective=CROSS_ENTROPY
+):
     """(layout, mesh, compiled gradients, factors) of a pipeline with inserted microbatches."""
     mesh = make_mesh(MeshConfig(pipe=stages))
     layout = StageLayout(partition(config, stages))
-    pipeline = Pipeline(layout, mesh)
+    pipeline = Pipeline(layout, mesh, objective=objective)
     schedule, factors = plan(
-        PipelineConfig(fill=fill), layout.partition, microbatches, length=T, remat="dots"
-    )
+        PipelineConfig(fill=fill), layout.partition, microbatches, length=T, remat="dots",
+        objective=objective,
+    )  # fmt: skip
     schedule.check()
     assert schedule.microbatches == microbatches
     return layout, mesh, jax.jit(runner.gradients(pipeline, schedule, factors)), factors
@@ -67,6 +71,22 @@ def test_identical_microbatches_give_the_exact_gradient(stages, head):
     np.testing.assert_allclose(sums.total / n, total, rtol=1e-6)
     np.testing.assert_allclose(np.asarray(sums.exits.sums) / n, exits.sums, rtol=1e-6)
     assert int(sums.exits.count) == n * int(exits.count)
+
+
+def test_exits_are_distilled_in_filled_bubbles():
+    config = MODEL.replace(exits=tuple(ExitConfig(n) for n in range(1, 4)))
+    objective = Objective(distillation=0.5)
+    layout, mesh, run, factors = filled(config, 4, 8, "part2", objective)
+    value, weights = params.init(config, jax.random.key(1)), jnp.linspace(0.3, 1.0, 4)
+    one = batch_of(config, 2)
+    batch = {k: np.tile(v, (8, 1)) for k, v in one.items()}
+    sums = run(placed(layout, value, mesh), {}, weights, None, batch, jnp.zeros((), jnp.int32))
+    loss = lambda v: multi_exit_loss(
+        v, config, one["tokens"], one["labels"], weights, objective=objective
+    )[0]
+    assert factors.main < 8
+    got = jax.tree.map(lambda g: g / factors.main, layout.from_stages(jax.device_get(sums.grads)))
+    compare(got, jax.jit(jax.grad(loss))(value))
 
 
 def test_on_real_text_the_gradient_is_unbiased_and_less_noisy(eejax_data):

@@ -103,6 +103,7 @@ def test_when_exits_are_computed(case):
 @given(drawn())
 def test_rings_hold_everything_in_as_few_slots_as_possible(case):
     assert_slots_hold(*case)
+    assert_slots_hold(*case, distils=True)
 
 
 def test_aligned_exits_cost_slots_and_mixed_ones_none():

@@ -38,7 +38,7 @@ def assert_right_values(schedule):
         assert value == (op.microbatch, tuple(way)), (op, i, value)
 
 
-def spans(schedule, exits, i):
+def spans(schedule, exits, i, distils):
     """What stage i must hold from step to step, by kind: [(table, microbatch, first, last)]."""
     when, out = schedule.when, []
     for m, route in enumerate(schedule.routes):
@@ -53,19 +53,21 @@ def spans(schedule, exits, i):
             out.append(("cotangents", m, at, max(at, end)))
         if at is not None and i == schedule.stages - 1:
             out.append(("outputs", m, at, max(at, end)))
+            if distils:
+                out.append(("taught", m, at, max(at, end)))
     return out
 
 
-def assert_slots_hold(schedule, exits):
+def assert_slots_hold(schedule, exits, distils=False):
     """No two values that are held at the same time share a slot, and no slot is for nothing."""
-    found = rings(schedule, exits)
+    found = rings(schedule, exits, distils)
     most = {"states": 1, "residuals": 1}
     for i in range(schedule.stages):
         for ring, kinds in (
-            ("states", ("inputs", "cotangents", "outputs")),
+            ("states", ("inputs", "cotangents", "outputs", "taught")),
             ("residuals", ("residuals",)),
         ):
-            held = [s for s in spans(schedule, exits, i) if s[0] in kinds]
+            held = [s for s in spans(schedule, exits, i, distils) if s[0] in kinds]
             for t in range(len(schedule.steps)):
                 slots = [getattr(found, k)[m, i] for k, m, a, b in held if a <= t <= b]
                 assert len(slots) == len(set(slots))

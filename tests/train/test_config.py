@@ -76,6 +76,20 @@ def test_a_sequence_that_the_shards_cannot_cut_is_named():
     Experiment.from_dict(values | {"mesh": {"sequence": True}})
 
 
+@pytest.mark.parametrize(
+    "field, value", [("exits", "aligned"), ("fill", "part1"), ("fill", "both")]
+)
+def test_exits_are_not_distilled_before_the_final_one_is_known(field, value):
+    pipeline = {field: value}
+    values = {"model": SIZES, "loss": {"distillation": 0.5}, "pipeline": pipeline}
+    with pytest.raises(
+        ConfigError, match=f"pipeline.{field} = {value!r}: must be .*loss.distillation"
+    ):
+        Experiment.from_dict(values | {"mesh": {"pipe": 2}})
+    Experiment.from_dict(values)
+    Experiment.from_dict(values | {"mesh": {"pipe": 2}, "pipeline": {"fill": "part2"}})
+
+
 def test_a_section_must_have_fields():
     with pytest.raises(ConfigError, match="config.train = 3: must be a section"):
         Experiment.from_dict({"model": SIZES, "train": 3})

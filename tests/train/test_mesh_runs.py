@@ -157,8 +157,8 @@ def test_generation_from_a_pipelined_run_is_that_of_one_device(texts, saved, tmp
 
 
 def test_recipes_are_the_same_on_stages(texts, tmp_path):
-    """Layer dropout, exits in turns, z-loss and confidence weights, document masks, on uneven
-    stages with exits in the middle of one."""
+    """Layer dropout, exits in turns, z-loss, confidence weights and distillation, document masks,
+    on uneven stages with exits in the middle of one."""
     found = []
     for mesh in ((1, 1, 1), (2, 2, 2)):
         run = experiment(texts, mesh, {"layers": (1, 3)} if mesh[1] > 1 else {}, steps=6,
@@ -166,7 +166,7 @@ def test_recipes_are_the_same_on_stages(texts, tmp_path):
         run = dataclasses.replace(
             run,
             exit_weights=ExitWeights((0.3, 0.5, 0.4), curriculum="rotating"),
-            loss=Objective(z_loss=1e-3, confidence_weighted=True),
+            loss=Objective(z_loss=1e-3, confidence_weighted=True, distillation=0.4),
         )
         workdir = tmp_path / str(mesh[1])
         fit(run, workdir)
