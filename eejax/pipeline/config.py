@@ -49,7 +49,9 @@ class PipelineConfig:
             require_one_of(f"{name}.layers", self.layers, (EVEN, BALANCED))
         else:
             ok = all(isinstance(n, int) and n >= 1 for n in self.layers)
-            require(ok, f"{name}.layers", self.layers, "must be numbers of layers, 'even' or 'balanced'")
+            require(
+                ok, f"{name}.layers", self.layers, "must be numbers of layers, 'even' or 'balanced'"
+            )
         require(
             0 < self.backward_cost < math.inf,
             f"{name}.backward_cost", self.backward_cost, "must be positive and finite",
