@@ -1,26 +1,119 @@
-"""Exit confidences: pure functions from an exit's logits to a number in [0, 1].
+"""Exit confidences: pure functions from what an exit sees to a number in [0, 1].
 
 A gate sees logits after the exit's own temperature and before any sampling transform.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+GATES = ("max_probability", "margin", "entropy", "patience", "saturation", "fixed")
+"""Names of the gates. A request's is a number here, so that a batch may mix them.
+
+max_probability: probability of the most likely token (EE-LLM, section 4).
+margin: that less the second most likely one's (CALM's softmax response, section 3.5).
+entropy: 1 - entropy / log(vocabulary) (as BranchyNet's, turned round).
+patience: exits in a row that agree on the most likely token, over the model's exits (PABEE; Zhou
+    et al. 2020): a threshold of 2 / 4 leaves a model of four exits once two agree.
+saturation: cosine of the states at this and the exit before (CALM, section 3.5), 0 at the first.
+fixed: always 1, so that a token leaves by the first active exit whose threshold is below 1.
+"""
+
+MAX_PROBABILITY, MARGIN, ENTROPY, PATIENCE, SATURATION, FIXED = range(len(GATES))
+
+
+class Memory(NamedTuple):
+    """What gates carry from one exit of a token to the next.
+
+    token [b]: the most likely one at the exit before, -1 at the first; streak [b]: exits in a row
+    that found it most likely; state [b, d]: the state at the exit before, zeros at the first.
+    """
+
+    token: jax.Array
+    streak: jax.Array
+    state: jax.Array
+
+    @classmethod
+    def blank(cls, like: jax.Array) -> Memory:
+        """Of tokens that have seen no exit; like: a state [b, d]."""
+        zero = jnp.zeros(like.shape[:1], jnp.int32)
+        return cls(zero - 1, zero, jnp.zeros_like(like))
+
+
+def needs_logits(kind: jax.Array) -> jax.Array:
+    """[b] whether a gate's confidence is made of logits."""
+    return kind < SATURATION
 
 
 def max_probability(logits: jax.Array) -> jax.Array:
-    """Probability of the most likely token, [...] from float32 logits [..., v].
-
-    The gate of EE-LLM (section 4) and CALM's softmax response.
-    """
+    """Probability of the most likely token, [...] from float32 logits [..., v]."""
     peak = jnp.max(logits, -1, keepdims=True)
     return 1.0 / jnp.sum(jnp.exp(logits - peak), -1)
 
 
-def fires(confidence: jax.Array, threshold: jax.Array, active: jax.Array) -> jax.Array:
-    """Whether a token leaves: confidence >= threshold at an active exit.
+def margin(logits: jax.Array) -> jax.Array:
+    """Probability of the most likely token less that of the second, [...] from [..., v]."""
+    peak = jnp.max(logits, -1, keepdims=True)
+    top = logits == peak
+    second = jnp.max(jnp.where(top, -jnp.inf, logits), -1)
+    # A peak that several tokens share is its own second.
+    second = jnp.where(jnp.sum(top, -1) > 1, peak[..., 0], second)
+    return max_probability(logits) * (1.0 - jnp.exp(second - peak[..., 0]))
 
-    Threshold 1 never fires, by definition: a float32 confidence can round to 1.
+
+def certainty(logits: jax.Array, vocab_size: int) -> jax.Array:
+    """1 - entropy / log(vocab_size), [...] from logits [..., v], masked where v is padded."""
+    y = logits - jnp.max(logits, -1, keepdims=True)
+    p = jnp.exp(y)
+    total = jnp.sum(p, -1)
+    entropy = jnp.log(total) - jnp.sum(p * y, -1) / total
+    return jnp.clip(1.0 - entropy / jnp.log(float(max(vocab_size, 2))), 0.0, 1.0)
+
+
+def saturation(state: jax.Array, before: jax.Array) -> jax.Array:
+    """Cosine of states [..., d] and those at the exit before, 0 where it is negative."""
+    a, b = state.astype(jnp.float32), before.astype(jnp.float32)
+    dot = lambda x, y: jnp.sum(x * y, -1)
+    return jnp.clip(dot(a, b) * lax.rsqrt(jnp.maximum(dot(a, a) * dot(b, b), 1e-30)), 0.0, 1.0)
+
+
+def of_logits(
+    kind: jax.Array, logits: jax.Array, token: jax.Array, memory: Memory, exits: int, vocab: int
+) -> tuple[jax.Array, Memory]:
+    """Confidences [b] by gates `kind` [b] that read logits [b, v], and the `Memory` after.
+
+    token [b]: the most likely one; exits: early ones of the model. A gate that nobody uses costs
+    nothing.
     """
-    return active & (threshold < 1) & (confidence >= threshold)
+    confidence = max_probability(logits)
+    for k, gate in ((MARGIN, margin), (ENTROPY, lambda y: certainty(y, vocab))):
+        of = kind == k
+        other = lax.cond(jnp.any(of), gate, lambda y: jnp.zeros(y.shape[:1], y.dtype), logits)
+        confidence = jnp.where(of, other, confidence)
+    streak = jnp.where(token == memory.token, memory.streak, 0) + 1
+    confidence = jnp.where(kind == PATIENCE, patience(streak, exits), confidence)
+    return confidence, memory._replace(token=token, streak=streak)
+
+
+def patience(streak: jax.Array, exits: int) -> jax.Array:
+    """A streak of agreeing exits as a confidence; one exit alone agrees with nobody."""
+    return jnp.where(streak > 1, streak, 0).astype(jnp.float32) / max(exits, 1)
+
+
+def of_state(kind: jax.Array, state: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
+    """Confidences [b] by gates `kind` that read no logits, of states [b, d], and the `Memory`."""
+    confidence = jnp.where(kind == SATURATION, saturation(state, memory.state), 1.0)
+    return confidence, memory._replace(state=state)
+
+
+def falling(threshold: jax.Array, decay: jax.Array, progress: jax.Array) -> jax.Array:
+    """A threshold after a share `progress` of a text: 0.9 threshold + 0.1 exp(-decay progress).
+
+    CALM, section 3.3: early errors spoil more of a text. A negative decay leaves it as it is.
+    """
+    fallen = jnp.clip(0.9 * threshold + 0.1 * jnp.exp(-decay * progress), 0.0, 1.0)
+    return jnp.where(decay < 0, threshold, fallen)

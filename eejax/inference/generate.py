@@ -18,9 +18,11 @@ from eejax.inference.policy import ExitPolicy
 from eejax.inference.result import Collector, Result
 from eejax.inference.sampling import Sampling
 from eejax.inference.state import (
+    STOPS,
     DecodeState,
     EngineOptions,
     Record,
+    Request,
     Weights,
     engine_config,
     prepare,
@@ -32,47 +34,33 @@ LENGTH_STEP = 64  # cache lengths are rounded up to this, so that few programs a
 
 
 @partial(jax.jit, static_argnames=("config", "options", "length"))
-def prefill(weights, tokens, lengths, max_new, policy, sampling, stops, *, config, options, length):
+def prefill(weights, tokens, request, *, config, options, length):
     """Jitted `posthoc.prefill`."""
-    return posthoc.prefill(
-        weights,
-        tokens,
-        lengths,
-        max_new,
-        policy,
-        sampling,
-        stops,
-        config=config,
-        options=options,
-        length=length,
-    )
+    return posthoc.prefill(weights, tokens, request, config=config, options=options, length=length)
 
 
 @partial(jax.jit, static_argnames=("config", "options", "n"), donate_argnames="state")
 def decode(
     weights: Weights,
     state: DecodeState,
-    policy: ExitPolicy,
-    sampling: Sampling,
-    stops: jax.Array,
     *,
     config: ModelConfig,
     options: EngineOptions,
     n: int,
 ) -> tuple[DecodeState, Record]:
-    """Up to `n` tokens for every live request in one compiled loop; records are [n, b].
+    """Up to `n` steps for every live request in one compiled loop; records are [n, b].
 
     Stops when all requests are done. Steps not taken have exit -1. `state` is donated.
     """
     step = recompute.step if options.engine == "recompute" else posthoc.step
     step = partial(step, config=config, options=options)
-    shapes = jax.eval_shape(step, weights, state, policy, sampling, stops)[1]
+    shapes = jax.eval_shape(step, weights, state)[1]
     records = jax.tree.map(lambda r: jnp.zeros((n, *r.shape), r.dtype), shapes)
     records = records._replace(exit=jnp.full_like(records.exit, -1))
 
     def body(carry):
         i, state, records = carry
-        state, record = step(weights, state, policy, sampling, stops)
+        state, record = step(weights, state)
         records = jax.tree.map(
             lambda a, r: lax.dynamic_update_index_in_dim(a, r, i, 0), records, record
         )
@@ -107,7 +95,7 @@ class Generator:
         if isinstance(options, str):
             options = EngineOptions(engine=options)
         config = engine_config(config, options)
-        return cls(prepare(params, config), config, options)
+        return cls(prepare(params, config, options.max_depth), config, options)
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **kwargs) -> Result:
         """Tokens for every prompt at once; see `stream` for the arguments."""
@@ -122,6 +110,9 @@ class Generator:
         threshold: float | Sequence[float] | np.ndarray = 1.0,
         exits: Sequence[int] | None = None,
         prefill_exit: bool = False,
+        gate: str | Sequence[str] = "max_probability",
+        min_depth: int | Sequence[int] = 0,
+        decay: float | Sequence[float] | None = None,
         temperature: float | Sequence[float] = 0.0,
         top_k: int | Sequence[int] = 0,
         top_p: float | Sequence[float] = 1.0,
@@ -138,7 +129,7 @@ class Generator:
         back less often, and a stop string lets up to that many steps run in vain.
 
         prompts: token ids, each at least one token and shorter than the context.
-        threshold, exits, prefill_exit: `ExitPolicy.make`; ignored by the engine "full".
+        threshold ... decay: `ExitPolicy.make`; ignored by the engine "full".
             `prefill_exit` decides which exit the first token is emitted from, and spares no
             layer: the prompt's pass runs all of them (`posthoc.prefill`).
         temperature ... seed: `Sampling.make`.
@@ -160,32 +151,20 @@ class Generator:
         if stop_strings and decode_text is None:
             raise ConfigError("stop_strings: need decode_text, which turns token ids into text.")
         if options.engine == "full":
-            threshold, exits, prefill_exit = 1.0, None, False
-        policy = ExitPolicy.make(config, b, threshold, exits, prefill_exit)
+            threshold, exits, prefill_exit, min_depth = 1.0, None, False, 0
+        policy = ExitPolicy.make(config, b, threshold, exits, prefill_exit, gate, min_depth, decay)
         sampling = Sampling.make(b, temperature, top_k, top_p, min_p, seed)
-        ids = np.asarray(stop_tokens)
-        require(
-            ids.ndim == 1
-            and (not ids.size or ids.dtype.kind in "iu")
-            and bool(np.all((ids >= 0) & (ids < config.vocab_size))),
-            "stop_tokens", stop_tokens,
-            f"must be a sequence of token ids, each in 0..{config.vocab_size - 1}",
-        )  # fmt: skip
-        # Padded, so that few counts of stop tokens are compiled for.
-        stops = np.full((b, _power_of_two(max(1, len(stop_tokens)))), -1, np.int32)
-        stops[:, : len(stop_tokens)] = stop_tokens
-        stops = jnp.asarray(stops)
-
         room = config.context_length - lengths
         max_new = np.minimum(min(max_new_tokens, config.context_length), room).astype(np.int32)
+        # Padded, so that few counts of stop tokens are compiled for.
+        width = max(STOPS, _power_of_two(max(1, np.size(stop_tokens))))
+        request = Request.make(config, lengths, max_new, policy, sampling, stop_tokens, width)
         length = int(max(tokens.shape[1], (lengths + max_new).max())) + options.cap
         length = -(-length // LENGTH_STEP) * LENGTH_STEP
         if chunk is None:
             chunk = STREAM_CHUNK if stop_strings else _power_of_two(int(max_new.max()))
         args = dict(config=config, options=options)
-        state, first = prefill(
-            self.weights, tokens, lengths, max_new, policy, sampling, stops, length=length, **args
-        )
+        state, first = prefill(self.weights, tokens, request, length=length, **args)
         more = jax.tree.map(lambda a: a[None], first)
         limits = np.where(room < max_new_tokens, "context", "length")
         collector = Collector(
@@ -199,7 +178,7 @@ class Generator:
                 return
             if stop_strings:  # a request that met a stop string needs no further steps
                 state = state.replace(remaining=jnp.where(over, 0, state.remaining))
-            state, more = decode(self.weights, state, policy, sampling, stops, n=chunk, **args)
+            state, more = decode(self.weights, state, n=chunk, **args)
 
     def _pad(self, prompts) -> tuple[np.ndarray, np.ndarray]:
         listed = lambda a: hasattr(a, "__len__") and not isinstance(a, str | bytes)

@@ -1,34 +1,43 @@
-"""Which exit a token leaves by: thresholds, active exits, and the emission they lead to."""
+"""Which exit a token leaves by: gates, thresholds, active exits, and the emission they lead to."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 
-from eejax.common.errors import require
+from eejax.common.errors import require, require_one_of
 from eejax.gates import confidence
-from eejax.inference.sampling import Sampling, choose
+from eejax.gates.confidence import GATES, Memory
+from eejax.inference.sampling import Sampling, argmax, choose
 from eejax.models.config import ModelConfig
+
+CONSTANT = -1.0  # decay of thresholds that do not fall
 
 
 @struct.dataclass
 class ExitPolicy:
     """Per-request exit rules as traced arrays: changing one never recompiles.
 
+    gate: [b] int32, a number of `gates.confidence.GATES`.
     thresholds: [b, E] float32; a token leaves by the earliest active exit whose confidence
         reaches its threshold. Threshold 1 never fires.
     active: [b, E] bool.
+    decay: [b] float32; how fast thresholds fall while a text grows (`confidence.falling`), negative
+        where they do not.
     prefill_exit: [b] bool, whether the first token, which the prompt's pass produces, may be
         emitted by an early exit too. The pass runs all layers either way.
     """
 
+    gate: jax.Array
     thresholds: jax.Array
     active: jax.Array
+    decay: jax.Array
     prefill_exit: jax.Array
 
     @classmethod
@@ -39,11 +48,16 @@ class ExitPolicy:
         threshold: float | Sequence[float] | np.ndarray = 1.0,
         exits: Sequence[int] | None = None,
         prefill_exit: bool = False,
+        gate: str | Sequence[str] = "max_probability",
+        min_depth: int | Sequence[int] = 0,
+        decay: float | Sequence[float] | None = None,
     ) -> ExitPolicy:
         """One threshold for all, one per exit [E], or one per request and exit [b, E].
 
-        `exits` lists the boundaries of the active exits (default: all). Raises ConfigError for
-        thresholds outside [0, 1], NaN, a wrong shape, or an exit the model does not have.
+        `exits` lists the boundaries of the active exits (default: all), or is a list of such lists,
+        one for each request; exits below `min_depth` layers are not active. `gate`, `min_depth` and
+        `decay` are one for all or one for each request. Raises ConfigError for thresholds outside
+        [0, 1], NaN, a wrong shape, an unknown gate, or an exit the model does not have.
         """
         n = config.n_exits
         a = np.asarray(threshold, np.float32)
@@ -53,62 +67,173 @@ class ExitPolicy:
             f"must be one number, one per early exit ({n}), or of shape ({batch}, {n})",
         )  # fmt: skip
         require(bool(np.all((a >= 0) & (a <= 1))), "threshold", threshold, "must lie in [0, 1]")
+        kinds = [gate] * batch if isinstance(gate, str) else list(gate)
+        require(len(kinds) == batch, "gate", gate, f"must be one name, or {batch}: one each")
+        for kind in kinds:
+            require_one_of("gate", kind, GATES)
+        least = _numbers("min_depth", min_depth, batch, "must be a number of layers of at least 0")
+        falls = CONSTANT if decay is None else decay
+        if decay is not None:
+            falls = _numbers("decay", decay, batch, "must be finite and at least 0, or None")
         boundaries = [e.boundary for e in config.exits]
-        chosen = boundaries if exits is None else list(exits)
-        for boundary in chosen:
-            require(
-                boundary in boundaries, "exits", list(chosen),
-                f"must be among this model's exit boundaries {boundaries}",
-            )  # fmt: skip
-        active = np.array([b in chosen for b in boundaries], bool)
+        active = _active(boundaries, batch, exits) & (np.array(boundaries) >= least[:, None])
+        rows = lambda a, dtype, *shape: jnp.asarray(
+            np.broadcast_to(np.asarray(a, dtype), (batch, *shape))
+        )
         return cls(
-            jnp.asarray(np.broadcast_to(a, (batch, n)).astype(np.float32)),
-            jnp.asarray(np.broadcast_to(active, (batch, n))),
-            jnp.full((batch,), prefill_exit),
+            rows([GATES.index(kind) for kind in kinds], np.int32),
+            rows(a, np.float32, n),
+            rows(active, bool, n),
+            rows(falls, np.float32),
+            rows(prefill_exit, bool),
         )
 
     def may_fire(self, e: int) -> jax.Array:
         """[b] whether exit e could fire at all."""
         return self.active[:, e] & (self.thresholds[:, e] < 1)
 
+    def threshold(self, e: int, progress: jax.Array) -> jax.Array:
+        """[b] that of exit e after a share `progress` [b] of a request's tokens."""
+        return confidence.falling(self.thresholds[:, e], self.decay, progress)
+
+
+def _numbers(name: str, value, batch: int, allowed: str) -> np.ndarray:
+    a = np.asarray(value)
+    ok = a.dtype.kind in "iuf" and bool(np.all(np.isfinite(a)) and np.all(a >= 0))
+    require(ok, name, value, allowed)
+    require(a.shape in ((), (batch,)), name, value, f"must be one number, or {batch}: one each")
+    return np.broadcast_to(a, (batch,))
+
+
+def _active(boundaries: list[int], batch: int, exits) -> np.ndarray:
+    """[b, E] bool of `ExitPolicy.make`'s exits."""
+    chosen = boundaries if exits is None else list(exits)
+    each = bool(chosen) and all(isinstance(c, list | tuple) for c in chosen)
+    require(
+        not each or len(chosen) == batch, "exits", chosen,
+        f"must be boundaries, or {batch} lists of them: one each",
+    )  # fmt: skip
+    rows = chosen if each else [chosen] * batch
+    for row in rows:
+        for boundary in row:
+            require(
+                boundary in boundaries, "exits", list(row),
+                f"must be among this model's exit boundaries {boundaries}",
+            )  # fmt: skip
+    active = [[b in row for b in boundaries] for row in rows]
+    return np.array(active, bool).reshape(batch, len(boundaries))
+
 
 class Emission(NamedTuple):
     """The token a step emits for each request; arrays [b].
 
-    exit: number of the emitting exit (E: the final one), -1 while undecided.
+    exit: number of the emitting exit (the last: the final one), -1 while undecided. margin: the
+    smallest distance to another outcome so far, where it is measured (`state.Record`).
     """
 
     token: jax.Array
     logprob: jax.Array
     confidence: jax.Array
     exit: jax.Array
+    margin: jax.Array
 
     @classmethod
     def undecided(cls, batch: int) -> Emission:
         zero = jnp.zeros((batch,), jnp.float32)
         none = jnp.full((batch,), -1, jnp.int32)
-        return cls(none, zero, zero, none)
+        return cls(none, zero, zero, none, jnp.full_like(zero, jnp.inf))
+
+
+class Look(NamedTuple):
+    """What an exit sees of each request. logits: makes the logits [b, v], which cost a product.
+
+    e: the exit's number; state [b, d]: at its boundary; allowed [b]: who may leave here; position
+    [b]: of the token to emit; progress [b]: share of its request's tokens before it.
+    """
+
+    e: int
+    state: jax.Array
+    logits: Callable[[], jax.Array]
+    allowed: jax.Array
+    position: jax.Array
+    progress: jax.Array
 
 
 def consider(
     emission: Emission,
-    e: int,
-    logits: jax.Array,
-    allowed: jax.Array,
-    policy: ExitPolicy | None,
+    memory: Memory,
+    look: Look,
+    policy: ExitPolicy,
     sampling: Sampling,
-    position: jax.Array,
-) -> Emission:
-    """Emits from exit e, where `allowed` [b] and still undecided, if its gate fires.
+    config: ModelConfig,
+    measure: bool = False,
+) -> tuple[Emission, Memory]:
+    """Emits from an early exit, for those `look.allowed` and undecided whose gate fires.
 
-    `policy` None is the final exit, which always emits. position [b]: of the emitted token.
+    Logits are made where a gate reads them, or where one that does not fires; with `measure`,
+    which fills in margins, wherever an exit could fire.
     """
-    conf = confidence.max_probability(logits)
-    leaves = allowed & (emission.exit < 0)
-    if policy is not None:
-        leaves &= confidence.fires(conf, policy.thresholds[:, e], policy.active[:, e])
+    e, kind = look.e, policy.gate
+    open_ = look.allowed & (emission.exit < 0) & policy.may_fire(e)
+    threshold = policy.threshold(e, look.progress)
+    by_state, memory = confidence.of_state(kind, look.state, memory)
+    reads = confidence.needs_logits(kind)
+
+    def emit(emission, memory):
+        logits = look.logits()
+        top = argmax(logits)
+        seen, after = confidence.of_logits(
+            kind, logits, top, memory, config.n_exits, config.vocab_size
+        )
+        conf = jnp.where(reads, seen, by_state)
+        fires = open_ & (conf >= threshold)
+        if measure:
+            # Patience counts agreements: what may tip it are the tokens and not the count.
+            counts = kind == confidence.PATIENCE
+            near = jnp.where(counts, top_gap(logits, top), jnp.abs(conf - threshold))
+            near = jnp.where(open_, near, jnp.inf)
+            near = jnp.where(fires, jnp.minimum(near, top_gap(logits, top)), near)
+            emission = emission._replace(margin=jnp.minimum(emission.margin, near))
+        keep = lambda a, b: jnp.where(open_, a, b)
+        memory = memory._replace(
+            token=keep(after.token, memory.token), streak=keep(after.streak, memory.streak)
+        )
+        return _emitted(emission, e, logits, conf, fires, sampling, look.position), memory
+
+    needed = open_ if measure else open_ & (reads | (by_state >= threshold))
+    return lax.cond(jnp.any(needed), emit, lambda *c: c, emission, memory)
+
+
+def conclude(emission: Emission, look: Look, sampling: Sampling, measure: bool = False) -> Emission:
+    """Emits from the last exit, for those `look.allowed` and undecided."""
+    open_ = look.allowed & (emission.exit < 0)
+
+    def emit(emission):
+        logits = look.logits()
+        conf = confidence.max_probability(logits)
+        if measure:
+            near = jnp.where(open_, top_gap(logits, argmax(logits)), jnp.inf)
+            emission = emission._replace(margin=jnp.minimum(emission.margin, near))
+        return _emitted(emission, look.e, logits, conf, open_, sampling, look.position)
+
+    return lax.cond(jnp.any(open_), emit, lambda c: c, emission)
+
+
+def top_gap(logits: jax.Array, top: jax.Array) -> jax.Array:
+    """[b] distance of the largest logit, that of token `top`, to the second."""
+    index = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    others = jnp.where(index == top[:, None], -jnp.inf, logits)
+    return jnp.max(logits, -1) - jnp.max(others, -1)
+
+
+def _emitted(emission, e, logits, conf, leaves, sampling, position) -> Emission:
+    """`emission` with exit e's token where it `leaves`."""
     token = choose(logits, sampling, position)
-    peak = jnp.max(logits, -1)
     picked = jnp.take_along_axis(logits, token[:, None], -1)[:, 0]
-    new = Emission(token, picked - peak + jnp.log(conf), conf, jnp.full_like(token, e))
-    return Emission(*(jnp.where(leaves, a, b) for a, b in zip(new, emission, strict=True)))
+    logprob = picked - jnp.max(logits, -1) + jnp.log(confidence.max_probability(logits))
+    take = lambda new, old: jnp.where(leaves, new, old)
+    return Emission(
+        take(token, emission.token), take(logprob, emission.logprob),
+        take(conf, emission.confidence), take(jnp.full_like(token, e), emission.exit),
+        emission.margin,
+    )  # fmt: skip

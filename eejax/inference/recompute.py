@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from eejax.gates.confidence import Memory
 from eejax.inference import state as s
-from eejax.inference.policy import Emission, ExitPolicy, consider
-from eejax.inference.sampling import Sampling
+from eejax.inference.policy import Emission, Look, conclude, consider
 from eejax.models.cache import KVCache, run_segment
 from eejax.models.config import ModelConfig
 
@@ -39,46 +39,33 @@ def _rows(ring: jax.Array, start: jax.Array, width: int) -> jax.Array:
 
 
 def step(
-    weights: s.Weights,
-    state: s.DecodeState,
-    policy: ExitPolicy,
-    sampling: Sampling,
-    stops: jax.Array,
-    *,
-    config: ModelConfig,
-    options: s.EngineOptions,
+    weights: s.Weights, state: s.DecodeState, *, config: ModelConfig, options: s.EngineOptions
 ) -> tuple[s.DecodeState, s.Record]:
     """One token for every live request, through as many segments as some request needs."""
-    cache, live = state.cache, state.live
-    n, b = config.n_exits, state.token.shape[0]
+    cache, live, request = state.cache, state.live, state.request
+    n, b = weights.last, state.token.shape[0]
     filled, position = cache.filled, state.position + 1
     segments, blocks, waiting = list(cache.segments), list(cache.blocks), list(state.waiting)
     depth = jnp.int32(config.stops[0])
 
     # Segment 0: the new token's row, always.
     x, h, segments[0], blocks[0] = run_segment(
-        weights.params,
-        weights.segments[0],
-        config,
-        0,
-        s.embed_last(weights, config, state),
-        filled[:, 0],
-        segments[0],
-        blocks[0],
-    )
+        weights.params, weights.segments[0], config, 0, s.embed_last(weights, config, state),
+        filled[:, 0], segments[0], blocks[0],
+    )  # fmt: skip
     if n:
         waiting[0] = _store(waiting[0], x, filled[:, 0], live.astype(jnp.int32))
     filled = filled.at[:, 0].add(live.astype(jnp.int32))
-    h = h[:, 0]
+    x, h = x[:, 0], h[:, 0]
     forced = live & (filled[:, 0] - filled[:, n] >= options.cap)
-    emission = Emission.undecided(b)
+    emission, memory = Emission.undecided(b), Memory.blank(x)
 
     for e in range(n + 1):
         if e:
             goes = live & ((emission.exit < 0) | forced)
             backlog = jnp.max(jnp.where(goes, filled[:, e - 1] - filled[:, e], 0))
             after = waiting[e] if e < n else jnp.zeros((b, 0, config.d_model), x.dtype)
-            carried = (h, filled, segments[e], blocks[e], after)
+            carried = (x, h, filled, segments[e], blocks[e], after)
             fewer = 0
             # One conditional of two branches for each width, the first passing everything
             # through: XLA's CPU backend copies all carried caches where there are three or more.
@@ -87,44 +74,42 @@ def step(
                 runs = (fewer < backlog) & (backlog <= width)
                 carried = lax.switch(runs.astype(jnp.int32), [lambda *c: c, run], *carried)
                 fewer = width
-            h, filled, segments[e], blocks[e], after = carried
+            x, h, filled, segments[e], blocks[e], after = carried
             if e < n:
                 waiting[e] = after
             depth = jnp.where(backlog > 0, config.stops[e], depth)
-        undecided = live & (emission.exit < 0)
-        gate = None if e == n else policy
-        wanted = undecided if e == n else undecided & policy.may_fire(e)
-        emit = lambda em, e=e, h=h, ok=undecided, gate=gate: consider(
-            em, e, s.step_logits(weights, config, e, h), ok, gate, sampling, position
-        )
-        emission = lax.cond(jnp.any(wanted), emit, lambda em: em, emission)
+        logits = lambda e=e, h=h: s.step_logits(weights, config, e, h)
+        look = Look(e, x, logits, live, position, request.progress(position))
+        if e == n:
+            emission = conclude(emission, look, request.sampling)
+        else:
+            emission, memory = consider(
+                emission, memory, look, request.policy, request.sampling, config
+            )
 
     state = state.replace(
         cache=KVCache(tuple(segments), tuple(blocks), filled), waiting=tuple(waiting)
     )
-    return s.advance(state, emission, stops, jnp.broadcast_to(depth, (b,)))
+    return s.advance(state, emission, jnp.broadcast_to(depth, (b,)))
 
 
-def _deeper(weights, config, e, width, live, goes, before, h, filled, kvs, block, after):
+def _deeper(weights, config, e, width, live, goes, before, x, h, filled, kvs, block, after):
     """`width` rows per request through segment e; a branch of the conditional.
 
-    before, after: states waiting at the boundaries below and above. Requests that do not go
-    themselves let their oldest waiting rows ride along, which only shortens their backlog.
+    before, after: states waiting at the boundaries below and above; x, h [b, d]: the newest token's
+    at this boundary, and what the exit's head reads. Requests that do not go themselves let their
+    oldest waiting rows ride along, which only shortens their backlog.
     """
     start = filled[:, e]
     count = jnp.where(live, jnp.minimum(filled[:, e - 1] - start, width), 0)
-    x, states, kvs, block = run_segment(
-        weights.params,
-        weights.segments[e],
-        config,
-        e,
-        _rows(before, start, width),
-        start,
-        kvs,
+    rows, states, kvs, block = run_segment(
+        weights.params, weights.segments[e], config, e, _rows(before, start, width), start, kvs,
         block,
-    )
+    )  # fmt: skip
     if after.shape[1]:
-        after = _store(after, x, start, count)
+        after = _store(after, rows, start, count)
     last = jnp.maximum(count - 1, 0)[:, None, None]  # of a request that goes: its newest token
-    h = jnp.where(goes[:, None], jnp.take_along_axis(states, last, 1)[:, 0], h)
-    return h, filled.at[:, e].add(count), kvs, block, after
+    newest = lambda rows, old: jnp.where(
+        goes[:, None], jnp.take_along_axis(rows, last, 1)[:, 0], old
+    )
+    return newest(rows, x), newest(states, h), filled.at[:, e].add(count), kvs, block, after

@@ -133,24 +133,23 @@ class Collector:
     def add(self, record: Record) -> Result:
         """All tokens so far, with those of a record [n, b]; raises as `Generator.stream`.
 
-        A request ends with its first stop token, or the token that completes a stop string.
+        Where the exit is -1, a step has emitted nothing for a request. A request ends with its
+        first stop token, or the token that completes a stop string.
         """
-        start = max(map(len, self._ids))  # that of every request still running
-        new = Record(*(np.asarray(a).T[:, : self._all.exit.shape[1] - start] for a in record))
-        over = np.array([bool(f) for f in self._finish])
-        new = new._replace(exit=np.where(over[:, None], -1, new.exit))
-        bad = np.argwhere((new.exit >= 0) & ~np.isfinite(new.logprob))
-        if len(bad):
-            row, at = bad[0]
-            raise FloatingPointError(
-                f"logits of request {row} are not finite at new token {start + at}, exit"
-                f" {self._config.stops[new.exit[row, at]]}: check the checkpoint's parameters"
-            )
+        new = Record(*(np.asarray(a).T for a in record))
         for i, ids in enumerate(self._ids):
             if self._finish[i]:
                 continue
             before = len(ids)
-            ids += new.token[i, : int((new.exit[i] >= 0).sum())].tolist()
+            steps = np.flatnonzero(new.exit[i] >= 0)[: self._all.exit.shape[1] - before]
+            bad = np.flatnonzero(~np.isfinite(new.logprob[i, steps]))
+            if len(bad):
+                stop = self._config.stops[new.exit[i, steps[bad[0]]]]
+                raise FloatingPointError(
+                    f"logits of request {i} are not finite at new token {before + bad[0]}, exit"
+                    f" {stop}: check the checkpoint's parameters"
+                )
+            ids += new.token[i, steps].tolist()
             end = self._end(ids, before)
             if end is not None:
                 del ids[end:]
@@ -158,7 +157,7 @@ class Collector:
             elif len(ids) >= self._max_new[i]:
                 self._finish[i] = str(self._limits[i])
             for whole, part in zip(self._all, new, strict=True):
-                whole[i, before : len(ids)] = part[i, : len(ids) - before]
+                whole[i, before : len(ids)] = part[i, steps[: len(ids) - before]]
         lengths = np.array([len(ids) for ids in self._ids])
         width = int(lengths.max())
         shown = Record(*(a[:, :width] for a in self._all))

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from eejax.common.errors import require, require_one_of
 from eejax.common.trees import Tree
+from eejax.inference.policy import Emission, ExitPolicy
+from eejax.inference.sampling import Sampling
 from eejax.models import exits, transformer
 from eejax.models.cache import KVCache, unstack_segments
 from eejax.models.config import ModelConfig
 from eejax.models.params import for_compute
 
 ENGINES = ("full", "posthoc", "recompute")
+STOPS = 8  # stop tokens of a request, unless an engine is told otherwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +35,14 @@ class EngineOptions:
         the cap-th, it runs all layers (and is still emitted where its gate fired).
     buckets: row counts a deeper segment is compiled for, kept as a tuple; the cap itself is
         always one.
+    max_depth: segments to load, from the bottom; the exit above the last of them then emits what
+        no gate before it did. None: all.
     """
 
     engine: str = "recompute"
     cap: int = 16
     buckets: tuple[int, ...] = (1, 2, 4, 8, 16)
+    max_depth: int | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "buckets", tuple(self.buckets))  # hashable
@@ -51,6 +59,10 @@ class EngineOptions:
             self.buckets,
             "must be positive row counts",
         )
+        require(
+            self.max_depth is None or (isinstance(self.max_depth, int) and self.max_depth >= 1),
+            "max_depth", self.max_depth, "must be a positive number of segments, or None",
+        )  # fmt: skip
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -62,34 +74,111 @@ class EngineOptions:
 class Weights:
     """Parameters laid out for decoding, in the dtype of computation.
 
-    segments: per segment its layers' trees, unstacked; params: everything else.
+    segments: per loaded segment its layers' trees, unstacked; params: everything else.
     """
 
     segments: tuple[tuple[Tree, ...], ...]
     params: Tree
 
+    @property
+    def last(self) -> int:
+        """Number of the exit above the last segment, which emits what no other did."""
+        return len(self.segments) - 1
+
 
 def engine_config(config: ModelConfig, options: EngineOptions) -> ModelConfig:
-    """The model an engine decodes with: "full" has no exits."""
-    return config.replace(exits=()) if options.engine == "full" else config
+    """The model an engine decodes with: "full" has no exits.
+
+    Raises ConfigError for more segments than there are, and for less than the whole under "full".
+    """
+    if options.engine == "full":
+        config = config.replace(exits=())
+    n = config.n_exits + 1
+    require(
+        options.max_depth is None or options.max_depth <= n,
+        "max_depth", options.max_depth,
+        f"must be at most the {n} segments that the engine {options.engine!r} has of this model",
+    )  # fmt: skip
+    return config
 
 
-def prepare(params: Tree, config: ModelConfig) -> Weights:
-    """Unstacks the layers by segment and casts once, so that no step copies or casts weights."""
+def prepare(params: Tree, config: ModelConfig, max_depth: int | None = None) -> Weights:
+    """Unstacks the layers by segment and casts once, so that no step copies or casts weights.
+
+    With a `max_depth`, parameters above that segment are left out.
+    """
+    n = max_depth or config.n_exits + 1
     params = for_compute(params, config.dtype)
-    segments = unstack_segments(params, config, config.n_exits + 1)
-    return Weights(segments, {k: v for k, v in params.items() if k != "layers"})
+    rest = {k: v for k, v in params.items() if k != "layers"}
+    if n <= config.n_exits:
+        del rest["final"]
+        names = {e.name for e in config.exits[:n]}
+        rest["exits"] = {k: v for k, v in rest["exits"].items() if k in names}
+    return Weights(unstack_segments(params, config, n), rest)
+
+
+@struct.dataclass
+class Request:
+    """What is asked for, by row: traced arrays, so that none of it compiles anything anew.
+
+    stops: [b, n] token ids that end a request, padded with -1; start: [b] tokens of its prompt;
+    limit: [b] most tokens to emit.
+    """
+
+    policy: ExitPolicy
+    sampling: Sampling
+    stops: jax.Array
+    start: jax.Array
+    limit: jax.Array
+
+    @classmethod
+    def make(
+        cls,
+        config: ModelConfig,
+        lengths: Sequence[int] | np.ndarray,
+        limits: Sequence[int] | np.ndarray,
+        policy: ExitPolicy,
+        sampling: Sampling,
+        stop_tokens: Sequence[int] = (),
+        width: int = STOPS,
+    ) -> Request:
+        """Of prompts of so many tokens. Raises ConfigError for tokens that there are not, or for
+        more than `width` of them, which all requests of an engine must have alike."""
+        ids = np.asarray(stop_tokens)
+        require(
+            ids.ndim == 1
+            and (not ids.size or ids.dtype.kind in "iu")
+            and bool(np.all((ids >= 0) & (ids < config.vocab_size))),
+            "stop_tokens", stop_tokens,
+            f"must be a sequence of token ids, each in 0..{config.vocab_size - 1}",
+        )  # fmt: skip
+        require(ids.size <= width, "stop_tokens", stop_tokens, f"must be at most {width}")
+        stops = np.full((len(lengths), width), -1, np.int32)
+        stops[:, : ids.size] = ids
+        as_rows = lambda a: jnp.asarray(np.asarray(a, np.int32))
+        return cls(policy, sampling, jnp.asarray(stops), as_rows(lengths), as_rows(limits))
+
+    @classmethod
+    def blank(cls, config: ModelConfig, rows: int) -> Request:
+        """Of free slots."""
+        none = np.zeros((rows,), np.int32)
+        return cls.make(config, none, none, ExitPolicy.make(config, rows), Sampling.make(rows))
+
+    def progress(self, position: jax.Array) -> jax.Array:
+        """[b] the share of a request's tokens that come before the one at `position` [b]."""
+        done = (position - self.start).astype(jnp.float32)
+        return done / jnp.maximum(self.limit, 1).astype(jnp.float32)
 
 
 @struct.dataclass
 class DecodeState:
-    """Everything a generation carries from step to step.
+    """Everything a generation carries from step to step; rows are requests, or slots for them.
 
     cache: keys, values and `filled`.
-    waiting: per boundary below the final one, [b, cap, d]: states of the positions that wait
+    waiting: per boundary below the last one, [b, cap, d]: states of the positions that wait
         there, position p in slot p % cap. Empty where the engine never skips.
     token: [b] the last emitted token, which the next step reads; position: [b] its position.
-    remaining: [b] tokens still to emit; 0 when done.
+    remaining: [b] tokens still to emit; 0 when done, and in a free slot.
     """
 
     cache: KVCache
@@ -97,6 +186,7 @@ class DecodeState:
     token: jax.Array
     position: jax.Array
     remaining: jax.Array
+    request: Request
 
     @property
     def live(self) -> jax.Array:
@@ -106,7 +196,7 @@ class DecodeState:
 class Record(NamedTuple):
     """What one step did for each request; arrays [b].
 
-    exit: number of the emitting exit, -1 where the request was done already.
+    exit: number of the emitting exit, -1 where no token was emitted.
     layers: layers executed in the step (all requests of a batch share a step).
     margin: the smallest distance to another outcome: of the top two logits at the emitting exit,
         and of confidence to threshold at every exit considered. Only "posthoc" measures it.
@@ -120,6 +210,15 @@ class Record(NamedTuple):
     margin: jax.Array
 
 
+def no_waiting(
+    weights: Weights, config: ModelConfig, options: EngineOptions, rows: int
+) -> tuple[jax.Array, ...]:
+    """`DecodeState.waiting` where nobody waits."""
+    n = weights.last if options.engine == "recompute" else 0
+    shape = (rows, options.cap, config.d_model)
+    return tuple(jnp.zeros(shape, config.dtype) for _ in range(n))
+
+
 def step_logits(weights: Weights, config: ModelConfig, e: int, h: jax.Array) -> jax.Array:
     """float32 logits [b, v] of exit e from what its head reads, h [b, d]."""
     return exits.logits(exits.head(weights.params, config, e), h)
@@ -131,18 +230,11 @@ def embed_last(weights: Weights, config: ModelConfig, state: DecodeState) -> jax
 
 
 def advance(
-    state: DecodeState,
-    emission,
-    stops: jax.Array,
-    layers: jax.Array,
-    margin: jax.Array | None = None,
+    state: DecodeState, emission: Emission, layers: jax.Array
 ) -> tuple[DecodeState, Record]:
-    """Appends the emission to live requests; a stop token ends its request.
-
-    stops: [b, n] token ids that end request b, padded with -1.
-    """
+    """Appends the emission to live requests; a stop token ends its request."""
     live = state.live
-    stopped = jnp.any(emission.token[:, None] == stops, -1)
+    stopped = jnp.any(emission.token[:, None] == state.request.stops, -1)
     remaining = jnp.where(live, jnp.where(stopped, 0, state.remaining - 1), 0)
     record = Record(
         token=jnp.where(live, emission.token, -1),
@@ -150,7 +242,7 @@ def advance(
         confidence=emission.confidence,
         exit=jnp.where(live, emission.exit, -1),
         layers=jnp.where(live, layers, 0).astype(jnp.int32),
-        margin=jnp.full_like(emission.logprob, jnp.inf) if margin is None else margin,
+        margin=emission.margin,
     )
     state = state.replace(
         token=jnp.where(live, emission.token, state.token),
@@ -158,3 +250,31 @@ def advance(
         remaining=remaining,
     )
     return state, record
+
+
+def place(state: DecodeState, rows: DecodeState, slots: jax.Array) -> DecodeState:
+    """`state` with the rows of another in the slots [n]; that one's cache may be shorter.
+
+    What a slot held before is gone. Rows whose slot is no slot of the state are left out.
+    """
+    n, b = rows.token.shape[0], state.token.shape[0]
+
+    def put(whole, part):
+        per = part.shape[0] // n  # rows of a buffer that belong to one request
+        grouped = whole.reshape(b, per, *whole.shape[1:])
+        new = part.reshape(n, per, *part.shape[1:])
+        return grouped.at[slots].set(new, mode="drop").reshape(whole.shape)
+
+    def lengthen(whole, part):
+        return jnp.pad(part, [(0, 0), (0, whole.shape[1] - part.shape[1]), (0, 0)])
+
+    cache = rows.cache.replace(
+        segments=jax.tree.map(lengthen, state.cache.segments, rows.cache.segments),
+        blocks=jax.tree.map(lengthen, state.cache.blocks, rows.cache.blocks),
+    )
+    return jax.tree.map(put, state, rows.replace(cache=cache))
+
+
+def free(state: DecodeState, slots: jax.Array) -> DecodeState:
+    """`state` with the slots [n] empty: no step works for them, until another request comes."""
+    return state.replace(remaining=state.remaining.at[slots].set(0, mode="drop"))

@@ -14,6 +14,7 @@ from eejax.inference import EngineOptions, Generator
 from eejax.inference.generate import decode, prefill
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
+from eejax.inference.state import Request
 
 
 def reference_greedy(p, config, prompt, n, thresholds):
@@ -198,14 +199,16 @@ def test_waiting_tokens_get_exact_keys_and_values(subset, prompts):
         options = EngineOptions(name, cap=cap, buckets=(1, 2))
         g = Generator.make(p, config, options)
         tokens, lengths = g._pad(asked)
-        args = lambda t: (ExitPolicy.make(config, 2, t), Sampling.make(2), jnp.full((2, 1), -1))
         static = dict(config=config, options=options)
-        state, _ = prefill(
-            g.weights, tokens, lengths, jnp.array([30, 30]), *args(0.2), length=length, **static
-        )
+        request = Request(
+            ExitPolicy.make(config, 2, 0.2), Sampling.make(2), jnp.full((2, 1), -1),
+            jnp.asarray(lengths), jnp.array([30, 30]),
+        )  # fmt: skip
+        state, _ = prefill(g.weights, tokens, request, length=length, **static)
         run[name] = []
         for step in range(steps):
-            state, record = decode(g.weights, state, *args(thresholds[step]), n=1, **static)
+            request = state.request.replace(policy=ExitPolicy.make(config, 2, thresholds[step]))
+            state, record = decode(g.weights, state.replace(request=request), n=1, **static)
             run[name].append((jax.tree.map(np.asarray, state), record))
     deepest_backlog = 0
     for (a, ra), (b, rb) in zip(run["posthoc"], run["recompute"], strict=True):

@@ -8,12 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eejax.common.errors import ConfigError
-from eejax.inference.policy import Emission, ExitPolicy, consider
 from eejax.inference.sampling import Sampling, choose, restrict
-from eejax.models.config import ExitConfig, ModelConfig
 
 V = 12
-CONSIDER = jax.jit(consider, static_argnums=1)
 RESTRICT = jax.jit(restrict)
 
 
@@ -95,34 +92,3 @@ def test_draws_differ_by_seed_and_position_and_by_nothing_else():
 def test_out_of_range_is_refused(kwargs):
     with pytest.raises(ConfigError, match=next(iter(kwargs))):
         Sampling.make(2, **kwargs)
-
-
-@settings(max_examples=100)
-@given(
-    thresholds=st.lists(st.sampled_from([0.0, 0.3, 0.6, 0.9, 1.0]), min_size=3, max_size=3),
-    active=st.sets(st.sampled_from([1, 2, 4])),
-    seed=st.integers(0, 1000),
-)
-def test_emission_is_the_earliest_exit_that_fires(thresholds, active, seed):
-    config = ModelConfig(
-        vocab_size=V, n_layers=5, d_model=8, n_heads=2, context_length=8,
-        exits=(ExitConfig(1), ExitConfig(2), ExitConfig(4)),
-    )  # fmt: skip
-    policy = ExitPolicy.make(config, 1, thresholds, sorted(active))
-    logits = np.random.default_rng(seed).standard_normal((4, 1, V)).astype(np.float32) * 3
-    emission, want = Emission.undecided(1), None
-    sampling, position = Sampling.make(1), jnp.array([0])
-    for e in range(4):
-        gate = policy if e < 3 else None
-        here = jnp.array(logits[e])
-        emission = CONSIDER(emission, e, here, jnp.array([True]), gate, sampling, position)
-        p = np.exp(logits[e, 0].astype(np.float64))
-        p = p.max() / p.sum()
-        on = e == 3 or (
-            config.exits[e].boundary in active and thresholds[e] < 1 and p >= thresholds[e]
-        )
-        if want is None and on:
-            want = (e, int(logits[e, 0].argmax()), p)
-    assert (int(emission.exit[0]), int(emission.token[0])) == want[:2]
-    assert abs(float(emission.confidence[0]) - want[2]) < 1e-5
-    assert abs(float(jnp.exp(emission.logprob[0])) - want[2]) < 1e-5

@@ -1,0 +1,156 @@
+"""What schedulers drive: an engine of a fixed number of slots, which requests join and leave."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from eejax.common.errors import require
+from eejax.common.trees import Tree
+from eejax.inference import generate, posthoc
+from eejax.inference import state as s
+from eejax.inference.state import DecodeState, EngineOptions, Record, Request, Weights
+from eejax.models.cache import init_cache
+from eejax.models.config import ModelConfig
+
+MIN_WIDTH = 16  # the shortest prompts are padded to this
+
+
+class Engine(Protocol):
+    """A request's way: `prefill` -> `insert` into a slot -> `generate`, again and again -> `free`.
+
+    slots: requests at a time. context: tokens of a request, prompt included. max_depth: segments
+    of the model that are loaded. A state is used once: what a method returns takes its place.
+    """
+
+    slots: int
+    context: int
+    max_depth: int
+
+    def start(self) -> Any:
+        """A state whose slots are all free."""
+
+    def prefill(self, prompts: Sequence[Sequence[int]], request: Request) -> tuple[Any, Record]:
+        """(rows to insert, the first token of each)."""
+
+    def insert(self, state: Any, rows: Any, slots: Sequence[int]) -> Any:
+        """The state with rows of `prefill` in slots, whatever was there before."""
+
+    def generate(self, state: Any, n: int) -> tuple[Any, Record]:
+        """n steps for all slots: records [n, slots], exit -1 where nothing was emitted."""
+
+    def free(self, state: Any, slots: Sequence[int]) -> Any:
+        """The state with these slots free."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotEngine:
+    """An `Engine` of one device, by any of `state.ENGINES`.
+
+    Four programs are compiled, and another one for every n of `generate`: prompts are padded to the
+    context and run at the smallest of a few widths, chosen on the device.
+    """
+
+    weights: Weights
+    config: ModelConfig
+    options: EngineOptions
+    slots: int
+    context: int
+
+    @classmethod
+    def make(
+        cls,
+        params: Tree,
+        config: ModelConfig,
+        options: EngineOptions | str = "recompute",
+        *,
+        slots: int,
+        context: int | None = None,
+    ) -> SlotEngine:
+        """From training parameters. Raises ConfigError for slots or a context there cannot be."""
+        options = EngineOptions(engine=options) if isinstance(options, str) else options
+        config = s.engine_config(config, options)
+        context = config.context_length if context is None else context
+        require(isinstance(slots, int) and slots >= 1, "slots", slots, "must be at least 1")
+        require(
+            isinstance(context, int) and 2 <= context <= config.context_length, "context", context,
+            f"must be in 2..{config.context_length}, the model's context_length",
+        )  # fmt: skip
+        weights = s.prepare(params, config, options.max_depth)
+        return cls(weights, config, options, slots, context)
+
+    @property
+    def max_depth(self) -> int:
+        return len(self.weights.segments)
+
+    @property
+    def _static(self) -> dict:
+        return dict(config=self.config, options=self.options)
+
+    def start(self) -> DecodeState:
+        return _start(
+            self.weights, slots=self.slots, length=self.context + self.options.cap, **self._static
+        )
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], request: Request
+    ) -> tuple[DecodeState, Record]:
+        """One prompt of at most `context` - 1 tokens, and its `Request`, a row for each."""
+        tokens = np.zeros((len(prompts), self.context), np.int32)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            require(
+                1 <= len(prompt) < self.context, "prompt", f"{len(prompt)} tokens",
+                f"must have at least 1 token and fewer than the engine's context ({self.context})",
+            )  # fmt: skip
+            row[: len(prompt)] = prompt
+        return _prefill(self.weights, tokens, request, **self._static)
+
+    def insert(self, state: DecodeState, rows: DecodeState, slots: Sequence[int]) -> DecodeState:
+        return _insert(state, rows, self._numbered(slots))
+
+    def generate(self, state: DecodeState, n: int) -> tuple[DecodeState, Record]:
+        return generate.decode(self.weights, state, n=n, **self._static)
+
+    def free(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
+        return _free(state, self._numbered(slots))
+
+    def _numbered(self, slots: Sequence[int]) -> jax.Array:
+        for slot in slots:
+            require(0 <= slot < self.slots, "slots", list(slots), f"must be in 0..{self.slots - 1}")
+        return jnp.asarray(slots, jnp.int32)
+
+
+@partial(jax.jit, static_argnames=("config", "options", "slots", "length"))
+def _start(weights, *, config, options, slots, length) -> DecodeState:
+    zero = jnp.zeros((slots,), jnp.int32)
+    return DecodeState(
+        cache=init_cache(config, slots, length, len(weights.segments)),
+        waiting=s.no_waiting(weights, config, options, slots),
+        token=zero, position=zero, remaining=zero, request=Request.blank(config, slots),
+    )  # fmt: skip
+
+
+@partial(jax.jit, static_argnames=("config", "options"))
+def _prefill(weights, tokens, request, *, config, options):
+    context = tokens.shape[1]
+    widths = [MIN_WIDTH << i for i in range(context.bit_length()) if MIN_WIDTH << i < context]
+    widths.append(context)
+
+    def at(width, tokens, request):
+        return posthoc.prefill(
+            weights, tokens[:, :width], request, config=config, options=options, length=context
+        )
+
+    bucket = jnp.searchsorted(jnp.asarray(widths), jnp.max(request.start))
+    return lax.switch(bucket, [partial(at, width) for width in widths], tokens, request)
+
+
+_insert = jax.jit(s.place, donate_argnums=0)
+_free = jax.jit(s.free, donate_argnums=0)
