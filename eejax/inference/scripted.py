@@ -1,0 +1,98 @@
+"""An engine that says what it is told, for schedulers: no model, no device, the same protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from eejax.common.errors import require
+from eejax.inference.state import Record, Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A request in a slot, or what `prefill` made of one: its prompt, tokens emitted so far, tokens
+    still to come, and those that end it."""
+
+    prompt: tuple[int, ...]
+    emitted: int
+    remaining: int
+    stops: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptedEngine:
+    """An `engine.Engine` whose i-th new token of a prompt is script(prompt, i) = (token, exit).
+
+    boundaries: of the exits, the last one's last. A step runs as deep as the deepest exit of its
+    slots. States are tuples of rows, None where a slot is free.
+    """
+
+    script: Callable[[tuple[int, ...], int], tuple[int, int]]
+    boundaries: tuple[int, ...]
+    slots: int
+    context: int
+
+    @property
+    def max_depth(self) -> int:
+        return len(self.boundaries)
+
+    def start(self) -> tuple[Row | None, ...]:
+        return (None,) * self.slots
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], request: Request
+    ) -> tuple[tuple[Row, ...], Record]:
+        limits, stops = np.asarray(request.limit), np.asarray(request.stops)
+        rows = []
+        for i, prompt in enumerate(prompts):
+            require(
+                1 <= len(prompt) < self.context, "prompt", f"{len(prompt)} tokens",
+                f"must have at least 1 token and fewer than the engine's context ({self.context})",
+            )  # fmt: skip
+            ends = frozenset(stops[i][stops[i] >= 0].tolist())
+            rows.append(Row(tuple(prompt), 0, int(limits[i]), ends))
+        return self._step(tuple(rows), self.boundaries[-1])
+
+    def insert(self, state, rows, slots: Sequence[int]):
+        new = list(state)
+        for slot, row in zip(slots, rows, strict=True):
+            require(0 <= slot < self.slots, "slots", slot, f"must be in 0..{self.slots - 1}")
+            new[slot] = row
+        return tuple(new)
+
+    def generate(self, state, n: int):
+        records = []
+        for _ in range(n):
+            state, record = self._step(state)
+            records.append(record)
+        return state, Record(*(np.stack(a) for a in zip(*records, strict=True)))
+
+    def free(self, state, slots: Sequence[int]):
+        return tuple(None if i in slots else row for i, row in enumerate(state))
+
+    def _step(self, rows, layers: int | None = None):
+        """One token of every row that has some left; `layers` executed, by default as needed."""
+        said = [
+            self.script(row.prompt, row.emitted) if row is not None and row.remaining else None
+            for row in rows
+        ]
+        depth = layers or max((self.boundaries[s[1]] for s in said if s), default=0)
+        after = tuple(
+            row if s is None else dataclasses.replace(
+                row, emitted=row.emitted + 1,
+                remaining=0 if s[0] in row.stops else row.remaining - 1,
+            )
+            for row, s in zip(rows, said, strict=True)
+        )  # fmt: skip
+        column = lambda values, kind: np.array(list(values), kind)
+        return after, Record(
+            token=column((-1 if s is None else s[0] for s in said), np.int32),
+            logprob=np.zeros(len(rows), np.float32),
+            confidence=np.ones(len(rows), np.float32),
+            exit=column((-1 if s is None else s[1] for s in said), np.int32),
+            layers=column((0 if s is None else depth for s in said), np.int32),
+            margin=np.full(len(rows), np.inf, np.float32),
+        )

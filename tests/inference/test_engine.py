@@ -1,0 +1,162 @@
+"""Slots: requests that join and leave at any time get what they would get alone."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from near_ties import TIE
+
+from eejax.common.errors import ConfigError
+from eejax.inference import EngineOptions, Generator
+from eejax.inference.engine import SlotEngine
+from eejax.inference.policy import ExitPolicy
+from eejax.inference.sampling import Sampling
+from eejax.inference.scripted import ScriptedEngine
+from eejax.inference.state import Request
+from eejax.models.config import ExitConfig, ModelConfig
+
+CONTEXT = 48
+
+
+def request(config, prompt, limit, threshold=1.0, stops=(), **policy):
+    return Request.make(
+        config, [len(prompt)], [limit], ExitPolicy.make(config, 1, threshold, **policy),
+        Sampling.make(1), stops,
+    )  # fmt: skip
+
+
+def drive(engine, asked, steps, events):
+    """Runs `asked` [(prompt, request)] through an engine's slots, each when a slot is free and its
+    turn in `events` has come; what every request got: [[(token, exit)]]."""
+    state, free = engine.start(), list(range(engine.slots))
+    got, holder, waiting = [[] for _ in asked], {}, list(range(len(asked)))
+    while waiting or holder:
+        for _ in range(next(events)):
+            if waiting and free:
+                i, slot = waiting.pop(0), free.pop()
+                rows, first = engine.prefill([asked[i][0]], asked[i][1])
+                got[i].append((int(first.token[0]), int(first.exit[0])))
+                state, holder[slot] = engine.insert(state, rows, [slot]), i
+        state, record = engine.generate(state, steps)
+        for slot, i in list(holder.items()):
+            tokens, exits = np.asarray(record.token)[:, slot], np.asarray(record.exit)[:, slot]
+            got[i] += [(int(t), int(e)) for t, e in zip(tokens, exits, strict=True) if e >= 0]
+            limit, stops = int(asked[i][1].limit[0]), np.asarray(asked[i][1].stops[0])
+            if len(got[i]) >= limit or got[i][-1][0] in stops[stops >= 0]:
+                state = engine.free(state, [slot])
+                del holder[slot]
+                free.append(slot)
+    return got
+
+
+@settings(max_examples=4)
+@given(data=st.data(), engine=st.sampled_from(["full", "posthoc", "recompute"]))
+def test_requests_that_share_slots_get_what_they_get_alone(subset, prompts, data, engine):
+    p, config = subset((1, 3))
+    options = EngineOptions(engine, cap=4, buckets=(1, 2))
+    slots = SlotEngine.make(p, config, options, slots=3, context=CONTEXT)
+    alone = Generator.make(p, config, "posthoc" if engine == "recompute" else options)
+    exits = slots.config.n_exits
+    asked, wanted = [], []
+    for prompt in prompts(data.draw(st.integers(0, 99)), data.draw(
+        st.lists(st.integers(1, 20), min_size=5, max_size=5)
+    )):  # fmt: skip
+        limit = data.draw(st.integers(1, 20))
+        threshold = [data.draw(st.sampled_from([0.0, 0.2, 0.4, 1.0])) for _ in range(exits)]
+        stops = data.draw(st.sampled_from([(), (32,), (101, 116)]))
+        asked.append((prompt, request(slots.config, prompt, limit, threshold, stops)))
+        kwargs = {} if engine == "full" else {"threshold": threshold}
+        wanted.append(alone.generate([prompt], limit, stop_tokens=stops, **kwargs))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    got = drive(slots, asked, data.draw(st.integers(1, 5)), iter(lambda: rng.integers(0, 3), None))
+    for mine, want in zip(got, wanted, strict=True):
+        tied = np.flatnonzero(want.margins[0] < TIE)
+        n = int(tied[0]) if len(tied) else max(len(mine), int(want.lengths[0]))
+        pairs = list(zip(want.tokens[0].tolist(), want.exits[0].tolist(), strict=True))
+        assert mine[:n] == pairs[:n]
+
+
+def test_slots_compile_once(subset, prompts):
+    p, config = subset((1, 3))
+    slots = SlotEngine.make(p, config, "recompute", slots=2, context=CONTEXT)
+    run = lambda seed, lengths: drive(
+        slots,
+        [(q, request(config, q, 6, 0.1 * seed)) for q in prompts(seed, lengths)], 3,
+        iter(lambda: 1, None),
+    )  # fmt: skip
+    run(0, [5, 9])
+    events = []
+    listener = lambda event, *_, **__: events.append(event) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    run(3, [1, 30, 17, 44])
+    jax.monitoring.unregister_event_duration_listener(listener)
+    assert not events
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_part_of_the_model_is_a_model_whose_last_exit_always_emits(subset, prompts, depth):
+    p, config = subset((1, 3))
+    options = lambda engine, **more: EngineOptions(engine, cap=4, buckets=(1, 2), **more)
+    asked = prompts(3, [7, 12])
+    # The whole model, whose exit `depth` - 1 lets everybody go, emits the same.
+    threshold = [0.4, 1.0][:depth]
+    whole = [*threshold[:-1], 0.0] + [1.0] * (2 - depth)
+    want = Generator.make(p, config, options("posthoc")).generate(
+        asked, 20, threshold=whole, prefill_exit=True
+    )
+    part = Generator.make(p, config, options("recompute", max_depth=depth))
+    # No parameters above are held.
+    assert len(part.weights.segments) == depth and "final" not in part.weights.params
+    got = part.generate(asked, 20, threshold=threshold + [1.0] * (2 - depth), prefill_exit=True)
+    assert (got.layers <= config.stops[depth - 1]).all()
+    for i in range(2):
+        assert got.ids(i) == want.ids(i)
+        assert got.exits[i].tolist() == want.exits[i].tolist()
+    with pytest.raises(ConfigError, match="max_depth = 4: must be at most the 3 segments"):
+        Generator.make(p, config, options("recompute", max_depth=4))
+
+
+def test_a_scripted_engine_follows_the_protocol():
+    config = ModelConfig(
+        vocab_size=99, n_layers=4, d_model=8, n_heads=2, context_length=CONTEXT,
+        exits=(ExitConfig(2),),
+    )  # fmt: skip
+    script = lambda prompt, i: ((prompt[0] * 7 + i) % 90, (prompt[0] + i) % 2)
+    engine = ScriptedEngine(script, (2, 4), slots=2, context=CONTEXT)
+    asked = [([k, 3], request(config, [k, 3], k + 1, stops=(12,))) for k in range(6)]
+    got = drive(engine, asked, 2, iter(lambda: 1, None))
+    for k, mine in enumerate(got):
+        want = [script((k, 3), i) for i in range(k + 1)]
+        ends = [i for i, (token, _) in enumerate(want) if token == 12]
+        assert mine == want[: ends[0] + 1 if ends else None]
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        (dict(slots=0), "slots = 0: must be at least 1"),
+        (dict(slots=2, context=1), "context = 1: must be in 2..160"),
+        (dict(slots=2, context=161), "context = 161"),
+    ],
+)
+def test_slots_that_cannot_be_are_named(subset, values, message):
+    with pytest.raises(ConfigError, match=message):
+        SlotEngine.make(*subset((1,)), "full", **values)
+
+
+def test_what_does_not_fit_an_engine_is_named(subset):
+    p, config = subset((1,))
+    engine = SlotEngine.make(p, config, "recompute", slots=2, context=CONTEXT)
+    ask = lambda prompt: engine.prefill([prompt], request(config, prompt, 4))
+    with pytest.raises(ConfigError, match="prompt = '0 tokens': must have at least 1"):
+        ask([])
+    with pytest.raises(ConfigError, match=r"prompt = '48 tokens'.*\(48\)"):
+        ask([1] * CONTEXT)
+    rows, _ = ask([1, 2])
+    with pytest.raises(ConfigError, match=r"slots = \[2\]: must be in 0..1"):
+        engine.insert(engine.start(), rows, [2])
+    with pytest.raises(ConfigError, match="stop_tokens = .*must be at most 8"):
+        request(config, [1], 4, stops=tuple(range(9)))
