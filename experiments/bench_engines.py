@@ -1,0 +1,241 @@
+"""What every engine makes of a trained model: speed, agreement, and whether skipping explains it.
+
+    python -P -m experiments.bench_engines --workdir=runs/quickstart --json
+
+On prompts of held-out text, greedy, batch 1, float32, engines in interleaved pairs with `full`
+after warm-up; every ratio is a median over pairs, with a 95 % bootstrap interval.
+
+`recompute_speedup`: over `full`, at the fastest threshold with at least 97 % agreement with the
+full model's most likely token (teacher-forced, on held-out text), and at 99 %. `own_output`: of
+what it then writes, the share of tokens that are the full model's choice after the same text, that
+text's perplexity under the full model, and distinct n-grams, beside those of `full`'s own text.
+`speculative_speedup`: over `full`, with the number of tokens that differ. `no_exit_overhead`: of
+`recompute` at threshold 1. `exit_efficiency`: the smallest over exits of (seconds of a full token /
+of a token forced out there) / (bytes of weights and cache that the one reads / the other).
+`skip_accounting`: seconds that executed segments explain (measured one by one, forced out at every
+exit) / seconds measured, at the 97 % threshold. `recompilations`: programs compiled after warm-up.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import time
+
+import numpy as np
+from absl import flags
+
+from experiments import launch
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
+_PAIRS = flags.DEFINE_integer("pairs", 24, "Pairs of runs to time.", lower_bound=2)
+_TOKENS = flags.DEFINE_integer("tokens", 150_000, "Held-out tokens to score.", lower_bound=1)
+_PROMPTS = flags.DEFINE_integer("prompts", 12, "Prompts to begin with.", lower_bound=1)
+_GAMMA = flags.DEFINE_integer("gamma", 4, "Tokens that `speculative` drafts.", lower_bound=1)
+flags.mark_flags_as_required(["workdir"])
+
+PROMPT = 64  # tokens
+TARGETS = (0.97, 0.99)
+WARM = 2  # runs of each that are not counted
+THRESHOLDS = tuple(np.round(np.arange(0.30, 1.0, 0.02), 2).tolist())
+
+
+def main() -> None:
+    from eejax import calibration, data
+    from eejax.analysis import table
+    from eejax.train.runs import open_run
+
+    run = open_run(_WORKDIR.value)
+    model, split = run.model, run.dataset().split("validation")
+    size, length = 16, run.experiment.data.length
+    batches = data.batches(split, size, length, limit=max(1, _TOKENS.value // (size * length)))
+    scores = calibration.score(model.params, model.config, batches)
+    points = calibration.sweep(scores, (*THRESHOLDS, 1.0))
+    starts = np.linspace(0, len(split) - PROMPT - 1, _PROMPTS.value).astype(int)
+    prompts = [split.read(int(s), PROMPT).tolist() for s in starts]
+
+    chosen = {target: calibration.fastest(points, target) for target in TARGETS}
+    result = measure(model, chosen, prompts, _PAIRS.value)
+    result["frontier"] = [
+        {"threshold": p.threshold, "agreement": p.agreement, "depth": p.depth,
+         "perplexity": p.perplexity} for p in points
+    ]  # fmt: skip
+    plain = {k: v for k, v in result.items() if k != "frontier"}
+    print(table(("", ""), [(k, _shown(v)) for k, v in _flat(plain)]))
+    if _JSON.value:
+        print(json.dumps(result))
+
+
+def _flat(tree: dict, before: str = ""):
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{key} ")
+        else:
+            yield before + str(key), value
+
+
+def _shown(value) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+class Timed:
+    """Decoding alone: `start` takes a prompt up to its first token, `finish` the rest in one call."""
+
+    def __init__(self, generator, prompts, new: int, **kwargs):
+        self.generator, self.prompts, self.new, self.kwargs = generator, prompts, new, kwargs
+        self.turn, self.stream, self.results = 0, None, []
+
+    def start(self) -> None:
+        prompt = self.prompts[self.turn % len(self.prompts)]
+        self.turn += 1
+        self.stream = self.generator.stream([prompt], self.new + 1, chunk=self.new, **self.kwargs)
+        next(self.stream)
+
+    def finish(self) -> None:
+        *_, result = self.stream
+        self.results.append(result)
+
+
+def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
+    import jax
+
+    from eejax.analysis import interleave, median_ratio
+    from eejax.inference import EngineOptions, Generator
+
+    config, new = model.config, model.config.context_length - PROMPT - 1
+    n = config.n_exits
+    make = lambda engine, **options: Generator.make(
+        model.params, config, EngineOptions(engine, **options)
+    )
+    # A cap above the tokens generated: nobody is ever forced deeper. All have one cache length.
+    free, usual = dict(cap=new + 8, buckets=(1,)), make("recompute")
+    forced = make("recompute", **free)
+    only = lambda e: [0.0 if i == e else 1.0 for i in range(n)]
+    timed = {
+        "full": Timed(make("full"), prompts, new),
+        "threshold 1": Timed(usual, prompts, new, threshold=1.0),
+        "speculative": Timed(make("speculative", gamma=_GAMMA.value), prompts, new),
+        "full, long cache": Timed(make("full", **free), prompts, new),
+    }
+    timed |= {f"{a:.0%}": Timed(usual, prompts, new, threshold=p.threshold)
+              for a, p in chosen.items()}  # fmt: skip
+    timed |= {f"exit {e}": Timed(forced, prompts, new, threshold=only(e)) for e in range(n)}
+    names = list(timed)
+
+    for t in timed.values():
+        t.start()
+        t.finish()
+    compiled: list[str] = []
+    listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    seconds = interleave(
+        [lambda _, t=t: t.finish() for t in timed.values()], pairs, time.perf_counter,
+        before=lambda r: timed[names[r]].start(),
+    )  # fmt: skip
+    jax.monitoring.unregister_event_duration_listener(listen)
+    of = dict(zip(names, seconds, strict=True))
+    for t in timed.values():
+        del t.results[:WARM]
+
+    def speed(name, over="full"):
+        ratio = median_ratio(of[over], of[name])
+        return {"ratio": ratio.median, "interval": [ratio.low, ratio.high]}
+
+    result: dict = {"pairs": pairs, "new_tokens": new, "tokens_per_second": {
+        name: new / float(np.median(s)) for name, s in of.items()
+    }}  # fmt: skip
+    texts = lambda name: [r.ids(0) for r in timed[name].results]
+    for agreement, point in chosen.items():
+        name = f"{agreement:.0%}"
+        layers = np.concatenate([r.layers[0, 1:] for r in timed[name].results])
+        result[f"recompute_{name}"] = speed(name) | {
+            "threshold": point.threshold, "agreement": point.agreement, "depth": point.depth,
+            "executed_layers": float(layers.mean()),
+            "own_output": own_output(model, timed[name]),
+        }  # fmt: skip
+    result["recompute_speedup"] = result[f"recompute_{TARGETS[0]:.0%}"]["ratio"]
+    result["full_own_output"] = own_output(model, timed["full"])
+    drafts = timed["speculative"].results
+    result["speculative"] = speed("speculative") | {
+        "different_tokens": sum(
+            a != b for x, y in zip(texts("full"), texts("speculative"), strict=True)
+            for a, b in zip(x, y, strict=True)
+        ),
+        "accepted": float(sum(r.accepted.sum() for r in drafts) / max(1, sum(
+            r.drafted.sum() for r in drafts))),
+    }  # fmt: skip
+    result["speculative_speedup"] = result["speculative"]["ratio"]
+    result["no_exit_overhead"] = 1 / speed("threshold 1")["ratio"] - 1
+    spared = bytes_ratios(model.params, config, PROMPT + new + free["cap"])
+    efficiency = {
+        config.stops[e]: speed(f"exit {e}", "full, long cache")["ratio"] / spared[e]
+        for e in range(n)
+    }
+    result["exit_efficiency"] = min(efficiency.values())
+    result["exit_efficiency_by_exit"] = efficiency
+    depth = [float(np.median(of[f"exit {e}"])) / new for e in range(n)]
+    depth.append(float(np.median(of["full, long cache"])) / new)
+    result["skip_accounting"] = accounted(timed[f"{TARGETS[0]:.0%}"], config, depth, of, TARGETS[0])
+    result["recompilations"] = len(compiled)
+    return result
+
+
+def own_output(model, timed: Timed) -> dict:
+    """Of the texts written: agreement with the full model, perplexity, distinct 1- to 3-grams."""
+    import jax
+    import jax.numpy as jnp
+
+    from eejax.inference.sampling import argmax
+    from eejax.models import exits, transformer
+
+    config = model.config
+
+    @jax.jit
+    def judge(tokens):
+        h = transformer.exit_states(model.params, config, tokens, which=[config.n_exits])[0]
+        y = exits.logits(exits.head(model.params, config, config.n_exits), h)[0, :-1]
+        picked = jnp.take_along_axis(y, tokens[0, 1:, None], 1)[:, 0]
+        return argmax(y) == tokens[0, 1:], jax.nn.logsumexp(y, -1) - picked
+
+    same, nll, grams = [], [], {k: collections.Counter() for k in (1, 2, 3)}
+    for i, r in enumerate(timed.results[: len(timed.prompts)]):
+        prompt = timed.prompts[(i + WARM) % len(timed.prompts)]
+        ids = r.ids(0)
+        match, cost = (np.asarray(a)[len(prompt) - 1 :] for a in judge(jnp.array([prompt + ids])))
+        same.append(match)
+        nll.append(cost)
+        for k, counter in grams.items():
+            counter.update(tuple(ids[j : j + k]) for j in range(len(ids) - k + 1))
+    return {
+        "agreement": float(np.concatenate(same).mean()),
+        "perplexity": math.exp(float(np.concatenate(nll).mean(dtype=np.float64))),
+    } | {f"distinct_{k}": len(c) / max(1, c.total()) for k, c in grams.items()}
+
+
+def bytes_ratios(params, config, length: int) -> list[float]:
+    """Bytes of weights and caches that a full token reads over those of one leaving at each exit."""
+    from eejax.common.trees import nbytes, slice_layers
+    from eejax.models import exits
+
+    def read(e):
+        depth = config.stops[e]
+        cache = 2 * depth * length * config.n_kv_heads * config.head_dim * 4
+        head = nbytes(exits.head(params, config, e).table)
+        own = {k: v for k, v in exits.exit_params(params, config, e).items() if k != "head"}
+        return nbytes(slice_layers(params["layers"], 0, depth)) + nbytes(own) + head + cache
+
+    whole = read(config.n_exits)
+    return [whole / read(e) for e in range(config.n_exits)]
+
+
+def accounted(timed: Timed, config, depth: list[float], of: dict, target: float) -> float:
+    """Seconds explained by the depth of every step / seconds measured."""
+    by_layers = dict(zip(config.stops, depth, strict=True))
+    explained = np.mean([sum(by_layers[int(x)] for x in r.layers[0, 1:]) for r in timed.results])
+    return float(explained / np.mean(of[f"{target:.0%}"]))
+
+
+if __name__ == "__main__":
+    launch.run(main)
