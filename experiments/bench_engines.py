@@ -81,7 +81,7 @@ def _shown(value) -> str:
 
 
 class Timed:
-    """Decoding alone: `start` takes a prompt up to its first token, `finish` the rest in one call."""
+    """Decoding alone: `start` takes a prompt up to its first token, `finish` does the rest."""
 
     def __init__(self, generator, prompts, new: int, **kwargs):
         self.generator, self.prompts, self.new, self.kwargs = generator, prompts, new, kwargs
@@ -215,7 +215,7 @@ def own_output(model, timed: Timed) -> dict:
 
 
 def bytes_ratios(params, config, length: int) -> list[float]:
-    """Bytes of weights and caches that a full token reads over those of one leaving at each exit."""
+    """Bytes of weights and caches that a full token reads over those of one by each exit."""
     from eejax.common.trees import nbytes, slice_layers
     from eejax.models import exits
 

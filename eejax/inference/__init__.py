@@ -4,6 +4,6 @@ from eejax.inference.generate import Generator
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.result import Result
 from eejax.inference.sampling import Sampling
-from eejax.inference.state import EngineOptions
+from eejax.inference.state import EngineOptions, Request
 
-__all__ = ["EngineOptions", "ExitPolicy", "Generator", "Result", "Sampling"]
+__all__ = ["EngineOptions", "ExitPolicy", "Generator", "Request", "Result", "Sampling"]
