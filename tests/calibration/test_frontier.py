@@ -1,6 +1,8 @@
 """The frontier against a plain numpy account of it, and against the oracle's own decisions."""
 
+import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -162,6 +164,17 @@ def at_exit(emission, memory, e, logits, state, policy, progress):
     return consider(emission, memory, seen, policy, sampling, CONFIG, True)
 
 
+def walk(policy, logits, states, progress):
+    """What an engine emits, of exits' logits [e, n, v] and states [e, n, d]."""
+    emission = Emission.undecided(logits.shape[1])
+    memory = Memory.blank(jnp.asarray(states[0]))
+    for e in range(4):
+        emission, memory = at_exit(
+            emission, memory, e, logits[e], states[e], policy, jnp.asarray(progress)
+        )
+    return emission
+
+
 @pytest.fixture(scope="module")
 def walked(model):
     """What an engine would see of one batch, its progress, and its scores."""
@@ -194,11 +207,7 @@ def test_point_is_the_engines_rule_applied_token_by_token(
     policy = ExitPolicy.make(
         CONFIG, n, np.broadcast_to(np.float32(threshold), (n, 3)), sorted(active), **rules
     )
-    emission, memory = Emission.undecided(n), Memory.blank(jnp.asarray(states[0]))
-    for e in range(4):
-        emission, memory = at_exit(
-            emission, memory, e, logits[e], states[e], policy, jnp.asarray(progress)
-        )
+    emission = walk(policy, logits, states, progress)
     number = emitting_exits(scores, threshold, sorted(active), **rules)
     clear = np.asarray(emission.margin) > 1e-5  # else two roundings may decide differently
     assert clear.sum() > 0.9 * n
@@ -221,6 +230,25 @@ def test_point_is_the_engines_rule_applied_token_by_token(
     assert point.shares == pytest.approx([np.mean(number == e) for e in range(4)])
     assert point.perplexity == pytest.approx(np.exp(point.nll))
     assert point.bits_per_byte(4.0) == pytest.approx(point.nll / np.log(2) / 4)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1 / 3, 2 / 3, 0.99])
+def test_patience_asks_the_active_exits_alone(scored, threshold):
+    """Every way in which four exits can agree, under every subset of the three early ones."""
+    tokens = np.array(list(itertools.product((0, 1), repeat=4))).T  # [e, n]
+    logits, n = 5 * np.eye(CONFIG.vocab_size, dtype=np.float32)[tokens], tokens.shape[1]
+    zero = np.zeros((4, n), np.float32)
+    scores = dataclasses.replace(
+        scored[0], tokens=tokens, nlls=zero, confidences={}, labels=tokens[0], units=tokens[0]
+    )
+    for active in itertools.chain.from_iterable(
+        itertools.combinations((0, 2, 3), k) for k in range(4)
+    ):
+        limits = np.full((n, 3), threshold, np.float32)
+        policy = ExitPolicy.make(CONFIG, n, limits, active, gate="patience")
+        emission = walk(policy, logits, np.zeros((4, n, 32), np.float32), zero[0])
+        got = emitting_exits(scores, threshold, active, gate="patience")
+        np.testing.assert_array_equal(got, np.asarray(emission.exit))
 
 
 def test_threshold_one_is_the_full_model(scored):
