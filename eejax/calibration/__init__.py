@@ -10,9 +10,18 @@ from eejax.calibration.frontier import (
     score,
     sweep,
 )
-from eejax.calibration.guarantee import Guarantee, calibrate, learn_then_test, unit_risks
+from eejax.calibration.guarantee import (
+    CANDIDATES,
+    NEVER,
+    Guarantee,
+    calibrate,
+    learn_then_test,
+    unit_risks,
+)
 
 __all__ = [
+    "CANDIDATES",
+    "NEVER",
     "Guarantee",
     "Point",
     "Scores",
