@@ -177,7 +177,9 @@ def show(curves: dict[str, list[dict]], n_layers: int) -> str:
 def measure_costs(params, config):
     """Seconds of one token in each segment and head, beside a cache as long as the context.
 
-    Medians over runs that take turns, each of several tokens in one compiled loop.
+    A segment's are what it adds to those below it: alone, its weights might stay in a cache that
+    all of them together do not fit. Medians over runs that take turns, each of several tokens in
+    one compiled loop.
     """
     import jax
     import jax.numpy as jnp
@@ -196,32 +198,33 @@ def measure_costs(params, config):
     row = jax.random.normal(jax.random.key(0), (1, 1, config.d_model), config.dtype)
     start = jnp.full((1,), config.context_length // 2, jnp.int32)
 
-    def through(e):
-        def step(_, carry):
-            x, _, kvs, block = carry
-            return run_segment(
-                weights.params, weights.segments[e], config, e, x, start, kvs, block
-            )  # fmt: skip
+    def through(e, weights, carry):
+        """A token's row through the segments up to e; it comes out as the next one's."""
+        x, parts = carry[0], []
+        for i, (_, kvs, block) in enumerate(carry[1]):
+            x, *part = run_segment(
+                weights.params, weights.segments[i], config, i, x, start, kvs, block
+            )
+            parts.append(tuple(part))
+        return x, tuple(parts)
 
-        return step, (row, row, cache.segments[e], cache.blocks[e])
+    def read(e, weights, carry):
+        y = step_logits(weights, config, e, carry[0])
+        # The next row depends on this one's logits, so that none is made but once.
+        return jnp.where(max_probability(y)[:, None] < 2, carry[0], -carry[0]), argmax(y)
 
-    def read(e):
-        def step(_, carry):
-            h, _ = carry
-            y = step_logits(weights, config, e, h)
-            # The next token's state depends on this one's, so that none is made but once.
-            return jnp.where(max_probability(y)[:, None] < 2, h, -h), argmax(y)
+    def timed(step, e, carry):
+        loop = jax.jit(
+            lambda weights, carry: lax.fori_loop(0, STEPS, lambda _, c: step(e, weights, c), carry)
+        )
+        return lambda _: jax.block_until_ready(loop(weights, carry))
 
-        return step, (row[:, 0], jnp.zeros((1,), jnp.int32))
-
-    runs = []
-    for part in (through, read):
-        for e in range(n):
-            step, carry = part(e)
-            loop = jax.jit(lambda carry, step=step: lax.fori_loop(0, STEPS, step, carry))
-            runs.append(lambda _, loop=loop, carry=carry: jax.block_until_ready(loop(carry)))
+    parts = [(row, cache.segments[e], cache.blocks[e]) for e in range(n)]
+    runs = [timed(through, e, (row, tuple(parts[: e + 1]))) for e in range(n)]
+    runs += [timed(read, e, (row[:, 0], jnp.zeros((1,), jnp.int32))) for e in range(n)]
     seconds = np.median(interleave(runs, ROUNDS, time.perf_counter), 1) / STEPS
-    return SegmentCosts(seconds[:n].tolist(), seconds[n:].tolist())
+    upto = np.maximum.accumulate(seconds[:n])  # noise is no gain
+    return SegmentCosts(np.diff(upto, prepend=0.0).tolist(), seconds[n:].tolist())
 
 
 if __name__ == "__main__":
