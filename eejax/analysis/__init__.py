@@ -6,6 +6,7 @@ from eejax.analysis.panels import Panel, compare
 from eejax.analysis.plots import (
     exit_histogram,
     exit_label,
+    frontiers,
     loss_curves,
     quality_against_speed,
     save,
@@ -21,6 +22,7 @@ __all__ = [
     "differences",
     "exit_histogram",
     "exit_label",
+    "frontiers",
     "interleave",
     "loss_curves",
     "markdown_table",

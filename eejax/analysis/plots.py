@@ -14,6 +14,9 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 FINAL = "final"
 INK, ACCENT, GRID = "#1f2933", "#d1495b", "#d9dee4"
+# Of curves side by side; the markers tell them apart in black and white too.
+HUES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", INK)
+MARKERS = ("o", "s", "^", "v", "D", "x")
 STYLE = {
     "font.size": 10,
     "axes.titlesize": 11,
@@ -149,6 +152,39 @@ def quality_against_speed(
             ylabel="bits per byte of the emitted distribution",
         )  # fmt: skip
         figure.supxlabel("numbers beside points are thresholds", fontsize=8, color="gray")
+    return figure
+
+
+def frontiers(
+    curves: Mapping[str, Sequence[Mapping[str, Any]]], *, x: str = "depth",
+    xlabel: str = "mean depth of emitted tokens (layers)", target: float | None = 0.95,
+    title: str = "Quality against speed",
+) -> Figure:  # fmt: skip
+    """Agreement with the full model, and bits per byte, of several ways to leave early.
+
+    curves: name, such as a gate's -> points, in any order: "agreement", "bits_per_byte" and what
+    stands at the key `x`, less of which is faster. target: a line to compare agreement with.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = figure_of(10.0, 4.4)
+        left, right = figure.subplots(1, 2)
+        for axes, key in ((left, "agreement"), (right, "bits_per_byte")):
+            for i, (name, points) in enumerate(curves.items()):
+                points = sorted(points, key=lambda p: p[x])
+                axes.plot(
+                    [p[x] for p in points], [p[key] for p in points], label=name, ms=4,
+                    color=HUES[i % len(HUES)], marker=MARKERS[i % len(MARKERS)],
+                )  # fmt: skip
+            axes.set(xlabel=xlabel)
+        if target is not None:
+            left.axhline(target, color="gray", ls="--", lw=1.0, label=f"{target:.0%} agreement")
+        left.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        left.set(title=title, ylabel="tokens equal to the full model's (held-out)")
+        right.set(
+            title="The price in bits", ylabel="bits per byte of the emitted distribution"
+        )  # fmt: skip
+        handles, labels = left.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 7))
     return figure
 
 

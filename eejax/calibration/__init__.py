@@ -1,13 +1,37 @@
-"""Thresholds and what they cost: the quality-speed frontier."""
+"""Thresholds and what they cost: the quality-speed frontier, and thresholds with a guarantee."""
 
 from eejax.calibration.frontier import (
     Point,
     Scores,
+    SegmentCosts,
     at_threshold,
     emitting_exits,
     fastest,
     score,
     sweep,
 )
+from eejax.calibration.guarantee import (
+    CANDIDATES,
+    NEVER,
+    Guarantee,
+    calibrate,
+    learn_then_test,
+    unit_risks,
+)
 
-__all__ = ["Point", "Scores", "at_threshold", "emitting_exits", "fastest", "score", "sweep"]
+__all__ = [
+    "CANDIDATES",
+    "NEVER",
+    "Guarantee",
+    "Point",
+    "Scores",
+    "SegmentCosts",
+    "at_threshold",
+    "calibrate",
+    "emitting_exits",
+    "fastest",
+    "learn_then_test",
+    "score",
+    "sweep",
+    "unit_risks",
+]

@@ -1,8 +1,9 @@
 """The quality-speed frontier: what every threshold would do, from one teacher-forced pass.
 
-A gate looks at nothing but its own exit's logits, so one pass over held-out text that records
-every exit's top token and confidence answers for all thresholds at once: where each token would
-leave, and whether it would be the token of the full model.
+A gate looks at nothing but its own exit and the exits before it, so one pass over held-out text
+that records every exit's top token and what each gate makes of it answers for all gates,
+thresholds and subsets of exits at once: where each token would leave, and whether it would be the
+token of the full model.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from eejax.common.errors import DataError, require
 from eejax.common.trees import Tree
 from eejax.data import Tokenizer
 from eejax.gates import confidence
+from eejax.gates.confidence import GATES
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import argmax
 from eejax.losses.cross_entropy import IGNORE
@@ -35,22 +37,65 @@ CHUNK = 1024  # tokens whose logits exist at a time
 class Scores:
     """What every exit says at every counted position; arrays [e, n], the final exit last.
 
-    tokens: the most likely token. confidences: its gate's, after the exit's own temperature.
-    nlls: -log p of the label, in nats. labels [n]: the token that was to be predicted.
+    labels [n]: the token that was to be predicted. units [n]: number of the text (a prompt, a
+    window) that a position belongs to; a text's positions come in its own order.
+    tokens: the most likely token, after the exit's own temperature. nlls: -log p of the label, in
+    nats. confidences: by gate, of those that record one (max_probability, margin, entropy and
+    saturation): patience follows from the tokens and the active exits, and fixed is 1.
     """
 
     config: ModelConfig
     labels: np.ndarray
+    units: np.ndarray
     tokens: np.ndarray
-    confidences: np.ndarray
     nlls: np.ndarray
+    confidences: Mapping[str, np.ndarray]
 
     def __len__(self) -> int:
         return self.tokens.shape[1]
 
+    @property
+    def progress(self) -> np.ndarray:
+        """[n] float32 share of a text's counted positions that come before this one.
+
+        What falling thresholds go by, as an engine does that is asked for just so many tokens.
+        """
+        _, index, counts = np.unique(self.units, return_inverse=True, return_counts=True)
+        before = np.empty(len(self), np.int64)
+        starts = np.cumsum(counts) - counts
+        order = np.argsort(index, kind="stable")
+        before[order] = np.arange(len(self)) - np.repeat(starts, counts)
+        return before.astype(np.float32) / counts[index].astype(np.float32)
+
     def bytes_per_token(self, tokenizer: Tokenizer) -> float:
         """Mean UTF-8 bytes of text of the scored labels, for `Point.bits_per_byte`."""
         return float(tokenizer.byte_lengths[self.labels].mean())
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentCosts:
+    """Seconds that one token takes: of each segment's layers, and of each exit's head, [e] each,
+    the final one last. Any other unit will do, as only ratios are compared.
+
+    Raises ConfigError for lengths that differ, and costs that are negative or not finite.
+    """
+
+    segments: Sequence[float]
+    heads: Sequence[float]
+
+    def __post_init__(self):
+        for name in ("segments", "heads"):
+            costs = tuple(map(float, getattr(self, name)))
+            ok = all(math.isfinite(c) and c >= 0 for c in costs)
+            require(ok, name, costs, "must be finite and at least 0")
+            object.__setattr__(self, name, costs)
+        same = len(self.segments) == len(self.heads) > 0
+        require(same, "heads", self.heads, f"must be one for each of the segments {self.segments}")
+
+    @property
+    def full(self) -> float:
+        """Of all layers and the final head."""
+        return sum(self.segments) + self.heads[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +105,9 @@ class Point:
     agreement: share of positions whose emitted token is the full model's most likely one.
     depth: mean layers below the emitting exit; n_layers / depth bounds the speed-up.
     nll: mean -log p of the label under the emitting exit, in nats. shares [e]: of each exit,
-    the final one last.
+    the final one last. seconds: predicted mean of a token from `SegmentCosts`, None without: of the
+    layers below the emitting exit and of the heads that were read. Layers that are made up for
+    later, in rows beside those of other tokens, are not in it.
     """
 
     threshold: float | tuple[float, ...]
@@ -68,6 +115,7 @@ class Point:
     depth: float
     nll: float
     shares: tuple[float, ...]
+    seconds: float | None = None
 
     @property
     def perplexity(self) -> float:
@@ -81,10 +129,18 @@ class Point:
 
 @partial(jax.jit, static_argnames="config")
 def _score(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
+    """(tokens, nlls, confidences by gate), each [e, b * t]."""
+    boundaries = []
+
+    def tap(e, x):
+        boundaries.append(x)
+        return x
+
     states = transformer.exit_states(
         params, config, batch["tokens"],
-        positions=batch.get("positions"), segment_ids=batch.get("segment_ids"),
+        positions=batch.get("positions"), segment_ids=batch.get("segment_ids"), tap=tap,
     )  # fmt: skip
+    before = [jnp.zeros_like(boundaries[0]), *boundaries[:-1]]
     labels = batch["labels"].reshape(-1)
     n = labels.size
     chunk = min(CHUNK, n)
@@ -96,61 +152,80 @@ def _score(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
         h, label = inputs
         y = exits.logits(head._replace(table=head.table.astype(h.dtype)), h)
         picked = jnp.take_along_axis(y, jnp.maximum(label, 0)[:, None], 1)[:, 0]
-        nll = jax.nn.logsumexp(y, -1) - picked
-        return argmax(y), confidence.max_probability(y), nll
+        gates = {
+            "max_probability": confidence.max_probability(y),
+            "margin": confidence.margin(y),
+            "entropy": confidence.certainty(y, config.vocab_size),
+        }
+        return argmax(y), jax.nn.logsumexp(y, -1) - picked, gates
 
-    columns = []
-    for head, h in zip(heads, states, strict=True):
+    rows = []
+    for e, (head, h) in enumerate(zip(heads, states, strict=True)):
         out = lax.map(partial(one, head), (cut(h.reshape(n, -1)), cut(labels)))
-        columns.append([a.reshape(-1)[:n] for a in out])
-    return tuple(jnp.stack(a) for a in zip(*columns, strict=True))
+        tokens, nlls, gates = jax.tree.map(lambda a: a.reshape(-1)[:n], out)
+        gates["saturation"] = confidence.saturation(boundaries[e], before[e]).reshape(-1)
+        rows.append((tokens, nlls, gates))
+    return jax.tree.map(lambda *a: jnp.stack(a), *rows)
 
 
 def score(params: Tree, config: ModelConfig, batches: Iterable[Mapping[str, Any]]) -> Scores:
     """One teacher-forced pass over `batches` (as `data.batches` gives), at every exit.
 
-    Positions with label -1 are left out. Raises DataError where no position is left.
+    Positions with label -1 are left out. A batch may say in "units" [b] which text each row is
+    part of; else every row is a text of its own, numbered through all batches. Raises DataError
+    where no position is left, ConfigError for units that are not one for each row.
     """
-    parts = []
+    parts, rows = [], 0
     for batch in batches:
-        labels = np.asarray(batch["labels"]).reshape(-1)
-        counted = labels != IGNORE
-        columns = [np.asarray(a)[..., counted] for a in _score(params, config, dict(batch))]
-        parts.append([labels[counted], *columns])
-    if not sum(len(p[0]) for p in parts):
+        labels = np.asarray(batch["labels"])
+        units = np.asarray(batch.get("units", rows + np.arange(len(labels))))
+        require(
+            units.shape == labels.shape[:1], "units", f"shape {units.shape}",
+            f"must be one number for each of the {len(labels)} rows",
+        )  # fmt: skip
+        rows += len(labels)
+        out = _score(params, config, {k: a for k, a in batch.items() if k != "units"})
+        counted = labels.reshape(-1) != IGNORE
+        every = labels.reshape(-1), np.repeat(units, labels.shape[1]), *out
+        parts.append(jax.tree.map(lambda a, c=counted: np.asarray(a)[..., c], every))
+    if not sum(len(part[0]) for part in parts):
         raise DataError("no labelled position to score: give batches of held-out text.")
-    return Scores(config, *(np.concatenate(a, -1) for a in zip(*parts, strict=True)))
+    return Scores(config, *jax.tree.map(lambda *a: np.concatenate(a, -1), *parts))
 
 
 def emitting_exits(
-    scores: Scores, threshold: float | Sequence[float], exits: Sequence[int] | None = None
+    scores: Scores, threshold: float | Sequence[float], exits: Sequence[int] | None = None, **rules
 ) -> np.ndarray:
     """[n] number of the exit each position leaves by: the engines' rule.
 
-    `threshold` and `exits` as in `ExitPolicy.make`: the earliest active exit whose confidence
-    reaches its threshold, a threshold of 1 never firing; else the final exit.
+    `threshold`, `exits`, and of `rules` `gate`, `min_depth` and `decay`, as in `ExitPolicy.make`:
+    the earliest active exit whose confidence reaches its threshold, a threshold of 1 never firing;
+    else the final exit. Thresholds fall with `Scores.progress`.
     """
-    policy = ExitPolicy.make(scores.config, 1, threshold, exits)
-    thresholds, active = np.asarray(policy.thresholds).T, np.asarray(policy.active).T  # [e, 1]
-    early = scores.confidences[: scores.config.n_exits]
-    fires = active & (thresholds < 1) & (early >= thresholds)
-    return np.concatenate([fires, np.ones((1, len(scores)), bool)]).argmax(0)
+    return _leaving(scores, _policy(scores.config, threshold, exits, **rules))
 
 
 def at_threshold(
-    scores: Scores, threshold: float | Sequence[float], exits: Sequence[int] | None = None
-) -> Point:
-    """What this threshold (one, or one per early exit) does to the scored text."""
-    number = emitting_exits(scores, threshold, exits)
+    scores: Scores, threshold: float | Sequence[float], exits: Sequence[int] | None = None, *,
+    costs: SegmentCosts | None = None, **rules,
+) -> Point:  # fmt: skip
+    """What this threshold (one, or one per early exit) does to the scored text.
+
+    `exits` and `rules` as in `emitting_exits`. With `costs` the point has its predicted time.
+    """
+    policy = _policy(scores.config, threshold, exits, **rules)
+    number = _leaving(scores, policy)
     take = lambda a: np.take_along_axis(a, number[None], 0)[0]
     counts = np.bincount(number, minlength=scores.config.n_exits + 1)
     plain = float(threshold) if np.ndim(threshold) == 0 else tuple(map(float, threshold))
+    shares = counts / len(scores)
     return Point(
         threshold=plain,
         agreement=float(np.mean(take(scores.tokens) == scores.tokens[-1])),
         depth=float(np.mean(np.asarray(scores.config.stops)[number])),
         nll=float(np.mean(take(scores.nlls), dtype=np.float64)),
-        shares=tuple((counts / len(scores)).tolist()),
+        shares=tuple(shares.tolist()),
+        seconds=None if costs is None else float(_seconds(costs, policy) @ shares),
     )
 
 
@@ -158,15 +233,76 @@ def sweep(
     scores: Scores,
     thresholds: Iterable[float | Sequence[float]],
     exits: Sequence[int] | None = None,
+    **rules,
 ) -> list[Point]:
     """`at_threshold` for each of `thresholds`."""
-    return [at_threshold(scores, t, exits) for t in thresholds]
+    return [at_threshold(scores, t, exits, **rules) for t in thresholds]
 
 
 def fastest(points: Sequence[Point], agreement: float) -> Point | None:
-    """The point of least depth among those with at least this agreement, None without any.
+    """The point of least predicted time (of least depth, where no time was predicted) among those
+    with at least this agreement, None without any.
 
-    Chosen on the text it is judged on, so an estimate: it carries no guarantee for other text.
+    Chosen on the text it is judged on, so an estimate: it carries no guarantee for other text
+    (`guarantee.calibrate` does).
     """
     require(0 <= agreement <= 1, "agreement", agreement, "must lie in [0, 1]")
-    return min((p for p in points if p.agreement >= agreement), key=lambda p: p.depth, default=None)
+    cost = lambda p: p.depth if p.seconds is None else p.seconds
+    return min((p for p in points if p.agreement >= agreement), key=cost, default=None)
+
+
+def _policy(
+    config: ModelConfig, threshold, exits=None, gate="max_probability", min_depth=0, decay=None
+) -> ExitPolicy:
+    """Of one request."""
+    return ExitPolicy.make(
+        config, 1, threshold, exits, gate=gate, min_depth=min_depth, decay=decay
+    )  # fmt: skip
+
+
+def _open(policy: ExitPolicy) -> np.ndarray:
+    """[E] whether each early exit could fire."""
+    return np.asarray(policy.active & (policy.thresholds < 1))[0]
+
+
+def _leaving(scores: Scores, policy: ExitPolicy) -> np.ndarray:
+    """[n] number of the exit each position leaves by."""
+    n = len(scores)
+    thresholds = np.asarray(policy.thresholds).T  # [E, 1]
+    if policy.decay[0] >= 0:
+        thresholds = np.asarray(
+            confidence.falling(policy.thresholds.T, policy.decay[None], scores.progress[None])
+        )
+    open_ = _open(policy)
+    fires = open_[:, None] & (_confidences(scores, policy, open_) >= thresholds)
+    return np.concatenate([fires, np.ones((1, n), bool)]).argmax(0)
+
+
+def _confidences(scores: Scores, policy: ExitPolicy, open_: np.ndarray) -> np.ndarray:
+    """[E, n] what the policy's gate says at each early exit that is open [E]."""
+    n_exits, gate = scores.config.n_exits, GATES[int(policy.gate[0])]
+    if gate == "fixed":
+        return np.ones((n_exits, len(scores)), np.float32)
+    if gate != "patience":
+        return scores.confidences[gate][:n_exits]
+    # Only exits that could fire are asked, so only they can agree.
+    streaks = np.zeros((n_exits, len(scores)), np.int32)
+    last, streak = np.full(len(scores), -1), np.zeros(len(scores), np.int32)
+    for e in np.flatnonzero(open_):
+        streak = np.where(scores.tokens[e] == last, streak, 0) + 1
+        last, streaks[e] = scores.tokens[e], streak
+    return np.asarray(confidence.patience(jnp.asarray(streaks), n_exits))
+
+
+def _seconds(costs: SegmentCosts, policy: ExitPolicy) -> np.ndarray:
+    """[E + 1] seconds of a token that leaves by each exit."""
+    n = policy.active.shape[1] + 1
+    require(
+        len(costs.segments) == n, "costs.segments", costs.segments,
+        f"must be one for each of the model's {n} segments",
+    )  # fmt: skip
+    heads = np.array(costs.heads)
+    if confidence.needs_logits(policy.gate)[0]:
+        # Every exit on the way that could fire made its logits to decide.
+        heads = np.cumsum(np.append(_open(policy), True) * heads)
+    return np.cumsum(costs.segments) + heads

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from eejax.analysis import exit_histogram, loss_curves, quality_against_speed, save
+from eejax.analysis import exit_histogram, frontiers, loss_curves, quality_against_speed, save
 
 RECORDS = [
     {"step": s, "loss/exit_3": 5.5 / s**0.2, "loss/final": 5.2 / s**0.25, "loss": 7.0}
@@ -46,6 +46,20 @@ def test_quality_against_speed(tmp_path):
     np.testing.assert_allclose(sorted(y), [p["agreement"] for p in want])
     np.testing.assert_allclose(sorted(right.lines[0].get_xdata()), [p["depth"] for p in want])
     assert any("95% agreement" in t.get_text() for t in left.get_legend().get_texts())
+
+
+def test_frontiers(tmp_path):
+    curves = {"margin": POINTS[::-1], "fixed": POINTS[:2]}
+    left, right = drawn(frontiers(curves, xlabel="layers"), tmp_path / "sweep.png").axes
+    for axes, key in ((left, "agreement"), (right, "bits_per_byte")):
+        for line, n in zip(axes.lines[:2], (6, 2), strict=True):
+            np.testing.assert_allclose(line.get_xdata(), [p["depth"] for p in POINTS[:n]])
+            np.testing.assert_allclose(line.get_ydata(), [p[key] for p in POINTS[:n]])
+        assert axes.get_xlabel() == "layers"
+    labels = [t.get_text() for t in left.figure.legends[0].get_texts()]
+    assert labels == ["margin", "fixed", "95% agreement"]
+    timed = {"margin": [p | {"time": p["depth"] / 24} for p in POINTS]}
+    assert max(frontiers(timed, x="time").axes[0].lines[0].get_xdata()) == 0.5
 
 
 def test_exit_histogram(tmp_path):

@@ -1,15 +1,30 @@
 """The frontier against a plain numpy account of it, and against the oracle's own decisions."""
 
+import dataclasses
+import functools
+import itertools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eejax.calibration import at_threshold, emitting_exits, fastest, score, sweep
+from eejax.calibration import (
+    SegmentCosts,
+    at_threshold,
+    emitting_exits,
+    fastest,
+    score,
+    sweep,
+)
 from eejax.calibration import frontier as frontier_module
 from eejax.common.errors import ConfigError, DataError
+from eejax.gates.confidence import GATES, Memory
 from eejax.inference import Generator
+from eejax.inference.policy import Emission, ExitPolicy, Look, conclude, consider
+from eejax.inference.sampling import Sampling
 from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
 
@@ -49,22 +64,46 @@ def scored(model):
     return score(*model, batches), batches
 
 
+def look(model, batch):
+    """(logits, states at the boundary), each [e, n, ...], of a batch's counted positions."""
+    p, config = model
+    counted, states = batch["labels"] != -1, []
+
+    def tap(e, x):
+        states.append(np.asarray(x)[counted])
+        return x
+
+    read = transformer.exit_states(p, config, batch["tokens"], tap=tap)
+    logits = [exits.logits(exits.head(p, config, e), h) for e, h in enumerate(read)]
+    return np.stack([np.asarray(y)[counted] for y in logits]), np.stack(states)
+
+
 def plain(model, batches):
-    """(tokens, confidences, nlls), each [e, n], in float64 numpy from the exits' states."""
+    """(tokens, nlls, confidences), each [e, n], in float64 numpy from the exits' states."""
     p, config = model
     out = []
     for batch in batches:
-        counted = batch["labels"] != -1
+        logits, states = (a.astype(np.float64) for a in look(model, batch))
+        label = batch["labels"][batch["labels"] != -1]
         rows = []
-        for e, h in enumerate(transformer.exit_states(p, config, batch["tokens"])):
-            y = np.asarray(exits.logits(exits.head(p, config, e), h), np.float64)[counted]
-            y = y[:, : config.vocab_size]
+        for e, y in enumerate(logits[..., : config.vocab_size]):
             probability = np.exp(y - y.max(-1, keepdims=True))
             probability /= probability.sum(-1, keepdims=True)
-            label = probability[np.arange(len(y)), batch["labels"][counted]]
-            rows.append((y.argmax(-1), probability.max(-1), -np.log(label)))
-        out.append([np.stack(a) for a in zip(*rows, strict=True)])
-    return [np.concatenate(a, 1) for a in zip(*out, strict=True)]
+            first, second = np.sort(probability, -1)[:, ::-1][:, :2].T
+            entropy = -(probability * np.log(probability)).sum(-1)
+            before = states[e - 1] if e else np.zeros_like(states[0])
+            norms = np.linalg.norm(states[e], axis=-1) * np.linalg.norm(before, axis=-1)
+            cosine = (states[e] * before).sum(-1) / np.where(norms > 0, norms, 1)
+            gates = {
+                "max_probability": first,
+                "margin": first - second,
+                "entropy": 1 - entropy / np.log(config.vocab_size),
+                "saturation": np.maximum(cosine, 0),
+            }
+            picked = probability[np.arange(len(y)), label]
+            rows.append((y.argmax(-1), -np.log(picked), gates))
+        out.append(jax.tree.map(lambda *a: np.stack(a), *rows))
+    return jax.tree.map(lambda *a: np.concatenate(a, 1), *out)
 
 
 @pytest.mark.parametrize("chunk", [16, 1024])
@@ -75,11 +114,33 @@ def test_scores_are_the_exits_own(model, scored, chunk, monkeypatch):
         frontier_module._score.clear_cache()
         scores = score(*model, batches)
         frontier_module._score.clear_cache()
-    tokens, confidences, nlls = plain(model, batches)
+    tokens, nlls, confidences = plain(model, batches)
     np.testing.assert_array_equal(scores.tokens, tokens)
-    np.testing.assert_allclose(scores.confidences, confidences, rtol=2e-4)
     np.testing.assert_allclose(scores.nlls, nlls, rtol=2e-4, atol=2e-4)
-    assert 0.2 < np.median(confidences) < 0.8  # the test is about something
+    assert set(scores.confidences) == set(confidences)
+    for gate, expected in confidences.items():
+        np.testing.assert_allclose(scores.confidences[gate], expected, rtol=2e-4, atol=2e-5)
+        assert 0.1 < np.median(expected) < 0.9, gate  # the test is about something
+    assert (scores.confidences["saturation"][0] == 0).all()
+
+
+def test_positions_know_their_text_and_how_far_it_has_come(model, scored):
+    scores, batches = scored
+    rows = [row[row != -1] for batch in batches for row in batch["labels"]]
+    units = np.concatenate([np.full(len(row), i) for i, row in enumerate(rows)])
+    np.testing.assert_array_equal(scores.units, units)
+    progress = np.concatenate([np.arange(len(row)) / len(row) for row in rows])
+    np.testing.assert_allclose(scores.progress, progress, rtol=1e-6)
+    # Three rows each of two texts, one of which goes on in the second batch.
+    named = [b | {"units": u} for b, u in zip(batches, ([7, 7, 3], [3, 3, 7]), strict=True)]
+    got = score(*model, named)
+    want = np.repeat([7, 7, 3, 3, 3, 7], [len(row) for row in rows])
+    np.testing.assert_array_equal(got.units, want)
+    for unit in (3, 7):
+        n = int((want == unit).sum())
+        np.testing.assert_allclose(got.progress[want == unit], np.arange(n) / n, rtol=1e-6)
+    with pytest.raises(ConfigError, match="units = 'shape"):
+        score(*model, [batches[0] | {"units": [1, 2]}])
 
 
 def test_logits_of_all_tokens_never_exist_at_once(model, monkeypatch):
@@ -90,32 +151,104 @@ def test_logits_of_all_tokens_never_exist_at_once(model, monkeypatch):
     assert "8x64xf32" in text and "3x21x64xf32" not in text and "63x64xf32" not in text
 
 
-@settings(max_examples=30)
+@functools.partial(jax.jit, static_argnames="e")
+def at_exit(emission, memory, e, logits, state, policy, progress):
+    """One exit's turn for every position, as an engine takes it."""
+    n = len(progress)
+    seen = Look(
+        e, state, lambda: logits, jnp.full((n,), True), jnp.zeros((n,), jnp.int32), progress
+    )
+    sampling = Sampling.make(n)
+    if e == CONFIG.n_exits:
+        return conclude(emission, seen, sampling, True), memory
+    return consider(emission, memory, seen, policy, sampling, CONFIG, True)
+
+
+def walk(policy, logits, states, progress):
+    """What an engine emits, of exits' logits [e, n, v] and states [e, n, d]."""
+    emission = Emission.undecided(logits.shape[1])
+    memory = Memory.blank(jnp.asarray(states[0]))
+    for e in range(4):
+        emission, memory = at_exit(
+            emission, memory, e, logits[e], states[e], policy, jnp.asarray(progress)
+        )
+    return emission
+
+
+@pytest.fixture(scope="module")
+def walked(model):
+    """What an engine would see of one batch, its progress, and its scores."""
+    batch = make_batch(2, b=4, t=24)
+    logits, states = look(model, batch)
+    scores = score(*model, [batch])
+    rows = [int((row != -1).sum()) for row in batch["labels"]]
+    progress = np.concatenate([np.arange(n, dtype=np.float32) / np.float32(n) for n in rows])
+    return logits, states, progress, scores
+
+
+THRESHOLD = st.one_of(st.floats(0, 1, width=32), st.sampled_from([0.0, 1 / 3, 2 / 3, 1.0]))
+COSTS = SegmentCosts((0.0, 2.0, 1.5, 1.0), (0.3, 0.7, 0.4, 0.5))
+
+
+@settings(max_examples=60, deadline=None)
 @given(
-    st.one_of(st.floats(0, 1), st.lists(st.floats(0, 1), min_size=3, max_size=3)),
-    st.sets(st.sampled_from([0, 2, 3])),
+    gate=st.sampled_from(GATES),
+    threshold=st.one_of(THRESHOLD, st.lists(THRESHOLD, min_size=3, max_size=3)),
+    active=st.sets(st.sampled_from([0, 2, 3])),
+    min_depth=st.integers(0, 4),
+    decay=st.sampled_from([None, 0.0, 2.0, 9.0]),
 )
-def test_point_is_the_rule_applied_token_by_token(scored, threshold, active):
-    scores, _ = scored
-    limits = np.broadcast_to(np.asarray(threshold, np.float32), (3,))
-    stops, chosen = [0, 2, 3, 4], []
-    for i in range(len(scores)):
-        for e in range(4):
-            if e == 3 or (
-                stops[e] in active and limits[e] < 1 and scores.confidences[e, i] >= limits[e]
-            ):
-                chosen.append(e)
-                break
-    point = at_threshold(scores, threshold, sorted(active))
-    n = len(chosen)
-    assert emitting_exits(scores, threshold, sorted(active)).tolist() == chosen
-    agree = sum(scores.tokens[e, i] == scores.tokens[3, i] for i, e in enumerate(chosen))
-    assert point.agreement == pytest.approx(agree / n)
-    assert point.depth == pytest.approx(sum(stops[e] for e in chosen) / n)
-    assert point.nll == pytest.approx(np.mean([scores.nlls[e, i] for i, e in enumerate(chosen)]))
-    assert point.shares == pytest.approx([chosen.count(e) / n for e in range(4)])
+def test_point_is_the_engines_rule_applied_token_by_token(
+    walked, gate, threshold, active, min_depth, decay
+):
+    logits, states, progress, scores = walked
+    n, stops = len(scores), [0, 2, 3, 4]
+    rules = dict(gate=gate, min_depth=min_depth, decay=decay)
+    policy = ExitPolicy.make(
+        CONFIG, n, np.broadcast_to(np.float32(threshold), (n, 3)), sorted(active), **rules
+    )
+    emission = walk(policy, logits, states, progress)
+    number = emitting_exits(scores, threshold, sorted(active), **rules)
+    clear = np.asarray(emission.margin) > 1e-5  # else two roundings may decide differently
+    assert clear.sum() > 0.9 * n
+    np.testing.assert_array_equal(number[clear], np.asarray(emission.exit)[clear])
+    token = np.take_along_axis(scores.tokens, number[None], 0)[0]
+    np.testing.assert_array_equal(token[clear], np.asarray(emission.token)[clear])
+
+    limits, seconds = np.broadcast_to(np.float32(threshold), (3,)), 0.0
+    for left in number:
+        for e in range(left + 1):
+            seconds += COSTS.segments[e]
+            asked = e == 3 or (stops[e] in active and stops[e] >= min_depth and limits[e] < 1)
+            if e == left or (asked and gate not in ("saturation", "fixed")):
+                seconds += COSTS.heads[e]
+    point = at_threshold(scores, threshold, sorted(active), costs=COSTS, **rules)
+    assert point.seconds == pytest.approx(seconds / n)
+    assert point.agreement == pytest.approx(np.mean(token == scores.tokens[3]))
+    assert point.depth == pytest.approx(np.mean([stops[e] for e in number]))
+    assert point.nll == pytest.approx(np.mean([scores.nlls[e, i] for i, e in enumerate(number)]))
+    assert point.shares == pytest.approx([np.mean(number == e) for e in range(4)])
     assert point.perplexity == pytest.approx(np.exp(point.nll))
     assert point.bits_per_byte(4.0) == pytest.approx(point.nll / np.log(2) / 4)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1 / 3, 2 / 3, 0.99])
+def test_patience_asks_the_active_exits_alone(scored, threshold):
+    """Every way in which four exits can agree, under every subset of the three early ones."""
+    tokens = np.array(list(itertools.product((0, 1), repeat=4))).T  # [e, n]
+    logits, n = 5 * np.eye(CONFIG.vocab_size, dtype=np.float32)[tokens], tokens.shape[1]
+    zero = np.zeros((4, n), np.float32)
+    scores = dataclasses.replace(
+        scored[0], tokens=tokens, nlls=zero, confidences={}, labels=tokens[0], units=tokens[0]
+    )
+    for active in itertools.chain.from_iterable(
+        itertools.combinations((0, 2, 3), k) for k in range(4)
+    ):
+        limits = np.full((n, 3), threshold, np.float32)
+        policy = ExitPolicy.make(CONFIG, n, limits, active, gate="patience")
+        emission = walk(policy, logits, np.zeros((4, n, 32), np.float32), zero[0])
+        got = emitting_exits(scores, threshold, active, gate="patience")
+        np.testing.assert_array_equal(got, np.asarray(emission.exit))
 
 
 def test_threshold_one_is_the_full_model(scored):
@@ -123,6 +256,11 @@ def test_threshold_one_is_the_full_model(scored):
     point = at_threshold(scores, 1.0)
     assert (point.agreement, point.depth, point.shares) == (1.0, 4.0, (0.0, 0.0, 0.0, 1.0))
     assert point.nll == pytest.approx(scores.nlls[-1].mean())
+    assert point.seconds is None
+    for gate in GATES:
+        same = at_threshold(scores, 1.0, gate=gate, costs=COSTS)
+        assert same.shares == point.shares
+        assert same.seconds == pytest.approx(COSTS.full) == pytest.approx(5.0)
 
 
 def test_depth_falls_with_the_threshold_and_the_fastest_point_keeps_its_promise(scored):
@@ -133,17 +271,36 @@ def test_depth_falls_with_the_threshold_and_the_fastest_point_keeps_its_promise(
     assert best.agreement >= 0.5
     assert all(p.depth >= best.depth for p in points if p.agreement >= 0.5)
     assert fastest(points[:1], 1.0) is None
+    # Where time is known it decides: an exit whose head costs as much as all layers is no gain.
+    dear = SegmentCosts((1.0, 1.0, 1.0, 1.0), (9.0, 9.0, 9.0, 0.1))
+    timed = sweep(scored[0], np.linspace(0, 1, 11), costs=dear)
+    assert fastest(timed, 0.0).threshold == 1.0 and fastest(points, 0.0).threshold == 0.0
 
 
-@pytest.mark.parametrize("threshold", [0.3, (0.8, 0.5, 0.2)])
-def test_decisions_are_the_oracles(model, threshold):
+@pytest.fixture(scope="module")
+def oracle(model):
+    return Generator.make(*model, "posthoc")
+
+
+@pytest.mark.parametrize(
+    "gate, threshold, rules",
+    [
+        ("max_probability", 0.3, {}),
+        ("max_probability", (0.8, 0.5, 0.2), {}),
+        ("max_probability", 0.4, dict(decay=3.0)),
+        ("margin", 0.15, {}),
+        ("entropy", 0.5, dict(min_depth=2)),
+        ("patience", 2 / 3, {}),
+        ("saturation", 0.75, dict(exits=[0, 3])),
+        ("fixed", (1.0, 1.0, 0.0), {}),
+    ],
+)
+def test_decisions_are_the_oracles(model, oracle, gate, threshold, rules):
     """What `posthoc` generates, fed back in, leaves by the same exits with the same tokens."""
     p, config = model
     prompts = [list(range(1, 9)), [40, 3, 17]]
-    new = 24
-    result = Generator.make(p, config, "posthoc").generate(
-        prompts, new, threshold=threshold, prefill_exit=True
-    )
+    new, rules = 24, rules | {"gate": gate}
+    result = oracle.generate(prompts, new, threshold=threshold, prefill_exit=True, **rules)
     seen, compared = set(), 0
     for i, prompt in enumerate(prompts):
         ids = prompt + result.ids(i)
@@ -151,18 +308,21 @@ def test_decisions_are_the_oracles(model, threshold):
         labels[len(prompt) - 1 :] = ids[len(prompt) :]
         batch = {"tokens": np.array([ids[:-1]], np.int32), "labels": labels[None]}
         scores = score(p, config, [batch])
-        number = emitting_exits(scores, threshold)
+        number = emitting_exits(scores, threshold, **rules)
         for j in range(new):
             if result.margins[i, j] < 1e-4:
                 continue
             assert number[j] == result.exits[i, j]
             assert scores.tokens[number[j], j] == result.tokens[i, j]
-            np.testing.assert_allclose(
-                scores.confidences[number[j], j], result.confidences[i, j], rtol=1e-3
-            )
+            if gate in scores.confidences:
+                # The final exit has no gate: what it reports is its token's probability.
+                by = "max_probability" if number[j] == config.n_exits else gate
+                np.testing.assert_allclose(
+                    scores.confidences[by][number[j], j], result.confidences[i, j], rtol=1e-3
+                )
             compared += 1
         seen |= set(number.tolist())
-    assert compared > 40 and len(seen) >= 2
+    assert compared > 40 and len(seen) >= (1 if gate == "fixed" else 2)
 
 
 def test_refusals(model, scored):
@@ -175,3 +335,14 @@ def test_refusals(model, scored):
         at_threshold(scores, 0.5, [1])
     with pytest.raises(ConfigError, match="agreement"):
         fastest([], 95)
+    with pytest.raises(ConfigError, match="gate = 'router'"):
+        at_threshold(scores, 0.5, gate="router")
+    with pytest.raises(ConfigError, match="min_depth"):
+        sweep(scores, [0.5], min_depth=-1)
+    with pytest.raises(ConfigError, match="costs.segments = .*each of the model's 4 segments"):
+        at_threshold(scores, 0.5, costs=SegmentCosts([1.0], [1.0]))
+    with pytest.raises(ConfigError, match="heads = .*one for each of the segments"):
+        SegmentCosts([1.0, 2.0], [1.0])
+    for bad in (-1.0, float("nan")):
+        with pytest.raises(ConfigError, match="segments = .*finite and at least 0"):
+            SegmentCosts([bad], [1.0])

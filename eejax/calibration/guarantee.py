@@ -1,0 +1,179 @@
+"""Thresholds that keep a promise: Learn-then-Test.
+
+Angelopoulos et al. 2021 ("Learn then Test"), as CALM (Schuster et al. 2022, section 4) applies it
+to early exit: each candidate threshold is a hypothesis "its risk exceeds delta", tested on
+calibration texts from the safest threshold down; the last one that is rejected is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from eejax.calibration.frontier import Scores, emitting_exits
+from eejax.common.errors import ConfigError, DataError, require
+
+NEVER = 1.0  # the threshold that never fires
+CANDIDATES = tuple(i / 100 for i in range(99, -1, -1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Guarantee:
+    """The fastest threshold whose risk is at most `delta`, but for a chance of `epsilon`.
+
+    threshold: 1, which never exits and needs no test, where none passed. passed: how many of the
+    candidates `thresholds` did, from the first on. risks, p_values: of each candidate, its mean
+    over the units and the p-value of "its risk exceeds delta".
+    """
+
+    threshold: float
+    delta: float
+    epsilon: float
+    units: int
+    passed: int
+    thresholds: tuple[float, ...]
+    risks: tuple[float, ...]
+    p_values: tuple[float, ...]
+
+
+def learn_then_test(
+    risks: np.ndarray,
+    thresholds: Sequence[float],
+    delta: float,
+    epsilon: float,
+    *,
+    binary: bool = False,
+) -> Guarantee:
+    """The lowest threshold whose expected risk is <= delta, with probability >= 1 - epsilon.
+
+    risks [units, thresholds]: what went wrong in each unit (a prompt) at each threshold, a loss in
+    [0, 1]. thresholds: strictly decreasing. `binary` says that losses are 0 or 1 by their nature,
+    for which there is an exact test. It is not guessed from the values: a test that is chosen by
+    the numbers it is to test may be wrong more often than it says.
+
+    The probability is over draws of the calibration units. It holds for any number of them and any
+    model if the units are independent draws of what is to come (of one document, say, only one is),
+    and if thresholds, delta and epsilon were chosen without looking at them. It is about the mean
+    over units to come, not about each one, and about the pass that made the risks: those of a
+    teacher-forced pass speak of single tokens after text that is given (`calibrate`), those of
+    whole generations of generations.
+
+    Hypotheses are tested in the given order, each at level epsilon, up to the first that is not
+    rejected (fixed-sequence testing), so that no level is divided by their number.
+
+    Raises ConfigError for delta or epsilon outside (0, 1), thresholds that do not decrease or lie
+    outside [0, 1], and DataError for risks of another shape, outside [0, 1] or not finite.
+    """
+    candidates = np.asarray(thresholds, np.float64)
+    falling = candidates.ndim == 1 and candidates.size > 0 and bool(np.all(np.diff(candidates) < 0))
+    inside = bool(np.all((candidates >= 0) & (candidates <= 1)))
+    require(
+        falling and inside, "thresholds", thresholds,
+        "must be strictly decreasing numbers in [0, 1]",
+    )  # fmt: skip
+    if not 0 < epsilon < 1:
+        raise ConfigError(f"epsilon = {epsilon!r}: must lie strictly between 0 and 1.")
+    values = np.asarray(risks, np.float64)
+    if values.shape != (len(values), len(candidates)):
+        raise DataError(
+            f"risks: shape {values.shape}: must be [units, thresholds] for {len(candidates)} "
+            "thresholds."
+        )
+    p = p_values(values, delta, binary=binary)
+    failed = np.flatnonzero(~(p <= epsilon))
+    passed = int(failed[0]) if len(failed) else len(p)
+    return Guarantee(
+        threshold=float(candidates[passed - 1]) if passed else NEVER,
+        delta=float(delta), epsilon=float(epsilon), units=len(values), passed=passed,
+        thresholds=tuple(candidates.tolist()), risks=tuple(values.mean(0).tolist()),
+        p_values=tuple(p.tolist()),
+    )  # fmt: skip
+
+
+def p_values(risks: np.ndarray, delta: float, *, binary: bool = False) -> np.ndarray:
+    """[thresholds] p-values of "the expected risk exceeds delta", from risks [units, thresholds].
+
+    Valid for any number of independent units. For losses in [0, 1] Hoeffding-Bentkus (Bates et
+    al. 2021, proposition 8): the lesser of exp(-n h(min(r, delta), delta)) and
+    e P(Bin(n, delta) <= ceil(n r)), with r the mean of n units and h(a, b) the relative entropy of
+    two coins. For `binary` ones the binomial tail P(Bin(n, delta) <= n r) itself.
+    """
+    require(0 < delta < 1, "delta", delta, "must lie strictly between 0 and 1")
+    risks = np.asarray(risks, np.float64)
+    if risks.ndim != 2 or not risks.size:
+        raise DataError(f"risks: shape {risks.shape}: must be [units, thresholds], neither 0.")
+    if not np.all((risks >= 0) & (risks <= 1)):
+        wrong = risks[~((risks >= 0) & (risks <= 1))][0]
+        raise DataError(f"risks: {wrong} is among them: must be finite and in [0, 1].")
+    if binary and not np.all((risks == 0) | (risks == 1)):
+        wrong = risks[(risks != 0) & (risks != 1)][0]
+        raise DataError(f"risks: {wrong} is among them: with binary, must be 0 or 1.")
+    n = len(risks)
+    # Exact sums: a rounded one could fall on the wrong side of a whole number.
+    sums = np.array([math.fsum(column) for column in risks.T])
+    tail = binomial_cdf(n, delta)[np.ceil(sums).astype(np.int64)]
+    if binary:
+        return tail
+    hoeffding = np.exp(-n * _relative_entropy(np.minimum(sums / n, delta), delta))
+    return np.minimum(hoeffding, np.minimum(math.e * tail, 1.0))
+
+
+def binomial_cdf(n: int, p: float) -> np.ndarray:
+    """[n + 1] P(Bin(n, p) <= k) for k = 0..n, 0 < p < 1."""
+    factorials = np.array([math.lgamma(k + 1) for k in range(n + 1)])
+    k = np.arange(n + 1)
+    logs = factorials[n] - factorials - factorials[::-1] + k * math.log(p)
+    cdf = np.minimum(np.cumsum(np.exp(logs + (n - k) * math.log1p(-p))), 1.0)
+    cdf[-1] = 1.0
+    return cdf
+
+
+def unit_risks(
+    scores: Scores, thresholds: Sequence[float], exits: Sequence[int] | None = None, **rules
+) -> np.ndarray:
+    """[units, thresholds] share of each unit's tokens that are not the full model's.
+
+    `exits` and `rules` as in `frontier.emitting_exits`; units in the order of their numbers.
+    """
+    _, index = np.unique(scores.units, return_inverse=True)
+    counts = np.bincount(index)
+    columns = []
+    for threshold in thresholds:
+        number = emitting_exits(scores, threshold, exits, **rules)
+        token = np.take_along_axis(scores.tokens, number[None], 0)[0]
+        columns.append(np.bincount(index, token != scores.tokens[-1]) / counts)
+    return np.stack(columns, 1)
+
+
+def calibrate(
+    scores: Scores,
+    delta: float,
+    epsilon: float,
+    thresholds: Sequence[float] = CANDIDATES,
+    exits: Sequence[int] | None = None,
+    **rules,
+) -> Guarantee:
+    """`learn_then_test` of the share of a text's tokens that are not the full model's.
+
+    The units are those of the scores: let each be a text as it will come, such as a prompt. `exits`
+    and `rules` (`gate`, `min_depth`, `decay`) as in `frontier.emitting_exits`; the promise is for
+    these alone.
+
+    It is about the pass that was scored, in which every token sees what all layers made of the
+    text. So it carries over to engines that decide as "posthoc" does, because their keys and values
+    are exact ("recompute", "pipelined"), and not to one that passes on the state of an early exit
+    in place of missing ones ("propagate"). And about text that is given: after its own first
+    different token a generation goes on with another text, so this is no promise for whole outputs.
+    """
+    return learn_then_test(
+        unit_risks(scores, thresholds, exits, **rules), thresholds, delta, epsilon
+    )
+
+
+def _relative_entropy(a: np.ndarray, b: float) -> np.ndarray:
+    """a log(a / b) + (1 - a) log((1 - a) / (1 - b)) of a in [0, 1)."""
+    safe = np.where(a > 0, a, 1.0)
+    return np.where(a > 0, a * np.log(safe / b), 0.0) + (1 - a) * np.log((1 - a) / (1 - b))

@@ -1,0 +1,231 @@
+"""Quality against speed of a trained model: what every gate does at every threshold.
+
+    python -m experiments.sweep --workdir=runs/quickstart
+    python -m experiments.sweep --workdir=runs/quickstart --gates=margin,patience --exits=3 --time
+
+One teacher-forced pass over the run's held-out text (or --text) answers for all gates, thresholds
+and exits at once: agreement with the full model, perplexity and bits per byte against mean depth.
+Prints a table and draws WORKDIR/sweep.png. With --time segments and heads are timed here, and
+depth becomes predicted time: that of the layers and heads a token needs before it leaves. Without
+--thresholds each gate has its own, spread over what it says about this text; the gate "fixed"
+takes each exit in turn, for all tokens. With --json the last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import tempfile
+import time
+
+import numpy as np
+from absl import flags
+
+from eejax.common.errors import ConfigError, require, require_one_of
+from experiments import launch
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
+_STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")
+_EMA = flags.DEFINE_bool("ema", False, "Take the averaged parameters (train.ema).")
+_TEXT = flags.DEFINE_multi_string("text", [], "Text files or globs to score instead.")
+_TOKENS = flags.DEFINE_integer("tokens", 100_000, "About so many, evenly spread.", lower_bound=1)
+_GATES = flags.DEFINE_list("gates", None, "Names of gates; all by default.")
+_EXITS = flags.DEFINE_list("exits", None, "Boundaries of the active exits; all by default.")
+_THRESHOLDS = flags.DEFINE_list("thresholds", None, "For every gate; each gate's own by default.")
+_MIN_DEPTH = flags.DEFINE_integer("min_depth", 0, "Exits below so many layers are not active.")
+_DECAY = flags.DEFINE_float("decay", None, "How fast thresholds fall along a window; not at all.")
+_TIME = flags.DEFINE_bool("time", False, "Time segments and heads, and predict a token's time.")
+_OUT = flags.DEFINE_string("out", None, "The picture; WORKDIR/sweep.png by default.")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
+flags.mark_flags_as_required(["workdir"])
+
+POINTS = 12  # thresholds of a gate, where none are given
+BATCH = 16
+STEPS, ROUNDS = 16, 9  # tokens of a timed run, and runs
+
+
+def main() -> None:
+    from eejax import analysis, calibration
+    from eejax.gates.confidence import GATES
+    from eejax.inference.policy import ExitPolicy
+    from eejax.train.runs import open_run
+
+    gates = _GATES.value or GATES
+    for gate in gates:
+        require_one_of("--gates", gate, GATES)
+    chosen = numbers("exits", _EXITS.value, int)
+    thresholds = numbers("thresholds", _THRESHOLDS.value, float)
+    require(thresholds != [], "--thresholds", "", "must be numbers in [0, 1]")
+    run = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value)
+    model, config = run.model, run.model.config
+    rules = dict(min_depth=_MIN_DEPTH.value, decay=_DECAY.value)
+    for threshold in thresholds or [1.0]:  # what is wrong is said before the work is done
+        ExitPolicy.make(config, 1, threshold, chosen, **rules)
+    active = [
+        e.boundary for e in config.exits
+        if (chosen is None or e.boundary in chosen) and e.boundary >= _MIN_DEPTH.value
+    ]  # fmt: skip
+    if not active:
+        raise ConfigError(
+            f"--exits = {chosen}, --min_depth = {_MIN_DEPTH.value}: leave no early exit active of "
+            f"this model's, at {[e.boundary for e in config.exits]}."
+        )
+    costs = measure_costs(model.params, config) if _TIME.value else None
+    with tempfile.TemporaryDirectory() as folder:
+        scores = calibration.score(model.params, config, held_out(run, folder))
+    curves = {}
+    for gate in gates:
+        if gate == "fixed":
+            # Each exit alone: the others' threshold of 1 never fires.
+            each = [[float(e.boundary != b) for e in config.exits] for b in active]
+            points = calibration.sweep(scores, each, gate=gate, costs=costs)
+        else:
+            taken = thresholds or own_thresholds(scores, gate, active)
+            points = calibration.sweep(scores, taken, active, gate=gate, costs=costs, **rules)
+        points.append(calibration.at_threshold(scores, 1.0, costs=costs))
+        unique = {point.shares: point for point in points}
+        curves[gate] = sorted(unique.values(), key=lambda p: (p.depth, p.seconds or 0.0))
+    per_token = scores.bytes_per_token(model.tokenizer)
+    result = {
+        "step": model.step,
+        "tokens": len(scores),
+        "exits": active,
+        "costs": costs and dataclasses.asdict(costs),
+        "curves": {
+            gate: [describe(p, per_token, costs) for p in points] for gate, points in curves.items()
+        },
+    }
+    print(f"step {model.step} of {_WORKDIR.value}, {len(scores)} tokens")
+    print(show(result["curves"], config.n_layers))
+    out = pathlib.Path(_OUT.value or pathlib.Path(_WORKDIR.value).expanduser() / "sweep.png")
+    label = (
+        "predicted time of a token, all layers = 1" if costs
+        else f"mean depth of emitted tokens (of {config.n_layers} layers)"
+    )  # fmt: skip
+    figure = analysis.frontiers(result["curves"], x="time" if costs else "depth", xlabel=label)
+    print(f"\ndrawn: {analysis.save(figure, out)}")
+    if _JSON.value:
+        print(json.dumps(result))
+
+
+def numbers(flag: str, texts: list[str] | None, kind: type) -> list | None:
+    try:
+        return None if texts is None else [kind(text) for text in texts]
+    except ValueError as error:
+        raise ConfigError(f"--{flag} = {','.join(texts)!r}: must be numbers ({error}).") from error
+
+
+def held_out(run, folder: str):
+    """Batches of --text, packed in `folder`, or of the run's held-out text."""
+    from eejax import data
+    from eejax.train import inputs
+
+    config = run.experiment.data
+    limit = max(1, _TOKENS.value // (BATCH * config.length))
+    if not _TEXT.value:
+        parts = inputs.held_out(config, run.dataset(), BATCH, limit)
+        return itertools.chain.from_iterable(batches for _, batches in parts)
+    source = data.source(_TEXT.value, text_field=config.text_field)
+    packed = data.pack(source, run.model.tokenizer, folder, validation_fraction=0.0)
+    masks = config.document_masks
+    batches = data.batches(
+        packed.split("train"), BATCH, config.length, document_masks=masks, limit=limit
+    )
+    return (inputs.strip(batch, masks) for batch in batches)
+
+
+def own_thresholds(scores, gate: str, active: list[int]) -> list[float]:
+    """Thresholds among which the gate decides differently about this text."""
+    boundaries = [e.boundary for e in scores.config.exits]
+    if gate == "patience":  # k agree, between k - 1 and k of all exits; 1 would never fire
+        counts = np.arange(2, len(active) + 1)
+        return [0.0, *((counts - 0.5) / len(boundaries)).tolist()]
+    said = scores.confidences[gate][[boundaries.index(b) for b in active]]
+    spread = np.quantile(said, np.arange(POINTS) / POINTS)
+    return sorted({float(t) for t in np.floor(spread * 1e4) / 1e4})
+
+
+def describe(point, bytes_per_token: float, costs) -> dict:
+    """A point in numbers; its time is a share of that of all layers."""
+    return dataclasses.asdict(point) | {
+        "perplexity": point.perplexity,
+        "bits_per_byte": point.bits_per_byte(bytes_per_token),
+        "time": costs and point.seconds / costs.full,
+    }
+
+
+def show(curves: dict[str, list[dict]], n_layers: int) -> str:
+    from eejax import analysis
+
+    timed = any(p["time"] is not None for points in curves.values() for p in points)
+    header = ["gate", "threshold", "agreement", f"depth of {n_layers}"]
+    header += [*(["time"] if timed else []), "perplexity", "bits/byte"]
+    rows = []
+    for gate, points in curves.items():
+        for i, p in enumerate(points):
+            rows.append([
+                gate if i == 0 else "", ",".join(f"{t:.4g}" for t in np.ravel(p["threshold"])),
+                f"{p['agreement']:.2%}",
+                f"{p['depth']:.2f}", *([f"{p['time']:.3f}"] if timed else []),
+                f"{p['perplexity']:.3f}", f"{p['bits_per_byte']:.3f}",
+            ])  # fmt: skip
+    return analysis.table(header, rows)
+
+
+def measure_costs(params, config):
+    """Seconds of one token in each segment and head, beside a cache as long as the context.
+
+    A segment's are what it adds to those below it: alone, its weights might stay in a cache that
+    all of them together do not fit. Medians over runs that take turns, each of several tokens in
+    one compiled loop.
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    from eejax.analysis import interleave
+    from eejax.calibration import SegmentCosts
+    from eejax.gates.confidence import max_probability
+    from eejax.inference.sampling import argmax
+    from eejax.inference.state import prepare, step_logits
+    from eejax.models.cache import init_cache, run_segment
+
+    n = config.n_exits + 1
+    weights = jax.block_until_ready(prepare(params, config))
+    cache = init_cache(config, 1, config.context_length, n)
+    row = jax.random.normal(jax.random.key(0), (1, 1, config.d_model), config.dtype)
+    start = jnp.full((1,), config.context_length // 2, jnp.int32)
+
+    def through(e, weights, carry):
+        """A token's row through the segments up to e; it comes out as the next one's."""
+        x, parts = carry[0], []
+        for i, (_, kvs, block) in enumerate(carry[1]):
+            x, *part = run_segment(
+                weights.params, weights.segments[i], config, i, x, start, kvs, block
+            )
+            parts.append(tuple(part))
+        return x, tuple(parts)
+
+    def read(e, weights, carry):
+        y = step_logits(weights, config, e, carry[0])
+        # The next row depends on this one's logits, so that none is made but once.
+        return jnp.where(max_probability(y)[:, None] < 2, carry[0], -carry[0]), argmax(y)
+
+    def timed(step, e, carry):
+        loop = jax.jit(
+            lambda weights, carry: lax.fori_loop(0, STEPS, lambda _, c: step(e, weights, c), carry)
+        )
+        return lambda _: jax.block_until_ready(loop(weights, carry))
+
+    parts = [(row, cache.segments[e], cache.blocks[e]) for e in range(n)]
+    runs = [timed(through, e, (row, tuple(parts[: e + 1]))) for e in range(n)]
+    runs += [timed(read, e, (row[:, 0], jnp.zeros((1,), jnp.int32))) for e in range(n)]
+    seconds = np.median(interleave(runs, ROUNDS, time.perf_counter), 1) / STEPS
+    upto = np.maximum.accumulate(seconds[:n])  # noise is no gain
+    return SegmentCosts(np.diff(upto, prepend=0.0).tolist(), seconds[n:].tolist())
+
+
+if __name__ == "__main__":
+    launch.run(main)
