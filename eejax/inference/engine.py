@@ -96,7 +96,10 @@ class SlotEngine:
 
     def start(self) -> DecodeState:
         return _start(
-            self.weights, slots=self.slots, length=self.context + self.options.cap, **self._static
+            self.weights,
+            slots=self.slots,
+            length=self.context + self.options.most_rows,
+            **self._static,
         )
 
     def prefill(
@@ -129,12 +132,8 @@ class SlotEngine:
 
 @partial(jax.jit, static_argnames=("config", "options", "slots", "length"))
 def _start(weights, *, config, options, slots, length) -> DecodeState:
-    zero = jnp.zeros((slots,), jnp.int32)
-    return DecodeState(
-        cache=init_cache(config, slots, length, len(weights.segments)),
-        waiting=s.no_waiting(weights, config, options, slots),
-        token=zero, position=zero, remaining=zero, request=Request.blank(config, slots),
-    )  # fmt: skip
+    cache = init_cache(config, slots, length, len(weights.segments))
+    return s.blank(weights, config, options, cache, Request.blank(config, slots))
 
 
 @partial(jax.jit, static_argnames=("config", "options"))

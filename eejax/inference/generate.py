@@ -13,7 +13,7 @@ from jax import lax
 
 from eejax.common.errors import ConfigError, require
 from eejax.common.trees import Tree
-from eejax.inference import posthoc, recompute
+from eejax.inference import posthoc, propagate, recompute, speculative
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.result import Collector, Result
 from eejax.inference.sampling import Sampling
@@ -29,7 +29,14 @@ from eejax.inference.state import (
 )
 from eejax.models.config import ModelConfig
 
-STREAM_CHUNK = 16  # tokens per call while streaming or looking for stop strings
+STEPS = {
+    "full": posthoc.step,
+    "posthoc": posthoc.step,
+    "recompute": recompute.step,
+    "propagate": propagate.step,
+    "speculative": speculative.step,
+}
+STREAM_CHUNK = 16  # steps per call while streaming or looking for stop strings
 LENGTH_STEP = 64  # cache lengths are rounded up to this, so that few programs are compiled
 
 
@@ -50,10 +57,11 @@ def decode(
 ) -> tuple[DecodeState, Record]:
     """Up to `n` steps for every live request in one compiled loop; records are [n, b].
 
-    Stops when all requests are done. Steps not taken have exit -1. `state` is donated.
+    Those of an engine that emits up to m tokens in a step are [n m, b]. Stops when all requests are
+    done. Steps not taken have exit -1, as have the tokens a step could have emitted and did not.
+    `state` is donated.
     """
-    step = recompute.step if options.engine == "recompute" else posthoc.step
-    step = partial(step, config=config, options=options)
+    step = partial(STEPS[options.engine], config=config, options=options)
     shapes = jax.eval_shape(step, weights, state)[1]
     records = jax.tree.map(lambda r: jnp.zeros((n, *r.shape), r.dtype), shapes)
     records = records._replace(exit=jnp.full_like(records.exit, -1))
@@ -69,7 +77,7 @@ def decode(
     carry = lax.while_loop(
         lambda c: (c[0] < n) & jnp.any(c[1].live), body, (jnp.int32(0), state, records)
     )
-    return carry[1], carry[2]
+    return carry[1], jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), carry[2])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +88,7 @@ class Generator:
     for each batch size, prompt length (rounded up to a power of two, at least 16), cache length
     (to a multiple of `LENGTH_STEP`), number of stop tokens (to a power of two) and `chunk`, which
     `generate` rounds up to a power of two itself. Stop strings are looked for outside of the
-    compiled program, after every `STREAM_CHUNK` tokens unless `chunk` says otherwise.
+    compiled program, after every `STREAM_CHUNK` steps unless `chunk` says otherwise.
     """
 
     weights: Weights
@@ -123,13 +131,15 @@ class Generator:
         decode_text: Callable[[Sequence[int]], str] | None = None,
         chunk: int | None = STREAM_CHUNK,
     ) -> Iterator[Result]:
-        """Yields the growing `Result`: the first token, then `chunk` more at a time (None: all).
+        """Yields the growing `Result`: the first token, then those of `chunk` steps (None: all).
+
+        A step has a token for each request, under "speculative" up to gamma + 1.
 
         Each value of `chunk` is a program of its own: keep to one. A larger one gives control
         back less often, and a stop string lets up to that many steps run in vain.
 
         prompts: token ids, each at least one token and shorter than the context.
-        threshold ... decay: `ExitPolicy.make`; ignored by the engine "full".
+        threshold ... decay: `ExitPolicy.make`; ignored by the engines "full" and "speculative".
             `prefill_exit` decides which exit the first token is emitted from, and spares no
             layer: the prompt's pass runs all of them (`posthoc.prefill`).
         temperature ... seed: `Sampling.make`.
@@ -150,7 +160,7 @@ class Generator:
         require(texts, "stop_strings", stop_strings, "must be a sequence of texts, none empty")
         if stop_strings and decode_text is None:
             raise ConfigError("stop_strings: need decode_text, which turns token ids into text.")
-        if options.engine == "full":
+        if not options.leaves_early:
             threshold, exits, prefill_exit, min_depth = 1.0, None, False, 0
         policy = ExitPolicy.make(config, b, threshold, exits, prefill_exit, gate, min_depth, decay)
         sampling = Sampling.make(b, temperature, top_k, top_p, min_p, seed)
@@ -159,7 +169,7 @@ class Generator:
         # Padded, so that few counts of stop tokens are compiled for.
         width = max(STOPS, _power_of_two(max(1, np.size(stop_tokens))))
         request = Request.make(config, lengths, max_new, policy, sampling, stop_tokens, width)
-        length = int(max(tokens.shape[1], (lengths + max_new).max())) + options.cap
+        length = int(max(tokens.shape[1], (lengths + max_new).max())) + options.most_rows
         length = -(-length // LENGTH_STEP) * LENGTH_STEP
         if chunk is None:
             chunk = STREAM_CHUNK if stop_strings else _power_of_two(int(max_new.max()))

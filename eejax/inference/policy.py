@@ -226,11 +226,16 @@ def top_gap(logits: jax.Array, top: jax.Array) -> jax.Array:
     return jnp.max(logits, -1) - jnp.max(others, -1)
 
 
+def log_probability(logits: jax.Array, token: jax.Array) -> jax.Array:
+    """[...] natural log-probability of tokens [...] under logits [..., v]."""
+    picked = jnp.take_along_axis(logits, token[..., None], -1)[..., 0]
+    return picked - jnp.max(logits, -1) + jnp.log(confidence.max_probability(logits))
+
+
 def _emitted(emission, e, logits, conf, leaves, sampling, position) -> Emission:
     """`emission` with exit e's token where it `leaves`."""
     token = choose(logits, sampling, position)
-    picked = jnp.take_along_axis(logits, token[:, None], -1)[:, 0]
-    logprob = picked - jnp.max(logits, -1) + jnp.log(confidence.max_probability(logits))
+    logprob = log_probability(logits, token)
     take = lambda new, old: jnp.where(leaves, new, old)
     return Emission(
         take(token, emission.token), take(logprob, emission.logprob),

@@ -75,13 +75,9 @@ def prefill(
     cache = init_cache(config, b, length, len(weights.segments))
     cache, emission = _pass(
         weights, config, options, cache, request, x, jnp.zeros((b,), jnp.int32), lengths - 1,
-        lengths, lengths, request.policy.prefill_exit,
+        lengths, lengths, request.policy.prefill_exit & options.leaves_early,
     )  # fmt: skip
-    state = s.DecodeState(
-        cache=cache, waiting=s.no_waiting(weights, config, options, b),
-        token=jnp.zeros((b,), jnp.int32), position=lengths - 1, remaining=request.limit,
-        request=request,
-    )  # fmt: skip
+    state = s.blank(weights, config, options, cache, request)
     return s.advance(state, emission, jnp.full((b,), config.stops[weights.last]))
 
 

@@ -25,8 +25,11 @@ class Result:
         than the last of them, is the final exit. -1 beyond `lengths`. The engine "full" has no
         early exits, and so emits all tokens from exit 0.
     confidences: the emitting exit's.
-    layers: layers executed in the step that emitted the token; a step is shared by the batch.
+    layers: layers executed in the step that emitted the token; a step is shared by the batch. Of
+        several tokens of a step the first has them and the others 0.
     margins: see `Record`; infinite for engines that do not measure it.
+    drafted: tokens drafted in the step that emitted the token, on the step's first token; else 0.
+    accepted: 1 for tokens that were drafted, else 0.
     finish: per request "stop" (token or string), "length", "context", or "" while running.
     stops: boundary of each exit, the final one last.
     """
@@ -37,6 +40,8 @@ class Result:
     confidences: np.ndarray
     layers: np.ndarray
     margins: np.ndarray
+    drafted: np.ndarray
+    accepted: np.ndarray
     lengths: np.ndarray
     prompt_lengths: np.ndarray
     finish: tuple[str, ...]
@@ -65,7 +70,7 @@ class Result:
         return self.tokens[i, : self.lengths[i]].tolist()
 
     def summary(self) -> str:
-        """A few lines: tokens by exit, mean confidence, layers executed."""
+        """A few lines: tokens by exit, mean confidence, layers executed, drafts accepted."""
         valid = self.exits >= 0
         total = int(valid.sum())
         lines = [f"{total} tokens, {self.layers[valid].mean():.2f} of {self.n_layers} layers each"]
@@ -76,6 +81,9 @@ class Result:
             name = "final" if e == self.n_exits else "exit "
             share = n / max(total, 1)
             lines.append(f"  {name} {stop:2d}  {n:6d} tokens {share:6.1%}  confidence {confidence}")
+        if drafted := int(self.drafted.sum()):
+            accepted = int(self.accepted.sum())
+            lines.append(f"  {accepted} of {drafted} drafts accepted ({accepted / drafted:.1%})")
         return "\n".join(lines)
 
     def paint(self, text: str, exit_: int) -> str:
@@ -126,6 +134,8 @@ class Collector:
             exit=np.full((b, n), -1, np.int32),
             layers=np.zeros((b, n), np.int32),
             margin=np.full((b, n), np.inf, np.float32),
+            drafted=np.zeros((b, n), np.int32),
+            accepted=np.zeros((b, n), np.int32),
         )
         self._ids: list[list[int]] = [[] for _ in range(b)]
         self._finish = [""] * b
@@ -170,6 +180,8 @@ class Collector:
             confidences=shown.confidence,
             layers=shown.layers,
             margins=shown.margin,
+            drafted=shown.drafted,
+            accepted=shown.accepted,
             lengths=lengths,
             prompt_lengths=self._prompt_lengths,
             finish=tuple(self._finish),

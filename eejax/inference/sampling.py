@@ -13,6 +13,8 @@ from jax import lax
 from eejax.common.errors import require
 from eejax.models.layers import NEGATIVE
 
+DRAFT, ACCEPT = 2**31, 2**31 + 1  # what a draw is for, in numbers that are no positions
+
 
 @struct.dataclass
 class Sampling:
@@ -108,11 +110,88 @@ def choose(logits: jax.Array, sampling: Sampling, position: jax.Array) -> jax.Ar
     """
     greedy = argmax(logits)
 
-    def draw():
-        keys = jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s), p))(
-            sampling.seed, position
-        )
-        return jax.vmap(jax.random.categorical)(keys, restrict(logits, sampling)).astype(jnp.int32)
+    samples = sampling.temperature > 0
+    draw = lambda: _categorical(_keys(sampling, position), restrict(logits, sampling))
+    return jnp.where(samples, lax.cond(jnp.any(samples), draw, lambda: greedy), greedy)
 
-    drawn = lax.cond(jnp.any(sampling.temperature > 0), draw, lambda: greedy)
-    return jnp.where(sampling.temperature > 0, drawn, greedy)
+
+def draft(
+    logits: jax.Array, sampling: Sampling, position: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """As `choose`, by draws of its own: tokens [b], and the logits [b, v] they were drawn from."""
+    greedy, samples = argmax(logits), sampling.temperature > 0
+
+    def draw():
+        allowed = restrict(logits, sampling)
+        return _categorical(_keys(sampling, position, DRAFT), allowed), allowed
+
+    drawn, allowed = lax.cond(jnp.any(samples), draw, lambda: (greedy, logits))
+    return jnp.where(samples, drawn, greedy), allowed
+
+
+def verify(
+    logits: jax.Array,
+    drafted: jax.Array,
+    drafts: jax.Array,
+    count: jax.Array,
+    sampling: Sampling,
+    position: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """How many drafts stand [b], and the token [b] that comes after those.
+
+    logits [b, w, v]: at `position` [b] and behind it, given all drafts before. drafts [b, w - 1]
+    and drafted [b, w - 1, v]: of `draft`, at the same positions; count [b]: those that are real.
+    Then the tokens are distributed as `choose` would draw each, whatever drafted them: a draft x
+    stands with probability min(1, p(x) / q(x)), and in place of the first that does not comes a
+    draw from max(p - q, 0), normed; p and q are distributions after `restrict` (speculative
+    sampling; Leviathan et al. 2023, section 2.3 and appendix A.1). Greedy requests take the most
+    likely token. Draws are keyed by (seed, position, what for), that of a token which was not
+    drafted as `choose`'s: without drafts it is the same token.
+    """
+    b, w, _ = logits.shape
+    greedy, samples = argmax(logits), sampling.temperature > 0
+    real = jnp.arange(w - 1)[None] < count[:, None]
+    leading = lambda stands: jnp.sum(jnp.cumprod((stands & real).astype(jnp.int32), -1), -1)
+    at = lambda a, i: jnp.take_along_axis(a, i.reshape(b, *[1] * (a.ndim - 1)), 1)[:, 0]
+    agrees = drafts == greedy[:, : w - 1]
+
+    def plain():
+        stand = leading(agrees)
+        return stand, at(greedy, stand)
+
+    def sampled():
+        p = jax.nn.softmax(jax.vmap(restrict, (1, None), 1)(logits, sampling), -1)
+        # Behind the last draft nothing was expected: what is left of p there is p.
+        q = jnp.where(real[..., None], jax.nn.softmax(drafted, -1), 0.0)
+        q = jnp.pad(q, [(0, 0), (0, 1), (0, 0)])
+        of = lambda a: jnp.take_along_axis(a[:, : w - 1], drafts[..., None], -1)[..., 0]
+        chance = [
+            jax.vmap(jax.random.uniform)(_keys(sampling, position + i, ACCEPT))
+            for i in range(w - 1)
+        ]
+        chance = jnp.stack(chance, 1) if chance else jnp.zeros((b, 0))
+        stand = leading(jnp.where(samples[:, None], chance * of(q) < of(p), agrees))
+        p, q = at(p, stand), at(q, stand)
+        left = jnp.maximum(p - q, 0)
+        left = jnp.where(jnp.sum(left, -1, keepdims=True) > 0, left, p)  # p is q, but for rounding
+        left = jnp.where(left > 0, jnp.log(left), NEGATIVE)
+        drawn = _categorical(_keys(sampling, position + stand), left)
+        return stand, jnp.where(samples, drawn, at(greedy, stand))
+
+    return lax.cond(jnp.any(samples), sampled, plain)
+
+
+def _keys(sampling: Sampling, position: jax.Array, purpose: int | None = None) -> jax.Array:
+    """[b] keys of (seed, position), and a purpose."""
+
+    def one(seed, position):
+        key = jax.random.key(seed)
+        key = key if purpose is None else jax.random.fold_in(key, purpose)
+        return jax.random.fold_in(key, position)
+
+    return jax.vmap(one)(sampling.seed, position)
+
+
+def _categorical(keys: jax.Array, logits: jax.Array) -> jax.Array:
+    """[b] a token by each key, of logits [b, v]."""
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)

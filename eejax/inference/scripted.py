@@ -95,4 +95,6 @@ class ScriptedEngine:
             exit=column((-1 if s is None else s[1] for s in said), np.int32),
             layers=column((0 if s is None else depth for s in said), np.int32),
             margin=np.full(len(rows), np.inf, np.float32),
+            drafted=np.zeros(len(rows), np.int32),
+            accepted=np.zeros(len(rows), np.int32),
         )

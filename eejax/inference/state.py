@@ -20,8 +20,10 @@ from eejax.models.cache import KVCache, unstack_segments
 from eejax.models.config import ModelConfig
 from eejax.models.params import for_compute
 
-ENGINES = ("full", "posthoc", "recompute")
+ENGINES = ("full", "posthoc", "recompute", "propagate", "speculative")
+PROPAGATIONS = ("state", "mask")
 STOPS = 8  # stop tokens of a request, unless an engine is told otherwise
+FIRST_ACCEPTANCE = 0.8  # share of drafts taken to be accepted before any was made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,19 +32,32 @@ class EngineOptions:
 
     engine: "full" runs every layer and emits from the final exit; "posthoc" runs every layer and
         emits from the earliest exit whose gate fires (the oracle); "recompute" stops there, and
-        later carries the waiting tokens along (KV recomputation).
+        later carries the waiting tokens along (KV recomputation); "propagate" stops there too, and
+        fills the deeper keys and values at once, from the state it stopped at (CALM), which makes
+        other texts; "speculative" emits what "full" would, several tokens at a time: an exit drafts
+        them and one pass through the layers above it verifies them (LayerSkip).
     cap: most tokens of a request that may wait for deeper keys and values; when a token is
         the cap-th, it runs all layers (and is still emitted where its gate fired).
-    buckets: row counts a deeper segment is compiled for, kept as a tuple; the cap itself is
-        always one.
+    buckets: row counts a deeper segment is compiled for, kept as a tuple; the largest there can
+        be, the cap or gamma + 1, is always one.
     max_depth: segments to load, from the bottom; the exit above the last of them then emits what
         no gate before it did. None: all.
+    propagate: what "propagate" leaves in the layers above a token's exit: "state", keys and values
+        of the state it left with, or "mask", nothing: later tokens do not see it there (as FREE;
+        Bae et al. 2023).
+    draft_exit: number of the exit that drafts for "speculative".
+    gamma: most tokens it drafts in a step.
+    adapt: whether it drafts fewer, or none, for a request whose drafts are seldom accepted.
     """
 
     engine: str = "recompute"
     cap: int = 16
     buckets: tuple[int, ...] = (1, 2, 4, 8, 16)
     max_depth: int | None = None
+    propagate: str = "state"
+    draft_exit: int = 0
+    gamma: int = 4
+    adapt: bool = True
 
     def __post_init__(self):
         object.__setattr__(self, "buckets", tuple(self.buckets))  # hashable
@@ -63,11 +78,36 @@ class EngineOptions:
             self.max_depth is None or (isinstance(self.max_depth, int) and self.max_depth >= 1),
             "max_depth", self.max_depth, "must be a positive number of segments, or None",
         )  # fmt: skip
+        require_one_of("propagate", self.propagate, PROPAGATIONS)
+        require(
+            isinstance(self.draft_exit, int) and self.draft_exit >= 0,
+            "draft_exit", self.draft_exit, "must be the number of an exit, the first being 0",
+        )  # fmt: skip
+        require(
+            isinstance(self.gamma, int) and self.gamma >= 1,
+            "gamma", self.gamma, "must be a positive number of tokens",
+        )  # fmt: skip
+        require(isinstance(self.adapt, bool), "adapt", self.adapt, "must be True or False")
+        require(
+            self.max_depth is None or self.engine != "speculative",
+            "max_depth", self.max_depth, "must be None with the engine 'speculative'",
+            "What verifies its drafts is the final exit.",
+        )  # fmt: skip
+
+    @property
+    def leaves_early(self) -> bool:
+        """Whether early exits emit tokens."""
+        return self.engine not in ("full", "speculative")
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows of a request that go through a deeper segment together."""
+        return self.gamma + 1 if self.engine == "speculative" else self.cap
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Row counts deeper segments are compiled for, ascending, the cap last."""
-        return (*sorted({w for w in self.buckets if w < self.cap}), self.cap)
+        """Row counts deeper segments are compiled for, ascending, the largest last."""
+        return (*sorted({w for w in self.buckets if w < self.most_rows}), self.most_rows)
 
 
 @struct.dataclass
@@ -87,12 +127,23 @@ class Weights:
 
 
 def engine_config(config: ModelConfig, options: EngineOptions) -> ModelConfig:
-    """The model an engine decodes with: "full" has no exits.
+    """The model an engine decodes with: "full" has no exits, "speculative" the one that drafts.
 
-    Raises ConfigError for more segments than there are, and for less than the whole under "full".
+    Raises ConfigError for more segments than there are, for less than the whole under "full", and
+    for a drafting exit that there is not.
     """
     if options.engine == "full":
         config = config.replace(exits=())
+    if options.engine == "speculative":
+        boundaries = [e.boundary for e in config.exits]
+        require(
+            options.draft_exit < len(boundaries),
+            "draft_exit", options.draft_exit,
+            f"must be the number of one of this model's {len(boundaries)} early exits, which lie at"
+            f" the boundaries {boundaries}",
+            "" if boundaries else "Tune an exit first, or decode with the engine 'full'.",
+        )  # fmt: skip
+        config = config.replace(exits=(config.exits[options.draft_exit],))
     n = config.n_exits + 1
     require(
         options.max_depth is None or options.max_depth <= n,
@@ -177,12 +228,17 @@ class DecodeState:
     cache: keys, values and `filled`.
     waiting: per boundary below the last one, [b, cap, d]: states of the positions that wait
         there, position p in slot p % cap. Empty where the engine never skips.
+    reach: [b, s] int32 the last segment each position has keys and values in; no positions where
+        that is the same for all, as it is but under `propagate` = "mask".
+    acceptance: [b] share of a request's drafts that is accepted, lately; only "speculative" drafts.
     token: [b] the last emitted token, which the next step reads; position: [b] its position.
     remaining: [b] tokens still to emit; 0 when done, and in a free slot.
     """
 
     cache: KVCache
     waiting: tuple[jax.Array, ...]
+    reach: jax.Array
+    acceptance: jax.Array
     token: jax.Array
     position: jax.Array
     remaining: jax.Array
@@ -194,12 +250,16 @@ class DecodeState:
 
 
 class Record(NamedTuple):
-    """What one step did for each request; arrays [b].
+    """What one step did for each request; arrays [b], or [n, b] where it emits up to n tokens.
 
     exit: number of the emitting exit, -1 where no token was emitted.
-    layers: layers executed in the step (all requests of a batch share a step).
+    layers: layers executed in the step (all requests of a batch share a step), whatever their rows.
+        Of several tokens of a step only the first has them, so that their sum counts each once.
     margin: the smallest distance to another outcome: of the top two logits at the emitting exit,
         and of confidence to threshold at every exit considered. Only "posthoc" measures it.
+    drafted: tokens drafted for the request in the step; only its first token has them.
+    accepted: 1 for a token that was drafted, 0 for one that only the emitting exit came up with.
+        Both are 0 for engines that do not draft.
     """
 
     token: jax.Array
@@ -208,15 +268,29 @@ class Record(NamedTuple):
     exit: jax.Array
     layers: jax.Array
     margin: jax.Array
+    drafted: jax.Array
+    accepted: jax.Array
 
 
-def no_waiting(
-    weights: Weights, config: ModelConfig, options: EngineOptions, rows: int
-) -> tuple[jax.Array, ...]:
-    """`DecodeState.waiting` where nobody waits."""
-    n = weights.last if options.engine == "recompute" else 0
-    shape = (rows, options.cap, config.d_model)
-    return tuple(jnp.zeros(shape, config.dtype) for _ in range(n))
+def blank(
+    weights: Weights, config: ModelConfig, options: EngineOptions, cache: KVCache, request: Request
+) -> DecodeState:
+    """The state behind the prompts, before any token: nobody waits, and nothing is emitted."""
+    b = request.start.shape[0]
+    rings = weights.last if options.engine == "recompute" else 0
+    masks = options.engine == "propagate" and options.propagate == "mask"
+    return DecodeState(
+        cache=cache,
+        waiting=tuple(
+            jnp.zeros((b, options.cap, config.d_model), config.dtype) for _ in range(rings)
+        ),
+        reach=jnp.full((b, cache.length if masks else 0), weights.last, jnp.int32),
+        acceptance=jnp.full((b,), FIRST_ACCEPTANCE, jnp.float32),
+        token=jnp.zeros((b,), jnp.int32),
+        position=jnp.maximum(request.start - 1, 0),
+        remaining=request.limit,
+        request=request,
+    )
 
 
 def step_logits(weights: Weights, config: ModelConfig, e: int, h: jax.Array) -> jax.Array:
@@ -233,7 +307,7 @@ def advance(
     state: DecodeState, emission: Emission, layers: jax.Array
 ) -> tuple[DecodeState, Record]:
     """Appends the emission to live requests; a stop token ends its request."""
-    live = state.live
+    live, none = state.live, jnp.zeros_like(state.token)
     stopped = jnp.any(emission.token[:, None] == state.request.stops, -1)
     remaining = jnp.where(live, jnp.where(stopped, 0, state.remaining - 1), 0)
     record = Record(
@@ -243,6 +317,8 @@ def advance(
         exit=jnp.where(live, emission.exit, -1),
         layers=jnp.where(live, layers, 0).astype(jnp.int32),
         margin=emission.margin,
+        drafted=none,
+        accepted=none,
     )
     state = state.replace(
         token=jnp.where(live, emission.token, state.token),
@@ -266,13 +342,15 @@ def place(state: DecodeState, rows: DecodeState, slots: jax.Array) -> DecodeStat
         return grouped.at[slots].set(new, mode="drop").reshape(whole.shape)
 
     def lengthen(whole, part):
-        return jnp.pad(part, [(0, 0), (0, whole.shape[1] - part.shape[1]), (0, 0)])
+        more = [(0, 0), (0, whole.shape[1] - part.shape[1])]
+        return jnp.pad(part, more + [(0, 0)] * (part.ndim - 2))
 
     cache = rows.cache.replace(
         segments=jax.tree.map(lengthen, state.cache.segments, rows.cache.segments),
         blocks=jax.tree.map(lengthen, state.cache.blocks, rows.cache.blocks),
     )
-    return jax.tree.map(put, state, rows.replace(cache=cache))
+    reach = lengthen(state.reach, rows.reach)
+    return jax.tree.map(put, state, rows.replace(cache=cache, reach=reach))
 
 
 def free(state: DecodeState, slots: jax.Array) -> DecodeState:

@@ -75,23 +75,28 @@ def run_segment(
     start: jax.Array,
     kvs: tuple[KeyValue, ...],
     block: KeyValue | None,
+    *,
+    goes: jax.Array | None = None,
+    seen: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, tuple[KeyValue, ...], KeyValue | None]:
     """Rows x [b, w, d] at positions start [b] .. start + w - 1 through segment e and its exit.
 
     `segment` holds the unstacked layers; `params` the rest. Returns the boundary state [b, w, d],
     the state the exit's head reads [b, w, d], and the written keys and values. Earlier positions
     of the segment must be filled already.
+
+    goes [b]: sequences whose states the layers change; the others' stay what they are, and so do
+    the keys and values of each layer written for them (`propagate_segment`'s). seen [b, s]:
+    positions of the buffers that may be attended to. By default all.
     """
-    buffers = jax.tree.leaves((kvs, block))
-    width, length = x.shape[1], buffers[0].shape[1] if buffers else 1
-    positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-    context = layers.make_context(
-        config, positions, key_positions=jnp.arange(length, dtype=jnp.int32)[None], start=start
-    )
+    context = _context(config, x, start, kvs, block)
+    if seen is not None:
+        context = context._replace(mask=context.mask & seen[:, None])
     first = config.segments[e][0]
     written = []
     for i, (p, kv) in enumerate(zip(segment, kvs, strict=True)):
         window = config.window(first + i)
+        before = x
         x, kv = layers.layer(
             p,
             x,
@@ -102,6 +107,59 @@ def run_segment(
             local=window is not None,
             cache=kv,
         )
+        if goes is not None:
+            x = jnp.where(goes[:, None, None], x, before)
         written.append(kv)
     h, block = exits.state(params, config, e, x, context, cache=block)
     return x, h, tuple(written), block
+
+
+def propagate_segment(
+    params: Tree,
+    segment: tuple[Tree, ...],
+    config: ModelConfig,
+    e: int,
+    x: jax.Array,
+    start: jax.Array,
+    kvs: tuple[KeyValue, ...],
+    block: KeyValue | None,
+) -> tuple[tuple[KeyValue, ...], KeyValue | None]:
+    """Segment e's keys and values, and its exit block's, with those of rows x [b, w, d] written.
+
+    As `run_segment`, but every layer reads x itself, the state of a boundary below, in place of the
+    state under it: no attention and no MLP is run (but for an exit's own MLP below its block).
+    State propagation (CALM; Schuster et al. 2022, section 3.1).
+    """
+    context = _context(config, x, start, kvs, block)
+    first = config.segments[e][0]
+    written = tuple(
+        _write_heads(p, x, config, context, config.window(first + i) is not None, kv)
+        for i, (p, kv) in enumerate(zip(segment, kvs, strict=True))
+    )
+    if block is not None:
+        p = exits.exit_params(params, config, e)
+        x = exits.after_mlp(p, x, config)
+        local = config.exit_window(e) is not None
+        block = _write_heads(p["block"], x, config, context, local, block)
+    return written, block
+
+
+def _context(config, x, start, kvs, block) -> layers.Context:
+    """Of rows x [b, w, d] at positions start [b] onward, beside the buffers."""
+    buffers = jax.tree.leaves((kvs, block))
+    width, length = x.shape[1], buffers[0].shape[1] if buffers else 1
+    positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    return layers.make_context(
+        config, positions, key_positions=jnp.arange(length, dtype=jnp.int32)[None], start=start
+    )
+
+
+def _write_heads(p, x, config, context, local, kv) -> KeyValue:
+    """What `layers.layer` writes for x, and nothing else of it.
+
+    Queries come along where the projections are fused, to be thrown away: a product with the other
+    columns of the matrix alone would first copy them, which takes ten times as long on a CPU.
+    """
+    h = layers.norm(p["attn_norm"], x, config) if "attn_norm" in p else x
+    _, k, v = layers.heads(p["attn"], h, config, context, local)
+    return tuple(layers.write_rows(c, a, context.start) for c, a in zip(kv, (k, v), strict=True))

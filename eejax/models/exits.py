@@ -83,6 +83,14 @@ def logits(head: Head, h: jax.Array, axis: str | None = None) -> jax.Array:
     return jnp.where(lift(first + jnp.arange(rows) < o.vocab_size), y, layers.NEGATIVE)
 
 
+def after_mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) -> jax.Array:
+    """Boundary state x [b, t, d] plus the output of an exit's MLP, if its parameters p have one."""
+    if "mlp" not in p:
+        return x
+    h = shards.enter(layers.norm(p["mlp_norm"], x, config), axes)
+    return x + layers.mlp(p["mlp"], h, config, axes)
+
+
 def state(
     params: Tree,
     config: ModelConfig,
@@ -102,9 +110,7 @@ def state(
     p = exit_params(params, config, e)
     p = gathered({name: part for name, part in p.items() if name not in ("head", "head_bias")})
     kv = None
-    if "mlp" in p:
-        h = shards.enter(layers.norm(p["mlp_norm"], x, config), axes)
-        x = x + layers.mlp(p["mlp"], h, config, axes)
+    x = after_mlp(p, x, config, axes)
     if "block" in p:
         window = config.exit_window(e)
         x, kv = layers.layer(

@@ -312,20 +312,7 @@ def attention(
     """
     b, t, _ = x.shape
     dtype = x.dtype
-    p = own_kv_head(p, config, axes)
-    q, k, v = _qkv(p, x, config.head_dim)  # [b, t, n|k, h]
-    if config.qk_norm == "head":
-        q, k = norm(p["q_norm"], q, config), norm(p["k_norm"], k, config)
-    elif config.qk_norm == "full":
-        q = norm(p["q_norm"], q, config, (-2, -1), axes.model)
-        k = norm(p["k_norm"], k, config, (-2, -1), axes.model)
-    rope = context.rope
-    if rope is not None:
-        if context.local_rope is not None:
-            rope = tuple(
-                jnp.where(local, a, c) for a, c in zip(context.local_rope, rope, strict=True)
-            )
-        q, k = (rotate(a, rope, config.rotary.interleaved) for a in (q, k))
+    q, k, v = heads(p, x, config, context, local, axes)
     mask = context.mask
     if window is not None:
         mask = mask & (context.distance < window)
@@ -339,13 +326,39 @@ def attention(
         slopes = slopes.reshape(n_kv, n // n_kv)
     distance = context.distance if slopes is not None else None
     if cache is None:
-        heads = (jnp.swapaxes(a, 1, 2).reshape(b * n_kv, t, -1) for a in (k, v))
-        out = _causal_mix(q, *heads, mask, distance, slopes, config)
+        flat = (jnp.swapaxes(a, 1, 2).reshape(b * n_kv, t, -1) for a in (k, v))
+        out = _causal_mix(q, *flat, mask, distance, slopes, config)
     else:
         k, v = (write_rows(c, a, context.start) for c, a in zip(cache, (k, v), strict=True))
         out = _mix(q, k.astype(dtype), v.astype(dtype), mask, distance, slopes, config)
     out = _product(_rows(out), p["o"], p["o"].ndim - 1).reshape(b, t, -1)
     return _add_bias(leave(out, axes), p.get("o_bias")), (k, v)
+
+
+def heads(
+    p: Tree,
+    x: jax.Array,
+    config: ModelConfig,
+    context: Context,
+    local: bool | jax.Array = False,
+    axes: Axes = LOCAL,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """An attention's queries [b, t, n, h], keys and values [b, t, k, h] of what it reads, x."""
+    p = own_kv_head(p, config, axes)
+    q, k, v = _qkv(p, x, config.head_dim)
+    if config.qk_norm == "head":
+        q, k = norm(p["q_norm"], q, config), norm(p["k_norm"], k, config)
+    elif config.qk_norm == "full":
+        q = norm(p["q_norm"], q, config, (-2, -1), axes.model)
+        k = norm(p["k_norm"], k, config, (-2, -1), axes.model)
+    rope = context.rope
+    if rope is not None:
+        if context.local_rope is not None:
+            rope = tuple(
+                jnp.where(local, a, c) for a, c in zip(context.local_rope, rope, strict=True)
+            )
+        q, k = (rotate(a, rope, config.rotary.interleaved) for a in (q, k))
+    return q, k, v
 
 
 def _product(rows: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:

@@ -252,16 +252,6 @@ def test_threshold_one_never_exits_even_when_confidence_rounds_to_one(subset):
     assert (r.exits[0, 1:] == 0).all()
 
 
-@pytest.fixture
-def compiled():
-    """Names of compilations as they happen."""
-    events = []
-    listener = lambda event, *_, **__: events.append(event) if "backend_compile" in event else None
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    yield events
-    jax.monitoring.unregister_event_duration_listener(listener)
-
-
 def test_thresholds_exits_and_sampling_do_not_recompile(subset, prompts, compiled):
     p, config = subset((1, 3))
     g = Generator.make(p, config, "recompute")

@@ -31,6 +31,8 @@ def records(tokens):
         exit=np.where(real, token % 3, -1).astype(np.int32),
         layers=np.where(real, 4, 0).astype(np.int32),
         margin=value(number, np.inf),
+        drafted=np.where(real, 2, 0).astype(np.int32),
+        accepted=np.where(real, number % 2, 0).astype(np.int32),
     )
 
 
@@ -82,6 +84,8 @@ def test_however_cut_a_request_ends_where_its_text_says(tokens, cuts, max_new, s
         assert last.ids(i) == ids[:end] and last.finish[i] == finish
         np.testing.assert_array_equal(last.exits[i, :end], np.array(ids[:end]) % 3)
         np.testing.assert_array_equal(last.logprobs[i, :end], record.logprob[:end, i])
+        np.testing.assert_array_equal(last.accepted[i, :end], record.accepted[:end, i])
+        assert (last.drafted[i] == np.where(last.exits[i] >= 0, 2, 0)).all()
         assert (last.tokens[i, end:] == -1).all() and (last.exits[i, end:] == -1).all()
         assert (last.boundaries[i, :end] == np.array([1, 4, 4])[last.exits[i, :end]]).all()
         assert (last.boundaries[i, end:] == -1).all() and np.isinf(last.margins[i, end:]).all()

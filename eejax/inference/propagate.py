@@ -1,0 +1,89 @@
+"""Early-exit decoding in which nobody waits: state propagation.
+
+A token that leaves at an exit gets its keys and values in all deeper layers at once, made of the
+state it left with (CALM; Schuster et al. 2022, section 3.1): each deeper layer's norm and
+projections to keys and values are run for it, and neither attention nor MLP. Later tokens attend to
+these approximations, or with `EngineOptions.propagate` = "mask" do not attend to such a token in
+the layers that it skipped (as FREE; Bae et al. 2023). So this is the one engine whose texts may
+differ from `posthoc`'s, wherever a token left early. What a request gets does not depend on its
+batch mates.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax.numpy as jnp
+from jax import lax
+
+from eejax.gates.confidence import Memory
+from eejax.inference import state as s
+from eejax.inference.policy import Emission, Look, conclude, consider
+from eejax.models.cache import propagate_segment, run_segment
+from eejax.models.config import ModelConfig
+
+
+def step(
+    weights: s.Weights, state: s.DecodeState, *, config: ModelConfig, options: s.EngineOptions
+) -> tuple[s.DecodeState, s.Record]:
+    """One token for every live request, through as many segments as some request needs.
+
+    A record's `layers` are those that were run whole.
+    """
+    cache, live, request = state.cache, state.live, state.request
+    n, b, start = weights.last, state.token.shape[0], state.position
+    segments, blocks = list(cache.segments), list(cache.blocks)
+    depth, masks = jnp.int32(config.stops[0]), options.propagate == "mask"
+    newest = jnp.arange(state.reach.shape[1])[None] == start[:, None]  # [b, s]
+    x, h, segments[0], blocks[0] = run_segment(
+        weights.params, weights.segments[0], config, 0, s.embed_last(weights, config, state), start,
+        segments[0], blocks[0],
+    )  # fmt: skip
+    emission, memory = Emission.undecided(b), Memory.blank(x[:, 0])
+
+    for e in range(n + 1):
+        if e:
+            # Who left is carried along where others go deeper, with a state that changes no more:
+            # each layer then writes for it what is propagated where nobody goes.
+            goes = live & (emission.exit < 0)
+            some = jnp.any(goes)
+            seen = newest | (state.reach >= e) if masks else None
+            run = partial(_run, weights, config, e, start, goes, seen)
+            # Two branches each, the first passing everything through: see `recompute`.
+            x, h, segments[e], blocks[e] = lax.switch(
+                some.astype(jnp.int32), [lambda *c: c, run], x, h, segments[e], blocks[e]
+            )
+            if not masks:
+                fill = partial(_fill, weights, config, e, start, x)
+                segments[e], blocks[e] = lax.switch(
+                    (~some).astype(jnp.int32), [lambda *c: c, fill], segments[e], blocks[e]
+                )
+            depth = jnp.where(some, config.stops[e], depth)
+        logits = lambda e=e, h=h: s.step_logits(weights, config, e, h[:, 0])
+        look = Look(e, x[:, 0], logits, live, start + 1, request.progress(start + 1))
+        if e == n:
+            emission = conclude(emission, look, request.sampling)
+        else:
+            emission, memory = consider(
+                emission, memory, look, request.policy, request.sampling, config
+            )
+
+    filled = cache.filled + live.astype(jnp.int32)[:, None]
+    state = state.replace(
+        cache=cache.replace(segments=tuple(segments), blocks=tuple(blocks), filled=filled),
+        reach=jnp.where(newest, emission.exit[:, None], state.reach),
+    )
+    return s.advance(state, emission, jnp.broadcast_to(depth, (b,)))
+
+
+def _run(weights, config, e, start, goes, seen, x, h, kvs, block):
+    """Segment e for the requests that go; a branch of a conditional."""
+    del h  # what the exit below read
+    return run_segment(
+        weights.params, weights.segments[e], config, e, x, start, kvs, block, goes=goes, seen=seen
+    )
+
+
+def _fill(weights, config, e, start, x, kvs, block):
+    """Segment e's keys and values of states x from below; a branch of a conditional."""
+    return propagate_segment(weights.params, weights.segments[e], config, e, x, start, kvs, block)

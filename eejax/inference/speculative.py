@@ -1,0 +1,207 @@
+"""Self-speculative decoding: an early exit drafts tokens, the layers above it verify them at once.
+
+LayerSkip's (Elhoushi et al. 2024, section 4.3): drafting and verifying share keys, values and
+states. The layers below the drafting exit run once for every token, one after the other; the states
+at its boundary are kept, and one pass of the layers above takes them all. What is emitted is the
+final exit's: greedily the tokens of the engine "full", with sampling tokens of the same
+distribution (`sampling.verify`). Keys and values of drafts that do not stand lie beyond `filled`
+and are written again before any token attends to them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from eejax.gates.confidence import max_probability
+from eejax.inference import state as s
+from eejax.inference.policy import log_probability
+from eejax.inference.sampling import argmax, draft, verify
+from eejax.models import exits, transformer
+from eejax.models.cache import run_segment
+from eejax.models.config import ModelConfig
+
+FRESH = 0.2  # weight of a draft's fate in the running share of accepted ones
+REVIVAL = (
+    0.01  # growth of that share towards 1 in a step without drafts: it is tried again some time
+)
+
+
+class Drafts(NamedTuple):
+    """What drafting leaves: m = gamma + 1 rows for each request, of the token that was emitted last
+    and of the drafts after it.
+
+    tokens [b, m]; states [b, m, d]: theirs at the boundary; logits [b, gamma, v]: what each draft
+    was drawn from.
+    """
+
+    tokens: jax.Array
+    states: jax.Array
+    logits: jax.Array
+
+
+class Verdict(NamedTuple):
+    """What verifying leaves. stand [b]: drafts that stand; the rest [b, m], real up to that number:
+    the tokens, of which the last is the final exit's own, and their Record values."""
+
+    stand: jax.Array
+    token: jax.Array
+    logprob: jax.Array
+    confidence: jax.Array
+
+
+def step(
+    weights: s.Weights, state: s.DecodeState, *, config: ModelConfig, options: s.EngineOptions
+) -> tuple[s.DecodeState, s.Record]:
+    """1 .. gamma + 1 tokens for every live request; records are [gamma + 1, b].
+
+    Each request has its own number of drafts; the step runs the largest of them, and others make
+    nothing of theirs beyond their own. Its `layers` are, with k the largest number, (k + 1) times
+    those below the drafting exit and once those above it.
+    """
+    b, most = state.token.shape[0], options.gamma + 1
+    cache, live, request = state.cache, state.live, state.request
+    position = state.position
+    # Never more than could be emitted: one token of a step is not drafted.
+    count = jnp.minimum(_lengths(weights, config, state, options), state.remaining - 1)
+    count = jnp.maximum(count, 0)
+    deepest = jnp.max(count)
+
+    drafts, below, block = _draft(weights, config, options, state, deepest)
+
+    zero = jnp.zeros((b, most), jnp.float32)
+    verdict = Verdict(count, drafts.tokens, zero, zero)
+    carried = (verdict, cache.segments[1], cache.blocks[1])
+    fewer = 0
+    for width in options.widths:  # two branches each, see `recompute`
+        runs = (fewer < deepest + 1) & (deepest + 1 <= width)
+        run = partial(_verify, weights, config, width, drafts, count, position, request.sampling)
+        carried = lax.switch(runs.astype(jnp.int32), [lambda *c: c, run], *carried)
+        fewer = width
+    verdict, above, _ = carried
+
+    # What is emitted ends with the first stop token.
+    order = jnp.arange(most)[None]
+    stops = jnp.any(verdict.token[..., None] == request.stops[:, None], -1)
+    stopped = jnp.cumsum(stops.astype(jnp.int32), -1) - stops.astype(jnp.int32)
+    emits = live[:, None] & (order <= verdict.stand[:, None]) & (stopped == 0)  # [b, m]
+    n = jnp.sum(emits.astype(jnp.int32), -1)
+    ended = jnp.any(stops & emits, -1)
+
+    first = emits & (order == 0)
+    layers = config.n_layers + deepest * config.stops[0]
+    record = s.Record(
+        token=jnp.where(emits, verdict.token, -1),
+        logprob=verdict.logprob,
+        confidence=verdict.confidence,
+        exit=jnp.where(emits, weights.last, -1),
+        layers=jnp.where(first, layers, 0).astype(jnp.int32),
+        margin=jnp.full_like(zero, jnp.inf),
+        drafted=jnp.where(first, count[:, None], 0),
+        accepted=(emits & (order < verdict.stand[:, None])).astype(jnp.int32),
+    )
+    last = jnp.take_along_axis(verdict.token, jnp.maximum(n - 1, 0)[:, None], 1)[:, 0]
+    state = state.replace(
+        cache=cache.replace(
+            segments=(below, above), blocks=(block, None), filled=cache.filled + n[:, None]
+        ),
+        acceptance=_acceptance(state.acceptance, count, verdict.stand),
+        token=jnp.where(live, last, state.token),
+        position=position + n,
+        remaining=jnp.where(ended, 0, state.remaining - n),
+    )
+    return state, jax.tree.map(jnp.transpose, record)
+
+
+def _draft(weights, config, options, state, deepest):
+    """`deepest` drafts for every request, and the layers below the exit for the last of them too:
+    (Drafts, keys and values of these layers, those of the exit's block)."""
+    b, sampling = state.token.shape[0], state.request.sampling
+    head = exits.head(weights.params, config, 0)
+    drafts = Drafts(
+        jnp.zeros((b, options.gamma + 1), jnp.int32).at[:, 0].set(state.token),
+        jnp.zeros((b, options.gamma + 1, config.d_model), config.dtype),
+        jnp.zeros((b, options.gamma, head.table.shape[0]), jnp.float32),
+    )
+
+    def one(carry):
+        i, drafts, kvs, block = carry
+        at = state.position + i
+        token = lax.dynamic_index_in_dim(drafts.tokens, i, 1)
+        x = transformer.embed(weights.params, config, token, at[:, None])
+        x, h, kvs, block = run_segment(
+            weights.params, weights.segments[0], config, 0, x, at, kvs, block
+        )
+        states = lax.dynamic_update_slice_in_dim(drafts.states, x, i, 1)
+
+        def more(tokens, logits):
+            drafted, allowed = draft(exits.logits(head, h[:, 0]), sampling, at + 1)
+            put = lambda a, new, i: lax.dynamic_update_slice_in_dim(a, new[:, None], i, 1)
+            return put(tokens, drafted, i + 1), put(logits, allowed, i)
+
+        tokens, logits = lax.switch(
+            (i < deepest).astype(jnp.int32), [lambda *c: c, more], drafts.tokens, drafts.logits
+        )
+        return i + 1, Drafts(tokens, states, logits), kvs, block
+
+    carry = (jnp.int32(0), drafts, state.cache.segments[0], state.cache.blocks[0])
+    return lax.while_loop(lambda c: c[0] <= deepest, one, carry)[1:]
+
+
+def _verify(weights, config, width, drafts, count, position, sampling, verdict, kvs, block):
+    """The first `width` rows through the layers above the exit; a branch of the conditional."""
+    b, most = drafts.tokens.shape
+    _, h, kvs, block = run_segment(
+        weights.params, weights.segments[1], config, 1, drafts.states[:, :width], position, kvs,
+        block,
+    )  # fmt: skip
+    logits = s.step_logits(weights, config, 1, h.reshape(b * width, -1)).reshape(b, width, -1)
+    proposed = drafts.tokens[:, 1:width]
+    stand, own = verify(
+        logits, drafts.logits[:, : width - 1], proposed, count, sampling, position + 1
+    )
+    token = jnp.where(
+        jnp.arange(width)[None] == stand[:, None], own[:, None], jnp.pad(proposed, [(0, 0), (0, 1)])
+    )
+    whole = lambda a: jnp.pad(a, [(0, 0), (0, most - width)])
+    verdict = Verdict(
+        stand, whole(token), whole(log_probability(logits, token)), whole(max_probability(logits))
+    )
+    return verdict, kvs, block
+
+
+def _lengths(weights, config, state, options) -> jax.Array:
+    """[b] tokens to draft: the number that promises the most tokens for a step's time.
+
+    With a share a of drafts accepted, k drafts make 1 + a + .. + a^k tokens (Leviathan et al. 2023,
+    eq. 1) in the time of 1 + c k full steps. Where no number beats that of a full step it is 0.
+    """
+    if not options.adapt:
+        return jnp.full_like(state.remaining, options.gamma)
+    drafts = jnp.arange(options.gamma + 1)[None].astype(jnp.float32)
+    tokens = jnp.cumsum(state.acceptance[:, None] ** drafts, -1)
+    return argmax(tokens / (1.0 + _cost(weights, config) * drafts))
+
+
+def _cost(weights: s.Weights, config: ModelConfig) -> float:
+    """Time of a draft over that of a full step: the weights it reads over all that are read."""
+    size = lambda *trees: sum(a.size for a in jax.tree.leaves(trees))
+    params = weights.params
+    own = {k: v for k, v in exits.exit_params(params, config, 0).items() if k != "head"}
+    below = size(weights.segments[0], own)
+    step = size(weights.segments, exits.head(params, config, 1).table)
+    return (below + size(exits.head(params, config, 0).table)) / step
+
+
+def _acceptance(share: jax.Array, count: jax.Array, stand: jax.Array) -> jax.Array:
+    """[b] the running share of accepted drafts; behind the first rejected one nothing is tried."""
+    tried = jnp.minimum(stand + 1, count).astype(jnp.float32)
+    fresh = stand.astype(jnp.float32) / jnp.maximum(tried, 1.0)
+    keep = (1.0 - FRESH) ** tried
+    return jnp.where(
+        count > 0, keep * share + (1.0 - keep) * fresh, share + REVIVAL * (1.0 - share)
+    )
