@@ -153,6 +153,8 @@ def test_divisions_measure_what_was_promised():
     assert result["risk"]["mean"] == pytest.approx((1 - t) ** 2 / 4, rel=0.1)
     assert result["depth"]["mean"] == pytest.approx(1 + 3 * t, rel=0.03)
     assert result["limit"] == pytest.approx(0.1 + 3 * 0.03)
+    # The half that picks is bounded by its own test, the half that judges is not.
+    assert result["calibration_risk"]["high"] < result["risk"]["high"]
     hand = result["hand_picked"]
     assert hand["exceeded"] == 1.0 and hand["risk"]["mean"] == pytest.approx(0.16, rel=0.1)
     assert hand["depth"]["mean"] == pytest.approx(1.6, rel=0.03)
