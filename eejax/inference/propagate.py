@@ -49,10 +49,14 @@ def step(
             some = jnp.any(goes)
             seen = newest | (state.reach >= e) if masks else None
             run = partial(_run, weights, config, e, start, goes, seen)
-            # Two branches each, the first passing everything through: see `recompute`.
-            x, h, segments[e], blocks[e] = lax.switch(
-                some.astype(jnp.int32), [lambda *c: c, run], x, h, segments[e], blocks[e]
+            # Two branches each, the first passing everything through: see `recompute`. x and h are
+            # one array, as nothing reads the last segment's x: where that is dropped from among the
+            # results, XLA's CPU backend copies the caches beside it.
+            both = jnp.concatenate([x, h], 1)
+            both, segments[e], blocks[e] = lax.switch(
+                some.astype(jnp.int32), [lambda *c: c, run], both, segments[e], blocks[e]
             )
+            x, h = both[:, :1], both[:, 1:]
             if not masks:
                 fill = partial(_fill, weights, config, e, start, x)
                 segments[e], blocks[e] = lax.switch(
@@ -76,12 +80,16 @@ def step(
     return s.advance(state, emission, jnp.broadcast_to(depth, (b,)))
 
 
-def _run(weights, config, e, start, goes, seen, x, h, kvs, block):
-    """Segment e for the requests that go; a branch of a conditional."""
-    del h  # what the exit below read
-    return run_segment(
-        weights.params, weights.segments[e], config, e, x, start, kvs, block, goes=goes, seen=seen
-    )
+def _run(weights, config, e, start, goes, seen, both, kvs, block):
+    """Segment e for the requests that go; a branch of a conditional.
+
+    both [b, 2, d]: the states at the boundary, and what the exit's head reads.
+    """
+    x, h, kvs, block = run_segment(
+        weights.params, weights.segments[e], config, e, both[:, :1], start, kvs, block, goes=goes,
+        seen=seen,
+    )  # fmt: skip
+    return jnp.concatenate([x, h], 1), kvs, block
 
 
 def _fill(weights, config, e, start, x, kvs, block):

@@ -16,6 +16,13 @@ from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
 
 
+def rough(p, seed):
+    """The trained model with a final norm that makes it disagree with its exits, more or less."""
+    scale = p["final"]["norm"]["scale"]
+    noise = np.random.default_rng(seed).standard_normal(scale.shape)
+    return p | {"final": {"norm": {"scale": scale * jnp.asarray(1 + noise, scale.dtype)}}}
+
+
 def check_account(r, config, options):
     """What the tokens' layers and drafts say of the steps, against the rules of a step."""
     below, most = config.stops[0], r.prompt_lengths + r.lengths
@@ -54,6 +61,7 @@ def test_greedy_is_the_full_model(
     trained, subset, prompts, layout, gamma, adapt, buckets, batch, data
 ):
     p, config = subset(layout)
+    p = rough(p, seed) if (seed := data.draw(st.integers(0, 3))) else p
     options = EngineOptions(
         "speculative", draft_exit=data.draw(st.integers(0, len(layout) - 1)), gamma=gamma,
         adapt=adapt, buckets=buckets,
@@ -73,11 +81,18 @@ def test_greedy_is_the_full_model(
 
 
 def test_drafts_stand_exactly_where_the_exit_and_the_final_exit_agree(subset, prompts):
-    p, config = subset((2,))  # an exit with a block
+    trained, config = subset((2,))  # an exit with a block
     gamma, limit = 3, 48
-    g = Generator.make(p, config, EngineOptions("speculative", gamma=gamma, adapt=False))
+    options = EngineOptions("speculative", gamma=gamma, adapt=False)
     asked = prompts(3, [12, 5, 9])
-    r = g.generate(asked, limit)
+    for seed in range(10):  # the model was trained here: which texts are a test depends on that
+        p = rough(trained, seed)
+        g = Generator.make(p, config, options)
+        r = g.generate(asked, limit)
+        if 0.1 < r.accepted.sum() / r.drafted.sum() < 0.9:
+            break
+    else:
+        pytest.fail("no model is a test")
     compared = 0
     for i, prompt in enumerate(asked):
         text = jnp.array([prompt + r.ids(i)])
@@ -96,7 +111,7 @@ def test_drafts_stand_exactly_where_the_exit_and_the_final_exit_agree(subset, pr
             assert r.drafted[i, j : j + stand + 1].tolist() == [k] + [0] * stand
             assert r.accepted[i, j : j + stand + 1].tolist() == [1] * stand + [0]
             j, compared = j + stand + 1, compared + 1
-    assert compared > 20 and 0.1 < r.accepted.sum() / r.drafted.sum() < 0.95
+    assert compared > 20
 
 
 def test_drafting_ends_where_it_does_not_pay(subset, prompts):
@@ -139,22 +154,29 @@ def test_nothing_early_is_emitted_whatever_is_asked(subset, prompts):
 
 # Sampling.
 
-V = 6
+V, PROMPT, COUNTED = 5, [1, 4, 2], 4
 TINY = ModelConfig(
     vocab_size=V, vocab_multiple=8, n_layers=3, d_model=16, n_heads=2, context_length=32,
-    head="own", exits=(ExitConfig(1, head="own", temperature=1.3), ExitConfig(2, block=True)),
+    head="own",
+    exits=(ExitConfig(1, head="own", temperature=1.3), ExitConfig(2, head="own", block=True)),
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def tiny():
-    """A random model whose distributions are uneven, and whose exits half agree with its end."""
+    """(params, [V, V, V, 4, V]: the final exit's logits behind the prompt and each three tokens).
+
+    A random model of uneven distributions, with exits that half agree with its end; the logits are
+    the uncached float64 model's.
+    """
     p = params.init(TINY, jax.random.key(3))
-    grow = lambda path, a: a * 6 if "head" in str(path[-1]) else a * 2
+    grow = lambda path, a: a * 2 if "head" in str(path[-1]) else a * (3 if a.ndim > 2 else 1)
     p = jax.tree_util.tree_map_with_path(grow, p)
-    mine = p["exits"]["exit_1"]
-    mixed = 0.6 * p["final"]["head"] + 0.4 * mine["head"]
-    return p | {"exits": p["exits"] | {"exit_1": mine | {"head": mixed}}}
+    half = lambda own: own | {"head": 0.6 * p["final"]["head"] + 0.4 * own["head"]}
+    p = p | {"exits": {name: half(own) for name, own in p["exits"].items()}}
+    whole = lambda tail: reference_model.exit_logits(p, TINY, [*PROMPT, *tail])[-1][-COUNTED:]
+    logits = [whole(tail) for tail in np.ndindex(*[V] * (COUNTED - 1))]
+    return p, np.reshape(logits, [V] * (COUNTED - 1) + [COUNTED, V])
 
 
 def allowed(logits, temperature, top_k, top_p):
@@ -169,18 +191,13 @@ def allowed(logits, temperature, top_k, top_p):
     return out
 
 
-def joint(p, prompt, n, **settings):
-    """[V] * n: probability of the first n tokens, by the uncached float64 model."""
-    if n == 0:
-        return np.ones(())
-    logits = reference_model.exit_logits(p, TINY, prompt)[-1][-1]
-    first = allowed(logits, **settings)
-    return np.stack(
-        [
-            q * joint(p, [*prompt, t], n - 1, **settings) if q else np.zeros([V] * (n - 1))
-            for t, q in enumerate(first)
-        ]
-    )
+def joint(logits, **settings):
+    """[V] * 4: probability of the first four tokens."""
+    out = np.ones([V] * COUNTED)
+    for text in np.ndindex(*out.shape):
+        for i, token in enumerate(text):
+            out[text] *= allowed(logits[text[:-1]][i], **settings)[token]
+    return out
 
 
 def assert_follows(counts, probabilities):
@@ -202,29 +219,28 @@ def assert_follows(counts, probabilities):
     "draft_exit, gamma, adapt, settings",
     [
         (0, 3, False, dict(temperature=1.0, top_k=0, top_p=1.0)),
-        (1, 2, True, dict(temperature=0.8, top_k=4, top_p=1.0)),
-        (0, 3, False, dict(temperature=1.2, top_k=5, top_p=0.85)),
+        (1, 2, False, dict(temperature=0.8, top_k=4, top_p=1.0)),
+        (0, 3, True, dict(temperature=1.2, top_k=5, top_p=0.85)),
     ],
 )
 def test_samples_follow_the_full_model(tiny, draft_exit, gamma, adapt, settings):
-    prompt, rows, n = [1, 4, 2], 4000, 4
+    p, logits = tiny
     options = EngineOptions(
         "speculative", draft_exit=draft_exit, gamma=gamma, adapt=adapt, buckets=(1,)
     )
-    g = Generator.make(tiny, TINY, options)
-    counts, drafted, accepted = np.zeros([V] * n), 0, 0
+    g = Generator.make(p, TINY, options)
+    counts, drafted, accepted, rows = np.zeros([V] * COUNTED), 0, 0, 4000
     for i in range(6):  # 24,000 texts, each with a seed of its own
         # Longer than what is counted, so that the first step drafts as much as it can.
-        r = g.generate([prompt] * rows, n + gamma, seed=i * rows, **settings)
-        np.add.at(counts, tuple(r.tokens[:, :n].T), 1)
+        r = g.generate([PROMPT] * rows, COUNTED + gamma, seed=i * rows, **settings)
+        np.add.at(counts, tuple(r.tokens[:, :COUNTED].T), 1)
         drafted, accepted = drafted + r.drafted.sum(), accepted + r.accepted.sum()
     assert 0.2 < accepted / drafted < 0.95  # all that can happen does
-    want = joint(reference_model.tree64(tiny), prompt, n, **settings)
+    want = joint(logits, **settings)
     assert abs(want.sum() - 1) < 1e-9 and counts.sum() == 6 * rows
-    assert assert_follows(counts, want) > 30
-    # A text as unlikely as this under another distribution is found out.
-    with pytest.raises(AssertionError):
-        assert_follows(counts, 0.9 * want + 0.1 * np.roll(want, 1, 1))
+    assert assert_follows(counts, want) > 20
+    with pytest.raises(AssertionError):  # a distribution a little beside it is found out
+        assert_follows(counts, 0.9 * want + 0.1 * want.mean(1, keepdims=True))
 
 
 def test_a_verdict_follows_the_target_whatever_drafted():
