@@ -20,7 +20,8 @@ from eejax.models.cache import KVCache, unstack_segments
 from eejax.models.config import ModelConfig
 from eejax.models.params import for_compute
 
-ENGINES = ("full", "posthoc", "recompute")
+PIPELINED = "pipelined"
+ENGINES = ("full", "posthoc", "recompute", PIPELINED)
 STOPS = 8  # stop tokens of a request, unless an engine is told otherwise
 
 
@@ -30,7 +31,8 @@ class EngineOptions:
 
     engine: "full" runs every layer and emits from the final exit; "posthoc" runs every layer and
         emits from the earliest exit whose gate fires (the oracle); "recompute" stops there, and
-        later carries the waiting tokens along (KV recomputation).
+        later carries the waiting tokens along (KV recomputation); "pipelined", on the stages of a
+        mesh (`pipelined.PipelinedGenerator`), leaves the deeper layers to the stages behind.
     cap: most tokens of a request that may wait for deeper keys and values; when a token is
         the cap-th, it runs all layers (and is still emitted where its gate fired).
     buckets: row counts a deeper segment is compiled for, kept as a tuple; the cap itself is
@@ -84,6 +86,16 @@ class Weights:
     def last(self) -> int:
         """Number of the exit above the last segment, which emits what no other did."""
         return len(self.segments) - 1
+
+
+def on_one_device(options: EngineOptions | str) -> EngineOptions:
+    """The options, or those of an engine's name. Raises `ConfigError` for one that needs a mesh."""
+    options = EngineOptions(engine=options) if isinstance(options, str) else options
+    require(
+        options.engine != PIPELINED, "engine", options.engine, "decodes on the stages of a mesh",
+        "Use inference.PipelinedGenerator.",
+    )  # fmt: skip
+    return options
 
 
 def engine_config(config: ModelConfig, options: EngineOptions) -> ModelConfig:
