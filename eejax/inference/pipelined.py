@@ -54,7 +54,7 @@ class Traveller(NamedTuple):
     @classmethod
     def blank(cls, x: jax.Array) -> Traveller:
         """Tokens at the first layer with states x [b, d]."""
-        return cls(x, jnp.zeros(x.shape[:1], bool), Memory.blank(x))
+        return cls(x, jnp.zeros_like(x[:, 0], bool), Memory.blank(x))
 
 
 @struct.dataclass
@@ -235,10 +235,10 @@ def _tick(
     starts = starts & stage.first & (part == 0) & (done == state.position) & room
     busy = jnp.where(stage.first, starts | (part > 0), done < desk.come)
 
-    x, *rest = _take(desk.inbox, done % cap)
+    token = _take(desk.inbox, done % cap)
     embed = lambda x: stage.embed(state.token[:, None], state.position[:, None])[:, 0]
-    x = lax.cond(jnp.any(starts), embed, lambda x: x, x)
-    token = where_rows(starts, Traveller.blank(x), Traveller(x, *rest))
+    x = lax.cond(jnp.any(starts), embed, lambda x: x, token.x)
+    token = where_rows(starts, Traveller.blank(x), token)
 
     ends = stage.ends[part]
     begins = jnp.where(part > 0, stage.ends[part - 1], 0)

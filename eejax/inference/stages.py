@@ -157,6 +157,7 @@ class Stage:
     def __init__(self, stages: Stages, weights: StageWeights):
         self.stages, self.config, self.axes = stages, stages.config, stages.axes
         own = lambda tree: jax.tree.map(lambda a: a[0], tree)
+        weights = vary_over(weights, stages.specs)
         self.weights = own(weights.replace(embed={})).replace(embed=weights.embed)
         self.index = lax.axis_index(PIPE)
         p = stages.partition
