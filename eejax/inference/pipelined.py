@@ -76,12 +76,14 @@ class Desk:
 class PipelineState:
     """As `DecodeState`; what belongs to stages is cut over `pipe`.
 
-    kept: [b] positions that are complete on the last stage, as the other stages last heard.
+    kept: [b] positions that are complete on the last stage, as all stages know. ticks: [] since the
+    prompts' pass.
     """
 
     cache: StageCache
     desk: Desk
     kept: jax.Array
+    ticks: jax.Array
     token: jax.Array
     position: jax.Array
     remaining: jax.Array
@@ -95,7 +97,7 @@ class PipelineState:
 def _specs(stages: Stages) -> PipelineState:
     """Of a state: prefixes of its partition specs."""
     row = P(DATA)
-    return PipelineState(stages.cache_spec, P(PIPE, DATA), row, row, row, row, row)
+    return PipelineState(stages.cache_spec, P(PIPE, DATA), row, P(), row, row, row, row)
 
 
 def _on_stage(state: PipelineState, f) -> PipelineState:
@@ -164,8 +166,9 @@ def prefill(
         filled = vary_over(lengths, P(DATA))
         desk = Desk(filled, zero, filled, inbox)
         state = PipelineState(
-            cache, desk, lengths, jnp.zeros_like(lengths), lengths - 1, request.limit, request
-        )
+            cache, desk, lengths, jnp.int32(0), jnp.zeros_like(lengths), lengths - 1,
+            request.limit, request,
+        )  # fmt: skip
         layers = jnp.full((b,), p.depth)
         state, record = s.advance(state, _announced(stage.last, emission), layers)
         return _leave(state), record
@@ -267,7 +270,7 @@ def _tick(
     after, record = s.advance(state, emission, executed)
     emitted = emission.exit >= 0
     state = state.replace(
-        cache=cache, desk=Desk(done, part, come, inbox), kept=kept,
+        cache=cache, desk=Desk(done, part, come, inbox), kept=kept, ticks=state.ticks + 1,
         token=jnp.where(emitted, after.token, state.token),
         position=jnp.where(emitted, after.position, state.position),
         remaining=jnp.where(emitted, after.remaining, state.remaining),
