@@ -74,7 +74,7 @@ class Desk:
 
 @struct.dataclass
 class PipelineState:
-    """As `DecodeState`; what belongs to stages is cut over `pipe`.
+    """As `DecodeState`; what belongs to stages is cut over `pipe`, the rest is the same on all.
 
     kept: [b] positions that are complete on the last stage, as all stages know. ticks: [] since the
     prompts' pass.
@@ -137,7 +137,8 @@ def prefill(
     def local(weights, tokens, request):
         stage = Stage(stages, weights)
         b, t = tokens.shape
-        lengths, vary = request.start, lambda tree: vary_over(tree, P())
+        lengths, filled = request.start, vary_over(request.start, P(DATA))
+        vary = lambda tree: vary_over(tree, P())
         positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
         x = lax.cond(
             stage.first, lambda: stage.embed(tokens, positions),
@@ -163,7 +164,6 @@ def prefill(
         inbox = jax.tree.map(
             lambda a: jnp.zeros_like(a, shape=(b, cap, *a.shape[1:])), Traveller.blank(x[:, 0])
         )
-        filled = vary_over(lengths, P(DATA))
         desk = Desk(filled, zero, filled, inbox)
         state = PipelineState(
             cache, desk, lengths, jnp.int32(0), jnp.zeros_like(lengths), lengths - 1,

@@ -25,7 +25,8 @@ class Result:
         than the last of them, is the final exit. -1 beyond `lengths`. The engine "full" has no
         early exits, and so emits all tokens from exit 0.
     confidences: the emitting exit's.
-    layers: layers executed in the step that emitted the token; a step is shared by the batch.
+    layers: layers executed in the step that emitted the token; a step is shared by the batch. The
+        engine "pipelined" has no steps: those on the token's way until the next one can start.
     margins: see `Record`; infinite for engines that do not measure it.
     finish: per request "stop" (token or string), "length", "context", or "" while running.
     stops: boundary of each exit, the final one last.

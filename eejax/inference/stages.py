@@ -264,22 +264,22 @@ class Stage:
         """
         e, c = place.exit, self.config
         newest = lambda a: jnp.take_along_axis(a, row[:, None, None], 1)[:, 0]
-        position = start + row + 1
+        position, last = start + row + 1, e == self.stages.last
+        allowed = here if last else here & early
 
         def work(block, memory, emission):
             tree = self._exit_tree(place)
             h, block = exits.state(tree, c, e, x, context, cache=block, axes=self.axes)
-            last = e == self.stages.last
             look = Look(
-                e, newest(x), lambda: self._logits(tree, e, newest(h)),
-                here if last else here & early, position, request.progress(position),
+                e, newest(x), lambda: self._logits(tree, e, newest(h)), allowed, position,
+                request.progress(position),
             )  # fmt: skip
             if last:
                 return block, memory, conclude(emission, look, request.sampling)
             emission, after = consider(emission, memory, look, request.policy, request.sampling, c)
             return block, where_rows(here, after, memory), emission
 
-        needed = here if block is not None else here & (emission.exit < 0)
+        needed = allowed & (emission.exit < 0) if block is None else here
         return when(jnp.any(needed), work, block, memory, emission)
 
     def _logits(self, tree: Tree, e: int, h: jax.Array) -> jax.Array:

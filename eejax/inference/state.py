@@ -209,7 +209,7 @@ class Record(NamedTuple):
     """What one step did for each request; arrays [b].
 
     exit: number of the emitting exit, -1 where no token was emitted.
-    layers: layers executed in the step (all requests of a batch share a step).
+    layers: layers executed in the step (all requests of a batch share a step); see also `Result`.
     margin: the smallest distance to another outcome: of the top two logits at the emitting exit,
         and of confidence to threshold at every exit considered. Only "posthoc" measures it.
     """

@@ -65,7 +65,7 @@ MESHES = {
     "two stages of two shards": (dict(pipe=2, model=2), [2, 3], 4, (0, 1, 2, 3, 4, 5)),
     "three stages of two copies": (dict(pipe=3, data=2), [1, 3, 1], 3, (2, 3)),
     "five stages": (dict(pipe=5), "balanced", 2, (1, 3, 5)),
-    "more shards than key heads": (dict(pipe=2, model=4), [4, 1], 16, (2,)),
+    "more shards than key heads": (dict(data=2, pipe=2, model=4), [4, 1], 16, (2,)),
 }
 
 
