@@ -40,7 +40,7 @@ class Memory(NamedTuple):
     @classmethod
     def blank(cls, like: jax.Array) -> Memory:
         """Of tokens that have seen no exit; like: a state [b, d]."""
-        zero = jnp.zeros(like.shape[:1], jnp.int32)
+        zero = jnp.zeros_like(like[:, 0], jnp.int32)
         return cls(zero - 1, zero, jnp.zeros_like(like))
 
 
@@ -92,7 +92,7 @@ def of_logits(
     confidence = max_probability(logits)
     for k, gate in ((MARGIN, margin), (ENTROPY, lambda y: certainty(y, vocab))):
         of = kind == k
-        other = lax.cond(jnp.any(of), gate, lambda y: jnp.zeros(y.shape[:1], y.dtype), logits)
+        other = lax.cond(jnp.any(of), gate, lambda y: jnp.zeros_like(y[:, 0]), logits)
         confidence = jnp.where(of, other, confidence)
     streak = jnp.where(token == memory.token, memory.streak, 0) + 1
     confidence = jnp.where(kind == PATIENCE, patience(streak, exits), confidence)

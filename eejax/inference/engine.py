@@ -75,7 +75,7 @@ class SlotEngine:
         context: int | None = None,
     ) -> SlotEngine:
         """From training parameters. Raises ConfigError for slots or a context there cannot be."""
-        options = EngineOptions(engine=options) if isinstance(options, str) else options
+        options = s.on_one_device(options)
         config = s.engine_config(config, options)
         context = config.context_length if context is None else context
         require(isinstance(slots, int) and slots >= 1, "slots", slots, "must be at least 1")

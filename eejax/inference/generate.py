@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from eejax.inference.state import (
     Request,
     Weights,
     engine_config,
+    on_one_device,
     prepare,
 )
 from eejax.models.config import ModelConfig
@@ -80,30 +82,23 @@ def decode(
     return carry[1], jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), carry[2])
 
 
-@dataclasses.dataclass(frozen=True)
-class Generator:
-    """A model ready to generate with one engine.
+class Decoder:
+    """What generators share: arguments checked, a request made of them, and results collected.
 
-    Build with `Generator.make(params, config, options)`; `generate` and `stream` then compile once
-    for each batch size, prompt length (rounded up to a power of two, at least 16), cache length
-    (to a multiple of `LENGTH_STEP`), number of stop tokens (to a power of two) and `chunk`, which
-    `generate` rounds up to a power of two itself. Stop strings are looked for outside of the
-    compiled program, after every `STREAM_CHUNK` steps unless `chunk` says otherwise.
+    A subclass has a `config` and `options`, and passes on the engine's state: with `token` ...
+    `request` of `DecodeState`, and `replace`.
     """
 
-    weights: Weights
     config: ModelConfig
     options: EngineOptions
 
-    @classmethod
-    def make(
-        cls, params: Tree, config: ModelConfig, options: EngineOptions | str = "recompute"
-    ) -> Generator:
-        """From training parameters (stacked layers); `options` may be an engine's name."""
-        if isinstance(options, str):
-            options = EngineOptions(engine=options)
-        config = engine_config(config, options)
-        return cls(prepare(params, config, options.max_depth), config, options)
+    def _prefill(self, tokens: np.ndarray, request: Request, length: int) -> tuple[Any, Record]:
+        """(state, first record [b]) of padded prompts [b, t], with `length` positions of cache."""
+        raise NotImplementedError
+
+    def _decode(self, state: Any, n: int) -> tuple[Any, Record]:
+        """Up to n tokens more for every request: (state, records [n, b])."""
+        raise NotImplementedError
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **kwargs) -> Result:
         """Tokens for every prompt at once; see `stream` for the arguments."""
@@ -173,8 +168,7 @@ class Generator:
         length = -(-length // LENGTH_STEP) * LENGTH_STEP
         if chunk is None:
             chunk = STREAM_CHUNK if stop_strings else _power_of_two(int(max_new.max()))
-        args = dict(config=config, options=options)
-        state, first = prefill(self.weights, tokens, request, length=length, **args)
+        state, first = self._prefill(tokens, request, length)
         more = jax.tree.map(lambda a: a[None], first)
         limits = np.where(room < max_new_tokens, "context", "length")
         collector = Collector(
@@ -188,7 +182,7 @@ class Generator:
                 return
             if stop_strings:  # a request that met a stop string needs no further steps
                 state = state.replace(remaining=jnp.where(over, 0, state.remaining))
-            state, more = decode(self.weights, state, n=chunk, **args)
+            state, more = self._decode(state, chunk)
 
     def _pad(self, prompts) -> tuple[np.ndarray, np.ndarray]:
         listed = lambda a: hasattr(a, "__len__") and not isinstance(a, str | bytes)
@@ -228,6 +222,38 @@ class Generator:
         for row, p in zip(tokens, prompts, strict=True):
             row[: len(p)] = p
         return tokens, lengths
+
+
+@dataclasses.dataclass(frozen=True)
+class Generator(Decoder):
+    """A model ready to generate with one engine.
+
+    Build with `Generator.make(params, config, options)`; `generate` and `stream` then compile once
+    for each batch size, prompt length (rounded up to a power of two, at least 16), cache length
+    (to a multiple of `LENGTH_STEP`), number of stop tokens (to a power of two) and `chunk`, which
+    `generate` rounds up to a power of two itself. Stop strings are looked for outside of the
+    compiled program, after every `STREAM_CHUNK` steps unless `chunk` says otherwise.
+    """
+
+    weights: Weights
+    config: ModelConfig
+    options: EngineOptions
+
+    @classmethod
+    def make(
+        cls, params: Tree, config: ModelConfig, options: EngineOptions | str = "recompute"
+    ) -> Generator:
+        """From training parameters (stacked layers); `options` may be an engine's name."""
+        options = on_one_device(options)
+        config = engine_config(config, options)
+        return cls(prepare(params, config, options.max_depth), config, options)
+
+    def _prefill(self, tokens, request, length):
+        args = dict(config=self.config, options=self.options)
+        return prefill(self.weights, tokens, request, length=length, **args)
+
+    def _decode(self, state, n):
+        return decode(self.weights, state, config=self.config, options=self.options, n=n)
 
 
 def _require_count(name: str, value) -> None:

@@ -32,6 +32,7 @@ class ExitPolicy:
         where they do not.
     prefill_exit: [b] bool, whether the first token, which the prompt's pass produces, may be
         emitted by an early exit too. The pass runs all layers either way.
+    paused: [b] bool; while it is set no exit fires (`auto.AutoGenerator`).
     """
 
     gate: jax.Array
@@ -39,6 +40,7 @@ class ExitPolicy:
     active: jax.Array
     decay: jax.Array
     prefill_exit: jax.Array
+    paused: jax.Array
 
     @classmethod
     def make(
@@ -86,11 +88,12 @@ class ExitPolicy:
             rows(active, bool, n),
             rows(falls, np.float32),
             rows(prefill_exit, bool),
+            rows(False, bool),
         )
 
     def may_fire(self, e: int) -> jax.Array:
         """[b] whether exit e could fire at all."""
-        return self.active[:, e] & (self.thresholds[:, e] < 1)
+        return self.active[:, e] & (self.thresholds[:, e] < 1) & ~self.paused
 
     def threshold(self, e: int, progress: jax.Array) -> jax.Array:
         """[b] that of exit e after a share `progress` [b] of a request's tokens."""

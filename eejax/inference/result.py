@@ -26,7 +26,8 @@ class Result:
         early exits, and so emits all tokens from exit 0.
     confidences: the emitting exit's.
     layers: layers executed in the step that emitted the token; a step is shared by the batch. Of
-        several tokens of a step the first has them and the others 0.
+        several tokens of a step the first has them and the others 0. The engine "pipelined" has
+        no steps: those on the token's way until the next one can start.
     margins: see `Record`; infinite for engines that do not measure it.
     drafted: tokens drafted in the step that emitted the token, on the step's first token; else 0.
     accepted: 1 for tokens that were drafted, else 0.

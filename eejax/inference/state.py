@@ -20,7 +20,8 @@ from eejax.models.cache import KVCache, unstack_segments
 from eejax.models.config import ModelConfig
 from eejax.models.params import for_compute
 
-ENGINES = ("full", "posthoc", "recompute", "propagate", "speculative")
+PIPELINED = "pipelined"
+ENGINES = ("full", "posthoc", "recompute", PIPELINED, "propagate", "speculative")
 PROPAGATIONS = ("state", "mask")
 STOPS = 8  # stop tokens of a request, unless an engine is told otherwise
 FIRST_ACCEPTANCE = 0.8  # share of drafts taken to be accepted before any was made
@@ -32,10 +33,12 @@ class EngineOptions:
 
     engine: "full" runs every layer and emits from the final exit; "posthoc" runs every layer and
         emits from the earliest exit whose gate fires (the oracle); "recompute" stops there, and
-        later carries the waiting tokens along (KV recomputation); "propagate" stops there too, and
-        fills the deeper keys and values at once, from the state it stopped at (CALM), which makes
-        other texts; "speculative" emits what "full" would, several tokens at a time: an exit drafts
-        them and one pass through the layers above it verifies them (LayerSkip).
+        later carries the waiting tokens along (KV recomputation); "pipelined", on the stages of a
+        mesh (`pipelined.PipelinedGenerator`), leaves the deeper layers to the stages behind;
+        "propagate" stops there too, and fills the deeper keys and values at once, from the state
+        it stopped at (CALM), which makes other texts; "speculative" emits what "full" would,
+        several tokens at a time: an exit drafts them and one pass through the layers above it
+        verifies them (LayerSkip).
     cap: most tokens of a request that may wait for deeper keys and values; when a token is
         the cap-th, it runs all layers (and is still emitted where its gate fired).
     buckets: row counts a deeper segment is compiled for, kept as a tuple; the largest there can
@@ -124,6 +127,16 @@ class Weights:
     def last(self) -> int:
         """Number of the exit above the last segment, which emits what no other did."""
         return len(self.segments) - 1
+
+
+def on_one_device(options: EngineOptions | str) -> EngineOptions:
+    """The options, or those of an engine's name. Raises `ConfigError` for one that needs a mesh."""
+    options = EngineOptions(engine=options) if isinstance(options, str) else options
+    require(
+        options.engine != PIPELINED, "engine", options.engine, "decodes on the stages of a mesh",
+        "Use inference.PipelinedGenerator.",
+    )  # fmt: skip
+    return options
 
 
 def engine_config(config: ModelConfig, options: EngineOptions) -> ModelConfig:
@@ -253,8 +266,9 @@ class Record(NamedTuple):
     """What one step did for each request; arrays [b], or [n, b] where it emits up to n tokens.
 
     exit: number of the emitting exit, -1 where no token was emitted.
-    layers: layers executed in the step (all requests of a batch share a step), whatever their rows.
-        Of several tokens of a step only the first has them, so that their sum counts each once.
+    layers: layers executed in the step (all requests of a batch share a step), whatever their
+        rows; see also `Result`. Of several tokens of a step only the first has them, so that
+        their sum counts each once.
     margin: the smallest distance to another outcome: of the top two logits at the emitting exit,
         and of confidence to threshold at every exit considered. Only "posthoc" measures it.
     drafted: tokens drafted for the request in the step; only its first token has them.

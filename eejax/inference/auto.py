@@ -1,0 +1,85 @@
+"""Early exit that is never slower than none: exits are turned off where they do not pay."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eejax.common.errors import require
+from eejax.common.trees import Tree
+from eejax.inference.generate import STREAM_CHUNK, Decoder, Generator
+from eejax.inference.payoff import Payoff
+from eejax.inference.result import Result
+from eejax.inference.state import DecodeState, EngineOptions, Record
+from eejax.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoGenerator(Decoder):
+    """`Generator` with the engine "recompute", whose exits `payoff` turns off and on.
+
+    Calls of `chunk` steps are timed, with exits and without in turn at first and now and then
+    (`Payoff`), and those between take what was faster. It is one program either way. Tokens of
+    calls without exits are the full model's, so that which tokens come from exits depends on the
+    machine: for texts that do not, take an engine. `payoff` goes on from request to request.
+
+    Build with `AutoGenerator.make`; `clock` gives seconds.
+    """
+
+    generator: Generator
+    payoff: Payoff
+    clock: Callable[[], float] = time.perf_counter
+    compiled: set = dataclasses.field(default_factory=set)
+
+    @classmethod
+    def make(
+        cls,
+        params: Tree,
+        config: ModelConfig,
+        options: EngineOptions | None = None,
+        payoff: Payoff | None = None,
+    ) -> AutoGenerator:
+        """From training parameters. Raises ConfigError for another engine than "recompute"."""
+        options = EngineOptions("recompute") if options is None else options
+        require(
+            options.engine == "recompute", "engine", options.engine,
+            "must be 'recompute', whose exits can be turned off",
+        )  # fmt: skip
+        return cls(Generator.make(params, config, options), payoff or Payoff())
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.generator.config
+
+    @property
+    def options(self) -> EngineOptions:
+        return self.generator.options
+
+    def generate(self, prompts, max_new_tokens: int, *, chunk=STREAM_CHUNK, **kwargs) -> Result:
+        """As `Generator.generate`, in calls of `chunk` steps."""
+        *_, last = self.stream(prompts, max_new_tokens, chunk=chunk, **kwargs)
+        return last
+
+    def _prefill(self, tokens, request, length) -> tuple[Any, Record]:
+        return self.generator._prefill(tokens, request, length)
+
+    def _decode(self, state: DecodeState, n: int) -> tuple[DecodeState, Record]:
+        off = jnp.full(state.token.shape, not self.payoff.next())
+        policy = state.request.policy.replace(paused=off)
+        state = state.replace(request=state.request.replace(policy=policy))
+        program = (n, *(a.shape for a in jax.tree.leaves(state)))
+        jax.block_until_ready(state)
+        begin = self.clock()
+        state, record = jax.block_until_ready(self.generator._decode(state, n))
+        seconds = self.clock() - begin
+        first = program not in self.compiled
+        self.compiled.add(program)
+        tokens = int((np.asarray(record.exit) >= 0).sum())
+        self.payoff.add(None if first else seconds, tokens)
+        return state, record

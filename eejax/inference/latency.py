@@ -1,0 +1,127 @@
+"""When tokens are emitted, from a trace of exits: simulated latencies of early-exit decoding.
+
+A trace lists, for one request, the number of the exit that each token was emitted by (a row of
+`Result.exits`, without the prompt's pass). Times are in the unit of the costs, from the moment at
+which the first of these tokens' passes begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from eejax.common.errors import require
+from eejax.models.config import ModelConfig
+from eejax.pipeline.partition import Partition
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardTimes:
+    """Of one token. layers [L]: of each layer; exits [E + 1]: of each exit, the final one last,
+    which a token spends there while no exit has emitted it."""
+
+    layers: tuple[float, ...]
+    exits: tuple[float, ...]
+
+    @classmethod
+    def of_segments(
+        cls, config: ModelConfig, segments: Sequence[float], exits: Sequence[float] | float = 0.0
+    ) -> ForwardTimes:
+        """From the time of each segment's layers, the same for all layers of one; `exits` for
+        each exit, or one for all."""
+        n = config.n_exits + 1
+        require(len(segments) == n, "segments", segments, f"must be {n} times: one each")
+        each = tuple(exits) if isinstance(exits, Sequence) else (exits,) * n
+        require(len(each) == n, "exits", exits, f"must be one time, or {n}: one each")
+        spread = [
+            time / (end - begin)
+            for time, (begin, end) in zip(segments, config.segments, strict=True)
+            for _ in range(begin, end)
+        ]
+        return cls(tuple(spread), each)
+
+
+def _check(trace: Sequence[int], config: ModelConfig, times: ForwardTimes) -> list[int]:
+    require(
+        len(times.layers) == config.n_layers and len(times.exits) == config.n_exits + 1,
+        "times", times,
+        f"must have {config.n_layers} layers and {config.n_exits + 1} exits, as the model",
+    )  # fmt: skip
+    exits = [int(e) for e in trace]
+    require(
+        all(0 <= e <= config.n_exits for e in exits), "trace", exits,
+        f"must be numbers of exits, 0..{config.n_exits}",
+    )  # fmt: skip
+    return exits
+
+
+def pipelined(
+    trace: Sequence[int],
+    partition: Partition,
+    times: ForwardTimes,
+    *,
+    cap: int | None = None,
+    hop: float = 0.0,
+) -> np.ndarray:
+    """[n] when each token is emitted by free-running stages (EE-LLM, section 4).
+
+    The first stage starts a token when the one before is emitted and its own work on that is done;
+    the others take tokens in order, each as soon as it has come. cap: no token starts while so many
+    are under way; None: any number may be. hop: from a stage to the next.
+
+    Where no stage falls behind, a token takes the forward time up to its exit, on the first stage
+    that of the whole stage: the paper's statement. `PipelinedGenerator` works in ticks of one part
+    on every stage instead, which comes to the same where all parts take as long.
+    """
+    c, p = partition.config, partition
+    emitted, free = [], [0.0] * p.stages  # free: when each stage is done with the token before
+    left: list[float] = []  # when each token is through
+    for t, exit_ in enumerate(_check(trace, c, times)):
+        now = max(emitted[-1] if emitted else 0.0, free[0])
+        if cap is not None and t >= cap:
+            now = max(now, left[t - cap])
+        for i in range(p.stages):
+            now = max(now, free[i])
+            for n in range(p.layers[i] + 1):
+                if n:
+                    now += times.layers[p.starts[i] + n - 1]
+                for place in p.on(i):
+                    if place.layers == n and len(emitted) == t:
+                        now += times.exits[place.exit]
+                        if place.exit == exit_:
+                            emitted.append(now)
+            free[i] = now
+            now += hop
+        left.append(free[-1])
+    return np.array(emitted)
+
+
+def recompute(
+    trace: Sequence[int],
+    config: ModelConfig,
+    times: ForwardTimes,
+    *,
+    cap: int = 16,
+    rows: Callable[[int], float] = lambda rows: 1.0,
+) -> np.ndarray:
+    """[n] when each token is emitted on one device that recomputes keys and values.
+
+    As the engine "recompute" does for a single request: a token that goes into a segment takes
+    along all that wait below it, and the `cap`-th that waits goes through all layers. rows: the
+    time of so many rows through a layer, in times of one. By default they take no longer than one,
+    as far as a layer's time is that of reading its weights (EE-LLM's batching effect).
+    """
+    filled, now, emitted = [0] * (config.n_exits + 1), 0.0, []
+    for t, exit_ in enumerate(_check(trace, config, times)):
+        filled[0] = t
+        forced = t + 1 - filled[-1] >= cap
+        for e, (begin, end) in enumerate(config.segments):
+            if e > exit_ and not forced:
+                break
+            now += rows(t + 1 - filled[e]) * sum(times.layers[begin:end])
+            now += times.exits[e] if e <= exit_ else 0.0
+            filled[e] = t + 1
+        emitted.append(now)
+    return np.array(emitted)

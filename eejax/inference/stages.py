@@ -1,0 +1,308 @@
+"""A model on pipeline stages as decoding needs it: weights, and a stage's share of a pass.
+
+The layers of a stage are cut into parts at the exits above them, so that an exit emits as soon as
+its own layers are done. Exits between two stages belong to the lower one, for the same reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from eejax.common.axes import DATA, MODEL, PIPE, Axes
+from eejax.common.trees import Tree
+from eejax.gates.confidence import Memory
+from eejax.inference.policy import Emission, Look, conclude, consider
+from eejax.inference.state import Request
+from eejax.models import exits, layers, transformer
+from eejax.models.cache import KeyValue
+from eejax.models.config import ModelConfig
+from eejax.models.params import for_compute
+from eejax.pipeline.layout import TOKENS, StageLayout, table_name
+from eejax.pipeline.partition import Partition, Place
+from eejax.pipeline.residuals import when
+from eejax.pipeline.stage import vary_over
+from eejax.sharding import rules
+from eejax.sharding.mesh import mesh_axes
+
+NO_WINDOW = 2**30  # a sliding window that hides nothing
+
+
+@struct.dataclass
+class StageWeights:
+    """Parameters of all stages in the dtype of computation; leaves [P, ...], cut over `pipe`.
+
+    rows: the r-th layer of every stage; tables: the vocabulary tables in every slot; parts: by
+    kind, what exits own in every slot; embed: what else the embedding reads, without a P. Each
+    is an array of its own, as a loop that sliced a stack would copy it.
+    """
+
+    rows: tuple[Tree, ...]
+    tables: tuple[jax.Array, ...]
+    parts: dict[str, tuple[Tree, ...]]
+    embed: Tree
+
+
+class StageCache(NamedTuple):
+    """Keys and values: of a stage's layers, and of the exit blocks in its slots.
+
+    On a device [b * k, s, h]; the last position is written where a row has nothing to keep.
+    """
+
+    layers: tuple[KeyValue, ...]
+    blocks: tuple[KeyValue, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """Where a model's layers and exits are decoded: static, and hashable.
+
+    The exits that emit are those of the layout's partition, the last of them what no other did.
+    """
+
+    layout: StageLayout
+    mesh: Mesh
+
+    @property
+    def partition(self) -> Partition:
+        return self.layout.partition
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.layout.config
+
+    @functools.cached_property
+    def axes(self) -> Axes:
+        return mesh_axes(self.mesh)
+
+    @property
+    def last(self) -> int:
+        """Number of the exit that emits what no other did."""
+        return self.partition.which[-1]
+
+    @functools.cached_property
+    def ends(self) -> tuple[tuple[int, ...], ...]:
+        """For every stage, the number of its layers below the end of each of its parts."""
+        p = self.partition
+        inside = ({place.layers for place in p.on(i)} for i in range(p.stages))
+        return tuple(
+            tuple(sorted({n for n in cuts if 0 < n < total} | {total}))
+            for cuts, total in zip(inside, p.layers, strict=True)
+        )
+
+    @functools.cached_property
+    def executed(self) -> tuple[int, ...]:
+        """By exit, the layers that a token has gone through before the next one starts: those below
+        the exit, and at least all of the first stage."""
+        c, p = self.config, self.partition
+        return tuple(max(c.stops[e], p.layers[0]) for e in range(self.last + 1))
+
+    @functools.cached_property
+    def specs(self) -> StageWeights:
+        return self._arranged(rules.specs(self._declared, self.mesh), lambda spec, i, n: spec)
+
+    @property
+    def cache_spec(self) -> P:
+        """Of keys and values [P, rows of all data and model shards, s, h]."""
+        return P(PIPE, (DATA, MODEL) if self.axes.model else DATA)
+
+    def prepare(self, params: Tree) -> StageWeights:
+        """The weights on the mesh, from training parameters (stacked layers)."""
+        c, depth = self.config, self.partition.depth
+        params = for_compute(params, c.dtype)
+        params = params | {"layers": jax.tree.map(lambda a: a[:depth], params["layers"])}
+        arrange = lambda tree: self._arranged(self.layout.to_stages(tree), lambda a, i, n: a[i::n])
+        return jax.device_put(jax.jit(arrange)(params), rules.shardings(self.specs, self.mesh))
+
+    @functools.cached_property
+    def _declared(self) -> Tree:
+        return self.layout.declarations()[0]
+
+    def _arranged(self, tree: Tree, cut) -> StageWeights:
+        """`tree` as it lies on stages; cut(leaf, i, n): what its i-th of n slots has."""
+        declared = self._declared
+
+        def slots(part, like):
+            n = jax.tree.leaves(like, is_leaf=_is_param)[0].shape[0] // self.partition.stages
+            one = lambda i: jax.tree.map(lambda a: cut(a, i, n), part, is_leaf=_is_spec)
+            return tuple(one(i) for i in range(n))
+
+        parts = {k: slots(tree["exits"][k], v) for k, v in declared.get("exits", {}).items()}
+        return StageWeights(
+            slots(tree["layers"], declared["layers"]), slots(tree["tables"], declared["tables"]),
+            parts, tree.get("embed", {}),
+        )  # fmt: skip
+
+
+def _is_param(node) -> bool:
+    return hasattr(node, "axes")
+
+
+def _is_spec(node) -> bool:
+    return isinstance(node, P)
+
+
+class Stage:
+    """One device's share, inside of a `shard_map` over the mesh: its weights, and its number."""
+
+    def __init__(self, stages: Stages, weights: StageWeights):
+        self.stages, self.config, self.axes = stages, stages.config, stages.axes
+        own = lambda tree: jax.tree.map(lambda a: a[0], tree)
+        weights = vary_over(weights, stages.specs)
+        self.weights = own(weights.replace(embed={})).replace(embed=weights.embed)
+        self.index = lax.axis_index(PIPE)
+        p = stages.partition
+        self.first, self.last = self.index == 0, self.index == p.stages - 1
+
+    def own(self, table) -> jax.Array:
+        """This stage's entry of a table [P, ...]."""
+        return jnp.asarray(np.asarray(table))[self.index]
+
+    @functools.cached_property
+    def ends(self) -> jax.Array:
+        """[parts] layers of this stage below the end of each of its parts; the last one repeats
+        where another stage has more."""
+        ends = self.stages.ends
+        n = max(map(len, ends))
+        return self.own([e + e[-1:] * (n - len(e)) for e in ends])
+
+    def empty(self, rows: int, length: int) -> StageCache:
+        """The cache of so many requests and positions."""
+        shards = lax.axis_size(self.axes.model) if self.axes.model else 1
+        heads = max(1, self.config.n_kv_heads // shards)
+        shape = (rows * heads, length, self.config.head_dim)
+
+        def one():
+            blank = vary_over(jnp.zeros(shape, self.config.dtype), P())
+            return lax.pcast(blank, MODEL, to="varying") if self.axes.model else blank
+
+        pairs = lambda n: tuple((one(), one()) for _ in range(n))
+        blocks = self.weights.parts.get("block", ())
+        return StageCache(pairs(len(self.weights.rows)), pairs(len(blocks)))
+
+    def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """[b, t, d] of tokens [b, t]: on the first stage, which alone has the table."""
+        _, slot = self.stages.layout.find(TOKENS, 0)
+        tree = {"embed": {TOKENS: self.weights.tables[slot], **self.weights.embed}}
+        return transformer.embed(tree, self.config, tokens, positions, self.axes)
+
+    def run(
+        self,
+        cache: StageCache,
+        x: jax.Array,
+        start: jax.Array,
+        begin: jax.Array,
+        end: jax.Array,
+        row: jax.Array,
+        early: jax.Array,
+        memory: Memory,
+        emission: Emission,
+        request: Request,
+    ) -> tuple[StageCache, jax.Array, Memory, Emission]:
+        """Rows x [b, w, d] at positions start [b] onward through layers begin [b] up to end [b] of
+        this stage and the exits there; emits from row [b], early exits where `early` [b].
+
+        Requests may be at different layers. A layer is passed by where it is nobody's, and with
+        begin = end = 0 a request is nowhere.
+        """
+        c, p = self.config, self.stages.partition
+        kvs, blocks = list(cache.layers), list(cache.blocks)
+        w, length = x.shape[1], kvs[0][0].shape[1]
+        context = layers.make_context(
+            c, start[:, None] + jnp.arange(w, dtype=jnp.int32)[None],
+            key_positions=jnp.arange(length, dtype=jnp.int32)[None],
+        )  # fmt: skip
+        # A request that is elsewhere writes into the spare position.
+        at = lambda here: context._replace(start=jnp.where(here, start, length - 1))
+        for n in range(p.most + 1):
+            for place in p.places:
+                if place.layers == n:
+                    here = (begin < n) & (n <= end) if n else (begin == 0) & (end > 0)
+                    here = here & (self.index == place.stage)
+                    slot = self.stages.layout.parts.get("block", {}).get(place.exit)
+                    block, memory, emission = self._exit(
+                        place, here, x, at(here), row, start, early,
+                        None if slot is None else blocks[slot], memory, emission, request,
+                    )  # fmt: skip
+                    if slot is not None:
+                        blocks[slot] = block
+            if n < p.most:
+                here = (begin <= n) & (n < end)
+                run = functools.partial(self._layer, n, here, at(here))
+                x, kvs[n] = when(jnp.any(here), run, x, kvs[n])
+        return StageCache(tuple(kvs), tuple(blocks)), x, memory, emission
+
+    def _layer(self, n: int, here, context, x, kv):
+        """The n-th layer of this stage; a branch of a choice."""
+        window, local = self.config.sliding_window, self.config.sliding_window is not None
+        if isinstance(window, tuple):  # another one on every stage
+            p = self.stages.partition
+            numbers = np.minimum(np.add(p.starts, n), p.depth - 1)
+            window = self.own([NO_WINDOW if window[i] is None else window[i] for i in numbers])
+            local = window < NO_WINDOW
+        y, kv = layers.layer(
+            self.weights.rows[n], x, self.config, context, window=window, local=local, cache=kv,
+            axes=self.axes,
+        )  # fmt: skip
+        return jnp.where(here[:, None, None], y, x), kv
+
+    def _exit(
+        self, place: Place, here, x, context, row, start, early, block, memory, emission, request
+    ):
+        """What the requests that are `here` [b] do at an exit of this stage.
+
+        One that has emitted passes by, but for the keys and values of the exit's block.
+        """
+        e, c = place.exit, self.config
+        newest = lambda a: jnp.take_along_axis(a, row[:, None, None], 1)[:, 0]
+        position, last = start + row + 1, e == self.stages.last
+        allowed = here if last else here & early
+
+        def work(block, memory, emission):
+            tree = self._exit_tree(place)
+            h, block = exits.state(tree, c, e, x, context, cache=block, axes=self.axes)
+            look = Look(
+                e, newest(x), lambda: self._logits(tree, e, newest(h)), allowed, position,
+                request.progress(position),
+            )  # fmt: skip
+            if last:
+                return block, memory, conclude(emission, look, request.sampling)
+            emission, after = consider(emission, memory, look, request.policy, request.sampling, c)
+            return block, where_rows(here, after, memory), emission
+
+        needed = allowed & (emission.exit < 0) if block is None else here
+        return when(jnp.any(needed), work, block, memory, emission)
+
+    def _logits(self, tree: Tree, e: int, h: jax.Array) -> jax.Array:
+        """float32 logits [b, v] of exit e, the whole vocabulary on every shard."""
+        y = exits.logits(exits.head(tree, self.config, e), h, self.axes.model)
+        if not self.axes.model:
+            return y
+        whole = jnp.zeros((y.shape[0], self.config.padded_vocab), y.dtype)
+        first = lax.axis_index(self.axes.model) * y.shape[1]
+        return lax.psum(lax.dynamic_update_slice_in_dim(whole, y, first, 1), self.axes.model)
+
+    def _exit_tree(self, place: Place) -> Tree:
+        """A model's parameters as far as an exit of this stage reads them."""
+        e, c, layout = place.exit, self.config, self.stages.layout
+        _, slot = layout.find(table_name(c, e), place.stage)
+        table = self.weights.tables[slot]
+        own = {k: self.weights.parts[k][of[e]] for k, of in layout.parts.items() if e in of}
+        own["head"] = table
+        whole = {"embed": {TOKENS: table}, "shared_head": table}
+        return whole | ({"final": own} if e == c.n_exits else {"exits": {c.exits[e].name: own}})
+
+
+def where_rows(rows: jax.Array, new: Tree, old: Tree) -> Tree:
+    """By leaf [b, ...], `new` where `rows` [b]."""
+    pick = lambda n, o: jnp.where(rows.reshape(-1, *[1] * (n.ndim - 1)), n, o)
+    return jax.tree.map(pick, new, old)

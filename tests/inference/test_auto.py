@@ -1,0 +1,67 @@
+"""Exits on where they pay and off where they do not, with the tokens that go with it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eejax.common.errors import ConfigError
+from eejax.inference import AutoGenerator, EngineOptions, Generator
+from eejax.inference.payoff import Payoff
+
+
+class Clock:
+    """A clock on which a decoding call takes 1 s a step without exits and `exits` s with."""
+
+    def __init__(self, exits: float):
+        self.exits, self.now, self.auto = exits, 0.0, None
+        self.inside = False
+
+    def __call__(self) -> float:
+        if self.inside:
+            self.now += 4 * (self.exits if self.auto.payoff.next() else 1.0)
+        self.inside = not self.inside
+        return self.now
+
+
+def made(subset, exits: float) -> AutoGenerator:
+    p, config = subset((1, 3))
+    clock = Clock(exits)
+    generator = Generator.make(p, config, EngineOptions("recompute", cap=4, buckets=(1, 2)))
+    clock.auto = AutoGenerator(generator, Payoff(pairs=2, calls=100), clock)
+    return clock.auto
+
+
+@pytest.mark.parametrize("exits, on", [(0.5, True), (2.0, False)])
+def test_exits_are_used_where_they_pay(subset, prompts, exits, on):
+    auto = made(subset, exits)
+    asked, kwargs = prompts(3, [9]), dict(threshold=0.0)
+    auto.generate(asked, 40, chunk=4, **kwargs)  # compiles, and measures two pairs
+    assert auto.payoff.ratio == pytest.approx(1 / exits) and auto.payoff.exits == on
+    got = auto.generate(asked, 40, chunk=4, **kwargs)
+    other = Generator.make(*subset((1, 3)), "posthoc")
+    want = other.generate(asked, 40, threshold=0.0 if on else 1.0)
+    assert got.ids(0) == want.ids(0)
+    np.testing.assert_array_equal(got.exits, want.exits)
+
+
+def test_turning_exits_off_and_on_keeps_keys_and_values(subset, prompts):
+    """Calls in turn: every token is what `posthoc` says after the text so far, with exits or not."""
+    auto = made(subset, 1.0)
+    got = auto.generate(prompts(5, [12]), 30, chunk=3, threshold=0.0)
+    p, config = subset((1, 3))
+    oracle = Generator.make(p, config, "posthoc")
+    ids = prompts(5, [12])[0]
+    assert {0, 2} == set(got.exits[0, 1:].tolist())
+    for j in range(1, 30):
+        early = int(got.exits[0, j]) == 0
+        want = oracle.generate(
+            [ids + got.ids(0)[:j]], 1, threshold=0.0 if early else 1.0, prefill_exit=True
+        )
+        if want.margins[0, 0] > 1e-4:
+            assert want.tokens[0, 0] == got.tokens[0, j]
+
+
+def test_another_engine_is_refused(subset):
+    with pytest.raises(ConfigError, match="engine = 'full': must be 'recompute'"):
+        AutoGenerator.make(*subset((1,)), EngineOptions("full"))
