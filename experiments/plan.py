@@ -165,7 +165,9 @@ def free_boundaries(now: Stages) -> list[int]:
         own = next(x.stage for x in p.places if x.exit == e)
         one = (now.work(own)["total"] - loads[own]) / sum(x.exit < model.n_exits for x in p.on(own))
         stages = [i for i in range(p.stages) if loads[i] + one <= most]
+        taken = {*found, *(model.stops[x] for x in p.which if x not in (e, model.n_exits))}
         free = [p.starts[i] for i in stages if p.starts[i] or model.stops[e] == 0]
+        free = [n for n in free if n not in taken]
         if own not in stages and free:
             boundary = min(free, key=lambda n: abs(n - model.stops[e]))
             own = p.starts.index(boundary)
@@ -194,8 +196,9 @@ def filling(now: Stages) -> dict | None:
         return None
     # The ends of a step are where bubbles are: a step of few microbatches has the same.
     few = min(now.microbatches, 4 * p.stages)
+    part1 = 0 if now.experiment.loss.distillation else None  # it never meets the final exit
     found = filled(
-        now.costs, few, exit_stages=p.input_exit_stages, exits="deferred",
+        now.costs, few, part1=part1, exit_stages=p.input_exit_stages, exits="deferred",
         inner_stages=[i for i in range(p.stages) if p.on(i, INSIDE)], recompute=now.recompute,
     )  # fmt: skip
     return {"part1": found.part1, "part2": found.part2,
@@ -250,8 +253,8 @@ def show(result: dict) -> None:
           f"{result['bubble']:.1%}")  # fmt: skip
     if result["filling"]:
         f = result["filling"]
-        print(f"filling: {f['part1']} + {f['part2']} microbatches fit into the bubbles, "
-              f"{f['more']:.1%} more for the same time")  # fmt: skip
+        print(f"filling: {f['part1']} + {f['part2']} microbatches could be added in the bubbles, "
+              f"{f['more']:.1%} more for the same time (pipeline.fill)")  # fmt: skip
     rows = [(f"{r['remat']}, {r['exits']}", number(r["step"]), gib(r["bytes"]))
             for r in result["policies"]]  # fmt: skip
     print("\n" + table(("activations, exits", "step", "GiB"), rows))

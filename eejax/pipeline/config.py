@@ -50,7 +50,10 @@ class PipelineConfig:
         else:
             ok = all(isinstance(n, int) and n >= 1 for n in self.layers)
             require(
-                ok, f"{name}.layers", self.layers, "must be numbers of layers, 'even' or 'balanced'"
+                ok,
+                f"{name}.layers",
+                self.layers,
+                "must be numbers of layers, each at least 1, as (7, 7, 6, 4), 'even' or 'balanced'",
             )
         require(
             0 < self.backward_cost < math.inf,

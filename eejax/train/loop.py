@@ -108,9 +108,14 @@ def _fit(experiment: Experiment, workdir: pathlib.Path, mesh: Mesh) -> Result:
                 result = result._replace(state=result.state.replace(frozen={}))
                 base = run.state = None
                 run.save_whole_model(result.state)
-        return result
-    finally:
         checkpoints.close()
+        return result
+    except BaseException:
+        # What ended the run is told, and not what else fails because of it.
+        with contextlib.suppress(Exception):
+            checkpoints.close()
+        raise
+    finally:
         with contextlib.suppress(OSError):
             folder.rmdir()  # nothing is in it where the run was refused
 
@@ -380,6 +385,11 @@ class _Run:
             f"{self.experiment.data.length} tokens, in {self.workdir}"
         )
 
+        if self.train.microbatches < self.experiment.mesh.pipe:
+            self.progress.say(
+                f"{self.train.microbatches} microbatches for {self.experiment.mesh.pipe} stages: "
+                "most of them wait; set train.microbatches to several times as many"
+            )
         if self.experiment.pipeline.fill != "none":
             self.progress.say(
                 f"bubbles filled with {self.program.inserted} of {self.train.microbatches} "

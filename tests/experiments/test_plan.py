@@ -123,6 +123,12 @@ def test_exits_that_cost_time_are_warned_of_and_moved():
     even = dataclasses.replace(planner.Stages.of(experiment(late)))
     assert planner.free_boundaries(even) == [4]
     assert planner.free_boundaries(planner.Stages.of(experiment())) == [2, 4]
+    # No boundary is suggested twice.
+    six = MODEL.replace(n_layers=6, exits=(ExitConfig(2), ExitConfig(4)))
+    for layers in ((2, 2, 1, 1), (2, 2, 2), (1, 1, 2, 2)):
+        cut = experiment(six, mesh=MeshConfig(pipe=len(layers)), layers=layers)
+        found = planner.free_boundaries(planner.Stages.of(cut))
+        assert len(set(found)) == 2
     assert not planner.plan(experiment(remat="none"))["warnings"]
 
 

@@ -46,7 +46,7 @@ def test_exits_are_used_where_they_pay(subset, prompts, exits, on):
 
 
 def test_turning_exits_off_and_on_keeps_keys_and_values(subset, prompts):
-    """Calls in turn: every token is what `posthoc` says after the text so far, with exits or not."""
+    """Every token is what `posthoc` says after the text so far, with exits or without."""
     auto = made(subset, 1.0)
     got = auto.generate(prompts(5, [12]), 30, chunk=3, threshold=0.0)
     p, config = subset((1, 3))
