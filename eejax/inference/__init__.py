@@ -1,4 +1,4 @@
-"""Decoding engines: full depth, the post-hoc oracle, and early exit with exact caches."""
+"""Decoding engines: full depth, the post-hoc oracle, early exit and self-speculation."""
 
 from eejax.inference.generate import Generator
 from eejax.inference.policy import ExitPolicy
