@@ -8,8 +8,8 @@ while it grows, several when they are done. With --json the last line printed is
 
 Two programs are compiled, one that reads the prompt and one that generates a chunk of tokens; the
 speed printed leaves out what comes before both are there. Other text, thresholds, exits, sampling
-or seeds need no new program; another number of prompts, --engine or --cap does, and now and then a
-longer prompt or a larger --max_new_tokens.
+or seeds need no new program; another number of prompts, --engine, --cap, --gamma or --draft_exit
+does, and now and then a longer prompt or a larger --max_new_tokens.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by defa
 _EMA = flags.DEFINE_bool("ema", False, "Take the averaged parameters (train.ema).")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; repeat the flag for a batch.")
 _PROMPT_FILE = flags.DEFINE_multi_string("prompt_file", [], "A file whose text is a prompt.")
-_ENGINE = flags.DEFINE_enum("engine", "recompute", ["full", "posthoc", "recompute"], "Decoder.")
+_ENGINE = flags.DEFINE_enum(
+    "engine", "recompute", ["full", "posthoc", "recompute", "propagate", "speculative"], "Decoder."
+)
 _THRESHOLD = flags.DEFINE_list("threshold", ["0.9"], "Confidence to leave at; one, or one an exit.")
 _EXITS = flags.DEFINE_list("exits", None, "Boundaries of the active exits; all by default.")
 _PREFILL_EXIT = flags.DEFINE_bool("prefill_exit", False, "May the first token leave early too?")
 _CAP = flags.DEFINE_integer("cap", 16, "Most tokens that may wait for deeper layers.")
+_GAMMA = flags.DEFINE_integer("gamma", 4, "Most tokens drafted in a step (speculative).")
+_DRAFT_EXIT = flags.DEFINE_integer("draft_exit", 0, "Number of the exit that drafts; 0: the first.")
 _NEW = flags.DEFINE_integer("max_new_tokens", 256, "Tokens to generate at most.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most likely token.")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k most likely tokens; 0: all.")
@@ -84,7 +88,9 @@ def main() -> None:
     model = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value).model
     tokenizer, texts = model.tokenizer, prompts()
     ids = [tokenizer.encode(text).tolist() for text in texts]
-    options = EngineOptions(engine=_ENGINE.value, cap=_CAP.value)
+    options = EngineOptions(
+        engine=_ENGINE.value, cap=_CAP.value, gamma=_GAMMA.value, draft_exit=_DRAFT_EXIT.value
+    )
     generator = Generator.make(model.params, model.config, options)
     stops = [*_STOP_TOKEN.value, *([] if tokenizer.eos_id is None else [tokenizer.eos_id])]
     stream = generator.stream(
@@ -126,6 +132,8 @@ def main() -> None:
                 "tokens": result.ids(i),
                 "boundaries": row(result.boundaries, i),
                 "layers": row(result.layers, i),
+                "drafted": row(result.drafted, i),
+                "accepted": row(result.accepted, i),
                 "confidences": [round(c, 4) for c in row(result.confidences, i)],
                 "logprobs": [round(p, 4) for p in row(result.logprobs, i)],
             }

@@ -1,4 +1,4 @@
-"""Decoding engines: full depth, the post-hoc oracle, and early exit with exact caches."""
+"""Decoding engines: full depth, the post-hoc oracle, early exit and self-speculation."""
 
 from eejax.inference.auto import AutoGenerator
 from eejax.inference.generate import Generator

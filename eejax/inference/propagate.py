@@ -4,7 +4,7 @@ A token that leaves at an exit gets its keys and values in all deeper layers at 
 state it left with (CALM; Schuster et al. 2022, section 3.1): each deeper layer's norm and
 projections to keys and values are run for it, and neither attention nor MLP. Later tokens attend to
 these approximations, or with `EngineOptions.propagate` = "mask" do not attend to such a token in
-the layers that it skipped (as FREE; Bae et al. 2023). So this is the one engine whose texts may
+the layers that it skipped. So this is the one engine whose texts may
 differ from `posthoc`'s, wherever a token left early. What a request gets does not depend on its
 batch mates.
 """

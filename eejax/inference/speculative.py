@@ -25,10 +25,10 @@ from eejax.models import exits, transformer
 from eejax.models.cache import run_segment
 from eejax.models.config import ModelConfig
 
-FRESH = 0.2  # weight of a draft's fate in the running share of accepted ones
-REVIVAL = (
-    0.01  # growth of that share towards 1 in a step without drafts: it is tried again some time
-)
+FRESH = 0.2  # weight of one more draft in the running share of accepted ones
+# What that share grows by towards 1 in a step without drafts, so that they are tried again: in vain
+# once in some ten steps or more, where they are never accepted.
+REVIVAL = 0.01
 
 
 class Drafts(NamedTuple):

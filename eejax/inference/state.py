@@ -46,8 +46,7 @@ class EngineOptions:
     max_depth: segments to load, from the bottom; the exit above the last of them then emits what
         no gate before it did. None: all.
     propagate: what "propagate" leaves in the layers above a token's exit: "state", keys and values
-        of the state it left with, or "mask", nothing: later tokens do not see it there (as FREE;
-        Bae et al. 2023).
+        of the state it left with, or "mask", nothing: later tokens do not see it there.
     draft_exit: number of the exit that drafts for "speculative".
     gamma: most tokens it drafts in a step.
     adapt: whether it drafts fewer, or none, for a request whose drafts are seldom accepted.
