@@ -92,12 +92,12 @@ class Reference:
 @pytest.mark.parametrize("variant", ["state", "mask"])
 def test_tokens_and_exits_are_the_uncached_references(trained, prompts, variant):
     p, config = trained
-    thresholds, n = [0.9, 0.5, 0.4, 0.35, 0.3, 1.0], 16
-    for seed in range(12):  # what the model says depends on the machine: see test_engines
+    thresholds, n = [0.9, 0.5, 0.4, 0.35, 0.3, 1.0], 12
+    for seed in range(60):  # what the model says depends on the machine: see test_engines
         prompt = prompts(seed, [8])[0]
         want = Reference(p, config, variant == "mask").generate(prompt, n, thresholds)
         early = {w[1] for w in want if w[1] < config.n_exits}
-        if min(w[2] for w in want) > TIE and len(early) >= 3:
+        if min(w[2] for w in want) > TIE and len(early) >= 2:
             break
     else:
         pytest.fail("no prompt is a test")
