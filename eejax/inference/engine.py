@@ -52,7 +52,7 @@ class Engine(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class SlotEngine:
-    """An `Engine` of one device, by any of `state.ENGINES`.
+    """An `Engine` of one device, by any of `state.ENGINES` but "pipelined".
 
     Four programs are compiled, and another one for every n of `generate`: prompts are padded to the
     context and run at the smallest of a few widths, chosen on the device.

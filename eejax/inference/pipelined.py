@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jax.sharding import Mesh
@@ -150,7 +151,7 @@ def prefill(
         def step(carry, i):
             hop, cache = carry
             here = stage.index == i
-            below = jax.tree.map(lambda a: send(a, p.stages, up=True), hop)
+            below = _from_below(hop, p.stages)
             hop = jax.tree.map(partial(jnp.where, here & ~stage.first), below, hop)
             end = zero + jnp.where(here, stage.ends[-1], 0)
             cache, *hop = stage.run(
@@ -259,9 +260,7 @@ def _tick(
     part = jnp.where(leaves, 0, part + busy.astype(jnp.int32))
 
     # The exchange, which every stage takes part in whatever it did.
-    comes, token = jax.tree.map(
-        lambda a: send(a, stage.stages.partition.stages, up=True), (leaves, token)
-    )
+    comes, token = _from_below((leaves, token), stage.stages.partition.stages)
     inbox = _put(inbox, token, desk.come % cap, comes)
     come = desk.come + comes.astype(jnp.int32)
     emission = _announced(emits, emission)
@@ -276,6 +275,19 @@ def _tick(
         remaining=jnp.where(emitted, after.remaining, state.remaining),
     )  # fmt: skip
     return state, record
+
+
+def _from_below(tree: Tree, stages: int) -> Tree:
+    """The tree of the stage below, zeros on the first: one message for each dtype, as what a
+    message takes is its latency."""
+    leaves, structure = jax.tree.flatten(tree)
+    for dtype in dict.fromkeys(a.dtype for a in leaves):
+        which = [i for i, a in enumerate(leaves) if a.dtype == dtype]
+        message = send(jnp.concatenate([leaves[i].ravel() for i in which]), stages, up=True)
+        cuts = np.cumsum([leaves[i].size for i in which])[:-1]
+        for i, part in zip(which, jnp.split(message, cuts), strict=True):
+            leaves[i] = part.reshape(leaves[i].shape)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _take(inbox: Traveller, slot: jax.Array) -> Traveller:
