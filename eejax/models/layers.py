@@ -43,6 +43,7 @@ class Context(NamedTuple):
     rope, local_rope: cos and sin, each [b or 1, t, r/2] float32, or None.
     dropout_keys: [b] one key per sample, or None.
     start: [b] first position of the rows in the KV cache, or None without a cache.
+    reach: scalar, positions of a KV cache that somebody attends to, from its first; None without.
     """
 
     mask: jax.Array
@@ -51,6 +52,7 @@ class Context(NamedTuple):
     local_rope: tuple[jax.Array, jax.Array] | None = None
     dropout_keys: jax.Array | None = None
     start: jax.Array | None = None
+    reach: jax.Array | None = None
 
 
 def norm(
@@ -169,6 +171,7 @@ def make_context(
         mask = distance >= 0
     if segment_ids is not None:
         mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    reach = None if key_positions is None else jnp.max(positions) + 1
     rope = local_rope = None
     if config.position == "rotary":
         rope = rotary_tables(config.rotary, config.rotary_dims, positions)
@@ -177,7 +180,7 @@ def make_context(
             local_rope = rotary_tables(local, config.rotary_dims, positions)
     needs_distance = config.position == "alibi" or config.sliding_window is not None
     return Context(
-        mask, distance if needs_distance else None, rope, local_rope, dropout_keys, start
+        mask, distance if needs_distance else None, rope, local_rope, dropout_keys, start, reach
     )
 
 
@@ -225,6 +228,33 @@ def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array
     grouped = cache.reshape(b, k, *cache.shape[1:])
     write = lambda c, r, i: lax.dynamic_update_slice(c, r, (0, i, 0))
     return jax.vmap(write)(grouped, rows, start).reshape(cache.shape)
+
+
+SHORTEST, LONGER = 256, 4  # positions attended to at least, and times more, in a long cache
+
+
+def cache_lengths(length: int) -> list[int]:
+    """The numbers of positions that attention to a cache of `length` is compiled for."""
+    lengths = []
+    while (n := SHORTEST * LONGER ** len(lengths)) < length / 2:
+        lengths.append(n)
+    return [*lengths, length]
+
+
+def _cache_mix(q, k, v, mask, distance, slopes, config: ModelConfig, reach: jax.Array):
+    """`_mix` of rows with the first positions of a cache, of `cache_lengths` the fewest that are
+    enough: what a step reads grows with what was written, and not with what there is room for."""
+    lengths = cache_lengths(k.shape[1])
+
+    def first(n, q, k, v, mask, distance):
+        near = None if distance is None else distance[..., :n]
+        return _mix(q, k[:, :n], v[:, :n], mask[..., :n], near, slopes, config)
+
+    branches = [partial(first, n) for n in lengths]
+    if len(lengths) == 1:
+        return branches[0](q, k, v, mask, distance)
+    bucket = jnp.searchsorted(jnp.asarray(lengths), reach)
+    return lax.switch(bucket, branches, q, k, v, mask, distance)
 
 
 QUERY_BLOCKS, MIN_QUERY_BLOCK = 4, 64
@@ -330,7 +360,8 @@ def attention(
         out = _causal_mix(q, *flat, mask, distance, slopes, config)
     else:
         k, v = (write_rows(c, a, context.start) for c, a in zip(cache, (k, v), strict=True))
-        out = _mix(q, k.astype(dtype), v.astype(dtype), mask, distance, slopes, config)
+        flat = k.astype(dtype), v.astype(dtype)
+        out = _cache_mix(q, *flat, mask, distance, slopes, config, context.reach)
     out = _product(_rows(out), p["o"], p["o"].ndim - 1).reshape(b, t, -1)
     return _add_bias(leave(out, axes), p.get("o_bias")), (k, v)
 
@@ -361,17 +392,20 @@ def heads(
     return q, k, v
 
 
+FEW_ROWS = 4
+
+
 def _product(rows: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
     """rows [r, i] times w, whose first `contracted` dimensions have i elements together.
 
     Rows are the tokens of all sequences: with b and t apart, XLA's CPU backend forms w's gradient
     from a transposed copy of the whole output gradient, and a training step takes 1.8 times as
-    long. Two rows (a decoding step that carries one waiting token) are two matrix-vector products:
-    each runs at memory bandwidth, the second out of the processor's cache, where a product of two
-    rows would first repack w.
+    long. The product of few rows (a decoding step that carries waiting tokens) is formed as its
+    transpose: its kernel takes columns in fours, and what is repacked is w's rows either way.
     """
     w2 = w.reshape(rows.shape[1], -1)
-    y = jnp.concatenate([rows[:1] @ w2, rows[1:] @ w2]) if len(rows) == 2 else rows @ w2
+    few = 1 < len(rows) <= FEW_ROWS
+    y = lax.dot_general(w2, rows, (((0,), (1,)), ((), ()))).T if few else rows @ w2
     return y.reshape(len(rows), *w.shape[contracted:])
 
 
