@@ -1,6 +1,7 @@
 """What every engine makes of a trained model: speed, agreement, and whether skipping explains it.
 
-    python -P -m experiments.bench_engines --workdir=runs/quickstart --json
+    python -P -m experiments.train --config=configs/quickstart_wide.py --workdir=runs/wide
+    python -P -m experiments.bench_engines --workdir=runs/wide --json
 
 On prompts of held-out text, greedy, batch 1, float32, engines in interleaved pairs with `full`
 after warm-up; every ratio is a median over pairs, with a 95 % bootstrap interval.
@@ -12,8 +13,10 @@ text's perplexity under the full model, and distinct n-grams, beside those of `f
 `speculative_speedup`: over `full`, with the number of tokens that differ. `no_exit_overhead`: of
 `recompute` at threshold 1. `exit_efficiency`: the smallest over exits of (seconds of a full token /
 of a token forced out there) / (bytes of weights and cache that the one reads / the other).
-`skip_accounting`: seconds that executed segments explain (measured one by one, forced out at every
-exit) / seconds measured, at the 97 % threshold. `recompilations`: programs compiled after warm-up.
+`skip_accounting`: seconds that the executed segments and heads explain, each timed by itself for
+as many rows as went through it, / seconds measured, at the 97 % threshold. `sampled`: its speed at
+temperature 1, where text is more like held-out text. `recompilations`: programs compiled after
+warm-up.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import time
 import numpy as np
 from absl import flags
 
-from experiments import launch
+from experiments import costs, launch
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
@@ -34,6 +37,7 @@ _PAIRS = flags.DEFINE_integer("pairs", 24, "Pairs of runs to time.", lower_bound
 _TOKENS = flags.DEFINE_integer("tokens", 150_000, "Held-out tokens to score.", lower_bound=1)
 _PROMPTS = flags.DEFINE_integer("prompts", 12, "Prompts to begin with.", lower_bound=1)
 _GAMMA = flags.DEFINE_integer("gamma", 4, "Tokens that `speculative` drafts.", lower_bound=1)
+_DRAFT_EXIT = flags.DEFINE_integer("draft_exit", 0, "Number of the exit that drafts.")
 flags.mark_flags_as_required(["workdir"])
 
 PROMPT = 64  # tokens
@@ -103,25 +107,31 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
 
     from eejax.analysis import interleave, median_ratio
     from eejax.inference import EngineOptions, Generator
+    from eejax.inference.generate import LENGTH_STEP
 
     config, new = model.config, model.config.context_length - PROMPT - 1
     n = config.n_exits
     make = lambda engine, **options: Generator.make(
         model.params, config, EngineOptions(engine, **options)
     )
-    # A cap above the tokens generated: nobody is ever forced deeper. All have one cache length.
+    # A cap above the tokens generated: nobody is ever forced deeper.
     free, usual = dict(cap=new + 8, buckets=(1,)), make("recompute")
-    forced = make("recompute", **free)
+    forced, length = make("recompute", **free), PROMPT + new + usual.options.most_rows
     only = lambda e: [0.0 if i == e else 1.0 for i in range(n)]
     timed = {
         "full": Timed(make("full"), prompts, new),
         "threshold 1": Timed(usual, prompts, new, threshold=1.0),
-        "speculative": Timed(make("speculative", gamma=_GAMMA.value), prompts, new),
+        "speculative": Timed(
+            make("speculative", gamma=_GAMMA.value, draft_exit=_DRAFT_EXIT.value), prompts, new
+        ),
         "full, long cache": Timed(make("full", **free), prompts, new),
     }
     timed |= {f"{a:.0%}": Timed(usual, prompts, new, threshold=p.threshold)
               for a, p in chosen.items()}  # fmt: skip
     timed |= {f"exit {e}": Timed(forced, prompts, new, threshold=only(e)) for e in range(n)}
+    first = chosen[TARGETS[0]].threshold
+    timed["full, sampled"] = Timed(make("full"), prompts, new, temperature=1.0)
+    timed["sampled"] = Timed(usual, prompts, new, temperature=1.0, threshold=first)
     names = list(timed)
 
     for t in timed.values():
@@ -149,10 +159,9 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
     texts = lambda name: [r.ids(0) for r in timed[name].results]
     for agreement, point in chosen.items():
         name = f"{agreement:.0%}"
-        layers = np.concatenate([r.layers[0, 1:] for r in timed[name].results])
         result[f"recompute_{name}"] = speed(name) | {
             "threshold": point.threshold, "agreement": point.agreement, "depth": point.depth,
-            "executed_layers": float(layers.mean()),
+            "executed_layers": executed_layers(timed[name]),
             "own_output": own_output(model, timed[name]),
         }  # fmt: skip
     result["recompute_speedup"] = result[f"recompute_{TARGETS[0]:.0%}"]["ratio"]
@@ -175,10 +184,16 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
     }
     result["exit_efficiency"] = min(efficiency.values())
     result["exit_efficiency_by_exit"] = efficiency
-    depth = [float(np.median(of[f"exit {e}"])) / new for e in range(n)]
-    depth.append(float(np.median(of["full, long cache"])) / new)
-    result["skip_accounting"] = accounted(timed[f"{TARGETS[0]:.0%}"], config, depth, of, TARGETS[0])
+    result["sampled"] = speed("sampled", "full, sampled") | {
+        "executed_layers": executed_layers(timed["sampled"])
+    }
     result["recompilations"] = len(compiled)
+    widths = usual.options.widths
+    measured = costs.measure(model.params, config, widths, LENGTH_STEP * -(-length // LENGTH_STEP))
+    for name in (f"{TARGETS[0]:.0%}", "sampled", "threshold 1"):
+        explained = accounted(timed[name].results, config, widths, *measured)
+        result[f"skip_accounting {name}"] = float(np.median(explained / of[name]))
+    result["skip_accounting"] = result[f"skip_accounting {TARGETS[0]:.0%}"]
     return result
 
 
@@ -230,11 +245,27 @@ def bytes_ratios(params, config, length: int) -> list[float]:
     return [whole / read(e) for e in range(config.n_exits)]
 
 
-def accounted(timed: Timed, config, depth: list[float], of: dict, target: float) -> float:
-    """Seconds explained by the depth of every step / seconds measured."""
-    by_layers = dict(zip(config.stops, depth, strict=True))
-    explained = np.mean([sum(by_layers[int(x)] for x in r.layers[0, 1:]) for r in timed.results])
-    return float(explained / np.mean(of[f"{target:.0%}"]))
+def executed_layers(timed: Timed) -> float:
+    """Mean of a step, the first token's prefill left out."""
+    return float(np.mean([r.layers[0, 1:].mean() for r in timed.results]))
+
+
+def accounted(results, config, widths, segments, heads) -> np.ndarray:
+    """[runs] seconds that executed segments and heads explain, of `costs.measure`'s.
+
+    What goes through a segment is what waited below it: as many rows as there were steps since it
+    was last run.
+    """
+    explained = np.zeros(len(results))
+    for i, r in enumerate(results):
+        waiting = np.zeros(config.n_exits + 1, int)
+        for layers, exit in zip(r.layers[0, 1:], r.exits[0, 1:], strict=True):
+            waiting += 1
+            ran = np.flatnonzero(np.asarray(config.stops) <= layers)
+            width = np.searchsorted(widths, waiting[ran])
+            explained[i] += segments[width, ran].sum() + heads[: exit + 1].sum()
+            waiting[ran] = 0
+    return explained
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ import itertools
 import json
 import pathlib
 import tempfile
-import time
 
 import numpy as np
 from absl import flags
 
 from eejax.common.errors import ConfigError, require, require_one_of
+from experiments import costs as costs_of
 from experiments import launch
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
@@ -43,7 +43,6 @@ flags.mark_flags_as_required(["workdir"])
 
 POINTS = 12  # thresholds of a gate, where none are given
 BATCH = 16
-STEPS, ROUNDS = 16, 9  # tokens of a timed run, and runs
 
 
 def main() -> None:
@@ -72,7 +71,10 @@ def main() -> None:
             f"--exits = {chosen}, --min_depth = {_MIN_DEPTH.value}: leave no early exit active of "
             f"this model's, at {[e.boundary for e in config.exits]}."
         )
-    costs = measure_costs(model.params, config) if _TIME.value else None
+    costs = None
+    if _TIME.value:
+        rows, heads = costs_of.measure(model.params, config)
+        costs = calibration.SegmentCosts(rows[0].tolist(), heads.tolist())
     with tempfile.TemporaryDirectory() as folder:
         scores = calibration.score(model.params, config, held_out(run, folder))
     curves = {}
@@ -172,59 +174,6 @@ def show(curves: dict[str, list[dict]], n_layers: int) -> str:
                 f"{p['perplexity']:.3f}", f"{p['bits_per_byte']:.3f}",
             ])  # fmt: skip
     return analysis.table(header, rows)
-
-
-def measure_costs(params, config):
-    """Seconds of one token in each segment and head, beside a cache as long as the context.
-
-    A segment's are what it adds to those below it: alone, its weights might stay in a cache that
-    all of them together do not fit. Medians over runs that take turns, each of several tokens in
-    one compiled loop.
-    """
-    import jax
-    import jax.numpy as jnp
-    from jax import lax
-
-    from eejax.analysis import interleave
-    from eejax.calibration import SegmentCosts
-    from eejax.gates.confidence import max_probability
-    from eejax.inference.sampling import argmax
-    from eejax.inference.state import prepare, step_logits
-    from eejax.models.cache import init_cache, run_segment
-
-    n = config.n_exits + 1
-    weights = jax.block_until_ready(prepare(params, config))
-    cache = init_cache(config, 1, config.context_length, n)
-    row = jax.random.normal(jax.random.key(0), (1, 1, config.d_model), config.dtype)
-    start = jnp.full((1,), config.context_length // 2, jnp.int32)
-
-    def through(e, weights, carry):
-        """A token's row through the segments up to e; it comes out as the next one's."""
-        x, parts = carry[0], []
-        for i, (_, kvs, block) in enumerate(carry[1]):
-            x, *part = run_segment(
-                weights.params, weights.segments[i], config, i, x, start, kvs, block
-            )
-            parts.append(tuple(part))
-        return x, tuple(parts)
-
-    def read(e, weights, carry):
-        y = step_logits(weights, config, e, carry[0])
-        # The next row depends on this one's logits, so that none is made but once.
-        return jnp.where(max_probability(y)[:, None] < 2, carry[0], -carry[0]), argmax(y)
-
-    def timed(step, e, carry):
-        loop = jax.jit(
-            lambda weights, carry: lax.fori_loop(0, STEPS, lambda _, c: step(e, weights, c), carry)
-        )
-        return lambda _: jax.block_until_ready(loop(weights, carry))
-
-    parts = [(row, cache.segments[e], cache.blocks[e]) for e in range(n)]
-    runs = [timed(through, e, (row, tuple(parts[: e + 1]))) for e in range(n)]
-    runs += [timed(read, e, (row[:, 0], jnp.zeros((1,), jnp.int32))) for e in range(n)]
-    seconds = np.median(interleave(runs, ROUNDS, time.perf_counter), 1) / STEPS
-    upto = np.maximum.accumulate(seconds[:n])  # noise is no gain
-    return SegmentCosts(np.diff(upto, prepend=0.0).tolist(), seconds[n:].tolist())
 
 
 if __name__ == "__main__":

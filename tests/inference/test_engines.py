@@ -405,6 +405,17 @@ def test_nan_parameters_are_an_error_and_not_a_token(subset):
         Generator.make(broken, config, "recompute").generate([[1, 2]], 3, threshold=1.0)
 
 
+@pytest.mark.parametrize("engine", ["posthoc", "recompute", "propagate", "speculative"])
+def test_an_exit_whose_logits_are_nan_emits_nothing(subset, prompts, engine):
+    p, config = subset((3,))
+    (name,) = p["exits"]
+    nan = jax.tree.map(lambda a: a * jnp.nan, p["exits"][name])
+    asked = prompts(5, [9])
+    full = Generator.make(p, config, "full").generate(asked, 6)
+    broken = Generator.make(p | {"exits": {name: nan}}, config, engine)
+    assert broken.generate(asked, 6, threshold=0.0).ids(0) == full.ids(0)
+
+
 def test_summary_and_colors(subset, prompts):
     p, config = subset((1, 3))
     r = Generator.make(p, config, "recompute").generate(prompts(0, [8]), 30, threshold=0.4)
