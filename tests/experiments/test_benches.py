@@ -3,15 +3,20 @@
 import json
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
+import small_runs
 from launchers import functions_of
 
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.pipeline.schedule import BACKWARD, EXITS, FORWARD, one_f_one_b
 from eejax.pipeline.simulate import simulate
+from eejax.train.config import Experiment
+from eejax.train.loop import fit
 
+bench_engines = functions_of("experiments.bench_engines")
 bench_pipeline = functions_of("experiments.bench_pipeline")
 slot_costs = functions_of("experiments.slot_costs")
 
@@ -51,6 +56,42 @@ def test_bench_pipeline():
     low, high = got["schedule_overhead_interval"]
     assert low <= got["schedule_overhead"] <= high and got["simulator_error"] >= 0
     assert set(got["measured"]["seconds"]) == {"with exits", "without exits"}
+
+
+@pytest.mark.slow
+def test_bench_engines(tmp_path):
+    small_runs.write_text(tmp_path)
+    values = small_runs.config(tmp_path, microbatches=1, eval_every=0)
+    values["model"] |= {"n_layers": 3, "exits": [{"boundary": 1}, {"boundary": 2}]}
+    values["model"]["context_length"] = 96
+    values["exit_weights"] = {"weights": [0.5, 0.5]}
+    fit(Experiment.from_dict(values), tmp_path / "run")
+    got = run("bench_engines", f"--workdir={tmp_path / 'run'}", "--prompts=2", "--tokens=2000")
+    assert got["recompilations"] == got["speculative"]["different_tokens"] == 0
+    assert got["full_own_output"]["agreement"] == 1
+    for target in ("97%", "99%"):
+        point = got[f"recompute_{target}"]
+        assert point["agreement"] >= float(target[:-1]) / 100
+        assert 1 <= point["executed_layers"] <= 3 and point["ratio"] > 0
+    assert got["skip_accounting"] > 0 and set(got["exit_efficiency_by_exit"]) == {"1", "2"}
+    assert got["frontier"][-1]["depth"] == 3 and got["frontier"][-1]["agreement"] == 1
+
+
+def test_time_is_accounted_by_rows_that_went_through():
+    config = ModelConfig(
+        vocab_size=7, n_layers=6, d_model=4, n_heads=1, context_length=32,
+        exits=(ExitConfig(2), ExitConfig(3)),
+    )  # fmt: skip
+    # Layers run and exits of: the prefill; two tokens that leave first; one that goes to the second
+    # exit with them; one to the end, which carries four; one more, alone.
+    run = types.SimpleNamespace(
+        layers=np.array([[6, 2, 2, 3, 6, 6]]), exits=np.array([[2, 0, 0, 1, 2, 2]])
+    )
+    segments = np.array([[1.0, 10, 100], [2, 20, 200], [3, 30, 300], [4, 40, 400]])
+    heads = np.array([0.1, 0.2, 0.4])
+    got = bench_engines.accounted([run], config, (1, 2, 3, 4), segments, heads)
+    first, second, last = 5 * 1, 30 + 10 + 10, 400 + 100
+    np.testing.assert_allclose(got, first + second + last + 0.1 * 2 + 0.3 + 0.7 * 2)
 
 
 def seconds_of(parts, layers: int, more: int, remat: str):
