@@ -239,8 +239,9 @@ def answer(ask: Callable, texts: list[str], tokenizer, colors: bool) -> tuple:
 
 def converse(ask: Callable, tokenizer, colors: bool) -> Iterator[tuple]:
     """(prompt, result, Pace) of every line of the input that is answered, shown as it comes."""
-    for _ in itertools.islice(ask([[0]]), 2):
-        pass  # settings are checked and programs compiled before anything is asked
+    next(ask([[0]]))  # settings are checked before anything is asked, and both programs compiled
+    for _ in itertools.islice(ask([[0]], stop_tokens=[], stop_strings=[]), 2):
+        pass
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (lines can be edited and come back)
@@ -251,8 +252,8 @@ def converse(ask: Callable, tokenizer, colors: bool) -> Iterator[tuple]:
             ids = tokenizer.encode(text).tolist()
             screen = Screen(tokenizer, ids, colors)
             for result in ask([ids]):
-                screen.show(result)
                 pace.add(result)
+                screen.show(result)
         except KeyboardInterrupt:
             stopped = True
         except (ConfigError, DataError) as error:
@@ -314,13 +315,14 @@ def main() -> None:
     model = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value).model
     tokenizer, generator = model.tokenizer, make_generator(model)
     stops = [*_STOP_TOKEN.value, *([] if tokenizer.eos_id is None else [tokenizer.eos_id])]
-    ask = lambda ids: generator.stream(
-        ids, _NEW.value, threshold=threshold[0] if len(threshold) == 1 else threshold,
-        exits=exits, prefill_exit=_PREFILL_EXIT.value, gate=_GATE.value,
-        min_depth=_MIN_DEPTH.value, decay=_DECAY.value, temperature=_TEMPERATURE.value,
-        top_k=_TOP_K.value, top_p=_TOP_P.value, min_p=_MIN_P.value, seed=_SEED.value,
+    settings = dict(
+        threshold=threshold[0] if len(threshold) == 1 else threshold, exits=exits,
+        prefill_exit=_PREFILL_EXIT.value, gate=_GATE.value, min_depth=_MIN_DEPTH.value,
+        decay=_DECAY.value, temperature=_TEMPERATURE.value, top_k=_TOP_K.value,
+        top_p=_TOP_P.value, min_p=_MIN_P.value, seed=_SEED.value,
         stop_tokens=stops, stop_strings=_STOP.value, decode_text=tokenizer.decode,
     )  # fmt: skip
+    ask = lambda ids, **change: generator.stream(ids, _NEW.value, **settings | change)
     colors = _COLOR.value == "always" or (_COLOR.value == "auto" and sys.stdout.isatty())
     decode = tokenizer.decode
     if _INTERACTIVE.value:

@@ -53,7 +53,7 @@ def test_exits_and_gates_shows_a_run_in_colors_and_curves(repo_root, tmp_path, s
     texts = [o.data["text/html"] for o in shown if "text/html" in o.data]
     assert len(texts) == 2
     for text in texts:
-        assert "exit after 1 layers</span>" in text and "final exit</span>" in text
+        assert "exit after layer 1</span>" in text and "final exit</span>" in text
     # Its own tokens, each with a confidence, behind the prompt.
     tokens = texts[0].partition("<b>|</b>")[2]
     assert tokens.count('<span style="') > 20 and re.search(r"confidence [01]\.\d\d\"", tokens)
