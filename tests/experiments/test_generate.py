@@ -17,7 +17,6 @@ from launchers import call
 
 from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, Generator, PipelinedGenerator
-from eejax.sharding.mesh import MeshConfig
 from eejax.train.runs import open_run
 
 SMALL = ("--max_new_tokens=40", "--cap=2", "--json")
@@ -27,9 +26,8 @@ SMALL = ("--max_new_tokens=40", "--cap=2", "--json")
 def generate(small_run, capsys, monkeypatch):
     """Runs the launcher: (its JSON, what it printed, what went to stderr)."""
 
-    def run(*arguments, lines=()):
-        text = "".join(f"{line}\n" for line in lines)
-        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    def run(*arguments, lines=(), terminal=io.StringIO):
+        monkeypatch.setattr(sys, "stdin", terminal("".join(f"{line}\n" for line in lines)))
         capsys.readouterr()
         call("experiments.generate", f"--workdir={small_run}", *SMALL, *arguments)
         out, err = capsys.readouterr()
@@ -252,23 +250,25 @@ def test_ctrl_c_ends_an_answer_and_not_the_session(generate, monkeypatch, small_
     screen = Pressed(text[:20])
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(sys, "stdin", io.StringIO("early exit\ngate\n"))
-    call("experiments.generate", f"--workdir={small_run}", *SMALL, *arguments)
+    try:
+        call("experiments.generate", f"--workdir={small_run}", *SMALL, *arguments)
+    except KeyboardInterrupt:
+        pytest.fail("Ctrl-C ended the session")
     got = json.loads(screen.getvalue().splitlines()[-1])["requests"]
     assert "ended by: Ctrl-C" in screen.getvalue() and screen.after == ""
     assert 20 <= len(got[0]["tokens"]) < 40 and got[0]["finish"] == ""
     assert got[1]["tokens"] == whole["requests"][1]["tokens"]
 
 
-def test_ctrl_c_at_the_prompt_ends_the_session(generate, monkeypatch):
-    class Typed(io.StringIO):
-        def readline(self, *_):
-            line = super().readline()
-            return line or signal.raise_signal(signal.SIGINT)
+class Left(io.StringIO):
+    """A terminal's input at whose end Ctrl-C is pressed."""
 
-    original = io.StringIO
-    monkeypatch.setattr(io, "StringIO", lambda text: Typed(text))
-    got, _, _ = generate("--interactive", lines=["early exit"])
-    monkeypatch.setattr(io, "StringIO", original)
+    def readline(self, *size):
+        return super().readline(*size) or signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_at_the_prompt_ends_the_session(generate):
+    got, _, _ = generate("--interactive", lines=["early exit"], terminal=Left)
     assert [r["prompt"] for r in got["requests"]] == ["early exit"]
 
 
@@ -296,4 +296,3 @@ def test_a_mesh_without_devices_says_in_a_line_how_to_get_some(repo_root, small_
     )
     assert code == 1 and err.startswith("error: --mesh (data, pipe, model) = (1, 2, 1) needs 2")
     assert "XLA_FLAGS=--xla_force_host_platform_device_count=2" in err and err.count("\n") == 1
-    assert MeshConfig(pipe=2).size == 2
