@@ -2,42 +2,73 @@
 
     python -m experiments.generate --workdir=runs/quickstart --prompt='def main(' --threshold=0.8
     python -m experiments.generate --workdir=runs/quickstart --prompt_file=a.txt --engine=full
+    python -m experiments.generate --workdir=runs/quickstart --interactive --engine=auto
+    python -m experiments.generate --workdir=runs/quickstart --prompt='def main(' \\
+        --engine=pipelined --mesh.pipe=2
 
 Without --prompt or --prompt_file the prompt is read from standard input. One prompt is shown
-while it grows, several when they are done. With --json the last line printed is one JSON object.
+while it grows, several when they are done. With --interactive every line typed is a prompt, until
+the input ends: Ctrl-C ends an answer, and at the prompt the session. With --json the last line
+printed is one JSON object.
+
+The stages of "pipelined" need a device each; on a CPU ask for them with
+XLA_FLAGS=--xla_force_host_platform_device_count=2. What "auto" found, exits that pay or do not, is
+printed at the end.
 
 Two programs are compiled, one that reads the prompt and one that generates a chunk of tokens; the
-speed printed leaves out what comes before both are there. Other text, thresholds, exits, sampling
-or seeds need no new program; another number of prompts, --engine, --cap, --gamma or --draft_exit
-does, and now and then a longer prompt or a larger --max_new_tokens.
+speed printed leaves out what comes before both are there. Other text, thresholds, gates, exits,
+sampling or seeds need no new program; another number of prompts, --engine, --mesh, --cap, --gamma,
+--draft_exit or --max_depth does, and now and then a longer prompt or a larger --max_new_tokens.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import pathlib
+import re
 import sys
 import time
+from collections.abc import Callable, Iterator
 
 from absl import flags
 
 from eejax.common.errors import ConfigError, DataError
 from experiments import launch
 
+ENGINES = ["full", "posthoc", "recompute", "pipelined", "propagate", "speculative", "auto"]
+
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")
 _EMA = flags.DEFINE_bool("ema", False, "Take the averaged parameters (train.ema).")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; repeat the flag for a batch.")
 _PROMPT_FILE = flags.DEFINE_multi_string("prompt_file", [], "A file whose text is a prompt.")
-_ENGINE = flags.DEFINE_enum(
-    "engine", "recompute", ["full", "posthoc", "recompute", "propagate", "speculative"], "Decoder."
-)
+_INTERACTIVE = flags.DEFINE_bool("interactive", False, "Answer prompts line by line.")
+_ENGINE = flags.DEFINE_enum("engine", "recompute", ENGINES, "Decoder.")
 _THRESHOLD = flags.DEFINE_list("threshold", ["0.9"], "Confidence to leave at; one, or one an exit.")
+_GATE = flags.DEFINE_string("gate", "max_probability", "What a token's confidence is.")
 _EXITS = flags.DEFINE_list("exits", None, "Boundaries of the active exits; all by default.")
+_MIN_DEPTH = flags.DEFINE_integer("min_depth", 0, "Exits below so many layers are not active.")
+_DECAY = flags.DEFINE_float("decay", None, "How fast thresholds fall along a text; not at all.")
 _PREFILL_EXIT = flags.DEFINE_bool("prefill_exit", False, "May the first token leave early too?")
+_MAX_DEPTH = flags.DEFINE_integer(
+    "max_depth", None, "Segments to load, the last one's exit emitting what is left; all."
+)
 _CAP = flags.DEFINE_integer("cap", 16, "Most tokens that may wait for deeper layers.")
 _GAMMA = flags.DEFINE_integer("gamma", 4, "Most tokens drafted in a step (speculative).")
 _DRAFT_EXIT = flags.DEFINE_integer("draft_exit", 0, "Number of the exit that drafts; 0: the first.")
+_MESH = {
+    axis: flags.DEFINE_integer(f"mesh.{axis}", 1, f"{what} (pipelined).", lower_bound=1)
+    for axis, what in (
+        ("data", "Copies of the model, which share the prompts"),
+        ("pipe", "Stages of each copy"),
+        ("model", "Shards of each stage's matrices"),
+    )
+}
+_STAGE_LAYERS = flags.DEFINE_list(
+    "stage_layers", ["even"], "Layers of each stage: numbers, or even or balanced (pipelined)."
+)
 _NEW = flags.DEFINE_integer("max_new_tokens", 256, "Tokens to generate at most.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most likely token.")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k most likely tokens; 0: all.")
@@ -50,6 +81,27 @@ _COLOR = flags.DEFINE_enum("color", "auto", ["auto", "always", "never"], "Colors
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
 flags.mark_flags_as_required(["workdir"])
 
+# Settings whose flags are called otherwise.
+FLAG_OF = {
+    "mesh": "mesh",
+    "pipeline.layers": "stage_layers",
+    "stop_strings": "stop",
+    "stop_tokens": "stop_token",
+}
+
+
+@contextlib.contextmanager
+def flags_named() -> Iterator[None]:
+    """Errors name the flag that a setting came by."""
+    try:
+        yield
+    except ConfigError as error:
+        field = re.match(r"[\w.]*", str(error))[0]
+        flag = FLAG_OF.get(field, field if field in flags.FLAGS else None)
+        if flag is None:
+            raise
+        raise ConfigError(f"--{flag}{str(error)[len(field) :]}") from error
+
 
 def numbers(flag: str, texts: list[str], kind: type) -> list:
     try:
@@ -60,7 +112,7 @@ def numbers(flag: str, texts: list[str], kind: type) -> list:
 
 def prompts() -> list[str]:
     texts = [*_PROMPT.value, *map(read_prompt, _PROMPT_FILE.value)]
-    return texts or [sys.stdin.read()]
+    return texts or [from_standard_input(sys.stdin.read)]
 
 
 def read_prompt(path: str) -> str:
@@ -74,74 +126,221 @@ def read_prompt(path: str) -> str:
         ) from error
 
 
-def speed(begin: float, before: int, tokens: int) -> float | None:
-    """Tokens per second since `begin`, when there were `before`; None where none came since."""
-    return (tokens - before) / (time.perf_counter() - begin) if tokens > before else None
+def from_standard_input(read: Callable[[], str]) -> str:
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise DataError(f"standard input: is not UTF-8 text ({error}): convert it.") from error
 
 
+def read_line() -> str | None:
+    """The next prompt; None where the input ends, or Ctrl-C ends it."""
+    typed = sys.stdin.isatty()
+    try:
+        return from_standard_input(lambda: input("> " if typed else ""))
+    except (EOFError, KeyboardInterrupt):
+        if typed:
+            print()
+        return None
+
+
+def make_generator(model):
+    from eejax.inference import AutoGenerator, EngineOptions, Generator, PipelinedGenerator
+    from eejax.sharding.mesh import MeshConfig
+
+    engine, params, config = _ENGINE.value, model.params, model.config
+    options = EngineOptions(
+        engine="recompute" if engine == "auto" else engine, cap=_CAP.value, gamma=_GAMMA.value,
+        draft_exit=_DRAFT_EXIT.value, max_depth=_MAX_DEPTH.value,
+    )  # fmt: skip
+    mesh = MeshConfig(**{axis: flag.value for axis, flag in _MESH.items()})
+    if engine == "pipelined":
+        layers = _STAGE_LAYERS.value
+        named = len(layers) == 1 and layers[0].isalpha()
+        layers = layers[0] if named else numbers("stage_layers", layers, int)
+        return PipelinedGenerator.make(params, config, mesh, options, layers=layers)
+    if mesh.size > 1:
+        raise ConfigError(
+            f"--mesh (data, pipe, model) = {mesh.shape}: --engine={engine} runs on one device. "
+            "Take --engine=pipelined, or leave the mesh out."
+        )
+    make = AutoGenerator.make if engine == "auto" else Generator.make
+    return make(params, config, options)
+
+
+class Pace:
+    """Tokens and seconds of one stream after its second result: both programs have run then."""
+
+    def __init__(self):
+        self.tokens, self.seconds, self._number, self._since = 0, 0.0, 0, (0.0, 0)
+
+    def add(self, result) -> None:
+        now = time.perf_counter(), int(result.lengths.sum())
+        if self._number == 1:
+            self._since = now
+        elif self._number > 1:
+            self.seconds, self.tokens = now[0] - self._since[0], now[1] - self._since[1]
+        self._number += 1
+
+
+def rate(paces: list[Pace]) -> float | None:
+    """Tokens per second; None where there were too few to time."""
+    tokens = sum(pace.tokens for pace in paces)
+    return tokens / sum(pace.seconds for pace in paces) if tokens else None
+
+
+def per_second(value: float | None) -> str:
+    return "too few tokens to time" if value is None else f"{value:.1f} tokens/s"
+
+
+class Screen:
+    """Shows the tokens of a request as they come."""
+
+    def __init__(self, tokenizer, prompt: list[int], colors: bool):
+        self._text, self._shown, self._colors = tokenizer.stream(), 0, colors
+        self._text.push(prompt)  # what comes first in a text is decoded differently
+
+    def show(self, result) -> None:
+        while self._shown < result.lengths[0]:
+            piece = self._text.push(int(result.tokens[0, self._shown]))
+            exit_ = result.exits[0, self._shown]
+            print(result.paint(piece, exit_) if self._colors else piece, end="")
+            self._shown += 1
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """Shows what is left of the text, and ends the line."""
+        print(self._text.flush())
+
+
+def answer(ask: Callable, texts: list[str], tokenizer, colors: bool) -> tuple:
+    """(result, tokens per second) of a batch; a single prompt is shown as it grows."""
+    ids = [tokenizer.encode(text).tolist() for text in texts]
+    screen, pace = Screen(tokenizer, ids[0], colors) if len(texts) == 1 else None, Pace()
+    for number, result in enumerate(ask(ids)):
+        pace.add(result)
+        if screen:
+            # Not before the request was found to be valid.
+            print(texts[0] if number == 0 else "", end="")
+            screen.show(result)
+    if screen:
+        screen.end()
+    for i in range(0 if screen else len(texts)):
+        new = result.colored(i, tokenizer.decode) if colors else tokenizer.decode(result.ids(i))
+        print(f"--- prompt {i}: {result.finish[i]}\n{texts[i]}{new}")
+    speed = rate([pace])
+    ended = f", ended by: {result.finish[0]}" if screen else ""
+    print(f"\n{result.summary()}")
+    if colors:
+        print(f"colors: {result.legend()}")
+    print(f"{per_second(speed)} with engine {_ENGINE.value}{ended}")
+    return result, speed
+
+
+def converse(ask: Callable, tokenizer, colors: bool) -> Iterator[tuple]:
+    """(prompt, result, Pace) of every line of the input that is answered, shown as it comes."""
+    next(ask([[0]]))  # settings are checked before anything is asked, and both programs compiled
+    for _ in itertools.islice(ask([[0]], stop_tokens=[], stop_strings=[]), 2):
+        pass
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (lines can be edited and come back)
+        print("Ctrl-C ends an answer; at the prompt it ends the session, as Ctrl-D does.")
+    while (text := read_line()) is not None:
+        result, pace, stopped = None, Pace(), False
+        try:
+            ids = tokenizer.encode(text).tolist()
+            screen = Screen(tokenizer, ids, colors)
+            for result in ask([ids]):
+                pace.add(result)
+                screen.show(result)
+        except KeyboardInterrupt:
+            stopped = True
+        except (ConfigError, DataError) as error:
+            print(f"error: {str(error).replace('prompts[0]', 'prompt', 1)}", file=sys.stderr)
+            continue
+        if result is None:
+            print("interrupted")
+            continue
+        screen.end()
+        ended = "Ctrl-C" if stopped else result.finish[0]
+        print(
+            f"[{result.lengths[0]} tokens, {per_second(rate([pace]))}, ended by: {ended}; "
+            f"{result.legend(colors)}]",
+            flush=True,
+        )
+        yield text, result, pace
+
+
+def verdict(payoff) -> str:
+    """What the engine "auto" has found."""
+    if payoff.ratio is None:
+        return "exits were left on: too few tokens to measure whether they pay"
+    if payoff.exits:
+        return f"exits were left on: {payoff.ratio:.2f} times as fast as without"
+    return f"exits were turned off: with them {payoff.ratio:.2f} times as fast as without"
+
+
+def in_numbers(text: str, result, i: int, decode: Callable) -> dict:
+    """Request i of a result, for JSON."""
+    row = lambda a: a[i, : result.lengths[i]].tolist()
+    return {
+        "prompt": text,
+        "text": decode(result.ids(i)),
+        "finish": result.finish[i],
+        "tokens": result.ids(i),
+        "boundaries": row(result.boundaries),
+        "layers": row(result.layers),
+        "drafted": row(result.drafted),
+        "accepted": row(result.accepted),
+        "confidences": [round(c, 4) for c in row(result.confidences)],
+        "logprobs": [round(p, 4) for p in row(result.logprobs)],
+    }
+
+
+@flags_named()
 def main() -> None:
-    from eejax.inference import EngineOptions, Generator
     from eejax.train.runs import open_run
 
+    if _INTERACTIVE.value:
+        given = [f"--{f.name}" for f in (_PROMPT, _PROMPT_FILE) if f.value]
+        given += ["--mesh.data"] if _MESH["data"].value > 1 else []
+        if given:
+            raise ConfigError(
+                f"{given[0]}: --interactive reads its prompts itself, one at a time. Leave one of "
+                "the two out."
+            )
     threshold = numbers("threshold", _THRESHOLD.value, float)
     exits = None if _EXITS.value is None else numbers("exits", _EXITS.value, int)
     model = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value).model
-    tokenizer, texts = model.tokenizer, prompts()
-    ids = [tokenizer.encode(text).tolist() for text in texts]
-    options = EngineOptions(
-        engine=_ENGINE.value, cap=_CAP.value, gamma=_GAMMA.value, draft_exit=_DRAFT_EXIT.value
-    )
-    generator = Generator.make(model.params, model.config, options)
+    tokenizer, generator = model.tokenizer, make_generator(model)
     stops = [*_STOP_TOKEN.value, *([] if tokenizer.eos_id is None else [tokenizer.eos_id])]
-    stream = generator.stream(
-        ids, _NEW.value, threshold=threshold[0] if len(threshold) == 1 else threshold,
-        exits=exits, prefill_exit=_PREFILL_EXIT.value, temperature=_TEMPERATURE.value,
-        top_k=_TOP_K.value, top_p=_TOP_P.value, min_p=_MIN_P.value, seed=_SEED.value,
+    settings = dict(
+        threshold=threshold[0] if len(threshold) == 1 else threshold, exits=exits,
+        prefill_exit=_PREFILL_EXIT.value, gate=_GATE.value, min_depth=_MIN_DEPTH.value,
+        decay=_DECAY.value, temperature=_TEMPERATURE.value, top_k=_TOP_K.value,
+        top_p=_TOP_P.value, min_p=_MIN_P.value, seed=_SEED.value,
         stop_tokens=stops, stop_strings=_STOP.value, decode_text=tokenizer.decode,
     )  # fmt: skip
+    ask = lambda ids, **change: generator.stream(ids, _NEW.value, **settings | change)
     colors = _COLOR.value == "always" or (_COLOR.value == "auto" and sys.stdout.isatty())
-    growing, timed = len(texts) == 1, None
-    text, shown = tokenizer.stream(), 0
-    if growing:
-        text.push(ids[0])  # what comes first in a text is decoded differently
-    for number, result in enumerate(stream):
-        if growing and number == 0:  # not before the request was found to be valid
-            print(texts[0], end="")
-        while growing and shown < result.lengths[0]:
-            piece = text.push(int(result.tokens[0, shown]))
-            print(result.paint(piece, result.exits[0, shown]) if colors else piece, end="")
-            shown += 1
-        sys.stdout.flush()
-        if number == 1:  # both programs are compiled and have run
-            timed = time.perf_counter(), int(result.lengths.sum())
-    rate = speed(*timed, int(result.lengths.sum())) if timed else None
-    print(text.flush())
-    for i in range(0 if growing else len(texts)):
-        new = result.colored(i, tokenizer.decode) if colors else tokenizer.decode(result.ids(i))
-        print(f"--- prompt {i}: {result.finish[i]}\n{texts[i]}{new}")
-    pace = "too few tokens to time" if rate is None else f"{rate:.1f} tokens/s"
-    ended = f", ended by: {result.finish[0]}" if growing else ""
-    print(f"\n{result.summary()}\n{pace} with engine {_ENGINE.value}{ended}")
+    decode = tokenizer.decode
+    if _INTERACTIVE.value:
+        answers = list(converse(ask, tokenizer, colors))
+        requests = [in_numbers(text, result, 0, decode) for text, result, _ in answers]
+        speed = rate([pace for *_, pace in answers])
+    else:
+        texts = prompts()
+        result, speed = answer(ask, texts, tokenizer, colors)
+        requests = [in_numbers(text, result, i, decode) for i, text in enumerate(texts)]
+    found = {}
+    if _ENGINE.value == "auto":
+        payoff = generator.payoff
+        print(verdict(payoff))
+        found = {"exits_on": payoff.exits, "exits_ratio": payoff.ratio}
     if _JSON.value:
-        row = lambda a, i: a[i, : result.lengths[i]].tolist()
-        requests = [
-            {
-                "prompt": texts[i],
-                "text": tokenizer.decode(result.ids(i)),
-                "finish": result.finish[i],
-                "tokens": result.ids(i),
-                "boundaries": row(result.boundaries, i),
-                "layers": row(result.layers, i),
-                "drafted": row(result.drafted, i),
-                "accepted": row(result.accepted, i),
-                "confidences": [round(c, 4) for c in row(result.confidences, i)],
-                "logprobs": [round(p, 4) for p in row(result.logprobs, i)],
-            }
-            for i in range(len(texts))
-        ]
-        print(
-            json.dumps({"engine": _ENGINE.value, "tokens_per_second": rate, "requests": requests})
-        )
+        result = {"engine": _ENGINE.value, "tokens_per_second": speed, **found}
+        print(json.dumps(result | {"requests": requests}))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -94,16 +94,34 @@ class Result:
         color = COLORS[exit_ * len(COLORS) // self.n_exits]
         return f"\x1b[38;5;{color}m{text}{RESET}"
 
-    def colored(self, i: int, decode_text: Callable[[Sequence[int]], str]) -> str:
-        """Request i's text for a terminal, each token in its exit's color, the final exit plain."""
-        pieces, ids, shown = [], self.ids(i), ""
+    def legend(self, colors: bool = True) -> str:
+        """One line that says which color is which: every exit in its own, with its tokens.
+
+        Such as "exit 3: 12, exit 8: 4, final 12: 9"; without `colors` it is plain.
+        """
+        names = [f"exit {stop}" for stop in self.stops[:-1]] + [f"final {self.stops[-1]}"]
+        counted = [f"{name}: {int((self.exits == e).sum())}" for e, name in enumerate(names)]
+        return ", ".join(self.paint(c, e) if colors else c for e, c in enumerate(counted))
+
+    def pieces(
+        self, i: int, decode_text: Callable[[Sequence[int]], str]
+    ) -> Iterator[tuple[str, int]]:
+        """Request i's text in parts, each with the number of the token that completes it.
+
+        A character that several tokens make up is a part of its own, with the last of them.
+        """
+        ids, shown = self.ids(i), ""
         for j in range(len(ids)):
             text = decode_text(ids[: j + 1])
             if text.endswith("\ufffd") and j + 1 < len(ids):
                 continue  # in the middle of a character
             piece, shown = text[len(shown) :], text
-            pieces.append(self.paint(piece, self.exits[i, j]))
-        return "".join(pieces)
+            yield piece, j
+
+    def colored(self, i: int, decode_text: Callable[[Sequence[int]], str]) -> str:
+        """Request i's text for a terminal, each token in its exit's color, the final exit plain."""
+        parts = self.pieces(i, decode_text)
+        return "".join(self.paint(piece, self.exits[i, j]) for piece, j in parts)
 
 
 class Collector:

@@ -1,50 +1,80 @@
-"""The notebook runs top to bottom, on a tiny budget."""
+"""The notebooks run top to bottom, on a tiny budget."""
 
 import importlib.util
+import re
 
 import nbclient
 import nbformat
 import pytest
 
+NAMES = ("quickstart", "exits_and_gates")
 
-@pytest.fixture(scope="module")
-def executed(repo_root, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("notebook")
-    notebook = nbformat.read(repo_root / "experiments/notebooks/quickstart.ipynb", as_version=4)
+
+def read(root, name):
+    return nbformat.read(root / f"experiments/notebooks/{name}.ipynb", as_version=4)
+
+
+def execute(notebook, folder, **settings):
+    """The notebook with its outputs, run in `folder` with these settings in its environment."""
     nbformat.validate(notebook)
-    patch = pytest.MonkeyPatch()
-    patch.setenv("EEJAX_NOTEBOOK_STEPS", "6")
-    patch.setenv("EEJAX_NOTEBOOK_WORKDIR", str(folder / "run"))
-    patch.setenv("XLA_FLAGS", "")  # one device, as a user has
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for setting, value in settings.items():
+            patch.setenv(f"EEJAX_NOTEBOOK_{setting}", str(value))
+        patch.setenv("XLA_FLAGS", "")  # one device, as a user has
         client = nbclient.NotebookClient(
             notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": folder}}
         )
-        yield client.execute()
-    finally:
-        patch.undo()
+        return client.execute()
 
 
 def outputs(notebook, kind):
     return [o for cell in notebook.cells for o in cell.get("outputs", ()) if o.output_type == kind]
 
 
+def printed(notebook):
+    return "".join(o.text for o in outputs(notebook, "stream") if o.name == "stdout")
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_it_runs_and_shows_its_figures(executed):
+def test_quickstart_runs_and_shows_its_figures(repo_root, tmp_path):
+    executed = execute(read(repo_root, "quickstart"), tmp_path, STEPS=6, WORKDIR=tmp_path / "run")
     images = [o for o in outputs(executed, "display_data") if "image/png" in o.data]
     assert len(images) == 3
-    text = "".join(o.text for o in outputs(executed, "stream") if o.name == "stdout")
+    text = printed(executed)
     assert "exit_2" in text and "layers each" in text and "times as fast" in text
 
 
-def test_it_is_stored_without_outputs(repo_root):
-    notebook = nbformat.read(repo_root / "experiments/notebooks/quickstart.ipynb", as_version=4)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_exits_and_gates_shows_a_run_in_colors_and_curves(repo_root, tmp_path, small_run):
+    executed = execute(read(repo_root, "exits_and_gates"), tmp_path, WORKDIR=small_run)
+    shown = outputs(executed, "display_data")
+    images = [o for o in shown if "image/png" in o.data]
+    assert len(images) == 2 and all(len(o.data["image/png"]) > 10_000 for o in images)
+    texts = [o.data["text/html"] for o in shown if "text/html" in o.data]
+    assert len(texts) == 2
+    for text in texts:
+        assert "exit after layer 1</span>" in text and "final exit</span>" in text
+    # Its own tokens, each with a confidence, behind the prompt.
+    tokens = texts[0].partition("<b>|</b>")[2]
+    assert tokens.count('<span style="') > 20 and re.search(r"confidence [01]\.\d\d\"", tokens)
+    text = printed(executed)
+    assert "boundaries [1, 2]" in text and "layers each" in text
+    table = {line.split()[0]: line.split()[1:] for line in text.splitlines() if "%" in line}
+    for gate in ("max_probability", "margin", "entropy", "saturation"):
+        threshold, agreement, depth = table[gate]
+        assert float(agreement.strip("%")) >= 95 and 1 <= float(depth) <= 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_they_are_stored_without_outputs(repo_root, name):
+    notebook = read(repo_root, name)
     assert not any(cell.get("outputs") for cell in notebook.cells)
     assert "find_spec" in notebook.cells[1].source, "the first cell installs what is missing"
+    assert notebook.cells[1].source == read(repo_root, NAMES[0]).cells[1].source
 
 
 def test_without_a_source_it_says_what_to_set(repo_root, tmp_path, monkeypatch):
-    notebook = nbformat.read(repo_root / "experiments/notebooks/quickstart.ipynb", as_version=4)
+    notebook = read(repo_root, "quickstart")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("EEJAX_SOURCE", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -125,3 +125,15 @@ def test_a_log_probability_that_is_no_number_is_an_error():
     record.logprob[2, 1] = np.nan
     with pytest.raises(FloatingPointError, match="request 1 .* new token 2, exit 4"):
         collect(record, [1], [4, 4])
+
+
+def test_colors_by_exit_and_their_legend():
+    ids = [97, *"é".encode(), 98]  # by exits 1, 0, 1 and the final one
+    decode = lambda ids: bytes(ids).decode(errors="replace")
+    result = collect(records([ids]), [1], [4])[-1]
+    assert result.exits[0].tolist() == [1, 0, 1, 2]
+    assert list(result.pieces(0, decode)) == [("a", 0), ("é", 2), ("b", 3)]
+    red, green = (lambda text, c=c: f"\x1b[38;5;{c}m{text}\x1b[0m" for c in (196, 118))
+    assert result.colored(0, decode) == green("a") + green("é") + "b"
+    assert result.legend(colors=False) == "exit 1: 1, exit 4: 2, final 4: 1"
+    assert result.legend() == f"{red('exit 1: 1')}, {green('exit 4: 2')}, final 4: 1"

@@ -7,11 +7,32 @@ import types
 
 from absl import flags
 
+_FLAGS: dict[str, list[flags.Flag]] = {}  # of each launcher that was imported
+
 
 def functions_of(name: str) -> types.ModuleType:
     """The module of a launcher, its flags taken away again: launchers share names of flags, and
     absl allows each but once in a process."""
     module = importlib.import_module(name)
-    for flag in flags.FLAGS.get_flags_for_module(name):
-        delattr(flags.FLAGS, flag.name)
+    if name not in _FLAGS:
+        _FLAGS[name] = flags.FLAGS.get_flags_for_module(name)
+        _remove(_FLAGS[name])
     return module
+
+
+def call(name: str, *arguments: str) -> None:
+    """Runs a launcher's `main` in this process, with its flags. Raises what that raises."""
+    module = functions_of(name)
+    for flag in _FLAGS[name]:
+        flags.FLAGS[flag.name] = flag
+    try:
+        flags.FLAGS([name, *arguments])
+        module.main()
+    finally:
+        flags.FLAGS.unparse_flags()
+        _remove(_FLAGS[name])
+
+
+def _remove(which: list[flags.Flag]) -> None:
+    for flag in which:
+        delattr(flags.FLAGS, flag.name)
