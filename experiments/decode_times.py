@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -62,11 +63,13 @@ def measured(seconds: np.ndarray) -> list[dict]:
 
 
 def measure_costs(params, config, widths: Sequence[int]):
-    """(times of one token's layers and heads, in seconds; by width, the times of one that so many
-    rows take through all layers): of one device, beside a cache as long as the context.
+    """(`ForwardTimes` of one token in seconds; by width, the times of one that so many rows take
+    through all layers): of one device, beside a cache as long as the context.
 
-    A segment's time is what it adds to those below it, whose weights take turns in a cache that
-    may not hold them all. Medians over runs that take turns, each of several tokens in a loop.
+    Layers are taken to be equal: each has its share of all of them. Few of them alone would find
+    their weights in a processor's cache, and those of all may not fit. An exit's time is that of
+    its own layers, its head, and a look at the logits. Medians over runs that take turns, each of
+    several tokens in a loop.
     """
     import jax
     import jax.numpy as jnp
@@ -79,48 +82,45 @@ def measure_costs(params, config, widths: Sequence[int]):
     from eejax.inference.state import prepare, step_logits
     from eejax.models.cache import init_cache, run_segment
 
-    n = config.n_exits + 1
+    n, plain = config.n_exits + 1, config.replace(exits=())
     weights = jax.block_until_ready(prepare(params, config))
-    cache = init_cache(config, 1, config.context_length + max(widths), n)
-    shape = (1, max(widths), config.d_model)
-    states = jax.random.normal(jax.random.key(0), shape, config.dtype)
+    length = config.context_length + max(widths)
+    blocks = init_cache(config, 1, length, n).blocks
+    states = jax.random.normal(
+        jax.random.key(0), (1, max(widths), config.d_model), config.dtype
+    )  # fmt: skip
     start = jnp.full((1,), config.context_length // 2, jnp.int32)
 
-    def through(e, weights, carry):
-        """Rows through the segments up to e; they come out as the next ones."""
-        x, parts = carry[0], []
-        for i, (_, kvs, block) in enumerate(carry[1]):
-            segment = weights.segments[i]
-            x, *part = run_segment(weights.params, segment, config, i, x, start, kvs, block)
-            parts.append(tuple(part))
-        return x, tuple(parts)
+    def through(weights, carry):
+        """Rows through all layers; they come out as the next ones."""
+        layers = sum(weights.segments, ())
+        x, _, kvs, _ = run_segment(
+            weights.params, layers, plain, 0, carry[0], start, carry[1], None
+        )
+        return x, kvs
 
     def looked(e, weights, carry):
-        y = step_logits(weights, config, e, carry[0])
+        x, block, _ = carry
+        _, h, _, block = run_segment(weights.params, (), config, e, x, start, (), block)
+        y = step_logits(weights, config, e, h[:, 0])
         # The next row depends on this one's logits, so that none is made but once.
-        return jnp.where(max_probability(y)[:, None] < 2, carry[0], -carry[0]), argmax(y)
+        return jnp.where(max_probability(y)[:, None, None] < 2, x, -x), block, argmax(y)
 
-    def timed(step, e, carry):
+    def timed(step, carry):
         loop = jax.jit(
-            lambda weights, carry: lax.fori_loop(0, STEPS, lambda _, c: step(e, weights, c), carry)
+            lambda weights, carry: lax.fori_loop(0, STEPS, lambda _, c: step(weights, c), carry)
         )
         return lambda _: jax.block_until_ready(loop(weights, carry))
 
-    rows = lambda e, w: (
-        states[:, :w],
-        tuple((states[:, :w], cache.segments[i], cache.blocks[i]) for i in range(e + 1)),
-    )
-    runs = [timed(through, e, rows(e, 1)) for e in range(n)]
-    runs += [timed(through, n - 1, rows(n - 1, w)) for w in widths]
-    runs += [timed(looked, e, (states[:, 0], jnp.zeros((1,), jnp.int32))) for e in range(n)]
+    kvs, token = init_cache(plain, 1, length, 1).segments[0], jnp.zeros((1,), jnp.int32)
+    runs = [timed(through, (states[:, :w], kvs)) for w in widths]
+    runs += [timed(partial(looked, e), (states[:, :1], blocks[e], token)) for e in range(n)]
     seconds = np.median(interleave(runs, ROUNDS, time.perf_counter), 1) / STEPS
-    # What is more is no faster; where it seems so, that is noise.
-    upto = np.maximum.accumulate(seconds[:n])
-    wide = np.maximum.accumulate(seconds[n : n + len(widths)] / seconds[n - 1])
-    times = ForwardTimes.of_segments(
-        config, np.diff(upto, prepend=0.0).tolist(), seconds[n + len(widths) :].tolist()
-    )
-    return times, {w: max(1.0, float(f)) for w, f in zip(widths, wide, strict=True)}
+    alone, heads = float(seconds[0]), seconds[len(widths) :].tolist()
+    times = ForwardTimes((alone / config.n_layers,) * config.n_layers, tuple(heads))
+    # More rows are no faster; where it seems so, that is noise.
+    factors = np.maximum.accumulate(seconds[: len(widths)] / alone).tolist()
+    return times, dict(zip(widths, factors, strict=True))
 
 
 def simulate(

@@ -125,7 +125,7 @@ def quality_against_speed(
                 )  # fmt: skip
         if target is not None:
             left.axhline(target, color="gray", ls="--", lw=1.0, label=f"{target:.0%} agreement")
-        for p in spread_out(points, left_to_right=bound):
+        for p in _spread(points, left_to_right=bound):
             left.annotate(
                 f"{p['threshold']:g}", (n_layers / p["depth"], p["agreement"]),
                 textcoords="offset points", xytext=(5, 5), fontsize=8,
@@ -141,7 +141,7 @@ def quality_against_speed(
             [p["depth"] for p in points], [p["bits_per_byte"] for p in points], "o-", ms=3.5,
             color=INK,
         )  # fmt: skip
-        for p in spread_out(points, left_to_right=[-p["depth"] for p in points]):
+        for p in _spread(points, left_to_right=[-p["depth"] for p in points]):
             right.annotate(
                 f"{p['threshold']:g}", (p["depth"], p["bits_per_byte"]),
                 textcoords="offset points", xytext=(5, 5), fontsize=8,
@@ -240,7 +240,7 @@ def exit_label(name: str) -> str:
     return "final exit" if name == FINAL else name.replace("_", " ")
 
 
-def spread_out(points, left_to_right: Sequence[float], most: int = 7) -> list:
+def _spread(points, left_to_right: Sequence[float], most: int = 7) -> list:
     """At most so many of the points, evenly along the curve, for labels that do not collide."""
     span = max(left_to_right) - min(left_to_right) if points else 0.0
     chosen, last = [], None

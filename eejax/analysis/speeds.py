@@ -9,7 +9,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from eejax.analysis.plots import HUES, MARKERS, STYLE, figure_of, spread_out
+from eejax.analysis.plots import HUES, MARKERS, STYLE, figure_of
 
 
 def scores_against_speed(
@@ -48,16 +48,23 @@ def scores_against_speed(
                     speeds, [p[key] for p in points], xerr=off, label=name, ms=4, elinewidth=0.8,
                     color=HUES[i % len(HUES)], marker=MARKERS[i % len(MARKERS)],
                 )  # fmt: skip
-            first = next(iter(curves.values()))
-            for p in spread_out(first, [p["speed"] for p in first]):
+            for i, p in enumerate(next(iter(curves.values()))):
+                left = i % 2  # neighbours' labels on either side
                 axes.annotate(
                     f"{p['threshold']:g}", (p["speed"], p[key]), textcoords="offset points",
-                    xytext=(4, 5), fontsize=8,
+                    xytext=(-4 if left else 4, 4), ha="right" if left else "left", fontsize=7,
                 )  # fmt: skip
+            # The points fill the panel, whatever of the band that leaves.
+            drawn = [p[key] for points in curves.values() for p in points]
+            drawn += [full[key]["score"]] if key in full else []
+            if (room := 0.12 * (max(drawn) - min(drawn))) > 0:
+                axes.set_ylim(min(drawn) - room, max(drawn) + room)
             if key in shares:
                 axes.yaxis.set_major_formatter(PercentFormatter(1.0))
             axes.set(title=title, xlabel="speed-up over the full model (×)")
         handles, labels = every[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4))
-        figure.supxlabel("numbers beside points are thresholds", fontsize=8, color="gray")
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=min(len(labels), 4),
+            title="numbers beside points are thresholds", title_fontsize=8,
+        )  # fmt: skip
     return figure

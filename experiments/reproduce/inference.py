@@ -14,9 +14,10 @@ measured: prompts of held-out text, greedy, batch 1, without the prompt's pass, 
 `full` in interleaved pairs.
 
 Figure 10: the same scores over the speed of `pipelined` on --stages stages, which is SIMULATED
-(`eejax.inference.latency`): from the exits that these texts' tokens left by, and times of layers
-and heads measured here on one device, with nothing for a hop from stage to stage. Beside it
-`recompute`, simulated likewise, and as measured. Where there are as many devices as stages, such as
+(`eejax.inference.latency`): from the exits that these texts' tokens left by, and the times of a
+layer, of an exit and of several rows as measured here, on one device; all layers are taken to be
+equal, and a hop from stage to stage to be free. Beside it `recompute`, simulated likewise, and as
+measured. Where there are as many devices as stages, such as
 the fake ones above, the real `pipelined` writes some of the texts, to be compared. (Its time would
 say nothing: fake devices share the cores.)
 
@@ -245,13 +246,22 @@ def by_unit(scores, threshold: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def teacher_forced(text, spoken, threshold: float) -> dict:
+    """Scores at a threshold. more_than_full: -log p that a last word has more than under the full
+    model, and the share that perplexity is higher, text by text and so far more exact."""
     from eejax import calibration
+    from eejax.analysis.intervals import Interval, mean_interval
 
     point = calibration.at_threshold(text, threshold)
+    words, (sums, counts) = by_unit(spoken, threshold)[0], by_unit(text, threshold)
+    more = mean_interval(sums - by_unit(text, 1.0)[0], counts)
     return {
-        "threshold": threshold, "word_loss": float(by_unit(spoken, threshold)[0].mean()),
+        "threshold": threshold, "word_loss": float(words.mean()),
         "perplexity": point.perplexity, "agreement": point.agreement, "depth": point.depth,
         "shares": point.shares,
+        "more_than_full": {
+            "word_loss": mean_interval(words - by_unit(spoken, 1.0)[0])._asdict(),
+            "perplexity": Interval(*(math.exp(x) - 1 for x in more))._asdict(),
+        },
     }  # fmt: skip
 
 
@@ -319,6 +329,10 @@ def judge(found: Sequence[dict], full: dict, check: dict | None) -> list[dict]:
         high = found[:2]
         lowest = list(itertools.takewhile(within, found))
         there = ", ".join(f"{value(row):.4g} at {row['threshold']:g}" for row in high)
+        if more := high[-1]["more_than_full"].get(key):
+            shown = ".2%" if key == "perplexity" else ".3f"
+            more = {k: f"{x:+{shown}}" for k, x in more.items()}
+            there += f" (paired: {more['score']}, {more['low']} to {more['high']})"
         claims.append({
             "claim": f"{SCORES[key]}: {there}, where the full model's is {whole['score']:.4g} "
                      f"({whole['low']:.4g}-{whole['high']:.4g}); within that down to "
@@ -387,7 +401,9 @@ def show(summary: dict, n_layers: int) -> None:
         for r in found
     ]  # fmt: skip
     print(analysis.table(header, [["full", *whole], *cells]))
-    print(f"\nFigure 10: times full; simulated with measured times of layers, {stages} stages")
+    print(
+        f"\nFigure 10: times full; simulated with measured times of equal layers, {stages} stages"
+    )
     header = ["threshold", "recompute, measured", "recompute, simulated", "pipelined, simulated"]
     cells = [
         [f"{r['threshold']:g}", text_of(r["speed"]),
