@@ -49,7 +49,7 @@ def scores_against_speed(
                     color=HUES[i % len(HUES)], marker=MARKERS[i % len(MARKERS)],
                 )  # fmt: skip
             for i, p in enumerate(next(iter(curves.values()))):
-                left = i % 2  # neighbours' labels on either side
+                left = i % 2 == 0  # neighbours' labels on either side
                 axes.annotate(
                     f"{p['threshold']:g}", (p["speed"], p[key]), textcoords="offset points",
                     xytext=(-4 if left else 4, 4), ha="right" if left else "left", fontsize=7,

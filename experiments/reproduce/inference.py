@@ -77,7 +77,7 @@ def main() -> None:
     from eejax.inference.state import EngineOptions
     from eejax.train.runs import open_run
 
-    thresholds, folder = given_thresholds(), data_folder()
+    thresholds, folder = thresholds_of(_THRESHOLDS.value), data_folder()
     words = list(itertools.islice(lambada(folder), _RECORDS.value))
     mixed = [text for _, text in read(folder / MIXED, "prompt")]
     run = open_run(_WORKDIR.value)
@@ -119,7 +119,9 @@ def main() -> None:
     chosen = thresholds[::3]
     asked = exit_tables.text_prompts(rows, mixed, model, _TEXTS.value)
     table3 = exit_tables.texts_of(model, asked, chosen)
-    table4 = exit_tables.exits_of(model, asked[0])
+    # Not one that repeats itself.
+    varied = [len(set(text["texts"][0]["ids"])) for text in table3]
+    table4 = exit_tables.exits_of(model, asked[int(np.argmax(varied))])
     check = None
     if not too_few(stages):
         check = decode_times.compared(model, stages, prompts, results[1:], thresholds)
@@ -151,9 +153,8 @@ def say(number: int, what: str) -> None:
     print(f"[{number}/5] {what}", flush=True)
 
 
-def given_thresholds() -> list[float]:
+def thresholds_of(texts: Sequence[str]) -> list[float]:
     """From 1 down."""
-    texts = _THRESHOLDS.value
     try:
         values = [float(text) for text in texts]
     except ValueError as error:
