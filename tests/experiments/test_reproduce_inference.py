@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 import small_runs
@@ -19,6 +20,7 @@ from eejax.calibration import Scores
 from eejax.common.errors import ConfigError, DataError
 from eejax.inference import Generator
 from eejax.inference.latency import ForwardTimes
+from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.train.config import Experiment
 from eejax.train.loop import fit
@@ -272,6 +274,19 @@ def test_simulated_speeds_worked_by_hand():
     two = run([[0, 0, 1], [1]], 0.5)
     assert two["pipelined"] == pytest.approx(4 * 4.5 / 13.0)
     assert run([[1, 1], [1]], 1.0) == {"recompute": 1.0, "pipelined": 1.0}
+
+
+def test_exits_of_every_kind_can_be_timed():
+    exits = (ExitConfig(0, block=True), ExitConfig(1, mlp=True), ExitConfig(2, norm=False))
+    config = ModelConfig(
+        vocab_size=7, n_layers=3, d_model=8, n_heads=2, context_length=8, exits=exits
+    )  # fmt: skip
+    times, factors = decode_times.measure_costs(
+        params.init(config, jax.random.key(0)), config, (1, 2)
+    )
+    assert len(times.layers) == 3 and len(times.exits) == 4 and min(times.exits) > 0
+    assert times.layers == (times.layers[0],) * 3 and times.layers[0] > 0
+    assert factors[1] == 1.0 <= factors[2]
 
 
 def results_of(model, prompts, thresholds, n):
