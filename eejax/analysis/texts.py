@@ -1,0 +1,92 @@
+"""Texts whose tokens left by different exits, for terminals and as a page of HTML.
+
+A text is a list of (piece, exit): what each token adds to it, and the number of the exit that
+emitted it, the final one's last.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+
+from matplotlib.colors import to_hex, to_rgb
+
+from eejax.analysis.plots import exit_colors
+
+Text = Sequence[tuple[str, int]]
+
+
+def visible(text: str) -> str:
+    """The text in one line: what is not printed as it stands is escaped, and a space shown."""
+    return "".join("␣" if c == " " else c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def marked(text: Text, stops: Sequence[int]) -> str:
+    """In one line, with the boundary of the exit wherever it changes: '⟨3⟩impo⟨12⟩rt'.
+
+    stops: boundary of each exit, the final one last.
+    """
+    parts, last = [], None
+    for piece, exit_ in text:
+        parts += [f"⟨{stops[exit_]}⟩"] * (exit_ != last) + [visible(piece)]
+        last = exit_
+    return "".join(parts)
+
+
+def exit_text(prompt: str, texts: Mapping[str, Text], stops: Sequence[int]) -> str:
+    """HTML: a prompt, and below it the texts after it by name, tokens on their exits' colors."""
+    rows = [f"<pre class=prompt>{html.escape(prompt)}</pre>"]
+    for name, text in texts.items():
+        spans = "".join(_token(piece, exit_, stops) for piece, exit_ in text)
+        rows.append(f"<h3>{html.escape(name)}</h3><pre>{spans}</pre>")
+    return "\n".join(rows)
+
+
+def predictions(
+    prompt: str, pieces: Sequence[str], predicted: Sequence[Sequence[tuple[str, float]]],
+    same: Sequence[Sequence[bool]], stops: Sequence[int],
+) -> str:  # fmt: skip
+    """HTML: a text's tokens, one in a row, and (token, confidence) that each exit predicts.
+
+    predicted, same: [exits][tokens]; where it is not the `same` as the final one's it is marked.
+    """
+    header = "".join(f"<th>after {stop}</th>" for stop in stops)
+    rows = [f"<pre class=prompt>{html.escape(prompt)}</pre>", f"<table><tr><th>token</th>{header}"]
+    for i, piece in enumerate(pieces):
+        cells = "".join(
+            f"<td{'' if agrees[i] else ' class=other'}>{html.escape(visible(exit_[i][0]))} "
+            f"<small>{exit_[i][1]:.3f}</small></td>"
+            for exit_, agrees in zip(predicted, same, strict=True)
+        )
+        rows.append(f"<tr><td>{html.escape(visible(piece))}</td>{cells}")
+    return "\n".join([*rows, "</table>"])
+
+
+def page(title: str, parts: Sequence[tuple[str, str]], stops: Sequence[int]) -> str:
+    """A whole page of (heading, HTML), with a legend of the exits' colors."""
+    legend = " ".join(
+        _token("the final exit" if e == len(stops) - 1 else f"exit after {stop}", e, stops)
+        for e, stop in enumerate(stops)
+    )
+    body = "\n".join(f"<h2>{html.escape(heading)}</h2>\n{part}" for heading, part in parts)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>
+body {{ font-family: sans-serif; max-width: 60em; margin: 2em auto; }}
+pre {{ white-space: pre-wrap; }} .prompt {{ color: gray; }} h3 {{ font-size: 1em; }}
+td, th {{ padding: 0 1em 0 0; text-align: left; font-family: monospace; }}
+.other {{ background: #f6d5d8; }} small {{ color: gray; }}
+</style></head><body><h1>{html.escape(title)}</h1><p>{legend}</p>
+{body}
+</body></html>
+"""
+
+
+def _token(piece: str, exit_: int, stops: Sequence[int]) -> str:
+    """A piece on the color of its exit; the final one has none."""
+    text = html.escape(piece)
+    if exit_ == len(stops) - 1:
+        return f"<span>{text}</span>"
+    color = exit_colors(len(stops))[exit_]
+    red, green, blue = to_rgb(color)
+    ink = "black" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.5 else "white"
+    return f'<span style="background:{to_hex(color)};color:{ink}">{text}</span>'

@@ -1,0 +1,135 @@
+"""EE-LLM's Tables 3 and 4: texts by the exit of every token, and what every exit predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+SHOWN = 24  # rows of Table 4 in the terminal
+
+
+def text_prompts(rows: np.ndarray, mixed: Sequence[str], model, n: int) -> list[list[int]]:
+    """Every second one of the mixed prompts, the first of held-out text; half a context at most."""
+    half, prompts = model.config.context_length // 2, []
+    for i in range(n):
+        if i % 2 == 0:
+            prompts.append(rows[len(rows) * (i + 1) // (n + 1)][:half].tolist())
+        else:
+            text = mixed[len(mixed) * i // (n + 1)]
+            prompts.append(model.tokenizer.encode(text).tolist()[-half:])
+    return prompts
+
+
+def pieces_of(tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> list[str]:
+    """What each token adds to the text; of a character of several, the last one has it."""
+    stream = tokenizer.stream()
+    stream.push(prompt)
+    pieces = [stream.push(i) for i in ids]
+    return [*pieces[:-1], pieces[-1] + stream.flush()]
+
+
+def texts_of(model, prompts: list[list[int]], thresholds: Sequence[float]) -> list[dict]:
+    """Table 3: of each prompt, the text at each threshold by tokens, with the boundaries of their
+    exits and their confidences."""
+    from eejax.inference import Generator
+
+    generator = Generator.make(model.params, model.config, "recompute")
+    new, found = model.config.context_length // 2 - 1, []
+    for prompt in prompts:
+        texts = []
+        for threshold in thresholds:
+            r = generator.generate([prompt], new, threshold=threshold, prefill_exit=True)
+            texts.append({
+                "threshold": threshold, "ids": r.ids(0),
+                "pieces": pieces_of(model.tokenizer, prompt, r.ids(0)),
+                "boundaries": r.boundaries[0].tolist(),
+                "exits": r.exits[0].tolist(), "confidences": r.confidences[0].tolist(),
+            })  # fmt: skip
+        found.append({"prompt": model.tokenizer.decode(prompt), "texts": texts})
+    return found
+
+
+def exits_of(model, prompt: list[int]) -> dict:
+    """Table 4: of the full model's text after a prompt, what every exit predicts and how
+    confidently, [exits][tokens]."""
+    from eejax import calibration
+    from eejax.inference import Generator
+
+    tokenizer, new = model.tokenizer, model.config.context_length // 2 - 1
+    full = Generator.make(model.params, model.config, "full")
+    ids = full.generate([prompt], new).ids(0)
+    whole = np.array(prompt + ids, np.int32)
+    labels = np.where(np.arange(len(whole)) < len(prompt), -1, whole)
+    batch = {"tokens": whole[None, :-1], "labels": labels[None, 1:]}
+    scores = calibration.score(model.params, model.config, [batch])
+    return {
+        "prompt": tokenizer.decode(prompt), "ids": ids, "stops": model.config.stops,
+        "pieces": pieces_of(tokenizer, prompt, ids),
+        "predicted": scores.tokens.tolist(),
+        "predicted_pieces": [[tokenizer.decode([i]) for i in row] for row in scores.tokens],
+        "confidences": scores.confidences["max_probability"].tolist(),
+    }  # fmt: skip
+
+
+def agreeing(table: dict) -> list[dict]:
+    """Of every early exit in Table 4: the share of tokens it predicts as the final one does, and
+    its mean confidence in these and in the others (None: there are none)."""
+    *early, final = np.array(table["predicted"])
+    mean = lambda a: float(a.mean()) if len(a) else None
+    return [
+        {"boundary": stop, "agreement": float((tokens == final).mean()),
+         "agreeing": mean(c[tokens == final]), "others": mean(c[tokens != final])}
+        for stop, tokens, c in zip(
+            table["stops"], early, np.array(table["confidences"]), strict=False
+        )
+    ]  # fmt: skip
+
+
+def page_of(table3: Sequence[dict], table4: dict) -> str:
+    """Both as a page of HTML, with colors."""
+    from eejax.analysis.texts import exit_text, page, predictions
+
+    stops, parts = table4["stops"], []
+    for text in table3:
+        of = {f"threshold {t['threshold']:g}": list(zip(t["pieces"], t["exits"], strict=True))
+              for t in text["texts"]}  # fmt: skip
+        parts.append(("Text by the exit of every token", exit_text(text["prompt"], of, stops)))
+    predicted = [
+        list(zip(tokens, confidences, strict=True))
+        for tokens, confidences in zip(
+            table4["predicted_pieces"], table4["confidences"], strict=True
+        )
+    ]
+    ids = np.array(table4["predicted"])
+    parts.append((
+        "The full model's text, and what every exit predicts with which confidence",
+        predictions(table4["prompt"], table4["pieces"], predicted, ids == ids[-1], stops),
+    ))  # fmt: skip
+    return page("Generation with early exits", parts, stops)
+
+
+def show(table3: Sequence[dict], table4: dict) -> None:
+    from eejax import analysis
+    from eejax.analysis.texts import marked, visible
+
+    stops = table4["stops"]
+    for text in table3:
+        print(f"\nTable 3, after {visible(text['prompt'][-60:])}")
+        for t in text["texts"]:
+            pairs = list(zip(t["pieces"], t["exits"], strict=True))
+            print(f"threshold {t['threshold']:g}: {marked(pairs, stops)}")
+    print(f"\nTable 4, after {visible(table4['prompt'][-60:])}: the first tokens")
+    columns = list(zip(table4["predicted_pieces"], table4["confidences"], strict=True))
+    cells = [
+        [visible(piece), *(f"{visible(p[i])} {c[i]:.3f}" for p, c in columns)]
+        for i, piece in enumerate(table4["pieces"][:SHOWN])
+    ]
+    print(analysis.table(["token", *(f"after {s}" for s in stops)], cells))
+    number = lambda x: "-" if x is None else f"{x:.2f}"
+    for row in agreeing(table4):
+        print(
+            f"the exit after {row['boundary']} predicts {row['agreement']:.0%} of "
+            f"{len(table4['ids'])} tokens as the final one does; mean confidence "
+            f"{number(row['agreeing'])} in these, {number(row['others'])} in the others"
+        )

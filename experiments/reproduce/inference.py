@@ -1,0 +1,425 @@
+"""EE-LLM's inference (Chen et al., ICML 2024: Figures 8 and 10, Tables 3 and 4) on a trained run.
+
+    EEJAX_DATA=DATA XLA_FLAGS=--xla_force_host_platform_device_count=4 \\
+        python -m experiments.reproduce.inference --workdir=runs/quickstart
+
+The paper generates with confidence thresholds from 1 down, by KV recomputation on one device and by
+a pipeline of stages, and draws tasks' scores over speed. This is the same for any run, and small.
+
+Figure 8, for every threshold: LAMBADA's last words that the engine `recompute` completes as they
+stand there; and, as a small model completes hardly any, three scores that are teacher-forced, each
+token by the exit that the threshold decides on: -log p of LAMBADA's last words, perplexity of the
+run's held-out text, and agreement there with the full model's most likely token. Speed is
+measured: prompts of held-out text, greedy, batch 1, without the prompt's pass, over the engine
+`full` in interleaved pairs.
+
+Figure 10: the same scores over the speed of `pipelined` on --stages stages, which is SIMULATED
+(`eejax.inference.latency`): from the exits that these texts' tokens left by, and the times of a
+layer, of an exit and of several rows as measured here, on one device; all layers are taken to be
+equal, and a hop from stage to stage to be free. Beside it `recompute`, simulated likewise, and as
+measured. Where there are as many devices as stages, such as
+the fake ones above, the real `pipelined` writes some of the texts, to be compared. (Its time would
+say nothing: fake devices share the cores.)
+
+Table 3: texts at some thresholds, with the exit of every token. Table 4: what every exit predicts
+of the full model's text, and how confidently. Claims of the paper, checked here:
+
+- the lower the threshold, the faster;
+- at the highest thresholds, scores are the full model's, within their own 95 % intervals;
+- `pipelined` is at least as fast as `recompute` for the same tokens (simulated);
+- both emit the same tokens from the same exits (near-ties in rounding apart, which are counted).
+
+The exit status is 1 where one does not hold. Reads lambada/lambada_openai.jsonl and
+mixed_prompts/mixed_prompts.jsonl in the folder $EEJAX_DATA. Leaves results.json, fig8.png,
+fig10.png and tables.html in WORKDIR/inference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from absl import flags
+
+from eejax.common.errors import ConfigError, DataError, require
+from experiments import decode_times, launch
+from experiments.reproduce import exit_tables
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
+_THRESHOLDS = flags.DEFINE_list(
+    "thresholds", "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2".split(","), "Beside 1."
+)  # fmt: skip
+_RECORDS = flags.DEFINE_integer("records", 192, "Last words of LAMBADA.", lower_bound=2)
+_TOKENS = flags.DEFINE_integer("tokens", 100_000, "Held-out tokens to score.", lower_bound=1)
+_PAIRS = flags.DEFINE_integer("pairs", 24, "Pairs of runs to time.", lower_bound=2)
+_PROMPTS = flags.DEFINE_integer("prompts", 12, "Prompts of the runs timed.", lower_bound=1)
+_STAGES = flags.DEFINE_integer("stages", 4, "Stages of `pipelined`.", lower_bound=1)
+_TEXTS = flags.DEFINE_integer("texts", 4, "Prompts of Table 3.", lower_bound=1)
+_OUT = flags.DEFINE_string("out", None, "The folder; WORKDIR/inference by default.")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
+flags.mark_flags_as_required(["workdir"])
+
+LAMBADA = "lambada/lambada_openai.jsonl"
+MIXED = "mixed_prompts/mixed_prompts.jsonl"
+BATCH = 16
+
+
+def main() -> None:
+    from eejax import calibration
+    from eejax.checkpoint.files import write_text
+    from eejax.inference.state import EngineOptions
+    from eejax.train.runs import open_run
+
+    thresholds, folder = thresholds_of(_THRESHOLDS.value), data_folder()
+    words = list(itertools.islice(lambada(folder), _RECORDS.value))
+    mixed = [text for _, text in read(folder / MIXED, "prompt")]
+    run = open_run(_WORKDIR.value)
+    model, config = run.model, run.model.config
+    require(config.n_exits > 0, "--workdir", _WORKDIR.value, "must be a run with early exits")
+    stages, limit = _STAGES.value, config.n_layers
+    require(stages <= limit, "--stages", stages, f"must be at most the model's {limit} layers")
+
+    say(1, "scoring every exit on held-out text and LAMBADA")
+    batches = held_out(run, _TOKENS.value)
+    rows = np.concatenate([b["tokens"] for b in batches])
+    records = encoded(words, model.tokenizer, run.experiment.data.length)
+    spoken = calibration.score(model.params, config, word_batches(records))
+    text = calibration.score(model.params, config, batches)
+    found = [teacher_forced(text, spoken, t) for t in thresholds]
+    say(2, f"completing {len(records)} last words of LAMBADA at every threshold")
+    full = {"accuracy": completed(model, records, "full", 1.0)}
+    for row in found:
+        row["accuracy"] = completed(model, records, "recompute", row["threshold"])
+
+    part = min(config.context_length // 4, rows.shape[1])
+    starts = np.linspace(0, len(rows) - 1, _PROMPTS.value).astype(int)
+    prompts = [rows[i, :part].tolist() for i in starts]
+    new = config.context_length - part - 1
+    say(3, f"timing {new} tokens, {_PAIRS.value} times at every threshold")
+    seconds, results = decode_times.measure(model, thresholds, prompts, new, _PAIRS.value)
+    for row, speeds, texts in zip(found, decode_times.measured(seconds), results[1:], strict=True):
+        layers = np.concatenate([r.layers[0, 1:] for r in texts])
+        row |= speeds | {"layers": float(layers.mean())}
+    say(4, "timing layers and heads")
+    options = EngineOptions()
+    times, factors = decode_times.measure_costs(model.params, config, options.widths)
+    for row, texts in zip(found, results[1:], strict=True):
+        traces = [r.exits[0, 1:] for r in texts]
+        row["simulated"] = decode_times.simulate(
+            traces, config, stages, times, factors, row["threshold"], options.cap
+        )
+    say(5, "writing the tables" + ("" if too_few(stages) else ", and texts on stages"))
+    chosen = thresholds[::3]
+    asked = exit_tables.text_prompts(rows, mixed, model, _TEXTS.value)
+    table3 = exit_tables.texts_of(model, asked, chosen)
+    # Not one that repeats itself.
+    varied = [len(set(text["texts"][0]["ids"])) for text in table3]
+    table4 = exit_tables.exits_of(model, asked[int(np.argmax(varied))])
+    check = None
+    if not too_few(stages):
+        check = decode_times.compared(model, stages, prompts, results[1:], thresholds)
+
+    full |= full_scores(text, spoken)
+    claims = judge(found, full, check)
+    summary = {
+        "step": model.step, "stages": stages, "pairs": _PAIRS.value, "new_tokens": new,
+        "held_out_tokens": len(text), "records": len(records), "full": full, "thresholds": found,
+        "costs": dataclasses.asdict(times) | {"rows": {str(w): f for w, f in factors.items()}},
+        "pipelined_engine": check, "claims": claims,
+    }  # fmt: skip
+    whole = summary | {"table3": table3, "table4": table4}
+    out = pathlib.Path(_OUT.value or pathlib.Path(_WORKDIR.value) / "inference").expanduser()
+    drawn = draw(out, found, full, stages)
+    page = exit_tables.page_of(table3, table4)
+    for name, content in (("tables.html", page), ("results.json", json.dumps(whole, indent=1))):
+        write_text(out / name, content)
+        drawn.append(out / name)
+    exit_tables.show(table3, table4)
+    show(summary, config.n_layers)
+    print(f"\nleft: {', '.join(map(str, drawn))}", flush=True)
+    if _JSON.value:
+        print(json.dumps(summary))
+    sys.exit(0 if all(c["holds"] for c in claims) else 1)
+
+
+def say(number: int, what: str) -> None:
+    print(f"[{number}/5] {what}", flush=True)
+
+
+def thresholds_of(texts: Sequence[str]) -> list[float]:
+    """From 1 down."""
+    try:
+        values = [float(text) for text in texts]
+    except ValueError as error:
+        raise ConfigError(f"--thresholds = {','.join(texts)!r}: must be numbers.") from error
+    fine = all(0 <= t <= 1 for t in values) and any(t < 1 for t in values)
+    require(fine, "--thresholds", ",".join(texts), "must lie in [0, 1], one of them below 1")
+    return sorted({1.0, *values}, reverse=True)
+
+
+def too_few(stages: int) -> bool:
+    import jax
+
+    return jax.device_count() < stages
+
+
+# Data
+
+
+def data_folder() -> pathlib.Path:
+    value = os.environ.get("EEJAX_DATA")
+    if not value:
+        raise DataError(f"EEJAX_DATA is not set: set it to the folder that has {LAMBADA}.")
+    return pathlib.Path(value).expanduser()
+
+
+def read(path: pathlib.Path, field: str) -> Iterator[tuple[int, str]]:
+    from eejax.data import records
+
+    return records.json_lines(str(path), field)
+
+
+def lambada(folder: pathlib.Path) -> Iterator[tuple[str, str]]:
+    """(text, its last word with the space before it)."""
+    texts, words = read(folder / LAMBADA, "context"), read(folder / LAMBADA, "continuation")
+    for (_, text), (_, word) in zip(texts, words, strict=True):
+        yield text, f" {word}"
+
+
+def held_out(run, tokens: int) -> list[dict]:
+    """Batches of the run's held-out text."""
+    from eejax.train import inputs
+
+    config = run.experiment.data
+    limit = max(1, tokens // (BATCH * config.length))
+    parts = inputs.held_out(config, run.dataset(), BATCH, limit)
+    return list(itertools.chain.from_iterable(batches for _, batches in parts))
+
+
+Records = Sequence[tuple[list[int], list[int]]]
+
+
+def encoded(words: Sequence[tuple[str, str]], tokenizer, length: int) -> Records:
+    """(prompt, last word) as ids: the text's last tokens, both together no longer than `length`,
+    which the run was trained at. What has no room for its word and a token before it is left out.
+    """
+    records = []
+    for text, word in words:
+        ids, target = (tokenizer.encode(part).tolist() for part in (text, word))
+        if ids and target and len(target) < length:
+            records.append((ids[-(length - len(target)) :], target))
+    if len(records) < 2:
+        raise DataError(f"{LAMBADA}: fewer than 2 last words fit into {length} tokens.")
+    return records
+
+
+def word_batches(records: Records) -> Iterator[dict[str, np.ndarray]]:
+    """A text in a row, of which the last word's tokens count."""
+    length = max(len(prompt) + len(target) for prompt, target in records) - 1
+    for begin in range(0, len(records), BATCH):
+        tokens = np.zeros((BATCH, length), np.int32)
+        labels = np.full((BATCH, length), -1, np.int32)
+        for i, (prompt, target) in enumerate(records[begin : begin + BATCH]):
+            ids, n = prompt + target, len(prompt)
+            tokens[i, : len(ids) - 1] = ids[:-1]
+            labels[i, n - 1 : len(ids) - 1] = target
+        yield {"tokens": tokens, "labels": labels}
+
+
+# Scores
+
+
+def by_unit(scores, threshold: float) -> tuple[np.ndarray, np.ndarray]:
+    """Of every text: (sum of -log p of its labels, each under the exit that emits it; labels)."""
+    from eejax import calibration
+
+    number = calibration.emitting_exits(scores, threshold)
+    nll = np.take_along_axis(scores.nlls, number[None], 0)[0]
+    _, unit = np.unique(scores.units, return_inverse=True)
+    return np.bincount(unit, nll.astype(np.float64)), np.bincount(unit)
+
+
+def teacher_forced(text, spoken, threshold: float) -> dict:
+    """Scores at a threshold. more_than_full: -log p that a last word has more than under the full
+    model, and the share that perplexity is higher, text by text and so far more exact."""
+    from eejax import calibration
+    from eejax.analysis.intervals import Interval, mean_interval
+
+    point = calibration.at_threshold(text, threshold)
+    words, (sums, counts) = by_unit(spoken, threshold)[0], by_unit(text, threshold)
+    more = mean_interval(sums - by_unit(text, 1.0)[0], counts)
+    return {
+        "threshold": threshold, "word_loss": float(words.mean()),
+        "perplexity": point.perplexity, "agreement": point.agreement, "depth": point.depth,
+        "shares": point.shares,
+        "more_than_full": {
+            "word_loss": mean_interval(words - by_unit(spoken, 1.0)[0])._asdict(),
+            "perplexity": Interval(*(math.exp(x) - 1 for x in more))._asdict(),
+        },
+    }  # fmt: skip
+
+
+def full_scores(text, spoken) -> dict[str, dict]:
+    """Of the full model, with their 95 % intervals."""
+    from eejax.analysis.intervals import Interval, mean_interval
+
+    perplexity = Interval(*map(math.exp, mean_interval(*by_unit(text, 1.0))))
+    return {
+        "word_loss": mean_interval(by_unit(spoken, 1.0)[0])._asdict(),
+        "perplexity": perplexity._asdict(),
+    }
+
+
+def completed(model, records: Records, engine: str, threshold: float) -> dict[str, float]:
+    """The share of last words that greedy decoding writes as they are.
+
+    The threshold decides about the first token too, which the prompt's pass makes.
+    """
+    from eejax.analysis.intervals import share_interval
+    from eejax.inference import Generator
+
+    generator = Generator.make(model.params, model.config, engine)
+    longest, right = max(len(target) for _, target in records), 0
+    for begin in range(0, len(records), BATCH):
+        prompts, targets = zip(*records[begin : begin + BATCH], strict=True)
+        # As many requests each time, so that nothing is compiled for the last ones.
+        filled = [*prompts, *[prompts[0]] * (BATCH - len(prompts))]
+        result = generator.generate(filled, longest, threshold=threshold, prefill_exit=True)
+        right += sum(result.ids(i)[: len(t)] == t for i, t in enumerate(targets))
+    return share_interval(right, len(records))._asdict()
+
+
+# What is made of it
+
+SCORES = {
+    "accuracy": "LAMBADA, last words completed",
+    "word_loss": "LAMBADA, -log p of the last word (nats)",
+    "perplexity": "held-out text, perplexity per token",
+    "agreement": "held-out text, agreement with the full model",
+}
+
+
+def judge(found: Sequence[dict], full: dict, check: dict | None) -> list[dict]:
+    """The claims, each with a line that says what was found and whether it `holds`.
+
+    found: by threshold from 1 down; full: of the full model, scores with intervals. check: what
+    `compared` found, None where it was not run.
+    """
+    first, last = found[0], found[-1]
+    slower = [
+        f"{row['threshold']:g} ({text_of(row['over_above'])} times the threshold above)"
+        for row in found if row["over_above"]["high"] < 1
+    ]  # fmt: skip
+    claims = [{
+        "claim": f"`recompute` is the faster the lower the threshold: {first['speed']['ratio']:.2f}"
+                 f" times full's at 1, {last['speed']['ratio']:.2f} at {last['threshold']:g}, "
+                 f"{text_of(last['over_first'])} times the speed at 1; slower than the threshold "
+                 f"above, beyond the interval: {', '.join(slower) or 'none'}",
+        "holds": not slower and last["over_first"]["low"] > 1,
+    }]  # fmt: skip
+    for key, whole in full.items():
+        value = lambda row, key=key: row[key]["score"] if key == "accuracy" else row[key]
+        within = lambda row, w=whole, v=value: w["low"] <= v(row) <= w["high"]
+        high = found[:2]
+        lowest = list(itertools.takewhile(within, found))
+        there = ", ".join(f"{value(row):.4g} at {row['threshold']:g}" for row in high)
+        if more := high[-1]["more_than_full"].get(key):
+            shown = ".2%" if key == "perplexity" else ".3f"
+            more = {k: f"{x:+{shown}}" for k, x in more.items()}
+            there += f" (paired: {more['score']}, {more['low']} to {more['high']})"
+        claims.append({
+            "claim": f"{SCORES[key]}: {there}, where the full model's is {whole['score']:.4g} "
+                     f"({whole['low']:.4g}-{whole['high']:.4g}); within that down to "
+                     + (f"{lowest[-1]['threshold']:g}" if lowest else "none"),
+            "holds": all(map(within, high)),
+        })  # fmt: skip
+    ratios = [row["simulated"]["pipelined"] / row["simulated"]["recompute"] for row in found]
+    least = int(np.argmin(ratios))
+    claims.append({
+        "claim": "`pipelined` is at least as fast as `recompute` for the same tokens (simulated): "
+                 f"{min(ratios):.3f} (at {found[least]['threshold']:g}) to {max(ratios):.3f} times",
+        "holds": min(ratios) >= 1 - 1e-9,
+    })  # fmt: skip
+    if check:
+        claims.append({
+            "claim": "`pipelined` and `recompute` emit the same tokens from the same exits: "
+                     f"{check['differ']} of {check['tokens']} differ, after near-ties in "
+                     f"{check['near_ties']} texts, without in {check['others']}",
+            "holds": check["others"] == 0,
+        })  # fmt: skip
+    return claims
+
+
+def text_of(ratio: dict[str, float]) -> str:
+    return f"{ratio['ratio']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
+
+
+def draw(out: pathlib.Path, found: Sequence[dict], full: dict, stages: int) -> list[pathlib.Path]:
+    from eejax import analysis
+    from eejax.analysis.speeds import scores_against_speed
+
+    values = lambda row: {k: row[k] for k in SCORES} | {"accuracy": row["accuracy"]["score"]}
+    point = lambda row, speed: {"threshold": row["threshold"], "speed": speed} | values(row)
+    real = [point(row, row["speed"]["ratio"]) | {k: row["speed"][k] for k in ("low", "high")}
+            for row in found]  # fmt: skip
+    curve = lambda engine: [point(row, row["simulated"][engine]) for row in found]
+    curves = {
+        "recompute, measured": real,
+        "recompute, simulated": curve("recompute"),
+        f"pipelined on {stages} stages, simulated": curve("pipelined"),
+    }
+    shares = ("accuracy", "agreement")
+    fig8 = scores_against_speed(dict([next(iter(curves.items()))]), SCORES, full, shares=shares)
+    some = {k: SCORES[k] for k in ("word_loss", "perplexity")}
+    fig10 = scores_against_speed(curves, some, full, shares=shares)
+    return [analysis.save(fig8, out / "fig8.png"), analysis.save(fig10, out / "fig10.png")]
+
+
+def show(summary: dict, n_layers: int) -> None:
+    from eejax import analysis
+
+    stages, full, found = summary["stages"], summary["full"], summary["thresholds"]
+    print(
+        f"\nFigure 8: {summary['records']} last words of LAMBADA, {summary['held_out_tokens']} "
+        f"held-out tokens, {summary['pairs']} pairs of {summary['new_tokens']} new tokens"
+    )
+    header = ["threshold", "last words", "-log p", "perplexity", "agreement",
+              f"depth of {n_layers}", "layers run", "times full (95 %)"]  # fmt: skip
+    whole = [f"{full['accuracy']['score']:.1%}", f"{full['word_loss']['score']:.2f}",
+             f"{full['perplexity']['score']:.3f}", "100.0%", f"{n_layers:.2f}",
+             f"{n_layers:.2f}", "1"]  # fmt: skip
+    cells = [
+        [f"{r['threshold']:g}", f"{r['accuracy']['score']:.1%}", f"{r['word_loss']:.2f}",
+         f"{r['perplexity']:.3f}", f"{r['agreement']:.1%}", f"{r['depth']:.2f}",
+         f"{r['layers']:.2f}", text_of(r["speed"])]
+        for r in found
+    ]  # fmt: skip
+    print(analysis.table(header, [["full", *whole], *cells]))
+    print(
+        f"\nFigure 10: times full; simulated with measured times of equal layers, {stages} stages"
+    )
+    header = ["threshold", "recompute, measured", "recompute, simulated", "pipelined, simulated"]
+    cells = [
+        [f"{r['threshold']:g}", text_of(r["speed"]),
+         *(f"{r['simulated'][k]:.2f}" for k in ("recompute", "pipelined"))]
+        for r in found
+    ]  # fmt: skip
+    print(analysis.table(header, cells) + "\n")
+    for claim in summary["claims"]:
+        print(f"{'holds' if claim['holds'] else 'FAILS'}  {claim['claim']}")
+    if summary["pipelined_engine"] is None:
+        print(
+            f"not checked: the tokens of the real `pipelined`, which needs {stages} devices; "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={stages} makes fake ones"
+        )
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,382 @@
+"""The reproduction of EE-LLM's inference, of a run that took seconds, and how it judges."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import small_runs
+from launchers import functions_of
+from matplotlib.image import imread
+
+from eejax import calibration
+from eejax.calibration import Scores
+from eejax.common.errors import ConfigError, DataError
+from eejax.inference import Generator
+from eejax.inference.latency import ForwardTimes
+from eejax.models import params
+from eejax.models.config import ExitConfig, ModelConfig
+from eejax.train.config import Experiment
+from eejax.train.loop import fit
+from eejax.train.runs import open_run
+from experiments import decode_times
+from experiments.reproduce import exit_tables
+
+inference = functions_of("experiments.reproduce.inference")
+THRESHOLDS = [1.0, 0.6, 0.3]
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """Three layers with two exits, trained until they are sure of some tokens."""
+    folder = tmp_path_factory.mktemp("run")
+    small_runs.write_text(folder)
+    values = small_runs.config(folder, microbatches=1, eval_every=0, steps=800)
+    exits = [{"boundary": 1}, {"boundary": 2}]
+    values["model"] |= {"n_layers": 3, "exits": exits, "context_length": 32, "dropout": 0.0}
+    values["train"] |= {"checkpoint_every": 800, "log_every": 800}
+    values["exit_weights"] = {"weights": [0.5, 0.5]}
+    fit(Experiment.from_dict(values), folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def model(workdir):
+    return open_run(workdir).model
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Files of the real ones' form."""
+    folder = tmp_path_factory.mktemp("data")
+    write = lambda name, rows: (
+        (folder / name).parent.mkdir(),
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows)),
+    )
+    words = ["exit", "layer", "token", "an-unusually-long-word"]
+    write(inference.LAMBADA, [
+        {"context": f"{i} early depth gate loss", "continuation": words[i % 4]} for i in range(40)
+    ])  # fmt: skip
+    write(inference.MIXED, [{"prompt": f"gate é token {i}"} for i in range(9)])
+    return folder
+
+
+def launch(root, data, *arguments):
+    process = subprocess.run(
+        [sys.executable, "-P", "-m", "experiments.reproduce.inference", *arguments],
+        cwd=root, capture_output=True, text=True, timeout=600,
+        env=os.environ | {"EEJAX_DATA": str(data)},
+    )  # fmt: skip
+    return process.returncode, process.stdout, process.stderr
+
+
+@pytest.fixture(scope="module")
+def reproduced(repo_root, workdir, data):
+    return launch(
+        repo_root, data, f"--workdir={workdir}", "--thresholds=0.3,0.6", "--records=30",
+        "--tokens=2000", "--pairs=2", "--prompts=2", "--texts=2", "--stages=3", "--json",
+    )  # fmt: skip
+
+
+def test_it_leaves_what_it_promises(reproduced, workdir):
+    code, out, err = reproduced
+    results = json.loads((workdir / "inference" / "results.json").read_text())
+    assert code == (0 if all(c["holds"] for c in results["claims"]) else 1), err
+    tables = {k: results.pop(k) for k in ("table3", "table4")}
+    assert json.loads(out.splitlines()[-1]) == results
+    for name in ("fig8.png", "fig10.png"):
+        assert imread(workdir / "inference" / name).std() > 0.02
+    page = (workdir / "inference" / "tables.html").read_text()
+    assert "threshold 1" in page and "exit after 2" in page
+    assert [row["threshold"] for row in results["thresholds"]] == THRESHOLDS
+    assert results["records"] == 23  # 7 of 30 are too long for their window
+    for row in results["thresholds"]:
+        low, high = row["speed"]["low"], row["speed"]["high"]
+        assert 0 < low <= row["speed"]["ratio"] <= high
+        line = f"{row['perplexity']:.3f}  {row['agreement']:9.1%}"
+        assert line in out
+    first = results["thresholds"][0]
+    assert first["layers"] == 3 and first["agreement"] == 1.0
+    assert first["simulated"] == pytest.approx({"recompute": 1.0, "pipelined": 1.0})
+    assert first["accuracy"] == results["full"]["accuracy"]
+    # Layers that are equal, and rows that are no faster than one.
+    assert len(set(results["costs"]["layers"])) == 1 and len(results["costs"]["exits"]) == 3
+    factors = list(results["costs"]["rows"].values())
+    assert factors[0] == 1.0 and factors == sorted(factors)
+    # The stages were there: the real engine was compared, three thresholds of two texts each.
+    check = results["pipelined_engine"]
+    assert check["tokens"] == 3 * 2 * (1 + results["new_tokens"]) and check["others"] == 0
+    verdicts = [line for line in out.splitlines() if line.startswith(("holds", "FAILS"))]
+    assert len(verdicts) == len(results["claims"]) == 6 and "not checked" not in out
+    for text in tables["table3"]:
+        assert [t["threshold"] for t in text["texts"]] == [1.0]  # every third
+        for t in text["texts"]:
+            assert len(t["pieces"]) == len(t["exits"]) == len(t["confidences"]) == 15
+            assert t["boundaries"] == [3] * 15
+    assert np.shape(tables["table4"]["predicted"]) == (3, 15)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--stages=4"], "--stages = 4: must be at most the model's 3 layers"),
+        (["--workdir=absent"], "absent"),
+    ],
+)
+def test_what_cannot_be_is_refused(repo_root, workdir, data, arguments, message):
+    code, _, err = launch(repo_root, data, f"--workdir={workdir}", *arguments)
+    assert code == 1 and err.startswith("error: ") and message in err
+    assert "Traceback" not in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["0.5,1.5", "-0.1", "nan", "1", "low", ""])
+def test_thresholds_that_cannot_be_are_named(text):
+    with pytest.raises(ConfigError, match=f"--thresholds = '{text}': must"):
+        inference.thresholds_of(text.split(","))
+    assert inference.thresholds_of(["0.2", "0.9", "0.2"]) == [1.0, 0.9, 0.2]
+
+
+def test_missing_data_are_named(monkeypatch, tmp_path):
+    monkeypatch.delenv("EEJAX_DATA", raising=False)
+    with pytest.raises(DataError, match="EEJAX_DATA is not set"):
+        inference.data_folder()
+    monkeypatch.setenv("EEJAX_DATA", str(tmp_path))
+    with pytest.raises(DataError, match=inference.LAMBADA):
+        list(inference.lambada(inference.data_folder()))
+
+
+def scores_of(n_units=40, seed=0):
+    """Random scores of two early exits, texts of unequal length."""
+    rng = np.random.default_rng(seed)
+    units = np.repeat(np.arange(n_units) * 3, rng.integers(1, 9, n_units))
+    config = ModelConfig(
+        vocab_size=7, n_layers=4, d_model=8, n_heads=2, context_length=8,
+        exits=(ExitConfig(1), ExitConfig(2)),
+    )  # fmt: skip
+    n = len(units)
+    return Scores(
+        config, np.zeros(n, int), units, rng.integers(0, 3, (3, n)), rng.random((3, n)),
+        {"max_probability": rng.random((3, n), np.float32)},
+    )  # fmt: skip
+
+
+def test_scores_are_those_of_a_loop_over_positions():
+    text, spoken, threshold = scores_of(), scores_of(30, 1), 0.6
+    nlls = {}
+    for name, scores in (("text", text), ("spoken", spoken)):
+        for t in (threshold, 1.0):
+            sums = {}
+            for i, unit in enumerate(scores.units):
+                sure = scores.confidences["max_probability"][:, i]
+                e = next((e for e in (0, 1) if t < 1 and sure[e] >= t), 2)
+                sums.setdefault(int(unit), []).append(scores.nlls[e, i])
+            nlls[name, t] = sums
+    row = inference.teacher_forced(text, spoken, threshold)
+    words = {t: np.array([sum(v) for v in nlls["spoken", t].values()]) for t in (threshold, 1.0)}
+    assert row["word_loss"] == pytest.approx(words[threshold].mean())
+    flat = lambda t: np.concatenate(list(nlls["text", t].values())).mean()
+    assert row["perplexity"] == pytest.approx(np.exp(flat(threshold)))
+    more = row["more_than_full"]
+    assert more["word_loss"]["score"] == pytest.approx((words[threshold] - words[1.0]).mean())
+    assert more["perplexity"]["score"] == pytest.approx(np.exp(flat(threshold) - flat(1.0)) - 1)
+    full = inference.full_scores(text, spoken)
+    assert full["word_loss"]["score"] == pytest.approx(words[1.0].mean())
+    assert full["perplexity"]["score"] == pytest.approx(np.exp(flat(1.0)))
+    assert full["perplexity"]["low"] < np.exp(flat(1.0)) < full["perplexity"]["high"]
+    same = inference.teacher_forced(text, spoken, 1.0)["more_than_full"]
+    assert all(set(x.values()) == {0.0} for x in same.values())
+
+
+def test_last_words_that_are_completed_are_counted(model):
+    """Words that the model itself writes, every third of them spoiled; and the same from a
+    teacher-forced pass: all tokens of the word are what their exits find most likely."""
+    threshold, n = 0.3, 5
+    text = b"token gate exit loss head state early depth layer"
+    prompts = [list(text[i : i + 3 + i % 7]) for i in range(21)]
+    generator = Generator.make(model.params, model.config, "posthoc")
+    written = [
+        generator.generate([p], n, threshold=threshold, prefill_exit=True).ids(0) for p in prompts
+    ]
+    records = []
+    for i, (prompt, ids) in enumerate(zip(prompts, written, strict=True)):
+        target = ids[: 1 + i % n]
+        records.append((prompt, [*target[:-1], 200] if i % 3 == 0 else target))
+    got = inference.completed(model, records, "recompute", threshold)
+    assert got["score"] == pytest.approx(14 / 21)
+    scores = calibration.score(model.params, model.config, inference.word_batches(records))
+    number = calibration.emitting_exits(scores, threshold)
+    right = scores.tokens[number, np.arange(len(scores))] == scores.labels
+    assert len(scores) == sum(len(t) for _, t in records) and len(set(number)) > 1
+    assert sum(right[scores.units == u].all() for u in np.unique(scores.units)) == 14
+
+
+def test_records_are_cut_from_the_left_and_fit_their_window(model):
+    words = [("abcdefgh", " xyz"), ("ab", " xyz"), ("abc", " toolong"), ("", " xyz")]
+    records = inference.encoded(words, model.tokenizer, 8)
+    text = [tuple(bytes(part).decode() for part in record) for record in records]
+    assert text == [("efgh", " xyz"), ("ab", " xyz")]
+    (batch,) = inference.word_batches(records)
+    assert bytes(batch["tokens"][0].tolist()) == b"efgh xy"
+    assert [chr(c) if c >= 0 else "-" for c in batch["labels"][0]] == [*"---", *" xyz"]
+    assert [chr(c) if c >= 0 else "-" for c in batch["labels"][1]] == [*"-", *" xyz", *"--"]
+    with pytest.raises(DataError, match="fewer than 2"):
+        inference.encoded(words[1:3], model.tokenizer, 5)
+
+
+def test_real_last_words_are_read(eejax_data, model):
+    words = list(inference.lambada(eejax_data))
+    assert len(words) > 1000 and all(w.startswith(" ") and len(w) > 1 for _, w in words)
+    records = inference.encoded(words[:50], model.tokenizer, 64)
+    assert all(len(p) + len(t) == 64 for p, t in records) and len(records) == 50
+    got = model.tokenizer.decode(records[0][0] + records[0][1])
+    assert (words[0][0] + words[0][1]).endswith(got[1:])  # a character may be cut in two
+    spoken = calibration.score(
+        model.params, model.config, inference.word_batches(
+            inference.encoded(words[:20], model.tokenizer, 16)
+        )
+    )  # fmt: skip
+    row = inference.teacher_forced(spoken, spoken, 0.3)
+    assert 0 < row["word_loss"] < 100
+
+
+def test_speeds_are_ratios_of_the_pairs():
+    base = np.array([1.0, 2.0, 4.0])
+    full, ratios = 3 * base, [1.0, 1.5, 3.0]
+    seconds = np.stack([full, *(full / r for r in ratios)])
+    got = decode_times.measured(seconds)
+    assert [row["speed"]["ratio"] for row in got] == pytest.approx(ratios)
+    assert [row["over_first"]["ratio"] for row in got] == pytest.approx(ratios)
+    assert [row["over_above"]["ratio"] for row in got] == pytest.approx([1.0, 1.5, 2.0])
+    assert all(r["low"] == r["high"] == r["ratio"] for row in got for r in row.values())
+
+
+def test_simulated_speeds_worked_by_hand():
+    config = ModelConfig(
+        vocab_size=7, n_layers=4, d_model=8, n_heads=2, context_length=8, exits=(ExitConfig(1),)
+    )
+    times, factors = ForwardTimes((1.0,) * 4, (0.5, 0.5)), {1: 1.0, 2: 1.25, 4: 2.0}
+    run = lambda traces, threshold: decode_times.simulate(
+        traces, config, 4, times, factors, threshold, 16
+    )
+    # Two tokens leave after layer 1 and its exit, 1.5 each; the third goes on with three rows, at
+    # the price of four: 1.5 + 3 · 2 + 0.5. A full token takes 4.5.
+    got = run([[0, 0, 1]], 0.5)
+    assert got["recompute"] == pytest.approx(3 * 4.5 / (1.5 + 1.5 + 8.0))
+    # On four stages of one layer nobody waits: 1.5, 1.5 and 5.
+    assert got["pipelined"] == pytest.approx(3 * 4.5 / 8.0)
+    # Of two texts the times add up.
+    two = run([[0, 0, 1], [1]], 0.5)
+    assert two["pipelined"] == pytest.approx(4 * 4.5 / 13.0)
+    assert run([[1, 1], [1]], 1.0) == {"recompute": 1.0, "pipelined": 1.0}
+
+
+def test_exits_of_every_kind_can_be_timed():
+    exits = (ExitConfig(0, block=True), ExitConfig(1, mlp=True), ExitConfig(2, norm=False))
+    config = ModelConfig(
+        vocab_size=7, n_layers=3, d_model=8, n_heads=2, context_length=8, exits=exits
+    )  # fmt: skip
+    times, factors = decode_times.measure_costs(
+        params.init(config, jax.random.key(0)), config, (1, 2)
+    )
+    assert len(times.layers) == 3 and len(times.exits) == 4 and min(times.exits) > 0
+    assert times.layers == (times.layers[0],) * 3 and times.layers[0] > 0
+    assert factors[1] == 1.0 <= factors[2]
+
+
+def results_of(model, prompts, thresholds, n):
+    generator = Generator.make(model.params, model.config, "recompute")
+    return [[generator.generate([p], n, threshold=t) for p in prompts] for t in thresholds]
+
+
+def test_texts_that_differ_are_told_from_near_ties(model):
+    prompts, n = [list(b"exit")], 12
+    ((first,),) = results_of(model, prompts, [1.0], n)
+    change = copy.deepcopy(first)
+    for name in ("tokens", "exits"):
+        object.__setattr__(change, name, getattr(change, name).copy())
+    change.tokens[0, 4:] += 1
+    got = decode_times.compared(model, 3, prompts, [[change]], [1.0])
+    assert got == {"tokens": n, "differ": n - 4, "near_ties": 0, "others": 1}
+    # A threshold that is just what the exit is sure of: rounding decides.
+    sure = float(results_of(model, prompts, [0.0], n)[0][0].confidences[0, 1])
+    tie = results_of(model, prompts, [sure], n)[0][0]
+    changed = copy.deepcopy(tie)
+    object.__setattr__(changed, "exits", changed.exits.copy())
+    changed.exits[0, 1] += 1
+    got = decode_times.compared(model, 3, prompts, [[changed]], [sure])
+    assert got["near_ties"] == 1 and got["others"] == 0 and got["differ"] >= 1
+
+
+def test_tables_are_what_the_engines_say(model):
+    prompts = [list(b"exit"), list(b"a gate")]
+    table = exit_tables.texts_of(model, prompts, [1.0, 0.3])
+    full = Generator.make(model.params, model.config, "full")
+    for prompt, text in zip(prompts, table, strict=True):
+        one, low = text["texts"]
+        assert one["ids"] == full.generate([prompt], 15).ids(0)
+        assert set(one["boundaries"]) == {3} and min(low["boundaries"]) < 3
+        for t in text["texts"]:
+            assert t["boundaries"] == [(1, 2, 3)[e] for e in t["exits"]]
+    four = exit_tables.exits_of(model, prompts[0])
+    tokens = np.array([prompts[0] + four["ids"]], np.int32)
+    # By the model itself, one exit after the other.
+    scores = calibration.score(
+        model.params, model.config, [{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}]
+    )
+    np.testing.assert_array_equal(four["predicted"], scores.tokens[:, len(prompts[0]) - 1 :])
+    assert four["predicted"][-1] == four["ids"]
+    for e, row in enumerate(exit_tables.agreeing(four)):
+        same = [a == b for a, b in zip(four["predicted"][e], four["ids"], strict=True)]
+        sure = [c for c, s in zip(four["confidences"][e], same, strict=True) if s]
+        assert row["agreement"] == pytest.approx(sum(same) / len(same))
+        assert row["agreeing"] == (pytest.approx(sum(sure) / len(sure)) if sure else None)
+
+
+def test_pieces_make_up_the_text(model):
+    prompt, ids = "ab é".encode()[:-1], "éxü".encode()
+    pieces = exit_tables.pieces_of(model.tokenizer, list(prompt), [0xA9, *ids])
+    assert pieces == ["é", "", "é", "x", "", "ü"]
+    assert exit_tables.pieces_of(model.tokenizer, [97], [98, 0xC3]) == ["b", "\ufffd"]
+
+
+def test_a_claim_that_does_not_hold_is_said_to_fail():
+    ratio = lambda x, w=0.01: {"ratio": x, "low": x - w, "high": x + w}
+    more = {k: {"score": 0.1, "low": 0.0, "high": 0.2} for k in ("word_loss", "perplexity")}
+    row = lambda t, speed, above, loss: {
+        "threshold": t, "accuracy": {"score": 0.5}, "word_loss": loss, "perplexity": loss,
+        "more_than_full": more, "speed": ratio(speed), "over_first": ratio(speed),
+        "over_above": ratio(above), "simulated": {"recompute": speed, "pipelined": speed},
+    }  # fmt: skip
+    found = [row(1.0, 1.0, 1.0, 3.0), row(0.9, 1.1, 1.1, 3.05), row(0.5, 1.5, 1.36, 3.5)]
+    whole = {"score": 3.0, "low": 2.9, "high": 3.1}
+    full = {"accuracy": {"score": 0.5, "low": 0.4, "high": 0.6}, "word_loss": whole,
+            "perplexity": whole}  # fmt: skip
+    check = {"tokens": 9, "differ": 3, "near_ties": 1, "others": 0}
+    held = lambda f=found, c=check: [x["holds"] for x in inference.judge(f, full, c)]
+    assert held() == [True] * 6 and held(c=None) == [True] * 5
+    assert "within that down to 0.9" in inference.judge(found, full, check)[2]["claim"]
+
+    def failing(change, check=check):
+        changed = copy.deepcopy(found)
+        change(changed)
+        return [i for i, holds in enumerate(held(changed, check)) if not holds]
+
+    def slower(rows):
+        rows[2]["over_above"] = ratio(0.9)
+
+    def no_faster(rows):
+        rows[2]["over_first"] = ratio(1.005)
+
+    assert failing(slower) == failing(no_faster) == [0]
+    assert failing(lambda rows: rows[1].update(accuracy={"score": 0.3})) == [1]
+    assert failing(lambda rows: rows[1].update(word_loss=3.2)) == [2]
+    assert failing(lambda rows: rows[1].update(perplexity=2.8)) == [3]
+    assert failing(lambda rows: rows[2].update(perplexity=9.9)) == []  # not among the highest
+    assert failing(lambda rows: rows[2]["simulated"].update(pipelined=1.4)) == [4]
+    assert failing(lambda rows: None, check | {"others": 1}) == [5]
