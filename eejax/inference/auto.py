@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from eejax.common.errors import require
 from eejax.common.trees import Tree
@@ -18,6 +19,7 @@ from eejax.inference.payoff import Payoff
 from eejax.inference.result import Result
 from eejax.inference.state import DecodeState, EngineOptions, Record
 from eejax.models.config import ModelConfig
+from eejax.sharding.mesh import MeshConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +46,16 @@ class AutoGenerator(Decoder):
         config: ModelConfig,
         options: EngineOptions | None = None,
         payoff: Payoff | None = None,
+        mesh: MeshConfig | Mesh | None = None,
     ) -> AutoGenerator:
-        """From training parameters. Raises ConfigError for another engine than "recompute"."""
+        """From training parameters, as `Generator.make`. Raises ConfigError for another engine than
+        "recompute" too."""
         options = EngineOptions("recompute") if options is None else options
         require(
             options.engine == "recompute", "engine", options.engine,
             "must be 'recompute', whose exits can be turned off",
         )  # fmt: skip
-        return cls(Generator.make(params, config, options), payoff or Payoff())
+        return cls(Generator.make(params, config, options, mesh), payoff or Payoff())
 
     @property
     def config(self) -> ModelConfig:

@@ -11,14 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from eejax.common.axes import DATA
 from eejax.common.errors import require
 from eejax.common.trees import Tree
-from eejax.inference import generate, posthoc
+from eejax.inference import generate, posthoc, sharded
 from eejax.inference import state as s
 from eejax.inference.state import DecodeState, EngineOptions, Record, Request, Weights
-from eejax.models.cache import init_cache
+from eejax.models.cache import init_cache, varying
 from eejax.models.config import ModelConfig
+from eejax.sharding.mesh import MeshConfig, check_batch, mesh_axes
 
 MIN_WIDTH = 16  # the shortest prompts are padded to this
 
@@ -52,7 +56,8 @@ class Engine(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class SlotEngine:
-    """An `Engine` of one device, by any of `state.ENGINES` but "pipelined".
+    """An `Engine` of one device, or of a mesh without stages, by any of `state.ENGINES` but
+    "pipelined".
 
     Four programs are compiled, and another one for every n of `generate`: prompts are padded to the
     context and run at the smallest of a few widths, chosen on the device.
@@ -63,6 +68,7 @@ class SlotEngine:
     options: EngineOptions
     slots: int
     context: int
+    mesh: Mesh | None = None
 
     @classmethod
     def make(
@@ -73,9 +79,14 @@ class SlotEngine:
         *,
         slots: int,
         context: int | None = None,
+        mesh: MeshConfig | Mesh | None = None,
     ) -> SlotEngine:
-        """From training parameters. Raises ConfigError for slots or a context there cannot be."""
-        options = s.on_one_device(options)
+        """From training parameters. Raises ConfigError for slots or a context there cannot be.
+
+        On a `mesh`, which is as `Generator.make`'s, slots lie on data shards in equal parts; a
+        prompt's pass is run by all of these alike.
+        """
+        options = s.without_stages(options)
         config = s.engine_config(config, options)
         context = config.context_length if context is None else context
         require(isinstance(slots, int) and slots >= 1, "slots", slots, "must be at least 1")
@@ -83,8 +94,13 @@ class SlotEngine:
             isinstance(context, int) and 2 <= context <= config.context_length, "context", context,
             f"must be in 2..{config.context_length}, the model's context_length",
         )  # fmt: skip
-        weights = s.prepare(params, config, options.max_depth)
-        return cls(weights, config, options, slots, context)
+        if mesh is None:
+            weights = s.prepare(params, config, options.max_depth)
+            return cls(weights, config, options, slots, context)
+        mesh = sharded.without_stages(mesh, options.engine)
+        check_batch(slots, mesh, field="slots")
+        weights = sharded.place(params, config, options.max_depth, mesh)
+        return cls(weights, config, options, slots, context, mesh)
 
     @property
     def max_depth(self) -> int:
@@ -92,7 +108,7 @@ class SlotEngine:
 
     @property
     def _static(self) -> dict:
-        return dict(config=self.config, options=self.options)
+        return dict(config=self.config, options=self.options, mesh=self.mesh)
 
     def start(self) -> DecodeState:
         return _start(
@@ -116,13 +132,13 @@ class SlotEngine:
         return _prefill(self.weights, tokens, request, **self._static)
 
     def insert(self, state: DecodeState, rows: DecodeState, slots: Sequence[int]) -> DecodeState:
-        return _insert(state, rows, self._numbered(slots))
+        return _insert(state, rows, self._numbered(slots), mesh=self.mesh)
 
     def generate(self, state: DecodeState, n: int) -> tuple[DecodeState, Record]:
         return generate.decode(self.weights, state, n=n, **self._static)
 
     def free(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
-        return _free(state, self._numbered(slots))
+        return _free(state, self._numbered(slots), mesh=self.mesh)
 
     def _numbered(self, slots: Sequence[int]) -> jax.Array:
         for slot in slots:
@@ -130,14 +146,34 @@ class SlotEngine:
         return jnp.asarray(slots, jnp.int32)
 
 
-@partial(jax.jit, static_argnames=("config", "options", "slots", "length"))
-def _start(weights, *, config, options, slots, length) -> DecodeState:
-    cache = init_cache(config, slots, length, len(weights.segments))
-    return s.blank(weights, config, options, cache, Request.blank(config, slots))
+@partial(jax.jit, static_argnames=("config", "options", "slots", "length", "mesh"))
+def _start(weights, *, config, options, slots, length, mesh) -> DecodeState:
+    def run(weights, n=slots):
+        cache = init_cache(config, n, length, len(weights.segments), weights.axes)
+        request = varying(Request.blank(config, n), weights.axes.data)
+        return s.blank(weights, config, options, cache, request)
+
+    if mesh is None:
+        return run(weights)
+    run = partial(run, n=slots // mesh.shape[DATA])
+    specs = sharded.weights(config, options.max_depth, mesh)
+    return sharded.shard(run, mesh, (specs,), sharded.state(weights.axes))(weights)
 
 
-@partial(jax.jit, static_argnames=("config", "options"))
-def _prefill(weights, tokens, request, *, config, options):
+@partial(jax.jit, static_argnames=("config", "options", "mesh"))
+def _prefill(weights, tokens, request, *, config, options, mesh):
+    run = partial(_prompts, config=config, options=options)
+    if mesh is not None:
+        alike = sharded.alike(weights.axes)
+        specs = (sharded.weights(config, options.max_depth, mesh), P(), P())
+        local = lambda weights, *args: run(weights.replace(axes=alike), *args)
+        return sharded.shard(local, mesh, specs, (sharded.state(alike), P()))(
+            weights, tokens, request
+        )
+    return run(weights, tokens, request)
+
+
+def _prompts(weights, tokens, request, *, config, options):
     context = tokens.shape[1]
     widths = [MIN_WIDTH << i for i in range(context.bit_length()) if MIN_WIDTH << i < context]
     widths.append(context)
@@ -151,5 +187,21 @@ def _prefill(weights, tokens, request, *, config, options):
     return lax.switch(bucket, [partial(at, width) for width in widths], tokens, request)
 
 
-_insert = jax.jit(s.place, donate_argnums=0)
-_free = jax.jit(s.free, donate_argnums=0)
+@partial(jax.jit, static_argnames="mesh", donate_argnums=0)
+def _insert(state, rows, slots, *, mesh):
+    if mesh is None:
+        return s.place(state, rows, slots)
+    axes = mesh_axes(mesh)
+    whole, part = sharded.state(axes), sharded.state(sharded.alike(axes))
+    put = lambda state, rows, slots: s.place(state, rows, sharded.own(slots, state, axes))
+    return sharded.shard(put, mesh, (whole, part, P()), whole)(state, rows, slots)
+
+
+@partial(jax.jit, static_argnames="mesh", donate_argnums=0)
+def _free(state, slots, *, mesh):
+    if mesh is None:
+        return s.free(state, slots)
+    axes = mesh_axes(mesh)
+    specs = sharded.state(axes)
+    empty = lambda state, slots: s.free(state, sharded.own(slots, state, axes))
+    return sharded.shard(empty, mesh, (specs, P()), specs)(state, slots)

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from eejax.common.errors import ConfigError, require
 from eejax.common.trees import Tree
-from eejax.inference import posthoc, propagate, recompute, speculative
+from eejax.inference import posthoc, propagate, recompute, sharded, speculative
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.result import Collector, Result
 from eejax.inference.sampling import Sampling
@@ -26,10 +28,12 @@ from eejax.inference.state import (
     Request,
     Weights,
     engine_config,
-    on_one_device,
     prepare,
+    without_stages,
 )
+from eejax.models.cache import varying
 from eejax.models.config import ModelConfig
+from eejax.sharding.mesh import MeshConfig, check_batch
 
 STEPS = {
     "full": posthoc.step,
@@ -42,13 +46,18 @@ STREAM_CHUNK = 16  # steps per call while streaming or looking for stop strings
 LENGTH_STEP = 64  # cache lengths are rounded up to this, so that few programs are compiled
 
 
-@partial(jax.jit, static_argnames=("config", "options", "length"))
-def prefill(weights, tokens, request, *, config, options, length):
-    """Jitted `posthoc.prefill`."""
-    return posthoc.prefill(weights, tokens, request, config=config, options=options, length=length)
+@partial(jax.jit, static_argnames=("config", "options", "length", "mesh"))
+def prefill(weights, tokens, request, *, config, options, length, mesh=None):
+    """Jitted `posthoc.prefill`, on a mesh if there is one."""
+    run = partial(posthoc.prefill, config=config, options=options, length=length)
+    if mesh is not None:
+        axes, row = weights.axes, P(weights.axes.data)
+        specs = (sharded.weights(config, options.max_depth, mesh), row, row)
+        run = sharded.shard(run, mesh, specs, (sharded.state(axes), row))
+    return run(weights, tokens, request)
 
 
-@partial(jax.jit, static_argnames=("config", "options", "n"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("config", "options", "n", "mesh"), donate_argnames="state")
 def decode(
     weights: Weights,
     state: DecodeState,
@@ -56,17 +65,29 @@ def decode(
     config: ModelConfig,
     options: EngineOptions,
     n: int,
+    mesh: Mesh | None = None,
 ) -> tuple[DecodeState, Record]:
     """Up to `n` steps for every live request in one compiled loop; records are [n, b].
 
     Those of an engine that emits up to m tokens in a step are [n m, b]. Stops when all requests are
     done. Steps not taken have exit -1, as have the tokens a step could have emitted and did not.
-    `state` is donated.
+    `state` is donated. On a `mesh` the requests of every data shard have steps of their own.
     """
+    run = partial(_loop, config=config, options=options, n=n)
+    if mesh is not None:
+        axes, specs = weights.axes, sharded.state(weights.axes)
+        given = (sharded.weights(config, options.max_depth, mesh), specs)
+        run = sharded.shard(run, mesh, given, (specs, P(None, axes.data)))
+    return run(weights, state)
+
+
+def _loop(weights, state, *, config, options, n):
+    """`decode` of a device's own requests."""
     step = partial(STEPS[options.engine], config=config, options=options)
     shapes = jax.eval_shape(step, weights, state)[1]
     records = jax.tree.map(lambda r: jnp.zeros((n, *r.shape), r.dtype), shapes)
     records = records._replace(exit=jnp.full_like(records.exit, -1))
+    records = varying(records, weights.axes.data)
 
     def body(carry):
         i, state, records = carry
@@ -238,22 +259,42 @@ class Generator(Decoder):
     weights: Weights
     config: ModelConfig
     options: EngineOptions
+    mesh: Mesh | None = None
 
     @classmethod
     def make(
-        cls, params: Tree, config: ModelConfig, options: EngineOptions | str = "recompute"
+        cls,
+        params: Tree,
+        config: ModelConfig,
+        options: EngineOptions | str = "recompute",
+        mesh: MeshConfig | Mesh | None = None,
     ) -> Generator:
-        """From training parameters (stacked layers); `options` may be an engine's name."""
-        options = on_one_device(options)
+        """From training parameters (stacked layers); `options` may be an engine's name.
+
+        On a `mesh` heads, feed-forward and vocabulary are cut over its axis `model`, and requests,
+        whose number must divide by it, over `data`. Tokens are those of one device but for
+        rounding; `Result.layers` are of steps that only a data shard's requests share. Raises
+        ConfigError where the mesh has stages, needs more devices than there are, or does not fit
+        the model.
+        """
+        options = without_stages(options)
         config = engine_config(config, options)
-        return cls(prepare(params, config, options.max_depth), config, options)
+        if mesh is None:
+            return cls(prepare(params, config, options.max_depth), config, options)
+        mesh = sharded.without_stages(mesh, options.engine)
+        return cls(sharded.place(params, config, options.max_depth, mesh), config, options, mesh)
+
+    @property
+    def _static(self) -> dict:
+        return dict(config=self.config, options=self.options, mesh=self.mesh)
 
     def _prefill(self, tokens, request, length):
-        args = dict(config=self.config, options=self.options)
-        return prefill(self.weights, tokens, request, length=length, **args)
+        if self.mesh is not None:
+            check_batch(len(tokens), self.mesh, field="prompts")
+        return prefill(self.weights, tokens, request, length=length, **self._static)
 
     def _decode(self, state, n):
-        return decode(self.weights, state, config=self.config, options=self.options, n=n)
+        return decode(self.weights, state, n=n, **self._static)
 
 
 def _require_count(name: str, value) -> None:

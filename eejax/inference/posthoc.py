@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from eejax.gates.confidence import Memory
 from eejax.inference import state as s
-from eejax.inference.policy import Emission, Look, conclude, consider
+from eejax.inference.policy import Look, conclude, consider
 from eejax.models import transformer
 from eejax.models.cache import KVCache, init_cache, run_segment
 from eejax.models.config import ModelConfig
@@ -26,13 +26,14 @@ def _pass(weights, config, options, cache, request, x, start, row, count, positi
     """
     b = x.shape[0]
     newest = lambda a: jnp.take_along_axis(a, row[:, None, None], 1)[:, 0]
-    emission, memory = Emission.undecided(b), Memory.blank(x[:, 0])
+    emission, memory = s.undecided(weights, b), Memory.blank(x[:, 0])
     measure, everyone = options.engine == "posthoc", jnp.full((b,), True)
     segments, blocks = [], []
     for e, layers in enumerate(weights.segments):
         x, h, kvs, block = run_segment(
-            weights.params, layers, config, e, x, start, cache.segments[e], cache.blocks[e]
-        )
+            weights.params, layers, config, e, x, start, cache.segments[e], cache.blocks[e],
+            axes=weights.axes,
+        )  # fmt: skip
         segments.append(kvs)
         blocks.append(block)
         h = newest(h)
@@ -71,8 +72,8 @@ def prefill(
     """
     b, t = tokens.shape
     lengths = request.start
-    x = transformer.embed(weights.params, config, tokens, jnp.arange(t)[None])
-    cache = init_cache(config, b, length, len(weights.segments))
+    x = transformer.embed(weights.params, config, tokens, jnp.arange(t)[None], weights.axes)
+    cache = init_cache(config, b, length, len(weights.segments), weights.axes)
     cache, emission = _pass(
         weights, config, options, cache, request, x, jnp.zeros((b,), jnp.int32), lengths - 1,
         lengths, lengths, request.policy.prefill_exit & options.leaves_early,

@@ -18,7 +18,7 @@ from jax import lax
 
 from eejax.gates.confidence import Memory
 from eejax.inference import state as s
-from eejax.inference.policy import Emission, Look, conclude, consider
+from eejax.inference.policy import Look, conclude, consider
 from eejax.models.cache import propagate_segment, run_segment
 from eejax.models.config import ModelConfig
 
@@ -37,9 +37,9 @@ def step(
     newest = jnp.arange(state.reach.shape[1])[None] == start[:, None]  # [b, s]
     x, h, segments[0], blocks[0] = run_segment(
         weights.params, weights.segments[0], config, 0, s.embed_last(weights, config, state), start,
-        segments[0], blocks[0],
+        segments[0], blocks[0], axes=weights.axes,
     )  # fmt: skip
-    emission, memory = Emission.undecided(b), Memory.blank(x[:, 0])
+    emission, memory = s.undecided(weights, b), Memory.blank(x[:, 0])
 
     for e in range(n + 1):
         if e:
@@ -87,11 +87,13 @@ def _run(weights, config, e, start, goes, seen, both, kvs, block):
     """
     x, h, kvs, block = run_segment(
         weights.params, weights.segments[e], config, e, both[:, :1], start, kvs, block, goes=goes,
-        seen=seen,
+        seen=seen, axes=weights.axes,
     )  # fmt: skip
     return jnp.concatenate([x, h], 1), kvs, block
 
 
 def _fill(weights, config, e, start, x, kvs, block):
     """Segment e's keys and values of states x from below; a branch of a conditional."""
-    return propagate_segment(weights.params, weights.segments[e], config, e, x, start, kvs, block)
+    return propagate_segment(
+        weights.params, weights.segments[e], config, e, x, start, kvs, block, weights.axes
+    )

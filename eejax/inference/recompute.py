@@ -15,7 +15,7 @@ from jax import lax
 
 from eejax.gates.confidence import Memory
 from eejax.inference import state as s
-from eejax.inference.policy import Emission, Look, conclude, consider
+from eejax.inference.policy import Look, conclude, consider
 from eejax.models.cache import KVCache, run_segment
 from eejax.models.config import ModelConfig
 
@@ -51,20 +51,20 @@ def step(
     # Segment 0: the new token's row, always.
     x, h, segments[0], blocks[0] = run_segment(
         weights.params, weights.segments[0], config, 0, s.embed_last(weights, config, state),
-        filled[:, 0], segments[0], blocks[0],
+        filled[:, 0], segments[0], blocks[0], axes=weights.axes,
     )  # fmt: skip
     if n:
         waiting[0] = _store(waiting[0], x, filled[:, 0], live.astype(jnp.int32))
     filled = filled.at[:, 0].add(live.astype(jnp.int32))
     x, h = x[:, 0], h[:, 0]
     forced = live & (filled[:, 0] - filled[:, n] >= options.cap)
-    emission, memory = Emission.undecided(b), Memory.blank(x)
+    emission, memory = s.undecided(weights, b), Memory.blank(x)
 
     for e in range(n + 1):
         if e:
             goes = live & ((emission.exit < 0) | forced)
             backlog = jnp.max(jnp.where(goes, filled[:, e - 1] - filled[:, e], 0))
-            after = waiting[e] if e < n else jnp.zeros((b, 0, config.d_model), x.dtype)
+            after = waiting[e] if e < n else jnp.zeros_like(x, shape=(b, 0, config.d_model))
             carried = (x, h, filled, segments[e], blocks[e], after)
             fewer = 0
             # One conditional of two branches for each width, the first passing everything
@@ -104,7 +104,7 @@ def _deeper(weights, config, e, width, live, goes, before, x, h, filled, kvs, bl
     count = jnp.where(live, jnp.minimum(filled[:, e - 1] - start, width), 0)
     rows, states, kvs, block = run_segment(
         weights.params, weights.segments[e], config, e, _rows(before, start, width), start, kvs,
-        block,
+        block, axes=weights.axes,
     )  # fmt: skip
     if after.shape[1]:
         after = _store(after, rows, start, count)

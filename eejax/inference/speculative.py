@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from eejax.common.trees import size
 from eejax.gates.confidence import max_probability
 from eejax.inference import state as s
 from eejax.inference.policy import log_probability
 from eejax.inference.sampling import argmax, draft, verify
-from eejax.models import exits, transformer
-from eejax.models.cache import run_segment
+from eejax.models import exits, params, transformer
+from eejax.models.cache import run_segment, varying
 from eejax.models.config import ModelConfig
 
 FRESH = 0.2  # weight of one more draft in the running share of accepted ones
@@ -67,13 +68,13 @@ def step(
     cache, live, request = state.cache, state.live, state.request
     position = state.position
     # Never more than could be emitted: one token of a step is not drafted.
-    count = jnp.minimum(_lengths(weights, config, state, options), state.remaining - 1)
+    count = jnp.minimum(_lengths(config, state, options), state.remaining - 1)
     count = jnp.maximum(count, 0)
     deepest = jnp.max(count)
 
     drafts, below, block = _draft(weights, config, options, state, deepest)
 
-    zero = jnp.zeros((b, most), jnp.float32)
+    zero = varying(jnp.zeros((b, most), jnp.float32), weights.axes.data)
     verdict = Verdict(count, drafts.tokens, zero, zero)
     carried = (verdict, cache.segments[1], cache.blocks[1])
     fewer = 0
@@ -121,25 +122,26 @@ def _draft(weights, config, options, state, deepest):
     """`deepest` drafts for every request, and the layers below the exit for the last of them too:
     (Drafts, keys and values of these layers, those of the exit's block)."""
     b, sampling = state.token.shape[0], state.request.sampling
-    head = exits.head(weights.params, config, 0)
+    own = lambda a: varying(a, weights.axes.data)
     drafts = Drafts(
         jnp.zeros((b, options.gamma + 1), jnp.int32).at[:, 0].set(state.token),
-        jnp.zeros((b, options.gamma + 1, config.d_model), config.dtype),
-        jnp.zeros((b, options.gamma, head.table.shape[0]), jnp.float32),
+        own(jnp.zeros((b, options.gamma + 1, config.d_model), config.dtype)),
+        own(jnp.zeros((b, options.gamma, config.padded_vocab), jnp.float32)),
     )
 
     def one(carry):
         i, drafts, kvs, block = carry
         at = state.position + i
         token = lax.dynamic_index_in_dim(drafts.tokens, i, 1)
-        x = transformer.embed(weights.params, config, token, at[:, None])
+        x = transformer.embed(weights.params, config, token, at[:, None], weights.axes)
         x, h, kvs, block = run_segment(
-            weights.params, weights.segments[0], config, 0, x, at, kvs, block
+            weights.params, weights.segments[0], config, 0, x, at, kvs, block, axes=weights.axes
         )
         states = lax.dynamic_update_slice_in_dim(drafts.states, x, i, 1)
 
         def more(tokens, logits):
-            drafted, allowed = draft(exits.logits(head, h[:, 0]), sampling, at + 1)
+            read = s.step_logits(weights, config, 0, h[:, 0])
+            drafted, allowed = draft(read, sampling, at + 1)
             put = lambda a, new, i: lax.dynamic_update_slice_in_dim(a, new[:, None], i, 1)
             return put(tokens, drafted, i + 1), put(logits, allowed, i)
 
@@ -157,7 +159,7 @@ def _verify(weights, config, width, drafts, count, position, sampling, verdict, 
     b, most = drafts.tokens.shape
     _, h, kvs, block = run_segment(
         weights.params, weights.segments[1], config, 1, drafts.states[:, :width], position, kvs,
-        block,
+        block, axes=weights.axes,
     )  # fmt: skip
     logits = s.step_logits(weights, config, 1, h.reshape(b * width, -1)).reshape(b, width, -1)
     proposed = drafts.tokens[:, 1:width]
@@ -174,7 +176,7 @@ def _verify(weights, config, width, drafts, count, position, sampling, verdict, 
     return verdict, kvs, block
 
 
-def _lengths(weights, config, state, options) -> jax.Array:
+def _lengths(config, state, options) -> jax.Array:
     """[b] tokens to draft: the number that promises the most tokens for a step's time.
 
     With a share a of drafts accepted, k drafts make 1 + a + .. + a^k tokens (Leviathan et al. 2023,
@@ -184,17 +186,19 @@ def _lengths(weights, config, state, options) -> jax.Array:
         return jnp.full_like(state.remaining, options.gamma)
     drafts = jnp.arange(options.gamma + 1)[None].astype(jnp.float32)
     tokens = jnp.cumsum(state.acceptance[:, None] ** drafts, -1)
-    return argmax(tokens / (1.0 + _cost(weights, config) * drafts))
+    return argmax(tokens / (1.0 + _cost(config) * drafts))
 
 
-def _cost(weights: s.Weights, config: ModelConfig) -> float:
-    """Time of a draft over that of a full step: the weights it reads over all that are read."""
-    size = lambda *trees: sum(a.size for a in jax.tree.leaves(trees))
-    params = weights.params
-    own = {k: v for k, v in exits.exit_params(params, config, 0).items() if k != "head"}
-    below = size(weights.segments[0], own)
-    step = size(weights.segments, exits.head(params, config, 1).table)
-    return (below + size(exits.head(params, config, 0).table)) / step
+def _cost(config: ModelConfig) -> float:
+    """Time of a draft over that of a full step: the weights it reads over all that are read.
+
+    Of the whole model, so that as many are drafted on a mesh as on one device.
+    """
+    declared = params.abstract(config)
+    layer = size(params.layer(config))
+    own = {k: v for k, v in exits.exit_params(declared, config, 0).items() if k != "head"}
+    below = config.stops[0] * layer + size(own) + size(exits.head(declared, config, 0).table)
+    return below / (config.n_layers * layer + size(exits.head(declared, config, 1).table))
 
 
 def _acceptance(share: jax.Array, count: jax.Array, stand: jax.Array) -> jax.Array:

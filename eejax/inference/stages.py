@@ -24,7 +24,7 @@ from eejax.gates.confidence import Memory
 from eejax.inference.policy import Emission, Look, conclude, consider
 from eejax.inference.state import Request
 from eejax.models import exits, layers, transformer
-from eejax.models.cache import KeyValue
+from eejax.models.cache import KeyValue, kv_heads, varying
 from eejax.models.config import ModelConfig
 from eejax.models.params import for_compute
 from eejax.pipeline.layout import TOKENS, StageLayout, table_name
@@ -177,13 +177,11 @@ class Stage:
 
     def empty(self, rows: int, length: int) -> StageCache:
         """The cache of so many requests and positions."""
-        shards = lax.axis_size(self.axes.model) if self.axes.model else 1
-        heads = max(1, self.config.n_kv_heads // shards)
-        shape = (rows * heads, length, self.config.head_dim)
+        shape = (rows * kv_heads(self.config, self.axes), length, self.config.head_dim)
 
         def one():
             blank = vary_over(jnp.zeros(shape, self.config.dtype), P())
-            return lax.pcast(blank, MODEL, to="varying") if self.axes.model else blank
+            return varying(blank, self.axes.model)
 
         pairs = lambda n: tuple((one(), one()) for _ in range(n))
         blocks = self.weights.parts.get("block", ())
@@ -271,8 +269,9 @@ class Stage:
             tree = self._exit_tree(place)
             h, block = exits.state(tree, c, e, x, context, cache=block, axes=self.axes)
             look = Look(
-                e, newest(x), lambda: self._logits(tree, e, newest(h)), allowed, position,
-                request.progress(position),
+                e, newest(x),
+                lambda: exits.whole_logits(exits.head(tree, c, e), newest(h), self.axes), allowed,
+                position, request.progress(position),
             )  # fmt: skip
             if last:
                 return block, memory, conclude(emission, look, request.sampling)
@@ -281,15 +280,6 @@ class Stage:
 
         needed = allowed & (emission.exit < 0) if block is None else here
         return when(jnp.any(needed), work, block, memory, emission)
-
-    def _logits(self, tree: Tree, e: int, h: jax.Array) -> jax.Array:
-        """float32 logits [b, v] of exit e, the whole vocabulary on every shard."""
-        y = exits.logits(exits.head(tree, self.config, e), h, self.axes.model)
-        if not self.axes.model:
-            return y
-        whole = jnp.zeros((y.shape[0], self.config.padded_vocab), y.dtype)
-        first = lax.axis_index(self.axes.model) * y.shape[1]
-        return lax.psum(lax.dynamic_update_slice_in_dim(whole, y, first, 1), self.axes.model)
 
     def _exit_tree(self, place: Place) -> Tree:
         """A model's parameters as far as an exit of this stage reads them."""

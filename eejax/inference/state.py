@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from eejax.common.axes import LOCAL, Axes
 from eejax.common.errors import require, require_one_of
 from eejax.common.trees import Tree
 from eejax.inference.policy import Emission, ExitPolicy
 from eejax.inference.sampling import Sampling
 from eejax.models import exits, transformer
-from eejax.models.cache import KVCache, unstack_segments
+from eejax.models.cache import KVCache, unstack_segments, varying
 from eejax.models.config import ModelConfig
 from eejax.models.params import for_compute
 
@@ -116,11 +117,13 @@ class EngineOptions:
 class Weights:
     """Parameters laid out for decoding, in the dtype of computation.
 
-    segments: per loaded segment its layers' trees, unstacked; params: everything else.
+    segments: per loaded segment its layers' trees, unstacked; params: everything else; axes: those
+    of the mesh of which this is one device's share, inside of a `shard_map` (`inference.sharded`).
     """
 
     segments: tuple[tuple[Tree, ...], ...]
     params: Tree
+    axes: Axes = struct.field(pytree_node=False, default=LOCAL)
 
     @property
     def last(self) -> int:
@@ -128,8 +131,8 @@ class Weights:
         return len(self.segments) - 1
 
 
-def on_one_device(options: EngineOptions | str) -> EngineOptions:
-    """The options, or those of an engine's name. Raises `ConfigError` for one that needs a mesh."""
+def without_stages(options: EngineOptions | str) -> EngineOptions:
+    """The options, or those of an engine's name. Raises `ConfigError` for one that needs stages."""
     options = EngineOptions(engine=options) if isinstance(options, str) else options
     require(
         options.engine != PIPELINED, "engine", options.engine, "decodes on the stages of a mesh",
@@ -165,19 +168,27 @@ def engine_config(config: ModelConfig, options: EngineOptions) -> ModelConfig:
     return config
 
 
-def prepare(params: Tree, config: ModelConfig, max_depth: int | None = None) -> Weights:
+def prepare(
+    params: Tree, config: ModelConfig, max_depth: int | None = None, axes: Axes = LOCAL
+) -> Weights:
     """Unstacks the layers by segment and casts once, so that no step copies or casts weights.
 
-    With a `max_depth`, parameters above that segment are left out.
+    With a `max_depth`, parameters above that segment are left out. With `axes`, `params` are one
+    device's share.
     """
     n = max_depth or config.n_exits + 1
     params = for_compute(params, config.dtype)
+    return Weights(unstack_segments(params, config, n, axes), outside(params, config, n), axes)
+
+
+def outside(params: Tree, config: ModelConfig, n: int) -> Tree:
+    """What the first n segments need of a tree like the parameters' beside their layers."""
     rest = {k: v for k, v in params.items() if k != "layers"}
     if n <= config.n_exits:
-        del rest["final"]
+        rest.pop("final", None)
         names = {e.name for e in config.exits[:n]}
         rest["exits"] = {k: v for k, v in rest["exits"].items() if k in names}
-    return Weights(unstack_segments(params, config, n), rest)
+    return rest
 
 
 @struct.dataclass
@@ -292,14 +303,15 @@ def blank(
     b = request.start.shape[0]
     rings = weights.last if options.engine == "recompute" else 0
     masks = options.engine == "propagate" and options.propagate == "mask"
+    own = lambda a: varying(a, weights.axes.data)
     return DecodeState(
         cache=cache,
         waiting=tuple(
-            jnp.zeros((b, options.cap, config.d_model), config.dtype) for _ in range(rings)
+            own(jnp.zeros((b, options.cap, config.d_model), config.dtype)) for _ in range(rings)
         ),
-        reach=jnp.full((b, cache.length if masks else 0), weights.last, jnp.int32),
-        acceptance=jnp.full((b,), FIRST_ACCEPTANCE, jnp.float32),
-        token=jnp.zeros((b,), jnp.int32),
+        reach=own(jnp.full((b, cache.length if masks else 0), weights.last, jnp.int32)),
+        acceptance=own(jnp.full((b,), FIRST_ACCEPTANCE, jnp.float32)),
+        token=own(jnp.zeros((b,), jnp.int32)),
         position=jnp.maximum(request.start - 1, 0),
         remaining=request.limit,
         request=request,
@@ -307,13 +319,20 @@ def blank(
 
 
 def step_logits(weights: Weights, config: ModelConfig, e: int, h: jax.Array) -> jax.Array:
-    """float32 logits [b, v] of exit e from what its head reads, h [b, d]."""
-    return exits.logits(exits.head(weights.params, config, e), h)
+    """float32 logits [b, v] of exit e from what its head reads, h [b, d]; on a mesh the whole
+    vocabulary's on every shard, so that all decide alike."""
+    return exits.whole_logits(exits.head(weights.params, config, e), h, weights.axes)
 
 
 def embed_last(weights: Weights, config: ModelConfig, state: DecodeState) -> jax.Array:
     """[b, 1, d]: the last emitted tokens, embedded."""
-    return transformer.embed(weights.params, config, state.token[:, None], state.position[:, None])
+    token, position = state.token[:, None], state.position[:, None]
+    return transformer.embed(weights.params, config, token, position, weights.axes)
+
+
+def undecided(weights: Weights, batch: int) -> Emission:
+    """`Emission.undecided` of a device's requests."""
+    return varying(Emission.undecided(batch), weights.axes.data)
 
 
 def advance(

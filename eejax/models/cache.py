@@ -12,9 +12,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
+from eejax.common.axes import LOCAL, Axes
 from eejax.common.trees import Tree, unstack
-from eejax.models import exits, layers
+from eejax.models import exits, layers, shards
 from eejax.models.config import ModelConfig
 
 KeyValue = tuple[jax.Array, jax.Array]
@@ -25,7 +27,7 @@ class KVCache:
     """One buffer pair per layer, so that a step never copies another layer's.
 
     segments: per segment, its layers' (keys, values), each [b * k, s, h], the form attention
-        reads without copying.
+        reads without copying; k are the shard's own heads (`kv_heads`).
     blocks: per segment, the exit block's (keys, values) at its end, or None.
     filled: [b, number of segments] int32.
     """
@@ -41,28 +43,50 @@ class KVCache:
         return buffers[0].shape[1] if buffers else 0
 
 
-def init_cache(config: ModelConfig, batch: int, length: int, n_segments: int) -> KVCache:
-    """An empty cache of `length` positions for the first `n_segments` segments."""
-    shape = (batch * config.n_kv_heads, length, config.head_dim)
-    pair = lambda: (jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
+def kv_heads(config: ModelConfig, axes: Axes = LOCAL) -> int:
+    """Key and value heads of one shard: at least the one that its query heads read."""
+    shards = lax.axis_size(axes.model) if axes.model else 1
+    return max(1, config.n_kv_heads // shards)
+
+
+def varying(tree: Tree, *axes: str | None) -> Tree:
+    """Values made inside of a `shard_map` as such that may differ along mesh axes, of which None
+    are none: what a loop or a conditional carries has to be of one type."""
+    named = tuple(axis for axis in axes if axis)
+    return jax.tree.map(lambda a: lax.pcast(a, named, to="varying"), tree) if named else tree
+
+
+def init_cache(
+    config: ModelConfig, batch: int, length: int, n_segments: int, axes: Axes = LOCAL
+) -> KVCache:
+    """An empty cache of `length` positions for the first `n_segments` segments.
+
+    On a mesh it is a device's own: of its heads, and of its part of the `batch`.
+    """
+    shape = (batch * kv_heads(config, axes), length, config.head_dim)
+    blank = lambda: varying(jnp.zeros(shape, config.dtype), axes.data, axes.model)
+    pair = lambda: (blank(), blank())
     segments = config.segments[:n_segments]
     has_block = [e < config.n_exits and config.exits[e].block for e in range(n_segments)]
     return KVCache(
         segments=tuple(tuple(pair() for _ in range(*s)) for s in segments),
         blocks=tuple(pair() if b else None for b in has_block),
-        filled=jnp.zeros((batch, n_segments), jnp.int32),
+        filled=varying(jnp.zeros((batch, n_segments), jnp.int32), axes.data),
     )
 
 
 def unstack_segments(
-    params: Tree, config: ModelConfig, n_segments: int
+    params: Tree, config: ModelConfig, n_segments: int, axes: Axes = LOCAL
 ) -> tuple[tuple[Tree, ...], ...]:
     """Each segment's layers as separate trees, projections fused (`layers.fuse`).
 
-    A decoding step must not slice a stack: it would copy the weights.
+    A decoding step must not slice a stack: it would copy the weights. On a mesh `params` are this
+    shard's, which takes the key and value head it needs once and for all.
     """
+    own = lambda p: p | {"attn": shards.own_kv_head(p["attn"], config, axes)}
     return tuple(
-        tuple(map(layers.fuse, unstack(params["layers"], *s))) for s in config.segments[:n_segments]
+        tuple(layers.fuse(own(p)) for p in unstack(params["layers"], *s))
+        for s in config.segments[:n_segments]
     )
 
 
@@ -78,6 +102,7 @@ def run_segment(
     *,
     goes: jax.Array | None = None,
     seen: jax.Array | None = None,
+    axes: Axes = LOCAL,
 ) -> tuple[jax.Array, jax.Array, tuple[KeyValue, ...], KeyValue | None]:
     """Rows x [b, w, d] at positions start [b] .. start + w - 1 through segment e and its exit.
 
@@ -106,11 +131,12 @@ def run_segment(
             window=window,
             local=window is not None,
             cache=kv,
+            axes=axes,
         )
         if goes is not None:
             x = jnp.where(goes[:, None, None], x, before)
         written.append(kv)
-    h, block = exits.state(params, config, e, x, context, cache=block)
+    h, block = exits.state(params, config, e, x, context, cache=block, axes=axes)
     return x, h, tuple(written), block
 
 
@@ -123,6 +149,7 @@ def propagate_segment(
     start: jax.Array,
     kvs: tuple[KeyValue, ...],
     block: KeyValue | None,
+    axes: Axes = LOCAL,
 ) -> tuple[tuple[KeyValue, ...], KeyValue | None]:
     """Segment e's keys and values, and its exit block's, with those of rows x [b, w, d] written.
 
@@ -133,14 +160,14 @@ def propagate_segment(
     context = _context(config, x, start, kvs, block)
     first = config.segments[e][0]
     written = tuple(
-        _write_heads(p, x, config, context, config.window(first + i) is not None, kv)
+        _write_heads(p, x, config, context, config.window(first + i) is not None, kv, axes)
         for i, (p, kv) in enumerate(zip(segment, kvs, strict=True))
     )
     if block is not None:
         p = exits.exit_params(params, config, e)
-        x = exits.after_mlp(p, x, config)
+        x = exits.after_mlp(p, x, config, axes)
         local = config.exit_window(e) is not None
-        block = _write_heads(p["block"], x, config, context, local, block)
+        block = _write_heads(p["block"], x, config, context, local, block, axes)
     return written, block
 
 
@@ -154,12 +181,12 @@ def _context(config, x, start, kvs, block) -> layers.Context:
     )
 
 
-def _write_heads(p, x, config, context, local, kv) -> KeyValue:
+def _write_heads(p, x, config, context, local, kv, axes) -> KeyValue:
     """What `layers.layer` writes for x, and nothing else of it.
 
     Queries come along where the projections are fused, to be thrown away: a product with the other
     columns of the matrix alone would first copy them, which takes ten times as long on a CPU.
     """
     h = layers.norm(p["attn_norm"], x, config) if "attn_norm" in p else x
-    _, k, v = layers.heads(p["attn"], h, config, context, local)
+    _, k, v = layers.heads(p["attn"], h, config, context, local, axes)
     return tuple(layers.write_rows(c, a, context.start) for c, a in zip(kv, (k, v), strict=True))

@@ -83,6 +83,17 @@ def logits(head: Head, h: jax.Array, axis: str | None = None) -> jax.Array:
     return jnp.where(lift(first + jnp.arange(rows) < o.vocab_size), y, layers.NEGATIVE)
 
 
+def whole_logits(head: Head, h: jax.Array, axes: Axes = LOCAL) -> jax.Array:
+    """As `logits`, of the whole vocabulary on every shard, to the bit the same on all of them."""
+    y = logits(head, h, axes.model)
+    if not axes.model:
+        return y
+    rows = y.shape[-1]
+    whole = jnp.zeros((*y.shape[:-1], rows * lax.axis_size(axes.model)), y.dtype)
+    first = lax.axis_index(axes.model) * rows
+    return lax.psum(lax.dynamic_update_slice_in_dim(whole, y, first, -1), axes.model)
+
+
 def after_mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) -> jax.Array:
     """Boundary state x [b, t, d] plus the output of an exit's MLP, if its parameters p have one."""
     if "mlp" not in p:

@@ -375,7 +375,8 @@ def heads(
     axes: Axes = LOCAL,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """An attention's queries [b, t, n, h], keys and values [b, t, k, h] of what it reads, x."""
-    p = own_kv_head(p, config, axes)
+    if "qkv" not in p:  # otherwise whoever fused them took the head (`cache.unstack_segments`)
+        p = own_kv_head(p, config, axes)
     q, k, v = _qkv(p, x, config.head_dim)
     if config.qk_norm == "head":
         q, k = norm(p["q_norm"], q, config), norm(p["k_norm"], k, config)

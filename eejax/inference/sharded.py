@@ -1,0 +1,113 @@
+"""The engines on a mesh: matrices cut over `model`, requests over `data`.
+
+The whole pass of the prompts and the whole decoding loop are one manual `shard_map` each, in which
+the engines' own steps run on a device's share. Every shard of a model group has the logits of the
+whole vocabulary, so all of them decide alike and take the same branches. Groups share nothing but
+the program: each goes as deep, and on for as long, as its own requests need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from eejax.common.axes import MESH_AXES, PIPE, Axes
+from eejax.common.errors import require
+from eejax.common.trees import Tree
+from eejax.inference.state import PIPELINED, DecodeState, Weights, outside, prepare
+from eejax.models import layers
+from eejax.models.cache import KVCache
+from eejax.models.config import ModelConfig
+from eejax.models.params import abstract, layer, map_params
+from eejax.sharding import rules
+from eejax.sharding.mesh import MeshConfig, make_mesh, mesh_axes
+
+
+def without_stages(mesh: MeshConfig | Mesh, engine: str) -> Mesh:
+    """A mesh of data and model shards. Raises `ConfigError` for another, or too few devices."""
+    known = isinstance(mesh, MeshConfig | Mesh)
+    require(known, "mesh", mesh, "must be a MeshConfig, a jax.sharding.Mesh, or None")
+    named = isinstance(mesh, MeshConfig) or mesh.axis_names == MESH_AXES
+    require(named, "mesh", mesh, f"must have the axes {MESH_AXES}", "See sharding.mesh.make_mesh.")
+    stages = mesh.pipe if isinstance(mesh, MeshConfig) else mesh.shape[PIPE]
+    require(
+        stages == 1, "mesh.pipe", stages, f"must be 1 with the engine {engine!r}",
+        f"Stages are decoded on by the engine {PIPELINED!r} (inference.PipelinedGenerator); this"
+        " one uses mesh.data and mesh.model.",
+    )  # fmt: skip
+    return make_mesh(mesh) if isinstance(mesh, MeshConfig) else mesh
+
+
+def shard(f: Callable, mesh: Mesh, in_specs: tuple, out_specs) -> Callable:
+    """`f` on every device's share of its arguments."""
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def place(params: Tree, config: ModelConfig, max_depth: int | None, mesh: Mesh) -> Weights:
+    """`state.prepare` on every device's share of training parameters (stacked layers)."""
+    specs, axes = _given(config, max_depth, mesh), mesh_axes(mesh)
+    shares = jax.device_put(_part(params, specs), rules.shardings(specs, mesh))
+    local = lambda shares: prepare(shares, config, max_depth, axes)
+    return jax.jit(shard(local, mesh, (specs,), weights(config, max_depth, mesh)))(shares)
+
+
+def weights(config: ModelConfig, max_depth: int | None, mesh: Mesh) -> Weights:
+    """Partition specs of what `place` makes; what it fuses is cut by columns."""
+    axes, declared = mesh_axes(mesh), layer(config)
+    specs = rules.specs(declared, mesh)
+    if config.qk_norm == "full":  # `place` leaves each shard its own heads alone
+        specs["attn"]["k_norm"]["scale"] = P(axes.model, None)
+    shapes = map_params(lambda p: jax.ShapeDtypeStruct(p.shape, config.dtype), declared)
+    fused = _derived(jax.eval_shape(layers.fuse, shapes), specs, axes.model)
+    segments = config.segments[: max_depth or config.n_exits + 1]
+    rest = {k: v for k, v in _given(config, max_depth, mesh).items() if k != "layers"}
+    return Weights(tuple((fused,) * (end - start) for start, end in segments), rest, axes)
+
+
+def state(axes: Axes) -> DecodeState:
+    """Prefixes of a decoding state's partition specs: keys and values by request and head."""
+    row = P(axes.data)
+    pair = P(tuple(axis for axis in (axes.data, axes.model) if axis))
+    return DecodeState(KVCache(pair, pair, row), row, row, row, row, row, row, row)
+
+
+def alike(axes: Axes) -> Axes:
+    """Those of a computation that all data shards do alike, for the same requests."""
+    return dataclasses.replace(axes, data=None)
+
+
+def own(slots: jax.Array, state: DecodeState, axes: Axes) -> jax.Array:
+    """Slots [n] of all data shards as this one counts them, which has those of `state`; beyond the
+    last one where they are another's."""
+    if not axes.data:
+        return slots
+    n = len(state.token)
+    i = slots - lax.axis_index(axes.data) * n
+    return jnp.where((i >= 0) & (i < n), i, n)
+
+
+def _given(config: ModelConfig, max_depth: int | None, mesh: Mesh) -> Tree:
+    """Partition specs of the training parameters that an engine needs."""
+    specs = rules.specs(abstract(config), mesh)
+    n = max_depth or config.n_exits + 1
+    return outside(specs, config, n) | {"layers": specs["layers"]}
+
+
+def _part(tree: Tree, like: Tree) -> Tree:
+    """What of nested dicts another one has."""
+    if not isinstance(like, dict):
+        return tree
+    return {name: _part(tree[name], part) for name, part in like.items()}
+
+
+def _derived(shapes: Tree, specs: Tree | None, axis: str | None) -> Tree:
+    """Specs of nested dicts that were made of one with `specs`: new leaves are cut by columns."""
+    if isinstance(shapes, dict):
+        return {k: _derived(part, specs.get(k), axis) for k, part in shapes.items()}
+    return P(*(None,) * (shapes.ndim - 1), axis) if specs is None else specs
