@@ -29,13 +29,14 @@ import time
 import numpy as np
 from absl import flags
 
-from experiments import costs, launch
+from experiments import launch, step_costs
+from experiments.decode_times import Timed
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 _PAIRS = flags.DEFINE_integer("pairs", 24, "Pairs of runs to time.", lower_bound=2)
 _TOKENS = flags.DEFINE_integer("tokens", 150_000, "Held-out tokens to score.", lower_bound=1)
-_PROMPTS = flags.DEFINE_integer("prompts", 12, "Prompts to begin with.", lower_bound=1)
+_PROMPTS = flags.DEFINE_integer("prompts", 24, "Prompts to begin with.", lower_bound=1)
 _GAMMA = flags.DEFINE_integer("gamma", 4, "Tokens that `speculative` drafts.", lower_bound=1)
 _DRAFT_EXIT = flags.DEFINE_integer("draft_exit", 0, "Number of the exit that drafts.")
 flags.mark_flags_as_required(["workdir"])
@@ -82,24 +83,6 @@ def _flat(tree: dict, before: str = ""):
 
 def _shown(value) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-class Timed:
-    """Decoding alone: `start` takes a prompt up to its first token, `finish` does the rest."""
-
-    def __init__(self, generator, prompts, new: int, **kwargs):
-        self.generator, self.prompts, self.new, self.kwargs = generator, prompts, new, kwargs
-        self.turn, self.stream, self.results = 0, None, []
-
-    def start(self) -> None:
-        prompt = self.prompts[self.turn % len(self.prompts)]
-        self.turn += 1
-        self.stream = self.generator.stream([prompt], self.new + 1, chunk=self.new, **self.kwargs)
-        next(self.stream)
-
-    def finish(self) -> None:
-        *_, result = self.stream
-        self.results.append(result)
 
 
 def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
@@ -189,7 +172,9 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
     }
     result["recompilations"] = len(compiled)
     widths = usual.options.widths
-    measured = costs.measure(model.params, config, widths, LENGTH_STEP * -(-length // LENGTH_STEP))
+    measured = step_costs.of_segments(
+        model.params, config, widths, LENGTH_STEP * -(-length // LENGTH_STEP)
+    )
     for name in (f"{TARGETS[0]:.0%}", "sampled", "threshold 1"):
         explained = accounted(timed[name].results, config, widths, *measured)
         result[f"skip_accounting {name}"] = float(np.median(explained / of[name]))
@@ -251,7 +236,7 @@ def executed_layers(timed: Timed) -> float:
 
 
 def accounted(results, config, widths, segments, heads) -> np.ndarray:
-    """[runs] seconds that executed segments and heads explain, of `costs.measure`'s.
+    """[runs] seconds that executed segments and heads explain, of `step_costs.of_segments`'s.
 
     What goes through a segment is what waited below it: as many rows as there were steps since it
     was last run.

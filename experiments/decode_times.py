@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 
-STEPS, ROUNDS = 16, 9  # tokens of a timed run of layers, and runs
 CHECKED = 2  # prompts that the real `pipelined` goes on from
 TIE = 1e-4  # the oracle's margin below which rounding may decide
 
@@ -17,15 +15,13 @@ TIE = 1e-4  # the oracle's margin below which rounding may decide
 class Timed:
     """Decoding alone: `start` takes a prompt up to its first token, `finish` does the rest."""
 
-    def __init__(self, generator, prompts, new: int, threshold: float = 1.0):
-        self.generator, self.prompts = generator, prompts
-        self.new, self.threshold, self.stream, self.results = new, threshold, None, []
+    def __init__(self, generator, prompts, new: int, **kwargs):
+        self.generator, self.prompts, self.new, self.kwargs = generator, prompts, new, kwargs
+        self.stream, self.results = None, []
 
     def start(self) -> None:
         prompt = self.prompts[len(self.results) % len(self.prompts)]
-        self.stream = self.generator.stream(
-            [prompt], self.new + 1, chunk=self.new, threshold=self.threshold
-        )
+        self.stream = self.generator.stream([prompt], self.new + 1, chunk=self.new, **self.kwargs)
         next(self.stream)
 
     def finish(self) -> None:
@@ -41,7 +37,8 @@ def measure(model, thresholds: Sequence[float], prompts: list, new: int, pairs: 
 
     make = lambda engine: Generator.make(model.params, model.config, engine)
     full, recompute = make("full"), make("recompute")
-    timed = [Timed(full, prompts, new), *(Timed(recompute, prompts, new, t) for t in thresholds)]
+    timed = [Timed(full, prompts, new)]
+    timed += [Timed(recompute, prompts, new, threshold=t) for t in thresholds]
     seconds = interleave(
         [lambda _, t=t: t.finish() for t in timed], pairs, time.perf_counter,
         before=lambda r: timed[r].start(),
@@ -60,67 +57,6 @@ def measured(seconds: np.ndarray) -> list[dict]:
         {"speed": over(full, s), "over_first": over(rest[0], s), "over_above": over(above, s)}
         for above, s in zip([rest[0], *rest], rest, strict=False)
     ]
-
-
-def measure_costs(params, config, widths: Sequence[int]):
-    """(`ForwardTimes` of one token in seconds; by width, the times of one that so many rows take
-    through all layers): of one device, beside a cache as long as the context.
-
-    Layers are taken to be equal: each has its share of all of them. Few of them alone would find
-    their weights in a processor's cache, and those of all may not fit. An exit's time is that of
-    its own layers, its head, and a look at the logits. Medians over runs that take turns, each of
-    several tokens in a loop.
-    """
-    import jax
-    import jax.numpy as jnp
-    from jax import lax
-
-    from eejax.analysis import interleave
-    from eejax.gates.confidence import max_probability
-    from eejax.inference.latency import ForwardTimes
-    from eejax.inference.sampling import argmax
-    from eejax.inference.state import prepare, step_logits
-    from eejax.models.cache import init_cache, run_segment
-
-    n, plain = config.n_exits + 1, config.replace(exits=())
-    weights = jax.block_until_ready(prepare(params, config))
-    length = config.context_length + max(widths)
-    blocks = init_cache(config, 1, length, n).blocks
-    states = jax.random.normal(
-        jax.random.key(0), (1, max(widths), config.d_model), config.dtype
-    )  # fmt: skip
-    start = jnp.full((1,), config.context_length // 2, jnp.int32)
-
-    def through(weights, carry):
-        """Rows through all layers; they come out as the next ones."""
-        layers = sum(weights.segments, ())
-        x, _, kvs, _ = run_segment(
-            weights.params, layers, plain, 0, carry[0], start, carry[1], None
-        )
-        return x, kvs
-
-    def looked(e, weights, carry):
-        x, block, _ = carry
-        _, h, _, block = run_segment(weights.params, (), config, e, x, start, (), block)
-        y = step_logits(weights, config, e, h[:, 0])
-        # The next row depends on this one's logits, so that none is made but once.
-        return jnp.where(max_probability(y)[:, None, None] < 2, x, -x), block, argmax(y)
-
-    def timed(step, carry):
-        loop = jax.jit(
-            lambda weights, carry: lax.fori_loop(0, STEPS, lambda _, c: step(weights, c), carry)
-        )
-        return lambda _: jax.block_until_ready(loop(weights, carry))
-
-    kvs, token = init_cache(plain, 1, length, 1).segments[0], jnp.zeros((1,), jnp.int32)
-    runs = [timed(through, (states[:, :w], kvs)) for w in widths]
-    runs += [timed(partial(looked, e), (states[:, :1], blocks[e], token)) for e in range(n)]
-    seconds = np.median(interleave(runs, ROUNDS, time.perf_counter), 1) / STEPS
-    alone, heads = float(seconds[0]), seconds[len(widths) :].tolist()
-    times = ForwardTimes((alone / config.n_layers,) * config.n_layers, tuple(heads))
-    # More rows are no faster; where it seems so, that is noise.
-    factors = np.maximum.accumulate(seconds[: len(widths)] / alone).tolist()
-    return times, dict(zip(widths, factors, strict=True))
 
 
 def simulate(

@@ -59,11 +59,11 @@ _CAP = flags.DEFINE_integer("cap", 16, "Most tokens that may wait for deeper lay
 _GAMMA = flags.DEFINE_integer("gamma", 4, "Most tokens drafted in a step (speculative).")
 _DRAFT_EXIT = flags.DEFINE_integer("draft_exit", 0, "Number of the exit that drafts; 0: the first.")
 _MESH = {
-    axis: flags.DEFINE_integer(f"mesh.{axis}", 1, f"{what} (pipelined).", lower_bound=1)
+    axis: flags.DEFINE_integer(f"mesh.{axis}", 1, what, lower_bound=1)
     for axis, what in (
-        ("data", "Copies of the model, which share the prompts"),
-        ("pipe", "Stages of each copy"),
-        ("model", "Shards of each stage's matrices"),
+        ("data", "Copies of the model, which share the prompts."),
+        ("pipe", "Stages of each copy (pipelined)."),
+        ("model", "Shards of the matrices."),
     )
 }
 _STAGE_LAYERS = flags.DEFINE_list(
@@ -159,13 +159,8 @@ def make_generator(model):
         named = len(layers) == 1 and layers[0].isalpha()
         layers = layers[0] if named else numbers("stage_layers", layers, int)
         return PipelinedGenerator.make(params, config, mesh, options, layers=layers)
-    if mesh.size > 1:
-        raise ConfigError(
-            f"--mesh (data, pipe, model) = {mesh.shape}: --engine={engine} runs on one device. "
-            "Take --engine=pipelined, or leave the mesh out."
-        )
     make = AutoGenerator.make if engine == "auto" else Generator.make
-    return make(params, config, options)
+    return make(params, config, options, mesh=mesh if mesh.size > 1 else None)
 
 
 class Pace:

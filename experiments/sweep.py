@@ -23,8 +23,7 @@ import numpy as np
 from absl import flags
 
 from eejax.common.errors import ConfigError, require, require_one_of
-from experiments import costs as costs_of
-from experiments import launch
+from experiments import launch, step_costs
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")
@@ -73,7 +72,7 @@ def main() -> None:
         )
     costs = None
     if _TIME.value:
-        rows, heads = costs_of.measure(model.params, config)
+        rows, heads = step_costs.of_segments(model.params, config)
         costs = calibration.SegmentCosts(rows[0].tolist(), heads.tolist())
     with tempfile.TemporaryDirectory() as folder:
         scores = calibration.score(model.params, config, held_out(run, folder))

@@ -49,7 +49,7 @@ import numpy as np
 from absl import flags
 
 from eejax.common.errors import ConfigError, DataError, require
-from experiments import decode_times, launch
+from experiments import decode_times, launch, step_costs
 from experiments.reproduce import exit_tables
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
@@ -109,7 +109,7 @@ def main() -> None:
         row |= speeds | {"layers": float(layers.mean())}
     say(4, "timing layers and heads")
     options = EngineOptions()
-    times, factors = decode_times.measure_costs(model.params, config, options.widths)
+    times, factors = step_costs.of_layers(model.params, config, options.widths)
     for row, texts in zip(found, results[1:], strict=True):
         traces = [r.exits[0, 1:] for r in texts]
         row["simulated"] = decode_times.simulate(

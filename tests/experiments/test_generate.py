@@ -142,7 +142,8 @@ def test_a_single_prompt_has_a_legend(generate):
         (["--stop="], r"^--stop = \[''\]: must be a sequence of texts"),
         (["--stop_token=999"], r"^--stop_token = \[999, 256\]: must be a sequence of token ids"),
         (["--max_new_tokens=0"], r"^--max_new_tokens = 0: must be an integer of at least 1"),
-        (["--mesh.pipe=2"], r"^--mesh .* --engine=recompute runs on one device"),
+        (["--mesh.data=2"], r"^prompts = 1: must be a multiple of mesh.data"),
+        (["--mesh.pipe=2"], r"^--mesh.pipe = 2: must be 1 with the engine 'recompute'"),
         (
             ["--engine=pipelined", "--mesh.pipe=3", "--mesh.model=7"],
             r"^--mesh .* needs 21 devices.*XLA_FLAGS=--xla_force_host_platform_device_count=21",

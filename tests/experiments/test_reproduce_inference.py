@@ -25,7 +25,7 @@ from eejax.models.config import ExitConfig, ModelConfig
 from eejax.train.config import Experiment
 from eejax.train.loop import fit
 from eejax.train.runs import open_run
-from experiments import decode_times
+from experiments import decode_times, step_costs
 from experiments.reproduce import exit_tables
 
 inference = functions_of("experiments.reproduce.inference")
@@ -281,9 +281,7 @@ def test_exits_of_every_kind_can_be_timed():
     config = ModelConfig(
         vocab_size=7, n_layers=3, d_model=8, n_heads=2, context_length=8, exits=exits
     )  # fmt: skip
-    times, factors = decode_times.measure_costs(
-        params.init(config, jax.random.key(0)), config, (1, 2)
-    )
+    times, factors = step_costs.of_layers(params.init(config, jax.random.key(0)), config, (1, 2))
     assert len(times.layers) == 3 and len(times.exits) == 4 and min(times.exits) > 0
     assert times.layers == (times.layers[0],) * 3 and times.layers[0] > 0
     assert factors[1] == 1.0 <= factors[2]

@@ -1,0 +1,132 @@
+"""What parts of a model cost here, measured: seconds of a decoding step's layers and heads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+STEPS, ROUNDS = 16, 9  # tokens of a timed run, and runs
+
+
+def of_segments(
+    params, config, widths: Sequence[int] = (1,), length: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(seconds of each segment for so many rows of a request [widths, e], of each head [e]).
+
+    Beside a cache of `length` positions, by default the context, half of it written. A segment's
+    seconds are what it adds to those below it: alone, its weights might stay in a cache that all of
+    them together do not fit.
+    """
+    import jax.numpy as jnp
+
+    from eejax.inference.state import prepare
+    from eejax.models.cache import init_cache, run_segment
+
+    n = config.n_exits + 1
+    weights = prepare(params, config)
+    cache = init_cache(config, 1, length or config.context_length, n)
+    start = jnp.full((1,), cache.length // 2, jnp.int32)
+
+    def through(weights, carry):
+        """Rows through the segments there are caches of; they come out as the next ones."""
+        x, parts = carry[0], []
+        for i, (_, kvs, block) in enumerate(carry[1]):
+            x, *part = run_segment(
+                weights.params, weights.segments[i], config, i, x, start, kvs, block
+            )
+            parts.append(tuple(part))
+        return x, tuple(parts)
+
+    def cached(x, e):
+        return tuple((x, cache.segments[i], cache.blocks[i]) for i in range(e + 1))
+
+    rows = partial(_rows, config)
+    runs = [(through, (rows(w), cached(rows(w), e))) for w in widths for e in range(n)]
+    seconds = _seconds(weights, runs + _heads(config, n))
+    upto = np.maximum.accumulate(seconds[:-n].reshape(len(widths), n), 1)  # noise is no gain
+    return np.diff(upto, axis=1, prepend=0.0), seconds[-n:]
+
+
+def of_layers(params, config, widths: Sequence[int]):
+    """(`ForwardTimes` of one token; by width, the times of one that so many rows take).
+
+    Layers are taken to be equal: each has its share of all of them. An exit's time is that of its
+    own layers, its head, and a look at the logits.
+    """
+    import jax.numpy as jnp
+
+    from eejax.inference.latency import ForwardTimes
+    from eejax.inference.state import prepare
+    from eejax.models.cache import init_cache, run_segment
+
+    n, plain = config.n_exits + 1, config.replace(exits=())
+    weights = prepare(params, config)
+    length = config.context_length + max(widths)
+    start = jnp.full((1,), config.context_length // 2, jnp.int32)
+
+    def through(weights, carry):
+        layers = sum(weights.segments, ())
+        x, _, kvs, _ = run_segment(weights.params, layers, plain, 0, *carry[:1], start, *carry[1:])
+        return x, kvs, None
+
+    kvs = init_cache(plain, 1, length, 1).segments[0]
+    runs = [(through, (_rows(config, w), kvs, None)) for w in widths]
+    blocks = init_cache(config, 1, length, n).blocks
+    seconds = _seconds(weights, runs + _heads(config, n, blocks, start))
+    alone = float(seconds[0])
+    times = ForwardTimes((alone / config.n_layers,) * config.n_layers, tuple(seconds[-n:].tolist()))
+    # More rows are no faster; where it seems so, that is noise.
+    factors = np.maximum.accumulate(seconds[:-n] / alone).tolist()
+    return times, dict(zip(widths, factors, strict=True))
+
+
+def _rows(config, width: int):
+    import jax
+
+    return jax.random.normal(jax.random.key(0), (1, width, config.d_model), config.dtype)
+
+
+def _heads(config, n: int, blocks=None, start=None) -> list[tuple[Callable, Any]]:
+    """A run of every exit: its head, and with `blocks` the layers of its own below it."""
+    import jax.numpy as jnp
+
+    from eejax.gates.confidence import max_probability
+    from eejax.inference.sampling import argmax
+    from eejax.inference.state import step_logits
+    from eejax.models.cache import run_segment
+
+    def look(e, weights, carry):
+        x, block, _ = carry
+        h = x
+        if blocks is not None:
+            _, h, _, block = run_segment(weights.params, (), config, e, x, start, (), block)
+        y = step_logits(weights, config, e, h[:, 0])
+        # The next row depends on this one's logits, so that none is made but once.
+        return jnp.where(max_probability(y)[:, None, None] < 2, x, -x), block, argmax(y)
+
+    token, of = jnp.zeros((1,), jnp.int32), blocks or (None,) * n
+    return [(partial(look, e), (_rows(config, 1), of[e], token)) for e in range(n)]
+
+
+def _seconds(weights, runs: list[tuple[Callable, Any]]) -> np.ndarray:
+    """[runs] seconds of step(weights, carry), each of several steps in one compiled loop.
+
+    Medians over runs that take turns.
+    """
+    import jax
+    from jax import lax
+
+    from eejax.analysis import interleave
+
+    def timed(step, carry):
+        loop = jax.jit(
+            lambda weights, carry: lax.fori_loop(0, STEPS, lambda _, c: step(weights, c), carry)
+        )
+        return lambda _: jax.block_until_ready(loop(weights, carry))
+
+    every = [timed(*run) for run in runs]
+    return np.median(interleave(every, ROUNDS, time.perf_counter), 1) / STEPS
