@@ -163,11 +163,22 @@ def cases(draw):
     }  # fmt: skip
 
 
-@settings(max_examples=8)
-@given(cases())
-def test_any_model_and_recipe(case):
+def check(case):
     mesh, config, how = case
     compare(sums_of(mesh, config, **how), sums_of(MeshConfig(), config, **how))
+
+
+@settings(max_examples=4)
+@given(cases())
+def test_any_model_and_recipe(case):
+    check(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=30)
+@given(cases())
+def test_any_model_and_recipe_widely(case):
+    check(case)
 
 
 TUNED = (ExitConfig(1, mlp=True, head="own"), ExitConfig(2, block=True))

@@ -83,16 +83,19 @@ def test_what_does_not_divide_stays_whole():
 
 
 @pytest.mark.parametrize(
-    "mesh",
+    "mesh, remat",
     [
-        MeshConfig(model=4),
-        MeshConfig(2, 1, 4, sequence=True),
-        MeshConfig(8, shard_params=True),
-        MeshConfig(2, 1, 2, shard_params=True),
+        (MeshConfig(model=4), "dots"),
+        (MeshConfig(2, 1, 4, sequence=True), "full"),
+        (MeshConfig(8, shard_params=True), "dots"),
+        (MeshConfig(2, 1, 2, shard_params=True), "full"),
+        pytest.param(MeshConfig(model=4), "full", marks=pytest.mark.slow),
+        pytest.param(MeshConfig(2, 1, 4, sequence=True), "dots", marks=pytest.mark.slow),
+        pytest.param(MeshConfig(8, shard_params=True), "full", marks=pytest.mark.slow),
+        pytest.param(MeshConfig(2, 1, 2, shard_params=True), "dots", marks=pytest.mark.slow),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("remat", ["dots", "full"])
 def test_the_estimate_is_within_two_fifths_of_what_xla_says(mesh, remat):
     got = memory.training_memory(experiment(mesh, remat))
     shapes, xla = measured(mesh, remat=remat)

@@ -144,7 +144,7 @@ def test_the_loss_scale_halves_and_doubles():
     assert lowest.value == recipes.MIN_SCALE
 
 
-@pytest.mark.parametrize("scale", [2.0**-8, 2.0**20])
+@pytest.mark.parametrize("scale", [pytest.param(2.0**-8, marks=pytest.mark.slow), 2.0**20])
 def test_a_loss_scale_scales_every_exit_alike(scale):
     """In float32 it must change nothing, whatever the exits' weights."""
     batches = [batch_of(n) for n in range(3)]
