@@ -101,34 +101,41 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
     free, usual = dict(cap=new + 8, buckets=(1,)), make("recompute")
     forced, length = make("recompute", **free), PROMPT + new + usual.options.most_rows
     only = lambda e: [0.0 if i == e else 1.0 for i in range(n)]
-    timed = {
-        "full": Timed(make("full"), prompts, new),
-        "threshold 1": Timed(usual, prompts, new, threshold=1.0),
-        "speculative": Timed(
-            make("speculative", gamma=_GAMMA.value, draft_exit=_DRAFT_EXIT.value), prompts, new
-        ),
-        "full, long cache": Timed(make("full", **free), prompts, new),
-    }
-    timed |= {f"{a:.0%}": Timed(usual, prompts, new, threshold=p.threshold)
-              for a, p in chosen.items()}  # fmt: skip
-    timed |= {f"exit {e}": Timed(forced, prompts, new, threshold=only(e)) for e in range(n)}
-    first = chosen[TARGETS[0]].threshold
-    timed["full, sampled"] = Timed(make("full"), prompts, new, temperature=1.0)
-    timed["sampled"] = Timed(usual, prompts, new, temperature=1.0, threshold=first)
-    names = list(timed)
+    new_timed = lambda generator, **kwargs: Timed(generator, prompts, new, **kwargs)
+    point, only = chosen[TARGETS[0]].threshold, lambda e: [float(i != e) for i in range(n)]
+    # What is compared stands together in the turns, and nothing that is at an end of them, where
+    # one run follows another of its own.
+    timed = {f"exit {e}": new_timed(forced, threshold=only(e)) for e in range(n)}
+    timed["full, long cache"] = new_timed(make("full", **free))
+    timed |= {
+        f"{a:.0%}": new_timed(usual, threshold=p.threshold) for a, p in chosen.items()
+    }  # fmt: skip
+    timed["full"], timed["threshold 1"] = new_timed(make("full")), new_timed(usual)
+    timed["speculative"] = new_timed(
+        make("speculative", gamma=_GAMMA.value, draft_exit=_DRAFT_EXIT.value)
+    )
+    timed["full, sampled"] = new_timed(make("full"), temperature=1.0)
+    timed["sampled"] = new_timed(usual, temperature=1.0, threshold=point)
+    names, widths = list(timed), usual.options.widths
+    # Segments are timed in the same turns: a machine that others use has slow and fast minutes.
+    segments, read = step_costs.segment_runs(
+        model.params, config, widths, LENGTH_STEP * -(-length // LENGTH_STEP)
+    )
 
     for t in timed.values():
         t.start()
         t.finish()
+    for run in segments:
+        run(0)
     compiled: list[str] = []
     listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
     jax.monitoring.register_event_duration_secs_listener(listen)
     seconds = interleave(
-        [lambda _, t=t: t.finish() for t in timed.values()], pairs, time.perf_counter,
-        before=lambda r: timed[names[r]].start(),
+        [*(lambda _, t=t: t.finish() for t in timed.values()), *segments], pairs,
+        time.perf_counter, before=lambda r: r < len(names) and timed[names[r]].start(),
     )  # fmt: skip
     jax.monitoring.unregister_event_duration_listener(listen)
-    of = dict(zip(names, seconds, strict=True))
+    of = dict(zip(names, seconds, strict=False))
     for t in timed.values():
         del t.results[:WARM]
 
@@ -159,7 +166,9 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
             r.drafted.sum() for r in drafts))),
     }  # fmt: skip
     result["speculative_speedup"] = result["speculative"]["ratio"]
-    result["no_exit_overhead"] = 1 / speed("threshold 1")["ratio"] - 1
+    ratio = median_ratio(of["threshold 1"], of["full"])
+    result["no_exit_overhead"] = ratio.median - 1
+    result["no_exit_overhead_interval"] = [ratio.low - 1, ratio.high - 1]
     spared = bytes_ratios(model.params, config, PROMPT + new + free["cap"])
     efficiency = {
         config.stops[e]: speed(f"exit {e}", "full, long cache")["ratio"] / spared[e]
@@ -171,12 +180,9 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
         "executed_layers": executed_layers(timed["sampled"])
     }
     result["recompilations"] = len(compiled)
-    widths = usual.options.widths
-    measured = step_costs.of_segments(
-        model.params, config, widths, LENGTH_STEP * -(-length // LENGTH_STEP)
-    )
+    costs = read(np.median(seconds[len(names) :], 1))
     for name in (f"{TARGETS[0]:.0%}", "sampled", "threshold 1"):
-        explained = accounted(timed[name].results, config, widths, *measured)
+        explained = accounted(timed[name].results, config, widths, costs)
         result[f"skip_accounting {name}"] = float(np.median(explained / of[name]))
     result["skip_accounting"] = result[f"skip_accounting {TARGETS[0]:.0%}"]
     return result
@@ -235,21 +241,22 @@ def executed_layers(timed: Timed) -> float:
     return float(np.mean([r.layers[0, 1:].mean() for r in timed.results]))
 
 
-def accounted(results, config, widths, segments, heads) -> np.ndarray:
-    """[runs] seconds that executed segments and heads explain, of `step_costs.of_segments`'s.
+def accounted(results, config, widths, costs) -> np.ndarray:
+    """[runs] seconds that executed segments and heads explain, of `step_costs.SegmentSeconds`.
 
     What goes through a segment is what waited below it: as many rows as there were steps since it
     was last run.
     """
     explained = np.zeros(len(results))
     for i, r in enumerate(results):
-        waiting = np.zeros(config.n_exits + 1, int)
+        waiting, deep = np.zeros(config.n_exits + 1, int), True
         for layers, exit in zip(r.layers[0, 1:], r.exits[0, 1:], strict=True):
             waiting += 1
             ran = np.flatnonzero(np.asarray(config.stops) <= layers)
             width = np.searchsorted(widths, waiting[ran])
-            explained[i] += segments[width, ran].sum() + heads[: exit + 1].sum()
-            waiting[ran] = 0
+            first = costs.after_others[0] if deep else costs.rows[0, 0]
+            explained[i] += first + costs.rows[width, ran][1:].sum() + costs.heads[: exit + 1].sum()
+            waiting[ran], deep = 0, len(ran) > 1
     return explained
 
 

@@ -5,22 +5,37 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 STEPS, ROUNDS = 16, 9  # tokens of a timed run, and runs
 
 
-def of_segments(
-    params, config, widths: Sequence[int] = (1,), length: int | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """(seconds of each segment for so many rows of a request [widths, e], of each head [e]).
+class SegmentSeconds(NamedTuple):
+    """Of each segment for so many rows of a request [widths, e], and of each head [e].
 
-    Beside a cache of `length` positions, by default the context, half of it written. A segment's
-    seconds are what it adds to those below it: alone, its weights might stay in a cache that all of
-    them together do not fit.
+    A segment's seconds are what it adds to those below it. The first one's are those of one that
+    runs again and again, whose weights may stay in a processor's cache; `after_others` [widths]:
+    its seconds when it follows the others.
     """
+
+    rows: np.ndarray
+    heads: np.ndarray
+    after_others: np.ndarray
+
+
+def of_segments(params, config, widths: Sequence[int] = (1,)) -> SegmentSeconds:
+    """Beside a cache as long as the context, half of it written; medians over runs in turns."""
+    from eejax.analysis import interleave
+
+    runs, read = segment_runs(params, config, widths, config.context_length)
+    return read(np.median(interleave(runs, ROUNDS, time.perf_counter), 1))
+
+
+def segment_runs(params, config, widths: Sequence[int], length: int):
+    """(runs to be timed as `analysis.interleave` does, what makes `SegmentSeconds` of the seconds
+    of each): beside a cache of `length` positions, half of it written."""
     import jax.numpy as jnp
 
     from eejax.inference.state import prepare
@@ -28,27 +43,35 @@ def of_segments(
 
     n = config.n_exits + 1
     weights = prepare(params, config)
-    cache = init_cache(config, 1, length or config.context_length, n)
+    cache = init_cache(config, 1, length, n)
     start = jnp.full((1,), cache.length // 2, jnp.int32)
 
-    def through(weights, carry):
-        """Rows through the segments there are caches of; they come out as the next ones."""
+    def through(segments, weights, carry):
+        """Rows through these segments; they come out as the next ones."""
         x, parts = carry[0], []
-        for i, (_, kvs, block) in enumerate(carry[1]):
+        for i, (_, kvs, block) in zip(segments, carry[1], strict=True):
             x, *part = run_segment(
                 weights.params, weights.segments[i], config, i, x, start, kvs, block
             )
             parts.append(tuple(part))
         return x, tuple(parts)
 
-    def cached(x, e):
-        return tuple((x, cache.segments[i], cache.blocks[i]) for i in range(e + 1))
+    def run(width, first, last):
+        x, segments = _rows(config, width), range(first, last)
+        parts = tuple((x, cache.segments[i], cache.blocks[i]) for i in segments)
+        return partial(through, segments), (x, parts)
 
-    rows = partial(_rows, config)
-    runs = [(through, (rows(w), cached(rows(w), e))) for w in widths for e in range(n)]
-    seconds = _seconds(weights, runs + _heads(config, n))
-    upto = np.maximum.accumulate(seconds[:-n].reshape(len(widths), n), 1)  # noise is no gain
-    return np.diff(upto, axis=1, prepend=0.0), seconds[-n:]
+    steps = [run(w, 0, e + 1) for w in widths for e in range(n)]
+    steps += [run(w, 1, n) for w in widths] + _heads(config, n)
+
+    def read(seconds):
+        seconds, k = np.asarray(seconds) / STEPS, len(widths)
+        upto = np.maximum.accumulate(seconds[: k * n].reshape(k, n), 1)  # noise is no gain
+        rows = np.diff(upto, axis=1, prepend=0.0)
+        cold = np.maximum(rows[:, 0], upto[:, -1] - seconds[k * n : k * n + k])
+        return SegmentSeconds(rows, seconds[-n:], cold if n > 1 else rows[:, 0])
+
+    return _loops(weights, steps), read
 
 
 def of_layers(params, config, widths: Sequence[int]):
@@ -59,6 +82,7 @@ def of_layers(params, config, widths: Sequence[int]):
     """
     import jax.numpy as jnp
 
+    from eejax.analysis import interleave
     from eejax.inference.latency import ForwardTimes
     from eejax.inference.state import prepare
     from eejax.models.cache import init_cache, run_segment
@@ -76,7 +100,8 @@ def of_layers(params, config, widths: Sequence[int]):
     kvs = init_cache(plain, 1, length, 1).segments[0]
     runs = [(through, (_rows(config, w), kvs, None)) for w in widths]
     blocks = init_cache(config, 1, length, n).blocks
-    seconds = _seconds(weights, runs + _heads(config, n, blocks, start))
+    loops = _loops(weights, runs + _heads(config, n, blocks, start))
+    seconds = np.median(interleave(loops, ROUNDS, time.perf_counter), 1) / STEPS
     alone = float(seconds[0])
     times = ForwardTimes((alone / config.n_layers,) * config.n_layers, tuple(seconds[-n:].tolist()))
     # More rows are no faster; where it seems so, that is noise.
@@ -112,21 +137,17 @@ def _heads(config, n: int, blocks=None, start=None) -> list[tuple[Callable, Any]
     return [(partial(look, e), (_rows(config, 1), of[e], token)) for e in range(n)]
 
 
-def _seconds(weights, runs: list[tuple[Callable, Any]]) -> np.ndarray:
-    """[runs] seconds of step(weights, carry), each of several steps in one compiled loop.
-
-    Medians over runs that take turns.
-    """
+def _loops(weights, steps: list[tuple[Callable, Any]]) -> list[Callable]:
+    """A run of each step(weights, carry): `STEPS` of them in one compiled loop."""
     import jax
     from jax import lax
 
-    from eejax.analysis import interleave
+    jax.block_until_ready(weights)
 
-    def timed(step, carry):
-        loop = jax.jit(
+    def loop(step, carry):
+        compiled = jax.jit(
             lambda weights, carry: lax.fori_loop(0, STEPS, lambda _, c: step(weights, c), carry)
         )
-        return lambda _: jax.block_until_ready(loop(weights, carry))
+        return lambda _: jax.block_until_ready(compiled(weights, carry))
 
-    every = [timed(*run) for run in runs]
-    return np.median(interleave(every, ROUNDS, time.perf_counter), 1) / STEPS
+    return [loop(*step) for step in steps]

@@ -72,8 +72,8 @@ def main() -> None:
         )
     costs = None
     if _TIME.value:
-        rows, heads = step_costs.of_segments(model.params, config)
-        costs = calibration.SegmentCosts(rows[0].tolist(), heads.tolist())
+        seconds = step_costs.of_segments(model.params, config)
+        costs = calibration.SegmentCosts(seconds.rows[0].tolist(), seconds.heads.tolist())
     with tempfile.TemporaryDirectory() as folder:
         scores = calibration.score(model.params, config, held_out(run, folder))
     curves = {}
