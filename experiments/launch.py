@@ -5,6 +5,7 @@ Launchers that can run as several processes call `define_processes()` beside the
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import sys
@@ -62,6 +63,9 @@ def run(
         try:
             _join()
             main(*([argv[1:]] if positional else []))
+        except BrokenPipeError:  # who read the output has enough of it: `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
         except MISTAKES as error:
             _end(error, f"error: {error}")
         except KeyboardInterrupt as error:

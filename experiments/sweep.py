@@ -42,6 +42,7 @@ flags.mark_flags_as_required(["workdir"])
 
 POINTS = 12  # thresholds of a gate, where none are given
 BATCH = 16
+SUFFIXES = (".png", ".pdf", ".svg")
 
 
 def main() -> None:
@@ -69,6 +70,11 @@ def main() -> None:
         raise ConfigError(
             f"--exits = {chosen}, --min_depth = {_MIN_DEPTH.value}: leave no early exit active of "
             f"this model's, at {[e.boundary for e in config.exits]}."
+        )
+    out = pathlib.Path(_OUT.value or pathlib.Path(_WORKDIR.value).expanduser() / "sweep.png")
+    if out.suffix not in SUFFIXES or out.is_dir():
+        raise ConfigError(
+            f"--out = {_OUT.value!r}: must be a file ending in {', '.join(SUFFIXES)}."
         )
     costs = None
     if _TIME.value:
@@ -100,7 +106,6 @@ def main() -> None:
     }
     print(f"step {model.step} of {_WORKDIR.value}, {len(scores)} tokens")
     print(show(result["curves"], config.n_layers))
-    out = pathlib.Path(_OUT.value or pathlib.Path(_WORKDIR.value).expanduser() / "sweep.png")
     label = (
         "predicted time of a token, all layers = 1" if costs
         else f"mean depth of emitted tokens (of {config.n_layers} layers)"

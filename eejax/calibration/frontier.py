@@ -173,7 +173,8 @@ def score(params: Tree, config: ModelConfig, batches: Iterable[Mapping[str, Any]
 
     Positions with label -1 are left out. A batch may say in "units" [b] which text each row is
     part of; else every row is a text of its own, numbered through all batches. Raises DataError
-    where no position is left, ConfigError for units that are not one for each row.
+    where no position is left, ConfigError for units that are not one for each row,
+    FloatingPointError for logits that are not finite.
     """
     parts, rows = [], 0
     for batch in batches:
@@ -190,7 +191,10 @@ def score(params: Tree, config: ModelConfig, batches: Iterable[Mapping[str, Any]
         parts.append(jax.tree.map(lambda a, c=counted: np.asarray(a)[..., c], every))
     if not sum(len(part[0]) for part in parts):
         raise DataError("no labelled position to score: give batches of held-out text.")
-    return Scores(config, *jax.tree.map(lambda *a: np.concatenate(a, -1), *parts))
+    scores = Scores(config, *jax.tree.map(lambda *a: np.concatenate(a, -1), *parts))
+    if not np.isfinite(scores.nlls).all():
+        raise FloatingPointError("logits are not finite: check the model's parameters.")
+    return scores
 
 
 def emitting_exits(

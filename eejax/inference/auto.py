@@ -85,5 +85,5 @@ class AutoGenerator(Decoder):
         first = program not in self.compiled
         self.compiled.add(program)
         tokens = int((np.asarray(record.exit) >= 0).sum())
-        self.payoff.add(None if first else seconds, tokens)
+        self.payoff.add(None if first else seconds, tokens, program)
         return state, record

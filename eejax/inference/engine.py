@@ -19,6 +19,7 @@ from eejax.common.errors import require
 from eejax.common.trees import Tree
 from eejax.inference import generate, posthoc, sharded
 from eejax.inference import state as s
+from eejax.inference.policy import ExitPolicy
 from eejax.inference.state import DecodeState, EngineOptions, Record, Request, Weights
 from eejax.models.cache import init_cache, varying
 from eejax.models.config import ModelConfig
@@ -32,6 +33,8 @@ class Engine(Protocol):
 
     slots: requests at a time. context: tokens of a request, prompt included. max_depth: segments
     of the model that are loaded. A state is used once: what a method returns takes its place.
+    Nothing here waits for the device, so what it computes raises nothing: a token whose
+    log-probability is not finite came of logits that were not, and is none.
     """
 
     slots: int
@@ -42,13 +45,17 @@ class Engine(Protocol):
         """A state whose slots are all free."""
 
     def prefill(self, prompts: Sequence[Sequence[int]], request: Request) -> tuple[Any, Record]:
-        """(rows to insert, the first token of each)."""
+        """(rows to insert, the first token of each). Where prompt and limit do not fit the context
+        together, the limit is lowered to what does."""
 
     def insert(self, state: Any, rows: Any, slots: Sequence[int]) -> Any:
         """The state with rows of `prefill` in slots, whatever was there before."""
 
     def generate(self, state: Any, n: int) -> tuple[Any, Record]:
-        """n steps for all slots: records [n, slots], exit -1 where nothing was emitted."""
+        """n steps for all slots: records [n, slots], exit -1 where nothing was emitted.
+
+        Those of an engine that emits up to m tokens in a step are [n m, slots].
+        """
 
     def free(self, state: Any, slots: Sequence[int]) -> Any:
         """The state with these slots free."""
@@ -59,8 +66,9 @@ class SlotEngine:
     """An `Engine` of one device, or of a mesh without stages, by any of `state.ENGINES` but
     "pipelined".
 
-    Four programs are compiled, and another one for every n of `generate`: prompts are padded to the
-    context and run at the smallest of a few widths, chosen on the device.
+    One program is compiled for every n of `generate`, and one of `prefill`, `insert` and `free` for
+    every number of prompts or slots: prompts are padded to the context and run at the smallest of
+    a few widths, chosen on the device.
     """
 
     weights: Weights
@@ -121,28 +129,51 @@ class SlotEngine:
     def prefill(
         self, prompts: Sequence[Sequence[int]], request: Request
     ) -> tuple[DecodeState, Record]:
-        """One prompt of at most `context` - 1 tokens, and its `Request`, a row for each."""
+        """One prompt of at most `context` - 1 tokens, and its `Request`, a row for each.
+
+        Raises ConfigError for tokens that there are not, and for a request of other prompts.
+        """
+        generate.check_prompts(prompts, self.config, self.context)
+        lengths, starts = [len(p) for p in prompts], np.asarray(request.start).tolist()
+        require(
+            starts == lengths, "request.start", starts,
+            f"must be the number of tokens of every prompt, {lengths}",
+        )  # fmt: skip
+        if not self.options.leaves_early:  # no exit of the model's is one of this engine's
+            request = request.replace(policy=ExitPolicy.make(self.config, len(prompts)))
+        exits = request.policy.thresholds.shape[1]
+        require(
+            exits == self.config.n_exits, "request.policy", f"thresholds of {exits} exits",
+            f"must be made of this engine's config, which has {self.config.n_exits}",
+        )  # fmt: skip
         tokens = np.zeros((len(prompts), self.context), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
-            require(
-                1 <= len(prompt) < self.context, "prompt", f"{len(prompt)} tokens",
-                f"must have at least 1 token and fewer than the engine's context ({self.context})",
-            )  # fmt: skip
             row[: len(prompt)] = prompt
+        request = request.replace(limit=jnp.minimum(request.limit, self.context - request.start))
         return _prefill(self.weights, tokens, request, **self._static)
 
     def insert(self, state: DecodeState, rows: DecodeState, slots: Sequence[int]) -> DecodeState:
-        return _insert(state, rows, self._numbered(slots), mesh=self.mesh)
+        n = len(rows.token)
+        numbered = self._numbered(slots)
+        require(
+            len(numbered) == n and len(set(slots)) == n, "slots", list(slots),
+            f"must be {n} different ones: one for each of the rows",
+        )  # fmt: skip
+        return _insert(state, rows, numbered, mesh=self.mesh)
 
     def generate(self, state: DecodeState, n: int) -> tuple[DecodeState, Record]:
+        generate.require_count("n", n)
         return generate.decode(self.weights, state, n=n, **self._static)
 
     def free(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         return _free(state, self._numbered(slots), mesh=self.mesh)
 
     def _numbered(self, slots: Sequence[int]) -> jax.Array:
+        numbers = isinstance(slots, Sequence | np.ndarray)
+        require(numbers, "slots", slots, "must be a sequence of numbers of slots")
         for slot in slots:
-            require(0 <= slot < self.slots, "slots", list(slots), f"must be in 0..{self.slots - 1}")
+            ok = isinstance(slot, int | np.integer) and 0 <= slot < self.slots
+            require(ok, "slots", list(slots), f"must be in 0..{self.slots - 1}")
         return jnp.asarray(slots, jnp.int32)
 
 

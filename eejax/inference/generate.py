@@ -167,9 +167,9 @@ class Decoder:
         config, options = self.config, self.options
         tokens, lengths = self._pad(prompts)
         b = len(prompts)
-        _require_count("max_new_tokens", max_new_tokens)
+        require_count("max_new_tokens", max_new_tokens)
         if chunk is not None:
-            _require_count("chunk", chunk)
+            require_count("chunk", chunk)
         texts = not isinstance(stop_strings, str) and all(
             isinstance(s, str) and s for s in stop_strings
         )
@@ -206,43 +206,44 @@ class Decoder:
             state, more = self._decode(state, chunk)
 
     def _pad(self, prompts) -> tuple[np.ndarray, np.ndarray]:
-        listed = lambda a: hasattr(a, "__len__") and not isinstance(a, str | bytes)
-        require(
-            listed(prompts) and len(prompts) > 0, "prompts", prompts,
-            "must be a sequence of at least one prompt", "Encode text with the model's tokenizer.",
-        )  # fmt: skip
-        config = self.config
-        for i, p in enumerate(prompts):
-            require(
-                listed(p), f"prompts[{i}]", p, "must be a sequence of token ids",
-                "Encode text with the model's tokenizer.",
-            )  # fmt: skip
-            require(
-                1 <= len(p) < config.context_length,
-                f"prompts[{i}]",
-                f"{len(p)} tokens",
-                f"must have at least 1 token and fewer than the context ({config.context_length})",
-                "Shorten the prompt." if len(p) else "Start with an end-of-document token.",
-            )
-            ids = np.asarray(p)
-            require(
-                bool(
-                    ids.ndim == 1
-                    and np.issubdtype(ids.dtype, np.integer)
-                    and ids.min() >= 0
-                    and ids.max() < config.vocab_size
-                ),
-                f"prompts[{i}]",
-                f"ids {ids.min()}..{ids.max()}" if ids.dtype.kind in "iu" else p,
-                f"must be integers in 0..{config.vocab_size - 1}",
-                "Is it the model's tokenizer?",
-            )
+        check_prompts(prompts, self.config, self.config.context_length)
         lengths = np.array([len(p) for p in prompts], np.int32)
-        width = min(max(16, _power_of_two(int(lengths.max()))), config.context_length)
+        width = min(max(16, _power_of_two(int(lengths.max()))), self.config.context_length)
         tokens = np.zeros((len(prompts), width), np.int32)
         for row, p in zip(tokens, prompts, strict=True):
             row[: len(p)] = p
         return tokens, lengths
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], config: ModelConfig, context: int) -> None:
+    """Raises ConfigError for what is no sequence of prompts, and for a prompt that is no sequence
+    of token ids, is empty, or leaves no room for a token in `context`."""
+    listed = lambda a: hasattr(a, "__len__") and not isinstance(a, str | bytes)
+    require(
+        listed(prompts) and len(prompts) > 0, "prompts", prompts,
+        "must be a sequence of at least one prompt", "Encode text with the model's tokenizer.",
+    )  # fmt: skip
+    for i, p in enumerate(prompts):
+        require(
+            listed(p), f"prompts[{i}]", p, "must be a sequence of token ids",
+            "Encode text with the model's tokenizer.",
+        )  # fmt: skip
+        require(
+            1 <= len(p) < context,
+            f"prompts[{i}]",
+            f"{len(p)} tokens",
+            f"must have at least 1 token and fewer than the context ({context})",
+            "Shorten the prompt." if len(p) else "Start with an end-of-document token.",
+        )
+        whole = lambda a: np.ndim(a) == 0 and np.asarray(a).dtype.kind in "iu"
+        ids = np.asarray(p) if all(map(whole, p)) else None
+        require(
+            ids is not None and 0 <= ids.min() and ids.max() < config.vocab_size,
+            f"prompts[{i}]",
+            p if ids is None else f"ids {ids.min()}..{ids.max()}",
+            f"must be integers in 0..{config.vocab_size - 1}",
+            "Is it the model's tokenizer?",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,7 +298,8 @@ class Generator(Decoder):
         return decode(self.weights, state, n=n, **self._static)
 
 
-def _require_count(name: str, value) -> None:
+def require_count(name: str, value) -> None:
+    """Raises ConfigError for what is no positive integer."""
     count = isinstance(value, int | np.integer) and not isinstance(value, bool)
     require(count and value >= 1, name, value, "must be an integer of at least 1")
 

@@ -39,7 +39,7 @@ from eejax.pipeline.layout import StageLayout
 from eejax.pipeline.partition import EVEN, partition
 from eejax.pipeline.residuals import send
 from eejax.pipeline.stage import vary_over
-from eejax.sharding.mesh import MeshConfig, check_batch, make_mesh
+from eejax.sharding.mesh import MeshConfig, check_batch, known_mesh
 
 
 class Traveller(NamedTuple):
@@ -340,7 +340,7 @@ class PipelinedGenerator(Decoder):
             f"must be {PIPELINED!r} on stages", "Generator.make takes the others.",
         )  # fmt: skip
         config = s.engine_config(config, options)
-        mesh = make_mesh(mesh) if isinstance(mesh, MeshConfig) else mesh
+        mesh = known_mesh(mesh)
         which = tuple(range(options.max_depth or config.n_exits + 1))
         cut = partition(config, mesh.shape[PIPE], layers, "earlier", which)
         stages = Stages(StageLayout(cut), mesh)

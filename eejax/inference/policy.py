@@ -62,14 +62,18 @@ class ExitPolicy:
         [0, 1], NaN, a wrong shape, an unknown gate, or an exit the model does not have.
         """
         n = config.n_exits
-        a = np.asarray(threshold, np.float32)
+        try:
+            a = np.asarray(threshold, np.float32)
+        except (TypeError, ValueError):
+            a = np.full((0,), np.nan, np.float32)  # of no shape that is allowed
         require(
-            a.shape in ((), (n,), (batch, n)),
+            not isinstance(threshold, str) and a.shape in ((), (n,), (batch, n)),
             "threshold", threshold,
             f"must be one number, one per early exit ({n}), or of shape ({batch}, {n})",
         )  # fmt: skip
         require(bool(np.all((a >= 0) & (a <= 1))), "threshold", threshold, "must lie in [0, 1]")
-        kinds = [gate] * batch if isinstance(gate, str) else list(gate)
+        named = isinstance(gate, str | list | tuple)
+        kinds = [gate] * batch if isinstance(gate, str) else list(gate) if named else []
         require(len(kinds) == batch, "gate", gate, f"must be one name, or {batch}: one each")
         for kind in kinds:
             require_one_of("gate", kind, GATES)
@@ -110,6 +114,8 @@ def _numbers(name: str, value, batch: int, allowed: str) -> np.ndarray:
 
 def _active(boundaries: list[int], batch: int, exits) -> np.ndarray:
     """[b, E] bool of `ExitPolicy.make`'s exits."""
+    listed = exits is None or isinstance(exits, list | tuple | np.ndarray)
+    require(listed, "exits", exits, f"must be a list of boundaries, among {boundaries}")
     chosen = boundaries if exits is None else list(exits)
     each = bool(chosen) and all(isinstance(c, list | tuple) for c in chosen)
     require(

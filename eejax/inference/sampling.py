@@ -75,7 +75,8 @@ def restrict(logits: jax.Array, sampling: Sampling) -> jax.Array:
     most likely token always stays.
     """
     t = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    y = logits / t[:, None]
+    # Padded rows of the vocabulary stay what they are: a high temperature would bring them back.
+    y = jnp.where(logits > NEGATIVE, logits / t[:, None], NEGATIVE)
     v = y.shape[-1]
     ordered = lax.sort(y, dimension=-1)[:, ::-1]  # [b, v], descending
     k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, v), v)

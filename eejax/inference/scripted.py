@@ -49,11 +49,12 @@ class ScriptedEngine:
         rows = []
         for i, prompt in enumerate(prompts):
             require(
-                1 <= len(prompt) < self.context, "prompt", f"{len(prompt)} tokens",
-                f"must have at least 1 token and fewer than the engine's context ({self.context})",
+                1 <= len(prompt) < self.context, f"prompts[{i}]", f"{len(prompt)} tokens",
+                f"must have at least 1 token and fewer than the context ({self.context})",
             )  # fmt: skip
             ends = frozenset(stops[i][stops[i] >= 0].tolist())
-            rows.append(Row(tuple(prompt), 0, int(limits[i]), ends))
+            limit = min(int(limits[i]), self.context - len(prompt))
+            rows.append(Row(tuple(prompt), 0, limit, ends))
         return self._step(tuple(rows), self.boundaries[-1])
 
     def insert(self, state, rows, slots: Sequence[int]):

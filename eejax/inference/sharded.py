@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from eejax.common.axes import MESH_AXES, PIPE, Axes
+from eejax.common.axes import PIPE, Axes
 from eejax.common.errors import require
 from eejax.common.trees import Tree
 from eejax.inference.state import PIPELINED, DecodeState, Weights, outside, prepare
@@ -26,22 +26,18 @@ from eejax.models.cache import KVCache
 from eejax.models.config import ModelConfig
 from eejax.models.params import abstract, layer, map_params
 from eejax.sharding import rules
-from eejax.sharding.mesh import MeshConfig, make_mesh, mesh_axes
+from eejax.sharding.mesh import MeshConfig, known_mesh, mesh_axes
 
 
 def without_stages(mesh: MeshConfig | Mesh, engine: str) -> Mesh:
     """A mesh of data and model shards. Raises `ConfigError` for another, or too few devices."""
-    known = isinstance(mesh, MeshConfig | Mesh)
-    require(known, "mesh", mesh, "must be a MeshConfig, a jax.sharding.Mesh, or None")
-    named = isinstance(mesh, MeshConfig) or mesh.axis_names == MESH_AXES
-    require(named, "mesh", mesh, f"must have the axes {MESH_AXES}", "See sharding.mesh.make_mesh.")
-    stages = mesh.pipe if isinstance(mesh, MeshConfig) else mesh.shape[PIPE]
+    stages = mesh.pipe if isinstance(mesh, MeshConfig) else known_mesh(mesh).shape[PIPE]
     require(
         stages == 1, "mesh.pipe", stages, f"must be 1 with the engine {engine!r}",
         f"Stages are decoded on by the engine {PIPELINED!r} (inference.PipelinedGenerator); this"
         " one uses mesh.data and mesh.model.",
     )  # fmt: skip
-    return make_mesh(mesh) if isinstance(mesh, MeshConfig) else mesh
+    return known_mesh(mesh)
 
 
 def shard(f: Callable, mesh: Mesh, in_specs: tuple, out_specs) -> Callable:

@@ -63,6 +63,8 @@ class EngineOptions:
     adapt: bool = True
 
     def __post_init__(self):
+        listed = isinstance(self.buckets, tuple | list)
+        require(listed, "buckets", self.buckets, "must be a sequence of row counts")
         object.__setattr__(self, "buckets", tuple(self.buckets))  # hashable
         require_one_of("engine", self.engine, ENGINES)
         require(
@@ -144,8 +146,8 @@ def without_stages(options: EngineOptions | str) -> EngineOptions:
 def engine_config(config: ModelConfig, options: EngineOptions) -> ModelConfig:
     """The model an engine decodes with: "full" has no exits, "speculative" the one that drafts.
 
-    Raises ConfigError for more segments than there are, for less than the whole under "full", and
-    for a drafting exit that there is not.
+    Raises ConfigError for more segments than there are, for less than the whole under "full", for
+    a drafting exit that there is not, and for a cap or gamma beyond the context.
     """
     if options.engine == "full":
         config = config.replace(exits=())
@@ -159,6 +161,11 @@ def engine_config(config: ModelConfig, options: EngineOptions) -> ModelConfig:
             "" if boundaries else "Tune an exit first, or decode with the engine 'full'.",
         )  # fmt: skip
         config = config.replace(exits=(config.exits[options.draft_exit],))
+    most, name = config.context_length, "gamma" if options.engine == "speculative" else "cap"
+    require(
+        getattr(options, name) <= most, name, getattr(options, name),
+        f"must be at most {most}, the model's context_length",
+    )  # fmt: skip
     n = config.n_exits + 1
     require(
         options.max_depth is None or options.max_depth <= n,

@@ -106,6 +106,17 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     )
 
 
+def known_mesh(mesh: MeshConfig | Mesh) -> Mesh:
+    """The mesh, made if it is a `MeshConfig`. Raises ConfigError for what is none of eejax's."""
+    known = isinstance(mesh, MeshConfig | Mesh)
+    require(known, "mesh", mesh, "must be a MeshConfig or a jax.sharding.Mesh")
+    if isinstance(mesh, MeshConfig):
+        return make_mesh(mesh)
+    named = mesh.axis_names == MESH_AXES
+    require(named, "mesh", mesh, f"must have the axes {MESH_AXES}", "See sharding.mesh.make_mesh.")
+    return mesh
+
+
 def mesh_axes(mesh: Mesh, layout: Layout = DEFAULT) -> Axes:
     """The axis names for code inside a `shard_map` over `mesh`; None for axes of size 1.
 

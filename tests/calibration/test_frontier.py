@@ -124,6 +124,13 @@ def test_scores_are_the_exits_own(model, scored, chunk, monkeypatch):
     assert (scores.confidences["saturation"][0] == 0).all()
 
 
+def test_logits_that_are_not_finite_have_no_score(model, scored):
+    params, config = model
+    nan = params | {"final": jax.tree.map(lambda a: a * np.float32("nan"), params["final"])}
+    with pytest.raises(FloatingPointError, match="not finite"):
+        score(nan, config, scored[1][:1])
+
+
 def test_positions_know_their_text_and_how_far_it_has_come(model, scored):
     scores, batches = scored
     rows = [row[row != -1] for batch in batches for row in batch["labels"]]

@@ -44,7 +44,8 @@ def drive(engine, asked, steps, events):
         for slot, i in list(holder.items()):
             tokens, exits = np.asarray(record.token)[:, slot], np.asarray(record.exit)[:, slot]
             got[i] += [(int(t), int(e)) for t, e in zip(tokens, exits, strict=True) if e >= 0]
-            limit, stops = int(asked[i][1].limit[0]), np.asarray(asked[i][1].stops[0])
+            limit = min(int(asked[i][1].limit[0]), engine.context - len(asked[i][0]))
+            stops = np.asarray(asked[i][1].stops[0])
             if len(got[i]) >= limit or got[i][-1][0] in stops[stops >= 0]:
                 state = engine.free(state, [slot])
                 del holder[slot]
@@ -155,12 +156,36 @@ def test_what_does_not_fit_an_engine_is_named(subset):
     p, config = subset((1,))
     engine = SlotEngine.make(p, config, "recompute", slots=2, context=CONTEXT)
     ask = lambda prompt: engine.prefill([prompt], request(config, prompt, 4))
-    with pytest.raises(ConfigError, match="prompt = '0 tokens': must have at least 1"):
+    with pytest.raises(ConfigError, match=r"prompts\[0\] = '0 tokens': must have at least 1"):
         ask([])
-    with pytest.raises(ConfigError, match=r"prompt = '48 tokens'.*\(48\)"):
+    with pytest.raises(ConfigError, match=r"prompts\[0\] = '48 tokens'.*\(48\)"):
         ask([1] * CONTEXT)
+    for bad in ([1, 999], [1, -2], [1.5], [True]):
+        with pytest.raises(ConfigError, match=r"prompts\[0\] = .*must be integers in 0..256"):
+            ask(bad)
+    with pytest.raises(ConfigError, match=r"request.start = \[3\]: must be .*\[2\]"):
+        engine.prefill([[1, 2]], request(config, [1, 2, 3], 4))
+    with pytest.raises(ConfigError, match="request.policy = 'thresholds of 0 exits'"):
+        engine.prefill([[1, 2]], request(config.replace(exits=()), [1, 2], 4))
     rows, _ = ask([1, 2])
-    with pytest.raises(ConfigError, match=r"slots = \[2\]: must be in 0..1"):
-        engine.insert(engine.start(), rows, [2])
+    for slots in ([2], [0.5], 0):
+        with pytest.raises(ConfigError, match="slots = .*must be (in 0..1|a sequence)"):
+            engine.insert(engine.start(), rows, slots)
+    with pytest.raises(ConfigError, match=r"slots = \[0, 1\]: must be 1 different ones"):
+        engine.insert(engine.start(), rows, [0, 1])
+    with pytest.raises(ConfigError, match="n = 0: must be"):
+        engine.generate(engine.start(), 0)
     with pytest.raises(ConfigError, match="stop_tokens = .*must be at most 8"):
         request(config, [1], 4, stops=tuple(range(9)))
+
+
+@pytest.mark.parametrize("name", ["recompute", "speculative"])
+def test_a_limit_beyond_the_context_ends_at_the_context(subset, prompts, name):
+    p, config = subset((1, 3))
+    engine = SlotEngine.make(p, config, EngineOptions(name, cap=4), slots=1, context=32)
+    (asked,) = prompts(2, [5])
+    rows, first = engine.prefill([asked], request(config, asked, 120, 0.4))
+    state, record = engine.generate(engine.insert(engine.start(), rows, [0]), 40)
+    emitted = [int(first.token[0]), *np.asarray(record.token)[np.asarray(record.exit) >= 0]]
+    want = Generator.make(p, config, name).generate([asked], 27, threshold=0.4)
+    assert len(emitted) == 27 and emitted == want.ids(0) and not state.live.any()

@@ -226,7 +226,7 @@ def drawn(draw):
     return config, options, mesh, asked, kwargs
 
 
-@settings(max_examples=1)
+@settings(max_examples=2)
 @given(drawn())
 def test_any_model_on_a_mesh_equals_posthoc_on_one_device(case):
     check_any_model(*case)

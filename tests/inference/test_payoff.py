@@ -19,8 +19,9 @@ def run(payoff, seconds, calls):
 
 
 def test_pairs_come_first_in_turning_order():
-    used = run(Payoff(pairs=3), lambda exits, i: 1.0 if exits else 2.0, 10)
-    assert used == [True, False, False, True, True, False] + [True] * 4
+    used = run(Payoff(pairs=3), lambda exits, i: 1.0 if exits else 2.0, 16)
+    on, off = [True] * 2, [False] * 2
+    assert used == on + off + off + on + on + off + [True] * 4
 
 
 @settings(max_examples=50)
@@ -31,13 +32,44 @@ def test_pairs_come_first_in_turning_order():
 def test_the_faster_way_is_taken_however_slow_the_machine_becomes(ratio, noise, pairs):
     """What slows both calls of a pair does not decide."""
     payoff = Payoff(pairs=pairs, calls=20)
-    slow = lambda exits, i: (1 + noise * (i // 2 % 3)) * (1.0 if exits else ratio)
-    used = run(payoff, slow, 2 * pairs + 20)
+    slow = lambda exits, i: (1 + noise * (i // 4 % 3)) * (1.0 if exits else ratio)
+    used = run(payoff, slow, 4 * pairs + 20)
     assert payoff.ratio == pytest.approx(ratio)
-    assert used[2 * pairs :] == [ratio > 1] * 20
+    assert used[4 * pairs :] == [ratio > 1] * 20
     # The text changes: within two rounds the other way is taken.
-    used = run(payoff, lambda exits, i: ratio if exits else 1.0, 2 * pairs + 20)
-    assert used[2 * pairs :] == [ratio < 1] * 20
+    used = run(payoff, lambda exits, i: ratio if exits else 1.0, 4 * pairs + 20)
+    assert used[4 * pairs :] == [ratio < 1] * 20
+
+
+@pytest.mark.parametrize("slower", [0.9, 1.25])
+@pytest.mark.parametrize("pairs", [2, 4])
+def test_who_comes_first_in_a_pair_does_not_decide(slower, pairs):
+    """Exits are 1 % slower, and so is, by far more, whatever is measured first."""
+    payoff = Payoff(pairs=pairs, calls=5)
+    run(payoff, lambda exits, i: (1.01 if exits else 1.0) * (slower if i % 4 < 2 else 1), 4 * pairs)
+    assert payoff.ratio == pytest.approx(1 / 1.01) and not payoff.exits
+
+
+def test_tokens_left_waiting_are_paid_for_by_those_who_left_them():
+    """With exits a call leaves work behind, as much as it spares: nothing is won."""
+    payoff, waits = Payoff(pairs=4, calls=5), False
+    for _ in range(16):
+        exits = payoff.next()
+        payoff.add(1.0 + 0.5 * waits - 0.5 * exits, 8)
+        waits = exits
+    assert payoff.ratio == pytest.approx(1.0)
+
+
+def test_a_pair_is_of_calls_of_one_kind():
+    """Batches of one and of eight take turns; exits are slower in both."""
+    payoff = Payoff(pairs=2, calls=50)
+    kinds, i = [1, 1, 1, 8, 8, 8, 8, 8, 1, 8, *[1] * 40], 0
+    for kind in kinds:
+        payoff.add((1.2 if payoff.next() else 1.0), kind, kind)
+        if payoff.ratio is not None:
+            break
+        i += 1
+    assert payoff.ratio == pytest.approx(1 / 1.2) and not payoff.exits and 10 < i
 
 
 def test_calls_that_compile_or_emit_nothing_do_not_count():
@@ -45,12 +77,12 @@ def test_calls_that_compile_or_emit_nothing_do_not_count():
     payoff.add(None)
     payoff.add(9.0, 0)
     assert payoff.ratio is None and payoff.exits
-    used = run(payoff, lambda exits, i: 2.0 if exits else 1.0, 4)
-    assert used == [True, False, False, False] and payoff.ratio == 0.5
+    used = run(payoff, lambda exits, i: 2.0 if exits else 1.0, 6)
+    assert used == [True, True, *[False] * 4] and payoff.ratio == 0.5
 
 
 def test_calls_of_another_length_compare_by_the_token():
     payoff = Payoff(pairs=1, calls=2)
-    payoff.add(1.0, 10)
-    payoff.add(1.0, 5)
+    for tokens in (10, 10, 5, 5):
+        payoff.add(1.0, tokens)
     assert payoff.ratio == 2.0

@@ -92,3 +92,11 @@ def test_draws_differ_by_seed_and_position_and_by_nothing_else():
 def test_out_of_range_is_refused(kwargs):
     with pytest.raises(ConfigError, match=next(iter(kwargs))):
         Sampling.make(2, **kwargs)
+
+
+def test_padded_rows_are_never_drawn_however_hot():
+    logits = jnp.where(jnp.arange(96) < 61, jnp.linspace(-3, 3, 96), -1e30)[None].repeat(64, 0)
+    for hot in (1e20, 1e30, 1e38):
+        sampling = Sampling.make(64, temperature=hot, seed=list(range(64)))
+        drawn = choose(logits.astype(jnp.float32), sampling, jnp.zeros((64,), jnp.int32))
+        assert int(drawn.max()) < 61 and len(set(drawn.tolist())) > 20
