@@ -37,6 +37,7 @@ from absl import flags
 from eejax.common.errors import ConfigError, DataError
 from experiments import launch
 
+FEW = 4  # steps of a call of an interactive session: tokens appear as they come
 ENGINES = ["full", "posthoc", "recompute", "pipelined", "propagate", "speculative", "auto"]
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
@@ -58,6 +59,13 @@ _MAX_DEPTH = flags.DEFINE_integer(
 _CAP = flags.DEFINE_integer("cap", 16, "Most tokens that may wait for deeper layers.")
 _GAMMA = flags.DEFINE_integer("gamma", 4, "Most tokens drafted in a step (speculative).")
 _DRAFT_EXIT = flags.DEFINE_integer("draft_exit", 0, "Number of the exit that drafts; 0: the first.")
+_ADAPT = flags.DEFINE_bool(
+    "adapt", True, "Draft fewer tokens where few are accepted (speculative)."
+)
+_PROPAGATE = flags.DEFINE_enum(
+    "propagate", "state", ["state", "mask"],
+    "What layers above an exit keep of a token: keys and values of its state, or none (propagate).",
+)  # fmt: skip
 _MESH = {
     axis: flags.DEFINE_integer(f"mesh.{axis}", 1, what, lower_bound=1)
     for axis, what in (
@@ -151,7 +159,8 @@ def make_generator(model):
     engine, params, config = _ENGINE.value, model.params, model.config
     options = EngineOptions(
         engine="recompute" if engine == "auto" else engine, cap=_CAP.value, gamma=_GAMMA.value,
-        draft_exit=_DRAFT_EXIT.value, max_depth=_MAX_DEPTH.value,
+        draft_exit=_DRAFT_EXIT.value, max_depth=_MAX_DEPTH.value, adapt=_ADAPT.value,
+        propagate=_PROPAGATE.value,
     )  # fmt: skip
     mesh = MeshConfig(**{axis: flag.value for axis, flag in _MESH.items()})
     if engine == "pipelined":
@@ -317,6 +326,8 @@ def main() -> None:
         top_p=_TOP_P.value, min_p=_MIN_P.value, seed=_SEED.value,
         stop_tokens=stops, stop_strings=_STOP.value, decode_text=tokenizer.decode,
     )  # fmt: skip
+    if _INTERACTIVE.value and _ENGINE.value != "auto":  # which times calls of more steps
+        settings["chunk"] = FEW
     ask = lambda ids, **change: generator.stream(ids, _NEW.value, **settings | change)
     colors = _COLOR.value == "always" or (_COLOR.value == "auto" and sys.stdout.isatty())
     decode = tokenizer.decode

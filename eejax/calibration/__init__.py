@@ -16,7 +16,9 @@ from eejax.calibration.guarantee import (
     Guarantee,
     calibrate,
     learn_then_test,
+    text_risks,
     unit_risks,
+    unlike,
 )
 
 __all__ = [
@@ -33,5 +35,7 @@ __all__ = [
     "learn_then_test",
     "score",
     "sweep",
+    "text_risks",
     "unit_risks",
+    "unlike",
 ]

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from eejax.calibration.frontier import Scores, emitting_exits
 from eejax.common.errors import ConfigError, DataError, require
+from eejax.inference.generate import Decoder
 
 NEVER = 1.0  # the threshold that never fires
 CANDIDATES = tuple(i / 100 for i in range(99, -1, -1))
@@ -148,6 +149,45 @@ def unit_risks(
     return np.stack(columns, 1)
 
 
+def unlike(text: Sequence[int], other: Sequence[int]) -> float:
+    """1 - ROUGE-L of two token sequences: 1 less the harmonic mean of the shares that their longest
+    common subsequence has of each (Lin 2004); CALM's loss of a text beside the full model's
+    (section 4.2). 0 for equal ones, 1 for those that share nothing."""
+    row = [0] * (len(other) + 1)
+    for a in text:
+        before, row = row, [0]
+        for j, b in enumerate(other):
+            row.append(before[j] + 1 if a == b else max(row[j], before[j + 1]))
+    return 1 - 2 * row[-1] / (len(text) + len(other)) if row[-1] else float(text != other)
+
+
+def text_risks(
+    engine: Decoder,
+    full: Decoder,
+    prompts: Sequence[Sequence[int]],
+    thresholds: Sequence[float],
+    max_new_tokens: int,
+    loss: Callable[[Sequence[int], Sequence[int]], float] = unlike,
+    **rules,
+) -> np.ndarray:
+    """[prompts, thresholds] loss of what an engine writes beside what the full model does.
+
+    The risks of the very pass that is deployed, for `learn_then_test`: of whole texts, and of
+    engines whose tokens are not `posthoc`'s ("propagate"), to which `calibrate` does not carry
+    over. Each prompt is generated alone, greedily, at each threshold. loss(text, full's text) in
+    [0, 1];
+    `rules` (`exits`, `gate`, `min_depth`, `decay`) as in `Generator.stream`.
+    """
+    wanted = [full.generate([p], max_new_tokens).ids(0) for p in prompts]
+
+    def risk(prompt, want, threshold):
+        got = engine.generate([prompt], max_new_tokens, threshold=threshold, **rules)
+        return loss(got.ids(0), want)
+
+    pairs = list(zip(prompts, wanted, strict=True))
+    return np.array([[risk(*pair, t) for t in thresholds] for pair in pairs])
+
+
 def calibrate(
     scores: Scores,
     delta: float,
@@ -167,6 +207,7 @@ def calibrate(
     are exact ("recompute", "pipelined"), and not to one that passes on the state of an early exit
     in place of missing ones ("propagate"). And about text that is given: after its own first
     different token a generation goes on with another text, so this is no promise for whole outputs.
+    For either take `text_risks`.
     """
     return learn_then_test(
         unit_risks(scores, thresholds, exits, **rules), thresholds, delta, epsilon

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eejax.calibration import Scores, calibrate, learn_then_test, unit_risks
+from eejax.calibration import (
+    Scores,
+    calibrate,
+    learn_then_test,
+    text_risks,
+    unit_risks,
+    unlike,
+)
 from eejax.calibration.guarantee import CANDIDATES, binomial_cdf, p_values
 from eejax.common.errors import ConfigError, DataError
+from eejax.inference import EngineOptions, Generator
+from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 
 SIGMAS = 5  # of a simulation: one false alarm in 3 million comparisons
@@ -76,7 +87,7 @@ def test_p_values_are_valid_where_the_hypothesis_holds(n, delta, excess, spread,
 
 def test_p_values_fall_with_the_risk_and_with_more_units():
     for binary in (False, True):
-        column = lambda bad, n: np.repeat([1.0, 0.0], [bad, n - bad])[:, None]
+        column = lambda bad, n: np.repeat([1.0, middle], [bad, n - bad])[:, None]
         p = [p_values(column(bad, 100), 0.1, binary=binary)[0] for bad in range(101)]
         assert (np.diff(p) >= 0).all() and p[0] < 1e-4 and p[-1] == 1.0
         p = [p_values(column(0, n), 0.1, binary=binary)[0] for n in (10, 100, 1000)]
@@ -193,3 +204,42 @@ def test_what_cannot_be_tested_is_refused(change, error, message):
     values = dict(risks=np.zeros((4, 2)), thresholds=[0.9, 0.5], delta=0.1, epsilon=0.1) | change
     with pytest.raises(error, match=message):
         learn_then_test(**values)
+
+
+texts = st.lists(st.integers(0, 2), max_size=7)
+
+
+@given(texts, texts)
+def test_the_loss_of_a_text_is_by_its_longest_common_subsequence(a, b):
+    def within(part, whole):
+        rest = iter(whole)
+        return all(x in rest for x in part)
+
+    common = max(
+        n for n in range(len(a) + 1)
+        for part in itertools.combinations(a, n) if within(part, b)
+    )  # fmt: skip
+    precision, recall = common / max(1, len(a)), common / max(1, len(b))
+    same = 2 * precision * recall / (precision + recall) if common else float(a == b)
+    assert unlike(a, b) == pytest.approx(1 - same)
+
+
+def test_risks_of_the_pass_that_is_deployed():
+    """`recompute` and `propagate` write other texts at one threshold, and have other risks."""
+    config = ModelConfig(
+        vocab_size=31, n_layers=3, d_model=32, n_heads=2, context_length=32, exits=(ExitConfig(1),)
+    )  # fmt: skip
+    # Large weights: tokens are sure of themselves, and of what they attend to.
+    p = jax.tree.map(lambda a: a * 4, params.init(config, jax.random.key(0)))
+    make = lambda engine: Generator.make(p, config, EngineOptions(engine, cap=4, buckets=(1,)))
+    full, asked, middle = make("full"), [[1, 2, 3], [9, 4], [30]], 0.2
+    risks = {
+        e: text_risks(make(e), full, asked, [1.0, middle], 20) for e in ("recompute", "propagate")
+    }
+    for engine, got in risks.items():
+        assert got.shape == (3, 2) and (got[:, 0] == 0).all() and (got[:, 1] > 0).any()
+        want = make(engine).generate(asked[1:2], 20, threshold=middle).ids(0)
+        assert got[1, 1] == unlike(want, full.generate(asked[1:2], 20).ids(0))
+    assert (risks["recompute"] != risks["propagate"]).any()
+    found = learn_then_test(risks["propagate"], [1.0, middle], 0.5, 0.1)
+    assert found.threshold == 1.0

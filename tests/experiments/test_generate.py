@@ -95,9 +95,9 @@ def test_auto_says_what_it_found(generate):
     got, out, _ = generate(*EARLY, "--engine=auto", "--max_new_tokens=10")
     assert got["exits_ratio"] is None and got["exits_on"] is True
     assert "exits were left on: too few tokens to measure" in out
-    # Three calls for each prompt; four pairs are eight.
+    # Three calls for each prompt; four pairs are sixteen.
     got, out, _ = generate(
-        "--engine=auto", "--interactive", "--threshold=0", lines=["early exit"] * 4
+        "--engine=auto", "--interactive", "--threshold=0", lines=["early exit"] * 7
     )
     ratio = got["exits_ratio"]
     assert ratio > 0 and got["exits_on"] == (ratio > 1)
