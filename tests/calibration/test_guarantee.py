@@ -87,7 +87,7 @@ def test_p_values_are_valid_where_the_hypothesis_holds(n, delta, excess, spread,
 
 def test_p_values_fall_with_the_risk_and_with_more_units():
     for binary in (False, True):
-        column = lambda bad, n: np.repeat([1.0, middle], [bad, n - bad])[:, None]
+        column = lambda bad, n: np.repeat([1.0, 0.0], [bad, n - bad])[:, None]
         p = [p_values(column(bad, 100), 0.1, binary=binary)[0] for bad in range(101)]
         assert (np.diff(p) >= 0).all() and p[0] < 1e-4 and p[-1] == 1.0
         p = [p_values(column(0, n), 0.1, binary=binary)[0] for n in (10, 100, 1000)]
