@@ -229,6 +229,14 @@ def test_a_prompt_gets_in_a_session_what_it_gets_alone(generate):
         assert alone["requests"][0] == got["requests"][bool(i)]
 
 
+@pytest.fixture
+def heard():
+    """Ctrl-C is heard, also where these tests run in the background, which would not hear it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Pressed(io.StringIO):
     """A terminal's output at which Ctrl-C is pressed, once a text is on it."""
 
@@ -244,7 +252,7 @@ class Pressed(io.StringIO):
         return done
 
 
-def test_ctrl_c_ends_an_answer_and_not_the_session(generate, monkeypatch, small_run):
+def test_ctrl_c_ends_an_answer_and_not_the_session(generate, monkeypatch, small_run, heard):
     arguments = (*EARLY[1:], "--interactive")
     whole, _, _ = generate(*arguments, lines=["early exit", "gate"])
     text = whole["requests"][0]["text"]
@@ -268,7 +276,7 @@ class Left(io.StringIO):
         return super().readline(*size) or signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_at_the_prompt_ends_the_session(generate):
+def test_ctrl_c_at_the_prompt_ends_the_session(generate, heard):
     got, _, _ = generate("--interactive", lines=["early exit"], terminal=Left)
     assert [r["prompt"] for r in got["requests"]] == ["early exit"]
 

@@ -48,7 +48,10 @@ def show(mesh):
     return " ".join(["x".join(map(str, mesh.shape)), *changed])
 
 
-def batch_of(config, b=4, t=12, documents=False):
+ROWS = 4
+
+
+def batch_of(config, b=ROWS, t=12, documents=False):
     """Tokens with labels ignored unevenly over the samples, and documents that end in a row."""
     rng = np.random.default_rng(7)
     tokens = rng.integers(0, config.vocab_size, (b, t + 1)).astype(np.int32)
@@ -157,7 +160,7 @@ def cases(draw):
     return mesh, config.replace(dropout=maybe(0.0, 0.2)), {
         "documents": maybe(False, True),
         "rates": maybe(None, 0.5),
-        "microbatches": maybe(1, 2),
+        "microbatches": maybe(*(n for n in (1, 2) if ROWS % (n * mesh.data) == 0)),
         "remat": maybe("none", "dots", "full"),
         "objective": maybe(*objectives),
     }  # fmt: skip
