@@ -30,7 +30,7 @@ import time
 import numpy as np
 from absl import flags
 
-from experiments import launch, step_costs
+from experiments import held_out, launch, step_costs
 from experiments.decode_times import Timed
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
@@ -49,14 +49,13 @@ THRESHOLDS = tuple(np.round(np.arange(0.30, 1.0, 0.02), 2).tolist())
 
 
 def main() -> None:
-    from eejax import calibration, data
+    from eejax import calibration
     from eejax.analysis import table
     from eejax.train.runs import open_run
 
     run = open_run(_WORKDIR.value)
     model, split = run.model, run.dataset().split("validation")
-    size, length = 16, run.experiment.data.length
-    batches = data.batches(split, size, length, limit=max(1, _TOKENS.value // (size * length)))
+    batches = held_out.batches(run, _TOKENS.value)
     scores = calibration.score(model.params, model.config, batches)
     points = calibration.sweep(scores, (*THRESHOLDS, 1.0))
     starts = np.linspace(0, len(split) - PROMPT - 1, _PROMPTS.value).astype(int)
@@ -181,11 +180,11 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
         "executed_layers": executed_layers(timed["sampled"])
     }
     result["recompilations"] = len(compiled)
-    costs = read(np.median(seconds[len(names) :], 1))
-    unread = costs._replace(heads=costs.heads * np.eye(n + 1)[-1])  # at threshold 1, but the last
+    rows, heads = read(np.median(seconds[len(names) :], 1))
+    last = heads * np.eye(n + 1)[-1]  # at threshold 1 no other head is read
     for name in (f"{TARGETS[0]:.0%}", "sampled", "threshold 1"):
-        spent = unread if name == "threshold 1" else costs
-        explained = accounted(timed[name].results, config, widths, spent)
+        spent = last if name == "threshold 1" else heads
+        explained = accounted(timed[name].results, config, widths, rows, spent)
         result[f"skip_accounting {name}"] = float(np.median(explained / of[name]))
     result["skip_accounting"] = result[f"skip_accounting {TARGETS[0]:.0%}"]
     return result
@@ -244,22 +243,21 @@ def executed_layers(timed: Timed) -> float:
     return float(np.mean([r.layers[0, 1:].mean() for r in timed.results]))
 
 
-def accounted(results, config, widths, costs) -> np.ndarray:
-    """[runs] seconds that executed segments and heads explain, of `step_costs.SegmentSeconds`.
+def accounted(results, config, widths, rows, heads) -> np.ndarray:
+    """[runs] seconds that executed segments and heads explain; rows, heads: `step_costs`' seconds.
 
     What goes through a segment is what waited below it: as many rows as there were steps since it
     was last run.
     """
     explained = np.zeros(len(results))
     for i, r in enumerate(results):
-        waiting, deep = np.zeros(config.n_exits + 1, int), True
+        waiting = np.zeros(config.n_exits + 1, int)
         for layers, exit in zip(r.layers[0, 1:], r.exits[0, 1:], strict=True):
             waiting += 1
             ran = np.flatnonzero(np.asarray(config.stops) <= layers)
             width = np.searchsorted(widths, waiting[ran])
-            first = costs.after_others[0] if deep else costs.rows[0, 0]
-            explained[i] += first + costs.rows[width, ran][1:].sum() + costs.heads[: exit + 1].sum()
-            waiting[ran], deep = 0, len(ran) > 1
+            explained[i] += rows[width, ran].sum() + heads[: exit + 1].sum()
+            waiting[ran] = 0
     return explained
 
 

@@ -111,13 +111,6 @@ def flags_named() -> Iterator[None]:
         raise ConfigError(f"--{flag}{str(error)[len(field) :]}") from error
 
 
-def numbers(flag: str, texts: list[str], kind: type) -> list:
-    try:
-        return [kind(text) for text in texts]
-    except ValueError as error:
-        raise ConfigError(f"--{flag} = {','.join(texts)!r}: must be numbers ({error}).") from error
-
-
 def prompts() -> list[str]:
     texts = [*_PROMPT.value, *map(read_prompt, _PROMPT_FILE.value)]
     return texts or [from_standard_input(sys.stdin.read)]
@@ -166,7 +159,7 @@ def make_generator(model):
     if engine == "pipelined":
         layers = _STAGE_LAYERS.value
         named = len(layers) == 1 and layers[0].isalpha()
-        layers = layers[0] if named else numbers("stage_layers", layers, int)
+        layers = layers[0] if named else launch.numbers("stage_layers", layers, int)
         return PipelinedGenerator.make(params, config, mesh, options, layers=layers)
     make = AutoGenerator.make if engine == "auto" else Generator.make
     return make(params, config, options, mesh=mesh if mesh.size > 1 else None)
@@ -314,8 +307,8 @@ def main() -> None:
                 f"{given[0]}: --interactive reads its prompts itself, one at a time. Leave one of "
                 "the two out."
             )
-    threshold = numbers("threshold", _THRESHOLD.value, float)
-    exits = None if _EXITS.value is None else numbers("exits", _EXITS.value, int)
+    threshold = launch.numbers("threshold", _THRESHOLD.value, float)
+    exits = None if _EXITS.value is None else launch.numbers("exits", _EXITS.value, int)
     model = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value).model
     tokenizer, generator = model.tokenizer, make_generator(model)
     stops = [*_STOP_TOKEN.value, *([] if tokenizer.eos_id is None else [tokenizer.eos_id])]

@@ -96,6 +96,14 @@ def _join() -> None:
         distributed.start(distributed.Processes(**own, **limits))
 
 
+def numbers(flag: str, texts: list[str], kind: type = float) -> list:
+    """The values of a flag that is a list. Raises ConfigError for what is no number."""
+    try:
+        return [kind(text) for text in texts]
+    except ValueError as error:
+        raise ConfigError(f"--{flag} = {','.join(texts)!r}: must be numbers ({error}).") from error
+
+
 def _joined() -> bool:
     """Whether this process is one of several, however many."""
     jax = sys.modules.get("jax")

@@ -5,28 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 STEPS, ROUNDS = 16, 9  # tokens of a timed run, and runs
 
 
-class SegmentSeconds(NamedTuple):
-    """Of each segment for so many rows of a request [widths, e], and of each head [e].
+def of_segments(params, config, widths: Sequence[int] = (1,)) -> tuple[np.ndarray, np.ndarray]:
+    """(seconds of each segment for so many rows of a request [widths, e], of each head [e]).
 
-    A segment's seconds are what it adds to those below it. The first one's are those of one that
-    runs again and again, whose weights may stay in a processor's cache; `after_others` [widths]:
-    its seconds when it follows the others.
+    Beside a cache as long as the context; medians over runs in turns.
     """
-
-    rows: np.ndarray
-    heads: np.ndarray
-    after_others: np.ndarray
-
-
-def of_segments(params, config, widths: Sequence[int] = (1,)) -> SegmentSeconds:
-    """Beside a cache as long as the context, half of it written; medians over runs in turns."""
     from eejax.analysis import interleave
 
     runs, read = segment_runs(params, config, widths, config.context_length)
@@ -34,8 +24,12 @@ def of_segments(params, config, widths: Sequence[int] = (1,)) -> SegmentSeconds:
 
 
 def segment_runs(params, config, widths: Sequence[int], length: int):
-    """(runs to be timed as `analysis.interleave` does, what makes `SegmentSeconds` of the seconds
-    of each): beside a cache of `length` positions, half of it written."""
+    """(runs to be timed as `analysis.interleave` does, what makes `of_segments`' of their seconds):
+    beside a cache of `length` positions, half of it written.
+
+    A segment's seconds are what it adds to those below it: alone, its weights might stay in a
+    processor's cache that all of them together do not fit.
+    """
     import jax.numpy as jnp
 
     from eejax.inference.state import prepare
@@ -46,30 +40,28 @@ def segment_runs(params, config, widths: Sequence[int], length: int):
     cache = init_cache(config, 1, length, n)
     start = jnp.full((1,), cache.length // 2, jnp.int32)
 
-    def through(segments, weights, carry):
-        """Rows through these segments; they come out as the next ones."""
+    def through(weights, carry):
+        """Rows through the segments there are caches of; they come out as the next ones."""
         x, parts = carry[0], []
-        for i, (_, kvs, block) in zip(segments, carry[1], strict=True):
+        for i, (_, kvs, block) in enumerate(carry[1]):
             x, *part = run_segment(
                 weights.params, weights.segments[i], config, i, x, start, kvs, block
             )
             parts.append(tuple(part))
         return x, tuple(parts)
 
-    def run(width, first, last):
-        x, segments = _rows(config, width), range(first, last)
-        parts = tuple((x, cache.segments[i], cache.blocks[i]) for i in segments)
-        return partial(through, segments), (x, parts)
+    def run(width, e):
+        x = _rows(config, width)
+        parts = ((x, cache.segments[i], cache.blocks[i]) for i in range(e + 1))
+        return through, (x, tuple(parts))
 
-    steps = [run(w, 0, e + 1) for w in widths for e in range(n)]
-    steps += [run(w, 1, n) for w in widths] + _heads(config, n)
+    steps = [run(w, e) for w in widths for e in range(n)] + _heads(config, n)
 
     def read(seconds):
-        seconds, k = np.asarray(seconds) / STEPS, len(widths)
-        upto = np.maximum.accumulate(seconds[: k * n].reshape(k, n), 1)  # noise is no gain
-        rows = np.diff(upto, axis=1, prepend=0.0)
-        cold = np.maximum(rows[:, 0], upto[:, -1] - seconds[k * n : k * n + k])
-        return SegmentSeconds(rows, seconds[-n:], cold if n > 1 else rows[:, 0])
+        seconds = np.asarray(seconds) / STEPS
+        upto = seconds[:-n].reshape(len(widths), n)
+        upto = np.maximum.accumulate(upto, 1)  # noise is no gain
+        return np.diff(upto, axis=1, prepend=0.0), seconds[-n:]
 
     return _loops(weights, steps), read
 

@@ -14,7 +14,6 @@ takes each exit in turn, for all tokens. With --json the last line printed is on
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import pathlib
 import tempfile
@@ -23,7 +22,7 @@ import numpy as np
 from absl import flags
 
 from eejax.common.errors import ConfigError, require, require_one_of
-from experiments import launch, step_costs
+from experiments import held_out, launch, step_costs
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")
@@ -41,7 +40,6 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
 flags.mark_flags_as_required(["workdir"])
 
 POINTS = 12  # thresholds of a gate, where none are given
-BATCH = 16
 SUFFIXES = (".png", ".pdf", ".svg")
 
 
@@ -54,8 +52,8 @@ def main() -> None:
     gates = _GATES.value or GATES
     for gate in gates:
         require_one_of("--gates", gate, GATES)
-    chosen = numbers("exits", _EXITS.value, int)
-    thresholds = numbers("thresholds", _THRESHOLDS.value, float)
+    given = lambda flag, kind: flag.value and launch.numbers(flag.name, flag.value, kind)
+    chosen, thresholds = given(_EXITS, int), given(_THRESHOLDS, float)
     require(thresholds != [], "--thresholds", "", "must be numbers in [0, 1]")
     run = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value)
     model, config = run.model, run.model.config
@@ -78,10 +76,10 @@ def main() -> None:
         )
     costs = None
     if _TIME.value:
-        seconds = step_costs.of_segments(model.params, config)
-        costs = calibration.SegmentCosts(seconds.rows[0].tolist(), seconds.heads.tolist())
+        rows, heads = step_costs.of_segments(model.params, config)
+        costs = calibration.SegmentCosts(rows[0].tolist(), heads.tolist())
     with tempfile.TemporaryDirectory() as folder:
-        scores = calibration.score(model.params, config, held_out(run, folder))
+        scores = calibration.score(model.params, config, texts(run, folder))
     curves = {}
     for gate in gates:
         if gate == "fixed":
@@ -116,28 +114,20 @@ def main() -> None:
         print(json.dumps(result))
 
 
-def numbers(flag: str, texts: list[str] | None, kind: type) -> list | None:
-    try:
-        return None if texts is None else [kind(text) for text in texts]
-    except ValueError as error:
-        raise ConfigError(f"--{flag} = {','.join(texts)!r}: must be numbers ({error}).") from error
-
-
-def held_out(run, folder: str):
+def texts(run, folder: str):
     """Batches of --text, packed in `folder`, or of the run's held-out text."""
     from eejax import data
     from eejax.train import inputs
 
-    config = run.experiment.data
-    limit = max(1, _TOKENS.value // (BATCH * config.length))
     if not _TEXT.value:
-        parts = inputs.held_out(config, run.dataset(), BATCH, limit)
-        return itertools.chain.from_iterable(batches for _, batches in parts)
+        return held_out.batches(run, _TOKENS.value)
+    config = run.experiment.data
     source = data.source(_TEXT.value, text_field=config.text_field)
     packed = data.pack(source, run.model.tokenizer, folder, validation_fraction=0.0)
-    masks = config.document_masks
+    masks, size = config.document_masks, held_out.BATCH
+    limit = max(1, _TOKENS.value // (size * config.length))
     batches = data.batches(
-        packed.split("train"), BATCH, config.length, document_masks=masks, limit=limit
+        packed.split("train"), size, config.length, document_masks=masks, limit=limit
     )
     return (inputs.strip(batch, masks) for batch in batches)
 

@@ -235,12 +235,15 @@ def check_prompts(prompts: Sequence[Sequence[int]], config: ModelConfig, context
             f"must have at least 1 token and fewer than the context ({context})",
             "Shorten the prompt." if len(p) else "Start with an end-of-document token.",
         )
-        whole = lambda a: np.ndim(a) == 0 and np.asarray(a).dtype.kind in "iu"
-        ids = np.asarray(p) if all(map(whole, p)) else None
+        try:
+            ids = np.asarray(p)
+        except ValueError:  # lists of unlike lengths
+            ids = np.empty((0, 0))
+        whole = ids.ndim == 1 and ids.dtype.kind in "iu"
         require(
-            ids is not None and 0 <= ids.min() and ids.max() < config.vocab_size,
+            whole and 0 <= ids.min() and ids.max() < config.vocab_size,
             f"prompts[{i}]",
-            p if ids is None else f"ids {ids.min()}..{ids.max()}",
+            f"ids {ids.min()}..{ids.max()}" if whole else p,
             f"must be integers in 0..{config.vocab_size - 1}",
             "Is it the model's tokenizer?",
         )

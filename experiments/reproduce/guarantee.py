@@ -31,7 +31,7 @@ import numpy as np
 from absl import flags
 
 from eejax.common.errors import DataError, require, require_one_of
-from experiments import launch
+from experiments import held_out, launch
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _TEXT = flags.DEFINE_multi_string("text", [], "Files of prompts, or globs, to take instead.")
@@ -44,8 +44,6 @@ _GATE = flags.DEFINE_string("gate", "max_probability", "What makes the confidenc
 _HAND = flags.DEFINE_float("hand_picked", 0.8, "The threshold to stand beside.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
 flags.mark_flags_as_required(["workdir"])
-
-BATCH = 16
 
 
 def main() -> None:
@@ -72,29 +70,15 @@ def main() -> None:
 def batches(run) -> Iterator[Mapping[str, np.ndarray]]:
     """Texts, one in a row: of --text, or windows of the run's held-out text."""
     from eejax import data
-    from eejax.train import inputs
 
     if not _TEXT.value:
-        config = run.experiment.data
-        parts = inputs.held_out(config, run.dataset(), BATCH, max(1, _UNITS.value // BATCH))
-        return itertools.chain.from_iterable(batches for _, batches in parts)
+        return held_out.batches(run, _UNITS.value * run.experiment.data.length)
     documents = data.source(_TEXT.value, text_field=_TEXT_FIELD.value).documents()
     texts = (run.model.tokenizer.encode(document.text) for document in documents)
-    rows = list(itertools.islice((ids for ids in texts if len(ids) > 1), _UNITS.value))
+    rows = list(itertools.islice(((ids, 1) for ids in texts if len(ids) > 1), _UNITS.value))
     if not rows:
         raise DataError(f"--text = {_TEXT.value}: holds no prompt of at least two tokens.")
-    return padded(rows, run.model.config.context_length)
-
-
-def padded(rows: list[np.ndarray], length: int) -> Iterator[dict[str, np.ndarray]]:
-    """Batches of rows [ids], each cut to `length` tokens to predict and filled up with label -1."""
-    for begin in range(0, len(rows), BATCH):
-        tokens = np.zeros((BATCH, length), np.int32)
-        labels = np.full((BATCH, length), -1, np.int32)
-        for i, ids in enumerate(rows[begin : begin + BATCH]):
-            ids = np.asarray(ids)[: length + 1]
-            tokens[i, : len(ids) - 1], labels[i, : len(ids) - 1] = ids[:-1], ids[1:]
-        yield {"tokens": tokens, "labels": labels}
+    return held_out.padded(rows, run.model.config.context_length)
 
 
 def divide(

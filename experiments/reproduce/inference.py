@@ -48,8 +48,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from absl import flags
 
-from eejax.common.errors import ConfigError, DataError, require
-from experiments import decode_times, launch, step_costs
+from eejax.common.errors import DataError, require
+from experiments import decode_times, held_out, launch, step_costs
 from experiments.reproduce import exit_tables
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
@@ -68,7 +68,7 @@ flags.mark_flags_as_required(["workdir"])
 
 LAMBADA = "lambada/lambada_openai.jsonl"
 MIXED = "mixed_prompts/mixed_prompts.jsonl"
-BATCH = 16
+BATCH = 16  # requests at a time
 
 
 def main() -> None:
@@ -87,7 +87,7 @@ def main() -> None:
     require(stages <= limit, "--stages", stages, f"must be at most the model's {limit} layers")
 
     say(1, "scoring every exit on held-out text and LAMBADA")
-    batches = held_out(run, _TOKENS.value)
+    batches = list(held_out.batches(run, _TOKENS.value))
     rows = np.concatenate([b["tokens"] for b in batches])
     records = encoded(words, model.tokenizer, run.experiment.data.length)
     spoken = calibration.score(model.params, config, word_batches(records))
@@ -155,10 +155,7 @@ def say(number: int, what: str) -> None:
 
 def thresholds_of(texts: Sequence[str]) -> list[float]:
     """From 1 down."""
-    try:
-        values = [float(text) for text in texts]
-    except ValueError as error:
-        raise ConfigError(f"--thresholds = {','.join(texts)!r}: must be numbers.") from error
+    values = launch.numbers("thresholds", texts)
     fine = all(0 <= t <= 1 for t in values) and any(t < 1 for t in values)
     require(fine, "--thresholds", ",".join(texts), "must lie in [0, 1], one of them below 1")
     return sorted({1.0, *values}, reverse=True)
@@ -193,16 +190,6 @@ def lambada(folder: pathlib.Path) -> Iterator[tuple[str, str]]:
         yield text, f" {word}"
 
 
-def held_out(run, tokens: int) -> list[dict]:
-    """Batches of the run's held-out text."""
-    from eejax.train import inputs
-
-    config = run.experiment.data
-    limit = max(1, tokens // (BATCH * config.length))
-    parts = inputs.held_out(config, run.dataset(), BATCH, limit)
-    return list(itertools.chain.from_iterable(batches for _, batches in parts))
-
-
 Records = Sequence[tuple[list[int], list[int]]]
 
 
@@ -223,14 +210,8 @@ def encoded(words: Sequence[tuple[str, str]], tokenizer, length: int) -> Records
 def word_batches(records: Records) -> Iterator[dict[str, np.ndarray]]:
     """A text in a row, of which the last word's tokens count."""
     length = max(len(prompt) + len(target) for prompt, target in records) - 1
-    for begin in range(0, len(records), BATCH):
-        tokens = np.zeros((BATCH, length), np.int32)
-        labels = np.full((BATCH, length), -1, np.int32)
-        for i, (prompt, target) in enumerate(records[begin : begin + BATCH]):
-            ids, n = prompt + target, len(prompt)
-            tokens[i, : len(ids) - 1] = ids[:-1]
-            labels[i, n - 1 : len(ids) - 1] = target
-        yield {"tokens": tokens, "labels": labels}
+    texts = [(prompt + target, len(prompt)) for prompt, target in records]
+    return held_out.padded(texts, length)
 
 
 # Scores

@@ -17,7 +17,6 @@ from eejax.train.config import Experiment
 from eejax.train.loop import fit
 
 bench_engines = functions_of("experiments.bench_engines")
-step_costs = functions_of("experiments.step_costs")
 bench_pipeline = functions_of("experiments.bench_pipeline")
 slot_costs = functions_of("experiments.slot_costs")
 
@@ -89,10 +88,8 @@ def test_time_is_accounted_by_rows_that_went_through():
         layers=np.array([[6, 2, 2, 3, 6, 6]]), exits=np.array([[2, 0, 0, 1, 2, 2]])
     )
     rows = np.array([[1.0, 10, 100], [2, 20, 200], [3, 30, 300], [4, 40, 400]])
-    costs = step_costs.SegmentSeconds(rows, np.array([0.1, 0.2, 0.4]), rows[:, 0] + 0.5)
-    got = bench_engines.accounted([run], config, (1, 2, 3, 4), costs)
-    # The first segment follows deeper ones at the beginning and twice at the end.
-    first, second, last = 5 * 1 + 3 * 0.5, 30 + 10 + 10, 400 + 100
+    got = bench_engines.accounted([run], config, (1, 2, 3, 4), rows, np.array([0.1, 0.2, 0.4]))
+    first, second, last = 5 * 1, 30 + 10 + 10, 400 + 100
     np.testing.assert_allclose(got, first + second + last + 0.1 * 2 + 0.3 + 0.7 * 2)
 
 

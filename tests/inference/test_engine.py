@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -77,14 +76,17 @@ def test_requests_that_share_slots_get_what_they_get_alone(subset, prompts, data
         wanted.append(alone.generate([prompt], limit, stop_tokens=stops, **kwargs))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     got = drive(slots, asked, data.draw(st.integers(1, 5)), iter(lambda: rng.integers(0, 3), None))
+    compared, all_of = 0, 0
     for mine, want in zip(got, wanted, strict=True):
         tied = np.flatnonzero(want.margins[0] < TIE)
         n = int(tied[0]) if len(tied) else max(len(mine), int(want.lengths[0]))
         pairs = list(zip(want.tokens[0].tolist(), want.exits[0].tolist(), strict=True))
         assert mine[:n] == pairs[:n]
+        compared, all_of = compared + min(n, len(pairs)), all_of + len(pairs)
+    assert compared >= all_of / 2
 
 
-def test_slots_compile_once(subset, prompts):
+def test_slots_compile_once(subset, prompts, compiled):
     p, config = subset((1, 3))
     slots = SlotEngine.make(p, config, "recompute", slots=2, context=CONTEXT)
     run = lambda seed, lengths: drive(
@@ -93,12 +95,10 @@ def test_slots_compile_once(subset, prompts):
         iter(lambda: 1, None),
     )  # fmt: skip
     run(0, [5, 9])
-    events = []
-    listener = lambda event, *_, **__: events.append(event) if "backend_compile" in event else None
-    jax.monitoring.register_event_duration_secs_listener(listener)
+    assert compiled
+    compiled.clear()
     run(3, [1, 30, 17, 44])
-    jax.monitoring.unregister_event_duration_listener(listener)
-    assert not events
+    assert not compiled
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -165,12 +165,15 @@ def test_a_row_does_not_depend_on_its_batch_mates(subset, prompts):
     engine = pipelined(p, config, dict(pipe=2), cap=3)
     together = engine.generate(asked, 25, threshold=0.35)
     oracle = Generator.make(p, config, "posthoc").generate(asked, 25, threshold=0.35)
+    compared = 0
     for i, one in enumerate(asked):
         alone = engine.generate([one], 25, threshold=0.35)
         tied = np.flatnonzero(oracle.margins[i] < TIE)
         n = tied[0] if len(tied) else 25
+        compared += n
         assert alone.ids(0)[:n] == together.ids(i)[:n]
         assert alone.exits[0, :n].tolist() == together.exits[i, :n].tolist()
+    assert compared >= 40
 
 
 def test_stages_work_on_different_tokens_and_their_caches_are_exact(trained, prompts):
@@ -281,16 +284,6 @@ def test_bfloat16_equals_posthoc_but_for_near_ties(subset, prompts):
             np.testing.assert_allclose(a.logprobs[i, :n], b.logprobs[i, :n], atol=5e-2)
             compared += n
     assert compared >= 40
-
-
-@pytest.fixture
-def compiled():
-    """Names of compilations as they happen."""
-    events = []
-    listener = lambda event, *_, **__: events.append(event) if "backend_compile" in event else None
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    yield events
-    jax.monitoring.unregister_event_duration_listener(listener)
 
 
 def test_thresholds_gates_and_sampling_do_not_recompile(subset, prompts, compiled):

@@ -13,6 +13,7 @@ import reference_model
 from eejax.common.axes import LOCAL
 from eejax.models import layers, params
 from eejax.models.config import ModelConfig
+from eejax.models.positions import alibi_slopes
 
 CASES = {
     "grouped": dict(n_kv_heads=2),
@@ -142,7 +143,7 @@ def test_queries_keys_and_values(case):
         mask = mask & (context.distance < config.sliding_window)
     slopes = None
     if config.position == "alibi":
-        slopes = jnp.array(layers.alibi_slopes(n), jnp.float32).reshape(n_kv, n // n_kv)
+        slopes = jnp.array(alibi_slopes(n), jnp.float32).reshape(n_kv, n // n_kv)
 
     def ours(q, k, v):
         rows = lambda a: jnp.swapaxes(a, 1, 2).reshape(2 * n_kv, t, h)

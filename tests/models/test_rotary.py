@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import reference_model
 
-from eejax.models import layers
+from eejax.models import positions
 from eejax.models.config import RotaryConfig
 
 CASES = {
@@ -30,7 +30,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_frequencies_follow_their_formulas(name, dims):
     rotary = CASES[name]
-    inv, factor = layers.rotary_frequencies(rotary, dims)
+    inv, factor = positions.rotary_frequencies(rotary, dims)
     want, want_factor = reference_model.frequencies(rotary, dims)
     # float32 computes theta^-x as exp(-x log theta): rounding of an exponent up to 13.
     np.testing.assert_allclose(inv, want, rtol=2e-6)
@@ -40,15 +40,15 @@ def test_frequencies_follow_their_formulas(name, dims):
 @pytest.mark.parametrize("name", ["llama3", "llama3_other", "yarn", "yarn_other"])
 def test_high_frequencies_stay_and_low_ones_are_divided(name):
     rotary = CASES[name]
-    plain = layers.rotary_frequencies(RotaryConfig(theta=rotary.theta), 128)[0]
-    ratio = np.asarray(plain / layers.rotary_frequencies(rotary, 128)[0])
+    plain = positions.rotary_frequencies(RotaryConfig(theta=rotary.theta), 128)[0]
+    ratio = np.asarray(plain / positions.rotary_frequencies(rotary, 128)[0])
     assert ratio[0] == pytest.approx(1) and ratio[-1] == pytest.approx(rotary.factor)
     assert (np.diff(ratio) > -1e-5).all() and ((ratio > 1.01) & (ratio < 0.99 * ratio[-1])).any()
 
 
 def test_tables_carry_the_attention_factor():
     rotary = CASES["yarn"]
-    cos, sin = layers.rotary_tables(rotary, 32, jnp.arange(50)[None])
+    cos, sin = positions.rotary_tables(rotary, 32, jnp.arange(50)[None])
     np.testing.assert_allclose(cos**2 + sin**2, (1 + np.log(16) / 10) ** 2, rtol=1e-5)
 
 
@@ -74,7 +74,7 @@ def test_frequencies_are_transformers(name):
         max_position_embeddings=longest,
         rope_parameters=rope,
     )  # fmt: skip
-    got, factor = layers.rotary_frequencies(rotary, dims)
+    got, factor = positions.rotary_frequencies(rotary, dims)
     if kind == "default":
         module = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
         want, want_factor = module.inv_freq, module.attention_scaling

@@ -1,0 +1,33 @@
+"""Text that experiments score: batches of a run's held-out text, and of texts one in a row."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+BATCH = 16
+
+
+def batches(run, tokens: int) -> Iterator[Mapping[str, np.ndarray]]:
+    """Of a run's held-out text, about so many tokens of it, spread evenly."""
+    from eejax.train import inputs
+
+    config = run.experiment.data
+    parts = inputs.held_out(config, run.dataset(), BATCH, max(1, tokens // (BATCH * config.length)))
+    return itertools.chain.from_iterable(batches for _, batches in parts)
+
+
+def padded(
+    texts: Sequence[tuple[Sequence[int], int]], length: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Of texts (ids, the first that counts, from 1), each cut to `length` tokens to predict."""
+    for begin in range(0, len(texts), BATCH):
+        tokens = np.zeros((BATCH, length), np.int32)
+        labels = np.full((BATCH, length), -1, np.int32)
+        for i, (ids, first) in enumerate(texts[begin : begin + BATCH]):
+            ids = np.asarray(ids)[: length + 1]
+            tokens[i, : len(ids) - 1] = ids[:-1]
+            labels[i, first - 1 : len(ids) - 1] = ids[first:]
+        yield {"tokens": tokens, "labels": labels}
