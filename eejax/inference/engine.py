@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -61,10 +61,85 @@ class Engine(Protocol):
         """The state with these slots free."""
 
 
+class Slots:
+    """What engines of a model share: the checks of what they are asked for."""
+
+    config: ModelConfig
+    options: EngineOptions
+    slots: int
+    context: int
+
+    def _asked(
+        self, prompts: Sequence[Sequence[int]], request: Request
+    ) -> tuple[np.ndarray, Request]:
+        """(padded prompts [n, context], what is asked for them as far as there is room).
+
+        Raises ConfigError for tokens that there are not, and for a request of other prompts.
+        """
+        generate.check_prompts(prompts, self.config, self.context)
+        lengths, starts = [len(p) for p in prompts], np.asarray(request.start).tolist()
+        require(
+            starts == lengths, "request.start", starts,
+            f"must be the number of tokens of every prompt, {lengths}",
+        )  # fmt: skip
+        if not self.options.leaves_early:  # no exit of the model's is one of this engine's
+            request = request.replace(policy=ExitPolicy.make(self.config, len(prompts)))
+        exits = request.policy.thresholds.shape[1]
+        require(
+            exits == self.config.n_exits, "request.policy", f"thresholds of {exits} exits",
+            f"must be made of this engine's config, which has {self.config.n_exits}",
+        )  # fmt: skip
+        tokens = np.zeros((len(prompts), self.context), np.int32)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        return tokens, request.replace(
+            limit=jnp.minimum(request.limit, self.context - request.start)
+        )
+
+    def _places(self, slots: Sequence[int], n: int) -> jax.Array:
+        """The slots [n] that n requests go to."""
+        numbered = self._numbered(slots)
+        require(
+            len(numbered) == n and len(set(slots)) == n, "slots", list(slots),
+            f"must be {n} different ones: one for each of the rows",
+        )  # fmt: skip
+        return numbered
+
+    def _numbered(self, slots: Sequence[int]) -> jax.Array:
+        numbers = isinstance(slots, Sequence | np.ndarray)
+        require(numbers, "slots", slots, "must be a sequence of numbers of slots")
+        for slot in slots:
+            ok = isinstance(slot, int | np.integer) and 0 <= slot < self.slots
+            require(ok, "slots", list(slots), f"must be in 0..{self.slots - 1}")
+        return jnp.asarray(slots, jnp.int32)
+
+
+def check_slots(config: ModelConfig, slots: int, context: int | None) -> int:
+    """The context of a request, by default the model's; raises ConfigError for what cannot be."""
+    context = config.context_length if context is None else context
+    require(isinstance(slots, int) and slots >= 1, "slots", slots, "must be at least 1")
+    require(
+        isinstance(context, int) and 2 <= context <= config.context_length, "context", context,
+        f"must be in 2..{config.context_length}, the model's context_length",
+    )  # fmt: skip
+    return context
+
+
+def at_width(run: Callable[[jax.Array], Any], tokens: jax.Array, start: jax.Array) -> Any:
+    """`run` of padded prompts [n, context], cut to the smallest of a few widths that holds all of
+    their `start` [n] tokens: chosen on the device."""
+    context = tokens.shape[1]
+    widths = [MIN_WIDTH << i for i in range(context.bit_length()) if MIN_WIDTH << i < context]
+    widths.append(context)
+    bucket = jnp.searchsorted(jnp.asarray(widths), jnp.max(start))
+    cut = lambda width: lambda tokens: run(tokens[:, :width])
+    return lax.switch(bucket, [cut(width) for width in widths], tokens)
+
+
 @dataclasses.dataclass(frozen=True)
-class SlotEngine:
+class SlotEngine(Slots):
     """An `Engine` of one device, or of a mesh without stages, by any of `state.ENGINES` but
-    "pipelined".
+    "pipelined", which `pipelined_slots.PipelinedSlotEngine` has.
 
     One program is compiled for every n of `generate`, and one of `prefill`, `insert` and `free` for
     every number of prompts or slots: prompts are padded to the context and run at the smallest of
@@ -96,12 +171,7 @@ class SlotEngine:
         """
         options = s.without_stages(options)
         config = s.engine_config(config, options)
-        context = config.context_length if context is None else context
-        require(isinstance(slots, int) and slots >= 1, "slots", slots, "must be at least 1")
-        require(
-            isinstance(context, int) and 2 <= context <= config.context_length, "context", context,
-            f"must be in 2..{config.context_length}, the model's context_length",
-        )  # fmt: skip
+        context = check_slots(config, slots, context)
         if mesh is None:
             weights = s.prepare(params, config, options.max_depth)
             return cls(weights, config, options, slots, context)
@@ -133,33 +203,10 @@ class SlotEngine:
 
         Raises ConfigError for tokens that there are not, and for a request of other prompts.
         """
-        generate.check_prompts(prompts, self.config, self.context)
-        lengths, starts = [len(p) for p in prompts], np.asarray(request.start).tolist()
-        require(
-            starts == lengths, "request.start", starts,
-            f"must be the number of tokens of every prompt, {lengths}",
-        )  # fmt: skip
-        if not self.options.leaves_early:  # no exit of the model's is one of this engine's
-            request = request.replace(policy=ExitPolicy.make(self.config, len(prompts)))
-        exits = request.policy.thresholds.shape[1]
-        require(
-            exits == self.config.n_exits, "request.policy", f"thresholds of {exits} exits",
-            f"must be made of this engine's config, which has {self.config.n_exits}",
-        )  # fmt: skip
-        tokens = np.zeros((len(prompts), self.context), np.int32)
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[: len(prompt)] = prompt
-        request = request.replace(limit=jnp.minimum(request.limit, self.context - request.start))
-        return _prefill(self.weights, tokens, request, **self._static)
+        return _prefill(self.weights, *self._asked(prompts, request), **self._static)
 
     def insert(self, state: DecodeState, rows: DecodeState, slots: Sequence[int]) -> DecodeState:
-        n = len(rows.token)
-        numbered = self._numbered(slots)
-        require(
-            len(numbered) == n and len(set(slots)) == n, "slots", list(slots),
-            f"must be {n} different ones: one for each of the rows",
-        )  # fmt: skip
-        return _insert(state, rows, numbered, mesh=self.mesh)
+        return _insert(state, rows, self._places(slots, len(rows.token)), mesh=self.mesh)
 
     def generate(self, state: DecodeState, n: int) -> tuple[DecodeState, Record]:
         generate.require_count("n", n)
@@ -167,14 +214,6 @@ class SlotEngine:
 
     def free(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         return _free(state, self._numbered(slots), mesh=self.mesh)
-
-    def _numbered(self, slots: Sequence[int]) -> jax.Array:
-        numbers = isinstance(slots, Sequence | np.ndarray)
-        require(numbers, "slots", slots, "must be a sequence of numbers of slots")
-        for slot in slots:
-            ok = isinstance(slot, int | np.integer) and 0 <= slot < self.slots
-            require(ok, "slots", list(slots), f"must be in 0..{self.slots - 1}")
-        return jnp.asarray(slots, jnp.int32)
 
 
 @partial(jax.jit, static_argnames=("config", "options", "slots", "length", "mesh"))
@@ -205,17 +244,9 @@ def _prefill(weights, tokens, request, *, config, options, mesh):
 
 
 def _prompts(weights, tokens, request, *, config, options):
-    context = tokens.shape[1]
-    widths = [MIN_WIDTH << i for i in range(context.bit_length()) if MIN_WIDTH << i < context]
-    widths.append(context)
-
-    def at(width, tokens, request):
-        return posthoc.prefill(
-            weights, tokens[:, :width], request, config=config, options=options, length=context
-        )
-
-    bucket = jnp.searchsorted(jnp.asarray(widths), jnp.max(request.start))
-    return lax.switch(bucket, [partial(at, width) for width in widths], tokens, request)
+    length = tokens.shape[1]
+    run = partial(posthoc.prefill, config=config, options=options, length=length)
+    return at_width(lambda part: run(weights, part, request), tokens, request.start)
 
 
 @partial(jax.jit, static_argnames="mesh", donate_argnums=0)

@@ -95,7 +95,7 @@ class PipelineState:
         return self.remaining > 0
 
 
-def _specs(stages: Stages) -> PipelineState:
+def state_specs(stages: Stages) -> PipelineState:
     """Of a state: prefixes of its partition specs."""
     row = P(DATA)
     return PipelineState(stages.cache_spec, P(PIPE, DATA), row, P(), row, row, row, row)
@@ -106,8 +106,8 @@ def _on_stage(state: PipelineState, f) -> PipelineState:
     return state.replace(cache=jax.tree.map(f, state.cache), desk=jax.tree.map(f, state.desk))
 
 
-_enter = partial(_on_stage, f=lambda a: a[0])
-_leave = partial(_on_stage, f=lambda a: a[None])
+enter = partial(_on_stage, f=lambda a: a[0])  # what a device has of a state, as a stage sees it
+leave = partial(_on_stage, f=lambda a: a[None])
 
 
 def _told(chosen: jax.Array, tree: Tree) -> Tree:
@@ -133,53 +133,63 @@ def prefill(
     length: int,
 ) -> tuple[PipelineState, Record]:
     """The prompts' pass through the stages, one after the other; `posthoc.prefill` otherwise."""
-    p = stages.partition
 
     def local(weights, tokens, request):
-        stage = Stage(stages, weights)
-        b, t = tokens.shape
-        lengths, filled = request.start, vary_over(request.start, P(DATA))
-        vary = lambda tree: vary_over(tree, P())
-        positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
-        x = lax.cond(
-            stage.first, lambda: stage.embed(tokens, positions),
-            lambda: vary(jnp.zeros((b, t, stages.config.d_model), stages.config.dtype)),
-        )  # fmt: skip
-        zero = vary(jnp.zeros((b,), jnp.int32))
-        hop = (x, Memory.blank(x[:, 0]), vary(Emission.undecided(b)))
-
-        def step(carry, i):
-            hop, cache = carry
-            here = stage.index == i
-            below = _from_below(hop, p.stages)
-            hop = jax.tree.map(partial(jnp.where, here & ~stage.first), below, hop)
-            end = zero + jnp.where(here, stage.ends[-1], 0)
-            cache, *hop = stage.run(
-                cache, hop[0], zero, zero, end, lengths - 1, request.policy.prefill_exit,
-                *hop[1:], request,
-            )  # fmt: skip
-            return (tuple(hop), cache), None
-
-        carry = (hop, stage.empty(b, length))
-        (_, _, emission), cache = lax.scan(step, carry, jnp.arange(p.stages))[0]
-        inbox = jax.tree.map(
-            lambda a: jnp.zeros_like(a, shape=(b, cap, *a.shape[1:])), Traveller.blank(x[:, 0])
-        )
-        desk = Desk(filled, zero, filled, inbox)
-        state = PipelineState(
-            cache, desk, lengths, jnp.int32(0), jnp.zeros_like(lengths), lengths - 1,
-            request.limit, request,
-        )  # fmt: skip
-        layers = jnp.full((b,), p.depth)
-        state, record = s.advance(state, _announced(stage.last, emission), layers)
-        return _leave(state), record
+        state, record = pass_prompts(Stage(stages, weights), cap, length, tokens, request)
+        return leave(state), record
 
     return jax.shard_map(
         local,
         mesh=stages.mesh,
         in_specs=(stages.specs, P(DATA), P(DATA)),
-        out_specs=(_specs(stages), P(DATA)),
+        out_specs=(state_specs(stages), P(DATA)),
     )(weights, tokens, request)
+
+
+def pass_prompts(
+    stage: Stage, cap: int, length: int, tokens: jax.Array, request: Request
+) -> tuple[PipelineState, Record]:
+    """A stage's share of `prefill`, inside of its `shard_map`; the state as `enter` makes it."""
+    c, p = stage.config, stage.stages.partition
+    b, t = tokens.shape
+    vary = lambda tree: vary_over(tree, P())
+    positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
+    x = lax.cond(
+        stage.first, lambda: stage.embed(tokens, positions),
+        lambda: vary(jnp.zeros((b, t, c.d_model), c.dtype)),
+    )  # fmt: skip
+    zero = vary(jnp.zeros((b,), jnp.int32))
+    hop = (x, Memory.blank(x[:, 0]), vary(Emission.undecided(b)))
+
+    def step(carry, i):
+        hop, cache = carry
+        here = stage.index == i
+        below = _from_below(hop, p.stages)
+        hop = jax.tree.map(partial(jnp.where, here & ~stage.first), below, hop)
+        end = zero + jnp.where(here, stage.ends[-1], 0)
+        cache, *hop = stage.run(
+            cache, hop[0], zero, zero, end, request.start - 1, request.policy.prefill_exit,
+            *hop[1:], request,
+        )  # fmt: skip
+        return (tuple(hop), cache), None
+
+    carry = (hop, stage.empty(b, length))
+    (_, _, emission), cache = lax.scan(step, carry, jnp.arange(p.stages))[0]
+    state = blank(stage, cache, cap, request)
+    return s.advance(state, _announced(stage.last, emission), jnp.full((b,), p.depth))
+
+
+def blank(stage: Stage, cache: StageCache, cap: int, request: Request) -> PipelineState:
+    """A stage's state behind the prompts, before any token: nothing is under way."""
+    c, lengths = stage.config, request.start
+    x = vary_over(jnp.zeros((len(lengths), c.d_model), c.dtype), P())
+    empty = lambda a: jnp.zeros_like(a, shape=(len(lengths), cap, *a.shape[1:]))
+    done = vary_over(lengths, P(DATA))
+    desk = Desk(done, jnp.zeros_like(done), done, jax.tree.map(empty, Traveller.blank(x)))
+    return PipelineState(
+        cache, desk, lengths, jnp.int32(0), jnp.zeros_like(lengths), jnp.maximum(lengths - 1, 0),
+        request.limit, request,
+    )  # fmt: skip
 
 
 @partial(jax.jit, static_argnames=("stages", "cap", "n"), donate_argnames="state")
@@ -193,7 +203,7 @@ def decode(
     """
 
     def local(weights, state):
-        stage, state = Stage(stages, weights), _enter(state)
+        stage, state = Stage(stages, weights), enter(state)
         b = state.token.shape[0]
         along = lambda a: lax.pcast(a, DATA, to="varying")
         zero = along(jnp.zeros((b,), jnp.int32))
@@ -216,9 +226,9 @@ def decode(
 
         carry = (some(wanted(state, zero)), state, zero, records)
         _, state, _, records = lax.while_loop(lambda carry: carry[0] > 0, body, carry)
-        return _leave(state), records
+        return leave(state), records
 
-    specs = _specs(stages)
+    specs = state_specs(stages)
     return jax.shard_map(
         local,
         mesh=stages.mesh,

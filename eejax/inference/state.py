@@ -372,24 +372,38 @@ def place(state: DecodeState, rows: DecodeState, slots: jax.Array) -> DecodeStat
 
     What a slot held before is gone. Rows whose slot is no slot of the state are left out.
     """
+    cache = rows.cache.replace(
+        segments=lengthened(rows.cache.segments, state.cache.segments),
+        blocks=lengthened(rows.cache.blocks, state.cache.blocks),
+    )
+    reach = lengthened(rows.reach, state.reach)
     n, b = rows.token.shape[0], state.token.shape[0]
+    return put(state, rows.replace(cache=cache, reach=reach), slots, n, b)
 
-    def put(whole, part):
-        per = part.shape[0] // n  # rows of a buffer that belong to one request
+
+def put(tree: Tree, rows: Tree, slots: jax.Array, n: int, b: int) -> Tree:
+    """A tree of b slots with a tree of n requests in the slots [n].
+
+    Leaves [b m, ...] and [n m, ...], where m rows in turn belong to one request.
+    """
+
+    def one(whole, part):
+        per = part.shape[0] // n
         grouped = whole.reshape(b, per, *whole.shape[1:])
         new = part.reshape(n, per, *part.shape[1:])
         return grouped.at[slots].set(new, mode="drop").reshape(whole.shape)
 
-    def lengthen(whole, part):
+    return jax.tree.map(one, tree, rows)
+
+
+def lengthened(tree: Tree, like: Tree) -> Tree:
+    """Leaves [r, s, ...] with as many positions s as those of `like`, zeros behind their own."""
+
+    def one(part, whole):
         more = [(0, 0), (0, whole.shape[1] - part.shape[1])]
         return jnp.pad(part, more + [(0, 0)] * (part.ndim - 2))
 
-    cache = rows.cache.replace(
-        segments=jax.tree.map(lengthen, state.cache.segments, rows.cache.segments),
-        blocks=jax.tree.map(lengthen, state.cache.blocks, rows.cache.blocks),
-    )
-    reach = lengthen(state.reach, rows.reach)
-    return jax.tree.map(put, state, rows.replace(cache=cache, reach=reach))
+    return jax.tree.map(one, tree, like)
 
 
 def free(state: DecodeState, slots: jax.Array) -> DecodeState:

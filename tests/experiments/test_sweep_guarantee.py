@@ -21,6 +21,7 @@ from eejax.train.config import Experiment
 from eejax.train.loop import fit
 
 guarantee = functions_of("experiments.reproduce.guarantee")
+held_out = functions_of("experiments.held_out")
 sweep = functions_of("experiments.sweep")
 
 
@@ -172,7 +173,7 @@ def test_divisions_measure_what_was_promised():
 
 def test_prompts_are_rows_cut_to_the_context():
     rows = [np.arange(5), np.arange(2), *[np.arange(9)] * 16]
-    first, second = guarantee.padded(rows, 6)
+    first, second = held_out.padded([(row, 1) for row in rows], 6)
     assert first["tokens"].shape == second["labels"].shape == (16, 6)
     assert first["tokens"][0].tolist() == [0, 1, 2, 3, 0, 0]
     assert first["labels"][0].tolist() == [1, 2, 3, 4, -1, -1]

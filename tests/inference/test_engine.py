@@ -11,11 +11,13 @@ from near_ties import TIE
 from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, Generator
 from eejax.inference.engine import SlotEngine
+from eejax.inference.pipelined_slots import PipelinedSlotEngine
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
 from eejax.inference.scripted import ScriptedEngine
-from eejax.inference.state import Request
+from eejax.inference.state import ENGINES, Request
 from eejax.models.config import ExitConfig, ModelConfig
+from eejax.sharding.mesh import MeshConfig
 
 CONTEXT = 48
 
@@ -52,14 +54,20 @@ def drive(engine, asked, steps, events):
     return got
 
 
-@pytest.mark.parametrize("engine", ["full", "posthoc", "recompute", "propagate", "speculative"])
+@pytest.mark.parametrize("engine", ENGINES)
 @settings(max_examples=2)
 @given(data=st.data())
 def test_requests_that_share_slots_get_what_they_get_alone(subset, prompts, data, engine):
     p, config = subset((1, 3))
     options = EngineOptions(engine, cap=4, buckets=(1, 2), gamma=3)
-    slots = SlotEngine.make(p, config, options, slots=3, context=CONTEXT)
-    exact = engine in ("recompute", "speculative")  # the oracle's tokens, and it knows near-ties
+    if engine == "pipelined":
+        slots = PipelinedSlotEngine.make(
+            p, config, MeshConfig(pipe=2), options, slots=3, context=CONTEXT
+        )
+    else:
+        slots = SlotEngine.make(p, config, options, slots=3, context=CONTEXT)
+    # The oracle's tokens, and it knows near-ties.
+    exact = engine in ("recompute", "pipelined", "speculative")
     alone = Generator.make(p, slots.config, "posthoc" if exact else options)
     exits = slots.config.n_exits
     asked, wanted = [], []

@@ -1,0 +1,135 @@
+"""Slots on the stages of a mesh: requests come and go while tokens of others are under way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from near_ties import TIE
+
+from eejax.common.errors import ConfigError
+from eejax.inference import EngineOptions, ExitPolicy, Generator, Request, Sampling
+from eejax.inference.pipelined_slots import PipelinedSlotEngine
+from eejax.sharding.mesh import MeshConfig
+
+# A collective that some stage does not take part in never returns: the test ends with it.
+pytestmark = pytest.mark.timeout(600)
+
+CONTEXT = 40
+
+
+def engine_of(subset, mesh, cap=4, **kwargs):
+    options = EngineOptions("pipelined", cap=cap, max_depth=kwargs.pop("max_depth", None))
+    given = dict(slots=4, context=CONTEXT) | kwargs
+    return PipelinedSlotEngine.make(*subset((1, 3)), MeshConfig(**mesh), options, **given)
+
+
+def ask(engine, prompts, limit, threshold):
+    policy = ExitPolicy.make(engine.config, len(prompts), threshold)
+    sampling = Sampling.make(len(prompts))
+    lengths = [len(p) for p in prompts]
+    return Request.make(engine.config, lengths, [limit] * len(prompts), policy, sampling)
+
+
+def emitted(record, slot):
+    """[(token, exit)] of a record [n, slots]."""
+    pairs = zip(np.asarray(record.token)[:, slot], np.asarray(record.exit)[:, slot], strict=True)
+    return [(int(token), int(exit)) for token, exit in pairs if exit >= 0]
+
+
+@pytest.mark.parametrize(
+    "mesh, layers", [(dict(pipe=2, data=2, model=2), "even"), (dict(pipe=3, data=2), [1, 3, 1])]
+)
+def test_a_slot_that_is_freed_in_the_middle_leaves_nothing_behind(subset, prompts, mesh, layers):
+    """Two requests at once into slots of both data shards; one slot is taken over by a third
+    request while the stages behind still work on its old one's tokens."""
+    engine = engine_of(subset, mesh, layers=layers)
+    oracle = Generator.make(*subset((1, 3)), "posthoc")
+    asked, threshold = prompts(7, [6, 11, 9]), [0.25, 0.4]
+    rows, first = engine.prefill(asked[:2], ask(engine, asked[:2], 60, threshold))
+    assert len(first.token) == 2
+    state = engine.insert(engine.start(), rows, [3, 0])
+    got = {slot: [(int(first.token[i]), int(first.exit[i]))] for i, slot in enumerate((3, 0))}
+
+    state, record = engine.generate(state, 5)
+    for slot in (3, 0):
+        new = emitted(record, slot)
+        assert len(new) == 5
+        got[slot] += new
+    assert not any(emitted(record, slot) for slot in (1, 2))
+    under_way = np.asarray(state.position - state.kept)
+    assert (under_way[[3, 0]] > 0).any()  # something there is to leave behind
+
+    last = got[3]
+    state = engine.free(state, [3])
+    assert not np.asarray(state.position - state.kept)[3]
+    state, record = engine.generate(state, 3)
+    assert not emitted(record, 3)
+    got[0] += emitted(record, 0)
+
+    rows, first = engine.prefill(asked[2:], ask(engine, asked[2:], 60, threshold))
+    state = engine.insert(state, rows, [3])
+    got[3] = [(int(first.token[0]), int(first.exit[0]))]
+    for _ in range(8):
+        state, record = engine.generate(state, 5)
+        got[0] += emitted(record, 0)
+        got[3] += emitted(record, 3)
+    assert not np.asarray(state.live).any()  # the context is full
+
+    compared = 0
+    for prompt, mine in ((asked[0], last), (asked[1], got[0]), (asked[2], got[3])):
+        want = oracle.generate([prompt], CONTEXT - len(prompt), threshold=threshold)
+        tied = np.flatnonzero(want.margins[0] < TIE)
+        n = min(len(mine), tied[0] if len(tied) else len(mine))
+        pairs = list(zip(want.tokens[0].tolist(), want.exits[0].tolist(), strict=True))
+        assert mine[:n] == pairs[:n]
+        compared += n
+    assert (len(last), len(got[0]), len(got[3])) == (6, CONTEXT - 11, CONTEXT - 9)
+    assert compared >= 40
+
+
+def test_other_requests_compile_nothing(subset, prompts, compiled):
+    engine = engine_of(subset, dict(pipe=2))
+
+    def run(seed, slot, length, threshold):
+        asked = prompts(seed, [length])
+        rows, _ = engine.prefill(asked, ask(engine, asked, 9, threshold))
+        state, _ = engine.generate(engine.insert(engine.start(), rows, [slot]), 4)
+        engine.free(state, [slot])
+
+    run(0, 1, 5, 0.3)
+    assert compiled
+    compiled.clear()
+    for i, length in enumerate((1, 17, 39)):
+        run(i, i, length, 0.4 * i)
+    assert not compiled
+
+
+def test_a_part_of_the_model(subset, prompts):
+    engine = engine_of(subset, dict(pipe=2), max_depth=2)
+    assert engine.max_depth == 2
+    asked = prompts(3, [7])
+    rows, first = engine.prefill(asked, ask(engine, asked, 12, [0.4, 1.0]))
+    _, record = engine.generate(engine.insert(engine.start(), rows, [0]), 11)
+    want = Generator.make(*subset((1, 3)), EngineOptions("posthoc", max_depth=2)).generate(
+        asked, 12, threshold=[0.4, 1.0]
+    )
+    assert (want.margins > TIE).all()
+    got = [(int(first.token[0]), int(first.exit[0])), *emitted(record, 0)]
+    assert got == list(zip(want.tokens[0].tolist(), want.exits[0].tolist(), strict=True))
+
+
+def test_what_cannot_be_is_named(subset):
+    with pytest.raises(ConfigError, match="slots = 3: must be a multiple of mesh.data"):
+        engine_of(subset, dict(pipe=2, data=2), slots=3)
+    with pytest.raises(ConfigError, match="context = 161: must be in 2..160"):
+        engine_of(subset, dict(pipe=2), context=161)
+    engine = engine_of(subset, dict(pipe=2, data=2))
+    with pytest.raises(ConfigError, match=r"prompts\[0\] = '40 tokens'"):
+        engine.prefill([[1] * 40], ask(engine, [[1] * 40], 4, 1.0))
+    rows, _ = engine.prefill([[1, 2]], ask(engine, [[1, 2]], 4, 1.0))
+    with pytest.raises(ConfigError, match=r"slots = \[0, 1\]: must be 1 different ones"):
+        engine.insert(engine.start(), rows, [0, 1])
+    with pytest.raises(ConfigError, match=r"slots = \[4\]: must be in 0..3"):
+        engine.free(engine.start(), [4])
+    with pytest.raises(ConfigError, match="n = 0: must be"):
+        engine.generate(engine.start(), 0)
