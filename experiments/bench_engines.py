@@ -8,21 +8,22 @@ after warm-up; every ratio is a median over pairs, with a 95 % bootstrap interva
 
 `recompute_speedup`: over `full`, at the fastest threshold with at least 97 % agreement with the
 full model's most likely token (teacher-forced, on the held-out text that it is chosen on), and at
-99 %. `own_output`: of
-what it then writes, the share of tokens that are the full model's choice after the same text, that
-text's perplexity under the full model, and distinct n-grams, beside those of `full`'s own text.
+99 %. `own_output`: of what it then writes, the share of tokens that are the full model's choice
+after the same text, that text's perplexity under the full model, and distinct n-grams, beside those
+of `full`'s own text.
 `speculative_speedup`: over `full`, with the number of tokens that differ. `no_exit_overhead`: of
 `recompute` at threshold 1. `exit_efficiency`: the smallest over exits of (seconds of a full token /
 of a token forced out there) / (bytes of weights and cache that the one reads / the other).
 `skip_accounting`: seconds that the executed segments and heads explain, each timed by itself for
 as many rows as went through it, / seconds measured, at the 97 % threshold. `sampled`: its speed at
 temperature 1, where text is more like held-out text. `recompilations`: programs compiled after
-warm-up.
+warm-up, for shorter prompts, other gates, thresholds and sampling too.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import math
 import time
@@ -56,6 +57,7 @@ def main() -> None:
     run = open_run(_WORKDIR.value)
     model, split = run.model, run.dataset().split("validation")
     batches = held_out.batches(run, _TOKENS.value)
+    launch.say(f"scoring about {_TOKENS.value} tokens ...")
     scores = calibration.score(model.params, model.config, batches)
     points = calibration.sweep(scores, (*THRESHOLDS, 1.0))
     starts = np.linspace(0, len(split) - PROMPT - 1, _PROMPTS.value).astype(int)
@@ -82,6 +84,8 @@ def _flat(tree: dict, before: str = ""):
 
 
 def _shown(value) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -122,9 +126,11 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
         model.params, config, widths, LENGTH_STEP * -(-length // LENGTH_STEP)
     )
 
+    launch.say("compiling ...")
     for t in timed.values():
         t.start()
         t.finish()
+    launch.say(f"timing {pairs} pairs of {len(timed)} engines and {len(segments)} parts ...")
     for run in segments:
         run(0)
     compiled: list[str] = []
@@ -134,6 +140,7 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
         [*(lambda _, t=t: t.finish() for t in timed.values()), *segments], pairs,
         time.perf_counter, before=lambda r: r < len(names) and timed[names[r]].start(),
     )  # fmt: skip
+    ask_otherwise(usual, prompts, new)
     jax.monitoring.unregister_event_duration_listener(listen)
     of = dict(zip(names, seconds, strict=False))
     for t in timed.values():
@@ -188,6 +195,20 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
         result[f"skip_accounting {name}"] = float(np.median(explained / of[name]))
     result["skip_accounting"] = result[f"skip_accounting {TARGETS[0]:.0%}"]
     return result
+
+
+def ask_otherwise(generator, prompts: list, new: int) -> None:
+    """Prompts of other lengths, other gates, thresholds and sampling: what must compile nothing."""
+    from eejax.gates.confidence import GATES
+
+    rng = np.random.default_rng(0)
+    for prompt, gate in zip(itertools.cycle(prompts), GATES, strict=False):
+        shorter = int(rng.integers(0, PROMPT // 2))  # one that is padded to the same
+        stream = generator.stream(
+            [prompt[shorter:]], new + 1 + shorter, chunk=new, gate=gate, seed=shorter,
+            threshold=rng.random(), temperature=rng.random(), top_k=int(rng.integers(0, 9)),
+        )  # fmt: skip
+        list(stream)
 
 
 def own_output(model, timed: Timed) -> dict:

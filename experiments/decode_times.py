@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+MAX_PROBABILITY = "max_probability"
 CHECKED = 2  # prompts that the real `pipelined` goes on from
 TIE = 1e-4  # the oracle's margin below which rounding may decide
 
@@ -29,16 +30,18 @@ class Timed:
         self.results.append(result)
 
 
-def measure(model, thresholds: Sequence[float], prompts: list, new: int, pairs: int):
+def measure(
+    model, thresholds: Sequence[float], prompts: list, new: int, pairs: int, gate=MAX_PROBABILITY
+):
     """(seconds [1 + thresholds, pairs], and as many lists of results, one for each prompt) of
-    `full`, then of `recompute` at each threshold."""
+    `full`, then of `recompute` at each threshold of a gate."""
     from eejax.analysis import interleave
     from eejax.inference import Generator
 
     make = lambda engine: Generator.make(model.params, model.config, engine)
     full, recompute = make("full"), make("recompute")
     timed = [Timed(full, prompts, new)]
-    timed += [Timed(recompute, prompts, new, threshold=t) for t in thresholds]
+    timed += [Timed(recompute, prompts, new, threshold=t, gate=gate) for t in thresholds]
     seconds = interleave(
         [lambda _, t=t: t.finish() for t in timed], pairs, time.perf_counter,
         before=lambda r: timed[r].start(),

@@ -12,7 +12,8 @@ the input ends: Ctrl-C ends an answer, and at the prompt the session. With --jso
 printed is one JSON object.
 
 The stages of "pipelined" need a device each; on a CPU ask for them with
-XLA_FLAGS=--xla_force_host_platform_device_count=2. What "auto" found, exits that pay or do not, is
+XLA_FLAGS=--xla_force_host_platform_device_count=2. "auto" is "recompute", and "auto_speculative" is
+"speculative", that time themselves and turn exits off while they do not pay; what they found is
 printed at the end.
 
 Two programs are compiled, one that reads the prompt and one that generates a chunk of tokens; the
@@ -38,7 +39,21 @@ from eejax.common.errors import ConfigError, DataError
 from experiments import launch
 
 FEW = 4  # steps of a call of an interactive session: tokens appear as they come
-ENGINES = ["full", "posthoc", "recompute", "pipelined", "propagate", "speculative", "auto"]
+AUTO = {"auto": "recompute", "auto_speculative": "speculative"}  # what each turns off and on
+ENGINES = ["full", "posthoc", "recompute", "pipelined", "propagate", "speculative", *AUTO]
+# Flags that some engines have no use for, and the engines that have.
+LEAVING = ("posthoc", "recompute", "pipelined", "propagate", "auto")
+USED_BY = {
+    flag: engines
+    for names, engines in (
+        ("threshold gate exits min_depth decay prefill_exit max_depth", LEAVING),
+        ("cap", ("recompute", "pipelined", "auto")),
+        ("gamma draft_exit adapt", ("speculative", "auto_speculative")),
+        ("propagate", ("propagate",)),
+        ("stage_layers", ("pipelined",)),
+    )
+    for flag in names.split()
+}
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")
@@ -48,7 +63,10 @@ _PROMPT_FILE = flags.DEFINE_multi_string("prompt_file", [], "A file whose text i
 _INTERACTIVE = flags.DEFINE_bool("interactive", False, "Answer prompts line by line.")
 _ENGINE = flags.DEFINE_enum("engine", "recompute", ENGINES, "Decoder.")
 _THRESHOLD = flags.DEFINE_list("threshold", ["0.9"], "Confidence to leave at; one, or one an exit.")
-_GATE = flags.DEFINE_string("gate", "max_probability", "What a token's confidence is.")
+_GATE = flags.DEFINE_string(
+    "gate", "max_probability",
+    "What a token's confidence is: max_probability, margin, entropy, patience, saturation, fixed.",
+)  # fmt: skip
 _EXITS = flags.DEFINE_list("exits", None, "Boundaries of the active exits; all by default.")
 _MIN_DEPTH = flags.DEFINE_integer("min_depth", 0, "Exits below so many layers are not active.")
 _DECAY = flags.DEFINE_float("decay", None, "How fast thresholds fall along a text; not at all.")
@@ -111,6 +129,14 @@ def flags_named() -> Iterator[None]:
         raise ConfigError(f"--{flag}{str(error)[len(field) :]}") from error
 
 
+def note_unused() -> None:
+    """Says which of the flags given make no difference."""
+    given = [f for f in USED_BY if flags.FLAGS[f].present and _ENGINE.value not in USED_BY[f]]
+    if given:
+        listed = ", ".join(f"--{f}" for f in given)
+        launch.say(f"note: without effect with --engine={_ENGINE.value}: {listed}")
+
+
 def prompts() -> list[str]:
     texts = [*_PROMPT.value, *map(read_prompt, _PROMPT_FILE.value)]
     return texts or [from_standard_input(sys.stdin.read)]
@@ -151,7 +177,7 @@ def make_generator(model):
 
     engine, params, config = _ENGINE.value, model.params, model.config
     options = EngineOptions(
-        engine="recompute" if engine == "auto" else engine, cap=_CAP.value, gamma=_GAMMA.value,
+        engine=AUTO.get(engine, engine), cap=_CAP.value, gamma=_GAMMA.value,
         draft_exit=_DRAFT_EXIT.value, max_depth=_MAX_DEPTH.value, adapt=_ADAPT.value,
         propagate=_PROPAGATE.value,
     )  # fmt: skip
@@ -161,7 +187,7 @@ def make_generator(model):
         named = len(layers) == 1 and layers[0].isalpha()
         layers = layers[0] if named else launch.numbers("stage_layers", layers, int)
         return PipelinedGenerator.make(params, config, mesh, options, layers=layers)
-    make = AutoGenerator.make if engine == "auto" else Generator.make
+    make = AutoGenerator.make if engine in AUTO else Generator.make
     return make(params, config, options, mesh=mesh if mesh.size > 1 else None)
 
 
@@ -213,6 +239,7 @@ class Screen:
 def answer(ask: Callable, texts: list[str], tokenizer, colors: bool) -> tuple:
     """(result, tokens per second) of a batch; a single prompt is shown as it grows."""
     ids = [tokenizer.encode(text).tolist() for text in texts]
+    waits()
     screen, pace = Screen(tokenizer, ids[0], colors) if len(texts) == 1 else None, Pace()
     for number, result in enumerate(ask(ids)):
         pace.add(result)
@@ -234,8 +261,14 @@ def answer(ask: Callable, texts: list[str], tokenizer, colors: bool) -> tuple:
     return result, speed
 
 
+def waits() -> None:
+    if sys.stderr.isatty():
+        launch.say("compiling ...")
+
+
 def converse(ask: Callable, tokenizer, colors: bool) -> Iterator[tuple]:
     """(prompt, result, Pace) of every line of the input that is answered, shown as it comes."""
+    waits()
     next(ask([[0]]))  # settings are checked before anything is asked, and both programs compiled
     for _ in itertools.islice(ask([[0]], stop_tokens=[], stop_strings=[]), 2):
         pass
@@ -269,13 +302,13 @@ def converse(ask: Callable, tokenizer, colors: bool) -> Iterator[tuple]:
         yield text, result, pace
 
 
-def verdict(payoff) -> str:
-    """What the engine "auto" has found."""
+def verdict(payoff, what: str) -> str:
+    """What an engine that times itself has found of exits, or drafts."""
     if payoff.ratio is None:
-        return "exits were left on: too few tokens to measure whether they pay"
+        return f"{what} were left on: too few tokens to measure whether they pay"
     if payoff.exits:
-        return f"exits were left on: {payoff.ratio:.2f} times as fast as without"
-    return f"exits were turned off: with them {payoff.ratio:.2f} times as fast as without"
+        return f"{what} were left on: {payoff.ratio:.2f} times as fast as without"
+    return f"{what} were turned off: with them {payoff.ratio:.2f} times as fast as without"
 
 
 def in_numbers(text: str, result, i: int, decode: Callable) -> dict:
@@ -307,6 +340,7 @@ def main() -> None:
                 f"{given[0]}: --interactive reads its prompts itself, one at a time. Leave one of "
                 "the two out."
             )
+    note_unused()
     threshold = launch.numbers("threshold", _THRESHOLD.value, float)
     exits = None if _EXITS.value is None else launch.numbers("exits", _EXITS.value, int)
     model = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value).model
@@ -319,7 +353,7 @@ def main() -> None:
         top_p=_TOP_P.value, min_p=_MIN_P.value, seed=_SEED.value,
         stop_tokens=stops, stop_strings=_STOP.value, decode_text=tokenizer.decode,
     )  # fmt: skip
-    if _INTERACTIVE.value and _ENGINE.value != "auto":  # which times calls of more steps
+    if _INTERACTIVE.value and _ENGINE.value not in AUTO:  # which times calls of more steps
         settings["chunk"] = FEW
     ask = lambda ids, **change: generator.stream(ids, _NEW.value, **settings | change)
     colors = _COLOR.value == "always" or (_COLOR.value == "auto" and sys.stdout.isatty())
@@ -333,9 +367,9 @@ def main() -> None:
         result, speed = answer(ask, texts, tokenizer, colors)
         requests = [in_numbers(text, result, i, decode) for i, text in enumerate(texts)]
     found = {}
-    if _ENGINE.value == "auto":
+    if _ENGINE.value in AUTO:
         payoff = generator.payoff
-        print(verdict(payoff))
+        print(verdict(payoff, "drafts" if generator.options.engine == "speculative" else "exits"))
         found = {"exits_on": payoff.exits, "exits_ratio": payoff.ratio}
     if _JSON.value:
         result = {"engine": _ENGINE.value, "tokens_per_second": speed, **found}

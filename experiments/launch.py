@@ -96,6 +96,11 @@ def _join() -> None:
         distributed.start(distributed.Processes(**own, **limits))
 
 
+def say(text: str) -> None:
+    """A line about what goes on, beside what is printed."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def numbers(flag: str, texts: list[str], kind: type = float) -> list:
     """The values of a flag that is a list. Raises ConfigError for what is no number."""
     try:

@@ -6,7 +6,8 @@
 One teacher-forced pass over the run's held-out text (or --text) answers for all gates, thresholds
 and exits at once: agreement with the full model, perplexity and bits per byte against mean depth.
 Prints a table and draws WORKDIR/sweep.png. With --time segments and heads are timed here, and
-depth becomes predicted time: that of the layers and heads a token needs before it leaves. Without
+depth becomes predicted time: that of the layers and heads a token needs before it leaves (tokens
+that wait for deeper layers add to the steps that take them along, which is not counted). Without
 --thresholds each gate has its own, spread over what it says about this text; the gate "fixed"
 takes each exit in turn, for all tokens. With --json the last line printed is one JSON object.
 """
@@ -76,10 +77,13 @@ def main() -> None:
         )
     costs = None
     if _TIME.value:
+        launch.say("timing segments ...")
         rows, heads = step_costs.of_segments(model.params, config)
         costs = calibration.SegmentCosts(rows[0].tolist(), heads.tolist())
     with tempfile.TemporaryDirectory() as folder:
-        scores = calibration.score(model.params, config, texts(run, folder))
+        batches = texts(run, folder)
+        launch.say(f"scoring about {_TOKENS.value} tokens ...")
+        scores = calibration.score(model.params, config, batches)
     curves = {}
     for gate in gates:
         if gate == "fixed":

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from eejax.common.errors import require
+from eejax.common.errors import require_one_of
 from eejax.common.trees import Tree
 from eejax.inference.generate import STREAM_CHUNK, Decoder, Generator
 from eejax.inference.payoff import Payoff
@@ -21,15 +21,19 @@ from eejax.inference.state import DecodeState, EngineOptions, Record
 from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig
 
+ENGINES = ("recompute", "speculative")  # those that make the full model's tokens without exits
+
 
 @dataclasses.dataclass(frozen=True)
 class AutoGenerator(Decoder):
-    """`Generator` with the engine "recompute", whose exits `payoff` turns off and on.
+    """`Generator` with the engine "recompute" or "speculative", whose exits, or the drafts they
+    make, `payoff` turns off and on.
 
     Calls of `chunk` steps are timed, with exits and without in turn at first and now and then
     (`Payoff`), and those between take what was faster. It is one program either way. Tokens of
     calls without exits are the full model's, so that which tokens come from exits depends on the
-    machine: for texts that do not, take an engine. `payoff` goes on from request to request.
+    machine: for texts that do not, take an engine. (Greedy ones of "speculative" are the full
+    model's anyway.) `payoff` goes on from request to request.
 
     Build with `AutoGenerator.make`; `clock` gives seconds.
     """
@@ -48,13 +52,10 @@ class AutoGenerator(Decoder):
         payoff: Payoff | None = None,
         mesh: MeshConfig | Mesh | None = None,
     ) -> AutoGenerator:
-        """From training parameters, as `Generator.make`. Raises ConfigError for another engine than
-        "recompute" too."""
+        """From training parameters, as `Generator.make`; the engine is "recompute" unless `options`
+        say "speculative". Raises ConfigError for another one too."""
         options = EngineOptions("recompute") if options is None else options
-        require(
-            options.engine == "recompute", "engine", options.engine,
-            "must be 'recompute', whose exits can be turned off",
-        )  # fmt: skip
+        require_one_of("engine", options.engine, ENGINES)
         return cls(Generator.make(params, config, options, mesh), payoff or Payoff())
 
     @property

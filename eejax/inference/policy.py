@@ -32,7 +32,7 @@ class ExitPolicy:
         where they do not.
     prefill_exit: [b] bool, whether the first token, which the prompt's pass produces, may be
         emitted by an early exit too. The pass runs all layers either way.
-    paused: [b] bool; while it is set no exit fires (`auto.AutoGenerator`).
+    paused: [b] bool; while it is set no exit fires, and none drafts (`auto.AutoGenerator`).
     """
 
     gate: jax.Array

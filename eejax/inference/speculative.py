@@ -180,13 +180,15 @@ def _lengths(config, state, options) -> jax.Array:
     """[b] tokens to draft: the number that promises the most tokens for a step's time.
 
     With a share a of drafts accepted, k drafts make 1 + a + .. + a^k tokens (Leviathan et al. 2023,
-    eq. 1) in the time of 1 + c k full steps. Where no number beats that of a full step it is 0.
+    eq. 1) in the time of 1 + c k full steps. Where no number beats that of a full step it is 0, as
+    it is where drafting is paused.
     """
+    paused = state.request.policy.paused
     if not options.adapt:
-        return jnp.full_like(state.remaining, options.gamma)
+        return jnp.where(paused, 0, options.gamma)
     drafts = jnp.arange(options.gamma + 1)[None].astype(jnp.float32)
     tokens = jnp.cumsum(state.acceptance[:, None] ** drafts, -1)
-    return argmax(tokens / (1.0 + _cost(config) * drafts))
+    return jnp.where(paused, 0, argmax(tokens / (1.0 + _cost(config) * drafts)))
 
 
 def _cost(config: ModelConfig) -> float:

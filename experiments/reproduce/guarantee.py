@@ -15,8 +15,10 @@ the full model's. What is claimed, and checked:
 The promise is about texts to come. The other half stands for them, with an error of its own, so the
 share of divisions with a higher risk on all texts together is printed too.
 
-Beside it stands a threshold picked by hand, which promises nothing. The exit status is 1 where the
-claim fails. With --json the last line printed is one JSON object.
+Beside it stands a threshold picked by hand, which promises nothing. How fast both are is measured:
+the engine `recompute` at the median of the thresholds picked, and at the one by hand, goes on from
+texts in interleaved pairs with `full`. The exit status is 1 where the claim fails. With --json the
+last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,13 +27,15 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from absl import flags
 
 from eejax.common.errors import DataError, require, require_one_of
-from experiments import held_out, launch
+from experiments import decode_times, held_out, launch
+
+PROMPTS, NEW = 8, 128  # texts that are timed, and tokens of each
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _TEXT = flags.DEFINE_multi_string("text", [], "Files of prompts, or globs, to take instead.")
@@ -42,6 +46,7 @@ _DELTA = flags.DEFINE_float("delta", 0.05, "Highest share of tokens unlike the f
 _EPSILON = flags.DEFINE_float("epsilon", 0.1, "Chance of a higher risk.")
 _GATE = flags.DEFINE_string("gate", "max_probability", "What makes the confidences.")
 _HAND = flags.DEFINE_float("hand_picked", 0.8, "The threshold to stand beside.")
+_PAIRS = flags.DEFINE_integer("pairs", 12, "Timed pairs; 0: nothing is timed.", lower_bound=0)
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
 flags.mark_flags_as_required(["workdir"])
 
@@ -56,11 +61,16 @@ def main() -> None:
         require(0 < flag.value < 1, name, flag.value, "must lie strictly between 0 and 1")
     require(0 <= _HAND.value <= 1, "--hand_picked", _HAND.value, "must lie in [0, 1]")
     run = open_run(_WORKDIR.value)
-    scores = calibration.score(run.model.params, run.model.config, batches(run))
+    texts = list(batches(run))
+    launch.say("scoring texts ...")
+    scores = calibration.score(run.model.params, run.model.config, texts)
     result = divide(
         scores, _DELTA.value, _EPSILON.value, _SPLITS.value, gate=_GATE.value,
         by_hand=_HAND.value,
     )  # fmt: skip
+    if _PAIRS.value:
+        launch.say("timing ...")
+        add_speeds(result, run.model, texts, _PAIRS.value)
     print(show(result, run.model.config.n_layers))
     if _JSON.value:
         print(json.dumps(result))
@@ -130,9 +140,32 @@ def divide(
     }  # fmt: skip
 
 
+def add_speeds(result: dict, model, texts: Sequence[Mapping[str, np.ndarray]], pairs: int) -> None:
+    """Adds `speed` over `full`, decoding on from the beginnings of texts, measured."""
+    context, hand = model.config.context_length, result["hand_picked"]
+    rows = [
+        tokens[: int((labels >= 0).sum())]
+        for batch in texts for tokens, labels in zip(batch["tokens"], batch["labels"], strict=True)
+    ]  # fmt: skip
+    length = min(max(1, context // 4), max(map(len, rows)))
+    rows = [row[:length].tolist() for row in rows if len(row) >= length]  # one program for all
+    prompts = rows[:: -(-len(rows) // PROMPTS)]
+    thresholds = result["threshold"]["median"], hand["threshold"]
+    seconds, _ = decode_times.measure(
+        model, thresholds, prompts, min(NEW, context - length - 1), pairs, result["gate"]
+    )
+    own, picked = decode_times.measured(seconds)
+    result["speed"], hand["speed"] = own["speed"], picked["speed"]
+    result["speed_over_hand_picked"] = {
+        "ratio": 1 / picked["over_above"]["ratio"], "low": 1 / picked["over_above"]["high"],
+        "high": 1 / picked["over_above"]["low"],
+    }  # fmt: skip
+
+
 def spread(values: np.ndarray) -> dict[str, float]:
     return {
-        "mean": float(values.mean()), "low": float(values.min()), "high": float(values.max()),
+        "mean": float(values.mean()), "median": float(np.median(values)),
+        "low": float(values.min()), "high": float(values.max()),
     }  # fmt: skip
 
 
@@ -149,6 +182,11 @@ def show(result: dict, n_layers: int) -> str:
     ]  # fmt: skip
     header = ["means (lowest - highest)", "threshold", "risk on the other half",
               f"above {result['delta']:g}", f"depth of {n_layers}"]  # fmt: skip
+    if "speed" in result:
+        header.append("times as fast as full")
+        for row, of in zip(rows, (result, hand), strict=True):
+            s = of["speed"]
+            row.append(f"{s['ratio']:.2f} ({s['low']:.2f} - {s['high']:.2f})")
     return "\n".join([
         f"{result['units']} texts, {result['tokens']} tokens, {result['splits']} divisions, "
         f"gate {result['gate']}",

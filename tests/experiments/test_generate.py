@@ -13,9 +13,10 @@ import sys
 import jax
 import pytest
 from absl import flags
-from launchers import call
+from launchers import call, help_of
 
 from eejax.common.errors import ConfigError
+from eejax.gates.confidence import GATES
 from eejax.inference import EngineOptions, Generator, PipelinedGenerator
 from eejax.train.runs import open_run
 
@@ -103,6 +104,23 @@ def test_auto_says_what_it_found(generate):
     assert ratio > 0 and got["exits_on"] == (ratio > 1)
     said = "left on" if got["exits_on"] else "turned off"
     assert re.search(rf"exits were {said}: .*{ratio:.2f} times as fast", out)
+
+
+def test_auto_of_drafts(generate, expected):
+    got, out, _ = generate("--prompt=early exit", "--engine=auto_speculative")
+    assert got["requests"][0]["tokens"] == expected("full")["tokens"]
+    assert "drafts were left on" in out or "drafts were turned off" in out
+
+
+def test_flags_without_effect_are_said(generate):
+    _, _, err = generate(*EARLY, "--engine=full", "--gamma=2")
+    assert "note: without effect with --engine=full: --threshold, --cap, --gamma\n" in err
+    _, _, err = generate(*EARLY, "--engine=recompute", "--gate=margin")
+    assert "without effect" not in err
+
+
+def test_help_lists_the_gates():
+    assert help_of("experiments.generate", "gate").split(": ")[1] == ", ".join(GATES) + "."
 
 
 def test_rules_of_the_policy(generate, expected):

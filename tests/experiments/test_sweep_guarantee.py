@@ -184,17 +184,21 @@ def test_prompts_are_rows_cut_to_the_context():
 
 def test_the_experiment_on_windows_and_on_prompts(repo_root, workdir, tmp_path):
     common = (f"--workdir={workdir}", "--splits=20", "--delta=0.3", "--json")
-    windows = last_line(launch(repo_root, "reproduce.guarantee", *common, "--units=100"))
+    windows = last_line(
+        launch(repo_root, "reproduce.guarantee", *common, "--units=100", "--pairs=2")
+    )
     assert windows["units"] == 96 and windows["splits"] == 20 and windows["kept"]
+    for measured in (windows, windows["hand_picked"]):
+        assert 0 < measured["speed"]["low"] <= measured["speed"]["ratio"]
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"id": i, "question": f"gate {i} exit token {'early ' * (i % 4)}"} for i in range(60)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = launch(
         repo_root, "reproduce.guarantee", *common, f"--text={prompts}", "--text_field=question",
-        "--gate=margin",
+        "--gate=margin", "--pairs=0",
     )  # fmt: skip
     result = last_line(done)
-    assert (result["units"], result["gate"]) == (60, "margin")
+    assert (result["units"], result["gate"]) == (60, "margin") and "speed" not in result
     assert result["tokens"] == sum(min(len(row["question"]) - 1, 16) for row in rows)
     assert "Learn-then-Test" in done[1] and "promised: at most 10%" in done[1]
 

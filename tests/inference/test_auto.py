@@ -63,5 +63,25 @@ def test_turning_exits_off_and_on_keeps_keys_and_values(subset, prompts):
 
 
 def test_another_engine_is_refused(subset):
-    with pytest.raises(ConfigError, match="engine = 'full': must be 'recompute'"):
+    with pytest.raises(ConfigError, match="engine = 'full': must be one of .*'speculative'"):
         AutoGenerator.make(*subset((1,)), EngineOptions("full"))
+
+
+@pytest.mark.parametrize("adapt", [True, False])
+@pytest.mark.parametrize("drafts, on", [(0.5, True), (2.0, False)])
+def test_drafts_are_made_where_they_pay(subset, prompts, drafts, on, adapt):
+    """The last exit drafts nearly always what the final one says; a clock says what that is
+    worth."""
+    p, config = subset((1, 4))
+    options = EngineOptions("speculative", gamma=2, draft_exit=1, adapt=adapt)
+    clock = Clock(1.0)
+    auto = AutoGenerator(Generator.make(p, config, options), Payoff(pairs=2, calls=100), clock)
+    clock.auto = auto
+    # Of a step, while one with drafts emits up to three tokens: so that a token takes `drafts`.
+    clock.exits = 3 * drafts
+    asked = prompts(3, [9])
+    auto.generate(asked, 90, chunk=4)
+    assert auto.payoff.exits == on
+    got = auto.generate(asked, 30, chunk=4)
+    assert got.ids(0) == Generator.make(p, config, "full").generate(asked, 30).ids(0)
+    assert (got.drafted.sum() > 0) == on

@@ -20,6 +20,11 @@ def functions_of(name: str) -> types.ModuleType:
     return module
 
 
+def help_of(name: str, flag: str) -> str:
+    functions_of(name)
+    return next(f.help for f in _FLAGS[name] if f.name == flag)
+
+
 def call(name: str, *arguments: str) -> None:
     """Runs a launcher's `main` in this process, with its flags. Raises what that raises."""
     module = functions_of(name)
