@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -75,7 +74,7 @@ class AutoGenerator(Decoder):
         return self.generator._prefill(tokens, request, length)
 
     def _decode(self, state: DecodeState, n: int) -> tuple[DecodeState, Record]:
-        off = jnp.full(state.token.shape, not self.payoff.next())
+        off = np.full(state.token.shape, not self.payoff.next())
         policy = state.request.policy.replace(paused=off)
         state = state.replace(request=state.request.replace(policy=policy))
         program = (n, *(a.shape for a in jax.tree.leaves(state)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +45,9 @@ class Engine(Protocol):
         """A state whose slots are all free."""
 
     def prefill(self, prompts: Sequence[Sequence[int]], request: Request) -> tuple[Any, Record]:
-        """(rows to insert, the first token of each). Where prompt and limit do not fit the context
-        together, the limit is lowered to what does."""
+        """(rows to insert, the first token of each: a record with a row for every prompt first, and
+        maybe others with exit -1). Where prompt and limit do not fit the context together, the
+        limit is lowered to what does."""
 
     def insert(self, state: Any, rows: Any, slots: Sequence[int]) -> Any:
         """The state with rows of `prefill` in slots, whatever was there before."""
@@ -61,8 +62,19 @@ class Engine(Protocol):
         """The state with these slots free."""
 
 
+class Rows(NamedTuple):
+    """What `prefill` made of `count` prompts; the state has rows of nobody behind theirs."""
+
+    state: Any
+    count: int
+
+
 class Slots:
-    """What engines of a model share: the checks of what they are asked for."""
+    """What engines of a model share: the checks of what they are asked for, and few shapes of it.
+
+    Prompts are padded to the context, and their number to a power of two; a number of slots to that
+    of all.
+    """
 
     config: ModelConfig
     options: EngineOptions
@@ -72,7 +84,8 @@ class Slots:
     def _asked(
         self, prompts: Sequence[Sequence[int]], request: Request
     ) -> tuple[np.ndarray, Request]:
-        """(padded prompts [n, context], what is asked for them as far as there is room).
+        """(padded prompts [m, context], what is asked for them as far as there is room, and for
+        rows beyond them nothing).
 
         Raises ConfigError for tokens that there are not, and for a request of other prompts.
         """
@@ -89,29 +102,34 @@ class Slots:
             exits == self.config.n_exits, "request.policy", f"thresholds of {exits} exits",
             f"must be made of this engine's config, which has {self.config.n_exits}",
         )  # fmt: skip
-        tokens = np.zeros((len(prompts), self.context), np.int32)
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[: len(prompt)] = prompt
-        return tokens, request.replace(
-            limit=jnp.minimum(request.limit, self.context - request.start)
-        )
+        n = len(prompts)
+        which = np.minimum(np.arange(generate.power_of_two(n)), n - 1)  # the last one is repeated
+        tokens = np.zeros((len(which), self.context), np.int32)
+        for row, i in zip(tokens, which, strict=True):
+            row[: lengths[i]] = prompts[i]
+        request = jax.tree.map(lambda a: np.asarray(a)[which], request)
+        limit = np.minimum(request.limit, self.context - request.start)
+        return tokens, request.replace(limit=np.where(np.arange(len(which)) < n, limit, 0))
 
-    def _places(self, slots: Sequence[int], n: int) -> jax.Array:
-        """The slots [n] that n requests go to."""
-        numbered = self._numbered(slots)
+    def _places(self, slots: Sequence[int], rows: Rows) -> np.ndarray:
+        """The slots that rows go to, one that there is not for those of nobody."""
+        n = rows.count
+        numbered = self._numbered(slots, generate.power_of_two(n))
         require(
-            len(numbered) == n and len(set(slots)) == n, "slots", list(slots),
+            len(slots) == n and len(set(slots)) == n, "slots", list(slots),
             f"must be {n} different ones: one for each of the rows",
         )  # fmt: skip
         return numbered
 
-    def _numbered(self, slots: Sequence[int]) -> jax.Array:
+    def _numbered(self, slots: Sequence[int], n: int) -> np.ndarray:
+        """[n or more] slots, those beyond them none that there is."""
         numbers = isinstance(slots, Sequence | np.ndarray)
         require(numbers, "slots", slots, "must be a sequence of numbers of slots")
         for slot in slots:
             ok = isinstance(slot, int | np.integer) and 0 <= slot < self.slots
             require(ok, "slots", list(slots), f"must be in 0..{self.slots - 1}")
-        return jnp.asarray(slots, jnp.int32)
+        none = [self.slots] * (n - len(slots))
+        return np.array([*slots, *none], np.int32)
 
 
 def check_slots(config: ModelConfig, slots: int, context: int | None) -> int:
@@ -141,9 +159,9 @@ class SlotEngine(Slots):
     """An `Engine` of one device, or of a mesh without stages, by any of `state.ENGINES` but
     "pipelined", which `pipelined_slots.PipelinedSlotEngine` has.
 
-    One program is compiled for every n of `generate`, and one of `prefill`, `insert` and `free` for
-    every number of prompts or slots: prompts are padded to the context and run at the smallest of
-    a few widths, chosen on the device.
+    One program is compiled for every n of `generate`, one of `prefill` and `insert` for every
+    power of two of prompts, and one of `free`. Prompts run at the smallest of a few widths, chosen
+    on the device.
     """
 
     weights: Weights
@@ -196,24 +214,23 @@ class SlotEngine(Slots):
             **self._static,
         )
 
-    def prefill(
-        self, prompts: Sequence[Sequence[int]], request: Request
-    ) -> tuple[DecodeState, Record]:
-        """One prompt of at most `context` - 1 tokens, and its `Request`, a row for each.
+    def prefill(self, prompts: Sequence[Sequence[int]], request: Request) -> tuple[Rows, Record]:
+        """Prompts of at most `context` - 1 tokens, and their `Request`, a row for each.
 
         Raises ConfigError for tokens that there are not, and for a request of other prompts.
         """
-        return _prefill(self.weights, *self._asked(prompts, request), **self._static)
+        state, record = _prefill(self.weights, *self._asked(prompts, request), **self._static)
+        return Rows(state, len(prompts)), record
 
-    def insert(self, state: DecodeState, rows: DecodeState, slots: Sequence[int]) -> DecodeState:
-        return _insert(state, rows, self._places(slots, len(rows.token)), mesh=self.mesh)
+    def insert(self, state: DecodeState, rows: Rows, slots: Sequence[int]) -> DecodeState:
+        return _insert(state, rows.state, self._places(slots, rows), mesh=self.mesh)
 
     def generate(self, state: DecodeState, n: int) -> tuple[DecodeState, Record]:
         generate.require_count("n", n)
         return generate.decode(self.weights, state, n=n, **self._static)
 
     def free(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
-        return _free(state, self._numbered(slots), mesh=self.mesh)
+        return _free(state, self._numbered(slots, self.slots), mesh=self.mesh)
 
 
 @partial(jax.jit, static_argnames=("config", "options", "slots", "length", "mesh"))

@@ -183,12 +183,12 @@ class Decoder:
         room = config.context_length - lengths
         max_new = np.minimum(min(max_new_tokens, config.context_length), room).astype(np.int32)
         # Padded, so that few counts of stop tokens are compiled for.
-        width = max(STOPS, _power_of_two(max(1, np.size(stop_tokens))))
+        width = max(STOPS, power_of_two(max(1, np.size(stop_tokens))))
         request = Request.make(config, lengths, max_new, policy, sampling, stop_tokens, width)
         length = int(max(tokens.shape[1], (lengths + max_new).max())) + options.most_rows
         length = -(-length // LENGTH_STEP) * LENGTH_STEP
         if chunk is None:
-            chunk = STREAM_CHUNK if stop_strings else _power_of_two(int(max_new.max()))
+            chunk = STREAM_CHUNK if stop_strings else power_of_two(int(max_new.max()))
         state, first = self._prefill(tokens, request, length)
         more = jax.tree.map(lambda a: a[None], first)
         limits = np.where(room < max_new_tokens, "context", "length")
@@ -208,7 +208,7 @@ class Decoder:
     def _pad(self, prompts) -> tuple[np.ndarray, np.ndarray]:
         check_prompts(prompts, self.config, self.config.context_length)
         lengths = np.array([len(p) for p in prompts], np.int32)
-        width = min(max(16, _power_of_two(int(lengths.max()))), self.config.context_length)
+        width = min(max(16, power_of_two(int(lengths.max()))), self.config.context_length)
         tokens = np.zeros((len(prompts), width), np.int32)
         for row, p in zip(tokens, prompts, strict=True):
             row[: len(p)] = p
@@ -307,5 +307,5 @@ def require_count(name: str, value) -> None:
     require(count and value >= 1, name, value, "must be an integer of at least 1")
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()

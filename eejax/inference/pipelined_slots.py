@@ -20,7 +20,7 @@ from eejax.common.axes import DATA
 from eejax.common.trees import Tree
 from eejax.inference import generate, pipelined, sharded
 from eejax.inference import state as s
-from eejax.inference.engine import Slots, at_width, check_slots
+from eejax.inference.engine import Rows, Slots, at_width, check_slots
 from eejax.inference.pipelined import Desk, PipelinedGenerator, PipelineState
 from eejax.inference.stages import Stage, Stages, StageWeights
 from eejax.inference.state import EngineOptions, Record, Request
@@ -74,24 +74,20 @@ class PipelinedSlotEngine(Slots):
     def start(self) -> PipelineState:
         return _start(self.weights, slots=self.slots, length=self.context + 1, **self._static)
 
-    def prefill(
-        self, prompts: Sequence[Sequence[int]], request: Request
-    ) -> tuple[PipelineState, Record]:
+    def prefill(self, prompts: Sequence[Sequence[int]], request: Request) -> tuple[Rows, Record]:
         """As `SlotEngine.prefill`."""
-        return _prefill(self.weights, *self._asked(prompts, request), **self._static)
+        state, record = _prefill(self.weights, *self._asked(prompts, request), **self._static)
+        return Rows(state, len(prompts)), record
 
-    def insert(
-        self, state: PipelineState, rows: PipelineState, slots: Sequence[int]
-    ) -> PipelineState:
-        n = len(rows.token) // self.stages.mesh.shape[DATA]
-        return _insert(state, rows, self._places(slots, n), stages=self.stages)
+    def insert(self, state: PipelineState, rows: Rows, slots: Sequence[int]) -> PipelineState:
+        return _insert(state, rows.state, self._places(slots, rows), stages=self.stages)
 
     def generate(self, state: PipelineState, n: int) -> tuple[PipelineState, Record]:
         generate.require_count("n", n)
         return pipelined.decode(self.weights, state, n=n, **self._static)
 
     def free(self, state: PipelineState, slots: Sequence[int]) -> PipelineState:
-        return _free(state, self._numbered(slots), stages=self.stages)
+        return _free(state, self._numbered(slots, self.slots), stages=self.stages)
 
 
 @partial(jax.jit, static_argnames=("stages", "cap", "slots", "length"))

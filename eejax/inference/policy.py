@@ -83,7 +83,8 @@ class ExitPolicy:
             falls = _numbers("decay", decay, batch, "must be finite and at least 0, or None")
         boundaries = [e.boundary for e in config.exits]
         active = _active(boundaries, batch, exits) & (np.array(boundaries) >= least[:, None])
-        rows = lambda a, dtype, *shape: jnp.asarray(
+        # On the host: to move them one by one would compile a program for every number of requests.
+        rows = lambda a, dtype, *shape: np.array(
             np.broadcast_to(np.asarray(a, dtype), (batch, *shape))
         )
         return cls(

@@ -55,7 +55,7 @@ class Sampling:
             require(
                 a.shape in ((), (batch,)), name, value, f"must be one number, or {batch}: one each"
             )
-            return jnp.asarray(np.broadcast_to(a.astype(dtype), (batch,)))
+            return np.array(np.broadcast_to(a.astype(dtype), (batch,)))
 
         f, i = np.float32, np.int32
         small = lambda a: (a >= 0) & (a <= largest)

@@ -236,8 +236,8 @@ class Request:
         require(ids.size <= width, "stop_tokens", stop_tokens, f"must be at most {width}")
         stops = np.full((len(lengths), width), -1, np.int32)
         stops[:, : ids.size] = ids
-        as_rows = lambda a: jnp.asarray(np.asarray(a, np.int32))
-        return cls(policy, sampling, jnp.asarray(stops), as_rows(lengths), as_rows(limits))
+        as_rows = lambda a: np.array(a, np.int32)
+        return cls(policy, sampling, stops, as_rows(lengths), as_rows(limits))
 
     @classmethod
     def blank(cls, config: ModelConfig, rows: int) -> Request:

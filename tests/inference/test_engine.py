@@ -109,6 +109,33 @@ def test_slots_compile_once(subset, prompts, compiled):
     assert not compiled
 
 
+def test_numbers_of_prompts_and_slots_compile_few_programs(subset, prompts, compiled):
+    """Three prompts are run as four are, and any number of slots is freed by one program."""
+    p, config = subset((1, 3))
+    slots = SlotEngine.make(p, config, "recompute", slots=5, context=CONTEXT)
+
+    def run(asked, where, freed):
+        lengths, n = [len(q) for q in asked], len(asked)
+        policy = ExitPolicy.make(config, n, 0.4)
+        wanted = Request.make(config, lengths, [6] * n, policy, Sampling.make(n))
+        rows, first = slots.prefill(asked, wanted)
+        state, record = slots.generate(slots.insert(slots.start(), rows, where), 5)
+        state = slots.free(state, freed)
+        tokens = np.concatenate([np.full((1, 5), -1), record.token])
+        tokens[0, where] = np.asarray(first.token)[:n]
+        return tokens
+
+    run(prompts(0, [5, 9, 20, 3]), [0, 1, 2, 3], [0])
+    asked = prompts(1, [7, 30, 4])
+    compiled.clear()
+    got = run(asked, [4, 0, 2], [2, 4])
+    assert not compiled
+    want = Generator.make(p, config, "posthoc").generate(asked, 6, threshold=0.4)
+    assert (want.margins > TIE).all()
+    assert got[:, [4, 0, 2]].T.tolist() == want.tokens.tolist()
+    assert (got[:, [1, 3]] == -1).all()
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_part_of_the_model_is_a_model_whose_last_exit_always_emits(subset, prompts, depth):
     p, config = subset((1, 3))

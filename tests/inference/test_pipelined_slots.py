@@ -46,7 +46,6 @@ def test_a_slot_that_is_freed_in_the_middle_leaves_nothing_behind(subset, prompt
     oracle = Generator.make(*subset((1, 3)), "posthoc")
     asked, threshold = prompts(7, [6, 11, 9]), [0.25, 0.4]
     rows, first = engine.prefill(asked[:2], ask(engine, asked[:2], 60, threshold))
-    assert len(first.token) == 2
     state = engine.insert(engine.start(), rows, [3, 0])
     got = {slot: [(int(first.token[i]), int(first.exit[i]))] for i, slot in enumerate((3, 0))}
 
@@ -102,6 +101,21 @@ def test_other_requests_compile_nothing(subset, prompts, compiled):
     for i, length in enumerate((1, 17, 39)):
         run(i, i, length, 0.4 * i)
     assert not compiled
+
+
+def test_prompts_of_one_call_are_many_or_few(subset, prompts):
+    """Three go through as four do; the fourth is nobody's."""
+    engine = engine_of(subset, dict(pipe=2))
+    asked = prompts(5, [4, 20, 9])
+    rows, first = engine.prefill(asked, ask(engine, asked, 6, 0.3))
+    assert (np.asarray(first.exit)[:3] >= 0).all() and (np.asarray(first.exit)[3:] == -1).all()
+    state, record = engine.generate(engine.insert(engine.start(), rows, [2, 0, 1]), 8)
+    assert not emitted(record, 3)
+    want = Generator.make(*subset((1, 3)), "posthoc").generate(asked, 6, threshold=0.3)
+    assert (want.margins > TIE).all()
+    for i, slot in enumerate((2, 0, 1)):
+        got = [int(first.token[i]), *(token for token, _ in emitted(record, slot))]
+        assert got == want.ids(i)
 
 
 def test_a_part_of_the_model(subset, prompts):
