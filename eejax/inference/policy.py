@@ -77,7 +77,10 @@ class ExitPolicy:
         require(len(kinds) == batch, "gate", gate, f"must be one name, or {batch}: one each")
         for kind in kinds:
             require_one_of("gate", kind, GATES)
-        least = _numbers("min_depth", min_depth, batch, "must be a number of layers of at least 0")
+        least = _numbers(
+            "min_depth", min_depth, batch, f"must be a number of layers in 0..{config.n_layers}",
+            config.n_layers,
+        )  # fmt: skip
         falls = CONSTANT if decay is None else decay
         if decay is not None:
             falls = _numbers("decay", decay, batch, "must be finite and at least 0, or None")
@@ -105,9 +108,9 @@ class ExitPolicy:
         return confidence.falling(self.thresholds[:, e], self.decay, progress)
 
 
-def _numbers(name: str, value, batch: int, allowed: str) -> np.ndarray:
+def _numbers(name: str, value, batch: int, allowed: str, most: float = np.inf) -> np.ndarray:
     a = np.asarray(value)
-    ok = a.dtype.kind in "iuf" and bool(np.all(np.isfinite(a)) and np.all(a >= 0))
+    ok = a.dtype.kind in "iuf" and bool(np.all(np.isfinite(a) & (a >= 0) & (a <= most)))
     require(ok, name, value, allowed)
     require(a.shape in ((), (batch,)), name, value, f"must be one number, or {batch}: one each")
     return np.broadcast_to(a, (batch,))

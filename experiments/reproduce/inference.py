@@ -116,7 +116,7 @@ def main() -> None:
             traces, config, stages, times, factors, row["threshold"], options.cap
         )
     say(5, "writing the tables" + ("" if too_few(stages) else ", and texts on stages"))
-    chosen = thresholds[::3]
+    chosen = thresholds[::2]
     asked = exit_tables.text_prompts(rows, mixed, model, _TEXTS.value)
     table3 = exit_tables.texts_of(model, asked, chosen)
     # Not one that repeats itself.

@@ -164,7 +164,8 @@ def test_logits_are_made_only_for_who_reads_them():
     [
         (dict(gate="router"), "gate = 'router': must be one of"),
         (dict(gate=["margin"]), "must be one name, or 2: one each"),
-        (dict(min_depth=-1), "min_depth = -1: must be a number of layers"),
+        (dict(min_depth=-1), "min_depth = -1: must be a number of layers in 0.."),
+        (dict(min_depth=CONFIG.n_layers + 1), "min_depth = .*: must be a number of layers in 0.."),
         (dict(decay=float("inf")), "decay = inf: must be finite"),
         (dict(decay=[1.0, 2.0, 3.0]), "decay = .*must be one number, or 2"),
         (dict(exits=[[1], [3]]), r"exits = \[3\]: must be among"),
