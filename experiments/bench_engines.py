@@ -1,4 +1,5 @@
-"""What every engine makes of a trained model: speed, agreement, and whether skipping explains it.
+"""What the engines of one device make of a trained model: speed, agreement, and whether skipping
+explains it.
 
     python -P -m experiments.train --config=configs/quickstart_wide.py --workdir=runs/wide
     python -P -m experiments.bench_engines --workdir=runs/wide --json
@@ -11,6 +12,7 @@ full model's most likely token (teacher-forced, on the held-out text that it is 
 99 %. `own_output`: of what it then writes, the share of tokens that are the full model's choice
 after the same text, that text's perplexity under the full model, and distinct n-grams, beside those
 of `full`'s own text.
+`propagate`: at that threshold too, with the state of a token's exit for what lies above.
 `speculative_speedup`: over `full`, with the number of tokens that differ. `no_exit_overhead`: of
 `recompute` at threshold 1. `exit_efficiency`: the smallest over exits of (seconds of a full token /
 of a token forced out there) / (bytes of weights and cache that the one reads / the other).
@@ -104,9 +106,8 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
     # A cap above the tokens generated: nobody is ever forced deeper.
     free, usual = dict(cap=new + 8, buckets=(1,)), make("recompute")
     forced, length = make("recompute", **free), PROMPT + new + usual.options.most_rows
-    only = lambda e: [0.0 if i == e else 1.0 for i in range(n)]
     new_timed = lambda generator, **kwargs: Timed(generator, prompts, new, **kwargs)
-    point, only = chosen[TARGETS[0]].threshold, lambda e: [float(i != e) for i in range(n)]
+    chosen_at, only = chosen[TARGETS[0]].threshold, lambda e: [float(i != e) for i in range(n)]
     # What is compared stands together in the turns, and nothing that is at an end of them, where
     # one run follows another of its own.
     timed = {f"exit {e}": new_timed(forced, threshold=only(e)) for e in range(n)}
@@ -119,7 +120,8 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
         make("speculative", gamma=_GAMMA.value, draft_exit=_DRAFT_EXIT.value)
     )
     timed["full, sampled"] = new_timed(make("full"), temperature=1.0)
-    timed["sampled"] = new_timed(usual, temperature=1.0, threshold=point)
+    timed["sampled"] = new_timed(usual, temperature=1.0, threshold=chosen_at)
+    timed["propagate"] = new_timed(make("propagate"), threshold=chosen_at)
     names, widths = list(timed), usual.options.widths
     # Segments are timed in the same turns: a machine that others use has slow and fast minutes.
     segments, read = step_costs.segment_runs(
@@ -186,6 +188,10 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
     result["sampled"] = speed("sampled", "full, sampled") | {
         "executed_layers": executed_layers(timed["sampled"])
     }
+    result["propagate"] = speed("propagate") | {
+        "executed_layers": executed_layers(timed["propagate"]),
+        "own_output": own_output(model, timed["propagate"]),
+    }
     result["recompilations"] = len(compiled)
     rows, heads = read(np.median(seconds[len(names) :], 1))
     last = heads * np.eye(n + 1)[-1]  # at threshold 1 no other head is read
@@ -250,7 +256,8 @@ def bytes_ratios(params, config, length: int) -> list[float]:
 
     def read(e):
         depth = config.stops[e]
-        cache = 2 * depth * length * config.n_kv_heads * config.head_dim * 4
+        size = np.dtype(config.dtype).itemsize
+        cache = 2 * depth * length * config.n_kv_heads * config.head_dim * size
         head = nbytes(exits.head(params, config, e).table)
         own = {k: v for k, v in exits.exit_params(params, config, e).items() if k != "head"}
         return nbytes(slice_layers(params["layers"], 0, depth)) + nbytes(own) + head + cache

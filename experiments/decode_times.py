@@ -86,9 +86,9 @@ def simulate(
 def compared(model, stages: int, prompts: list, results, thresholds: Sequence[float]) -> dict:
     """What the real `pipelined` writes beside `recompute`'s texts at every threshold.
 
-    differ: tokens that are not the same from the same exit. A text that differs does so from a
-    first token on; near_ties: such texts where rounding may have decided there, as the oracle's own
-    margin is below `TIE`; others: the rest.
+    differ: tokens that are not the same from the same exit. near_ties: texts that differ where
+    rounding may have decided, as the oracle's own margin is below `TIE` at the first token that one
+    of the two has otherwise than it; others: the rest.
     """
     from eejax.inference import Generator, PipelinedGenerator
     from eejax.sharding.mesh import MeshConfig
@@ -100,12 +100,17 @@ def compared(model, stages: int, prompts: list, results, thresholds: Sequence[fl
         for prompt, one in list(zip(prompts, texts, strict=False))[:CHECKED]:
             n = one.exits.shape[1]
             other = engine.generate([prompt], n, threshold=threshold)
-            unlike = (one.tokens != other.tokens) | (one.exits != other.exits)
+            differ = unlike(one, other)
             found["tokens"] += n
-            found["differ"] += int(unlike.sum())
-            if unlike.any():
-                first = int(unlike[0].argmax())
-                margins = oracle.generate([prompt], n, threshold=threshold).margins
-                tied = margins[0, : first + 1].min() < TIE
+            found["differ"] += int(differ.sum())
+            if differ.any():
+                right = oracle.generate([prompt], n, threshold=threshold)
+                first = int((unlike(one, right) | unlike(other, right)).argmax())
+                tied = right.margins[0, first] < TIE
                 found["near_ties" if tied else "others"] += 1
     return found
+
+
+def unlike(one, other) -> np.ndarray:
+    """[n] tokens of two results' first requests that differ, or left by other exits."""
+    return (one.tokens[0] != other.tokens[0]) | (one.exits[0] != other.exits[0])

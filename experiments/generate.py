@@ -176,11 +176,9 @@ def make_generator(model):
     from eejax.sharding.mesh import MeshConfig
 
     engine, params, config = _ENGINE.value, model.params, model.config
-    options = EngineOptions(
-        engine=AUTO.get(engine, engine), cap=_CAP.value, gamma=_GAMMA.value,
-        draft_exit=_DRAFT_EXIT.value, max_depth=_MAX_DEPTH.value, adapt=_ADAPT.value,
-        propagate=_PROPAGATE.value,
-    )  # fmt: skip
+    own = (_CAP, _GAMMA, _DRAFT_EXIT, _MAX_DEPTH, _ADAPT, _PROPAGATE)
+    used = {flag.name: flag.value for flag in own if engine in USED_BY[flag.name]}
+    options = EngineOptions(AUTO.get(engine, engine), **used)
     mesh = MeshConfig(**{axis: flag.value for axis, flag in _MESH.items()})
     if engine == "pipelined":
         layers = _STAGE_LAYERS.value

@@ -74,10 +74,11 @@ class AutoGenerator(Decoder):
         return self.generator._prefill(tokens, request, length)
 
     def _decode(self, state: DecodeState, n: int) -> tuple[DecodeState, Record]:
-        off = np.full(state.token.shape, not self.payoff.next())
-        policy = state.request.policy.replace(paused=off)
-        state = state.replace(request=state.request.replace(policy=policy))
         program = (n, *(a.shape for a in jax.tree.leaves(state)))
+        policy = state.request.policy
+        may_fire = np.asarray(policy.active) & (np.asarray(policy.thresholds) < 1)
+        off = np.full(state.token.shape, not self.payoff.next(program))
+        state = state.replace(request=state.request.replace(policy=policy.replace(paused=off)))
         jax.block_until_ready(state)
         begin = self.clock()
         state, record = jax.block_until_ready(self.generator._decode(state, n))
@@ -85,5 +86,6 @@ class AutoGenerator(Decoder):
         first = program not in self.compiled
         self.compiled.add(program)
         tokens = int((np.asarray(record.exit) >= 0).sum())
-        self.payoff.add(None if first else seconds, tokens, program)
+        idle = self.options.leaves_early and not bool(np.any(may_fire))
+        self.payoff.add(None if first or idle else seconds, tokens, program)
         return state, record

@@ -20,7 +20,7 @@ from eejax.common.trees import Tree
 from eejax.inference import generate, posthoc, sharded
 from eejax.inference import state as s
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.state import DecodeState, EngineOptions, Record, Request, Weights
+from eejax.inference.state import STOPS, DecodeState, EngineOptions, Record, Request, Weights
 from eejax.models.cache import init_cache, varying
 from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig, check_batch, mesh_axes
@@ -73,7 +73,7 @@ class Slots:
     """What engines of a model share: the checks of what they are asked for, and few shapes of it.
 
     Prompts are padded to the context, and their number to a power of two; a number of slots to that
-    of all.
+    of all. A subclass computes, as the protocol's methods of like names say.
     """
 
     config: ModelConfig
@@ -81,13 +81,43 @@ class Slots:
     slots: int
     context: int
 
+    def _prefill(self, tokens: np.ndarray, request: Request) -> tuple[Any, Record]:
+        raise NotImplementedError
+
+    def _insert(self, state: Any, rows: Any, slots: np.ndarray) -> Any:
+        raise NotImplementedError
+
+    def _decode(self, state: Any, n: int) -> tuple[Any, Record]:
+        raise NotImplementedError
+
+    def _free(self, state: Any, slots: np.ndarray) -> Any:
+        raise NotImplementedError
+
+    def prefill(self, prompts: Sequence[Sequence[int]], request: Request) -> tuple[Rows, Record]:
+        """Prompts of at most `context` - 1 tokens, and their `Request`, a row for each.
+
+        Raises ConfigError for tokens that there are not, and for a request of other prompts.
+        """
+        state, record = self._prefill(*self._asked(prompts, request))
+        return Rows(state, len(prompts)), record
+
+    def insert(self, state: Any, rows: Rows, slots: Sequence[int]) -> Any:
+        return self._insert(state, rows.state, self._places(slots, rows))
+
+    def generate(self, state: Any, n: int) -> tuple[Any, Record]:
+        generate.require_count("n", n)
+        return self._decode(state, n)
+
+    def free(self, state: Any, slots: Sequence[int]) -> Any:
+        return self._free(state, self._numbered(slots, self.slots))
+
     def _asked(
         self, prompts: Sequence[Sequence[int]], request: Request
     ) -> tuple[np.ndarray, Request]:
         """(padded prompts [m, context], what is asked for them as far as there is room, and for
         rows beyond them nothing).
 
-        Raises ConfigError for tokens that there are not, and for a request of other prompts.
+        Raises as `prefill`.
         """
         generate.check_prompts(prompts, self.config, self.context)
         lengths, starts = [len(p) for p in prompts], np.asarray(request.start).tolist()
@@ -102,7 +132,10 @@ class Slots:
             exits == self.config.n_exits, "request.policy", f"thresholds of {exits} exits",
             f"must be made of this engine's config, which has {self.config.n_exits}",
         )  # fmt: skip
-        n = len(prompts)
+        n, width = len(prompts), request.stops.shape[1]
+        require(width == STOPS, "request.stops", f"{width} a row", f"must be {STOPS} a row")
+        rows = {len(a) for a in jax.tree.leaves(request)}
+        require(rows == {n}, "request", f"{sorted(rows)} rows", f"must have {n}: one a prompt")
         which = np.minimum(np.arange(generate.power_of_two(n)), n - 1)  # the last one is repeated
         tokens = np.zeros((len(which), self.context), np.int32)
         for row, i in zip(tokens, which, strict=True):
@@ -214,23 +247,17 @@ class SlotEngine(Slots):
             **self._static,
         )
 
-    def prefill(self, prompts: Sequence[Sequence[int]], request: Request) -> tuple[Rows, Record]:
-        """Prompts of at most `context` - 1 tokens, and their `Request`, a row for each.
+    def _prefill(self, tokens, request) -> tuple[DecodeState, Record]:
+        return _prefill(self.weights, tokens, request, **self._static)
 
-        Raises ConfigError for tokens that there are not, and for a request of other prompts.
-        """
-        state, record = _prefill(self.weights, *self._asked(prompts, request), **self._static)
-        return Rows(state, len(prompts)), record
+    def _insert(self, state, rows, slots) -> DecodeState:
+        return _insert(state, rows, slots, mesh=self.mesh)
 
-    def insert(self, state: DecodeState, rows: Rows, slots: Sequence[int]) -> DecodeState:
-        return _insert(state, rows.state, self._places(slots, rows), mesh=self.mesh)
-
-    def generate(self, state: DecodeState, n: int) -> tuple[DecodeState, Record]:
-        generate.require_count("n", n)
+    def _decode(self, state, n) -> tuple[DecodeState, Record]:
         return generate.decode(self.weights, state, n=n, **self._static)
 
-    def free(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
-        return _free(state, self._numbered(slots, self.slots), mesh=self.mesh)
+    def _free(self, state, slots) -> DecodeState:
+        return _free(state, slots, mesh=self.mesh)
 
 
 @partial(jax.jit, static_argnames=("config", "options", "slots", "length", "mesh"))

@@ -3,9 +3,28 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 import statistics
 from collections.abc import Hashable
+
+
+@dataclasses.dataclass
+class Pair:
+    """Calls of one kind, two with exits and two without: those of the way `first` come first."""
+
+    first: bool
+    told: int = 0
+    seconds: dict[bool, float] = dataclasses.field(default_factory=dict)  # of a token
+
+    @property
+    def way(self) -> bool:
+        """Whether the next call uses exits."""
+        return self.first == (self.told < 2)
+
+    def add(self, seconds: float) -> None:
+        self.seconds[self.way] = seconds  # of two calls of a way the second stays
+        self.told += 1
 
 
 class Payoff:
@@ -18,17 +37,17 @@ class Payoff:
     decide. A way has two calls, of which the second counts: the first makes up for tokens that the
     other way left waiting, and compiles nothing new.
 
-    Who generates asks `next()`, runs, and tells `add(...)`. Calls that emitted nothing, and the
-    first of a program, which compiles, are told as None and count for nothing. A pair is of calls
-    of one `kind` (a program): where another comes between, it begins anew.
+    Who generates asks `next(kind)`, runs, and tells `add(...)`. Calls that emitted nothing, those
+    in which exits could make no difference, and the first of a program, which compiles, are told as
+    None and count for nothing. A pair is of calls of one `kind` (a program); pairs of several kinds
+    may be under way.
     """
 
     def __init__(self, pairs: int = 4, calls: int = 64):
         self._pairs, self._calls = pairs, calls
         self._found: collections.deque[float] = collections.deque(maxlen=pairs)
-        self._pair: dict[bool, float] = {}
-        self._kind: Hashable = None
-        self._first, self._step = True, 0  # the way a pair begins with; calls of it that were told
+        self._open: dict[Hashable, Pair] = {}
+        self._first = True  # the way that the next pair begins with
         self._left, self._between = pairs, 0  # pairs still to be measured; calls until then
 
     @property
@@ -43,9 +62,9 @@ class Payoff:
         """Whether exits are used between measurements."""
         return self.ratio is None or self.ratio > 1.0
 
-    def next(self) -> bool:
-        """Whether the next call uses exits."""
-        return self.exits if self._between else self._first == (self._step < 2)
+    def next(self, kind: Hashable = None) -> bool:
+        """Whether the next call, of this kind, uses exits."""
+        return self.exits if self._between else self._pair(kind).way
 
     def add(self, seconds: float | None, tokens: int = 0, kind: Hashable = None) -> None:
         """What the call that was asked for took."""
@@ -54,16 +73,19 @@ class Payoff:
         if self._between:
             self._between -= 1
             return
-        if kind != self._kind:
-            self._kind, asked = kind, self.next()
-            self._step = 0
-            if asked != self._first:
-                return  # of the way that comes later
-        self._pair[self.next()] = seconds / tokens  # of two calls of a way the second stays
-        self._step += 1
-        if self._step < 4:
+        pair = self._pair(kind)
+        pair.add(seconds / tokens)
+        if pair.told < 4:
             return
-        self._found.append(self._pair[False] / self._pair[True])
-        self._first, self._step, self._left = not self._first, 0, self._left - 1
+        del self._open[kind]
+        self._found.append(pair.seconds[False] / pair.seconds[True])
+        self._left -= 1
         if not self._left:
             self._left, self._between = self._pairs, self._calls
+            self._open.clear()  # their seconds are of long ago when they would go on
+
+    def _pair(self, kind: Hashable) -> Pair:
+        if kind not in self._open:
+            self._open[kind] = Pair(self._first)
+            self._first = not self._first
+        return self._open[kind]

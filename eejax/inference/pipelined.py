@@ -29,11 +29,13 @@ from eejax.common.axes import DATA, PIPE
 from eejax.common.errors import require
 from eejax.common.trees import Tree
 from eejax.gates.confidence import Memory
+from eejax.inference import sharded
 from eejax.inference import state as s
 from eejax.inference.generate import Decoder
 from eejax.inference.policy import Emission
 from eejax.inference.stages import Stage, StageCache, Stages, StageWeights, where_rows
 from eejax.inference.state import PIPELINED, EngineOptions, Record, Request
+from eejax.models.cache import varying
 from eejax.models.config import ModelConfig
 from eejax.pipeline.layout import StageLayout
 from eejax.pipeline.partition import EVEN, partition
@@ -138,12 +140,8 @@ def prefill(
         state, record = pass_prompts(Stage(stages, weights), cap, length, tokens, request)
         return leave(state), record
 
-    return jax.shard_map(
-        local,
-        mesh=stages.mesh,
-        in_specs=(stages.specs, P(DATA), P(DATA)),
-        out_specs=(state_specs(stages), P(DATA)),
-    )(weights, tokens, request)
+    given, made = (stages.specs, P(DATA), P(DATA)), (state_specs(stages), P(DATA))
+    return sharded.shard(local, stages.mesh, given, made)(weights, tokens, request)
 
 
 def pass_prompts(
@@ -205,9 +203,8 @@ def decode(
     def local(weights, state):
         stage, state = Stage(stages, weights), enter(state)
         b = state.token.shape[0]
-        along = lambda a: lax.pcast(a, DATA, to="varying")
-        zero = along(jnp.zeros((b,), jnp.int32))
-        blank = s.advance(state, along(Emission.undecided(b)), zero)[1]
+        zero, undecided = varying((jnp.zeros((b,), jnp.int32), Emission.undecided(b)), DATA)
+        blank = s.advance(state, undecided, zero)[1]
         records = jax.tree.map(lambda r: jnp.zeros_like(r, shape=(n, b)), blank)
         records = records._replace(exit=records.exit - 1)
         wanted = lambda state, count: state.live & (count < n)
@@ -229,12 +226,8 @@ def decode(
         return leave(state), records
 
     specs = state_specs(stages)
-    return jax.shard_map(
-        local,
-        mesh=stages.mesh,
-        in_specs=(stages.specs, specs),
-        out_specs=(specs, P(None, DATA)),
-    )(weights, state)
+    given, made = (stages.specs, specs), (specs, P(None, DATA))
+    return sharded.shard(local, stages.mesh, given, made)(weights, state)
 
 
 def _tick(
@@ -334,7 +327,7 @@ class PipelinedGenerator(Decoder):
         params: Tree,
         config: ModelConfig,
         mesh: MeshConfig | Mesh,
-        options: EngineOptions | None = None,
+        options: EngineOptions | str = PIPELINED,
         *,
         layers: str | Sequence[int] = EVEN,
     ) -> PipelinedGenerator:
@@ -344,7 +337,7 @@ class PipelinedGenerator(Decoder):
         is the most tokens of a request that may be under way, and there are no `buckets`. Raises
         ConfigError where the mesh needs more devices than there are, or does not fit the model.
         """
-        options = EngineOptions(engine=PIPELINED) if options is None else options
+        options = EngineOptions(options) if isinstance(options, str) else options
         require(
             options.engine == PIPELINED, "engine", options.engine,
             f"must be {PIPELINED!r} on stages", "Generator.make takes the others.",

@@ -11,19 +11,18 @@ from collections.abc import Sequence
 from functools import partial
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA
 from eejax.common.trees import Tree
-from eejax.inference import generate, pipelined, sharded
+from eejax.inference import pipelined, sharded
 from eejax.inference import state as s
-from eejax.inference.engine import Rows, Slots, at_width, check_slots
+from eejax.inference.engine import Slots, at_width, check_slots
 from eejax.inference.pipelined import Desk, PipelinedGenerator, PipelineState
 from eejax.inference.stages import Stage, Stages, StageWeights
-from eejax.inference.state import EngineOptions, Record, Request
+from eejax.inference.state import PIPELINED, EngineOptions, Record, Request
+from eejax.models.cache import varying
 from eejax.models.config import ModelConfig
 from eejax.pipeline.partition import EVEN
 from eejax.sharding.mesh import MeshConfig, check_batch
@@ -50,7 +49,7 @@ class PipelinedSlotEngine(Slots):
         params: Tree,
         config: ModelConfig,
         mesh: MeshConfig | Mesh,
-        options: EngineOptions | None = None,
+        options: EngineOptions | str = PIPELINED,
         *,
         slots: int,
         context: int | None = None,
@@ -74,27 +73,24 @@ class PipelinedSlotEngine(Slots):
     def start(self) -> PipelineState:
         return _start(self.weights, slots=self.slots, length=self.context + 1, **self._static)
 
-    def prefill(self, prompts: Sequence[Sequence[int]], request: Request) -> tuple[Rows, Record]:
-        """As `SlotEngine.prefill`."""
-        state, record = _prefill(self.weights, *self._asked(prompts, request), **self._static)
-        return Rows(state, len(prompts)), record
+    def _prefill(self, tokens, request) -> tuple[PipelineState, Record]:
+        return _prefill(self.weights, tokens, request, **self._static)
 
-    def insert(self, state: PipelineState, rows: Rows, slots: Sequence[int]) -> PipelineState:
-        return _insert(state, rows.state, self._places(slots, rows), stages=self.stages)
+    def _insert(self, state, rows, slots) -> PipelineState:
+        return _insert(state, rows, slots, stages=self.stages)
 
-    def generate(self, state: PipelineState, n: int) -> tuple[PipelineState, Record]:
-        generate.require_count("n", n)
+    def _decode(self, state, n) -> tuple[PipelineState, Record]:
         return pipelined.decode(self.weights, state, n=n, **self._static)
 
-    def free(self, state: PipelineState, slots: Sequence[int]) -> PipelineState:
-        return _free(state, self._numbered(slots, self.slots), stages=self.stages)
+    def _free(self, state, slots) -> PipelineState:
+        return _free(state, slots, stages=self.stages)
 
 
 @partial(jax.jit, static_argnames=("stages", "cap", "slots", "length"))
 def _start(weights, *, stages, cap, slots, length) -> PipelineState:
     def local(weights):
         stage, b = Stage(stages, weights), slots // stages.mesh.shape[DATA]
-        request = _on_data(Request.blank(stages.config, b))
+        request = varying(Request.blank(stages.config, b), DATA)
         return pipelined.leave(pipelined.blank(stage, stage.empty(b, length), cap, request))
 
     specs = pipelined.state_specs(stages)
@@ -109,7 +105,8 @@ def _prefill(weights, tokens, request, *, stages, cap) -> tuple[PipelineState, R
     def local(weights, tokens, request):
         def run(part):
             stage = Stage(stages, weights)  # of its own: it keeps what a branch computes
-            return pipelined.pass_prompts(stage, cap, context, _on_data(part), _on_data(request))
+            own = varying((part, request), DATA)
+            return pipelined.pass_prompts(stage, cap, context, *own)
 
         state, record = at_width(run, tokens, request.start)
         return pipelined.leave(state), record
@@ -142,17 +139,16 @@ def _free(state, slots, *, stages) -> PipelineState:
     def local(state, slots):
         state = pipelined.enter(state)
         slots = sharded.own(slots, state, stages.axes)
-        gone = jnp.zeros(state.token.shape, bool).at[slots].set(True, mode="drop")
-        end = lambda a: jnp.where(gone, state.position, a)
+        none = lambda a: a.at[slots].set(0, mode="drop")
         desk = state.desk
-        desk = Desk(end(desk.done), jnp.where(gone, 0, desk.part), end(desk.come), desk.inbox)
-        remaining = jnp.where(gone, 0, state.remaining)
-        return pipelined.leave(state.replace(desk=desk, kept=end(state.kept), remaining=remaining))
+        return pipelined.leave(
+            state.replace(
+                desk=Desk(none(desk.done), none(desk.part), none(desk.come), desk.inbox),
+                kept=none(state.kept),
+                position=none(state.position),
+                remaining=none(state.remaining),
+            )
+        )
 
     specs = pipelined.state_specs(stages)
     return sharded.shard(local, stages.mesh, (specs, P()), specs)(state, slots)
-
-
-def _on_data(tree: Tree) -> Tree:
-    """What is the same on all data shards, as each one's own."""
-    return jax.tree.map(lambda a: lax.pcast(a, DATA, to="varying"), tree)

@@ -24,7 +24,7 @@ from eejax.models.params import for_compute
 PIPELINED = "pipelined"
 ENGINES = ("full", "posthoc", "recompute", PIPELINED, "propagate", "speculative")
 PROPAGATIONS = ("state", "mask")
-STOPS = 8  # stop tokens of a request, unless an engine is told otherwise
+STOPS = 8  # stop tokens of a request; `Generator` takes more by other programs, slots do not
 FIRST_ACCEPTANCE = 0.8  # share of drafts taken to be accepted before any was made
 
 
@@ -147,7 +147,7 @@ def engine_config(config: ModelConfig, options: EngineOptions) -> ModelConfig:
     """The model an engine decodes with: "full" has no exits, "speculative" the one that drafts.
 
     Raises ConfigError for more segments than there are, for less than the whole under "full", for
-    a drafting exit that there is not, and for a cap or gamma beyond the context.
+    a drafting exit that there is not, and for its cap or gamma beyond the context.
     """
     if options.engine == "full":
         config = config.replace(exits=())
@@ -161,9 +161,10 @@ def engine_config(config: ModelConfig, options: EngineOptions) -> ModelConfig:
             "" if boundaries else "Tune an exit first, or decode with the engine 'full'.",
         )  # fmt: skip
         config = config.replace(exits=(config.exits[options.draft_exit],))
-    most, name = config.context_length, "gamma" if options.engine == "speculative" else "cap"
+    name = dict(recompute="cap", pipelined="cap", speculative="gamma").get(options.engine)
+    most = config.context_length
     require(
-        getattr(options, name) <= most, name, getattr(options, name),
+        name is None or getattr(options, name) <= most, name, name and getattr(options, name),
         f"must be at most {most}, the model's context_length",
     )  # fmt: skip
     n = config.n_exits + 1
@@ -407,5 +408,10 @@ def lengthened(tree: Tree, like: Tree) -> Tree:
 
 
 def free(state: DecodeState, slots: jax.Array) -> DecodeState:
-    """`state` with the slots [n] empty: no step works for them, until another request comes."""
-    return state.replace(remaining=state.remaining.at[slots].set(0, mode="drop"))
+    """`state` with the slots [n] empty: no step works for them, until another request comes, and
+    nobody's attention reads as far as they were written."""
+    none = lambda a: a.at[slots].set(0, mode="drop")
+    return state.replace(
+        cache=state.cache.replace(filled=none(state.cache.filled)),
+        position=none(state.position), remaining=none(state.remaining),
+    )  # fmt: skip

@@ -309,6 +309,16 @@ def test_texts_that_differ_are_told_from_near_ties(model):
     changed.exits[0, 1] += 1
     got = decode_times.compared(model, 3, prompts, [[changed]], [sure])
     assert got["near_ties"] == 1 and got["others"] == 0 and got["differ"] >= 1
+    # A tie that all decided alike excuses nothing that comes later.
+    later = copy.deepcopy(tie)
+    object.__setattr__(later, "tokens", later.tokens.copy())
+    later.tokens[0, 5:] += 1
+    got = decode_times.compared(model, 3, prompts, [[later]], [sure])
+    oracle = Generator.make(model.params, model.config, "posthoc")
+    right = oracle.generate(prompts, n, threshold=sure)
+    if not decode_times.unlike(tie, right).any():
+        assert right.margins[0, 1] < decode_times.TIE < right.margins[0, 5]
+        assert got["near_ties"] == 0 and got["others"] == 1
 
 
 def test_tables_are_what_the_engines_say(model):

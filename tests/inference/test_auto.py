@@ -19,16 +19,24 @@ class Clock:
 
     def __call__(self) -> float:
         if self.inside:
-            self.now += 4 * (self.exits if self.auto.payoff.next() else 1.0)
+            self.now += 4 * (self.exits if self.auto.payoff.said else 1.0)
         self.inside = not self.inside
         return self.now
+
+
+class Told(Payoff):
+    """Keeps what it said last."""
+
+    def next(self, kind=None) -> bool:
+        self.said = super().next(kind)
+        return self.said
 
 
 def made(subset, exits: float) -> AutoGenerator:
     p, config = subset((1, 3))
     clock = Clock(exits)
     generator = Generator.make(p, config, EngineOptions("recompute", cap=4, buckets=(1, 2)))
-    clock.auto = AutoGenerator(generator, Payoff(pairs=2, calls=100), clock)
+    clock.auto = AutoGenerator(generator, Told(pairs=2, calls=100), clock)
     return clock.auto
 
 
@@ -75,7 +83,7 @@ def test_drafts_are_made_where_they_pay(subset, prompts, drafts, on, adapt):
     p, config = subset((1, 4))
     options = EngineOptions("speculative", gamma=2, draft_exit=1, adapt=adapt)
     clock = Clock(1.0)
-    auto = AutoGenerator(Generator.make(p, config, options), Payoff(pairs=2, calls=100), clock)
+    auto = AutoGenerator(Generator.make(p, config, options), Told(pairs=2, calls=100), clock)
     clock.auto = auto
     # Of a step, while one with drafts emits up to three tokens: so that a token takes `drafts`.
     clock.exits = 3 * drafts
@@ -85,3 +93,11 @@ def test_drafts_are_made_where_they_pay(subset, prompts, drafts, on, adapt):
     got = auto.generate(asked, 30, chunk=4)
     assert got.ids(0) == Generator.make(p, config, "full").generate(asked, 30).ids(0)
     assert (got.drafted.sum() > 0) == on
+
+
+def test_calls_whose_exits_cannot_fire_are_not_measured(subset, prompts):
+    auto = made(subset, 2.0)
+    auto.generate(prompts(3, [9]), 60, chunk=4, threshold=1.0)
+    assert auto.payoff.ratio is None
+    auto.generate(prompts(3, [9]), 60, chunk=4, threshold=[1.0, 0.9])
+    assert auto.payoff.ratio is not None

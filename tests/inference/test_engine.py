@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from near_ties import TIE
 
 from eejax.common.errors import ConfigError
+from eejax.gates.confidence import GATES
 from eejax.inference import EngineOptions, Generator
 from eejax.inference.engine import SlotEngine
 from eejax.inference.pipelined_slots import PipelinedSlotEngine
@@ -20,12 +21,13 @@ from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig
 
 CONTEXT = 48
+MASK = {"propagate": "mask"}
 
 
-def request(config, prompt, limit, threshold=1.0, stops=(), **policy):
+def request(config, prompt, limit, threshold=1.0, stops=(), temperature=0.0, **policy):
     return Request.make(
         config, [len(prompt)], [limit], ExitPolicy.make(config, 1, threshold, **policy),
-        Sampling.make(1), stops,
+        Sampling.make(1, temperature), stops,
     )  # fmt: skip
 
 
@@ -54,12 +56,12 @@ def drive(engine, asked, steps, events):
     return got
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine, more", [(e, {}) for e in ENGINES] + [("propagate", MASK)])
 @settings(max_examples=2)
 @given(data=st.data())
-def test_requests_that_share_slots_get_what_they_get_alone(subset, prompts, data, engine):
+def test_requests_that_share_slots_get_what_they_get_alone(subset, prompts, data, engine, more):
     p, config = subset((1, 3))
-    options = EngineOptions(engine, cap=4, buckets=(1, 2), gamma=3)
+    options = EngineOptions(engine, cap=4, buckets=(1, 2), gamma=3, **more)
     if engine == "pipelined":
         slots = PipelinedSlotEngine.make(
             p, config, MeshConfig(pipe=2), options, slots=3, context=CONTEXT
@@ -76,12 +78,15 @@ def test_requests_that_share_slots_get_what_they_get_alone(subset, prompts, data
     )):  # fmt: skip
         limit = data.draw(st.integers(1, 20))
         threshold = [data.draw(st.sampled_from([0.0, 0.2, 0.4, 1.0])) for _ in range(exits)]
+        rules = dict(gate=data.draw(st.sampled_from(GATES)))
         if engine == "speculative":
             threshold = 1.0
+        else:
+            rules |= dict(temperature=data.draw(st.sampled_from([0.0, 0.8])))
         stops = data.draw(st.sampled_from([(), (32,), (101, 116)]))
-        asked.append((prompt, request(slots.config, prompt, limit, threshold, stops)))
-        kwargs = {} if engine == "full" else {"threshold": threshold}
-        wanted.append(alone.generate([prompt], limit, stop_tokens=stops, **kwargs))
+        asked.append((prompt, request(slots.config, prompt, limit, threshold, stops, **rules)))
+        rules |= {} if engine == "full" else {"threshold": threshold}
+        wanted.append(alone.generate([prompt], limit, stop_tokens=stops, **rules))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     got = drive(slots, asked, data.draw(st.integers(1, 5)), iter(lambda: rng.integers(0, 3), None))
     compared, all_of = 0, 0
@@ -134,6 +139,18 @@ def test_numbers_of_prompts_and_slots_compile_few_programs(subset, prompts, comp
     assert (want.margins > TIE).all()
     assert got[:, [4, 0, 2]].T.tolist() == want.tokens.tolist()
     assert (got[:, [1, 3]] == -1).all()
+
+
+def test_nobody_reads_what_was_in_a_slot_that_is_free(subset, prompts):
+    """Attention reads as far as the longest text of any slot goes."""
+    p, config = subset((1, 3))
+    slots = SlotEngine.make(p, config, "recompute", slots=2, context=CONTEXT)
+    asked = prompts(0, [40])
+    rows, _ = slots.prefill(asked, request(config, asked[0], 9, 0.4))
+    state, _ = slots.generate(slots.insert(slots.start(), rows, [1]), 3)
+    assert int(state.position[1]) == 43 and int(state.cache.filled[1].max()) > 0
+    state = slots.free(state, [1])
+    assert not np.asarray(state.position).any() and not np.asarray(state.cache.filled).any()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -202,6 +219,14 @@ def test_what_does_not_fit_an_engine_is_named(subset):
         engine.prefill([[1, 2]], request(config, [1, 2, 3], 4))
     with pytest.raises(ConfigError, match="request.policy = 'thresholds of 0 exits'"):
         engine.prefill([[1, 2]], request(config.replace(exits=()), [1, 2], 4))
+    two = dict(policy=ExitPolicy.make(config, 2), sampling=Sampling.make(2))
+    for one in ("policy", "sampling"):
+        alone = two | {one: type(two[one]).make(*([config, 1] if one == "policy" else [1]))}
+        with pytest.raises(ConfigError, match=r"request = '\[1, 2\] rows': must have 2"):
+            engine.prefill([[1], [2]], Request.make(config, [1, 1], [4, 4], **alone))
+    with pytest.raises(ConfigError, match="request.stops = '16 a row': must be 8 a row"):
+        wide = Request.make(config, [1, 1], [4, 4], **two, width=16)
+        engine.prefill([[1], [2]], wide)
     rows, _ = ask([1, 2])
     for slots in ([2], [0.5], 0):
         with pytest.raises(ConfigError, match="slots = .*must be (in 0..1|a sequence)"):

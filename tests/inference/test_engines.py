@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_model
+from drawn_requests import asked_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from near_ties import TIE, assert_same
@@ -93,7 +94,6 @@ def test_recompute_equals_posthoc_widely(
 
 def check_recompute_equals_posthoc(subset, prompts, layout, cap, buckets, batch, data):
     p, config = subset(layout)
-    n = config.n_exits
     options = dict(cap=cap, buckets=buckets)
     oracle, engine = (
         Generator.make(p, config, EngineOptions(name, **options))
@@ -101,17 +101,7 @@ def check_recompute_equals_posthoc(subset, prompts, layout, cap, buckets, batch,
     )
     excused = 0
     for _ in range(4):
-        threshold = st.one_of(st.floats(0, 1, width=32), st.sampled_from([0.0, 0.2, 0.3, 0.5, 1.0]))
-        thresholds = data.draw(
-            st.lists(st.lists(threshold, min_size=n, max_size=n), min_size=batch, max_size=batch)
-        )
-        lengths = data.draw(st.lists(st.integers(1, 16), min_size=batch, max_size=batch))
-        kwargs = dict(
-            threshold=np.array(thresholds, np.float32).reshape(batch, n),
-            prefill_exit=data.draw(st.booleans()),
-            stop_tokens=data.draw(st.sampled_from([(), (ord(" "), ord("e"))])),
-        )
-        asked = prompts(data.draw(st.integers(0, 99)), lengths)
+        asked, kwargs = asked_of(data.draw, prompts, config, batch)
         a, b = (g.generate(asked, 30, **kwargs) for g in (oracle, engine))
         excused += assert_same(a, b)
         assert (a.layers[a.exits >= 0] == config.n_layers).all()

@@ -165,15 +165,23 @@ def test_auto_on_a_mesh():
     np.testing.assert_array_equal(got.tokens, want.tokens)
 
 
-def test_slots_on_a_mesh():
+SLOTS = [
+    "recompute", pytest.param("speculative", marks=pytest.mark.slow),
+    pytest.param("mask", marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", SLOTS)
+def test_slots_on_a_mesh(engine):
     """Requests in slots of both data shards get what they get alone, one in another's old slot."""
-    mesh, options = MeshConfig(data=2, model=2), EngineOptions("full")
+    options = EngineOptions("propagate", propagate="mask") if engine == "mask" else ENGINES[engine]
+    mesh = MeshConfig(data=2, model=2)
     slots = SlotEngine.make(weights(CONFIG), CONFIG, options, slots=4, context=16, mesh=mesh)
     asked, got = prompts(1, [3, 2, 4]), [[], [], []]
     config = slots.config
 
     def admit(state, i, slot):
-        policy, sampling = ExitPolicy.make(config, 1), Sampling.make(1)
+        policy, sampling = ExitPolicy.make(config, 1, 0.12), Sampling.make(1)
         request = Request.make(config, [len(asked[i])], [12], policy, sampling)
         rows, first = slots.prefill([asked[i]], request)
         got[i].append(int(first.token[0]))
@@ -183,7 +191,7 @@ def test_slots_on_a_mesh():
         state, record = slots.generate(state, 4)
         for slot in range(4):
             new = np.asarray(record.token)[np.asarray(record.exit)[:, slot] >= 0, slot].tolist()
-            assert bool(new) == (slot in where)
+            assert slot in where or not new
             if new:
                 got[where[slot]] += new
         return state
@@ -194,8 +202,8 @@ def test_slots_on_a_mesh():
     run(run(state, {3: 2, 0: 1}), {3: 2, 0: 1})
     alone = generator(options)
     for i, n in enumerate([9, 12, 9]):
-        want = alone.generate([asked[i], asked[i]], STEPS)
-        assert got[i] == want.ids(0)[:n]
+        want = alone.generate([asked[i], asked[i]], STEPS, threshold=0.12)
+        assert len(got[i]) >= n and got[i] == want.ids(0)[: len(got[i])]
 
 
 @st.composite

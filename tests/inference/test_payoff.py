@@ -61,15 +61,17 @@ def test_tokens_left_waiting_are_paid_for_by_those_who_left_them():
 
 
 def test_a_pair_is_of_calls_of_one_kind():
-    """Batches of one and of eight take turns; exits are slower in both."""
-    payoff = Payoff(pairs=2, calls=50)
-    kinds, i = [1, 1, 1, 8, 8, 8, 8, 8, 1, 8, *[1] * 40], 0
-    for kind in kinds:
-        payoff.add((1.2 if payoff.next() else 1.0), kind, kind)
-        if payoff.ratio is not None:
-            break
-        i += 1
-    assert payoff.ratio == pytest.approx(1 / 1.2) and not payoff.exits and 10 < i
+    """Batches of one and of eight come in turns too short for a pair; exits are slower in both,
+    and a token of the batch of eight is faster by far."""
+    payoff, used = Payoff(pairs=4, calls=50), []
+    for kind in [1, 1, 1, 8, 8, 8] * 3:
+        used.append((kind, payoff.next(kind)))
+        payoff.add(1.2 if used[-1][1] else 1.0, kind, kind)
+    assert payoff.ratio == pytest.approx(1 / 1.2) and not payoff.exits
+    on, off = [True] * 2, [False] * 2
+    # Each kind has its pairs, and who comes first takes turns.
+    assert [way for kind, way in used if kind == 1][:8] == on + off + on + off
+    assert [way for kind, way in used if kind == 8][:8] == off + on + off + on
 
 
 def test_calls_that_compile_or_emit_nothing_do_not_count():

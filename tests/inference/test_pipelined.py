@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_requests import asked_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from near_ties import TIE, assert_same
@@ -29,24 +30,6 @@ def pipelined(p, config, mesh, cap=16, layers="even", max_depth=None):
     options = EngineOptions("pipelined", cap=cap, max_depth=max_depth)
     mesh = MeshConfig(**mesh) if isinstance(mesh, dict) else mesh
     return PipelinedGenerator.make(p, config, mesh, options, layers=layers)
-
-
-def asked_of(draw, prompts, config, batch):
-    """Drawn (prompts, arguments of `generate`)."""
-    n = config.n_exits
-    threshold = st.one_of(st.floats(0, 1, width=32), st.sampled_from([0.0, 0.2, 0.3, 0.5, 1.0]))
-    each = lambda kind: draw(st.lists(kind, min_size=batch, max_size=batch))
-    thresholds = each(st.lists(threshold, min_size=n, max_size=n))
-    kwargs = dict(
-        threshold=np.array(thresholds, np.float32).reshape(batch, n),
-        gate=each(st.sampled_from(GATES)),
-        min_depth=each(st.integers(0, 3)),
-        decay=draw(st.sampled_from([None, 0.0, 4.0])),
-        prefill_exit=draw(st.booleans()),
-        stop_tokens=draw(st.sampled_from([(), (ord(" "), ord("e"))])),
-    )
-    lengths = each(st.integers(1, 16))
-    return prompts(draw(st.integers(0, 99)), lengths), kwargs
 
 
 def compare(oracle, engine, asked, kwargs, n=30):
