@@ -28,14 +28,13 @@ import contextlib
 import itertools
 import json
 import pathlib
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 
 from absl import flags
 
-from eejax.common.errors import ConfigError, DataError
+from eejax.common.errors import ConfigError, DataError, require
 from experiments import launch
 
 FEW = 4  # steps of a call of an interactive session: tokens appear as they come
@@ -114,19 +113,6 @@ FLAG_OF = {
     "stop_strings": "stop",
     "stop_tokens": "stop_token",
 }
-
-
-@contextlib.contextmanager
-def flags_named() -> Iterator[None]:
-    """Errors name the flag that a setting came by."""
-    try:
-        yield
-    except ConfigError as error:
-        field = re.match(r"[\w.]*", str(error))[0]
-        flag = FLAG_OF.get(field, field if field in flags.FLAGS else None)
-        if flag is None:
-            raise
-        raise ConfigError(f"--{flag}{str(error)[len(field) :]}") from error
 
 
 def note_unused() -> None:
@@ -266,6 +252,8 @@ def waits() -> None:
 
 def converse(ask: Callable, tokenizer, colors: bool) -> Iterator[tuple]:
     """(prompt, result, Pace) of every line of the input that is answered, shown as it comes."""
+    if hasattr(sys.stdin, "reconfigure"):  # a line that is not UTF-8 is refused, and not all
+        sys.stdin.reconfigure(errors="surrogateescape")
     waits()
     next(ask([[0]]))  # settings are checked before anything is asked, and both programs compiled
     for _ in itertools.islice(ask([[0]], stop_tokens=[], stop_strings=[]), 2):
@@ -326,7 +314,7 @@ def in_numbers(text: str, result, i: int, decode: Callable) -> dict:
     }
 
 
-@flags_named()
+@launch.flags_named(FLAG_OF)
 def main() -> None:
     from eejax.train.runs import open_run
 
@@ -339,6 +327,9 @@ def main() -> None:
                 "the two out."
             )
     note_unused()
+    for text in _STOP.value:
+        lone = any(0xD800 <= ord(c) < 0xE000 for c in text)  # bytes that are no UTF-8
+        require(not lone, "--stop", text, "must be text that UTF-8 has")
     threshold = launch.numbers("threshold", _THRESHOLD.value, float)
     exits = None if _EXITS.value is None else launch.numbers("exits", _EXITS.value, int)
     model = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value).model

@@ -5,12 +5,13 @@ Launchers that can run as several processes call `define_processes()` beside the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from absl import app, flags, logging
 
@@ -60,6 +61,11 @@ def run(
             sys.exit(f"error: unexpected arguments: {' '.join(argv[1:])}; see --help")
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # Orbax logs every file it touches
+        for output in (sys.stdout, sys.stderr):  # what a terminal cannot show is no error
+            if hasattr(output, "reconfigure"):
+                output.reconfigure(errors="replace")
+        if sys.stdin is None:
+            sys.stdin = open(os.devnull)  # noqa: SIM115  (as long as the process)
         try:
             _join()
             main(*([argv[1:]] if positional else []))
@@ -94,6 +100,19 @@ def _join() -> None:
 
         limits = {f: values[f] for f in ("connect_seconds", "heartbeat_seconds")}
         distributed.start(distributed.Processes(**own, **limits))
+
+
+@contextlib.contextmanager
+def flags_named(renamed: Mapping[str, str]) -> Iterator[None]:
+    """Errors name the flag that a setting came by: one of its name, or that of `renamed`."""
+    try:
+        yield
+    except ConfigError as error:
+        field = re.match(r"[\w.]*", str(error))[0]
+        flag = renamed.get(field, field if field in flags.FLAGS else None)
+        if flag is None:
+            raise
+        raise ConfigError(f"--{flag}{str(error)[len(field) :]}") from error
 
 
 def say(text: str) -> None:

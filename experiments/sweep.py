@@ -22,7 +22,7 @@ import tempfile
 import numpy as np
 from absl import flags
 
-from eejax.common.errors import ConfigError, require, require_one_of
+from eejax.common.errors import ConfigError, DataError, require, require_one_of
 from experiments import held_out, launch, step_costs
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
@@ -44,6 +44,7 @@ POINTS = 12  # thresholds of a gate, where none are given
 SUFFIXES = (".png", ".pdf", ".svg")
 
 
+@launch.flags_named({"threshold": "thresholds"})
 def main() -> None:
     from eejax import analysis, calibration
     from eejax.gates.confidence import GATES
@@ -97,6 +98,8 @@ def main() -> None:
         unique = {point.shares: point for point in points}
         curves[gate] = sorted(unique.values(), key=lambda p: (p.depth, p.seconds or 0.0))
     per_token = scores.bytes_per_token(model.tokenizer)
+    if not per_token:
+        raise DataError(f"--text = {_TEXT.value}: holds no byte to score, beside a first one.")
     result = {
         "step": model.step,
         "tokens": len(scores),

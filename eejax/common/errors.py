@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 
@@ -21,6 +22,12 @@ def require(ok: bool, field: str, value: Any, allowed: str, fix: str = "") -> No
     """Raises `ConfigError` naming field, value, what is allowed and the fix, unless `ok`."""
     if not ok:
         raise ConfigError(f"{field} = {value!r}: {allowed}." + (f" {fix}" if fix else ""))
+
+
+def require_count(field: str, value: Any) -> None:
+    """Raises `ConfigError` for what is no integer from 1."""
+    count = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    require(count and value >= 1, field, value, "must be an integer of at least 1")
 
 
 def require_one_of(field: str, value: Any, choices: tuple) -> None:

@@ -47,13 +47,13 @@ class AutoGenerator(Decoder):
         cls,
         params: Tree,
         config: ModelConfig,
-        options: EngineOptions | None = None,
+        options: EngineOptions | str = "recompute",
         payoff: Payoff | None = None,
         mesh: MeshConfig | Mesh | None = None,
     ) -> AutoGenerator:
-        """From training parameters, as `Generator.make`; the engine is "recompute" unless `options`
-        say "speculative". Raises ConfigError for another one too."""
-        options = EngineOptions("recompute") if options is None else options
+        """From training parameters, as `Generator.make`. Raises ConfigError for another engine
+        too."""
+        options = EngineOptions(options) if isinstance(options, str) else options
         require_one_of("engine", options.engine, ENGINES)
         return cls(Generator.make(params, config, options, mesh), payoff or Payoff())
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA
-from eejax.common.errors import require
+from eejax.common.errors import require, require_count
 from eejax.common.trees import Tree
 from eejax.inference import generate, posthoc, sharded
 from eejax.inference import state as s
@@ -63,10 +63,13 @@ class Engine(Protocol):
 
 
 class Rows(NamedTuple):
-    """What `prefill` made of `count` prompts; the state has rows of nobody behind theirs."""
+    """What `prefill` made of `count` prompts; the state has rows of nobody behind theirs. context
+    and options are the engine's."""
 
     state: Any
     count: int
+    context: int
+    options: EngineOptions
 
 
 class Slots:
@@ -99,13 +102,13 @@ class Slots:
         Raises ConfigError for tokens that there are not, and for a request of other prompts.
         """
         state, record = self._prefill(*self._asked(prompts, request))
-        return Rows(state, len(prompts)), record
+        return Rows(state, len(prompts), self.context, self.options), record
 
     def insert(self, state: Any, rows: Rows, slots: Sequence[int]) -> Any:
         return self._insert(state, rows.state, self._places(slots, rows))
 
     def generate(self, state: Any, n: int) -> tuple[Any, Record]:
-        generate.require_count("n", n)
+        require_count("n", n)
         return self._decode(state, n)
 
     def free(self, state: Any, slots: Sequence[int]) -> Any:
@@ -147,30 +150,34 @@ class Slots:
     def _places(self, slots: Sequence[int], rows: Rows) -> np.ndarray:
         """The slots that rows go to, one that there is not for those of nobody."""
         n = rows.count
+        for name in ("context", "options"):
+            theirs, own = getattr(rows, name), getattr(self, name)
+            require(theirs == own, f"rows.{name}", theirs, f"must be this engine's, {own}")
         numbered = self._numbered(slots, generate.power_of_two(n))
         require(
-            len(slots) == n and len(set(slots)) == n, "slots", list(slots),
+            len(slots) == n and len({*numbered[:n]}) == n, "slots", list(slots),
             f"must be {n} different ones: one for each of the rows",
         )  # fmt: skip
         return numbered
 
     def _numbered(self, slots: Sequence[int], n: int) -> np.ndarray:
         """[n or more] slots, those beyond them none that there is."""
-        numbers = isinstance(slots, Sequence | np.ndarray)
-        require(numbers, "slots", slots, "must be a sequence of numbers of slots")
-        for slot in slots:
-            ok = isinstance(slot, int | np.integer) and 0 <= slot < self.slots
-            require(ok, "slots", list(slots), f"must be in 0..{self.slots - 1}")
-        none = [self.slots] * (n - len(slots))
-        return np.array([*slots, *none], np.int32)
+        given = np.asarray(slots)
+        whole = given.ndim == 1 and (given.dtype.kind in "iu" or not given.size)
+        require(whole, "slots", slots, "must be a sequence of numbers of slots")
+        there = bool(np.all((given >= 0) & (given < self.slots)))
+        require(there, "slots", given.tolist(), f"must be in 0..{self.slots - 1}")
+        none = [self.slots] * (n - len(given))
+        return np.array([*given, *none], np.int32)
 
 
 def check_slots(config: ModelConfig, slots: int, context: int | None) -> int:
     """The context of a request, by default the model's; raises ConfigError for what cannot be."""
     context = config.context_length if context is None else context
-    require(isinstance(slots, int) and slots >= 1, "slots", slots, "must be at least 1")
+    require_count("slots", slots)
+    require_count("context", context)
     require(
-        isinstance(context, int) and 2 <= context <= config.context_length, "context", context,
+        2 <= context <= config.context_length, "context", context,
         f"must be in 2..{config.context_length}, the model's context_length",
     )  # fmt: skip
     return context

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from eejax.common.errors import ConfigError, require
+from eejax.common.errors import ConfigError, require, require_count
 from eejax.common.trees import Tree
 from eejax.inference import posthoc, propagate, recompute, sharded, speculative
 from eejax.inference.policy import ExitPolicy
@@ -299,12 +299,6 @@ class Generator(Decoder):
 
     def _decode(self, state, n):
         return decode(self.weights, state, n=n, **self._static)
-
-
-def require_count(name: str, value) -> None:
-    """Raises ConfigError for what is no positive integer."""
-    count = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    require(count and value >= 1, name, value, "must be an integer of at least 1")
 
 
 def power_of_two(n: int) -> int:

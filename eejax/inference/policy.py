@@ -110,7 +110,8 @@ class ExitPolicy:
 
 def _numbers(name: str, value, batch: int, allowed: str, most: float = np.inf) -> np.ndarray:
     a = np.asarray(value)
-    ok = a.dtype.kind in "iuf" and bool(np.all(np.isfinite(a) & (a >= 0) & (a <= most)))
+    largest = min(most, np.finfo(np.float32).max)
+    ok = a.dtype.kind in "iuf" and bool(np.all((a >= 0) & (a <= largest)))
     require(ok, name, value, allowed)
     require(a.shape in ((), (batch,)), name, value, f"must be one number, or {batch}: one each")
     return np.broadcast_to(a, (batch,))

@@ -51,7 +51,8 @@ class Sampling:
         def field(name, value, dtype, ok, allowed):
             a = np.asarray(value)
             number = a.dtype.kind in ("iu" if dtype is np.int32 else "iuf")
-            require(number and bool(np.all(np.isfinite(a)) and np.all(ok(a))), name, value, allowed)
+            fits = number and bool(np.all(np.abs(a) <= np.finfo(np.float32).max))  # NaN does not
+            require(fits and bool(np.all(ok(a))), name, value, allowed)
             require(
                 a.shape in ((), (batch,)), name, value, f"must be one number, or {batch}: one each"
             )
@@ -166,11 +167,8 @@ def verify(
         q = jnp.where(real[..., None], jax.nn.softmax(drafted, -1), 0.0)
         q = jnp.pad(q, [(0, 0), (0, 1), (0, 0)])
         of = lambda a: jnp.take_along_axis(a[:, : w - 1], drafts[..., None], -1)[..., 0]
-        chance = [
-            jax.vmap(jax.random.uniform)(_keys(sampling, position + i, ACCEPT))
-            for i in range(w - 1)
-        ]
-        chance = jnp.stack(chance, 1) if chance else jnp.zeros((b, 0))
+        draw = lambda i: jax.vmap(jax.random.uniform)(_keys(sampling, position + i, ACCEPT))
+        chance = jax.vmap(draw, out_axes=1)(jnp.arange(w - 1, dtype=jnp.int32))
         stand = leading(jnp.where(samples[:, None], chance * of(q) < of(p), agrees))
         p, q = at(p, stand), at(q, stand)
         left = jnp.maximum(p - q, 0)

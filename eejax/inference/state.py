@@ -12,7 +12,7 @@ import numpy as np
 from flax import struct
 
 from eejax.common.axes import LOCAL, Axes
-from eejax.common.errors import require, require_one_of
+from eejax.common.errors import require, require_count, require_one_of
 from eejax.common.trees import Tree
 from eejax.inference.policy import Emission, ExitPolicy
 from eejax.inference.sampling import Sampling
@@ -67,30 +67,17 @@ class EngineOptions:
         require(listed, "buckets", self.buckets, "must be a sequence of row counts")
         object.__setattr__(self, "buckets", tuple(self.buckets))  # hashable
         require_one_of("engine", self.engine, ENGINES)
-        require(
-            isinstance(self.cap, int) and self.cap >= 1,
-            "cap",
-            self.cap,
-            "must be a positive integer",
-        )
-        require(
-            bool(self.buckets) and all(isinstance(w, int) and w >= 1 for w in self.buckets),
-            "buckets",
-            self.buckets,
-            "must be positive row counts",
-        )
-        require(
-            self.max_depth is None or (isinstance(self.max_depth, int) and self.max_depth >= 1),
-            "max_depth", self.max_depth, "must be a positive number of segments, or None",
-        )  # fmt: skip
+        require(bool(self.buckets), "buckets", self.buckets, "must have one row count at least")
+        for w in self.buckets:
+            require_count("buckets", w)
+        for name in ("cap", "gamma"):
+            require_count(name, getattr(self, name))
+        if self.max_depth is not None:
+            require_count("max_depth", self.max_depth)
         require_one_of("propagate", self.propagate, PROPAGATIONS)
         require(
             isinstance(self.draft_exit, int) and self.draft_exit >= 0,
             "draft_exit", self.draft_exit, "must be the number of an exit, the first being 0",
-        )  # fmt: skip
-        require(
-            isinstance(self.gamma, int) and self.gamma >= 1,
-            "gamma", self.gamma, "must be a positive number of tokens",
         )  # fmt: skip
         require(isinstance(self.adapt, bool), "adapt", self.adapt, "must be True or False")
         require(
@@ -224,8 +211,19 @@ class Request:
         stop_tokens: Sequence[int] = (),
         width: int = STOPS,
     ) -> Request:
-        """Of prompts of so many tokens. Raises ConfigError for tokens that there are not, or for
-        more than `width` of them, which all requests of an engine must have alike."""
+        """Of prompts of so many tokens, and as many limits. Raises ConfigError for what are no such
+        numbers, for stop tokens that there are not, or for more than `width` of them, which all
+        requests of an engine must have alike."""
+        for name, value in (("lengths", lengths), ("limits", limits)):
+            a = np.asarray(value)
+            require(
+                a.ndim == 1 and a.dtype.kind in "iu" and bool(np.all(a >= 0)), name, value,
+                "must be a sequence of numbers of tokens",
+            )  # fmt: skip
+        require(
+            len(limits) == len(lengths), "limits", limits,
+            f"must be {len(lengths)}: one for each of the prompts",
+        )  # fmt: skip
         ids = np.asarray(stop_tokens)
         require(
             ids.ndim == 1
@@ -234,10 +232,10 @@ class Request:
             "stop_tokens", stop_tokens,
             f"must be a sequence of token ids, each in 0..{config.vocab_size - 1}",
         )  # fmt: skip
-        require(ids.size <= width, "stop_tokens", stop_tokens, f"must be at most {width}")
+        require(ids.size <= width, "stop_tokens", stop_tokens, f"must be at most {width} of them")
         stops = np.full((len(lengths), width), -1, np.int32)
         stops[:, : ids.size] = ids
-        as_rows = lambda a: np.array(a, np.int32)
+        as_rows = lambda a: np.minimum(a, np.iinfo(np.int32).max).astype(np.int32)
         return cls(policy, sampling, stops, as_rows(lengths), as_rows(limits))
 
     @classmethod

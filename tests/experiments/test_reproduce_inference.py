@@ -115,10 +115,10 @@ def test_it_leaves_what_it_promises(reproduced, workdir):
     verdicts = [line for line in out.splitlines() if line.startswith(("holds", "FAILS"))]
     assert len(verdicts) == len(results["claims"]) == 6 and "not checked" not in out
     for text in tables["table3"]:
-        assert [t["threshold"] for t in text["texts"]] == [1.0]  # every third
+        assert [t["threshold"] for t in text["texts"]] == THRESHOLDS[::2]
         for t in text["texts"]:
             assert len(t["pieces"]) == len(t["exits"]) == len(t["confidences"]) == 15
-            assert t["boundaries"] == [3] * 15
+            assert set(t["boundaries"]) <= ({3} if t["threshold"] == 1 else {1, 2, 3})
     assert np.shape(tables["table4"]["predicted"]) == (3, 15)
 
 

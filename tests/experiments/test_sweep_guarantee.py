@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -109,7 +110,7 @@ def test_curves_of_chosen_gates_exits_and_thresholds_on_other_text(repo_root, wo
         (["--gates=router"], "--gates = 'router': must be one of"),
         (["--exits=1", "--min_depth=2"], "leave no early exit active of this model's, at [1, 2]"),
         (["--exits=one"], "--exits = 'one': must be numbers"),
-        (["--thresholds=0.5,2"], "threshold = 2.0: must lie in [0, 1]"),
+        (["--thresholds=0.5,2"], "error: --thresholds = 2.0: must lie in [0, 1]"),
         (["--text=absent.txt"], "absent.txt"),
     ],
 )
@@ -139,6 +140,16 @@ def test_own_thresholds_tell_positions_apart():
     shares = [p.shares[0] for p in points]
     np.testing.assert_allclose(shares, 1 - np.arange(12) / 12, atol=0.01)
     assert sweep.own_thresholds(scores, "patience", [1]) == [0.0]
+
+
+def test_a_text_of_nothing_to_score_is_refused(repo_root, workdir, tmp_path):
+    (tmp_path / "tiny.txt").write_text("a")
+    code, _, err = launch(
+        repo_root, "sweep", f"--workdir={workdir}", f"--text={tmp_path / 'tiny.txt'}",
+        f"--out={tmp_path / 'out.png'}",
+    )  # fmt: skip
+    assert code == 1 and "Traceback" not in err
+    assert re.search(r"^error: --text = .*tiny.txt.*: holds no byte to score", err, re.MULTILINE)
 
 
 def test_divisions_measure_what_was_promised():

@@ -194,7 +194,7 @@ def test_a_scripted_engine_follows_the_protocol():
 @pytest.mark.parametrize(
     "values, message",
     [
-        (dict(slots=0), "slots = 0: must be at least 1"),
+        (dict(slots=0), "slots = 0: must be an integer of at least 1"),
         (dict(slots=2, context=1), "context = 1: must be in 2..160"),
         (dict(slots=2, context=161), "context = 161"),
     ],
@@ -228,13 +228,19 @@ def test_what_does_not_fit_an_engine_is_named(subset):
         wide = Request.make(config, [1, 1], [4, 4], **two, width=16)
         engine.prefill([[1], [2]], wide)
     rows, _ = ask([1, 2])
-    for slots in ([2], [0.5], 0):
+    for slots in ([2], [0.5], [True], 0, "", np.array(1)):
         with pytest.raises(ConfigError, match="slots = .*must be (in 0..1|a sequence)"):
             engine.insert(engine.start(), rows, slots)
     with pytest.raises(ConfigError, match=r"slots = \[0, 1\]: must be 1 different ones"):
         engine.insert(engine.start(), rows, [0, 1])
     with pytest.raises(ConfigError, match="n = 0: must be"):
         engine.generate(engine.start(), 0)
+    other = SlotEngine.make(p, config, "recompute", slots=2, context=CONTEXT // 2)
+    with pytest.raises(ConfigError, match="rows.context = 48: must be this engine's, 24"):
+        other.insert(other.start(), rows, [0])
+    for limits in ([2.7], [-5], 3, [1, 2]):
+        with pytest.raises(ConfigError, match="limits = .*must be (a sequence of|1: one)"):
+            Request.make(config, [2], limits, ExitPolicy.make(config, 1), Sampling.make(1))
     with pytest.raises(ConfigError, match="stop_tokens = .*must be at most 8"):
         request(config, [1], 4, stops=tuple(range(9)))
 

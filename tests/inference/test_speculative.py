@@ -321,7 +321,7 @@ def test_thresholds_seeds_and_sampling_do_not_recompile(subset, prompts, compile
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(gamma=0), "gamma = 0: must be a positive number of tokens"),
+        (dict(gamma=0), "gamma = 0: must be an integer of at least 1"),
         (dict(draft_exit=-1), "draft_exit = -1"),
         (dict(draft_exit=2), r"draft_exit = 2: .*2 early exits, .*\[1, 3\]"),
         (dict(adapt=1), "adapt = 1: must be True or False"),
