@@ -5,7 +5,8 @@ explains it.
     python -P -m experiments.bench_engines --workdir=runs/wide --json
 
 On prompts of held-out text, greedy, batch 1, float32, engines in interleaved pairs with `full`
-after warm-up; every ratio is a median over pairs, with a 95 % bootstrap interval.
+after warm-up; every ratio is a median over pairs, with a 95 % bootstrap interval. All engines read
+the same arrays of layers.
 
 `recompute_speedup`: over `full`, at the fastest threshold with at least 97 % agreement with the
 full model's most likely token (teacher-forced, on the held-out text that it is chosen on), and at
@@ -25,6 +26,7 @@ warm-up, for shorter prompts, other gates, thresholds and sampling too.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import json
 import math
@@ -100,11 +102,12 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
 
     config, new = model.config, model.config.context_length - PROMPT - 1
     n = config.n_exits
-    make = lambda engine, **options: Generator.make(
-        model.params, config, EngineOptions(engine, **options)
+    usual = Generator.make(model.params, config, "recompute")
+    make = lambda engine, **options: with_layers_of(
+        usual, Generator.make(model.params, config, EngineOptions(engine, **options))
     )
     # A cap above the tokens generated: nobody is ever forced deeper.
-    free, usual = dict(cap=new + 8, buckets=(1,)), make("recompute")
+    free = dict(cap=new + 8, buckets=(1,))
     forced, length = make("recompute", **free), PROMPT + new + usual.options.most_rows
     new_timed = lambda generator, **kwargs: Timed(generator, prompts, new, **kwargs)
     chosen_at, only = chosen[TARGETS[0]].threshold, lambda e: [float(i != e) for i in range(n)]
@@ -201,6 +204,14 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
         result[f"skip_accounting {name}"] = float(np.median(explained / of[name]))
     result["skip_accounting"] = result[f"skip_accounting {TARGETS[0]:.0%}"]
     return result
+
+
+def with_layers_of(one, other):
+    """The other generator, reading the very arrays of one's layers: copies that lie elsewhere in
+    memory are read at speeds that differ by some percent."""
+    layers = iter([layer for segment in one.weights.segments for layer in segment])
+    segments = tuple(tuple(next(layers) for _ in segment) for segment in other.weights.segments)
+    return dataclasses.replace(other, weights=other.weights.replace(segments=segments))
 
 
 def ask_otherwise(generator, prompts: list, new: int) -> None:
