@@ -128,7 +128,7 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
     names, widths = list(timed), usual.options.widths
     # Segments are timed in the same turns: a machine that others use has slow and fast minutes.
     segments, read = step_costs.segment_runs(
-        model.params, config, widths, LENGTH_STEP * -(-length // LENGTH_STEP)
+        usual.weights, config, widths, LENGTH_STEP * -(-length // LENGTH_STEP)
     )
 
     launch.say("compiling ...")

@@ -18,12 +18,13 @@ def of_segments(params, config, widths: Sequence[int] = (1,)) -> tuple[np.ndarra
     Beside a cache as long as the context; medians over runs in turns.
     """
     from eejax.analysis import interleave
+    from eejax.inference.state import prepare
 
-    runs, read = segment_runs(params, config, widths, config.context_length)
+    runs, read = segment_runs(prepare(params, config), config, widths, config.context_length)
     return read(np.median(interleave(runs, ROUNDS, time.perf_counter), 1))
 
 
-def segment_runs(params, config, widths: Sequence[int], length: int):
+def segment_runs(weights, config, widths: Sequence[int], length: int):
     """(runs to be timed as `analysis.interleave` does, what makes `of_segments`' of their seconds):
     beside a cache of `length` positions, half of it written.
 
@@ -32,11 +33,9 @@ def segment_runs(params, config, widths: Sequence[int], length: int):
     """
     import jax.numpy as jnp
 
-    from eejax.inference.state import prepare
     from eejax.models.cache import init_cache, run_segment
 
     n = config.n_exits + 1
-    weights = prepare(params, config)
     cache = init_cache(config, 1, length, n)
     start = jnp.full((1,), cache.length // 2, jnp.int32)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -72,7 +73,7 @@ class Rows(NamedTuple):
     options: EngineOptions
 
 
-class Slots:
+class Slots(abc.ABC):
     """What engines of a model share: the checks of what they are asked for, and few shapes of it.
 
     Prompts are padded to the context, and their number to a power of two; a number of slots to that
@@ -84,17 +85,21 @@ class Slots:
     slots: int
     context: int
 
+    @abc.abstractmethod
     def _prefill(self, tokens: np.ndarray, request: Request) -> tuple[Any, Record]:
-        raise NotImplementedError
+        """Of padded prompts [m, context]: (a state of m rows, the first record [m])."""
 
+    @abc.abstractmethod
     def _insert(self, state: Any, rows: Any, slots: np.ndarray) -> Any:
-        raise NotImplementedError
+        """The state with rows in slots [m]; those of a slot that there is not are left out."""
 
+    @abc.abstractmethod
     def _decode(self, state: Any, n: int) -> tuple[Any, Record]:
-        raise NotImplementedError
+        """As `generate`."""
 
+    @abc.abstractmethod
     def _free(self, state: Any, slots: np.ndarray) -> Any:
-        raise NotImplementedError
+        """The state with slots [m] free, those that there are."""
 
     def prefill(self, prompts: Sequence[Sequence[int]], request: Request) -> tuple[Rows, Record]:
         """Prompts of at most `context` - 1 tokens, and their `Request`, a row for each.

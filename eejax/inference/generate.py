@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -103,7 +104,7 @@ def _loop(weights, state, *, config, options, n):
     return carry[1], jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), carry[2])
 
 
-class Decoder:
+class Decoder(abc.ABC):
     """What generators share: arguments checked, a request made of them, and results collected.
 
     A subclass has a `config` and `options`, and passes on the engine's state: with `token` ...
@@ -113,13 +114,13 @@ class Decoder:
     config: ModelConfig
     options: EngineOptions
 
+    @abc.abstractmethod
     def _prefill(self, tokens: np.ndarray, request: Request, length: int) -> tuple[Any, Record]:
         """(state, first record [b]) of padded prompts [b, t], with `length` positions of cache."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _decode(self, state: Any, n: int) -> tuple[Any, Record]:
         """Up to n tokens more for every request: (state, records [n, b])."""
-        raise NotImplementedError
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **kwargs) -> Result:
         """Tokens for every prompt at once; see `stream` for the arguments."""

@@ -148,12 +148,9 @@ def engine_config(config: ModelConfig, options: EngineOptions) -> ModelConfig:
             "" if boundaries else "Tune an exit first, or decode with the engine 'full'.",
         )  # fmt: skip
         config = config.replace(exits=(config.exits[options.draft_exit],))
-    name = dict(recompute="cap", pipelined="cap", speculative="gamma").get(options.engine)
-    most = config.context_length
-    require(
-        name is None or getattr(options, name) <= most, name, name and getattr(options, name),
-        f"must be at most {most}, the model's context_length",
-    )  # fmt: skip
+    if name := dict(recompute="cap", pipelined="cap", speculative="gamma").get(options.engine):
+        rows, most = getattr(options, name), config.context_length
+        require(rows <= most, name, rows, f"must be at most {most}, the model's context_length")
     n = config.n_exits + 1
     require(
         options.max_depth is None or options.max_depth <= n,
