@@ -85,9 +85,14 @@ class Slots(abc.ABC):
     slots: int
     context: int
 
+    resumes = False  # whether prompts may hold tokens that were generated before
+
     @abc.abstractmethod
-    def _prefill(self, tokens: np.ndarray, request: Request) -> tuple[Any, Record]:
-        """Of padded prompts [m, context]: (a state of m rows, the first record [m])."""
+    def _prefill(
+        self, tokens: np.ndarray, given: np.ndarray, request: Request
+    ) -> tuple[Any, Record]:
+        """Of padded prompts [m, context] of `given` [m] tokens: (a state of m rows, the first
+        record [m])."""
 
     @abc.abstractmethod
     def _insert(self, state: Any, rows: Any, slots: np.ndarray) -> Any:
@@ -121,17 +126,20 @@ class Slots(abc.ABC):
 
     def _asked(
         self, prompts: Sequence[Sequence[int]], request: Request
-    ) -> tuple[np.ndarray, Request]:
-        """(padded prompts [m, context], what is asked for them as far as there is room, and for
-        rows beyond them nothing).
+    ) -> tuple[np.ndarray, np.ndarray, Request]:
+        """(padded prompts [m, context], tokens of each [m], what is asked for them as far as there
+        is room, and for rows beyond them nothing).
 
         Raises as `prefill`.
         """
         generate.check_prompts(prompts, self.config, self.context)
         lengths, starts = [len(p) for p in prompts], np.asarray(request.start).tolist()
+        fits = all(1 <= start <= n for start, n in zip(starts, lengths, strict=False))
         require(
-            starts == lengths, "request.start", starts,
-            f"must be the number of tokens of every prompt, {lengths}",
+            len(starts) == len(lengths) and fits if self.resumes else starts == lengths,
+            "request.start", starts,
+            f"must be the number of tokens of every prompt, {lengths}"
+            + (", or fewer where some were generated before" if self.resumes else ""),
         )  # fmt: skip
         if not self.options.leaves_early:  # no exit of the model's is one of this engine's
             request = request.replace(policy=ExitPolicy.make(self.config, len(prompts)))
@@ -150,7 +158,8 @@ class Slots(abc.ABC):
             row[: lengths[i]] = prompts[i]
         request = jax.tree.map(lambda a: np.asarray(a)[which], request)
         limit = np.minimum(request.limit, self.context - request.start)
-        return tokens, request.replace(limit=np.where(np.arange(len(which)) < n, limit, 0))
+        limit = np.where(np.arange(len(which)) < n, limit, 0)
+        return tokens, np.asarray(lengths, np.int32)[which], request.replace(limit=limit)
 
     def _places(self, slots: Sequence[int], rows: Rows) -> np.ndarray:
         """The slots that rows go to, one that there is not for those of nobody."""
@@ -259,7 +268,7 @@ class SlotEngine(Slots):
             **self._static,
         )
 
-    def _prefill(self, tokens, request) -> tuple[DecodeState, Record]:
+    def _prefill(self, tokens, given, request) -> tuple[DecodeState, Record]:
         return _prefill(self.weights, tokens, request, **self._static)
 
     def _insert(self, state, rows, slots) -> DecodeState:

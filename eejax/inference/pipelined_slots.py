@@ -73,7 +73,7 @@ class PipelinedSlotEngine(Slots):
     def start(self) -> PipelineState:
         return _start(self.weights, slots=self.slots, length=self.context + 1, **self._static)
 
-    def _prefill(self, tokens, request) -> tuple[PipelineState, Record]:
+    def _prefill(self, tokens, given, request) -> tuple[PipelineState, Record]:
         return _prefill(self.weights, tokens, request, **self._static)
 
     def _insert(self, state, rows, slots) -> PipelineState:

@@ -16,7 +16,7 @@ from jax import lax
 
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.trees import Tree, unstack
-from eejax.models import exits, layers, shards
+from eejax.models import exits, layers, mixing, shards
 from eejax.models.config import ModelConfig
 
 KeyValue = tuple[jax.Array, jax.Array]
@@ -117,6 +117,31 @@ def run_segment(
     context = _context(config, x, start, kvs, block)
     if seen is not None:
         context = context._replace(mask=context.mask & seen[:, None])
+    return _run(params, segment, config, e, x, context, kvs, block, goes, axes)
+
+
+def run_packed(
+    params: Tree,
+    segment: tuple[Tree, ...],
+    config: ModelConfig,
+    e: int,
+    x: jax.Array,
+    packed: mixing.Packed,
+    kvs: tuple[KeyValue, ...],
+    block: KeyValue | None,
+    *,
+    axes: Axes = LOCAL,
+) -> tuple[jax.Array, jax.Array, tuple[KeyValue, ...], KeyValue | None]:
+    """As `run_segment`, for rows x [t, 1, d] of some of the cache's sequences, packed."""
+    keys = jnp.arange(_positions(kvs, block), dtype=jnp.int32)[None]
+    context = layers.make_context(
+        config, packed.position[:, None], key_positions=keys, packed=packed
+    )
+    return _run(params, segment, config, e, x, context, kvs, block, None, axes)
+
+
+def _run(params, segment, config, e, x, context, kvs, block, goes, axes):
+    """A segment's layers, and its exit's, of one pass."""
     first = config.segments[e][0]
     written = []
     for i, (p, kv) in enumerate(zip(segment, kvs, strict=True)):
@@ -173,12 +198,15 @@ def propagate_segment(
 
 def _context(config, x, start, kvs, block) -> layers.Context:
     """Of rows x [b, w, d] at positions start [b] onward, beside the buffers."""
+    positions = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+    keys = jnp.arange(_positions(kvs, block), dtype=jnp.int32)[None]
+    return layers.make_context(config, positions, key_positions=keys, start=start)
+
+
+def _positions(kvs, block) -> int:
+    """Those that the buffers hold."""
     buffers = jax.tree.leaves((kvs, block))
-    width, length = x.shape[1], buffers[0].shape[1] if buffers else 1
-    positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-    return layers.make_context(
-        config, positions, key_positions=jnp.arange(length, dtype=jnp.int32)[None], start=start
-    )
+    return buffers[0].shape[1] if buffers else 1
 
 
 def _write_heads(p, x, config, context, local, kv, axes) -> KeyValue:
@@ -189,4 +217,4 @@ def _write_heads(p, x, config, context, local, kv, axes) -> KeyValue:
     """
     h = layers.norm(p["attn_norm"], x, config) if "attn_norm" in p else x
     _, k, v = layers.heads(p["attn"], h, config, context, local, axes)
-    return tuple(layers.write_rows(c, a, context.start) for c, a in zip(kv, (k, v), strict=True))
+    return tuple(mixing.write_rows(c, a, context.start) for c, a in zip(kv, (k, v), strict=True))

@@ -9,9 +9,7 @@ With a sequence axis the residual stream is [b, t/shards, d] between `leave` and
 
 from __future__ import annotations
 
-import itertools
 import math
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -20,11 +18,11 @@ from jax import lax
 
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.trees import Tree
+from eejax.models import mixing
 from eejax.models.config import ModelConfig, RotaryConfig
+from eejax.models.mixing import NEGATIVE as NEGATIVE  # of masked logits too
 from eejax.models.positions import alibi_slopes, rotary_tables, rotate
 from eejax.models.shards import enter, leave, own_kv_head, own_positions
-
-NEGATIVE = -1e30  # masks scores and logits; finite, so that fully masked rows stay finite
 
 ACTIVATION = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -45,6 +43,7 @@ class Context(NamedTuple):
     dropout_keys: [b] one key per sample, or None.
     start: [b] first position of the rows in the KV cache, or None without a cache.
     reach: scalar, positions of a KV cache that somebody attends to, from its first; None without.
+    packed: where in a KV cache of slots rows of several requests [t, 1] lie, in place of `start`.
     """
 
     mask: jax.Array
@@ -54,6 +53,7 @@ class Context(NamedTuple):
     dropout_keys: jax.Array | None = None
     start: jax.Array | None = None
     reach: jax.Array | None = None
+    packed: mixing.Packed | None = None
 
 
 def norm(
@@ -92,6 +92,7 @@ def make_context(
     segment_ids: jax.Array | None = None,
     dropout_keys: jax.Array | None = None,
     start: jax.Array | None = None,
+    packed: mixing.Packed | None = None,
 ) -> Context:
     """The shared inputs of a pass over query `positions` [b or 1, t].
 
@@ -117,8 +118,9 @@ def make_context(
             local_rope = rotary_tables(local, config.rotary_dims, positions)
     needs_distance = config.position == "alibi" or config.sliding_window is not None
     return Context(
-        mask, distance if needs_distance else None, rope, local_rope, dropout_keys, start, reach
-    )
+        mask, distance if needs_distance else None, rope, local_rope, dropout_keys, start, reach,
+        packed,
+    )  # fmt: skip
 
 
 def dropout(
@@ -145,119 +147,6 @@ def keep_samples(keys: jax.Array, layer: jax.Array, rate: jax.Array) -> jax.Arra
     """
     one = lambda key: jax.random.fold_in(jax.random.fold_in(key, layer), 3)
     return jax.vmap(lambda key: jax.random.bernoulli(one(key), 1.0 - rate))(keys)
-
-
-UNROLLED_WRITES = 8
-
-
-def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
-    """cache [b * k, s, h] with rows [b, t, k, h] written at positions start [b] onward.
-
-    The caller leaves room for all rows: a start too close to the end would be clamped and
-    overwrite earlier positions.
-    """
-    b, t, k, h = rows.shape
-    rows = jnp.swapaxes(rows, 1, 2).astype(cache.dtype)  # [b, k, t, h]
-    if b <= UNROLLED_WRITES:  # slice updates stay in place; a scatter costs more
-        for i in range(b):
-            cache = lax.dynamic_update_slice(cache, rows[i], (i * k, start[i], 0))
-        return cache
-    grouped = cache.reshape(b, k, *cache.shape[1:])
-    write = lambda c, r, i: lax.dynamic_update_slice(c, r, (0, i, 0))
-    return jax.vmap(write)(grouped, rows, start).reshape(cache.shape)
-
-
-SHORTEST, LONGER = 256, 4  # positions attended to at least, and times more, in a long cache
-
-
-def cache_lengths(length: int) -> list[int]:
-    """The numbers of positions that attention to a cache of `length` is compiled for."""
-    lengths = []
-    while (n := SHORTEST * LONGER ** len(lengths)) < length / 2:
-        lengths.append(n)
-    return [*lengths, length]
-
-
-def _cache_mix(q, k, v, mask, distance, slopes, config: ModelConfig, reach: jax.Array):
-    """`_mix` of rows with the first positions of a cache, of `cache_lengths` the fewest that are
-    enough: what a step reads grows with what was written, and not with what there is room for."""
-    lengths = cache_lengths(k.shape[1])
-
-    def first(n, q, k, v, mask, distance):
-        near = None if distance is None else distance[..., :n]
-        return _mix(q, k[:, :n], v[:, :n], mask[..., :n], near, slopes, config)
-
-    branches = [partial(first, n) for n in lengths]
-    if len(lengths) == 1:
-        return branches[0](q, k, v, mask, distance)
-    bucket = jnp.searchsorted(jnp.asarray(lengths), reach)
-    return lax.switch(bucket, branches, q, k, v, mask, distance)
-
-
-QUERY_BLOCKS, MIN_QUERY_BLOCK = 4, 64
-
-
-def _mix(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: jax.Array,
-    distance: jax.Array | None,
-    slopes: jax.Array | None,
-    config: ModelConfig,
-) -> jax.Array:
-    """Values mixed by the softmax of scores: q [b, t, k, g, h] -> [b, t, k, g, h].
-
-    k, v [b * k, s, h]; mask, distance [b or 1, t, s]; slopes [k, g]. These are products of
-    three-dimensional buffers as the KV cache lies in memory: any other order of axes, or a
-    reshape on the way, makes XLA's CPU backend copy the cache at every step of decoding (2 to 5
-    times the time). The result is divided by the weights' sum, not the weights: it is smaller.
-    """
-    b, t, n_kv, g, h = q.shape
-    rows = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(b * n_kv, g * t, h)
-    scores = jnp.einsum("nrh,nsh->nrs", rows, k, preferred_element_type=jnp.float32)
-    scores = scores.reshape(b, n_kv, g, t, -1)
-    scores = scores * jnp.float32(config.attention_scale or h**-0.5)
-    if config.attention_softcap:
-        scores = config.attention_softcap * jnp.tanh(scores / config.attention_softcap)
-    if slopes is not None:
-        bias = slopes[None, :, :, None, None] * distance[:, None, None].astype(jnp.float32)
-        scores = scores - bias
-    scores = jnp.where(mask[:, None, None], scores, NEGATIVE)
-    top = lax.stop_gradient(scores.max(-1, keepdims=True))
-    weights = jnp.exp(scores - top)
-    total = weights.sum(-1).reshape(b * n_kv, g * t, 1)
-    weights = weights.reshape(b * n_kv, g * t, -1).astype(q.dtype)
-    y = jnp.einsum("nrs,nsh->nrh", weights, v, preferred_element_type=jnp.float32) / total
-    return jnp.transpose(y.astype(q.dtype).reshape(b, n_kv, g, t, h), (0, 3, 1, 2, 4))
-
-
-def query_blocks(t: int) -> int:
-    """In how many blocks the queries of sequences of t positions are taken."""
-    return max(1, min(QUERY_BLOCKS, t // MIN_QUERY_BLOCK))
-
-
-def _causal_mix(q, k, v, mask, distance, slopes, config: ModelConfig) -> jax.Array:
-    """`_mix` of rows with themselves, in blocks of queries with the keys up to each block's end.
-
-    Blocks spare the products and exponentials of most masked scores, and each recomputes its
-    scores in the backward pass, which therefore keeps nothing of size t * s from layer to layer.
-    """
-    t = q.shape[1]
-    n = query_blocks(t)
-    cuts = [t * i // n for i in range(n + 1)]
-
-    def block(start, stop, q, k, v, mask, distance):
-        part = lambda a: None if a is None else a[:, start:stop, :stop]
-        return _mix(
-            q[:, start:stop], k[:, :stop], v[:, :stop], part(mask), part(distance), slopes, config
-        )
-
-    blocks = [
-        jax.checkpoint(partial(block, *cut), prevent_cse=False)(q, k, v, mask, distance)
-        for cut in itertools.pairwise(cuts)
-    ]
-    return blocks[0] if n == 1 else jnp.concatenate(blocks, 1)
 
 
 def attention(
@@ -294,11 +183,15 @@ def attention(
     distance = context.distance if slopes is not None else None
     if cache is None:
         flat = (jnp.swapaxes(a, 1, 2).reshape(b * n_kv, t, -1) for a in (k, v))
-        out = _causal_mix(q, *flat, mask, distance, slopes, config)
+        out = mixing.causal_mix(q, *flat, mask, distance, slopes, config)
+    elif context.packed is not None:
+        out, (k, v) = mixing.packed_mix(
+            q, k, v, cache, mask, distance, slopes, config, context.packed
+        )
     else:
-        k, v = (write_rows(c, a, context.start) for c, a in zip(cache, (k, v), strict=True))
+        k, v = (mixing.write_rows(c, a, context.start) for c, a in zip(cache, (k, v), strict=True))
         flat = k.astype(dtype), v.astype(dtype)
-        out = _cache_mix(q, *flat, mask, distance, slopes, config, context.reach)
+        out = mixing.cache_mix(q, *flat, mask, distance, slopes, config, context.reach)
     out = _product(_rows(out), p["o"], p["o"].ndim - 1).reshape(b, t, -1)
     return _add_bias(leave(out, axes), p.get("o_bias")), (k, v)
 

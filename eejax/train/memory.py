@@ -21,7 +21,7 @@ from eejax.common.axes import DATA, MESH_AXES, MODEL
 from eejax.common.trees import Tree, join, nbytes
 from eejax.losses.cross_entropy import chunk_size
 from eejax.losses.multi_exit import multi_exit_loss
-from eejax.models import layers, params
+from eejax.models import layers, mixing, params
 from eejax.models.transformer import rematerialised
 from eejax.pipeline import runner
 from eejax.pipeline.plan import plan
@@ -251,7 +251,7 @@ def _one_layer(program: Program, rows: int) -> int:
     """
     experiment, mesh, config = program.experiment, program.mesh, program.experiment.model
     length, layout = experiment.data.length, experiment.mesh
-    blocks = layers.query_blocks(length)
+    blocks = mixing.query_blocks(length)
     heads = config.n_heads // mesh.shape[MODEL]
     scores = 3 * 4 * rows * heads * -(-length // blocks) * length
     declared, axes = params.layer(config), mesh_axes(mesh, layout)

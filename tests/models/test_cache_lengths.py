@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eejax.models import layers, params
+from eejax.models import layers, mixing, params
 from eejax.models.config import ModelConfig
 
 CASES = {
@@ -31,12 +31,12 @@ def setup(case):
 
 
 def test_lengths_end_with_the_whole_cache_and_none_is_near_it():
-    assert layers.cache_lengths(64) == [64]
-    assert layers.cache_lengths(512) == [512]
-    assert layers.cache_lengths(513) == [256, 513]
-    assert layers.cache_lengths(4096) == [256, 1024, 4096]
+    assert mixing.cache_lengths(64) == [64]
+    assert mixing.cache_lengths(512) == [512]
+    assert mixing.cache_lengths(513) == [256, 513]
+    assert mixing.cache_lengths(4096) == [256, 1024, 4096]
     for length in range(1, 9000, 37):
-        *shorter, last = layers.cache_lengths(length)
+        *shorter, last = mixing.cache_lengths(length)
         assert last == length and all(n < length / 2 for n in shorter)
 
 
@@ -71,7 +71,7 @@ def test_a_short_reach_reads_only_the_first_positions():
     """Garbage beyond the first bucket is masked either way; NaN there is seen if it is read."""
     config, p = setup("grouped")
     shape = (2 * config.n_kv_heads, LENGTH, config.head_dim)
-    cache = jnp.full(shape, jnp.nan).at[:, : layers.SHORTEST].set(0.5)
+    cache = jnp.full(shape, jnp.nan).at[:, : mixing.SHORTEST].set(0.5)
 
     @jax.jit
     def row(start):
@@ -80,6 +80,6 @@ def test_a_short_reach_reads_only_the_first_positions():
         return layers.attention(p, jnp.ones((2, 1, 12)), config, context, cache=(cache, cache))[0]
 
     reads = lambda *start: bool(jnp.isnan(row(jnp.asarray(start, jnp.int32))).any())
-    last = layers.SHORTEST - 1
+    last = mixing.SHORTEST - 1
     assert not reads(0, last)
     assert reads(0, last + 1)

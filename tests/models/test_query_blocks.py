@@ -11,7 +11,7 @@ import pytest
 import reference_model
 
 from eejax.common.axes import LOCAL
-from eejax.models import layers, params
+from eejax.models import layers, mixing, params
 from eejax.models.config import ModelConfig
 from eejax.models.positions import alibi_slopes
 
@@ -148,7 +148,7 @@ def test_queries_keys_and_values(case):
     def ours(q, k, v):
         rows = lambda a: jnp.swapaxes(a, 1, 2).reshape(2 * n_kv, t, h)
         q = q.reshape(2, t, n_kv, n // n_kv, h)
-        y = layers._causal_mix(q, rows(k), rows(v), mask, context.distance, slopes, config)
+        y = mixing.causal_mix(q, rows(k), rows(v), mask, context.distance, slopes, config)
         return y.reshape(2, t, n, h)
 
     y, back = jax.vjp(jax.jit(ours), *(jnp.asarray(a, jnp.float32) for a in qkv))

@@ -1,0 +1,115 @@
+"""Who goes deeper now, and how: the decisions of `batched`, in numbers of numpy or of JAX.
+
+The engine takes them on the device and the simulator beside it; both call these functions, with
+`jax.numpy` or `numpy` as `xp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax import struct
+
+from eejax.common.errors import require
+
+HELD, IN_PLACE, PACKED = 0, 1, 2  # ways to run a segment; from PACKED on, one for each bucket
+
+
+@struct.dataclass
+class Plan:
+    """What decisions weigh, by segment: traced arrays, so that another plan compiles nothing.
+
+    fill [e]: slots that have to wait below a segment for it to run, while others have work
+        elsewhere; 1 holds nobody back.
+    patience [e]: sweeps that a slot is held back at most.
+    in_place [e]: seconds of one row of all slots; packed [e, buckets]: of so many rows of some of
+        them, apart from their attention; span [e]: of one span's attention.
+    """
+
+    fill: Any
+    patience: Any
+    in_place: Any
+    packed: Any
+    span: Any
+
+    @classmethod
+    def make(
+        cls,
+        segments: int,
+        slots: int,
+        buckets: Sequence[int],
+        fill: Sequence[int] | int = 1,
+        patience: Sequence[int] | int = 0,
+        seconds: tuple[Any, Any, Any] | None = None,
+    ) -> Plan:
+        """For an engine of so many segments, slots and row buckets. `seconds`: (in_place, packed,
+        span), by default in proportion to rows. Raises ConfigError for another shape, a fill or
+        patience below 0, or seconds that are none."""
+        if seconds is None:
+            rows = np.broadcast_to(np.asarray(buckets, np.float64), (segments, len(buckets)))
+            seconds = np.full(segments, float(slots)), rows, np.zeros(segments)
+        shapes = dict(in_place=(segments,), packed=(segments, len(buckets)), span=(segments,))
+        given = dict(zip(shapes, seconds, strict=True))
+        for name, a in given.items():
+            a = given[name] = np.asarray(a, np.float32)
+            require(
+                a.shape == shapes[name] and bool(np.all(np.isfinite(a) & (a >= 0))),
+                f"plan.{name}", a, f"must be seconds, of shape {shapes[name]}",
+            )  # fmt: skip
+        for name, value in (("fill", fill), ("patience", patience)):
+            a = np.asarray(value)
+            require(
+                a.dtype.kind in "iu" and a.shape in ((), (segments,)) and bool(np.all(a >= 0)),
+                f"plan.{name}", value, f"must be a whole number, or {segments}: one a segment",
+            )  # fmt: skip
+            given[name] = np.array(np.broadcast_to(a, (segments,)), np.int32)
+        return cls(**given)
+
+
+class Chosen(NamedTuple):
+    """A decision. way: HELD, IN_PLACE, or PACKED + the bucket's number; count [slots]: rows that go
+    of each slot; order [slots]: slots, those that go first; spans: of packed rows."""
+
+    way: Any
+    count: Any
+    order: Any
+    spans: Any
+
+
+def choose(
+    xp: Any,
+    plan: Plan,
+    e: int,
+    buckets: Sequence[int],
+    width: int,
+    goes: Any,
+    rows: Any,
+    waited: Any,
+    movers: Any,
+) -> Chosen:
+    """Segment e's turn. goes, rows, waited [slots]: who wants through it, with how many rows, and
+    how many sweeps it has waited; movers: whether others have work elsewhere; width: of a span.
+
+    Slots go in the order they came in, as far as the largest bucket reaches. All of them wait while
+    they are few, others have work, and nobody's patience ends; otherwise they go the way that takes
+    the fewest seconds: some rows packed, or, where each has one, all slots in place.
+    """
+    most = buckets[-1]
+    n = xp.sum(goes.astype(np.int32))
+    longest = xp.max(xp.where(goes, waited, -1))
+    held = movers & (n < plan.fill[e]) & (longest < plan.patience[e])
+    # Who does not go comes last, whatever it waited: a stable sort of what is no larger than 2^30.
+    order = xp.argsort(xp.where(goes, -xp.minimum(waited, 1 << 29), 1 << 29), stable=True)
+    upto = xp.cumsum(xp.where(goes, rows, 0)[order])
+    count = xp.where(upto <= most, xp.where(goes, rows, 0)[order], 0)
+    total = xp.sum(count)
+    spans = xp.sum(-(-count // width))
+    bucket = xp.sum((np.asarray(buckets) < total).astype(np.int32))
+    costs = plan.packed[e] + plan.span[e] * spans
+    wanted = xp.where(goes, rows, 0)
+    in_place = (xp.max(wanted) <= 1) & (plan.in_place[e] <= costs[bucket])
+    way = xp.where((n == 0) | held, HELD, xp.where(in_place, IN_PLACE, PACKED + bucket))
+    count = xp.where(in_place, wanted, count[xp.argsort(order)])
+    return Chosen(way, xp.where(way == HELD, 0, count), order, spans)

@@ -1,0 +1,191 @@
+"""Attention's mixing: scores, softmax and weighted values, of whole texts and beside a KV cache."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from eejax.models.config import ModelConfig
+
+NEGATIVE = -1e30  # masks scores and logits; finite, so that fully masked rows stay finite
+
+UNROLLED_WRITES = 8
+
+
+def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
+    """cache [b * k, s, h] with rows [b, t, k, h] written at positions start [b] onward.
+
+    The caller leaves room for all rows: a start too close to the end would be clamped and
+    overwrite earlier positions.
+    """
+    b, t, k, h = rows.shape
+    rows = jnp.swapaxes(rows, 1, 2).astype(cache.dtype)  # [b, k, t, h]
+    if b <= UNROLLED_WRITES:  # slice updates stay in place; a scatter costs more
+        for i in range(b):
+            cache = lax.dynamic_update_slice(cache, rows[i], (i * k, start[i], 0))
+        return cache
+    grouped = cache.reshape(b, k, *cache.shape[1:])
+    write = lambda c, r, i: lax.dynamic_update_slice(c, r, (0, i, 0))
+    return jax.vmap(write)(grouped, rows, start).reshape(cache.shape)
+
+
+SHORTEST, LONGER = 256, 4  # positions attended to at least, and times more, in a long cache
+
+
+def cache_lengths(length: int) -> list[int]:
+    """The numbers of positions that attention to a cache of `length` is compiled for."""
+    lengths = []
+    while (n := SHORTEST * LONGER ** len(lengths)) < length / 2:
+        lengths.append(n)
+    return [*lengths, length]
+
+
+def cache_mix(q, k, v, mask, distance, slopes, config: ModelConfig, reach: jax.Array):
+    """`_mix` of rows with the first positions of a cache, of `cache_lengths` the fewest that are
+    enough: what a step reads grows with what was written, and not with what there is room for."""
+    lengths = cache_lengths(k.shape[1])
+
+    def first(n, q, k, v, mask, distance):
+        near = None if distance is None else distance[..., :n]
+        return _mix(q, k[:, :n], v[:, :n], mask[..., :n], near, slopes, config)
+
+    branches = [partial(first, n) for n in lengths]
+    if len(lengths) == 1:
+        return branches[0](q, k, v, mask, distance)
+    bucket = jnp.searchsorted(jnp.asarray(lengths), reach)
+    return lax.switch(bucket, branches, q, k, v, mask, distance)
+
+
+QUERY_BLOCKS, MIN_QUERY_BLOCK = 4, 64
+
+
+def _mix(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    distance: jax.Array | None,
+    slopes: jax.Array | None,
+    config: ModelConfig,
+) -> jax.Array:
+    """Values mixed by the softmax of scores: q [b, t, k, g, h] -> [b, t, k, g, h].
+
+    k, v [b * k, s, h]; mask, distance [b or 1, t, s]; slopes [k, g]. These are products of
+    three-dimensional buffers as the KV cache lies in memory: any other order of axes, or a
+    reshape on the way, makes XLA's CPU backend copy the cache at every step of decoding (2 to 5
+    times the time). The result is divided by the weights' sum, not the weights: it is smaller.
+    """
+    b, t, n_kv, g, h = q.shape
+    rows = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(b * n_kv, g * t, h)
+    scores = jnp.einsum("nrh,nsh->nrs", rows, k, preferred_element_type=jnp.float32)
+    scores = scores.reshape(b, n_kv, g, t, -1)
+    scores = scores * jnp.float32(config.attention_scale or h**-0.5)
+    if config.attention_softcap:
+        scores = config.attention_softcap * jnp.tanh(scores / config.attention_softcap)
+    if slopes is not None:
+        bias = slopes[None, :, :, None, None] * distance[:, None, None].astype(jnp.float32)
+        scores = scores - bias
+    scores = jnp.where(mask[:, None, None], scores, NEGATIVE)
+    top = lax.stop_gradient(scores.max(-1, keepdims=True))
+    weights = jnp.exp(scores - top)
+    total = weights.sum(-1).reshape(b * n_kv, g * t, 1)
+    weights = weights.reshape(b * n_kv, g * t, -1).astype(q.dtype)
+    y = jnp.einsum("nrs,nsh->nrh", weights, v, preferred_element_type=jnp.float32) / total
+    return jnp.transpose(y.astype(q.dtype).reshape(b, n_kv, g, t, h), (0, 3, 1, 2, 4))
+
+
+def query_blocks(t: int) -> int:
+    """In how many blocks the queries of sequences of t positions are taken."""
+    return max(1, min(QUERY_BLOCKS, t // MIN_QUERY_BLOCK))
+
+
+def causal_mix(q, k, v, mask, distance, slopes, config: ModelConfig) -> jax.Array:
+    """`_mix` of rows with themselves, in blocks of queries with the keys up to each block's end.
+
+    Blocks spare the products and exponentials of most masked scores, and each recomputes its
+    scores in the backward pass, which therefore keeps nothing of size t * s from layer to layer.
+    """
+    t = q.shape[1]
+    n = query_blocks(t)
+    cuts = [t * i // n for i in range(n + 1)]
+
+    def block(start, stop, q, k, v, mask, distance):
+        part = lambda a: None if a is None else a[:, start:stop, :stop]
+        return _mix(
+            q[:, start:stop], k[:, :stop], v[:, :stop], part(mask), part(distance), slopes, config
+        )
+
+    blocks = [
+        jax.checkpoint(partial(block, *cut), prevent_cse=False)(q, k, v, mask, distance)
+        for cut in itertools.pairwise(cuts)
+    ]
+    return blocks[0] if n == 1 else jnp.concatenate(blocks, 1)
+
+
+
+
+class Packed(NamedTuple):
+    """How rows [t] of several requests, one after the other, lie in a KV cache of slots.
+
+    Rows of a slot follow each other in position and are cut into spans of at most `width`, which
+    attention takes one by one: it reads the keys and values of those slots alone that have rows, as
+    they lie, and those of a span once.
+
+    slot, position [t]: of each row; those beyond the last span belong to nobody. first [n]: of each
+    span the first row, ascending; spans: how many there are. The cache has room for width - 1
+    positions more than any row's.
+    """
+
+    slot: jax.Array
+    position: jax.Array
+    first: jax.Array
+    spans: jax.Array
+    width: int
+
+
+def packed_mix(q, k, v, cache, mask, distance, slopes, config: ModelConfig, packed: Packed):
+    """Rows' values mixed, and the cache with their keys and values.
+
+    q [t, 1, k, g, h]; k, v [t, 1, k, h]; mask, distance [t, 1, s]; the cache's [slots * k, s, h].
+    What a span writes behind its own rows lies where nobody attends before it is written again.
+    """
+    width, n_kv, length = packed.width, k.shape[2], cache[0].shape[1]
+    lengths = cache_lengths(length)
+
+    def rows(a):  # [t + width - 1, ...]: a span may begin with any row
+        return jnp.pad(a[:, 0], [(0, width - 1)] + [(0, 0)] * (a.ndim - 2))
+
+    own = [None if a is None else rows(a) for a in (q, k, v, mask, distance)]
+
+    def span(i, carry):
+        out, *buffers = carry
+        first = packed.first[i]
+        slot, start = packed.slot[first] * n_kv, packed.position[first]
+        q, k, v, mask, distance = (
+            None if a is None else lax.dynamic_slice_in_dim(a, first, width) for a in own
+        )
+        buffers = [
+            lax.dynamic_update_slice(c, jnp.swapaxes(a, 0, 1).astype(c.dtype), (slot, start, 0))
+            for c, a in zip(buffers, (k, v), strict=True)
+        ]
+
+        def first_positions(n, q, mask, distance, *buffers):
+            k, v = (
+                lax.dynamic_slice(c, (slot, 0, 0), (n_kv, n, c.shape[2])).astype(q.dtype)
+                for c in buffers
+            )
+            near = None if distance is None else distance[None, :, :n]
+            return _mix(q[None], k, v, mask[None, :, :n], near, slopes, config)[0]
+
+        branches = [partial(first_positions, n) for n in lengths]
+        bucket = jnp.searchsorted(jnp.asarray(lengths), start + width)
+        y = lax.switch(jnp.minimum(bucket, len(lengths) - 1), branches, q, mask, distance, *buffers)
+        return lax.dynamic_update_slice_in_dim(out, y, first, 0), *buffers
+
+    out, *buffers = lax.fori_loop(0, packed.spans, span, (jnp.zeros_like(own[0]), *cache))
+    return out[: q.shape[0], None], tuple(buffers)
