@@ -24,10 +24,10 @@ def require(ok: bool, field: str, value: Any, allowed: str, fix: str = "") -> No
         raise ConfigError(f"{field} = {value!r}: {allowed}." + (f" {fix}" if fix else ""))
 
 
-def require_count(field: str, value: Any) -> None:
-    """Raises `ConfigError` for what is no integer from 1."""
+def require_count(field: str, value: Any, least: int = 1) -> None:
+    """Raises `ConfigError` for what is no integer from `least`."""
     count = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    require(count and value >= 1, field, value, "must be an integer of at least 1")
+    require(count and value >= least, field, value, f"must be an integer of at least {least}")
 
 
 def require_one_of(field: str, value: Any, choices: tuple) -> None:

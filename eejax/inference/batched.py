@@ -28,7 +28,7 @@ from eejax.common.trees import Tree
 from eejax.gates.confidence import Memory
 from eejax.inference import state as s
 from eejax.inference.engine import Slots, check_slots
-from eejax.inference.packing import HELD, IN_PLACE, PACKED, Chosen, Plan, choose
+from eejax.inference.packing import IN_PLACE, PACKED, Chosen, Plan, choose
 from eejax.inference.policy import Emission, Look, conclude, consider
 from eejax.inference.state import Record, Request, Weights
 from eejax.models import transformer
@@ -38,7 +38,6 @@ from eejax.models.mixing import Packed
 
 SPAN = 4  # rows of a slot that attention takes together
 PROMPT_SPAN = 32  # of a prompt
-PROMPT = -1  # `stage` of a request whose prompt is not done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +49,15 @@ class BatchOptions:
     buckets: row counts that a segment is compiled for, ascending; the largest is at least the cap.
         Empty: powers of two up to twice the slots, or the cap.
     chunk: prompt tokens of a sweep.
+    drafts: most tokens of a request that are drafted past one that no exit has decided yet; which
+        may, and how many, is said by its `ExitPolicy.drafts`.
     max_depth: segments to load, from the bottom; None: all.
     """
 
     cap: int = 16
     buckets: tuple[int, ...] = ()
     chunk: int = 64
+    drafts: int = 4
     max_depth: int | None = None
 
     def __post_init__(self):
@@ -66,6 +68,7 @@ class BatchOptions:
         object.__setattr__(self, "buckets", tuple(sorted({*self.buckets})))
         for name in ("cap", "chunk"):
             require_count(name, getattr(self, name))
+        require_count("drafts", self.drafts, least=0)
         if self.max_depth is not None:
             require_count("max_depth", self.max_depth)
         require(
@@ -103,13 +106,39 @@ class Work:
 
 
 @struct.dataclass
+class Pending:
+    """What is known of the newest rows of every slot: [slots, m], position p's in place p % m.
+
+    fed: the token the row reads; token, logprob, confidence, exit: of the one that follows, by the
+    exit that decided it, -1 while none has: then `token` is a draft. seen, streak: what the gates
+    remember of the row (`Memory`). drafted, accepted: as in `Record`, once it is decided.
+    """
+
+    fed: jax.Array
+    token: jax.Array
+    logprob: jax.Array
+    confidence: jax.Array
+    exit: jax.Array
+    seen: jax.Array
+    streak: jax.Array
+    drafted: jax.Array
+    accepted: jax.Array
+
+    @classmethod
+    def blank(cls, *shape: int) -> Pending:
+        none, zero = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.int32)
+        number = jnp.zeros(shape, jnp.float32)
+        return cls(zero, none, number, number, none, none, zero, zero, zero)
+
+
+@struct.dataclass
 class BatchedState:
     """Everything that slots carry from sweep to sweep; arrays are [slots, ...].
 
-    cache, waiting, token, position, remaining, request: as in `state.DecodeState`.
-    memory: what gates carry from exit to exit of the newest token.
-    stage: the segment that the newest token is to go through next, `PROMPT` while the prompt is
-        not done; since: the sweep in which it came there.
+    cache, waiting, token, position, remaining, request: as in `state.DecodeState`. The row at
+    `position` decides the token to emit next. Rows from there on that the first segment has seen
+    are *pending*: the first is undecided, those behind it read drafts.
+    since: the sweep in which the first pending row came to the segment it stands at.
     prompt [slots, context], given: the tokens a request came with, and how many. They are more
         than `request.start` where it had been under way before: then what follows is decoded.
     clock: sweeps since the start.
@@ -117,11 +146,10 @@ class BatchedState:
 
     cache: KVCache
     waiting: tuple[jax.Array, ...]
-    memory: Memory
+    pending: Pending
     token: jax.Array
     position: jax.Array
     remaining: jax.Array
-    stage: jax.Array
     since: jax.Array
     prompt: jax.Array
     given: jax.Array
@@ -134,14 +162,49 @@ class BatchedState:
     def live(self) -> jax.Array:
         return self.remaining > 0
 
+    @property
+    def prompting(self) -> jax.Array:
+        return self.live & (self.cache.filled[:, 0] < self.given)
+
+    @property
+    def stage(self) -> jax.Array:
+        """The segment that the row at `position` is to go through next."""
+        return jnp.sum((self.cache.filled > self.position[:, None]).astype(jnp.int32), -1)
+
+    def full(self, cap: int) -> jax.Array:
+        """Whether so many tokens wait that they go deeper before another begins."""
+        return self.cache.filled[:, 0] - self.cache.filled[:, -1] >= cap
+
+    def begins(self, cap: int) -> jax.Array:
+        """Whether the first segment has a row to run: of a token that was emitted, or of one
+        drafted where more may be."""
+        ahead, m = self.cache.filled[:, 0] - self.position, self.pending.fed.shape[1]
+        begins = self.live & ~self.prompting & ~self.full(cap)
+        if m == 1:
+            return begins & (ahead <= 0)
+        policy = self.request.policy
+        most = jnp.where(policy.paused, 0, jnp.minimum(policy.drafts, m - 1))
+        last = _at(self.pending.token, self.cache.filled[:, 0] - 1)
+        more = (ahead <= most) & (ahead < self.remaining) & ~_stops(self.request, last[:, None])[:, 0]
+        return begins & ((ahead <= 0) | more)
+
+
+def _at(a: jax.Array, position: jax.Array) -> jax.Array:
+    """[slots] of a [slots, m]: what is kept of positions [slots]."""
+    return jnp.take_along_axis(a, (position % a.shape[1])[:, None], 1)[:, 0]
+
+
+def _stops(request: Request, tokens: jax.Array) -> jax.Array:
+    """[slots, n] whether tokens [slots, n] end their requests."""
+    return jnp.any(tokens[..., None] == request.stops[:, None], -1)
+
 
 class Flat(NamedTuple):
-    """Rows of some slots, packed. order [r]: the slots, longest waiting first; valid [r]: whether
-    one is meant; last [r]: its last row."""
+    """Rows of some slots, packed. order [r]: the slots, longest waiting first; last [r]: of each
+    the last row, one that is nobody's where no slot is meant."""
 
     packed: Packed
     order: jax.Array
-    valid: jax.Array
     last: jax.Array
 
 
@@ -157,8 +220,8 @@ def blank(
     return BatchedState(
         cache=init_cache(config, slots, length, n + 1, weights.axes),
         waiting=tuple(ring() for _ in range(n)),
-        memory=Memory.blank(jnp.zeros((slots, config.d_model), config.dtype)),
-        token=zero, position=zero, remaining=zero, stage=zero, since=zero,
+        pending=Pending.blank(slots, options.drafts + 1),
+        token=zero, position=zero, remaining=zero, since=zero,
         prompt=jnp.zeros((slots, context), jnp.int32), given=zero, clock=jnp.int32(0),
         work=Work(
             jnp.zeros((n + 1, 1 + len(options.buckets)), jnp.uint32),
@@ -185,71 +248,108 @@ def flatten(chosen: Chosen, start: jax.Array, size: int, width: int) -> Flat:
     spans = jnp.sum(-(-count // width))
     r = min(size, slots)
     packed = Packed(slot, position, first.astype(jnp.int32), spans, width)
-    return Flat(packed, chosen.order[:r], count[:r] > 0, jnp.maximum(ends - 1, 0)[:r])
+    # Slots that go come first. A last row of nobody: behind them all, or, where none is, doubled.
+    return Flat(packed, chosen.order[:r], jnp.where(count > 0, ends - 1, size)[:r])
 
 
-def _look(weights, config, state, e, order, x, h, allowed, emission, memory):
-    """Exit e's turn for slots `order` (None: all of them, in place); x, h [r, d] of their newest
-    tokens, allowed [r]. Emission and memory [slots] with what they leave."""
-    take = lambda tree: tree if order is None else jax.tree.map(lambda a: a[order], tree)
-    request, position = take((state.request, state.position + 1))
+def _look(weights, config, state, e, slot, position, allowed, x, h, before) -> Pending:
+    """Exit e's turn for rows of slots at positions [r]: x, h [r, d] of theirs, `before` [r, d] the
+    states at the exit before. Changes what is pending of rows `allowed` [r] that are undecided."""
+    pending, place = state.pending, position % state.pending.fed.shape[1]
+    own = jax.tree.map(lambda a: a[slot, place], pending)
+    allowed = allowed & (position >= state.position[slot])
+    if e == 0:
+        own = Pending.blank(len(slot)).replace(fed=own.fed)
+    request = jax.tree.map(lambda a: a[slot], state.request)
     logits = lambda: s.step_logits(weights, config, e, h)
-    look = Look(e, x, logits, allowed, position, request.progress(position))
-    before = take((emission, memory))
+    allowed = allowed & (own.exit < 0)
+    look = Look(e, x, logits, allowed, position + 1, request.progress(position + 1))
+    none = jnp.full(own.logprob.shape, jnp.inf)
+    emission = Emission(own.token, own.logprob, own.confidence, own.exit, none)
     if e == weights.last:
-        after = conclude(before[0], look, request.sampling), before[1]
+        emission = conclude(emission, look, request.sampling)
     else:
-        after = consider(*before, look, request.policy, request.sampling, config)
+        drafts = None
+        if e == 0 and pending.fed.shape[1] > 1:
+            drafts = (request.policy.drafts > 0) & ~request.policy.paused
+        memory = Memory(own.seen, own.streak, before)
+        emission, memory = consider(
+            emission, memory, look, request.policy, request.sampling, config, drafts=drafts
+        )
+        own = own.replace(seen=memory.token, streak=memory.streak)
+    own = own.replace(
+        token=emission.token, logprob=emission.logprob, confidence=emission.confidence,
+        exit=emission.exit,
+    )  # fmt: skip
+    slot = jnp.where(allowed, slot, len(state.token))
+    return jax.tree.map(lambda a, b: a.at[slot, place].set(b, mode="drop"), pending, own)
 
-    def put(whole, old, new):
-        new = jnp.where(allowed.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-        return new if order is None else whole.at[order].set(new)
 
-    return jax.tree.map(put, (emission, memory), before, after)
-
-
-def _in_place(weights, config, state, e, count, decides, carry):
+def _in_place(weights, config, state, e, count, carry):
     """One row of every slot through segment e; a branch of a conditional."""
-    emission, memory, below, above, kvs, block = carry
-    start, slots = state.cache.filled[:, e], state.token.shape[0]
-    x = s.embed_last(weights, config, state) if e == 0 else _rows(below, jnp.arange(slots), start)
+    pending, below, above, kvs, block = carry
+    start, slot = state.cache.filled[:, e], jnp.arange(state.token.shape[0])
+    if e == 0:
+        x = transformer.embed(
+            weights.params, config, _at(pending.fed, start)[:, None], start[:, None], weights.axes
+        )
+        before = jnp.zeros_like(x)
+    else:
+        before = x = _rows(below, slot, start)
     x, h, kvs, block = run_segment(
         weights.params, weights.segments[e], config, e, x, start, kvs, block, axes=weights.axes
     )
-    above = _stored(above, jnp.where(count > 0, jnp.arange(slots), slots), start, x)
-    emission, memory = _look(
-        weights, config, state, e, None, x[:, 0], h[:, 0], decides, emission, memory
-    )
-    return emission, memory, below, above, kvs, block
+    above = _stored(above, jnp.where(count > 0, slot, len(slot)), start, x)
+    pending = _look(
+        weights, config, state.replace(pending=pending), e, slot, start, count > 0, x[:, 0],
+        h[:, 0], before[:, 0],
+    )  # fmt: skip
+    return pending, below, above, kvs, block
 
 
-def _packed(weights, config, state, e, size, chosen, decides, carry):
+def _packed(weights, config, state, e, size, chosen, carry):
     """The chosen rows through segment e, as `size` flat ones; a branch of a conditional."""
-    emission, memory, below, above, kvs, block = carry
+    pending, below, above, kvs, block = carry
     flat = flatten(chosen, state.cache.filled[:, e], size, SPAN)
     packed = flat.packed
+    slot = jnp.minimum(packed.slot, len(state.token) - 1)
     if e == 0:
-        token = state.token[jnp.minimum(packed.slot, len(state.token) - 1)]
+        token = pending.fed[slot, packed.position % pending.fed.shape[1]]
         x = transformer.embed(
             weights.params, config, token[:, None], packed.position[:, None], weights.axes
         )
+        before = jnp.zeros_like(x)
     else:
-        x = _rows(below, packed.slot, packed.position)
+        before = x = _rows(below, slot, packed.position)
     x, h, kvs, block = run_packed(
         weights.params, weights.segments[e], config, e, x, packed, kvs, block, axes=weights.axes
     )
     above = _stored(above, packed.slot, packed.position, x)
-    allowed = flat.valid & decides[flat.order]
-    emission, memory = _look(
-        weights, config, state, e, flat.order, x[flat.last, 0], h[flat.last, 0], allowed, emission,
-        memory,
+    pending = _look_flat(
+        weights, config, state.replace(pending=pending), e, flat, None, x, h, before
+    )
+    return pending, below, above, kvs, block
+
+
+def _look_flat(weights, config, state, e, flat, allowed, x, h, before) -> Pending:
+    """`_look` of flat rows: only a slot's last where none is drafted. allowed [slots] or None."""
+    packed, slots = flat.packed, len(state.token)
+    size = len(packed.slot)
+    at = flat.last if state.pending.fed.shape[1] == 1 else jnp.arange(size)
+    real = (at < size) & (packed.slot[jnp.minimum(at, size - 1)] < slots)
+    at = jnp.minimum(at, size - 1)
+    slot = jnp.minimum(packed.slot[at], slots - 1)
+    if allowed is not None:
+        real = real & allowed[slot]
+    return _look(
+        weights, config, state, e, slot, packed.position[at], real, x[at, 0], h[at, 0],
+        before[at, 0],
     )  # fmt: skip
-    return emission, memory, below, above, kvs, block
 
 
 def _rows(ring: jax.Array, slot: jax.Array, position: jax.Array) -> jax.Array:
     """[t, 1, d]: the states of slots [t] that wait at positions [t] in a ring [slots, cap, d]."""
-    return ring[jnp.minimum(slot, len(ring) - 1), position % ring.shape[1]][:, None]
+    return ring[slot, position % ring.shape[1]][:, None]
 
 
 def _stored(ring: jax.Array, slot: jax.Array, position: jax.Array, x: jax.Array) -> jax.Array:
@@ -259,100 +359,132 @@ def _stored(ring: jax.Array, slot: jax.Array, position: jax.Array, x: jax.Array)
     return ring.at[slot, position % ring.shape[1]].set(x[:, 0], mode="drop")
 
 
+def settle(state: BatchedState) -> BatchedState:
+    """Emits what is decided, from the first pending row on while each reads what the one before it
+    emits; where one does not, it and those behind it are forgotten."""
+    pending, position, m = state.pending, state.position, state.pending.fed.shape[1]
+    filled, order = state.cache.filled, jnp.arange(m)[None]
+    window = (position[:, None] + order) % m
+    by_order = lambda a: jnp.take_along_axis(a, window, 1)
+    token, exit_, fed = by_order(pending.token), by_order(pending.exit), by_order(pending.fed)
+    there = position[:, None] + order < filled[:, :1]
+    emits = there & (exit_ >= 0) & (order < state.remaining[:, None])
+    stops = _stops(state.request, token)
+    if m > 1:
+        right = (token[:, :-1] == fed[:, 1:]) & there[:, 1:]
+        follows = jnp.pad(right & ~stops[:, :-1], [(0, 0), (1, 0)], constant_values=True)
+        emits = jnp.cumprod((emits & follows).astype(jnp.int32), 1).astype(bool)
+        # The next row read a token that no exit had decided then.
+        drafted = jnp.pad(there[:, 1:], [(0, 0), (0, 1)]) & (exit_ > 0) & emits
+        accepted = jnp.pad(right, [(0, 0), (0, 1)]) & drafted
+        back = (jnp.arange(m)[None] - position[:, None]) % m
+        put = lambda old, new: jnp.where(
+            jnp.take_along_axis(emits, back, 1),
+            jnp.take_along_axis(new.astype(jnp.int32), back, 1), old,
+        )  # fmt: skip
+        pending = pending.replace(
+            drafted=put(pending.drafted, drafted), accepted=put(pending.accepted, accepted)
+        )
+    n = jnp.sum(emits.astype(jnp.int32), -1)
+    last = jnp.take_along_axis(token, jnp.maximum(n - 1, 0)[:, None], 1)[:, 0]
+    token = jnp.where(n > 0, last, state.token)
+    position = position + n
+    ended = jnp.any(stops & emits, -1)
+    if m > 1:
+        wrong = (n > 0) & (_at(pending.fed, position) != token)
+        filled = jnp.where(wrong[:, None], jnp.minimum(filled, position[:, None]), filled)
+    return state.replace(
+        cache=state.cache.replace(filled=filled), pending=pending, token=token, position=position,
+        remaining=jnp.where(ended, 0, state.remaining - n),
+    )  # fmt: skip
+
+
 def sweep(
     weights: Weights, state: BatchedState, *, config: ModelConfig, options: BatchOptions
 ) -> tuple[BatchedState, Record]:
-    """Every segment's turn, then a chunk of prompts: at most one token for every slot."""
-    n, slots = weights.last, state.token.shape[0]
-    emission, memory = s.undecided(weights, slots), state.memory
-    begun = state.remaining
-    for e in range(n + 1):
-        filled, live = state.cache.filled, state.live
-        full = filled[:, 0] - filled[:, n] >= options.cap  # before its next token all must go deeper
-        fresh = live & (state.stage == 0) & (emission.exit < 0)
-        if e == 0:
-            decides = fresh & ~full
-            goes, rows = decides, jnp.ones_like(state.stage)
-            memory = jax.tree.map(
-                lambda a, b: jnp.where(decides.reshape(-1, *(1,) * (a.ndim - 1)), b, a),
-                memory, Memory.blank(memory.state),
-            )  # fmt: skip
-        else:
-            decides = live & (state.stage == e)
-            rows = filled[:, e - 1] - filled[:, e]
-            goes = decides | (live & (state.stage == 0) & full & (rows > 0))
-        # Those whom the next sweep finds with a token to begin, or still with their prompt.
-        movers = jnp.any(live & (((state.stage == 0) & ~full) | (state.stage == PROMPT))) & (e > 0)
-        chosen = choose(
-            jnp, state.plan, e, options.buckets, SPAN, goes, rows, state.clock - state.since, movers
-        )
-        taken = chosen.count > 0
-        decides &= taken
-        # All slots in place: others' oldest waiting rows ride along.
-        riders = live & (rows > 0) & (state.stage != PROMPT) if e else taken
-        in_place = jnp.where(taken | riders, 1, 0)
-        below = state.waiting[e - 1] if e else jnp.zeros((slots, 0, 0))
-        above = state.waiting[e] if e < n else jnp.zeros((slots, 0, 0))
-        carry = (
-            emission, memory, below, above, state.cache.segments[e], state.cache.blocks[e]
-        )  # fmt: skip
-        ways = {IN_PLACE: partial(_in_place, weights, config, state, e, in_place, decides)}
-        for i, size in enumerate(options.buckets):
-            ways[PACKED + i] = partial(_packed, weights, config, state, e, size, chosen, decides)
-        for way, run in ways.items():  # conditionals of two branches each: see `recompute`
-            which = (chosen.way == way).astype(jnp.int32)
-            carry = lax.switch(which, [lambda c: c, run], carry)
-        emission, memory, _, above, kvs, block = carry
-        count = jnp.where(chosen.way == IN_PLACE, in_place, chosen.count)
-        fires = decides & (emission.exit == e)
-        stage = jnp.where(fires, 0, jnp.where(decides, e + 1, state.stage))
-        swap = lambda tree, new, e=e: (*tree[:e], new, *tree[e + 1 :])
-        state = state.replace(
-            cache=KVCache(
-                swap(state.cache.segments, kvs), swap(state.cache.blocks, block),
-                filled.at[:, e].add(count),
-            ),
-            waiting=swap(state.waiting, above) if e < n else state.waiting,
-            stage=stage,
-            since=jnp.where(decides, state.clock, state.since),
-            work=_counted(state.work, e, chosen),
-        )  # fmt: skip
-
-    prompting = state.live & (state.stage == PROMPT)
-    carry = emission, memory, state.cache, state.work
-    run = partial(_chunk, weights, config, options, state, prompting)
-    some = jnp.any(prompting).astype(jnp.int32)
-    emission, memory, cache, work = lax.switch(some, [lambda c: c, run], carry)
-    emits = emission.exit >= 0
-    stopped = jnp.any(emission.token[:, None] == state.request.stops, -1)
-    none = jnp.zeros_like(emission.token)
+    """Every segment's turn, then a chunk of prompts. Records are [drafts + 1, slots]."""
+    begun = state.position
+    for e in range(weights.last + 1):
+        state = _turn(weights, config, options, state, e)
+    state = _prompts(weights, config, options, state)
+    m = options.drafts + 1
+    order = jnp.arange(m)[:, None]
+    place = (begun[None] + order) % m
+    own = jax.tree.map(lambda a: jnp.take_along_axis(a.T, place, 0), state.pending)
+    emits = order < (state.position - begun)[None]
+    depth = jnp.array([*config.stops])[own.exit]
     record = Record(
-        token=jnp.where(emits, emission.token, -1),
-        logprob=emission.logprob,
-        confidence=emission.confidence,
-        exit=emission.exit,
-        layers=jnp.where(
-            emits,
-            jnp.where(prompting, config.stops[n], jnp.array(config.stops)[emission.exit]), 0,
-        ).astype(jnp.int32),
-        margin=emission.margin,
-        drafted=none,
-        accepted=none,
-    )  # fmt: skip
-    return state.replace(
-        cache=cache, memory=memory,
-        token=jnp.where(emits, emission.token, state.token),
-        position=state.position + emits.astype(jnp.int32),
-        remaining=jnp.where(emits, jnp.where(stopped, 0, begun - 1), begun),
-        stage=jnp.where(prompting & emits, 0, state.stage),
-        since=jnp.where(emits, state.clock + 1, state.since),
-        clock=state.clock + 1,
-        work=work.replace(sweeps=work.sweeps + 1),
-    ), record  # fmt: skip
+        token=jnp.where(emits, own.token, -1),
+        logprob=own.logprob,
+        confidence=own.confidence,
+        exit=jnp.where(emits, own.exit, -1),
+        layers=jnp.where(emits, depth, 0).astype(jnp.int32),
+        margin=jnp.full(emits.shape, jnp.inf),
+        drafted=jnp.where(emits, own.drafted, 0),
+        accepted=jnp.where(emits, own.accepted, 0),
+    )
+    work = state.work.replace(sweeps=state.work.sweeps + 1)
+    return state.replace(clock=state.clock + 1, work=work), record
+
+
+def _turn(weights, config, options, state, e) -> BatchedState:
+    """Segment e's turn."""
+    n, slots, cap = weights.last, state.token.shape[0], options.cap
+    filled, live = state.cache.filled, state.live
+    before = state.position, state.stage
+    if e == 0:
+        goes, movers = state.begins(cap), jnp.bool(False)
+        rows = jnp.ones_like(state.token)
+        place = (jnp.arange(slots), filled[:, 0] % state.pending.fed.shape[1])
+        # The row behind what was emitted reads that, one behind a pending row its draft.
+        reads = jnp.where(
+            filled[:, 0] > state.position, _at(state.pending.token, filled[:, 0] - 1), state.token
+        )
+        fed = jnp.where(goes, reads, _at(state.pending.fed, filled[:, 0]))
+        state = state.replace(
+            pending=state.pending.replace(fed=state.pending.fed.at[place].set(fed))
+        )
+        riders = jnp.zeros_like(goes)
+    else:
+        rows = filled[:, e - 1] - filled[:, e]
+        started = live & ~state.prompting
+        undecided = started & (filled[:, 0] > state.position) & (before[1] == e)
+        goes = undecided | (started & state.full(cap) & (rows > 0))
+        # Those whom the next sweep finds with a row to begin, or still with their prompt.
+        movers = jnp.any(state.begins(cap) | state.prompting)
+        # All slots in place: others' oldest row rides along, if its token was emitted.
+        riders = started & (rows > 0) & (filled[:, e] < state.position)
+    chosen = choose(
+        jnp, state.plan, e, options.buckets, SPAN, goes, rows, state.clock - state.since, movers
+    )
+    in_place = ((chosen.count > 0) | riders).astype(jnp.int32)
+    no_ring = jnp.zeros((slots, 0, 0))
+    below = state.waiting[e - 1] if e else no_ring
+    above = state.waiting[e] if e < n else no_ring
+    carry = state.pending, below, above, state.cache.segments[e], state.cache.blocks[e]
+    ways = {IN_PLACE: partial(_in_place, weights, config, state, e, in_place)}
+    for i, size in enumerate(options.buckets):
+        ways[PACKED + i] = partial(_packed, weights, config, state, e, size, chosen)
+    for way, run in ways.items():  # conditionals of two branches each: see `recompute`
+        which = (chosen.way == way).astype(jnp.int32)
+        carry = lax.switch(which, [lambda c: c, run], carry)
+    pending, _, above, kvs, block = carry
+    count = jnp.where(chosen.way == IN_PLACE, in_place, chosen.count)
+    swap = lambda tree, new: (*tree[:e], new, *tree[e + 1 :])
+    state = settle(state.replace(
+        cache=KVCache(
+            swap(state.cache.segments, kvs), swap(state.cache.blocks, block),
+            filled.at[:, e].add(count),
+        ),
+        waiting=swap(state.waiting, above) if e < n else state.waiting,
+        pending=pending, work=_counted(state.work, e, chosen),
+    ))  # fmt: skip
+    moved = (state.position != before[0]) | (state.stage != before[1])
+    return state.replace(since=jnp.where(moved, state.clock, state.since))
 
 
 def _counted(work: Work, e: int, chosen: Chosen) -> Work:
-    ways = jnp.arange(work.runs.shape[1]) + IN_PLACE
+    ways = jnp.arange(IN_PLACE, IN_PLACE + work.runs.shape[1])
     spans = jnp.where(chosen.way >= PACKED, chosen.spans, 0)
     return work.replace(
         runs=work.runs.at[e].add((ways == chosen.way).astype(jnp.uint32)),
@@ -360,27 +492,37 @@ def _counted(work: Work, e: int, chosen: Chosen) -> Work:
     )
 
 
-def _chunk(weights, config, options, state, prompting, carry):
+def _prompts(weights, config, options, state) -> BatchedState:
+    """A chunk of prompts, if there are any."""
+    run = partial(_chunk, weights, config, options, state)
+    carry = state.pending, state.cache, state.work
+    some = jnp.any(state.prompting).astype(jnp.int32)
+    pending, cache, work = lax.switch(some, [lambda c: c, run], carry)
+    after = settle(state.replace(pending=pending, cache=cache, work=work))
+    since = jnp.where(after.position != state.position, state.clock, state.since)
+    return after.replace(since=since)
+
+
+def _chunk(weights, config, options, state, carry):
     """A chunk of prompts through all segments, those that came first first; a branch."""
-    emission, memory, cache, work = carry
-    start, slots = cache.filled[:, 0], len(prompting)
+    pending, cache, work = carry
+    start, prompting = cache.filled[:, 0], state.prompting
     left = jnp.where(prompting, state.given - start, 0)
     order = jnp.argsort(jnp.where(prompting, state.since, jnp.iinfo(jnp.int32).max), stable=True)
     upto = jnp.cumsum(left[order])
     count = jnp.clip(left[order] - jnp.maximum(upto - options.chunk, 0), 0)[jnp.argsort(order)]
     flat = flatten(
-        Chosen(PACKED, count, order, None), start, options.chunk,
-        min(PROMPT_SPAN, options.chunk),
-    )  # fmt: skip
+        Chosen(PACKED, count, order, None), start, options.chunk, min(PROMPT_SPAN, options.chunk)
+    )
     packed = flat.packed
-    token = state.prompt[jnp.minimum(packed.slot, slots - 1), packed.position]
+    token = state.prompt[jnp.minimum(packed.slot, len(start) - 1), packed.position]
     x = transformer.embed(
         weights.params, config, token[:, None], packed.position[:, None], weights.axes
     )
-    done = flat.valid & (count == left)[flat.order]
+    done = prompting & (count == left)
     # What a request had been given before is decoded on: its next token may leave by any exit.
     early = state.request.policy.prefill_exit | (state.given > state.request.start)
-    segments, blocks = [], []
+    segments, blocks, before = [], [], jnp.zeros_like(x)
     for e, layers in enumerate(weights.segments):
         x, h, kvs, block = run_packed(
             weights.params, layers, config, e, x, packed, cache.segments[e], cache.blocks[e],
@@ -388,28 +530,32 @@ def _chunk(weights, config, options, state, prompting, carry):
         )  # fmt: skip
         segments.append(kvs)
         blocks.append(block)
-        allowed = done if e == weights.last else done & early[flat.order]
+        allowed = done if e == weights.last else done & early
         if e == 0:
-            memory = jax.tree.map(
-                lambda a, b: jnp.where(prompting.reshape(-1, *(1,) * (a.ndim - 1)), b, a),
-                memory, Memory.blank(memory.state),
+            # Nothing is pending of a prompt; its last row may be seen by no early exit.
+            pending = jax.tree.map(
+                lambda a, b: jnp.where(prompting[:, None], b, a), pending,
+                Pending.blank(*pending.fed.shape),
             )  # fmt: skip
-        emission, memory = _look(
-            weights, config, state, e, flat.order, x[flat.last, 0], h[flat.last, 0], allowed,
-            emission, memory,
-        )  # fmt: skip
+        pending = _look_flat(
+            weights, config, state.replace(pending=pending), e, flat, allowed, x, h, before
+        )
+        before = x
     cache = KVCache(tuple(segments), tuple(blocks), cache.filled + count[:, None])
     work = work.replace(
         chunks=work.chunks + 1, chunk_spans=work.chunk_spans + packed.spans.astype(jnp.uint32)
     )
-    return emission, memory, cache, work
+    return pending, cache, work
 
 
 @partial(jax.jit, static_argnames=("config", "options", "n"), donate_argnames="state")
 def decode(
     weights: Weights, state: BatchedState, *, config: ModelConfig, options: BatchOptions, n: int
 ) -> tuple[BatchedState, Record]:
-    """Up to `n` sweeps in one compiled loop: records [n, slots]. Ends when all requests are done."""
+    """Up to `n` sweeps in one compiled loop: records [n (drafts + 1), slots].
+
+    Ends when all requests are done.
+    """
     run = partial(sweep, config=config, options=options)
     shapes = jax.eval_shape(run, weights, state)[1]
     records = jax.tree.map(lambda r: jnp.zeros((n, *r.shape), r.dtype), shapes)
@@ -422,7 +568,8 @@ def decode(
         return i + 1, state, jax.tree.map(put, records, record)
 
     carry = (jnp.int32(0), state, records)
-    return lax.while_loop(lambda c: (c[0] < n) & jnp.any(c[1].live), body, carry)[1:]
+    _, state, records = lax.while_loop(lambda c: (c[0] < n) & jnp.any(c[1].live), body, carry)
+    return state, jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), records)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -432,7 +579,6 @@ def _insert(state: BatchedState, tokens, given, request, slots) -> BatchedState:
         cache=state.cache.replace(filled=put(state.cache.filled, 0)),
         position=put(state.position, given - 1),
         remaining=put(state.remaining, jnp.maximum(request.limit - (given - request.start), 0)),
-        stage=put(state.stage, PROMPT),
         since=put(state.since, state.clock),
         prompt=put(state.prompt, tokens),
         given=put(state.given, given),
@@ -445,7 +591,7 @@ def _free(state: BatchedState, slots) -> BatchedState:
     none = lambda a: a.at[slots].set(0, mode="drop")
     return state.replace(
         cache=state.cache.replace(filled=none(state.cache.filled)),
-        position=none(state.position), remaining=none(state.remaining), stage=none(state.stage),
+        position=none(state.position), remaining=none(state.remaining), given=none(state.given),
     )  # fmt: skip
 
 

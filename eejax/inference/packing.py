@@ -107,7 +107,7 @@ def choose(
     total = xp.sum(count)
     spans = xp.sum(-(-count // width))
     bucket = xp.sum((np.asarray(buckets) < total).astype(np.int32))
-    costs = plan.packed[e] + plan.span[e] * spans
+    costs = plan.packed[e] + plan.span[e] * spans.astype(np.float32)
     wanted = xp.where(goes, rows, 0)
     in_place = (xp.max(wanted) <= 1) & (plan.in_place[e] <= costs[bucket])
     way = xp.where((n == 0) | held, HELD, xp.where(in_place, IN_PLACE, PACKED + bucket))

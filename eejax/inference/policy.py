@@ -33,6 +33,8 @@ class ExitPolicy:
     prefill_exit: [b] bool, whether the first token, which the prompt's pass produces, may be
         emitted by an early exit too. The pass runs all layers either way.
     paused: [b] bool; while it is set no exit fires, and none drafts (`auto.AutoGenerator`).
+    drafts: [b] int32; tokens that the first exit may draft past one that no exit has decided yet.
+        Only the engine `batched` does so, and it changes no text.
     """
 
     gate: jax.Array
@@ -41,6 +43,7 @@ class ExitPolicy:
     decay: jax.Array
     prefill_exit: jax.Array
     paused: jax.Array
+    drafts: jax.Array
 
     @classmethod
     def make(
@@ -53,12 +56,13 @@ class ExitPolicy:
         gate: str | Sequence[str] = "max_probability",
         min_depth: int | Sequence[int] = 0,
         decay: float | Sequence[float] | None = None,
+        drafts: int | Sequence[int] = 0,
     ) -> ExitPolicy:
         """One threshold for all, one per exit [E], or one per request and exit [b, E].
 
         `exits` lists the boundaries of the active exits (default: all), or is a list of such lists,
-        one for each request; exits below `min_depth` layers are not active. `gate`, `min_depth` and
-        `decay` are one for all or one for each request. Raises ConfigError for thresholds outside
+        one for each request; exits below `min_depth` layers are not active. `gate`, `min_depth`,
+        `decay` and `drafts` are one for all or one for each request. Raises ConfigError for thresholds outside
         [0, 1], NaN, a wrong shape, an unknown gate, or an exit the model does not have.
         """
         n = config.n_exits
@@ -97,6 +101,7 @@ class ExitPolicy:
             rows(falls, np.float32),
             rows(prefill_exit, bool),
             rows(False, bool),
+            rows(_numbers("drafts", drafts, batch, "must be a number of tokens", whole=True), np.int32),
         )
 
     def may_fire(self, e: int) -> jax.Array:
@@ -108,10 +113,12 @@ class ExitPolicy:
         return confidence.falling(self.thresholds[:, e], self.decay, progress)
 
 
-def _numbers(name: str, value, batch: int, allowed: str, most: float = np.inf) -> np.ndarray:
+def _numbers(
+    name: str, value, batch: int, allowed: str, most: float = np.inf, whole: bool = False
+) -> np.ndarray:
     a = np.asarray(value)
-    largest = min(most, np.finfo(np.float32).max)
-    ok = a.dtype.kind in "iuf" and bool(np.all((a >= 0) & (a <= largest)))
+    largest = min(most, np.iinfo(np.int32).max if whole else np.finfo(np.float32).max)
+    ok = a.dtype.kind in ("iu" if whole else "iuf") and bool(np.all((a >= 0) & (a <= largest)))
     require(ok, name, value, allowed)
     require(a.shape in ((), (batch,)), name, value, f"must be one number, or {batch}: one each")
     return np.broadcast_to(a, (batch,))
@@ -181,11 +188,13 @@ def consider(
     sampling: Sampling,
     config: ModelConfig,
     measure: bool = False,
+    drafts: jax.Array | None = None,
 ) -> tuple[Emission, Memory]:
     """Emits from an early exit, for those `look.allowed` and undecided whose gate fires.
 
     Logits are made where a gate reads them, or where one that does not fires; with `measure`,
-    which fills in margins, wherever an exit could fire.
+    which fills in margins, wherever an exit could fire. Those that `drafts` [b] get a token, of no
+    exit, where no gate fires either.
     """
     e, kind = look.e, policy.gate
     open_ = look.allowed & (emission.exit < 0) & policy.may_fire(e)
@@ -212,9 +221,13 @@ def consider(
         memory = memory._replace(
             token=keep(after.token, memory.token), streak=keep(after.streak, memory.streak)
         )
-        return _emitted(emission, e, logits, conf, fires, sampling, look.position), memory
+        after = _emitted(emission, e, logits, conf, fires, sampling, look.position, drafts)
+        return after, memory
 
     needed = open_ if measure else open_ & (reads | (by_state >= threshold))
+    if drafts is not None:
+        drafts = drafts & look.allowed & (emission.exit < 0)
+        needed = needed | drafts
     return lax.cond(jnp.any(needed), emit, lambda *c: c, emission, memory)
 
 
@@ -246,13 +259,14 @@ def log_probability(logits: jax.Array, token: jax.Array) -> jax.Array:
     return picked - jnp.max(logits, -1) + jnp.log(confidence.max_probability(logits))
 
 
-def _emitted(emission, e, logits, conf, leaves, sampling, position) -> Emission:
-    """`emission` with exit e's token where it `leaves`."""
+def _emitted(emission, e, logits, conf, leaves, sampling, position, drafts=None) -> Emission:
+    """`emission` with exit e's token where it `leaves`, and that alone where it `drafts`."""
     token = choose(logits, sampling, position)
     logprob = log_probability(logits, token)
     take = lambda new, old: jnp.where(leaves, new, old)
+    said = leaves if drafts is None else leaves | drafts
     return Emission(
-        take(token, emission.token), take(logprob, emission.logprob),
+        jnp.where(said, token, emission.token), take(logprob, emission.logprob),
         take(conf, emission.confidence), take(jnp.full_like(token, e), emission.exit),
         emission.margin,
     )  # fmt: skip

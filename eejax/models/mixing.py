@@ -45,6 +45,14 @@ def cache_lengths(length: int) -> list[int]:
     return [*lengths, length]
 
 
+def span_lengths(length: int) -> list[int]:
+    """As `cache_lengths`, for the attention of one sequence: finer, as each has its own."""
+    lengths = [n for n in range(64, SHORTEST, 64)]
+    while 2 * lengths[-1] < length:
+        lengths.append(max(SHORTEST, 2 * lengths[-1]) if lengths[-1] >= SHORTEST else SHORTEST)
+    return [*(n for n in lengths if n < length), length]
+
+
 def cache_mix(q, k, v, mask, distance, slopes, config: ModelConfig, reach: jax.Array):
     """`_mix` of rows with the first positions of a cache, of `cache_lengths` the fewest that are
     enough: what a step reads grows with what was written, and not with what there is room for."""
@@ -155,7 +163,7 @@ def packed_mix(q, k, v, cache, mask, distance, slopes, config: ModelConfig, pack
     What a span writes behind its own rows lies where nobody attends before it is written again.
     """
     width, n_kv, length = packed.width, k.shape[2], cache[0].shape[1]
-    lengths = cache_lengths(length)
+    lengths = span_lengths(length)
 
     def rows(a):  # [t + width - 1, ...]: a span may begin with any row
         return jnp.pad(a[:, 0], [(0, width - 1)] + [(0, 0)] * (a.ndim - 2))

@@ -1,0 +1,162 @@
+"""Continuous batching: every request gets the oracle's tokens and exits, whoever shares the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from near_ties import TIE
+
+from eejax.common.errors import ConfigError
+from eejax.gates.confidence import GATES
+from eejax.inference import EngineOptions, Generator
+from eejax.inference.batched import BatchedEngine, BatchOptions
+from eejax.inference.packing import Plan
+from eejax.inference.policy import ExitPolicy
+from eejax.inference.sampling import Sampling
+from eejax.inference.state import Request
+
+CONTEXT = 64
+
+
+@dataclasses.dataclass
+class Asked:
+    """A request, and what it got: (token, exit, log-probability)."""
+
+    prompt: list[int]
+    limit: int
+    policy: dict
+    sampling: dict
+    drafts: int
+    stops: tuple[int, ...]
+    got: list = dataclasses.field(default_factory=list)
+
+    def request(self, config) -> Request:
+        return Request.make(
+            config, [len(self.prompt)], [self.limit],
+            ExitPolicy.make(config, 1, drafts=self.drafts, **self.policy),
+            Sampling.make(1, **self.sampling), self.stops,
+        )  # fmt: skip
+
+    @property
+    def done(self) -> bool:
+        most = min(self.limit, CONTEXT - len(self.prompt))
+        return len(self.got) >= most or bool(self.got) and self.got[-1][0] in self.stops
+
+
+def drive(engine, asked, steps, draw):
+    """Runs requests through an engine's slots, in an order of events that `draw(n)` decides;
+    returns the last state."""
+    state, free, waiting, holder = engine.start(), list(range(engine.slots)), list(asked), {}
+    while waiting or holder:
+        for _ in range(draw(3)):
+            if waiting and free:
+                slot, one = free.pop(draw(len(free))), waiting.pop(0)
+                # Who had been generating before brings along what it has.
+                prompt = one.prompt + [t for t, *_ in one.got]
+                rows, first = engine.prefill([prompt], one.request(engine.config))
+                assert (np.asarray(first.exit) == -1).all()
+                state, holder[slot] = engine.insert(state, rows, [slot]), one
+        state, record = engine.generate(state, steps)
+        for slot, one in list(holder.items()):
+            columns = (np.asarray(a)[:, slot] for a in (record.token, record.exit, record.logprob))
+            rows = zip(*columns, strict=True)
+            one.got += [(int(t), int(e), float(p)) for t, e, p in rows if e >= 0]
+            if one.done or draw(8) == 0:  # else: put back
+                if not one.done:
+                    waiting.insert(draw(len(waiting) + 1), one)
+                state = engine.free(state, [slot])
+                free.append(slot)
+                del holder[slot]
+        assert not holder or len({*holder} | {*free}) == engine.slots
+    return state
+
+
+def check(oracle, asked):
+    """How many of the oracle's tokens were compared, and how many there are."""
+    compared = all_of = 0
+    for one in asked:
+        want = oracle.generate(
+            [one.prompt], one.limit, stop_tokens=one.stops, **one.policy, **one.sampling
+        )
+        length = min(int(want.lengths[0]), CONTEXT - len(one.prompt))
+        tied = np.flatnonzero(want.margins[0] < TIE)
+        n = min(int(tied[0]) if len(tied) else length, length)
+        pairs = list(zip(want.tokens[0].tolist(), want.exits[0].tolist(), strict=True))[:n]
+        assert [g[:2] for g in one.got][:n] == pairs
+        np.testing.assert_allclose([g[2] for g in one.got][:n], want.logprobs[0, :n], atol=2e-4)
+        if not len(tied):
+            assert len(one.got) == length
+        compared, all_of = compared + n, all_of + length
+    return compared, all_of
+
+
+def plan_of(draw, engine) -> Plan:
+    """Any fill, patience and costs: decisions change no text."""
+    segments, buckets = engine.max_depth, engine.options.buckets
+    number = lambda most: [draw(most) for _ in range(segments)]
+    cost = lambda *shape: np.array([draw(9) + 1 for _ in range(int(np.prod(shape)))]).reshape(shape)
+    seconds = cost(segments), cost(segments, len(buckets)), cost(segments)
+    return Plan.make(segments, engine.slots, buckets, number(6), number(6), seconds)
+
+
+def drawn(draw, prompts, config, n, drafts) -> list[Asked]:
+    asked = []
+    for prompt in prompts(draw(99), [1 + draw(40) for _ in range(n)]):
+        levels = (0.0, 0.1, 0.2, 0.3, 0.5, 1.0)
+        policy = dict(
+            threshold=[levels[draw(len(levels))] for _ in range(config.n_exits)],
+            gate=GATES[draw(len(GATES))], min_depth=draw(3), prefill_exit=bool(draw(2)),
+            decay=(None, 0.0, 4.0)[draw(3)],
+        )  # fmt: skip
+        sampling = dict(temperature=(0.0, 0.0, 0.8)[draw(3)], seed=draw(99))
+        stops = ((), (32,), (101, 116))[draw(3)]
+        asked.append(Asked(prompt, 1 + draw(24), policy, sampling, draw(drafts + 3), stops))
+    return asked
+
+
+def run_drawn(subset, prompts, layout, cap, drafts, slots, chunk, buckets, seed):
+    p, config = subset(layout)
+    draw = lambda n: int(rng.integers(n))
+    rng = np.random.default_rng(seed)
+    options = BatchOptions(cap=cap, drafts=drafts, chunk=chunk, buckets=buckets)
+    engine = BatchedEngine.make(p, config, options, slots=slots, context=CONTEXT)
+    engine = dataclasses.replace(engine, plan=plan_of(draw, engine))
+    asked = drawn(draw, prompts, config, 7, drafts)
+    drive(engine, asked, 1 + draw(5), draw)
+    compared, all_of = check(Generator.make(p, config, "posthoc"), asked)
+    assert compared >= all_of / 2
+
+
+GEOMETRY = dict(
+    layout=st.sets(st.integers(0, 5), min_size=1, max_size=3).map(sorted).map(tuple),
+    cap=st.integers(1, 9),
+    drafts=st.integers(0, 4),
+    slots=st.integers(1, 5),
+    chunk=st.sampled_from([1, 7, 40]),
+    buckets=st.sampled_from([(), (9,), (3, 12)]),
+    seed=st.integers(0, 2**31),
+)
+
+
+@settings(max_examples=4)
+@given(**GEOMETRY)
+def test_batched_equals_posthoc(
+    subset, prompts, layout, cap, drafts, slots, chunk, buckets, seed
+):
+    run_drawn(subset, prompts, layout, cap, drafts, slots, chunk, buckets, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(max_examples=60)
+@given(**GEOMETRY)
+def test_batched_equals_posthoc_widely(
+    subset, prompts, layout, cap, drafts, slots, chunk, buckets, seed
+):
+    run_drawn(subset, prompts, layout, cap, drafts, slots, chunk, buckets, seed)
+    jax.clear_caches()
