@@ -19,16 +19,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
 
 from eejax.common.errors import require, require_count
-from eejax.common.trees import Tree
 from eejax.gates.confidence import Memory
 from eejax.inference import state as s
-from eejax.inference.engine import Slots, check_slots
-from eejax.inference.packing import IN_PLACE, PACKED, Chosen, Plan, choose
+from eejax.inference.packing import IN_PLACE, PACKED, Chosen, Plan, Standing, choose, wish
 from eejax.inference.policy import Emission, Look, conclude, consider
 from eejax.inference.state import Record, Request, Weights
 from eejax.models import transformer
@@ -47,7 +44,7 @@ class BatchOptions:
     cap: most tokens of a request that may wait for deeper keys and values; with so many it runs
         through all layers before its next token.
     buckets: row counts that a segment is compiled for, ascending; the largest is at least the cap.
-        Empty: powers of two up to twice the slots, or the cap.
+        Empty: powers of two up to all that the slots may have pending, or the cap.
     chunk: prompt tokens of a sweep.
     drafts: most tokens of a request that are drafted past one that no exit has decided yet; which
         may, and how many, is said by its `ExitPolicy.drafts`.
@@ -85,9 +82,9 @@ class BatchOptions:
         """With the buckets there are for so many slots."""
         if self.buckets:
             return self
-        most = max(2 * slots, self.cap)
-        powers = [1 << i for i in range(1, most.bit_length()) if 1 << i < most]
-        return dataclasses.replace(self, buckets=(*powers, most))
+        most = max(slots * (self.drafts + 1), self.cap, 2)
+        powers = tuple(1 << i for i in range(1, (most - 1).bit_length() + 1))
+        return dataclasses.replace(self, buckets=powers)
 
 
 @struct.dataclass
@@ -163,30 +160,16 @@ class BatchedState:
         return self.remaining > 0
 
     @property
-    def prompting(self) -> jax.Array:
-        return self.live & (self.cache.filled[:, 0] < self.given)
-
-    @property
-    def stage(self) -> jax.Array:
-        """The segment that the row at `position` is to go through next."""
-        return jnp.sum((self.cache.filled > self.position[:, None]).astype(jnp.int32), -1)
-
-    def full(self, cap: int) -> jax.Array:
-        """Whether so many tokens wait that they go deeper before another begins."""
-        return self.cache.filled[:, 0] - self.cache.filled[:, -1] >= cap
+    def standing(self) -> Standing:
+        return Standing(self.cache.filled, self.position, self.remaining, self.given)
 
     def begins(self, cap: int) -> jax.Array:
-        """Whether the first segment has a row to run: of a token that was emitted, or of one
-        drafted where more may be."""
-        ahead, m = self.cache.filled[:, 0] - self.position, self.pending.fed.shape[1]
-        begins = self.live & ~self.prompting & ~self.full(cap)
-        if m == 1:
-            return begins & (ahead <= 0)
-        policy = self.request.policy
+        """`Standing.begins`; nothing is drafted behind a draft that would end the request."""
+        policy, m = self.request.policy, self.pending.fed.shape[1]
         most = jnp.where(policy.paused, 0, jnp.minimum(policy.drafts, m - 1))
-        last = _at(self.pending.token, self.cache.filled[:, 0] - 1)
-        more = (ahead <= most) & (ahead < self.remaining) & ~_stops(self.request, last[:, None])[:, 0]
-        return begins & ((ahead <= 0) | more)
+        last = _at(self.pending.token, self.cache.filled[:, 0] - 1)[:, None]
+        most = jnp.where(_stops(self.request, last)[:, 0], 0, most)
+        return self.standing.begins(cap, most)
 
 
 def _at(a: jax.Array, position: jax.Array) -> jax.Array:
@@ -430,56 +413,42 @@ def sweep(
 def _turn(weights, config, options, state, e) -> BatchedState:
     """Segment e's turn."""
     n, slots, cap = weights.last, state.token.shape[0], options.cap
-    filled, live = state.cache.filled, state.live
-    before = state.position, state.stage
+    filled, begins = state.cache.filled, state.begins(cap)
+    before = state.position, state.standing.stage
     if e == 0:
-        goes, movers = state.begins(cap), jnp.bool(False)
-        rows = jnp.ones_like(state.token)
-        place = (jnp.arange(slots), filled[:, 0] % state.pending.fed.shape[1])
         # The row behind what was emitted reads that, one behind a pending row its draft.
         reads = jnp.where(
             filled[:, 0] > state.position, _at(state.pending.token, filled[:, 0] - 1), state.token
         )
-        fed = jnp.where(goes, reads, _at(state.pending.fed, filled[:, 0]))
+        fed = jnp.where(begins, reads, _at(state.pending.fed, filled[:, 0]))
+        place = (jnp.arange(slots), filled[:, 0] % state.pending.fed.shape[1])
         state = state.replace(
             pending=state.pending.replace(fed=state.pending.fed.at[place].set(fed))
         )
-        riders = jnp.zeros_like(goes)
-    else:
-        rows = filled[:, e - 1] - filled[:, e]
-        started = live & ~state.prompting
-        undecided = started & (filled[:, 0] > state.position) & (before[1] == e)
-        goes = undecided | (started & state.full(cap) & (rows > 0))
-        # Those whom the next sweep finds with a row to begin, or still with their prompt.
-        movers = jnp.any(state.begins(cap) | state.prompting)
-        # All slots in place: others' oldest row rides along, if its token was emitted.
-        riders = started & (rows > 0) & (filled[:, e] < state.position)
-    chosen = choose(
-        jnp, state.plan, e, options.buckets, SPAN, goes, rows, state.clock - state.since, movers
-    )
-    in_place = ((chosen.count > 0) | riders).astype(jnp.int32)
+    wished = wish(jnp, e, state.standing, cap, begins)
+    waited = state.clock - state.since
+    chosen = choose(jnp, state.plan, e, options.buckets, SPAN, wished, waited)
     no_ring = jnp.zeros((slots, 0, 0))
     below = state.waiting[e - 1] if e else no_ring
     above = state.waiting[e] if e < n else no_ring
     carry = state.pending, below, above, state.cache.segments[e], state.cache.blocks[e]
-    ways = {IN_PLACE: partial(_in_place, weights, config, state, e, in_place)}
+    ways = {IN_PLACE: partial(_in_place, weights, config, state, e, chosen.count)}
     for i, size in enumerate(options.buckets):
         ways[PACKED + i] = partial(_packed, weights, config, state, e, size, chosen)
     for way, run in ways.items():  # conditionals of two branches each: see `recompute`
         which = (chosen.way == way).astype(jnp.int32)
         carry = lax.switch(which, [lambda c: c, run], carry)
     pending, _, above, kvs, block = carry
-    count = jnp.where(chosen.way == IN_PLACE, in_place, chosen.count)
     swap = lambda tree, new: (*tree[:e], new, *tree[e + 1 :])
     state = settle(state.replace(
         cache=KVCache(
             swap(state.cache.segments, kvs), swap(state.cache.blocks, block),
-            filled.at[:, e].add(count),
+            filled.at[:, e].add(chosen.count),
         ),
         waiting=swap(state.waiting, above) if e < n else state.waiting,
         pending=pending, work=_counted(state.work, e, chosen),
     ))  # fmt: skip
-    moved = (state.position != before[0]) | (state.stage != before[1])
+    moved = (state.position != before[0]) | (state.standing.stage != before[1])
     return state.replace(since=jnp.where(moved, state.clock, state.since))
 
 
@@ -496,7 +465,7 @@ def _prompts(weights, config, options, state) -> BatchedState:
     """A chunk of prompts, if there are any."""
     run = partial(_chunk, weights, config, options, state)
     carry = state.pending, state.cache, state.work
-    some = jnp.any(state.prompting).astype(jnp.int32)
+    some = jnp.any(state.standing.prompting).astype(jnp.int32)
     pending, cache, work = lax.switch(some, [lambda c: c, run], carry)
     after = settle(state.replace(pending=pending, cache=cache, work=work))
     since = jnp.where(after.position != state.position, state.clock, state.since)
@@ -506,7 +475,7 @@ def _prompts(weights, config, options, state) -> BatchedState:
 def _chunk(weights, config, options, state, carry):
     """A chunk of prompts through all segments, those that came first first; a branch."""
     pending, cache, work = carry
-    start, prompting = cache.filled[:, 0], state.prompting
+    start, prompting = cache.filled[:, 0], state.standing.prompting
     left = jnp.where(prompting, state.given - start, 0)
     order = jnp.argsort(jnp.where(prompting, state.since, jnp.iinfo(jnp.int32).max), stable=True)
     upto = jnp.cumsum(left[order])
@@ -546,136 +515,3 @@ def _chunk(weights, config, options, state, carry):
         chunks=work.chunks + 1, chunk_spans=work.chunk_spans + packed.spans.astype(jnp.uint32)
     )
     return pending, cache, work
-
-
-@partial(jax.jit, static_argnames=("config", "options", "n"), donate_argnames="state")
-def decode(
-    weights: Weights, state: BatchedState, *, config: ModelConfig, options: BatchOptions, n: int
-) -> tuple[BatchedState, Record]:
-    """Up to `n` sweeps in one compiled loop: records [n (drafts + 1), slots].
-
-    Ends when all requests are done.
-    """
-    run = partial(sweep, config=config, options=options)
-    shapes = jax.eval_shape(run, weights, state)[1]
-    records = jax.tree.map(lambda r: jnp.zeros((n, *r.shape), r.dtype), shapes)
-    records = records._replace(exit=jnp.full_like(records.exit, -1))
-
-    def body(carry):
-        i, state, records = carry
-        state, record = run(weights, state)
-        put = lambda a, r: lax.dynamic_update_index_in_dim(a, r, i, 0)
-        return i + 1, state, jax.tree.map(put, records, record)
-
-    carry = (jnp.int32(0), state, records)
-    _, state, records = lax.while_loop(lambda c: (c[0] < n) & jnp.any(c[1].live), body, carry)
-    return state, jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), records)
-
-
-@partial(jax.jit, donate_argnums=0)
-def _insert(state: BatchedState, tokens, given, request, slots) -> BatchedState:
-    put = lambda a, rows: a.at[slots].set(rows, mode="drop")
-    return state.replace(
-        cache=state.cache.replace(filled=put(state.cache.filled, 0)),
-        position=put(state.position, given - 1),
-        remaining=put(state.remaining, jnp.maximum(request.limit - (given - request.start), 0)),
-        since=put(state.since, state.clock),
-        prompt=put(state.prompt, tokens),
-        given=put(state.given, given),
-        request=jax.tree.map(put, state.request, request),
-    )
-
-
-@partial(jax.jit, donate_argnums=0)
-def _free(state: BatchedState, slots) -> BatchedState:
-    none = lambda a: a.at[slots].set(0, mode="drop")
-    return state.replace(
-        cache=state.cache.replace(filled=none(state.cache.filled)),
-        position=none(state.position), remaining=none(state.remaining), given=none(state.given),
-    )  # fmt: skip
-
-
-class Joining(NamedTuple):
-    """What `BatchedEngine.prefill` makes: padded prompts [m, context], their lengths, requests."""
-
-    tokens: np.ndarray
-    given: np.ndarray
-    request: Request
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchedEngine(Slots):
-    """An `engine.Engine` whose requests exit, wait and go deeper each by its own gate.
-
-    `prefill` runs nothing: prompts are run by `generate`, in chunks, and so come first tokens. A
-    prompt may be longer than `request.start`: what is behind that was generated before, and the
-    request goes on from there as if it had never left its slot.
-
-    `plan` says what is measured and how long to hold requests back (`batch_plan`); the state
-    carries it, and `replan` changes it in a running one.
-    """
-
-    weights: Weights
-    config: ModelConfig
-    options: BatchOptions
-    slots: int
-    context: int
-    plan: Plan
-
-    resumes = True
-
-    @classmethod
-    def make(
-        cls,
-        params: Tree,
-        config: ModelConfig,
-        options: BatchOptions | None = None,
-        *,
-        slots: int,
-        context: int | None = None,
-        plan: Plan | None = None,
-    ) -> BatchedEngine:
-        """From training parameters. Raises ConfigError for slots, a context or options there cannot
-        be."""
-        context = check_slots(config, slots, context)
-        options = (BatchOptions() if options is None else options).of_slots(slots)
-        most, n = config.context_length, config.n_exits + 1
-        require(
-            options.max_depth is None or options.max_depth <= n, "max_depth", options.max_depth,
-            f"must be at most {n}, the segments of this model",
-        )  # fmt: skip
-        for name in ("cap", "chunk"):
-            value = getattr(options, name)
-            require(value <= most, name, value, f"must be at most {most}, the model's context_length")
-        weights = s.prepare(params, config, options.max_depth)
-        plan = plan or Plan.make(len(weights.segments), slots, options.buckets)
-        return cls(weights, config, options, slots, context, plan)
-
-    @property
-    def max_depth(self) -> int:
-        return len(self.weights.segments)
-
-    def start(self) -> BatchedState:
-        length = self.context + max(SPAN, min(PROMPT_SPAN, self.options.chunk))
-        return blank(
-            self.weights, self.plan, config=self.config, options=self.options, slots=self.slots,
-            length=length, context=self.context,
-        )  # fmt: skip
-
-    def _prefill(self, tokens, given, request) -> tuple[Joining, Record]:
-        m = len(tokens)
-        none = np.zeros((m,), np.int32)
-        zero = np.zeros((m,), np.float32)
-        record = Record(
-            none - 1, zero, zero, none - 1, none, np.full_like(zero, np.inf), none, none
-        )
-        return Joining(tokens, given, request), record
-
-    def _insert(self, state, rows, slots) -> BatchedState:
-        return _insert(state, rows.tokens, rows.given, rows.request, slots)
-
-    def _decode(self, state, n) -> tuple[BatchedState, Record]:
-        return decode(self.weights, state, config=self.config, options=self.options, n=n)
-
-    def _free(self, state, slots) -> BatchedState:
-        return _free(state, slots)

@@ -68,6 +68,69 @@ class Plan:
         return cls(**given)
 
 
+class Standing(NamedTuple):
+    """Where slots stand, arrays [slots]: `filled` [slots, e], rows each segment has seen; position,
+    of the row that decides the token to emit next; remaining, tokens to emit; given, rows of the
+    prompt."""
+
+    filled: Any
+    position: Any
+    remaining: Any
+    given: Any
+
+    @property
+    def live(self) -> Any:
+        return self.remaining > 0
+
+    @property
+    def prompting(self) -> Any:
+        return self.live & (self.filled[:, 0] < self.given)
+
+    @property
+    def ahead(self) -> Any:
+        """Pending rows: the one that decides, and those behind it that read drafts."""
+        return self.filled[:, 0] - self.position
+
+    @property
+    def stage(self) -> Any:
+        """The segment that the row at `position` is to go through next."""
+        return (self.filled > self.position[:, None]).astype(np.int32).sum(-1)
+
+    def full(self, cap: int) -> Any:
+        """Whether so many tokens wait that they go deeper before another begins."""
+        return self.filled[:, 0] - self.filled[:, -1] >= cap
+
+    def begins(self, cap: int, drafts: Any) -> Any:
+        """Whether the first segment has a row to run: of a token that was emitted, or of a draft
+        where fewer than `drafts` [slots] are pending."""
+        ahead = self.ahead
+        more = (ahead <= drafts) & (ahead < self.remaining)
+        return self.live & ~self.prompting & ~self.full(cap) & ((ahead <= 0) | more)
+
+
+class Wish(NamedTuple):
+    """Who wants through a segment. goes, rows [slots]: whether, and with how many rows; riders
+    [slots]: whose oldest row, of a token that was emitted, could go along; movers: whether others
+    have work elsewhere."""
+
+    goes: Any
+    rows: Any
+    riders: Any
+    movers: Any
+
+
+def wish(xp: Any, e: int, at: Standing, cap: int, begins: Any) -> Wish:
+    """Segment e's, of slots of which `begins` [slots] have a row for the first."""
+    if e == 0:
+        return Wish(begins, xp.ones_like(at.position), xp.zeros_like(begins), xp.zeros((), bool))
+    rows = at.filled[:, e - 1] - at.filled[:, e]
+    started = at.live & ~at.prompting
+    undecided = started & (at.ahead > 0) & (at.stage == e)
+    goes = undecided | (started & at.full(cap) & (rows > 0))
+    riders = started & (rows > 0) & (at.filled[:, e] < at.position)
+    return Wish(goes, rows, riders, xp.any(begins | at.prompting))
+
+
 class Chosen(NamedTuple):
     """A decision. way: HELD, IN_PLACE, or PACKED + the bucket's number; count [slots]: rows that go
     of each slot; order [slots]: slots, those that go first; spans: of packed rows."""
@@ -84,18 +147,16 @@ def choose(
     e: int,
     buckets: Sequence[int],
     width: int,
-    goes: Any,
-    rows: Any,
+    wish: Wish,
     waited: Any,
-    movers: Any,
 ) -> Chosen:
-    """Segment e's turn. goes, rows, waited [slots]: who wants through it, with how many rows, and
-    how many sweeps it has waited; movers: whether others have work elsewhere; width: of a span.
+    """Segment e's turn. waited [slots]: sweeps that a slot has waited; width: of a span.
 
     Slots go in the order they came in, as far as the largest bucket reaches. All of them wait while
     they are few, others have work, and nobody's patience ends; otherwise they go the way that takes
-    the fewest seconds: some rows packed, or, where each has one, all slots in place.
+    the fewest seconds: some rows packed, or, where each has one, all slots in place, with riders.
     """
+    goes, rows, _, movers = wish
     most = buckets[-1]
     n = xp.sum(goes.astype(np.int32))
     longest = xp.max(xp.where(goes, waited, -1))
@@ -111,5 +172,5 @@ def choose(
     wanted = xp.where(goes, rows, 0)
     in_place = (xp.max(wanted) <= 1) & (plan.in_place[e] <= costs[bucket])
     way = xp.where((n == 0) | held, HELD, xp.where(in_place, IN_PLACE, PACKED + bucket))
-    count = xp.where(in_place, wanted, count[xp.argsort(order)])
+    count = xp.where(in_place, (goes | wish.riders).astype(np.int32), count[xp.argsort(order)])
     return Chosen(way, xp.where(way == HELD, 0, count), order, spans)

@@ -62,8 +62,9 @@ class ExitPolicy:
 
         `exits` lists the boundaries of the active exits (default: all), or is a list of such lists,
         one for each request; exits below `min_depth` layers are not active. `gate`, `min_depth`,
-        `decay` and `drafts` are one for all or one for each request. Raises ConfigError for thresholds outside
-        [0, 1], NaN, a wrong shape, an unknown gate, or an exit the model does not have.
+        `decay` and `drafts` are one for all or one for each request. Raises ConfigError for
+        thresholds outside [0, 1], NaN, a wrong shape, an unknown gate, or an exit the model does
+        not have.
         """
         n = config.n_exits
         try:
@@ -88,6 +89,7 @@ class ExitPolicy:
         falls = CONSTANT if decay is None else decay
         if decay is not None:
             falls = _numbers("decay", decay, batch, "must be finite and at least 0, or None")
+        ahead = _numbers("drafts", drafts, batch, "must be a number of tokens", whole=True)
         boundaries = [e.boundary for e in config.exits]
         active = _active(boundaries, batch, exits) & (np.array(boundaries) >= least[:, None])
         # On the host: to move them one by one would compile a program for every number of requests.
@@ -101,7 +103,7 @@ class ExitPolicy:
             rows(falls, np.float32),
             rows(prefill_exit, bool),
             rows(False, bool),
-            rows(_numbers("drafts", drafts, batch, "must be a number of tokens", whole=True), np.int32),
+            rows(ahead, np.int32),
         )
 
     def may_fire(self, e: int) -> jax.Array:

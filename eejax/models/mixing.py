@@ -135,8 +135,6 @@ def causal_mix(q, k, v, mask, distance, slopes, config: ModelConfig) -> jax.Arra
     return blocks[0] if n == 1 else jnp.concatenate(blocks, 1)
 
 
-
-
 class Packed(NamedTuple):
     """How rows [t] of several requests, one after the other, lie in a KV cache of slots.
 

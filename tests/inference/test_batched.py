@@ -1,4 +1,4 @@
-"""Continuous batching: every request gets the oracle's tokens and exits, whoever shares the batch."""
+"""Batches: every request gets the oracle's tokens and exits, whoever shares its batch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from near_ties import TIE
 
-from eejax.common.errors import ConfigError
 from eejax.gates.confidence import GATES
-from eejax.inference import EngineOptions, Generator
-from eejax.inference.batched import BatchedEngine, BatchOptions
+from eejax.inference import Generator
+from eejax.inference.batched import BatchOptions
+from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.packing import Plan
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
@@ -145,9 +145,7 @@ GEOMETRY = dict(
 
 @settings(max_examples=4)
 @given(**GEOMETRY)
-def test_batched_equals_posthoc(
-    subset, prompts, layout, cap, drafts, slots, chunk, buckets, seed
-):
+def test_batched_equals_posthoc(subset, prompts, layout, cap, drafts, slots, chunk, buckets, seed):
     run_drawn(subset, prompts, layout, cap, drafts, slots, chunk, buckets, seed)
 
 

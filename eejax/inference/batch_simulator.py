@@ -1,0 +1,227 @@
+"""What a batch would take: the scheduler of `batched` on recorded exits, with measured costs.
+
+The decisions are the engine's own (`packing`); what each token does is read off a trace. So the
+numbers of segments, buckets and spans that are run are the engine's, and only their seconds are a
+model: `Costs`, fitted to runs of the engine itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from eejax.common.errors import require
+from eejax.inference.packing import IN_PLACE, PACKED, Plan, Standing, choose, wish
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A request as it was seen. prompt: tokens of it; exits [n]: the exit of each token; right [n]:
+    whether the first exit's token, when it did not emit it, was the one emitted; drafts: most
+    tokens drafted."""
+
+    prompt: int
+    exits: tuple[int, ...]
+    right: tuple[bool, ...]
+    drafts: int = 0
+
+    def __post_init__(self):
+        require(
+            len(self.exits) == len(self.right) and self.prompt >= 1 and len(self.exits) >= 1,
+            "trace", self, "must have a prompt, and for each token an exit and whether it was right",
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Seconds. sweep: of one that runs nothing; layer [ways]: of a layer in place, then for each
+    bucket; look [ways]: of an exit's head and gates; span: of a layer for one span; chunk: of a
+    chunk of prompts; chunk_span: of one of its spans. depths [e]: layers of each segment."""
+
+    sweep: float
+    layer: tuple[float, ...]
+    look: tuple[float, ...]
+    span: float
+    chunk: float
+    chunk_span: float
+    depths: tuple[int, ...]
+
+    def __post_init__(self):
+        numbers = (self.sweep, *self.layer, *self.look, self.span, self.chunk, self.chunk_span)
+        require(
+            len(self.layer) == len(self.look) and all(np.isfinite(n) and n >= 0 for n in numbers),
+            "costs", self, "must be seconds, and as many of a layer as of a look",
+        )  # fmt: skip
+
+    def plan(self, buckets: Sequence[int], slots: int, fill=1, patience=0) -> Plan:
+        """What these costs are to the decisions."""
+        layers, looks = np.array(self.layer), np.array(self.look)
+        depths = np.array(self.depths)[:, None]
+        seconds = depths * layers + looks
+        spans = depths[:, 0] * self.span
+        return Plan.make(
+            len(self.depths), slots, buckets, fill, patience, (seconds[:, 0], seconds[:, 1:], spans)
+        )
+
+    def seconds(self, work: Counts) -> float:
+        """Of so much work."""
+        depths = np.array(self.depths)
+        runs = np.asarray(work.runs, float)
+        return float(
+            self.sweep * work.sweeps
+            + (depths[:, None] * runs).sum(0) @ np.array(self.layer)
+            + runs.sum(0) @ np.array(self.look)
+            + self.span * (depths * np.asarray(work.spans, float)).sum()
+            + self.chunk * work.chunks + self.chunk_span * work.chunk_spans
+        )  # fmt: skip
+
+
+@dataclasses.dataclass
+class Counts:
+    """`batched.Work` as numbers."""
+
+    runs: np.ndarray
+    spans: np.ndarray
+    chunks: int = 0
+    chunk_spans: int = 0
+    sweeps: int = 0
+
+    @classmethod
+    def blank(cls, segments: int, buckets: int) -> Counts:
+        return cls(np.zeros((segments, 1 + buckets), int), np.zeros(segments, int))
+
+
+@dataclasses.dataclass
+class Simulated:
+    """emitted: for each request, when its tokens came, in seconds from the start; arrived: when its
+    prompt was taken up; counts: what was run; seconds: all of it."""
+
+    emitted: list[list[float]]
+    arrived: list[float]
+    counts: Counts
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.emitted))
+
+    @property
+    def gaps(self) -> np.ndarray:
+        """Seconds between a request's tokens, of all of them."""
+        return np.array([b - a for times in self.emitted for a, b in itertools.pairwise(times)])
+
+
+def simulate(
+    traces: Sequence[Trace], plan: Plan, costs: Costs, *, slots: int, buckets: Sequence[int],
+    cap: int, drafts: int, chunk: int, span: int, prompt_span: int, steps: int = 1,
+) -> Simulated:  # fmt: skip
+    """Requests in order, each as soon as a slot is free; slots are filled after every `steps`
+    sweeps. The other arguments are the engine's."""
+    n = len(costs.depths) - 1
+    filled = np.zeros((slots, n + 1), int)
+    position, remaining, given, since, most = (np.zeros(slots, int) for _ in range(5))
+    holder = np.full(slots, -1)
+    waiting = iter(range(len(traces)))
+    emitted: list[list[float]] = [[] for _ in traces]
+    arrived = [0.0] * len(traces)
+    counts, now, clock = Counts.blank(n + 1, len(buckets)), 0.0, 0
+    standing = lambda: Standing(filled, position, remaining, given)
+
+    def decided(i: int, row: int, e: int) -> bool:
+        """Whether the exits up to e decide what follows row `row` of slot i."""
+        trace = traces[holder[i]]
+        token = row - trace.prompt + 1
+        return token < len(trace.exits) and trace.exits[token] <= e
+
+    def settle(e: np.ndarray) -> None:
+        """As `batched.settle`; e [slots]: the last exit that has seen each slot's newest row."""
+        for i in np.flatnonzero((remaining > 0) & (filled[:, 0] > position)):
+            trace = traces[holder[i]]
+            while remaining[i] and filled[i, 0] > position[i]:
+                seen = int((filled[i] > position[i]).sum()) - 1
+                if not decided(i, position[i], seen):
+                    break
+                token = position[i] - trace.prompt + 1
+                wrong = trace.exits[token] > 0 and not trace.right[token]
+                emitted[holder[i]].append(-1.0)  # its time is set when the sweep is over
+                position[i] += 1
+                remaining[i] -= 1
+                if wrong and filled[i, 0] > position[i]:
+                    filled[i] = np.minimum(filled[i], position[i])
+
+    while True:
+        if clock % steps == 0:
+            for i in np.flatnonzero(remaining == 0):
+                holder[i] = r = next(waiting, -1)
+                filled[i], given[i], position[i] = 0, 0, 0
+                if r >= 0:
+                    trace = traces[r]
+                    given[i], position[i] = trace.prompt, trace.prompt - 1
+                    remaining[i], most[i] = len(trace.exits), min(trace.drafts, drafts)
+                    since[i], arrived[r] = clock, now
+        if not (remaining > 0).any():
+            break
+        work = Counts.blank(n + 1, len(buckets))
+        work.sweeps = 1
+        for e in range(n + 1):
+            at = standing()
+            before = position.copy(), at.stage
+            wished = wish(np, e, at, cap, at.begins(cap, most))
+            chosen = choose(np, plan, e, buckets, span, wished, clock - since)
+            if chosen.way:
+                work.runs[e, chosen.way - IN_PLACE] += 1
+                work.spans[e] += chosen.spans if chosen.way >= PACKED else 0
+                filled[:, e] += chosen.count
+                settle(e)
+            moved = (position != before[0]) | (standing().stage != before[1])
+            since[moved] = clock
+        prompting = standing().prompting
+        if prompting.any():
+            left = np.where(prompting, given - filled[:, 0], 0)
+            order = np.argsort(np.where(prompting, since, 1 << 31), stable=True)
+            upto = np.cumsum(left[order])
+            count = np.clip(left[order] - np.maximum(upto - chunk, 0), 0, None)[np.argsort(order)]
+            work.chunks, work.chunk_spans = 1, int((-(-count // min(prompt_span, chunk))).sum())
+            filled += count[:, None]
+            for i in np.flatnonzero(prompting & (count == left)):
+                emitted[holder[i]].append(-1.0)
+                position[i] += 1
+                remaining[i] -= 1
+                since[i] = clock
+        now += costs.seconds(work)
+        clock += 1
+        for times in (emitted[r] for r in holder if r >= 0):
+            for j in range(len(times) - 1, -1, -1):
+                if times[j] >= 0:
+                    break
+                times[j] = now
+        for name in ("runs", "spans", "chunks", "chunk_spans", "sweeps"):
+            setattr(counts, name, getattr(counts, name) + getattr(work, name))
+    return Simulated(emitted, arrived, counts, now)
+
+
+def fit(samples: Iterable[tuple[Counts, float]], depths: Sequence[int], ways: int) -> Costs:
+    """The costs of so many `ways` that explain what samples of work took, by least squares of their
+    relative errors, none below 0."""
+    from scipy.optimize import nnls
+
+    depths = tuple(depths)
+    weight = np.array(depths)
+    rows, seconds = [], []
+    for counts, took in samples:
+        runs = np.asarray(counts.runs, float)
+        layers = (weight[:, None] * runs).sum(0)
+        spans = (weight * np.asarray(counts.spans, float)).sum()
+        looks = runs.sum(0)
+        rows.append([counts.sweeps, *layers, *looks, spans, counts.chunks, counts.chunk_spans])
+        seconds.append(took)
+    a, b = np.array(rows), np.array(seconds)
+    x, _ = nnls(a / b[:, None], np.ones(len(b)))
+    sweep, rest = x[0], x[1:]
+    return Costs(
+        float(sweep), tuple(map(float, rest[:ways])), tuple(map(float, rest[ways : 2 * ways])),
+        *map(float, rest[2 * ways :]), depths,
+    )  # fmt: skip

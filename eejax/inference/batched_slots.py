@@ -1,0 +1,156 @@
+"""Slots that requests share as `batched` does: an `engine.Engine`."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from eejax.common.errors import require
+from eejax.common.trees import Tree
+from eejax.inference import state as s
+from eejax.inference.batched import PROMPT_SPAN, SPAN, BatchedState, BatchOptions, blank, sweep
+from eejax.inference.engine import Slots, check_slots
+from eejax.inference.packing import Plan
+from eejax.inference.state import Record, Request, Weights
+from eejax.models.config import ModelConfig
+
+
+@partial(jax.jit, static_argnames=("config", "options", "n"), donate_argnames="state")
+def decode(
+    weights: Weights, state: BatchedState, *, config: ModelConfig, options: BatchOptions, n: int
+) -> tuple[BatchedState, Record]:
+    """Up to `n` sweeps in one compiled loop: records [n (drafts + 1), slots].
+
+    Ends when all requests are done.
+    """
+    run = partial(sweep, config=config, options=options)
+    shapes = jax.eval_shape(run, weights, state)[1]
+    records = jax.tree.map(lambda r: jnp.zeros((n, *r.shape), r.dtype), shapes)
+    records = records._replace(exit=jnp.full_like(records.exit, -1))
+
+    def body(carry):
+        i, state, records = carry
+        state, record = run(weights, state)
+        put = lambda a, r: lax.dynamic_update_index_in_dim(a, r, i, 0)
+        return i + 1, state, jax.tree.map(put, records, record)
+
+    carry = (jnp.int32(0), state, records)
+    _, state, records = lax.while_loop(lambda c: (c[0] < n) & jnp.any(c[1].live), body, carry)
+    return state, jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), records)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _insert(state: BatchedState, tokens, given, request, slots) -> BatchedState:
+    put = lambda a, rows: a.at[slots].set(rows, mode="drop")
+    return state.replace(
+        cache=state.cache.replace(filled=put(state.cache.filled, 0)),
+        position=put(state.position, given - 1),
+        remaining=put(state.remaining, jnp.maximum(request.limit - (given - request.start), 0)),
+        since=put(state.since, state.clock),
+        prompt=put(state.prompt, tokens),
+        given=put(state.given, given),
+        request=jax.tree.map(put, state.request, request),
+    )
+
+
+@partial(jax.jit, donate_argnums=0)
+def _free(state: BatchedState, slots) -> BatchedState:
+    none = lambda a: a.at[slots].set(0, mode="drop")
+    return state.replace(
+        cache=state.cache.replace(filled=none(state.cache.filled)),
+        position=none(state.position), remaining=none(state.remaining), given=none(state.given),
+    )  # fmt: skip
+
+
+class Joining(NamedTuple):
+    """What `BatchedEngine.prefill` makes: padded prompts [m, context], their lengths, requests."""
+
+    tokens: np.ndarray
+    given: np.ndarray
+    request: Request
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchedEngine(Slots):
+    """An `engine.Engine` whose requests exit, wait and go deeper each by its own gate.
+
+    `prefill` runs nothing: prompts are run by `generate`, in chunks, and so come first tokens. A
+    prompt may be longer than `request.start`: what is behind that was generated before, and the
+    request goes on from there as if it had never left its slot.
+
+    `plan` says what is measured and how long to hold requests back (`batch_plan`); the state
+    carries it, and `replan` changes it in a running one.
+    """
+
+    weights: Weights
+    config: ModelConfig
+    options: BatchOptions
+    slots: int
+    context: int
+    plan: Plan
+
+    resumes = True
+
+    @classmethod
+    def make(
+        cls,
+        params: Tree,
+        config: ModelConfig,
+        options: BatchOptions | None = None,
+        *,
+        slots: int,
+        context: int | None = None,
+        plan: Plan | None = None,
+    ) -> BatchedEngine:
+        """From training parameters. Raises ConfigError for slots, a context or options there cannot
+        be."""
+        context = check_slots(config, slots, context)
+        options = (BatchOptions() if options is None else options).of_slots(slots)
+        most, n = config.context_length, config.n_exits + 1
+        require(
+            options.max_depth is None or options.max_depth <= n, "max_depth", options.max_depth,
+            f"must be at most {n}, the segments of this model",
+        )  # fmt: skip
+        for name in ("cap", "chunk"):
+            value = getattr(options, name)
+            require(
+                value <= most, name, value, f"must be at most {most}, the model's context_length"
+            )
+        weights = s.prepare(params, config, options.max_depth)
+        plan = plan or Plan.make(len(weights.segments), slots, options.buckets)
+        return cls(weights, config, options, slots, context, plan)
+
+    @property
+    def max_depth(self) -> int:
+        return len(self.weights.segments)
+
+    def start(self) -> BatchedState:
+        length = self.context + max(SPAN, min(PROMPT_SPAN, self.options.chunk))
+        return blank(
+            self.weights, self.plan, config=self.config, options=self.options, slots=self.slots,
+            length=length, context=self.context,
+        )  # fmt: skip
+
+    def _prefill(self, tokens, given, request) -> tuple[Joining, Record]:
+        m = len(tokens)
+        none = np.zeros((m,), np.int32)
+        zero = np.zeros((m,), np.float32)
+        record = Record(
+            none - 1, zero, zero, none - 1, none, np.full_like(zero, np.inf), none, none
+        )
+        return Joining(tokens, given, request), record
+
+    def _insert(self, state, rows, slots) -> BatchedState:
+        return _insert(state, rows.tokens, rows.given, rows.request, slots)
+
+    def _decode(self, state, n) -> tuple[BatchedState, Record]:
+        return decode(self.weights, state, config=self.config, options=self.options, n=n)
+
+    def _free(self, state, slots) -> BatchedState:
+        return _free(state, slots)
