@@ -62,6 +62,11 @@ class Payoff:
         """Whether exits are used between measurements."""
         return self.ratio is None or self.ratio > 1.0
 
+    @property
+    def measuring(self) -> bool:
+        """Whether the next call is one of a pair."""
+        return not self._between
+
     def next(self, kind: Hashable = None) -> bool:
         """Whether the next call, of this kind, uses exits."""
         return self.exits if self._between else self._pair(kind).way

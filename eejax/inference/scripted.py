@@ -35,6 +35,8 @@ class ScriptedEngine:
     slots: int
     context: int
 
+    resumes = True
+
     @property
     def max_depth(self) -> int:
         return len(self.boundaries)
@@ -53,8 +55,11 @@ class ScriptedEngine:
                 f"must have at least 1 token and fewer than the context ({self.context})",
             )  # fmt: skip
             ends = frozenset(stops[i][stops[i] >= 0].tolist())
-            limit = min(int(limits[i]), self.context - len(prompt))
-            rows.append(Row(tuple(prompt), 0, limit, ends))
+            # What is behind the prompt was emitted before.
+            start = int(np.asarray(request.start)[i])
+            emitted = len(prompt) - start
+            limit = min(int(limits[i]), self.context - start) - emitted
+            rows.append(Row(tuple(prompt[:start]), emitted, limit, ends))
         return self._step(tuple(rows), self.boundaries[-1])
 
     def insert(self, state, rows, slots: Sequence[int]):

@@ -1,0 +1,302 @@
+"""Who is in which slot: requests that join, leave, are cancelled or put back, over any engine.
+
+The host decides once a step, while the device still works on the step before: a step dispatches the
+engine's next call first and then reads what the call before it emitted. So a request's end is known
+one call late, and its slot is free from the call after; within a call the engine itself ends it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from eejax.common.errors import require, require_count
+from eejax.inference import generate
+from eejax.inference.engine import Engine
+from eejax.inference.payoff import Payoff
+from eejax.inference.policy import ExitPolicy
+from eejax.inference.sampling import Sampling
+from eejax.inference.state import Record, Request
+from eejax.models.config import ModelConfig
+
+STEPS = 8  # of the engine in a call
+
+
+class Token(NamedTuple):
+    """One emitted token; exit is the number of the emitting exit, layers those it went through."""
+
+    id: int
+    exit: int
+    logprob: float
+    confidence: float
+    layers: int
+
+
+class Output(NamedTuple):
+    """What a step brought a request: new tokens, and how it ended: "stop", "length", "context",
+    "cancelled", "error" (logits that are not finite; their token is left out), or "" while it goes
+    on."""
+
+    number: int
+    tokens: tuple[Token, ...]
+    finish: str
+
+
+@dataclasses.dataclass
+class Job:
+    """A request on its way. order: its place in the queue, by priority and arrival."""
+
+    number: int
+    prompt: tuple[int, ...]
+    request: Request
+    limit: int
+    order: tuple[int, int]
+    finish: str = ""
+    tokens: list[Token] = dataclasses.field(default_factory=list)
+    slot: int = -1
+    calls: int = 0  # under way in which it has a slot
+
+
+class Scheduler:
+    """Requests through an engine's slots, by priority and then in the order they came.
+
+    `submit` and `cancel` at any time; `step` again and again. Nothing is lost: every request gets
+    each of its tokens in one `Output`, and one that says how it ended. A request that is put back
+    (`preempt`) keeps what it has, and goes on from there when its turn comes again, before those
+    that came after it; only engines that resume can do so.
+
+    `payoff` turns exits off for as long as they do not pay (`Payoff`). `clock` gives seconds.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: ModelConfig,
+        *,
+        steps: int = STEPS,
+        payoff: Payoff | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """config: the engine's model, with the exits that the engine has."""
+        require_count("steps", steps)
+        self.engine, self.config, self.steps = engine, config, steps
+        self.payoff, self._clock = payoff, clock
+        self.state = engine.start()
+        self._jobs: dict[int, Job] = {}
+        self._free = list(range(engine.slots))[::-1]
+        self._slots: list[Job | None] = [None] * engine.slots
+        self._calls: collections.deque[Call] = collections.deque()
+        self._freed: list[int] = []  # slots to be emptied before the next call
+        self._number = 0
+        self._timed: set[int] = set()
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        limit: int,
+        *,
+        policy: ExitPolicy | None = None,
+        sampling: Sampling | None = None,
+        stop_tokens: Sequence[int] = (),
+        priority: int = 0,
+    ) -> int:
+        """A request for up to `limit` tokens: its number. Those of higher priority come first.
+
+        policy and sampling are of one row. Raises ConfigError for what the engine would not take.
+        """
+        require_count("limit", limit)
+        whole = isinstance(priority, int) and not isinstance(priority, bool)
+        require(whole, "priority", priority, "must be an integer")
+        generate.check_prompts([prompt], self.config, self.engine.context)
+        room = self.engine.context - len(prompt)
+        request = Request.make(
+            self.config, [len(prompt)], [min(limit, room)],
+            ExitPolicy.make(self.config, 1) if policy is None else policy,
+            Sampling.make(1) if sampling is None else sampling, stop_tokens,
+        )  # fmt: skip
+        for name, part in (("policy", request.policy), ("sampling", request.sampling)):
+            rows = {len(a) for a in jax.tree.leaves(part)}
+            require(rows == {1}, name, f"{sorted(rows)} rows", "must be of one request")
+        number = self._number
+        self._number += 1
+        prompt = tuple(int(t) for t in prompt)
+        self._jobs[number] = Job(number, prompt, request, limit, (-priority, number))
+        return number
+
+    def cancel(self, number: int) -> bool:
+        """Ends a request wherever it is; whether there was one. Its end is told by a step."""
+        job = self._jobs.get(number)
+        if job is None or job.finish:
+            return False
+        self._leave(job)
+        job.finish = "cancelled"
+        return True
+
+    def preempt(self, number: int) -> bool:
+        """Puts a running request back into the queue; whether it was running."""
+        resumes = getattr(self.engine, "resumes", False)
+        require(
+            resumes, "engine", type(self.engine).__name__, "must be one that resumes requests",
+            "BatchedEngine does.",
+        )  # fmt: skip
+        job = self._jobs.get(number)
+        if job is None or job.slot < 0 or job.finish:
+            return False
+        self._leave(job)
+        return True
+
+    @property
+    def waiting(self) -> list[int]:
+        """Numbers of the requests without a slot, in the order in which they will get one."""
+        return [job.number for job in self._queue()]
+
+    @property
+    def running(self) -> list[int]:
+        """Numbers of the requests in slots."""
+        return [job.number for job in self._slots if job is not None]
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do and nothing to tell."""
+        return not self._jobs and not self._calls
+
+    def step(self) -> list[Output]:
+        """Fills free slots, sends the engine on, and tells what the call before brought."""
+        self._join()
+        outputs = []
+        # A call that is timed has the device alone.
+        timed = self.payoff is not None and self.payoff.measuring
+        if timed:
+            outputs += self._collect(0)
+        if not self.running:
+            return outputs + self._collect(0) + self._over()
+        decodes = all(job is None or job.tokens for job in self._slots)
+        if timed and decodes:
+            kind, begin = len(self.running), self._clock()
+            self._call(self.payoff.next(kind))
+            new = self._collect(0)
+            seconds, emitted = self._clock() - begin, sum(len(o.tokens) for o in new)
+            self.payoff.add(None if kind not in self._timed else seconds, emitted, kind)
+            self._timed.add(kind)
+            return outputs + new + self._over()
+        self._call(self.payoff is None or self.payoff.exits)
+        if self.payoff is not None and not timed:
+            self.payoff.add(0.0, 1)
+        # What the call just made brings is read with the next step.
+        return outputs + self._collect(1) + self._over()
+
+    def run(self) -> list[Output]:
+        """Steps until all requests are done."""
+        outputs = []
+        while not self.idle:
+            outputs += self.step()
+        return outputs
+
+    def _queue(self) -> list[Job]:
+        # Who was put back may have tokens under way still, without which it cannot go on.
+        ready = (j for j in self._jobs.values() if j.slot < 0 and not j.calls and not j.finish)
+        return sorted(ready, key=lambda j: j.order)
+
+    def _leave(self, job: Job) -> None:
+        """Takes a request out of its slot, which the next call finds empty."""
+        if job.slot >= 0:
+            self._slots[job.slot] = None
+            self._freed.append(job.slot)
+            job.slot = -1
+
+    def _join(self) -> None:
+        if self._freed:
+            self.state = self.engine.free(self.state, self._freed)
+            self._free += self._freed[::-1]
+            self._freed = []
+        jobs = self._queue()[: len(self._free)]
+        if not jobs:
+            return
+        slots = [self._free.pop() for _ in jobs]
+        prompts = [[*j.prompt, *(t.id for t in j.tokens)] for j in jobs]
+        rows = jax.tree.map(lambda *a: np.concatenate(a), *(j.request for j in jobs))
+        made, first = self.engine.prefill(prompts, rows)
+        self.state = self.engine.insert(self.state, made, slots)
+        for job, slot in zip(jobs, slots, strict=True):
+            job.slot, self._slots[slot] = slot, job
+        # The first tokens of engines whose prefill makes them, by row and not by slot.
+        self._under_way(first, jobs, False)
+
+    def _call(self, exits: bool) -> None:
+        if self.payoff is not None:
+            policy = self.state.request.policy
+            paused = np.full((self.engine.slots,), not exits)
+            self.state = self.state.replace(
+                request=self.state.request.replace(policy=policy.replace(paused=paused))
+            )
+        self.state, record = self.engine.generate(self.state, self.steps)
+        self._under_way(record, list(self._slots), True)
+
+    def _under_way(self, record: Record, jobs: list, steps: bool) -> None:
+        self._calls.append(Call(record, jobs, steps))
+        for job in jobs:
+            if job is not None:
+                job.calls += 1
+
+    def _collect(self, keep: int) -> list[Output]:
+        """Reads what is under way but for the newest `keep` calls."""
+        outputs = []
+        while sum(call.steps for call in self._calls) > keep:
+            call = self._calls.popleft()
+            record = Record(*(np.asarray(a) for a in call.record))
+            for i, job in enumerate(call.jobs):
+                if job is None:
+                    continue
+                job.calls -= 1
+                tokens = self._taken(job, Record(*(np.atleast_1d(a.T[i]) for a in record)))
+                if tokens:
+                    outputs.append(Output(job.number, tokens, ""))
+        return outputs
+
+    def _taken(self, job: Job, record: Record) -> tuple[Token, ...]:
+        """New tokens of a request, of its columns of a record; ends it with the last."""
+        if job.finish:
+            return ()
+        new = []
+        stops = np.asarray(job.request.stops[0])
+        most = int(job.request.limit[0])
+        for i in np.flatnonzero(record.exit >= 0):
+            if not np.isfinite(record.logprob[i]):
+                job.finish = "error"
+                break
+            new.append(Token(
+                int(record.token[i]), int(record.exit[i]), float(record.logprob[i]),
+                float(record.confidence[i]), int(record.layers[i]),
+            ))  # fmt: skip
+            if new[-1].id in stops[stops >= 0]:
+                job.finish = "stop"
+            elif len(job.tokens) + len(new) >= most:
+                job.finish = "length" if most == job.limit else "context"
+            if job.finish:
+                break
+        job.tokens += new
+        if job.finish:
+            self._leave(job)
+        return tuple(new)
+
+    def _over(self) -> list[Output]:
+        """The ends of requests that nothing more is under way for."""
+        ended = [j for j in self._jobs.values() if j.finish]
+        for job in ended:
+            del self._jobs[job.number]
+        return [Output(j.number, (), j.finish) for j in ended]
+
+
+class Call(NamedTuple):
+    """A record under way, the requests its columns are of, and whether it is of steps, or of
+    prompts."""
+
+    record: Record
+    jobs: list[Job | None]
+    steps: bool

@@ -1,0 +1,238 @@
+"""Slots are given and taken without losing, doubling or starving anybody."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from near_ties import TIE
+
+from eejax.common.errors import ConfigError
+from eejax.inference import Generator
+from eejax.inference.batched import BatchOptions
+from eejax.inference.batched_slots import BatchedEngine
+from eejax.inference.engine import SlotEngine
+from eejax.inference.payoff import Payoff
+from eejax.inference.policy import ExitPolicy
+from eejax.inference.scheduler import Scheduler
+from eejax.inference.scripted import ScriptedEngine
+from eejax.models.config import ExitConfig, ModelConfig
+
+CONFIG = ModelConfig(
+    vocab_size=1000, n_layers=4, d_model=8, n_heads=2, context_length=64, exits=(ExitConfig(2),)
+)
+
+
+def said(prompt, i):
+    """The i-th token of a prompt, by which anybody's mix-up is seen."""
+    return (sum(prompt) * 31 + len(prompt) * 7 + i * 13) % 1000, (prompt[0] + i) % 2
+
+
+def wanted(prompt, limit, stops, context):
+    tokens, most = [], min(limit, context - len(prompt))
+    for i in range(most):
+        tokens.append(said(tuple(prompt), i)[0])
+        if tokens[-1] in stops:
+            return tokens, "stop"
+    return tokens, "length" if most == limit else "context"
+
+
+def random_operations(engine, operations, rng, submit):
+    """Joins, leaves, cancels and put-backs at random; (what was asked, what was told)."""
+    scheduler = Scheduler(engine, CONFIG, steps=int(rng.integers(1, 5)))
+    asked, told, ends, order = {}, {}, {}, []
+    cancelled, done = set(), 0
+    while done < operations:
+        done += 1
+        what = rng.random()
+        if what < 0.3:
+            number, request = submit(scheduler, rng)
+            assert number not in asked
+            asked[number], told[number] = request, []
+        elif what < 0.38 and asked:
+            going = [n for n in asked if n not in ends]
+            number = int(rng.choice(going if going and rng.random() < 0.5 else [*asked]))
+            alive = number not in ends and not scheduler._jobs[number].finish
+            assert scheduler.cancel(number) == alive
+            if alive:
+                cancelled.add(number)
+        elif what < 0.5 and scheduler.running:
+            scheduler.preempt(int(rng.choice(scheduler.running)))
+        else:
+            listen(scheduler.step(), told, ends, order)
+        held = scheduler.running
+        assert len(held) == len({*held}) <= engine.slots
+        assert not {*held} & {*scheduler.waiting}
+    for _ in range(10_000):
+        if scheduler.idle:
+            break
+        listen(scheduler.step(), told, ends, order)
+    assert scheduler.idle and not scheduler.running and not scheduler.waiting
+    scheduler.step()  # frees what the last ones left
+    return scheduler, asked, told, ends, cancelled
+
+
+def listen(outputs, told, ends, order):
+    for number, tokens, finish in outputs:
+        assert number not in ends, "told something after its end"
+        told[number] += [t.id for t in tokens]
+        if finish:
+            ends[number] = finish
+            order.append(number)
+
+
+def test_ten_thousand_random_operations_lose_nobody():
+    engine = ScriptedEngine(said, (2, 4), slots=5, context=64)
+    rng = np.random.default_rng(0)
+
+    def submit(scheduler, rng):
+        prompt = rng.integers(0, 1000, int(rng.integers(1, 60))).tolist()
+        limit = int(rng.integers(1, 30))
+        stops = tuple(int(t) for t in rng.integers(0, 1000, int(rng.integers(0, 8))))
+        number = scheduler.submit(
+            prompt, limit, stop_tokens=stops, priority=int(rng.integers(0, 3))
+        )
+        return number, (prompt, limit, stops)
+
+    scheduler, asked, told, ends, cancelled = random_operations(engine, 10_000, rng, submit)
+    assert len(asked) > 2000 and len(cancelled) > 100
+    assert {*ends} == {*asked}
+    for number, (prompt, limit, stops) in asked.items():
+        tokens, finish = wanted(prompt, limit, stops, 64)
+        if ends[number] == "cancelled":
+            assert number in cancelled
+            assert told[number] == tokens[: len(told[number])]
+        else:
+            assert (told[number], ends[number]) == (tokens, finish)
+    assert {n for n, e in ends.items() if e == "cancelled"} == cancelled
+    assert all(row is None for row in scheduler.state)
+    assert sorted(scheduler._free) == list(range(5))
+
+
+def test_nobody_starves_and_priority_goes_first():
+    engine = ScriptedEngine(said, (2, 4), slots=2, context=64)
+    scheduler = Scheduler(engine, CONFIG, steps=2)
+    usual = [scheduler.submit([1, i], 6) for i in range(6)]
+    urgent = scheduler.submit([9, 9], 6, priority=1)
+    assert scheduler.waiting == [urgent, *usual]
+    ends, order = {}, []
+    told = {n: [] for n in [*usual, urgent]}
+    for _ in range(3):
+        listen(scheduler.step(), told, ends, order)
+        for number in scheduler.running:  # whoever runs is put back: everybody still gets on
+            scheduler.preempt(number)
+    while not scheduler.idle:
+        listen(scheduler.step(), told, ends, order)
+    assert {*ends} == {*usual, urgent}
+    assert order.index(urgent) <= 1 and order[-1] == usual[-1]
+
+
+def test_a_stream_of_later_requests_does_not_hold_an_earlier_one_up():
+    engine = ScriptedEngine(said, (2, 4), slots=2, context=64)
+    scheduler = Scheduler(engine, CONFIG, steps=1)
+    first = scheduler.submit([5], 3)
+    scheduler.step()
+    scheduler.preempt(first)
+    ended = {}
+    for i in range(20):
+        scheduler.submit([i + 1, i], 2)
+        ended |= {o.number: i for o in scheduler.step() if o.finish}
+    assert ended[first] < 10
+
+
+@pytest.mark.parametrize("engine", ["batched", "recompute"])
+def test_real_requests_that_come_and_go(subset, prompts, compiled, engine):
+    """Random operations on the real engine: everybody's own text, memory that stays what it is, and
+    nothing compiled after the first requests."""
+    p, config = subset((1, 3))
+    if engine == "batched":
+        options = BatchOptions(cap=4, drafts=2, chunk=8, buckets=(4, 9))
+        slots = BatchedEngine.make(p, config, options, slots=3, context=48)
+    else:
+        slots = SlotEngine.make(p, config, engine, slots=3, context=48)
+    oracle = Generator.make(p, config, "posthoc")
+    rng = np.random.default_rng(3)
+    texts = prompts(4, rng.integers(1, 30, 10).tolist())
+    scheduler = Scheduler(slots, config, steps=3)
+    told, ends, asked = {}, {}, {}
+
+    def some(n, operations):
+        for _ in range(n):
+            i = int(rng.integers(len(texts)))
+            threshold = float(rng.choice([0.1, 0.3, 1.0]))
+            policy = ExitPolicy.make(config, 1, threshold, drafts=int(rng.integers(3)))
+            number = scheduler.submit(texts[i], 12, policy=policy)
+            asked[number], told[number] = (i, threshold), []
+        while not scheduler.idle:
+            if operations and scheduler.running and rng.random() < 0.3:
+                number = int(rng.choice(scheduler.running))
+                if engine == "batched" and rng.random() < 0.7:
+                    scheduler.preempt(number)
+                else:
+                    scheduler.cancel(number)
+            listen(scheduler.step(), told, ends, [])
+
+    for n in (1, 2, 4):  # every number of prompts that is padded to another
+        some(n, False)
+    some(3, True)
+    bytes_before = sum(a.nbytes for a in jax.live_arrays())
+    compiled.clear()
+    some(12, True)
+    assert not compiled
+    assert sum(a.nbytes for a in jax.live_arrays()) == bytes_before
+    assert {*ends} == {*asked} and "cancelled" in ends.values()
+    compared = 0
+    for number, (i, threshold) in asked.items():
+        want = oracle.generate([texts[i]], 12, threshold=threshold)
+        tied = np.flatnonzero(want.margins[0] < TIE)
+        n = min(len(told[number]), int(tied[0]) if len(tied) else 12)
+        assert told[number][:n] == want.tokens[0, :n].tolist()
+        if ends[number] != "cancelled" and not len(tied):
+            assert len(told[number]) == 12
+        compared += n
+    assert compared > 60
+
+
+def test_exits_are_turned_off_where_they_do_not_pay(subset, prompts):
+    """With exits calls are told as slow: it goes on without, and tokens are the full model's."""
+    p, config = subset((1, 3))
+    now = [0.0]
+
+    class Timed(BatchedEngine):
+        def generate(self, state, n):
+            now[0] += 1.0 if bool(np.asarray(state.request.policy.paused)[0]) else 6.0
+            return super().generate(state, n)
+
+    engine = Timed.make(p, config, BatchOptions(cap=4, drafts=0), slots=2, context=160)
+    payoff = Payoff(pairs=2, calls=100)
+    scheduler = Scheduler(engine, config, steps=4, payoff=payoff, clock=lambda: now[0])
+    texts = prompts(1, [9, 12])
+    for text in texts:
+        scheduler.submit(text, 140, policy=ExitPolicy.make(config, 1, 0.0))
+    exits: list[int] = []
+    while not scheduler.idle:
+        exits += [t.exit for o in scheduler.step() for t in o.tokens]
+    assert abs(payoff.ratio - 1 / 6) < 0.05  # of tokens: a call may bring one less
+    assert set(exits[-40:]) == {config.n_exits} and 0 in exits
+
+
+def test_what_cannot_be_scheduled():
+    scheduler = Scheduler(ScriptedEngine(said, (2, 4), slots=2, context=16), CONFIG)
+    for prompt, limit, more, field in [
+        ([], 1, {}, "prompts"), ([1] * 16, 1, {}, "prompts"), ([1000], 1, {}, "prompts"),
+        ([1], 0, {}, "limit"), ([1], 1, dict(priority=0.5), "priority"),
+        ([1], 1, dict(stop_tokens=[1000]), "stop_tokens"),
+        ([1], 1, dict(policy=ExitPolicy.make(CONFIG, 2)), "policy"),
+    ]:  # fmt: skip
+        with pytest.raises(ConfigError, match=field):
+            scheduler.submit(prompt, limit, **more)
+    assert scheduler.idle and not scheduler.cancel(0) and not scheduler.preempt(3)
+
+    @dataclasses.dataclass(frozen=True)
+    class Forgetful(ScriptedEngine):
+        resumes = False
+
+    with pytest.raises(ConfigError, match="resumes"):
+        Scheduler(Forgetful(said, (2, 4), slots=2, context=16), CONFIG).preempt(0)
