@@ -26,7 +26,6 @@ warm-up, for shorter prompts, other gates, thresholds and sampling too.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import json
 import math
@@ -36,7 +35,7 @@ import numpy as np
 from absl import flags
 
 from experiments import held_out, launch, step_costs
-from experiments.decode_times import Timed
+from experiments.decode_times import Timed, with_layers_of
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
@@ -74,23 +73,9 @@ def main() -> None:
          "perplexity": p.perplexity} for p in points
     ]  # fmt: skip
     plain = {k: v for k, v in result.items() if k != "frontier"}
-    print(table(("", ""), [(k, _shown(v)) for k, v in _flat(plain)]))
+    print(table(("", ""), launch.lines(plain)))
     if _JSON.value:
         print(json.dumps(result))
-
-
-def _flat(tree: dict, before: str = ""):
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{before}{key} ")
-        else:
-            yield before + str(key), value
-
-
-def _shown(value) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(_shown, value))
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
@@ -204,14 +189,6 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
         result[f"skip_accounting {name}"] = float(np.median(explained / of[name]))
     result["skip_accounting"] = result[f"skip_accounting {TARGETS[0]:.0%}"]
     return result
-
-
-def with_layers_of(one, other):
-    """The other generator, reading the very arrays of one's layers: copies that lie elsewhere in
-    memory are read at speeds that differ by some percent."""
-    layers = iter([layer for segment in one.weights.segments for layer in segment])
-    segments = tuple(tuple(next(layers) for _ in segment) for segment in other.weights.segments)
-    return dataclasses.replace(other, weights=other.weights.replace(segments=segments))
 
 
 def ask_otherwise(generator, prompts: list, new: int) -> None:

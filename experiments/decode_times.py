@@ -30,6 +30,14 @@ class Timed:
         self.results.append(result)
 
 
+def with_layers_of(one, other):
+    """The other generator, reading the very arrays of one's layers: copies that lie elsewhere in
+    memory are read at speeds that differ by some percent."""
+    layers = iter([layer for segment in one.weights.segments for layer in segment])
+    segments = tuple(tuple(next(layers) for _ in segment) for segment in other.weights.segments)
+    return dataclasses.replace(other, weights=other.weights.replace(segments=segments))
+
+
 def measure(
     model, thresholds: Sequence[float], prompts: list, new: int, pairs: int, gate=MAX_PROBABILITY
 ):

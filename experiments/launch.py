@@ -182,3 +182,18 @@ def _check_config(argv: list[str]) -> None:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+def lines(tree: dict, before: str = "") -> list[tuple[str, str]]:
+    """(name, text) of every number in nested dicts of results, to be shown as a table."""
+    found = []
+    for key, value in tree.items():
+        name = f"{before}{key}"
+        found += lines(value, f"{name} ") if isinstance(value, dict) else [(name, _shown(value))]
+    return found
+
+
+def _shown(value) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_shown, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -31,7 +31,7 @@ class Trace:
     def __post_init__(self):
         require(
             len(self.exits) == len(self.right) and self.prompt >= 1 and len(self.exits) >= 1,
-            "trace", self, "must have a prompt, and for each token an exit and whether it was right",
+            "trace", self, "must have a prompt, and of each token an exit and whether it was right",
         )  # fmt: skip
 
 
@@ -203,25 +203,73 @@ def simulate(
     return Simulated(emitted, arrived, counts, now)
 
 
-def fit(samples: Iterable[tuple[Counts, float]], depths: Sequence[int], ways: int) -> Costs:
-    """The costs of so many `ways` that explain what samples of work took, by least squares of their
-    relative errors, none below 0."""
+def fit(
+    samples: Iterable[tuple[Counts, float]],
+    depths: Sequence[int],
+    slots: int,
+    buckets: Sequence[int],
+) -> Costs:
+    """The costs that explain what samples of work took, by least squares of their relative errors.
+
+    None is below 0, and packed rows and looks are straight lines in their number: what each bucket
+    takes by itself could not be told apart from so few and such noisy samples.
+    """
     from scipy.optimize import nnls
 
-    depths = tuple(depths)
-    weight = np.array(depths)
+    weight, sizes = np.array(depths, float), np.array([slots, *buckets], float)
     rows, seconds = [], []
     for counts, took in samples:
         runs = np.asarray(counts.runs, float)
-        layers = (weight[:, None] * runs).sum(0)
-        spans = (weight * np.asarray(counts.spans, float)).sum()
-        looks = runs.sum(0)
-        rows.append([counts.sweeps, *layers, *looks, spans, counts.chunks, counts.chunk_spans])
+        layers, looks = weight @ runs, runs.sum(0)
+        rows.append([
+            counts.sweeps, layers[0], layers[1:].sum(), layers[1:] @ sizes[1:], looks.sum(),
+            looks @ sizes, weight @ np.asarray(counts.spans, float), counts.chunks,
+            counts.chunk_spans,
+        ])  # fmt: skip
         seconds.append(took)
     a, b = np.array(rows), np.array(seconds)
     x, _ = nnls(a / b[:, None], np.ones(len(b)))
-    sweep, rest = x[0], x[1:]
+    sweep, in_place, layer, row, look, look_row, *rest = map(float, x)
     return Costs(
-        float(sweep), tuple(map(float, rest[:ways])), tuple(map(float, rest[ways : 2 * ways])),
-        *map(float, rest[2 * ways :]), depths,
+        sweep, (in_place, *(layer + row * sizes[1:]).tolist()),
+        tuple((look + look_row * sizes).tolist()), *rest, tuple(int(d) for d in depths),
     )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A way to run a batch, and what it promises. drafts: of every request."""
+
+    plan: Plan
+    drafts: int
+    simulated: Simulated
+
+
+def best_plan(
+    traces: Sequence[Trace], costs: Costs, *, slots: int, buckets: Sequence[int], drafts: int,
+    bound: float | None = None, **engine,
+) -> Choice:  # fmt: skip
+    """The plan of the most tokens a second, of some that hold requests back by numbers of slots and
+    of sweeps, and that draft up to so many tokens or none.
+
+    bound: seconds that 99 in 100 of the tokens may take after the one before; where no plan keeps
+    it, the one that comes nearest. The other arguments are `simulate`'s.
+    """
+    fills = sorted({1, *(-(-slots * part // 4) for part in (1, 2, 3)), slots + 1})
+    tried = []
+    for most in sorted({0, drafts // 2, drafts}):
+        own = [dataclasses.replace(t, drafts=most) for t in traces]
+        for fill, patience in itertools.product(fills, (1, 2, 4, 6)):
+            if fill == 1 and patience > 1:  # nobody waits
+                continue
+            # Who is held back is so before the first segment that not all go through.
+            holds = [1, fill, *(1 for _ in costs.depths[2:])][: len(costs.depths)]
+            plan = costs.plan(buckets, slots, holds, patience)
+            result = simulate(
+                own, plan, costs, slots=slots, buckets=buckets, drafts=drafts, **engine
+            )
+            late = float(np.quantile(result.gaps, 0.99)) if bound is not None else 0.0
+            over = max(0.0, late - bound) if bound is not None else 0.0
+            tried.append((over, result.seconds / result.tokens, len(tried), plan, most, result))
+    *_, plan, most, result = min(tried, key=lambda t: t[:3])
+    return Choice(plan, most, result)

@@ -215,8 +215,10 @@ def blank(
     )  # fmt: skip
 
 
-def flatten(chosen: Chosen, start: jax.Array, size: int, width: int) -> Flat:
-    """Chosen rows, from positions `start` [slots] onward, as `size` flat ones."""
+def flatten(
+    chosen: Chosen, start: jax.Array, size: int, width: int, most: int | None = None
+) -> Flat:
+    """Chosen rows, from positions `start` [slots] onward, as `size` flat ones; `most` of a slot."""
     slots = start.shape[0]
     count = chosen.count[chosen.order]
     ends = jnp.cumsum(count)
@@ -230,7 +232,7 @@ def flatten(chosen: Chosen, start: jax.Array, size: int, width: int) -> Flat:
     first = jnp.nonzero(real & (behind % width == 0), size=size, fill_value=0)[0]
     spans = jnp.sum(-(-count // width))
     r = min(size, slots)
-    packed = Packed(slot, position, first.astype(jnp.int32), spans, width)
+    packed = Packed(slot, position, first.astype(jnp.int32), spans, width, most)
     # Slots that go come first. A last row of nobody: behind them all, or, where none is, doubled.
     return Flat(packed, chosen.order[:r], jnp.where(count > 0, ends - 1, size)[:r])
 
@@ -293,7 +295,8 @@ def _in_place(weights, config, state, e, count, carry):
 def _packed(weights, config, state, e, size, chosen, carry):
     """The chosen rows through segment e, as `size` flat ones; a branch of a conditional."""
     pending, below, above, kvs, block = carry
-    flat = flatten(chosen, state.cache.filled[:, e], size, SPAN)
+    most = min(size, state.waiting[0].shape[1] if state.waiting else 1)
+    flat = flatten(chosen, state.cache.filled[:, e], size, SPAN, most)
     packed = flat.packed
     slot = jnp.minimum(packed.slot, len(state.token) - 1)
     if e == 0:

@@ -131,10 +131,11 @@ class BatchedEngine(Slots):
         return len(self.weights.segments)
 
     def start(self) -> BatchedState:
-        length = self.context + max(SPAN, min(PROMPT_SPAN, self.options.chunk))
+        # Rows are written in spans, and all that wait at once: what is behind them is nobody's.
+        behind = max(SPAN, self.options.cap, min(PROMPT_SPAN, self.options.chunk))
         return blank(
             self.weights, self.plan, config=self.config, options=self.options, slots=self.slots,
-            length=length, context=self.context,
+            length=self.context + behind, context=self.context,
         )  # fmt: skip
 
     def _prefill(self, tokens, given, request) -> tuple[Joining, Record]:

@@ -8,6 +8,8 @@ import math
 import statistics
 from collections.abc import Hashable
 
+LONGEST = 16
+
 
 @dataclasses.dataclass
 class Pair:
@@ -32,8 +34,9 @@ class Payoff:
 
     Begins with `pairs` pairs of ways, with exits and without, in turning order; then takes what was
     faster by the median over pairs of the seconds of a token (of their logarithms: who came first,
-    and was slower for it, was so in half of the pairs), and after every `calls` calls repeats the
-    pairs, since the text changes what exits save. The window slides: the newest `pairs` pairs
+    and was slower for it, was so in half of the pairs), and after `calls` calls repeats the pairs,
+    since the text changes what exits save; after twice as many when the answer was the same as
+    before, and again, up to `LONGEST` times as many. The window slides: the newest `pairs` pairs
     decide. A way has two calls, of which the second counts: the first makes up for tokens that the
     other way left waiting, and compiles nothing new.
 
@@ -49,6 +52,8 @@ class Payoff:
         self._open: dict[Hashable, Pair] = {}
         self._first = True  # the way that the next pair begins with
         self._left, self._between = pairs, 0  # pairs still to be measured; calls until then
+        self._answer: bool | None = None
+        self._longer = 1
 
     @property
     def ratio(self) -> float | None:
@@ -86,7 +91,9 @@ class Payoff:
         self._found.append(pair.seconds[False] / pair.seconds[True])
         self._left -= 1
         if not self._left:
-            self._left, self._between = self._pairs, self._calls
+            same, self._answer = self._answer == self.exits, self.exits
+            self._longer = min(2 * self._longer, LONGEST) if same else 1
+            self._left, self._between = self._pairs, self._calls * self._longer
             self._open.clear()  # their seconds are of long ago when they would go on
 
     def _pair(self, kind: Hashable) -> Pair:

@@ -145,6 +145,9 @@ class Packed(NamedTuple):
     slot, position [t]: of each row; those beyond the last span belong to nobody. first [n]: of each
     span the first row, ascending; spans: how many there are. The cache has room for width - 1
     positions more than any row's.
+    most: rows that a slot has at most, where there may be many spans: then, on anything but a CPU,
+    all slots are attended to at once, as starting many small kernels would take longer than reading
+    what nobody asked for. None where there are few spans, as of prompts.
     """
 
     slot: jax.Array
@@ -152,14 +155,44 @@ class Packed(NamedTuple):
     first: jax.Array
     spans: jax.Array
     width: int
+    most: int | None = None
 
 
 def packed_mix(q, k, v, cache, mask, distance, slopes, config: ModelConfig, packed: Packed):
     """Rows' values mixed, and the cache with their keys and values.
 
     q [t, 1, k, g, h]; k, v [t, 1, k, h]; mask, distance [t, 1, s]; the cache's [slots * k, s, h].
-    What a span writes behind its own rows lies where nobody attends before it is written again.
+    What is written behind a slot's own rows lies where nobody attends before it is written again.
     """
+    by_span = partial(_by_span, slopes=slopes, config=config, packed=packed)
+    args = q, k, v, mask, distance, *cache
+    if packed.most is None:
+        return by_span(*args)
+    at_once = partial(_at_once, slopes=slopes, config=config, packed=packed)
+    return lax.platform_dependent(*args, cpu=by_span, default=at_once)
+
+
+def _at_once(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packed: Packed):
+    """`packed_mix` of every slot's rows, `packed.most` of each, whether they are there or not."""
+    n_kv, most, t = k.shape[2], packed.most, q.shape[0]
+    slots = cache[0].shape[0] // n_kv
+    # Rows of a slot lie together: its first is the first of its first span.
+    begin = jnp.full((slots,), t, jnp.int32).at[packed.slot].min(jnp.arange(t), mode="drop")
+    start = packed.position[jnp.minimum(begin, t - 1)]
+    start = jnp.where(begin < t, start, cache[0].shape[1] - most)  # of nobody: behind everything
+    row = jnp.minimum(begin[:, None] + jnp.arange(most)[None], t - 1)  # [slots, most]
+    own = [None if a is None else a[row, 0] for a in (q, k, v, mask, distance)]
+    k, v = (write_rows(c, a, start) for c, a in zip(cache, own[1:3], strict=True))
+    flat = (c.astype(q.dtype) for c in (k, v))
+    reach = jnp.max(packed.position) + 1
+    y = cache_mix(own[0], *flat, *own[3:], slopes, config, reach)
+    behind = packed.position - start[jnp.minimum(packed.slot, slots - 1)]
+    y = y[jnp.minimum(packed.slot, slots - 1), jnp.clip(behind, 0, most - 1)]
+    return y[:, None], (k, v)
+
+
+def _by_span(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packed: Packed):
+    """`packed_mix` of one span after the other."""
     width, n_kv, length = packed.width, k.shape[2], cache[0].shape[1]
     lengths = span_lengths(length)
 
@@ -193,5 +226,6 @@ def packed_mix(q, k, v, cache, mask, distance, slopes, config: ModelConfig, pack
         y = lax.switch(jnp.minimum(bucket, len(lengths) - 1), branches, q, mask, distance, *buffers)
         return lax.dynamic_update_slice_in_dim(out, y, first, 0), *buffers
 
-    out, *buffers = lax.fori_loop(0, packed.spans, span, (jnp.zeros_like(own[0]), *cache))
+    # Rows of nobody come out as they went in.
+    out, *buffers = lax.fori_loop(0, packed.spans, span, (own[0], *cache))
     return out[: q.shape[0], None], tuple(buffers)

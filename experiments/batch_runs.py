@@ -1,0 +1,178 @@
+"""Batches to be timed and simulated: full ones, and requests that come through a scheduler."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+CALL = 8  # steps of the engine between two looks of the host
+
+
+class Steady:
+    """A batch whose slots are all taken: `start` takes the prompts up to their first tokens,
+    `finish` decodes until `quota` tokens more have come.
+
+    rates: seconds are measured outside; tokens: what each `finish` brought; works: of `batched`,
+    what it ran; texts: of the last one, tokens and exits of every request, from its first.
+    """
+
+    def __init__(self, engine, prompts, quota: int, threshold=1.0, drafts: int = 0):
+        self.engine, self.prompts, self.quota = engine, prompts, quota
+        self.threshold, self.drafts = threshold, drafts
+        self.tokens: list[int] = []
+        self.works: list = []
+
+    def _request(self):
+        from eejax.inference.policy import ExitPolicy
+        from eejax.inference.sampling import Sampling
+        from eejax.inference.state import Request
+
+        config, n = self.engine.config, len(self.prompts)
+        lengths = [len(p) for p in self.prompts]
+        policy = ExitPolicy.make(config, n, self.threshold, drafts=self.drafts)
+        room = [self.engine.context - length for length in lengths]
+        return Request.make(config, lengths, room, policy, Sampling.make(n))
+
+    def start(self) -> None:
+        import jax
+
+        rows, first = self.engine.prefill(self.prompts, self._request())
+        self.state = self.engine.insert(self.engine.start(), rows, range(len(self.prompts)))
+        self.records = [jax.tree.map(lambda a: np.asarray(a)[None, : len(self.prompts)], first)]
+        # Who has its prompt done waits for the others at a step a token.
+        self._pause(True)
+        while hasattr(self.state, "standing") and np.asarray(self.state.standing.prompting).any():
+            self._call(1)
+        self._pause(False)
+        jax.block_until_ready(self.state)
+        self.before = self._work()
+
+    def _pause(self, paused: bool) -> None:
+        request = self.state.request
+        policy = request.policy.replace(paused=np.full((self.engine.slots,), paused))
+        self.state = self.state.replace(request=request.replace(policy=policy))
+
+    def _work(self):
+        import jax
+
+        return jax.tree.map(np.array, self.state.work) if hasattr(self.state, "work") else None
+
+    def _call(self, steps: int) -> int:
+        self.state, record = self.engine.generate(self.state, steps)
+        self.records.append(type(record)(*(np.asarray(a) for a in record)))
+        return int((self.records[-1].exit >= 0).sum())
+
+    def finish(self) -> None:
+        came = 0
+        while came < self.quota and np.asarray(self.state.live).any():
+            came += self._call(CALL)
+        self.tokens.append(came)
+
+    def tell(self) -> None:
+        """After a `finish`: what was run, and texts."""
+        if self.before is not None:
+            from eejax.inference.batch_costs import counts
+
+            self.works.append(counts(self._work(), self.before))
+        columns = [
+            tuple(np.concatenate([getattr(r, name)[:, i] for r in self.records])
+                  for name in ("token", "exit"))
+            for i in range(len(self.prompts))
+        ]  # fmt: skip
+        self.texts = [(t[e >= 0].tolist(), e[e >= 0].tolist()) for t, e in columns]
+
+
+@dataclasses.dataclass
+class Served:
+    """Requests through a scheduler's queue. seconds: of all of them; tokens: theirs; gaps: seconds
+    between a request's tokens, as they are told; first: to a request's first token from when it
+    was given a slot's turn to wait, for all of them the start."""
+
+    seconds: float
+    tokens: int
+    gaps: np.ndarray
+    first: np.ndarray
+
+
+def serve(engine, prompts, limits, threshold, drafts: int, payoff=None, steps: int = CALL):
+    """All requests at once, through as many slots as the engine has."""
+    from eejax.inference.policy import ExitPolicy
+    from eejax.inference.scheduler import Scheduler
+
+    scheduler = Scheduler(engine, engine.config, steps=steps, payoff=payoff)
+    policy = ExitPolicy.make(engine.config, 1, threshold, drafts=drafts)
+    begin = time.perf_counter()
+    for prompt, limit in zip(prompts, limits, strict=True):
+        scheduler.submit(prompt, limit, policy=policy)
+    last, gaps, first, tokens = {}, [], {}, 0
+    while not scheduler.idle:
+        outputs = scheduler.step()
+        now = time.perf_counter()
+        for number, new, _ in outputs:
+            tokens += len(new)
+            if not new:
+                continue
+            first.setdefault(number, now - begin)
+            if number in last:
+                gaps.append(now - last[number])
+            gaps += [0.0] * (len(new) - 1)
+            last[number] = now
+    seconds = time.perf_counter() - begin
+    return Served(seconds, tokens, np.array(gaps), np.array([*first.values()]))
+
+
+def traces(model, prompts, texts, drafts: int):
+    """`batch_simulator.Trace`s of texts [(tokens, exits)], with what the first exit would draft."""
+    import jax
+    import jax.numpy as jnp
+
+    from eejax.inference.batch_simulator import Trace
+    from eejax.inference.sampling import argmax
+    from eejax.models import exits, transformer
+
+    config = model.config
+    head = exits.head(model.params, config, 0)
+
+    @jax.jit
+    def tops(tokens):
+        h = transformer.exit_states(model.params, config, tokens, which=[0])[0]
+        return argmax(exits.logits(head, h))
+
+    found = []
+    for prompt, (tokens, left) in zip(prompts, texts, strict=True):
+        whole = np.zeros((1, config.context_length), np.int32)
+        ids = [*prompt, *tokens][: config.context_length]
+        whole[0, : len(ids)] = ids
+        said = np.asarray(tops(jnp.asarray(whole)))[0, len(prompt) - 1 :][: len(tokens)]
+        right = said == np.array(tokens)[: len(said)]
+        found.append(Trace(len(prompt), tuple(left[: len(right)]), tuple(right.tolist()), drafts))
+    return found
+
+
+def roofline(
+    layers: Sequence[int], d: int, vocab: int, context: int, sizes: Sequence[int], *,
+    bandwidth: float, flops: float, start: float, size: int = 2,
+):  # fmt: skip
+    """`Costs` of a decoder of width d on a device: whichever takes longer, bytes or products.
+
+    layers: of each segment; sizes: rows of all slots in place, then of each bucket; bandwidth in
+    bytes, flops in products a second, as far as they are reached; start: seconds to start a layer's
+    kernels; size: bytes of a number. Attention reads the keys and values of half a context, those
+    of a slot once for a span, or in place for all slots.
+    """
+    from eejax.inference.batch_simulator import Costs
+
+    weights, table, cache = 12 * d * d * size, vocab * d * size, context * d * size
+    rows = np.asarray(sizes, float)
+    time_of = lambda read: np.maximum(read / bandwidth, rows * read / size * 2 / flops)
+    layer = start + time_of(weights)
+    layer[0] += rows[0] * cache / bandwidth
+    look = start + time_of(table)
+    chunk = sum(layers) * (start + max(weights / bandwidth, 64 * weights / size * 2 / flops))
+    return Costs(
+        start, tuple(layer.tolist()), tuple(look.tolist()), cache / bandwidth, chunk, 0.0,
+        tuple(layers),
+    )  # fmt: skip

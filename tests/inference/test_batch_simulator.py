@@ -1,0 +1,202 @@
+"""The simulator runs what the engine runs, and its costs are those that are there."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eejax.common.errors import ConfigError
+from eejax.inference import batch_costs
+from eejax.inference.batch_simulator import Costs, Counts, Trace, best_plan, fit, simulate
+from eejax.inference.batched import PROMPT_SPAN, SPAN, BatchOptions
+from eejax.inference.batched_slots import BatchedEngine
+from eejax.inference.packing import Plan
+from eejax.inference.policy import ExitPolicy
+from eejax.inference.sampling import Sampling, argmax
+from eejax.inference.state import Request
+from eejax.models import exits, transformer
+
+SLOTS, CONTEXT, BUCKETS = 4, 72, (3, 6, 12)
+OPTIONS = BatchOptions(cap=6, drafts=3, chunk=16, buckets=BUCKETS)
+
+
+@pytest.fixture(scope="module")
+def engine(subset):
+    p, config = subset((1, 3))
+    return p, BatchedEngine.make(p, config, OPTIONS, slots=SLOTS, context=CONTEXT)
+
+
+def traces_of(p, config, prompts, texts, drafts):
+    """Of texts [(tokens, exits)], what the first exit would draft seen in one pass."""
+    found = []
+    for prompt, (tokens, left), most in zip(prompts, texts, drafts, strict=True):
+        ids = np.zeros((1, CONTEXT), np.int32)
+        ids[0, : len(prompt) + len(tokens)] = [*prompt, *tokens]
+        h = transformer.exit_states(p, config, ids, which=[0])[0]
+        said = np.asarray(argmax(exits.logits(exits.head(p, config, 0), h)))[0, len(prompt) - 1 :]
+        right = said[: len(tokens)] == np.array(tokens)
+        found.append(Trace(len(prompt), tuple(left), tuple(right.tolist()), most))
+    return found
+
+
+@settings(max_examples=12)
+@given(data=st.data())
+def test_the_simulator_runs_what_the_engine_runs(engine, prompts, data):
+    """To the number: every segment, bucket, span and chunk, and when each token comes."""
+    p, batched = engine
+    config, draw = batched.config, data.draw
+    seconds = st.floats(0.1, 9)
+    plan = Plan.make(
+        3, SLOTS, BUCKETS, draw(st.lists(st.integers(0, 5), min_size=3, max_size=3)),
+        draw(st.integers(0, 5)),
+        ([draw(seconds) for _ in range(3)],
+         [sorted(draw(seconds) for _ in BUCKETS) for _ in range(3)],
+         [draw(seconds) / 8 for _ in range(3)]),
+    )  # fmt: skip
+    n = draw(st.integers(1, SLOTS))
+    asked = prompts(draw(st.integers(0, 99)), [draw(st.integers(1, 40)) for _ in range(n)])
+    thresholds = [[draw(st.sampled_from([0.1, 0.3, 0.5, 1.0]))] * 2 for _ in range(n)]
+    drafts = [draw(st.integers(0, 4)) for _ in range(n)]
+    policy = ExitPolicy.make(config, n, thresholds, drafts=drafts)
+    request = Request.make(config, [len(a) for a in asked], [30] * n, policy, Sampling.make(n))
+    rows, _ = batched.prefill(asked, request)
+    state = batched.insert(batched.start(), rows, range(n)).replace(plan=plan)
+    tokens, left, came = ([[] for _ in asked] for _ in range(3))
+    while np.asarray(state.live).any():
+        state, record = batched.generate(state, 1)
+        for i in range(n):
+            there = np.asarray(record.exit)[:, i] >= 0
+            tokens[i] += np.asarray(record.token)[there, i].tolist()
+            left[i] += np.asarray(record.exit)[there, i].tolist()
+            came[i] += [int(state.work.sweeps)] * int(there.sum())
+    texts = [*zip(tokens, left, strict=True)]
+    # Nothing is drafted behind a draft that would end a request: none here can be.
+    work = jax.tree.map(np.asarray, state.work)
+    costs = Costs(1.0, (0.0,) * 4, (0.0,) * 4, 0.0, 0.0, 0.0, (1, 2, 2))  # a second a sweep
+    found = simulate(
+        traces_of(p, config, asked, texts, drafts), plan, costs, slots=SLOTS, buckets=BUCKETS,
+        cap=OPTIONS.cap, drafts=OPTIONS.drafts, chunk=OPTIONS.chunk, span=SPAN,
+        prompt_span=PROMPT_SPAN,
+    )  # fmt: skip
+    np.testing.assert_array_equal(found.counts.runs, work.runs)
+    np.testing.assert_array_equal(found.counts.spans, work.spans)
+    assert (found.counts.chunks, found.counts.chunk_spans) == (work.chunks, work.chunk_spans)
+    assert found.counts.sweeps == work.sweeps and found.seconds == work.sweeps
+    assert found.emitted == came
+
+
+def some_costs():
+    return Costs(0.5, (6.0, 3.0, 4.0, 6.0), (0.7, 0.4, 0.7, 1.3), 0.3, 20.0, 2.0, (1, 2, 2))
+
+
+def test_costs_are_found_again():
+    """From what other costs, straight in the number of rows, would have taken."""
+    rng = np.random.default_rng(0)
+    line = lambda a, b: tuple(a + b * n for n in BUCKETS)
+    true = Costs(
+        0.5, (6.0, *line(2.0, 0.4)), (0.1 + 4 * 0.1, *line(0.1, 0.1)), 0.3, 20.0, 2.0, (1, 2, 2)
+    )
+    samples = []
+    for _ in range(80):
+        counts = Counts(
+            rng.integers(0, 4, (3, 4)), rng.integers(0, 9, 3), int(rng.integers(0, 3)),
+            int(rng.integers(0, 5)), int(rng.integers(1, 5)),
+        )  # fmt: skip
+        samples.append((counts, true.seconds(counts)))
+    found = fit(samples, (1, 2, 2), SLOTS, BUCKETS)
+    for name in ("sweep", "layer", "look", "span", "chunk", "chunk_span"):
+        np.testing.assert_allclose(getattr(found, name), getattr(true, name), rtol=1e-6)
+    plan = found.plan(BUCKETS, SLOTS)
+    np.testing.assert_allclose(plan.in_place, [6.5, 12.5, 12.5], rtol=1e-5)
+    np.testing.assert_allclose(plan.packed[1], [2 * a + b for a, b in zip(
+        true.layer[1:], true.look[1:], strict=True)], rtol=1e-5)  # fmt: skip
+    np.testing.assert_allclose(plan.span, [0.3, 0.6, 0.6], rtol=1e-5)
+
+
+def test_costs_of_the_engine_explain_other_runs_of_it(engine, prompts):
+    """Of a clock that tells what known costs of the work would take."""
+    _, batched = engine
+    true, now = some_costs(), [0.0]
+    line = lambda a: np.polynomial.Polynomial.fit(BUCKETS, a[1:], 1)
+    true = dataclasses.replace(
+        true, layer=(6.0, *map(float, line(true.layer)(np.array(BUCKETS)))),
+        look=tuple(float(0.1 + 0.1 * n) for n in (SLOTS, *BUCKETS)),
+    )  # fmt: skip
+    before = [None]
+
+    class Clocked(BatchedEngine):
+        def generate(self, state, n):
+            before[0] = jax.tree.map(np.array, state.work)
+            state, record = super().generate(state, n)
+            now[0] += true.seconds(batch_costs.counts(state.work, before[0]))
+            return state, record
+
+    clocked = Clocked(**{f.name: getattr(batched, f.name) for f in dataclasses.fields(batched)})
+    found = batch_costs.measure(
+        clocked, prompts(3, [9, 20, 31]), calls=90, steps=3, clock=lambda: now[0]
+    )
+    samples = batch_costs.samples(
+        clocked, prompts(5, [12, 8, 40]), calls=24, steps=3, seed=1, clock=lambda: now[0]
+    )
+    errors = [found.seconds(counts) / took - 1 for counts, took in samples]
+    assert np.max(np.abs(errors)) < 1e-3
+    assert found.depths == (1, 2, 2)
+
+
+ENGINE = dict(
+    slots=SLOTS, buckets=BUCKETS, cap=6, drafts=3, chunk=16, span=SPAN, prompt_span=PROMPT_SPAN
+)
+
+
+def drawn_traces(rng, n):
+    lengths = rng.integers(5, 25, n)
+    return [
+        Trace(int(rng.integers(1, 40)), tuple(rng.integers(0, 3, m).tolist()),
+              tuple((rng.random(m) < 0.8).tolist()), int(rng.integers(0, 4)))
+        for m in lengths
+    ]  # fmt: skip
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**31), fill=st.integers(0, 6), patience=st.integers(0, 5))
+def test_everybody_gets_every_token_in_order(seed, fill, patience):
+    rng = np.random.default_rng(seed)
+    traces = drawn_traces(rng, 9)
+    costs = some_costs()
+    found = simulate(traces, costs.plan(BUCKETS, SLOTS, fill, patience), costs, steps=3, **ENGINE)
+    assert [len(t) for t in found.emitted] == [len(t.exits) for t in traces]
+    for times, arrived in zip(found.emitted, found.arrived, strict=True):
+        assert all(a < b or a == b for a, b in zip(times, times[1:], strict=False))
+        assert arrived < times[0] and times[-1] <= found.seconds
+    assert found.seconds == pytest.approx(costs.seconds(found.counts))
+    assert len(found.gaps) == found.tokens - len(traces)
+
+
+def test_the_best_plan_is_the_best_of_those_that_keep_the_bound():
+    rng = np.random.default_rng(1)
+    traces, costs = drawn_traces(rng, 8), some_costs()
+    most = {k: v for k, v in ENGINE.items() if k != "drafts"}
+    free = best_plan(traces, costs, drafts=3, **most)
+    one = [dataclasses.replace(t, drafts=0) for t in traces]
+    none = simulate(one, costs.plan(BUCKETS, SLOTS), costs, **ENGINE)
+    rate = lambda found: found.seconds / found.tokens
+    assert rate(free.simulated) < rate(none)
+    late = lambda found: np.quantile(found.gaps, 0.99)
+    bound = float(late(free.simulated)) * 0.9
+    held = best_plan(traces, costs, drafts=3, bound=bound, **most)
+    assert late(held.simulated) < late(free.simulated)
+    assert rate(held.simulated) >= rate(free.simulated)
+    again = [dataclasses.replace(t, drafts=free.drafts) for t in traces]
+    assert simulate(again, free.plan, costs, **ENGINE).seconds == free.simulated.seconds
+
+
+def test_what_cannot_be_simulated():
+    with pytest.raises(ConfigError, match="trace"):
+        Trace(3, (0, 1), (True,))
+    with pytest.raises(ConfigError, match="costs"):
+        Costs(-1.0, (1.0,), (1.0,), 0.0, 0.0, 0.0, (1,))
