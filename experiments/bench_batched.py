@@ -247,7 +247,8 @@ def queues(model, slots: int, full, setting, prompts) -> dict:
             [r.seconds / r.tokens for r in found[name]],
         )
         result["queue" if name == "exits" else "auto"] = {
-            "ratio": ratio.median, "interval": [ratio.low, ratio.high]
+            "ratio": ratio.median,
+            "interval": [ratio.low, ratio.high],
         }
     # Latency as a client sees it: the host looks after every step.
     for name, (e, t, d) in (("full", (full, 1.0, 0)), ("exits", setting)):
@@ -282,9 +283,7 @@ def on_gpu(model, threshold: float, prompts) -> dict:
             without, plan, costs, slots=slots, buckets=options.buckets, drafts=0, **rest
         )
         for name, most in (("drafted", options.drafts), ("undrafted", 0)):
-            found = best_plan(
-                own, costs, slots=slots, buckets=options.buckets, drafts=most, **rest
-            )
+            found = best_plan(own, costs, slots=slots, buckets=options.buckets, drafts=most, **rest)
             result[f"batch {slots} {name}"] = (
                 base.seconds / base.tokens / (found.simulated.seconds / found.simulated.tokens)
             )

@@ -1,21 +1,24 @@
-"""What the work of `batched` takes here, measured with the engine itself."""
+"""What the work of `batched` takes here, measured with the engine itself, and the plan for it."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from eejax.inference.batch_simulator import Costs, Counts, fit
-from eejax.inference.batched import Work
+from eejax.inference.batch_simulator import Costs, Counts, Simulated, Trace, best_plan, fit
+from eejax.inference.batched import PROMPT_SPAN, SPAN, Work
 from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.packing import Plan
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
 from eejax.inference.state import Request
 
+STEPS = 8
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 1.0)
 
 
@@ -90,3 +93,80 @@ def measure(engine: BatchedEngine, prompts: Sequence[Sequence[int]], **kwargs) -
     depths = np.diff([0, *ends]).tolist()
     found = samples(engine, prompts, **kwargs)
     return fit(found, depths, engine.slots, engine.options.buckets)
+
+
+class Tuned(NamedTuple):
+    """An engine with the plan found for it, the drafts that requests should allow, its costs, and
+    what the simulator promises."""
+
+    engine: BatchedEngine
+    drafts: int
+    costs: Costs
+    simulated: Simulated
+
+
+def tune(
+    engine: BatchedEngine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    bound: float | None = None,
+    costs: Costs | None = None,
+    new: int = 64,
+    **rules,
+) -> Tuned:
+    """The plan of the most tokens a second for requests like these, by exits like `rules`.
+
+    prompts: as many as there are slots are enough; of each, `new` tokens are decoded to see where
+    they leave. bound: as `best_plan`'s, in seconds; rules: `ExitPolicy.make`'s. Takes as long as
+    `measure`, unless `costs` are known, and a few seconds more. Raises as `prefill`.
+    """
+    costs = measure(engine, prompts) if costs is None else costs
+    options = engine.options
+    known = dict(
+        slots=engine.slots, buckets=options.buckets, cap=options.cap, chunk=options.chunk,
+        span=SPAN, prompt_span=PROMPT_SPAN,
+    )  # fmt: skip
+    found = best_plan(
+        watch(engine, prompts, new, **rules), costs, drafts=options.drafts, bound=bound, **known
+    )
+    engine = dataclasses.replace(engine, plan=found.plan)
+    return Tuned(engine, found.drafts, costs, found.simulated)
+
+
+def watch(
+    engine: BatchedEngine, prompts: Sequence[Sequence[int]], new: int, **rules
+) -> list[Trace]:
+    """Traces of what the engine decodes for a batch of prompts, drafting as much as it can.
+
+    Of a token before which nothing was drafted it is not known whether its draft had been right:
+    such are right as often as the others.
+    """
+    slots, config, drafts = engine.slots, engine.config, engine.options.drafts
+    texts = [list(prompts[i % len(prompts)]) for i in range(slots)]
+    limits = [min(new, engine.context - len(t)) for t in texts]
+    policy = ExitPolicy.make(config, slots, **rules | dict(drafts=drafts))
+    request = Request.make(config, [len(t) for t in texts], limits, policy, Sampling.make(slots))
+    rows, _ = engine.prefill(texts, request)
+    state = engine.insert(engine.start(), rows, range(slots))
+    hold = engine.plan.replace(
+        fill=np.full(engine.max_depth, slots + 1, np.int32),
+        patience=np.full(engine.max_depth, drafts, np.int32),
+    )
+    state, records = state.replace(plan=hold), []
+    while np.asarray(state.live).any():
+        state, record = engine.generate(state, STEPS)
+        records.append(record)
+    whole = {
+        name: np.concatenate([np.asarray(getattr(r, name)) for r in records])
+        for name in ("exit", "drafted", "accepted")
+    }
+    drafted = whole["drafted"].sum()
+    share = float(whole["accepted"].sum() / drafted) if drafted else 0.0
+    rng, traces = np.random.default_rng(0), []
+    for i, text in enumerate(texts):
+        there = whole["exit"][:, i] >= 0
+        tried = whole["drafted"][there, i] > 0
+        right = np.where(tried, whole["accepted"][there, i] > 0, rng.random(len(tried)) < share)
+        exits = tuple(whole["exit"][there, i].tolist())
+        traces.append(Trace(len(text), exits, tuple(right.tolist())))
+    return traces

@@ -1,0 +1,209 @@
+"""Completes many prompts with a trained model, a batch at a time: every token exits by itself.
+
+    python -m experiments.generate_batch --workdir=runs/quickstart --input=prompts.txt \\
+        --output=texts.jsonl --threshold=0.5
+
+Every line of --input ("-": standard input) is a prompt, as plain text or as a JSON object:
+"prompt", and, where it wants other than the flags say, "max_new_tokens", "threshold", "drafts",
+"temperature" or "seed". Every line of --output is a JSON object as soon as its text is done: "line"
+(of the input, from 1), "prompt", "text", "finish", "tokens" and "exits", the number of tokens of
+each exit.
+
+Requests share --slots slots and leave them when they are done; none waits for another's end. First
+the engine measures what its work takes here, watches where such requests leave, and plans how long
+to hold them back for others, and how many tokens to draft (--notune: no holding, --drafts drafts).
+--engine=auto turns exits off while they do not pay, and =full has none. Lines that cannot be run
+are told with the others, "finish" saying why, and the exit status is then 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import sys
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+from absl import flags
+
+from eejax.common.errors import ConfigError, DataError, require
+from experiments import launch
+
+ENGINES = ["batched", "auto", "full"]
+FIELDS = ("prompt", "max_new_tokens", "threshold", "drafts", "temperature", "seed")
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
+_STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")
+_INPUT = flags.DEFINE_string("input", None, "A file of prompts, one a line; '-': standard input.")
+_OUTPUT = flags.DEFINE_string("output", None, "Where texts go; standard output by default.")
+_ENGINE = flags.DEFINE_enum("engine", "batched", ENGINES, "Decoder.")
+_SLOTS = flags.DEFINE_integer("slots", 8, "Requests at a time.", lower_bound=1)
+_CONTEXT = flags.DEFINE_integer("context", None, "Tokens of a request; the model's context.")
+_THRESHOLD = flags.DEFINE_float("threshold", 0.9, "Confidence to leave at; 1: never.")
+_GATE = flags.DEFINE_string("gate", "max_probability", "As in experiments.generate.")
+_DRAFTS = flags.DEFINE_integer(
+    "drafts", 4, "Most tokens drafted past an undecided one.", lower_bound=0
+)
+_NEW = flags.DEFINE_integer("max_new_tokens", 128, "Tokens of a text at most.", lower_bound=1)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most likely token.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the first line's sampling; the next has the next.")
+_TUNE = flags.DEFINE_bool("tune", True, "Measure and plan before the first request.")
+flags.mark_flags_as_required(["workdir", "input"])
+
+
+class Line(NamedTuple):
+    """One of the input. wants: its fields; error: why it cannot be read, or ''."""
+
+    number: int
+    wants: dict[str, Any]
+    error: str = ""
+
+
+def main() -> None:
+    from eejax.train.runs import load_model
+
+    lines = [parsed(i, text) for i, text in enumerate(read(_INPUT.value), 1) if text.strip()]
+    require(bool(lines), "input", _INPUT.value, "must have a line that is not empty")
+    model = load_model(_WORKDIR.value, step=_STEP.value)
+    with contextlib.ExitStack() as stack:
+        out = sys.stdout
+        if _OUTPUT.value is not None:
+            out = stack.enter_context(opened(_OUTPUT.value))
+        failed = complete(model, lines, out)
+    if failed:
+        raise SystemExit(1)
+
+
+def opened(path: str):
+    try:
+        return open(path, "w", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"--output = {path!r}: cannot be written ({error.strerror}).") from error
+
+
+def read(path: str) -> list[str]:
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else pathlib.Path(path).read_bytes()
+        return data.decode("utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"--input = {path!r}: cannot be read ({error.strerror}).") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"--input = {path!r}: is not UTF-8 text ({error}): convert it.") from error
+
+
+def parsed(number: int, text: str) -> Line:
+    """A line that begins with a brace is a JSON object, any other a prompt."""
+    if not text.lstrip().startswith("{"):
+        return Line(number, {"prompt": text})
+    try:
+        wants = json.loads(text)
+    except json.JSONDecodeError as error:
+        return Line(number, {}, f"is no JSON object ({error})")
+    others = [name for name in wants if name not in FIELDS]
+    if others:
+        return Line(number, wants, f"has {others}: must be among {list(FIELDS)}")
+    if not isinstance(wants.get("prompt"), str):
+        return Line(number, wants, 'must have a text as "prompt"')
+    return Line(number, wants)
+
+
+def complete(model, lines: list[Line], out) -> int:
+    """Runs the lines; how many could not be."""
+    from eejax.inference.payoff import Payoff
+    from eejax.inference.policy import ExitPolicy
+    from eejax.inference.sampling import Sampling
+    from eejax.inference.scheduler import Scheduler
+
+    tokenizer = model.tokenizer
+    encode = lambda line: tokenizer.encode(line.wants["prompt"]).tolist()
+    ids = {line.number: encode(line) for line in lines if not line.error}
+    engine, drafts = made(model, [*ids.values()])
+    payoff = Payoff() if _ENGINE.value == "auto" else None
+    scheduler = Scheduler(engine, engine.config, payoff=payoff)
+    of: dict[int, Line] = {}
+    failed = 0
+
+    def told(line: Line, **rest) -> None:
+        out.write(json.dumps({"line": line.number, **rest}, ensure_ascii=False) + "\n")
+        out.flush()
+
+    for line in lines:
+        try:
+            require(not line.error, f"line {line.number}", line.wants, line.error)
+            want = lambda name, flag, line=line: line.wants.get(name, flag.value)
+            threshold = 1.0 if _ENGINE.value == "full" else want("threshold", _THRESHOLD)
+            policy = ExitPolicy.make(
+                engine.config, 1, threshold, gate=_GATE.value,
+                drafts=line.wants.get("drafts", drafts),
+            )  # fmt: skip
+            sampling = Sampling.make(
+                1,
+                want("temperature", _TEMPERATURE),
+                seed=line.wants.get("seed", _SEED.value + line.number - 1),
+            )
+            number = scheduler.submit(
+                ids[line.number], want("max_new_tokens", _NEW), policy=policy, sampling=sampling
+            )
+            of[number] = line
+        except ConfigError as error:
+            failed += 1
+            told(line, prompt=line.wants.get("prompt"), finish=f"error: {error}")
+    tokens: dict[int, list] = {number: [] for number in of}
+    done, begin, total = 0, time.perf_counter(), 0
+    shown = begin
+    while not scheduler.idle:
+        for number, new, finish in scheduler.step():
+            tokens[number] += new
+            total += len(new)
+            if not finish:
+                continue
+            line, mine = of[number], tokens.pop(number)
+            done += 1
+            failed += finish == "error"
+            exits = np.bincount([t.exit for t in mine], minlength=engine.config.n_exits + 1)
+            told(
+                line, prompt=line.wants["prompt"], text=tokenizer.decode([t.id for t in mine]),
+                finish=finish, tokens=len(mine), exits=exits.tolist(),
+            )  # fmt: skip
+        now = time.perf_counter()
+        if now - shown > 5:
+            shown = now
+            launch.say(f"{done} of {len(of)} done, {total / (now - begin):.0f} tokens/s")
+    took = time.perf_counter() - begin
+    launch.say(f"{done} texts, {total} tokens, {total / max(took, 1e-9):.0f} tokens/s")
+    if payoff is not None and payoff.ratio is not None:
+        launch.say(f"with exits {payoff.ratio:.2f} times as fast as without")
+    return failed
+
+
+def made(model, prompts: list):
+    """The engine, and the drafts that requests are to have."""
+    from eejax.inference import batch_costs
+    from eejax.inference.batched import BatchOptions
+    from eejax.inference.batched_slots import BatchedEngine
+    from eejax.inference.engine import SlotEngine
+
+    kwargs = dict(slots=_SLOTS.value, context=_CONTEXT.value)
+    if _ENGINE.value == "full":
+        return SlotEngine.make(model.params, model.config, "full", **kwargs), 0
+    engine = BatchedEngine.make(
+        model.params, model.config, BatchOptions(drafts=_DRAFTS.value), **kwargs
+    )
+    fit = [p for p in prompts if 0 < len(p) < engine.context]
+    if not _TUNE.value or not fit:
+        return engine, _DRAFTS.value
+    launch.say("measuring and planning ...")
+    tuned = batch_costs.tune(
+        engine, fit[:64], new=min(64, _NEW.value), threshold=_THRESHOLD.value, gate=_GATE.value
+    )
+    launch.say(
+        f"plan: {tuned.drafts} drafts, fill {tuned.engine.plan.fill.tolist()}, patience"
+        f" {tuned.engine.plan.patience.tolist()}"
+    )
+    return tuned.engine, tuned.drafts
+
+
+if __name__ == "__main__":
+    launch.run(main)
