@@ -55,6 +55,8 @@ GPU_BATCHES = (8, 16, 32, 64)
 
 
 def main() -> None:
+    import jax
+
     from eejax import calibration
     from eejax.analysis import table
     from eejax.train.runs import open_run
@@ -74,7 +76,10 @@ def main() -> None:
 
     result: dict = {"threshold": chosen.threshold, "agreement": chosen.agreement}
     for slots in _BATCHES.value:
-        result[f"batch_{slots}"] = of_batch(model, slots, chosen.threshold, agreement, prompts)
+        one = of_batch(model, slots, chosen.threshold, agreement, prompts)
+        result[f"batch_{slots}"] = one
+        launch.say(json.dumps({f"batch_{slots}": one}))  # what comes later may fail
+        jax.clear_caches()  # of programs that map much memory
     each = [result[f"batch_{slots}"] for slots in _BATCHES.value]
     result["no_exit_overhead"] = max(r["no_exit_overhead"] for r in each)
     result["auto_ratio"] = min(r["auto"]["ratio"] for r in each)

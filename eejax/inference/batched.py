@@ -44,7 +44,7 @@ class BatchOptions:
     cap: most tokens of a request that may wait for deeper keys and values; with so many it runs
         through all layers before its next token.
     buckets: row counts that a segment is compiled for, ascending; the largest is at least the cap.
-        Empty: powers of two up to all that the slots may have pending, or the cap.
+        Empty: powers of two from a quarter of the slots up to all that they may have pending.
     chunk: prompt tokens of a sweep.
     drafts: most tokens of a request that are drafted past one that no exit has decided yet; which
         may, and how many, is said by its `ExitPolicy.drafts`.
@@ -83,8 +83,9 @@ class BatchOptions:
         if self.buckets:
             return self
         most = max(slots * (self.drafts + 1), self.cap, 2)
-        powers = tuple(1 << i for i in range(1, (most - 1).bit_length() + 1))
-        return dataclasses.replace(self, buckets=powers)
+        least = max(slots // 4, 4)  # fewer take hardly less time
+        powers = [1 << i for i in range((most - 1).bit_length() + 1) if 1 << i >= least]
+        return dataclasses.replace(self, buckets=tuple(powers or [1 << (most - 1).bit_length()]))
 
 
 @struct.dataclass
@@ -191,7 +192,6 @@ class Flat(NamedTuple):
     last: jax.Array
 
 
-@partial(jax.jit, static_argnames=("config", "options", "slots", "length", "context"))
 def blank(
     weights: Weights, plan: Plan, *, config: ModelConfig, options: BatchOptions, slots: int,
     length: int, context: int,

@@ -10,28 +10,71 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from eejax.common.axes import DATA
 from eejax.common.errors import require
 from eejax.common.trees import Tree
+from eejax.inference import sharded
 from eejax.inference import state as s
 from eejax.inference.batched import PROMPT_SPAN, SPAN, BatchedState, BatchOptions, blank, sweep
 from eejax.inference.engine import Slots, check_slots
+from eejax.inference.generate import power_of_two
 from eejax.inference.packing import Plan
 from eejax.inference.state import Record, Request, Weights
+from eejax.models.cache import KVCache
 from eejax.models.config import ModelConfig
+from eejax.sharding.mesh import MeshConfig, mesh_axes
 
 
-@partial(jax.jit, static_argnames=("config", "options", "n"), donate_argnames="state")
+def _specs(mesh: Mesh) -> BatchedState:
+    """Prefixes of a state's partition specs: heads are cut, and all else is the same everywhere."""
+    names = [f.name for f in dataclasses.fields(BatchedState)]
+    pair = P(mesh_axes(mesh).model)
+    return BatchedState(**dict.fromkeys(names, P()) | {"cache": KVCache(pair, pair, P())})
+
+
+@partial(jax.jit, static_argnames=("config", "options", "slots", "length", "context", "mesh"))
+def _start(weights, plan, *, config, options, slots, length, context, mesh) -> BatchedState:
+    run = partial(
+        blank, config=config, options=options, slots=slots, length=length, context=context
+    )
+    if mesh is not None:
+        given = (sharded.weights(config, options.max_depth, mesh), P())
+        run = sharded.shard(run, mesh, given, _specs(mesh))
+    return run(weights, plan)
+
+
+CALL = 8  # sweeps that one program is compiled for, or twice as many, and so on
+
+
+@partial(jax.jit, static_argnames=("config", "options", "size", "mesh"), donate_argnames="state")
 def decode(
-    weights: Weights, state: BatchedState, *, config: ModelConfig, options: BatchOptions, n: int
+    weights: Weights,
+    state: BatchedState,
+    n: jax.Array,
+    *,
+    config: ModelConfig,
+    options: BatchOptions,
+    size: int,
+    mesh: Mesh | None = None,
 ) -> tuple[BatchedState, Record]:
-    """Up to `n` sweeps in one compiled loop: records [n (drafts + 1), slots].
+    """Up to `n` sweeps, at most `size`, in one compiled loop: records [size (drafts + 1), slots].
 
     Ends when all requests are done.
     """
+    run = partial(_loop, config=config, options=options, size=size)
+    if mesh is not None:
+        given = (sharded.weights(config, options.max_depth, mesh), _specs(mesh), P())
+        run = sharded.shard(run, mesh, given, (_specs(mesh), P()))
+    return run(weights, state, n)
+
+
+def _loop(weights, state, n, *, config, options, size):
     run = partial(sweep, config=config, options=options)
     shapes = jax.eval_shape(run, weights, state)[1]
-    records = jax.tree.map(lambda r: jnp.zeros((n, *r.shape), r.dtype), shapes)
+    records = jax.tree.map(lambda r: jnp.zeros((size, *r.shape), r.dtype), shapes)
     records = records._replace(exit=jnp.full_like(records.exit, -1))
 
     def body(carry):
@@ -80,7 +123,8 @@ class Joining(NamedTuple):
 class BatchedEngine(Slots):
     """An `engine.Engine` whose requests exit, wait and go deeper each by its own gate.
 
-    `prefill` runs nothing: prompts are run by `generate`, in chunks, and so come first tokens. A
+    One program is compiled for `generate` of up to `CALL` sweeps, one for up to twice as many, and so
+    on. `prefill` runs nothing: prompts are run by `generate`, in chunks, and so come first tokens. A
     prompt may be longer than `request.start`: what is behind that was generated before, and the
     request goes on from there as if it had never left its slot.
 
@@ -94,6 +138,7 @@ class BatchedEngine(Slots):
     slots: int
     context: int
     plan: Plan
+    mesh: Mesh | None = None
 
     resumes = True
 
@@ -107,9 +152,12 @@ class BatchedEngine(Slots):
         slots: int,
         context: int | None = None,
         plan: Plan | None = None,
+        mesh: MeshConfig | Mesh | None = None,
     ) -> BatchedEngine:
-        """From training parameters. Raises ConfigError for slots, a context or options there cannot
-        be."""
+        """From training parameters; on a `mesh` of model shards, matrices are cut over it.
+
+        Raises ConfigError for slots, a context, options or a mesh there cannot be.
+        """
         context = check_slots(config, slots, context)
         options = (BatchOptions() if options is None else options).of_slots(slots)
         most, n = config.context_length, config.n_exits + 1
@@ -122,9 +170,22 @@ class BatchedEngine(Slots):
             require(
                 value <= most, name, value, f"must be at most {most}, the model's context_length"
             )
-        weights = s.prepare(params, config, options.max_depth)
+        if mesh is None:
+            weights = s.prepare(params, config, options.max_depth)
+        else:
+            mesh = sharded.without_stages(mesh, "batched")
+            require(
+                mesh.shape[DATA] == 1, "mesh.data", mesh.shape[DATA],
+                "must be 1 with the engine 'batched'",
+                "Its requests share batches: run one engine for each copy of the model.",
+            )  # fmt: skip
+            weights = sharded.place(params, config, options.max_depth, mesh)
         plan = plan or Plan.make(len(weights.segments), slots, options.buckets)
-        return cls(weights, config, options, slots, context, plan)
+        return cls(weights, config, options, slots, context, plan, mesh)
+
+    @property
+    def _static(self) -> dict:
+        return dict(config=self.config, options=self.options, mesh=self.mesh)
 
     @property
     def max_depth(self) -> int:
@@ -133,9 +194,9 @@ class BatchedEngine(Slots):
     def start(self) -> BatchedState:
         # Rows are written in spans, and all that wait at once: what is behind them is nobody's.
         behind = max(SPAN, self.options.cap, min(PROMPT_SPAN, self.options.chunk))
-        return blank(
-            self.weights, self.plan, config=self.config, options=self.options, slots=self.slots,
-            length=self.context + behind, context=self.context,
+        return _start(
+            self.weights, self.plan, slots=self.slots, length=self.context + behind,
+            context=self.context, **self._static,
         )  # fmt: skip
 
     def _prefill(self, tokens, given, request) -> tuple[Joining, Record]:
@@ -151,7 +212,11 @@ class BatchedEngine(Slots):
         return _insert(state, rows.tokens, rows.given, rows.request, slots)
 
     def _decode(self, state, n) -> tuple[BatchedState, Record]:
-        return decode(self.weights, state, config=self.config, options=self.options, n=n)
+        size = max(CALL, power_of_two(n))
+        state, record = decode(self.weights, state, np.int32(n), size=size, **self._static)
+        if size == n:
+            return state, record
+        return state, jax.tree.map(lambda a: a[: n * (self.options.drafts + 1)], record)
 
     def _free(self, state, slots) -> BatchedState:
         return _free(state, slots)

@@ -47,10 +47,10 @@ def cache_lengths(length: int) -> list[int]:
 
 def span_lengths(length: int) -> list[int]:
     """As `cache_lengths`, for the attention of one sequence: finer, as each has its own."""
-    lengths = [n for n in range(64, SHORTEST, 64)]
+    lengths = [SHORTEST // 2]
     while 2 * lengths[-1] < length:
-        lengths.append(max(SHORTEST, 2 * lengths[-1]) if lengths[-1] >= SHORTEST else SHORTEST)
-    return [*(n for n in lengths if n < length), length]
+        lengths.append(2 * lengths[-1])
+    return [*(n for n in lengths if n < 0.9 * length), length]
 
 
 def cache_mix(q, k, v, mask, distance, slopes, config: ModelConfig, reach: jax.Array):

@@ -16,6 +16,7 @@ from eejax.pipeline.simulate import simulate
 from eejax.train.config import Experiment
 from eejax.train.loop import fit
 
+batch_runs = functions_of("experiments.batch_runs")
 bench_engines = functions_of("experiments.bench_engines")
 bench_pipeline = functions_of("experiments.bench_pipeline")
 slot_costs = functions_of("experiments.slot_costs")
@@ -75,6 +76,41 @@ def test_bench_engines(tmp_path):
         assert 1 <= point["executed_layers"] <= 3 and point["ratio"] > 0
     assert got["skip_accounting"] > 0 and set(got["exit_efficiency_by_exit"]) == {"1", "2"}
     assert got["frontier"][-1]["depth"] == 3 and got["frontier"][-1]["agreement"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_bench_batched(small_run):
+    got = run(
+        "bench_batched", f"--workdir={small_run}", "--batch=2", "--batch=3", "--new=16",
+        "--tokens=2000", "--calls=40", "--queues=2", "--drafts=2",
+    )  # fmt: skip
+    for batch in ("batch_2", "batch_3"):
+        one = got[batch]
+        assert one["exits"]["ratio"] > 0 and one["exits"]["undrafted"]["drafts"] == 0
+        assert set(one["curve"]) >= {"0.3", "0.5", "0.7", "0.9"}
+        assert one["simulator_error"] >= 0 and one["ideal"] > 0
+        assert abs(sum(one["time"].values()) - 1) < 1e-6
+        for name in ("latency full", "latency exits"):
+            assert 0 <= one[name]["p50"] <= one[name]["p99"]
+    each = [got["batch_2"], got["batch_3"]]
+    assert got["no_exit_overhead"] == max(one["no_exit_overhead"] for one in each)
+    assert got["auto_ratio"] == min(one["auto"]["ratio"] for one in each)
+    assert all(ratio > 0.5 for ratio in got["gpu_simulated"].values())
+
+
+def test_costs_by_bytes_and_products():
+    """A layer of few rows takes what reading its weights does, of many what their products do."""
+    costs = batch_runs.roofline(
+        [6, 18], 1000, 50_000, 100, (8, 1, 4096), bandwidth=1e12, flops=1e14, start=1e-6
+    )
+    weights = 12 * 1000**2 * 2
+    cache = 100 * 1000 * 2
+    assert costs.layer[1] == pytest.approx(1e-6 + weights / 1e12)
+    assert costs.layer[0] == pytest.approx(costs.layer[1] + 8 * cache / 1e12)
+    assert costs.layer[2] == pytest.approx(1e-6 + 4096 * 2 * 12 * 1000**2 / 1e14)
+    assert costs.look[1] == pytest.approx(1e-6 + 50_000 * 1000 * 2 / 1e12)
+    assert costs.span == pytest.approx(cache / 1e12) and costs.depths == (6, 18)
 
 
 def test_time_is_accounted_by_rows_that_went_through():

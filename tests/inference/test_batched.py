@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from near_ties import TIE
 
+from eejax.common.errors import ConfigError
 from eejax.gates.confidence import GATES
-from eejax.inference import Generator
+from eejax.inference import EngineOptions, Generator
 from eejax.inference.batched import BatchOptions
 from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.packing import Plan
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
 from eejax.inference.state import Request
+from eejax.sharding.mesh import MeshConfig
 
 CONTEXT = 64
 
@@ -158,3 +160,72 @@ def test_batched_equals_posthoc_widely(
 ):
     run_drawn(subset, prompts, layout, cap, drafts, slots, chunk, buckets, seed)
     jax.clear_caches()
+
+
+def test_a_mesh_of_model_shards(subset, prompts):
+    """Heads and matrices cut over two devices: everybody's own text, and decisions as on one."""
+    p, config = subset((1, 2, 3))  # the second has an attention block of its own
+    options = BatchOptions(cap=4, drafts=2, chunk=9, buckets=(4, 9))
+    mesh = MeshConfig(model=2)
+    engine = BatchedEngine.make(p, config, options, slots=3, context=CONTEXT, mesh=mesh)
+    rng = np.random.default_rng(5)
+    draw = lambda n: int(rng.integers(n))
+    engine = dataclasses.replace(engine, plan=plan_of(draw, engine))
+    asked = drawn(draw, prompts, config, 4, 2)
+    drive(engine, asked, 4, draw)
+    compared, all_of = check(Generator.make(p, config, "posthoc"), asked)
+    assert compared >= all_of / 2
+
+
+@pytest.mark.parametrize("change, field", [
+    (dict(mesh=MeshConfig(data=2)), "mesh.data"), (dict(mesh=MeshConfig(pipe=2)), "mesh.pipe"),
+    (dict(slots=0), "slots"), (dict(context=1000), "context"),
+    (dict(options=BatchOptions(max_depth=9)), "max_depth"),
+    (dict(options=BatchOptions(cap=1000)), "cap"),
+    (dict(options=BatchOptions(chunk=1000)), "chunk"),
+])  # fmt: skip
+def test_engines_that_cannot_be(subset, change, field):
+    p, config = subset((1, 3))
+    with pytest.raises(ConfigError, match=field):
+        BatchedEngine.make(p, config, **dict(slots=2) | change)
+
+
+@pytest.mark.parametrize("change, field", [
+    (dict(cap=0), "cap"), (dict(drafts=-1), "drafts"), (dict(chunk=1.5), "chunk"),
+    (dict(buckets=(4,)), "buckets"), (dict(buckets=8), "buckets"),
+    (dict(buckets=(0, 32)), "buckets"),
+])  # fmt: skip
+def test_options_that_cannot_be(change, field):
+    with pytest.raises(ConfigError, match=field):
+        BatchOptions(**change)
+
+
+def test_part_of_a_model(subset, prompts):
+    """Two segments of four are loaded: what no gate let go leaves by the exit on top of them."""
+    p, config = subset((1, 2, 3))
+    options = BatchOptions(cap=3, drafts=2, max_depth=2)
+    engine = BatchedEngine.make(p, config, options, slots=2, context=CONTEXT)
+    assert engine.max_depth == 2 and "final" not in engine.weights.params
+    rng = np.random.default_rng(1)
+    draw = lambda n: int(rng.integers(n))
+    engine = dataclasses.replace(engine, plan=plan_of(draw, engine))
+    asked = drawn(draw, prompts, config, 4, 2)
+    drive(engine, asked, 3, draw)
+    oracle = Generator.make(p, config, EngineOptions("posthoc", max_depth=2))
+    compared, all_of = check(oracle, asked)
+    assert compared >= all_of / 2
+
+
+def test_numbers_of_a_half_precision_model(subset, prompts):
+    """bfloat16 and float16: everybody gets on to the end; rounding may decide otherwise."""
+    p, config = subset((1, 3))
+    for dtype in ("bfloat16", "float16"):
+        half = config.replace(dtype=dtype)
+        options = BatchOptions(cap=4, drafts=2, buckets=(4,))
+        engine = BatchedEngine.make(p, half, options, slots=2, context=CONTEXT)
+        asked = [
+            Asked(prompt, 12, dict(threshold=0.3), {}, 2, ()) for prompt in prompts(1, [9, 12])
+        ]
+        drive(engine, asked, 3, lambda n: n - 1)
+        assert [len(one.got) for one in asked] == [12, 12]
+        assert engine.start().cache.segments[0][0][0].dtype == dtype

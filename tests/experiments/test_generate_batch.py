@@ -1,0 +1,99 @@
+"""Many prompts through one launcher: every line's own text, and every bad line told."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+from launchers import call
+
+from eejax.common.errors import ConfigError, DataError
+from eejax.inference import Generator
+from eejax.train.runs import open_run
+
+
+@pytest.fixture
+def batch(small_run, capsys, monkeypatch, tmp_path):
+    """Runs the launcher on lines: ({line: its JSON}, in the order they came, stderr, status)."""
+
+    def run(lines, *arguments, data=None):
+        source = tmp_path / "in.txt"
+        source.write_bytes("\n".join(lines).encode() if data is None else data)
+        capsys.readouterr()
+        status = 0
+        try:
+            call(
+                "experiments.generate_batch", f"--workdir={small_run}", f"--input={source}",
+                "--slots=3", "--max_new_tokens=20", *arguments,
+            )  # fmt: skip
+        except SystemExit as end:
+            status = end.code or 0
+        out, err = capsys.readouterr()
+        told = [json.loads(line) for line in out.splitlines()]
+        return {t["line"]: t for t in told}, [t["line"] for t in told], err, status
+
+    return run
+
+
+@pytest.mark.parametrize("engine", ["batched", "full"])
+def test_every_line_gets_its_own_text(batch, small_run, engine):
+    model = open_run(small_run).model
+    lines = ["exit layer", "token early ", json.dumps({"prompt": "gate", "threshold": 1}), "", "x"]
+    asked = {1: 0.5, 2: 0.5, 3: 1.0, 5: 0.5}
+    told, _, err, status = batch(lines, f"--engine={engine}", "--threshold=0.5", "--notune")
+    assert set(told) == set(asked) and status == 0 and "4 texts" in err
+    oracle = Generator.make(model.params, model.config, "full" if engine == "full" else "posthoc")
+    for line, threshold in asked.items():
+        prompt = told[line]["prompt"]
+        ids = model.tokenizer.encode(prompt).tolist()
+        more = {} if engine == "full" else {"threshold": threshold}
+        want = oracle.generate([ids], 20, **more)
+        assert told[line]["text"] == model.tokenizer.decode(want.ids(0))
+        assert (told[line]["finish"], told[line]["tokens"]) == ("length", 20)
+        assert sum(told[line]["exits"]) == 20
+    if engine == "batched":
+        assert told[3]["exits"] == [0, 0, 20] and told[1]["exits"] != told[3]["exits"]
+
+
+def test_planned_and_with_exits_turned_off_and_on(batch):
+    told, _, err, status = batch(["exit layer token"] * 5, "--engine=auto", "--threshold=0.4")
+    assert set(told) == {1, 2, 3, 4, 5} and status == 0
+    assert "measuring and planning" in err and "plan: " in err
+
+
+def test_bad_lines_are_told_and_the_others_run(batch):
+    lines = [
+        "exit", "{oops", '{"prompt": 3}', '{"prompt": "a", "treshold": 1}',
+        '{"prompt": "a", "threshold": 7}', '{"prompt": "a", "max_new_tokens": 0}', "a" * 200,
+    ]  # fmt: skip
+    told, order, _, status = batch(lines, "--notune")
+    assert status == 1 and sorted(order) == [1, 2, 3, 4, 5, 6, 7]
+    assert told[1]["finish"] == "length"
+    for line, what in {
+        2: "JSON",
+        3: "prompt",
+        4: "treshold",
+        5: "threshold",
+        6: "limit",
+        7: "200",
+    }.items():
+        assert told[line]["finish"].startswith("error: ") and what in told[line]["finish"]
+
+
+@pytest.mark.parametrize("arguments, data, what", [
+    ((), b"\xff\xfe", "UTF-8"), ((), b"\n\n", "input"), (("--input=/no/such",), b"a", "/no/such"),
+    (("--output=/no/such/x",), b"a", "/no/such/x"),
+])  # fmt: skip
+def test_files_that_cannot_be_used(batch, arguments, data, what):
+    with pytest.raises((ConfigError, DataError), match=what):
+        batch([], *arguments, data=data)
+
+
+def test_from_standard_input_to_a_file(batch, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"exit\nlayer\n")))
+    output = tmp_path / "out.jsonl"
+    told, *_, status = batch([], "--input=-", f"--output={output}", "--notune")
+    assert not told and status == 0
+    assert sorted(json.loads(line)["line"] for line in output.read_text().splitlines()) == [1, 2]
