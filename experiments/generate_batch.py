@@ -49,6 +49,7 @@ _DRAFTS = flags.DEFINE_integer(
 _NEW = flags.DEFINE_integer("max_new_tokens", 128, "Tokens of a text at most.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most likely token.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the first line's sampling; the next has the next.")
+_STOP_TOKEN = flags.DEFINE_multi_integer("stop_token", [], "Token id that ends a text, beside EOS.")
 _TUNE = flags.DEFINE_bool("tune", True, "Measure and plan before the first request.")
 flags.mark_flags_as_required(["workdir", "input"])
 
@@ -86,7 +87,7 @@ def opened(path: str):
 def read(path: str) -> list[str]:
     try:
         data = sys.stdin.buffer.read() if path == "-" else pathlib.Path(path).read_bytes()
-        return data.decode("utf-8").splitlines()
+        return data.decode("utf-8").replace("\r\n", "\n").split("\n")
     except OSError as error:
         raise DataError(f"--input = {path!r}: cannot be read ({error.strerror}).") from error
     except UnicodeDecodeError as error:
@@ -109,6 +110,19 @@ def parsed(number: int, text: str) -> Line:
     return Line(number, wants)
 
 
+def encoded(lines: list[Line], tokenizer) -> tuple[list[Line], dict[int, list[int]]]:
+    """The lines, those that cannot be encoded with why, and the others' tokens."""
+    ids, told = {}, []
+    for line in lines:
+        if not line.error:
+            try:
+                ids[line.number] = tokenizer.encode(line.wants["prompt"]).tolist()
+            except DataError as error:
+                line = line._replace(error=str(error).rstrip("."))
+        told.append(line)
+    return told, ids
+
+
 def complete(model, lines: list[Line], out) -> int:
     """Runs the lines; how many could not be."""
     from eejax.inference.payoff import Payoff
@@ -117,16 +131,17 @@ def complete(model, lines: list[Line], out) -> int:
     from eejax.inference.scheduler import Scheduler
 
     tokenizer = model.tokenizer
-    encode = lambda line: tokenizer.encode(line.wants["prompt"]).tolist()
-    ids = {line.number: encode(line) for line in lines if not line.error}
-    engine, drafts = made(model, [*ids.values()])
+    lines, ids = encoded(lines, tokenizer)
+    eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    stops = sorted({*eos, *_STOP_TOKEN.value})
+    engine, drafts = made(model, [*ids.values()], stops)
     payoff = Payoff() if _ENGINE.value == "auto" else None
     scheduler = Scheduler(engine, engine.config, payoff=payoff)
     of: dict[int, Line] = {}
     failed = 0
 
     def told(line: Line, **rest) -> None:
-        out.write(json.dumps({"line": line.number, **rest}, ensure_ascii=False) + "\n")
+        out.write(json.dumps({"line": line.number, **rest}) + "\n")
         out.flush()
 
     for line in lines:
@@ -144,8 +159,9 @@ def complete(model, lines: list[Line], out) -> int:
                 seed=line.wants.get("seed", _SEED.value + line.number - 1),
             )
             number = scheduler.submit(
-                ids[line.number], want("max_new_tokens", _NEW), policy=policy, sampling=sampling
-            )
+                ids[line.number], want("max_new_tokens", _NEW), policy=policy, sampling=sampling,
+                stop_tokens=stops,
+            )  # fmt: skip
             of[number] = line
         except ConfigError as error:
             failed += 1
@@ -178,7 +194,7 @@ def complete(model, lines: list[Line], out) -> int:
     return failed
 
 
-def made(model, prompts: list):
+def made(model, prompts: list, stops: list):
     """The engine, and the drafts that requests are to have."""
     from eejax.inference import batch_costs
     from eejax.inference.batched import BatchOptions
@@ -196,8 +212,9 @@ def made(model, prompts: list):
         return engine, _DRAFTS.value
     launch.say("measuring and planning ...")
     tuned = batch_costs.tune(
-        engine, fit[:64], new=min(64, _NEW.value), threshold=_THRESHOLD.value, gate=_GATE.value
-    )
+        engine, fit[:64], new=min(64, _NEW.value), stop_tokens=stops, gate=_GATE.value,
+        threshold=_THRESHOLD.value,
+    )  # fmt: skip
     launch.say(
         f"plan: {tuned.drafts} drafts, fill {tuned.engine.plan.fill.tolist()}, patience"
         f" {tuned.engine.plan.patience.tolist()}"

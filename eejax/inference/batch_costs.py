@@ -48,12 +48,15 @@ def samples(
     config, slots, segments = engine.config, engine.slots, engine.max_depth
     found: list[tuple[Counts, float]] = []
     state, left = engine.start(), np.zeros(slots, int)
-    buckets = engine.options.buckets
+    buckets, most = (
+        engine.options.buckets,
+        max(1, engine.context // 2),
+    )  # of a prompt: room to decode
     while len(found) < calls:
         if not left.any() or rng.random() < 0.1:
             few = int(rng.integers(1, slots + 1)) if rng.random() < 0.5 else slots
             chosen = rng.permutation(slots)[:few].tolist()
-            texts = [list(prompts[int(rng.integers(len(prompts)))]) for _ in chosen]
+            texts = [list(prompts[int(rng.integers(len(prompts)))])[:most] for _ in chosen]
             limit = [engine.context - len(t) for t in texts]
             policy = ExitPolicy.make(
                 config, few, rng.choice(THRESHOLDS, (few, 1)).repeat(config.n_exits, 1),
@@ -81,7 +84,7 @@ def samples(
         took = clock() - begin
         left = np.asarray(state.remaining)
         work = counts(state.work, before)
-        if work.sweeps == steps:
+        if work.sweeps:
             found.append((work, took))
     return found[calls // 8 :]  # the first ones compile, and warm up
 
@@ -112,6 +115,7 @@ def tune(
     bound: float | None = None,
     costs: Costs | None = None,
     new: int = 64,
+    stop_tokens: Sequence[int] = (),
     **rules,
 ) -> Tuned:
     """The plan of the most tokens a second for requests like these, by exits like `rules`.
@@ -127,14 +131,22 @@ def tune(
         span=SPAN, prompt_span=PROMPT_SPAN,
     )  # fmt: skip
     found = best_plan(
-        watch(engine, prompts, new, **rules), costs, drafts=options.drafts, bound=bound, **known
+        watch(engine, prompts, new, stop_tokens, **rules),
+        costs,
+        drafts=options.drafts,
+        bound=bound,
+        **known,
     )
     engine = dataclasses.replace(engine, plan=found.plan)
     return Tuned(engine, found.drafts, costs, found.simulated)
 
 
 def watch(
-    engine: BatchedEngine, prompts: Sequence[Sequence[int]], new: int, **rules
+    engine: BatchedEngine,
+    prompts: Sequence[Sequence[int]],
+    new: int,
+    stop_tokens: Sequence[int] = (),
+    **rules,
 ) -> list[Trace]:
     """Traces of what the engine decodes for a batch of prompts, drafting as much as it can.
 
@@ -145,7 +157,8 @@ def watch(
     texts = [list(prompts[i % len(prompts)]) for i in range(slots)]
     limits = [min(new, engine.context - len(t)) for t in texts]
     policy = ExitPolicy.make(config, slots, **rules | dict(drafts=drafts))
-    request = Request.make(config, [len(t) for t in texts], limits, policy, Sampling.make(slots))
+    lengths = [len(t) for t in texts]
+    request = Request.make(config, lengths, limits, policy, Sampling.make(slots), stop_tokens)
     rows, _ = engine.prefill(texts, request)
     state = engine.insert(engine.start(), rows, range(slots))
     hold = engine.plan.replace(

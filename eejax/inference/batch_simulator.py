@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from eejax.common.errors import require
-from eejax.inference.packing import IN_PLACE, PACKED, Plan, Standing, choose, wish
+from eejax.inference.packing import IN_PLACE, PACKED, Plan, Standing, choose, prompts, wish
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ def simulate(
     cap: int, drafts: int, chunk: int, span: int, prompt_span: int, steps: int = 1,
 ) -> Simulated:  # fmt: skip
     """Requests in order, each as soon as a slot is free; slots are filled after every `steps`
-    sweeps. The other arguments are the engine's."""
+    sweeps, and when all are free. The other arguments are the engine's."""
     n = len(costs.depths) - 1
     filled = np.zeros((slots, n + 1), int)
     position, remaining, given, since, most = (np.zeros(slots, int) for _ in range(5))
@@ -127,7 +127,8 @@ def simulate(
     waiting = iter(range(len(traces)))
     emitted: list[list[float]] = [[] for _ in traces]
     arrived = [0.0] * len(traces)
-    counts, now, clock = Counts.blank(n + 1, len(buckets)), 0.0, 0
+    counts, now, clock, refilled = Counts.blank(n + 1, len(buckets)), 0.0, 0, 0
+    guessed: set[tuple[int, int]] = set()  # slots and rows behind which a draft is read
     standing = lambda: Standing(filled, position, remaining, given)
 
     def decided(i: int, row: int, e: int) -> bool:
@@ -136,8 +137,15 @@ def simulate(
         token = row - trace.prompt + 1
         return token < len(trace.exits) and trace.exits[token] <= e
 
-    def settle(e: np.ndarray) -> None:
-        """As `batched.settle`; e [slots]: the last exit that has seen each slot's newest row."""
+    def begin(begins: np.ndarray) -> None:
+        """Notes whose next row reads a token that no exit has decided."""
+        for i in np.flatnonzero(begins & (filled[:, 0] > position)):
+            row = filled[i, 0] - 1
+            if not decided(i, row, int((filled[i] > row).sum()) - 1):
+                guessed.add((i, row))
+
+    def settle() -> None:
+        """As `batched.settle`."""
         for i in np.flatnonzero((remaining > 0) & (filled[:, 0] > position)):
             trace = traces[holder[i]]
             while remaining[i] and filled[i, 0] > position[i]:
@@ -145,15 +153,18 @@ def simulate(
                 if not decided(i, position[i], seen):
                     break
                 token = position[i] - trace.prompt + 1
-                wrong = trace.exits[token] > 0 and not trace.right[token]
+                drafted = (i, position[i]) in guessed
+                guessed.discard((i, position[i]))
                 emitted[holder[i]].append(-1.0)  # its time is set when the sweep is over
                 position[i] += 1
                 remaining[i] -= 1
-                if wrong and filled[i, 0] > position[i]:
+                if drafted and not trace.right[token] and filled[i, 0] > position[i]:
+                    guessed.difference_update([(i, r) for r in range(position[i], filled[i, 0])])
                     filled[i] = np.minimum(filled[i], position[i])
 
     while True:
-        if clock % steps == 0:
+        if (clock - refilled) % steps == 0 or not (remaining > 0).any():
+            refilled = clock
             for i in np.flatnonzero(remaining == 0):
                 holder[i] = r = next(waiting, -1)
                 filled[i], given[i], position[i] = 0, 0, 0
@@ -169,24 +180,25 @@ def simulate(
         for e in range(n + 1):
             at = standing()
             before = position.copy(), at.stage
-            wished = wish(np, e, at, cap, at.begins(cap, most))
+            begins = at.begins(cap, most)
+            if e == 0:
+                begin(begins)
+            wished = wish(np, e, at, cap, begins)
             chosen = choose(np, plan, e, buckets, span, wished, clock - since)
             if chosen.way:
                 work.runs[e, chosen.way - IN_PLACE] += 1
                 work.spans[e] += chosen.spans if chosen.way >= PACKED else 0
                 filled[:, e] += chosen.count
-                settle(e)
+                settle()
             moved = (position != before[0]) | (standing().stage != before[1])
             since[moved] = clock
         prompting = standing().prompting
         if prompting.any():
-            left = np.where(prompting, given - filled[:, 0], 0)
-            order = np.argsort(np.where(prompting, since, 1 << 31), stable=True)
-            upto = np.cumsum(left[order])
-            count = np.clip(left[order] - np.maximum(upto - chunk, 0), 0, None)[np.argsort(order)]
+            count, _ = prompts(np, standing(), since, chunk)
+            done = prompting & (filled[:, 0] + count == given)
             work.chunks, work.chunk_spans = 1, int((-(-count // min(prompt_span, chunk))).sum())
             filled += count[:, None]
-            for i in np.flatnonzero(prompting & (count == left)):
+            for i in np.flatnonzero(done):
                 emitted[holder[i]].append(-1.0)
                 position[i] += 1
                 remaining[i] -= 1

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,16 @@ from jax import lax
 from eejax.common.errors import require, require_count
 from eejax.gates.confidence import Memory
 from eejax.inference import state as s
-from eejax.inference.packing import IN_PLACE, PACKED, Chosen, Plan, Standing, choose, wish
+from eejax.inference.packing import (
+    IN_PLACE,
+    PACKED,
+    Chosen,
+    Plan,
+    Standing,
+    choose,
+    prompts,
+    wish,
+)
 from eejax.inference.policy import Emission, Look, conclude, consider
 from eejax.inference.state import Record, Request, Weights
 from eejax.models import transformer
@@ -82,7 +90,7 @@ class BatchOptions:
         """With the buckets there are for so many slots."""
         if self.buckets:
             return self
-        most = max(slots * (self.drafts + 1), self.cap, 2)
+        most = max(slots * max(self.drafts + 1, 2), self.cap)
         least = max(slots // 4, 4)  # fewer take hardly less time
         powers = [1 << i for i in range((most - 1).bit_length() + 1) if 1 << i >= least]
         return dataclasses.replace(self, buckets=tuple(powers or [1 << (most - 1).bit_length()]))
@@ -109,7 +117,8 @@ class Pending:
 
     fed: the token the row reads; token, logprob, confidence, exit: of the one that follows, by the
     exit that decided it, -1 while none has: then `token` is a draft. seen, streak: what the gates
-    remember of the row (`Memory`). drafted, accepted: as in `Record`, once it is decided.
+    remember of the row (`Memory`). drafted: whether the row behind it began with the draft;
+    accepted: whether that was right.
     """
 
     fed: jax.Array
@@ -165,11 +174,12 @@ class BatchedState:
         return Standing(self.cache.filled, self.position, self.remaining, self.given)
 
     def begins(self, cap: int) -> jax.Array:
-        """`Standing.begins`; nothing is drafted behind a draft that would end the request."""
+        """`Standing.begins`; nothing is drafted behind a draft that would end the request, or where
+        there is none, as drafting was paused."""
         policy, m = self.request.policy, self.pending.fed.shape[1]
         most = jnp.where(policy.paused, 0, jnp.minimum(policy.drafts, m - 1))
         last = _at(self.pending.token, self.cache.filled[:, 0] - 1)[:, None]
-        most = jnp.where(_stops(self.request, last)[:, 0], 0, most)
+        most = jnp.where(_stops(self.request, last)[:, 0] | (last[:, 0] < 0), 0, most)
         return self.standing.begins(cap, most)
 
 
@@ -181,15 +191,6 @@ def _at(a: jax.Array, position: jax.Array) -> jax.Array:
 def _stops(request: Request, tokens: jax.Array) -> jax.Array:
     """[slots, n] whether tokens [slots, n] end their requests."""
     return jnp.any(tokens[..., None] == request.stops[:, None], -1)
-
-
-class Flat(NamedTuple):
-    """Rows of some slots, packed. order [r]: the slots, longest waiting first; last [r]: of each
-    the last row, one that is nobody's where no slot is meant."""
-
-    packed: Packed
-    order: jax.Array
-    last: jax.Array
 
 
 def blank(
@@ -216,25 +217,28 @@ def blank(
 
 
 def flatten(
-    chosen: Chosen, start: jax.Array, size: int, width: int, most: int | None = None
-) -> Flat:
-    """Chosen rows, from positions `start` [slots] onward, as `size` flat ones; `most` of a slot."""
+    count: jax.Array,
+    order: jax.Array,
+    start: jax.Array,
+    size: int,
+    width: int,
+    most: int | None = None,
+) -> Packed:
+    """count [slots] rows of slots in this order, from positions `start` [slots] onward, as `size`
+    flat ones; `most` of a slot."""
     slots = start.shape[0]
-    count = chosen.count[chosen.order]
+    count = count[order]
     ends = jnp.cumsum(count)
     begins = ends - count
     row = jnp.arange(size, dtype=jnp.int32)
     i = jnp.minimum(jnp.searchsorted(ends, row, side="right"), slots - 1)
     real = row < ends[-1]
-    slot = jnp.where(real, chosen.order[i], slots)
+    slot = jnp.where(real, order[i], slots)
     behind = row - begins[i]
-    position = jnp.where(real, start[chosen.order[i]] + behind, 0)
+    position = jnp.where(real, start[order[i]] + behind, 0)
     first = jnp.nonzero(real & (behind % width == 0), size=size, fill_value=0)[0]
     spans = jnp.sum(-(-count // width))
-    r = min(size, slots)
-    packed = Packed(slot, position, first.astype(jnp.int32), spans, width, most)
-    # Slots that go come first. A last row of nobody: behind them all, or, where none is, doubled.
-    return Flat(packed, chosen.order[:r], jnp.where(count > 0, ends - 1, size)[:r])
+    return Packed(slot, position, first.astype(jnp.int32), spans, width, most)
 
 
 def _look(weights, config, state, e, slot, position, allowed, x, h, before) -> Pending:
@@ -296,8 +300,8 @@ def _packed(weights, config, state, e, size, chosen, carry):
     """The chosen rows through segment e, as `size` flat ones; a branch of a conditional."""
     pending, below, above, kvs, block = carry
     most = min(size, state.waiting[0].shape[1] if state.waiting else 1)
-    flat = flatten(chosen, state.cache.filled[:, e], size, SPAN, most)
-    packed = flat.packed
+    start = state.cache.filled[:, e]
+    packed = flatten(chosen.count, chosen.order, start, size, SPAN, most)
     slot = jnp.minimum(packed.slot, len(state.token) - 1)
     if e == 0:
         token = pending.fed[slot, packed.position % pending.fed.shape[1]]
@@ -312,23 +316,23 @@ def _packed(weights, config, state, e, size, chosen, carry):
     )
     above = _stored(above, packed.slot, packed.position, x)
     pending = _look_flat(
-        weights, config, state.replace(pending=pending), e, flat, None, x, h, before
+        weights, config, state.replace(pending=pending), e, packed, None, x, h, before
     )
     return pending, below, above, kvs, block
 
 
-def _look_flat(weights, config, state, e, flat, allowed, x, h, before) -> Pending:
-    """`_look` of flat rows: only a slot's last where none is drafted. allowed [slots] or None."""
-    packed, slots = flat.packed, len(state.token)
+def _look_flat(weights, config, state, e, packed, allowed, x, h, before) -> Pending:
+    """`_look` of those flat rows that are pending. allowed [slots]: of whom, None: of all."""
+    slots, m = state.pending.fed.shape
     size = len(packed.slot)
-    at = flat.last if state.pending.fed.shape[1] == 1 else jnp.arange(size)
-    real = (at < size) & (packed.slot[jnp.minimum(at, size - 1)] < slots)
-    at = jnp.minimum(at, size - 1)
-    slot = jnp.minimum(packed.slot[at], slots - 1)
+    slot = jnp.minimum(packed.slot, slots - 1)
+    seen = (packed.slot < slots) & (packed.position >= state.position[slot])
     if allowed is not None:
-        real = real & allowed[slot]
+        seen = seen & allowed[slot]
+    at = jnp.nonzero(seen, size=min(size, slots * m), fill_value=size)[0].astype(jnp.int32)
+    real, at = at < size, jnp.minimum(at, size - 1)
     return _look(
-        weights, config, state, e, slot, packed.position[at], real, x[at, 0], h[at, 0],
+        weights, config, state, e, slot[at], packed.position[at], real, x[at, 0], h[at, 0],
         before[at, 0],
     )  # fmt: skip
 
@@ -360,17 +364,13 @@ def settle(state: BatchedState) -> BatchedState:
         right = (token[:, :-1] == fed[:, 1:]) & there[:, 1:]
         follows = jnp.pad(right & ~stops[:, :-1], [(0, 0), (1, 0)], constant_values=True)
         emits = jnp.cumprod((emits & follows).astype(jnp.int32), 1).astype(bool)
-        # The next row read a token that no exit had decided then.
-        drafted = jnp.pad(there[:, 1:], [(0, 0), (0, 1)]) & (exit_ > 0) & emits
-        accepted = jnp.pad(right, [(0, 0), (0, 1)]) & drafted
+        accepted = jnp.pad(right, [(0, 0), (0, 1)]) & (by_order(pending.drafted) > 0)
         back = (jnp.arange(m)[None] - position[:, None]) % m
         put = lambda old, new: jnp.where(
             jnp.take_along_axis(emits, back, 1),
             jnp.take_along_axis(new.astype(jnp.int32), back, 1), old,
         )  # fmt: skip
-        pending = pending.replace(
-            drafted=put(pending.drafted, drafted), accepted=put(pending.accepted, accepted)
-        )
+        pending = pending.replace(accepted=put(pending.accepted, accepted))
     n = jnp.sum(emits.astype(jnp.int32), -1)
     last = jnp.take_along_axis(token, jnp.maximum(n - 1, 0)[:, None], 1)[:, 0]
     token = jnp.where(n > 0, last, state.token)
@@ -424,10 +424,14 @@ def _turn(weights, config, options, state, e) -> BatchedState:
             filled[:, 0] > state.position, _at(state.pending.token, filled[:, 0] - 1), state.token
         )
         fed = jnp.where(begins, reads, _at(state.pending.fed, filled[:, 0]))
-        place = (jnp.arange(slots), filled[:, 0] % state.pending.fed.shape[1])
-        state = state.replace(
-            pending=state.pending.replace(fed=state.pending.fed.at[place].set(fed))
+        pending, row, m = state.pending, jnp.arange(slots), state.pending.fed.shape[1]
+        guess = begins & (filled[:, 0] > state.position) & (_at(pending.exit, filled[:, 0] - 1) < 0)
+        guess = jnp.where(guess, 1, _at(pending.drafted, filled[:, 0] - 1))
+        pending = pending.replace(
+            drafted=pending.drafted.at[row, (filled[:, 0] - 1) % m].set(guess),
+            fed=pending.fed.at[row, filled[:, 0] % m].set(fed),
         )
+        state = state.replace(pending=pending)
     wished = wish(jnp, e, state.standing, cap, begins)
     waited = state.clock - state.since
     chosen = choose(jnp, state.plan, e, options.buckets, SPAN, wished, waited)
@@ -479,19 +483,13 @@ def _chunk(weights, config, options, state, carry):
     """A chunk of prompts through all segments, those that came first first; a branch."""
     pending, cache, work = carry
     start, prompting = cache.filled[:, 0], state.standing.prompting
-    left = jnp.where(prompting, state.given - start, 0)
-    order = jnp.argsort(jnp.where(prompting, state.since, jnp.iinfo(jnp.int32).max), stable=True)
-    upto = jnp.cumsum(left[order])
-    count = jnp.clip(left[order] - jnp.maximum(upto - options.chunk, 0), 0)[jnp.argsort(order)]
-    flat = flatten(
-        Chosen(PACKED, count, order, None), start, options.chunk, min(PROMPT_SPAN, options.chunk)
-    )
-    packed = flat.packed
+    count, order = prompts(jnp, state.standing, state.since, options.chunk)
+    packed = flatten(count, order, start, options.chunk, min(PROMPT_SPAN, options.chunk))
     token = state.prompt[jnp.minimum(packed.slot, len(start) - 1), packed.position]
     x = transformer.embed(
         weights.params, config, token[:, None], packed.position[:, None], weights.axes
     )
-    done = prompting & (count == left)
+    done = prompting & (start + count == state.given)
     # What a request had been given before is decoded on: its next token may leave by any exit.
     early = state.request.policy.prefill_exit | (state.given > state.request.start)
     segments, blocks, before = [], [], jnp.zeros_like(x)
@@ -510,7 +508,7 @@ def _chunk(weights, config, options, state, carry):
                 Pending.blank(*pending.fed.shape),
             )  # fmt: skip
         pending = _look_flat(
-            weights, config, state.replace(pending=pending), e, flat, allowed, x, h, before
+            weights, config, state.replace(pending=pending), e, packed, allowed, x, h, before
         )
         before = x
     cache = KVCache(tuple(segments), tuple(blocks), cache.filled + count[:, None])

@@ -88,11 +88,20 @@ def _loop(weights, state, n, *, config, options, size):
     return state, jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), records)
 
 
-@partial(jax.jit, donate_argnums=0)
-def _insert(state: BatchedState, tokens, given, request, slots) -> BatchedState:
+@partial(jax.jit, static_argnames="mesh", donate_argnums=0)
+def _insert(state: BatchedState, *rows, mesh: Mesh | None = None) -> BatchedState:
+    if mesh is None:
+        return _join(state, *rows)
+    specs = _specs(mesh)
+    return sharded.shard(_join, mesh, (specs, *(P() for _ in rows)), specs)(state, *rows)
+
+
+def _join(state: BatchedState, tokens, given, request, slots) -> BatchedState:
     put = lambda a, rows: a.at[slots].set(rows, mode="drop")
+    segments, blocks = _without_values(state.cache, slots, state.token.shape[0])
     return state.replace(
-        cache=state.cache.replace(filled=put(state.cache.filled, 0)),
+        cache=KVCache(segments, blocks, put(state.cache.filled, 0)),
+        waiting=tuple(put(ring, 0) for ring in state.waiting),
         position=put(state.position, given - 1),
         remaining=put(state.remaining, jnp.maximum(request.limit - (given - request.start), 0)),
         since=put(state.since, state.clock),
@@ -100,6 +109,21 @@ def _insert(state: BatchedState, tokens, given, request, slots) -> BatchedState:
         given=put(state.given, given),
         request=jax.tree.map(put, state.request, request),
     )
+
+
+def _without_values(cache: KVCache, slots: jax.Array, n: int):
+    """Segments and blocks with no values in slots, those there are first, of n: what the one before
+    left there counts nothing, but 0 times a NaN would."""
+
+    def clear(pair):
+        keys, values = pair
+        none = jnp.zeros_like(values, shape=(values.shape[0] // n, *values.shape[1:]))
+        at = lambda i: (slots[i] * none.shape[0], 0, 0)
+        one = lambda i, values: lax.dynamic_update_slice(values, none, at(i))
+        return keys, lax.fori_loop(0, jnp.sum((slots < n).astype(jnp.int32)), one, values)
+
+    segments = tuple(tuple(map(clear, segment)) for segment in cache.segments)
+    return segments, tuple(block and clear(block) for block in cache.blocks)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -123,13 +147,13 @@ class Joining(NamedTuple):
 class BatchedEngine(Slots):
     """An `engine.Engine` whose requests exit, wait and go deeper each by its own gate.
 
-    One program is compiled for `generate` of up to `CALL` sweeps, one for up to twice as many, and so
-    on. `prefill` runs nothing: prompts are run by `generate`, in chunks, and so come first tokens. A
-    prompt may be longer than `request.start`: what is behind that was generated before, and the
-    request goes on from there as if it had never left its slot.
+    One program is compiled for `generate` of up to `CALL` sweeps, one for up to twice as many, and
+    so on. `prefill` runs nothing: `generate` runs prompts, in chunks, and first tokens come of
+    it. A prompt may be longer than `request.start`: what is behind that was generated before, and
+    the request goes on from there as if it had never left its slot.
 
-    `plan` says what is measured and how long to hold requests back (`batch_plan`); the state
-    carries it, and `replan` changes it in a running one.
+    `plan` says what was measured and how long to hold requests back (`batch_costs.tune`); the state
+    carries a copy, which `state.replace(plan=...)` changes while it runs.
     """
 
     weights: Weights
@@ -209,7 +233,7 @@ class BatchedEngine(Slots):
         return Joining(tokens, given, request), record
 
     def _insert(self, state, rows, slots) -> BatchedState:
-        return _insert(state, rows.tokens, rows.given, rows.request, slots)
+        return _insert(state, rows.tokens, rows.given, rows.request, slots, mesh=self.mesh)
 
     def _decode(self, state, n) -> tuple[BatchedState, Record]:
         size = max(CALL, power_of_two(n))

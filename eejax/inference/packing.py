@@ -154,7 +154,8 @@ def choose(
 
     Slots go in the order they came in, as far as the largest bucket reaches. All of them wait while
     they are few, others have work, and nobody's patience ends; otherwise they go the way that takes
-    the fewest seconds: some rows packed, or, where each has one, all slots in place, with riders.
+    fewer seconds: their rows packed into the smallest bucket that takes them, or, where each has
+    one, all slots in place, with riders.
     """
     goes, rows, _, movers = wish
     most = buckets[-1]
@@ -170,7 +171,19 @@ def choose(
     bucket = xp.sum((np.asarray(buckets) < total).astype(np.int32))
     costs = plan.packed[e] + plan.span[e] * spans.astype(np.float32)
     wanted = xp.where(goes, rows, 0)
-    in_place = (xp.max(wanted) <= 1) & (plan.in_place[e] <= costs[bucket])
+    cheaper = (plan.in_place[e] <= costs[bucket]) | (upto[-1] > most)  # or some are left out
+    in_place = (xp.max(wanted) <= 1) & cheaper
     way = xp.where((n == 0) | held, HELD, xp.where(in_place, IN_PLACE, PACKED + bucket))
     count = xp.where(in_place, (goes | wish.riders).astype(np.int32), count[xp.argsort(order)])
     return Chosen(way, xp.where(way == HELD, 0, count), order, spans)
+
+
+def prompts(xp: Any, at: Standing, since: Any, most: int) -> tuple[Any, Any]:
+    """The next chunk of prompts, of at most so many rows: (count [slots], order [slots]).
+
+    Those that came first go first, each as far as there is room.
+    """
+    left = xp.where(at.prompting, at.given - at.filled[:, 0], 0)
+    order = xp.argsort(xp.where(at.prompting, since, np.iinfo(np.int32).max), stable=True)
+    over = xp.maximum(xp.cumsum(left[order]) - most, 0)
+    return xp.maximum(left[order] - over, 0)[xp.argsort(order)], order

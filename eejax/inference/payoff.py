@@ -72,6 +72,11 @@ class Payoff:
         """Whether the next call is one of a pair."""
         return not self._between
 
+    @property
+    def midway(self) -> bool:
+        """Whether a pair is under way."""
+        return self.measuring and any(pair.told for pair in self._open.values())
+
     def next(self, kind: Hashable = None) -> bool:
         """Whether the next call, of this kind, uses exits."""
         return self.exits if self._between else self._pair(kind).way

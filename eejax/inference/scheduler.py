@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import heapq
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -61,6 +62,7 @@ class Job:
     tokens: list[Token] = dataclasses.field(default_factory=list)
     slot: int = -1
     calls: int = 0  # under way in which it has a slot
+    fresh: bool = True  # no token has come since it got its slot
 
 
 class Scheduler:
@@ -71,7 +73,9 @@ class Scheduler:
     (`preempt`) keeps what it has, and goes on from there when its turn comes again, before those
     that came after it; only engines that resume can do so.
 
-    `payoff` turns exits off for as long as they do not pay (`Payoff`). `clock` gives seconds.
+    `payoff` turns exits off for as long as they do not pay (`Payoff`). Calls that it times have the
+    device alone, and nobody joins between those of a pair, so that they are of the same requests.
+    `clock` gives seconds.
     """
 
     def __init__(
@@ -88,13 +92,18 @@ class Scheduler:
         self.engine, self.config, self.steps = engine, config, steps
         self.payoff, self._clock = payoff, clock
         self.state = engine.start()
+        require(
+            payoff is None or hasattr(self.state, "request"), "payoff", payoff,
+            f"must be None with {type(engine).__name__}", "Its requests cannot be paused.",
+        )  # fmt: skip
         self._jobs: dict[int, Job] = {}
         self._free = list(range(engine.slots))[::-1]
         self._slots: list[Job | None] = [None] * engine.slots
         self._calls: collections.deque[Call] = collections.deque()
         self._freed: list[int] = []  # slots to be emptied before the next call
-        self._number = 0
-        self._timed: set[int] = set()
+        self._number, self._warm = 0, False
+        self._queue: list[tuple[tuple[int, int], Job]] = []  # a heap; some may have ended
+        self._ended: list[Job] = []  # to be told with this step
 
     def submit(
         self,
@@ -120,6 +129,11 @@ class Scheduler:
             ExitPolicy.make(self.config, 1) if policy is None else policy,
             Sampling.make(1) if sampling is None else sampling, stop_tokens,
         )  # fmt: skip
+        exits = request.policy.thresholds.shape[1]
+        require(
+            exits == self.config.n_exits, "policy", f"thresholds of {exits} exits",
+            f"must be made of the engine's config, which has {self.config.n_exits}",
+        )  # fmt: skip
         for name, part in (("policy", request.policy), ("sampling", request.sampling)):
             rows = {len(a) for a in jax.tree.leaves(part)}
             require(rows == {1}, name, f"{sorted(rows)} rows", "must be of one request")
@@ -127,6 +141,7 @@ class Scheduler:
         self._number += 1
         prompt = tuple(int(t) for t in prompt)
         self._jobs[number] = Job(number, prompt, request, limit, (-priority, number))
+        self._wait(self._jobs[number])
         return number
 
     def cancel(self, number: int) -> bool:
@@ -134,8 +149,7 @@ class Scheduler:
         job = self._jobs.get(number)
         if job is None or job.finish:
             return False
-        self._leave(job)
-        job.finish = "cancelled"
+        self._end(job, "cancelled")
         return True
 
     def preempt(self, number: int) -> bool:
@@ -154,7 +168,8 @@ class Scheduler:
     @property
     def waiting(self) -> list[int]:
         """Numbers of the requests without a slot, in the order in which they will get one."""
-        return [job.number for job in self._queue()]
+        ready = (job for _, job in sorted(self._queue, key=lambda entry: entry[0]))
+        return [job.number for job in ready if not job.finish]
 
     @property
     def running(self) -> list[int]:
@@ -168,28 +183,35 @@ class Scheduler:
 
     def step(self) -> list[Output]:
         """Fills free slots, sends the engine on, and tells what the call before brought."""
-        self._join()
-        outputs = []
-        # A call that is timed has the device alone.
-        timed = self.payoff is not None and self.payoff.measuring
-        if timed:
-            outputs += self._collect(0)
-        if not self.running:
-            return outputs + self._collect(0) + self._over()
-        decodes = all(job is None or job.tokens for job in self._slots)
-        if timed and decodes:
-            kind, begin = len(self.running), self._clock()
-            self._call(self.payoff.next(kind))
-            new = self._collect(0)
-            seconds, emitted = self._clock() - begin, sum(len(o.tokens) for o in new)
-            self.payoff.add(None if kind not in self._timed else seconds, emitted, kind)
-            self._timed.add(kind)
-            return outputs + new + self._over()
+        times = self.payoff is not None and self.payoff.measuring
+        # Prompts, and requests that no exit could leave, say nothing of whether exits pay.
+        running = [job for job in self._slots if job is not None]
+        times = times and any(_may_leave(job.request.policy) for job in running)
+        if not (times and (self.payoff.midway or any(job.fresh for job in running))):
+            self._join()
+        running = [job for job in self._slots if job is not None]
+        if not running:
+            return self._collect(0) + self._told()
+        if times and not any(job.fresh for job in running):
+            outputs = self._collect(0)
+            return outputs + self._timed() + self._told()
         self._call(self.payoff is None or self.payoff.exits)
-        if self.payoff is not None and not timed:
+        if self.payoff is not None and not self.payoff.measuring:
             self.payoff.add(0.0, 1)
         # What the call just made brings is read with the next step.
-        return outputs + self._collect(1) + self._over()
+        return self._collect(1) + self._told()
+
+    def _timed(self) -> list[Output]:
+        """A call that is told to `payoff`, but for the first one, which compiles."""
+        if not self.running:
+            return []
+        begin = self._clock()
+        self._call(self.payoff.next())
+        outputs = self._collect(0)
+        seconds, emitted = self._clock() - begin, sum(len(o.tokens) for o in outputs)
+        self.payoff.add(seconds if self._warm else None, emitted)
+        self._warm = True
+        return outputs
 
     def run(self) -> list[Output]:
         """Steps until all requests are done."""
@@ -198,10 +220,8 @@ class Scheduler:
             outputs += self.step()
         return outputs
 
-    def _queue(self) -> list[Job]:
-        # Who was put back may have tokens under way still, without which it cannot go on.
-        ready = (j for j in self._jobs.values() if j.slot < 0 and not j.calls and not j.finish)
-        return sorted(ready, key=lambda j: j.order)
+    def _wait(self, job: Job) -> None:
+        heapq.heappush(self._queue, (job.order, job))
 
     def _leave(self, job: Job) -> None:
         """Takes a request out of its slot, which the next call finds empty."""
@@ -210,21 +230,29 @@ class Scheduler:
             self._freed.append(job.slot)
             job.slot = -1
 
+    def _end(self, job: Job, finish: str) -> None:
+        self._leave(job)
+        job.finish = finish
+        self._ended.append(job)
+
     def _join(self) -> None:
         if self._freed:
             self.state = self.engine.free(self.state, self._freed)
             self._free += self._freed[::-1]
             self._freed = []
-        jobs = self._queue()[: len(self._free)]
+        jobs: list[Job] = []
+        while self._queue and len(jobs) < len(self._free):
+            _, job = heapq.heappop(self._queue)
+            jobs += [] if job.finish else [job]
         if not jobs:
             return
-        slots = [self._free.pop() for _ in jobs]
         prompts = [[*j.prompt, *(t.id for t in j.tokens)] for j in jobs]
         rows = jax.tree.map(lambda *a: np.concatenate(a), *(j.request for j in jobs))
         made, first = self.engine.prefill(prompts, rows)
+        slots = [self._free.pop() for _ in jobs]
         self.state = self.engine.insert(self.state, made, slots)
         for job, slot in zip(jobs, slots, strict=True):
-            job.slot, self._slots[slot] = slot, job
+            job.slot, self._slots[slot], job.fresh = slot, job, True
         # The first tokens of engines whose prefill makes them, by row and not by slot.
         self._under_way(first, jobs, False)
 
@@ -257,40 +285,50 @@ class Scheduler:
                 tokens = self._taken(job, Record(*(np.atleast_1d(a.T[i]) for a in record)))
                 if tokens:
                     outputs.append(Output(job.number, tokens, ""))
+                # Who was put back cannot go on without what was under way.
+                if job.slot < 0 and not job.calls and not job.finish:
+                    self._wait(job)
         return outputs
 
     def _taken(self, job: Job, record: Record) -> tuple[Token, ...]:
         """New tokens of a request, of its columns of a record; ends it with the last."""
         if job.finish:
             return ()
-        new = []
+        new, finish = [], ""
         stops = np.asarray(job.request.stops[0])
         most = int(job.request.limit[0])
         for i in np.flatnonzero(record.exit >= 0):
             if not np.isfinite(record.logprob[i]):
-                job.finish = "error"
+                finish = "error"
                 break
             new.append(Token(
                 int(record.token[i]), int(record.exit[i]), float(record.logprob[i]),
                 float(record.confidence[i]), int(record.layers[i]),
             ))  # fmt: skip
             if new[-1].id in stops[stops >= 0]:
-                job.finish = "stop"
+                finish = "stop"
             elif len(job.tokens) + len(new) >= most:
-                job.finish = "length" if most == job.limit else "context"
-            if job.finish:
+                finish = "length" if most == job.limit else "context"
+            if finish:
                 break
         job.tokens += new
-        if job.finish:
-            self._leave(job)
+        job.fresh = job.fresh and not new
+        if finish:
+            self._end(job, finish)
         return tuple(new)
 
-    def _over(self) -> list[Output]:
-        """The ends of requests that nothing more is under way for."""
-        ended = [j for j in self._jobs.values() if j.finish]
+    def _told(self) -> list[Output]:
+        """The ends of requests since the last step."""
+        ended, self._ended = self._ended, []
         for job in ended:
             del self._jobs[job.number]
-        return [Output(j.number, (), j.finish) for j in ended]
+        return [Output(job.number, (), job.finish) for job in ended]
+
+
+def _may_leave(policy: ExitPolicy) -> bool:
+    """Whether exits could make a difference to a request."""
+    fires = np.asarray(policy.active) & (np.asarray(policy.thresholds) < 1)
+    return bool(fires.any() or (np.asarray(policy.drafts) > 0).any())
 
 
 class Call(NamedTuple):

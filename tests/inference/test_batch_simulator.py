@@ -163,12 +163,16 @@ def drawn_traces(rng, n):
 
 
 @settings(max_examples=30)
-@given(seed=st.integers(0, 2**31), fill=st.integers(0, 6), patience=st.integers(0, 5))
-def test_everybody_gets_every_token_in_order(seed, fill, patience):
+@given(
+    seed=st.integers(0, 2**31), fill=st.integers(0, 6), patience=st.integers(0, 5),
+    slots=st.sampled_from([1, SLOTS]),
+)  # fmt: skip
+def test_everybody_gets_every_token_in_order(seed, fill, patience, slots):
     rng = np.random.default_rng(seed)
     traces = drawn_traces(rng, 9)
     costs = some_costs()
-    found = simulate(traces, costs.plan(BUCKETS, SLOTS, fill, patience), costs, steps=3, **ENGINE)
+    plan = costs.plan(BUCKETS, slots, fill, patience)
+    found = simulate(traces, plan, costs, steps=3, **ENGINE | dict(slots=slots))
     assert [len(t) for t in found.emitted] == [len(t.exits) for t in traces]
     for times, arrived in zip(found.emitted, found.arrived, strict=True):
         assert all(a < b or a == b for a, b in zip(times, times[1:], strict=False))

@@ -19,6 +19,7 @@ from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.packing import Plan
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
+from eejax.inference.scheduler import Scheduler
 from eejax.inference.state import Request
 from eejax.sharding.mesh import MeshConfig
 
@@ -229,3 +230,37 @@ def test_numbers_of_a_half_precision_model(subset, prompts):
         drive(engine, asked, 3, lambda n: n - 1)
         assert [len(one.got) for one in asked] == [12, 12]
         assert engine.start().cache.segments[0][0][0].dtype == dtype
+
+
+def test_logits_that_are_not_finite_are_their_own_requests_alone(subset, prompts):
+    """A token whose embedding is no number: its request ends in an error, those beside it do not,
+    and nor does the next one in its slot."""
+    p, config = subset((1, 3))
+    bad = 7
+    table = p["embed"]["tokens"]
+    own = dict(p["embed"], tokens=table.at[bad].set(np.nan))
+    config = config.replace(head="own", exits=tuple(
+        dataclasses.replace(e, head="own", block=False) for e in config.exits
+    ))  # fmt: skip
+    clean = p | {
+        "final": p["final"] | {"head": table},
+        "exits": {e.name: p["exits"][e.name] | {"head": table} for e in config.exits},
+    }
+    options = BatchOptions(cap=4, drafts=2, buckets=(4, 9), chunk=12)
+    engine = BatchedEngine.make(clean | {"embed": own}, config, options, slots=2, context=CONTEXT)
+    hold = Plan.make(3, 2, engine.options.buckets, fill=3, patience=2)
+    scheduler = Scheduler(dataclasses.replace(engine, plan=hold), config, steps=2)
+    policy = ExitPolicy.make(config, 1, 0.3, drafts=2)
+    texts = prompts(2, [9, 30, 12, 5])
+    texts[1] = [*texts[1][:25], bad]
+    numbers = [scheduler.submit(text, 15, policy=policy) for text in texts]
+    outputs = scheduler.run()
+    ends = {o.number: o.finish for o in outputs if o.finish}
+    assert [ends[n] for n in numbers] == ["length", "error", "length", "length"]
+    oracle = Generator.make(clean, config, "posthoc")
+    for i in (0, 2, 3):
+        got = [t.id for o in outputs if o.number == numbers[i] for t in o.tokens]
+        want = oracle.generate([texts[i]], 15, threshold=0.3)
+        tied = np.flatnonzero(want.margins[0] < TIE)
+        n = int(tied[0]) if len(tied) else 15
+        assert got[:n] == want.tokens[0, :n].tolist() and len(got) == 15

@@ -218,6 +218,30 @@ def test_exits_are_turned_off_where_they_do_not_pay(subset, prompts):
     assert set(exits[-40:]) == {config.n_exits} and 0 in exits
 
 
+def test_exits_are_measured_while_requests_come_and_go(subset, prompts):
+    """Nobody joins between the calls of a pair; between pairs those do who have waited."""
+    p, config = subset((1, 3))
+    now = [0.0]
+
+    class Timed(BatchedEngine):
+        def generate(self, state, n):
+            now[0] += 1.0 if bool(np.asarray(state.request.policy.paused)[0]) else 2.0
+            return super().generate(state, n)
+
+    options = BatchOptions(cap=4, drafts=0, buckets=(4,))
+    engine = Timed.make(p, config, options, slots=3, context=48)
+    payoff = Payoff(pairs=2, calls=100)
+    scheduler = Scheduler(engine, config, steps=2, payoff=payoff, clock=lambda: now[0])
+    policy = ExitPolicy.make(config, 1, 0.3)
+    numbers = [scheduler.submit(text, 9, policy=policy) for text in prompts(6, [5] * 40)]
+    while payoff.ratio is None:
+        scheduler.step()
+    assert len(scheduler.waiting) > 5 and payoff.ratio < 1  # long before the queue is empty
+    ends = [o for o in scheduler.run() if o.finish]
+    assert len({o.number for o in ends}) == len(ends) and scheduler.idle
+    assert {o.number for o in ends} <= {*numbers}
+
+
 def test_what_cannot_be_scheduled():
     scheduler = Scheduler(ScriptedEngine(said, (2, 4), slots=2, context=16), CONFIG)
     for prompt, limit, more, field in [
@@ -225,10 +249,13 @@ def test_what_cannot_be_scheduled():
         ([1], 0, {}, "limit"), ([1], 1, dict(priority=0.5), "priority"),
         ([1], 1, dict(stop_tokens=[1000]), "stop_tokens"),
         ([1], 1, dict(policy=ExitPolicy.make(CONFIG, 2)), "policy"),
+        ([1], 1, dict(policy=ExitPolicy.make(CONFIG.replace(exits=()), 1)), "policy"),
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=field):
             scheduler.submit(prompt, limit, **more)
     assert scheduler.idle and not scheduler.cancel(0) and not scheduler.preempt(3)
+    with pytest.raises(ConfigError, match="payoff"):
+        Scheduler(ScriptedEngine(said, (2, 4), slots=2, context=16), CONFIG, payoff=Payoff())
 
     @dataclasses.dataclass(frozen=True)
     class Forgetful(ScriptedEngine):
