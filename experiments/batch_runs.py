@@ -15,8 +15,8 @@ class Steady:
     """A batch whose slots are all taken: `start` takes the prompts up to their first tokens,
     `finish` decodes until `quota` tokens more have come.
 
-    rates: seconds are measured outside; tokens: what each `finish` brought; works: of `batched`,
-    what it ran; texts: of the last one, tokens and exits of every request, from its first.
+    tokens: what each `finish` brought; works: of `batched`, what each ran; texts: of the last one,
+    tokens and exits of every request, from its first.
     """
 
     def __init__(self, engine, prompts, quota: int, threshold=1.0, drafts: int = 0):
@@ -88,8 +88,8 @@ class Steady:
 @dataclasses.dataclass
 class Served:
     """Requests through a scheduler's queue. seconds: of all of them; tokens: theirs; gaps: seconds
-    between a request's tokens, as they are told; first: to a request's first token from when it
-    was given a slot's turn to wait, for all of them the start."""
+    between a request's tokens, as they are told; first: from the start to a request's first token.
+    """
 
     seconds: float
     tokens: int

@@ -352,6 +352,22 @@ def _stored(ring: jax.Array, slot: jax.Array, position: jax.Array, x: jax.Array)
 def settle(state: BatchedState) -> BatchedState:
     """Emits what is decided, from the first pending row on while each reads what the one before it
     emits; where one does not, it and those behind it are forgotten."""
+    decided = (
+        state.live & (state.standing.ahead > 0) & (_at(state.pending.exit, state.position) >= 0)
+    )
+    own = lambda s: (s.cache.filled, s.pending.accepted, s.token, s.position, s.remaining)
+    run = lambda _: own(_emitted(state))
+    filled, accepted, token, position, remaining = lax.switch(
+        jnp.any(decided).astype(jnp.int32), [lambda c: c, run], own(state)
+    )
+    return state.replace(
+        cache=state.cache.replace(filled=filled), pending=state.pending.replace(accepted=accepted),
+        token=token, position=position, remaining=remaining,
+    )  # fmt: skip
+
+
+def _emitted(state: BatchedState) -> BatchedState:
+    """`settle` where somebody's first pending row is decided."""
     pending, position, m = state.pending, state.position, state.pending.fed.shape[1]
     filled, order = state.cache.filled, jnp.arange(m)[None]
     window = (position[:, None] + order) % m

@@ -162,8 +162,8 @@ def choose(
     n = xp.sum(goes.astype(np.int32))
     longest = xp.max(xp.where(goes, waited, -1))
     held = movers & (n < plan.fill[e]) & (longest < plan.patience[e])
-    # Who does not go comes last, whatever it waited: a stable sort of what is no larger than 2^30.
-    order = xp.argsort(xp.where(goes, -xp.minimum(waited, 1 << 29), 1 << 29), stable=True)
+    # Who does not go comes last, whatever it waited.
+    order, rank = sort(xp, xp.where(goes, -xp.minimum(waited, 1 << 29), 1 << 29))
     upto = xp.cumsum(xp.where(goes, rows, 0)[order])
     count = xp.where(upto <= most, xp.where(goes, rows, 0)[order], 0)
     total = xp.sum(count)
@@ -174,7 +174,7 @@ def choose(
     cheaper = (plan.in_place[e] <= costs[bucket]) | (upto[-1] > most)  # or some are left out
     in_place = (xp.max(wanted) <= 1) & cheaper
     way = xp.where((n == 0) | held, HELD, xp.where(in_place, IN_PLACE, PACKED + bucket))
-    count = xp.where(in_place, (goes | wish.riders).astype(np.int32), count[xp.argsort(order)])
+    count = xp.where(in_place, (goes | wish.riders).astype(np.int32), count[rank])
     return Chosen(way, xp.where(way == HELD, 0, count), order, spans)
 
 
@@ -184,6 +184,15 @@ def prompts(xp: Any, at: Standing, since: Any, most: int) -> tuple[Any, Any]:
     Those that came first go first, each as far as there is room.
     """
     left = xp.where(at.prompting, at.given - at.filled[:, 0], 0)
-    order = xp.argsort(xp.where(at.prompting, since, np.iinfo(np.int32).max), stable=True)
+    order, rank = sort(xp, xp.where(at.prompting, since, np.iinfo(np.int32).max))
     over = xp.maximum(xp.cumsum(left[order]) - most, 0)
-    return xp.maximum(left[order] - over, 0)[xp.argsort(order)], order
+    return xp.maximum(left[order] - over, 0)[rank], order
+
+
+def sort(xp: Any, keys: Any) -> tuple[Any, Any]:
+    """(indices that sort keys [n] stably, the rank of each key). By comparing all with all, which
+    for as few as there are slots takes XLA less time than two sorts."""
+    i = xp.arange(len(keys), dtype=np.int32)
+    before = (keys[None] < keys[:, None]) | ((keys[None] == keys[:, None]) & (i[None] < i[:, None]))
+    rank = xp.sum(before.astype(np.int32), axis=1)
+    return xp.argmax(rank[None] == i[:, None], axis=1), rank

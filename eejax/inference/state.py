@@ -281,10 +281,12 @@ class Record(NamedTuple):
     exit: number of the emitting exit, -1 where no token was emitted.
     layers: layers executed in the step (all requests of a batch share a step), whatever their
         rows; see also `Result`. Of several tokens of a step only the first has them, so that
-        their sum counts each once.
+        their sum counts each once. The engine "batched" has no steps that slots share: it gives the
+        layers below the emitting exit, and what was run in `BatchedState.work`.
     margin: the smallest distance to another outcome: of the top two logits at the emitting exit,
         and of confidence to threshold at every exit considered. Only "posthoc" measures it.
-    drafted: tokens drafted for the request in the step; only its first token has them.
+    drafted: tokens drafted for the request in the step; only its first token has them. By "batched"
+        1 for a token that others were run ahead on before it was decided.
     accepted: 1 for a token that was drafted, 0 for one that only the emitting exit came up with.
         Both are 0 for engines that do not draft.
     """

@@ -26,7 +26,7 @@ def batch(small_run, capsys, monkeypatch, tmp_path):
         try:
             call(
                 "experiments.generate_batch", f"--workdir={small_run}", f"--input={source}",
-                "--slots=3", "--max_new_tokens=20", *arguments,
+                "--slots=3", "--max_new_tokens=20", "--drafts=1", *arguments,
             )  # fmt: skip
         except SystemExit as end:
             status = end.code or 0

@@ -146,7 +146,7 @@ GEOMETRY = dict(
 )
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(**GEOMETRY)
 def test_batched_equals_posthoc(subset, prompts, layout, cap, drafts, slots, chunk, buckets, seed):
     run_drawn(subset, prompts, layout, cap, drafts, slots, chunk, buckets, seed)
@@ -217,19 +217,16 @@ def test_part_of_a_model(subset, prompts):
     assert compared >= all_of / 2
 
 
-def test_numbers_of_a_half_precision_model(subset, prompts):
-    """bfloat16 and float16: everybody gets on to the end; rounding may decide otherwise."""
+def test_a_half_precision_model(subset, prompts):
+    """Everybody gets on to the end; rounding may decide otherwise than alone."""
     p, config = subset((1, 3))
-    for dtype in ("bfloat16", "float16"):
-        half = config.replace(dtype=dtype)
-        options = BatchOptions(cap=4, drafts=2, buckets=(4,))
-        engine = BatchedEngine.make(p, half, options, slots=2, context=CONTEXT)
-        asked = [
-            Asked(prompt, 12, dict(threshold=0.3), {}, 2, ()) for prompt in prompts(1, [9, 12])
-        ]
-        drive(engine, asked, 3, lambda n: n - 1)
-        assert [len(one.got) for one in asked] == [12, 12]
-        assert engine.start().cache.segments[0][0][0].dtype == dtype
+    options = BatchOptions(cap=4, drafts=2, buckets=(4,))
+    half = config.replace(dtype="bfloat16")
+    engine = BatchedEngine.make(p, half, options, slots=2, context=CONTEXT)
+    asked = [Asked(prompt, 12, dict(threshold=0.3), {}, 2, ()) for prompt in prompts(1, [9, 12])]
+    state = drive(engine, asked, 3, lambda n: n - 1)
+    assert [len(one.got) for one in asked] == [12, 12]
+    assert state.cache.segments[0][0][0].dtype == state.waiting[0].dtype == "bfloat16"
 
 
 def test_logits_that_are_not_finite_are_their_own_requests_alone(subset, prompts):

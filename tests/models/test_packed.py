@@ -20,7 +20,7 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def reference(q, k, v, keys, values, window, slopes):
+def reference(q, keys, values, window, slopes):
     """One slot's rows in float64: q [w, k, g, h] over keys [k, p + w, h], the last w its own."""
     w, behind = len(q), keys.shape[1]
     out = np.zeros(q.shape)
@@ -81,7 +81,7 @@ def test_packed_rows_attend_as_their_slots_rows_would(way, counts, starts, width
                 got[:, starts[i] : n], rows[: len(slot)][own][:, 0].swapaxes(0, 1)
             )
         want = reference(
-            q[: len(slot)][own][:, 0].astype(np.float64), None, None,
+            q[: len(slot)][own][:, 0].astype(np.float64),
             np.asarray(keys[heads, :n], np.float64), np.asarray(values[heads, :n], np.float64),
             window, slopes,
         )  # fmt: skip
