@@ -12,7 +12,8 @@ full model (teacher-forced, on the held-out text it is chosen on), without draft
 `speculative`: with drafts and no exit, whose tokens are the full model's; `curve`: over thresholds.
 Each with the plan that the simulator found best for it. `auto_ratio`: three requests a slot through
 the scheduler's queue, of unlike lengths, with exits turned off where they do not pay, over `full`
-through the same queue; and seconds between tokens there. `simulator_error`: simulated over measured
+through the same queue, beside `batched` with exits and without (what its prompts in chunks are
+worth); and seconds between tokens there. `simulator_error`: simulated over measured
 seconds of a token, less 1, the median of all that was timed. `ideal`: the best simulated plan where
 a sweep costs nothing and no row is padding. `time`: where it goes, by the fitted costs.
 
@@ -236,6 +237,7 @@ def queues(model, slots: int, full, setting, prompts) -> dict:
     payoff = Payoff()
     ways = {
         "full": lambda: serve(full, texts, limits, 1.0, 0),
+        "without exits": lambda: serve(engine, texts, limits, 1.0, 0),
         "exits": lambda: serve(engine, texts, limits, threshold, drafts),
         "auto": lambda: serve(engine, texts, limits, threshold, drafts, payoff),
     }
@@ -246,12 +248,12 @@ def queues(model, slots: int, full, setting, prompts) -> dict:
         for name in list(ways)[:: 1 if i % 2 == 0 else -1]:
             found[name].append(ways[name]())
     result = {}
-    for name in ("exits", "auto"):
+    for name in ("without exits", "exits", "auto"):
         ratio = median_ratio(
             [r.seconds / r.tokens for r in found["full"]],
             [r.seconds / r.tokens for r in found[name]],
         )
-        result["queue" if name == "exits" else "auto"] = {
+        result["auto" if name == "auto" else f"queue {name}"] = {
             "ratio": ratio.median,
             "interval": [ratio.low, ratio.high],
         }
