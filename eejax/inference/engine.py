@@ -33,22 +33,26 @@ class Engine(Protocol):
     """A request's way: `prefill` -> `insert` into a slot -> `generate`, again and again -> `free`.
 
     slots: requests at a time. context: tokens of a request, prompt included. max_depth: segments
-    of the model that are loaded. A state is used once: what a method returns takes its place.
-    Nothing here waits for the device, so what it computes raises nothing: a token whose
-    log-probability is not finite came of logits that were not, and is none.
+    of the model that are loaded. resumes: whether a prompt may hold tokens that were generated
+    before, behind the `request.start` of its own. A state is used once: what a method returns takes
+    its place. Nothing here waits for the device, so what it computes raises nothing: a token
+    whose log-probability is not finite came of logits that were not, and is none.
     """
 
     slots: int
     context: int
     max_depth: int
+    resumes: bool
 
     def start(self) -> Any:
         """A state whose slots are all free."""
 
     def prefill(self, prompts: Sequence[Sequence[int]], request: Request) -> tuple[Any, Record]:
         """(rows to insert, the first token of each: a record with a row for every prompt first, and
-        maybe others with exit -1). Where prompt and limit do not fit the context together, the
-        limit is lowered to what does."""
+        maybe others; exit -1 there, and where `generate` brings the first token too).
+
+        Where prompt and limit do not fit the context together, the limit is lowered to what does.
+        """
 
     def insert(self, state: Any, rows: Any, slots: Sequence[int]) -> Any:
         """The state with rows of `prefill` in slots, whatever was there before."""

@@ -154,10 +154,9 @@ class Scheduler:
 
     def preempt(self, number: int) -> bool:
         """Puts a running request back into the queue; whether it was running."""
-        resumes = getattr(self.engine, "resumes", False)
         require(
-            resumes, "engine", type(self.engine).__name__, "must be one that resumes requests",
-            "BatchedEngine does.",
+            self.engine.resumes, "engine", type(self.engine).__name__,
+            "must be one that resumes requests", "BatchedEngine does.",
         )  # fmt: skip
         job = self._jobs.get(number)
         if job is None or job.slot < 0 or job.finish:
