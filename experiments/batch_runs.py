@@ -8,15 +8,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-CALL = 8  # steps of the engine between two looks of the host
+STEPS = 8  # of the engine between two looks of the host
 
 
 class Steady:
     """A batch whose slots are all taken: `start` takes the prompts up to their first tokens,
     `finish` decodes until `quota` tokens more have come.
 
-    tokens: what each `finish` brought; works: of `batched`, what each ran; texts: of the last one,
-    tokens and exits of every request, from its first.
+    tokens: what each `finish` brought; works: of `batched`, what each ran.
     """
 
     def __init__(self, engine, prompts, quota: int, threshold=1.0, drafts: int = 0):
@@ -68,21 +67,15 @@ class Steady:
     def finish(self) -> None:
         came = 0
         while came < self.quota and np.asarray(self.state.live).any():
-            came += self._call(CALL)
+            came += self._call(STEPS)
         self.tokens.append(came)
 
     def tell(self) -> None:
-        """After a `finish`: what was run, and texts."""
+        """After a `finish`: what was run."""
         if self.before is not None:
             from eejax.inference.batch_costs import counts
 
             self.works.append(counts(self._work(), self.before))
-        columns = [
-            tuple(np.concatenate([getattr(r, name)[:, i] for r in self.records])
-                  for name in ("token", "exit"))
-            for i in range(len(self.prompts))
-        ]  # fmt: skip
-        self.texts = [(t[e >= 0].tolist(), e[e >= 0].tolist()) for t, e in columns]
 
 
 @dataclasses.dataclass
@@ -97,7 +90,7 @@ class Served:
     first: np.ndarray
 
 
-def serve(engine, prompts, limits, threshold, drafts: int, payoff=None, steps: int = CALL):
+def serve(engine, prompts, limits, threshold, drafts: int, payoff=None, steps: int = STEPS):
     """All requests at once, through as many slots as the engine has."""
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.scheduler import Scheduler
@@ -122,34 +115,6 @@ def serve(engine, prompts, limits, threshold, drafts: int, payoff=None, steps: i
             last[number] = now
     seconds = time.perf_counter() - begin
     return Served(seconds, tokens, np.array(gaps), np.array([*first.values()]))
-
-
-def traces(model, prompts, texts, drafts: int):
-    """`batch_simulator.Trace`s of texts [(tokens, exits)], with what the first exit would draft."""
-    import jax
-    import jax.numpy as jnp
-
-    from eejax.inference.batch_simulator import Trace
-    from eejax.inference.sampling import argmax
-    from eejax.models import exits, transformer
-
-    config = model.config
-    head = exits.head(model.params, config, 0)
-
-    @jax.jit
-    def tops(tokens):
-        h = transformer.exit_states(model.params, config, tokens, which=[0])[0]
-        return argmax(exits.logits(head, h))
-
-    found = []
-    for prompt, (tokens, left) in zip(prompts, texts, strict=True):
-        whole = np.zeros((1, config.context_length), np.int32)
-        ids = [*prompt, *tokens][: config.context_length]
-        whole[0, : len(ids)] = ids
-        said = np.asarray(tops(jnp.asarray(whole)))[0, len(prompt) - 1 :][: len(tokens)]
-        right = said == np.array(tokens)[: len(said)]
-        found.append(Trace(len(prompt), tuple(left[: len(right)]), tuple(right.tolist()), drafts))
-    return found
 
 
 def roofline(

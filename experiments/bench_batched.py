@@ -32,7 +32,7 @@ import numpy as np
 from absl import flags
 
 from experiments import held_out, launch
-from experiments.batch_runs import Steady, roofline, serve, traces
+from experiments.batch_runs import Steady, roofline, serve
 from experiments.decode_times import with_layers_of
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
@@ -46,7 +46,7 @@ _DRAFTS = flags.DEFINE_integer("drafts", 6, "Most tokens drafted.", lower_bound=
 _CALLS = flags.DEFINE_integer("calls", 240, "Calls to fit costs to.", lower_bound=40)
 flags.mark_flags_as_required(["workdir"])
 
-PROMPT = 64  # tokens
+PROMPT, SEEN = 64, 180  # tokens of a prompt; of a text that plans are made for
 TARGET = 0.97
 THRESHOLDS = tuple(np.round(np.arange(0.30, 1.0, 0.02), 2).tolist())
 CURVE = (0.3, 0.5, 0.7, 0.9)
@@ -92,38 +92,14 @@ def main() -> None:
 
 def make_engines(model, slots: int):
     """(`full`, `batched`) of so many slots, reading the same arrays of layers."""
-    from eejax.inference.batched import BatchOptions
     from eejax.inference.batched_slots import BatchedEngine
+    from eejax.inference.batched_state import BatchOptions
     from eejax.inference.engine import SlotEngine
 
     full = SlotEngine.make(model.params, model.config, "full", slots=slots)
     options = BatchOptions(drafts=_DRAFTS.value)
     batched = BatchedEngine.make(model.params, model.config, options, slots=slots)
     return full, with_layers_of(full, batched)
-
-
-def recorded(model, engine, prompts, threshold) -> list:
-    """Traces of what an engine writes at a threshold, of prompts in batches of its slots."""
-    found = []
-    for i in range(0, len(prompts), engine.slots):
-        part = (prompts[i:] + prompts)[: engine.slots]
-        run = Steady(engine, part, engine.slots * (engine.context - PROMPT - 8), threshold)
-        run.start()
-        run.finish()
-        run.tell()
-        found += traces(model, part, run.texts, 0)
-    return found[: len(prompts)]
-
-
-def simulated_with(engine) -> dict:
-    """What of an engine the simulator has to know."""
-    from eejax.inference.batched import PROMPT_SPAN, SPAN
-
-    options = engine.options
-    return dict(
-        slots=engine.slots, buckets=options.buckets, cap=options.cap, drafts=options.drafts,
-        chunk=options.chunk, span=SPAN, prompt_span=PROMPT_SPAN,
-    )  # fmt: skip
 
 
 def of_batch(model, slots: int, threshold: float, agreement: dict, prompts) -> dict:
@@ -135,7 +111,7 @@ def of_batch(model, slots: int, threshold: float, agreement: dict, prompts) -> d
     texts, quota = prompts(slots), slots * _NEW.value
     launch.say(f"batch {slots}: compiling, and measuring costs ...")
     costs = batch_costs.measure(batched, texts, calls=_CALLS.value)
-    known = simulated_with(batched)
+    known = batch_costs.settings(batched)
     rest = {k: v for k, v in known.items() if k not in ("slots", "buckets", "drafts")}
     chosen, settings = {}, {"full": (full, 1.0, 0)}
     plain = costs.plan(batched.options.buckets, slots)
@@ -143,7 +119,7 @@ def of_batch(model, slots: int, threshold: float, agreement: dict, prompts) -> d
     launch.say("planning ...")
     spoken = {}
     for t in sorted({threshold, *CURVE, 1.0}):
-        spoken[t] = recorded(model, settings["threshold 1"][0], texts, t)
+        spoken[t] = batch_costs.watch(batched, texts, SEEN, threshold=t)
         for name, most in ((f"{t}", known["drafts"]), (f"{t} undrafted", 0)):
             if most == 0 and t != threshold:
                 continue
@@ -270,12 +246,13 @@ def queues(model, slots: int, full, setting, prompts) -> dict:
 
 def on_gpu(model, threshold: float, prompts) -> dict:
     """Simulated: how many times as many tokens as without exits, by batch size."""
+    from eejax.inference import batch_costs
     from eejax.inference.batch_simulator import Trace, best_plan, simulate
-    from eejax.inference.batched import BatchOptions
+    from eejax.inference.batched_state import BatchOptions
 
     _, engine = make_engines(model, max(_BATCHES.value))
     texts = prompts(engine.slots)
-    spoken = recorded(model, engine, texts, threshold)
+    spoken = batch_costs.watch(engine, texts, SEEN, threshold=threshold)
     shares = np.diff([0, *model.config.stops]) * 24 // model.config.n_layers
     result = {}
     for slots in GPU_BATCHES:

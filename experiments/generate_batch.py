@@ -197,8 +197,8 @@ def complete(model, lines: list[Line], out) -> int:
 def made(model, prompts: list, stops: list):
     """The engine, and the drafts that requests are to have."""
     from eejax.inference import batch_costs
-    from eejax.inference.batched import BatchOptions
     from eejax.inference.batched_slots import BatchedEngine
+    from eejax.inference.batched_state import BatchOptions
     from eejax.inference.engine import SlotEngine
 
     kwargs = dict(slots=_SLOTS.value, context=_CONTEXT.value)

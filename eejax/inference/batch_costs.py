@@ -5,20 +5,21 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from eejax.inference.batch_simulator import Costs, Counts, Simulated, Trace, best_plan, fit
-from eejax.inference.batched import PROMPT_SPAN, SPAN, Work
+from eejax.inference.batched import PROMPT_SPAN, SPAN
 from eejax.inference.batched_slots import BatchedEngine
+from eejax.inference.batched_state import Work
+from eejax.inference.engine import CALL
 from eejax.inference.packing import Plan
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
 from eejax.inference.state import Request
 
-STEPS = 8
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 1.0)
 
 
@@ -98,6 +99,15 @@ def measure(engine: BatchedEngine, prompts: Sequence[Sequence[int]], **kwargs) -
     return fit(found, depths, engine.slots, engine.options.buckets)
 
 
+def settings(engine: BatchedEngine) -> dict[str, Any]:
+    """What of an engine `simulate` and `best_plan` have to know."""
+    options = engine.options
+    return dict(
+        slots=engine.slots, buckets=options.buckets, cap=options.cap, drafts=options.drafts,
+        chunk=options.chunk, span=SPAN, prompt_span=PROMPT_SPAN,
+    )  # fmt: skip
+
+
 class Tuned(NamedTuple):
     """An engine with the plan found for it, the drafts that requests should allow, its costs, and
     what the simulator promises."""
@@ -125,18 +135,8 @@ def tune(
     `measure`, unless `costs` are known, and a few seconds more. Raises as `prefill`.
     """
     costs = measure(engine, prompts) if costs is None else costs
-    options = engine.options
-    known = dict(
-        slots=engine.slots, buckets=options.buckets, cap=options.cap, chunk=options.chunk,
-        span=SPAN, prompt_span=PROMPT_SPAN,
-    )  # fmt: skip
-    found = best_plan(
-        watch(engine, prompts, new, stop_tokens, **rules),
-        costs,
-        drafts=options.drafts,
-        bound=bound,
-        **known,
-    )
+    traces = watch(engine, prompts, new, stop_tokens, **rules)
+    found = best_plan(traces, costs, bound=bound, **settings(engine))
     engine = dataclasses.replace(engine, plan=found.plan)
     return Tuned(engine, found.drafts, costs, found.simulated)
 
@@ -167,7 +167,7 @@ def watch(
     )
     state, records = state.replace(plan=hold), []
     while np.asarray(state.live).any():
-        state, record = engine.generate(state, STEPS)
+        state, record = engine.generate(state, CALL)
         records.append(record)
     whole = {
         name: np.concatenate([np.asarray(getattr(r, name)) for r in records])

@@ -13,207 +13,32 @@ Every request gets the tokens and exits that `posthoc` gives it alone.
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 
-from eejax.common.errors import require, require_count
 from eejax.gates.confidence import Memory
 from eejax.inference import state as s
-from eejax.inference.packing import (
-    IN_PLACE,
-    PACKED,
-    Chosen,
-    Plan,
-    Standing,
-    choose,
-    prompts,
-    wish,
+from eejax.inference.batched_state import (
+    BatchedState,
+    BatchOptions,
+    Pending,
+    Work,
+    at,
+    stops,
 )
+from eejax.inference.packing import IN_PLACE, PACKED, Chosen, choose, prompts, wish
 from eejax.inference.policy import Emission, Look, conclude, consider
-from eejax.inference.state import Record, Request, Weights
+from eejax.inference.state import Record, Weights
 from eejax.models import transformer
-from eejax.models.cache import KVCache, init_cache, run_packed, run_segment
+from eejax.models.cache import KVCache, run_packed, run_segment
 from eejax.models.config import ModelConfig
 from eejax.models.mixing import Packed
 
 SPAN = 4  # rows of a slot that attention takes together
 PROMPT_SPAN = 32  # of a prompt
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchOptions:
-    """Static choices of the engine `batched`; each combination compiles once.
-
-    cap: most tokens of a request that may wait for deeper keys and values; with so many it runs
-        through all layers before its next token.
-    buckets: row counts that a segment is compiled for, ascending; the largest is at least the cap.
-        Empty: powers of two from a quarter of the slots up to all that they may have pending.
-    chunk: prompt tokens of a sweep.
-    drafts: most tokens of a request that are drafted past one that no exit has decided yet; which
-        may, and how many, is said by its `ExitPolicy.drafts`.
-    max_depth: segments to load, from the bottom; None: all.
-    """
-
-    cap: int = 16
-    buckets: tuple[int, ...] = ()
-    chunk: int = 64
-    drafts: int = 4
-    max_depth: int | None = None
-
-    def __post_init__(self):
-        listed = isinstance(self.buckets, tuple | list)
-        require(listed, "buckets", self.buckets, "must be a sequence of row counts")
-        for w in self.buckets:
-            require_count("buckets", w)
-        object.__setattr__(self, "buckets", tuple(sorted({*self.buckets})))
-        for name in ("cap", "chunk"):
-            require_count(name, getattr(self, name))
-        require_count("drafts", self.drafts, least=0)
-        if self.max_depth is not None:
-            require_count("max_depth", self.max_depth)
-        require(
-            not self.buckets or self.buckets[-1] >= self.cap,
-            "buckets", self.buckets, f"must reach the cap, {self.cap}, at least",
-            "A request's waiting tokens go deeper together.",
-        )  # fmt: skip
-
-    @property
-    def leaves_early(self) -> bool:
-        return True
-
-    def of_slots(self, slots: int) -> BatchOptions:
-        """With the buckets there are for so many slots."""
-        if self.buckets:
-            return self
-        most = max(slots * max(self.drafts + 1, 2), self.cap)
-        least = max(slots // 4, 4)  # fewer take hardly less time
-        powers = [1 << i for i in range((most - 1).bit_length() + 1) if 1 << i >= least]
-        return dataclasses.replace(self, buckets=tuple(powers or [1 << (most - 1).bit_length()]))
-
-
-@struct.dataclass
-class Work:
-    """What was run since the start, in numbers that begin anew at 2^32.
-
-    runs [e, 1 + buckets]: of each segment in place, and of each bucket; spans [e]: of packed rows;
-    chunks, chunk_spans: of prompts; sweeps.
-    """
-
-    runs: jax.Array
-    spans: jax.Array
-    chunks: jax.Array
-    chunk_spans: jax.Array
-    sweeps: jax.Array
-
-
-@struct.dataclass
-class Pending:
-    """What is known of the newest rows of every slot: [slots, m], position p's in place p % m.
-
-    fed: the token the row reads; token, logprob, confidence, exit: of the one that follows, by the
-    exit that decided it, -1 while none has: then `token` is a draft. seen, streak: what the gates
-    remember of the row (`Memory`). drafted: whether the row behind it began with the draft;
-    accepted: whether that was right.
-    """
-
-    fed: jax.Array
-    token: jax.Array
-    logprob: jax.Array
-    confidence: jax.Array
-    exit: jax.Array
-    seen: jax.Array
-    streak: jax.Array
-    drafted: jax.Array
-    accepted: jax.Array
-
-    @classmethod
-    def blank(cls, *shape: int) -> Pending:
-        none, zero = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.int32)
-        number = jnp.zeros(shape, jnp.float32)
-        return cls(zero, none, number, number, none, none, zero, zero, zero)
-
-
-@struct.dataclass
-class BatchedState:
-    """Everything that slots carry from sweep to sweep; arrays are [slots, ...].
-
-    cache, waiting, token, position, remaining, request: as in `state.DecodeState`. The row at
-    `position` decides the token to emit next. Rows from there on that the first segment has seen
-    are *pending*: the first is undecided, those behind it read drafts.
-    since: the sweep in which the first pending row came to the segment it stands at.
-    prompt [slots, context], given: the tokens a request came with, and how many. They are more
-        than `request.start` where it had been under way before: then what follows is decoded.
-    clock: sweeps since the start.
-    """
-
-    cache: KVCache
-    waiting: tuple[jax.Array, ...]
-    pending: Pending
-    token: jax.Array
-    position: jax.Array
-    remaining: jax.Array
-    since: jax.Array
-    prompt: jax.Array
-    given: jax.Array
-    clock: jax.Array
-    work: Work
-    plan: Plan
-    request: Request
-
-    @property
-    def live(self) -> jax.Array:
-        return self.remaining > 0
-
-    @property
-    def standing(self) -> Standing:
-        return Standing(self.cache.filled, self.position, self.remaining, self.given)
-
-    def begins(self, cap: int) -> jax.Array:
-        """`Standing.begins`; nothing is drafted behind a draft that would end the request, or where
-        there is none, as drafting was paused."""
-        policy, m = self.request.policy, self.pending.fed.shape[1]
-        most = jnp.where(policy.paused, 0, jnp.minimum(policy.drafts, m - 1))
-        last = _at(self.pending.token, self.cache.filled[:, 0] - 1)[:, None]
-        most = jnp.where(_stops(self.request, last)[:, 0] | (last[:, 0] < 0), 0, most)
-        return self.standing.begins(cap, most)
-
-
-def _at(a: jax.Array, position: jax.Array) -> jax.Array:
-    """[slots] of a [slots, m]: what is kept of positions [slots]."""
-    return jnp.take_along_axis(a, (position % a.shape[1])[:, None], 1)[:, 0]
-
-
-def _stops(request: Request, tokens: jax.Array) -> jax.Array:
-    """[slots, n] whether tokens [slots, n] end their requests."""
-    return jnp.any(tokens[..., None] == request.stops[:, None], -1)
-
-
-def blank(
-    weights: Weights, plan: Plan, *, config: ModelConfig, options: BatchOptions, slots: int,
-    length: int, context: int,
-) -> BatchedState:  # fmt: skip
-    """All slots free; `length` positions of cache for each."""
-    n = weights.last
-    zero, none = jnp.zeros((slots,), jnp.int32), jnp.zeros((), jnp.uint32)
-    ring = lambda: jnp.zeros((slots, options.cap, config.d_model), config.dtype)
-    return BatchedState(
-        cache=init_cache(config, slots, length, n + 1, weights.axes),
-        waiting=tuple(ring() for _ in range(n)),
-        pending=Pending.blank(slots, options.drafts + 1),
-        token=zero, position=zero, remaining=zero, since=zero,
-        prompt=jnp.zeros((slots, context), jnp.int32), given=zero, clock=jnp.int32(0),
-        work=Work(
-            jnp.zeros((n + 1, 1 + len(options.buckets)), jnp.uint32),
-            jnp.zeros((n + 1,), jnp.uint32), none, none, none,
-        ),
-        plan=plan,
-        request=Request.blank(config, slots),
-    )  # fmt: skip
 
 
 def flatten(
@@ -280,7 +105,7 @@ def _in_place(weights, config, state, e, count, carry):
     start, slot = state.cache.filled[:, e], jnp.arange(state.token.shape[0])
     if e == 0:
         x = transformer.embed(
-            weights.params, config, _at(pending.fed, start)[:, None], start[:, None], weights.axes
+            weights.params, config, at(pending.fed, start)[:, None], start[:, None], weights.axes
         )
         before = jnp.zeros_like(x)
     else:
@@ -329,11 +154,10 @@ def _look_flat(weights, config, state, e, packed, allowed, x, h, before) -> Pend
     seen = (packed.slot < slots) & (packed.position >= state.position[slot])
     if allowed is not None:
         seen = seen & allowed[slot]
-    at = jnp.nonzero(seen, size=min(size, slots * m), fill_value=size)[0].astype(jnp.int32)
-    real, at = at < size, jnp.minimum(at, size - 1)
+    i = jnp.nonzero(seen, size=min(size, slots * m), fill_value=size)[0].astype(jnp.int32)
+    real, i = i < size, jnp.minimum(i, size - 1)
     return _look(
-        weights, config, state, e, slot[at], packed.position[at], real, x[at, 0], h[at, 0],
-        before[at, 0],
+        weights, config, state, e, slot[i], packed.position[i], real, x[i, 0], h[i, 0], before[i, 0]
     )  # fmt: skip
 
 
@@ -353,7 +177,7 @@ def settle(state: BatchedState) -> BatchedState:
     """Emits what is decided, from the first pending row on while each reads what the one before it
     emits; where one does not, it and those behind it are forgotten."""
     decided = (
-        state.live & (state.standing.ahead > 0) & (_at(state.pending.exit, state.position) >= 0)
+        state.live & (state.standing.ahead > 0) & (at(state.pending.exit, state.position) >= 0)
     )
     own = lambda s: (s.cache.filled, s.pending.accepted, s.token, s.position, s.remaining)
     run = lambda _: own(_emitted(state))
@@ -375,10 +199,10 @@ def _emitted(state: BatchedState) -> BatchedState:
     token, exit_, fed = by_order(pending.token), by_order(pending.exit), by_order(pending.fed)
     there = position[:, None] + order < filled[:, :1]
     emits = there & (exit_ >= 0) & (order < state.remaining[:, None])
-    stops = _stops(state.request, token)
+    ends = stops(state.request, token)
     if m > 1:
         right = (token[:, :-1] == fed[:, 1:]) & there[:, 1:]
-        follows = jnp.pad(right & ~stops[:, :-1], [(0, 0), (1, 0)], constant_values=True)
+        follows = jnp.pad(right & ~ends[:, :-1], [(0, 0), (1, 0)], constant_values=True)
         emits = jnp.cumprod((emits & follows).astype(jnp.int32), 1).astype(bool)
         accepted = jnp.pad(right, [(0, 0), (0, 1)]) & (by_order(pending.drafted) > 0)
         back = (jnp.arange(m)[None] - position[:, None]) % m
@@ -391,9 +215,9 @@ def _emitted(state: BatchedState) -> BatchedState:
     last = jnp.take_along_axis(token, jnp.maximum(n - 1, 0)[:, None], 1)[:, 0]
     token = jnp.where(n > 0, last, state.token)
     position = position + n
-    ended = jnp.any(stops & emits, -1)
+    ended = jnp.any(ends & emits, -1)
     if m > 1:
-        wrong = (n > 0) & (_at(pending.fed, position) != token)
+        wrong = (n > 0) & (at(pending.fed, position) != token)
         filled = jnp.where(wrong[:, None], jnp.minimum(filled, position[:, None]), filled)
     return state.replace(
         cache=state.cache.replace(filled=filled), pending=pending, token=token, position=position,
@@ -437,12 +261,12 @@ def _turn(weights, config, options, state, e) -> BatchedState:
     if e == 0:
         # The row behind what was emitted reads that, one behind a pending row its draft.
         reads = jnp.where(
-            filled[:, 0] > state.position, _at(state.pending.token, filled[:, 0] - 1), state.token
+            filled[:, 0] > state.position, at(state.pending.token, filled[:, 0] - 1), state.token
         )
-        fed = jnp.where(begins, reads, _at(state.pending.fed, filled[:, 0]))
+        fed = jnp.where(begins, reads, at(state.pending.fed, filled[:, 0]))
         pending, row, m = state.pending, jnp.arange(slots), state.pending.fed.shape[1]
-        guess = begins & (filled[:, 0] > state.position) & (_at(pending.exit, filled[:, 0] - 1) < 0)
-        guess = jnp.where(guess, 1, _at(pending.drafted, filled[:, 0] - 1))
+        guess = begins & (filled[:, 0] > state.position) & (at(pending.exit, filled[:, 0] - 1) < 0)
+        guess = jnp.where(guess, 1, at(pending.drafted, filled[:, 0] - 1))
         pending = pending.replace(
             drafted=pending.drafted.at[row, (filled[:, 0] - 1) % m].set(guess),
             fed=pending.fed.at[row, filled[:, 0] % m].set(fed),

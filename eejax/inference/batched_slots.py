@@ -18,9 +18,10 @@ from eejax.common.errors import require
 from eejax.common.trees import Tree
 from eejax.inference import sharded
 from eejax.inference import state as s
-from eejax.inference.batched import PROMPT_SPAN, SPAN, BatchedState, BatchOptions, blank, sweep
-from eejax.inference.engine import Slots, check_slots
-from eejax.inference.generate import power_of_two
+from eejax.inference.batched import PROMPT_SPAN, SPAN, sweep
+from eejax.inference.batched_state import BatchedState, BatchOptions, blank
+from eejax.inference.engine import CALL, Slots, check_slots
+from eejax.inference.generate import loop, power_of_two
 from eejax.inference.packing import Plan
 from eejax.inference.state import Record, Request, Weights
 from eejax.models.cache import KVCache
@@ -46,9 +47,6 @@ def _start(weights, plan, *, config, options, slots, length, context, mesh) -> B
     return run(weights, plan)
 
 
-CALL = 8  # sweeps that one program is compiled for, or twice as many, and so on
-
-
 @partial(jax.jit, static_argnames=("config", "options", "size", "mesh"), donate_argnames="state")
 def decode(
     weights: Weights,
@@ -64,28 +62,11 @@ def decode(
 
     Ends when all requests are done.
     """
-    run = partial(_loop, config=config, options=options, size=size)
+    run = partial(loop, partial(sweep, config=config, options=options), size)
     if mesh is not None:
         given = (sharded.weights(config, options.max_depth, mesh), _specs(mesh), P())
         run = sharded.shard(run, mesh, given, (_specs(mesh), P()))
     return run(weights, state, n)
-
-
-def _loop(weights, state, n, *, config, options, size):
-    run = partial(sweep, config=config, options=options)
-    shapes = jax.eval_shape(run, weights, state)[1]
-    records = jax.tree.map(lambda r: jnp.zeros((size, *r.shape), r.dtype), shapes)
-    records = records._replace(exit=jnp.full_like(records.exit, -1))
-
-    def body(carry):
-        i, state, records = carry
-        state, record = run(weights, state)
-        put = lambda a, r: lax.dynamic_update_index_in_dim(a, r, i, 0)
-        return i + 1, state, jax.tree.map(put, records, record)
-
-    carry = (jnp.int32(0), state, records)
-    _, state, records = lax.while_loop(lambda c: (c[0] < n) & jnp.any(c[1].live), body, carry)
-    return state, jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), records)
 
 
 @partial(jax.jit, static_argnames="mesh", donate_argnums=0)

@@ -27,6 +27,7 @@ from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig, check_batch, mesh_axes
 
 MIN_WIDTH = 16  # the shortest prompts are padded to this
+CALL = 8  # steps between two looks of a scheduler, unless it is told otherwise
 
 
 class Engine(Protocol):

@@ -74,7 +74,8 @@ def decode(
     done. Steps not taken have exit -1, as have the tokens a step could have emitted and did not.
     `state` is donated. On a `mesh` the requests of every data shard have steps of their own.
     """
-    run = partial(_loop, config=config, options=options, n=n)
+    step = partial(STEPS[options.engine], config=config, options=options)
+    run = partial(loop, step, n)
     if mesh is not None:
         axes, specs = weights.axes, sharded.state(weights.axes)
         given = (sharded.weights(config, options.max_depth, mesh), specs)
@@ -82,11 +83,14 @@ def decode(
     return run(weights, state)
 
 
-def _loop(weights, state, *, config, options, n):
-    """`decode` of a device's own requests."""
-    step = partial(STEPS[options.engine], config=config, options=options)
+def loop(step: Callable, size: int, weights: Weights, state, n: jax.Array | None = None):
+    """Up to `n` steps, by default `size`, of a device's own requests, until all are done.
+
+    The state, and records [size m, b] of steps that emit up to m tokens each.
+    """
+    n = jnp.int32(size) if n is None else n
     shapes = jax.eval_shape(step, weights, state)[1]
-    records = jax.tree.map(lambda r: jnp.zeros((n, *r.shape), r.dtype), shapes)
+    records = jax.tree.map(lambda r: jnp.zeros((size, *r.shape), r.dtype), shapes)
     records = records._replace(exit=jnp.full_like(records.exit, -1))
     records = varying(records, weights.axes.data)
 

@@ -19,14 +19,12 @@ import numpy as np
 
 from eejax.common.errors import require, require_count
 from eejax.inference import generate
-from eejax.inference.engine import Engine
+from eejax.inference.engine import CALL, Engine
 from eejax.inference.payoff import Payoff
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
 from eejax.inference.state import Record, Request
 from eejax.models.config import ModelConfig
-
-STEPS = 8  # of the engine in a call
 
 
 class Token(NamedTuple):
@@ -83,7 +81,7 @@ class Scheduler:
         engine: Engine,
         config: ModelConfig,
         *,
-        steps: int = STEPS,
+        steps: int = CALL,
         payoff: Payoff | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
@@ -162,6 +160,8 @@ class Scheduler:
         if job is None or job.slot < 0 or job.finish:
             return False
         self._leave(job)
+        if not job.calls:
+            self._wait(job)
         return True
 
     @property
@@ -274,7 +274,7 @@ class Scheduler:
     def _collect(self, keep: int) -> list[Output]:
         """Reads what is under way but for the newest `keep` calls."""
         outputs = []
-        while sum(call.steps for call in self._calls) > keep:
+        while self._calls and (not keep or sum(call.steps for call in self._calls) > keep):
             call = self._calls.popleft()
             record = Record(*(np.asarray(a) for a in call.record))
             for i, job in enumerate(call.jobs):

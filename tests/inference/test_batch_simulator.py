@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from eejax.common.errors import ConfigError
 from eejax.inference import batch_costs
 from eejax.inference.batch_simulator import Costs, Counts, Trace, best_plan, fit, simulate
-from eejax.inference.batched import PROMPT_SPAN, SPAN, BatchOptions
+from eejax.inference.batched import PROMPT_SPAN, SPAN
 from eejax.inference.batched_slots import BatchedEngine
+from eejax.inference.batched_state import BatchOptions
 from eejax.inference.packing import Plan
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling, argmax

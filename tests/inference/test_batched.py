@@ -14,8 +14,8 @@ from near_ties import TIE
 from eejax.common.errors import ConfigError
 from eejax.gates.confidence import GATES
 from eejax.inference import EngineOptions, Generator
-from eejax.inference.batched import BatchOptions
 from eejax.inference.batched_slots import BatchedEngine
+from eejax.inference.batched_state import BatchOptions
 from eejax.inference.packing import Plan
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
@@ -199,6 +199,39 @@ def test_engines_that_cannot_be(subset, change, field):
 def test_options_that_cannot_be(change, field):
     with pytest.raises(ConfigError, match=field):
         BatchOptions(**change)
+
+
+def test_drafts_without_exits_write_what_the_full_model_does(subset, prompts):
+    """The first exit drafts and no exit decides: in full batches, before and after a time without
+    drafts in the middle of a text."""
+    p, config = subset((1, 3))
+    options = BatchOptions(cap=5, drafts=3, buckets=(5, 12))
+    engine = BatchedEngine.make(p, config, options, slots=3, context=CONTEXT)
+    hold = Plan.make(3, 3, engine.options.buckets, fill=4, patience=3)
+    engine = dataclasses.replace(engine, plan=hold)
+    texts = prompts(3, [6, 11, 17])
+    policy = ExitPolicy.make(config, 3, drafts=3)
+    lengths = [len(text) for text in texts]
+    rows, _ = engine.prefill(
+        texts, Request.make(config, lengths, [40, 40, 40], policy, Sampling.make(3))
+    )
+    state, got = engine.insert(engine.start(), rows, [0, 1, 2]), [[], [], []]
+    accepted = 0
+    for call in range(80):
+        policy = state.request.policy.replace(paused=np.full((3,), call % 4 in (1, 2)))
+        state = state.replace(request=state.request.replace(policy=policy))
+        state, record = engine.generate(state, 2)
+        token, left = np.asarray(record.token), np.asarray(record.exit)
+        accepted += int(np.asarray(record.accepted).sum())
+        for i in range(3):
+            got[i] += token[left[:, i] >= 0, i].tolist()
+    assert not np.asarray(state.live).any() and accepted > 0
+    want = Generator.make(p, config, "full").generate(texts, 40)
+    for i in range(3):
+        tied = np.flatnonzero(want.margins[i] < TIE)
+        n = int(tied[0]) if len(tied) else 40
+        assert n > 10 and got[i][:n] == want.tokens[i, :n].tolist()
+        assert len(got[i]) == 40
 
 
 def test_part_of_a_model(subset, prompts):
