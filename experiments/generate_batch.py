@@ -7,7 +7,8 @@ Every line of --input ("-": standard input) is a prompt, as plain text or as a J
 "prompt", and, where it wants other than the flags say, "max_new_tokens", "threshold", "drafts",
 "temperature" or "seed". Every line of --output is a JSON object as soon as its text is done: "line"
 (of the input, from 1), "prompt", "text", "finish", "tokens" and "exits", the number of tokens of
-each exit.
+each exit. --output has to be a new file: --resume goes on with the lines that an earlier run, which
+was stopped, did not come to, in any order.
 
 Requests share --slots slots and leave them when they are done; none waits for another's end. First
 the engine measures what its work takes here, watches where such requests leave, and plans how long
@@ -21,9 +22,10 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
+import re
 import sys
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 from absl import flags
@@ -50,6 +52,7 @@ _NEW = flags.DEFINE_integer("max_new_tokens", 128, "Tokens of a text at most.", 
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most likely token.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the first line's sampling; the next has the next.")
 _STOP_TOKEN = flags.DEFINE_multi_integer("stop_token", [], "Token id that ends a text, beside EOS.")
+_RESUME = flags.DEFINE_bool("resume", False, "Leave out lines that --output has.")
 _TUNE = flags.DEFINE_bool("tune", True, "Measure and plan before the first request.")
 flags.mark_flags_as_required(["workdir", "input"])
 
@@ -68,26 +71,63 @@ def main() -> None:
     lines = [parsed(i, text) for i, text in enumerate(read(_INPUT.value), 1) if text.strip()]
     require(bool(lines), "input", _INPUT.value, "must have a line that is not empty")
     model = load_model(_WORKDIR.value, step=_STEP.value)
+    engine, stops = engine_of(model)  # and what is wrong with flags, before a file is touched
     with contextlib.ExitStack() as stack:
         out = sys.stdout
         if _OUTPUT.value is not None:
-            out = stack.enter_context(opened(_OUTPUT.value))
-        failed = complete(model, lines, out)
+            out, done = opened(_OUTPUT.value, lines)
+            stack.enter_context(out)
+            lines = [line for line in lines if line.number not in done]
+        failed = complete(model, engine, stops, lines, out) if lines else 0
     if failed:
         raise SystemExit(1)
 
 
-def opened(path: str):
+def opened(path: str, lines: list[Line]) -> tuple[TextIO, set[int]]:
+    """The file of texts, to go on behind what it has, and the numbers of the lines it has."""
     try:
-        return open(path, "w", encoding="utf-8")
+        there = pathlib.Path(path).read_bytes() if pathlib.Path(path).is_file() else b""
+        if there and not _RESUME.value:
+            raise ConfigError(
+                f"--output = {path!r}: has {len(there.splitlines())} lines already. Name a new "
+                "file, or --resume to go on behind them."
+            )
+        whole = there[: there.rfind(b"\n") + 1]  # who was killed may have left a part of a line
+        done = told_before(path, whole, lines)
+        out = open(path, "r+" if there else "w", encoding="utf-8")
+        if there:
+            out.truncate(len(whole))
+            out.seek(0, 2)
+        return out, done
     except OSError as error:
         raise DataError(f"--output = {path!r}: cannot be written ({error.strerror}).") from error
+
+
+def told_before(path: str, data: bytes, lines: list[Line]) -> set[int]:
+    """Numbers of the lines that an earlier run told, which must be of the same input."""
+    prompts = {line.number: line.wants.get("prompt") for line in lines}
+    done = set()
+    for i, text in enumerate(data.splitlines(), 1):
+        try:
+            told = json.loads(text)
+            number, prompt = told["line"], told["prompt"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(
+                f"--output = {path!r}: line {i} is no text of a run ({error})."
+            ) from error
+        if number not in prompts or prompts[number] != prompt:
+            raise DataError(
+                f"--output = {path!r}: its line {i} is of another prompt than line {number} of "
+                "--input. Name the input it was made of, or another output."
+            )
+        done.add(number)
+    return done
 
 
 def read(path: str) -> list[str]:
     try:
         data = sys.stdin.buffer.read() if path == "-" else pathlib.Path(path).read_bytes()
-        return data.decode("utf-8").replace("\r\n", "\n").split("\n")
+        return data.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
     except OSError as error:
         raise DataError(f"--input = {path!r}: cannot be read ({error.strerror}).") from error
     except UnicodeDecodeError as error:
@@ -100,8 +140,8 @@ def parsed(number: int, text: str) -> Line:
         return Line(number, {"prompt": text})
     try:
         wants = json.loads(text)
-    except json.JSONDecodeError as error:
-        return Line(number, {}, f"is no JSON object ({error})")
+    except (ValueError, RecursionError) as error:
+        return Line(number, {}, f"is no JSON object that can be read ({error})")
     others = [name for name in wants if name not in FIELDS]
     if others:
         return Line(number, wants, f"has {others}: must be among {list(FIELDS)}")
@@ -123,7 +163,7 @@ def encoded(lines: list[Line], tokenizer) -> tuple[list[Line], dict[int, list[in
     return told, ids
 
 
-def complete(model, lines: list[Line], out) -> int:
+def complete(model, engine, stops: list[int], lines: list[Line], out) -> int:
     """Runs the lines; how many could not be."""
     from eejax.inference.payoff import Payoff
     from eejax.inference.policy import ExitPolicy
@@ -132,9 +172,7 @@ def complete(model, lines: list[Line], out) -> int:
 
     tokenizer = model.tokenizer
     lines, ids = encoded(lines, tokenizer)
-    eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    stops = sorted({*eos, *_STOP_TOKEN.value})
-    engine, drafts = made(model, [*ids.values()], stops)
+    engine, drafts = tuned(engine, [*ids.values()], stops)
     payoff = Payoff() if _ENGINE.value == "auto" else None
     scheduler = Scheduler(engine, engine.config, payoff=payoff)
     of: dict[int, Line] = {}
@@ -165,7 +203,9 @@ def complete(model, lines: list[Line], out) -> int:
             of[number] = line
         except ConfigError as error:
             failed += 1
-            told(line, prompt=line.wants.get("prompt"), finish=f"error: {error}")
+            why = re.sub(r"^limit\b", "max_new_tokens", str(error))
+            why = re.sub(r"^prompts\[0\]", "prompt", why)
+            told(line, prompt=line.wants.get("prompt"), finish=f"error: {why}")
     tokens: dict[int, list] = {number: [] for number in of}
     done, begin, total = 0, time.perf_counter(), 0
     shown = begin
@@ -194,32 +234,47 @@ def complete(model, lines: list[Line], out) -> int:
     return failed
 
 
-def made(model, prompts: list, stops: list):
-    """The engine, and the drafts that requests are to have."""
-    from eejax.inference import batch_costs
+def engine_of(model):
+    """The engine, and the tokens that end a text. Raises ConfigError, which names the flag."""
     from eejax.inference.batched_slots import BatchedEngine
     from eejax.inference.batched_state import BatchOptions
     from eejax.inference.engine import SlotEngine
+    from eejax.inference.policy import ExitPolicy
+    from eejax.inference.sampling import Sampling
+    from eejax.inference.state import Request
 
+    config, eos = model.config, model.tokenizer.eos_id
+    stops = sorted({*([] if eos is None else [eos]), *_STOP_TOKEN.value})
     kwargs = dict(slots=_SLOTS.value, context=_CONTEXT.value)
+    with launch.flags_named({"stop_tokens": "stop_token"}):
+        policy = ExitPolicy.make(config, 1, _THRESHOLD.value, gate=_GATE.value)
+        sampling = Sampling.make(1, _TEMPERATURE.value, seed=_SEED.value)
+        Request.make(config, [1], [1], policy, sampling, stops)
+        if _ENGINE.value == "full":
+            return SlotEngine.make(model.params, config, "full", **kwargs), stops
+        options = BatchOptions(drafts=_DRAFTS.value)
+        return BatchedEngine.make(model.params, config, options, **kwargs), stops
+
+
+def tuned(engine, prompts: list, stops: list[int]):
+    """The engine with a plan, and the drafts that requests are to have."""
+    from eejax.inference import batch_costs
+
     if _ENGINE.value == "full":
-        return SlotEngine.make(model.params, model.config, "full", **kwargs), 0
-    engine = BatchedEngine.make(
-        model.params, model.config, BatchOptions(drafts=_DRAFTS.value), **kwargs
-    )
+        return engine, 0
     fit = [p for p in prompts if 0 < len(p) < engine.context]
     if not _TUNE.value or not fit:
         return engine, _DRAFTS.value
     launch.say("measuring and planning ...")
-    tuned = batch_costs.tune(
+    found = batch_costs.tune(
         engine, fit[:64], new=min(64, _NEW.value), stop_tokens=stops, gate=_GATE.value,
         threshold=_THRESHOLD.value,
     )  # fmt: skip
     launch.say(
-        f"plan: {tuned.drafts} drafts, fill {tuned.engine.plan.fill.tolist()}, patience"
-        f" {tuned.engine.plan.patience.tolist()}"
+        f"plan: {found.drafts} drafts, fill {found.engine.plan.fill.tolist()}, patience"
+        f" {found.engine.plan.patience.tolist()}"
     )
-    return tuned.engine, tuned.drafts
+    return found.engine, found.drafts
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
+import numpy as np
+
 
 class ConfigError(ValueError):
     """A setting is out of its range or contradicts another."""
@@ -28,6 +30,14 @@ def require_count(field: str, value: Any, least: int = 1) -> None:
     """Raises `ConfigError` for what is no integer from `least`."""
     count = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     require(count and value >= least, field, value, f"must be an integer of at least {least}")
+
+
+def require_array(field: str, value: Any, allowed: str) -> np.ndarray:
+    """The array that `value` is. Raises `ConfigError` for one that is ragged."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        raise ConfigError(f"{field} = {value!r}: {allowed}.") from None
 
 
 def require_one_of(field: str, value: Any, choices: tuple) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from eejax.common.errors import require, require_count
 from eejax.inference.batch_simulator import Costs, Counts, Simulated, Trace, best_plan, fit
 from eejax.inference.batched import PROMPT_SPAN, SPAN
 from eejax.inference.batched_slots import BatchedEngine
@@ -43,16 +44,17 @@ def samples(
     """Work, and the seconds it took, of calls in which the engine is made to do all kinds of it:
     by plans, thresholds and drafts at random, for prompts that come and go at random.
 
-    Plans change decisions alone, and no text; nothing here changes the engine.
+    Plans change decisions alone, and no text; nothing here changes the engine. Raises ConfigError
+    where there are no prompts, or no calls.
     """
+    require_count("calls", calls)
+    require(len(prompts) > 0, "prompts", prompts, "must be one at least")
     rng = np.random.default_rng(seed)
     config, slots, segments = engine.config, engine.slots, engine.max_depth
     found: list[tuple[Counts, float]] = []
     state, left = engine.start(), np.zeros(slots, int)
-    buckets, most = (
-        engine.options.buckets,
-        max(1, engine.context // 2),
-    )  # of a prompt: room to decode
+    buckets = engine.options.buckets
+    most = max(1, engine.context // 2)  # of a prompt: room to decode
     while len(found) < calls:
         if not left.any() or rng.random() < 0.1:
             few = int(rng.integers(1, slots + 1)) if rng.random() < 0.5 else slots
@@ -131,9 +133,11 @@ def tune(
     """The plan of the most tokens a second for requests like these, by exits like `rules`.
 
     prompts: as many as there are slots are enough; of each, `new` tokens are decoded to see where
-    they leave. bound: as `best_plan`'s, in seconds; rules: `ExitPolicy.make`'s. Takes as long as
-    `measure`, unless `costs` are known, and a few seconds more. Raises as `prefill`.
+    they leave. bound: as `best_plan`'s, in seconds; rules: `ExitPolicy.make`'s but for `drafts`,
+    which are found. Takes as long as `measure`, unless `costs` are known, and a few seconds more.
+    Raises as `prefill`, and ConfigError where there are no prompts.
     """
+    _check(engine, prompts, new, rules)
     costs = measure(engine, prompts) if costs is None else costs
     traces = watch(engine, prompts, new, stop_tokens, **rules)
     found = best_plan(traces, costs, bound=bound, **settings(engine))
@@ -151,8 +155,9 @@ def watch(
     """Traces of what the engine decodes for a batch of prompts, drafting as much as it can.
 
     Of a token before which nothing was drafted it is not known whether its draft had been right:
-    such are right as often as the others.
+    such are right as often as the others. Raises as `tune`.
     """
+    _check(engine, prompts, new, rules)
     slots, config, drafts = engine.slots, engine.config, engine.options.drafts
     texts = [list(prompts[i % len(prompts)]) for i in range(slots)]
     limits = [min(new, engine.context - len(t)) for t in texts]
@@ -183,3 +188,11 @@ def watch(
         exits = tuple(whole["exit"][there, i].tolist())
         traces.append(Trace(len(text), exits, tuple(right.tolist())))
     return traces
+
+
+def _check(engine, prompts, new, rules) -> None:
+    """Before anything is run: whether there is something to watch."""
+    require(len(prompts) > 0, "prompts", prompts, "must be one at least")
+    require_count("new", new)
+    require("drafts" not in rules, "drafts", rules.get("drafts"), "must be left to the plan")
+    ExitPolicy.make(engine.config, engine.slots, **rules)

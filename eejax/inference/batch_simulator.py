@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from eejax.common.errors import require
+from eejax.common.errors import require, require_count
 from eejax.inference.packing import IN_PLACE, PACKED, Plan, Standing, choose, prompts, wish
 
 
@@ -30,7 +30,8 @@ class Trace:
 
     def __post_init__(self):
         require(
-            len(self.exits) == len(self.right) and self.prompt >= 1 and len(self.exits) >= 1,
+            len(self.exits) == len(self.right) and self.prompt >= 1 and len(self.exits) >= 1
+            and min(self.exits) >= 0 and self.drafts >= 0,
             "trace", self, "must have a prompt, and of each token an exit and whether it was right",
         )  # fmt: skip
 
@@ -119,8 +120,26 @@ def simulate(
     cap: int, drafts: int, chunk: int, span: int, prompt_span: int, steps: int = 1,
 ) -> Simulated:  # fmt: skip
     """Requests in order, each as soon as a slot is free; slots are filled after every `steps`
-    sweeps, and when all are free. The other arguments are the engine's."""
+    sweeps, and when all are free. The other arguments are the engine's (`batch_costs.settings`).
+
+    Raises ConfigError for arguments that no engine has, or that are not those of the costs.
+    """
+    counted = dict(slots=slots, cap=cap, chunk=chunk, span=span, prompt_span=prompt_span)
+    for name, value in (counted | dict(steps=steps)).items():
+        require_count(name, value)
+    require_count("drafts", drafts, least=0)
     n = len(costs.depths) - 1
+    known = len(costs.layer) - 1
+    require(len(buckets) == known, "buckets", buckets, f"must be {known}, whose costs are known")
+    require(buckets[-1] >= cap, "buckets", buckets, f"must reach the cap, {cap}, at least")
+    require(
+        np.shape(plan.packed) == (n + 1, known), "plan", plan,
+        f"must be of the costs' {n + 1} segments and {known} buckets",
+    )  # fmt: skip
+    deepest = max((max(t.exits) for t in traces), default=0)
+    require(
+        deepest <= n, "traces", f"exit {deepest}", f"must be of exits 0..{n}, whose costs are known"
+    )
     filled = np.zeros((slots, n + 1), int)
     position, remaining, given, since, most = (np.zeros(slots, int) for _ in range(5))
     holder = np.full(slots, -1)
@@ -224,7 +243,8 @@ def fit(
     """The costs that explain what samples of work took, by least squares of their relative errors.
 
     None is below 0, and packed rows and looks are straight lines in their number: what each bucket
-    takes by itself could not be told apart from so few and such noisy samples.
+    takes by itself could not be told apart from so few and such noisy samples. Raises ConfigError
+    where there are no samples.
     """
     from scipy.optimize import nnls
 
@@ -239,6 +259,7 @@ def fit(
             counts.chunk_spans,
         ])  # fmt: skip
         seconds.append(took)
+    require(bool(rows), "samples", rows, "must be of one call at least")
     a, b = np.array(rows), np.array(seconds)
     x, _ = nnls(a / b[:, None], np.ones(len(b)))
     sweep, in_place, layer, row, look, look_row, *rest = map(float, x)
@@ -265,8 +286,11 @@ def best_plan(
     of sweeps, and that draft up to so many tokens or none.
 
     bound: seconds that 99 in 100 of the tokens may take after the one before; where no plan keeps
-    it, the one that comes nearest. The other arguments are `simulate`'s.
+    it, the one that comes nearest. The other arguments are `simulate`'s. Raises as it does, and
+    where there are no traces.
     """
+    require(len(traces) > 0, "traces", traces, "must be of one request at least")
+    require(bound is None or bound >= 0, "bound", bound, "must be seconds, or None")
     fills = sorted({1, *(-(-slots * part // 4) for part in (1, 2, 3)), slots + 1})
     tried = []
     for most in sorted({0, drafts // 2, drafts}):
@@ -280,7 +304,8 @@ def best_plan(
             result = simulate(
                 own, plan, costs, slots=slots, buckets=buckets, drafts=drafts, **engine
             )
-            late = float(np.quantile(result.gaps, 0.99)) if bound is not None else 0.0
+            gaps = result.gaps
+            late = float(np.quantile(gaps, 0.99)) if bound is not None and gaps.size else 0.0
             over = max(0.0, late - bound) if bound is not None else 0.0
             tried.append((over, result.seconds / result.tokens, len(tried), plan, most, result))
     *_, plan, most, result = min(tried, key=lambda t: t[:3])

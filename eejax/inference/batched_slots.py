@@ -9,7 +9,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -79,10 +78,8 @@ def _insert(state: BatchedState, *rows, mesh: Mesh | None = None) -> BatchedStat
 
 def _join(state: BatchedState, tokens, given, request, slots) -> BatchedState:
     put = lambda a, rows: a.at[slots].set(rows, mode="drop")
-    segments, blocks = _without_values(state.cache, slots, state.token.shape[0])
     return state.replace(
-        cache=KVCache(segments, blocks, put(state.cache.filled, 0)),
-        waiting=tuple(put(ring, 0) for ring in state.waiting),
+        cache=state.cache.replace(filled=put(state.cache.filled, 0)),
         position=put(state.position, given - 1),
         remaining=put(state.remaining, jnp.maximum(request.limit - (given - request.start), 0)),
         since=put(state.since, state.clock),
@@ -90,21 +87,6 @@ def _join(state: BatchedState, tokens, given, request, slots) -> BatchedState:
         given=put(state.given, given),
         request=jax.tree.map(put, state.request, request),
     )
-
-
-def _without_values(cache: KVCache, slots: jax.Array, n: int):
-    """Segments and blocks with no values in slots, those there are first, of n: what the one before
-    left there counts nothing, but 0 times a NaN would."""
-
-    def clear(pair):
-        keys, values = pair
-        none = jnp.zeros_like(values, shape=(values.shape[0] // n, *values.shape[1:]))
-        at = lambda i: (slots[i] * none.shape[0], 0, 0)
-        one = lambda i, values: lax.dynamic_update_slice(values, none, at(i))
-        return keys, lax.fori_loop(0, jnp.sum((slots < n).astype(jnp.int32)), one, values)
-
-    segments = tuple(tuple(map(clear, segment)) for segment in cache.segments)
-    return segments, tuple(block and clear(block) for block in cache.blocks)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -161,16 +143,20 @@ class BatchedEngine(Slots):
     ) -> BatchedEngine:
         """From training parameters; on a `mesh` of model shards, matrices are cut over it.
 
-        Raises ConfigError for slots, a context, options or a mesh there cannot be.
+        Raises ConfigError for slots, a context, options, a plan or a mesh there cannot be.
         """
         context = check_slots(config, slots, context)
+        require(
+            options is None or isinstance(options, BatchOptions), "options", options,
+            "must be BatchOptions",
+        )  # fmt: skip
         options = (BatchOptions() if options is None else options).of_slots(slots)
         most, n = config.context_length, config.n_exits + 1
         require(
             options.max_depth is None or options.max_depth <= n, "max_depth", options.max_depth,
             f"must be at most {n}, the segments of this model",
         )  # fmt: skip
-        for name in ("cap", "chunk"):
+        for name in ("cap", "chunk", "drafts"):
             value = getattr(options, name)
             require(
                 value <= most, name, value, f"must be at most {most}, the model's context_length"
@@ -185,7 +171,15 @@ class BatchedEngine(Slots):
                 "Its requests share batches: run one engine for each copy of the model.",
             )  # fmt: skip
             weights = sharded.place(params, config, options.max_depth, mesh)
-        plan = plan or Plan.make(len(weights.segments), slots, options.buckets)
+        segments, buckets = len(weights.segments), len(options.buckets)
+        if plan is None:
+            plan = Plan.make(segments, slots, options.buckets)
+        shape = np.shape(plan.packed) if isinstance(plan, Plan) else None
+        require(
+            shape == (segments, buckets), "plan", plan,
+            f"must be a Plan of {segments} segments and {buckets} buckets",
+            "See batch_costs.tune, which makes one.",
+        )  # fmt: skip
         return cls(weights, config, options, slots, context, plan, mesh)
 
     @property

@@ -60,7 +60,7 @@ class BatchOptions:
         """With the buckets there are for so many slots."""
         if self.buckets:
             return self
-        most = max(slots * max(self.drafts + 1, 2), self.cap)
+        most = max(slots * min(max(self.drafts + 1, 2), self.cap), self.cap)
         least = max(slots // 4, 4)  # fewer take hardly less time
         powers = [1 << i for i in range((most - 1).bit_length() + 1) if 1 << i >= least]
         return dataclasses.replace(self, buckets=tuple(powers or [1 << (most - 1).bit_length()]))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import struct
 
-from eejax.common.errors import require
+from eejax.common.errors import require, require_array
 
 HELD, IN_PLACE, PACKED = 0, 1, 2  # ways to run a segment; from PACKED on, one for each bucket
 
@@ -51,19 +51,22 @@ class Plan:
             rows = np.broadcast_to(np.asarray(buckets, np.float64), (segments, len(buckets)))
             seconds = np.full(segments, float(slots)), rows, np.zeros(segments)
         shapes = dict(in_place=(segments,), packed=(segments, len(buckets)), span=(segments,))
+        three = isinstance(seconds, tuple | list) and len(seconds) == 3
+        require(three, "plan.seconds", seconds, "must be (in_place, packed, span)")
         given = dict(zip(shapes, seconds, strict=True))
-        for name, a in given.items():
-            a = given[name] = np.asarray(a, np.float32)
-            require(
-                a.shape == shapes[name] and bool(np.all(np.isfinite(a) & (a >= 0))),
-                f"plan.{name}", a, f"must be seconds, of shape {shapes[name]}",
-            )  # fmt: skip
+        for name, value in given.items():
+            allowed = f"must be seconds, of shape {shapes[name]}"
+            a = require_array(f"plan.{name}", value, allowed)
+            ok = a.shape == shapes[name] and a.dtype.kind in "iuf"
+            ok = ok and bool(np.all(np.isfinite(a) & (a >= 0)))
+            require(ok, f"plan.{name}", value, allowed)
+            given[name] = a.astype(np.float32)
         for name, value in (("fill", fill), ("patience", patience)):
-            a = np.asarray(value)
-            require(
-                a.dtype.kind in "iu" and a.shape in ((), (segments,)) and bool(np.all(a >= 0)),
-                f"plan.{name}", value, f"must be a whole number, or {segments}: one a segment",
-            )  # fmt: skip
+            allowed = f"must be a whole number, or {segments}: one a segment"
+            a = require_array(f"plan.{name}", value, allowed)
+            ok = a.dtype.kind in "iu" and a.shape in ((), (segments,))
+            ok = ok and bool(np.all((a >= 0) & (a <= np.iinfo(np.int32).max)))
+            require(ok, f"plan.{name}", value, allowed)
             given[name] = np.array(np.broadcast_to(a, (segments,)), np.int32)
         return cls(**given)
 

@@ -8,6 +8,8 @@ import math
 import statistics
 from collections.abc import Hashable
 
+from eejax.common.errors import require_count
+
 LONGEST = 16
 
 
@@ -42,11 +44,13 @@ class Payoff:
 
     Who generates asks `next(kind)`, runs, and tells `add(...)`. Calls that emitted nothing, those
     in which exits could make no difference, and the first of a program, which compiles, are told as
-    None and count for nothing. A pair is of calls of one `kind` (a program); pairs of several kinds
-    may be under way.
+    None and count for nothing; nor do those that the clock saw take no time. A pair is of calls of
+    one `kind` (a program); pairs of several kinds may be under way.
     """
 
     def __init__(self, pairs: int = 4, calls: int = 64):
+        require_count("pairs", pairs)
+        require_count("calls", calls)
         self._pairs, self._calls = pairs, calls
         self._found: collections.deque[float] = collections.deque(maxlen=pairs)
         self._open: dict[Hashable, Pair] = {}
@@ -87,6 +91,8 @@ class Payoff:
             return
         if self._between:
             self._between -= 1
+            return
+        if not 0 < seconds < math.inf:
             return
         pair = self._pair(kind)
         pair.add(seconds / tokens)

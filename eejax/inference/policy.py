@@ -11,7 +11,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from eejax.common.errors import require, require_one_of
+from eejax.common.errors import require, require_array, require_one_of
 from eejax.gates import confidence
 from eejax.gates.confidence import GATES, Memory
 from eejax.inference.sampling import Sampling, argmax, choose
@@ -67,15 +67,10 @@ class ExitPolicy:
         not have.
         """
         n = config.n_exits
-        try:
-            a = np.asarray(threshold, np.float32)
-        except (TypeError, ValueError):
-            a = np.full((0,), np.nan, np.float32)  # of no shape that is allowed
-        require(
-            not isinstance(threshold, str) and a.shape in ((), (n,), (batch, n)),
-            "threshold", threshold,
-            f"must be one number, one per early exit ({n}), or of shape ({batch}, {n})",
-        )  # fmt: skip
+        allowed = f"must be one number, one per early exit ({n}), or of shape ({batch}, {n})"
+        a = require_array("threshold", threshold, allowed)
+        ok = a.dtype.kind in "iuf" and a.shape in ((), (n,), (batch, n))
+        require(ok, "threshold", threshold, allowed)
         require(bool(np.all((a >= 0) & (a <= 1))), "threshold", threshold, "must lie in [0, 1]")
         named = isinstance(gate, str | list | tuple)
         kinds = [gate] * batch if isinstance(gate, str) else list(gate) if named else []
@@ -89,6 +84,11 @@ class ExitPolicy:
         falls = CONSTANT if decay is None else decay
         if decay is not None:
             falls = _numbers("decay", decay, batch, "must be finite and at least 0, or None")
+        whether = require_array("prefill_exit", prefill_exit, "must be True or False")
+        require(
+            whether.dtype == bool and whether.shape in ((), (batch,)), "prefill_exit", prefill_exit,
+            f"must be True or False, or {batch} of them: one each",
+        )  # fmt: skip
         ahead = _numbers("drafts", drafts, batch, "must be a number of tokens", whole=True)
         boundaries = [e.boundary for e in config.exits]
         active = _active(boundaries, batch, exits) & (np.array(boundaries) >= least[:, None])
@@ -101,7 +101,7 @@ class ExitPolicy:
             rows(a, np.float32, n),
             rows(active, bool, n),
             rows(falls, np.float32),
-            rows(prefill_exit, bool),
+            rows(whether, bool),
             rows(False, bool),
             rows(ahead, np.int32),
         )
@@ -118,7 +118,7 @@ class ExitPolicy:
 def _numbers(
     name: str, value, batch: int, allowed: str, most: float = np.inf, whole: bool = False
 ) -> np.ndarray:
-    a = np.asarray(value)
+    a = require_array(name, value, allowed)
     largest = min(most, np.iinfo(np.int32).max if whole else np.finfo(np.float32).max)
     ok = a.dtype.kind in ("iu" if whole else "iuf") and bool(np.all((a >= 0) & (a <= largest)))
     require(ok, name, value, allowed)
@@ -131,7 +131,7 @@ def _active(boundaries: list[int], batch: int, exits) -> np.ndarray:
     listed = exits is None or isinstance(exits, list | tuple | np.ndarray)
     require(listed, "exits", exits, f"must be a list of boundaries, among {boundaries}")
     chosen = boundaries if exits is None else list(exits)
-    each = bool(chosen) and all(isinstance(c, list | tuple) for c in chosen)
+    each = bool(chosen) and all(isinstance(c, list | tuple | np.ndarray) for c in chosen)
     require(
         not each or len(chosen) == batch, "exits", chosen,
         f"must be boundaries, or {batch} lists of them: one each",

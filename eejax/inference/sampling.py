@@ -10,7 +10,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from eejax.common.errors import require
+from eejax.common.errors import require, require_array
 from eejax.models.layers import NEGATIVE
 
 DRAFT, ACCEPT = 2**31, 2**31 + 1  # what a draw is for, in numbers that are no positions
@@ -45,11 +45,11 @@ class Sampling:
         One number as seed gives request i the seed seed + i. Raises ConfigError when out of range.
         """
         largest = np.iinfo(np.int32).max
-        if isinstance(seed, int | np.integer):
+        if isinstance(seed, int | np.integer) and not isinstance(seed, bool):
             seed = [int(seed) + i for i in range(batch)]
 
         def field(name, value, dtype, ok, allowed):
-            a = np.asarray(value)
+            a = require_array(name, value, allowed)
             number = a.dtype.kind in ("iu" if dtype is np.int32 else "iuf")
             fits = number and bool(np.all(np.abs(a) <= np.finfo(np.float32).max))  # NaN does not
             require(fits and bool(np.all(ok(a))), name, value, allowed)

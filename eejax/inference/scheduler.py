@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import heapq
+import numbers
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -118,8 +119,11 @@ class Scheduler:
         policy and sampling are of one row. Raises ConfigError for what the engine would not take.
         """
         require_count("limit", limit)
-        whole = isinstance(priority, int) and not isinstance(priority, bool)
+        whole = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
         require(whole, "priority", priority, "must be an integer")
+        for name, part, kind in (("policy", policy, ExitPolicy), ("sampling", sampling, Sampling)):
+            ok = part is None or isinstance(part, kind)
+            require(ok, name, part, f"must be made by {kind.__name__}.make, or None")
         generate.check_prompts([prompt], self.config, self.engine.context)
         room = self.engine.context - len(prompt)
         request = Request.make(

@@ -12,7 +12,7 @@ import numpy as np
 from flax import struct
 
 from eejax.common.axes import LOCAL, Axes
-from eejax.common.errors import require, require_count, require_one_of
+from eejax.common.errors import require, require_array, require_count, require_one_of
 from eejax.common.trees import Tree
 from eejax.inference.policy import Emission, ExitPolicy
 from eejax.inference.sampling import Sampling
@@ -212,22 +212,21 @@ class Request:
         numbers, for stop tokens that there are not, or for more than `width` of them, which all
         requests of an engine must have alike."""
         for name, value in (("lengths", lengths), ("limits", limits)):
-            a = np.asarray(value)
-            require(
-                a.ndim == 1 and a.dtype.kind in "iu" and bool(np.all(a >= 0)), name, value,
-                "must be a sequence of numbers of tokens",
-            )  # fmt: skip
+            allowed = "must be a sequence of numbers of tokens"
+            a = require_array(name, value, allowed)
+            ok = a.ndim == 1 and a.dtype.kind in "iu" and bool(np.all(a >= 0))
+            require(ok, name, value, allowed)
         require(
             len(limits) == len(lengths), "limits", limits,
             f"must be {len(lengths)}: one for each of the prompts",
         )  # fmt: skip
-        ids = np.asarray(stop_tokens)
+        allowed = f"must be a sequence of token ids, each in 0..{config.vocab_size - 1}"
+        ids = require_array("stop_tokens", stop_tokens, allowed)
         require(
             ids.ndim == 1
             and (not ids.size or ids.dtype.kind in "iu")
             and bool(np.all((ids >= 0) & (ids < config.vocab_size))),
-            "stop_tokens", stop_tokens,
-            f"must be a sequence of token ids, each in 0..{config.vocab_size - 1}",
+            "stop_tokens", stop_tokens, allowed,
         )  # fmt: skip
         require(ids.size <= width, "stop_tokens", stop_tokens, f"must be at most {width} of them")
         stops = np.full((len(lengths), width), -1, np.int32)

@@ -181,6 +181,8 @@ def attention(
             slopes = lax.dynamic_slice_in_dim(slopes, lax.axis_index(axes.model) * n, n)
         slopes = slopes.reshape(n_kv, n // n_kv)
     distance = context.distance if slopes is not None else None
+    if cache is not None:
+        k, v = mixing.sealed(k, v)
     if cache is None:
         flat = (jnp.swapaxes(a, 1, 2).reshape(b * n_kv, t, -1) for a in (k, v))
         out = mixing.causal_mix(q, *flat, mask, distance, slopes, config)

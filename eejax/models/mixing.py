@@ -17,6 +17,17 @@ NEGATIVE = -1e30  # masks scores and logits; finite, so that fully masked rows s
 UNROLLED_WRITES = 8
 
 
+def sealed(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [..., h] for a cache, in which rows may lie that nobody is to attend to: of a
+    draft that was not right, of the slot's request before.
+
+    A masked key counts nothing whatever it is, but 0 times a value that is not finite is NaN. So
+    a row with such values keeps none and has NaN as keys instead: who attends to it gets NaN still.
+    """
+    bad = ~jnp.all(jnp.isfinite(v), -1, keepdims=True)
+    return jnp.where(bad, jnp.asarray(jnp.nan, k.dtype), k), jnp.where(bad, 0, v)
+
+
 def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
     """cache [b * k, s, h] with rows [b, t, k, h] written at positions start [b] onward.
 
@@ -182,8 +193,6 @@ def _at_once(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packe
     start = jnp.where(begin < t, start, cache[0].shape[1] - most)  # of nobody: behind everything
     row = jnp.minimum(begin[:, None] + jnp.arange(most)[None], t - 1)  # [slots, most]
     own = [None if a is None else a[row, 0] for a in (q, k, v, mask, distance)]
-    theirs = packed.slot[row] == jnp.arange(slots)[:, None]
-    own[2] = jnp.where(theirs[..., None, None], own[2], 0)  # see `_by_span`
     k, v = (write_rows(c, a, start) for c, a in zip(cache, own[1:3], strict=True))
     flat = (c.astype(q.dtype) for c in (k, v))
     reach = jnp.max(packed.position) + 1
@@ -202,7 +211,6 @@ def _by_span(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packe
         return jnp.pad(a[:, 0], [(0, width - 1)] + [(0, 0)] * (a.ndim - 2))
 
     own = [None if a is None else rows(a) for a in (q, k, v, mask, distance)]
-    slots = jnp.pad(packed.slot, (0, width - 1), constant_values=-1)
 
     def span(i, carry):
         out, *buffers = carry
@@ -211,10 +219,7 @@ def _by_span(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packe
         q, k, v, mask, distance = (
             None if a is None else lax.dynamic_slice_in_dim(a, first, width) for a in own
         )
-        # Other slots' rows come along. Masked values count nothing, but 0 times NaN is NaN.
-        theirs = lax.dynamic_slice_in_dim(slots, first, width) == packed.slot[first]
-        v = jnp.where(theirs[:, None, None], v, 0)
-        buffers = [
+        buffers = [  # other slots' rows come along
             lax.dynamic_update_slice(c, jnp.swapaxes(a, 0, 1).astype(c.dtype), (slot, start, 0))
             for c, a in zip(buffers, (k, v), strict=True)
         ]

@@ -69,28 +69,41 @@ def test_bad_lines_are_told_and_the_others_run(batch):
         "exit", "{oops", '{"prompt": 3}', '{"prompt": "a", "treshold": 1}',
         '{"prompt": "a", "threshold": 7}', '{"prompt": "a", "max_new_tokens": 0}', "a" * 200,
         r'{"prompt": "\ud800"}', "a line\u2028that goes on",
+        '{"prompt": "a", "drafts": [[1], [2, 3]]}',
+        '{"prompt": "a", "temperature": [1, [2]]}', '{"prompt": "a", "seed": ' + "9" * 5000 + "}",
+        '{"prompt": ' + "[" * 100_000, '{"prompt": "a", "threshold": 1' + "0" * 400 + "}",
     ]  # fmt: skip
     told, order, _, status = batch(lines, "--notune")
-    assert status == 1 and sorted(order) == [*range(1, 10)]
+    assert status == 1 and sorted(order) == [*range(1, 15)]
     assert told[1]["finish"] == "length"
     for line, what in {
         2: "JSON",
         3: "prompt",
         4: "treshold",
         5: "threshold",
-        6: "limit",
-        7: "200",
+        6: "max_new_tokens = 0",
+        7: "prompt = '200 tokens'",
+        10: "drafts",
+        11: "temperature",
+        12: "JSON",
+        13: "JSON",
+        14: "threshold",
     }.items():
         assert told[line]["finish"].startswith("error: ") and what in told[line]["finish"]
 
 
 @pytest.mark.parametrize("arguments, data, what", [
     ((), b"\xff\xfe", "UTF-8"), ((), b"\n\n", "input"), (("--input=/no/such",), b"a", "/no/such"),
-    (("--output=/no/such/x",), b"a", "/no/such/x"),
+    (("--output=/no/such/x",), b"a", "/no/such/x"), (("--drafts=1000000000",), b"a", "--drafts"),
+    (("--context=9999",), b"a", "--context"), (("--gate=nope",), b"a", "--gate"),
+    (("--threshold=nan",), b"a", "--threshold"), (("--stop_token=999",), b"a", "--stop_token"),
+    (("--seed=-1",), b"a", "--seed"), (("--temperature=inf",), b"a", "--temperature"),
 ])  # fmt: skip
-def test_files_that_cannot_be_used(batch, arguments, data, what):
+def test_files_and_flags_that_cannot_be_used(batch, tmp_path, arguments, data, what):
+    output = tmp_path / "untouched"
     with pytest.raises((ConfigError, DataError), match=what):
-        batch([], *arguments, data=data)
+        batch([], f"--output={output}", *arguments, data=data)
+    assert not output.exists()
 
 
 def test_from_standard_input_to_a_file(batch, tmp_path, monkeypatch):
@@ -99,3 +112,22 @@ def test_from_standard_input_to_a_file(batch, tmp_path, monkeypatch):
     told, *_, status = batch([], "--input=-", f"--output={output}", "--notune")
     assert not told and status == 0
     assert sorted(json.loads(line)["line"] for line in output.read_text().splitlines()) == [1, 2]
+
+
+def test_an_output_is_gone_on_with_and_never_lost(batch, tmp_path):
+    output = tmp_path / "out.jsonl"
+    arguments = (f"--output={output}", "--notune", "--max_new_tokens=3")
+    lines = ["exit", "layer", "token"]
+    assert batch(lines, *arguments)[3] == 0
+    whole = output.read_text().splitlines(keepends=True)
+    with pytest.raises(ConfigError, match="--resume"):
+        batch(lines, *arguments)
+    assert output.read_text() == "".join(whole)
+    output.write_text(whole[0] + whole[1][:9])  # as after a kill
+    assert batch(lines, "--resume", *arguments)[3] == 0
+    assert sorted(output.read_text().splitlines(keepends=True)) == sorted(whole)
+    for other, data in ((["other"] * 3, whole[0]), (lines, "no text\n"), (lines, "[]\n")):
+        output.write_text(data)
+        with pytest.raises(DataError, match="line 1"):
+            batch(other, "--resume", *arguments)
+        assert output.read_text() == data

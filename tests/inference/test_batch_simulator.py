@@ -205,3 +205,39 @@ def test_what_cannot_be_simulated():
         Trace(3, (0, 1), (True,))
     with pytest.raises(ConfigError, match="costs"):
         Costs(-1.0, (1.0,), (1.0,), 0.0, 0.0, 0.0, (1,))
+    with pytest.raises(ConfigError, match="trace"):
+        Trace(3, (-1,), (True,))
+    with pytest.raises(ConfigError, match="samples"):
+        fit([], (1, 2, 2), SLOTS, BUCKETS)
+    costs, good = some_costs(), [Trace(5, (2, 0, 1), (True,) * 3)]
+    plan, most = costs.plan(BUCKETS, SLOTS), {k: v for k, v in ENGINE.items() if k != "drafts"}
+    for change, field in (
+        (dict(slots=0), "slots"), (dict(cap=0), "cap"), (dict(cap=99), "buckets"),
+        (dict(chunk=0), "chunk"), (dict(steps=0), "steps"), (dict(drafts=-1), "drafts"),
+        (dict(buckets=()), "buckets"), (dict(span=0.5), "span"),
+        (dict(traces=[Trace(5, (7,), (True,))]), "traces"),
+        (dict(plan=Plan.make(1, SLOTS, BUCKETS)), "plan"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=field):
+            simulate(**dict(traces=good, plan=plan, costs=costs) | ENGINE | change)
+    for bad, drafts, bound, field in (
+        ([], 3, None, "traces"), (good, -1, None, "drafts"), (good, 3, float("nan"), "bound"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=field):
+            best_plan(bad, costs, drafts=drafts, bound=bound, **most)
+    one = [Trace(5, (2,), (True,))]  # no two tokens to be apart
+    assert best_plan(one, costs, drafts=3, bound=1.0, **most).simulated.tokens == 1
+
+
+@pytest.mark.parametrize("change, field", [
+    (dict(prompts=[]), "prompts"), (dict(new=0), "new"), (dict(drafts=1), "drafts"),
+    (dict(gate="nope"), "gate"), (dict(costs=None, prompts=[]), "prompts"),
+])  # fmt: skip
+def test_what_cannot_be_tuned(subset, change, field):
+    """Told before anything is run."""
+    p, config = subset((1, 3))
+    engine = BatchedEngine.make(p, config, slots=2, context=64)
+    with pytest.raises(ConfigError, match=field):
+        batch_costs.tune(engine, **dict(prompts=[[1, 2]], costs=some_costs()) | change)
+    with pytest.raises(ConfigError, match="calls"):
+        batch_costs.samples(engine, [[1, 2]], calls=0)

@@ -91,6 +91,9 @@ def test_wishes():
 
 @pytest.mark.parametrize("change, field", [
     (dict(fill=-1), "fill"), (dict(fill=[1]), "fill"), (dict(patience=0.5), "patience"),
+    (dict(fill=2**40), "fill"), (dict(patience=2**31), "patience"),
+    (dict(seconds="abc"), "seconds"), (dict(seconds=(1, 2)), "seconds"),
+    (dict(seconds=([[1], [1, 2]], 1, 1)), "in_place"),
     (dict(seconds=([1.0], [[1.0] * 3], [1.0])), "in_place"),
     (dict(seconds=([1.0, 1], [[1.0] * 2] * 2, [1.0, 1])), "packed"),
     (dict(seconds=([1.0, 1], [[1.0] * 3] * 2, [1.0, np.nan])), "span"),

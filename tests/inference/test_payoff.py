@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eejax.common.errors import ConfigError
 from eejax.inference.payoff import Payoff
 
 
@@ -88,3 +89,17 @@ def test_calls_of_another_length_compare_by_the_token():
     for tokens in (10, 10, 5, 5):
         payoff.add(1.0, tokens)
     assert payoff.ratio == 2.0
+
+
+def test_calls_that_a_clock_sees_take_no_time_count_for_nothing():
+    payoff = Payoff(pairs=1, calls=2)
+    for seconds in (0.0, 2.0, float("nan"), 2.0, 0.0, 1.0, float("inf"), 1.0):
+        payoff.next()
+        payoff.add(seconds, 1)
+    assert payoff.ratio == 0.5 and not payoff.measuring
+
+
+@pytest.mark.parametrize("field, value", [("pairs", 0), ("pairs", 1.5), ("calls", -5)])
+def test_payoffs_that_cannot_be(field, value):
+    with pytest.raises(ConfigError, match=field):
+        Payoff(**{field: value})

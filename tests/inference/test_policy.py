@@ -170,8 +170,14 @@ def test_logits_are_made_only_for_who_reads_them():
         (dict(decay=[1.0, 2.0, 3.0]), "decay = .*must be one number, or 2"),
         (dict(exits=[[1], [3]]), r"exits = \[3\]: must be among"),
         (dict(exits=[[1], [2], [4]]), "must be boundaries, or 2 lists"),
+        (dict(exits=np.array([[1], [2], [4]])), "must be boundaries, or 2 lists"),
         (dict(threshold=1.5), "threshold = 1.5: must lie in"),
         (dict(threshold=[0.5, 0.5]), "threshold = .*one per early exit"),
+        (dict(threshold=True), "threshold = True: must be one number"),
+        (dict(threshold=[[0.5], [0.5, 1.0]]), "threshold = .*must be one number"),
+        (dict(drafts=[[1], [2, 3]]), "drafts = .*must be a number of tokens"),
+        (dict(prefill_exit="no"), "prefill_exit = 'no': must be True or False"),
+        (dict(prefill_exit=[True] * 3), "prefill_exit = .*2 of them"),
     ],
 )
 def test_rules_out_of_range_are_named(values, message):

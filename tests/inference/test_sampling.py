@@ -87,7 +87,16 @@ def test_draws_differ_by_seed_and_position_and_by_nothing_else():
 
 @pytest.mark.parametrize(
     "kwargs",
-    [dict(temperature=float("nan")), dict(top_k=-1), dict(top_p=1.5), dict(min_p=2), dict(seed=-1)],
+    [
+        dict(temperature=float("nan")),
+        dict(temperature=[1, [2]]),
+        dict(top_k=-1),
+        dict(top_p=1.5),
+        dict(min_p=2),
+        dict(seed=-1),
+        dict(seed=True),
+        dict(seed=[1, [2]]),
+    ],  # fmt: skip
 )
 def test_out_of_range_is_refused(kwargs):
     with pytest.raises(ConfigError, match=next(iter(kwargs))):

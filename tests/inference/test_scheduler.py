@@ -254,6 +254,8 @@ def test_what_cannot_be_scheduled():
         ([], 1, {}, "prompts"), ([1] * 16, 1, {}, "prompts"), ([1000], 1, {}, "prompts"),
         ([1], 0, {}, "limit"), ([1], 1, dict(priority=0.5), "priority"),
         ([1], 1, dict(stop_tokens=[1000]), "stop_tokens"),
+        ([1], 1, dict(stop_tokens=[[1], [1, 2]]), "stop_tokens"),
+        ([1], 1, dict(policy=0.5), "policy"), ([1], 1, dict(sampling=0.5), "sampling"),
         ([1], 1, dict(policy=ExitPolicy.make(CONFIG, 2)), "policy"),
         ([1], 1, dict(policy=ExitPolicy.make(CONFIG.replace(exits=()), 1)), "policy"),
     ]:  # fmt: skip
