@@ -36,10 +36,10 @@ quickstart: env
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m experiments.quickstart
 
 test: env
-	$(PYTEST) -n $(JOBS) --dist loadfile
+	$(PYTEST) -n $(JOBS) --dist loadfile --durations=30
 
 test-slow: env
-	$(PYTEST) -n $(JOBS) --dist loadfile -m slow
+	$(PYTEST) -n $(JOBS) --dist loadfile --durations=30 -m slow
 
 lint: env
 	$(BIN)/ruff check .
