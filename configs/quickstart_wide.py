@@ -2,8 +2,9 @@
 
     python -m experiments.train --config=configs/quickstart_wide.py --workdir=runs/wide
 
-What `experiments.bench_engines` measures: a row more costs a wider model less on a CPU, and its
-weights (38 million) do not fit a processor's cache. Expected: about 10 minutes on 2 cores.
+What `experiments.bench_engines` and `bench_batched` measure: a row more costs a wider model less on
+a CPU, and its weights (38 million) do not fit a processor's cache. Expected: about 10 minutes on 2
+cores.
 """
 
 from ml_collections import ConfigDict

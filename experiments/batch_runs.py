@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-STEPS = 8  # of the engine between two looks of the host
-
 
 class Steady:
     """A batch whose slots are all taken: `start` takes the prompts up to their first tokens,
@@ -38,9 +36,8 @@ class Steady:
     def start(self) -> None:
         import jax
 
-        rows, first = self.engine.prefill(self.prompts, self._request())
+        rows, _ = self.engine.prefill(self.prompts, self._request())
         self.state = self.engine.insert(self.engine.start(), rows, range(len(self.prompts)))
-        self.records = [jax.tree.map(lambda a: np.asarray(a)[None, : len(self.prompts)], first)]
         # Who has its prompt done waits for the others at a step a token.
         self._pause(True)
         while hasattr(self.state, "standing") and np.asarray(self.state.standing.prompting).any():
@@ -61,13 +58,14 @@ class Steady:
 
     def _call(self, steps: int) -> int:
         self.state, record = self.engine.generate(self.state, steps)
-        self.records.append(type(record)(*(np.asarray(a) for a in record)))
-        return int((self.records[-1].exit >= 0).sum())
+        return int((np.asarray(record.exit) >= 0).sum())
 
     def finish(self) -> None:
+        from eejax.inference.engine import CALL
+
         came = 0
         while came < self.quota and np.asarray(self.state.live).any():
-            came += self._call(STEPS)
+            came += self._call(CALL)
         self.tokens.append(came)
 
     def tell(self) -> None:
@@ -90,12 +88,12 @@ class Served:
     first: np.ndarray
 
 
-def serve(engine, prompts, limits, threshold, drafts: int, payoff=None, steps: int = STEPS):
-    """All requests at once, through as many slots as the engine has."""
+def serve(engine, prompts, limits, threshold, drafts: int, payoff=None, **kwargs):
+    """All requests at once, through as many slots as the engine has; kwargs: `Scheduler`'s."""
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.scheduler import Scheduler
 
-    scheduler = Scheduler(engine, engine.config, steps=steps, payoff=payoff)
+    scheduler = Scheduler(engine, engine.config, payoff=payoff, **kwargs)
     policy = ExitPolicy.make(engine.config, 1, threshold, drafts=drafts)
     begin = time.perf_counter()
     for prompt, limit in zip(prompts, limits, strict=True):

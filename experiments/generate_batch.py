@@ -7,8 +7,8 @@ Every line of --input ("-": standard input) is a prompt, as plain text or as a J
 "prompt", and, where it wants other than the flags say, "max_new_tokens", "threshold", "drafts",
 "temperature" or "seed". Every line of --output is a JSON object as soon as its text is done: "line"
 (of the input, from 1), "prompt", "text", "finish", "tokens" and "exits", the number of tokens of
-each exit. --output has to be a new file: --resume goes on with the lines that an earlier run, which
-was stopped, did not come to, in any order.
+each exit. --output has to be a new file: --resume goes on, by the flags given now, with the lines
+that an earlier run did not come to or could not run.
 
 Requests share --slots slots and leave them when they are done; none waits for another's end. First
 the engine measures what its work takes here, watches where such requests leave, and plans how long
@@ -70,6 +70,8 @@ def main() -> None:
 
     lines = [parsed(i, text) for i, text in enumerate(read(_INPUT.value), 1) if text.strip()]
     require(bool(lines), "input", _INPUT.value, "must have a line that is not empty")
+    if _RESUME.value and _OUTPUT.value is None:
+        raise ConfigError("--resume: goes on with an --output: name the file.")
     model = load_model(_WORKDIR.value, step=_STEP.value)
     engine, stops = engine_of(model)  # and what is wrong with flags, before a file is touched
     with contextlib.ExitStack() as stack:
@@ -77,6 +79,8 @@ def main() -> None:
         if _OUTPUT.value is not None:
             out, done = opened(_OUTPUT.value, lines)
             stack.enter_context(out)
+            if done:
+                launch.say(f"{len(done)} of {len(lines)} lines are done already")
             lines = [line for line in lines if line.number not in done]
         failed = complete(model, engine, stops, lines, out) if lines else 0
     if failed:
@@ -94,33 +98,37 @@ def opened(path: str, lines: list[Line]) -> tuple[TextIO, set[int]]:
             )
         whole = there[: there.rfind(b"\n") + 1]  # who was killed may have left a part of a line
         done = told_before(path, whole, lines)
-        out = open(path, "r+" if there else "w", encoding="utf-8")
-        if there:
-            out.truncate(len(whole))
-            out.seek(0, 2)
-        return out, done
+        kept = b"".join(done.values())
+        if kept != there:
+            part = pathlib.Path(f"{path}.part")
+            part.write_bytes(kept)
+            part.replace(path)
+        return open(path, "a", encoding="utf-8"), {*done}
     except OSError as error:
         raise DataError(f"--output = {path!r}: cannot be written ({error.strerror}).") from error
 
 
-def told_before(path: str, data: bytes, lines: list[Line]) -> set[int]:
-    """Numbers of the lines that an earlier run told, which must be of the same input."""
+def told_before(path: str, data: bytes, lines: list[Line]) -> dict[int, bytes]:
+    """What an earlier run told of which lines, which must be of the same input; those that could
+    not be run are to be run again."""
     prompts = {line.number: line.wants.get("prompt") for line in lines}
-    done = set()
-    for i, text in enumerate(data.splitlines(), 1):
+    done = {}
+    for i, text in enumerate(data.splitlines(keepends=True), 1):
         try:
             told = json.loads(text)
-            number, prompt = told["line"], told["prompt"]
+            number, prompt, finish = told["line"], told["prompt"], str(told["finish"])
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(
                 f"--output = {path!r}: line {i} is no text of a run ({error})."
             ) from error
+        if finish.startswith("error"):
+            continue
         if number not in prompts or prompts[number] != prompt:
             raise DataError(
                 f"--output = {path!r}: its line {i} is of another prompt than line {number} of "
                 "--input. Name the input it was made of, or another output."
             )
-        done.add(number)
+        done[number] = text
     return done
 
 
@@ -278,4 +286,4 @@ def tuned(engine, prompts: list, stops: list[int]):
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    launch.run(main, interrupted="interrupted: with --resume the same command goes on in --output")

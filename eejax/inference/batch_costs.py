@@ -137,9 +137,8 @@ def tune(
     which are found. Takes as long as `measure`, unless `costs` are known, and a few seconds more.
     Raises as `prefill`, and ConfigError where there are no prompts.
     """
-    _check(engine, prompts, new, rules)
+    traces = watch(engine, prompts, new, stop_tokens, **rules)  # first: it checks what is given
     costs = measure(engine, prompts) if costs is None else costs
-    traces = watch(engine, prompts, new, stop_tokens, **rules)
     found = best_plan(traces, costs, bound=bound, **settings(engine))
     engine = dataclasses.replace(engine, plan=found.plan)
     return Tuned(engine, found.drafts, costs, found.simulated)
@@ -157,11 +156,13 @@ def watch(
     Of a token before which nothing was drafted it is not known whether its draft had been right:
     such are right as often as the others. Raises as `tune`.
     """
-    _check(engine, prompts, new, rules)
+    require(len(prompts) > 0, "prompts", prompts, "must be one at least")
+    require_count("new", new)
+    require("drafts" not in rules, "drafts", rules.get("drafts"), "must be left to the plan")
     slots, config, drafts = engine.slots, engine.config, engine.options.drafts
     texts = [list(prompts[i % len(prompts)]) for i in range(slots)]
     limits = [min(new, engine.context - len(t)) for t in texts]
-    policy = ExitPolicy.make(config, slots, **rules | dict(drafts=drafts))
+    policy = ExitPolicy.make(config, slots, drafts=drafts, **rules)
     lengths = [len(t) for t in texts]
     request = Request.make(config, lengths, limits, policy, Sampling.make(slots), stop_tokens)
     rows, _ = engine.prefill(texts, request)
@@ -188,11 +189,3 @@ def watch(
         exits = tuple(whole["exit"][there, i].tolist())
         traces.append(Trace(len(text), exits, tuple(right.tolist())))
     return traces
-
-
-def _check(engine, prompts, new, rules) -> None:
-    """Before anything is run: whether there is something to watch."""
-    require(len(prompts) > 0, "prompts", prompts, "must be one at least")
-    require_count("new", new)
-    require("drafts" not in rules, "drafts", rules.get("drafts"), "must be left to the plan")
-    ExitPolicy.make(engine.config, engine.slots, **rules)

@@ -217,5 +217,4 @@ def _write_heads(p, x, config, context, local, kv, axes) -> KeyValue:
     """
     h = layers.norm(p["attn_norm"], x, config) if "attn_norm" in p else x
     _, k, v = layers.heads(p["attn"], h, config, context, local, axes)
-    rows = mixing.sealed(k, v)
-    return tuple(mixing.write_rows(c, a, context.start) for c, a in zip(kv, rows, strict=True))
+    return mixing.write(kv, k, v, context.start)

@@ -181,8 +181,6 @@ def attention(
             slopes = lax.dynamic_slice_in_dim(slopes, lax.axis_index(axes.model) * n, n)
         slopes = slopes.reshape(n_kv, n // n_kv)
     distance = context.distance if slopes is not None else None
-    if cache is not None:
-        k, v = mixing.sealed(k, v)
     if cache is None:
         flat = (jnp.swapaxes(a, 1, 2).reshape(b * n_kv, t, -1) for a in (k, v))
         out = mixing.causal_mix(q, *flat, mask, distance, slopes, config)
@@ -191,7 +189,7 @@ def attention(
             q, k, v, cache, mask, distance, slopes, config, context.packed
         )
     else:
-        k, v = (mixing.write_rows(c, a, context.start) for c, a in zip(cache, (k, v), strict=True))
+        k, v = mixing.write(cache, k, v, context.start)
         flat = k.astype(dtype), v.astype(dtype)
         out = mixing.cache_mix(q, *flat, mask, distance, slopes, config, context.reach)
     out = _product(_rows(out), p["o"], p["o"].ndim - 1).reshape(b, t, -1)

@@ -28,6 +28,11 @@ def sealed(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(bad, jnp.asarray(jnp.nan, k.dtype), k), jnp.where(bad, 0, v)
 
 
+def write(cache, k: jax.Array, v: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A cache's buffers of keys and values with rows k, v [b, t, k, h], as `write_rows`."""
+    return tuple(write_rows(c, a, start) for c, a in zip(cache, sealed(k, v), strict=True))
+
+
 def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
     """cache [b * k, s, h] with rows [b, t, k, h] written at positions start [b] onward.
 
@@ -176,7 +181,7 @@ def packed_mix(q, k, v, cache, mask, distance, slopes, config: ModelConfig, pack
     What is written behind a slot's own rows lies where nobody attends before it is written again.
     """
     by_span = partial(_by_span, slopes=slopes, config=config, packed=packed)
-    args = q, k, v, mask, distance, *cache
+    args = q, *sealed(k, v), mask, distance, *cache
     if packed.most is None:
         return by_span(*args)
     at_once = partial(_at_once, slopes=slopes, config=config, packed=packed)

@@ -123,9 +123,12 @@ def test_an_output_is_gone_on_with_and_never_lost(batch, tmp_path):
     with pytest.raises(ConfigError, match="--resume"):
         batch(lines, *arguments)
     assert output.read_text() == "".join(whole)
-    output.write_text(whole[0] + whole[1][:9])  # as after a kill
+    failed = json.dumps({"line": 3, "prompt": None, "finish": "error: line 3"}) + "\n"
+    output.write_text(whole[0] + failed + whole[1][:9])  # as after a kill
     assert batch(lines, "--resume", *arguments)[3] == 0
     assert sorted(output.read_text().splitlines(keepends=True)) == sorted(whole)
+    with pytest.raises(ConfigError, match="--output"):
+        batch(lines, "--resume")
     for other, data in ((["other"] * 3, whole[0]), (lines, "no text\n"), (lines, "[]\n")):
         output.write_text(data)
         with pytest.raises(DataError, match="line 1"):
