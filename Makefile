@@ -35,8 +35,10 @@ $(VENV)/.bench-env-stamp: $(VENV)/.env-stamp constraints-bench.txt
 quickstart: env
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m experiments.quickstart
 
+# Most of the time goes into compiling programs that run once: they are compiled with less care.
 test: env
-	$(PYTEST) -n $(JOBS) --dist loadfile --durations=30
+	XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true" \
+	  $(PYTEST) -n $(JOBS) --dist loadfile --durations=30
 
 test-slow: env
 	$(PYTEST) -n $(JOBS) --dist loadfile --durations=30 -m slow

@@ -4,11 +4,11 @@
         --output=texts.jsonl --threshold=0.5
 
 Every line of --input ("-": standard input) is a prompt, as plain text or as a JSON object:
-"prompt", and, where it wants other than the flags say, "max_new_tokens", "threshold", "drafts",
-"temperature" or "seed". Every line of --output is a JSON object as soon as its text is done: "line"
-(of the input, from 1), "prompt", "text", "finish", "tokens" and "exits", the number of tokens of
-each exit. --output has to be a new file: --resume goes on, by the flags given now, with the lines
-that an earlier run did not come to or could not run.
+"prompt", and, where it wants other than the flags say, "max_new_tokens", "threshold", "drafts"
+(more than --drafts are that many), "temperature" or "seed". Every line of --output is a JSON object
+as soon as its text is done: "line" (of the input, from 1), "prompt", "text", "finish", "tokens" and
+"exits", the number of tokens of each exit. --output has to be a new file: --resume goes on, by the
+flags given now, with the lines that an earlier run did not come to or could not run.
 
 Requests share --slots slots and leave them when they are done; none waits for another's end. First
 the engine measures what its work takes here, watches where such requests leave, and plans how long
@@ -40,19 +40,25 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")
 _INPUT = flags.DEFINE_string("input", None, "A file of prompts, one a line; '-': standard input.")
 _OUTPUT = flags.DEFINE_string("output", None, "Where texts go; standard output by default.")
-_ENGINE = flags.DEFINE_enum("engine", "batched", ENGINES, "Decoder.")
+_ENGINE = flags.DEFINE_enum("engine", "batched", ENGINES, "With exits; while they pay; without.")
 _SLOTS = flags.DEFINE_integer("slots", 8, "Requests at a time.", lower_bound=1)
-_CONTEXT = flags.DEFINE_integer("context", None, "Tokens of a request; the model's context.")
-_THRESHOLD = flags.DEFINE_float("threshold", 0.9, "Confidence to leave at; 1: never.")
-_GATE = flags.DEFINE_string("gate", "max_probability", "As in experiments.generate.")
+_CONTEXT = flags.DEFINE_integer(
+    "context", None, "Most tokens of a request; the model's by default."
+)
+_THRESHOLD = flags.DEFINE_float(
+    "threshold", 0.9, "Confidence to leave at; 1: never. What each costs: experiments.sweep."
+)
+_GATE = flags.DEFINE_string(
+    "gate", "max_probability", "What makes an exit confident, as in experiments.generate."
+)
 _DRAFTS = flags.DEFINE_integer(
     "drafts", 4, "Most tokens drafted past an undecided one.", lower_bound=0
 )
 _NEW = flags.DEFINE_integer("max_new_tokens", 128, "Tokens of a text at most.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most likely token.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of the first line's sampling; the next has the next.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the first line's sampling; each next line's is 1 more.")
 _STOP_TOKEN = flags.DEFINE_multi_integer("stop_token", [], "Token id that ends a text, beside EOS.")
-_RESUME = flags.DEFINE_bool("resume", False, "Leave out lines that --output has.")
+_RESUME = flags.DEFINE_bool("resume", False, "Go on with an --output that is there.")
 _TUNE = flags.DEFINE_bool("tune", True, "Measure and plan before the first request.")
 flags.mark_flags_as_required(["workdir", "input"])
 
@@ -149,7 +155,7 @@ def parsed(number: int, text: str) -> Line:
     try:
         wants = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return Line(number, {}, f"is no JSON object that can be read ({error})")
+        return Line(number, {"prompt": text}, f"is no JSON object that can be read ({error})")
     others = [name for name in wants if name not in FIELDS]
     if others:
         return Line(number, wants, f"has {others}: must be among {list(FIELDS)}")
@@ -194,11 +200,12 @@ def complete(model, engine, stops: list[int], lines: list[Line], out) -> int:
         try:
             require(not line.error, f"line {line.number}", line.wants, line.error)
             want = lambda name, flag, line=line: line.wants.get(name, flag.value)
-            threshold = 1.0 if _ENGINE.value == "full" else want("threshold", _THRESHOLD)
             policy = ExitPolicy.make(
-                engine.config, 1, threshold, gate=_GATE.value,
+                model.config, 1, want("threshold", _THRESHOLD), gate=_GATE.value,
                 drafts=line.wants.get("drafts", drafts),
             )  # fmt: skip
+            if _ENGINE.value == "full":
+                policy = ExitPolicy.make(engine.config, 1)
             sampling = Sampling.make(
                 1,
                 want("temperature", _TEMPERATURE),
@@ -237,8 +244,11 @@ def complete(model, engine, stops: list[int], lines: list[Line], out) -> int:
             launch.say(f"{done} of {len(of)} done, {total / (now - begin):.0f} tokens/s")
     took = time.perf_counter() - begin
     launch.say(f"{done} texts, {total} tokens, {total / max(took, 1e-9):.0f} tokens/s")
-    if payoff is not None and payoff.ratio is not None:
-        launch.say(f"with exits {payoff.ratio:.2f} times as fast as without")
+    if payoff is not None:
+        found = "too few calls to compare exits"
+        if payoff.ratio is not None:
+            found = f"with exits {payoff.ratio:.2f} times as fast as without"
+        launch.say(found)
     return failed
 
 

@@ -37,7 +37,11 @@ def emitted(record, slot):
 
 
 @pytest.mark.parametrize(
-    "mesh, layers", [(dict(pipe=2, data=2, model=2), "even"), (dict(pipe=3, data=2), [1, 3, 1])]
+    "mesh, layers",
+    [
+        (dict(pipe=2, data=2, model=2), "even"),
+        pytest.param(dict(pipe=3, data=2), [1, 3, 1], marks=pytest.mark.slow),
+    ],
 )
 def test_a_slot_that_is_freed_in_the_middle_leaves_nothing_behind(subset, prompts, mesh, layers):
     """Two requests at once into slots of both data shards; one slot is taken over by a third

@@ -58,7 +58,7 @@ GEOMETRY = dict(
 )
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(**GEOMETRY)
 def test_greedy_is_the_full_model(subset, prompts, layout, gamma, adapt, buckets, batch, data):
     check_greedy(subset, prompts, layout, gamma, adapt, buckets, batch, data)

@@ -171,7 +171,7 @@ def check(case):
     compare(sums_of(mesh, config, **how), sums_of(MeshConfig(), config, **how))
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(cases())
 def test_any_model_and_recipe(case):
     check(case)
