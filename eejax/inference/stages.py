@@ -25,7 +25,7 @@ from eejax.inference.policy import Emission, Look, conclude, consider
 from eejax.inference.state import Request
 from eejax.models import exits, layers, transformer
 from eejax.models.cache import KeyValue, kv_heads, varying
-from eejax.models.config import ModelConfig
+from eejax.models.config import NO_WINDOW, ModelConfig
 from eejax.models.params import for_compute
 from eejax.pipeline.layout import TOKENS, StageLayout, table_name
 from eejax.pipeline.partition import Partition, Place
@@ -33,8 +33,6 @@ from eejax.pipeline.residuals import when
 from eejax.pipeline.stage import vary_over
 from eejax.sharding import rules
 from eejax.sharding.mesh import mesh_axes
-
-NO_WINDOW = 2**30  # a sliding window that hides nothing
 
 
 @struct.dataclass
@@ -241,14 +239,15 @@ class Stage:
 
     def _layer(self, n: int, here, context, x, kv):
         """The n-th layer of this stage; a branch of a choice."""
-        window, local = self.config.sliding_window, self.config.sliding_window is not None
+        c, p = self.config, self.stages.partition
+        window, rope = c.sliding_window, c.rope(0)
+        numbers = np.minimum(np.add(p.starts, n), p.depth - 1).tolist()
         if isinstance(window, tuple):  # another one on every stage
-            p = self.stages.partition
-            numbers = np.minimum(np.add(p.starts, n), p.depth - 1)
             window = self.own([NO_WINDOW if window[i] is None else window[i] for i in numbers])
-            local = window < NO_WINDOW
+        if isinstance(c.sliding_window, tuple) or c.no_rope_layers:
+            rope = self.own([c.rope(i) for i in numbers])
         y, kv = layers.layer(
-            self.weights.rows[n], x, self.config, context, window=window, local=local, cache=kv,
+            self.weights.rows[n], x, self.config, context, window=window, rope=rope, cache=kv,
             axes=self.axes,
         )  # fmt: skip
         return jnp.where(here[:, None, None], y, x), kv

@@ -154,7 +154,7 @@ def _run(params, segment, config, e, x, context, kvs, block, goes, axes):
             context,
             index=first + i,
             window=window,
-            local=window is not None,
+            rope=config.rope(first + i),
             cache=kv,
             axes=axes,
         )
@@ -185,14 +185,13 @@ def propagate_segment(
     context = _context(config, x, start, kvs, block)
     first = config.segments[e][0]
     written = tuple(
-        _write_heads(p, x, config, context, config.window(first + i) is not None, kv, axes)
+        _write_heads(p, x, config, context, config.rope(first + i), kv, axes)
         for i, (p, kv) in enumerate(zip(segment, kvs, strict=True))
     )
     if block is not None:
         p = exits.exit_params(params, config, e)
         x = exits.after_mlp(p, x, config, axes)
-        local = config.exit_window(e) is not None
-        block = _write_heads(p["block"], x, config, context, local, block, axes)
+        block = _write_heads(p["block"], x, config, context, config.exit_rope(e), block, axes)
     return written, block
 
 
@@ -209,12 +208,12 @@ def _positions(kvs, block) -> int:
     return buffers[0].shape[1] if buffers else 1
 
 
-def _write_heads(p, x, config, context, local, kv, axes) -> KeyValue:
+def _write_heads(p, x, config, context, rope, kv, axes) -> KeyValue:
     """What `layers.layer` writes for x, and nothing else of it.
 
     Queries come along where the projections are fused, to be thrown away: a product with the other
     columns of the matrix alone would first copy them, which takes ten times as long on a CPU.
     """
     h = layers.norm(p["attn_norm"], x, config) if "attn_norm" in p else x
-    _, k, v = layers.heads(p["attn"], h, config, context, local, axes)
+    _, k, v = layers.heads(p["attn"], h, config, context, rope, axes)
     return mixing.write(kv, k, v, context.start)

@@ -15,6 +15,9 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "silu")
 HEADS = ("tied", "shared", "own")
 NORM_PLACEMENTS = ("pre", "post", "pre_post", "output")
 RESIDUALS = ("sequential", "parallel", "parallel_one_norm")
+GLOBAL, LOCAL, UNTURNED = range(3)
+"""Which rotary angles a layer has: the model's, those of sliding windows, or none."""
+NO_WINDOW = 2**30  # a sliding window that hides nothing
 ROTARY_SCALINGS = ("none", "linear", "llama3", "yarn", "ntk")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -167,8 +170,9 @@ class ModelConfig:
     both from the same x with two norms ("parallel", GPT-NeoX) or one ("parallel_one_norm",
     GPT-J, Phi, Falcon). `qk_norm`: "none", "head" (each head, Qwen 3) or "full" (all heads
     together, OLMo 2). `sliding_window`: one window for all layers or one entry per layer, None
-    meaning full attention; a query at t sees keys t - window < s <= t. `attention_scale`
-    replaces 1/sqrt(head_dim). Soft caps are cap * tanh(x / cap) (Gemma 2).
+    meaning full attention; a query at t sees keys t - window < s <= t. `no_rope_layers`:
+    layers without rotary positions (SmolLM 3). `attention_scale` replaces 1/sqrt(head_dim). Soft
+    caps are cap * tanh(x / cap) (Gemma 2).
     `embedding_scale` multiplies embeddings (Gemma: sqrt(d_model)). `head` is the final exit's:
     "tied" to the input embedding, "shared" with exits, or its "own".
     `dtype` is the dtype of computation; parameters are float32 while training, and norms,
@@ -200,6 +204,7 @@ class ModelConfig:
     o_bias: bool = False
     qk_norm: str = "none"
     sliding_window: int | tuple[int | None, ...] | None = None
+    no_rope_layers: tuple[int, ...] = ()
     attention_scale: float | None = None
     attention_softcap: float | None = None
 
@@ -275,6 +280,7 @@ class ModelConfig:
             )  # fmt: skip
         require_one_of("ModelConfig.qk_norm", self.qk_norm, ("none", "head", "full"))
         self._check_window(set_)
+        self._check_no_rope(set_)
         for name in ("attention_scale", "attention_softcap", "logit_softcap"):
             if getattr(self, name) is not None:
                 _require_positive(self, name)
@@ -312,6 +318,16 @@ class ModelConfig:
                 window,
                 f"must have one entry for each of the {self.n_layers} layers",
             )
+
+    def _check_no_rope(self, set_):
+        field, layers = "ModelConfig.no_rope_layers", self.no_rope_layers
+        ok = isinstance(layers, list | tuple) and all(i in range(self.n_layers) for i in layers)
+        require(
+            ok and list(layers) == sorted({*layers}), field, layers,
+            f"must be layers in 0..{self.n_layers - 1}, sorted and each once",
+        )  # fmt: skip
+        require(not layers or self.position == "rotary", field, layers, "needs position = 'rotary'")
+        set_("no_rope_layers", tuple(layers))
 
     def _check_exits(self, set_):
         field = "ModelConfig.exits"
@@ -373,9 +389,23 @@ class ModelConfig:
             return self.sliding_window[layer]
         return self.sliding_window
 
+    def rope(self, layer: int) -> int:
+        """A layer's rotary angles: GLOBAL, LOCAL or UNTURNED."""
+        if layer in self.no_rope_layers:
+            return UNTURNED
+        return GLOBAL if self.window(layer) is None else LOCAL
+
+    def above(self, e: int) -> int:
+        """The layer that exit e's block is like: the one above it, or the last layer."""
+        return min(self.stops[e], self.n_layers - 1)
+
     def exit_window(self, e: int) -> int | None:
-        """Sliding window of exit e's block: that of the layer above it, or of the last layer."""
-        return self.window(min(self.stops[e], self.n_layers - 1))
+        """Sliding window of exit e's block."""
+        return self.window(self.above(e))
+
+    def exit_rope(self, e: int) -> int:
+        """Rotary angles of exit e's block."""
+        return self.rope(self.above(e))
 
     def replace(self, **changes: Any) -> ModelConfig:
         """A copy with changes, validated again."""
@@ -387,6 +417,7 @@ class ModelConfig:
         values["exits"] = list(values["exits"])
         if isinstance(self.sliding_window, tuple):
             values["sliding_window"] = list(self.sliding_window)
+        values["no_rope_layers"] = list(self.no_rope_layers)
         return values
 
     @classmethod

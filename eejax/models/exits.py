@@ -123,10 +123,9 @@ def state(
     kv = None
     x = after_mlp(p, x, config, axes)
     if "block" in p:
-        window = config.exit_window(e)
         x, kv = layers.layer(
-            p["block"], x, config, context, index=config.n_layers + e, window=window,
-            local=window is not None, cache=cache, axes=axes,
+            p["block"], x, config, context, index=config.n_layers + e,
+            window=config.exit_window(e), rope=config.exit_rope(e), cache=cache, axes=axes,
         )  # fmt: skip
     if "norm" in p:
         x = layers.norm(p["norm"], x, config)

@@ -19,7 +19,8 @@ from jax import lax
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.trees import Tree
 from eejax.models import mixing
-from eejax.models.config import ModelConfig, RotaryConfig
+from eejax.models.config import GLOBAL, UNTURNED, ModelConfig, RotaryConfig
+from eejax.models.config import LOCAL as LOCAL_ROPE
 from eejax.models.mixing import NEGATIVE as NEGATIVE  # of masked logits too
 from eejax.models.positions import alibi_slopes, rotary_tables, rotate
 from eejax.models.shards import enter, leave, own_kv_head, own_positions
@@ -156,7 +157,7 @@ def attention(
     context: Context,
     *,
     window: int | jax.Array | None = None,
-    local: bool | jax.Array = False,
+    rope: int | jax.Array = GLOBAL,
     cache: tuple[jax.Array, jax.Array] | None = None,
     axes: Axes = LOCAL,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -168,7 +169,7 @@ def attention(
     """
     b, t, _ = x.shape
     dtype = x.dtype
-    q, k, v = heads(p, x, config, context, local, axes)
+    q, k, v = heads(p, x, config, context, rope, axes)
     mask = context.mask
     if window is not None:
         mask = mask & (context.distance < window)
@@ -201,7 +202,7 @@ def heads(
     x: jax.Array,
     config: ModelConfig,
     context: Context,
-    local: bool | jax.Array = False,
+    rope: int | jax.Array = GLOBAL,
     axes: Axes = LOCAL,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """An attention's queries [b, t, n, h], keys and values [b, t, k, h] of what it reads, x."""
@@ -213,13 +214,17 @@ def heads(
     elif config.qk_norm == "full":
         q = norm(p["q_norm"], q, config, (-2, -1), axes.model)
         k = norm(p["k_norm"], k, config, (-2, -1), axes.model)
-    rope = context.rope
-    if rope is not None:
+    if context.rope is not None:
+        cos, sin = context.rope
         if context.local_rope is not None:
-            rope = tuple(
-                jnp.where(local, a, c) for a, c in zip(context.local_rope, rope, strict=True)
+            cos, sin = (
+                jnp.where(rope == LOCAL_ROPE, a, c)
+                for a, c in zip(context.local_rope, (cos, sin), strict=True)
             )
-        q, k = (rotate(a, rope, config.rotary.interleaved) for a in (q, k))
+        if config.no_rope_layers:
+            cos = jnp.where(rope == UNTURNED, 1.0, cos)
+            sin = jnp.where(rope == UNTURNED, 0.0, sin)
+        q, k = (rotate(a, (cos, sin), config.rotary.interleaved) for a in (q, k))
     return q, k, v
 
 
@@ -330,19 +335,19 @@ def layer(
     *,
     index: int | jax.Array = 0,
     window: int | jax.Array | None = None,
-    local: bool | jax.Array = False,
+    rope: int | jax.Array = GLOBAL,
     cache: tuple[jax.Array, jax.Array] | None = None,
     axes: Axes = LOCAL,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """One transformer layer on x [b, t, d] (with a sequence axis [b, t/shards, d], this shard's
     positions); returns the new x, and keys and values.
 
-    `index` (which layer, for dropout), `window` and `local` (sliding-window rotary base) may be
+    `index` (which layer, for dropout), `window` and `rope` (`ModelConfig.rope`) may be
     traced, so that one compiled body serves a scan over layers that differ in them.
     """
     drop = lambda y, site: dropout(y, config.dropout, context.dropout_keys, index, site, axes)
     attend = lambda y: attention(
-        p["attn"], y, config, context, window=window, local=local, cache=cache, axes=axes
+        p["attn"], y, config, context, window=window, rope=rope, cache=cache, axes=axes
     )
     feed = lambda y: mlp(p["mlp"], y, config, axes)
     normed = lambda name, y: norm(p[name], y, config) if name in p else y

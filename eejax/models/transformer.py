@@ -12,7 +12,7 @@ from eejax.common.axes import LOCAL, Axes
 from eejax.common.errors import require, require_one_of
 from eejax.common.trees import Tree, slice_layers
 from eejax.models import exits, layers, shards
-from eejax.models.config import ModelConfig
+from eejax.models.config import NO_WINDOW, ModelConfig
 from eejax.models.params import for_compute
 from eejax.sharding.spread import gathered
 
@@ -83,17 +83,21 @@ def run_layers(
     are `Spread` are gathered again for the backward pass, but with "none", which keeps them whole.
     `layer_dropout` as in `exit_states`.
     """
-    windows = config.sliding_window
+    # Where layers differ, what they differ in is among the scanned inputs.
+    windows, ropes = config.sliding_window, None
+    each = lambda values: jnp.array(values, jnp.int32)[index]
     per_layer = None
-    if isinstance(windows, tuple):  # layers differ: the window is among the scanned inputs
-        per_layer = jnp.array([2**30 if w is None else w for w in windows], jnp.int32)[index]
+    if isinstance(windows, tuple):
+        per_layer = each([NO_WINDOW if w is None else w for w in windows])
+    if per_layer is not None or config.no_rope_layers:
+        ropes = each([config.rope(i) for i in range(config.n_layers)])
 
     def run(x, s):
-        p, i, window, local = load(s["layer"]), s["index"], windows, windows is not None
-        if per_layer is not None:
-            window, local = s["window"], s["window"] < 2**30
+        p, i = load(s["layer"]), s["index"]
+        window = windows if per_layer is None else s["window"]
+        rope = config.rope(0) if ropes is None else s["rope"]
         return layers.layer(
-            p, x, config, context, index=i, window=window, local=local, axes=axes
+            p, x, config, context, index=i, window=window, rope=rope, axes=axes
         )[0]  # fmt: skip
 
     def maybe_left_out(x, s):
@@ -118,7 +122,10 @@ def run_layers(
             written = lax.dynamic_update_index_in_dim(written, x, s["slot"], 0)
         return (x, written), None
 
-    inputs = {"layer": stack, "index": index, "window": per_layer, "active": active, "slot": slots}
+    inputs = {
+        "layer": stack, "index": index, "window": per_layer, "rope": ropes, "active": active,
+        "slot": slots,
+    }  # fmt: skip
     written = None
     if slots is not None:
         written = lax.stop_gradient(jnp.stack([x] * n_slots))  # all of it is overwritten

@@ -224,8 +224,8 @@ class Stage:
             final = e == c.n_exits
             early = () if final else dataclasses.astuple(c.exits[e])[1:]
             block = not final and c.exits[e].block
-            # A block's window may be its own, and its dropout is drawn by the exit's number.
-            alone = (c.exit_window(e), e if c.dropout else None) if block else ()
+            # A block's window and angles may be its own; dropout is drawn by the exit's number.
+            alone = (c.exit_window(e), c.exit_rope(e), e if c.dropout else None) if block else ()
             key = (final, early, table, parts, alone)
             if key not in found:
                 found[key] = len(kinds)

@@ -1,0 +1,132 @@
+"""The tensors of a Hugging Face folder, by name, one at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from eejax.checkpoint.hf.torch_file import TorchFile
+from eejax.common.errors import CheckpointError
+
+CONFIG = "config.json"
+FILES = ("model.safetensors", "pytorch_model.bin")
+"""Weights in one file; `<name>.index.json` says where they lie in several."""
+
+
+class Tensors(Protocol):
+    """Of one file."""
+
+    def names(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes by name."""
+        ...
+
+    def read(self, name: str) -> np.ndarray: ...
+
+
+class SafeTensors:
+    """A .safetensors file, mapped into memory."""
+
+    def __init__(self, path: pathlib.Path):
+        from safetensors import SafetensorError, safe_open
+
+        self._path = path
+        try:
+            self._file = safe_open(path, "np")
+            self._names = {
+                name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()
+            }
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path}: cannot be read ({error}). The file is cut off or no safetensors: copy "
+                "or download it again."
+            ) from error
+
+    def names(self) -> Mapping[str, tuple[int, ...]]:
+        return self._names
+
+    def read(self, name: str) -> np.ndarray:
+        import ml_dtypes  # noqa: F401  numpy's bfloat16, which safetensors looks up
+
+        try:
+            return self._file.get_tensor(name)
+        except Exception as error:  # of many kinds: dtypes numpy has not, pages gone from the disk
+            raise CheckpointError(f"{self._path}: {name} cannot be read ({error}).") from error
+
+
+class Folder:
+    """All tensors of a folder. Files are opened once; values are read when they are asked for.
+
+    Raises CheckpointError where there are no weights, a shard is missing or cut off, or the index
+    and the shards do not tell of the same tensors.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = pathlib.Path(path)
+        self._of: dict[str, Tensors] = {}
+        for name in FILES:
+            index = self.path / f"{name}.index.json"
+            if (self.path / name).is_file():
+                return self._add(opened(self.path / name))
+            if index.is_file():
+                return self._add_shards(index)
+        raise CheckpointError(
+            f"{self.path} holds no weights: looked for {', '.join(FILES)} and their .index.json."
+        )
+
+    def _add(self, tensors: Tensors) -> None:
+        self._of |= dict.fromkeys(tensors.names(), tensors)
+
+    def _add_shards(self, index: pathlib.Path) -> None:
+        where = read_json(index).get("weight_map")
+        if not isinstance(where, dict) or not all(isinstance(f, str) for f in where.values()):
+            raise CheckpointError(f"{index}: weight_map must say in which file each tensor lies.")
+        files = sorted(set(where.values()))
+        outside = [f for f in files if pathlib.PurePath(f).name != f]
+        if outside:
+            raise CheckpointError(f"{index}: weight_map names {outside}: must be in this folder.")
+        missing = [f for f in files if not (self.path / f).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{self.path}: {len(missing)} of {len(files)} shards are missing: {missing}. Copy "
+                "or download them."
+            )
+        for file in files:
+            tensors = opened(self.path / file)
+            wanted = {name for name, f in where.items() if f == file}
+            if absent := sorted(wanted - set(tensors.names())):
+                raise CheckpointError(
+                    f"{self.path / file}: has no {brief(absent)}, which {index.name} says lie "
+                    "there: the files are of different checkpoints."
+                )
+            self._of |= dict.fromkeys(wanted, tensors)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(t.names()[name]) for name, t in self._of.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        return self._of[name].read(name)
+
+
+def opened(path: pathlib.Path) -> Tensors:
+    return SafeTensors(path) if path.suffix == ".safetensors" else TorchFile(path)
+
+
+def brief(names: list[str]) -> str:
+    return f"{names[:4]}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Raises CheckpointError, naming the file."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}).") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: must be a JSON object.")
+    return values

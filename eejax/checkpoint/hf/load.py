@@ -1,0 +1,209 @@
+"""Import of a pretrained model: a Hugging Face folder, or its name on the Hub."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from eejax.checkpoint.hf import sidecar
+from eejax.checkpoint.hf.families import FAMILIES, Family
+from eejax.checkpoint.hf.fields import Raw
+from eejax.checkpoint.hf.folder import CONFIG, Folder, brief, read_json
+from eejax.checkpoint.hf.layouts import Rule
+from eejax.common.errors import CheckpointError, require_one_of
+from eejax.common.trees import Tree, path_name
+from eejax.models import params
+from eejax.models.config import DTYPES, ModelConfig
+from eejax.sharding import rules as shardings
+from eejax.sharding.mesh import MeshConfig, make_mesh
+
+Read = Callable[[tuple[slice, ...]], np.ndarray]
+WANTED = ["*.json", "*.safetensors", "*.bin", "*.model"]
+
+
+class Pretrained(NamedTuple):
+    """What `load_pretrained` gives. path: the folder; raw: what its config.json says."""
+
+    config: ModelConfig
+    params: Tree
+    family: Family
+    path: pathlib.Path
+    raw: Mapping[str, Any]
+
+
+def load_pretrained(
+    source: str | os.PathLike, *, mesh: Mesh | None = None, dtype: str = "float32"
+) -> Pretrained:
+    """The model of a folder with a config.json and weights, laid onto `mesh` (one device).
+
+    source: the folder, or a name such as "HuggingFaceTB/SmolLM2-135M", which huggingface_hub
+    fetches. dtype: of the parameters ("float32" to train; "bfloat16" halves the memory), in which
+    the model is computed too. Every device's part is read for itself, a layer at a time. Exits
+    that `save_pretrained` wrote beside the weights are loaded with them.
+
+    Raises CheckpointError, naming file and field, where a file is missing, cut off or of another
+    model, or the model is of a kind that cannot be represented.
+    """
+    require_one_of("dtype", dtype, DTYPES)
+    path = fetched(source)
+    raw = Raw(path / CONFIG, read_json(path / CONFIG))
+    family = family_of(raw)
+    config = family.read(raw).replace(dtype=dtype)
+    folder = Folder(path)
+    table = named(family.rules(config, raw), config)
+    tensors = _Tensors(folder, family, config, table)
+    reads = {leaf: _reader(config, rule, j, tensors) for leaf, (rule, j) in leaves(table).items()}
+    side = sidecar.opened(path, config)
+    if side is not None:
+        config = side.config
+        reads |= {name: side.reader(name) for name in side.names}
+    mesh = make_mesh(MeshConfig()) if mesh is None else mesh
+    wanted = shardings.structs(params.abstract(config), mesh)
+    tree = jax.tree_util.tree_map_with_path(
+        lambda p, struct: _placed(struct, _whole(path_name(p), reads, path), dtype), wanted
+    )
+    return Pretrained(config, tree, family, path, raw.values)
+
+
+def fetched(source: str | os.PathLike) -> pathlib.Path:
+    """The local folder of `source`. Raises CheckpointError."""
+    path = pathlib.Path(source).expanduser()
+    if (path / CONFIG).is_file():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{path}: is no model: it has no {CONFIG}.")
+    name = os.fspath(source)
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise CheckpointError(f"{name}: no such folder, and no name of a model on the Hub.")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise CheckpointError(
+            f"{name}: no such folder. To fetch it from the Hub: pip install huggingface_hub."
+        ) from error
+    try:
+        return pathlib.Path(snapshot_download(name, allow_patterns=WANTED))
+    except Exception as error:  # of the network, of the Hub, of names
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{name}: no such folder, and the Hub does not give it ({first})."
+        ) from error
+
+
+def family_of(raw: Raw) -> Family:
+    """Raises CheckpointError for a model of no known family."""
+    kind = raw("model_type")
+    if kind not in FAMILIES:
+        raise raw.refuse(
+            "model_type", kind, f"is not known; known are {', '.join(sorted(FAMILIES))}. "
+            "register_family() makes another known"
+        )  # fmt: skip
+    return FAMILIES[kind]
+
+
+def named(rules: list[Rule], config: ModelConfig) -> dict[tuple[str, ...], Rule]:
+    """Rules by the names of the tensors they read, layer by layer."""
+    table = {}
+    for rule in rules:
+        for i in range(config.n_layers) if rule.layered else [None]:
+            table[tuple(n.format(i=i) for n in rule.theirs)] = rule
+    return table
+
+
+def leaves(table: Mapping[tuple[str, ...], Rule]) -> dict[str, tuple[Rule, int]]:
+    """Of each leaf its rule, and which of its leaves it is."""
+    found = {}
+    for rule in table.values():
+        for j, ours in enumerate(rule.ours):
+            found[f"layers/{ours}" if rule.layered else ours] = rule, j
+    return found
+
+
+class _Tensors:
+    """A folder's tensors by the names that the family's rules have for them."""
+
+    def __init__(self, folder: Folder, family: Family, config: ModelConfig, table):
+        self._folder = folder
+        wanted = {name for names in table for name in names}
+        self._names, unexpected = {}, []
+        for name in folder.shapes:
+            if name.endswith(family.skipped):
+                continue
+            for known in (name, f"{family.prefix}{name}", family.renamed.get(name)):
+                if known in wanted:
+                    self._names[known] = name
+                    break
+            else:
+                # What a file holds of a tied head is the embedding once more.
+                if not (config.head == "tied" and name in ("lm_head.weight", "embed_out.weight")):
+                    unexpected.append(name)
+        missing = sorted(wanted - set(self._names))
+        if missing or unexpected:
+            told = [f"has no {brief(missing)}"] * bool(missing)
+            told += [f"has {brief(sorted(unexpected))}"] * bool(unexpected)
+            raise CheckpointError(
+                f"{folder.path}: is not what its {CONFIG} describes, a {family.model_type} of "
+                f"{config.n_layers} layers: it {', and '.join(told)}."
+            )
+
+    def read(self, names: tuple[str, ...]) -> tuple[np.ndarray, ...]:
+        return tuple(self._folder.read(self._names[name]) for name in names)
+
+    def error(self, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"{self._folder.path}: {error}: the weights are not of the model that {CONFIG} "
+            "describes."
+        )
+
+
+def _reader(config: ModelConfig, rule: Rule, j: int, tensors: _Tensors) -> Read:
+    declared = {
+        path_name(path): p.shape
+        for path, p in jax.tree_util.tree_leaves_with_path(params.shapes(config))
+    }
+    full = [f"layers/{o}" if rule.layered else o for o in rule.ours]
+    shapes = tuple(declared[f][1:] if rule.layered else declared[f] for f in full)
+
+    def one(i: int | None) -> np.ndarray:
+        try:
+            return rule.read(
+                config, tensors.read(tuple(n.format(i=i) for n in rule.theirs)), shapes
+            )[j]
+        except ValueError as error:
+            raise tensors.error(error) from error
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        if not rule.layered:
+            return one(None)[index]
+        layers = range(config.n_layers)[index[0]]
+        return np.stack([one(i)[index[1:]] for i in layers])
+
+    return read
+
+
+def _whole(name: str, reads: Mapping[str, Read], path: pathlib.Path) -> Read:
+    try:
+        return reads[name]
+    except KeyError:
+        raise CheckpointError(f"{path}: tells nothing of {name}.") from None
+
+
+def _placed(struct: jax.ShapeDtypeStruct, read: Read, dtype: str) -> jax.Array:
+    """The leaf, each part of which is read once and given to all devices that hold it."""
+    held: dict[str, np.ndarray] = {}
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        key = str(index)
+        if key not in held:
+            held[key] = np.asarray(read(index)).astype(jnp.dtype(dtype))
+        return held[key]
+
+    return jax.make_array_from_callback(struct.shape, struct.sharding, part, dtype=jnp.dtype(dtype))

@@ -1,0 +1,156 @@
+"""Export of a model as a folder that transformers opens."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eejax.checkpoint.hf import sidecar
+from eejax.checkpoint.hf.families import FAMILIES, Family
+from eejax.checkpoint.hf.fields import Raw
+from eejax.checkpoint.hf.folder import CONFIG
+from eejax.checkpoint.hf.layouts import Rule
+from eejax.common.errors import CheckpointError, ConfigError, require_one_of
+from eejax.common.trees import Tree
+from eejax.data.tokenizers import JsonTokenizer, Tokenizer
+from eejax.models.config import DTYPES, ModelConfig
+
+SHARD = 5 * 10**9  # bytes of a file of weights, as transformers has them
+
+
+def save_pretrained(
+    path: str | os.PathLike,
+    config: ModelConfig,
+    tree: Tree,
+    *,
+    family: str | None = None,
+    tokenizer: Tokenizer | None = None,
+    dtype: str = "float32",
+    shard: int = SHARD,
+) -> str:
+    """Writes the folder `path`, which must not be there, and says of which family it is.
+
+    family: its `model_type`; by default the first one that has such models. dtype: of the weights
+    written. shard: bytes of a file of them. Exits lie beside the weights in files of their own,
+    which `load_pretrained` reads and transformers does not. The folder gets its name when all of it
+    is written. One layer at a time is brought to the host.
+
+    Raises ConfigError where no family has such a model, telling what none of them could say;
+    CheckpointError where the folder is there already or cannot be written.
+    """
+    require_one_of("dtype", dtype, DTYPES)
+    path = pathlib.Path(path).expanduser()
+    if path.exists():
+        raise CheckpointError(f"{path}: is there already: remove it, or name another folder.")
+    base = sidecar.plain(config)
+    chosen, values = written(base, family)
+    values["torch_dtype"] = dtype
+    for name in ("bos", "eos", "pad"):  # what is left out would be the family's
+        number = getattr(tokenizer, f"{name}_id", None)
+        has = number is not None and number < config.vocab_size
+        values[f"{name}_token_id"] = number if has else None
+    part = path.with_name(f"{path.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
+        (part / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        _write_weights(part, tensors(base, tree, chosen), dtype, shard)
+        sidecar.write(part, config, tree)
+        if isinstance(tokenizer, JsonTokenizer):
+            _write_tokenizer(part, tokenizer, config.context_length)
+        elif tokenizer is not None:
+            tokenizer.save(part)
+        os.replace(part, path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be written ({error.strerror or error}); what was begun is in {part}."
+        ) from error
+    return chosen.model_type
+
+
+def written(config: ModelConfig, name: str | None = None) -> tuple[Family, dict]:
+    """The family, and config.json's values, which it reads as `config`. Raises ConfigError."""
+    if name is not None:
+        require_one_of("family", name, sorted(FAMILIES))
+    told = []
+    for family in [FAMILIES[name]] if name else FAMILIES.values():
+        try:
+            values = family.write(config)
+            back = family.read(Raw(pathlib.Path(CONFIG), values))
+            differ = sidecar.differences(config, sidecar.plain(back))
+        except (CheckpointError, ConfigError) as error:
+            differ = str(error)
+        if not differ:
+            return family, values
+        told.append((differ.count(" and not "), f"{family.model_type}: {differ}"))
+    least = min(told)[1]
+    raise ConfigError(
+        f"no model of {'family ' + name if name else 'any family'} is like this one. Nearest is "
+        f"{least}. register_family() makes another known."
+    )
+
+
+def tensors(config: ModelConfig, tree: Tree, family: Family) -> Iterator[tuple[str, np.ndarray]]:
+    """All tensors by their names, as they are made."""
+    for rule in family.rules(config, None):
+        for i in range(config.n_layers) if rule.layered else [None]:
+            leaves = tuple(np.asarray(jax.device_get(_leaf(tree, rule, o, i))) for o in rule.ours)
+            made = rule.write(config, leaves)
+            for name, tensor in zip(rule.theirs, made, strict=True):
+                yield name.format(i=i), tensor
+
+
+def _leaf(tree: Tree, rule: Rule, ours: str, i: int | None) -> jax.Array:
+    if ours == "final/head" and "head" not in tree["final"]:
+        return tree["shared_head"]
+    node = tree["layers"] if rule.layered else tree
+    for key in ours.split("/"):
+        node = node[key]
+    return node if i is None else node[i]
+
+
+def _write_weights(path: pathlib.Path, made, dtype: str, most: int) -> None:
+    import ml_dtypes  # noqa: F401  numpy's bfloat16
+    from safetensors.numpy import save_file
+
+    held: dict[str, np.ndarray] = {}
+    files: list[list[str]] = []
+    total = 0
+    part = lambda i: path / f"part-{i}.safetensors"
+
+    def flush() -> None:
+        save_file(held, part(len(files)), metadata={"format": "pt"})
+        files.append([*held])
+        held.clear()
+
+    for name, tensor in made:
+        tensor = np.ascontiguousarray(tensor.astype(jnp.dtype(dtype)))
+        total += tensor.nbytes
+        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > most:
+            flush()
+        held[name] = tensor
+    flush()
+    if len(files) == 1:
+        part(0).rename(path / "model.safetensors")
+        return
+    where = {}
+    for i, names in enumerate(files):
+        file = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        part(i).rename(path / file)
+        where |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+def _write_tokenizer(path: pathlib.Path, tokenizer: JsonTokenizer, context: int) -> None:
+    tokenizer.save(path)
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
+    values |= {f"{n}_token": v for n, v in (("eos", tokenizer.eos), ("bos", tokenizer.bos)) if v}
+    (path / "tokenizer_config.json").write_text(json.dumps(values, indent=1) + "\n")

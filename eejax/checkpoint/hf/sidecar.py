@@ -1,0 +1,120 @@
+"""Exits beside a Hugging Face folder's weights, in files of their own, which others do not read."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from eejax.checkpoint.files import write_text
+from eejax.checkpoint.hf.folder import SafeTensors, read_json
+from eejax.common.errors import CheckpointError, ConfigError
+from eejax.common.trees import Tree, path_name
+from eejax.models import params
+from eejax.models.config import ModelConfig
+
+SETTINGS = "eejax.json"
+WEIGHTS = "eejax_exits.safetensors"
+
+
+class Sidecar(NamedTuple):
+    """config: the model's, with its exits; names: of the leaves that the side file holds."""
+
+    config: ModelConfig
+    names: list[str]
+    tensors: SafeTensors | None
+
+    def reader(self, name: str):
+        """Raises CheckpointError where the leaf is missing or of another shape."""
+        shape = own_shapes(self.config)[name]
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            found = self.tensors.names().get(name)
+            if found != shape:
+                raise CheckpointError(
+                    f"{WEIGHTS}: {name} is {found or 'missing'}, where {SETTINGS} tells of "
+                    f"{shape}: the two are of different models."
+                )
+            return self.tensors.read(name)[index]
+
+        return read
+
+
+def opened(path: pathlib.Path, config: ModelConfig) -> Sidecar | None:
+    """That of a folder whose model is `config` without exits; None where there is none.
+
+    Raises CheckpointError where it is another model's.
+    """
+    file = path / SETTINGS
+    if not file.is_file():
+        return None
+    try:
+        whole = ModelConfig.from_dict(read_json(file)["model"]).replace(dtype=config.dtype)
+    except (KeyError, ConfigError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({error}).") from error
+    differ = differences(plain(whole), plain(config))
+    if differ:
+        raise CheckpointError(
+            f"{file}: is of another model than config.json: {differ}. Remove it to go without "
+            "exits."
+        )
+    names = [*own_shapes(whole)]
+    return Sidecar(whole, names, SafeTensors(path / WEIGHTS) if names else None)
+
+
+def write(path: pathlib.Path, config: ModelConfig, tree: Tree) -> None:
+    """The two files; none for a model that has nothing that other libraries would not read."""
+    if config == plain(config):
+        return
+    held = {
+        path_name(p): np.ascontiguousarray(leaf)
+        for p, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if path_name(p) in own_shapes(config)
+    }
+    if held:
+        import ml_dtypes  # noqa: F401
+        from safetensors.numpy import save_file
+
+        save_file(held, path / WEIGHTS)
+    write_text(path / SETTINGS, json.dumps({"model": config.to_dict()}, indent=1) + "\n")
+
+
+def own_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Leaves that other libraries have no place for."""
+    found = jax.tree_util.tree_leaves_with_path(params.shapes(config))
+    shapes = {path_name(path): leaf.shape for path, leaf in found}
+    own = lambda n: n.startswith("exits/") or (n == "shared_head" and config.head != "shared")
+    return {name: shape for name, shape in shapes.items() if own(name)}
+
+
+def plain(config: ModelConfig) -> ModelConfig:
+    """The model as it is to other libraries: without exits and what only training knows."""
+    head = "own" if config.head == "shared" else config.head
+    return config.replace(exits=(), dropout=0.0, vocab_multiple=1, head=head)
+
+
+def differences(one: ModelConfig, other: ModelConfig) -> str:
+    """Fields in which they differ, '' for none. dtype, and what is not used, do not count."""
+    a, b = (_used(c) for c in (one, other))
+    return ", ".join(f"{k} = {a[k]!r} and not {b[k]!r}" for k in a if a[k] != b[k])
+
+
+def _used(config: ModelConfig) -> dict[str, Any]:
+    values = config.to_dict()
+    del values["dtype"], values["vocab_multiple"]
+    if config.position != "rotary":
+        del values["rotary"]
+    if config.norm != "layernorm":
+        del values["norm_bias"]
+    windows = [config.window(i) for i in range(config.n_layers)]
+    values["sliding_window"] = windows
+    if config.position == "rotary" and all(w is None for w in windows):
+        values["rotary"].pop("local_theta")
+    if config.attention_scale is None:
+        values["attention_scale"] = config.head_dim**-0.5
+    return {
+        k: round(v, 12) if isinstance(v, float) else v for k, v in values.items() if k != "rotary"
+    } | {f"rotary.{k}": v for k, v in values.get("rotary", {}).items()}
