@@ -78,34 +78,37 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0..255, and 256 for the end of a document."""
+    """UTF-8 bytes as ids 0..255, and one id for the end of a document: 256, or a byte that text
+    does not have."""
 
-    vocab_size = 257
-    eos_id = 256
     bos_id = None
-    fingerprint = "bytes-257"
+
+    def __init__(self, eos_id: int = 256):
+        require(0 <= eos_id <= 256, "eos_id", eos_id, "must be a byte, or 256")
+        self.eos_id = eos_id
+        self.vocab_size = max(256, eos_id + 1)
+        self.fingerprint = "bytes-257" if eos_id == 256 else f"bytes-256-{eos_id}"
 
     @property
     def byte_lengths(self) -> np.ndarray:
-        return np.append(np.ones(256, np.int64), 0)
+        return (np.arange(self.vocab_size) != self.eos_id).astype(np.int64)
 
     def encode(self, text: str, *, allow_special: bool = False) -> np.ndarray:
         return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._bytes(ids).decode("utf-8", errors="replace")
+        return self.text_bytes(ids).decode("utf-8", errors="replace")
 
     def stream(self) -> TextStream:
-        return _ByteStream()
+        return _ByteStream(self)
 
     def save(self, path: str | os.PathLike) -> None:
         os.makedirs(path, exist_ok=True)
-        write_json(os.path.join(path, MARKER), {"kind": BYTES})
+        write_json(os.path.join(path, MARKER), {"kind": BYTES, "eos_id": self.eos_id})
 
-    @staticmethod
-    def _bytes(ids: Sequence[int]) -> bytes:
+    def text_bytes(self, ids: Sequence[int]) -> bytes:
         ids = np.asarray(ids, np.int64).reshape(-1)
-        return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes()
+        return ids[(ids >= 0) & (ids < 256) & (ids != self.eos_id)].astype(np.uint8).tobytes()
 
 
 class JsonTokenizer:
@@ -234,7 +237,7 @@ def load_tokenizer(
         if os.path.exists(marker):
             named = _read_json(marker)
             if named.get("kind") == BYTES:
-                return ByteTokenizer()
+                return ByteTokenizer(named.get("eos_id", 256))
             file = model if named.get("kind") == SENTENCEPIECE else file
         elif os.path.isfile(model) and not os.path.isfile(file):
             file = model
@@ -280,11 +283,12 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 class _ByteStream:
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: ByteTokenizer) -> None:
+        self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Sequence[int] | int) -> str:
-        return self._decoder.decode(ByteTokenizer._bytes(np.atleast_1d(ids)))
+        return self._decoder.decode(self._tokenizer.text_bytes(np.atleast_1d(ids)))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)

@@ -127,7 +127,7 @@ def _ends_with_the_run(experiment: Experiment) -> bool:
 
 def _other_text(metadata: dict[str, Any], experiment: Experiment, fingerprint: str) -> str | None:
     trained = metadata.get("data", {}).get("dataset")
-    if trained == fingerprint:
+    if trained in (None, fingerprint):  # of a pretrained model it is not known
         return None
     return (
         f"the text of data.source = {experiment.data.source!r}: fingerprint {trained} in the "

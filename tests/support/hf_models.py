@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import pathlib
+import zlib
+
+import numpy as np
+
+VOCAB, LENGTH, PROMPT, NEW = 61, 40, 8, 64
+
 SIZE = dict(
     vocab_size=61, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
     max_position_embeddings=96, intermediate_size=48, bos_token_id=0, eos_token_id=0,
@@ -82,22 +89,61 @@ MODELS = {
 }  # fmt: skip
 
 
-def make(name: str):
-    """The model, with weights at random that make every part of it matter."""
+def weights(name: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Numbers for tensors by name, the same everywhere, that make every part of a model matter."""
+    made = {}
+    for tensor, shape in shapes.items():
+        rng = np.random.default_rng(zlib.crc32(f"{name}/{tensor}".encode()))
+        a = rng.standard_normal(shape)
+        if len(shape) == 1:
+            scale = tensor.endswith(".weight") and not name.startswith("gemma")
+            a = (0.3 if tensor.endswith(".weight") else 0.1) * a + scale
+        else:
+            a = 2 * a / shape[-1] ** 0.5
+        made[tensor] = a.astype(np.float32)
+    return made
+
+
+def saved(name: str, path: pathlib.Path) -> dict[str, np.ndarray]:
+    """Writes a model's folder by transformers, with these weights; the weights."""
+    import torch
+    import transformers
+    from safetensors import safe_open
+    from safetensors.numpy import save_file
+
+    kind, values = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**values)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    with safe_open(path / "model.safetensors", "np") as file:
+        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+    made = weights(name, shapes)
+    save_file(made, path / "model.safetensors", metadata={"format": "pt"})
+    return made
+
+
+def opened(path: pathlib.Path):
+    """transformers' model of a folder, computed in float32 and in the open."""
     import torch
     import transformers
 
-    kind, values = MODELS[name]
-    torch.manual_seed(sorted(MODELS).index(name))
-    config = getattr(transformers, kind)(**values, attn_implementation="eager")
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager"
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", dtype=torch.float32
     ).eval()
+
+
+def tokens(length: int) -> np.ndarray:
+    """[1, length] of the vocabulary."""
+    return np.random.default_rng(7).integers(0, VOCAB, (1, length))
+
+
+def theirs(model) -> tuple[np.ndarray, list[int]]:
+    """Logits [t, v] of `tokens(LENGTH)`, and what follows `tokens(PROMPT)`, greedily."""
+    import torch
+
     with torch.no_grad():
-        for key, p in model.named_parameters():
-            near = 1.0 if key.endswith("norm.weight") and "gemma" not in name else 0.0
-            if p.ndim == 1:
-                p.copy_(near + 0.3 * torch.randn(p.shape))
-            else:
-                p.copy_(torch.randn(p.shape) / p.shape[-1] ** 0.5)
-    return model
+        logits = model(torch.tensor(tokens(LENGTH))).logits[0].numpy()
+        ids = torch.tensor(tokens(PROMPT))
+        for _ in range(NEW):  # each over all of the text, with no cache to go wrong
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    return logits, ids[0, PROMPT:].tolist()

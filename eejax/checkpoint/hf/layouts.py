@@ -135,7 +135,7 @@ def gate_and_up(config: ModelConfig) -> tuple[int, Sequence[int]]:
 def reshaped(name: str, a: np.ndarray, shape: tuple[int, ...], transposed: bool = False):
     """`a` in our shape; transposed: it is [out, in]. Raises ValueError, naming the tensor."""
     if a.size != math.prod(shape):
-        raise ValueError(f"{name} has shape {a.shape}, which is not that of {shape}")
+        raise ValueError(f"{name} has shape {a.shape}, which does not make {shape}")
     return (a.T if transposed else a).reshape(shape)
 
 

@@ -157,7 +157,7 @@ class _Tensors:
     def read(self, names: tuple[str, ...]) -> tuple[np.ndarray, ...]:
         return tuple(self._folder.read(self._names[name]) for name in names)
 
-    def error(self, error: Exception) -> CheckpointError:
+    def error(self, error: str) -> CheckpointError:
         return CheckpointError(
             f"{self._folder.path}: {error}: the weights are not of the model that {CONFIG} "
             "describes."
@@ -178,7 +178,7 @@ def _reader(config: ModelConfig, rule: Rule, j: int, tensors: _Tensors) -> Read:
                 config, tensors.read(tuple(n.format(i=i) for n in rule.theirs)), shapes
             )[j]
         except ValueError as error:
-            raise tensors.error(error) from error
+            raise tensors.error(str(error).replace("{i}", str(i))) from error
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
         if not rule.layered:

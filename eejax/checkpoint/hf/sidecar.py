@@ -99,7 +99,8 @@ def plain(config: ModelConfig) -> ModelConfig:
 def differences(one: ModelConfig, other: ModelConfig) -> str:
     """Fields in which they differ, '' for none. dtype, and what is not used, do not count."""
     a, b = (_used(c) for c in (one, other))
-    return ", ".join(f"{k} = {a[k]!r} and not {b[k]!r}" for k in a if a[k] != b[k])
+    both = [k for k in a if k in b]  # of what only one of them uses, another field tells
+    return ", ".join(f"{k} = {a[k]!r} and not {b[k]!r}" for k in both if a[k] != b[k])
 
 
 def _used(config: ModelConfig) -> dict[str, Any]:

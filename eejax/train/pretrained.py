@@ -1,0 +1,99 @@
+"""A pretrained model as a run: every launcher takes its workdir as that of a model trained here."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import Mesh
+
+import eejax
+from eejax.checkpoint.hf import Pretrained, load_pretrained
+from eejax.checkpoint.hf.load import fetched
+from eejax.checkpoint.manager import Checkpoints
+from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER
+from eejax.common.errors import CheckpointError, DataError
+from eejax.data.tokenizers import (
+    BYTES,
+    MARKER,
+    ByteTokenizer,
+    Tokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    save_tokenizer,
+)  # fmt: skip
+from eejax.train.config import DataConfig, ExitWeights, Experiment
+
+OWN = ("tokenizer.json", "tokenizer.model", MARKER)
+
+
+def import_pretrained(
+    source: str | os.PathLike,
+    workdir: str | os.PathLike,
+    *,
+    data: Mapping[str, Any] | None = None,
+    tokenizer: str | None = None,
+    dtype: str = "float32",
+    mesh: Mesh | None = None,
+) -> Pretrained:
+    """Writes a model of `load_pretrained` into `workdir`, as the checkpoint of step 0 of a run.
+
+    data: of `DataConfig`, the text that it is evaluated and tuned on. tokenizer: "bytes", a file or
+    a folder; the model's own by default. dtype: what the model is computed in;
+    parameters are float32. Raises CheckpointError where the workdir has checkpoints already, as
+    `load_pretrained`, and where the model has no tokenizer; DataError for one that does not fit.
+    """
+    workdir = pathlib.Path(workdir).expanduser()
+    if (workdir / CHECKPOINTS).exists():
+        raise CheckpointError(f"{workdir} holds a run already: remove it, or name another workdir.")
+    path = fetched(source)
+    loaded = load_pretrained(path, mesh=mesh)
+    config = loaded.config.replace(dtype=dtype)
+    chosen = tokenizer_of(path, loaded.raw, config.vocab_size, tokenizer)
+    text = {
+        "length": min(config.context_length, DataConfig.length),
+        "tokenizer": str(workdir / TOKENIZER),
+    }
+    experiment = Experiment(
+        model=config, data=DataConfig(**text | dict(data or {})),
+        exit_weights=ExitWeights((1.0,) * config.n_exits),
+    )  # fmt: skip
+    save_tokenizer(chosen, workdir / TOKENIZER)
+    metadata = {
+        "version": eejax.__version__, "model": config.to_dict(), "experiment": experiment.to_dict(),
+        "tokenizer": chosen.fingerprint, "tokens": 0, "averaged": False, "data": {},
+        "pretrained": {"source": os.fspath(source), "family": loaded.family.model_type},
+    }  # fmt: skip
+    checkpoints = Checkpoints(workdir / CHECKPOINTS)
+    try:
+        checkpoints.save(0, {PARAMS: loaded.params}, metadata)
+        checkpoints.wait()
+    finally:
+        checkpoints.close()
+    return loaded._replace(config=config)
+
+
+def tokenizer_of(
+    path: pathlib.Path, raw: dict[str, Any], vocab_size: int, spec: str | None = None
+) -> Tokenizer:
+    """The tokenizer `spec`, or that of the folder. A model of 256 bytes ends texts with the byte
+    that its config.json names."""
+    if spec is None and not any((path / name).is_file() for name in OWN):
+        raise CheckpointError(
+            f"{path}: has no tokenizer ({' or '.join(OWN[:2])}): name one, or 'bytes' for a model "
+            "of bytes."
+        )
+    found = load_tokenizer(path if spec is None else spec)
+    end = raw.get("eos_token_id")
+    if spec == BYTES and vocab_size == 256 and isinstance(end, int):
+        found = ByteTokenizer(end)
+    try:
+        check_vocabulary(found, vocab_size)
+    except DataError as error:
+        raise DataError(
+            f"{path}: the tokenizer has {found.vocab_size} tokens, the model {vocab_size}: name "
+            "the tokenizer the model was trained with."
+        ) from error
+    return found

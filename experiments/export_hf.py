@@ -1,0 +1,41 @@
+"""Writes the model of a run as a folder that transformers opens.
+
+    python -m experiments.export_hf --workdir=runs/quickstart --output=models/quickstart
+
+Early exits lie in files of their own beside the weights (eejax.json, eejax_exits.safetensors):
+transformers opens the model without them, and experiments.import_hf with them.
+"""
+
+from __future__ import annotations
+
+from absl import flags
+
+from experiments import launch
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "The run.")
+_OUTPUT = flags.DEFINE_string("output", None, "The folder, which must not be there yet.")
+_STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")
+_EMA = flags.DEFINE_bool("ema", False, "Take the averaged parameters (train.ema).")
+_FAMILY = flags.DEFINE_string("family", None, "Its model_type; by default the first that fits.")
+_DTYPE = flags.DEFINE_enum(
+    "dtype", "float32", ["float32", "bfloat16", "float16"], "Of the weights written."
+)
+flags.mark_flags_as_required(["workdir", "output"])
+
+
+def main() -> None:
+    from eejax.checkpoint.hf import save_pretrained
+    from eejax.train.runs import open_run
+
+    model = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value).model
+    known = model.metadata.get("pretrained", {}).get("family")
+    with launch.flags_named({}):
+        family = save_pretrained(
+            _OUTPUT.value, model.config, model.params, family=_FAMILY.value or known,
+            tokenizer=model.tokenizer, dtype=_DTYPE.value,
+        )  # fmt: skip
+    print(f"{family}, {model.config.n_exits} early exits beside it, in {_OUTPUT.value}")
+
+
+if __name__ == "__main__":
+    launch.run(main)

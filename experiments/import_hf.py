@@ -1,0 +1,53 @@
+"""Makes a run of a pretrained model: every other launcher takes it by its --workdir.
+
+    python -m experiments.import_hf --model=models/tinylm --tokenizer=bytes --workdir=runs/tinylm \\
+        --source='texts/*.txt'
+
+--model is a folder of the Hugging Face form (config.json, safetensors or .bin, a tokenizer), or the
+name of a model on the Hub. --source is the text that it is evaluated and that exits are tuned on.
+The model has no early exits, but for those that experiments.export_hf wrote beside it:
+experiments.tune_exits gives it some.
+"""
+
+from __future__ import annotations
+
+from absl import flags
+
+from experiments import launch
+
+_MODEL = flags.DEFINE_string("model", None, "The folder, or the model's name on the Hub.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "The run that is made.")
+_TOKENIZER = flags.DEFINE_string(
+    "tokenizer",
+    None,
+    "'bytes', a tokenizer.json, a .model or a folder; the model's own by default.",
+)
+_SOURCE = flags.DEFINE_list("source", None, "Text files or globs; Python's own library by default.")
+_LENGTH = flags.DEFINE_integer("length", None, "Tokens of a sequence; up to 256 by default.")
+_DTYPE = flags.DEFINE_enum(
+    "dtype", "float32", ["float32", "bfloat16", "float16"], "What the model is computed in."
+)
+flags.mark_flags_as_required(["model", "workdir"])
+
+
+def main() -> None:
+    from eejax.checkpoint.hf.load import fetched
+    from eejax.common.trees import size
+    from eejax.train.pretrained import import_pretrained
+
+    path = fetched(_MODEL.value)
+    text = {} if _SOURCE.value is None else {"source": tuple(_SOURCE.value)}
+    text |= {} if _LENGTH.value is None else {"length": _LENGTH.value}
+    made = import_pretrained(
+        path, _WORKDIR.value, tokenizer=_TOKENIZER.value, dtype=_DTYPE.value, data=text
+    )
+    config = made.config
+    print(
+        f"{made.family.model_type}: {config.n_layers} layers x {config.d_model}, "
+        f"{size(made.params):,} parameters, {config.vocab_size} tokens, context "
+        f"{config.context_length}, {config.n_exits} early exits, in {_WORKDIR.value}"
+    )
+
+
+if __name__ == "__main__":
+    launch.run(main)

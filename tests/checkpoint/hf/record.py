@@ -1,0 +1,54 @@
+"""Records what transformers computes of the tiny models (recorded.npz beside this file), and a
+file as PyTorch saves it (tensors.bin).
+
+    python -P tests/checkpoint/hf/record.py
+
+Needs the environment of `make bench-env`. Weights are not recorded: they are made anew by name.
+"""
+
+import json
+import pathlib
+import sys
+import tempfile
+
+import numpy as np
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "support"))
+import hf_models  # noqa: E402
+
+
+def _tensors_bin() -> None:
+    """Tensors of several kinds, one of which is a view that is not contiguous, two of which share
+    their numbers."""
+    import torch
+
+    a = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    tensors = {
+        "whole": a, "view": a[1:3, ::2], "transposed": a.T, "half": a.half(), "brain": a.bfloat16(),
+        "whole_numbers": torch.arange(5), "parameter": torch.nn.Parameter(a[0].clone()),
+        "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3),
+    }  # fmt: skip
+    torch.save(tensors, pathlib.Path(__file__).with_name("tensors.bin"))
+
+
+def main() -> None:
+    import transformers
+
+    found = {}
+    for name in hf_models.MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / name
+            shapes = {key: a.shape for key, a in hf_models.saved(name, path).items()}
+            config = json.loads((path / "config.json").read_text())
+            logits, new = hf_models.theirs(hf_models.opened(path))
+        about = {"config": config, "shapes": shapes, "version": transformers.__version__}
+        found[f"{name}/about"] = np.array(json.dumps(about))
+        found[f"{name}/logits"] = logits
+        found[f"{name}/new"] = np.array(new, np.int32)
+        print(name, logits.std(), len(set(new)))
+    _tensors_bin()
+    np.savez_compressed(pathlib.Path(__file__).with_name("recorded.npz"), **found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Files that are cut off, of another model, or that would run something: told by name."""
+
+import json
+import os
+import pathlib
+import pickle
+import zipfile
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from eejax.checkpoint.hf import load_pretrained, save_pretrained
+from eejax.checkpoint.hf.torch_file import TorchFile
+from eejax.common.errors import CheckpointError, ConfigError
+from eejax.models import params
+from eejax.models.config import ExitConfig, ModelConfig, RotaryConfig
+
+CONFIG = ModelConfig(
+    vocab_size=11, n_layers=2, d_model=8, n_heads=2, context_length=16, d_ff=12, norm_eps=1e-6,
+    exits=(ExitConfig(1, mlp=True, head="own"),),
+)  # fmt: skip
+WEIGHTS = "model.safetensors"
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.fixture
+def model(tmp_path):
+    tree = params.init(CONFIG, jax.random.key(0))
+    save_pretrained(tmp_path / "model", CONFIG, tree)
+    return tmp_path / "model"
+
+
+def change(path, **values):
+    """config.json with other values; None leaves one out."""
+    file = path / "config.json"
+    whole = json.loads(file.read_text()) | values
+    file.write_text(json.dumps({k: v for k, v in whole.items() if v is not None}))
+
+
+def plain(path, **values):
+    """As `change`, of the model without exits."""
+    (path / "eejax.json").unlink()
+    change(path, **values)
+
+
+def tensors(path, edit):
+    made = load_file(path / WEIGHTS)
+    edit(made)
+    save_file(made, path / WEIGHTS)
+
+
+def cut(path, name=WEIGHTS, part=0.7):
+    data = (path / name).read_bytes()
+    (path / name).write_bytes(data[: int(part * len(data))])
+
+
+def shards(path, **more):
+    """The weights in two files, and what tells of them."""
+    made = load_file(path / WEIGHTS)
+    (path / WEIGHTS).unlink()
+    names = sorted(made)
+    where = {}
+    for file, half in (("a.safetensors", names[::2]), ("b.safetensors", names[1::2])):
+        save_file({n: made[n] for n in half}, path / file)
+        where |= dict.fromkeys(half, file)
+    index = {"weight_map": where | more}
+    (path / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+
+
+BREAKS = {
+    "cut_off": (cut, r"model.safetensors: cannot be read"),
+    "header_cut_off": (lambda p: cut(p, part=0.01), r"model.safetensors: cannot be read"),
+    "empty": (lambda p: (p / WEIGHTS).write_bytes(b""), r"model.safetensors: cannot be read"),
+    "no_weights": (lambda p: (p / WEIGHTS).unlink(), "holds no weights"),
+    "no_config": (lambda p: (p / "config.json").unlink(), "no config.json"),
+    "config_cut_off": (lambda p: cut(p, "config.json"), r"config.json: cannot be read"),
+    "config_is_a_list": (lambda p: (p / "config.json").write_text("[]"), "must be a JSON object"),
+    "shard_missing": (
+        lambda p: (shards(p), (p / "b.safetensors").unlink()), r"1 of 2 shards.*b.safetensors",
+    ),
+    "shard_of_another": (
+        lambda p: shards(p, other="a.safetensors"), r"a.safetensors: has no .'other'",
+    ),
+    "shard_elsewhere": (lambda p: shards(p, other="../a.safetensors"), "must be in this folder"),
+    "no_weight_map": (
+        lambda p: (shards(p), (p / f"{WEIGHTS}.index.json").write_text("{}")), "weight_map",
+    ),
+    "tensor_missing": (
+        lambda p: tensors(p, lambda t: t.pop("model.norm.weight")), r"has no .'model.norm.weight'",
+    ),
+    "tensor_too_many": (
+        lambda p: tensors(p, lambda t: t.update(other=np.zeros(2))), r"it has .'other'",
+    ),
+    "more_layers": (lambda p: change(p, num_hidden_layers=3), r"3 layers.*layers.2"),
+    "fewer_layers": (lambda p: change(p, num_hidden_layers=1), r"1 layers.*layers.1"),
+    "other_width": (
+        lambda p: plain(p, intermediate_size=16),
+        r"layers.0.mlp.down_proj.weight has shape \(8, 12\)",
+    ),
+    "other_vocabulary": (lambda p: plain(p, vocab_size=12), r"has shape \(11, 8\)"),
+    "unknown": (lambda p: change(p, model_type="mixtral"), r"model_type = 'mixtral'"),
+    "no_type": (lambda p: change(p, model_type=None), "model_type is missing"),
+    "no_size": (lambda p: change(p, hidden_size=None), "hidden_size is missing"),
+    "odd_size": (lambda p: change(p, num_attention_heads=3), r"model_type = 'llama': as .*n_heads"),
+    "activation": (lambda p: change(p, hidden_act="mish"), r"hidden_act = 'mish'"),
+    "scaling": (
+        lambda p: change(p, rope_scaling={"rope_type": "longrope"}), r"rope_type = 'longrope'",
+    ),
+    "alibi": (lambda p: change(p, model_type="falcon", alibi=True), r"alibi = True"),
+    "exits_of_another": (
+        lambda p: change(p, rms_norm_eps=1e-5), r"eejax.json: is of another model.*norm_eps",
+    ),
+    "exits_cut_off": (lambda p: cut(p, "eejax_exits.safetensors"), "eejax_exits.*cannot be read"),
+    "exits_gone": (lambda p: (p / "eejax_exits.safetensors").unlink(), "eejax_exits"),
+    "exits_unknown": (lambda p: (p / "eejax.json").write_text('{"model": {"a": 1}}'), "eejax.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_is_wrong_is_named(model, name):
+    spoil, message = BREAKS[name]
+    spoil(model)
+    with pytest.raises(CheckpointError, match=message):
+        load_pretrained(model)
+
+
+def test_exits_come_back(model):
+    loaded = load_pretrained(model)
+    assert loaded.config == CONFIG
+    jax.tree.map(
+        np.testing.assert_array_equal, loaded.params, params.init(CONFIG, jax.random.key(0))
+    )
+
+
+def test_shards_are_one_model(model):
+    whole = load_pretrained(model).params
+    shards(model)
+    jax.tree.map(np.testing.assert_array_equal, load_pretrained(model).params, whole)
+
+
+def test_several_files_are_written(tmp_path):
+    tree = params.init(CONFIG, jax.random.key(0))
+    save_pretrained(tmp_path / "model", CONFIG, tree, shard=700)
+    assert len([*(tmp_path / "model").glob("model-*-of-*.safetensors")]) > 3
+    jax.tree.map(np.testing.assert_array_equal, load_pretrained(tmp_path / "model").params, tree)
+
+
+def test_nothing_is_written_over_and_nothing_half_written_stays(model, tmp_path, monkeypatch):
+    tree = params.init(CONFIG, jax.random.key(0))
+    with pytest.raises(CheckpointError, match="is there already"):
+        save_pretrained(model, CONFIG, tree)
+    with monkeypatch.context() as patch:
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(os, "replace", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            save_pretrained(tmp_path / "new", CONFIG, tree)
+    assert not (tmp_path / "new").exists()
+    save_pretrained(tmp_path / "new", CONFIG, tree)
+    assert load_pretrained(tmp_path / "new").config == CONFIG
+
+
+def test_a_model_of_no_family_is_told(tmp_path):
+    odd = CONFIG.replace(rotary=RotaryConfig(interleaved=True), qkv_bias=True)
+    with pytest.raises(ConfigError, match="no model of any family.*Nearest is"):
+        save_pretrained(tmp_path / "odd", odd, params.init(odd, jax.random.key(0)))
+    with pytest.raises(ConfigError, match="family = 'bert'"):
+        save_pretrained(tmp_path / "odd", CONFIG, {}, family="bert")
+    assert not (tmp_path / "odd").exists()
+
+
+def test_names_that_are_no_folder(tmp_path):
+    for source in (tmp_path / "none", "no such", "a/b/c"):
+        with pytest.raises(CheckpointError, match="no such folder"):
+            load_pretrained(source)
+    with pytest.raises(CheckpointError, match="has no config.json"):
+        load_pretrained(tmp_path)
+
+
+def test_tensors_of_a_torch_file():
+    file = TorchFile(HERE / "tensors.bin")
+    a = np.arange(24, dtype=np.float32).reshape(4, 6)
+    want = {
+        "whole": a, "view": a[1:3, ::2], "transposed": a.T, "half": a.astype(np.float16),
+        "brain": a,
+        "whole_numbers": np.arange(5), "parameter": a[0], "scalar": np.float32(2.5),
+        "empty": np.zeros((0, 3), np.float32),
+    }  # fmt: skip
+    assert {n: np.shape(v) for n, v in want.items()} == dict(file.names())
+    for name, values in want.items():
+        np.testing.assert_array_equal(file.read(name).astype(values.dtype), values)
+
+
+class _Runs:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_torch_file_runs_nothing(model, tmp_path):
+    (model / WEIGHTS).unlink()
+    made = tmp_path / "made"
+    with zipfile.ZipFile(model / "pytorch_model.bin", "w") as file:
+        file.writestr("archive/data.pkl", pickle.dumps({"a": _Runs(made)}))
+    with pytest.raises(CheckpointError, match="no file of weights alone.*Nothing of it was run"):
+        load_pretrained(model)
+    assert not made.exists()
+
+
+@pytest.mark.parametrize("part", [0.3, 0.9])
+def test_a_torch_file_that_is_cut_off(tmp_path, part):
+    data = (HERE / "tensors.bin").read_bytes()
+    (tmp_path / "a.bin").write_bytes(data[: int(part * len(data))])
+    with pytest.raises(CheckpointError, match="a.bin: cannot be read"):
+        TorchFile(tmp_path / "a.bin")
