@@ -25,10 +25,12 @@ flags.mark_flags_as_required(["workdir", "output"])
 
 def main() -> None:
     from eejax.checkpoint.hf import save_pretrained
+    from eejax.checkpoint.hf.families import FAMILIES
     from eejax.train.runs import open_run
 
     model = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value).model
     known = model.metadata.get("pretrained", {}).get("family")
+    known = known if known in FAMILIES else None  # one that was recognised is written as another
     with launch.flags_named({}):
         family = save_pretrained(
             _OUTPUT.value, model.config, model.params, family=_FAMILY.value or known,

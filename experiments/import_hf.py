@@ -42,6 +42,8 @@ def main() -> None:
         path, _WORKDIR.value, tokenizer=_TOKENIZER.value, dtype=_DTYPE.value, data=text
     )
     config = made.config
+    if made.guessed:
+        launch.say(made.guessed)
     print(
         f"{made.family.model_type}: {config.n_layers} layers x {config.d_model}, "
         f"{size(made.params):,} parameters, {config.vocab_size} tokens, context "

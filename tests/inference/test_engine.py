@@ -56,7 +56,12 @@ def drive(engine, asked, steps, events):
     return got
 
 
-@pytest.mark.parametrize("engine, more", [(e, {}) for e in ENGINES] + [("propagate", MASK)])
+SIMPLE = [("full", {}), ("posthoc", {}), ("propagate", MASK)]  # of which others are made
+SHARING = [(e, {}) for e in ENGINES if (e, {}) not in SIMPLE]
+SHARING += [pytest.param(*case, marks=pytest.mark.slow) for case in SIMPLE]
+
+
+@pytest.mark.parametrize("engine, more", SHARING)
 @settings(max_examples=2)
 @given(data=st.data())
 def test_requests_that_share_slots_get_what_they_get_alone(subset, prompts, data, engine, more):

@@ -73,7 +73,7 @@ GEOMETRY = dict(
 )
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(**GEOMETRY)
 def test_recompute_equals_posthoc(trained, subset, prompts, layout, cap, buckets, batch, data):
     check_recompute_equals_posthoc(subset, prompts, layout, cap, buckets, batch, data)

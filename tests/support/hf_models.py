@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import zlib
 
 import numpy as np
 
 VOCAB, LENGTH, PROMPT, NEW = 61, 40, 8, 64
+FILE = pathlib.Path(__file__).parents[1] / "checkpoint" / "hf" / "recorded.npz"
+RECORDED = np.load(FILE) if FILE.exists() else {}
 
 SIZE = dict(
     vocab_size=61, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
@@ -89,6 +92,18 @@ MODELS = {
 }  # fmt: skip
 
 
+# Of families that nothing here knows.
+UNKNOWN = {
+    "starcoder2": ("Starcoder2Config", GQA | dict(sliding_window=None)),
+    "arcee": ("ArceeConfig", GQA),
+    "seed_oss": ("SeedOssConfig", GQA | dict(head_dim=16)),
+    "helium": ("HeliumConfig", GQA | dict(head_dim=8)),
+    "ministral": ("MinistralConfig", GQA | dict(head_dim=8, sliding_window=16)),
+    "cwm": ("CwmConfig", GQA | dict(head_dim=8, sliding_window=128)),
+    "glm": ("GlmConfig", GQA | dict(head_dim=8)),
+}  # fmt: skip
+
+
 def weights(name: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """Numbers for tensors by name, the same everywhere, that make every part of a model matter."""
     made = {}
@@ -104,6 +119,19 @@ def weights(name: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarr
     return made
 
 
+def recorded(name: str, path: pathlib.Path, **changes) -> dict:
+    """Writes the folder that transformers wrote when the model was recorded, with `changes` of its
+    config.json; what was recorded of the model."""
+    from safetensors.numpy import save_file
+
+    about = json.loads(str(RECORDED[f"{name}/about"]))
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(about["config"] | changes))
+    shapes = {key: tuple(shape) for key, shape in about["shapes"].items()}
+    save_file(weights(name, shapes), path / "model.safetensors", metadata={"format": "pt"})
+    return about
+
+
 def saved(name: str, path: pathlib.Path) -> dict[str, np.ndarray]:
     """Writes a model's folder by transformers, with these weights; the weights."""
     import torch
@@ -111,7 +139,7 @@ def saved(name: str, path: pathlib.Path) -> dict[str, np.ndarray]:
     from safetensors import safe_open
     from safetensors.numpy import save_file
 
-    kind, values = MODELS[name]
+    kind, values = (MODELS | UNKNOWN)[name]
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**values)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)

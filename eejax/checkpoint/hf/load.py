@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from eejax.checkpoint.hf import sidecar
+from eejax.checkpoint.hf import probe, sidecar
 from eejax.checkpoint.hf.families import FAMILIES, Family
 from eejax.checkpoint.hf.fields import Raw
 from eejax.checkpoint.hf.folder import CONFIG, Folder, brief, read_json
@@ -30,13 +31,15 @@ WANTED = ["*.json", "*.safetensors", "*.bin", "*.model"]
 
 
 class Pretrained(NamedTuple):
-    """What `load_pretrained` gives. path: the folder; raw: what its config.json says."""
+    """What `load_pretrained` gives. path: the folder; raw: what its config.json says; guessed: how
+    a model of an unknown type was recognised, '' for one of a known family."""
 
     config: ModelConfig
     params: Tree
     family: Family
     path: pathlib.Path
     raw: Mapping[str, Any]
+    guessed: str = ""
 
 
 def load_pretrained(
@@ -49,15 +52,19 @@ def load_pretrained(
     the model is computed too. Every device's part is read for itself, a layer at a time. Exits
     that `save_pretrained` wrote beside the weights are loaded with them.
 
+    A `model_type` of no known family is recognised by its tensors (`probe`), and compared with what
+    transformers computes where that is installed; where it is not, a warning tells the guess.
+
     Raises CheckpointError, naming file and field, where a file is missing, cut off or of another
     model, or the model is of a kind that cannot be represented.
     """
     require_one_of("dtype", dtype, DTYPES)
     path = fetched(source)
     raw = Raw(path / CONFIG, read_json(path / CONFIG))
-    family = family_of(raw)
-    config = family.read(raw).replace(dtype=dtype)
     folder = Folder(path)
+    kind = raw("model_type")
+    family = FAMILIES[kind] if kind in FAMILIES else probe.guess(raw, folder.shapes)
+    config = family.read(raw).replace(dtype=dtype)
     table = named(family.rules(config, raw), config)
     tensors = _Tensors(folder, family, config, table)
     reads = {leaf: _reader(config, rule, j, tensors) for leaf, (rule, j) in leaves(table).items()}
@@ -70,7 +77,27 @@ def load_pretrained(
     tree = jax.tree_util.tree_map_with_path(
         lambda p, struct: _placed(struct, _whole(path_name(p), reads, path), dtype), wanted
     )
-    return Pretrained(config, tree, family, path, raw.values)
+    guessed = ""
+    if family.model_type not in FAMILIES:
+        config, guessed = _compared(path, config, tree, family)
+    return Pretrained(config, tree, family, path, raw.values, guessed)
+
+
+def _compared(path: pathlib.Path, config: ModelConfig, tree: Tree, family: Family):
+    """The model of a guess, and how sure that is."""
+    found = probe.verified(path, config, tree)
+    about = f"{path}: model_type {family.model_type!r} is not known; by its tensors it"
+    if found is not None:
+        return found[
+            0
+        ], f"{about} is a model that computes what transformers does, to {found[1]:.1e}"
+    told = (
+        f"{about} may be one of norm {config.norm!r}, {config.norm_placement!r}, residual "
+        f"{config.residual!r}, position {config.position!r}, activation {config.activation!r}: a "
+        "guess, which nothing was compared with (transformers does not run it here)"
+    )
+    warnings.warn(told, stacklevel=3)
+    return config, told
 
 
 def fetched(source: str | os.PathLike) -> pathlib.Path:
@@ -96,17 +123,6 @@ def fetched(source: str | os.PathLike) -> pathlib.Path:
         raise CheckpointError(
             f"{name}: no such folder, and the Hub does not give it ({first})."
         ) from error
-
-
-def family_of(raw: Raw) -> Family:
-    """Raises CheckpointError for a model of no known family."""
-    kind = raw("model_type")
-    if kind not in FAMILIES:
-        raise raw.refuse(
-            "model_type", kind, f"is not known; known are {', '.join(sorted(FAMILIES))}. "
-            "register_family() makes another known"
-        )  # fmt: skip
-    return FAMILIES[kind]
 
 
 def named(rules: list[Rule], config: ModelConfig) -> dict[tuple[str, ...], Rule]:

@@ -51,6 +51,12 @@ def tensors(path, edit):
     save_file(made, path / WEIGHTS)
 
 
+def more(path, **added):
+    """The model without exits, of an unknown type, with other tensors {name: shape}."""
+    plain(path, model_type="new")
+    tensors(path, lambda t: t.update({n: np.ones(s, np.float32) for n, s in added.items()}))
+
+
 def cut(path, name=WEIGHTS, part=0.7):
     data = (path / name).read_bytes()
     (path / name).write_bytes(data[: int(part * len(data))])
@@ -100,7 +106,24 @@ BREAKS = {
         r"layers.0.mlp.down_proj.weight has shape \(8, 12\)",
     ),
     "other_vocabulary": (lambda p: plain(p, vocab_size=12), r"has shape \(11, 8\)"),
-    "unknown": (lambda p: change(p, model_type="mixtral"), r"model_type = 'mixtral'"),
+    "experts": (
+        lambda p: plain(p, model_type="mixtral", num_local_experts=8),
+        "'mixtral': is a mixture of experts .num_local_experts., which cannot be represented",
+    ),
+    "latent": (
+        lambda p: more(p, **{"model.layers.0.self_attn.kv_a_proj.weight": (3, 3)}),
+        "multi-head latent attention",
+    ),
+    "state_space": (lambda p: plain(p, model_type="mamba", state_size=16), "a state-space"),
+    "encoder": (lambda p: plain(p, model_type="t5", is_encoder_decoder=True), "an encoder and"),
+    "odd_place": (
+        lambda p: more(p, **{f"model.layers.{i}.odd.weight": (3, 3) for i in (0, 1)}),
+        r"odd of shape \(3, 3\), whose place is not known",
+    ),
+    "layers_not_alike": (
+        lambda p: more(p, **{"model.layers.1.odd.weight": (3, 3)}), "layers that are not alike",
+    ),
+    "no_sizes": (lambda p: plain(p, model_type="new", hidden_size=None), "nothing of d_model"),
     "no_type": (lambda p: change(p, model_type=None), "model_type is missing"),
     "no_size": (lambda p: change(p, hidden_size=None), "hidden_size is missing"),
     "odd_size": (lambda p: change(p, num_attention_heads=3), r"model_type = 'llama': as .*n_heads"),

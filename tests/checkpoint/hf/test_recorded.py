@@ -1,34 +1,18 @@
 """Models of every family against what transformers made of them (recorded.npz; record.py)."""
 
-import json
-import pathlib
-
 import jax
 import numpy as np
 import pytest
-from hf_models import LENGTH, MODELS, NEW, PROMPT, tokens, weights
-from safetensors.numpy import save_file
+from hf_models import LENGTH, MODELS, NEW, PROMPT, RECORDED, recorded, tokens
 
 from eejax.checkpoint.hf import load_pretrained, save_pretrained
 from eejax.inference import Generator
 from eejax.models import exits, transformer
 
-RECORDED = np.load(pathlib.Path(__file__).with_name("recorded.npz"))
-
-
-def folder(name, path):
-    """The model's folder as transformers wrote it; what it says of itself."""
-    about = json.loads(str(RECORDED[f"{name}/about"]))
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(about["config"]))
-    shapes = {key: tuple(shape) for key, shape in about["shapes"].items()}
-    save_file(weights(name, shapes), path / "model.safetensors", metadata={"format": "pt"})
-    return about
-
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_greedy_text(name, tmp_path):
-    folder(name, tmp_path / "theirs")
+    recorded(name, tmp_path / "theirs")
     loaded = load_pretrained(tmp_path / "theirs")
     config = loaded.config
 
@@ -46,7 +30,7 @@ def test_logits_and_greedy_text(name, tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_written_is_read_as_the_same(name, tmp_path):
-    about = folder(name, tmp_path / "theirs")
+    about = recorded(name, tmp_path / "theirs")
     loaded = load_pretrained(tmp_path / "theirs")
     kind = loaded.family.model_type
     assert save_pretrained(tmp_path / "ours", loaded.config, loaded.params, family=kind) == kind

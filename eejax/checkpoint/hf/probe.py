@@ -1,0 +1,343 @@
+"""A model of an unknown `model_type`, recognised by the names and shapes of its tensors.
+
+What cannot be read off them (how residuals are joined, how rotary pairs lie, whether norms add 1)
+is guessed in the usual way, and found by comparison where transformers can run the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from eejax.checkpoint.hf.families import Family
+from eejax.checkpoint.hf.fields import REQUIRED, Raw, read_rotary
+from eejax.checkpoint.hf.layouts import (
+    Rule,
+    by_group,
+    conv1d,
+    fused,
+    gate_and_up,
+    linear,
+    one_after_another,
+    positions,
+    vector,
+    vocabulary,
+)  # fmt: skip
+from eejax.common.errors import CheckpointError, ConfigError
+from eejax.common.trees import Tree
+from eejax.models import exits, transformer
+from eejax.models.config import ModelConfig
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+ALIASES = {
+    "vocab_size": ("vocab_size",),
+    "n_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "d_model": ("hidden_size", "n_embd", "d_model", "dim"),
+    "n_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "context_length": (
+        "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length",
+        "max_sequence_length",
+    ),
+}  # fmt: skip
+EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+ACTIVATION = ("hidden_act", "hidden_activation", "activation_function", "activation")
+# What there is no place for, by settings and by names of tensors.
+REFUSED = {
+    "a mixture of experts": (
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
+        r"\bexperts?\b|\brouter\b",
+    ),
+    "multi-head latent attention": (("kv_lora_rank", "q_lora_rank"), r"kv_a_proj|kv_b_proj"),
+    "a state-space or recurrent model": (
+        ("state_size", "ssm_state_size", "mamba_d_state", "conv_kernel"),
+        r"\bA_log\b|\bx_proj\b|\bdt_proj\b|\bconv1d\b|time_decay|time_mix",
+    ),
+    "an encoder and a decoder": (("is_encoder_decoder",), r"\bencoder\b.*\bdecoder\b|encoder_attn"),
+}
+# Of a layer's tensors: what a name's end, without .weight, says it is; the first that fits.
+PARTS = (
+    ("attn/qkv", r"qkv(_proj)?|query_key_value|c_attn|wqkv|in_proj|att_proj"),
+    ("attn/q_norm", r"q_(layer)?norm|query_norm|q_ln"),
+    ("attn/k_norm", r"k_(layer)?norm|key_norm|k_ln"),
+    ("attn/q", r"q_proj|query|wq|to_q|q_lin|q"),
+    ("attn/k", r"k_proj|key|wk|to_k|k_lin|k"),
+    ("attn/v", r"v_proj|value|wv|to_v|v_lin|v"),
+    ("mlp/gate_up", r"gate_up_proj|w12|gate_and_up"),
+    ("mlp/gate", r"gate_proj|w1|gate|wi_0|c_fc_0|w_gate|linear_1"),
+    ("mlp/up", r"up_proj|w3|up|fc1|fc_in|c_fc|dense_h_to_4h|wi_1|c_fc_1|w_up|linear_in|wi"),
+    ("mlp/down", r"down_proj|w2|down|fc2|fc_out|dense_4h_to_h|wo_mlp|w_down|linear_out|linear_2"),
+    ("attn/o", r"o_proj|out_proj|wo|to_out|dense|c_proj|attn_out|out_lin|o"),
+)
+NORMS = (
+    ("attn_norm", r"input_layernorm|ln_?1|attention_norm|attn_norm|pre_attention_layernorm|"
+     r"self_attn_layer_norm|norm_?1|operator_norm|layer_norm_1"),
+    ("post_attention", r"post_attention_(layer)?norm"),
+    ("mlp_norm", r"ln_?2|ffn_norm|mlp_norm|pre_mlp_layernorm|pre_feedforward_layernorm|norm_?2|"
+     r"final_layer_norm|layer_norm_2"),
+    ("mlp_out_norm", r"post_(feedforward|mlp)_(layer)?norm"),
+)  # fmt: skip
+
+
+class Stack(NamedTuple):
+    """Layers: what their names begin with, how many there are, and one's tensors."""
+
+    prefix: str
+    layers: int
+    shapes: dict[str, tuple[int, ...]]
+
+
+def guess(raw: Raw, shapes: Shapes) -> Family:
+    """The family that a folder's tensors seem to be of. Raises CheckpointError, saying what it is
+    or which part of it could not be told."""
+    refuse(raw, shapes)
+    stack = stack_of(raw, shapes)
+    sizes = {alias(raw, ours): (ours, REQUIRED) for ours in ALIASES}
+    d = raw(alias(raw, "d_model"))
+    found = parts(raw, stack, d)
+    outer, rules = ends(raw, shapes, stack, d)
+    inner, more = layer_rules(raw, stack, found, d)
+    act = next((n for n in ACTIVATION if raw(n, None) is not None), ACTIVATION[0])
+    eps = next((n for n in EPS if raw(n, None) is not None), None)
+    if eps is not None:
+        sizes[eps] = ("norm_eps", REQUIRED)
+    fixed = outer | inner
+    if fixed["position"] == "rotary":
+        fixed["rotary"] = read_rotary(raw)
+    if raw("sliding_window", None) is not None and raw("use_sliding_window", True):
+        fixed["sliding_window"] = raw.windows(None, lambda i: True)
+    usual = "silu" if fixed["mlp_gated"] else "gelu_new"
+    return Family(
+        raw("model_type"), "", sizes, lambda config, _: [*rules, *more], fixed, (act, usual),
+        more=lambda _: dict(head=fixed["head"]), prefix="",
+    )  # fmt: skip
+
+
+def refuse(raw: Raw, shapes: Shapes) -> None:
+    """Raises CheckpointError for kinds of models that there is no place for, by their names."""
+    for kind, (settings, names) in REFUSED.items():
+        said = [n for n in settings if raw(n, None) not in (None, False, 0)]
+        seen = [n for n in shapes if re.search(names, n)]
+        if said or seen:
+            raise raw.refuse(
+                "model_type", raw("model_type"),
+                f"is {kind} ({said[0] if said else seen[0]}), which cannot be represented",
+            )  # fmt: skip
+
+
+def alias(raw: Raw, ours: str) -> str:
+    for name in ALIASES[ours]:
+        if raw(name, None) is not None:
+            return name
+    raise CheckpointError(
+        f"{raw.path}: says nothing of {ours}: looked for {', '.join(ALIASES[ours])}."
+    )
+
+
+def stack_of(raw: Raw, shapes: Shapes) -> Stack:
+    """The longest numbered row of tensors that are alike."""
+    layers = raw(alias(raw, "n_layers"))
+    rows: dict[str, dict[int, dict[str, tuple[int, ...]]]] = {}
+    for name, shape in shapes.items():
+        if match := re.match(r"(.*?\.)?(\d+)\.(.+)", name):
+            row = rows.setdefault(match[1] or "", {})
+            row.setdefault(int(match[2]), {})[match[3]] = tuple(shape)
+    for prefix, row in rows.items():
+        if sorted(row) == [*range(layers)]:
+            if any(row[i] != row[0] for i in row):
+                other = next(i for i in row if row[i] != row[0])
+                raise raw.refuse(
+                    "model_type", raw("model_type"),
+                    f"has layers that are not alike: {prefix}0 and {prefix}{other}",
+                )  # fmt: skip
+            return Stack(prefix, layers, row[0])
+    raise raw.refuse(
+        "model_type", raw("model_type"), f"has no {layers} layers numbered from 0 among its tensors"
+    )
+
+
+def parts(raw: Raw, stack: Stack, d: int) -> dict[str, str]:
+    """Of each part of a layer the name of its tensor, without .weight."""
+    found: dict[str, str] = {}
+    weights = [n.removesuffix(".weight") for n in stack.shapes if not n.endswith("bias")]
+    for name in weights:
+        shape = stack.shapes.get(f"{name}.weight", stack.shapes.get(name))
+        last = name.rsplit(".", 1)[-1]
+        table = PARTS if len(shape) == 2 or "norm" in last and "attn" in name else NORMS
+        if len(shape) == 1 and not re.fullmatch(PARTS[1][1] + "|" + PARTS[2][1], last):
+            table = NORMS
+        fits = [part for part, pattern in table if re.fullmatch(pattern, last, re.IGNORECASE)]
+        if fits and fits[0] == "attn/o" and d not in shape:
+            fits = []
+        if fits and fits[0] == "attn/o" and re.search(r"mlp|ffn|feed_forward", name):
+            fits = ["mlp/down"]
+        if not fits or fits[0] in found:
+            raise raw.refuse(
+                "model_type", raw("model_type"),
+                f"has {stack.prefix}0.{name} of shape {shape}, whose place is not known",
+            )  # fmt: skip
+        found[fits[0]] = name
+    return found
+
+
+def ends(raw: Raw, shapes: Shapes, stack: Stack, d: int) -> tuple[dict, list[Rule]]:
+    """Embedding, positions, final norm and head: settings and rules."""
+    outside = {n: tuple(s) for n, s in shapes.items() if not n.startswith(stack.prefix)}
+    v = raw("vocab_size")
+    tables = [n for n, s in outside.items() if s == (v, d)]
+    heads = [n for n in tables if re.search(r"head|output|embed_out|unembed", n)]
+    tokens = [n for n in tables if n not in heads]
+    norms = [n for n, s in outside.items() if s == (d,)]
+    rows = [n for n, s in outside.items() if len(s) == 2 and n not in tables and s[1] == d]
+    scales = [n for n in norms if not n.endswith("bias")]
+    if len(tokens) != 1 or len(heads) > 1 or len(scales) > 1 or len(rows) > 1:
+        raise raw.refuse(
+            "model_type", raw("model_type"),
+            f"has {[*outside.items()]} outside its layers, among which embedding, final norm and "
+            "head cannot be told",
+        )  # fmt: skip
+    settings = dict(head="own" if heads else "tied", final_norm=bool(scales), head_bias=False)
+    rules = [vocabulary(tokens[0], "embed/tokens")]
+    rules += [vocabulary(heads[0], "final/head")] if heads else []
+    bias = heads[0].replace("weight", "bias") if heads else None
+    if bias in outside:
+        settings["head_bias"] = True
+        rules.append(vocabulary(bias, "final/head_bias"))
+    if scales:
+        rules.append(vector(scales[0], "final/norm/scale"))
+        rules += [vector(n, "final/norm/bias") for n in norms if n.endswith("bias")]
+    settings["position"] = "rotary"
+    if rows:
+        t = raw(alias(raw, "context_length"))
+        settings["position"] = "learned"
+        rules.append(positions(rows[0], "embed/positions", outside[rows[0]][0] - t))
+    elif raw("alibi", False):
+        settings["position"] = "alibi"
+    return settings, rules
+
+
+def layer_rules(raw: Raw, stack: Stack, found: dict[str, str], d: int) -> tuple[dict, list[Rule]]:
+    """Settings and rules of a layer."""
+    shapes, at = stack.shapes, lambda name: f"{stack.prefix}{{i}}.{name}"
+    weight = lambda name: f"{name}.weight" if f"{name}.weight" in shapes else name
+    bias = lambda name: f"{name}.bias"
+    has_bias = lambda part: part in found and bias(found[part]) in shapes
+    need = ("attn/o", "mlp/down")
+    if missing := [p for p in need if p not in found]:
+        raise raw.refuse("model_type", raw("model_type"), f"has no {missing} that could be told")
+    down = shapes[weight(found["mlp/down"])]
+    product, transposed = (linear, True) if down[0] == d else (conv1d, False)
+    d_ff = down[1] if transposed else down[0]
+    out = lambda name: shapes[weight(name)][0 if transposed else 1]
+    n_heads = raw(alias(raw, "n_heads"))
+    o = shapes[weight(found["attn/o"])]
+    head_dim = (o[1] if transposed else o[0]) // n_heads
+    gated = "mlp/gate" in found or "mlp/gate_up" in found
+    if not gated and "mlp/up" not in found:
+        raise raw.refuse("model_type", raw("model_type"), "has no MLP that could be told")
+    if "attn/qkv" in found:
+        n_kv = (out(found["attn/qkv"]) // head_dim - n_heads) // 2
+    else:
+        n_kv = out(found["attn/k"]) // head_dim
+    norms = [part for part in found if part.endswith("norm") or part == "post_attention"]
+    placement, residual, names = norm_places({n for n in norms if "/" not in n})
+    layernorm = any(bias(found[n]) in shapes for n in norms)
+    qk = found.get("attn/q_norm")
+    qk_norm = "none" if qk is None else "head" if shapes[weight(qk)] == (head_dim,) else "full"
+    settings = dict(
+        d_ff=d_ff, head_dim=head_dim, n_kv_heads=n_kv, mlp_gated=gated, qk_norm=qk_norm,
+        norm="layernorm" if layernorm or "layer_norm" in str(raw.values.keys()) else "rmsnorm",
+        norm_bias=layernorm, norm_placement=placement, residual=residual,
+        qkv_bias=has_bias("attn/q") or has_bias("attn/qkv"), o_bias=has_bias("attn/o"),
+        mlp_bias=has_bias("mlp/down"),
+    )  # fmt: skip
+    rules: list[Rule] = []
+    for part, name in found.items():
+        if part in ("attn/qkv", "mlp/gate_up"):
+            ours, sizes = ["mlp/gate", "mlp/up"], gate_and_up
+            if part == "attn/qkv":
+                ours = ["attn/q", "attn/k", "attn/v"]
+                mixed = "query_key_value" in name
+                sizes = by_group if mixed else one_after_another
+            rules.append(fused(at(weight(name)), ours, sizes, transposed))
+            if bias(name) in shapes:
+                rules.append(fused(at(bias(name)), [f"{o}_bias" for o in ours], sizes))
+        elif part in norms:
+            ours = names.get(part, part)
+            rules.append(vector(at(weight(name)), f"{ours}/scale"))
+            if bias(name) in shapes:
+                rules.append(vector(at(bias(name)), f"{ours}/bias"))
+        else:
+            rules.append(product(at(weight(name)), part))
+            if bias(name) in shapes:
+                rules.append(vector(at(bias(name)), f"{part}_bias"))
+    return settings, rules
+
+
+def norm_places(norms: set[str]) -> tuple[str, str, dict[str, str]]:
+    """Placement, residual, and what each norm found is to us."""
+    after = {"post_attention": "attn_out_norm"}
+    if norms == {"attn_norm"}:
+        return "pre", "parallel_one_norm", {}
+    if norms == {"post_attention", "mlp_out_norm"}:
+        return "output", "sequential", after
+    if len(norms) == 4:
+        return "pre_post", "sequential", after
+    return "pre", "sequential", {"post_attention": "mlp_norm"}
+
+
+def variants(config: ModelConfig) -> Iterator[ModelConfig]:
+    """Models of the same tensors, the likeliest first."""
+    residuals = [config.residual] + ["parallel"] * (
+        config.residual == "sequential" and config.norm_placement == "pre"
+    )
+    turns = [False, True] if config.position == "rotary" else [False]
+    scales = [1.0, config.d_model**0.5]
+    for residual, plus, turned, scale in itertools.product(residuals, (False, True), turns, scales):
+        yield config.replace(
+            residual=residual, norm_plus_one=plus, embedding_scale=scale,
+            rotary=dataclasses.replace(config.rotary, interleaved=turned),
+        )  # fmt: skip
+
+
+def verified(
+    path: pathlib.Path, config: ModelConfig, tree: Tree, tolerance: float = 1e-3
+) -> tuple[ModelConfig, float] | None:
+    """The variant that computes what transformers does, and how far its logits are off at most;
+    None where transformers is not installed or does not know the model.
+
+    tolerance: of the largest logit. Raises CheckpointError where none does.
+    """
+    try:
+        import torch
+        import transformers
+
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    except Exception:  # not installed, another version, code of its own: there is no telling
+        return None
+    asked = np.random.default_rng(0).integers(0, config.vocab_size, (1, 16)).astype(np.int32)
+    with torch.no_grad():
+        want = theirs(torch.tensor(asked.astype(np.int64))).logits[0].numpy()
+    far = []
+    for model in variants(config.replace(dtype="float32")):
+        try:
+            states = jax.jit(lambda p, x, c=model: transformer.exit_states(p, c, x))(tree, asked)
+            got = exits.logits(exits.head(tree, model, model.n_exits), states[-1])
+        except ConfigError:
+            continue
+        off = float(np.abs(np.asarray(got)[0, :, : model.vocab_size] - want).max())
+        if off <= tolerance * float(np.abs(want).max()):
+            return model.replace(dtype=config.dtype), off
+        far.append(off)
+    raise CheckpointError(
+        f"{path}: was recognised by its tensors, but computes something else than transformers: "
+        f"its logits are off by {min(far):.3g} at least. It cannot be represented, or needs a "
+        "Family."
+    )
