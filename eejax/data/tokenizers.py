@@ -81,7 +81,10 @@ class ByteTokenizer:
     """UTF-8 bytes as ids 0..255, and one id for the end of a document: 256, or a byte that text
     does not have."""
 
+    vocab_size = 257
+    eos_id = 256
     bos_id = None
+    fingerprint = "bytes-257"
 
     def __init__(self, eos_id: int = 256):
         require(0 <= eos_id <= 256, "eos_id", eos_id, "must be a byte, or 256")
