@@ -88,9 +88,9 @@ class ByteTokenizer:
 
     def __init__(self, eos_id: int = 256):
         require(0 <= eos_id <= 256, "eos_id", eos_id, "must be a byte, or 256")
-        self.eos_id = eos_id
-        self.vocab_size = max(256, eos_id + 1)
-        self.fingerprint = "bytes-257" if eos_id == 256 else f"bytes-256-{eos_id}"
+        if eos_id != 256:  # else a subclass's own stay
+            self.eos_id, self.vocab_size = eos_id, 256
+            self.fingerprint = f"bytes-256-{eos_id}"
 
     @property
     def byte_lengths(self) -> np.ndarray:
