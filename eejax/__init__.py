@@ -1,3 +1,18 @@
 """Early-exit language models in JAX: training, tuning and serving."""
 
+import importlib
+
 __version__ = "0.1.0"
+
+_HERE = ("Model", "calibrate", "generate", "load")
+
+
+def __getattr__(name: str):
+    """`eejax.load` and the like, imported when they are used, as JAX is with them."""
+    if name in _HERE:
+        return getattr(importlib.import_module("eejax.interop.pretrained"), name)
+    raise AttributeError(f"module 'eejax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HERE])

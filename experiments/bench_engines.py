@@ -193,10 +193,10 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
 
 def ask_otherwise(generator, prompts: list, new: int) -> None:
     """Prompts of other lengths, other gates, thresholds and sampling: what must compile nothing."""
-    from eejax.gates.confidence import GATES
+    from eejax.inference.policy import gates_of
 
     rng = np.random.default_rng(0)
-    for prompt, gate in zip(itertools.cycle(prompts), GATES, strict=False):
+    for prompt, gate in zip(itertools.cycle(prompts), gates_of(generator.config), strict=False):
         shorter = int(rng.integers(0, PROMPT // 2))  # one that is padded to the same
         stream = generator.stream(
             [prompt[shorter:]], new + 1 + shorter, chunk=new, gate=gate, seed=shorter,

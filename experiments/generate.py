@@ -64,7 +64,8 @@ _ENGINE = flags.DEFINE_enum("engine", "recompute", ENGINES, "Decoder.")
 _THRESHOLD = flags.DEFINE_list("threshold", ["0.9"], "Confidence to leave at; one, or one an exit.")
 _GATE = flags.DEFINE_string(
     "gate", "max_probability",
-    "What a token's confidence is: max_probability, margin, entropy, patience, saturation, fixed.",
+    "What a token's confidence is: max_probability, margin, entropy, patience, saturation, fixed, "
+    "router.",
 )  # fmt: skip
 _EXITS = flags.DEFINE_list("exits", None, "Boundaries of the active exits; all by default.")
 _MIN_DEPTH = flags.DEFINE_integer("min_depth", 0, "Exits below so many layers are not active.")

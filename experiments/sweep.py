@@ -44,24 +44,25 @@ POINTS = 12  # thresholds of a gate, where none are given
 SUFFIXES = (".png", ".pdf", ".svg")
 
 
-@launch.flags_named({"threshold": "thresholds"})
+@launch.flags_named({"threshold": "thresholds", "gate": "gates"})
 def main() -> None:
     from eejax import analysis, calibration
     from eejax.gates.confidence import GATES
-    from eejax.inference.policy import ExitPolicy
+    from eejax.inference.policy import ExitPolicy, gates_of
     from eejax.train.runs import open_run
 
-    gates = _GATES.value or GATES
-    for gate in gates:
+    for gate in _GATES.value or ():
         require_one_of("--gates", gate, GATES)
     given = lambda flag, kind: flag.value and launch.numbers(flag.name, flag.value, kind)
     chosen, thresholds = given(_EXITS, int), given(_THRESHOLDS, float)
     require(thresholds != [], "--thresholds", "", "must be numbers in [0, 1]")
     run = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value)
     model, config = run.model, run.model.config
+    gates = _GATES.value or gates_of(config)
     rules = dict(min_depth=_MIN_DEPTH.value, decay=_DECAY.value)
     for threshold in thresholds or [1.0]:  # what is wrong is said before the work is done
-        ExitPolicy.make(config, 1, threshold, chosen, **rules)
+        for gate in gates:
+            ExitPolicy.make(config, 1, threshold, chosen, gate=gate, **rules)
     active = [
         e.boundary for e in config.exits
         if (chosen is None or e.boundary in chosen) and e.boundary >= _MIN_DEPTH.value

@@ -1,6 +1,7 @@
 """Tables, plots and text baselines: numpy in, figures and numbers out."""
 
 from eejax.analysis.baselines import Trigram, compression_bits_per_byte
+from eejax.analysis.depths import convergence_by_depth
 from eejax.analysis.pairs import Ratio, interleave, median_ratio
 from eejax.analysis.panels import Panel, compare
 from eejax.analysis.plots import (
@@ -19,6 +20,7 @@ __all__ = [
     "Trigram",
     "compare",
     "compression_bits_per_byte",
+    "convergence_by_depth",
     "differences",
     "exit_histogram",
     "exit_label",

@@ -1,4 +1,4 @@
-"""Thresholds and what they cost: the quality-speed frontier, and thresholds with a guarantee."""
+"""Routers and thresholds: training, the quality-speed frontier, thresholds with a guarantee."""
 
 from eejax.calibration.frontier import (
     Point,
@@ -20,22 +20,30 @@ from eejax.calibration.guarantee import (
     unit_risks,
     unlike,
 )
+from eejax.calibration.pretrained import Calibrated, calibrate_model
+from eejax.calibration.routers import Quality, RouterOptions
+from eejax.calibration.thresholds import thresholds_for
 
 __all__ = [
     "CANDIDATES",
     "NEVER",
+    "Calibrated",
     "Guarantee",
     "Point",
+    "Quality",
+    "RouterOptions",
     "Scores",
     "SegmentCosts",
     "at_threshold",
     "calibrate",
+    "calibrate_model",
     "emitting_exits",
     "fastest",
     "learn_then_test",
     "score",
     "sweep",
     "text_risks",
+    "thresholds_for",
     "unit_risks",
     "unlike",
 ]

@@ -22,7 +22,7 @@ from jax import lax
 from eejax.common.errors import DataError, require
 from eejax.common.trees import Tree
 from eejax.data import Tokenizer
-from eejax.gates import confidence
+from eejax.gates import confidence, router
 from eejax.gates.confidence import GATES
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import argmax
@@ -40,8 +40,9 @@ class Scores:
     labels [n]: the token that was to be predicted. units [n]: number of the text (a prompt, a
     window) that a position belongs to; a text's positions come in its own order.
     tokens: the most likely token, after the exit's own temperature. nlls: -log p of the label, in
-    nats. confidences: by gate, of those that record one (max_probability, margin, entropy and
-    saturation): patience follows from the tokens and the active exits, and fixed is 1.
+    nats. confidences: by gate, of those that record one (max_probability, margin, entropy,
+    saturation, and router where the model has any): patience follows from the tokens and the active
+    exits, and fixed is 1.
     """
 
     config: ModelConfig
@@ -164,6 +165,10 @@ def _score(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
         out = lax.map(partial(one, head), (cut(h.reshape(n, -1)), cut(labels)))
         tokens, nlls, gates = jax.tree.map(lambda a: a.reshape(-1)[:n], out)
         gates["saturation"] = confidence.saturation(boundaries[e], before[e]).reshape(-1)
+        if any(exit_.router for exit_ in config.exits):
+            says = router.of_exit(params, config, e)
+            none = jnp.zeros((n,), jnp.float32)
+            gates["router"] = none if says is None else says(boundaries[e]).reshape(-1)
         rows.append((tokens, nlls, gates))
     return jax.tree.map(lambda *a: jnp.stack(a), *rows)
 

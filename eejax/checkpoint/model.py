@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from jax.sharding import Mesh
 
+from eejax.checkpoint import overlay
 from eejax.checkpoint.manager import Checkpoints, Restored, Targets
 from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.common.trees import Tree
@@ -58,6 +59,8 @@ def load_model(
     """
     workdir = pathlib.Path(workdir).expanduser()
     mesh = make_mesh(MeshConfig()) if mesh is None else mesh
+    if (over := _overlay(workdir, step)) is not None:
+        return _overlaid(over, mesh, part, ema)
     item = EMA if ema else PARAMS
 
     def targets(metadata: dict[str, Any]) -> dict[str, Tree]:
@@ -82,7 +85,41 @@ def load_metadata(workdir: str | os.PathLike, *, step: int | None = None) -> dic
 
     Raises `CheckpointError` where there is none whose description is whole.
     """
+    if (over := _overlay(pathlib.Path(workdir).expanduser(), step)) is not None:
+        return over.metadata
     return _restore(pathlib.Path(workdir).expanduser(), lambda _: {}, step).metadata
+
+
+def _overlay(workdir: pathlib.Path, step: int | None) -> overlay.Overlay | None:
+    found = overlay.opened(workdir)
+    if found is not None and step not in (None, found.step):
+        raise CheckpointError(
+            f"{workdir} has the exits of step {found.step} of {found.base}, and of no step {step}."
+        )
+    return found
+
+
+def _overlaid(over: overlay.Overlay, mesh: Mesh, part, ema: bool) -> Model:
+    """The base's model with the exits that are stored in a workdir of their own."""
+    config = over.config
+    wanted = abstract_params(config, mesh)
+    wanted = wanted if part is None else part(config, wanted)
+    seen = {}
+
+    def below(of: ModelConfig, _: Tree) -> Tree:
+        seen["config"] = of
+        return overlay.beneath(config, of, wanted)
+
+    try:
+        base = load_model(over.base, step=over.step, mesh=mesh, part=below, ema=ema)
+    except CheckpointError as error:
+        raise CheckpointError(f"{over.path} is made of another run's model: {error}") from error
+    tree = overlay.above(config, seen["config"], base.params)
+    if part is None:
+        over.check(tree)
+    tree |= {"exits": over.exits(wanted["exits"])} if "exits" in wanted else {}
+    tokenizer = load_run_tokenizer(over.path, over.metadata)
+    return Model(config, tree, tokenizer, over.step, over.metadata)
 
 
 def _restore(

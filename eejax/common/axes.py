@@ -4,6 +4,7 @@ b batch              t query positions     s cache positions    d model
 n query heads        k key/value heads     g query heads per key/value head
 h head dim           f feed-forward        v vocabulary         l layers
 e exits              p pipeline stages     m microbatches       w waiting rows
+r router bottleneck
 """
 
 from __future__ import annotations

@@ -5,13 +5,14 @@ A gate sees logits after the exit's own temperature and before any sampling tran
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-GATES = ("max_probability", "margin", "entropy", "patience", "saturation", "fixed")
+GATES = ("max_probability", "margin", "entropy", "patience", "saturation", "fixed", "router")
 """Names of the gates. A request's is a number here, so that a batch may mix them.
 
 max_probability: probability of the most likely token (EE-LLM, section 4).
@@ -21,9 +22,10 @@ patience: exits in a row that agree on the most likely token, over the model's e
     et al. 2020): a threshold of 2 / 4 leaves a model of four exits once two agree.
 saturation: cosine of the states at this and the exit before (CALM, section 3.5), 0 at the first.
 fixed: always 1, so that a token leaves by the first active exit whose threshold is below 1.
+router: what a router network says of the state (`gates.router`; TIDE), at exits that have one.
 """
 
-MAX_PROBABILITY, MARGIN, ENTROPY, PATIENCE, SATURATION, FIXED = range(len(GATES))
+MAX_PROBABILITY, MARGIN, ENTROPY, PATIENCE, SATURATION, FIXED, ROUTER = range(len(GATES))
 
 
 class Memory(NamedTuple):
@@ -104,10 +106,21 @@ def patience(streak: jax.Array, exits: int) -> jax.Array:
     return jnp.where(streak > 1, streak, 0).astype(jnp.float32) / max(exits, 1)
 
 
-def of_state(kind: jax.Array, state: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
-    """Confidences [b] by gates `kind` that read no logits, of states [b, d], and the `Memory`."""
+def of_state(
+    kind: jax.Array,
+    state: jax.Array,
+    memory: Memory,
+    router: Callable[[jax.Array], jax.Array] | None = None,
+) -> tuple[jax.Array, Memory]:
+    """Confidences [b] by gates `kind` that read no logits, of states [b, d], and the `Memory`.
+
+    router: what this exit's router network makes [b] of states; without one nobody leaves by it.
+    """
     confidence = jnp.where(kind == SATURATION, saturation(state, memory.state), 1.0)
-    return confidence, memory._replace(state=state)
+    by_router, routed = kind == ROUTER, jnp.zeros_like(state[:, 0], jnp.float32)
+    if router is not None:
+        routed = lax.cond(jnp.any(by_router), router, lambda x: routed, state)
+    return jnp.where(by_router, routed, confidence), memory._replace(state=state)
 
 
 def falling(threshold: jax.Array, decay: jax.Array, progress: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from eejax.gates import router
 from eejax.gates.confidence import Memory
 from eejax.inference import state as s
 from eejax.inference.batched_state import (
@@ -77,7 +78,10 @@ def _look(weights, config, state, e, slot, position, allowed, x, h, before) -> P
     request = jax.tree.map(lambda a: a[slot], state.request)
     logits = lambda: s.step_logits(weights, config, e, h)
     allowed = allowed & (own.exit < 0)
-    look = Look(e, x, logits, allowed, position + 1, request.progress(position + 1))
+    look = Look(
+        e, x, logits, allowed, position + 1, request.progress(position + 1),
+        router.of_exit(weights.params, config, e),
+    )  # fmt: skip
     none = jnp.full(own.logprob.shape, jnp.inf)
     emission = Emission(own.token, own.logprob, own.confidence, own.exit, none)
     if e == weights.last:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from eejax.common.errors import ConfigError, require, require_count
 from eejax.common.trees import Tree
+from eejax.gates.confidence import GATES
 from eejax.inference import posthoc, propagate, recompute, sharded, speculative
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.result import Collector, Result
@@ -182,7 +183,7 @@ class Decoder(abc.ABC):
         if stop_strings and decode_text is None:
             raise ConfigError("stop_strings: need decode_text, which turns token ids into text.")
         if not options.leaves_early:
-            threshold, exits, prefill_exit, min_depth = 1.0, None, False, 0
+            threshold, exits, prefill_exit, min_depth, gate = 1.0, None, False, 0, GATES[0]
         policy = ExitPolicy.make(config, b, threshold, exits, prefill_exit, gate, min_depth, decay)
         sampling = Sampling.make(b, temperature, top_k, top_p, min_p, seed)
         room = config.context_length - lengths

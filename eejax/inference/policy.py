@@ -92,6 +92,7 @@ class ExitPolicy:
         ahead = _numbers("drafts", drafts, batch, "must be a number of tokens", whole=True)
         boundaries = [e.boundary for e in config.exits]
         active = _active(boundaries, batch, exits) & (np.array(boundaries) >= least[:, None])
+        active = _routed(config, np.array([kind == "router" for kind in kinds]), active, exits)
         # On the host: to move them one by one would compile a program for every number of requests.
         rows = lambda a, dtype, *shape: np.array(
             np.broadcast_to(np.asarray(a, dtype), (batch, *shape))
@@ -147,6 +148,26 @@ def _active(boundaries: list[int], batch: int, exits) -> np.ndarray:
     return np.array(active, bool).reshape(batch, len(boundaries))
 
 
+def gates_of(config: ModelConfig) -> tuple[str, ...]:
+    """Names of the gates that a model can be asked for."""
+    return tuple(g for g in GATES if g != "router" or any(e.router for e in config.exits))
+
+
+def _routed(config: ModelConfig, by_router: np.ndarray, active: np.ndarray, exits) -> np.ndarray:
+    """[b, E] active exits, of requests `by_router` [b] those that have a router network alone."""
+    has = np.array([e.router > 0 for e in config.exits], bool)
+    if not by_router.any():
+        return active
+    lacking = [e.boundary for e, r in zip(config.exits, has, strict=True) if not r]
+    require(
+        bool(has.any()), "gate", "router", "no exit of this model has a router",
+        "experiments.calibrate (eejax.calibrate) trains them.",
+    )  # fmt: skip
+    named = exits is not None and bool((active[by_router] & ~has).any())
+    require(not named, "exits", exits, f"the exits at {lacking} have no router")
+    return active & (has | ~by_router[:, None])
+
+
 class Emission(NamedTuple):
     """The token a step emits for each request; arrays [b].
 
@@ -171,7 +192,8 @@ class Look(NamedTuple):
     """What an exit sees of each request. logits: makes the logits [b, v], which cost a product.
 
     e: the exit's number; state [b, d]: at its boundary; allowed [b]: who may leave here; position
-    [b]: of the token to emit; progress [b]: share of its request's tokens before it.
+    [b]: of the token to emit; progress [b]: share of its request's tokens before it; router: what
+    the exit's router network makes of states, None where it has none.
     """
 
     e: int
@@ -180,6 +202,7 @@ class Look(NamedTuple):
     allowed: jax.Array
     position: jax.Array
     progress: jax.Array
+    router: Callable[[jax.Array], jax.Array] | None = None
 
 
 def consider(
@@ -201,7 +224,7 @@ def consider(
     e, kind = look.e, policy.gate
     open_ = look.allowed & (emission.exit < 0) & policy.may_fire(e)
     threshold = policy.threshold(e, look.progress)
-    by_state, memory = confidence.of_state(kind, look.state, memory)
+    by_state, memory = confidence.of_state(kind, look.state, memory, look.router)
     reads = confidence.needs_logits(kind)
 
     def emit(emission, memory):

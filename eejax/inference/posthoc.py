@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from eejax.gates import router
 from eejax.gates.confidence import Memory
 from eejax.inference import state as s
 from eejax.inference.policy import Look, conclude, consider
@@ -41,7 +42,7 @@ def _pass(weights, config, options, cache, request, x, start, row, count, positi
         last = e == weights.last
         look = Look(
             e, newest(x), logits, everyone if last else early, position,
-            request.progress(position),
+            request.progress(position), router.of_exit(weights.params, config, e),
         )  # fmt: skip
         if last:
             emission = conclude(emission, look, request.sampling, measure)

@@ -16,6 +16,7 @@ from functools import partial
 import jax.numpy as jnp
 from jax import lax
 
+from eejax.gates import router
 from eejax.gates.confidence import Memory
 from eejax.inference import state as s
 from eejax.inference.policy import Look, conclude, consider
@@ -64,7 +65,10 @@ def step(
                 )
             depth = jnp.where(some, config.stops[e], depth)
         logits = lambda e=e, h=h: s.step_logits(weights, config, e, h[:, 0])
-        look = Look(e, x[:, 0], logits, live, start + 1, request.progress(start + 1))
+        look = Look(
+            e, x[:, 0], logits, live, start + 1, request.progress(start + 1),
+            router.of_exit(weights.params, config, e),
+        )  # fmt: skip
         if e == n:
             emission = conclude(emission, look, request.sampling)
         else:

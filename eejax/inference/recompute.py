@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from eejax.gates import router
 from eejax.gates.confidence import Memory
 from eejax.inference import state as s
 from eejax.inference.policy import Look, conclude, consider
@@ -79,7 +80,10 @@ def step(
                 waiting[e] = after
             depth = jnp.where(backlog > 0, config.stops[e], depth)
         logits = lambda e=e, h=h: s.step_logits(weights, config, e, h)
-        look = Look(e, x, logits, live, position, request.progress(position))
+        look = Look(
+            e, x, logits, live, position, request.progress(position),
+            router.of_exit(weights.params, config, e),
+        )  # fmt: skip
         if e == n:
             emission = conclude(emission, look, request.sampling)
         else:

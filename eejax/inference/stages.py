@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA, MODEL, PIPE, Axes
 from eejax.common.trees import Tree
+from eejax.gates import router
 from eejax.gates.confidence import Memory
 from eejax.inference.policy import Emission, Look, conclude, consider
 from eejax.inference.state import Request
@@ -270,7 +271,7 @@ class Stage:
             look = Look(
                 e, newest(x),
                 lambda: exits.whole_logits(exits.head(tree, c, e), newest(h), self.axes), allowed,
-                position, request.progress(position),
+                position, request.progress(position), router.of_exit(tree, c, e),
             )  # fmt: skip
             if last:
                 return block, memory, conclude(emission, look, request.sampling)

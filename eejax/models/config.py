@@ -127,6 +127,8 @@ class ExitConfig:
     `norm` a final norm of its own (EE-LLM section 3 and Appendix B.3, in that order). `head`:
     "tied" to the input embedding, "shared" with every other exit that says so (the final exit
     included), or its "own". Logits are divided by `temperature` wherever the exit is used.
+    `router` is the bottleneck of a router network (`gates.router`) that says whether a token may
+    leave here, 0 for none; all routers of a model have the same.
     """
 
     boundary: int
@@ -135,6 +137,7 @@ class ExitConfig:
     norm: bool = True
     head: str = "tied"
     temperature: float = 1.0
+    router: int = 0
 
     def __post_init__(self):
         require(
@@ -146,6 +149,10 @@ class ExitConfig:
         _require_switches(self)
         require_one_of("ExitConfig.head", self.head, HEADS)
         _require_positive(self, "temperature")
+        require(
+            self.router == 0 or _is_size(self.router), "ExitConfig.router", self.router,
+            "must be a positive width, or 0 for no router",
+        )  # fmt: skip
 
     @property
     def name(self) -> str:
@@ -356,6 +363,12 @@ class ModelConfig:
             "must be sorted by boundary",
             f"Write them as {sorted(boundaries)}.",
         )
+        widths = sorted({e.router for e in self.exits if e.router})
+        require(len(widths) <= 1, f"{field}.router", widths, "must be the same for all exits")
+        require(
+            not any(e.router for e in self.exits if e.boundary == self.n_layers), f"{field}.router",
+            widths, "must be 0 at the last boundary, which all tokens leave by",
+        )  # fmt: skip
 
     @property
     def padded_vocab(self) -> int:

@@ -119,7 +119,8 @@ def state(
     sees every earlier position that reached this boundary.
     """
     p = exit_params(params, config, e)
-    p = gathered({name: part for name, part in p.items() if name not in ("head", "head_bias")})
+    apart = ("head", "head_bias", "router")
+    p = gathered({name: part for name, part in p.items() if name not in apart})
     kv = None
     x = after_mlp(p, x, config, axes)
     if "block" in p:

@@ -131,7 +131,20 @@ def exit_(config: ModelConfig, e: ExitConfig) -> Tree:
         tree["block"] = layer(config)
     if e.norm:
         tree["norm"] = _norm(config)
+    if e.router:
+        tree["router"] = router(config, e.router)
     return tree
+
+
+def router(config: ModelConfig, width: int) -> Tree:
+    """Declaration of a router network (`gates.router`). Only calibration trains it."""
+    d = config.d_model
+    return {
+        "norm": _norm(config),
+        "down": Param((d, width), ("d", "r"), std=1 / math.sqrt(d)),
+        "up": Param((width,), ("r",), std=1 / math.sqrt(width)),
+        "up_bias": Param((), ()),
+    }
 
 
 def abstract(config: ModelConfig) -> Tree:

@@ -25,6 +25,7 @@ RULES: Mapping[str, str | None] = {
     "v": MODEL,
     "d": None,
     "h": None,
+    "r": None,
     "t": None,
 }
 

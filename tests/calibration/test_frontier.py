@@ -21,6 +21,7 @@ from eejax.calibration import (
 )
 from eejax.calibration import frontier as frontier_module
 from eejax.common.errors import ConfigError, DataError
+from eejax.gates import router
 from eejax.gates.confidence import GATES, Memory
 from eejax.inference import Generator
 from eejax.inference.policy import Emission, ExitPolicy, Look, conclude, consider
@@ -36,9 +37,9 @@ CONFIG = ModelConfig(
     n_heads=4,
     context_length=64,
     exits=(
-        ExitConfig(0, head="shared"),
-        ExitConfig(2, mlp=True, head="own", temperature=0.8),
-        ExitConfig(3, head="shared"),
+        ExitConfig(0, head="shared", router=6),
+        ExitConfig(2, mlp=True, head="own", temperature=0.8, router=6),
+        ExitConfig(3, head="shared", router=6),
     ),
     head="own",
 )
@@ -47,7 +48,7 @@ CONFIG = ModelConfig(
 @pytest.fixture(scope="module")
 def model():
     """A random model with heads large enough that confidences spread over (0, 1)."""
-    grow = lambda path, a: a * 3 if "head" in str(path[-1]) else a
+    grow = lambda path, a: a * 3 if "head" in str(path[-1]) or "router" in str(path) else a
     return jax.tree_util.tree_map_with_path(grow, params.init(CONFIG, jax.random.key(0))), CONFIG
 
 
@@ -78,6 +79,16 @@ def look(model, batch):
     return np.stack([np.asarray(y)[counted] for y in logits]), np.stack(states)
 
 
+def routed(p, config, e, x):
+    """Confidences [n] by TIDE's formula, in float64."""
+    if e == config.n_exits:
+        return np.zeros(len(x))
+    w = jax.tree.map(np.float64, p["exits"][config.exits[e].name]["router"])
+    h = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * w["norm"]["scale"]
+    z = h @ w["down"]
+    return 1 / (1 + np.exp(-(z / (1 + np.exp(-z))) @ w["up"] - w["up_bias"]))
+
+
 def plain(model, batches):
     """(tokens, nlls, confidences), each [e, n], in float64 numpy from the exits' states."""
     p, config = model
@@ -99,6 +110,7 @@ def plain(model, batches):
                 "margin": first - second,
                 "entropy": 1 - entropy / np.log(config.vocab_size),
                 "saturation": np.maximum(cosine, 0),
+                "router": routed(p, config, e, states[e]),
             }
             picked = probability[np.arange(len(y)), label]
             rows.append((y.argmax(-1), -np.log(picked), gates))
@@ -120,7 +132,8 @@ def test_scores_are_the_exits_own(model, scored, chunk, monkeypatch):
     assert set(scores.confidences) == set(confidences)
     for gate, expected in confidences.items():
         np.testing.assert_allclose(scores.confidences[gate], expected, rtol=2e-4, atol=2e-5)
-        assert 0.1 < np.median(expected) < 0.9, gate  # the test is about something
+        # The test is about something.
+        assert 0.1 < np.median(expected[:3] if gate == "router" else expected) < 0.9, gate
     assert (scores.confidences["saturation"][0] == 0).all()
 
 
@@ -159,25 +172,26 @@ def test_logits_of_all_tokens_never_exist_at_once(model, monkeypatch):
 
 
 @functools.partial(jax.jit, static_argnames="e")
-def at_exit(emission, memory, e, logits, state, policy, progress):
+def at_exit(emission, memory, e, logits, state, policy, progress, p):
     """One exit's turn for every position, as an engine takes it."""
     n = len(progress)
     seen = Look(
-        e, state, lambda: logits, jnp.full((n,), True), jnp.zeros((n,), jnp.int32), progress
-    )
+        e, state, lambda: logits, jnp.full((n,), True), jnp.zeros((n,), jnp.int32), progress,
+        router.of_exit(p, CONFIG, e),
+    )  # fmt: skip
     sampling = Sampling.make(n)
     if e == CONFIG.n_exits:
         return conclude(emission, seen, sampling, True), memory
     return consider(emission, memory, seen, policy, sampling, CONFIG, True)
 
 
-def walk(policy, logits, states, progress):
+def walk(p, policy, logits, states, progress):
     """What an engine emits, of exits' logits [e, n, v] and states [e, n, d]."""
     emission = Emission.undecided(logits.shape[1])
     memory = Memory.blank(jnp.asarray(states[0]))
     for e in range(4):
         emission, memory = at_exit(
-            emission, memory, e, logits[e], states[e], policy, jnp.asarray(progress)
+            emission, memory, e, logits[e], states[e], policy, jnp.asarray(progress), p
         )
     return emission
 
@@ -190,7 +204,7 @@ def walked(model):
     scores = score(*model, [batch])
     rows = [int((row != -1).sum()) for row in batch["labels"]]
     progress = np.concatenate([np.arange(n, dtype=np.float32) / np.float32(n) for n in rows])
-    return logits, states, progress, scores
+    return functools.partial(walk, model[0]), logits, states, progress, scores
 
 
 THRESHOLD = st.one_of(st.floats(0, 1, width=32), st.sampled_from([0.0, 1 / 3, 2 / 3, 1.0]))
@@ -208,7 +222,7 @@ COSTS = SegmentCosts((0.0, 2.0, 1.5, 1.0), (0.3, 0.7, 0.4, 0.5))
 def test_point_is_the_engines_rule_applied_token_by_token(
     walked, gate, threshold, active, min_depth, decay
 ):
-    logits, states, progress, scores = walked
+    walk, logits, states, progress, scores = walked
     n, stops = len(scores), [0, 2, 3, 4]
     rules = dict(gate=gate, min_depth=min_depth, decay=decay)
     policy = ExitPolicy.make(
@@ -227,7 +241,7 @@ def test_point_is_the_engines_rule_applied_token_by_token(
         for e in range(left + 1):
             seconds += COSTS.segments[e]
             asked = e == 3 or (stops[e] in active and stops[e] >= min_depth and limits[e] < 1)
-            if e == left or (asked and gate not in ("saturation", "fixed")):
+            if e == left or (asked and gate not in ("saturation", "fixed", "router")):
                 seconds += COSTS.heads[e]
     point = at_threshold(scores, threshold, sorted(active), costs=COSTS, **rules)
     assert point.seconds == pytest.approx(seconds / n)
@@ -240,7 +254,7 @@ def test_point_is_the_engines_rule_applied_token_by_token(
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1 / 3, 2 / 3, 0.99])
-def test_patience_asks_the_active_exits_alone(scored, threshold):
+def test_patience_asks_the_active_exits_alone(model, scored, threshold):
     """Every way in which four exits can agree, under every subset of the three early ones."""
     tokens = np.array(list(itertools.product((0, 1), repeat=4))).T  # [e, n]
     logits, n = 5 * np.eye(CONFIG.vocab_size, dtype=np.float32)[tokens], tokens.shape[1]
@@ -253,7 +267,7 @@ def test_patience_asks_the_active_exits_alone(scored, threshold):
     ):
         limits = np.full((n, 3), threshold, np.float32)
         policy = ExitPolicy.make(CONFIG, n, limits, active, gate="patience")
-        emission = walk(policy, logits, np.zeros((4, n, 32), np.float32), zero[0])
+        emission = walk(model[0], policy, logits, np.zeros((4, n, 32), np.float32), zero[0])
         got = emitting_exits(scores, threshold, active, gate="patience")
         np.testing.assert_array_equal(got, np.asarray(emission.exit))
 
@@ -342,8 +356,8 @@ def test_refusals(model, scored):
         at_threshold(scores, 0.5, [1])
     with pytest.raises(ConfigError, match="agreement"):
         fastest([], 95)
-    with pytest.raises(ConfigError, match="gate = 'router'"):
-        at_threshold(scores, 0.5, gate="router")
+    with pytest.raises(ConfigError, match="gate = 'trust'"):
+        at_threshold(scores, 0.5, gate="trust")
     with pytest.raises(ConfigError, match="min_depth"):
         sweep(scores, [0.5], min_depth=-1)
     with pytest.raises(ConfigError, match="costs.segments = .*each of the model's 4 segments"):

@@ -162,6 +162,7 @@ def test_tables_have_more_of_one_operation_each():
                 assert count(table, k, i) - count(base, k, i) == 5 * ((k, i) == (kind, stage))
 
 
+@pytest.mark.slow
 def test_operations_are_measured_on_devices():
     model = ModelConfig(
         vocab_size=4096, n_layers=4, d_model=64, n_heads=2, context_length=32,

@@ -58,8 +58,8 @@ EARLY = ("--prompt=early exit", "--threshold=0.5,0.3")
 @pytest.mark.parametrize(
     "engine, flags, like",
     [
-        ("full", (), "full"),
-        ("posthoc", (), "posthoc"),
+        pytest.param("full", (), "full", marks=pytest.mark.slow),
+        pytest.param("posthoc", (), "posthoc", marks=pytest.mark.slow),
         ("recompute", (), "posthoc"),
         ("pipelined", ("--mesh.pipe=2", "--stage_layers=2,1"), "posthoc"),
         ("propagate", (), "propagate"),

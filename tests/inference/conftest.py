@@ -24,11 +24,11 @@ CONFIG = ModelConfig(
     sliding_window=(None, 24, None, None, 40),
     head="tied",
     exits=(
-        ExitConfig(0, norm=False),
-        ExitConfig(1),
-        ExitConfig(2, block=True),
-        ExitConfig(3, mlp=True, head="own", temperature=0.9),
-        ExitConfig(4),
+        ExitConfig(0, norm=False, router=4),
+        ExitConfig(1, router=4),
+        ExitConfig(2, block=True, router=4),
+        ExitConfig(3, mlp=True, head="own", temperature=0.9, router=4),
+        ExitConfig(4, router=4),
         ExitConfig(5, norm=False, head="own"),
     ),
 )

@@ -75,6 +75,7 @@ def test_another_engine_is_refused(subset):
         AutoGenerator.make(*subset((1,)), EngineOptions("full"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapt", [True, False])
 @pytest.mark.parametrize("drafts, on", [(0.5, True), (2.0, False)])
 def test_drafts_are_made_where_they_pay(subset, prompts, drafts, on, adapt):

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from near_ties import TIE
 
 from eejax.common.errors import ConfigError
-from eejax.gates.confidence import GATES
 from eejax.inference import EngineOptions, Generator
 from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchOptions
 from eejax.inference.packing import Plan
-from eejax.inference.policy import ExitPolicy
+from eejax.inference.policy import ExitPolicy, gates_of
 from eejax.inference.sampling import Sampling
 from eejax.inference.scheduler import Scheduler
 from eejax.inference.state import Request
@@ -109,12 +108,12 @@ def plan_of(draw, engine) -> Plan:
 
 
 def drawn(draw, prompts, config, n, drafts) -> list[Asked]:
-    asked = []
+    asked, gates = [], gates_of(config)
     for prompt in prompts(draw(99), [1 + draw(40) for _ in range(n)]):
         levels = (0.0, 0.1, 0.2, 0.3, 0.5, 1.0)
         policy = dict(
             threshold=[levels[draw(len(levels))] for _ in range(config.n_exits)],
-            gate=GATES[draw(len(GATES))], min_depth=draw(3), prefill_exit=bool(draw(2)),
+            gate=gates[draw(len(gates))], min_depth=draw(3), prefill_exit=bool(draw(2)),
             decay=(None, 0.0, 4.0)[draw(3)],
         )  # fmt: skip
         sampling = dict(temperature=(0.0, 0.0, 0.8)[draw(3)], seed=draw(99))
@@ -164,6 +163,7 @@ def test_batched_equals_posthoc_widely(
     jax.clear_caches()
 
 
+@pytest.mark.slow
 def test_a_mesh_of_model_shards(subset, prompts):
     """Heads and matrices cut over two devices: everybody's own text, and decisions as on one."""
     p, config = subset((1, 2, 3))  # the second has an attention block of its own
@@ -205,6 +205,7 @@ def test_options_that_cannot_be(change, field):
         BatchOptions(**change)
 
 
+@pytest.mark.slow
 def test_drafts_without_exits_write_what_the_full_model_does(subset, prompts):
     """The first exit drafts and no exit decides: in full batches, before and after a time without
     drafts in the middle of a text."""
@@ -238,6 +239,7 @@ def test_drafts_without_exits_write_what_the_full_model_does(subset, prompts):
         assert len(got[i]) == 40
 
 
+@pytest.mark.slow
 def test_drafts_that_are_not_finite_and_not_right_change_nothing(subset, prompts, monkeypatch):
     """Keys and values of a rejected draft lie in its own request's cache, as those of the request
     before lie there: whatever they are, nobody reads them. Attention is that of other devices than
@@ -281,6 +283,7 @@ def test_drafts_that_are_not_finite_and_not_right_change_nothing(subset, prompts
         assert n > 5 and got[:n] == want.tokens[0, :n].tolist()
 
 
+@pytest.mark.slow
 def test_part_of_a_model(subset, prompts):
     """Two segments of four are loaded: what no gate let go leaves by the exit on top of them."""
     p, config = subset((1, 2, 3))
@@ -297,6 +300,7 @@ def test_part_of_a_model(subset, prompts):
     assert compared >= all_of / 2
 
 
+@pytest.mark.slow
 def test_a_half_precision_model(subset, prompts):
     """Everybody gets on to the end; rounding may decide otherwise than alone."""
     p, config = subset((1, 3))

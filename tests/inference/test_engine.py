@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from near_ties import TIE
 
 from eejax.common.errors import ConfigError
-from eejax.gates.confidence import GATES
 from eejax.inference import EngineOptions, Generator
 from eejax.inference.engine import SlotEngine
 from eejax.inference.pipelined_slots import PipelinedSlotEngine
-from eejax.inference.policy import ExitPolicy
+from eejax.inference.policy import ExitPolicy, gates_of
 from eejax.inference.sampling import Sampling
 from eejax.inference.scripted import ScriptedEngine
 from eejax.inference.state import ENGINES, Request
@@ -83,7 +82,7 @@ def test_requests_that_share_slots_get_what_they_get_alone(subset, prompts, data
     )):  # fmt: skip
         limit = data.draw(st.integers(1, 20))
         threshold = [data.draw(st.sampled_from([0.0, 0.2, 0.4, 1.0])) for _ in range(exits)]
-        rules = dict(gate=data.draw(st.sampled_from(GATES)))
+        rules = dict(gate=data.draw(st.sampled_from(gates_of(slots.config))))
         if engine == "speculative":
             threshold = 1.0
         else:
@@ -250,7 +249,7 @@ def test_what_does_not_fit_an_engine_is_named(subset):
         request(config, [1], 4, stops=tuple(range(9)))
 
 
-@pytest.mark.parametrize("name", ["recompute", "speculative"])
+@pytest.mark.parametrize("name", ["recompute", pytest.param("speculative", marks=pytest.mark.slow)])
 def test_a_limit_beyond_the_context_ends_at_the_context(subset, prompts, name):
     p, config = subset((1, 3))
     engine = SlotEngine.make(p, config, EngineOptions(name, cap=4), slots=1, context=32)

@@ -37,7 +37,9 @@ def reference_greedy(p, config, prompt, n, thresholds):
     return out, margin
 
 
-@pytest.mark.parametrize("engine", ["full", "posthoc", "recompute"])
+@pytest.mark.parametrize(
+    "engine", ["full", pytest.param("posthoc", marks=pytest.mark.slow), "recompute"]
+)
 def test_engines_equal_uncached_float64(trained, prompts, engine):
     p, config = trained
     thresholds = [1.0] * config.n_exits if engine == "full" else [0.9, 0.7, 0.6, 0.5, 0.5, 1.0]
@@ -123,7 +125,7 @@ def check_layers_skipped(r, cap, n_layers):
     assert forced <= len(r.tokens) * (len(layers) // cap)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_recompute_leaves_early_where_posthoc_does(subset, prompts, batch):
     p, config = subset((1, 3))
     asked = prompts(4, [9, 14, 6][:batch])
@@ -221,6 +223,7 @@ def test_waiting_tokens_get_exact_keys_and_values(subset, prompts):
     assert deepest_backlog >= 3
 
 
+@pytest.mark.slow
 def test_the_cap_forces_depth_but_not_the_exit(subset, prompts):
     p, config = subset((1,))
     asked = prompts(1, [8])
@@ -306,6 +309,7 @@ def test_prefill_exit_lets_the_first_token_leave(subset, prompts):
     assert r.exits[0].tolist() == [1, 0, 0, 0] and r.boundaries[0].tolist() == [5, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_an_exit_after_all_layers_is_not_the_final_exit(subset, prompts):
     p, config = subset((1, 5))
     asked = prompts(0, [8, 5])

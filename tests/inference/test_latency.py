@@ -167,6 +167,7 @@ def test_times_of_segments_and_what_does_not_fit():
         recompute([0], model(3, [0, 3]), times)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("cap", [2, 16])
 def test_ticks_of_the_engine_are_those_of_stages_with_parts_of_one_length(subset, prompts, cap):

@@ -16,7 +16,7 @@ from eejax.common.errors import ConfigError
 from eejax.gates.confidence import GATES
 from eejax.inference import AutoGenerator, EngineOptions, Generator
 from eejax.inference.engine import SlotEngine
-from eejax.inference.policy import ExitPolicy
+from eejax.inference.policy import ExitPolicy, gates_of
 from eejax.inference.sampling import Sampling
 from eejax.inference.state import Request
 from eejax.models import params
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(600)
 CONFIG = ModelConfig(
     vocab_size=61, vocab_multiple=8, n_layers=2, d_model=16, n_heads=4, n_kv_heads=2, head_dim=8,
     d_ff=32, context_length=48, qk_norm="full", qkv_bias=True, sliding_window=(6, None),
-    exits=(ExitConfig(1, mlp=True, block=True, norm=True, head="own"),),
+    exits=(ExitConfig(1, mlp=True, block=True, norm=True, head="own", router=6),),
 )  # fmt: skip
 MESHES = {"1x2": (1, 2), "2x2": (2, 2), "1x4": (1, 4)}  # the last has a KV head for two shards
 ENGINES = {
@@ -213,7 +213,13 @@ def drawn(draw):
     heads = ("tied", "own", "shared")
     boundaries = sorted(draw(st.sets(st.integers(0, 2), min_size=1, max_size=2)))
     exits = tuple(
-        ExitConfig(b, block=choose(True, False), norm=choose(True, False), head=choose(*heads))
+        ExitConfig(
+            b,
+            block=choose(True, False),
+            norm=choose(True, False),
+            head=choose(*heads),
+            router=6 * (b < 2),
+        )
         for b in boundaries
     )
     config = CONFIG.replace(
@@ -228,7 +234,7 @@ def drawn(draw):
     some = st.sampled_from([0.0, 0.05, 0.1, 0.2, 1.0])
     kwargs = dict(
         threshold=each(st.lists(some, min_size=len(exits), max_size=len(exits))),
-        gate=each(st.sampled_from(GATES)), prefill_exit=choose(True, False),
+        gate=each(st.sampled_from(gates_of(config))), prefill_exit=choose(True, False),
     )  # fmt: skip
     asked = prompts(draw(st.integers(0, 99)), each(st.integers(1, 16)))
     return config, options, mesh, asked, kwargs

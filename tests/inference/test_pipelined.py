@@ -53,7 +53,11 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+EVERY_DAY = ("two stages of two shards", "three stages of two copies")
+CHOSEN = [pytest.param(m, marks=[] if m in EVERY_DAY else [pytest.mark.slow]) for m in MESHES]
+
+
+@pytest.mark.parametrize("name", CHOSEN)
 def test_pipelined_equals_posthoc(subset, prompts, name):
     """Exits of all kinds: inside stages, between them, at 0 and after all layers."""
     mesh, layers, cap, layout = MESHES[name]
@@ -118,6 +122,7 @@ def check_any_stages(subset, prompts, layout, layers, shards, batch, cap, data):
     assert excused <= 2
 
 
+@pytest.mark.slow
 def test_sampling_and_stop_strings_equal_posthoc(subset, prompts):
     p, config = subset((1, 3))
     asked = prompts(0, [5, 12, 7])
@@ -141,6 +146,7 @@ def test_sampling_and_stop_strings_equal_posthoc(subset, prompts):
     assert pieces[-1].ids(0) == engine.generate(asked, 20, threshold=0.3).ids(0)
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_its_batch_mates(subset, prompts):
     """Its tokens take their way alone: only rounding knows how many rows a product has."""
     p, config = subset((1, 2, 4))
@@ -214,6 +220,7 @@ def test_stages_work_on_different_tokens_and_their_caches_are_exact(trained, pro
     assert deepest == cap  # the next tokens do not wait for the old one's deeper layers
 
 
+@pytest.mark.slow
 def test_other_architectures_equal_posthoc(prompts):
     """What the trained model lacks: learned positions, biases, norms, and shared heads."""
     config = ModelConfig(
@@ -237,6 +244,7 @@ def test_other_architectures_equal_posthoc(prompts):
         compare(oracle, engine, asked, dict(threshold=threshold))
 
 
+@pytest.mark.slow
 def test_part_of_the_model_on_stages(trained, prompts):
     p, config = trained
     asked = prompts(2, [9, 5])
@@ -248,6 +256,7 @@ def test_part_of_the_model_on_stages(trained, prompts):
     assert b.exits.max() == 3 and (b.layers <= 3).all()
 
 
+@pytest.mark.slow
 def test_bfloat16_equals_posthoc_but_for_near_ties(subset, prompts):
     """Both round to bf16 at the same places, but the products of a row are not made in one order;
     so results are compared up to the first token that bf16's 3 digits could tip."""

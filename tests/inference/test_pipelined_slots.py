@@ -125,6 +125,7 @@ def test_prompts_of_one_call_are_many_or_few(subset, prompts):
         assert got == want.ids(i)
 
 
+@pytest.mark.slow
 def test_a_part_of_the_model(subset, prompts):
     engine = engine_of(subset, dict(pipe=2), max_depth=2)
     assert engine.max_depth == 2

@@ -20,7 +20,7 @@ from eejax.models.config import ExitConfig, ModelConfig
 V, D = 11, 8
 CONFIG = ModelConfig(
     vocab_size=V, n_layers=6, d_model=D, n_heads=2, context_length=8,
-    exits=(ExitConfig(1), ExitConfig(2), ExitConfig(4), ExitConfig(5)),
+    exits=tuple(ExitConfig(b, router=2) for b in (1, 2, 4, 5)),
 )  # fmt: skip
 E = CONFIG.n_exits
 
@@ -28,7 +28,10 @@ E = CONFIG.n_exits
 @functools.partial(jax.jit, static_argnames=("e", "measure"))
 def at_exit(emission, memory, e, logits, state, policy, sampling, progress, measure=False):
     everyone = jnp.full(logits.shape[:1], True)
-    look = Look(e, state, lambda: logits, everyone, jnp.zeros_like(emission.token), progress)
+    look = Look(
+        e, state, lambda: logits, everyone, jnp.zeros_like(emission.token), progress,
+        lambda x: jax.nn.sigmoid(x[:, 0] + e),
+    )  # fmt: skip
     if e == E:
         return conclude(emission, look, sampling, measure), memory
     return consider(emission, memory, look, policy, sampling, CONFIG, measure)
@@ -68,6 +71,7 @@ def wanted(gate, thresholds, active, decay, logits, states, progress):
                 0.0, before @ states[e] / np.linalg.norm(before) / np.linalg.norm(states[e])
             ),
             "fixed": 1.0,
+            "router": 1 / (1 + np.exp(-states[e][0] - e)),
         }[gate]  # fmt: skip
         before = states[e]
         threshold = thresholds[e]
@@ -162,7 +166,7 @@ def test_logits_are_made_only_for_who_reads_them():
 @pytest.mark.parametrize(
     "values, message",
     [
-        (dict(gate="router"), "gate = 'router': must be one of"),
+        (dict(gate="trust"), "gate = 'trust': must be one of"),
         (dict(gate=["margin"]), "must be one name, or 2: one each"),
         (dict(min_depth=-1), "min_depth = -1: must be a number of layers in 0.."),
         (dict(min_depth=CONFIG.n_layers + 1), "min_depth = .*: must be a number of layers in 0.."),

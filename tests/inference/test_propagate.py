@@ -126,6 +126,7 @@ def test_threshold_one_is_the_full_model(subset, prompts, variant):
     assert (b.layers[b.exits >= 0] == config.n_layers).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["state", "mask"])
 def test_keys_and_values_of_a_row_do_not_depend_on_its_batch_mates(subset, prompts, variant):
     """Also where all have left and segments are only filled, and with blocks and MLPs of exits."""
@@ -178,6 +179,7 @@ def test_keys_and_values_of_a_row_do_not_depend_on_its_batch_mates(subset, promp
                 np.testing.assert_allclose(x[:, seen], y[:, seen], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_the_variants_differ_from_the_oracle_and_from_each_other(subset, prompts):
     """Else the tests above would be about nothing."""
     p, config = subset((1,))

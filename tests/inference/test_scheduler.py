@@ -143,7 +143,7 @@ def test_a_stream_of_later_requests_does_not_hold_an_earlier_one_up():
     assert ended[first] < 10
 
 
-@pytest.mark.parametrize("engine", ["batched", "recompute"])
+@pytest.mark.parametrize("engine", ["batched", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_real_requests_that_come_and_go(subset, prompts, compiled, engine):
     """Random operations on the real engine: everybody's own text, memory that stays what it is, and
     nothing compiled after the first requests."""
@@ -210,6 +210,7 @@ def timed(now, exits):
     return Timed
 
 
+@pytest.mark.slow
 def test_exits_are_turned_off_where_they_do_not_pay(subset, prompts):
     """With exits calls are told as slow: it goes on without, and tokens are the full model's."""
     p, config = subset((1, 3))
@@ -227,6 +228,7 @@ def test_exits_are_turned_off_where_they_do_not_pay(subset, prompts):
     assert set(exits[-40:]) == {config.n_exits} and 0 in exits
 
 
+@pytest.mark.slow
 def test_exits_are_measured_while_requests_come_and_go(subset, prompts):
     """Nobody joins between the calls of a pair; between pairs those do who have waited."""
     p, config = subset((1, 3))

@@ -128,6 +128,7 @@ def test_drafts_stand_exactly_where_the_exit_and_the_final_exit_agree(subset, pr
     assert compared > 20
 
 
+@pytest.mark.slow
 def test_drafting_ends_where_it_does_not_pay(subset, prompts):
     p, config = subset((2,))
     rng = np.random.default_rng(0)
@@ -229,6 +230,7 @@ def assert_follows(counts, probabilities):
     return df
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "draft_exit, gamma, adapt, settings",
     [
@@ -289,6 +291,7 @@ def test_a_verdict_follows_the_target_whatever_drafted():
     np.testing.assert_array_equal(token, choose(wide(logits[:, 0]), sampling, at))
 
 
+@pytest.mark.slow
 def test_a_sampled_row_does_not_depend_on_its_batch_mates(subset, prompts):
     p, config = subset((1, 3))
     g = Generator.make(p, config, EngineOptions("speculative", draft_exit=1, gamma=3))

@@ -67,6 +67,7 @@ def test_logits_are_the_cores(both):
         np.testing.assert_array_equal(y, exits.logits(head, h))
 
 
+@pytest.mark.slow
 def test_gradients_are_the_cores(both):
     config, tokens, module, tree = both
     if config.dtype != "float32":

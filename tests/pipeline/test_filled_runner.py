@@ -43,7 +43,11 @@ def filled(
     return layout, mesh, jax.jit(runner.gradients(pipeline, schedule, factors)), factors
 
 
-@pytest.mark.parametrize("stages, head", [(4, "tied"), (4, "own"), (8, "tied"), (8, "own")])
+FILLED = [(4, "own"), (8, "tied")]
+FILLED += [pytest.param(*case, marks=pytest.mark.slow) for case in ((4, "tied"), (8, "own"))]
+
+
+@pytest.mark.parametrize("stages, head", FILLED)
 def test_identical_microbatches_give_the_exact_gradient(stages, head):
     config = MODEL.replace(
         n_layers=stages, head=head,

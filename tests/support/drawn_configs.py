@@ -25,6 +25,7 @@ def configs(draw, heads=HEADS, vocab_multiples=(1, 8)):
         norm=draw(st.booleans()),
         head=draw(st.sampled_from(["tied", "shared", "own"])),
         temperature=draw(st.sampled_from([1.0, 0.7, 1.9])),
+        router=0 if b == n_layers else draw(st.sampled_from([0, 6])),
     )
     window = draw(
         st.one_of(

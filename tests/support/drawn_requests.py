@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from eejax.gates.confidence import GATES
+from eejax.inference.policy import gates_of
 
 
 def asked_of(draw, prompts, config, batch):
@@ -16,7 +16,7 @@ def asked_of(draw, prompts, config, batch):
     thresholds = each(st.lists(threshold, min_size=n, max_size=n))
     kwargs = dict(
         threshold=np.array(thresholds, np.float32).reshape(batch, n),
-        gate=each(st.sampled_from(GATES)),
+        gate=each(st.sampled_from(gates_of(config))),
         min_depth=each(st.integers(0, 3)),
         decay=draw(st.sampled_from([None, 0.0, 4.0])),
         prefill_exit=draw(st.booleans()),

@@ -19,6 +19,7 @@ def experiment(folder, mesh=None, tune=None):
     return Experiment.from_dict(values | {"mesh": mesh or {}})
 
 
+@pytest.mark.slow
 def test_any_mesh_goes_on_where_another_stopped(tmp_path, monkeypatch):
     write_text(tmp_path)
     fit(experiment(tmp_path), tmp_path / "one")

@@ -77,7 +77,11 @@ def compared(remat, **case):
 # Depth, batch, microbatches, width, vocabulary, length and devices each move the figure by a
 # multiple of what is allowed.
 CASES = [
-    *[(remat, dict(layers=n)) for remat in ("none", "dots", "full") for n in (2, 8)],
+    *[(remat, dict(layers=8)) for remat in ("none", "dots", "full")],
+    *[
+        pytest.param(remat, dict(layers=2), marks=pytest.mark.slow)
+        for remat in ("none", "dots", "full")
+    ],
     ("full", dict(layers=8, b=16, microbatches=2)),
     ("dots", dict(d_model=256, microbatches=4)),
     ("dots", dict(vocab_size=8192, t=64, b=16, data=2)),

@@ -144,6 +144,7 @@ def test_every_gradient_is_that_of_one_device(mesh):
 
 
 # Whatever else a model has, where all ways of cutting it meet; drawn cases go through the others.
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [MESHES[5], MESHES[7]], ids=show)
 @pytest.mark.parametrize("name", ["alibi", "shared"])
 def test_every_gradient_of_other_models(name, mesh):
@@ -194,6 +195,7 @@ def test_exits_that_are_tuned_alone(mesh):
     compare(sums_of(mesh, config, **how), sums_of(MeshConfig(), config, **how))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [MESHES[1], MESHES[-1]], ids=show)
 def test_bfloat16_is_no_worse_than_on_one_device(mesh):
     config, exact = fixed("llama", dtype="bfloat16"), jax.tree.leaves(one_device("llama").grads)

@@ -103,6 +103,7 @@ def test_the_estimate_is_within_two_fifths_of_what_xla_says(mesh, remat):
     assert xla.temporary / 1.4 < got.temporary < 1.4 * xla.temporary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh, layers, remat",
     [

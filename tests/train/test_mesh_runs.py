@@ -145,6 +145,7 @@ def test_uneven_stages_save_what_they_restored(texts, saved, tmp_path):
     assert jax.tree.structure(there.params) == jax.tree.structure(first.params)
 
 
+@pytest.mark.slow
 def test_generation_from_a_pipelined_run_is_that_of_one_device(texts, saved, tmp_path):
     alone = experiment(texts, steps=3, checkpoint_every=0)
     fit(alone, tmp_path / "alone")
@@ -156,6 +157,7 @@ def test_generation_from_a_pipelined_run_is_that_of_one_device(texts, saved, tmp
     np.testing.assert_array_equal(*made)
 
 
+@pytest.mark.slow
 def test_recipes_are_the_same_on_stages(texts, tmp_path):
     """Layer dropout, exits in turns, z-loss, confidence weights and distillation, document masks,
     on uneven stages with exits in the middle of one."""
@@ -174,6 +176,7 @@ def test_recipes_are_the_same_on_stages(texts, tmp_path):
     assert_close(found[1], found[0], 1e-4)
 
 
+@pytest.mark.slow
 def test_float16_is_scaled_on_stages(texts, tmp_path):
     found = []
     for mesh in ((1, 1, 1), (1, 2, 2)):
@@ -189,6 +192,7 @@ def test_float16_is_scaled_on_stages(texts, tmp_path):
     assert_close(*(only(f[0]) for f in found), 3e-3)
 
 
+@pytest.mark.slow
 def test_exits_are_tuned_on_stages(texts, tmp_path):
     """The trunk runs without gradients and sends nothing backward; the stages share the layers
     below the deepest tuned exit, whether these or all of the base's divide by them."""

@@ -62,9 +62,9 @@ def one_device():
 
 TWENTY = [
     MeshConfig(4, 1, 2),
-    MeshConfig(8),
+    pytest.param(MeshConfig(8), marks=pytest.mark.slow),
     MeshConfig(1, 1, 4, sequence=True),
-    MeshConfig(4, 1, 2, shard_optimizer=False),
+    pytest.param(MeshConfig(4, 1, 2, shard_optimizer=False), marks=pytest.mark.slow),
     MeshConfig(4, 1, 2, sequence=True, shard_params=True),
 ]
 

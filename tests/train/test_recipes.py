@@ -101,6 +101,7 @@ def test_layers_are_dropped_at_their_rate_for_each_sample_apart():
     assert abs(both - 0.49) < 4 * math.sqrt(0.49 * 0.51 / 4000)
 
 
+@pytest.mark.slow
 def test_layer_dropout_does_not_depend_on_the_mesh():
     drop = recipes.layer_dropout(0.6, 4)
     batches = [batch_of(n) for n in range(2)]

@@ -54,6 +54,7 @@ def alone():
     return jax.device_get(now), records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh, pipeline",
     [

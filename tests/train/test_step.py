@@ -124,6 +124,7 @@ def test_parts_and_devices_do_not_change_the_result(data, microbatches):
         assert all((shards[0] == s).all() for s in shards), "replicas drifted apart"
 
 
+@pytest.mark.slow
 def test_dropout_depends_on_the_sample_and_the_step_not_on_the_mesh():
     config = CONFIG.replace(dropout=0.3)
     batches = [batch_of(0)] * 2

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from eejax.checkpoint.arrays import SafeTensors
 from eejax.checkpoint.hf.torch_file import TorchFile
 from eejax.common.errors import CheckpointError
 
@@ -26,36 +27,6 @@ class Tensors(Protocol):
         ...
 
     def read(self, name: str) -> np.ndarray: ...
-
-
-class SafeTensors:
-    """A .safetensors file, mapped into memory."""
-
-    def __init__(self, path: pathlib.Path):
-        from safetensors import SafetensorError, safe_open
-
-        self._path = path
-        try:
-            self._file = safe_open(path, "np")
-            self._names = {
-                name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()
-            }
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{path}: cannot be read ({error}). The file is cut off or no safetensors: copy "
-                "or download it again."
-            ) from error
-
-    def names(self) -> Mapping[str, tuple[int, ...]]:
-        return self._names
-
-    def read(self, name: str) -> np.ndarray:
-        import ml_dtypes  # noqa: F401  numpy's bfloat16, which safetensors looks up
-
-        try:
-            return self._file.get_tensor(name)
-        except Exception as error:  # of many kinds: dtypes numpy has not, pages gone from the disk
-            raise CheckpointError(f"{self._path}: {name} cannot be read ({error}).") from error
 
 
 class Folder:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from eejax.checkpoint.digest import digest, same_model
 from eejax.checkpoint.hf import probe, sidecar
 from eejax.checkpoint.hf.families import FAMILIES, Family
 from eejax.checkpoint.hf.fields import Raw
@@ -67,16 +68,27 @@ def load_pretrained(
     config = family.read(raw).replace(dtype=dtype)
     table = named(family.rules(config, raw), config)
     tensors = _Tensors(folder, family, config, table)
-    reads = {leaf: _reader(config, rule, j, tensors) for leaf, (rule, j) in leaves(table).items()}
+    declared = {
+        path_name(p): leaf.shape
+        for p, leaf in jax.tree_util.tree_leaves_with_path(params.shapes(config))
+    }
+    reads = {
+        leaf: _reader(config, rule, j, tensors, declared)
+        for leaf, (rule, j) in leaves(table).items()
+    }
     side = sidecar.opened(path, config)
     if side is not None:
+        if side.config.head == "shared" and config.head == "own":
+            reads["shared_head"] = reads.pop("final/head")
         config = side.config
-        reads |= {name: side.reader(name) for name in side.names}
+        reads |= {name: side.reader(name) for name in side.shapes}
     mesh = make_mesh(MeshConfig()) if mesh is None else mesh
     wanted = shardings.structs(params.abstract(config), mesh)
     tree = jax.tree_util.tree_map_with_path(
         lambda p, struct: _placed(struct, _whole(path_name(p), reads, path), dtype), wanted
     )
+    if side is not None and side.digest is not None:
+        same_model(path / sidecar.WEIGHTS, side.digest, digest(config, tree), str(path))
     guessed = ""
     if family.model_type not in FAMILIES:
         config, guessed = _compared(path, config, tree, family)
@@ -88,9 +100,8 @@ def _compared(path: pathlib.Path, config: ModelConfig, tree: Tree, family: Famil
     found = probe.verified(path, config, tree)
     about = f"{path}: model_type {family.model_type!r} is not known; by its tensors it"
     if found is not None:
-        return found[
-            0
-        ], f"{about} is a model that computes what transformers does, to {found[1]:.1e}"
+        config, gap = found
+        return config, f"{about} is a model that computes what transformers does, to {gap:.1e}"
     told = (
         f"{about} may be one of norm {config.norm!r}, {config.norm_placement!r}, residual "
         f"{config.residual!r}, position {config.position!r}, activation {config.activation!r}: a "
@@ -180,11 +191,8 @@ class _Tensors:
         )
 
 
-def _reader(config: ModelConfig, rule: Rule, j: int, tensors: _Tensors) -> Read:
-    declared = {
-        path_name(path): p.shape
-        for path, p in jax.tree_util.tree_leaves_with_path(params.shapes(config))
-    }
+def _reader(config: ModelConfig, rule: Rule, j: int, tensors: _Tensors, declared) -> Read:
+    """What reads one leaf, the rule's j-th. declared: shapes of all leaves by name."""
     full = [f"layers/{o}" if rule.layered else o for o in rule.ours]
     shapes = tuple(declared[f][1:] if rule.layered else declared[f] for f in full)
 

@@ -62,7 +62,7 @@ def save_pretrained(
         part.mkdir(parents=True)
         (part / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         _write_weights(part, tensors(base, tree, chosen), dtype, shard)
-        sidecar.write(part, config, tree)
+        sidecar.write(part, config, tree, dtype)
         if isinstance(tokenizer, JsonTokenizer):
             _write_tokenizer(part, tokenizer, config.context_length)
         elif tokenizer is not None:

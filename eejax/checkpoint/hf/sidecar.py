@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from eejax.checkpoint.arrays import SafeTensors, write_arrays
+from eejax.checkpoint.digest import digest
 from eejax.checkpoint.files import write_text
-from eejax.checkpoint.hf.folder import SafeTensors, read_json
+from eejax.checkpoint.hf.folder import read_json
 from eejax.common.errors import CheckpointError, ConfigError
 from eejax.common.trees import Tree, path_name
 from eejax.models import params
@@ -21,15 +23,23 @@ WEIGHTS = "eejax_exits.safetensors"
 
 
 class Sidecar(NamedTuple):
-    """config: the model's, with its exits; names: of the leaves that the side file holds."""
+    """config: the model's, with its exits; shapes: of the leaves that the side file holds; digest:
+    of the parameters they belong to, None in files of old."""
 
     config: ModelConfig
-    names: list[str]
+    shapes: dict[str, tuple[int, ...]]
     tensors: SafeTensors | None
+    digest: str | None = None
+
+    @classmethod
+    def of(cls, path: pathlib.Path, config: ModelConfig, digest: str | None = None) -> Sidecar:
+        """Of a folder that holds the side file of a model. Raises CheckpointError."""
+        shapes = own_shapes(config)
+        return cls(config, shapes, SafeTensors(path / WEIGHTS) if shapes else None, digest)
 
     def reader(self, name: str):
         """Raises CheckpointError where the leaf is missing or of another shape."""
-        shape = own_shapes(self.config)[name]
+        shape = self.shapes[name]
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
             found = self.tensors.names().get(name)
@@ -52,7 +62,8 @@ def opened(path: pathlib.Path, config: ModelConfig) -> Sidecar | None:
     if not file.is_file():
         return None
     try:
-        whole = ModelConfig.from_dict(read_json(file)["model"]).replace(dtype=config.dtype)
+        values = read_json(file)
+        whole = ModelConfig.from_dict(values["model"]).replace(dtype=config.dtype)
     except (KeyError, ConfigError) as error:
         raise CheckpointError(f"{file}: cannot be read ({error}).") from error
     differ = differences(plain(whole), plain(config))
@@ -61,25 +72,31 @@ def opened(path: pathlib.Path, config: ModelConfig) -> Sidecar | None:
             f"{file}: is of another model than config.json: {differ}. Remove it to go without "
             "exits."
         )
-    names = [*own_shapes(whole)]
-    return Sidecar(whole, names, SafeTensors(path / WEIGHTS) if names else None)
+    return Sidecar.of(path, whole, values.get("digest"))
 
 
-def write(path: pathlib.Path, config: ModelConfig, tree: Tree) -> None:
-    """The two files; none for a model that has nothing that other libraries would not read."""
+def write(path: pathlib.Path, config: ModelConfig, tree: Tree, dtype: str) -> None:
+    """The two files; none for a model that has nothing that other libraries would not read.
+
+    dtype: of the weights they lie beside.
+    """
     if config == plain(config):
         return
+    write_exits(path, config, tree)
+    values = {"model": config.to_dict(), "digest": digest(config, tree, dtype)}
+    write_text(path / SETTINGS, json.dumps(values, indent=1) + "\n")
+
+
+def write_exits(path: pathlib.Path, config: ModelConfig, tree: Tree) -> None:
+    """The file of what other libraries have no place for, as far as `tree` has it."""
+    own = own_shapes(config)
     held = {
-        path_name(p): np.ascontiguousarray(leaf)
+        path_name(p): np.asarray(leaf)
         for p, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if path_name(p) in own_shapes(config)
+        if path_name(p) in own
     }
     if held:
-        import ml_dtypes  # noqa: F401
-        from safetensors.numpy import save_file
-
-        save_file(held, path / WEIGHTS)
-    write_text(path / SETTINGS, json.dumps({"model": config.to_dict()}, indent=1) + "\n")
+        write_arrays(path / WEIGHTS, held)
 
 
 def own_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

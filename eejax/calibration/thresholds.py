@@ -1,0 +1,94 @@
+"""A threshold for every exit: the least depth at a wanted agreement."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eejax.calibration.frontier import Point, Scores, at_threshold
+from eejax.common.errors import require
+
+PASSES = 3
+PRICES = np.geomspace(1e-2, 1e2, 30)
+BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))  # at 1 nobody leaves
+
+
+def thresholds_for(scores: Scores, gate: str, agreement: float) -> Point:
+    """The thresholds [E] of least mean depth among those found whose agreement on `scores` is at
+    least the wanted one; 1, at which nobody leaves, where no others are.
+
+    What an exit's threshold does, given the other exits', follows for all its values from one sort:
+    of the tokens that get there, those above it leave at once, and the others where they do anyhow.
+    So exits take turns, the deepest first: at a price of a wrong token, which is varied, and then
+    within what is left of the wrong tokens that may be. Chosen on the text that they are judged on:
+    judge them on other text, or ask for a `guarantee`.
+
+    Raises ConfigError for a gate without confidences of its own, or an agreement outside [0, 1].
+    """
+    require(0 <= agreement <= 1, "agreement", agreement, "must lie in [0, 1]")
+    require(gate in scores.confidences, "gate", gate, f"must be of {sorted(scores.confidences)}")
+    turns = _Turns(scores, gate)
+    best = at_threshold(scores, 1.0, gate=gate)
+    thresholds = np.ones(scores.config.n_exits)
+    for price in PRICES:
+        turns.priced(thresholds, price)
+        within = thresholds.copy()
+        turns.within(within, (1 - agreement) * len(scores))
+        point = at_threshold(scores, within.tolist(), gate=gate)
+        if point.agreement >= agreement and point.depth < best.depth:
+            best = point
+    return best
+
+
+class _Turns:
+    """Exits of scored text, whose thresholds [E] are chosen one after the other, in place."""
+
+    def __init__(self, scores: Scores, gate: str):
+        config = scores.config
+        self.said = np.asarray(scores.confidences[gate][: config.n_exits], np.float64)
+        self.wrong = (scores.tokens != scores.tokens[-1]).astype(np.float64)
+        depth = np.asarray(config.stops, np.float64)[:, None] / config.n_layers
+        self.depth = np.broadcast_to(depth, self.wrong.shape)
+        self.order = np.argsort(-self.said, axis=1, kind="stable")
+        self.exits = [e for e, x in enumerate(config.exits) if x.router or gate != "router"][::-1]
+
+    def priced(self, thresholds: np.ndarray, price: float) -> None:
+        """Least depth + price * wrong, exit by exit."""
+        for _ in range(PASSES):
+            before = thresholds.copy()
+            for e in self.exits:
+                saved, spoilt, cuts, _ = self._look(e, thresholds)
+                gain = np.where(cuts, saved - price * spoilt, -np.inf)
+                self._set(thresholds, e, gain)
+            if np.array_equal(before, thresholds):
+                return
+
+    def within(self, thresholds: np.ndarray, most: float) -> None:
+        """Least depth of at most so many wrong tokens, exit by exit."""
+        for _ in range(PASSES):
+            before = thresholds.copy()
+            for e in self.exits:
+                saved, spoilt, cuts, wrong = self._look(e, thresholds)
+                gain = np.where(cuts & (wrong + spoilt <= most + 1e-9), saved, -np.inf)
+                if wrong > most + 1e-9:  # as few as can be
+                    gain = np.where(cuts, -spoilt, -np.inf)
+                self._set(thresholds, e, gain)
+            if np.array_equal(before, thresholds):
+                return
+
+    def _look(self, e: int, thresholds: np.ndarray):
+        """Of letting go at exit e the i + 1 surest: (depth saved [n], tokens spoilt [n], where
+        those are all of one confidence and above [n] bool), and wrong tokens if nobody leaves."""
+        fires = (self.said >= thresholds[:, None]) & (thresholds[:, None] < 1)
+        fires[e] = False
+        leaves = np.concatenate([fires, np.ones((1, self.said.shape[1]), bool)]).argmax(0)
+        at = lambda a: np.take_along_axis(a, leaves[None], 0)[0]
+        arrives, order = leaves > e, self.order[e]
+        sums = lambda a: np.cumsum(np.where(arrives, at(a) - a[e], 0.0)[order])
+        confidence = self.said[e][order]
+        cuts = np.append(confidence[1:] < confidence[:-1], True)
+        return sums(self.depth), -sums(self.wrong), cuts, float(at(self.wrong).sum())
+
+    def _set(self, thresholds: np.ndarray, e: int, gain: np.ndarray) -> None:
+        i = int(np.argmax(gain))
+        surest = float(self.said[e][self.order[e][i]])
+        thresholds[e] = min(surest, BELOW_ONE) if gain[i] > 0 else 1.0

@@ -1,0 +1,72 @@
+"""Named arrays in one file, which is there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from eejax.checkpoint.files import naming
+from eejax.common.errors import CheckpointError
+
+
+class SafeTensors:
+    """A .safetensors file, mapped into memory."""
+
+    def __init__(self, path: pathlib.Path):
+        from safetensors import SafetensorError, safe_open
+
+        self._path = path
+        try:
+            self._file = safe_open(path, "np")
+            self._names = {
+                name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()
+            }
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path}: cannot be read ({error}). The file is cut off or no safetensors: copy "
+                "or download it again."
+            ) from error
+
+    def about(self) -> dict[str, str]:
+        """What was said of the file when it was written."""
+        return dict(self._file.metadata() or {})
+
+    def names(self) -> Mapping[str, tuple[int, ...]]:
+        return self._names
+
+    def read(self, name: str) -> np.ndarray:
+        import ml_dtypes  # noqa: F401  numpy's bfloat16, which safetensors looks up
+
+        try:
+            return self._file.get_tensor(name)
+        except Exception as error:  # of many kinds: dtypes numpy has not, pages gone from the disk
+            raise CheckpointError(f"{self._path}: {name} cannot be read ({error}).") from error
+
+
+def write_arrays(
+    path: str | os.PathLike, arrays: Mapping[str, np.ndarray], about: Mapping[str, str] = {}
+) -> None:
+    """Replaces the file at once: a kill leaves the old one, or none. Raises OSError naming it."""
+    import ml_dtypes  # noqa: F401  numpy's bfloat16
+    from safetensors.numpy import save_file
+
+    path = pathlib.Path(path)
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with naming(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            whole = {name: np.asarray(a, order="C") for name, a in arrays.items()}
+            save_file(whole, part, metadata=dict(about))
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def read_arrays(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """(the arrays, what was said of them). Raises CheckpointError for a file that is not whole."""
+    file = SafeTensors(pathlib.Path(path))
+    return {name: file.read(name) for name in file.names()}, file.about()

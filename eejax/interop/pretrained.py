@@ -1,0 +1,142 @@
+"""Early exit for a pretrained model in three lines: `eejax.load`, `eejax.calibrate`,
+`eejax.generate`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from eejax import data
+from eejax.calibration import Calibrated, Point, RouterOptions, calibrate_model
+from eejax.checkpoint.hf import load_pretrained, save_pretrained
+from eejax.checkpoint.hf.load import fetched
+from eejax.checkpoint.model import CHECKPOINTS, load_model
+from eejax.checkpoint.overlay import opened
+from eejax.common.errors import ConfigError, require_count
+from eejax.common.trees import Tree
+from eejax.data import Source, Tokenizer
+from eejax.inference import EngineOptions, Generator, Result
+from eejax.models.config import ModelConfig
+from eejax.train.pretrained import tokenizer_of
+
+BATCH = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model that can be calibrated and generate: configuration, parameters and tokenizer.
+
+    calibrated: how its routers came out, where `calibrate` made it.
+    """
+
+    config: ModelConfig
+    params: Tree = dataclasses.field(repr=False)
+    tokenizer: Tokenizer = dataclasses.field(repr=False)
+    calibrated: Calibrated | None = dataclasses.field(default=None, repr=False)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """As a folder that transformers opens, with exits and routers beside the weights, which
+        `load` reads. Raises as `checkpoint.hf.save_pretrained`."""
+        save_pretrained(path, self.config, self.params, tokenizer=self.tokenizer)
+
+
+def load(
+    source: str | os.PathLike, *, tokenizer: str | None = None, dtype: str = "float32"
+) -> Model:
+    """The model of a run's workdir, of a Hugging Face folder, or of a name on the Hub.
+
+    tokenizer: "bytes", a file or a folder, where the model has none of its own; dtype: in which a
+    pretrained model is computed. Raises CheckpointError for what is no model, or not whole.
+    """
+    path = pathlib.Path(source).expanduser()
+    if (path / CHECKPOINTS).is_dir() or opened(path) is not None:
+        run = load_model(path)
+        return Model(run.config, run.params, run.tokenizer)
+    path = fetched(source)
+    found = load_pretrained(path, dtype=dtype)
+    own = tokenizer_of(path, found.raw, found.config.vocab_size, tokenizer)
+    return Model(found.config, found.params, own)
+
+
+def calibrate(
+    model: Model,
+    text: str | Sequence[str] | Source,
+    *,
+    every: int = 4,
+    boundaries: Sequence[int] | None = None,
+    tokens: int = 200_000,
+    length: int = 256,
+    watch: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Model:
+    """The model with routers, trained on `text`: files, globs, or any `data.Source`.
+
+    length: tokens of a window of text. options: of `RouterOptions` (width, label, bound, epochs,
+    ...); the rest as `calibration.calibrate_model`, which says what is raised. DataError for text
+    that is empty. The model that was given is as it was.
+    """
+    require_count("length", length)
+    length = min(length, model.config.context_length)
+    chosen = RouterOptions(**options)
+    source = data.source(text) if isinstance(text, str | list | tuple) else text
+    with tempfile.TemporaryDirectory() as folder:
+        packed = data.pack(source, model.tokenizer, folder, validation_fraction=0.0)
+        batches = data.batches(
+            packed.split("train"), BATCH, length, limit=-(-tokens // (BATCH * length))
+        )
+        read = ({name: batch[name] for name in ("tokens", "labels")} for batch in batches)
+        found = calibrate_model(
+            model.params, model.config, read, chosen, every=every, boundaries=boundaries,
+            tokens=tokens, watch=watch,
+        )  # fmt: skip
+    return dataclasses.replace(
+        model, config=found.config, params=found.params, calibrated=found
+    )  # fmt: skip
+
+
+def generate(
+    model: Model,
+    prompt: str,
+    max_new_tokens: int = 128,
+    *,
+    agreement: float | None = None,
+    engine: EngineOptions | str = "recompute",
+    **options: Any,
+) -> tuple[str, Result]:
+    """(the text behind `prompt`, what every token of it took).
+
+    agreement: of a calibrated model the share of tokens that are to be those of the full one, from
+    which thresholds of its routers follow; instead of it options may say gate and threshold, as all
+    that `Generator.stream` takes. By neither, no token leaves early. Raises ConfigError for an
+    agreement of a model that `calibrate` did not make, and as `Generator`.
+    """
+    if agreement is not None:
+        options = {"gate": "router", "threshold": _threshold(model, agreement)} | options
+    generator = Generator.make(model.params, model.config, engine)
+    end = model.tokenizer.eos_id
+    options = {"stop_tokens": () if end is None else (end,)} | options
+    result = generator.generate(
+        [model.tokenizer.encode(prompt).tolist()], max_new_tokens, **options
+    )
+    return model.tokenizer.decode(result.ids(0)), result
+
+
+def _threshold(model: Model, agreement: float) -> tuple[float, ...]:
+    """By exit; 1 at those that have no router."""
+    if model.calibrated is None:
+        raise ConfigError(
+            f"agreement = {agreement!r}: this model was not made by calibrate(): give gate and "
+            "threshold."
+        )
+    point: Point = model.calibrated.point(agreement)
+    found = dict(
+        zip(
+            (e.boundary for e in model.calibrated.scores.config.exits),
+            point.threshold, strict=True,
+        )
+    )  # fmt: skip
+    return tuple(found.get(e.boundary, 1.0) for e in model.config.exits)

@@ -1,0 +1,174 @@
+"""Gives a trained or imported model routers, which decide for every token where it may leave.
+
+    python -m experiments.import_hf --model=models/tinylm --tokenizer=bytes --workdir=runs/tinylm
+    python -m experiments.calibrate --base=runs/tinylm --every=1 --workdir=runs/routed
+    python -m experiments.generate --workdir=runs/routed --gate=router --prompt='ROMEO:'
+
+Nothing of the model is changed. Where it has no exits it gets training-free ones, its own final
+norm and head, at every --every-th boundary; --boundaries says where else, and exits that were tuned
+(experiments.tune_exits) are given routers as they are. Text is run through the model once; a tenth
+of it chooses the best epoch of every router, and by another tenth they are judged: how well a
+router tells who may leave (AUC), how far its confidence is from the share that is right (error),
+and what thresholds for an agreement with the full model save. --workdir keeps exits and routers and
+takes the rest from --base. The same command goes on where it was killed. With --json the last line
+printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+import shutil
+import time
+
+from absl import flags
+
+from experiments import launch
+
+_BASE = flags.DEFINE_string("base", None, "The run whose model gets routers.")
+_STEP = flags.DEFINE_integer("step", None, "Which checkpoint of it; the newest by default.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "The run that is made.")
+_SOURCE = flags.DEFINE_list("source", None, "Text files or globs; by default the base's text.")
+_EVERY = flags.DEFINE_integer("every", 4, "An exit every so many layers, where the model has none.")
+_BOUNDARIES = flags.DEFINE_list("boundaries", None, "Boundaries of the exits to get routers.")
+_WIDTH = flags.DEFINE_integer("width", 128, "Bottleneck of a router: TIDE has 64, 128 or 256.")
+_LABEL = flags.DEFINE_enum("label", "top1", ["top1", "cosine", "kl"], "Who should leave.")
+_BOUND = flags.DEFINE_list("bound", None, "Of cosine (0.98) or kl (0.1); one, or one an exit.")
+_TOKENS = flags.DEFINE_integer("tokens", 200_000, "Most tokens of text, evenly spread.")
+_EPOCHS = flags.DEFINE_integer("epochs", 12, "Passes over them in training.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the training, and of what is held out.")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
+flags.mark_flags_as_required(["base", "workdir"])
+
+AGREEMENTS = (0.99, 0.95, 0.9)
+BATCH = 16
+
+
+def main() -> None:
+    from eejax import calibration
+    from eejax.checkpoint.files import only_user
+    from eejax.checkpoint.overlay import write_overlay
+    from eejax.data import save_tokenizer
+    from eejax.train.runs import open_run
+
+    begun = time.monotonic()
+    bound = _BOUND.value and launch.numbers("bound", _BOUND.value, float)
+    boundaries = _BOUNDARIES.value and launch.numbers("boundaries", _BOUNDARIES.value, int)
+    options = calibration.RouterOptions(
+        width=_WIDTH.value, label=_LABEL.value, bound=bound, epochs=_EPOCHS.value, seed=_SEED.value
+    )
+    run = open_run(_BASE.value, step=_STEP.value)
+    model, workdir = run.model, pathlib.Path(_WORKDIR.value).expanduser()
+    workdir.mkdir(parents=True, exist_ok=True)
+    with only_user(workdir):
+        batches, fingerprint = text(run, workdir)
+        found = calibration.calibrate_model(
+            model.params, model.config, batches, options, every=_EVERY.value,
+            boundaries=boundaries and sorted(boundaries), tokens=_TOKENS.value,
+            folder=workdir / "calibration", about={"text": fingerprint, "step": model.step},
+            watch=launch.say,
+        )  # fmt: skip
+        save_tokenizer(model.tokenizer, workdir / "tokenizer")
+        metadata = model.metadata | {"experiment": experiment(run, found.config).to_dict()}
+        write_overlay(workdir, _BASE.value, model.step, found.config, found.params, metadata)
+        shutil.rmtree(workdir / "calibration")
+    seconds = time.monotonic() - begun
+    points = {a: found.point(a) for a in AGREEMENTS}
+    print(show(found, points, model.config.n_layers))
+    drawn = draw(found, points, workdir)
+    print(f"\ndrawn: {', '.join(map(str, drawn))}")
+    thresholds = ",".join(f"{t:.4g}" for t in points[0.95].threshold)
+    print(f"{found.states.n} tokens, {seconds:.0f} s. Now, for about 95 % agreement:\n"
+          f"  python -m experiments.generate --workdir={_WORKDIR.value} --gate=router "
+          f"--threshold={thresholds}")  # fmt: skip
+    if _JSON.value:
+        print(json.dumps({
+            "tokens": found.states.n, "seconds": seconds,
+            "exits": [clean(dataclasses.asdict(q)) for q in found.qualities],
+            "points": {str(a): dataclasses.asdict(p) for a, p in points.items()},
+        }))  # fmt: skip
+
+
+def experiment(run, config):
+    """The base's, of the model with its routers."""
+    from eejax.train.config import ExitWeights
+
+    weights = ExitWeights((1.0,) * config.n_exits)
+    return dataclasses.replace(run.experiment, model=config, exit_weights=weights)
+
+
+def text(run, workdir: pathlib.Path):
+    """(batches of the text to calibrate on, its fingerprint)."""
+    from eejax import data
+    from eejax.train import inputs
+
+    config, limit = run.experiment.data, -(-_TOKENS.value // (BATCH * run.experiment.data.length))
+    if _SOURCE.value:
+        source = data.source(_SOURCE.value, text_field=config.text_field)
+        packed = data.pack(
+            source, run.model.tokenizer, workdir / "calibration_text", validation_fraction=0.0
+        )
+        split = packed.split("train")
+    else:
+        packed = run.dataset()
+        split = packed.split("train")
+    batches = data.batches(
+        split, BATCH, config.length, document_masks=config.document_masks, limit=limit
+    )
+    return (inputs.strip(b, config.document_masks) for b in batches), packed.fingerprint
+
+
+def clean(values: dict) -> dict:
+    """JSON has no NaN."""
+    nan = lambda v: isinstance(v, float) and math.isnan(v)
+    return {k: None if nan(v) else v for k, v in values.items()}
+
+
+def show(found, points, n_layers: int) -> str:
+    from eejax import analysis
+
+    number = lambda v, form: "-" if math.isnan(v) else format(v, form)
+    scores = found.scores
+    alone = {e.boundary: i for i, e in enumerate(scores.config.exits)}
+    rows = []
+    for q in found.qualities:
+        leave = "-"
+        if q.boundary in alone:
+            says = scores.confidences["router"][alone[q.boundary]]
+            leave = f"{(says >= 0.95).mean():.1%}"
+        rows.append([
+            str(q.boundary), f"{q.positives:.1%}", number(q.auc, ".4f"), number(q.error, ".4f"),
+            leave, f"{n_layers / q.boundary:.2f}" if q.boundary else "", q.refused or f"{q.epoch}",
+        ])  # fmt: skip
+    header = ["boundary", "may leave", "AUC", "error", "sure (0.95)", "their speed", "epoch"]
+    parts = [analysis.table(header, rows), ""]
+    rows = [
+        [f"{a:.0%}", f"{p.agreement:.2%}", f"{p.depth:.2f}", f"{n_layers / p.depth:.2f}",
+         ",".join(f"{t:.4g}" for t in p.threshold)]
+        for a, p in points.items()
+    ]  # fmt: skip
+    header = ["wanted", "agreement", f"depth of {n_layers}", "speed at most", "thresholds"]
+    return "\n".join([*parts, analysis.table(header, rows)])
+
+
+def draw(found, points, workdir: pathlib.Path) -> list[pathlib.Path]:
+    """How states converge over depth (TIDE, section 5.5), and where tokens leave."""
+    from eejax import analysis
+
+    picture = analysis.convergence_by_depth(
+        [q.boundary for q in found.qualities],
+        found.states.cosine,
+        found.states.tokens[:-1] == found.states.tokens[-1],
+    )
+    shares = {f"{a:.0%} agreement": p.shares for a, p in points.items()}
+    histogram = analysis.exit_histogram(shares, found.scores.config.stops)
+    return [
+        analysis.save(picture, workdir / "convergence_by_depth.png"),
+        analysis.save(histogram, workdir / "exits.png"),
+    ]
+
+
+if __name__ == "__main__":
+    launch.run(main, interrupted="interrupted: the same command goes on where it was")

@@ -1,0 +1,184 @@
+"""Routers for a run: made, kept beside its model, used by the other launchers, and refused."""
+
+import json
+import shutil
+import signal
+
+import jax
+import numpy as np
+import pytest
+from launchers import call
+from matplotlib.image import imread
+
+from eejax.checkpoint.hf import load_pretrained
+from eejax.checkpoint.manager import Checkpoints
+from eejax.checkpoint.model import CHECKPOINTS, load_model
+from eejax.checkpoint.overlay import opened
+from eejax.common.errors import CheckpointError, ConfigError, DataError
+from eejax.sharding.mesh import MeshConfig, make_mesh
+from eejax.train.runs import open_run
+
+FEW = ("--width=8", "--epochs=2", "--tokens=3000")
+
+
+@pytest.fixture(scope="module")
+def routed(small_run, tmp_path_factory):
+    """(a run of routers for the exits of the small run, what its making printed)."""
+    folder = tmp_path_factory.mktemp("routed")
+    (folder / "run").mkdir()
+    # A base of its own, so that tests may spoil it.
+    shutil.copytree(small_run, folder / "base")
+    with pytest.MonkeyPatch.context() as patch:
+        lines = []
+        patch.setattr("builtins.print", lambda *a, **k: lines.append(" ".join(map(str, a))))
+        call(
+            "experiments.calibrate", f"--base={folder / 'base'}", f"--workdir={folder / 'run'}",
+            "--json", *FEW,
+        )  # fmt: skip
+    return folder / "run", "\n".join(lines)
+
+
+def test_routers_lie_beside_the_model_they_are_of(routed, small_run):
+    workdir, told = routed
+    result = json.loads(told.splitlines()[-1])
+    assert [q["boundary"] for q in result["exits"]] == [1, 2]
+    assert all(0 <= q["error"] <= 1 for q in result["exits"]) and result["tokens"] == 3000
+    assert set(result["points"]) == {"0.99", "0.95", "0.9"}
+    for name in ("convergence_by_depth.png", "exits.png"):
+        assert imread(workdir / name).std() > 0.02
+    assert not (workdir / CHECKPOINTS).exists() and not (workdir / "calibration").exists()
+    size = sum(p.stat().st_size for p in workdir.rglob("*.safetensors"))
+    assert 0 < size < 20_000  # of the exits alone
+    base, run = open_run(small_run), open_run(workdir)
+    assert [e.router for e in run.model.config.exits] == [8, 8]
+    assert run.model.step == base.model.step
+    for name in ("embed", "layers", "final"):
+        jax.tree.map(np.testing.assert_array_equal, run.model.params[name], base.model.params[name])
+    norm = lambda model: model.params["exits"]["exit_2"]["norm"]["scale"]
+    np.testing.assert_array_equal(norm(run.model), norm(base.model))
+    mesh = make_mesh(MeshConfig(data=2))
+    cut = load_model(workdir, mesh=mesh)
+    jax.tree.map(np.testing.assert_array_equal, cut.params, run.model.params)
+
+
+def test_other_launchers_take_it_as_a_run(routed, tmp_path, capsys):
+    workdir, _ = routed
+    call(
+        "experiments.generate", f"--workdir={workdir}", "--gate=router", "--threshold=0.3,0.3",
+        "--prompt=exit early", "--max_new_tokens=12", "--engine=posthoc", "--json",
+    )  # fmt: skip
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    call("experiments.evaluate", f"--workdir={workdir}", "--batches=1")
+    assert "exit_1" in capsys.readouterr().out
+    call("experiments.export_hf", f"--workdir={workdir}", f"--output={tmp_path / 'out'}")
+    back = load_pretrained(tmp_path / "out")
+    assert [e.router for e in back.config.exits] == [8, 8]
+    jax.tree.map(np.testing.assert_array_equal, back.params, load_model(workdir).params)
+    assert len(said["requests"][0]["tokens"]) == 12
+    # Exits beside the weights of another model are not its exits.
+    weights = tmp_path / "out" / "model.safetensors"
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(weights)
+    name = next(n for n in tensors if "norm" in n)
+    save_file(tensors | {name: tensors[name] + 0.5}, weights, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="were trained on other parameters"):
+        load_pretrained(tmp_path / "out")
+
+
+def test_routers_of_another_model_are_refused(routed, tmp_path):
+    workdir, _ = routed
+    moved = tmp_path / "moved"
+    shutil.copytree(workdir, moved)
+    file = moved / "eejax.json"
+    values = json.loads(file.read_text())
+    with pytest.raises(CheckpointError, match="made of another run's model.*no checkpoint"):
+        load_model(moved)  # its base is not where it says
+    values["base"]["workdir"] = str(opened(workdir).base.resolve())
+    file.write_text(json.dumps(values))
+    assert load_model(moved).config == load_model(workdir).config
+    with pytest.raises(CheckpointError, match="and of no step 3"):
+        load_model(moved, step=3)
+    file.write_text(json.dumps(values | {"digest": "0" * 32}))
+    with pytest.raises(CheckpointError, match="trained on other parameters"):
+        load_model(moved)
+    file.write_text(file.read_text()[:-20])
+    with pytest.raises(CheckpointError, match="eejax.json: cannot be read"):
+        load_model(moved)
+    file.write_text(json.dumps(values))
+    weights = moved / "eejax_exits.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match="eejax_exits.safetensors: cannot be read"):
+        load_model(moved)
+    weights.unlink()
+    with pytest.raises(CheckpointError, match="eejax_exits.safetensors"):
+        load_model(moved)
+
+
+def test_a_model_without_exits_gets_them_and_a_killed_calibration_goes_on(
+    small_run, tmp_path, monkeypatch, capsys
+):
+    model = open_run(small_run).model
+    bare = tmp_path / "bare"
+    shutil.copytree(small_run, bare)
+    shutil.rmtree(bare / CHECKPOINTS)
+    config = model.config.replace(exits=())
+    metadata = model.metadata | {"model": config.to_dict()}
+    experiment = dict(metadata["experiment"])
+    experiment["model"] = config.to_dict()
+    experiment["exit_weights"] = dict(experiment["exit_weights"]) | {"weights": []}
+    checkpoints = Checkpoints(bare / CHECKPOINTS)
+    params = model.params | {"exits": {}}
+    checkpoints.save(0, {"params": params}, metadata | {"experiment": experiment})
+    checkpoints.close()
+    arguments = [f"--base={bare}", f"--workdir={tmp_path / 'run'}", "--every=1", *FEW]
+
+    from eejax.calibration import routers
+
+    real = routers.write_arrays
+
+    def die(file, *args):
+        real(file, *args)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(routers, "write_arrays", die)
+        call("experiments.calibrate", *arguments)
+    assert list((tmp_path / "run" / "calibration").glob("states-*"))
+    with pytest.raises(ConfigError, match="options.width = 8, there|options.width = 16, there 8"):
+        call("experiments.calibrate", *arguments, "--width=16")
+    capsys.readouterr()
+    call("experiments.calibrate", *arguments)
+    said = capsys.readouterr()
+    assert "epoch 1 of" not in said.err and "epoch 2 of 2" in said.err
+    made = load_model(tmp_path / "run")
+    assert [e.boundary for e in made.config.exits] == [1, 2]
+    norm = made.params["exits"]["exit_1"]["norm"]["scale"]
+    np.testing.assert_array_equal(norm, model.params["final"]["norm"]["scale"])
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        (["--label=cosine", "--bound=2"], ConfigError, "bound = .*must be cosines"),
+        (["--boundaries=3"], ConfigError, r"boundaries = .*must be in 0..2"),
+        (["--boundaries=one"], ConfigError, "--boundaries = 'one'"),
+        (["--source=absent.txt"], DataError, "absent.txt"),
+        (["--label=kl", "--bound=0"], DataError, "no exit has 100 positive tokens"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_told(small_run, tmp_path, arguments, error, message):
+    given = [f"--base={small_run}", f"--workdir={tmp_path / 'run'}", *FEW, *arguments]
+    with pytest.raises(error, match=message):
+        call("experiments.calibrate", *given)
+    with pytest.raises(CheckpointError, match="holds no checkpoints"):
+        load_model(tmp_path / "run")
+
+
+def test_an_empty_text_is_no_text(small_run, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(DataError, match="empty|no document|no text|holds no"):
+        call(
+            "experiments.calibrate", f"--base={small_run}", f"--workdir={tmp_path / 'run'}",
+            f"--source={tmp_path / 'empty.txt'}", *FEW,
+        )  # fmt: skip
