@@ -29,6 +29,8 @@ bench-env: $(VENV)/.bench-env-stamp
 
 $(VENV)/.bench-env-stamp: $(VENV)/.env-stamp constraints-bench.txt
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --constraint constraints-bench.txt --editable '.[bench]'
+	# Its build would fetch a second torch, and its kernels are of no use without a GPU.
+	TIDE_NO_CUDA=1 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --constraint constraints-bench.txt tide-inference
 	touch $@
 
 # glibc returns a step's large buffers to the system and faults them in again; larger pages fault less.
