@@ -150,14 +150,23 @@ def saved(name: str, path: pathlib.Path) -> dict[str, np.ndarray]:
     return made
 
 
-def opened(path: pathlib.Path):
-    """transformers' model of a folder, computed in float32 and in the open."""
+def opened(path: pathlib.Path, dtype: str = "float32"):
+    """transformers' model of a folder, computed in the open."""
     import torch
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(
-        path, attn_implementation="eager", dtype=torch.float32
+        path, attn_implementation="eager", dtype=getattr(torch, dtype)
     ).eval()
+
+
+def rounding(path: pathlib.Path, logits: np.ndarray) -> float:
+    """Root mean square of what bfloat16 costs transformers, `logits` being those of float32."""
+    import torch
+
+    with torch.no_grad():
+        found = opened(path, "bfloat16")(torch.tensor(tokens(LENGTH))).logits[0]
+    return float(np.sqrt(np.mean((found.float().numpy() - logits) ** 2)))
 
 
 def tokens(length: int) -> np.ndarray:

@@ -41,11 +41,13 @@ def main() -> None:
             shapes = {key: a.shape for key, a in hf_models.saved(name, path).items()}
             config = json.loads((path / "config.json").read_text())
             logits, new = hf_models.theirs(hf_models.opened(path))
+            rounding = hf_models.rounding(path, logits)
         about = {"config": config, "shapes": shapes, "version": transformers.__version__}
         found[f"{name}/about"] = np.array(json.dumps(about))
         found[f"{name}/logits"] = logits
         found[f"{name}/new"] = np.array(new, np.int32)
-        print(name, logits.std(), len(set(new)))
+        found[f"{name}/bfloat16"] = np.float32(rounding)
+        print(name, logits.std(), rounding, len(set(new)))
     _tensors_bin()
     np.savez_compressed(pathlib.Path(__file__).with_name("recorded.npz"), **found)
 

@@ -29,6 +29,20 @@ def test_logits_and_greedy_text(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_costs_no_more_than_it_costs_transformers(name, tmp_path):
+    recorded(name, tmp_path / "theirs")
+    loaded = load_pretrained(tmp_path / "theirs", dtype="bfloat16")
+    states = transformer.exit_states(
+        loaded.params, loaded.config, tokens(LENGTH).astype(np.int32)
+    )  # fmt: skip
+    table = exits.head(loaded.params, loaded.config, 0)
+    got = np.asarray(exits.logits(table, states[-1]))[0, :, : loaded.config.vocab_size]
+    error = np.sqrt(np.mean((got - RECORDED[f"{name}/logits"]) ** 2))
+    # Two ways of rounding; ours keeps norms, biases and statistics in float32.
+    assert 0 < error <= 1.25 * RECORDED[f"{name}/bfloat16"]
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_what_is_written_is_read_as_the_same(name, tmp_path):
     about = recorded(name, tmp_path / "theirs")
     loaded = load_pretrained(tmp_path / "theirs")
