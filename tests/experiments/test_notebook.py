@@ -7,7 +7,7 @@ import nbclient
 import nbformat
 import pytest
 
-NAMES = ("quickstart", "exits_and_gates")
+NAMES = ("quickstart", "exits_and_gates", "routers")
 
 
 def read(root, name):
@@ -63,6 +63,27 @@ def test_exits_and_gates_shows_a_run_in_colors_and_curves(repo_root, tmp_path, s
     for gate in ("max_probability", "margin", "entropy", "saturation"):
         threshold, agreement, depth = table[gate]
         assert float(agreement.strip("%")) >= 95 and 1 <= float(depth) <= 3
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_routers_calibrates_and_writes(repo_root, tmp_path, eejax_data):
+    text = tmp_path / "text.txt"
+    whole = (eejax_data / "tinyshakespeare" / "train.txt").read_bytes()
+    text.write_bytes(whole[:60_000])
+    executed = execute(
+        read(repo_root, "routers"), tmp_path, MODEL=eejax_data / "models" / "tinylm",
+        TOKENIZER="bytes", TEXT=text, TOKENS=12_000, PROMPT="ROMEO:", OUT=tmp_path / "out",
+    )  # fmt: skip
+    shown = outputs(executed, "display_data")
+    images = [o for o in shown if "image/png" in o.data]
+    assert len(images) == 2 and all(len(o.data["image/png"]) > 10_000 for o in images)
+    (written,) = [o.data["text/html"] for o in shown if "text/html" in o.data]
+    assert written.count("background:#") >= 3  # tokens that left early
+    text = printed(executed)
+    assert "12 layers of width 256" in text and "The full model:\nROMEO:" in text
+    table = [line.split() for line in text.splitlines() if line.endswith(" kept")]
+    assert [row[0] for row in table] == ["3", "6", "9"]
+    assert all(0.6 < float(row[2]) < 1 for row in table)
 
 
 @pytest.mark.parametrize("name", NAMES)
