@@ -19,13 +19,14 @@ class Rule:
     """theirs: names of tensors; ours: paths of leaves, such as "attn/q" (within a layer) or
     "embed/tokens". In the names of a layer's tensors {i} is its number.
 
-    read(config, tensors, shapes): our leaves, of these shapes; write(config, leaves): the tensors.
+    read(config, tensors, shapes): our leaves, of these shapes; write(config, leaves): the tensors,
+    None where what is read so is written by other rules.
     """
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
     read: Callable[[ModelConfig, Arrays, Shapes], Arrays]
-    write: Callable[[ModelConfig, Arrays], Arrays]
+    write: Callable[[ModelConfig, Arrays], Arrays] | None = None
 
     @property
     def layered(self) -> bool:

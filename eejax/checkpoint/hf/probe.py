@@ -249,11 +249,12 @@ def layer_rules(raw: Raw, stack: Stack, found: dict[str, str], d: int) -> tuple[
     norms = [part for part in found if part.endswith("norm") or part == "post_attention"]
     placement, residual, names = norm_places({n for n in norms if "/" not in n})
     layernorm = any(bias(found[n]) in shapes for n in norms)
+    named = any("layer_norm" in key for key in raw.values)  # as layer_norm_eps
     qk = found.get("attn/q_norm")
     qk_norm = "none" if qk is None else "head" if shapes[weight(qk)] == (head_dim,) else "full"
     settings = dict(
         d_ff=d_ff, head_dim=head_dim, n_kv_heads=n_kv, mlp_gated=gated, qk_norm=qk_norm,
-        norm="layernorm" if layernorm or "layer_norm" in str(raw.values.keys()) else "rmsnorm",
+        norm="layernorm" if layernorm or named else "rmsnorm",
         norm_bias=layernorm, norm_placement=placement, residual=residual,
         qkv_bias=has_bias("attn/q") or has_bias("attn/qkv"), o_bias=has_bias("attn/o"),
         mlp_bias=has_bias("mlp/down"),
@@ -320,7 +321,8 @@ def verified(
         import transformers
 
         theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    except Exception:  # not installed, another version, code of its own: there is no telling
+    except (ImportError, ValueError, OSError, KeyError, RuntimeError):
+        # Not installed, another version, code of its own, other tensors: there is no telling.
         return None
     asked = np.random.default_rng(0).integers(0, config.vocab_size, (1, 16)).astype(np.int32)
     with torch.no_grad():

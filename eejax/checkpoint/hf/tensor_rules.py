@@ -200,11 +200,8 @@ def opt_rules(config: ModelConfig, raw: Raw | None = None) -> list[Rule]:
         head = rest[0] if rest else tokens
         return tuple(np.pad(a, pad) for a in (tokens @ into.T, head @ out))
 
-    def write(config, leaves):
-        raise NotImplementedError("a model read this way is written without projections")
-
     kept = [r for r in rules if r.ours[0] not in ("embed/tokens", "final/head")]
-    return [Rule((*names, *head), ("embed/tokens", "final/head"), read, write), *kept]
+    return [Rule((*names, *head), ("embed/tokens", "final/head"), read), *kept]
 
 
 def projects(raw: Raw) -> bool:
