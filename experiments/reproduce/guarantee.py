@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from absl import flags
 
-from eejax.common.errors import DataError, require, require_one_of
+from eejax.common.errors import DataError, require
 from experiments import decode_times, held_out, launch
 
 PROMPTS, NEW = 8, 128  # texts that are timed, and tokens of each
@@ -51,16 +51,17 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
 flags.mark_flags_as_required(["workdir"])
 
 
+@launch.flags_named({})
 def main() -> None:
     from eejax import calibration
-    from eejax.gates.confidence import GATES
+    from eejax.inference.policy import ExitPolicy
     from eejax.train.runs import open_run
 
-    require_one_of("--gate", _GATE.value, GATES)
     for name, flag in (("--delta", _DELTA), ("--epsilon", _EPSILON)):
         require(0 < flag.value < 1, name, flag.value, "must lie strictly between 0 and 1")
     require(0 <= _HAND.value <= 1, "--hand_picked", _HAND.value, "must lie in [0, 1]")
     run = open_run(_WORKDIR.value)
+    ExitPolicy.make(run.model.config, 1, gate=_GATE.value)
     texts = list(batches(run))
     launch.say("scoring texts ...")
     scores = calibration.score(run.model.params, run.model.config, texts)

@@ -147,7 +147,8 @@ def test_a_single_prompt_has_a_legend(generate):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--gate=router"], r"^--gate = 'router': must be one of 'max_probability'"),
+        (["--gate=trust"], r"^--gate = 'trust': must be one of 'max_probability'"),
+        (["--gate=router"], r"^--gate = 'router': no exit of this model has a router"),
         (["--threshold=0.5,nan"], r"^--threshold = \[0.5, nan\]: must lie in \[0, 1\]"),
         (["--threshold=1,1,1"], r"^--threshold = .*: must be one number, one per early exit"),
         (["--exits=3"], r"^--exits = \[3\]: must be among this model's exit boundaries \[1, 2\]"),

@@ -218,7 +218,8 @@ def test_the_experiment_on_windows_and_on_prompts(repo_root, workdir, tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--gate=router"], "--gate = 'router': must be one of"),
+        (["--gate=trust"], "--gate = 'trust': must be one of"),
+        (["--gate=router"], "--gate = 'router': no exit of this model has a router"),
         (["--delta=1"], "--delta = 1.0: must lie strictly between 0 and 1"),
     ],
 )

@@ -56,6 +56,7 @@ def drive(engine, asked, steps, events):
 
 
 SIMPLE = [("full", {}), ("posthoc", {}), ("propagate", MASK)]  # of which others are made
+SIMPLE += [("speculative", {}), ("propagate", {})]
 SHARING = [(e, {}) for e in ENGINES if (e, {}) not in SIMPLE]
 SHARING += [pytest.param(*case, marks=pytest.mark.slow) for case in SIMPLE]
 

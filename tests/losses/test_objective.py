@@ -72,7 +72,7 @@ def test_cost_and_gradients_are_the_formulas(name, softcap, temperature, padding
     check_case(case(3, padding=padding), options, objective)
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(st.integers(0, 10**6), st.integers(1, 40), st.floats(0, 1), st.floats(0.3, 5),
        st.booleans(), st.floats(0, 0.1))  # fmt: skip
 def test_any_objective(seed, n, share, t, confident, z):
