@@ -20,6 +20,7 @@ model. `tuned_*`: routers of the exits of --tuned.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pathlib
@@ -231,11 +232,10 @@ class Tide:
     """The package as it is, on a checkpoint of bytes."""
 
     def __init__(self, folder: pathlib.Path):
-        import TIDE
         import torch
         import transformers
 
-        self.torch, self.package, self.transformers = torch, TIDE, transformers
+        self.torch, self.transformers = torch, transformers
         torch.set_num_threads(os.cpu_count())
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32
@@ -244,8 +244,10 @@ class Tide:
 
     def calibrate(self, windows: np.ndarray) -> float:
         """Seconds of its whole calibration."""
-        import TIDE.calibrate as module
+        # The package has a function of the module's name in its place.
+        module = importlib.import_module("TIDE.calibrate")
         from TIDE.config import TIDEConfig
+        from TIDE.runtime import TIDERuntime
 
         texts = ["".join(map(chr, row[:-1])) for row in windows]
         config = TIDEConfig(
@@ -258,7 +260,7 @@ class Tide:
             begin = time.perf_counter()
             module.calibrate(self.model, self._tokenize, config, save_path=path)
             seconds = time.perf_counter() - begin
-            self.runtime = self.package.runtime.TIDERuntime(self.model, path, config)
+            self.runtime = TIDERuntime(self.model, path, config)
         return seconds
 
     def _tokenize(self, texts, **_):
