@@ -30,6 +30,21 @@ def run(module: str, *flags: str) -> dict:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("peer", [False, True])
+def test_bench_routers(eejax_data, peer):
+    if peer:
+        pytest.importorskip("TIDE")
+    flags = ("--windows=40", "--epochs=2", "--new=8", "--unseen=6000")
+    got = run("bench_routers", *flags, "--tide" if peer else "--notide")
+    assert got["oracle_depth"] < got["depth_at_10"] <= got["depth_at_5"] < 12
+    assert got["depth_at_5_disagreement"] <= 0.05 and got["depth_at_10_disagreement"] <= 0.1
+    assert len(got["auc"]) == 11 and min(got["auc"]) > 0.55
+    assert ("tokens_per_s_vs_tide" in got) == peer
+    if peer:
+        assert got["tide"]["mended"]["depth_at_5"] <= 12 and got["auc_at_least_tides"]
+
+
+@pytest.mark.slow
 def test_bench_train():
     pytest.importorskip("transformers")
     got = run("bench_train", "--warmup=1", "--max_exits=1")
