@@ -79,7 +79,7 @@ def main() -> None:
     print(show(found, points, model.config.n_layers))
     drawn = draw(found, points, workdir)
     print(f"\ndrawn: {', '.join(map(str, drawn))}")
-    thresholds = ",".join(f"{t:.4g}" for t in points[0.95].threshold)
+    thresholds = ",".join(f"{t:.4g}" for t in found.thresholds(points[0.95]))
     print(f"{found.states.n} tokens, {seconds:.0f} s. Now, for about 95 % agreement:\n"
           f"  python -m experiments.generate --workdir={_WORKDIR.value} --gate=router "
           f"--threshold={thresholds}")  # fmt: skip
@@ -108,14 +108,16 @@ def text(run, workdir: pathlib.Path):
     if _SOURCE.value:
         source = data.source(_SOURCE.value, text_field=config.text_field)
         packed = data.pack(
-            source, run.model.tokenizer, workdir / "calibration_text", validation_fraction=0.0
+            source, run.model.tokenizer, workdir / "calibration" / "text", validation_fraction=0.0
         )
-        split = packed.split("train")
     else:
         packed = run.dataset()
-        split = packed.split("train")
     batches = data.batches(
-        split, BATCH, config.length, document_masks=config.document_masks, limit=limit
+        packed.split("train"),
+        BATCH,
+        config.length,
+        document_masks=config.document_masks,
+        limit=limit,
     )
     return (inputs.strip(b, config.document_masks) for b in batches), packed.fingerprint
 

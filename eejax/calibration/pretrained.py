@@ -19,6 +19,7 @@ from eejax.calibration.frontier import Point, Scores
 from eejax.calibration.routers import Quality, RouterOptions, Routers, train_routers
 from eejax.calibration.states import States, collect
 from eejax.calibration.thresholds import thresholds_for
+from eejax.checkpoint.digest import digest
 from eejax.checkpoint.files import write_text
 from eejax.common.errors import CheckpointError, ConfigError, require
 from eejax.common.trees import Tree
@@ -42,8 +43,15 @@ class Calibrated(NamedTuple):
     routers: Routers
 
     def point(self, agreement: float) -> Point:
-        """Thresholds for about this agreement (`thresholds_for`), and what they do."""
+        """Thresholds for about this agreement (`thresholds_for`), and what they do, of the exits
+        in `scores`."""
         return thresholds_for(self.scores, "router", agreement)
+
+    def thresholds(self, point: Point) -> tuple[float, ...]:
+        """A point's, for every exit of the model: 1 at those that have no router of this."""
+        stops = (e.boundary for e in self.scores.config.exits)
+        found = dict(zip(stops, point.threshold, strict=True))
+        return tuple(found.get(e.boundary, 1.0) for e in self.config.exits)
 
 
 def boundaries_for(config: ModelConfig, every: int) -> tuple[int, ...]:
@@ -119,7 +127,7 @@ def calibrate_model(
     if folder is not None:
         _same(folder, {
             "model": asked.to_dict(), "options": dataclasses.asdict(options), "tokens": tokens,
-            "about": dict(about or {}),
+            "about": {"parameters": digest(asked, whole), **(about or {})},
         })  # fmt: skip
     states = collect(
         whole, asked, batches, tokens, folder=folder,
@@ -136,14 +144,14 @@ def calibrate_model(
     routed = {asked.exits[i].boundary: tree for i, tree in found.routers.items()}
     exits, trees = [], {}
     for e in has.exits:
-        own = {k: v for k, v in whole["exits"][e.name].items() if k != "router"}
-        if e.boundary in routed:
-            e, own = dataclasses.replace(e, router=options.width), own
-            own = own | {"router": routed[e.boundary]}
-        elif e.boundary in boundaries:
-            if e.boundary not in given:
+        own = whole["exits"][e.name]
+        if e.boundary in boundaries:
+            fresh = routed.get(e.boundary)
+            if fresh is None and e.boundary not in given:
                 continue
-            e = dataclasses.replace(e, router=0)
+            own = {k: v for k, v in own.items() if k != "router"}
+            own |= {} if fresh is None else {"router": fresh}
+            e = dataclasses.replace(e, router=0 if fresh is None else options.width)
         exits.append(e)
         trees[e.name] = own
     final = has.replace(exits=tuple(exits))

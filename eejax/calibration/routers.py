@@ -27,6 +27,7 @@ from eejax.checkpoint.arrays import read_arrays, write_arrays
 from eejax.common.errors import ConfigError, DataError, require, require_count, require_one_of
 from eejax.common.trees import Tree
 from eejax.gates import router
+from eejax.inference.stages import where_rows
 from eejax.models import params
 from eejax.models.config import ModelConfig
 
@@ -256,7 +257,7 @@ def _fit(x, y, first, train, choose, config, options, folder, watch):
         )  # fmt: skip
         loss = _losses(trained, x, y, choose, config=config)
         better = loss < least
-        best = jax.tree.map(partial(_where, better), trained, best)
+        best = where_rows(better, trained, best)
         chosen = jnp.where(better, epoch + 1, chosen)
         state = trained, moments, best, jnp.where(better, loss, least), chosen
         losses.append(np.asarray(loss))
@@ -279,10 +280,6 @@ def _resumed(file: pathlib.Path, like: Any) -> tuple[Any, list[np.ndarray]]:
     values = [jnp.asarray(arrays[name]) for name in sorted(arrays)]
     losses = [np.array(row, np.float32) for row in json.loads(about["losses"])]
     return jax.tree.unflatten(treedef, values), losses
-
-
-def _where(rows: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    return jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
 
 @partial(jax.jit, static_argnames=("config", "options", "steps"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from eejax.calibration.frontier import CHUNK
 from eejax.checkpoint.arrays import read_arrays, write_arrays
 from eejax.common.errors import DataError
 from eejax.common.trees import Tree
+from eejax.gates.confidence import cosine
 from eejax.inference.sampling import argmax
 from eejax.losses.cross_entropy import IGNORE
 from eejax.models import exits, layers, transformer
@@ -46,15 +47,26 @@ class States(NamedTuple):
     def n(self) -> int:
         return self.labels.size
 
-    def take(self, which: np.ndarray) -> States:
-        """Of the positions [n] bool alone."""
-        return States(*(a[..., which, :] if i == 0 else a[..., which] for i, a in enumerate(self)))
+    @classmethod
+    def joined(cls, parts: Sequence[States]) -> States:
+        """Parts in a row."""
+        join = lambda *a: np.concatenate(a, 1 if a[0].ndim > 1 else 0)
+        return cls(*(join(*leaves) for leaves in zip(*parts, strict=True)))
+
+    def first(self, n: int) -> States:
+        """The first n positions."""
+        return States(*(a[:, :n] if a.ndim > 1 else a[:n] for a in self))
 
 
-def bytes_per_token(config: ModelConfig) -> int:
-    """Memory that a position takes."""
-    width = np.dtype(jnp.dtype(config.dtype)).itemsize
-    return config.n_exits * (config.d_model * width + 16) + 16
+def most_that_fit(config: ModelConfig) -> int:
+    """Positions that a quarter of the free memory holds, of the host and of the first device: on a
+    CPU the two are one, and while parts are joined there are two copies."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    stats = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        free = min(free, stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    position = config.n_exits * (config.d_model * jnp.dtype(config.dtype).itemsize + 16) + 16
+    return max(int(free // (4 * position)), 1)
 
 
 def collect(
@@ -66,14 +78,15 @@ def collect(
     folder: str | os.PathLike | None = None,
     watch: Callable[[int], None] | None = None,
 ) -> States:
-    """The states of the first `most` counted positions of batches (as `data.batches` gives).
+    """The states of the first `most` counted positions of batches (as `data.batches` gives), or of
+    as many as fit into memory.
 
     Every window is a unit. With a `folder` parts are kept there, and those that are there already
     are taken from it: the caller sees to it that they are of this model and these batches. watch:
     is told the positions so far. Raises DataError where no position counts, FloatingPointError for
     states that are not finite.
     """
-    done, n = [], 0
+    done, n, most = [], 0, min(most, most_that_fit(config))
     for part in _parts(params, config, batches, folder):
         done.append(part)
         n += part.n
@@ -83,10 +96,7 @@ def collect(
             break
     if not n:
         raise DataError("no token to calibrate on: the text is empty, or too short for a label.")
-    join = lambda *parts: np.concatenate(parts, 1 if parts[0].ndim > 1 else 0)
-    whole = States(*(join(*leaves) for leaves in zip(*done, strict=True)))
-    if n > most:
-        whole = whole.take(np.arange(n) < most)
+    whole = States.joined(done).first(most)
     for name in ("cosine", "kl", "nlls"):
         if not np.isfinite(getattr(whole, name)).all():
             raise FloatingPointError(f"{name} is not finite: check the model's parameters.")
@@ -96,44 +106,50 @@ def collect(
 def _parts(params, config, batches, folder) -> Iterator[States]:
     """Parts of `PART` positions or some more, of batches in a row."""
     iterator, held, number, unit = iter(batches), [], 0, 0
-
-    def file() -> pathlib.Path | None:
-        return None if folder is None else pathlib.Path(folder) / f"states-{number:05d}.safetensors"
-
-    def whole(parts) -> States:
-        join = lambda *a: np.concatenate(a, 1 if a[0].ndim > 1 else 0)
-        return States(*(join(*leaves) for leaves in zip(*parts, strict=True)))
-
-    while True:
-        if not held and file() is not None and file().is_file():
-            arrays, about = read_arrays(file())
-            for _ in range(int(about["batches"])):
-                unit += len(next(iterator)["labels"])
-            number += 1
-            yield States(**arrays)
-            continue
-        batch = next(iterator, None)
-        if batch is not None:
-            held.append(_look(params, config, batch, unit))
-            unit += len(batch["labels"])
-        if held and (batch is None or sum(part.n for part in held) >= PART):
-            part = whole(held)
-            if file() is not None:
-                write_arrays(file(), part._asdict(), {"batches": str(len(held))})
+    file = lambda i: (
+        None if folder is None else pathlib.Path(folder) / f"states-{i:05d}.safetensors"
+    )
+    while file(number) is not None and file(number).is_file():
+        arrays, about = read_arrays(file(number))
+        for _ in range(int(about["batches"])):
+            unit += len(next(iterator)["labels"])
+        number += 1
+        yield States(**arrays)
+    for seen in _seen(params, config, iterator, unit):
+        held.append(seen)
+        if sum(part.n for part in held) >= PART:
+            yield _kept(held, file(number))
             held, number = [], number + 1
-            yield part
-        if batch is None:
-            return
+    if held:
+        yield _kept(held, file(number))
 
 
-def _look(params: Tree, config: ModelConfig, batch: Mapping[str, Any], unit: int) -> States:
-    labels = np.asarray(batch["labels"])
+def _kept(held: list[States], file: pathlib.Path | None) -> States:
+    part = States.joined(held)
+    if file is not None:
+        write_arrays(file, part._asdict(), {"batches": str(len(held))})
+    return part
+
+
+def _seen(params: Tree, config: ModelConfig, batches, unit: int) -> Iterator[States]:
+    """Of every batch, fetched while the next one runs. unit: number of the first window."""
+    before = None
+    for batch in batches:
+        inputs = {k: a for k, a in batch.items() if k != "units"}
+        running = _pass(params, config, inputs), np.asarray(batch["labels"]), unit
+        unit += len(batch["labels"])
+        if before is not None:
+            yield _fetched(*before)
+        before = running
+    if before is not None:
+        yield _fetched(*before)
+
+
+def _fetched(running, labels: np.ndarray, unit: int) -> States:
     counted = labels.reshape(-1) != IGNORE
     units = np.repeat(unit + np.arange(len(labels)), labels.shape[1])[counted]
-    inputs = {k: a for k, a in batch.items() if k != "units"}
-    seen = jax.device_get(_pass(params, config, inputs))
-    pick = lambda a: a[:, counted]
-    return States(*map(pick, seen), labels.reshape(-1)[counted], units.astype(np.int32))
+    kept = (a[:, counted] for a in jax.device_get(running))
+    return States(*kept, labels.reshape(-1)[counted], units.astype(np.int32))
 
 
 @partial(jax.jit, static_argnames="config")
@@ -178,10 +194,3 @@ def _pass(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
     out = lax.map(one, (jax.tree.map(cut, states), cut(batch["labels"].reshape(-1))))
     flat = lambda a: jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1)[:, :n]
     return jnp.stack(reached[:-1]), jnp.stack(cosines), *map(flat, out)
-
-
-def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
-    """float32 cosine [...] of vectors [..., d]."""
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    dot = lambda x, y: jnp.sum(x * y, -1)
-    return dot(a, b) * lax.rsqrt(jnp.maximum(dot(a, a) * dot(b, b), 1e-30))

@@ -27,8 +27,8 @@ def thresholds_for(scores: Scores, gate: str, agreement: float) -> Point:
     require(0 <= agreement <= 1, "agreement", agreement, "must lie in [0, 1]")
     require(gate in scores.confidences, "gate", gate, f"must be of {sorted(scores.confidences)}")
     turns = _Turns(scores, gate)
-    best = at_threshold(scores, 1.0, gate=gate)
     thresholds = np.ones(scores.config.n_exits)
+    best = at_threshold(scores, thresholds.tolist(), gate=gate)
     for price in PRICES:
         turns.priced(thresholds, price)
         within = thresholds.copy()

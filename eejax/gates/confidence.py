@@ -76,11 +76,16 @@ def certainty(logits: jax.Array, vocab_size: int) -> jax.Array:
     return jnp.clip(1.0 - entropy / jnp.log(float(max(vocab_size, 2))), 0.0, 1.0)
 
 
+def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
+    """float32 cosine [...] of vectors [..., d]."""
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    dot = lambda x, y: jnp.sum(x * y, -1)
+    return dot(a, b) * lax.rsqrt(jnp.maximum(dot(a, a) * dot(b, b), 1e-30))
+
+
 def saturation(state: jax.Array, before: jax.Array) -> jax.Array:
     """Cosine of states [..., d] and those at the exit before, 0 where it is negative."""
-    a, b = state.astype(jnp.float32), before.astype(jnp.float32)
-    dot = lambda x, y: jnp.sum(x * y, -1)
-    return jnp.clip(dot(a, b) * lax.rsqrt(jnp.maximum(dot(a, a) * dot(b, b), 1e-30)), 0.0, 1.0)
+    return jnp.clip(cosine(state, before), 0.0, 1.0)
 
 
 def of_logits(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eejax import data
-from eejax.calibration import Calibrated, Point, RouterOptions, calibrate_model
+from eejax.calibration import Calibrated, RouterOptions, calibrate_model
 from eejax.checkpoint.hf import load_pretrained, save_pretrained
 from eejax.checkpoint.hf.load import fetched
 from eejax.checkpoint.model import CHECKPOINTS, load_model
@@ -21,6 +21,7 @@ from eejax.common.trees import Tree
 from eejax.data import Source, Tokenizer
 from eejax.inference import EngineOptions, Generator, Result
 from eejax.models.config import ModelConfig
+from eejax.train.inputs import strip
 from eejax.train.pretrained import tokenizer_of
 
 BATCH = 16
@@ -88,7 +89,7 @@ def calibrate(
         batches = data.batches(
             packed.split("train"), BATCH, length, limit=-(-tokens // (BATCH * length))
         )
-        read = ({name: batch[name] for name in ("tokens", "labels")} for batch in batches)
+        read = (strip(batch, False) for batch in batches)
         found = calibrate_model(
             model.params, model.config, read, chosen, every=every, boundaries=boundaries,
             tokens=tokens, watch=watch,
@@ -126,17 +127,10 @@ def generate(
 
 
 def _threshold(model: Model, agreement: float) -> tuple[float, ...]:
-    """By exit; 1 at those that have no router."""
     if model.calibrated is None:
         raise ConfigError(
             f"agreement = {agreement!r}: this model was not made by calibrate(): give gate and "
             "threshold."
         )
-    point: Point = model.calibrated.point(agreement)
-    found = dict(
-        zip(
-            (e.boundary for e in model.calibrated.scores.config.exits),
-            point.threshold, strict=True,
-        )
-    )  # fmt: skip
-    return tuple(found.get(e.boundary, 1.0) for e in model.config.exits)
+    made = model.calibrated
+    return made.thresholds(made.point(agreement))

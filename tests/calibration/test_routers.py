@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eejax.calibration import score
 from eejax.calibration import states as states_module
 from eejax.calibration.pretrained import boundaries_for, calibrate_model, with_exits
 from eejax.calibration.quality import auc
@@ -107,14 +108,16 @@ def test_states_are_those_of_the_model_and_kept_parts_are_not_made_again(
     assert len(files) > 3
     files[-1].unlink()
     calls = []
-    real = states_module._look
-    monkeypatch.setattr(states_module, "_look", lambda *a: (calls.append(a[3]), real(*a))[1])
+    real = states_module._pass
+    monkeypatch.setattr(states_module, "_pass", lambda *a: (calls.append(a), real(*a))[1])
     again = collect(p, config, given, 10**6, folder=tmp_path)
     assert 0 < len(calls) < len(given) / 2
     jax.tree.map(np.testing.assert_array_equal, tuple(found), tuple(again))
     short = collect(p, config, given, 101)
     assert short.n == 101
     np.testing.assert_array_equal(short.tokens, found.tokens[:, :101])
+    monkeypatch.setattr(states_module, "most_that_fit", lambda config: 77)
+    assert collect(p, config, given, 101).n == 77
     with pytest.raises(DataError, match="no token to calibrate on"):
         collect(p, config, [], 10)
 
@@ -255,11 +258,22 @@ def test_a_model_gets_routers_and_is_what_it_was(plain, tmp_path):
     assert all(e.router == 8 for e in made.config.exits)
     shapes = jax.tree.map(lambda a: a.shape, made.params)
     assert shapes == jax.tree.map(lambda a: a.shape, params.shapes(made.config))
-    # What an engine makes of it is what was counted on the windows held out.
-    point = made.point(0.5)
-    generator = Generator.make(made.params, made.config, "posthoc")
-    result = generator.generate([[3, 5, 8]], 12, gate="router", threshold=list(point.threshold))
-    assert result.lengths[0] == 12
+    # What the finished model says of the windows held out is what was judged.
+    again = score(made.params, made.config, list(batches(30)))
+    n, held_out = made.states.n, made.routers.report
+    assert held_out.sum() > 100 and len(again) > n
+    pick = lambda a: a[..., :n][..., held_out]
+    np.testing.assert_array_equal(pick(again.tokens), made.scores.tokens)
+    np.testing.assert_array_equal(pick(again.labels), made.scores.labels)
+    np.testing.assert_array_equal(pick(again.units), made.scores.units)
+    np.testing.assert_allclose(pick(again.nlls), made.scores.nlls, rtol=1e-5)
+    said = made.scores.confidences["router"]
+    np.testing.assert_allclose(pick(again.confidences["router"]), said, rtol=1e-4, atol=1e-6)
+    changed = plain | {"embed": {"tokens": plain["embed"]["tokens"] * 2}}
+    with pytest.raises(ConfigError, match="about.parameters = "):
+        calibrate_model(
+            changed, PLAIN, batches(30), options, every=2, tokens=2000, folder=tmp_path / "c"
+        )
     other = RouterOptions(width=4, epochs=3, batch=128, least=5)
     with pytest.raises(ConfigError, match="options.width = 4, there 8"):
         calibrate_model(
@@ -278,6 +292,16 @@ def test_exits_of_the_model_keep_their_parameters_and_others_stay_out(plain):
     assert [(e.boundary, e.router) for e in made.config.exits] == [(1, 8), (2, 0), (3, 8)]
     for name in ("exit_1", "exit_2", "exit_3"):
         assert made.params["exits"][name]["norm"] is p["exits"][name]["norm"]
+    point = made.point(0.5)
+    assert made.thresholds(point) == (point.threshold[0], 1.0, point.threshold[1])
+    # A second calibration leaves the first one's routers where it is not asked for others.
+    twice = calibrate_model(
+        made.params, made.config, batches(30), options, boundaries=(2,), tokens=2000
+    )
+    assert [e.router for e in twice.config.exits] == [8, 8, 8]
+    assert twice.params["exits"]["exit_1"] is made.params["exits"]["exit_1"]
+    shapes = jax.tree.map(lambda a: a.shape, twice.params)
+    assert shapes == jax.tree.map(lambda a: a.shape, params.shapes(twice.config))
     for wrong in ((5,), (-1,), ()):
         with pytest.raises(ConfigError, match="boundaries = .*must be in 0..4"):
             calibrate_model(p, config, batches(), options, boundaries=wrong)
