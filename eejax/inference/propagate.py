@@ -87,7 +87,7 @@ def step(
 def _run(weights, config, e, start, goes, seen, both, kvs, block):
     """Segment e for the requests that go; a branch of a conditional.
 
-    both [b, 2, d]: the states at the boundary, and what the exit's head reads.
+    both [b, 2, d]: the states at the boundary, and behind the exit's block.
     """
     x, h, kvs, block = run_segment(
         weights.params, weights.segments[e], config, e, both[:, :1], start, kvs, block, goes=goes,

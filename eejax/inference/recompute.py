@@ -101,7 +101,7 @@ def _deeper(weights, config, e, width, live, goes, before, x, h, filled, kvs, bl
     """`width` rows per request through segment e; a branch of the conditional.
 
     before, after: states waiting at the boundaries below and above; x, h [b, d]: the newest token's
-    at this boundary, and what the exit's head reads. Requests that do not go themselves let their
+    at this boundary, and behind its exit's block. Requests that do not go themselves let their
     oldest waiting rows ride along, which only shortens their backlog.
     """
     start = filled[:, e]

@@ -267,11 +267,15 @@ class Stage:
 
         def work(block, memory, emission):
             tree = self._exit_tree(place)
-            h, block = exits.state(tree, c, e, x, context, cache=block, axes=self.axes)
+            h, block = exits.attend(tree, c, e, x, context, cache=block, axes=self.axes)
+
+            def logits():
+                state = exits.read(tree, c, e, newest(h)[:, None], self.axes)[:, 0]
+                return exits.whole_logits(exits.head(tree, c, e), state, self.axes)
+
             look = Look(
-                e, newest(x),
-                lambda: exits.whole_logits(exits.head(tree, c, e), newest(h), self.axes), allowed,
-                position, request.progress(position), router.of_exit(tree, c, e),
+                e, newest(x), logits, allowed, position, request.progress(position),
+                router.of_exit(tree, c, e),
             )  # fmt: skip
             if last:
                 return block, memory, conclude(emission, look, request.sampling)

@@ -323,8 +323,12 @@ def blank(
 
 
 def step_logits(weights: Weights, config: ModelConfig, e: int, h: jax.Array) -> jax.Array:
-    """float32 logits [b, v] of exit e from what its head reads, h [b, d]; on a mesh the whole
-    vocabulary's on every shard, so that all decide alike."""
+    """float32 logits [b, v] of exit e from the state behind its block, h [b, d]; on a mesh the whole
+    vocabulary's on every shard, so that all decide alike.
+
+    All of the exit that not every token needs is computed here, for those whose logits are made.
+    """
+    h = exits.read(weights.params, config, e, h[:, None], weights.axes)[:, 0]
     return exits.whole_logits(exits.head(weights.params, config, e), h, weights.axes)
 
 

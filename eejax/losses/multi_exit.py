@@ -66,11 +66,12 @@ def multi_exit_loss(
 
     tokens, labels [b, t] int32 (`IGNORE` does not count); weights [e], the final exit's last;
     the rest as `models.transformer.exit_states`. With `which`, e counts these exits only, in
-    their order, and layers above the deepest of them are not run. S_e is exit e's cross entropy
-    and C_e what `objective` makes of it; distilling needs the final exit among `which`. With
-    `sparse`, exits whose weight is 0 are left out at run time and have the sum 0. Sums and not
-    means: whoever accumulates over microbatches or devices divides once, by the global count, and
-    the result is that of one large batch. The second result is for reporting and has no gradient.
+    their order, and layers above the deepest of them are not run, unless exits distil: a final exit
+    that is not among them is run all the same, as their teacher. S_e is exit e's cross entropy and
+    C_e what `objective` makes of it. With `sparse`, exits whose weight is 0 are left out at run
+    time and have the sum 0. Sums and not means: whoever accumulates over microbatches or devices
+    divides once, by the global count, and the result is that of one large batch. The second result
+    is for reporting and has no gradient.
 
     probes [e] float32, of any value: their gradient is the sum of squares of the gradient that
     exit e's loss sends into the hidden states at its boundary.
@@ -81,6 +82,7 @@ def multi_exit_loss(
         weights.shape == (n,), "weights", weights.shape,
         f"must have one entry for each exit of the loss, the final one included: ({n},)",
     )  # fmt: skip
+    taught = bool(objective.distillation) and config.n_exits not in which
     hs = transformer.exit_states(
         params,
         config,
@@ -90,14 +92,19 @@ def multi_exit_loss(
         dropout_keys=dropout_keys,
         axes=axes,
         remat=remat,
-        which=which,
+        which=(*which, config.n_exits) if taught else which,
         layer_dropout=layer_dropout,
         tap=None if probes is None else lambda i, x: _tap(x, _as_the_stream(probes[i], axes)),
     )
+    teacher = None
+    if taught:
+        *hs, last = hs
+        teacher = Teacher(last, gathered(exits.head(params, config, config.n_exits)))
     count = jnp.sum(labels != IGNORE, dtype=jnp.int32)
     total, sums = exits_loss(
-        params, config, hs, labels, weights, which, objective=objective, sparse=sparse, axes=axes
-    )
+        params, config, hs, labels, weights, which, objective=objective, teacher=teacher,
+        sparse=sparse, axes=axes,
+    )  # fmt: skip
     return total, ExitSums(sums, count)
 
 

@@ -107,7 +107,7 @@ def run_segment(
     """Rows x [b, w, d] at positions start [b] .. start + w - 1 through segment e and its exit.
 
     `segment` holds the unstacked layers; `params` the rest. Returns the boundary state [b, w, d],
-    the state the exit's head reads [b, w, d], and the written keys and values. Earlier positions
+    that behind the exit's block (`exits.attend`) [b, w, d], and the written keys and values. Earlier positions
     of the segment must be filled already.
 
     goes [b]: sequences whose states the layers change; the others' stay what they are, and so do
@@ -161,7 +161,7 @@ def _run(params, segment, config, e, x, context, kvs, block, goes, axes):
         if goes is not None:
             x = jnp.where(goes[:, None, None], x, before)
         written.append(kv)
-    h, block = exits.state(params, config, e, x, context, cache=block, axes=axes)
+    h, block = exits.attend(params, config, e, x, context, cache=block, axes=axes)
     return x, h, tuple(written), block
 
 

@@ -109,25 +109,51 @@ def state(
     x: jax.Array,
     context: layers.Context,
     *,
+    axes: Axes = LOCAL,
+) -> jax.Array:
+    """Boundary state x [b, t, d] -> what exit e's head reads.
+
+    With a sequence axis x is [b, t/shards, d]; what comes out is always [b, t, d].
+    """
+    x, _ = attend(params, config, e, x, context, axes=axes)
+    return read(params, config, e, x, axes)
+
+
+def attend(
+    params: Tree,
+    config: ModelConfig,
+    e: int,
+    x: jax.Array,
+    context: layers.Context,
+    *,
     cache: tuple[jax.Array, jax.Array] | None = None,
     axes: Axes = LOCAL,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """Boundary state x [b, t, d] -> what exit e's head reads, and its block's keys and values.
+    """The part of exit e that every token of a text takes: boundary state x [b, t, d] -> the state
+    behind its (mlp and) block, and the block's keys and values; x and None without a block.
 
-    With a sequence axis x is [b, t/shards, d]; what comes out is always [b, t, d].
     The block attends with the positions and mask of the pass; with a `cache` (its own) it
     sees every earlier position that reached this boundary.
     """
     p = exit_params(params, config, e)
-    apart = ("head", "head_bias", "router")
-    p = gathered({name: part for name, part in p.items() if name not in apart})
-    kv = None
+    if "block" not in p:
+        return x, None
+    p = gathered({name: part for name, part in p.items() if name in ("mlp", "mlp_norm", "block")})
+    return layers.layer(
+        p["block"], after_mlp(p, x, config, axes), config, context, index=config.n_layers + e,
+        window=config.exit_window(e), rope=config.exit_rope(e), cache=cache, axes=axes,
+    )  # fmt: skip
+
+
+def read(
+    params: Tree, config: ModelConfig, e: int, x: jax.Array, axes: Axes = LOCAL
+) -> jax.Array:
+    """The rest of exit e, which only a token whose logits are asked for needs: x [b, t, d], as
+    `attend` gives it, -> what the head reads."""
+    p = exit_params(params, config, e)
+    names = ("norm",) if "block" in p else ("mlp", "mlp_norm", "norm")
+    p = gathered({name: part for name, part in p.items() if name in names})
     x = after_mlp(p, x, config, axes)
-    if "block" in p:
-        x, kv = layers.layer(
-            p["block"], x, config, context, index=config.n_layers + e,
-            window=config.exit_window(e), rope=config.exit_rope(e), cache=cache, axes=axes,
-        )  # fmt: skip
     if "norm" in p:
         x = layers.norm(p["norm"], x, config)
-    return shards.enter(x, axes), kv
+    return shards.enter(x, axes)

@@ -223,6 +223,6 @@ def exit_states(
         reached = [tap(i, x) for i, x in enumerate(reached)]
     states = []
     for e, x in zip(which, reached, strict=True):
-        read = lambda x, e=e: exits.state(params, config, e, x, context, axes=axes)[0]
+        read = lambda x, e=e: exits.state(params, config, e, x, context, axes=axes)
         states.append(rematerialised(read, remat)(x))
     return tuple(states)

@@ -58,7 +58,7 @@ def gradients(
             for place in partition.on(i):
                 if place.layers == done:
                     e = place.exit
-                    h = exits.state(cast, config, e, x, context)[0]
+                    h = exits.state(cast, config, e, x, context)
                     weight = weights[partition.which.index(e)][None]
                     loss = loss + exits_loss(cast, config, [h], labels, weight, (e,))[0]
             if done < n:

@@ -240,11 +240,11 @@ class Stage:
         """
         e, c = kind.exit, self.config
         tree, teacher = self.exit_tree(e, own, table), None
-        read = lambda h: exits.state(tree, c, e, h, context, axes=self.axes)[0]
+        read = lambda h: exits.state(tree, c, e, h, context, axes=self.axes)
         state = transformer.rematerialised(read, self.pipeline.remat)(h)
         if taught is not None and e != c.n_exits:
             final = self.exit_tree(c.n_exits, *self.final)
-            h, _ = exits.state(final, c, c.n_exits, taught, context, axes=self.axes)
+            h = exits.state(final, c, c.n_exits, taught, context, axes=self.axes)
             teacher = Teacher(h, exits.head(final, c, c.n_exits))
         return exits_loss(
             tree, c, [state], labels, weight, (e,), objective=self.pipeline.objective,

@@ -296,9 +296,11 @@ class Experiment:
         self.exit_weights.schedule(self.train.steps)  # raises where it is not one
         whole_model = "must be 0 where exits are tuned: "
         require(
-            not (tuned and self.loss.distillation),
+            not (tuned and self.loss.distillation and self.mesh.pipe > 1),
             "loss.distillation", self.loss.distillation,
-            whole_model + "the final exit is not run there",
+            "must be 0 where exits are tuned on several stages (mesh.pipe = "
+            f"{self.mesh.pipe}): the final exit is not run there",
+            "Distil with mesh.pipe = 1.",
         )  # fmt: skip
         require(
             not (tuned and self.train.layer_dropout),

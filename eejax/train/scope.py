@@ -18,11 +18,13 @@ class Scope:
     al. 2024), or None to train everything.
 
     With tuned exits the model ends at the deepest of them: layers above it, the final exit and
-    other exits are neither held nor run, and the loss is that of the tuned exits alone.
+    other exits are neither held nor run, and the loss is that of the tuned exits alone. If they are
+    `taught` by the final exit, that and all layers are held and run, and still nobody else trained.
     """
 
     config: ModelConfig
     tuned: tuple[str, ...] | None = None
+    taught: bool = False
 
     def __post_init__(self):
         if self.tuned is None:
@@ -47,6 +49,8 @@ class Scope:
     @property
     def depth(self) -> int:
         """Layers that are run."""
+        if self.taught:
+            return self.config.n_layers
         return max(self.config.stops[e] for e in self.which)
 
     def trains(self, name: str) -> bool:
@@ -58,7 +62,10 @@ class Scope:
         if self.tuned is None or self.trains(name):
             return True
         heads = {e.head for e in self.config.exits if e.name in self.tuned}
+        heads |= {self.config.head} if self.taught else set()
         top = name.split("/")[0]
+        if top == "final":
+            return self.taught
         return top in ("embed", "layers") or (top == "shared_head" and "shared" in heads)
 
     def cut(self, tree: Tree) -> Tree:

@@ -48,7 +48,8 @@ def scope(experiment: Experiment) -> Scope:
     tune, model = experiment.tune, experiment.model
     if tune.base is None:
         return Scope(model)
-    return Scope(model, tuple(e.name for e in model.exits if e.boundary in tune.exits))
+    tuned = tuple(e.name for e in model.exits if e.boundary in tune.exits)
+    return Scope(model, tuned, taught=bool(experiment.loss.distillation))
 
 
 class Base(NamedTuple):

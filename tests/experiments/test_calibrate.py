@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 
 import jax
 import numpy as np
@@ -139,7 +138,7 @@ def test_a_model_without_exits_gets_them_and_a_killed_calibration_goes_on(
 
     def die(file, *args):
         real(file, *args)
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(routers, "write_arrays", die)

@@ -167,10 +167,29 @@ def test_the_multi_exit_loss_distils_from_its_final_exit_and_leaves_that_alone()
     _, sums = multi_exit_loss(p, CONFIG, tokens, labels, WEIGHTS, objective=EVERYTHING)
     _, plain = multi_exit_loss(p, CONFIG, tokens, labels, WEIGHTS)
     np.testing.assert_allclose(sums.sums, plain.sums, rtol=1e-6)  # cross entropy is reported
-    with pytest.raises(ConfigError, match="needs the final exit"):
-        multi_exit_loss(
-            p, CONFIG, tokens, labels, WEIGHTS[:1], objective=EVERYTHING, which=(0,)
-        )  # fmt: skip
+
+
+@pytest.mark.parametrize("which", [(0,), (0, 1)])
+def test_a_final_exit_that_has_no_loss_teaches_all_the_same(which):
+    """As if it had the weight 0."""
+    p, tokens, labels = model_case()
+    n = len(which)
+
+    def alone(p):
+        return multi_exit_loss(
+            p, CONFIG, tokens, labels, WEIGHTS[:n], objective=EVERYTHING, which=which
+        )
+
+    def among(p):
+        weights = jnp.append(WEIGHTS[:n], jnp.zeros(3 - n))
+        return multi_exit_loss(p, CONFIG, tokens, labels, weights, objective=EVERYTHING)
+
+    (got, sums), grads = jax.jit(jax.value_and_grad(alone, has_aux=True))(p)
+    (want, all_sums), wanted = jax.jit(jax.value_and_grad(among, has_aux=True))(p)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    np.testing.assert_allclose(sums.sums, all_sums.sums[:n], rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(np.abs(b).max(), 1e-3))
 
 
 def test_an_exit_with_no_weight_is_left_out():
@@ -206,7 +225,7 @@ def test_probes_measure_what_each_exit_sends_into_the_trunk():
         at = transformer.run_to_boundaries(p["layers"], x, CONFIG, context, CONFIG.stops)
         total = 0.0
         for e, x in enumerate(at):
-            h = exits.state(p, CONFIG, e, x + shifts[e], context)[0]
+            h = exits.state(p, CONFIG, e, x + shifts[e], context)
             head = exits.head(p, CONFIG, e)
             total += WEIGHTS[e] * cross_entropy.linear_cross_entropy(h, head, labels)
         return total

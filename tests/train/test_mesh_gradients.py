@@ -76,7 +76,8 @@ def values(config):
 
 def sums_of(mesh, config, *, tuned=None, documents=False, rates=None, scale=1.0, **options):
     """`BatchSums` on the host, of one batch on `mesh`, in step number 5."""
-    scope = Scope(config, tuned)
+    taught = tuned is not None and bool(options.get("objective", CROSS_ENTROPY).distillation)
+    scope = Scope(config, tuned, taught)
     trained, frozen = values(config), {}
     if tuned:
         held, _ = split(trained, scope.held)
@@ -188,10 +189,11 @@ def test_any_model_and_recipe_widely(case):
 TUNED = (ExitConfig(1, mlp=True, head="own"), ExitConfig(2, block=True))
 
 
+@pytest.mark.parametrize("objective", [CROSS_ENTROPY, DISTILLED], ids=["plain", "distilled"])
 @pytest.mark.parametrize("mesh", [MESHES[2], MESHES[-1]], ids=show)
-def test_exits_that_are_tuned_alone(mesh):
+def test_exits_that_are_tuned_alone(mesh, objective):
     config = fixed("alibi", exits=TUNED)
-    how = {"tuned": tuple(e.name for e in TUNED), "microbatches": 2}
+    how = {"tuned": tuple(e.name for e in TUNED), "microbatches": 2, "objective": objective}
     compare(sums_of(mesh, config, **how), sums_of(MeshConfig(), config, **how))
 
 

@@ -17,7 +17,8 @@ from eejax.common.trees import join, size, split
 from eejax.data import train_bpe
 from eejax.data.sources import Document
 from eejax.losses import multi_exit_loss
-from eejax.models import params, transformer
+from eejax.losses.objective import Objective
+from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
 from eejax.train import inputs, optimizer, state, step, tuning
@@ -119,6 +120,29 @@ def test_tuned_exits_improve_on_held_out_text(base, tuned, tmp_path):
     records = [r for r in read_metrics(tuned[0]) if "loss" in r]
     assert len(records) == 40 and {"loss/exit_2", "loss/exit_3"} < records[0].keys()
     assert "loss/final" not in records[0] and "loss/exit_1" not in records[0]
+
+
+def test_exits_learn_from_the_final_one_which_stays(base, tuned, tmp_path):
+    experiment = tuned_experiment(base)
+    experiment = dataclasses.replace(experiment, loss=Objective(distillation=1.0))
+    fit(experiment, tmp_path)
+    before, plain, taught = (load_model(folder) for folder in (base, tuned[0], tmp_path))
+    after = named(taught.params)
+    for name, value in named(before.params).items():
+        assert value.tobytes() == after[name].tobytes(), name
+    assert not list((tmp_path / TUNING / "40").glob("*/*final*"))
+    length = experiment.data.length
+    text = open_run(base).dataset().split("validation").read(0, 8 * length)
+
+    def apart(model):
+        """KL(final || exit) of the tuned exits, in nats, on text of the run."""
+        hs = transformer.exit_states(model.params, model.config, text.reshape(-1, length))
+        head = lambda e: exits.head(model.params, model.config, e)
+        logps = [jax.nn.log_softmax(exits.logits(head(e), h)) for e, h in enumerate(hs)]
+        final = logps[-1]
+        return [float(jnp.mean(jnp.sum(jnp.exp(final) * (final - y), -1))) for y in logps[1:3]]
+
+    assert all(a < 0.9 * b for a, b in zip(apart(taught), apart(plain), strict=True))
 
 
 @pytest.mark.parametrize("head", ["own", "tied"])
@@ -278,8 +302,9 @@ def test_any_exit_on_any_base(tmp_path, text, head):
     values["exit_weights"]["weights"] = ()
     fit(Experiment.from_dict(values), tmp_path / "base")
     new = (ExitConfig(0, head="own", mlp=True), ExitConfig(2, head=head), ExitConfig(4, block=True))
-    for exits in (new[:1], new):
+    for exits, taught in ((new[:1], 0.0), (new, 0.0), (new[:2], 0.5)):
         experiment = tuned_experiment(tmp_path / "base", new=exits, steps=2, eval_every=0)
+        experiment = dataclasses.replace(experiment, loss=Objective(distillation=taught))
         workdir = tmp_path / f"tuned{len(exits)}"
         first, frozen, _ = tuning.load_base(experiment, make_mesh(MeshConfig()), workdir)
         whole = load_model(tmp_path / "base").params
@@ -289,7 +314,7 @@ def test_any_exit_on_any_base(tmp_path, text, head):
         lowest = jax.tree.map(lambda a: a[0], whole["layers"])
         np.testing.assert_array_equal(own["mlp"]["up"], lowest["mlp"]["up"])
         np.testing.assert_array_equal(own["mlp_norm"]["scale"], lowest["attn_norm"]["scale"])
-        depth = max(e.boundary for e in exits)
+        depth = 4 if taught else max(e.boundary for e in exits)
         assert {a.shape[0] for a in jax.tree.leaves(frozen["layers"])} == {depth}
         assert fit(experiment, workdir).step == 2
         tuned = load_model(workdir)
@@ -356,6 +381,7 @@ def test_split_and_join_are_inverse():
         (dict(tune=dict(exits=())), "must name the tuned exits"),
         (dict(tune=dict(start="zero")), "TuneConfig.start = 'zero'"),
         (dict(model=dict(d_model=32, d_ff=64, head_dim=8)), "d_model: 16 in the base, 32 wanted"),
+        (dict(loss=Objective(distillation=1.0), mesh=MeshConfig(pipe=2)), "tuned on several stages"),
         (dict(exit=dict(head="shared")), "the base has no shared head"),
         (dict(exit=dict(head="tied", norm=False)), "must have parameters of its own"),
     ],
@@ -369,7 +395,8 @@ def test_bad_input_is_named(base, tmp_path, change, message):
                      for e in model.exits]  # fmt: skip
             model = model.replace(exits=tuple(exits))
         tune = dataclasses.replace(experiment.tune, **change.get("tune", {}))
-        return dataclasses.replace(experiment, model=model, tune=tune)
+        rest = {k: change[k] for k in ("loss", "mesh") if k in change}
+        return dataclasses.replace(experiment, model=model, tune=tune, **rest)
 
     with pytest.raises((ConfigError, CheckpointError), match=message):
         fit(make(), tmp_path)
