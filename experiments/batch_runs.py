@@ -16,9 +16,9 @@ class Steady:
     tokens: what each `finish` brought; works: of `batched`, what each ran.
     """
 
-    def __init__(self, engine, prompts, quota: int, threshold=1.0, drafts: int = 0):
+    def __init__(self, engine, prompts, quota: int, threshold=1.0, drafts: int = 0, gate=None):
         self.engine, self.prompts, self.quota = engine, prompts, quota
-        self.threshold, self.drafts = threshold, drafts
+        self.rules = {"threshold": threshold, "drafts": drafts, "gate": gate or "max_probability"}
         self.tokens: list[int] = []
         self.works: list = []
 
@@ -29,7 +29,7 @@ class Steady:
 
         config, n = self.engine.config, len(self.prompts)
         lengths = [len(p) for p in self.prompts]
-        policy = ExitPolicy.make(config, n, self.threshold, drafts=self.drafts)
+        policy = ExitPolicy.make(config, n, **self.rules)
         room = [self.engine.context - length for length in lengths]
         return Request.make(config, lengths, room, policy, Sampling.make(n))
 

@@ -1,7 +1,7 @@
 """Routers of a pretrained model beside those of the package tide-inference, on the same weights.
 
     make bench-env && python -P -m experiments.bench_routers --json
-    python -P -m experiments.bench_routers --json --tuned=runs/tuned    # exits of tune_exits too
+    python -P -m experiments.bench_routers --json --tuned=runs/routed    # tuned exits with routers
 
 The model is a plain checkpoint of bytes ($EEJAX_DATA/models/tinylm) and the text one file, of which
 the last --unseen bytes are what everything is judged on: neither the model nor a router has seen
@@ -15,7 +15,7 @@ earlier text, and what they do on the unseen. TIDE's are given with its final lo
 which tokens are the full model's. `calibration_time_vs_tide`: seconds of text to trained routers,
 ours over theirs. `tokens_per_s_vs_tide`: greedy, one request at a time, in interleaved pairs after
 warm-up, ours `recompute` at at most 5 % disagreement; `speedup_over_full` is over our own full
-model. `tuned_*`: routers of the exits of --tuned.
+model. `tuned_*`: exits and routers of --tuned, which must not have seen the last bytes either.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from absl import flags
 
 from eejax.common.errors import ConfigError
 from experiments import launch
+from experiments.windows import BATCH, LENGTH, batches, cut, divided, given, prompts
 
 _MODEL = flags.DEFINE_string("model", None, "A checkpoint of bytes; tinylm by default.")
 _TEXT = flags.DEFINE_string("text", None, "Its text; tinyshakespeare by default.")
@@ -40,26 +41,20 @@ _WINDOWS = flags.DEFINE_integer("windows", 400, "To calibrate on.", lower_bound=
 _EPOCHS = flags.DEFINE_integer("epochs", 12, "Of our training.", lower_bound=1)
 _PAIRS = flags.DEFINE_integer("pairs", 12, "Pairs of runs to time.", lower_bound=2)
 _NEW = flags.DEFINE_integer("new", 96, "Tokens of a timed run.", lower_bound=8)
-_TUNED = flags.DEFINE_string("tuned", None, "A run of experiments.tune_exits on the same model.")
+_TUNED = flags.DEFINE_string("tuned", None, "experiments.calibrate on experiments.tune_exits.")
 _TIDE = flags.DEFINE_bool("tide", True, "Compare with tide-inference.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 
-LENGTH, PROMPT, BATCH = 256, 64, 16
-WIDTH = 128
+PROMPT, WIDTH = 64, 128
 
 
 def main() -> None:
     import eejax
     from eejax import calibration
 
-    root = pathlib.Path(os.environ.get("EEJAX_DATA", "."))
-    folder = pathlib.Path(_MODEL.value or root / "models" / "tinylm")
-    text = pathlib.Path(_TEXT.value or root / "tinyshakespeare" / "train.txt").read_bytes()
-    if len(text) < 2 * _UNSEEN.value:
-        raise ConfigError(f"--unseen = {_UNSEEN.value}: the text has but {len(text)} bytes.")
-    earlier, unseen = text[: -_UNSEEN.value], text[-_UNSEEN.value :]
-    windows, judged = cut(earlier, _WINDOWS.value), cut(unseen)
-    prompts = [list(unseen[i : i + PROMPT]) for i in range(0, len(unseen) - LENGTH, 3 * LENGTH)]
+    folder, text = given(_MODEL.value, _TEXT.value)
+    earlier, unseen = divided(text.read_bytes(), _UNSEEN.value)
+    windows, judged, asked = cut(earlier, _WINDOWS.value), cut(unseen), prompts(unseen, PROMPT)
 
     model = eejax.load(folder, tokenizer="bytes")
     result = {"windows": len(windows), "judged": judged.size, "threads": os.cpu_count()}
@@ -75,13 +70,13 @@ def main() -> None:
     result["auc"] = aucs(scores, "router")
     limit = result["thresholds"]["0.05"]
     mine = {"threshold": limit, "gate": "router"}
-    timed = {"ours": decoder(found.params, found.config, "recompute", prompts, **mine),
-             "full": decoder(model.params, model.config, "full", prompts)}  # fmt: skip
+    timed = {"ours": decoder(found.params, found.config, "recompute", asked, **mine),
+             "full": decoder(model.params, model.config, "full", asked)}  # fmt: skip
     if _TUNED.value:
-        tuned, judged_tuned = of_tuned(windows, judged)
+        tuned, judged_tuned = of_tuned(judged)
         result |= {f"tuned_{k}": v for k, v in judged_tuned.items()}
         point = {"threshold": judged_tuned["thresholds"]["0.05"], "gate": "router"}
-        timed["tuned"] = decoder(tuned.params, tuned.config, "recompute", prompts, **point)
+        timed["tuned"] = decoder(tuned.params, tuned.config, "recompute", asked, **point)
     if _TIDE.value:
         peer = Tide(folder)
         launch.say("calibrating TIDE ...")
@@ -96,27 +91,11 @@ def main() -> None:
         result["auc_at_least_tides"] = all(
             a >= b for a, b in zip(result["auc"], result["tide_auc"], strict=True)
         )
-        timed["tide"] = peer.decoder(prompts, result["tide"]["mended"]["thresholds"]["0.05"])
+        timed["tide"] = peer.decoder(asked, result["tide"]["mended"]["thresholds"]["0.05"])
     result |= speeds(timed)
     print(table(result))
     if _JSON.value:
         print(json.dumps(result))
-
-
-def cut(text: bytes, most: int | None = None) -> np.ndarray:
-    """[n, LENGTH + 1] windows of a text, each one token on from the last one's end, evenly."""
-    ids = np.frombuffer(text, np.uint8).astype(np.int32)
-    n = (len(ids) - 1) // LENGTH
-    rows = np.arange(n) if most is None else np.linspace(0, n - 1, min(n, most)).astype(int)
-    return np.stack([ids[r * LENGTH : r * LENGTH + LENGTH + 1] for r in rows])
-
-
-def batches(windows: np.ndarray):
-    for begin in range(0, len(windows), BATCH):
-        part = windows[begin : begin + BATCH]
-        tokens, labels = part[:, :-1], part[:, 1:]
-        more = ((0, BATCH - len(part)), (0, 0))
-        yield {"tokens": np.pad(tokens, more), "labels": np.pad(labels, more, constant_values=-1)}
 
 
 def routers(params, config, windows: np.ndarray, every: int):
@@ -171,16 +150,17 @@ def aucs(scores, gate: str) -> list[float]:
     return [auc(a, b) for a, b in zip(scores.confidences[gate][:-1], right, strict=True)]
 
 
-def of_tuned(windows: np.ndarray, judged: np.ndarray):
+def of_tuned(judged: np.ndarray):
     from eejax import calibration
     from eejax.checkpoint.model import load_model
+    from eejax.inference.policy import gates_of
 
     run = load_model(_TUNED.value)
-    launch.say("calibrating the tuned exits ...")
-    found = routers(run.params, run.config, windows, every=1)
-    scores = calibration.score(found.params, found.config, batches(judged))
-    told = frontier(scores, "router") | {"by_exit": transferred(found, scores)}
-    return found, told | {"auc": aucs(scores, "router"), "oracle_depth": oracle(scores)}
+    if "router" not in gates_of(run.config):
+        raise ConfigError(f"--tuned = {_TUNED.value}: has no routers. Run experiments.calibrate.")
+    scores = calibration.score(run.params, run.config, batches(judged))
+    told = {"auc": aucs(scores, "router"), "oracle_depth": oracle(scores)}
+    return run, frontier(scores, "router") | told
 
 
 def decoder(params, config, engine: str, prompts: list, **kwargs):

@@ -1,6 +1,7 @@
 """Gives a trained or imported model routers, which decide for every token where it may leave.
 
-    python -m experiments.import_hf --model=models/tinylm --tokenizer=bytes --workdir=runs/tinylm
+    python -m experiments.import_hf --model=models/tinylm --tokenizer=bytes --workdir=runs/tinylm \\
+        --source='texts/*.txt'
     python -m experiments.calibrate --base=runs/tinylm --every=1 --workdir=runs/routed
     python -m experiments.generate --workdir=runs/routed --gate=router --prompt='ROMEO:'
 
@@ -9,8 +10,10 @@ norm and head, at every --every-th boundary; --boundaries says where else, and e
 (experiments.tune_exits) are given routers as they are. Text is run through the model once; a tenth
 of it chooses the best epoch of every router, and by another tenth they are judged: how well a
 router tells who may leave (AUC), how far its confidence is from the share that is right (error),
-and what thresholds for an agreement with the full model save. --workdir keeps exits and routers and
-takes the rest from --base. The same command goes on where it was killed. With --json the last line
+and what thresholds for an agreement with the full model save. One threshold for all exits comes
+with a promise (Learn-then-Test): on windows to come at most 5 % of the tokens change, but for a
+chance of 10 %, if they are drawn as those judged were. --workdir keeps exits and routers and takes
+the rest from --base. The same command goes on where it was killed. With --json the last line
 printed is one JSON object.
 """
 
@@ -23,6 +26,7 @@ import pathlib
 import shutil
 import time
 
+import numpy as np
 from absl import flags
 
 from experiments import launch
@@ -30,7 +34,7 @@ from experiments import launch
 _BASE = flags.DEFINE_string("base", None, "The run whose model gets routers.")
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint of it; the newest by default.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run that is made.")
-_SOURCE = flags.DEFINE_list("source", None, "Text files or globs; by default the base's text.")
+_SOURCE = flags.DEFINE_list("source", None, "Text files or globs; the base's by default.")
 _EVERY = flags.DEFINE_integer("every", 4, "An exit every so many layers, where the model has none.")
 _BOUNDARIES = flags.DEFINE_list("boundaries", None, "Boundaries of the exits to get routers.")
 _WIDTH = flags.DEFINE_integer("width", 128, "Bottleneck of a router: TIDE has 64, 128 or 256.")
@@ -43,13 +47,15 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
 flags.mark_flags_as_required(["base", "workdir"])
 
 AGREEMENTS = (0.99, 0.95, 0.9)
+DELTA, EPSILON = 0.05, 0.1  # share of changed tokens that is promised, and chance of more
 BATCH = 16
 
 
 def main() -> None:
     from eejax import calibration
+    from eejax.checkpoint import overlay
     from eejax.checkpoint.files import only_user
-    from eejax.checkpoint.overlay import write_overlay
+    from eejax.common.errors import ConfigError
     from eejax.data import save_tokenizer
     from eejax.train.runs import open_run
 
@@ -59,8 +65,11 @@ def main() -> None:
     options = calibration.RouterOptions(
         width=_WIDTH.value, label=_LABEL.value, bound=bound, epochs=_EPOCHS.value, seed=_SEED.value
     )
+    workdir = pathlib.Path(_WORKDIR.value).expanduser()
+    if reason := overlay.spoilt(workdir, _BASE.value):
+        raise ConfigError(f"--workdir = {_WORKDIR.value!r} with --base = {_BASE.value!r}: {reason}")
     run = open_run(_BASE.value, step=_STEP.value)
-    model, workdir = run.model, pathlib.Path(_WORKDIR.value).expanduser()
+    model = run.model
     workdir.mkdir(parents=True, exist_ok=True)
     with only_user(workdir):
         batches, fingerprint = text(run, workdir)
@@ -72,14 +81,22 @@ def main() -> None:
         )  # fmt: skip
         save_tokenizer(model.tokenizer, workdir / "tokenizer")
         metadata = model.metadata | {"experiment": experiment(run, found.config).to_dict()}
-        write_overlay(workdir, _BASE.value, model.step, found.config, found.params, metadata)
+        overlay.write_overlay(
+            workdir, _BASE.value, model.step, found.config, found.params, metadata
+        )
         shutil.rmtree(workdir / "calibration")
     seconds = time.monotonic() - begun
     points = {a: found.point(a) for a in AGREEMENTS}
+    promise = calibration.calibrate(found.scores, DELTA, EPSILON, gate="router")
+    kept = calibration.at_threshold(found.scores, promise.threshold, gate="router")
     print(show(found, points, model.config.n_layers))
+    print(
+        f"\nAt most {DELTA:.0%} of tokens changed, but for a chance of {EPSILON:.0%}, by "
+        f"{promise.units} windows: --threshold={exact(promise.threshold)}, depth {kept.depth:.2f}"
+    )
     drawn = draw(found, points, workdir)
     print(f"\ndrawn: {', '.join(map(str, drawn))}")
-    thresholds = ",".join(f"{t:.4g}" for t in found.thresholds(points[0.95]))
+    thresholds = ",".join(map(exact, found.thresholds(points[0.95])))
     print(f"{found.states.n} tokens, {seconds:.0f} s. Now, for about 95 % agreement:\n"
           f"  python -m experiments.generate --workdir={_WORKDIR.value} --gate=router "
           f"--threshold={thresholds}")  # fmt: skip
@@ -88,6 +105,10 @@ def main() -> None:
             "tokens": found.states.n, "seconds": seconds,
             "exits": [clean(dataclasses.asdict(q)) for q in found.qualities],
             "points": {str(a): dataclasses.asdict(p) for a, p in points.items()},
+            "promise": {
+                "delta": DELTA, "epsilon": EPSILON, "windows": promise.units,
+                "threshold": promise.threshold, "depth": kept.depth,
+            },
         }))  # fmt: skip
 
 
@@ -102,15 +123,28 @@ def experiment(run, config):
 def text(run, workdir: pathlib.Path):
     """(batches of the text to calibrate on, its fingerprint)."""
     from eejax import data
+    from eejax.common.errors import ConfigError, DataError
     from eejax.train import inputs
 
     config, limit = run.experiment.data, -(-_TOKENS.value // (BATCH * run.experiment.data.length))
     if _SOURCE.value:
+        print(f"text: {', '.join(_SOURCE.value)}")
         source = data.source(_SOURCE.value, text_field=config.text_field)
-        packed = data.pack(
-            source, run.model.tokenizer, workdir / "calibration" / "text", validation_fraction=0.0
-        )
+        folder = workdir / "calibration" / "text"
+        try:
+            packed = data.pack(source, run.model.tokenizer, folder, validation_fraction=0.0)
+        except DataError as error:
+            raise DataError(f"--source = {','.join(_SOURCE.value)!r}: {error}") from error
     else:
+        # Of a model from elsewhere that is the default of the import, and nobody's choice.
+        if "pretrained" in run.model.metadata and config.source == data.PYTHON_STDLIB:
+            raise ConfigError(
+                f"--source = None: must name the text to calibrate on, as {run.workdir} was "
+                "imported without one. Give files or globs like what the model will be asked for, "
+                f"or --source={data.PYTHON_STDLIB} for the library of this Python."
+            )
+        own = (config.source,) if isinstance(config.source, str) else config.source
+        print(f"text: {', '.join(own)} (the base's)")
         packed = run.dataset()
     batches = data.batches(
         packed.split("train"),
@@ -120,6 +154,12 @@ def text(run, workdir: pathlib.Path):
         limit=limit,
     )
     return (inputs.strip(b, config.document_masks) for b in batches), packed.fingerprint
+
+
+def exact(threshold: float) -> str:
+    """As short as can be, yet read as the float32 that it is: rounded, 0.99997 would be 1, at which
+    nobody leaves, and others would let go of more than was judged."""
+    return np.format_float_positional(np.float32(threshold), unique=True, trim="-")
 
 
 def clean(values: dict) -> dict:
@@ -148,7 +188,7 @@ def show(found, points, n_layers: int) -> str:
     parts = [analysis.table(header, rows), ""]
     rows = [
         [f"{a:.0%}", f"{p.agreement:.2%}", f"{p.depth:.2f}", f"{n_layers / p.depth:.2f}",
-         ",".join(f"{t:.4g}" for t in p.threshold)]
+         ",".join(map(exact, p.threshold))]
         for a, p in points.items()
     ]  # fmt: skip
     header = ["wanted", "agreement", f"depth of {n_layers}", "speed at most", "thresholds"]

@@ -335,7 +335,7 @@ def main() -> None:
     exits = None if _EXITS.value is None else launch.numbers("exits", _EXITS.value, int)
     model = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value).model
     tokenizer, generator = model.tokenizer, make_generator(model)
-    stops = [*_STOP_TOKEN.value, *([] if tokenizer.eos_id is None else [tokenizer.eos_id])]
+    stops = [*_STOP_TOKEN.value, *tokenizer.end_ids]
     settings = dict(
         threshold=threshold[0] if len(threshold) == 1 else threshold, exits=exits,
         prefill_exit=_PREFILL_EXIT.value, gate=_GATE.value, min_depth=_MIN_DEPTH.value,

@@ -261,8 +261,7 @@ def engine_of(model):
     from eejax.inference.sampling import Sampling
     from eejax.inference.state import Request
 
-    config, eos = model.config, model.tokenizer.eos_id
-    stops = sorted({*([] if eos is None else [eos]), *_STOP_TOKEN.value})
+    config, stops = model.config, sorted({*model.tokenizer.end_ids, *_STOP_TOKEN.value})
     kwargs = dict(slots=_SLOTS.value, context=_CONTEXT.value)
     with launch.flags_named({"stop_tokens": "stop_token"}):
         policy = ExitPolicy.make(config, 1, _THRESHOLD.value, gate=_GATE.value)

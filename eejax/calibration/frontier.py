@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -128,6 +128,16 @@ class Point:
         return self.nll / (math.log(2) * bytes_per_token)
 
 
+def in_chunks(f: Callable[[Tree], Tree], rows: Tree) -> Tree:
+    """f(rows), leaves of both [n, ...] and independent by row, of `CHUNK` rows at a time."""
+    n = len(jax.tree.leaves(rows)[0])
+    chunk = min(CHUNK, n)
+    pad = lambda a: jnp.pad(a, [(0, -n % chunk)] + [(0, 0)] * (a.ndim - 1))
+    cut = lambda a: pad(a).reshape(-1, chunk, *a.shape[1:])
+    join = lambda a: a.reshape(-1, *a.shape[2:])[:n]
+    return jax.tree.map(join, lax.map(f, jax.tree.map(cut, rows)))
+
+
 @partial(jax.jit, static_argnames="config")
 def _score(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
     """(tokens, nlls, confidences by gate), each [e, b * t]."""
@@ -144,9 +154,6 @@ def _score(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
     before = [jnp.zeros_like(boundaries[0]), *boundaries[:-1]]
     labels = batch["labels"].reshape(-1)
     n = labels.size
-    chunk = min(CHUNK, n)
-    pad = lambda a: jnp.pad(a, [(0, -n % chunk)] + [(0, 0)] * (a.ndim - 1))
-    cut = lambda a: pad(a).reshape(-1, chunk, *a.shape[1:])
     heads = [exits.head(params, config, e) for e in range(config.n_exits + 1)]
 
     def one(head, inputs):
@@ -162,8 +169,7 @@ def _score(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
 
     rows = []
     for e, (head, h) in enumerate(zip(heads, states, strict=True)):
-        out = lax.map(partial(one, head), (cut(h.reshape(n, -1)), cut(labels)))
-        tokens, nlls, gates = jax.tree.map(lambda a: a.reshape(-1)[:n], out)
+        tokens, nlls, gates = in_chunks(partial(one, head), (h.reshape(n, -1), labels))
         gates["saturation"] = confidence.saturation(boundaries[e], before[e]).reshape(-1)
         if any(exit_.router for exit_ in config.exits):
             says = router.of_exit(params, config, e)

@@ -17,7 +17,7 @@ import numpy as np
 
 from eejax.calibration.frontier import Point, Scores
 from eejax.calibration.routers import Quality, RouterOptions, Routers, train_routers
-from eejax.calibration.states import States, collect
+from eejax.calibration.states import HELD, States, collect
 from eejax.calibration.thresholds import thresholds_for
 from eejax.checkpoint.digest import digest
 from eejax.checkpoint.files import write_text
@@ -33,7 +33,8 @@ SETTINGS = "calibration.json"
 class Calibrated(NamedTuple):
     """config, params: the model with routers; what was there before is untouched, and leaves are
     shared with it. qualities: of every exit that was there to be calibrated. scores: of the windows
-    held out, with the confidences of the gate "router". states, routers: what they come from."""
+    held out, with the confidences of the gate "router". states, routers: what they come from; the
+    states' `boundary`, which may take more memory than the model, is None."""
 
     config: ModelConfig
     params: Tree
@@ -106,7 +107,8 @@ def calibrate_model(
     resumed from; about: what else makes it another run (its text, say). watch: is told how far it
     is. An exit that is refused a router is left out of the model where it was not there before.
 
-    Raises ConfigError for boundaries there cannot be, DataError for text of too few windows or
+    Raises ConfigError for boundaries there cannot be and for a width unlike that of routers that
+    are kept, DataError for text of too few windows or
     labels, CheckpointError for a folder of another calibration.
     """
     given = {e.boundary for e in config.exits}
@@ -116,6 +118,13 @@ def calibrate_model(
         len(boundaries) > 0 and all(b in range(config.n_layers) for b in boundaries),
         "boundaries", boundaries, f"must be in 0..{config.n_layers - 1}",
         "All tokens leave at the last one.",
+    )  # fmt: skip
+    stay = {e.boundary: e.router for e in config.exits if e.router and e.boundary not in boundaries}
+    require(
+        set(stay.values()) <= {options.width}, "width", options.width,
+        f"must be {', '.join(map(str, sorted(set(stay.values()))))}, as of the routers that stay, "
+        f"at boundaries {', '.join(map(str, stay))}",
+        "All routers of a model have one width: take that, or calibrate those boundaries too.",
     )  # fmt: skip
     whole, has = with_exits(params, config, boundaries)
     # Those that are to have no router are left out of the pass.
@@ -129,10 +138,7 @@ def calibrate_model(
             "model": asked.to_dict(), "options": dataclasses.asdict(options), "tokens": tokens,
             "about": {"parameters": digest(asked, whole), **(about or {})},
         })  # fmt: skip
-    states = collect(
-        whole, asked, batches, tokens, folder=folder,
-        watch=lambda n: say(f"{n} of {tokens} tokens seen"),
-    )  # fmt: skip
+    states = collect(whole, asked, batches, tokens, folder=folder, watch=say)
     start = {i: _norm(whole, asked, e) for i, e in enumerate(asked.exits)}
     found = train_routers(
         states, asked, start, options, folder=folder,
@@ -168,7 +174,8 @@ def calibrate_model(
         {"router": np.concatenate([found.confidences[rows], none])},
     )  # fmt: skip
     return Calibrated(
-        final, whole | {"exits": trees}, found.qualities, scores, states, found
+        final, whole | {"exits": trees}, found.qualities, scores, states._replace(boundary=None),
+        found,
     )  # fmt: skip
 
 
@@ -188,8 +195,8 @@ def _same(folder: pathlib.Path, settings: dict[str, Any]) -> None:
     text = json.dumps(settings, indent=1, sort_keys=True, default=str)
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob("*.safetensors"):
-            left.unlink()
+        for left in (*folder.glob("*.safetensors"), folder / HELD):
+            left.unlink(missing_ok=True)
         return write_text(file, text + "\n")
     try:
         old, new = json.loads(file.read_text(encoding="utf-8")), json.loads(text)

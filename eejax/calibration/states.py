@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from eejax.calibration.frontier import CHUNK
+from eejax.calibration import memory
+from eejax.calibration.frontier import in_chunks
 from eejax.checkpoint.arrays import read_arrays, write_arrays
+from eejax.checkpoint.files import write_text
 from eejax.common.errors import DataError
 from eejax.common.trees import Tree
 from eejax.gates.confidence import cosine
@@ -24,12 +27,14 @@ from eejax.models import exits, layers, transformer
 from eejax.models.config import ModelConfig
 
 PART = 16_384  # tokens of a part, which is written, and so not made again, once it is whole
+HELD = "held.json"  # in a folder of parts: how many positions are held at most
 
 
 class States(NamedTuple):
     """Of n counted positions, at every early exit e (and where it says e + 1, the final one too).
 
-    boundary [e, n, d]: the state at its boundary, in the dtype of computation. cosine [e, n]: of
+    boundary [e, n, d]: the state at its boundary, in the dtype of computation, or None where it was
+    let go. cosine [e, n]: of
     that and the last layer's state, both under the final norm. kl [e, n]: KL(final || exit) of
     their distributions, in nats. tokens, nlls [e + 1, n]: the most likely token, and -log p of the
     label in nats. labels, units [n]: the token to be predicted, and the number of its window.
@@ -61,7 +66,7 @@ class States(NamedTuple):
 def most_that_fit(config: ModelConfig) -> int:
     """Positions that a quarter of the free memory holds, of the host and of the first device: on a
     CPU the two are one, and while parts are joined there are two copies."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = memory.free()
     stats = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         free = min(free, stats["bytes_limit"] - stats.get("bytes_in_use", 0))
@@ -76,24 +81,28 @@ def collect(
     most: int,
     *,
     folder: str | os.PathLike | None = None,
-    watch: Callable[[int], None] | None = None,
+    watch: Callable[[str], None] | None = None,
 ) -> States:
     """The states of the first `most` counted positions of batches (as `data.batches` gives), or of
     as many as fit into memory.
 
-    Every window is a unit. With a `folder` parts are kept there, and those that are there already
-    are taken from it: the caller sees to it that they are of this model and these batches. watch:
-    is told the positions so far. Raises DataError where no position counts, FloatingPointError for
-    states that are not finite.
+    Every window is a unit. With a `folder` parts are kept there, and how many positions are held,
+    whatever memory is free later; those that are there already are taken from it: the caller sees
+    to it that they are of this model, these batches and this `most`. watch: is told how many there
+    are so far, and where memory cuts the text off. Raises DataError where no position counts,
+    FloatingPointError for states that are not finite.
     """
-    done, n, most = [], 0, min(most, most_that_fit(config))
+    done, n, asked = [], 0, most
+    most = _held(most, config, folder)
+    say = watch or (lambda text: None)
     for part in _parts(params, config, batches, folder):
         done.append(part)
         n += part.n
-        if watch is not None:
-            watch(min(n, most))
+        say(f"{min(n, most)} of {asked} tokens seen")
         if n >= most:
             break
+    if most < asked and n >= most:
+        say(f"{most} of {asked} tokens held: memory")
     if not n:
         raise DataError("no token to calibrate on: the text is empty, or too short for a label.")
     whole = States.joined(done).first(most)
@@ -101,6 +110,18 @@ def collect(
         if not np.isfinite(getattr(whole, name)).all():
             raise FloatingPointError(f"{name} is not finite: check the model's parameters.")
     return whole
+
+
+def _held(most: int, config: ModelConfig, folder: str | os.PathLike | None) -> int:
+    """`most`, or as many as fit. A folder's first answer stays: with another one windows would be
+    divided otherwise, and routers judged by some that they were trained on."""
+    file = None if folder is None else pathlib.Path(folder) / HELD
+    if file is not None and file.is_file():
+        return int(json.loads(file.read_text(encoding="utf-8"))["most"])
+    most = min(most, most_that_fit(config))
+    if file is not None:
+        write_text(file, json.dumps({"most": most}) + "\n")
+    return most
 
 
 def _parts(params, config, batches, folder) -> Iterator[States]:
@@ -169,28 +190,34 @@ def _pass(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
     normed = lambda x: layers.norm(params["final"]["norm"], x, config) if config.final_norm else x
     last = normed(reached[-1])
     cosines = [cosine(normed(x), last) for x in reached[:-1]]
+    outs = in_chunks(partial(_of_logits, params, config), (states, batch["labels"].reshape(-1)))
+    return jnp.stack(reached[:-1]), jnp.stack(cosines), *(a.T for a in outs)
+
+
+def _of_logits(params: Tree, config: ModelConfig, rows):
+    """(kl [n, e], tokens, nlls [n, e + 1]) of states [e + 1] of [n, d] and labels [n].
+
+    Logits of one exit at a time, beside the final one's: at [n, v] they are by far the largest
+    arrays there are. A loop over a conditional is what XLA cannot reorder, and no head is copied.
+    """
+    states, label = rows
     heads = [exits.head(params, config, e) for e in range(config.n_exits + 1)]
-    heads = [head._replace(table=head.table.astype(config.dtype)) for head in heads]
 
-    def one(rows):
-        states, label = rows
-        logits = [exits.logits(head, h) for head, h in zip(heads, states, strict=True)]
-        logps = [jax.nn.log_softmax(y) for y in logits]
-        final = logps[-1]
+    def logp(e):
+        head = heads[e]._replace(table=heads[e].table.astype(states[e].dtype))
+        return jax.nn.log_softmax(exits.logits(head, states[e]))
+
+    def seen(y):
         # Where padded tokens have no probability, neither has a difference a meaning.
-        kl = lambda y: jnp.sum(jnp.where(final > -1e4, jnp.exp(final) * (final - y), 0.0), -1)
-        picked = lambda y: jnp.take_along_axis(y, jnp.maximum(label, 0)[:, None], 1)[:, 0]
-        stack = lambda values: jnp.stack(values)
-        none = jnp.zeros((0, len(label)), jnp.float32)
-        return (
-            stack([kl(y) for y in logps[:-1]]) if len(logps) > 1 else none,
-            stack([argmax(y) for y in logps]), stack([-picked(y) for y in logps]),
-        )  # fmt: skip
+        kl = jnp.sum(jnp.where(final > -1e4, jnp.exp(final) * (final - y), 0.0), -1)
+        picked = jnp.take_along_axis(y, jnp.maximum(label, 0)[:, None], 1)[:, 0]
+        return kl, argmax(y), -picked
 
-    n = batch["labels"].size
-    chunk = min(CHUNK, n)
-    pad = lambda a: jnp.pad(a, [(0, -n % chunk)] + [(0, 0)] * (a.ndim - 1))
-    cut = lambda a: pad(a).reshape(-1, chunk, *a.shape[1:])
-    out = lax.map(one, (jax.tree.map(cut, states), cut(batch["labels"].reshape(-1))))
-    flat = lambda a: jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1)[:, :n]
-    return jnp.stack(reached[:-1]), jnp.stack(cosines), *map(flat, out)
+    final = logp(config.n_exits)
+    early = [lambda e=e: seen(logp(e)) for e in range(config.n_exits)]
+    last = jax.tree.map(lambda a: a[None], seen(final))
+    if early:
+        found = lax.map(lambda e: lax.switch(e, early), jnp.arange(len(early)))
+        last = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), found, last)
+    kl, tokens, nlls = last
+    return kl[:-1].T, tokens.T, nlls.T

@@ -19,7 +19,7 @@ from eejax.models.config import ModelConfig
 from eejax.sharding import rules
 from eejax.sharding.mesh import MeshConfig, make_mesh
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS = overlay.CHECKPOINTS
 TUNING = "tuning"  # what a run that tunes exits resumes from
 TOKENIZER = "tokenizer"
 PARAMS = "params"
@@ -92,6 +92,8 @@ def load_metadata(workdir: str | os.PathLike, *, step: int | None = None) -> dic
 
 def _overlay(workdir: pathlib.Path, step: int | None) -> overlay.Overlay | None:
     found = overlay.opened(workdir)
+    if found is not None:
+        overlay.beneath_overlays(workdir)  # raises where they end in a circle
     if found is not None and step not in (None, found.step):
         raise CheckpointError(
             f"{workdir} has the exits of step {found.step} of {found.base}, and of no step {step}."

@@ -26,6 +26,7 @@ from eejax.common.trees import Tree, path_name
 from eejax.models.config import ModelConfig
 
 OWN = "exits/"  # leaves that are this run's; all others are the base's
+CHECKPOINTS = "checkpoints"  # what a run has that was trained
 
 
 class Overlay(NamedTuple):
@@ -66,17 +67,56 @@ def write_overlay(
     params: Tree,
     metadata: Mapping[str, Any],
 ) -> None:
-    """Stores the exits of a model (parameters `params` of all of it) that is else a base's."""
-    workdir = pathlib.Path(workdir)
+    """Stores the exits of a model (parameters `params` of all of it) that is else a base's.
+
+    Raises ConfigError where a run would be lost by it (`spoilt`).
+    """
+    if reason := spoilt(workdir, base):
+        raise ConfigError(f"workdir = '{workdir}' with base = '{base}': {reason}")
+    workdir = pathlib.Path(workdir).expanduser()
     workdir.mkdir(parents=True, exist_ok=True)
     sidecar.write_exits(workdir, config, {"exits": jax.device_get(params["exits"])})
-    beneath = os.path.relpath(pathlib.Path(base).expanduser(), workdir)
+    # Of resolved paths: ".." leads out of the folder that a link names, not out of the link's.
+    beneath = os.path.relpath(pathlib.Path(base).expanduser().resolve(), workdir.resolve())
     values = {
         "model": config.to_dict(), "digest": digest(config, params),
         "base": {"workdir": beneath, "step": step},
         "metadata": dict(metadata) | {"model": config.to_dict()},
     }  # fmt: skip
     write_text(workdir / sidecar.SETTINGS, json.dumps(values, indent=1) + "\n")
+
+
+def spoilt(workdir: str | os.PathLike, base: str | os.PathLike) -> str:
+    """Why an overlay of `base` cannot be kept in `workdir`, '' where it can: an overlay is what
+    a folder is taken for before all else, so a run that is there would be shadowed. Raises
+    CheckpointError for overlays beneath the base that are no model."""
+    workdir, base = (pathlib.Path(path).expanduser() for path in (workdir, base))
+    if workdir.resolve() == base.resolve():
+        return "the run that is made cannot replace the one it is made of; give it a new folder."
+    if workdir.resolve() in beneath_overlays(base):
+        return "the base is made of the run in that folder; give the new run a folder of its own."
+    if (workdir / CHECKPOINTS).exists():
+        return (
+            f"there is a run in it ({CHECKPOINTS}/) already; give the new one a folder of its own."
+        )
+    if (workdir / sidecar.SETTINGS).is_file() and opened(workdir) is None:
+        return f"there is an exported model in it ({sidecar.SETTINGS}); give a new folder."
+    return ""
+
+
+def beneath_overlays(workdir: pathlib.Path) -> list[pathlib.Path]:
+    """The resolved folders of the models that lie beneath a run, the nearest first; none beneath a
+    trained one. Raises CheckpointError where they end in a circle."""
+    seen, over = [workdir.resolve()], opened(workdir)
+    while over is not None:
+        if over.base in seen:
+            raise CheckpointError(
+                f"{over.path / sidecar.SETTINGS}: its base, {over.base}, is made of it in turn, so "
+                "there is no model beneath. Let base.workdir name the run that was calibrated."
+            )
+        seen.append(over.base)
+        over = opened(over.base)
+    return seen[1:]
 
 
 def opened(workdir: str | os.PathLike) -> Overlay | None:
@@ -90,7 +130,7 @@ def opened(workdir: str | os.PathLike) -> Overlay | None:
         return None
     try:
         return Overlay(
-            workdir, workdir / values["base"]["workdir"], int(values["base"]["step"]),
+            workdir, (workdir / values["base"]["workdir"]).resolve(), int(values["base"]["step"]),
             ModelConfig.from_dict(values["model"]), str(values["digest"]),
             dict(values["metadata"]),
         )  # fmt: skip

@@ -303,7 +303,11 @@ def even_windows(split: Split, length: int, most: int | None = None) -> np.ndarr
 def windows_of(
     chosen: Sequence[tuple[Split, int]], length: int, rows: int, document_masks: bool
 ) -> Batch:
-    """The chosen windows as a batch of `rows` rows, those left over holding nothing."""
+    """The chosen windows as a batch of `rows` rows, those left over holding nothing.
+
+    Where a tokenizer's texts begin with a token, windows do that begin in the middle of one: its
+    place is taken from the window's end, whose token is the next window's first label.
+    """
     tokens = np.zeros((rows, length), np.int32)
     labels = np.full((rows, length), IGNORE, np.int32)
     segments = np.zeros((rows, length), np.int32)
@@ -311,12 +315,16 @@ def windows_of(
     for row, (split, window) in enumerate(chosen):
         start = window * length
         ids = split.read(start, length + 1)
+        moved = 0
+        if split.bos_id is not None:
+            ids, moved = ids[:length], int(ids[0] != split.bos_id)
+            ids = np.append(np.full(moved, split.bos_id, np.int32), ids)
         n = len(ids) - 1
         tokens[row, :n], labels[row, :n] = ids[:n], ids[1:]
         if document_masks:
             # Documents that begin at start+1 .. start+n, relative to the window.
             low, high = np.searchsorted(split.starts, (start + 1, start + n), side="left")
-            begins = split.starts[low : high + 1] - start
+            begins = split.starts[low : high + 1] - start + moved
             begins = begins[begins <= n]
             labels[row, begins - 1] = IGNORE
             begins = begins[begins < n]

@@ -53,6 +53,7 @@ class Split:
     runs: np.ndarray  # [r + 1] where each run begins in this split
     offsets: np.ndarray  # [r] where each run begins in the file
     tokens: np.ndarray  # the whole file
+    bos_id: int | None = None  # with which every window begins, if any
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -113,6 +114,7 @@ class PackedDataset:
         return part(
             np.arange(len(split)), starts, sizes, split, tokens,
             fingerprint=self.fingerprint, eos_id=self.meta["eos_id"], vocab_size=self.vocab_size,
+            bos_id=self.meta.get("bos_id"),
         )  # fmt: skip
 
 
@@ -433,6 +435,7 @@ def _finish(work: writing.Work, tokenizer: Tokenizer, spec: dict[str, Any]) -> N
         "dtype": _dtype(tokenizer).str,
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
+        "bos_id": tokenizer.bos_id if tokenizer.adds_bos else None,
         "documents": n,
         "tokens": work.state.tokens,
         "splits": {

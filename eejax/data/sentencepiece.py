@@ -19,6 +19,9 @@ from eejax.data.tokenizers import (
     SENTENCEPIECE,
     PieceStream,
     TextStream,
+    all_ends,
+    begun,
+    settings_of,
     utf8,
     write_json,
 )
@@ -30,7 +33,7 @@ class SentencePieceTokenizer:
     """A `.model` file of the `sentencepiece` library (Kudo & Richardson 2018).
 
     `model` is the file's content. `eos` and `bos` name control pieces; without them they are
-    those the model was trained with, where it has them.
+    those the model was trained with, where it has them. With `adds_bos` texts begin with `bos`.
 
     Ids are the library's own, so what it does to text happens here too, as the model's training
     options have it: Unicode is normalized (NFKC by default), runs of spaces and line ends become
@@ -49,7 +52,15 @@ class SentencePieceTokenizer:
       DataError: not a model, or one without a control piece called `eos` or `bos`.
     """
 
-    def __init__(self, model: bytes, *, eos: str | None = None, bos: str | None = None):
+    def __init__(
+        self,
+        model: bytes,
+        *,
+        eos: str | None = None,
+        bos: str | None = None,
+        adds_bos: bool | None = None,
+        ends: Sequence[int] = (),
+    ):
         self._model = model
         self._inner = _parse(model)
         self.vocab_size = self._inner.vocab_size()
@@ -57,11 +68,14 @@ class SentencePieceTokenizer:
         self.bos_id = self._special("bos", bos, self._inner.bos_id())
         self.eos = None if self.eos_id is None else self._inner.id_to_piece(self.eos_id)
         self.bos = None if self.bos_id is None else self._inner.id_to_piece(self.bos_id)
+        self.adds_bos = bool(adds_bos) and self.bos_id is not None
+        self.end_ids = all_ends(self.eos_id, ends)
 
     @functools.cached_property
     def fingerprint(self) -> str:
         digest = hashlib.sha256(self._model)
-        digest.update(json.dumps([self.eos, self.bos]).encode())
+        named = [self.eos, self.bos, *(["begins"] if self.adds_bos else [])]
+        digest.update(json.dumps(named).encode())
         return f"{SENTENCEPIECE}-{digest.hexdigest()[:16]}"
 
     @functools.cached_property
@@ -100,10 +114,14 @@ class SentencePieceTokenizer:
             raise DataError(f"{field} = {name!r} is no control piece of the model; it has {have}.")
         return self._control[name]
 
-    def encode(self, text: str, *, allow_special: bool = False) -> np.ndarray:
+    def encode(self, text: str, *, allow_special: bool = False, begins: bool = True) -> np.ndarray:
         """int32 ids [t]. With `allow_special`, the text between control pieces is encoded as if
         it stood alone, the way prompts are put together from ids."""
         utf8(text)
+        ids = self._ids(text, allow_special)
+        return begun(self, ids) if begins else ids
+
+    def _ids(self, text: str, allow_special: bool) -> np.ndarray:
         if not (allow_special and self._control):
             return np.asarray(self._inner.encode(text), np.int32)
         longest_first = sorted(self._control, key=len, reverse=True)
@@ -125,8 +143,7 @@ class SentencePieceTokenizer:
         os.makedirs(path, exist_ok=True)
         with open(os.path.join(path, MODEL), "wb") as file:
             file.write(self._model)
-        settings = {"kind": SENTENCEPIECE, "eos": self.eos, "bos": self.bos}
-        write_json(os.path.join(path, MARKER), settings)
+        write_json(os.path.join(path, MARKER), {"kind": SENTENCEPIECE} | settings_of(self))
 
 
 def _parse(model: bytes) -> Any:

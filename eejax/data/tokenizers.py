@@ -27,6 +27,7 @@ _JSON = "tokenizer.json"
 # Tried in this order where neither the caller nor a tokenizer_config.json names the token.
 _EOS_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>")
 _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>")
+_BEGUN = ("Llama", "CodeLlama", "Gemma")  # classes whose texts begin with it by default
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
 
@@ -43,11 +44,17 @@ class TextStream(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What the rest of eejax needs of a tokenizer; `eos_id` also ends documents."""
+    """What the rest of eejax needs of a tokenizer; `eos_id` also ends documents.
+
+    adds_bos: texts begin with `bos_id`, as those did that a pretrained model was trained on.
+    end_ids: all tokens that end a text, `eos_id` among them.
+    """
 
     vocab_size: int
     eos_id: int | None
     bos_id: int | None
+    adds_bos: bool
+    end_ids: tuple[int, ...]
     fingerprint: str
 
     @property
@@ -62,8 +69,10 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def encode(self, text: str, *, allow_special: bool = False) -> np.ndarray:
-        """int32 ids [t]. Names of special tokens are plain text unless `allow_special`."""
+    def encode(self, text: str, *, allow_special: bool = False, begins: bool = True) -> np.ndarray:
+        """int32 ids [t] of a text, with `bos_id` before it if the tokenizer `adds_bos`, unless it
+        goes on after another one (`begins` False) or says so itself. Names of special tokens are
+        plain text unless `allow_special`."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -84,6 +93,7 @@ class ByteTokenizer:
     vocab_size = 257
     eos_id = 256
     bos_id = None
+    adds_bos = False
     fingerprint = "bytes-257"
 
     def __init__(self, eos_id: int = 256):
@@ -93,10 +103,14 @@ class ByteTokenizer:
             self.fingerprint = f"bytes-256-{eos_id}"
 
     @property
+    def end_ids(self) -> tuple[int, ...]:
+        return (self.eos_id,)
+
+    @property
     def byte_lengths(self) -> np.ndarray:
         return (np.arange(self.vocab_size) != self.eos_id).astype(np.int64)
 
-    def encode(self, text: str, *, allow_special: bool = False) -> np.ndarray:
+    def encode(self, text: str, *, allow_special: bool = False, begins: bool = True) -> np.ndarray:
         return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -117,14 +131,24 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A `tokenizer.json` of the Hugging Face `tokenizers` library.
 
-    `eos` and `bos` name special tokens of the vocabulary. Nothing is added to the text and
-    nothing truncated or padded, whatever the file's own settings say.
+    `eos` and `bos` name special tokens of the vocabulary. `adds_bos`: whether texts begin with
+    `bos`; by default where the file's own template puts it there. Nothing else is added to the text
+    and nothing truncated or padded, whatever the file's own settings say. `ends`: ids that end a
+    text besides `eos`.
 
     Raises:
       DataError: the definition is not valid, or has no token called `eos` or `bos`.
     """
 
-    def __init__(self, definition: str, *, eos: str | None = None, bos: str | None = None):
+    def __init__(
+        self,
+        definition: str,
+        *,
+        eos: str | None = None,
+        bos: str | None = None,
+        adds_bos: bool | None = None,
+        ends: Sequence[int] = (),
+    ):
         self._definition = definition
         self._plain = _parse(definition)
         self._plain.encode_special_tokens = True
@@ -134,11 +158,16 @@ class JsonTokenizer:
         self.bos = _special("bos", bos, _BOS_NAMES, vocabulary)
         self.eos_id = None if self.eos is None else vocabulary[self.eos]
         self.bos_id = None if self.bos is None else vocabulary[self.bos]
+        if adds_bos is None:
+            adds_bos = self._plain.encode("", add_special_tokens=True).ids[:1] == [self.bos_id]
+        self.adds_bos = adds_bos and self.bos_id is not None
+        self.end_ids = all_ends(self.eos_id, ends)
 
     @functools.cached_property
     def fingerprint(self) -> str:
         # Of the file's content, which the library's version does not change.
-        content = json.dumps([json.loads(self._definition), self.eos, self.bos], sort_keys=True)
+        named = [self.eos, self.bos, *(["begins"] if self.adds_bos else [])]
+        content = json.dumps([json.loads(self._definition), *named], sort_keys=True)
         return "json-" + hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @functools.cached_property
@@ -172,10 +201,11 @@ class JsonTokenizer:
         # A second instance, because the setting belongs to the object and engines use threads.
         return _parse(self._definition)
 
-    def encode(self, text: str, *, allow_special: bool = False) -> np.ndarray:
+    def encode(self, text: str, *, allow_special: bool = False, begins: bool = True) -> np.ndarray:
         utf8(text)
         inner = self._with_special if allow_special else self._plain
-        return np.asarray(inner.encode(text, add_special_tokens=False).ids, np.int32)
+        ids = np.asarray(inner.encode(text, add_special_tokens=False).ids, np.int32)
+        return begun(self, ids) if begins else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         ids = np.asarray(ids, np.int64).reshape(-1)
@@ -189,7 +219,27 @@ class JsonTokenizer:
         os.makedirs(path, exist_ok=True)
         with open(os.path.join(path, _JSON), "w", encoding="utf-8") as file:
             file.write(self._definition)
-        write_json(os.path.join(path, MARKER), {"kind": "json", "eos": self.eos, "bos": self.bos})
+        write_json(os.path.join(path, MARKER), {"kind": "json"} | settings_of(self))
+
+
+def all_ends(eos_id: int | None, others: Sequence[int]) -> tuple[int, ...]:
+    """Every token that ends a text, once."""
+    return tuple(dict.fromkeys([*([] if eos_id is None else [eos_id]), *others]))
+
+
+def settings_of(tokenizer: Any) -> dict[str, Any]:
+    """What a folder written by `save` keeps beside the vocabulary."""
+    return {
+        "eos": tokenizer.eos, "bos": tokenizer.bos, "adds_bos": tokenizer.adds_bos,
+        "ends": list(tokenizer.end_ids),
+    }  # fmt: skip
+
+
+def begun(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
+    """ids [t] with the token before them with which the tokenizer's texts begin."""
+    if not tokenizer.adds_bos or ids[:1].tolist() == [tokenizer.bos_id]:
+        return ids
+    return np.append(np.int32(tokenizer.bos_id), ids)
 
 
 def train_bpe(documents: Iterable[Document | str], vocab_size: int) -> JsonTokenizer:
@@ -217,14 +267,21 @@ def train_bpe(documents: Iterable[Document | str], vocab_size: int) -> JsonToken
 
 
 def load_tokenizer(
-    spec: str | os.PathLike, *, eos: str | None = None, bos: str | None = None
+    spec: str | os.PathLike,
+    *,
+    eos: str | None = None,
+    bos: str | None = None,
+    ends: Sequence[int] = (),
 ) -> Tokenizer:
     """`"bytes"`, a `tokenizer.json`, a SentencePiece `.model`, or a folder.
 
     A folder holds a `tokenizer.json` or a `tokenizer.model` (the first where there are both) or
     was written by `save`. Which tokens begin and end a document is read from `eos` and `bos`,
     else from the folder's saved settings, else from the `.model` or a `tokenizer_config.json`
-    beside the `tokenizer.json`, else guessed from the usual names.
+    beside the `tokenizer.json`, else guessed from the usual names; whether texts begin with `bos`
+    from those settings, from `add_bos_token` of a `tokenizer_config.json`, else from the
+    `tokenizer.json`'s template, or for a `.model` from the class that the config names. `ends`: ids
+    that end a text too.
 
     Raises:
       DataError: nothing usable there.
@@ -251,9 +308,14 @@ def load_tokenizer(
         )
     config = os.path.join(os.path.dirname(file), "tokenizer_config.json")
     is_model = file.endswith(".model")
-    if not named and not is_model and os.path.exists(config):
+    if not named and os.path.exists(config):
         raw = _read_json(config)
-        named = {k: _content(raw.get(f"{k}_token")) for k in ("eos", "bos")}
+        if not is_model:
+            named = {k: _content(raw.get(f"{k}_token")) for k in ("eos", "bos")}
+        adds = raw.get("add_bos_token")
+        if adds is None and is_model and str(raw.get("tokenizer_class")).startswith(_BEGUN):
+            adds = True  # what transformers takes where it is not said
+        named = named | {"adds_bos": adds}
     try:
         with open(file, "rb") as handle:
             content = handle.read()
@@ -265,7 +327,10 @@ def load_tokenizer(
 
     make = SentencePieceTokenizer if is_model else JsonTokenizer
     try:
-        return make(definition, eos=eos or named.get("eos"), bos=bos or named.get("bos"))
+        return make(
+            definition, eos=eos or named.get("eos"), bos=bos or named.get("bos"),
+            adds_bos=named.get("adds_bos"), ends=[*ends, *named.get("ends", ())],
+        )  # fmt: skip
     except DataError as error:
         raise DataError(f"tokenizer {file}: {error}") from error
 

@@ -323,8 +323,8 @@ def blank(
 
 
 def step_logits(weights: Weights, config: ModelConfig, e: int, h: jax.Array) -> jax.Array:
-    """float32 logits [b, v] of exit e from the state behind its block, h [b, d]; on a mesh the whole
-    vocabulary's on every shard, so that all decide alike.
+    """float32 logits [b, v] of exit e from the state behind its block, h [b, d]; on a mesh those of
+    the whole vocabulary on every shard, so that all decide alike.
 
     All of the exit that not every token needs is computed here, for those whose logits are made.
     """

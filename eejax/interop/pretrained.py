@@ -16,7 +16,7 @@ from eejax.checkpoint.hf import load_pretrained, save_pretrained
 from eejax.checkpoint.hf.load import fetched
 from eejax.checkpoint.model import CHECKPOINTS, load_model
 from eejax.checkpoint.overlay import opened
-from eejax.common.errors import ConfigError, require_count
+from eejax.common.errors import ConfigError, require, require_count
 from eejax.common.trees import Tree
 from eejax.data import Source, Tokenizer
 from eejax.inference import EngineOptions, Generator, Result
@@ -46,19 +46,23 @@ class Model:
 
 
 def load(
-    source: str | os.PathLike, *, tokenizer: str | None = None, dtype: str = "float32"
+    source: str | os.PathLike, *, tokenizer: str | None = None, dtype: str | None = None
 ) -> Model:
     """The model of a run's workdir, of a Hugging Face folder, or of a name on the Hub.
 
     tokenizer: "bytes", a file or a folder, where the model has none of its own; dtype: in which a
-    pretrained model is computed. Raises CheckpointError for what is no model, or not whole.
+    pretrained model is computed, float32 by default. A run has both, and takes neither. Raises
+    CheckpointError for what is no model, or not whole, ConfigError as said.
     """
     path = pathlib.Path(source).expanduser()
     if (path / CHECKPOINTS).is_dir() or opened(path) is not None:
+        for name, value in (("tokenizer", tokenizer), ("dtype", dtype)):
+            fix = "Leave it out."
+            require(value is None, name, value, f"must be None: {path} is a run with its own", fix)
         run = load_model(path)
         return Model(run.config, run.params, run.tokenizer)
     path = fetched(source)
-    found = load_pretrained(path, dtype=dtype)
+    found = load_pretrained(path, dtype=dtype or "float32")
     own = tokenizer_of(path, found.raw, found.config.vocab_size, tokenizer)
     return Model(found.config, found.params, own)
 
@@ -115,11 +119,16 @@ def generate(
     that `Generator.stream` takes. By neither, no token leaves early. Raises ConfigError for an
     agreement of a model that `calibrate` did not make, and as `Generator`.
     """
+    chosen = [name for name in ("gate", "threshold") if name in options]
+    if agreement is not None and chosen:
+        raise ConfigError(
+            f"agreement = {agreement!r}: says which {' and '.join(chosen)} are taken: leave out "
+            "either."
+        )
     if agreement is not None:
         options = {"gate": "router", "threshold": _threshold(model, agreement)} | options
     generator = Generator.make(model.params, model.config, engine)
-    end = model.tokenizer.eos_id
-    options = {"stop_tokens": () if end is None else (end,)} | options
+    options = {"stop_tokens": model.tokenizer.end_ids} | options
     result = generator.generate(
         [model.tokenizer.encode(prompt).tolist()], max_new_tokens, **options
     )

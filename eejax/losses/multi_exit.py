@@ -94,7 +94,10 @@ def multi_exit_loss(
         remat=remat,
         which=(*which, config.n_exits) if taught else which,
         layer_dropout=layer_dropout,
-        tap=None if probes is None else lambda i, x: _tap(x, _as_the_stream(probes[i], axes)),
+        # A teacher that is not among them has no probe.
+        tap=None
+        if probes is None
+        else lambda i, x: _tap(x, _as_the_stream(probes[i], axes)) if i < n else x,
     )
     teacher = None
     if taught:

@@ -107,8 +107,8 @@ def run_segment(
     """Rows x [b, w, d] at positions start [b] .. start + w - 1 through segment e and its exit.
 
     `segment` holds the unstacked layers; `params` the rest. Returns the boundary state [b, w, d],
-    that behind the exit's block (`exits.attend`) [b, w, d], and the written keys and values. Earlier positions
-    of the segment must be filled already.
+    that behind the exit's block (`exits.attend`) [b, w, d], and the written keys and values.
+    Earlier positions of the segment must be filled already.
 
     goes [b]: sequences whose states the layers change; the others' stay what they are, and so do
     the keys and values of each layer written for them (`propagate_segment`'s). seen [b, s]:

@@ -145,9 +145,7 @@ def attend(
     )  # fmt: skip
 
 
-def read(
-    params: Tree, config: ModelConfig, e: int, x: jax.Array, axes: Axes = LOCAL
-) -> jax.Array:
+def read(params: Tree, config: ModelConfig, e: int, x: jax.Array, axes: Axes = LOCAL) -> jax.Array:
     """The rest of exit e, which only a token whose logits are asked for needs: x [b, t, d], as
     `attend` gives it, -> what the head reads."""
     p = exit_params(params, config, e)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 from collections.abc import Mapping
@@ -78,17 +79,22 @@ def import_pretrained(
 def tokenizer_of(
     path: pathlib.Path, raw: dict[str, Any], vocab_size: int, spec: str | None = None
 ) -> Tokenizer:
-    """The tokenizer `spec`, or that of the folder. A model of 256 bytes ends texts with the byte
-    that its config.json names."""
+    """The tokenizer `spec`, or that of the folder, with all tokens that end the model's texts by
+    its config.json and generation_config.json. A model of 256 bytes ends texts with the byte that
+    its config.json names.
+
+    Raises CheckpointError where there is none, DataError for one of more tokens than the model has,
+    or a `spec` whose end of text is none of those.
+    """
     if spec is None and not any((path / name).is_file() for name in OWN):
         raise CheckpointError(
             f"{path}: has no tokenizer ({' or '.join(OWN[:2])}): name one, or 'bytes' for a model "
             "of bytes."
         )
-    found = load_tokenizer(path if spec is None else spec)
-    end = raw.get("eos_token_id")
-    if spec == BYTES and vocab_size == 256 and isinstance(end, int):
-        found = ByteTokenizer(end)
+    ends = _ends(path, raw, vocab_size)
+    found = load_tokenizer(path if spec is None else spec, ends=ends)
+    if spec == BYTES and vocab_size == 256 and ends:
+        found = ByteTokenizer(ends[0])
     try:
         check_vocabulary(found, vocab_size)
     except DataError as error:
@@ -96,4 +102,23 @@ def tokenizer_of(
             f"{path}: the tokenizer has {found.vocab_size} tokens, the model {vocab_size}: name "
             "the tokenizer the model was trained with."
         ) from error
+    if spec not in (None, BYTES) and ends and found.eos_id not in ends:
+        raise DataError(
+            f"{spec}: its texts end with token {found.eos_id}, those of {path} with "
+            f"{' or '.join(map(str, ends))} (eos_token_id of config.json): name the tokenizer the "
+            "model was trained with."
+        )
     return found
+
+
+def _ends(path: pathlib.Path, raw: dict[str, Any], vocab_size: int) -> list[int]:
+    """Tokens that end a text by a folder's config.json and generation_config.json."""
+    said = [raw.get("eos_token_id")]
+    file = path / "generation_config.json"
+    if file.is_file():
+        try:
+            said.append(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"))
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{file}: cannot be read ({error}).") from error
+    ids = [i for each in said for i in (each if isinstance(each, list) else [each])]
+    return list(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < vocab_size))

@@ -199,7 +199,8 @@ def encoded(words: Sequence[tuple[str, str]], tokenizer, length: int) -> Records
     """
     records = []
     for text, word in words:
-        ids, target = (tokenizer.encode(part).tolist() for part in (text, word))
+        ids = tokenizer.encode(text).tolist()
+        target = tokenizer.encode(word, begins=False).tolist()
         if ids and target and len(target) < length:
             records.append((ids[-(length - len(target)) :], target))
     if len(records) < 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from statistics import NormalDist
 
 import jax
@@ -9,17 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eejax.calibration import score
+from eejax.calibration import frontier as frontier_module
+from eejax.calibration import memory, score
 from eejax.calibration import states as states_module
 from eejax.calibration.pretrained import boundaries_for, calibrate_model, with_exits
 from eejax.calibration.quality import auc
 from eejax.calibration.routers import RouterOptions, divided, labels, train_routers
 from eejax.calibration.states import States, collect
+from eejax.checkpoint.model import abstract_params
 from eejax.common.errors import ConfigError, DataError
 from eejax.gates import router
 from eejax.inference import Generator
 from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
+from eejax.sharding.mesh import MeshConfig, make_mesh
 
 PLAIN = ModelConfig(
     vocab_size=61, vocab_multiple=8, n_layers=5, d_model=32, n_heads=4, context_length=64,
@@ -71,7 +75,7 @@ def test_states_are_those_of_the_model_and_kept_parts_are_not_made_again(
     plain, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(states_module, "PART", 100)
-    monkeypatch.setattr(states_module, "CHUNK", 32)
+    monkeypatch.setattr(frontier_module, "CHUNK", 32)
     p, config = with_exits(plain, PLAIN, (1, 3))
     given = list(batches())
     found = collect(p, config, given, 10**6, folder=tmp_path)
@@ -120,6 +124,51 @@ def test_states_are_those_of_the_model_and_kept_parts_are_not_made_again(
     assert collect(p, config, given, 101).n == 77
     with pytest.raises(DataError, match="no token to calibrate on"):
         collect(p, config, [], 10)
+
+
+@pytest.mark.parametrize("head", ["shared", "own"])
+def test_more_exits_need_hardly_more_memory(head):
+    """Logits are 8 MB an exit here and all else is little."""
+    sizes = []
+    for n in (1, 7):
+        config = ModelConfig(
+            vocab_size=32768, n_layers=8, d_model=8, n_heads=2, context_length=16, head=head,
+            exits=tuple(ExitConfig(b + 1, head=head) for b in range(n)),
+        )  # fmt: skip
+        batch = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+        made = states_module._pass.lower(
+            params.shapes(config), config, {"tokens": batch, "labels": batch}
+        ).compile()
+        sizes.append(made.memory_analysis().temp_size_in_bytes)
+    assert 32768 * 128 * 4 < sizes[0] < sizes[1] < 1.3 * sizes[0]
+
+
+def test_free_memory_is_what_the_kernel_and_the_groups_leave(tmp_path):
+    def write(name, text):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    assert memory.free(tmp_path) == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    write("proc/meminfo", "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:   5000 kB\n")
+    assert memory.free(tmp_path) == 5000 * 1024
+    write("proc/self/cgroup", "0::/jobs/mine\n")
+    write("sys/fs/cgroup/jobs/mine/memory.max", "max\n")
+    write("sys/fs/cgroup/jobs/mine/memory.current", "700000\n")
+    assert memory.free(tmp_path) == 5000 * 1024  # no limit
+    write("sys/fs/cgroup/jobs/memory.max", "1000000\n")
+    write("sys/fs/cgroup/jobs/memory.current", "800000\n")
+    assert memory.free(tmp_path) == 200_000  # that of the group above
+    # Files that were read are in use until somebody wants the place.
+    write("sys/fs/cgroup/jobs/memory.stat", "anon 1\ninactive_file 300000\nactive_file 7\n")
+    assert memory.free(tmp_path) == 500_000
+    # Version 1, in a container that does not see its own group's name.
+    write("proc/self/cgroup", "5:cpu,memory:/docker/0123\n4:devices:/\n0::/\n")
+    write("sys/fs/cgroup/memory/memory.limit_in_bytes", "400000\n")
+    write("sys/fs/cgroup/memory/memory.usage_in_bytes", "390000\n")
+    stat = "inactive_file 1\ntotal_inactive_file 30000\n"
+    write("sys/fs/cgroup/memory/memory.stat", stat)
+    assert memory.free(tmp_path) == 40_000
+    assert 0 < memory.free() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def planted(n=4000, d=16, seed=0, share=0.5) -> tuple[States, ModelConfig, np.ndarray]:
@@ -260,6 +309,7 @@ def test_a_model_gets_routers_and_is_what_it_was(plain, tmp_path):
     assert shapes == jax.tree.map(lambda a: a.shape, params.shapes(made.config))
     # What the finished model says of the windows held out is what was judged.
     again = score(made.params, made.config, list(batches(30)))
+    assert made.states.boundary is None  # nobody needs them any more, and they are large
     n, held_out = made.states.n, made.routers.report
     assert held_out.sum() > 100 and len(again) > n
     pick = lambda a: a[..., :n][..., held_out]
@@ -285,6 +335,53 @@ def test_a_model_gets_routers_and_is_what_it_was(plain, tmp_path):
         )  # fmt: skip
 
 
+def test_a_resumed_calibration_holds_what_the_first_one_held(plain, tmp_path, monkeypatch):
+    """Otherwise windows would be divided anew, some that were trained on among those reported."""
+    options = RouterOptions(width=8, epochs=3, batch=128, least=5)
+    run = lambda folder, watch=None: calibrate_model(
+        plain, PLAIN, batches(30), options, every=2, tokens=2000, folder=folder, watch=watch
+    )
+    fit = lambda n: monkeypatch.setattr(states_module, "most_that_fit", lambda config: n)
+    said = []
+
+    def die(text):
+        said.append(text)
+        if text.startswith("epoch 1"):
+            raise KeyboardInterrupt
+
+    fit(1100)
+    whole = run(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "killed", die)
+    assert "1100 of 2000 tokens held: memory" in said
+    fit(1900)
+    again = run(tmp_path / "killed")
+    assert again.states.n == whole.states.n == 1100
+    np.testing.assert_array_equal(again.routers.report, whole.routers.report)
+    jax.tree.map(np.testing.assert_array_equal, again.routers.routers, whole.routers.routers)
+    assert run(tmp_path / "new").states.n == 1900
+
+
+def test_parameters_may_be_spread_over_devices(plain):
+    """As `load_model(mesh=...)` gives them: matrices and vocabulary cut in two."""
+    mesh = make_mesh(MeshConfig(model=2))
+    cut = jax.tree.map(
+        lambda a, like: jax.device_put(a, like.sharding), plain, abstract_params(PLAIN, mesh)
+    )
+    assert len(cut["layers"]["mlp"]["up"].sharding.device_set) == 2
+    assert not cut["final"]["head"].sharding.is_fully_replicated
+    options = RouterOptions(width=8, epochs=1, batch=128, least=5)
+    found, want = (
+        calibrate_model(p, PLAIN, batches(15), options, every=2, tokens=1000) for p in (cut, plain)
+    )
+    np.testing.assert_array_equal(found.states.tokens, want.states.tokens)
+    # Sums of two halves are rounded otherwise.
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+    for name in ("cosine", "kl", "nlls"):
+        near(getattr(found.states, name), getattr(want.states, name))
+    jax.tree.map(near, found.routers.routers, want.routers.routers)
+
+
 def test_exits_of_the_model_keep_their_parameters_and_others_stay_out(plain):
     p, config = with_exits(plain, PLAIN, (1, 2, 3))
     options = RouterOptions(width=8, epochs=1, batch=128, least=1)
@@ -302,6 +399,11 @@ def test_exits_of_the_model_keep_their_parameters_and_others_stay_out(plain):
     assert twice.params["exits"]["exit_1"] is made.params["exits"]["exit_1"]
     shapes = jax.tree.map(lambda a: a.shape, twice.params)
     assert shapes == jax.tree.map(lambda a: a.shape, params.shapes(twice.config))
+    # Before anything is done.
+    with pytest.raises(ConfigError, match=r"width = 4: must be 8, .* at boundaries 1, 3\. All"):
+        calibrate_model(
+            made.params, made.config, None, RouterOptions(width=4), boundaries=(2,), tokens=2000
+        )
     for wrong in ((5,), (-1,), ()):
         with pytest.raises(ConfigError, match="boundaries = .*must be in 0..4"):
             calibrate_model(p, config, batches(), options, boundaries=wrong)

@@ -87,6 +87,33 @@ def test_an_epoch_takes_every_token_once_with_its_successor(lengths, length, bat
     assert (rows["positions"] == np.arange(length)).all()
 
 
+@settings(max_examples=60)
+@given(LENGTHS, st.integers(2, 6), st.integers(1, 4), st.booleans())
+def test_windows_begin_with_the_token_that_texts_begin_with(lengths, length, rows, masks):
+    """And no token is a label twice, each under what comes before it."""
+    plain = split(lengths)
+    first = int(plain.read(0, 1)[0])  # occurs nowhere else
+    data = dataclasses.replace(plain, bos_id=first)
+    if len(data) < 2:
+        return
+    found = joined(list(batches(data, rows, length, document_masks=masks)))
+    used = (found["labels"] != IGNORE).any(1)
+    assert (found["tokens"][used, 0] == first).all()
+    stream = data.read(0, len(data)).tolist()
+    before = dict(zip(stream[1:], stream[:-1], strict=True))
+    labels = found["labels"][found["labels"] != IGNORE].tolist()
+    assert len(labels) == len(set(labels))
+    starts = set(data.starts.tolist())
+    missing = {t for i, t in enumerate(stream[:-1]) if i not in starts or not masks}
+    # The first token, and one at the end of a window that begins with a text, are no labels.
+    assert len(missing - set(labels)) <= 2 + (len(stream) <= length)
+    for row in np.flatnonzero(used):
+        own = found["labels"][row]
+        for i in np.flatnonzero(own != IGNORE):
+            token = int(found["tokens"][row, i])
+            assert token == before[int(own[i])] or (i == 0 and token == first)
+
+
 @settings(max_examples=40)
 @given(LENGTHS, st.integers(1, 5), st.integers(0, 30), st.booleans(), st.integers(0, 9))
 def test_restore_continues_as_if_uninterrupted(lengths, length, steps, masks, seed):

@@ -200,6 +200,22 @@ def test_saving_and_loading(tmp_path, model, tokenizer):
     check_vocabulary(tokenizer, tokenizer.vocab_size)
 
 
+@pytest.mark.parametrize(
+    "config, begins",
+    [({}, False), ({"tokenizer_class": "LlamaTokenizer"}, True), ({"add_bos_token": True}, True),
+     ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, False)],
+)  # fmt: skip
+def test_texts_begin_as_the_config_says(tmp_path, model, tokenizer, config, begins):
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    loaded = load_tokenizer(tmp_path)
+    plain = tokenizer.encode("some text").tolist()
+    assert loaded.encode("some text").tolist() == [1] * begins + plain
+    assert loaded.encode("some text", begins=False).tolist() == plain
+    save_tokenizer(loaded, tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").adds_bos is begins
+
+
 def test_a_folder_with_both_files_is_read_as_before(tmp_path, model):
     save_tokenizer(train_bpe(["some text"], 300), tmp_path)
     (tmp_path / "eejax_tokenizer.json").unlink()

@@ -147,6 +147,42 @@ def test_end_token_comes_from_caller_then_config_then_usual_names(tmp_path, bpe)
         load_tokenizer(file, eos="<none>")
 
 
+@pytest.fixture(scope="module")
+def begins(bpe):
+    """The definition of a tokenizer whose template puts a token before every text."""
+    from tokenizers import Tokenizer, processors
+
+    inner = Tokenizer.from_str(bpe._definition)
+    inner.add_special_tokens(["<s>"])
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", inner.token_to_id("<s>"))]
+    )
+    return inner.to_str()
+
+
+def test_texts_begin_as_the_models_did(begins, bpe, tmp_path):
+    from tokenizers import Tokenizer
+
+    tokenizer, library = JsonTokenizer(begins), Tokenizer.from_str(begins)
+    for text in ("def f(x):", "", " and so on"):
+        assert tokenizer.encode(text).tolist() == library.encode(text).ids
+        bare = library.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text, begins=False).tolist() == bare
+    once = tokenizer.encode("<s>def", allow_special=True).tolist()
+    assert once == tokenizer.encode("def").tolist() and once[0] == tokenizer.bos_id == 512
+    assert tokenizer.decode(once) == "def"
+    assert tokenizer.fingerprint != JsonTokenizer(begins, adds_bos=False).fingerprint
+    assert not bpe.adds_bos and bpe.end_ids == (bpe.eos_id,)
+    # Kept in a folder; a config.json beside the file has the last word.
+    save_tokenizer(JsonTokenizer(begins, ends=(7, bpe.eos_id)), tmp_path / "saved")
+    again = load_tokenizer(tmp_path / "saved")
+    assert again.fingerprint == tokenizer.fingerprint and again.encode("a")[0] == 512
+    assert again.end_ids == (bpe.eos_id, 7)
+    (tmp_path / "tokenizer.json").write_text(begins)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
+    assert not load_tokenizer(tmp_path).adds_bos
+
+
 def test_truncation_and_padding_of_the_file_are_ignored(bpe):
     definition = json.loads(bpe._definition)
     definition["truncation"] = {

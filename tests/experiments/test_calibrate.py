@@ -1,20 +1,23 @@
 """Routers for a run: made, kept beside its model, used by the other launchers, and refused."""
 
 import json
+import re
 import shutil
 
 import jax
 import numpy as np
 import pytest
-from launchers import call
+from launchers import call, functions_of
 from matplotlib.image import imread
 
-from eejax.checkpoint.hf import load_pretrained
+from eejax import data
+from eejax.checkpoint.hf import load_pretrained, save_pretrained
 from eejax.checkpoint.manager import Checkpoints
-from eejax.checkpoint.model import CHECKPOINTS, load_model
-from eejax.checkpoint.overlay import opened
+from eejax.checkpoint.model import CHECKPOINTS, load_metadata, load_model
+from eejax.checkpoint.overlay import opened, write_overlay
 from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.sharding.mesh import MeshConfig, make_mesh
+from eejax.train.pretrained import import_pretrained
 from eejax.train.runs import open_run
 
 FEW = ("--width=8", "--epochs=2", "--tokens=3000")
@@ -43,6 +46,9 @@ def test_routers_lie_beside_the_model_they_are_of(routed, small_run):
     assert [q["boundary"] for q in result["exits"]] == [1, 2]
     assert all(0 <= q["error"] <= 1 for q in result["exits"]) and result["tokens"] == 3000
     assert set(result["points"]) == {"0.99", "0.95", "0.9"}
+    promise = result["promise"]
+    assert promise["delta"] == 0.05 and promise["windows"] > 1 and 0 <= promise["threshold"] <= 1
+    assert result["points"]["0.9"]["depth"] <= promise["depth"]
     for name in ("convergence_by_depth.png", "exits.png"):
         assert imread(workdir / name).std() > 0.02
     assert not (workdir / CHECKPOINTS).exists() and not (workdir / "calibration").exists()
@@ -58,6 +64,47 @@ def test_routers_lie_beside_the_model_they_are_of(routed, small_run):
     mesh = make_mesh(MeshConfig(data=2))
     cut = load_model(workdir, mesh=mesh)
     jax.tree.map(np.testing.assert_array_equal, cut.params, run.model.params)
+
+
+def test_printed_thresholds_are_those_that_were_judged(routed):
+    told = routed[1]
+    result = json.loads(told.splitlines()[-1])
+    floats = lambda text: np.array(text.split(","), np.float32)
+    command = re.search(r"experiments.generate .*--threshold=(\S+)", told)[1]
+    judged = {a: np.float32(p["threshold"]) for a, p in result["points"].items()}
+    np.testing.assert_array_equal(floats(command), judged["0.95"])
+    table = [line.split()[-1] for line in told.splitlines() if re.match(r"9\d% ", line)]
+    for line, wanted in zip(table, judged.values(), strict=True):
+        np.testing.assert_array_equal(floats(line), wanted)
+    one = re.search(r"windows: --threshold=(\S+),", told)[1]
+    np.testing.assert_array_equal(floats(one), np.float32([result["promise"]["threshold"]]))
+    exact = functions_of("experiments.calibrate").exact
+    below = np.nextafter(np.float32(1), np.float32(0))
+    for value, text in ((1.0, "1"), (0.0, "0"), (0.99997, "0.99997"), (0.57, "0.57")):
+        assert exact(value) == text
+    for value in (below, np.float32(1e-30), np.float32(1 / 3)):
+        assert np.float32(float(exact(value))) == value and "e" not in exact(value)
+
+
+def test_an_imported_model_has_no_text_of_its_own(small_run, tmp_path, capsys, monkeypatch):
+    save_pretrained(tmp_path / "hf", *(lambda m: (m.config, m.params))(load_model(small_run)))
+    base = tmp_path / "base"
+    import_pretrained(tmp_path / "hf", base, tokenizer="bytes", data={"length": 64})
+    arguments = [f"--base={base}", f"--workdir={tmp_path / 'run'}", *FEW]
+    with pytest.raises(ConfigError, match=r"--source = None: must name .*--source=python-stdlib"):
+        call("experiments.calibrate", *arguments)
+    texts = sorted(small_run.parent.glob("*.txt"))
+    call("experiments.calibrate", *arguments, f"--source={','.join(map(str, texts))}")
+    assert f"text: {', '.join(map(str, texts))}\n" in capsys.readouterr().out
+    # As is said there, it is another thing to ask for that library.
+    with pytest.raises(DataError, match="none of it today"):
+        monkeypatch.setattr(data, "pack", lambda source, *a, **k: stop(source))
+        call("experiments.calibrate", *arguments, "--source=python-stdlib")
+
+
+def stop(source):
+    assert source == data.source("python-stdlib")
+    raise DataError("none of it today")
 
 
 def test_other_launchers_take_it_as_a_run(routed, tmp_path, capsys):
@@ -114,6 +161,58 @@ def test_routers_of_another_model_are_refused(routed, tmp_path):
         load_model(moved)
 
 
+def test_a_calibration_takes_the_place_of_no_run(routed, tmp_path):
+    workdir, _ = routed
+    base = opened(workdir).base
+    (tmp_path / "link").symlink_to(base.resolve())
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / CHECKPOINTS).mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "eejax.json").write_text("{}")
+    files = lambda: {p: p.stat().st_mtime_ns for d in (base, workdir) for p in d.rglob("*")}
+    before = files()
+    for of, to, reason in (
+        (base, base, "cannot replace the one it is made of"),
+        (base, tmp_path / "link", "cannot replace the one it is made of"),
+        (workdir, workdir, "cannot replace the one it is made of"),
+        (workdir, base, "the base is made of the run in that folder"),
+        (base, tmp_path / "other", "there is a run in it"),
+        (base, tmp_path / "model", "there is an exported model in it"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"--workdir = '{to}' with --base = '{of}': .*{reason}"
+        ):
+            call("experiments.calibrate", f"--base={of}", f"--workdir={to}", *FEW)
+        model = load_model(workdir)
+        with pytest.raises(ConfigError, match=f"workdir = '{to}' with base = '{of}': .*{reason}"):
+            write_overlay(to, of, model.step, model.config, model.params, model.metadata)
+    assert files() == before
+
+
+def test_overlays_may_lie_on_overlays_but_in_no_circle(routed, tmp_path):
+    workdir, _ = routed
+    model = load_model(workdir)
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    (tmp_path / "above").symlink_to(tmp_path / "far" / "away")
+    shutil.copytree(workdir / "tokenizer", tmp_path / "above" / "tokenizer")
+    write_overlay(
+        tmp_path / "above", workdir, model.step, model.config, model.params, model.metadata
+    )
+    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path / "above").params, model.params)
+    file = tmp_path / "above" / "eejax.json"
+    values = json.loads(file.read_text())
+    shutil.copytree(tmp_path / "above", tmp_path / "round")
+    for base in ("above", "round"):  # itself, and one that comes back
+        values["base"]["workdir"] = str(tmp_path / base)
+        file.write_text(json.dumps(values))
+        (tmp_path / "round" / "eejax.json").write_text(
+            json.dumps(values | {"base": {"workdir": "../far/away", "step": model.step}})
+        )
+        for read in (load_model, load_metadata):
+            with pytest.raises(CheckpointError, match="made of it in turn.*base.workdir"):
+                read(tmp_path / "above")
+
+
 def test_a_model_without_exits_gets_them_and_a_killed_calibration_goes_on(
     small_run, tmp_path, monkeypatch, capsys
 ):
@@ -144,7 +243,7 @@ def test_a_model_without_exits_gets_them_and_a_killed_calibration_goes_on(
         patch.setattr(routers, "write_arrays", die)
         call("experiments.calibrate", *arguments)
     assert list((tmp_path / "run" / "calibration").glob("states-*"))
-    with pytest.raises(ConfigError, match="options.width = 8, there|options.width = 16, there 8"):
+    with pytest.raises(ConfigError, match=r"options.width = 16, there 8\. Remove"):
         call("experiments.calibrate", *arguments, "--width=16")
     capsys.readouterr()
     call("experiments.calibrate", *arguments)
@@ -162,7 +261,7 @@ def test_a_model_without_exits_gets_them_and_a_killed_calibration_goes_on(
         (["--label=cosine", "--bound=2"], ConfigError, "bound = .*must be cosines"),
         (["--boundaries=3"], ConfigError, r"boundaries = .*must be in 0..2"),
         (["--boundaries=one"], ConfigError, "--boundaries = 'one'"),
-        (["--source=absent.txt"], DataError, "absent.txt"),
+        (["--source=absent.txt"], DataError, "--source = 'absent.txt': absent.txt does not exist"),
         (["--label=kl", "--bound=0"], DataError, "no exit has 100 positive tokens"),
     ],
 )
@@ -175,9 +274,10 @@ def test_what_cannot_be_calibrated_is_told(small_run, tmp_path, arguments, error
 
 
 def test_an_empty_text_is_no_text(small_run, tmp_path):
-    (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(DataError, match="empty|no document|no text|holds no"):
+    file = tmp_path / "empty.txt"
+    file.write_text("")
+    with pytest.raises(DataError, match=f"--source = '{file}': {file} is empty: give a file with"):
         call(
             "experiments.calibrate", f"--base={small_run}", f"--workdir={tmp_path / 'run'}",
-            f"--source={tmp_path / 'empty.txt'}", *FEW,
+            f"--source={file}", *FEW,
         )  # fmt: skip

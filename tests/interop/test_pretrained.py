@@ -1,10 +1,14 @@
 """Three lines of Python: load, calibrate, generate."""
 
+import json
+
 import numpy as np
 import pytest
 
 import eejax
-from eejax.common.errors import ConfigError
+from eejax.common.errors import CheckpointError, ConfigError, DataError
+from eejax.data import train_bpe
+from eejax.train.pretrained import tokenizer_of
 
 
 def test_three_lines(eejax_data, tmp_path):
@@ -39,3 +43,30 @@ def test_three_lines(eejax_data, tmp_path):
     )
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         _ = eejax.lode
+    with pytest.raises(ConfigError, match="agreement = 0.8: says which threshold are taken"):
+        eejax.generate(made, "ROMEO:", 4, agreement=0.8, threshold=0.5)
+
+
+def test_a_run_has_its_own_tokenizer_and_dtype(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for name, value in (("tokenizer", "bytes"), ("dtype", "bfloat16")):
+        with pytest.raises(ConfigError, match=f"{name} = '{value}': must be None: .* is a run"):
+            eejax.load(tmp_path, **{name: value})
+
+
+def test_every_token_that_ends_a_text_is_known(tmp_path):
+    bpe = train_bpe(["some text to train on"], 300)
+    bpe.save(tmp_path / "own")
+    folder = tmp_path / "own"
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [bpe.eos_id, 7]}))
+    found = tokenizer_of(folder, {"eos_token_id": 5}, 300)
+    assert found.eos_id == bpe.eos_id and set(found.end_ids) == {bpe.eos_id, 5, 7}
+    assert tokenizer_of(folder, {"eos_token_id": 70_000}, 300).end_ids == (bpe.eos_id, 7)
+    (tmp_path / "other").mkdir()
+    with pytest.raises(
+        DataError, match=r"end with token \d+, those of .*other with 9 "
+    ):
+        tokenizer_of(tmp_path / "other", {"eos_token_id": 9}, 300, str(folder))
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="generation_config.json: cannot be read"):
+        tokenizer_of(folder, {}, 300)

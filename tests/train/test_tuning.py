@@ -302,10 +302,10 @@ def test_any_exit_on_any_base(tmp_path, text, head):
     values["exit_weights"]["weights"] = ()
     fit(Experiment.from_dict(values), tmp_path / "base")
     new = (ExitConfig(0, head="own", mlp=True), ExitConfig(2, head=head), ExitConfig(4, block=True))
-    for exits, taught in ((new[:1], 0.0), (new, 0.0), (new[:2], 0.5)):
-        experiment = tuned_experiment(tmp_path / "base", new=exits, steps=2, eval_every=0)
+    for chosen, taught in ((new[:1], 0.0), (new, 0.0), (new[:2], 0.5)):
+        experiment = tuned_experiment(tmp_path / "base", new=chosen, steps=2, eval_every=0)
         experiment = dataclasses.replace(experiment, loss=Objective(distillation=taught))
-        workdir = tmp_path / f"tuned{len(exits)}"
+        workdir = tmp_path / f"tuned{len(chosen)}"
         first, frozen, _ = tuning.load_base(experiment, make_mesh(MeshConfig()), workdir)
         whole = load_model(tmp_path / "base").params
         own = first["exits"]["exit_0"]
@@ -314,7 +314,7 @@ def test_any_exit_on_any_base(tmp_path, text, head):
         lowest = jax.tree.map(lambda a: a[0], whole["layers"])
         np.testing.assert_array_equal(own["mlp"]["up"], lowest["mlp"]["up"])
         np.testing.assert_array_equal(own["mlp_norm"]["scale"], lowest["attn_norm"]["scale"])
-        depth = 4 if taught else max(e.boundary for e in exits)
+        depth = 4 if taught else max(e.boundary for e in chosen)
         assert {a.shape[0] for a in jax.tree.leaves(frozen["layers"])} == {depth}
         assert fit(experiment, workdir).step == 2
         tuned = load_model(workdir)
@@ -381,7 +381,7 @@ def test_split_and_join_are_inverse():
         (dict(tune=dict(exits=())), "must name the tuned exits"),
         (dict(tune=dict(start="zero")), "TuneConfig.start = 'zero'"),
         (dict(model=dict(d_model=32, d_ff=64, head_dim=8)), "d_model: 16 in the base, 32 wanted"),
-        (dict(loss=Objective(distillation=1.0), mesh=MeshConfig(pipe=2)), "tuned on several stages"),
+        (dict(loss=Objective(distillation=1.0), mesh=MeshConfig(pipe=2)), "on several stages"),
         (dict(exit=dict(head="shared")), "the base has no shared head"),
         (dict(exit=dict(head="tied", norm=False)), "must have parameters of its own"),
     ],

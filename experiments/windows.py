@@ -1,0 +1,53 @@
+"""A text's bytes in windows of one length, for models whose tokens are bytes."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from eejax.common.errors import ConfigError
+
+LENGTH, BATCH = 256, 16
+
+
+def divided(text: bytes, unseen: int) -> tuple[bytes, bytes]:
+    """A text, and its last `unseen` bytes. Raises ConfigError for less than as much before them."""
+    if len(text) < 2 * unseen:
+        raise ConfigError(f"--unseen = {unseen}: the text has but {len(text)} bytes.")
+    return text[:-unseen], text[-unseen:]
+
+
+def given(model: str | None, text: str | None) -> tuple[pathlib.Path, pathlib.Path]:
+    """A checkpoint of bytes and its text: those given, or tinylm and its own of $EEJAX_DATA."""
+    if (model is None or text is None) and "EEJAX_DATA" not in os.environ:
+        raise ConfigError("--model and --text: must be given where $EEJAX_DATA is not set.")
+    root = pathlib.Path(os.environ.get("EEJAX_DATA", "."))
+    return (
+        pathlib.Path(model or root / "models" / "tinylm"),
+        pathlib.Path(text or root / "tinyshakespeare" / "train.txt"),
+    )
+
+
+def cut(text: bytes, most: int | None = None) -> np.ndarray:
+    """[n, LENGTH + 1] windows of a text, each one token on from the last one's end, evenly."""
+    ids = np.frombuffer(text, np.uint8).astype(np.int32)
+    n = (len(ids) - 1) // LENGTH
+    rows = np.arange(n) if most is None else np.linspace(0, n - 1, min(n, most)).astype(int)
+    return np.stack([ids[r * LENGTH : r * LENGTH + LENGTH + 1] for r in rows])
+
+
+def batches(windows: np.ndarray) -> Iterator[dict[str, np.ndarray]]:
+    """tokens and labels [BATCH, LENGTH]; the last batch is filled up with what does not count."""
+    for begin in range(0, len(windows), BATCH):
+        part = windows[begin : begin + BATCH]
+        tokens, labels = part[:, :-1], part[:, 1:]
+        more = ((0, BATCH - len(part)), (0, 0))
+        yield {"tokens": np.pad(tokens, more), "labels": np.pad(labels, more, constant_values=-1)}
+
+
+def prompts(text: bytes, size: int) -> list[list[int]]:
+    """Of every third window the first `size` tokens."""
+    return [list(text[i : i + size]) for i in range(0, len(text) - LENGTH, 3 * LENGTH)]
