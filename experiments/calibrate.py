@@ -123,7 +123,7 @@ def experiment(run, config):
 def text(run, workdir: pathlib.Path):
     """(batches of the text to calibrate on, its fingerprint)."""
     from eejax import data
-    from eejax.common.errors import ConfigError, DataError
+    from eejax.common.errors import DataError
     from eejax.train import inputs
 
     config, limit = run.experiment.data, -(-_TOKENS.value // (BATCH * run.experiment.data.length))
@@ -136,13 +136,7 @@ def text(run, workdir: pathlib.Path):
         except DataError as error:
             raise DataError(f"--source = {','.join(_SOURCE.value)!r}: {error}") from error
     else:
-        # Of a model from elsewhere that is the default of the import, and nobody's choice.
-        if "pretrained" in run.model.metadata and config.source == data.PYTHON_STDLIB:
-            raise ConfigError(
-                f"--source = None: must name the text to calibrate on, as {run.workdir} was "
-                "imported without one. Give files or globs like what the model will be asked for, "
-                f"or --source={data.PYTHON_STDLIB} for the library of this Python."
-            )
+        launch.check_own_text(run.model.metadata, config.source, run.workdir)
         own = (config.source,) if isinstance(config.source, str) else config.source
         print(f"text: {', '.join(own)} (the base's)")
         packed = run.dataset()

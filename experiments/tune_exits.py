@@ -58,12 +58,15 @@ def main() -> None:
 
 def experiment():
     """The experiment: the base's model and text, and its exits tuned as the config file says."""
+    from eejax.checkpoint.model import load_metadata
     from eejax.common.errors import ConfigError
     from eejax.models.config import ExitConfig
     from eejax.train.config import Experiment
     from eejax.train.tuning import base_experiment
 
     base = base_experiment(_BASE.value)
+    if not _SOURCE.value:
+        launch.check_own_text(load_metadata(_BASE.value), base.data.source, _BASE.value)
     try:
         boundaries = sorted(int(n) for n in _EXITS.value)
     except ValueError as error:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,25 +17,36 @@ from eejax.common.trees import Tree, path_name
 from eejax.models.config import ModelConfig
 
 VALUES = 64  # that are looked at of every leaf
+Values = Callable[[str, tuple[np.ndarray, ...]], Any]
 
 
-def digest(config: ModelConfig, params: Tree, dtype: str = "float32") -> str:
-    """Of some values of every leaf but those of exits, as bfloat16, which every way of storing
-    them keeps. dtype: what they are rounded to before."""
+def digest(config: ModelConfig, params: Tree) -> str:
+    """`digest_of` a tree of parameters. Loading as bfloat16 does not change it; loading as float16
+    does, which rounds otherwise: then the values of the files are to be asked."""
+    found = jax.tree_util.tree_leaves_with_path(params)
+    leaves = {path_name(path): leaf for path, leaf in found}
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    return digest_of(config, shapes, lambda name, at: leaves[name][at])
+
+
+def digest_of(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], values: Values) -> str:
+    """Of some values of every leaf but those of exits, each rounded once, to bfloat16.
+
+    shapes: of the leaves by name. values(name, at): those of a leaf at index arrays `at`, as they
+    are stored: a rounding to float32 or bfloat16 before is no other model, one to float16 may be.
+    """
     leaves = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        name = path_name(path)
+    for name, shape in shapes.items():
         if not name.startswith("exits/"):
             # Padded tokens have no values, and whose table it is makes no other model.
-            table = name in ("embed/tokens", "final/head", "shared_head", "final/head_bias")
-            name = "final/head" if name == "shared_head" else name
-            leaves[name] = leaf[: config.vocab_size] if table else leaf
+            if name in ("embed/tokens", "final/head", "shared_head", "final/head_bias"):
+                shape = (min(config.vocab_size, shape[0]), *shape[1:])
+            leaves["final/head" if name == "shared_head" else name] = name, tuple(shape)
     found = hashlib.sha256()
-    for name, leaf in sorted(leaves.items()):
-        number = np.unique(np.linspace(0, leaf.size - 1, VALUES).astype(np.int64))
-        values = leaf[np.unravel_index(number, leaf.shape)]
-        rounded = jnp.asarray(values).astype(dtype).astype(jnp.bfloat16)
-        found.update(f"{name} {tuple(leaf.shape)}".encode())
+    for called, (name, shape) in sorted(leaves.items()):
+        number = np.unique(np.linspace(0, math.prod(shape) - 1, VALUES).astype(np.int64))
+        rounded = jnp.asarray(values(name, np.unravel_index(number, shape))).astype(jnp.bfloat16)
+        found.update(f"{called} {shape}".encode())
         found.update(np.asarray(rounded.astype(jnp.float32)).tobytes())
     return found.hexdigest()[:32]
 

@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -93,6 +95,11 @@ def test_an_imported_model_has_no_text_of_its_own(small_run, tmp_path, capsys, m
     arguments = [f"--base={base}", f"--workdir={tmp_path / 'run'}", *FEW]
     with pytest.raises(ConfigError, match=r"--source = None: must name .*--source=python-stdlib"):
         call("experiments.calibrate", *arguments)
+    tune = [sys.executable, "-m", "experiments.tune_exits", f"--base={base}", "--exits=1"]
+    done = subprocess.run(
+        [*tune, f"--workdir={tmp_path / 'tuned'}"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1 and "error: --source = None: must name a text" in done.stderr
     texts = sorted(small_run.parent.glob("*.txt"))
     call("experiments.calibrate", *arguments, f"--source={','.join(map(str, texts))}")
     assert f"text: {', '.join(map(str, texts))}\n" in capsys.readouterr().out

@@ -63,9 +63,7 @@ def test_every_token_that_ends_a_text_is_known(tmp_path):
     assert found.eos_id == bpe.eos_id and set(found.end_ids) == {bpe.eos_id, 5, 7}
     assert tokenizer_of(folder, {"eos_token_id": 70_000}, 300).end_ids == (bpe.eos_id, 7)
     (tmp_path / "other").mkdir()
-    with pytest.raises(
-        DataError, match=r"end with token \d+, those of .*other with 9 "
-    ):
+    with pytest.raises(DataError, match=r"end with token \d+, those of .*other with 9 "):
         tokenizer_of(tmp_path / "other", {"eos_token_id": 9}, 300, str(folder))
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(CheckpointError, match="generation_config.json: cannot be read"):

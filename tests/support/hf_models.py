@@ -160,15 +160,6 @@ def opened(path: pathlib.Path, dtype: str = "float32"):
     ).eval()
 
 
-def rounding(path: pathlib.Path, logits: np.ndarray) -> float:
-    """Root mean square of what bfloat16 costs transformers, `logits` being those of float32."""
-    import torch
-
-    with torch.no_grad():
-        found = opened(path, "bfloat16")(torch.tensor(tokens(LENGTH))).logits[0]
-    return float(np.sqrt(np.mean((found.float().numpy() - logits) ** 2)))
-
-
 def tokens(length: int) -> np.ndarray:
     """[1, length] of the vocabulary."""
     return np.random.default_rng(7).integers(0, VOCAB, (1, length))

@@ -241,6 +241,13 @@ def gemma_more(raw: Raw) -> Values:
     )  # fmt: skip
 
 
+def gemma1_more(raw: Raw) -> Values:
+    """The first configurations say gelu and mean its tanh form, which the models were trained with
+    (transformers' configuration_gemma.py reads them so; those of Gemma 2 and 3 it does not)."""
+    legacy = raw("hidden_act", None) == "gelu"
+    return gemma_more(raw) | (dict(activation="gelu_tanh") if legacy else {})
+
+
 def gemma2_more(raw: Raw) -> Values:
     return gemma_more(raw) | dict(
         attention_scale=raw("query_pre_attn_scalar", 256) ** -0.5,
@@ -305,6 +312,17 @@ def granite_written(config: ModelConfig) -> Values:
     )  # fmt: skip
 
 
+def phi3_more(raw: Raw) -> Values:
+    rope = raw("rope_parameters", None) or raw("rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":  # "su" and "yarn" are old names of longrope here
+        raise raw.refuse(
+            "rope_scaling.rope_type", kind,
+            "must be 'default': a phi3 is scaled by longrope alone, which cannot be represented",
+        )  # fmt: skip
+    return dict(rotary=read_rotary(raw), sliding_window=raw("sliding_window", None))
+
+
 def phi_written(config: ModelConfig) -> Values:
     return write_rotary(config, "partial_rotary_factor")
 
@@ -314,6 +332,7 @@ WITHOUT_HEAD_DIM = {name: value for name, value in RMS.items() if name != "head_
 LAYER_NORM = {name: value for name, value in GROUPED.items() if name != "head_dim"} | EPS
 NEOX = SIZES | EPS
 GEMMA = dict(norm_plus_one=True)
+CAUSAL = dict(use_bidirectional_attention=False)
 
 FAMILIES: dict[str, Family] = {}
 
@@ -344,18 +363,19 @@ for _family in (
     ),
     Family(
         "gemma", "GemmaForCausalLM", RMS | {"head_dim": ("head_dim", 256)}, llama_rules, GEMMA,
-        ("hidden_act", "gelu_pytorch_tanh"), True, more=gemma_more, written=gemma_written,
+        ("hidden_act", "gelu_pytorch_tanh"), True, CAUSAL,
+        more=gemma1_more, written=gemma_written,
     ),
     Family(
         "gemma2", "Gemma2ForCausalLM", RMS | {"head_dim": ("head_dim", 256)}, llama_rules,
         GEMMA | dict(norm_placement="pre_post"), ("hidden_activation", "gelu_pytorch_tanh"), True,
-        more=gemma2_more, written=gemma2_written,
+        CAUSAL, more=gemma2_more, written=gemma2_written,
     ),
     Family(
         "gemma3_text", "Gemma3ForCausalLM", RMS | {"head_dim": ("head_dim", 256)}, llama_rules,
         GEMMA | dict(norm_placement="pre_post", qk_norm="head"),
         ("hidden_activation", "gelu_pytorch_tanh"), True,
-        more=gemma3_more, written=gemma2_written,
+        CAUSAL, more=gemma3_more, written=gemma2_written,
     ),
     Family(
         "olmo2", "Olmo2ForCausalLM", WITHOUT_HEAD_DIM | {"rms_norm_eps": ("norm_eps", 1e-5)},
@@ -382,7 +402,7 @@ for _family in (
     Family(
         "phi3", "Phi3ForCausalLM", WITHOUT_HEAD_DIM | {"rms_norm_eps": ("norm_eps", 1e-5)},
         phi3_rules,
-        more=lambda raw: dict(rotary=read_rotary(raw), sliding_window=raw("sliding_window", None)),
+        more=phi3_more,
         written=lambda config: phi_written(config) | dict(
             sliding_window=config.sliding_window,
             original_max_position_embeddings=config.context_length,

@@ -89,6 +89,15 @@ def read_rotary(
         own_local = sliding.get("rope_theta", own_local)
         if sliding.get("rope_type", "default") != "default":
             raise raw.refuse(where, sliding, "sliding layers must have rope_type 'default'")
+
+    def needed(name: str) -> Any:
+        """What a scaling is nothing without: a default would load as another model."""
+        if rope.get(name) is None:
+            raise CheckpointError(
+                f"{raw.path}: {where}.{name} is missing: rope_type {kind!r} needs it."
+            )
+        return rope[name]
+
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in SCALINGS:
         raise raw.refuse(f"{where}.rope_type", kind, f"must be among {', '.join(SCALINGS)}")
@@ -102,11 +111,10 @@ def read_rotary(
     if local is not None:
         values["local_theta"] = own_local
     if kind != "default":
-        values["factor"] = rope.get("factor", 1.0)
+        values["factor"] = needed("factor")
     if kind == "llama3":
         values |= dict(
-            low_frequency=rope.get("low_freq_factor", 1.0),
-            high_frequency=rope.get("high_freq_factor", 4.0),
+            low_frequency=needed("low_freq_factor"), high_frequency=needed("high_freq_factor")
         )
     if kind in ("llama3", "yarn"):
         values["original_context"] = rope.get(

@@ -141,10 +141,11 @@ def reshaped(name: str, a: np.ndarray, shape: tuple[int, ...], transposed: bool 
 
 
 def scaled(rule: Rule, factor: float) -> Rule:
-    """A rule whose leaf is `factor` times the tensor. It is written as it is, for a factor of 1."""
+    """A rule whose leaf is `factor` times the tensor, in float32: whoever places it rounds once.
+    It is written as it is, for a factor of 1."""
     if factor == 1:
         return rule
-    times = lambda a: (a.astype(np.float32) * np.float32(factor)).astype(a.dtype)
+    times = lambda a: a.astype(np.float32) * np.float32(factor)
     read = lambda config, a, shapes: tuple(map(times, rule.read(config, a, shapes)))
     return dataclasses.replace(rule, read=read)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 import re
@@ -10,16 +11,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from eejax.checkpoint.digest import digest, same_model
+from eejax.checkpoint.digest import digest, digest_of, same_model
 from eejax.checkpoint.hf import probe, sidecar
 from eejax.checkpoint.hf.families import FAMILIES, Family
 from eejax.checkpoint.hf.fields import Raw
 from eejax.checkpoint.hf.folder import CONFIG, Folder, brief, read_json
 from eejax.checkpoint.hf.layouts import Rule
+from eejax.common.axes import MODEL
 from eejax.common.errors import CheckpointError, require_one_of
 from eejax.common.trees import Tree, path_name
 from eejax.models import params
@@ -27,8 +28,32 @@ from eejax.models.config import DTYPES, ModelConfig
 from eejax.sharding import rules as shardings
 from eejax.sharding.mesh import MeshConfig, make_mesh
 
-Read = Callable[[tuple[slice, ...]], np.ndarray]
 WANTED = ["*.json", "*.safetensors", "*.bin", "*.model"]
+
+
+class Leaf(NamedTuple):
+    """How a leaf is read: one(i) is layer i of a stack of `layers`; without, one(None) is all."""
+
+    one: Callable[[int | None], np.ndarray]
+    layers: int | None = None
+
+    def part(self, index: tuple[slice, ...], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """A part of the leaf, of this shape. One layer at a time is held beside the result."""
+        if self.layers is None:
+            return np.asarray(self.one(None)[index]).astype(dtype)
+        numbers = range(self.layers)[index[0]]
+        sizes = (len(range(n)[cut]) for n, cut in zip(shape[1:], index[1:], strict=True))
+        whole = np.empty((len(numbers), *sizes), dtype)
+        for row, i in enumerate(numbers):
+            whole[row] = self.one(i)[index[1:]]
+        return whole
+
+    def at(self, at: tuple[np.ndarray, ...]) -> np.ndarray:
+        """Values at index arrays, as they are stored. Layers are asked for in order."""
+        if self.layers is None:
+            return np.asarray(self.one(None))[at]
+        rows = ((i, at[0] == i) for i in np.unique(at[0]))
+        return np.concatenate([self.one(int(i))[tuple(a[on] for a in at[1:])] for i, on in rows])
 
 
 class Pretrained(NamedTuple):
@@ -50,11 +75,14 @@ def load_pretrained(
 
     source: the folder, or a name such as "HuggingFaceTB/SmolLM2-135M", which huggingface_hub
     fetches. dtype: of the parameters ("float32" to train; "bfloat16" halves the memory), in which
-    the model is computed too. Every device's part is read for itself, a layer at a time. Exits
-    that `save_pretrained` wrote beside the weights are loaded with them.
+    the model is computed too; norm scales, biases and routers stay float32. Every device's part is
+    read for itself, a layer at a time. Exits that `save_pretrained` wrote beside the weights are
+    loaded with them. A vocabulary that mesh.model does not divide gets rows of padding, which
+    `config.vocab_multiple` tells.
 
     A `model_type` of no known family is recognised by its tensors (`probe`), and compared with what
-    transformers computes where that is installed; where it is not, a warning tells the guess.
+    transformers computes where that is installed; where that tells too little, a warning tells of a
+    guess.
 
     Raises CheckpointError, naming file and field, where a file is missing, cut off or of another
     model, or the model is of a kind that cannot be represented.
@@ -65,47 +93,75 @@ def load_pretrained(
     folder = Folder(path)
     kind = raw("model_type")
     family = FAMILIES[kind] if kind in FAMILIES else probe.guess(raw, folder.shapes)
-    config = family.read(raw).replace(dtype=dtype)
-    table = named(family.rules(config, raw), config)
-    tensors = _Tensors(folder, family, config, table)
-    declared = {
-        path_name(p): leaf.shape
-        for p, leaf in jax.tree_util.tree_leaves_with_path(params.shapes(config))
-    }
-    reads = {
-        leaf: _reader(config, rule, j, tensors, declared)
-        for leaf, (rule, j) in leaves(table).items()
-    }
-    side = sidecar.opened(path, config)
-    if side is not None:
-        if side.config.head == "shared" and config.head == "own":
-            reads["shared_head"] = reads.pop("final/head")
-        config = side.config
-        reads |= {name: side.reader(name) for name in side.shapes}
+    base = family.read(raw).replace(dtype=dtype)
+    table = named(family.rules(base, raw), base)
+    tied = raw("tie_word_embeddings", family.tied)
+    tensors = _Tensors(folder, family, base, table, tied)
+    side = sidecar.opened(path, base)
     mesh = make_mesh(MeshConfig()) if mesh is None else mesh
+    config = _padded(base if side is None else side.config, mesh)
+    # The files have a row for each token, the leaves those of padding too.
+    base = base.replace(vocab_multiple=config.vocab_multiple)
+    declared = _shapes(base)
+    reads = {
+        leaf: _reader(base, rule, j, tensors, declared) for leaf, (rule, j) in leaves(table).items()
+    }
+    shapes = _shapes(config)
+    if side is not None:
+        if config.head == "shared" and base.head == "own":
+            reads["shared_head"] = reads.pop("final/head")
+        reads |= {name: _beside(side, name, shapes[name]) for name in side.shapes}
     wanted = shardings.structs(params.abstract(config), mesh)
     tree = jax.tree_util.tree_map_with_path(
-        lambda p, struct: _placed(struct, _whole(path_name(p), reads, path), dtype), wanted
-    )
+        lambda p, struct, kept: _placed(struct, _whole(path_name(p), reads, path), kept.dtype),
+        wanted, _kept(config, dtype),
+    )  # fmt: skip
     if side is not None and side.digest is not None:
-        same_model(path / sidecar.WEIGHTS, side.digest, digest(config, tree), str(path))
+        if dtype == "float16":  # of which the digest cannot be told: the files are read once more
+            found = digest_of(config, shapes, lambda name, at: reads[name].at(at))
+        else:
+            found = digest(config, tree)
+        same_model(path / sidecar.WEIGHTS, side.digest, found, str(path))
     guessed = ""
     if family.model_type not in FAMILIES:
         config, guessed = _compared(path, config, tree, family)
     return Pretrained(config, tree, family, path, raw.values, guessed)
 
 
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of all leaves by name."""
+    found = jax.tree_util.tree_leaves_with_path(params.shapes(config))
+    return {path_name(path): leaf.shape for path, leaf in found}
+
+
+def _padded(config: ModelConfig, mesh: Mesh) -> ModelConfig:
+    """The model with a vocabulary that the mesh can cut."""
+    shards = mesh.shape[MODEL]
+    if config.padded_vocab % shards == 0:
+        return config
+    return config.replace(vocab_multiple=math.lcm(config.vocab_multiple, shards))
+
+
+def _kept(config: ModelConfig, dtype: str) -> Tree:
+    """Structs of the dtypes that leaves are placed in: those they are computed in, but routers as
+    they were trained (`gates.router` rounds them as it computes)."""
+    cast = jax.eval_shape(lambda p: params.for_compute(p, dtype), params.shapes(config))
+    return jax.tree_util.tree_map_with_path(
+        lambda p, new, old: old if "/router/" in path_name(p) else new, cast, params.shapes(config)
+    )
+
+
 def _compared(path: pathlib.Path, config: ModelConfig, tree: Tree, family: Family):
     """The model of a guess, and how sure that is."""
     found = probe.verified(path, config, tree)
     about = f"{path}: model_type {family.model_type!r} is not known; by its tensors it"
-    if found is not None:
-        config, gap = found
-        return config, f"{about} is a model that computes what transformers does, to {gap:.1e}"
+    if found.sure:
+        return found.config, f"{about} is a model {found.told}"
+    config = found.config
     told = (
         f"{about} may be one of norm {config.norm!r}, {config.norm_placement!r}, residual "
         f"{config.residual!r}, position {config.position!r}, activation {config.activation!r}: a "
-        "guess, which nothing was compared with (transformers does not run it here)"
+        f"guess, {found.told}"
     )
     warnings.warn(told, stacklevel=3)
     return config, told
@@ -157,7 +213,7 @@ def leaves(table: Mapping[tuple[str, ...], Rule]) -> dict[str, tuple[Rule, int]]
 class _Tensors:
     """A folder's tensors by the names that the family's rules have for them."""
 
-    def __init__(self, folder: Folder, family: Family, config: ModelConfig, table):
+    def __init__(self, folder: Folder, family: Family, config: ModelConfig, table, tied: bool):
         self._folder = folder
         wanted = {name for names in table for name in names}
         self._names, unexpected = {}, []
@@ -169,8 +225,9 @@ class _Tensors:
                     self._names[known] = name
                     break
             else:
-                # What a file holds of a tied head is the embedding once more.
-                if not (config.head == "tied" and name in ("lm_head.weight", "embed_out.weight")):
+                # What a file holds of a tied head is the embedding once more, also where the head
+                # is not tied to us (OPT's projections).
+                if not (tied and name in ("lm_head.weight", "embed_out.weight")):
                     unexpected.append(name)
         missing = sorted(wanted - set(self._names))
         if missing or unexpected:
@@ -191,8 +248,8 @@ class _Tensors:
         )
 
 
-def _reader(config: ModelConfig, rule: Rule, j: int, tensors: _Tensors, declared) -> Read:
-    """What reads one leaf, the rule's j-th. declared: shapes of all leaves by name."""
+def _reader(config: ModelConfig, rule: Rule, j: int, tensors: _Tensors, declared) -> Leaf:
+    """One leaf, the rule's j-th. declared: shapes of all leaves by name."""
     full = [f"layers/{o}" if rule.layered else o for o in rule.ours]
     shapes = tuple(declared[f][1:] if rule.layered else declared[f] for f in full)
 
@@ -204,30 +261,36 @@ def _reader(config: ModelConfig, rule: Rule, j: int, tensors: _Tensors, declared
         except ValueError as error:
             raise tensors.error(str(error).replace("{i}", str(i))) from error
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
-        if not rule.layered:
-            return one(None)[index]
-        layers = range(config.n_layers)[index[0]]
-        return np.stack([one(i)[index[1:]] for i in layers])
-
-    return read
+    return Leaf(one, config.n_layers if rule.layered else None)
 
 
-def _whole(name: str, reads: Mapping[str, Read], path: pathlib.Path) -> Read:
+def _beside(side: sidecar.Sidecar, name: str, shape: tuple[int, ...]) -> Leaf:
+    """A leaf of the side file; where the vocabulary is padded further than there, with 0."""
+
+    def one(_: None) -> np.ndarray:
+        a = np.asarray(side.reader(name)(()))
+        if a.shape == shape:
+            return a
+        return np.pad(a, [(0, n - m) for n, m in zip(shape, a.shape, strict=True)])
+
+    return Leaf(one)
+
+
+def _whole(name: str, reads: Mapping[str, Leaf], path: pathlib.Path) -> Leaf:
     try:
         return reads[name]
     except KeyError:
         raise CheckpointError(f"{path}: tells nothing of {name}.") from None
 
 
-def _placed(struct: jax.ShapeDtypeStruct, read: Read, dtype: str) -> jax.Array:
+def _placed(struct: jax.ShapeDtypeStruct, leaf: Leaf, dtype: Any) -> jax.Array:
     """The leaf, each part of which is read once and given to all devices that hold it."""
     held: dict[str, np.ndarray] = {}
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
         key = str(index)
         if key not in held:
-            held[key] = np.asarray(read(index)).astype(jnp.dtype(dtype))
+            held[key] = leaf.part(index, struct.shape, dtype)
         return held[key]
 
-    return jax.make_array_from_callback(struct.shape, struct.sharding, part, dtype=jnp.dtype(dtype))
+    return jax.make_array_from_callback(struct.shape, struct.sharding, part, dtype=dtype)

@@ -32,10 +32,15 @@ from eejax.checkpoint.hf.layouts import (
 )  # fmt: skip
 from eejax.common.errors import CheckpointError, ConfigError
 from eejax.common.trees import Tree
-from eejax.models import exits, transformer
+from eejax.models import exits, params, transformer
 from eejax.models.config import ModelConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+# Of the comparison with transformers: tokens that are compared, and at most; logits of how many of
+# them, at either end; and parameters of a model that is held twice for it.
+TOKENS, MOST_TOKENS, ROWS = 128, 1024, 16
+MOST_PARAMETERS = 2 * 10**9
 
 ALIASES = {
     "vocab_size": ("vocab_size",),
@@ -308,38 +313,86 @@ def variants(config: ModelConfig) -> Iterator[ModelConfig]:
         )  # fmt: skip
 
 
-def verified(
-    path: pathlib.Path, config: ModelConfig, tree: Tree, tolerance: float = 1e-3
-) -> tuple[ModelConfig, float] | None:
-    """The variant that computes what transformers does, and how far its logits are off at most;
-    None where transformers is not installed or does not know the model.
+class Found(NamedTuple):
+    """config: the variant that fits, or the likeliest; sure: whether a comparison tells that it is
+    the model; told: what was compared, or why nothing was."""
 
-    tolerance: of the largest logit. Raises CheckpointError where none does.
+    config: ModelConfig
+    sure: bool
+    told: str
+
+
+def verified(path: pathlib.Path, config: ModelConfig, tree: Tree, tolerance: float = 1e-3) -> Found:
+    """The variant that computes what transformers does, where that can be compared.
+
+    Both compute in float32, of parameters that are rounded alike. tolerance: of the largest logit.
+    Raises CheckpointError where no variant comes as near.
     """
+    if params.count(config) > MOST_PARAMETERS:
+        why = f"it has more than {MOST_PARAMETERS:.0e} parameters, too many to be held twice"
+        return Found(config, False, f"which nothing was compared with ({why})")
     try:
         import torch
         import transformers
 
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=False
+        ).eval()
     except (ImportError, ValueError, OSError, KeyError, RuntimeError):
         # Not installed, another version, code of its own, other tensors: there is no telling.
-        return None
-    asked = np.random.default_rng(0).integers(0, config.vocab_size, (1, 16)).astype(np.int32)
+        why = "transformers does not run it here"
+        return Found(config, False, f"which nothing was compared with ({why})")
+    reach = reach_of(config)
+    length = min(config.context_length, max(TOKENS, reach + ROWS), MOST_TOKENS)
+    asked = np.random.default_rng(0).integers(0, config.vocab_size, (1, length)).astype(np.int32)
     with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            if p.ndim > 1 and "norm" not in name:  # as ours are rounded (`params.for_compute`)
+                p.copy_(p.to(getattr(torch, config.dtype)))
         want = theirs(torch.tensor(asked.astype(np.int64))).logits[0].numpy()
-    far = []
+    # Few tokens tell most variants; the last of many see windows and scaled positions.
+    start, end = slice(0, ROWS), slice(max(0, length - ROWS), length)
+    most, far = tolerance * float(np.abs(want[start]).max()), []
     for model in variants(config.replace(dtype="float32")):
         try:
-            states = jax.jit(lambda p, x, c=model: transformer.exit_states(p, c, x))(tree, asked)
-            got = exits.logits(exits.head(tree, model, model.n_exits), states[-1])
+            off = _distance(tree, model, asked[:, :ROWS], start, want)
+            if off <= most:
+                off = max(off, _distance(tree, model, asked, end, want))
         except ConfigError:
             continue
-        off = float(np.abs(np.asarray(got)[0, :, : model.vocab_size] - want).max())
-        if off <= tolerance * float(np.abs(want).max()):
-            return model.replace(dtype=config.dtype), off
+        if off <= most:
+            told = f"computes what transformers does over {length} tokens, to {off:.1e}"
+            sure = length > reach or length == config.context_length
+            if not sure:
+                told += f", but has a window or a scaling that only more than {reach} tokens tell"
+            return Found(model.replace(dtype=config.dtype), sure, f"which {told}")
         far.append(off)
     raise CheckpointError(
         f"{path}: was recognised by its tensors, but computes something else than transformers: "
         f"its logits are off by {min(far):.3g} at least. It cannot be represented, or needs a "
         "Family."
     )
+
+
+def reach_of(config: ModelConfig) -> int:
+    """Tokens over which a wrong window, or a wrong scaling of positions, may not be seen; 0 for a
+    model without."""
+    marks = [w for i in range(config.n_layers) if (w := config.window(i)) is not None]
+    if config.position == "rotary" and config.rotary.original_context is not None:
+        marks.append(config.rotary.original_context)
+    return max(marks, default=0)
+
+
+def _distance(
+    tree: Tree, config: ModelConfig, asked: np.ndarray, rows: slice, want: np.ndarray
+) -> float:
+    """Of the logits of some rows of a text from those wanted, [t, v] of all of it."""
+
+    @jax.jit
+    def run(tree, asked):
+        tree = jax.tree.map(lambda a: a.astype(np.float32), tree)
+        states = transformer.exit_states(tree, config, asked, which=(config.n_exits,))
+        return exits.logits(exits.head(tree, config, config.n_exits), states[-1][0, rows])
+
+    got = np.asarray(run(tree, asked))[:, : config.vocab_size]
+    return float(np.abs(got - want[rows]).max())

@@ -45,6 +45,8 @@ def save_pretrained(
     Raises ConfigError where no family has such a model, telling what none of them could say;
     CheckpointError where the folder is there already or cannot be written.
     """
+    from safetensors import SafetensorError  # what it makes of a full disk
+
     require_one_of("dtype", dtype, DTYPES)
     path = pathlib.Path(path).expanduser()
     if path.exists():
@@ -68,9 +70,10 @@ def save_pretrained(
         elif tokenizer is not None:
             tokenizer.save(part)
         os.replace(part, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"{path}: cannot be written ({error.strerror or error}); what was begun is in {part}."
+            f"{path}: cannot be written ({why}); what was begun is in {part}."
         ) from error
     return chosen.model_type
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from eejax.checkpoint.arrays import SafeTensors, write_arrays
-from eejax.checkpoint.digest import digest
+from eejax.checkpoint.digest import digest_of
 from eejax.checkpoint.files import write_text
 from eejax.checkpoint.hf.folder import read_json
 from eejax.common.errors import CheckpointError, ConfigError
@@ -83,8 +83,20 @@ def write(path: pathlib.Path, config: ModelConfig, tree: Tree, dtype: str) -> No
     if config == plain(config):
         return
     write_exits(path, config, tree)
-    values = {"model": config.to_dict(), "digest": digest(config, tree, dtype)}
+    values = {"model": config.to_dict(), "digest": _written(config, tree, dtype)}
     write_text(path / SETTINGS, json.dumps(values, indent=1) + "\n")
+
+
+def _written(config: ModelConfig, tree: Tree, dtype: str) -> str:
+    """The digest of what is read of both files: the side file's leaves are stored unrounded."""
+    own = own_shapes(config)
+    leaves = {path_name(p): leaf for p, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+    def values(name, at):
+        found = leaves[name][at]
+        return found if name in own else found.astype(dtype)
+
+    return digest_of(config, {name: leaf.shape for name, leaf in leaves.items()}, values)
 
 
 def write_exits(path: pathlib.Path, config: ModelConfig, tree: Tree) -> None:

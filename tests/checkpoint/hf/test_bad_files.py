@@ -1,9 +1,11 @@
 """Files that are cut off, of another model, or that would run something: told by name."""
 
+import contextlib
 import json
 import os
 import pathlib
 import pickle
+import resource
 import zipfile
 
 import jax
@@ -131,6 +133,25 @@ BREAKS = {
     "scaling": (
         lambda p: change(p, rope_scaling={"rope_type": "longrope"}), r"rope_type = 'longrope'",
     ),
+    "phi3_yarn": (
+        lambda p: plain(
+            p, model_type="phi3",
+            rope_scaling={"type": "yarn", "long_factor": [2.0] * 2, "short_factor": [1.0] * 2},
+        ),
+        r"rope_type = 'yarn': must be 'default': a phi3 is scaled by longrope",
+    ),
+    "no_factor": (
+        lambda p: change(p, rope_scaling={"type": "linear"}),
+        r"rope_scaling.factor is missing: rope_type 'linear' needs it",
+    ),
+    "no_low_freq_factor": (
+        lambda p: change(p, rope_scaling={"type": "llama3", "factor": 8.0}),
+        r"rope_scaling.low_freq_factor is missing",
+    ),
+    "sees_what_follows": (
+        lambda p: plain(p, model_type="gemma3_text", use_bidirectional_attention=True),
+        r"use_bidirectional_attention = True: cannot be represented",
+    ),
     "alibi": (lambda p: change(p, model_type="falcon", alibi=True), r"alibi = True"),
     "exits_of_another": (
         lambda p: change(p, rms_norm_eps=1e-5), r"eejax.json: is of another model.*norm_eps",
@@ -170,18 +191,47 @@ def test_several_files_are_written(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, load_pretrained(tmp_path / "model").params, tree)
 
 
-def test_nothing_is_written_over_and_nothing_half_written_stays(model, tmp_path, monkeypatch):
+@contextlib.contextmanager
+def no_renaming_of(name):
+    """A disk that is full when a file or folder is to get this name."""
+    replace = os.replace
+
+    def full(source, target):
+        if pathlib.Path(target).name == name:
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        yield
+
+
+@contextlib.contextmanager
+def small_files():
+    """No file may grow beyond config.json: writing weights fails within safetensors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+FAILURES = {
+    "exits": (lambda: no_renaming_of("eejax_exits.safetensors"), "No space left"),
+    "folder": (lambda: no_renaming_of("new"), "No space left"),
+    "weights": (small_files, "File too large"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_nothing_is_written_over_and_nothing_half_written_stays(model, tmp_path, name):
+    fails, message = FAILURES[name]
     tree = params.init(CONFIG, jax.random.key(0))
     with pytest.raises(CheckpointError, match="is there already"):
         save_pretrained(model, CONFIG, tree)
-    with monkeypatch.context() as patch:
-
-        def full(*_):
-            raise OSError(28, "No space left on device")
-
-        patch.setattr(os, "replace", full)
-        with pytest.raises(CheckpointError, match="No space left"):
-            save_pretrained(tmp_path / "new", CONFIG, tree)
+    with fails(), pytest.raises(CheckpointError, match=rf"new: cannot be written .*{message}"):
+        save_pretrained(tmp_path / "new", CONFIG, tree)
     assert not (tmp_path / "new").exists()
     save_pretrained(tmp_path / "new", CONFIG, tree)
     assert load_pretrained(tmp_path / "new").config == CONFIG

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hf_models import LENGTH, RECORDED, UNKNOWN, recorded, saved, theirs, tokens
 
-from eejax.checkpoint.hf import load_pretrained
+from eejax.checkpoint.hf import load_pretrained, probe
+from eejax.common.errors import CheckpointError
 from eejax.models import exits, transformer
 
 # Of which all that matters can be read off their tensors and settings.
@@ -34,6 +35,38 @@ def test_a_known_model_under_another_name(name, tmp_path):
     with pytest.warns(UserWarning, match="'of_nobody' is not known.*a guess"):
         loaded = load_pretrained(tmp_path / name)
     assert np.abs(logits(loaded) - RECORDED[f"{name}/logits"]).max() <= 1e-4
+
+
+def test_what_is_compared_is_told(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    path = tmp_path / "ministral"  # windows of 16 tokens, of which 16 tokens show nothing
+    saved("ministral", path)
+    loaded = load_pretrained(path, dtype="bfloat16")  # rounds as much as a wrong model is off
+    assert "computes what transformers does over 96 tokens" in loaded.guessed
+    assert loaded.config.dtype == "bfloat16"
+    with monkeypatch.context() as patch:
+        patch.setattr(probe, "variants", lambda config: [config.replace(sliding_window=17)])
+        with pytest.raises(CheckpointError, match="computes something else"):
+            probe.verified(path, loaded.config, loaded.params)
+    for name, most, told in (
+        ("MOST_TOKENS", 12, "over 12 tokens, to .* only more than 16 tokens tell"),
+        ("MOST_PARAMETERS", 1000, "nothing was compared with .it has more than 1e.03 parameters"),
+    ):
+        with monkeypatch.context() as patch, pytest.warns(UserWarning, match=f"a guess.*{told}"):
+            patch.setattr(probe, name, most)
+            load_pretrained(path)
+
+
+def test_code_of_a_folder_is_never_run(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    path, made = tmp_path / "model", tmp_path / "made"
+    code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    recorded("llama", path, model_type="of_nobody", auto_map=code)
+    (path / "own.py").write_text(f"open({str(made)!r}, 'w').close()\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers asks whether to run it
+    with pytest.warns(UserWarning, match="a guess, which nothing was compared with"):
+        load_pretrained(path)
+    assert not made.exists()
 
 
 @pytest.mark.slow

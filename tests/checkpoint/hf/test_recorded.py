@@ -31,15 +31,22 @@ def test_logits_and_greedy_text(name, tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_bfloat16_costs_no_more_than_it_costs_transformers(name, tmp_path):
     recorded(name, tmp_path / "theirs")
-    loaded = load_pretrained(tmp_path / "theirs", dtype="bfloat16")
-    states = transformer.exit_states(
-        loaded.params, loaded.config, tokens(LENGTH).astype(np.int32)
-    )  # fmt: skip
-    table = exits.head(loaded.params, loaded.config, 0)
-    got = np.asarray(exits.logits(table, states[-1]))[0, :, : loaded.config.vocab_size]
-    error = np.sqrt(np.mean((got - RECORDED[f"{name}/logits"]) ** 2))
+
+    def logits(dtype):
+        loaded = load_pretrained(tmp_path / "theirs", dtype=dtype)
+        config = loaded.config
+
+        @jax.jit
+        def run(tree, asked):
+            states = transformer.exit_states(tree, config, asked)
+            return exits.logits(exits.head(tree, config, 0), states[-1])
+
+        return np.asarray(run(loaded.params, RECORDED["texts"]))
+
+    # Those in float32 are transformers' to 1e-4 (above).
+    error = np.sqrt(np.mean((logits("bfloat16") - logits("float32")) ** 2))
     # Two ways of rounding; ours keeps norms, biases and statistics in float32.
-    assert 0 < error <= 1.25 * RECORDED[f"{name}/bfloat16"]
+    assert 0 < error <= RECORDED[f"{name}/bfloat16"]
 
 
 @pytest.mark.parametrize("name", MODELS)
