@@ -40,7 +40,9 @@ _BOUNDARIES = flags.DEFINE_list("boundaries", None, "Boundaries of the exits to 
 _WIDTH = flags.DEFINE_integer("width", 128, "Bottleneck of a router: TIDE has 64, 128 or 256.")
 _LABEL = flags.DEFINE_enum("label", "top1", ["top1", "cosine", "kl"], "Who should leave.")
 _BOUND = flags.DEFINE_list("bound", None, "Of cosine (0.98) or kl (0.1); one, or one an exit.")
-_TOKENS = flags.DEFINE_integer("tokens", 200_000, "Most tokens of text, evenly spread.")
+_TOKENS = flags.DEFINE_integer(
+    "tokens", 200_000, "Most tokens of text, evenly spread.", lower_bound=1
+)
 _EPOCHS = flags.DEFINE_integer("epochs", 12, "Passes over them in training.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the training, and of what is held out.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
@@ -55,7 +57,7 @@ def main() -> None:
     from eejax import calibration
     from eejax.checkpoint import overlay
     from eejax.checkpoint.files import only_user
-    from eejax.common.errors import ConfigError
+    from eejax.common.errors import ConfigError, DataError
     from eejax.data import save_tokenizer
     from eejax.train.runs import open_run
 
@@ -73,12 +75,16 @@ def main() -> None:
     workdir.mkdir(parents=True, exist_ok=True)
     with only_user(workdir):
         batches, fingerprint = text(run, workdir)
-        found = calibration.calibrate_model(
-            model.params, model.config, batches, options, every=_EVERY.value,
-            boundaries=boundaries and sorted(boundaries), tokens=_TOKENS.value,
-            folder=workdir / "calibration", about={"text": fingerprint, "step": model.step},
-            watch=launch.say,
-        )  # fmt: skip
+        try:
+            found = calibration.calibrate_model(
+                model.params, model.config, batches, options, every=_EVERY.value,
+                boundaries=boundaries and sorted(boundaries), tokens=_TOKENS.value,
+                folder=workdir / "calibration", about={"text": fingerprint, "step": model.step},
+                watch=launch.say,
+            )  # fmt: skip
+        except DataError:  # more text or another label is another calibration
+            shutil.rmtree(workdir / "calibration", ignore_errors=True)
+            raise
         save_tokenizer(model.tokenizer, workdir / "tokenizer")
         metadata = model.metadata | {"experiment": experiment(run, found.config).to_dict()}
         overlay.write_overlay(
@@ -90,16 +96,18 @@ def main() -> None:
     promise = calibration.calibrate(found.scores, DELTA, EPSILON, gate="router")
     kept = calibration.at_threshold(found.scores, promise.threshold, gate="router")
     print(show(found, points, model.config.n_layers))
-    print(
-        f"\nAt most {DELTA:.0%} of tokens changed, but for a chance of {EPSILON:.0%}, by "
-        f"{promise.units} windows: --threshold={exact(promise.threshold)}, depth {kept.depth:.2f}"
-    )
+    held = f"At most {DELTA:.0%} of tokens changed, but for a chance of {EPSILON:.0%}"
+    if promise.threshold < 1:
+        print(f"\n{held}: --threshold={exact(promise.threshold)}, depth {kept.depth:.2f}")
+    else:
+        print(f"\n{held}: {promise.units} windows are too few to promise it of any threshold at "
+              "which tokens leave; give more --tokens")  # fmt: skip
     drawn = draw(found, points, workdir)
     print(f"\ndrawn: {', '.join(map(str, drawn))}")
     thresholds = ",".join(map(exact, found.thresholds(points[0.95])))
     print(f"{found.states.n} tokens, {seconds:.0f} s. Now, for about 95 % agreement:\n"
           f"  python -m experiments.generate --workdir={_WORKDIR.value} --gate=router "
-          f"--threshold={thresholds}")  # fmt: skip
+          f"--threshold={thresholds} --prompt='...'")  # fmt: skip
     if _JSON.value:
         print(json.dumps({
             "tokens": found.states.n, "seconds": seconds,
@@ -139,7 +147,10 @@ def text(run, workdir: pathlib.Path):
         launch.check_own_text(run.model.metadata, config.source, run.workdir)
         own = (config.source,) if isinstance(config.source, str) else config.source
         print(f"text: {', '.join(own)} (the base's)")
-        packed = run.dataset()
+        try:
+            packed = run.dataset()
+        except DataError as error:
+            raise DataError(f"--source = None: {error} Or name the text here.") from error
     batches = data.batches(
         packed.split("train"),
         BATCH,

@@ -49,7 +49,10 @@ def main() -> None:
             )  # fmt: skip
             batches = [(1.0, (inputs.strip(batch, config.document_masks) for batch in batches))]
         else:
+            launch.check_own_text(model.metadata, config.source, _WORKDIR.value, "text")
             batches = inputs.held_out(config, run.dataset(), _BATCH_SIZE.value, _BATCHES.value)
+        own = f"the run's held-out part of {config.source}"
+        launch.say(f"evaluating on {', '.join(_TEXT.value) or own} ...")
         result = evaluate.evaluate_mixture(
             step.make_eval_step(model.config, mesh),
             model.params,

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from experiments import launch
+
 BATCH = 16
 
 
@@ -15,6 +17,7 @@ def batches(run, tokens: int) -> Iterator[Mapping[str, np.ndarray]]:
     from eejax.train import inputs
 
     config = run.experiment.data
+    launch.check_own_text(run.model.metadata, config.source, run.workdir, "source of import_hf")
     parts = inputs.held_out(config, run.dataset(), BATCH, max(1, tokens // (BATCH * config.length)))
     return itertools.chain.from_iterable(batches for _, batches in parts)
 

@@ -199,14 +199,16 @@ def _shown(value) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def check_own_text(metadata: Mapping[str, object], source: object, workdir: object) -> None:
+def check_own_text(
+    metadata: Mapping[str, object], source: object, workdir: object, flag: str = "source"
+) -> None:
     """Raises ConfigError where the text of a run is nobody's choice: that of a model which was
     imported without one, for which the default is Python's own library."""
     from eejax import data
 
     if "pretrained" in metadata and source == data.PYTHON_STDLIB:
         raise ConfigError(
-            f"--source = None: must name a text, as {workdir} was imported without one. Give files "
+            f"--{flag} = None: must name a text, as {workdir} was imported without one. Give files "
             "or globs like what the model will be asked for, or "
-            f"--source={data.PYTHON_STDLIB} for the library of this Python."
+            f"--{flag}={data.PYTHON_STDLIB} for the library of this Python."
         )

@@ -2,7 +2,8 @@
 
     python -m experiments.tune_exits --base=runs/quickstart --exits=2,5 --workdir=runs/tuned
 
-Only the layers below the deepest tuned exit are read and run. The workdir ends with the whole
+Only the layers below the deepest tuned exit are read and run, but for --config.loss.distillation=1,
+with which exits learn from the final one, and all layers are run. The workdir ends with the whole
 model, old and new exits, and needs the base no more: evaluate and generate take it as any run.
 Exits that the base has already are tuned from where they are, if they are named. The same command
 resumes; exit status as experiments.train.

@@ -115,8 +115,9 @@ def calibrate_model(
     if boundaries is None:
         boundaries = sorted(given - {config.n_layers}) or boundaries_for(config, every)
     require(
-        len(boundaries) > 0 and all(b in range(config.n_layers) for b in boundaries),
-        "boundaries", boundaries, f"must be in 0..{config.n_layers - 1}",
+        len(set(boundaries)) == len(boundaries) > 0
+        and all(b in range(config.n_layers) for b in boundaries),
+        "boundaries", boundaries, f"must be in 0..{config.n_layers - 1}, each once",
         "All tokens leave at the last one.",
     )  # fmt: skip
     stay = {e.boundary: e.router for e in config.exits if e.router and e.boundary not in boundaries}
@@ -200,7 +201,8 @@ def _same(folder: pathlib.Path, settings: dict[str, Any]) -> None:
         return write_text(file, text + "\n")
     try:
         old, new = json.loads(file.read_text(encoding="utf-8")), json.loads(text)
-    except (OSError, ValueError) as error:
+        old = dict(old)
+    except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{file}: cannot be read ({error}): remove {folder}.") from error
     flat = lambda tree: {f"{k}.{n}": v for k, part in tree.items() for n, v in dict(
         part if isinstance(part, dict) else {"": part}).items()}  # fmt: skip

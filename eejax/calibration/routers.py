@@ -41,6 +41,7 @@ the bound, in nats.
 
 PARTS = (0.8, 0.1, 0.1)  # of the windows: to train on, to choose by, and to report
 CHECKPOINT = "routers.safetensors"
+WIDEST = 8192  # a bottleneck is narrower than any model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,8 @@ class RouterOptions:
         require_one_of("label", self.label, LABELS)
         for name in ("width", "epochs", "batch", "least"):
             require_count(name, getattr(self, name))
+        require(self.width <= WIDEST, "width", self.width, f"must be at most {WIDEST}")
+        require_count("seed", self.seed, least=0)
         for name in ("learning_rate", "weight_decay"):
             value = getattr(self, name)
             ok = isinstance(value, float | int) and np.isfinite(value) and value >= 0

@@ -18,7 +18,7 @@ from eejax.calibration import memory
 from eejax.calibration.frontier import in_chunks
 from eejax.checkpoint.arrays import read_arrays, write_arrays
 from eejax.checkpoint.files import write_text
-from eejax.common.errors import DataError
+from eejax.common.errors import CheckpointError, DataError
 from eejax.common.trees import Tree
 from eejax.gates.confidence import cosine
 from eejax.inference.sampling import argmax
@@ -102,7 +102,7 @@ def collect(
         if n >= most:
             break
     if most < asked and n >= most:
-        say(f"{most} of {asked} tokens held: memory")
+        say(f"the first {most} of {asked} tokens: no more fit into a quarter of the free memory")
     if not n:
         raise DataError("no token to calibrate on: the text is empty, or too short for a label.")
     whole = States.joined(done).first(most)
@@ -117,7 +117,11 @@ def _held(most: int, config: ModelConfig, folder: str | os.PathLike | None) -> i
     divided otherwise, and routers judged by some that they were trained on."""
     file = None if folder is None else pathlib.Path(folder) / HELD
     if file is not None and file.is_file():
-        return int(json.loads(file.read_text(encoding="utf-8"))["most"])
+        try:
+            return int(json.loads(file.read_text(encoding="utf-8"))["most"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            told = f"{file}: cannot be read ({error!r}): remove {folder}."
+            raise CheckpointError(told) from error
     most = min(most, most_that_fit(config))
     if file is not None:
         write_text(file, json.dumps({"most": most}) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import stat
 from collections.abc import Mapping
 
 import numpy as np
@@ -24,6 +25,8 @@ class SafeTensors:
             self._names = {
                 name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()
             }
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path}: is missing. Copy or download it.") from error
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(
                 f"{path}: cannot be read ({error}). The file is cut off or no safetensors: copy "
@@ -50,8 +53,7 @@ def write_arrays(
     path: str | os.PathLike, arrays: Mapping[str, np.ndarray], about: Mapping[str, str] = {}
 ) -> None:
     """Replaces the file at once: a kill leaves the old one, or none. Raises OSError naming it."""
-    import ml_dtypes  # noqa: F401  numpy's bfloat16
-    from safetensors.numpy import save_file
+    from safetensors import SafetensorError
 
     path = pathlib.Path(path)
     part = path.with_name(f"{path.name}.part")
@@ -59,11 +61,25 @@ def write_arrays(
         with naming(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             whole = {name: np.asarray(a, order="C") for name, a in arrays.items()}
-            save_file(whole, part, metadata=dict(about))
+            save(part, whole, about)
         os.replace(part, path)
-    except OSError:
+    except (OSError, SafetensorError):  # the second for a full disk
         part.unlink(missing_ok=True)
         raise
+
+
+def save(path: pathlib.Path, arrays: Mapping[str, np.ndarray], about: Mapping[str, str]) -> None:
+    """Writes the file, which is on the disk when this returns."""
+    import ml_dtypes  # noqa: F401  numpy's bfloat16
+    from safetensors.numpy import save_file
+
+    path.unlink(missing_ok=True)
+    with open(path, "wb") as file:  # only to learn the mode: safetensors lets nobody else read
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    save_file(dict(arrays), path, metadata=dict(about))
+    path.chmod(mode)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def read_arrays(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, str]]:

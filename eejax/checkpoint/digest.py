@@ -51,6 +51,12 @@ def digest_of(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], values
     return found.hexdigest()[:32]
 
 
+def file_digest(path: str | os.PathLike) -> str:
+    """Of all bytes of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+
+
 def same_model(where: str | os.PathLike, wanted: str, found: str, base: str) -> None:
     """Raises CheckpointError where the exits in `where` are of other parameters than the base's."""
     if wanted != found:

@@ -38,6 +38,7 @@ class Overlay(NamedTuple):
     step: int
     config: ModelConfig
     digest: str
+    content: str | None
     metadata: dict[str, Any]
 
     def exits(self, wanted: Tree) -> Tree:
@@ -45,7 +46,7 @@ class Overlay(NamedTuple):
 
         Raises CheckpointError for files that are cut off or not of one model.
         """
-        side = sidecar.Sidecar.of(self.path, self.config)
+        side = sidecar.Sidecar.of(self.path, self.config, content=self.content)
 
         def one(path, struct):
             read = side.reader(f"{OWN}{path_name(path)}")
@@ -82,6 +83,7 @@ def write_overlay(
         "model": config.to_dict(), "digest": digest(config, params),
         "base": {"workdir": beneath, "step": step},
         "metadata": dict(metadata) | {"model": config.to_dict()},
+        **sidecar.content(workdir),
     }  # fmt: skip
     write_text(workdir / sidecar.SETTINGS, json.dumps(values, indent=1) + "\n")
 
@@ -99,8 +101,12 @@ def spoilt(workdir: str | os.PathLike, base: str | os.PathLike) -> str:
         return (
             f"there is a run in it ({CHECKPOINTS}/) already; give the new one a folder of its own."
         )
-    if (workdir / sidecar.SETTINGS).is_file() and opened(workdir) is None:
-        return f"there is an exported model in it ({sidecar.SETTINGS}); give a new folder."
+    if (workdir / sidecar.SETTINGS).is_file():
+        kind = "an exported model" if opened(workdir) is None else "a calibrated run"
+        return (
+            f"there is {kind} in it ({sidecar.SETTINGS}) already; remove it, or give the new run a "
+            "folder of its own."
+        )
     return ""
 
 
@@ -132,7 +138,7 @@ def opened(workdir: str | os.PathLike) -> Overlay | None:
         return Overlay(
             workdir, (workdir / values["base"]["workdir"]).resolve(), int(values["base"]["step"]),
             ModelConfig.from_dict(values["model"]), str(values["digest"]),
-            dict(values["metadata"]),
+            values.get(sidecar.CONTENT), dict(values["metadata"]),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, ConfigError) as error:
         raise CheckpointError(f"{file}: cannot be read ({error!r}).") from error

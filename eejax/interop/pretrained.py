@@ -138,8 +138,8 @@ def generate(
 def _threshold(model: Model, agreement: float) -> tuple[float, ...]:
     if model.calibrated is None:
         raise ConfigError(
-            f"agreement = {agreement!r}: this model was not made by calibrate(): give gate and "
-            "threshold."
+            f"agreement = {agreement!r}: is known of what calibrate() returns alone, and not of a "
+            "model that was saved: give gate and threshold."
         )
     made = model.calibrated
     return made.thresholds(made.point(agreement))

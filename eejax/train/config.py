@@ -286,6 +286,13 @@ class Experiment:
                 boundary in boundaries,
                 "tune.exits", boundary, f"must be the boundary of one of the exits ({boundaries})",
             )  # fmt: skip
+        routed = [e.boundary for e in self.model.exits if e.router]
+        require(
+            not set(routed) & set(self.tune.exits),
+            "tune.exits", self.tune.exits,
+            f"must be exits without a router, which was trained for them as they are ({routed})",
+            "Tune those of the run that was calibrated, and calibrate the result.",
+        )  # fmt: skip
         n, tuned = self.model.n_exits, len(self.tune.exits)
         exits = f"the {tuned} tuned exits" if tuned else f"the model's {n} early exits"
         require(

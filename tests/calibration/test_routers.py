@@ -18,7 +18,7 @@ from eejax.calibration.quality import auc
 from eejax.calibration.routers import RouterOptions, divided, labels, train_routers
 from eejax.calibration.states import States, collect
 from eejax.checkpoint.model import abstract_params
-from eejax.common.errors import ConfigError, DataError
+from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.gates import router
 from eejax.inference import Generator
 from eejax.models import exits, params, transformer
@@ -353,13 +353,20 @@ def test_a_resumed_calibration_holds_what_the_first_one_held(plain, tmp_path, mo
     whole = run(tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "killed", die)
-    assert "1100 of 2000 tokens held: memory" in said
+    assert any(text.startswith("the first 1100 of 2000 tokens: no more fit") for text in said)
     fit(1900)
     again = run(tmp_path / "killed")
     assert again.states.n == whole.states.n == 1100
     np.testing.assert_array_equal(again.routers.report, whole.routers.report)
     jax.tree.map(np.testing.assert_array_equal, again.routers.routers, whole.routers.routers)
     assert run(tmp_path / "new").states.n == 1900
+    for content in ("", "{}", "[1]"):
+        (tmp_path / "new" / "held.json").write_text(content)
+        with pytest.raises(CheckpointError, match="held.json: cannot be read .*: remove "):
+            run(tmp_path / "new")
+    (tmp_path / "new" / "calibration.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match="calibration.json: cannot be read .*: remove "):
+        run(tmp_path / "new")
 
 
 def test_parameters_may_be_spread_over_devices(plain):

@@ -106,7 +106,8 @@ def test_an_imported_model_has_no_text_of_its_own(small_run, tmp_path, capsys, m
     # As is said there, it is another thing to ask for that library.
     with pytest.raises(DataError, match="none of it today"):
         monkeypatch.setattr(data, "pack", lambda source, *a, **k: stop(source))
-        call("experiments.calibrate", *arguments, "--source=python-stdlib")
+        other = f"--workdir={tmp_path / 'other'}"
+        call("experiments.calibrate", *arguments, other, "--source=python-stdlib")
 
 
 def stop(source):
@@ -160,7 +161,11 @@ def test_routers_of_another_model_are_refused(routed, tmp_path):
         load_model(moved)
     file.write_text(json.dumps(values))
     weights = moved / "eejax_exits.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-10])
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # of the same shapes, and readable
+    with pytest.raises(CheckpointError, match="eejax_exits.safetensors: is not the file that"):
+        load_model(moved)
+    weights.write_bytes(whole[:-10])
     with pytest.raises(CheckpointError, match="eejax_exits.safetensors: cannot be read"):
         load_model(moved)
     weights.unlink()
@@ -185,6 +190,7 @@ def test_a_calibration_takes_the_place_of_no_run(routed, tmp_path):
         (workdir, base, "the base is made of the run in that folder"),
         (base, tmp_path / "other", "there is a run in it"),
         (base, tmp_path / "model", "there is an exported model in it"),
+        (base, workdir, "there is a calibrated run in it"),
     ):
         with pytest.raises(
             ConfigError, match=f"--workdir = '{to}' with --base = '{of}': .*{reason}"
@@ -268,6 +274,9 @@ def test_a_model_without_exits_gets_them_and_a_killed_calibration_goes_on(
         (["--label=cosine", "--bound=2"], ConfigError, "bound = .*must be cosines"),
         (["--boundaries=3"], ConfigError, r"boundaries = .*must be in 0..2"),
         (["--boundaries=one"], ConfigError, "--boundaries = 'one'"),
+        (["--boundaries=1,1"], ConfigError, r"boundaries = \[1, 1\]: must be in 0..2, each once"),
+        (["--seed=-1"], ConfigError, "seed = -1: must be an integer of at least 0"),
+        (["--width=100000"], ConfigError, "width = 100000: must be at most 8192"),
         (["--source=absent.txt"], DataError, "--source = 'absent.txt': absent.txt does not exist"),
         (["--label=kl", "--bound=0"], DataError, "no exit has 100 positive tokens"),
     ],
@@ -278,6 +287,8 @@ def test_what_cannot_be_calibrated_is_told(small_run, tmp_path, arguments, error
         call("experiments.calibrate", *given)
     with pytest.raises(CheckpointError, match="holds no checkpoints"):
         load_model(tmp_path / "run")
+    # Nothing is left that would be in the way of the command with what was asked for.
+    assert not list((tmp_path / "run").glob("calibration/calibration.json"))
 
 
 def test_an_empty_text_is_no_text(small_run, tmp_path):

@@ -382,6 +382,7 @@ def test_split_and_join_are_inverse():
         (dict(tune=dict(start="zero")), "TuneConfig.start = 'zero'"),
         (dict(model=dict(d_model=32, d_ff=64, head_dim=8)), "d_model: 16 in the base, 32 wanted"),
         (dict(loss=Objective(distillation=1.0), mesh=MeshConfig(pipe=2)), "on several stages"),
+        (dict(exit=dict(router=8)), r"tune.exits = \(2, 3\): must be exits without a router"),
         (dict(exit=dict(head="shared")), "the base has no shared head"),
         (dict(exit=dict(head="tied", norm=False)), "must have parameters of its own"),
     ],

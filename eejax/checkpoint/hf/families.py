@@ -30,6 +30,7 @@ from eejax.common.errors import ConfigError
 from eejax.models.config import ModelConfig
 
 Values = dict[str, Any]
+WHOLE = {f.name for f in dataclasses.fields(ModelConfig) if f.type in ("int", "int | None")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,10 @@ class Family:
         """Raises CheckpointError for settings that are missing or cannot be represented."""
         for name, value in self.plain.items():
             raw.must_be(name, value, default=value)
-        values = {ours: raw(name, default) for name, (ours, default) in self.sizes.items()}
+        values = {
+            ours: (raw.size if ours in WHOLE else raw)(name, default)
+            for name, (ours, default) in self.sizes.items()
+        }
         values["activation"] = raw.activation(*self.activation)
         values["head"] = "tied" if raw("tie_word_embeddings", self.tied) else "own"
         try:
@@ -125,6 +129,8 @@ def opt_written(config: ModelConfig) -> Values:
 
 def gptj_more(raw: Raw) -> Values:
     heads = raw("n_embd") // raw("n_head")
+    if heads == 0:
+        raise raw.refuse("n_head", raw("n_head"), f"must divide n_embd ({raw('n_embd')})")
     fraction = raw("rotary_dim", 64) / heads
     return dict(rotary=fields.RotaryConfig(fraction=fraction, interleaved=True), head_bias=True)
 
@@ -150,12 +156,18 @@ def falcon_more(raw: Raw) -> Values:
         raw("bias", False),
         "num_attention_heads",
     )
-    kv = raw("num_kv_heads", raw(heads)) if new else 1 if raw("multi_query", True) else raw(heads)
+    kv = (
+        raw.size("num_kv_heads", raw(heads))
+        if new
+        else 1
+        if raw("multi_query", True)
+        else raw(heads)
+    )
     two = raw("num_ln_in_parallel_attn", 2 if new else 1) == 2
     parallel = "parallel" if new and two else "parallel_one_norm"
     return dict(
-        n_kv_heads=kv, d_ff=raw("ffn_hidden_size", 4 * raw("hidden_size")),
-        context_length=raw("max_position_embeddings", 2048),
+        n_kv_heads=kv, d_ff=raw.size("ffn_hidden_size", 4 * raw("hidden_size")),
+        context_length=raw.size("max_position_embeddings", 2048),
         mlp_bias=bias, qkv_bias=bias, o_bias=bias,
         residual=parallel if new or raw("parallel_attn", True) else "sequential",
         rotary=read_rotary(raw),
@@ -209,9 +221,9 @@ def qwen_written(config: ModelConfig) -> Values:
 
 def smollm3_more(raw: Raw) -> Values:
     """Every so-maniest layer has no rotary positions."""
-    every, n = raw("no_rope_layer_interval", 4), raw("num_hidden_layers")
+    every, n = raw.positive("no_rope_layer_interval", 4), raw("num_hidden_layers")
     turned = raw("no_rope_layers", [int((i + 1) % every != 0) for i in range(n)])
-    if not isinstance(turned, list) or len(turned) != n:
+    if not isinstance(turned, list) or len(turned) != n or any(t not in (0, 1) for t in turned):
         raise raw.refuse("no_rope_layers", turned, f"must be 0 or 1 for each of the {n} layers")
     window = None
     if raw("use_sliding_window", False):
@@ -250,7 +262,7 @@ def gemma1_more(raw: Raw) -> Values:
 
 def gemma2_more(raw: Raw) -> Values:
     return gemma_more(raw) | dict(
-        attention_scale=raw("query_pre_attn_scalar", 256) ** -0.5,
+        attention_scale=raw.positive("query_pre_attn_scalar", 256) ** -0.5,
         sliding_window=raw.windows(4096, lambda i: i % 2 == 0),
         # null is no cap; left out, it is the family's
         attention_softcap=raw.values.get("attn_logit_softcapping", 50.0),
@@ -259,7 +271,7 @@ def gemma2_more(raw: Raw) -> Values:
 
 
 def gemma3_more(raw: Raw) -> Values:
-    pattern = raw("sliding_window_pattern", 6)
+    pattern = raw.positive("sliding_window_pattern", 6)
     return gemma2_more(raw) | dict(
         sliding_window=raw.windows(4096, lambda i: (i + 1) % pattern != 0),
         attention_softcap=raw("attn_logit_softcapping", None),
@@ -313,7 +325,7 @@ def granite_written(config: ModelConfig) -> Values:
 
 
 def phi3_more(raw: Raw) -> Values:
-    rope = raw("rope_parameters", None) or raw("rope_scaling", None) or {}
+    rope = raw.table("rope_parameters") or raw.table("rope_scaling")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":  # "su" and "yarn" are old names of longrope here
         raise raw.refuse(

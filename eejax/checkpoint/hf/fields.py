@@ -31,9 +31,14 @@ class Raw:
     values: Mapping[str, Any]
 
     def __call__(self, name: str, default: Any = REQUIRED) -> Any:
-        """A field's value; null counts as left out."""
+        """A field's value; null counts as left out. One with a default that is a switch or a
+        number must be one too."""
         value = self.values.get(name)
         if value is not None:
+            if isinstance(default, bool) and not isinstance(value, bool):
+                raise self.refuse(name, value, "must be true or false")
+            if is_number(default) and not is_number(value):
+                raise self.refuse(name, value, "must be a number")
             return value
         if default is REQUIRED:
             raise CheckpointError(
@@ -45,6 +50,27 @@ class Raw:
     def refuse(self, name: str, value: Any, why: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {name} = {value!r}: {why}.")
 
+    def size(self, name: str, default: Any = REQUIRED) -> Any:
+        value = self(name, default)
+        if value is not default and not (type(value) is int and 0 < value < 2**31):
+            raise self.refuse(name, value, "must be a positive whole number below 2**31")
+        return value
+
+    def positive(self, name: str, default: float) -> Any:
+        value = self(name, default)
+        if value <= 0:
+            raise self.refuse(name, value, "must be positive")
+        return value
+
+    def table(self, name: str) -> Mapping[str, Any]:
+        """A field that is an object, {} where it is left out. name: a.b is b within a."""
+        *outer, last = name.split(".")
+        inside = self.table(".".join(outer)) if outer else self.values
+        value = inside.get(last)
+        if value is not None and not isinstance(value, dict):
+            raise self.refuse(name, value, "must be an object {...}, or null")
+        return value or {}
+
     def must_be(self, name: str, *allowed: Any, default: Any = None) -> None:
         value = self(name, default)
         if value not in (*allowed, default):
@@ -52,7 +78,7 @@ class Raw:
 
     def activation(self, name: str, default: str) -> str:
         value = self(name, default)
-        if value not in ACTIVATIONS:
+        if not isinstance(value, str) or value not in ACTIVATIONS:
             raise self.refuse(name, value, f"must be among {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[value]
 
@@ -65,12 +91,17 @@ class Raw:
             slides = [pattern(i) for i in range(n)]
         else:
             known = ("sliding_attention", "full_attention")
-            if not isinstance(kinds, list) or len(kinds) != n or not set(kinds) <= set(known):
+            if not isinstance(kinds, list) or len(kinds) != n or any(k not in known for k in kinds):
                 raise self.refuse("layer_types", kinds, f"must be one of {known} for each layer")
             slides = [kind == known[0] for kind in kinds]
         if window is None or not any(slides):
             return None
         return window if all(slides) else tuple(window if s else None for s in slides)
+
+
+def is_number(value: Any) -> bool:
+    """A finite one: JSON of Python's has Infinity and NaN too."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
@@ -81,11 +112,12 @@ def read_rotary(
 ) -> RotaryConfig:
     """Rotary settings in either of their forms: `rope_parameters`, or `rope_theta` and
     `rope_scaling`; the numbers given are the family's defaults."""
-    rope = raw("rope_parameters", None) or raw("rope_scaling", None) or {}
-    where = "rope_parameters" if raw("rope_parameters", None) else "rope_scaling"
+    where = "rope_parameters" if raw.table("rope_parameters") else "rope_scaling"
+    rope = raw.table(where)
     own_local = raw("rope_local_base_freq", local)
     if "full_attention" in rope or "sliding_attention" in rope:
-        sliding, rope = rope.get("sliding_attention") or {}, rope.get("full_attention") or {}
+        sliding = raw.table(f"{where}.sliding_attention")
+        rope = raw.table(f"{where}.full_attention")
         own_local = sliding.get("rope_theta", own_local)
         if sliding.get("rope_type", "default") != "default":
             raise raw.refuse(where, sliding, "sliding layers must have rope_type 'default'")
@@ -99,7 +131,7 @@ def read_rotary(
         return rope[name]
 
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in SCALINGS:
+    if not isinstance(kind, str) or kind not in SCALINGS:
         raise raw.refuse(f"{where}.rope_type", kind, f"must be among {', '.join(SCALINGS)}")
     values: dict[str, Any] = dict(
         theta=rope.get("rope_theta", raw("rope_theta", raw("rotary_emb_base", theta))),

@@ -43,9 +43,12 @@ class Leaf(NamedTuple):
             return np.asarray(self.one(None)[index]).astype(dtype)
         numbers = range(self.layers)[index[0]]
         sizes = (len(range(n)[cut]) for n, cut in zip(shape[1:], index[1:], strict=True))
-        whole = np.empty((len(numbers), *sizes), dtype)
+        shape = (len(numbers), *sizes)
         for row, i in enumerate(numbers):
-            whole[row] = self.one(i)[index[1:]]
+            values = self.one(i)[index[1:]]  # before room is made: files of other sizes end here
+            if row == 0:
+                whole = np.empty(shape, dtype)
+            whole[row] = values
         return whole
 
     def at(self, at: tuple[np.ndarray, ...]) -> np.ndarray:
@@ -90,8 +93,16 @@ def load_pretrained(
     require_one_of("dtype", dtype, DTYPES)
     path = fetched(source)
     raw = Raw(path / CONFIG, read_json(path / CONFIG))
-    folder = Folder(path)
     kind = raw("model_type")
+    if not isinstance(kind, str):
+        raise raw.refuse("model_type", kind, "must be a text, such as 'llama'")
+    if (how := raw("quantization_config", None)) is not None:
+        raise raw.refuse(
+            "quantization_config", how,
+            "quantised weights are not read: give the model that it was made of",
+        )  # fmt: skip
+    folder = Folder(path)
+    _check_layers(raw, folder.shapes)
     family = FAMILIES[kind] if kind in FAMILIES else probe.guess(raw, folder.shapes)
     base = family.read(raw).replace(dtype=dtype)
     table = named(family.rules(base, raw), base)
@@ -126,6 +137,27 @@ def load_pretrained(
     if family.model_type not in FAMILIES:
         config, guessed = _compared(path, config, tree, family)
     return Pretrained(config, tree, family, path, raw.values, guessed)
+
+
+def _check_layers(raw: Raw, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Before anything of the model's size is made. Raises CheckpointError.
+
+    Each layer has a tensor at least; what is wrong by less is told with the tensors' names.
+    """
+    family = FAMILIES.get(raw("model_type"))
+    if family is None:
+        name = probe.alias(raw, "n_layers")
+    else:
+        name = next((n for n, (ours, _) in family.sizes.items() if ours == "n_layers"), None)
+    if name is None or raw(name, None) is None:
+        return
+    if raw.size(name) > len(shapes):
+        rows: dict[str, set[str]] = {}
+        for tensor in shapes:
+            if match := re.match(r"(.*?\.)?(\d+)\.", tensor):
+                rows.setdefault(match[1] or "", set()).add(match[2])
+        held = max(map(len, rows.values()), default=0)
+        raise raw.refuse(name, raw(name), f"must be {held}, as many layers as the weights have")
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

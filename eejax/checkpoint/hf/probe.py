@@ -103,6 +103,8 @@ def guess(raw: Raw, shapes: Shapes) -> Family:
     """The family that a folder's tensors seem to be of. Raises CheckpointError, saying what it is
     or which part of it could not be told."""
     refuse(raw, shapes)
+    for ours in ALIASES:
+        raw.size(alias(raw, ours))
     stack = stack_of(raw, shapes)
     sizes = {alias(raw, ours): (ours, REQUIRED) for ours in ALIASES}
     d = raw(alias(raw, "d_model"))
@@ -115,7 +117,10 @@ def guess(raw: Raw, shapes: Shapes) -> Family:
         sizes[eps] = ("norm_eps", REQUIRED)
     fixed = outer | inner
     if fixed["position"] == "rotary":
-        fixed["rotary"] = read_rotary(raw)
+        try:
+            fixed["rotary"] = read_rotary(raw)
+        except ConfigError as error:
+            raise raw.refuse("model_type", raw("model_type"), f"as {error}".rstrip(".")) from error
     if raw("sliding_window", None) is not None and raw("use_sliding_window", True):
         fixed["sliding_window"] = raw.windows(None, lambda i: True)
     usual = "silu" if fixed["mlp_gated"] else "gelu_new"
@@ -243,7 +248,11 @@ def layer_rules(raw: Raw, stack: Stack, found: dict[str, str], d: int) -> tuple[
     out = lambda name: shapes[weight(name)][0 if transposed else 1]
     n_heads = raw(alias(raw, "n_heads"))
     o = shapes[weight(found["attn/o"])]
-    head_dim = (o[1] if transposed else o[0]) // n_heads
+    head_dim, rest = divmod(o[1] if transposed else o[0], n_heads)
+    if rest:
+        raise raw.refuse(
+            alias(raw, "n_heads"), n_heads, f"must divide the size of {found['attn/o']}, {o}"
+        )
     gated = "mlp/gate" in found or "mlp/gate_up" in found
     if not gated and "mlp/up" not in found:
         raise raw.refuse("model_type", raw("model_type"), "has no MLP that could be told")

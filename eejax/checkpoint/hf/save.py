@@ -6,12 +6,15 @@ import json
 import os
 import pathlib
 import shutil
+import stat
+import tempfile
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eejax.checkpoint import arrays
 from eejax.checkpoint.hf import sidecar
 from eejax.checkpoint.hf.families import FAMILIES, Family
 from eejax.checkpoint.hf.fields import Raw
@@ -58,10 +61,10 @@ def save_pretrained(
         number = getattr(tokenizer, f"{name}_id", None)
         has = number is not None and number < config.vocab_size
         values[f"{name}_token_id"] = number if has else None
-    part = path.with_name(f"{path.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
+    part = None
     try:
-        part.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = _fresh(path)
         (part / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         _write_weights(part, tensors(base, tree, chosen), dtype, shard)
         sidecar.write(part, config, tree, dtype)
@@ -73,9 +76,25 @@ def save_pretrained(
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"{path}: cannot be written ({why}); what was begun is in {part}."
+            f"{path}: cannot be written ({why}). Make room, or name a folder that can be written."
         ) from error
+    finally:
+        if part is not None:  # by then gone, unless something failed
+            shutil.rmtree(part, ignore_errors=True)
     return chosen.model_type
+
+
+def _fresh(path: pathlib.Path) -> pathlib.Path:
+    """A folder beside `path` that nobody else has, to be renamed to it."""
+    own = pathlib.Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
+    try:
+        (own / "mode").mkdir()  # only to learn the mode of a folder: that of `own` is private
+        own.chmod(stat.S_IMODE((own / "mode").stat().st_mode))
+        (own / "mode").rmdir()
+    except OSError:
+        shutil.rmtree(own, ignore_errors=True)
+        raise
+    return own
 
 
 def written(config: ModelConfig, name: str | None = None) -> tuple[Family, dict]:
@@ -120,16 +139,13 @@ def _leaf(tree: Tree, rule: Rule, ours: str, i: int | None) -> jax.Array:
 
 
 def _write_weights(path: pathlib.Path, made, dtype: str, most: int) -> None:
-    import ml_dtypes  # noqa: F401  numpy's bfloat16
-    from safetensors.numpy import save_file
-
     held: dict[str, np.ndarray] = {}
     files: list[list[str]] = []
     total = 0
     part = lambda i: path / f"part-{i}.safetensors"
 
     def flush() -> None:
-        save_file(held, part(len(files)), metadata={"format": "pt"})
+        arrays.save(part(len(files)), held, {"format": "pt"})
         files.append([*held])
         held.clear()
 

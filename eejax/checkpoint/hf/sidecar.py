@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from eejax.checkpoint.arrays import SafeTensors, write_arrays
-from eejax.checkpoint.digest import digest_of
+from eejax.checkpoint.digest import digest_of, file_digest
 from eejax.checkpoint.files import write_text
 from eejax.checkpoint.hf.folder import read_json
 from eejax.common.errors import CheckpointError, ConfigError
@@ -20,6 +20,7 @@ from eejax.models.config import ModelConfig
 
 SETTINGS = "eejax.json"
 WEIGHTS = "eejax_exits.safetensors"
+CONTENT = "content"  # in the first, of the second: its `file_digest`
 
 
 class Sidecar(NamedTuple):
@@ -32,10 +33,23 @@ class Sidecar(NamedTuple):
     digest: str | None = None
 
     @classmethod
-    def of(cls, path: pathlib.Path, config: ModelConfig, digest: str | None = None) -> Sidecar:
-        """Of a folder that holds the side file of a model. Raises CheckpointError."""
+    def of(
+        cls,
+        path: pathlib.Path,
+        config: ModelConfig,
+        digest: str | None = None,
+        content: str | None = None,
+    ) -> Sidecar:
+        """Of a folder that holds the side file of a model. content: what `file_digest` says of it,
+        where that is known. Raises CheckpointError for another file."""
         shapes = own_shapes(config)
-        return cls(config, shapes, SafeTensors(path / WEIGHTS) if shapes else None, digest)
+        tensors = SafeTensors(path / WEIGHTS) if shapes else None
+        if tensors and content not in (None, file_digest(path / WEIGHTS)):
+            raise CheckpointError(
+                f"{path / WEIGHTS}: is not the file that {SETTINGS} was written with: another "
+                "model's, or damaged. Put that one back, or make both anew."
+            )
+        return cls(config, shapes, tensors, digest)
 
     def reader(self, name: str):
         """Raises CheckpointError where the leaf is missing or of another shape."""
@@ -61,18 +75,28 @@ def opened(path: pathlib.Path, config: ModelConfig) -> Sidecar | None:
     file = path / SETTINGS
     if not file.is_file():
         return None
+    values = read_json(file)
+    for name, kinds, what in (
+        ("model", dict, "must be an object {...} of a ModelConfig's fields"),
+        ("digest", str | None, "must be a text, or left out"),
+        (CONTENT, str | None, "must be a text, or left out"),
+    ):
+        if not isinstance(values.get(name), kinds):
+            raise CheckpointError(
+                f"{file}: {name} = {values.get(name)!r}: {what}. Copy the file again, or remove it "
+                "to go without exits."
+            )
     try:
-        values = read_json(file)
         whole = ModelConfig.from_dict(values["model"]).replace(dtype=config.dtype)
-    except (KeyError, ConfigError) as error:
-        raise CheckpointError(f"{file}: cannot be read ({error}).") from error
+    except (TypeError, ConfigError) as error:
+        raise CheckpointError(f"{file}: model: cannot be read ({error}).") from error
     differ = differences(plain(whole), plain(config))
     if differ:
         raise CheckpointError(
             f"{file}: is of another model than config.json: {differ}. Remove it to go without "
             "exits."
         )
-    return Sidecar.of(path, whole, values.get("digest"))
+    return Sidecar.of(path, whole, values.get("digest"), values.get(CONTENT))
 
 
 def write(path: pathlib.Path, config: ModelConfig, tree: Tree, dtype: str) -> None:
@@ -83,8 +107,14 @@ def write(path: pathlib.Path, config: ModelConfig, tree: Tree, dtype: str) -> No
     if config == plain(config):
         return
     write_exits(path, config, tree)
-    values = {"model": config.to_dict(), "digest": _written(config, tree, dtype)}
+    values = {"model": config.to_dict(), "digest": _written(config, tree, dtype)} | content(path)
     write_text(path / SETTINGS, json.dumps(values, indent=1) + "\n")
+
+
+def content(path: pathlib.Path) -> dict[str, str]:
+    """What `SETTINGS` is to say of the side file in a folder, where there is one."""
+    file = path / WEIGHTS
+    return {CONTENT: file_digest(file)} if file.is_file() else {}
 
 
 def _written(config: ModelConfig, tree: Tree, dtype: str) -> str:
@@ -127,6 +157,8 @@ def plain(config: ModelConfig) -> ModelConfig:
 
 def differences(one: ModelConfig, other: ModelConfig) -> str:
     """Fields in which they differ, '' for none. dtype, and what is not used, do not count."""
+    if one.n_layers != other.n_layers:  # said alone, before anything of as many layers is made
+        return f"n_layers = {one.n_layers!r} and not {other.n_layers!r}"
     a, b = (_used(c) for c in (one, other))
     both = [k for k in a if k in b]  # of what only one of them uses, another field tells
     return ", ".join(f"{k} = {a[k]!r} and not {b[k]!r}" for k in both if a[k] != b[k])

@@ -6,6 +6,7 @@ import os
 import pathlib
 import pickle
 import resource
+import stat
 import zipfile
 
 import jax
@@ -39,6 +40,15 @@ def change(path, **values):
     file = path / "config.json"
     whole = json.loads(file.read_text()) | values
     file.write_text(json.dumps({k: v for k, v in whole.items() if v is not None}))
+
+
+def side(path, **values):
+    """The side file with other values, of the model or (digest, model) of its own."""
+    file = path / "eejax.json"
+    whole = json.loads(file.read_text())
+    for name, value in values.items():
+        (whole if name in whole else whole["model"])[name] = value
+    file.write_text(json.dumps(whole))
 
 
 def plain(path, **values):
@@ -157,9 +167,104 @@ BREAKS = {
         lambda p: change(p, rms_norm_eps=1e-5), r"eejax.json: is of another model.*norm_eps",
     ),
     "exits_cut_off": (lambda p: cut(p, "eejax_exits.safetensors"), "eejax_exits.*cannot be read"),
-    "exits_gone": (lambda p: (p / "eejax_exits.safetensors").unlink(), "eejax_exits"),
+    "exits_gone": (
+        lambda p: (p / "eejax_exits.safetensors").unlink(), "eejax_exits.safetensors: is missing",
+    ),
+    "exits_of_null": (lambda p: side(p, model=None), "eejax.json: model = None: must be an object"),
+    "exits_without_model": (lambda p: (p / "eejax.json").write_text("{}"), "eejax.json: model ="),
+    "exits_no_list": (lambda p: side(p, exits=3), r"eejax.json: model.*\b3\b"),
+    "exits_digest": (lambda p: side(p, digest=3), "eejax.json: digest = 3: must be a text"),
+    "layers_a_text": (
+        lambda p: change(p, num_hidden_layers="2"),
+        "config.json: num_hidden_layers = '2': must be a positive whole number",
+    ),
+    "width_a_text": (
+        lambda p: plain(p, model_type="gemma", hidden_size="8"), "hidden_size = '8': must be",
+    ),
+    "huge": (lambda p: plain(p, head_dim=10**30), "head_dim = 10+: must be .* below 2"),
+    "more_than_memory": (
+        lambda p: plain(p, intermediate_size=2 * 10**9), r"has shape \(8, 12\)|has shape \(12, 8\)",
+    ),
+    "heads_of_unknown": (
+        lambda p: plain(p, model_type="new", num_attention_heads=3),
+        "num_attention_heads = 3: must divide",
+    ),
+    "base_of_unknown": (
+        lambda p: plain(p, model_type="new", rope_theta=0), "'new': as RotaryConfig.theta = 0",
+    ),
+    "rotary_a_text": (
+        lambda p: change(p, rope_parameters="x"),
+        "config.json: rope_parameters = 'x': must be an object",
+    ),
+    "rotary_a_number": (
+        lambda p: change(p, rope_parameters=3), "rope_parameters = 3: must be an object",
+    ),
+    "rotary_false": (
+        lambda p: plain(p, model_type="phi3", rope_scaling=False),
+        "rope_scaling = False: must be an object",
+    ),
+    "rotary_of_kinds": (
+        lambda p: change(p, rope_parameters={"full_attention": "x"}),
+        "rope_parameters.full_attention = 'x': must be an object",
+    ),
+    "rotary_kind": (
+        lambda p: change(p, rope_scaling={"rope_type": {"a": 1}}),
+        r"rope_scaling.rope_type = {'a': 1}: must be among default",
+    ),
+    "activation_no_text": (
+        lambda p: change(p, hidden_act={"a": 1}), r"hidden_act = {'a': 1}: must be among gelu",
+    ),
+    "type_no_text": (
+        lambda p: change(p, model_type={"a": 1}), r"model_type = {'a': 1}: must be a text",
+    ),
+    "tied_no_switch": (
+        lambda p: change(p, tie_word_embeddings="x"),
+        "tie_word_embeddings = 'x': must be true or false",
+    ),
+    "base_no_number": (lambda p: change(p, rope_theta="x"), "rope_theta = 'x': must be a number"),
+    "kinds_no_texts": (
+        lambda p: plain(p, model_type="mistral", layer_types=[{}, {}]), r"layer_types = \[{}, {}\]",
+    ),
+    "every_0th": (
+        lambda p: plain(p, model_type="smollm3", no_rope_layer_interval=0),
+        "no_rope_layer_interval = 0: must be positive",
+    ),
+    "quantised": (
+        lambda p: change(p, quantization_config={"quant_method": "gptq"}),
+        "quantization_config = .*gptq.*: quantised weights are not read",
+    ),
     "exits_unknown": (lambda p: (p / "eejax.json").write_text('{"model": {"a": 1}}'), "eejax.json"),
 }  # fmt: skip
+
+
+@contextlib.contextmanager
+def little_memory():
+    """Lists of 10**9 do not fit: without this they would take the machine with them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+# model_type, and what it calls the number of layers: of a pattern by layer, plain, and unknown.
+COUNTS = {"smollm3": "num_hidden_layers", "gpt2": "n_layer", "new": "n_layers"}
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_many_layers_are_told_before_any_is_made(model, kind):
+    plain(model, **{"model_type": kind, "num_hidden_layers": None, COUNTS[kind]: 10**9})
+    message = f"config.json: {COUNTS[kind]} = 1000000000: must be 2, as many layers as the weights"
+    with little_memory(), pytest.raises(CheckpointError, match=message):
+        load_pretrained(model)
+
+
+def test_many_layers_beside_are_told_before_any_is_made(model):
+    side(model, n_layers=10**9)
+    with little_memory(), pytest.raises(CheckpointError, match="n_layers = 1000000000 and not 2"):
+        load_pretrained(model)
 
 
 @pytest.mark.parametrize("name", BREAKS)
@@ -224,6 +329,33 @@ FAILURES = {
 }
 
 
+def test_what_lies_beside_is_left_alone(tmp_path):
+    (tmp_path / "new.part").mkdir()
+    (tmp_path / "new.part" / "mine").write_text("kept")
+    save_pretrained(tmp_path / "new", CONFIG, params.init(CONFIG, jax.random.key(0)))
+    assert (tmp_path / "new.part" / "mine").read_text() == "kept"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "new.part"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o007])
+def test_all_files_have_the_mode_of_open(tmp_path, mask):
+    old = os.umask(mask)
+    try:
+        save_pretrained(tmp_path / "new", CONFIG, params.init(CONFIG, jax.random.key(0)))
+    finally:
+        os.umask(old)
+    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "new").iterdir()}
+    assert {WEIGHTS, "eejax_exits.safetensors", "config.json"} <= set(modes)
+    assert set(modes.values()) == {0o666 & ~mask}
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o777 & ~mask
+
+
+def test_a_place_that_cannot_be_written_is_named():
+    with pytest.raises(CheckpointError, match="^/proc/foo: cannot be written") as told:
+        save_pretrained("/proc/foo", CONFIG, params.init(CONFIG, jax.random.key(0)))
+    assert ".part" not in str(told.value)
+
+
 @pytest.mark.parametrize("name", FAILURES)
 def test_nothing_is_written_over_and_nothing_half_written_stays(model, tmp_path, name):
     fails, message = FAILURES[name]
@@ -232,7 +364,7 @@ def test_nothing_is_written_over_and_nothing_half_written_stays(model, tmp_path,
         save_pretrained(model, CONFIG, tree)
     with fails(), pytest.raises(CheckpointError, match=rf"new: cannot be written .*{message}"):
         save_pretrained(tmp_path / "new", CONFIG, tree)
-    assert not (tmp_path / "new").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
     save_pretrained(tmp_path / "new", CONFIG, tree)
     assert load_pretrained(tmp_path / "new").config == CONFIG
 
