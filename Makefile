@@ -8,7 +8,6 @@
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
-# editable_mode=compat: a path, which a folder called eejax beside a script does not come before.
 # Pinned versions; CONSTRAINTS=/dev/null takes the newest of everything instead.
 CONSTRAINTS ?= constraints.txt
 # Workers of the test run; 0 runs the tests in one process.
@@ -22,16 +21,14 @@ env: $(VENV)/.env-stamp
 $(VENV)/.env-stamp: pyproject.toml setup.cfg constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "eejax needs Python 3.11 or newer; this is %d.%d. Set PYTHON=..." % v[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) \
-		--config-settings editable_mode=compat --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	$(BIN)/python -P -c 'import eejax.kernels'
 	touch $@
 
 bench-env: $(VENV)/.bench-env-stamp
 
 $(VENV)/.bench-env-stamp: $(VENV)/.env-stamp constraints-bench.txt
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) \
-		--constraint constraints-bench.txt --config-settings editable_mode=compat --editable '.[bench]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --constraint constraints-bench.txt --editable '.[bench]'
 	# Its build would fetch a second torch, and its kernels are of no use without a GPU.
 	TIDE_NO_CUDA=1 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --constraint constraints-bench.txt tide-inference
 	touch $@
