@@ -22,6 +22,9 @@ $(VENV)/.env-stamp: pyproject.toml setup.cfg constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "eejax needs Python 3.11 or newer; this is %d.%d. Set PYTHON=..." % v[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	# By itself, where JAX does not look for it: tests lower programs for CUDA and run none of them.
+	if [ "$$(uname -s)" = Linux ]; then $(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/lowering \
+	  "jax-cuda12-plugin==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)')"; fi
 	$(BIN)/python -P -c 'import eejax.kernels'
 	touch $@
 

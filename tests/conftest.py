@@ -14,6 +14,8 @@ _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=16".strip()
 os.environ.setdefault("MPLBACKEND", "Agg")
+if os.environ["JAX_PLATFORMS"] == "cpu":  # kernels run in Triton's interpreter
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # Many tests, workers and child processes compile the same programs: they share what was compiled,
 # for this run only. Workers inherit the variable, and with it not the duty to clean up.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

@@ -64,3 +64,16 @@ def join(a: Tree, b: Tree) -> Tree:
 def path_name(path: tuple) -> str:
     """'layers/attn/q' for a key path of `jax.tree_util`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def varying_zero(tree: Tree) -> jax.Array:
+    """An int32 0 that varies over every mesh axis that some array of the tree does.
+
+    Inside of a `shard_map`, adding it to another value makes that vary over the same ones, without
+    asking which they are. XLA removes it.
+    """
+    zero = jnp.zeros((), jnp.int32)
+    for a in jax.tree.leaves(tree):
+        bits = jnp.signbit(a) if jnp.issubdtype(a.dtype, jnp.floating) else a < 0
+        zero = zero + bits[(0,) * bits.ndim].astype(jnp.int32) * 0
+    return zero

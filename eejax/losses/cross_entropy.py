@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from eejax.common.errors import require
+from eejax.common.trees import varying_zero
 from eejax.losses.objective import CROSS_ENTROPY, Objective
 from eejax.models.exits import Head, HeadOptions, logits
 from eejax.models.layers import NEGATIVE
@@ -144,13 +145,9 @@ def _vary_alike(inputs, axis: str | None):
 
     A custom VJP returns cotangents that vary as its inputs do. Made alike beforehand, each
     input's cotangent may vary freely, and the transpose of the broadcast done here sums it over
-    the axes the input did not vary over. Adding an integer zero broadcasts without asking what
-    varies; XLA removes it.
+    the axes the input did not vary over.
     """
-    zero = jnp.zeros((), jnp.int32)
-    for a in jax.tree.leaves(inputs):
-        bits = jnp.signbit(a) if jnp.issubdtype(a.dtype, jnp.floating) else a < 0
-        zero = zero + bits[(0,) * bits.ndim].astype(jnp.int32) * 0
+    zero = varying_zero(inputs)
     if axis:
         zero = zero + lax.axis_index(axis) * 0
     return jax.tree.map(lambda a: a + lax.stop_gradient(zero).astype(a.dtype), inputs)

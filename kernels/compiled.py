@@ -1,0 +1,116 @@
+"""What a program holds of kernels once it is lowered for CUDA: their PTX, registers and memory.
+
+No GPU is needed, but jax-triton is, and with it JAX's CUDA plugin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from eejax.kernels import call
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel of a program: threads in warps, bytes of shared memory, and its PTX."""
+
+    name: str
+    warps: int
+    shared: int
+    grid: tuple[int, int, int]
+    ptx: str
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """That of the PTX it is written in."""
+        return tuple(map(int, re.search(r"\.version (\d+)\.(\d+)", self.ptx).groups()))
+
+    @property
+    def doubles(self) -> bool:
+        """Whether it computes in float64, as it does where a number of Python's slips in."""
+        return ".f64" in self.ptx
+
+    def usage(self) -> tuple[int, int]:
+        """(registers a thread, bytes spilled), by the assembler that comes with Triton."""
+        from triton.backends.nvidia.compiler import get_ptxas
+
+        target = re.search(r"\.target (sm_(\d+)\w*)", self.ptx)
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+            file.write(self.ptx)
+            file.flush()
+            said = subprocess.run(
+                [get_ptxas(int(target[2])).path, "-v", f"--gpu-name={target[1]}", file.name,
+                 "-o", "/dev/null"],
+                capture_output=True, text=True, check=True,
+            ).stderr  # fmt: skip
+        spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+        return int(re.search(r"Used (\d+) registers", said)[1]), sum(map(int, spilled.groups()))
+
+
+def kernels(run: Callable, *args: Any, capability: int) -> list[Kernel]:
+    """Those of jax.jit(run)(*args) on a GPU of a compute capability (80, 90), in the order of the
+    program; a kernel in a loop or a branch is there once for each place that calls it."""
+    with call.compute_capability(capability):
+        # A function of its own: what was traced for another capability is not taken again.
+        traced = jax.jit(lambda *a: run(*a)).trace(*args)
+        module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    found = []
+    for op in _operations(module.operation):
+        own = op.name == "stablehlo.custom_call"
+        if own and op.attributes["call_target_name"].value == "triton_kernel_call":
+            found.append(_kernel(zlib.decompress(op.attributes["backend_config"].value_bytes)))
+    return found
+
+
+def _operations(op: Any) -> Iterator[Any]:
+    for region in op.regions:
+        for block in region:
+            for inner in block:
+                yield inner.operation
+                yield from _operations(inner.operation)
+
+
+def _kernel(message: bytes) -> Kernel:
+    """Of a serialized jaxlib `TritonAnyKernelCall`: (kernel_call = 1: (kernel = 1: (name = 1,
+    warps = 2, shared = 3, ptx = 4), grid = 2, 3, 4))."""
+    launched = dict(_fields(dict(_fields(message))[1]))
+    own = dict(_fields(launched[1]))
+    return Kernel(
+        own[1].decode(), own[2], own.get(3, 0), tuple(launched[i] for i in (2, 3, 4)),
+        own[4].decode(),
+    )  # fmt: skip
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """(number, value) of a protocol buffer's fields: integers, and bytes of what has a length."""
+    i = 0
+
+    def integer() -> int:
+        nonlocal i
+        value = shift = 0
+        while True:
+            byte = message[i]
+            i, value, shift = i + 1, value | (byte & 127) << shift, shift + 7
+            if byte < 128:
+                return value
+
+    while i < len(message):
+        key = integer()
+        if key & 7 == 0:
+            yield key >> 3, integer()
+        elif key & 7 == 2:
+            size = integer()
+            yield key >> 3, message[i : i + size]
+            i += size
+        else:
+            size = {1: 8, 5: 4}[key & 7]
+            yield key >> 3, message[i : i + size]
+            i += size

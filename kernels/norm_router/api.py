@@ -1,0 +1,101 @@
+"""`norm_router`: whether tokens may leave at a boundary, from their states alone."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from eejax.common.errors import require
+from eejax.kernels import call
+from eejax.kernels.norm_router import reference
+from eejax.kernels.norms import NormOptions
+
+DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
+MOST_WIDTH = 512
+
+
+class Routed(NamedTuple):
+    """confidence [n] float32 in [0, 1]; leaves [n] bool: whether it reaches the threshold."""
+
+    confidence: jax.Array
+    leaves: jax.Array
+
+
+def norm_router(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array | None,
+    down: jax.Array,
+    up: jax.Array,
+    up_bias: jax.Array,
+    threshold: jax.Array,
+    *,
+    options: NormOptions,
+    implementation: str | None = None,
+) -> Routed:
+    """sigmoid(up . silu(norm(x) @ down) + up_bias) of states x [n, d], and where it is at least
+    its threshold [n] float32, of which 1 is reached by none (TIDE's fused gate, with a bias).
+
+    scale, bias [d]: the norm's (no bias: None); down [d, r]; up [r]; up_bias []. Products are in
+    x's dtype and accumulated in float32. The confidence is differentiable in all but the threshold.
+    A batch of rows (`vmap`) is so many more rows. `implementation`: one of `call.IMPLEMENTATIONS`.
+
+    Raises `ConfigError` for shapes that do not fit together. The kernel takes float32, float16 and
+    bfloat16 and widths r up to 512; anything else is the reference's, with a warning.
+    """
+    require(x.ndim == 2, "x", x.shape, "must be states [n, d]", "Reshape them.")
+    n, d = x.shape
+    r = down.shape[-1]
+    given = dict(scale=scale, bias=bias, down=down, up=up, up_bias=up_bias, threshold=threshold)
+    shapes = dict(scale=(d,), bias=(d,), down=(d, r), up=(r,), up_bias=(), threshold=(n,))
+    for name, shape in shapes.items():
+        if given[name] is not None:
+            require(
+                given[name].shape == shape, name, given[name].shape,
+                f"must be of shape {shape} beside x of shape {x.shape}",
+            )  # fmt: skip
+    if implementation != "reference" and not _covered(x.dtype, r):
+        call.fall_back("norm_router", f"{x.dtype} states and a width of {r} have no kernel")
+        implementation = "reference"
+    args = x, scale, bias, down, up, up_bias, threshold.astype(jnp.float32)
+    return Routed(*_norm_router(options, implementation, *args))
+
+
+def _covered(dtype, width: int) -> bool:
+    return dtype in DTYPES and width <= MOST_WIDTH
+
+
+@cache
+def _run(options: NormOptions, implementation: str | None):
+    """The op by one of its implementations, of rows x and threshold."""
+
+    def kernel(launch, *args):
+        from eejax.kernels.norm_router import triton
+
+        return triton.norm_router(launch, options, *args)
+
+    plain = partial(reference.norm_router, options)
+    run = lambda *args: call.dispatch(kernel, plain, *args, implementation=implementation)
+    return call.folded(run, rows=(0, 6))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _norm_router(options, implementation, *args):
+    return _run(options, implementation)(*args)
+
+
+def _forward(options, implementation, *args):
+    return _norm_router(options, implementation, *args), args
+
+
+def _backward(options, implementation, args, cotangents):
+    *inputs, threshold = args
+    confidence = lambda *a: reference.norm_router(options, *a, threshold)[0]
+    _, pull = jax.vjp(confidence, *inputs)
+    return *pull(cotangents[0]), None
+
+
+_norm_router.defvjp(_forward, _backward)

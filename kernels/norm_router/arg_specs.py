@@ -1,0 +1,60 @@
+"""What `norm_router` is asked for."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from eejax.kernels.norm_router.api import norm_router
+from eejax.kernels.norms import NormOptions
+from eejax.kernels.specs import DTYPES, Spec, normal
+
+RMS, ONE = NormOptions("rmsnorm", 1e-6), NormOptions("rmsnorm", 1e-6, plus_one=True)
+LAYER = NormOptions("layernorm", 1e-5)
+
+# Rows, width of the model and of the router, norm, whether that has a bias.
+SMALL = (
+    (1, 64, 16, RMS, False),
+    (5, 200, 48, LAYER, True),
+    (37, 96, 100, ONE, False),
+    (64, 512, 64, LAYER, False),
+    (1030, 64, 16, RMS, True),
+)
+LARGE = (
+    (1, 4096, 128, RMS, False),
+    (64, 8192, 512, LAYER, True),
+    (5000, 768, 256, LAYER, True),
+    (32768, 4096, 128, RMS, False),
+    (32768, 4096, 128, LAYER, True),
+    (32768, 8192, 512, ONE, False),
+)
+
+
+def draw(key, n: int, d: int, r: int, norm: NormOptions, bias: bool, dtype: str) -> tuple:
+    """States with a mean, so that the two norms differ, and the arguments beside them."""
+    make = partial(normal, key, dtype=dtype)
+    return (
+        make(0, (n, d), mean=0.5), make(1, (d,), std=0.2, mean=0.0 if norm.plus_one else 1.0),
+        make(2, (d,), std=0.2) if bias else None, make(3, (d, r), std=d**-0.5),
+        make(4, (r,), std=2 * r**-0.5), make(5, ()),
+        jax.random.uniform(jax.random.fold_in(key, 6), (n,), jnp.float32),
+    )  # fmt: skip
+
+
+def _specs(cases: tuple, small: bool) -> tuple[Spec, ...]:
+    return tuple(
+        Spec(
+            f"{dtype}-{n}x{d}x{r}-{norm.kind}{'+1' * norm.plus_one}{'-bias' * bias}",
+            partial(norm_router, options=norm),
+            partial(draw, n=n, d=d, r=r, norm=norm, bias=bias, dtype=dtype),
+            {"options": norm},
+            small,
+        )
+        for dtype in DTYPES
+        for n, d, r, norm, bias in cases
+    )
+
+
+SPECS = _specs(SMALL, True) + _specs(LARGE, False)

@@ -1,0 +1,37 @@
+"""The definition of `norm_router`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from eejax.kernels.norms import NormOptions, norm
+
+
+def logit(
+    options: NormOptions,
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array | None,
+    down: jax.Array,
+    up: jax.Array,
+    up_bias: jax.Array,
+) -> jax.Array:
+    """float32 [...]: up . silu(norm(x) @ down) + up_bias, of x [..., d]; products in x's dtype,
+    accumulated in float32."""
+    h = norm(x, scale, bias, options)
+    h = jnp.einsum("...d,dr->...r", h, down.astype(x.dtype), preferred_element_type=jnp.float32)
+    # Rounded as the matrix is, so that training sees what is served.
+    up = up.astype(x.dtype).astype(jnp.float32)
+    return jnp.einsum("...r,r->...", jax.nn.silu(h), up) + up_bias.astype(jnp.float32)
+
+
+def norm_router(options: NormOptions, x, scale, bias, down, up, up_bias, threshold):
+    """(confidence [n] float32, leaves [n] bool); see `api.norm_router`."""
+    confidence = jax.nn.sigmoid(logit(options, x, scale, bias, down, up, up_bias))
+    return confidence, leaves(confidence, threshold)
+
+
+def leaves(confidence: jax.Array, threshold: jax.Array) -> jax.Array:
+    """Whether a confidence reaches its threshold; 1 is reached by none."""
+    return (confidence >= threshold) & (threshold < 1)

@@ -1,0 +1,216 @@
+"""Triton kernels of `norm_router`.
+
+One pass over d: the products with `down` are of states times the norm's scale, whose variance is
+only known at the end and divides what was summed. For LayerNorm states are taken relative to the
+mean of their first tile, so that a large mean costs no precision, and what is left of the mean is
+subtracted at the end, times the scale's own product with `down`.
+
+Few rows would keep few multiprocessors busy: they are cut along d, and a second kernel adds up.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from eejax.kernels.norms import NormOptions
+
+BLOCKS = 64  # fewer blocks of rows than this are cut along d
+MOST_CUTS = 32
+
+
+@triton.jit
+def _scales(scale_ptr, at, inside, PLUS_ONE: tl.constexpr):
+    scale = tl.load(scale_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if PLUS_ONE:
+        scale = tl.where(inside, scale + 1.0, 0.0)
+    return scale
+
+
+@triton.jit
+def _sums(
+    x_ptr, scale_ptr, bias_ptr, down_ptr, row, begin,
+    N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, SPAN: tl.constexpr,
+    LAYER: tl.constexpr, BIAS: tl.constexpr, PLUS_ONE: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """Of rows [BN], over SPAN columns from `begin` on: products [BN, BR] of (x - shift) * scale,
+    the sums [BN] of x - shift and of its square, and the products [BR] of scale and bias."""
+    real = row < N
+    here, i = row[:, None].to(tl.int64) * D, tl.arange(0, BD)
+    wide = tl.arange(0, BR)
+    shift = tl.zeros((BN,), tl.float32)
+    if LAYER:
+        first = tl.load(x_ptr + here + i[None, :], mask=real[:, None] & (i < D)[None, :], other=0.0)
+        shift = tl.sum(first.to(tl.float32), 1) / min(BD, D)
+    product = tl.zeros((BN, BR), tl.float32)
+    total, square = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
+    of_scale, of_bias = tl.zeros((BR,), tl.float32), tl.zeros((BR,), tl.float32)
+    for k in range(0, SPAN, BD):
+        at = begin + k + i
+        inside = at < D
+        both = real[:, None] & inside[None, :]
+        x = tl.load(x_ptr + here + at[None, :], mask=both, other=0.0)
+        down = tl.load(
+            down_ptr + at[:, None] * R + wide[None, :],
+            mask=inside[:, None] & (wide < R)[None, :], other=0.0,
+        )  # fmt: skip
+        scale = _scales(scale_ptr, at, inside, PLUS_ONE)
+        y = x.to(tl.float32)
+        if LAYER:
+            y = tl.where(both, y - shift[:, None], 0.0)
+            total += tl.sum(y, 1)
+            of_scale += tl.sum(down.to(tl.float32) * scale[:, None], 0)
+        if BIAS:
+            bias = tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            of_bias += tl.sum(down.to(tl.float32) * bias[:, None], 0)
+        square += tl.sum(y * y, 1)
+        y = (y * scale[None, :]).to(down.dtype)
+        product = tl.dot(y, down, product, input_precision=PRECISION)
+    return product, total, square, of_scale, of_bias
+
+
+@triton.jit
+def _decide(
+    product, total, square, of_scale, of_bias, up_ptr, up_bias_ptr, threshold_ptr,
+    confidence_ptr, leaves_ptr, row,
+    N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, EPS: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """Confidences of rows, from what `_sums` makes of all columns."""
+    wide, real = tl.arange(0, BR), row < N
+    mean = total / D
+    variance = tl.maximum(square / D - mean * mean, 0.0)
+    h = product - mean[:, None] * of_scale[None, :]
+    h = h * tl.rsqrt(variance + EPS)[:, None] + of_bias[None, :]
+    up = tl.load(up_ptr + wide, mask=wide < R, other=0.0).to(tl.float32)
+    logit = tl.sum(h * tl.sigmoid(h) * up[None, :], 1) + tl.load(up_bias_ptr).to(tl.float32)
+    confidence = tl.sigmoid(logit)
+    threshold = tl.load(threshold_ptr + row, mask=real, other=1.0)
+    leaves = (confidence >= threshold) & (threshold < 1.0)
+    tl.store(confidence_ptr + row, confidence, mask=real)
+    tl.store(leaves_ptr + row, leaves.to(tl.int8), mask=real)
+
+
+@triton.jit
+def norm_router_kernel(
+    x_ptr, scale_ptr, bias_ptr, down_ptr, up_ptr, up_bias_ptr, threshold_ptr,
+    confidence_ptr, leaves_ptr,
+    N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr,
+    BIAS: tl.constexpr, PLUS_ONE: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """A block of rows."""
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    product, total, square, of_scale, of_bias = _sums(
+        x_ptr, scale_ptr, bias_ptr, down_ptr, row, 0, N, D, R, D, LAYER, BIAS, PLUS_ONE, PRECISION,
+        BN, BD, BR,
+    )  # fmt: skip
+    _decide(
+        product, total, square, of_scale, of_bias, up_ptr, up_bias_ptr, threshold_ptr,
+        confidence_ptr, leaves_ptr, row, N, D, R, EPS, BR,
+    )  # fmt: skip
+
+
+@triton.jit
+def norm_router_sums_kernel(
+    x_ptr, scale_ptr, bias_ptr, down_ptr,
+    products_ptr, sums_ptr, constants_ptr,
+    N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, SPAN: tl.constexpr, LAYER: tl.constexpr,
+    BIAS: tl.constexpr, PLUS_ONE: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """A block of rows, and SPAN of their columns: products [cuts, N, R], sums [cuts, 2, N] and
+    constants [cuts, 2, R]."""
+    cut, wide = tl.program_id(1), tl.arange(0, BR)
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    product, total, square, of_scale, of_bias = _sums(
+        x_ptr, scale_ptr, bias_ptr, down_ptr, row, cut * SPAN, N, D, R, SPAN, LAYER, BIAS, PLUS_ONE,
+        PRECISION, BN, BD, BR,
+    )  # fmt: skip
+    real, inside = row < N, wide < R
+    tl.store(
+        products_ptr + (cut * N + row[:, None]) * R + wide[None, :], product,
+        mask=real[:, None] & inside[None, :],
+    )  # fmt: skip
+    tl.store(sums_ptr + cut * 2 * N + row, total, mask=real)
+    tl.store(sums_ptr + cut * 2 * N + N + row, square, mask=real)
+    inside = inside & (tl.program_id(0) == 0)
+    tl.store(constants_ptr + cut * 2 * R + wide, of_scale, mask=inside)
+    tl.store(constants_ptr + cut * 2 * R + R + wide, of_bias, mask=inside)
+
+
+@triton.jit
+def norm_router_end_kernel(
+    products_ptr, sums_ptr, constants_ptr, up_ptr, up_bias_ptr, threshold_ptr,
+    confidence_ptr, leaves_ptr,
+    N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, EPS: tl.constexpr, CUTS: tl.constexpr,
+    BN: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """A block of rows: what the cuts made of them, always added up in the same order."""
+    row, wide = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BR)
+    real, inside = row < N, wide < R
+    product = tl.zeros((BN, BR), tl.float32)
+    total, square = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
+    of_scale, of_bias = tl.zeros((BR,), tl.float32), tl.zeros((BR,), tl.float32)
+    for cut in range(CUTS):
+        product += tl.load(
+            products_ptr + (cut * N + row[:, None]) * R + wide[None, :],
+            mask=real[:, None] & inside[None, :], other=0.0,
+        )  # fmt: skip
+        total += tl.load(sums_ptr + cut * 2 * N + row, mask=real, other=0.0)
+        square += tl.load(sums_ptr + cut * 2 * N + N + row, mask=real, other=0.0)
+        of_scale += tl.load(constants_ptr + cut * 2 * R + wide, mask=inside, other=0.0)
+        of_bias += tl.load(constants_ptr + cut * 2 * R + R + wide, mask=inside, other=0.0)
+    _decide(
+        product, total, square, of_scale, of_bias, up_ptr, up_bias_ptr, threshold_ptr,
+        confidence_ptr, leaves_ptr, row, N, D, R, EPS, BR,
+    )  # fmt: skip
+
+
+def norm_router(launch, options: NormOptions, x, scale, bias, down, up, up_bias, threshold):
+    """As `reference.norm_router`, by kernels that `launch` runs."""
+    (n, d), r = x.shape, down.shape[1]
+    down, up = down.astype(x.dtype), up.astype(x.dtype)
+    own = dict(
+        N=n, D=d, R=r, BR=max(16, triton.next_power_of_2(r)), LAYER=options.kind == "layernorm",
+        BIAS=bias is not None, PLUS_ONE=options.plus_one,
+        PRECISION="ieee" if x.dtype == jnp.float32 else "tf32",
+    )  # fmt: skip
+    # As much of a matrix at a time as is 16 KiB, so that three tiles fit the smallest chip.
+    tile = 2**14 // (own["BR"] * x.dtype.itemsize)
+    own["BD"] = max(16, min(256 // x.dtype.itemsize, tile, triton.next_power_of_2(d)))
+    bias = scale if bias is None else bias
+    results = [jax.ShapeDtypeStruct((n,), jnp.float32), jax.ShapeDtypeStruct((n,), jnp.int8)]
+    blocks = triton.cdiv(n, 16)
+    if blocks >= BLOCKS or d <= own["BD"]:
+        own["BN"] = bn = _rows(blocks, own)
+        confidence, leaves = launch(
+            x, scale, bias, down, up, up_bias, threshold, kernel=norm_router_kernel,
+            grid=(triton.cdiv(n, bn),), out=results, EPS=options.eps,
+            warps=8 if bn > 16 and own["BR"] > 128 else 4, **own,
+        )  # fmt: skip
+        return confidence, leaves.astype(bool)
+    cuts = min(MOST_CUTS, triton.cdiv(2 * BLOCKS, blocks), triton.cdiv(d, own["BD"]))
+    span = triton.cdiv(triton.cdiv(d, cuts), own["BD"]) * own["BD"]
+    cuts = triton.cdiv(d, span)
+    shapes = [(cuts, n, r), (cuts, 2, n), (cuts, 2, r)]
+    sums = launch(
+        x, scale, bias, down, kernel=norm_router_sums_kernel, grid=(blocks, cuts),
+        out=[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], SPAN=span, BN=16, **own,
+    )  # fmt: skip
+    bn = 1 if own["BR"] >= 128 else 128 // own["BR"]
+    confidence, leaves = launch(
+        *sums, up, up_bias, threshold, kernel=norm_router_end_kernel, grid=(triton.cdiv(n, bn),),
+        out=results, N=n, D=d, R=r, EPS=options.eps, CUTS=cuts, BN=bn, BR=own["BR"],
+    )  # fmt: skip
+    return confidence, leaves.astype(bool)
+
+
+def _rows(blocks: int, own: dict) -> int:
+    """A program's rows, where there are enough for all multiprocessors: as many as the registers
+    take beside the matrix's tile."""
+    if blocks < 4 * BLOCKS:
+        return 16
+    return 32 if own["LAYER"] or own["BR"] > 256 else 64

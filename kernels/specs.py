@@ -1,0 +1,45 @@
+"""What ops are asked for in tests, compile checks and benchmarks: one list for each op."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+OPS = ("norm_router",)
+"""Names of the ops: each is a package `eejax.kernels.<name>`, with `SPECS` in its `arg_specs`."""
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """An op with static options, and arguments to run it on.
+
+    run(*args, implementation=None): the op; draw(key): its arguments; options: those of `run`, for
+    whoever computes the same in another way; small: whether Triton's interpreter takes seconds.
+    """
+
+    name: str
+    run: Callable
+    draw: Callable[[jax.Array], tuple]
+    options: dict[str, Any]
+    small: bool
+
+    def args(self, seed: int = 0) -> tuple:
+        """Arguments drawn from a seed."""
+        return self.draw(jax.random.key(seed))
+
+    @property
+    def shapes(self) -> tuple:
+        """The arguments' shapes and dtypes."""
+        return jax.eval_shape(self.draw, jax.random.key(0))
+
+
+def normal(key: jax.Array, number: int, shape: tuple[int, ...], dtype: Any, std=1.0, mean=0.0):
+    """The number-th array drawn from a key, rounded to a dtype."""
+    key = jax.random.fold_in(key, number)
+    return (jax.random.normal(key, shape) * std + mean).astype(jnp.dtype(dtype))
