@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from eejax.common.trees import Tree
+from eejax.kernels.norm_router import reference
+from eejax.kernels.norm_router.api import norm_router
 from eejax.models import exits, layers
 from eejax.models.config import ModelConfig
 
@@ -25,15 +27,20 @@ def logit(p: Tree, x: jax.Array, config: ModelConfig) -> jax.Array:
     p: a router's parameters (`models.params.router`), taken in x's dtype, as engines have them;
     products are accumulated in float32.
     """
-    h = layers.norm(p["norm"], x, config)
-    down, up = (p[name].astype(x.dtype) for name in ("down", "up"))
-    h = jnp.einsum("...d,dr->...r", h, down, preferred_element_type=jnp.float32)
-    return jnp.einsum("...r,r->...", jax.nn.silu(h), up.astype(jnp.float32)) + p["up_bias"]
+    return reference.logit(layers.norm_options(config), x, *_weights(p))
 
 
 def confidence(p: Tree, x: jax.Array, config: ModelConfig) -> jax.Array:
     """float32 probability [...] that a token may leave, from states x [..., d]."""
-    return jax.nn.sigmoid(logit(p, x, config))
+    rows = x.reshape(-1, x.shape[-1])
+    never = jnp.ones(len(rows), jnp.float32)  # engines have thresholds of their own
+    routed = norm_router(rows, *_weights(p), never, options=layers.norm_options(config))
+    return routed.confidence.reshape(x.shape[:-1])
+
+
+def _weights(p: Tree) -> tuple:
+    norm = p["norm"]
+    return norm["scale"], norm.get("bias"), p["down"], p["up"], p["up_bias"]
 
 
 def of_exit(params: Tree, config: ModelConfig, e: int) -> Callable[[jax.Array], jax.Array] | None:

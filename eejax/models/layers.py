@@ -18,6 +18,7 @@ from jax import lax
 
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.trees import Tree
+from eejax.kernels import norms
 from eejax.models import mixing
 from eejax.models.config import GLOBAL, UNTURNED, ModelConfig, RotaryConfig
 from eejax.models.config import LOCAL as LOCAL_ROPE
@@ -68,21 +69,17 @@ def norm(
 
     `shard` names the mesh axis over which the normalised dimensions are split, if they are.
     """
-    y = x.astype(jnp.float32)
     mean = lambda a: (
         lax.pmean(jnp.mean(a, axes, keepdims=True), shard)
         if shard
         else jnp.mean(a, axes, keepdims=True)
     )
-    if config.norm == "layernorm":
-        y = y - mean(y)
-    y = y * lax.rsqrt(mean(jnp.square(y)) + config.norm_eps)
-    lift = lambda a: a.astype(jnp.float32).reshape((1,) * (y.ndim - a.ndim) + a.shape)
-    scale = lift(p["scale"])
-    y = y * (1.0 + scale if config.norm_plus_one else scale)
-    if "bias" in p:
-        y = y + lift(p["bias"])
-    return y.astype(x.dtype)
+    return norms.norm(x, p["scale"], p.get("bias"), norm_options(config), mean)
+
+
+def norm_options(config: ModelConfig) -> norms.NormOptions:
+    """What kernels have to know of the model's norms."""
+    return norms.NormOptions(config.norm, config.norm_eps, config.norm_plus_one)
 
 
 def make_context(
