@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-OPS = ("norm_router",)
+OPS = ("compact", "norm_router", "scatter")
 """Names of the ops: each is a package `eejax.kernels.<name>`, with `SPECS` in its `arg_specs`."""
 
 DTYPES = ("float32", "float16", "bfloat16")

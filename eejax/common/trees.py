@@ -74,6 +74,7 @@ def varying_zero(tree: Tree) -> jax.Array:
     """
     zero = jnp.zeros((), jnp.int32)
     for a in jax.tree.leaves(tree):
-        bits = jnp.signbit(a) if jnp.issubdtype(a.dtype, jnp.floating) else a < 0
+        kind = jnp.dtype(a.dtype).kind
+        bits = a if kind == "b" else a < 0 if kind in "iu" else jnp.signbit(a)
         zero = zero + bits[(0,) * bits.ndim].astype(jnp.int32) * 0
     return zero

@@ -33,6 +33,8 @@ from eejax.inference.batched_state import (
 from eejax.inference.packing import IN_PLACE, PACKED, Chosen, choose, prompts, wish
 from eejax.inference.policy import Emission, Look, conclude, consider
 from eejax.inference.state import Record, Weights
+from eejax.kernels.compact.api import compact
+from eejax.kernels.scatter.api import scatter
 from eejax.models import transformer
 from eejax.models.cache import KVCache, run_packed, run_segment
 from eejax.models.config import ModelConfig
@@ -62,9 +64,9 @@ def flatten(
     slot = jnp.where(real, order[i], slots)
     behind = row - begins[i]
     position = jnp.where(real, start[order[i]] + behind, 0)
-    first = jnp.nonzero(real & (behind % width == 0), size=size, fill_value=0)[0]
-    spans = jnp.sum(-(-count // width))
-    return Packed(slot, position, first.astype(jnp.int32), spans, width, most)
+    begin, (spans, _) = compact(real & (behind % width == 0))
+    first = jnp.where(row < spans, begin, 0)
+    return Packed(slot, position, first, spans, width, most)
 
 
 def _look(weights, config, state, e, slot, position, allowed, x, h, before) -> Pending:
@@ -158,8 +160,9 @@ def _look_flat(weights, config, state, e, packed, allowed, x, h, before) -> Pend
     seen = (packed.slot < slots) & (packed.position >= state.position[slot])
     if allowed is not None:
         seen = seen & allowed[slot]
-    i = jnp.nonzero(seen, size=min(size, slots * m), fill_value=size)[0].astype(jnp.int32)
-    real, i = i < size, jnp.minimum(i, size - 1)
+    order, counts = compact(seen)
+    i = order[: min(size, slots * m)]
+    real = jnp.arange(len(i)) < counts[0]
     return _look(
         weights, config, state, e, slot[i], packed.position[i], real, x[i, 0], h[i, 0], before[i, 0]
     )  # fmt: skip
@@ -174,7 +177,8 @@ def _stored(ring: jax.Array, slot: jax.Array, position: jax.Array, x: jax.Array)
     """The ring with states x [t, 1, d] of slots [t], left out where there is no such slot."""
     if not ring.shape[1]:
         return ring
-    return ring.at[slot, position % ring.shape[1]].set(x[:, 0], mode="drop")
+    slots, cap, d = ring.shape
+    return scatter(ring.reshape(-1, d), x[:, 0], slot * cap + position % cap).reshape(ring.shape)
 
 
 def settle(state: BatchedState) -> BatchedState:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def interpreted():
     """Triton's interpreter, in this process; the test skips where kernels are compiled."""
     pytest.importorskip("triton", reason="needs Triton, which is for Linux alone")

@@ -1,0 +1,90 @@
+"""`scatter`: rows that left, back in their places, normed on the way."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+
+from eejax.common.errors import require
+from eejax.kernels import call
+from eejax.kernels.norms import NormOptions
+from eejax.kernels.scatter import reference
+
+MOST_WIDTH = 2**15  # a row is held whole
+
+
+def scatter(
+    into: jax.Array,
+    x: jax.Array,
+    place: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    options: NormOptions | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`into` [m, d] with the norm of x [n, d] (without `options`: x itself) in the rows `place` [n]
+    int32, which have to differ; what lies outside of 0..m-1 is left out (TIDE's exit projection).
+
+    scale, bias [d]: the norm's (no bias: None). The result has the dtype of `into`, whose place in
+    memory it takes where nobody else reads that. Differentiable in into, x, scale and bias.
+    `vmap` takes batches one by one. Raises `ConfigError` for shapes that do not fit together.
+    """
+    n, d = x.shape if x.ndim == 2 else (0, 0)
+    require(x.ndim == 2, "x", x.shape, "must be rows [n, d]", "Reshape them.")
+    require(
+        into.ndim == 2 and into.shape[1] == d, "into", into.shape,
+        f"must be of shape [m, {d}] beside x of shape {x.shape}",
+    )  # fmt: skip
+    whole = place.shape == (n,) and jnp.issubdtype(place.dtype, jnp.integer)
+    require(whole, "place", (place.shape, place.dtype.name), f"must be integers of shape {(n,)}")
+    require(
+        (options is None) == (scale is None), "scale", scale if scale is None else scale.shape,
+        "must be given with `options`, and only with them",
+    )  # fmt: skip
+    for name, value in (("scale", scale), ("bias", bias)):
+        if value is not None:
+            require(value.shape == (d,), name, value.shape, f"must be of shape {(d,)}")
+    if not n:
+        return into
+    dtypes = (jnp.float32, jnp.float16, jnp.bfloat16)
+    if implementation != "reference" and not (
+        {x.dtype, into.dtype} <= {jnp.dtype(t) for t in dtypes} and 0 < d <= MOST_WIDTH
+    ):
+        call.fall_back("scatter", f"rows of {d} {x.dtype} into {into.dtype} have no kernel")
+        implementation = "reference"
+    return _scatter(options, implementation, into, x, place.astype(jnp.int32), scale, bias)
+
+
+@cache
+def _run(options: NormOptions | None, implementation: str | None):
+    def kernel(launch, *args):
+        from eejax.kernels.scatter import triton
+
+        return triton.scatter(launch, options, *args)
+
+    plain = partial(reference.scatter, options)
+    run = lambda *args: call.dispatch(kernel, plain, *args, implementation=implementation)
+    return call.folded(run, rows=())
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scatter(options, implementation, *args):
+    return _run(options, implementation)(*args)
+
+
+def _forward(options, implementation, *args):
+    return _scatter(options, implementation, *args), args
+
+
+def _backward(options, implementation, args, cotangent):
+    into, x, place, scale, bias = args
+    plain = lambda into, x, scale, bias: reference.scatter(options, into, x, place, scale, bias)
+    _, pull = jax.vjp(plain, into, x, scale, bias)
+    d_into, d_x, d_scale, d_bias = pull(cotangent)
+    return d_into, d_x, None, d_scale, d_bias
+
+
+_scatter.defvjp(_forward, _backward)

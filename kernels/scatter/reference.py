@@ -1,0 +1,22 @@
+"""The definition of `scatter`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from eejax.kernels.norms import NormOptions, norm
+
+
+def scatter(
+    options: NormOptions | None,
+    into: jax.Array,
+    x: jax.Array,
+    place: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+) -> jax.Array:
+    """`into` [m, d] with rows of x in their places; see `api.scatter`."""
+    y = x if options is None else norm(x, scale, bias, options)
+    place = jnp.where(place < 0, into.shape[0], place)
+    return into.at[place].set(y.astype(into.dtype), mode="drop")
