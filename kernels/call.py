@@ -30,6 +30,7 @@ PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 """JAX's own, of which one is there wherever it finds a GPU of NVIDIA's."""
 
 _capability = contextvars.ContextVar("compute capability", default=None)
+_default = contextvars.ContextVar("implementation", default=None)
 
 
 def dispatch(
@@ -41,6 +42,7 @@ def dispatch(
     reference elsewhere. Raises `ConfigError` for an unknown one, ImportError where there is a GPU
     and jax-triton cannot be imported.
     """
+    implementation = implementation or _default.get()
     if implementation is not None:
         require_one_of("implementation", implementation, IMPLEMENTATIONS)
     if implementation == "reference" or (implementation is None and not available()):
@@ -72,6 +74,13 @@ def available() -> bool:
     return True
 
 
+def by_kernels() -> bool:
+    """Whether ops that are not asked for an implementation may be run by their kernels. Where not,
+    a program may hold what serves XLA better than an op's reference."""
+    name = _default.get()
+    return name in ("triton", "interpreter") or (name is None and available())
+
+
 def launch(
     *args: jax.Array,
     kernel: Any,
@@ -95,14 +104,30 @@ def launch(
 
 
 @contextlib.contextmanager
+def implementation(name: str | None):
+    """Inside of it, ops are run by this one of `IMPLEMENTATIONS` where they are not asked for
+    another. It is taken as programs are traced, so JAX forgets those that it keeps."""
+    with _traced_anew(_default, name):
+        yield
+
+
+@contextlib.contextmanager
 def compute_capability(number: int):
     """Inside of it, programs are compiled for GPUs of this compute capability (80, 90) whether
-    there is one or not. It is taken as they are traced: trace them anew."""
-    token = _capability.set(number)
+    there is one or not. It is taken as they are traced, so JAX forgets those that it keeps."""
+    with _traced_anew(_capability, number):
+        yield
+
+
+@contextlib.contextmanager
+def _traced_anew(variable: contextvars.ContextVar, value: Any):
+    token = variable.set(value)
+    jax.clear_caches()  # parts of a program are kept too, as functions with their own gradients
     try:
         yield
     finally:
-        _capability.reset(token)
+        variable.reset(token)
+        jax.clear_caches()
 
 
 def _vary(results: Any, args: Any) -> Any:

@@ -59,8 +59,7 @@ def kernels(run: Callable, *args: Any, capability: int) -> list[Kernel]:
     """Those of jax.jit(run)(*args) on a GPU of a compute capability (80, 90), in the order of the
     program; a kernel in a loop or a branch is there once for each place that calls it."""
     with call.compute_capability(capability):
-        # A function of its own: what was traced for another capability is not taken again.
-        traced = jax.jit(lambda *a: run(*a)).trace(*args)
+        traced = jax.jit(run).trace(*args)
         module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
     found = []
     for op in _operations(module.operation):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-OPS = ("compact", "norm_router", "scatter")
+OPS = ("compact", "head_confidence", "linear_cross_entropy", "norm_router", "scatter")
 """Names of the ops: each is a package `eejax.kernels.<name>`, with `SPECS` in its `arg_specs`."""
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -43,3 +43,15 @@ def normal(key: jax.Array, number: int, shape: tuple[int, ...], dtype: Any, std=
     """The number-th array drawn from a key, rounded to a dtype."""
     key = jax.random.fold_in(key, number)
     return (jax.random.normal(key, shape) * std + mean).astype(jnp.dtype(dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What an op is timed on. sizes: what the spec's letters are, for tables; moved: bytes that
+    have to be read or written whatever computes it; tiny: whether it is for trying the bench out.
+    """
+
+    spec: Spec
+    sizes: dict[str, Any]
+    moved: int
+    tiny: bool = False

@@ -6,6 +6,7 @@ import atexit
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 
 # Sixteen devices on one CPU, so that every mesh up to sixteen runs here.
@@ -62,3 +63,24 @@ def eejax_data() -> pathlib.Path:
     if not path.is_dir():
         pytest.skip(f"needs real data: EEJAX_DATA = {value!r} is not a folder")
     return path.resolve()
+
+
+@pytest.fixture(scope="session")
+def interpreted():
+    """Triton's interpreter, in this process; the test skips where kernels are compiled."""
+    pytest.importorskip("triton", reason="needs Triton, which is for Linux alone")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs TRITON_INTERPRET=1, which is not set where there is a GPU")
+
+
+@pytest.fixture(scope="session")
+def for_cuda() -> dict[str, str]:
+    """An environment in which programs can be lowered for CUDA: JAX's CUDA plugin lies apart from
+    other packages, as JAX would try to start it wherever it found it."""
+    folder = pathlib.Path(sys.prefix) / "lowering"
+    if not folder.is_dir():
+        pytest.skip(f"needs JAX's CUDA plugin in {folder}, where `make env` puts it")
+    own = ("TRITON_INTERPRET", "XLA_FLAGS")
+    environment = {k: v for k, v in os.environ.items() if k not in own}
+    paths = [str(folder), environment.get("PYTHONPATH")]
+    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

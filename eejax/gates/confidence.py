@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from eejax.kernels.head_confidence.api import Confidence
+
 GATES = ("max_probability", "margin", "entropy", "patience", "saturation", "fixed", "router")
 """Names of the gates. A request's is a number here, so that a batch may mix them.
 
@@ -101,6 +103,22 @@ def of_logits(
         of = kind == k
         other = lax.cond(jnp.any(of), gate, lambda y: jnp.zeros_like(y[:, 0]), logits)
         confidence = jnp.where(of, other, confidence)
+    return _patient(kind, confidence, token, memory, exits)
+
+
+def of_statistics(
+    kind: jax.Array, seen: Confidence, memory: Memory, exits: int, vocab: int
+) -> tuple[jax.Array, Memory]:
+    """As `of_logits`, of what `head_confidence` says of logits [b, v] that nobody made."""
+    even = jnp.log(float(max(vocab, 2)))
+    certain = jnp.clip(1.0 - seen.entropy / even, 0.0, 1.0)
+    confidence = jnp.where(kind == MARGIN, seen.top - seen.second, seen.top)
+    confidence = jnp.where(kind == ENTROPY, certain, confidence)
+    return _patient(kind, confidence, seen.token, memory, exits)
+
+
+def _patient(kind, confidence, token, memory, exits) -> tuple[jax.Array, Memory]:
+    """`confidence`, that by patience where it is asked for, and the `Memory` after `token`."""
     streak = jnp.where(token == memory.token, memory.streak, 0) + 1
     confidence = jnp.where(kind == PATIENCE, patience(streak, exits), confidence)
     return confidence, memory._replace(token=token, streak=streak)

@@ -78,10 +78,10 @@ def _look(weights, config, state, e, slot, position, allowed, x, h, before) -> P
     if e == 0:
         own = Pending.blank(len(slot)).replace(fed=own.fed)
     request = jax.tree.map(lambda a: a[slot], state.request)
-    logits = lambda: s.step_logits(weights, config, e, h)
+    head = s.reader(weights, config, e, h)
     allowed = allowed & (own.exit < 0)
     look = Look(
-        e, x, logits, allowed, position + 1, request.progress(position + 1),
+        e, x, head, allowed, position + 1, request.progress(position + 1),
         router.of_exit(weights.params, config, e),
     )  # fmt: skip
     none = jnp.full(own.logprob.shape, jnp.inf)

@@ -16,6 +16,7 @@ from eejax.gates import confidence
 from eejax.gates.confidence import GATES, Memory
 from eejax.inference.sampling import Sampling, argmax, choose
 from eejax.models.config import ModelConfig
+from eejax.models.exits import Reader
 
 CONSTANT = -1.0  # decay of thresholds that do not fall
 
@@ -189,7 +190,8 @@ class Emission(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What an exit sees of each request. logits: makes the logits [b, v], which cost a product.
+    """What an exit sees of each request. head: makes logits [b, v], or what is to be known of them,
+    which costs a product.
 
     e: the exit's number; state [b, d]: at its boundary; allowed [b]: who may leave here; position
     [b]: of the token to emit; progress [b]: share of its request's tokens before it; router: what
@@ -198,7 +200,7 @@ class Look(NamedTuple):
 
     e: int
     state: jax.Array
-    logits: Callable[[], jax.Array]
+    head: Reader
     allowed: jax.Array
     position: jax.Array
     progress: jax.Array
@@ -218,8 +220,9 @@ def consider(
     """Emits from an early exit, for those `look.allowed` and undecided whose gate fires.
 
     Logits are made where a gate reads them, or where one that does not fires; with `measure`,
-    which fills in margins, wherever an exit could fire. Those that `drafts` [b] get a token, of no
-    exit, where no gate fires either.
+    which fills in margins, wherever an exit could fire. Where there is a kernel for what they are
+    made for, and nobody samples, it is not logits that are made. Those that `drafts` [b] get a
+    token, of no exit, where no gate fires either.
     """
     e, kind = look.e, policy.gate
     open_ = look.allowed & (emission.exit < 0) & policy.may_fire(e)
@@ -227,14 +230,29 @@ def consider(
     by_state, memory = confidence.of_state(kind, look.state, memory, look.router)
     reads = confidence.needs_logits(kind)
 
-    def emit(emission, memory):
-        logits = look.logits()
+    def fired(seen, after, memory):
+        conf = jnp.where(reads, seen, by_state)
+        keep = lambda a, b: jnp.where(open_, a, b)
+        memory = memory._replace(
+            token=keep(after.token, memory.token), streak=keep(after.streak, memory.streak)
+        )
+        return conf, open_ & (conf >= threshold), memory
+
+    def by_statistics(emission, memory):
+        head = look.head.confidence()
+        seen, after = confidence.of_statistics(
+            kind, head, memory, config.n_exits, config.vocab_size
+        )
+        conf, fires, memory = fired(seen, after, memory)
+        return _said(emission, e, head.token, jnp.log(head.top), conf, fires, drafts), memory
+
+    def by_logits(emission, memory):
+        logits = look.head.logits()
         top = argmax(logits)
         seen, after = confidence.of_logits(
             kind, logits, top, memory, config.n_exits, config.vocab_size
         )
-        conf = jnp.where(reads, seen, by_state)
-        fires = open_ & (conf >= threshold)
+        conf, fires, memory = fired(seen, after, memory)
         if measure:
             # Patience counts agreements: what may tip it are the tokens and not the count.
             counts = kind == confidence.PATIENCE
@@ -242,32 +260,45 @@ def consider(
             near = jnp.where(open_, near, jnp.inf)
             near = jnp.where(fires, jnp.minimum(near, top_gap(logits, top)), near)
             emission = emission._replace(margin=jnp.minimum(emission.margin, near))
-        keep = lambda a, b: jnp.where(open_, a, b)
-        memory = memory._replace(
-            token=keep(after.token, memory.token), streak=keep(after.streak, memory.streak)
-        )
-        after = _emitted(emission, e, logits, conf, fires, sampling, look.position, drafts)
-        return after, memory
+        token = choose(logits, sampling, look.position)
+        logprob = log_probability(logits, token)
+        return _said(emission, e, token, logprob, conf, fires, drafts), memory
 
     needed = open_ if measure else open_ & (reads | (by_state >= threshold))
     if drafts is not None:
         drafts = drafts & look.allowed & (emission.exit < 0)
         needed = needed | drafts
+    asked = open_ if drafts is None else open_ | drafts
+    emit = by_logits if measure else _either(look, asked, sampling, by_statistics, by_logits)
     return lax.cond(jnp.any(needed), emit, lambda *c: c, emission, memory)
+
+
+def _either(look: Look, asked, sampling, by_statistics: Callable, by_logits: Callable) -> Callable:
+    """The one of two ways that serves all who are `asked` [b] for a token."""
+    if look.head.confidence is None:
+        return by_logits
+    samples = jnp.any(asked & (sampling.temperature > 0))
+    return lambda *c: lax.cond(samples, by_logits, by_statistics, *c)
 
 
 def conclude(emission: Emission, look: Look, sampling: Sampling, measure: bool = False) -> Emission:
     """Emits from the last exit, for those `look.allowed` and undecided."""
     open_ = look.allowed & (emission.exit < 0)
 
-    def emit(emission):
-        logits = look.logits()
+    def by_statistics(emission):
+        head = look.head.confidence()
+        return _said(emission, look.e, head.token, jnp.log(head.top), head.top, open_)
+
+    def by_logits(emission):
+        logits = look.head.logits()
         conf = confidence.max_probability(logits)
         if measure:
             near = jnp.where(open_, top_gap(logits, argmax(logits)), jnp.inf)
             emission = emission._replace(margin=jnp.minimum(emission.margin, near))
-        return _emitted(emission, look.e, logits, conf, open_, sampling, look.position)
+        token = choose(logits, sampling, look.position)
+        return _said(emission, look.e, token, log_probability(logits, token), conf, open_)
 
+    emit = by_logits if measure else _either(look, open_, sampling, by_statistics, by_logits)
     return lax.cond(jnp.any(open_), emit, lambda c: c, emission)
 
 
@@ -284,10 +315,8 @@ def log_probability(logits: jax.Array, token: jax.Array) -> jax.Array:
     return picked - jnp.max(logits, -1) + jnp.log(confidence.max_probability(logits))
 
 
-def _emitted(emission, e, logits, conf, leaves, sampling, position, drafts=None) -> Emission:
+def _said(emission, e, token, logprob, conf, leaves, drafts=None) -> Emission:
     """`emission` with exit e's token where it `leaves`, and that alone where it `drafts`."""
-    token = choose(logits, sampling, position)
-    logprob = log_probability(logits, token)
     take = lambda new, old: jnp.where(leaves, new, old)
     said = leaves if drafts is None else leaves | drafts
     return Emission(

@@ -38,10 +38,10 @@ def _pass(weights, config, options, cache, request, x, start, row, count, positi
         segments.append(kvs)
         blocks.append(block)
         h = newest(h)
-        logits = lambda e=e, h=h: s.step_logits(weights, config, e, h)
+        head = s.reader(weights, config, e, h)
         last = e == weights.last
         look = Look(
-            e, newest(x), logits, everyone if last else early, position,
+            e, newest(x), head, everyone if last else early, position,
             request.progress(position), router.of_exit(weights.params, config, e),
         )  # fmt: skip
         if last:

@@ -64,9 +64,9 @@ def step(
                     (~some).astype(jnp.int32), [lambda *c: c, fill], segments[e], blocks[e]
                 )
             depth = jnp.where(some, config.stops[e], depth)
-        logits = lambda e=e, h=h: s.step_logits(weights, config, e, h[:, 0])
+        head = s.reader(weights, config, e, h[:, 0])
         look = Look(
-            e, x[:, 0], logits, live, start + 1, request.progress(start + 1),
+            e, x[:, 0], head, live, start + 1, request.progress(start + 1),
             router.of_exit(weights.params, config, e),
         )  # fmt: skip
         if e == n:

@@ -79,9 +79,9 @@ def step(
             if e < n:
                 waiting[e] = after
             depth = jnp.where(backlog > 0, config.stops[e], depth)
-        logits = lambda e=e, h=h: s.step_logits(weights, config, e, h)
+        head = s.reader(weights, config, e, h)
         look = Look(
-            e, x, logits, live, position, request.progress(position),
+            e, x, head, live, position, request.progress(position),
             router.of_exit(weights.params, config, e),
         )  # fmt: skip
         if e == n:

@@ -140,7 +140,7 @@ def _draft(weights, config, options, state, deepest):
         states = lax.dynamic_update_slice_in_dim(drafts.states, x, i, 1)
 
         def more(tokens, logits):
-            read = s.step_logits(weights, config, 0, h[:, 0])
+            read = s.reader(weights, config, 0, h[:, 0]).logits()
             drafted, allowed = draft(read, sampling, at + 1)
             put = lambda a, new, i: lax.dynamic_update_slice_in_dim(a, new[:, None], i, 1)
             return put(tokens, drafted, i + 1), put(logits, allowed, i)
@@ -161,7 +161,8 @@ def _verify(weights, config, width, drafts, count, position, sampling, verdict, 
         weights.params, weights.segments[1], config, 1, drafts.states[:, :width], position, kvs,
         block, axes=weights.axes,
     )  # fmt: skip
-    logits = s.step_logits(weights, config, 1, h.reshape(b * width, -1)).reshape(b, width, -1)
+    logits = s.reader(weights, config, 1, h.reshape(b * width, -1)).logits()
+    logits = logits.reshape(b, width, -1)
     proposed = drafts.tokens[:, 1:width]
     stand, own = verify(
         logits, drafts.logits[:, : width - 1], proposed, count, sampling, position + 1

@@ -269,12 +269,9 @@ class Stage:
             tree = self._exit_tree(place)
             h, block = exits.attend(tree, c, e, x, context, cache=block, axes=self.axes)
 
-            def logits():
-                state = exits.read(tree, c, e, newest(h)[:, None], self.axes)[:, 0]
-                return exits.whole_logits(exits.head(tree, c, e), state, self.axes)
-
+            head = exits.reader(tree, c, e, newest(h), self.axes)
             look = Look(
-                e, newest(x), logits, allowed, position, request.progress(position),
+                e, newest(x), head, allowed, position, request.progress(position),
                 router.of_exit(tree, c, e),
             )  # fmt: skip
             if last:

@@ -322,14 +322,10 @@ def blank(
     )
 
 
-def step_logits(weights: Weights, config: ModelConfig, e: int, h: jax.Array) -> jax.Array:
-    """float32 logits [b, v] of exit e from the state behind its block, h [b, d]; on a mesh those of
-    the whole vocabulary on every shard, so that all decide alike.
-
-    All of the exit that not every token needs is computed here, for those whose logits are made.
-    """
-    h = exits.read(weights.params, config, e, h[:, None], weights.axes)[:, 0]
-    return exits.whole_logits(exits.head(weights.params, config, e), h, weights.axes)
+def reader(weights: Weights, config: ModelConfig, e: int, h: jax.Array) -> exits.Reader:
+    """Exit e's, of the states behind its block, h [b, d]; on a mesh it says the same of the whole
+    vocabulary on every shard, so that all decide alike."""
+    return exits.reader(weights.params, config, e, h, weights.axes)
 
 
 def embed_last(weights: Weights, config: ModelConfig, state: DecodeState) -> jax.Array:

@@ -6,6 +6,8 @@ the spot (the logits' gradient needs nothing from the backward pass but one scal
 that the backward pass only scales. That is three matrix products per exit, as plain autodiff
 needs, against four when logits are recomputed, and the memory of one chunk of logits. Do not
 put it under `jax.checkpoint`, which would run it twice for nothing.
+
+On GPUs all of this is the op `kernels.linear_cross_entropy`, but for exits that are distilled.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from jax import lax
 
 from eejax.common.errors import require
 from eejax.common.trees import varying_zero
+from eejax.kernels import call
+from eejax.kernels.linear_cross_entropy import api as kernel
 from eejax.losses.objective import CROSS_ENTROPY, Objective
 from eejax.models.exits import Head, HeadOptions, logits
 from eejax.models.layers import NEGATIVE
@@ -257,10 +261,35 @@ def _chunks(spec: _Spec, e: int, labels, coefficients):
     return jnp.where(coefficients[e] == 0, 0, n) if spec.sparse else n
 
 
+def _by_kernels(spec: _Spec, e: int) -> bool:
+    """Whether exit e's loss is the kernels', which do not distil."""
+    return call.by_kernels() and not spec.objectives[e].distillation
+
+
+def _kernel_options(spec: _Spec, e: int) -> kernel.LossOptions:
+    head, o = spec.options[e], spec.objectives[e]
+    return kernel.LossOptions(
+        head.vocab_size, head.softcap, head.temperature, o.z_loss, o.confidence_weighted
+    )
+
+
+def _skip(spec: _Spec, e: int, coefficients) -> jax.Array | None:
+    return coefficients[e] == 0 if spec.sparse else None
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused(spec: _Spec, hs, table, biases, labels, weights, coefficients, teacher):
     costs, sums = [], []
     for e, h in enumerate(hs):
+        if _by_kernels(spec, e):
+            weight = None if weights is None else weights[e]
+            cost, nll = kernel.sums(
+                h, table, biases[e], labels, weight, options=_kernel_options(spec, e),
+                axis=spec.axis, skip=_skip(spec, e, coefficients),
+            )  # fmt: skip
+            costs.append(cost)
+            sums.append(nll)
+            continue
         work = table.astype(h.dtype)
 
         def body(i, totals, e=e, h=h, work=work):
@@ -305,6 +334,19 @@ def _forward(spec: _Spec, hs, table, biases, labels, weights, coefficients, teac
     d_table = _zeros((d, rows), labels)
     costs, sums, d_hs, d_biases, d_weights = [], [], [], [], []
     for e, h in enumerate(hs):
+        if _by_kernels(spec, e):
+            (cost, nll), d = kernel.sums_and_gradients(
+                h, table, biases[e], labels, None if weights is None else weights[e],
+                options=_kernel_options(spec, e), axis=spec.axis, scale=coefficients[e],
+                into=d_table.T, skip=_skip(spec, e, coefficients),
+            )  # fmt: skip
+            costs.append(cost)
+            sums.append(nll)
+            d_hs.append(d.h)
+            d_table = d.table.T
+            d_biases.append(d.bias)
+            d_weights.append(None if weights is None else d.weights)
+            continue
         work = table.astype(h.dtype)
         weight = counted if weights is None else counted * weights[e]
 

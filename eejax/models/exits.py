@@ -6,6 +6,7 @@ The order is EE-LLM's. Exits are numbered 0..E-1 as configured; exit E is the fi
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,9 @@ from jax import lax
 
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.trees import Tree
+from eejax.kernels import call
+from eejax.kernels.head_confidence.api import Confidence, head_confidence
+from eejax.kernels.head_confidence.reference import Options
 from eejax.models import layers, shards
 from eejax.models.config import ModelConfig
 from eejax.sharding.spread import gathered
@@ -148,10 +152,52 @@ def attend(
 def read(params: Tree, config: ModelConfig, e: int, x: jax.Array, axes: Axes = LOCAL) -> jax.Array:
     """The rest of exit e, which only a token whose logits are asked for needs: x [b, t, d], as
     `attend` gives it, -> what the head reads."""
-    p = exit_params(params, config, e)
-    names = ("norm",) if "block" in p else ("mlp", "mlp_norm", "norm")
-    p = gathered({name: part for name, part in p.items() if name in names})
-    x = after_mlp(p, x, config, axes)
+    p, x = _unnormed(params, config, e, x, axes)
     if "norm" in p:
         x = layers.norm(p["norm"], x, config)
     return shards.enter(x, axes)
+
+
+def _unnormed(params, config, e, x, axes):
+    """What of exit e's parameters `read` reads, and x as it comes to the norm."""
+    p = exit_params(params, config, e)
+    names = ("norm",) if "block" in p else ("mlp", "mlp_norm", "norm")
+    p = gathered({name: part for name, part in p.items() if name in names})
+    return p, after_mlp(p, x, config, axes)
+
+
+class Reader(NamedTuple):
+    """What an exit says of states [b, d], computed where it is asked for.
+
+    logits(): float32 [b, v], those of the whole vocabulary on every shard. confidence(): what of
+    them is to be known of the most likely token, by a kernel that makes no logits; None where there
+    is no kernel.
+    """
+
+    logits: Callable[[], jax.Array]
+    confidence: Callable[[], Confidence] | None
+
+
+def reader(params: Tree, config: ModelConfig, e: int, h: jax.Array, axes: Axes = LOCAL) -> Reader:
+    """Exit e's, of states h [b, d] as `attend` gives them. All of the exit that not every token
+    needs is computed for those alone whose logits are asked for."""
+
+    def logits():
+        state = read(params, config, e, h[:, None], axes)[:, 0]
+        return whole_logits(head(params, config, e), state, axes)
+
+    def confidence():
+        p, x = _unnormed(params, config, e, h[:, None], axes)
+        y = head(params, config, e)
+        normed = "norm" in p
+        norm = p["norm"] if normed else {}
+        options = Options(
+            y.options.vocab_size, layers.norm_options(config) if normed else None,
+            y.options.softcap, y.options.temperature,
+        )  # fmt: skip
+        return head_confidence(
+            shards.enter(x, axes)[:, 0], norm.get("scale"), norm.get("bias"), y.table, y.bias,
+            options=options, axis=axes.model,
+        )  # fmt: skip
+
+    return Reader(logits, confidence if call.by_kernels() else None)

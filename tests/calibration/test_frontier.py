@@ -28,6 +28,7 @@ from eejax.inference.policy import Emission, ExitPolicy, Look, conclude, conside
 from eejax.inference.sampling import Sampling
 from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
+from eejax.models.exits import Reader
 
 CONFIG = ModelConfig(
     vocab_size=61,
@@ -176,8 +177,8 @@ def at_exit(emission, memory, e, logits, state, policy, progress, p):
     """One exit's turn for every position, as an engine takes it."""
     n = len(progress)
     seen = Look(
-        e, state, lambda: logits, jnp.full((n,), True), jnp.zeros((n,), jnp.int32), progress,
-        router.of_exit(p, CONFIG, e),
+        e, state, Reader(lambda: logits, None), jnp.full((n,), True), jnp.zeros((n,), jnp.int32),
+        progress, router.of_exit(p, CONFIG, e),
     )  # fmt: skip
     sampling = Sampling.make(n)
     if e == CONFIG.n_exits:

@@ -15,7 +15,9 @@ from eejax.common.errors import ConfigError
 from eejax.gates.confidence import GATES, Memory
 from eejax.inference.policy import Emission, ExitPolicy, Look, conclude, consider
 from eejax.inference.sampling import Sampling
+from eejax.kernels.head_confidence.api import Confidence
 from eejax.models.config import ExitConfig, ModelConfig
+from eejax.models.exits import Reader
 
 V, D = 11, 8
 CONFIG = ModelConfig(
@@ -25,11 +27,23 @@ CONFIG = ModelConfig(
 E = CONFIG.n_exits
 
 
-@functools.partial(jax.jit, static_argnames=("e", "measure"))
-def at_exit(emission, memory, e, logits, state, policy, sampling, progress, measure=False):
+def said(logits):
+    """What a kernel says of logits that nobody made."""
+    p = jax.nn.softmax(logits, -1)
+    top = jnp.sort(p, -1)[:, ::-1]
+    entropy = -jnp.sum(jnp.where(p > 0, p * jnp.log(jnp.where(p > 0, p, 1.0)), 0.0), -1)
+    lse = jax.nn.logsumexp(logits, -1)
+    return Confidence(jnp.argmax(logits, -1).astype(jnp.int32), top[:, 0], top[:, 1], lse, entropy)
+
+
+@functools.partial(jax.jit, static_argnames=("e", "measure", "kernel"))
+def at_exit(
+    emission, memory, e, logits, state, policy, sampling, progress, measure=False, kernel=False
+):
     everyone = jnp.full(logits.shape[:1], True)
+    head = Reader(lambda: logits, (lambda: said(logits)) if kernel else None)
     look = Look(
-        e, state, lambda: logits, everyone, jnp.zeros_like(emission.token), progress,
+        e, state, head, everyone, jnp.zeros_like(emission.token), progress,
         lambda x: jax.nn.sigmoid(x[:, 0] + e),
     )  # fmt: skip
     if e == E:
@@ -37,14 +51,14 @@ def at_exit(emission, memory, e, logits, state, policy, sampling, progress, meas
     return consider(emission, memory, look, policy, sampling, CONFIG, measure)
 
 
-def run(policy, logits, states, progress, measure=False):
+def run(policy, logits, states, progress, measure=False, kernel=False):
     """The emission [b] of exits' logits [e, b, v] and states [e, b, d]."""
     b = logits.shape[1]
     emission, memory = Emission.undecided(b), Memory.blank(jnp.zeros((b, D)))
     for e in range(E + 1):
         emission, memory = at_exit(
             emission, memory, e, logits[e], states[e], policy, Sampling.make(b),
-            jnp.asarray(progress), measure,
+            jnp.asarray(progress), measure, kernel,
         )  # fmt: skip
     return emission
 
@@ -106,7 +120,10 @@ def test_every_request_leaves_by_the_earliest_exit_whose_gate_fires(data, seed):
     states = rng.standard_normal((E + 1, b, D)) + 1
     progress = rng.random(b).astype(np.float32)
     single = lambda a: jnp.asarray(a, jnp.float32)
-    got = run(policy, single(logits), single(states), progress, measure=seed % 2 == 0)
+    got = run(
+        policy, single(logits), single(states), progress, measure=seed % 2 == 0,
+        kernel=data.draw(st.booleans()),
+    )  # fmt: skip
     for i in range(b):
         on = [x in chosen[i] and x >= least[i] for x in (1, 2, 4, 5)]
         (exit_, token, confidence), near = wanted(
@@ -147,8 +164,8 @@ def test_logits_are_made_only_for_who_reads_them():
         emission, memory = Emission.undecided(1), Memory.blank(jnp.zeros((1, D)))
         for e in range(E):
             look = Look(
-                e, jnp.ones((1, D)), lambda e=e: count(e), jnp.array([True]), jnp.array([0]),
-                jnp.zeros(1),
+                e, jnp.ones((1, D)), Reader(lambda e=e: count(e), None), jnp.array([True]),
+                jnp.array([0]), jnp.zeros(1),
             )  # fmt: skip
             emission, memory = consider(emission, memory, look, policy, Sampling.make(1), CONFIG)
         return emission

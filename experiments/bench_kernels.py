@@ -1,0 +1,346 @@
+"""The kernels beside XLA's own operations, on a GPU of NVIDIA's.
+
+    python -P -m experiments.bench_kernels --json
+    python -P -m experiments.bench_kernels --ops=norm_router,head_confidence
+
+Of every op, dtype and size: `error`, the largest difference from the op's definition in float32,
+beside that of XLA's own (`reference_error`), and `differ`, the share of whole numbers that are not
+XLA's (a probability at its threshold, two tokens that are equally likely); `identical`, whether 20
+runs give the same bits; `speedup` over XLA, of interleaved pairs after warm-up; `bandwidth`, of the
+bytes that have to be moved, as a share of what a plain copy moves in a second; `temporary` bytes.
+A call's time is that of one in a chain of many, each begun when the one before it ended, so that
+what it takes to start a program is not counted.
+
+Claims, the least over their cases: `norm_router_bandwidth` at 32,768 rows, `norm_router_speedup`
+and `head_confidence_bandwidth`, `head_confidence_speedup` at up to 64 rows,
+`linear_cross_entropy_speedup` over whole logits, and `linear_cross_entropy_memory`, its temporary
+bytes at the largest vocabulary over those at the smallest. `races` is what compute-sanitizer's
+racecheck says, where it is installed. `decode_step` is tokens per second of an engine with router
+gates by kernels over the same without.
+
+--smoke goes the same way on any machine, with tiny sizes and XLA's operations on both sides.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+from absl import flags
+
+from eejax.common.errors import ConfigError
+from eejax.kernels.specs import OPS
+from experiments import launch
+
+_OPS = flags.DEFINE_list("ops", list(OPS), "Which of them.")
+_PAIRS = flags.DEFINE_integer("pairs", 20, "Pairs of runs to time.", lower_bound=2)
+_ONCE = flags.DEFINE_bool(
+    "once", False, "Run the kernels' small cases once, for compute-sanitizer."
+)
+_SMOKE = flags.DEFINE_bool("smoke", False, "Tiny sizes, XLA on both sides.")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
+
+CHAIN, REPEATS, NEW = 64, 20, 64
+SHAPE = dict(
+    vocab_size=128256,
+    n_layers=16,
+    d_model=2048,
+    n_heads=32,
+    n_kv_heads=8,
+    d_ff=8192,
+    boundaries=(4, 8, 12),
+)  # of a decoding step: Llama 3.2's of 1B parameters
+TINY = dict(vocab_size=300, n_layers=4, d_model=32, n_heads=2, boundaries=(1, 2))
+MOST_BYTES = 2**30  # of the copies of arguments that a chain reads
+COPIED = 2**30  # bytes of the copy that bandwidth is measured by
+
+
+def main() -> None:
+    import jax
+
+    if unknown := [op for op in _OPS.value if op not in OPS]:
+        raise ConfigError(f"--ops = {','.join(unknown)}: must be among {', '.join(OPS)}.")
+    if jax.default_backend() != "gpu" and not _SMOKE.value:
+        raise ConfigError(
+            "there is no GPU: kernels are compiled for CUDA alone. `make test` runs them in "
+            "Triton's interpreter and compiles them for both chips; --smoke tries this program out."
+        )
+    if _ONCE.value:
+        return once()
+    result = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    result["copy_bytes_per_second"] = copied = copy_bandwidth()
+    launch.say(f"{result['device']}: copies {copied / 1e9:.0f} GB/s")
+    for op in _OPS.value:
+        cases = importlib.import_module(f"eejax.kernels.{op}.bench").CASES
+        result[op] = [measure(c, copied) for c in cases if c.tiny == _SMOKE.value]
+        print(table(op, result[op]))
+    result["decode_step"] = [decode_step(batch) for batch in (1, 8)]
+    print(decode_table(result["decode_step"]))
+    result["claims"] = claims(result)
+    result["races"] = None if _SMOKE.value else races()
+    print("\n".join(f"{k}: {v}" for k, v in result["claims"].items()))
+    if _JSON.value:
+        print(json.dumps(result))
+
+
+def kernel() -> str:
+    return "reference" if _SMOKE.value else "triton"
+
+
+def once() -> None:
+    """Every op's small specs by its kernel, each in a program of its own."""
+    import jax
+
+    for op in _OPS.value:
+        for spec in importlib.import_module(f"eejax.kernels.{op}.arg_specs").SPECS:
+            if spec.small:
+                run = jax.jit(lambda *a, spec=spec: spec.run(*a, implementation=kernel()))
+                jax.block_until_ready(run(*spec.args()))
+
+
+def races() -> str | None:
+    """What compute-sanitizer's racecheck ends with; None where there is none."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        return None
+    done = subprocess.run(
+        [tool, "--tool=racecheck", sys.executable, "-P", "-m", "experiments.bench_kernels",
+         "--once", f"--ops={','.join(_OPS.value)}"],
+        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, capture_output=True, text=True,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("=====")]
+    return lines[-1] if lines else done.stderr[-500:]
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written in a second by a copy that is larger than any cache."""
+    import jax
+    import jax.numpy as jnp
+
+    size = COPIED // 2**10 if _SMOKE.value else COPIED
+    x = jnp.zeros(size // 4, jnp.float32)
+    run = jax.jit(lambda x: x + 1)
+    jax.block_until_ready(run(x))
+    seconds = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        jax.block_until_ready(run(x))
+        seconds.append(time.perf_counter() - begin)
+    return 2 * size / float(np.median(seconds))
+
+
+def measure(case, copied: float) -> dict:
+    """A case's figures."""
+    import jax
+
+    from eejax import analysis
+
+    run = lambda which: lambda *args: case.spec.run(*args, implementation=which)
+    args = case.spec.args()
+    told = dict(case.sizes)
+    ours, theirs = (jax.jit(run(which)) for which in (kernel(), "reference"))
+    exact = jax.jit(run("reference"))
+    with jax.default_matmul_precision("highest"):
+        want = exact(*jax.tree.map(wide, args))
+    got, plain = ours(*args), theirs(*args)
+    told["error"], told["reference_error"] = error(got, want), error(plain, want)
+    told["differ"] = differ(got, plain)
+    first = jax.tree.leaves(jax.device_get(ours(*args)))
+    again = (jax.tree.leaves(jax.device_get(ours(*args))) for _ in range(REPEATS - 1))
+    told["identical"] = all(
+        (a.view(np.uint8) == b.view(np.uint8)).all()
+        for other in again
+        for a, b in zip(map(np.atleast_1d, first), map(np.atleast_1d, other), strict=True)
+    )
+    told["temporary"], told["reference_temporary"] = (
+        f.lower(*args).compile().memory_analysis().temp_size_in_bytes for f in (ours, theirs)
+    )
+    k, copies = copies_of(case, args)
+    chains = [chain(run(which), k) for which in (kernel(), "reference")]
+    runs = [lambda _, f=f: jax.block_until_ready(f(copies)) for f in chains]
+    seconds = analysis.interleave(runs, _PAIRS.value, time.perf_counter) / k
+    told["seconds"], told["reference_seconds"] = np.median(seconds, 1).tolist()
+    told["speedup"] = dict(
+        zip(("ratio", "low", "high"), analysis.median_ratio(seconds[1], seconds[0]), strict=True)
+    )
+    told["bandwidth"] = case.moved / told["seconds"] / copied
+    return told
+
+
+def wide(a):
+    import jax.numpy as jnp
+
+    return a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a
+
+
+def error(got, want) -> float:
+    """The largest difference among the results that are no integers, relative to their size."""
+    import jax
+    import jax.numpy as jnp
+
+    worst = 0.0
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        if jnp.issubdtype(a.dtype, jnp.floating):
+            a, b = (np.asarray(v.astype(jnp.float32), np.float64) for v in (a, b))
+            worst = max(worst, float(np.abs(a - b).max() / max(1e-30, np.abs(b).max())))
+    return worst
+
+
+def differ(got, plain) -> float:
+    """The share of results that are integers, or truths, and not the same."""
+    import jax
+    import jax.numpy as jnp
+
+    whole = [
+        (np.asarray(a), np.asarray(b))
+        for a, b in zip(*map(jax.tree.leaves, (got, plain)), strict=True)
+        if not jnp.issubdtype(a.dtype, jnp.floating)
+    ]
+    return sum(int((a != b).sum()) for a, b in whole) / max(1, sum(a.size for a, _ in whole))
+
+
+def copies_of(case, args) -> tuple[int, list]:
+    """(k, k sets of arguments whose first array differs): a chain's."""
+    import jax
+    import jax.numpy as jnp
+
+    first = args[0]
+    k = 2 if _SMOKE.value else int(max(1, min(CHAIN, MOST_BYTES // first.nbytes)))
+    other = lambda i: jnp.roll(first, i, 0) if i else first
+    return k, jax.block_until_ready([(other(i), *args[1:]) for i in range(k)])
+
+
+def chain(run, k: int):
+    """k calls in one program, none of which can begin before the last one ended."""
+    import jax
+
+    def program(sets):
+        result = None
+        for args in sets:
+            if result is not None:
+                args, result = jax.lax.optimization_barrier((args, result))
+            result = run(*args)
+        return result
+
+    return jax.jit(program)
+
+
+def decode_step(batch: int) -> dict:
+    """Tokens per second of an engine with router gates, by kernels and without."""
+    import jax
+
+    from eejax import analysis
+    from eejax.inference import Generator, generate
+    from eejax.inference.policy import ExitPolicy
+    from eejax.inference.sampling import Sampling
+    from eejax.inference.state import Request
+    from eejax.kernels import call
+    from eejax.models import params
+    from eejax.models.config import ExitConfig, ModelConfig
+
+    sizes = dict(TINY if _SMOKE.value else SHAPE)
+    exits = tuple(ExitConfig(n, head="tied", router=128) for n in sizes.pop("boundaries"))
+    config = ModelConfig(exits=exits, dtype="bfloat16", context_length=512, **sizes)
+    generator = Generator.make(params.init(config, jax.random.key(0)), config, "recompute")
+    weights, own = generator.weights, dict(config=config, options=generator.options)
+    prompt = np.arange(batch * 32, dtype=np.int32).reshape(batch, 32) % config.vocab_size
+    # Routers that were not trained say about a half.
+    policy = ExitPolicy.make(config, batch, 0.5, gate="router")
+    request = Request.make(config, [32] * batch, [NEW] * batch, policy, Sampling.make(batch))
+    begin = lambda: generate.prefill(weights, prompt, request, length=128, **own)[0]
+    programs, told = [], dict(batch=batch)
+    for which in (None, "reference"):
+        with call.implementation(which):
+            programs.append(generate.decode.lower(weights, begin(), n=NEW, **own).compile())
+    states, layers = {}, {}
+
+    def run(which: int):
+        def one(_):
+            _, record = programs[which](weights, states.pop("next"))
+            layers[which] = np.asarray(record.layers)
+
+        return one
+
+    prepare = lambda _: states.__setitem__("next", jax.block_until_ready(begin()))
+    seconds = analysis.interleave([run(0), run(1)], _PAIRS.value, time.perf_counter, prepare)
+    told["tokens_per_s"], told["reference_tokens_per_s"] = (
+        batch * NEW / np.median(seconds, 1)
+    ).tolist()
+    told["layers_run"] = [float(layers[i].mean()) for i in (0, 1)]
+    told["speedup"] = dict(
+        zip(("ratio", "low", "high"), analysis.median_ratio(seconds[1], seconds[0]), strict=True)
+    )
+    return told
+
+
+def decode_table(rows: list[dict]) -> str:
+    from eejax import analysis
+
+    cells = [
+        [
+            str(r["batch"]), f"{r['tokens_per_s']:.0f} : {r['reference_tokens_per_s']:.0f}",
+            " : ".join(f"{n:.2f}" for n in r["layers_run"]),
+            f"{r['speedup']['ratio']:.2f} [{r['speedup']['low']:.2f}, {r['speedup']['high']:.2f}]",
+        ]
+        for r in rows
+    ]  # fmt: skip
+    heads = ("batch", "tokens/s : without kernels", "layers run", "times")
+    return f"\ndecoding steps with router gates\n{analysis.table(heads, cells)}"
+
+
+def claims(result: dict) -> dict:
+    """The least of every claim over its cases."""
+    found = {}
+
+    def least(name: str, op: str, of, when) -> None:
+        values = [of(c) for c in result.get(op, []) if when(c)]
+        if values:
+            found[name] = min(values)
+
+    few, many = (lambda c: c["rows"] <= 64), (lambda c: c["rows"] >= 32768)
+    speedup = lambda c: c["speedup"]["ratio"]
+    bandwidth = lambda c: c["bandwidth"]
+    least("norm_router_bandwidth", "norm_router", bandwidth, many)
+    least("norm_router_speedup", "norm_router", speedup, few)
+    least("head_confidence_bandwidth", "head_confidence", bandwidth, few)
+    least("head_confidence_speedup", "head_confidence", speedup, few)
+    least("linear_cross_entropy_speedup", "linear_cross_entropy", speedup, lambda c: True)
+    if rows := result.get("linear_cross_entropy"):
+        by_size = sorted(rows, key=lambda c: c["vocab"])
+        found["linear_cross_entropy_memory"] = by_size[-1]["temporary"] / max(
+            1, by_size[0]["temporary"]
+        )
+    return found
+
+
+def table(op: str, rows: list[dict]) -> str:
+    from eejax import analysis
+
+    sizes = [k for k in rows[0] if k not in FIGURES]
+    cells = [
+        [
+            *(str(r[k]) for k in sizes), f"{r['seconds'] * 1e6:.1f}",
+            f"{r['speedup']['ratio']:.2f} [{r['speedup']['low']:.2f}, {r['speedup']['high']:.2f}]",
+            f"{r['bandwidth']:.2f}", f"{r['error']:.1e} : {r['reference_error']:.1e}",
+            "yes" if r["identical"] else "NO",
+        ]
+        for r in rows
+    ]  # fmt: skip
+    heads = (*sizes, "us", "times XLA", "of a copy", "error : XLA's", "same bits")
+    return f"\n{op}\n{analysis.table(heads, cells)}"
+
+
+FIGURES = (
+    "differ", "error", "reference_error", "identical", "temporary", "reference_temporary",
+    "seconds", "reference_seconds", "speedup", "bandwidth",
+)  # fmt: skip
+
+
+if __name__ == "__main__":
+    launch.run(main)

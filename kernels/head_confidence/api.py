@@ -1,0 +1,143 @@
+"""`head_confidence`: what an exit's head says of states, without the logits of the vocabulary."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from eejax.common.errors import require
+from eejax.kernels import call
+from eejax.kernels.head_confidence import reference
+from eejax.kernels.head_confidence.reference import Options, Statistics
+
+DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
+
+MOST_ROWS = 2**24
+"""Rows that the shards of a table may have together: as many as float32 counts, in which they tell
+each other of tokens."""
+
+
+class Confidence(NamedTuple):
+    """Of logits [n, v], arrays [n], float32 but for the token.
+
+    token int32: the most likely, the first among equals; top: its probability; second: that of the
+    second most likely, which is `top` where several share it and 0 where there is one token alone;
+    lse: log-sum-exp of the logits; entropy: in nats. Where a logit is NaN or +inf, or all are -inf,
+    the token is 0 and the rest is NaN.
+    """
+
+    token: jax.Array
+    top: jax.Array
+    second: jax.Array
+    lse: jax.Array
+    entropy: jax.Array
+
+
+def head_confidence(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    table: jax.Array,
+    head_bias: jax.Array | None,
+    *,
+    options: Options,
+    axis: str | None = None,
+    implementation: str | None = None,
+) -> Confidence:
+    """`Confidence` of the logits of states x [n, d]; see `Options` for what these are.
+
+    scale, bias [d]: the norm's (no norm: None; no bias: None); table [v, d], taken in x's dtype;
+    head_bias [v] or None. Products are in x's dtype and accumulated in float32. With a mesh `axis`,
+    inside of a `shard_map`, table and head_bias are this shard's rows of the vocabulary, cut into
+    equal parts, and every shard gets the results of the whole: what shards exchange are statistics,
+    five numbers a row. Differentiable in all arguments; the token has no gradient. A batch of rows
+    (`vmap`) is so many more rows. `implementation`: one of `call.IMPLEMENTATIONS`.
+
+    Raises `ConfigError` for shapes that do not fit together. The kernel takes float32, float16 and
+    bfloat16; anything else is the reference's, with a warning.
+    """
+    require(x.ndim == 2, "x", x.shape, "must be states [n, d]", "Reshape them.")
+    require(table.ndim == 2, "table", table.shape, "must be rows of the vocabulary [v, d]")
+    (n, d), rows = x.shape, table.shape[0]
+    given = dict(scale=scale, bias=bias, table=table, head_bias=head_bias)
+    shapes = dict(scale=(d,), bias=(d,), table=(rows, d), head_bias=(rows,))
+    for name, shape in shapes.items():
+        if given[name] is not None:
+            require(
+                given[name].shape == shape, name, given[name].shape,
+                f"must be of shape {shape} beside x of shape {x.shape} and table of shape "
+                f"{table.shape}",
+            )  # fmt: skip
+    normed = options.norm is not None
+    for name, fits in (("scale", (scale is not None) == normed), ("bias", bias is None or normed)):
+        shape = None if given[name] is None else given[name].shape
+        require(fits, name, shape, f"does not go with Options.norm = {options.norm}")
+    whole = rows * (lax.axis_size(axis) if axis else 1)
+    require(
+        not axis or whole <= MOST_ROWS, "table", table.shape,
+        f"must have at most {MOST_ROWS} rows together with the other shards' tables",
+    )  # fmt: skip
+    require(
+        options.vocab_size <= whole, "Options.vocab_size", options.vocab_size,
+        f"must be at most {whole}, the rows of the whole table",
+    )  # fmt: skip
+    if implementation != "reference" and x.dtype not in DTYPES:
+        call.fall_back("head_confidence", f"{x.dtype} states have no kernel")
+        implementation = "reference"
+    if n == 0:  # nothing to launch
+        implementation = "reference"
+    first = lax.axis_index(axis) * rows if axis else 0
+    allowed = jnp.clip(options.vocab_size - first, 0, rows).astype(jnp.int32).reshape(1)
+    args = x, scale, bias, table, head_bias, allowed
+    s = Statistics(*_statistics(options, implementation, *args))
+    if axis:
+        s = reference.merge(_gathered(s._replace(token=s.token + first), axis))
+    return Confidence(*reference.confidence(s))
+
+
+def _gathered(s: Statistics, axis: str) -> Statistics:
+    """Arrays [shards, n], the same on every shard, which a sum of them is known to be."""
+    size, own = lax.axis_size(axis), lax.axis_index(axis)
+    mine = jnp.stack([a.astype(jnp.float32) for a in s])  # one message; see `MOST_ROWS`
+    blank = jnp.zeros((size, *mine.shape), jnp.float32)
+    whole = lax.psum(lax.dynamic_update_index_in_dim(blank, mine, own, 0), axis)
+    parts = Statistics(*jnp.moveaxis(whole, 1, 0))
+    return parts._replace(token=parts.token.astype(jnp.int32))
+
+
+@cache
+def _run(options: Options, implementation: str | None):
+    """`Statistics` by one of the implementations, of rows x."""
+
+    def kernel(launch, *args):
+        from eejax.kernels.head_confidence import triton
+
+        return triton.statistics(launch, options, *args)
+
+    plain = partial(reference.statistics, options)
+    run = lambda *args: tuple(call.dispatch(kernel, plain, *args, implementation=implementation))
+    return call.folded(run, rows=(0,))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _statistics(options, implementation, *args):
+    return _run(options, implementation)(*args)
+
+
+def _forward(options, implementation, *args):
+    return _statistics(options, implementation, *args), args
+
+
+def _backward(options, implementation, args, cotangents):
+    *inputs, allowed = args
+    without_token = lambda s: (s.peak, s.second, s.total, s.weighted)
+    run = lambda *a: without_token(reference.statistics(options, *a, allowed))
+    _, pull = jax.vjp(run, *inputs)
+    return *pull(without_token(Statistics(*cotangents))), None
+
+
+_statistics.defvjp(_forward, _backward)

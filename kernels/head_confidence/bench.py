@@ -1,0 +1,34 @@
+"""What `head_confidence` is timed on: a decoding batch, and the heads of GPT-2 and Llama 3."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax.numpy as jnp
+
+from eejax.kernels.head_confidence.api import head_confidence
+from eejax.kernels.head_confidence.arg_specs import RMS, draw
+from eejax.kernels.head_confidence.reference import Options
+from eejax.kernels.specs import DTYPES, Case, Spec
+
+
+def case(n: int, d: int, v: int, dtype: str, tiny: bool = False) -> Case:
+    options = Options(v, RMS)
+    own = dict(n=n, d=d, rows=v, bias=False, head_bias=False, dtype=dtype, options=options)
+    spec = Spec(
+        f"{dtype}-{n}x{d}x{v}", partial(head_confidence, options=options), partial(draw, **own),
+        {"options": options}, tiny,
+    )  # fmt: skip
+    sizes = dict(dtype=dtype, rows=n, d=d, vocab=v)
+    return Case(spec, sizes, ((v + n) * d) * jnp.dtype(dtype).itemsize + 20 * n, tiny)
+
+
+CASES = (
+    *(
+        case(n, d, v, dtype)
+        for dtype in DTYPES
+        for d, v in ((768, 50304), (4096, 128256))
+        for n in (1, 8, 64)
+    ),
+    case(3, 64, 300, "float32", tiny=True),
+)

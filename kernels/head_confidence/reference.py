@@ -1,0 +1,110 @@
+"""The definition of `head_confidence`: what is left of a token's logits, and what follows of it.
+
+What is left of any part of the vocabulary, `Statistics`, can be merged with what is left of the
+rest, in any order and to any depth: of a tile, a program of a GPU, a shard of a mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from eejax.common.errors import require, require_count
+from eejax.kernels.norms import NormOptions, norm
+
+LOWEST = -200.0
+"""As far below the peak as a logit is told apart: in float32, exp of -104 is 0. A number in place
+of -inf, which times 0 would be NaN."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The static part: logits = softcap * tanh((norm(x) @ table.T + bias) / softcap) / temperature.
+
+    vocab_size: rows of the whole table from the first on that are tokens; what is behind pads it.
+    norm: None where states come normed. softcap: None where there is none.
+    """
+
+    vocab_size: int
+    norm: NormOptions | None = None
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    def __post_init__(self):
+        require_count("Options.vocab_size", self.vocab_size)
+        for name, value in (("softcap", self.softcap), ("temperature", self.temperature)):
+            require(value is None or value > 0, f"Options.{name}", value, "must be above 0")
+
+
+class Statistics(NamedTuple):
+    """Of logits y [n, v], arrays [n], float32 but for the token.
+
+    peak: the largest; token int32: the first that has it, of any value where none is above -inf;
+    second: the largest of the others, the peak where several share it; total: sum of
+    exp(y - peak); weighted: sum of exp(y - peak) * (y - peak).
+    """
+
+    peak: jax.Array
+    token: jax.Array
+    second: jax.Array
+    total: jax.Array
+    weighted: jax.Array
+
+
+def logits(options: Options, x, scale, bias, table, head_bias) -> jax.Array:
+    """float32 [n, v] of states x [n, d]; products in x's dtype, accumulated in float32."""
+    h = x if options.norm is None else norm(x, scale, bias, options.norm)
+    y = jnp.einsum("nd,vd->nv", h, table.astype(x.dtype), preferred_element_type=jnp.float32)
+    if head_bias is not None:
+        y = y + head_bias.astype(jnp.float32)[None]
+    if options.softcap is not None:
+        y = options.softcap * jnp.tanh(y / options.softcap)
+    return y if options.temperature == 1.0 else y / options.temperature
+
+
+def statistics(options: Options, x, scale, bias, table, head_bias, allowed) -> Statistics:
+    """Those of states x [n, d], of the first `allowed` [1] int32 rows of table [v, d]."""
+    y = logits(options, x, scale, bias, table, head_bias)
+    index = jax.lax.broadcasted_iota(jnp.int32, y.shape, 1)
+    y = jnp.where(index < allowed[None], y, -jnp.inf)
+    peak = jnp.max(y, -1)
+    token = jnp.min(jnp.where(y == peak[:, None], index, y.shape[1]), -1)
+    second = jnp.max(jnp.where(index == token[:, None], -jnp.inf, y), -1)
+    z = _below(y, peak[:, None])
+    e = jnp.exp(z)
+    return Statistics(peak, token, second, jnp.sum(e, -1), jnp.sum(e * z, -1))
+
+
+def merge(parts: Statistics) -> Statistics:
+    """Arrays [n] of the whole from arrays [parts, n] of the vocabulary's parts, whose tokens are
+    numbers in the whole."""
+    peak = jnp.max(parts.peak, 0)
+    token = jnp.min(jnp.where(parts.peak == peak[None], parts.token, jnp.iinfo(jnp.int32).max), 0)
+    second = jnp.max(jnp.where(parts.token == token[None], parts.second, parts.peak), 0)
+    z = _below(parts.peak, peak[None])
+    e = jnp.exp(z)
+    weighted = jnp.sum(e * (parts.weighted + z * parts.total), 0)
+    return Statistics(peak, token, second, jnp.sum(e * parts.total, 0), weighted)
+
+
+def confidence(s: Statistics) -> tuple[jax.Array, ...]:
+    """(token, top, second, lse, entropy) [n] of a whole vocabulary; see `api.Confidence`."""
+    total = jnp.where(s.total > 0, s.total, jnp.nan)  # no logit above -inf: no distribution
+    token = jnp.where(s.total > 0, s.token, 0)
+    log = jnp.log(total)
+    return (
+        token,
+        1 / total,
+        jnp.exp(s.second - s.peak) / total,
+        s.peak + log,
+        log - s.weighted / total,
+    )
+
+
+def _below(y: jax.Array, peak: jax.Array) -> jax.Array:
+    """y - peak, `LOWEST` at the least; a peak of -inf, which leaves nothing, is taken as 0."""
+    z = y - jnp.where(peak > -jnp.inf, peak, 0.0)
+    return jnp.where(z < LOWEST, LOWEST, z)

@@ -1,0 +1,236 @@
+"""Triton kernels of `head_confidence`.
+
+A program has a block of rows and a span of the vocabulary, and reads its span of the table once, a
+tile of logits at a time: what is left of a tile is five numbers for each row. There are about as
+many programs as run at once, all of them with spans of the same size, so that none is waited for. A
+second kernel merges what they made of a row, always in the same order.
+
+Tiles of logits and the steps through d that each takes are one loop and not two, so that the loads
+of the next tile are on their way while one is finished; it takes half as many registers, too.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from eejax.kernels import norms
+from eejax.kernels.head_confidence.reference import LOWEST, Options, Statistics
+
+PROGRAMS = 216
+"""Two for each multiprocessor of an A100, so that all run at once there; an H100 has room for 264.
+For bandwidth it is enough that they keep their loads on the way."""
+
+LEAST_SPAN = 16
+"""Rows of the table: as few as a product takes."""
+
+FUSED_ROWS = 16
+"""Up to so many rows are normed as they are read, which saves a kernel of their own. More are
+normed beforehand: on an H100, what comes out of registers would have the tensor cores waited for.
+"""
+
+_LOWEST = tl.constexpr(LOWEST)
+_NONE = tl.constexpr(2**31 - 1)
+_NEVER = tl.constexpr(-float("inf"))
+
+
+@triton.jit
+def _read(x_ptr, row, at, N: tl.constexpr, D: tl.constexpr):
+    """States [BN, BD] of rows and columns, 0 where there are none."""
+    both = (row < N)[:, None] & (at < D)[None, :]
+    return tl.load(x_ptr + row[:, None].to(tl.int64) * D + at[None, :], mask=both, other=0.0)
+
+
+@triton.jit
+def _moments(
+    x_ptr, row,
+    N: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Means [BN] of rows, 0 for RMSNorm, and one over their standard deviations [BN]."""
+    i = tl.arange(0, BD)
+    shift = tl.zeros((BN,), tl.float32)
+    if LAYER:  # relative to the mean of the first tile, so that a large mean costs no precision
+        shift = tl.sum(_read(x_ptr, row, i, N, D).to(tl.float32), 1) / min(BD, D)
+    total, square = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
+    for k in tl.range(0, D, BD, loop_unroll_factor=4):
+        y = _read(x_ptr, row, k + i, N, D).to(tl.float32)
+        if LAYER:
+            y = tl.where((k + i < D)[None, :], y - shift[:, None], 0.0)
+            total += tl.sum(y, 1)
+        square += tl.sum(y * y, 1)
+    off = total / D
+    variance = tl.maximum(square / D - off * off, 0.0)
+    return shift + off, tl.rsqrt(variance + EPS)
+
+
+@triton.jit
+def _normed(
+    x, scale_ptr, bias_ptr, at, mean, inverse,
+    D: tl.constexpr, LAYER: tl.constexpr, BIAS: tl.constexpr, PLUS_ONE: tl.constexpr,
+):  # fmt: skip
+    """Columns `at` [BD] of states, normed and rounded as `norms.norm` does it."""
+    scale = tl.load(scale_ptr + at, mask=at < D, other=0.0).to(tl.float32)
+    if PLUS_ONE:
+        scale = scale + 1.0
+    y = x.to(tl.float32)
+    if LAYER:
+        y = y - mean[:, None]
+    y = y * inverse[:, None] * scale[None, :]
+    if BIAS:
+        y = y + tl.load(bias_ptr + at, mask=at < D, other=0.0).to(tl.float32)[None, :]
+    return y.to(x.dtype)
+
+
+@triton.jit
+def _below(y, peak):
+    """As `reference._below`. No maximum takes the smallest: on a GPU it loses what is NaN."""
+    z = y - tl.where(peak > _NEVER, peak, 0.0)
+    return tl.where(z < _LOWEST, _LOWEST, z)
+
+
+@triton.jit
+def head_statistics_kernel(
+    x_ptr, scale_ptr, bias_ptr, table_ptr, head_bias_ptr, allowed_ptr,
+    peak_ptr, token_ptr, second_ptr, total_ptr, weighted_ptr,
+    N: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
+    LAYER: tl.constexpr, BIAS: tl.constexpr, PLUS_ONE: tl.constexpr, HEAD_BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, TILES: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    """A block of rows and SPAN rows of the table: their `Statistics`, [programs, N] each."""
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    begin = tl.program_id(1) * SPAN
+    end = tl.minimum(begin + SPAN, tl.load(allowed_ptr))
+    mean, inverse = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
+    if NORM:
+        mean, inverse = _moments(x_ptr, row, N, D, EPS, LAYER, BN, BD)
+    peak = tl.full((BN,), _NEVER, tl.float32)
+    second = tl.full((BN,), _NEVER, tl.float32)
+    token = tl.zeros((BN,), tl.int32)
+    total, weighted = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
+    i, product = tl.arange(0, BD), tl.zeros((BN, BV), tl.float32)
+    for step in range(TILES * STEPS):
+        at = step % STEPS * BD + i
+        column = begin + step // STEPS * BV + tl.arange(0, BV)
+        inside = column < end
+        here = table_ptr + column[:, None].to(tl.int64) * D + at[None, :]
+        table = tl.load(here, mask=inside[:, None] & (at < D)[None, :], other=0.0)
+        x = _read(x_ptr, row, at, N, D)
+        if NORM:
+            x = _normed(x, scale_ptr, bias_ptr, at, mean, inverse, D, LAYER, BIAS, PLUS_ONE)
+        product = tl.dot(x, tl.trans(table), product, input_precision=PRECISION)
+        if step % STEPS == STEPS - 1:
+            y = product
+            product = tl.zeros((BN, BV), tl.float32)
+            if HEAD_BIAS:
+                y += tl.load(head_bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+            if SOFTCAP > 0:  # tanh(a) = 1 - 2 / (exp(2 a) + 1)
+                y = SOFTCAP - 2.0 * SOFTCAP / (tl.exp(y * (2.0 / SOFTCAP)) + 1.0)
+            if TEMPERATURE != 1.0:
+                y = y * (1.0 / TEMPERATURE)
+            y = tl.where(inside[None, :], y, _NEVER)
+            own = tl.max(y, 1)
+            index = tl.min(tl.where(y == own[:, None], column[None, :], _NONE), 1)
+            other = tl.max(tl.where(column[None, :] == index[:, None], _NEVER, y), 1)
+            before = peak
+            second = tl.maximum(tl.maximum(second, other), tl.minimum(peak, own))
+            token = tl.where(own > peak, index, token)
+            peak = tl.maximum(peak, own)
+            z = _below(before, peak)
+            e = tl.exp(z)
+            weighted = e * (weighted + z * total)
+            total = e * total
+            z = _below(y, peak[:, None])
+            e = tl.exp(z)
+            weighted += tl.sum(e * z, 1)
+            total += tl.sum(e, 1)
+    to = tl.program_id(1) * N + row
+    tl.store(peak_ptr + to, peak, mask=row < N)
+    tl.store(token_ptr + to, token, mask=row < N)
+    tl.store(second_ptr + to, second, mask=row < N)
+    tl.store(total_ptr + to, total, mask=row < N)
+    tl.store(weighted_ptr + to, weighted, mask=row < N)
+
+
+@triton.jit
+def head_merge_kernel(
+    peaks_ptr, tokens_ptr, seconds_ptr, totals_ptr, weighteds_ptr,
+    peak_ptr, token_ptr, second_ptr, total_ptr, weighted_ptr,
+    N: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """A block of rows: `reference.merge` of [PARTS, N]."""
+    row, part = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BP)
+    at = part[:, None] * N + row[None, :]
+    both = (part < PARTS)[:, None] & (row < N)[None, :]
+    peaks = tl.load(peaks_ptr + at, mask=both, other=_NEVER)
+    tokens = tl.load(tokens_ptr + at, mask=both, other=_NONE)
+    seconds = tl.load(seconds_ptr + at, mask=both, other=_NEVER)
+    totals = tl.load(totals_ptr + at, mask=both, other=0.0)
+    weighteds = tl.load(weighteds_ptr + at, mask=both, other=0.0)
+    peak = tl.max(peaks, 0)
+    token = tl.min(tl.where(peaks == peak[None, :], tokens, _NONE), 0)
+    second = tl.max(tl.where(tokens == token[None, :], seconds, peaks), 0)
+    z = _below(peaks, peak[None, :])
+    e = tl.exp(z)
+    tl.store(peak_ptr + row, peak, mask=row < N)
+    tl.store(token_ptr + row, token, mask=row < N)
+    tl.store(second_ptr + row, second, mask=row < N)
+    tl.store(total_ptr + row, tl.sum(e * totals, 0), mask=row < N)
+    tl.store(weighted_ptr + row, tl.sum(e * (weighteds + z * totals), 0), mask=row < N)
+
+
+def statistics(launch, options: Options, x, scale, bias, table, head_bias, allowed):
+    """As `reference.statistics`, by kernels that `launch` runs."""
+    (n, d), rows, norm = x.shape, table.shape[0], options.norm
+    if norm is not None and n > FUSED_ROWS:
+        x, norm = norms.norm(x, scale, bias, norm), None
+    own = _blocks(n, d, rows, x.dtype.itemsize) | dict(
+        N=n, D=d, NORM=norm is not None, EPS=norm.eps if norm else 0.0,
+        LAYER=bool(norm) and norm.kind == "layernorm", BIAS=bool(norm) and bias is not None,
+        PLUS_ONE=bool(norm) and norm.plus_one, HEAD_BIAS=head_bias is not None,
+        SOFTCAP=float(options.softcap or 0), TEMPERATURE=float(options.temperature),
+        PRECISION="ieee" if x.dtype == jnp.float32 else "tf32",
+    )  # fmt: skip
+    programs = triton.cdiv(rows, own["SPAN"])
+    given = [x if a is None else a for a in (scale, bias, table.astype(x.dtype), head_bias)]
+    parts = launch(
+        x, *given, allowed, kernel=head_statistics_kernel,
+        grid=(triton.cdiv(n, own["BN"]), programs), out=_results(programs, n), **own,
+    )  # fmt: skip
+    if programs == 1:
+        return Statistics(*(a[0] for a in parts))
+    bn = min(4, triton.next_power_of_2(n))
+    merged = launch(
+        *parts, kernel=head_merge_kernel, grid=(triton.cdiv(n, bn),), out=_results(n), N=n,
+        PARTS=programs, BN=bn, BP=triton.next_power_of_2(programs),
+    )  # fmt: skip
+    return Statistics(*merged)
+
+
+def _blocks(n: int, d: int, rows: int, size: int) -> dict[str, int]:
+    """How n rows of width d and the table's are cut into programs, and these into tiles of 16 KiB.
+
+    Many rows of x read a table's tile at once, and x as often as there are tiles: the more rows,
+    the wider a tile is in the vocabulary and the narrower in d, as registers allow.
+    """
+    least = lambda a: max(16, triton.next_power_of_2(a))
+    bn = min(64, least(n))
+    blocks = triton.cdiv(n, bn)
+    # With a block alone all programs run at once; many are to end at about the same time.
+    programs = PROGRAMS if blocks == 1 else triton.cdiv(4 * PROGRAMS, blocks)
+    span = triton.cdiv(triton.cdiv(rows, programs), LEAST_SPAN) * LEAST_SPAN
+    bv, width = (64, 256) if bn < 64 else (128 if size == 2 else 64, 128)
+    bv, bd = min(bv, least(span)), min(width // size, least(d))
+    return dict(
+        BN=bn, BV=bv, BD=bd, SPAN=span, TILES=triton.cdiv(span, bv), STEPS=triton.cdiv(d, bd)
+    )
+
+
+def _results(*shape: int) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of `Statistics`."""
+    dtypes = (jnp.float32, jnp.int32, jnp.float32, jnp.float32, jnp.float32)
+    return [jax.ShapeDtypeStruct(shape, dtype) for dtype in dtypes]

@@ -1,0 +1,36 @@
+"""What `linear_cross_entropy` is timed on, gradients and all, beside whole logits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax.numpy as jnp
+
+from eejax.kernels.linear_cross_entropy.arg_specs import draw, value_and_gradients
+from eejax.kernels.linear_cross_entropy.reference import LossOptions
+from eejax.kernels.specs import Case, Spec
+
+
+def gradients(*args, options: LossOptions, implementation: str | None = None):
+    """The sums and their gradients, as a step of training needs them."""
+    return value_and_gradients(*args, options=options, implementation=implementation)[:2]
+
+
+def case(n: int, d: int, v: int, dtype: str, tiny: bool = False) -> Case:
+    options = LossOptions(v)
+    spec = Spec(
+        f"{dtype}-{n}x{d}x{v}", partial(gradients, options=options),
+        partial(draw, n=n, d=d, v=v, padding=0, bias=False, dtype=dtype), {"options": options},
+        tiny,
+    )  # fmt: skip
+    size = jnp.dtype(dtype).itemsize
+    moved = 2 * n * d * size + v * d * (size + 4)
+    return Case(spec, dict(dtype=dtype, rows=n, d=d, vocab=v), moved, tiny)
+
+
+CASES = (
+    *(case(8192, d, v, t) for t in ("bfloat16", "float16") for d in (1024, 4096)
+      for v in (32768, 131072)),
+    *(case(4096, 1024, v, "float32") for v in (32768, 131072)),
+    case(40, 64, 300, "float32", tiny=True),
+)  # fmt: skip

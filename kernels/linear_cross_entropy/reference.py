@@ -1,0 +1,106 @@
+"""The definition of `linear_cross_entropy`: what becomes of a chunk of tokens, in two parts.
+
+Between them the tokens' costs are known, over all shards of the vocabulary. What the first part
+keeps for the second are the exponentials of the logits, each relative to the largest of its row
+within a tile of columns: they need no normaliser, and at most 1, they bear to be rounded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from eejax.common.errors import require
+
+NEGATIVE = -1e30
+"""Logit of a row of the table that stands for no token."""
+
+FLOOR = NEGATIVE / 2
+"""The least peak: beside it the exponential of `NEGATIVE` is 0, even where all else is masked."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOptions:
+    """The static part of a loss: logits = softcap(h @ table.T + bias) / temperature, and what a
+    token costs, c * -log p(label) + z_loss * log(Z)^2, with Z the normaliser of the softmax.
+
+    vocab_size: tokens, the first rows of the whole table. c is 1 or, `confidence_weighted`, the
+    highest probability, held constant.
+    """
+
+    vocab_size: int
+    softcap: float | None = None
+    temperature: float = 1.0
+    z_loss: float = 0.0
+    confidence_weighted: bool = False
+
+    def __post_init__(self):
+        for name, ok, allowed in (
+            ("vocab_size", self.vocab_size > 0, "must be positive"),
+            ("softcap", self.softcap is None or self.softcap > 0, "must be positive or None"),
+            ("temperature", self.temperature > 0, "must be positive"),
+            ("z_loss", self.z_loss >= 0, "must be at least 0"),
+        ):
+            require(ok, f"LossOptions.{name}", getattr(self, name), allowed)
+
+
+class Statistics(NamedTuple):
+    """Of logits y [n, v] in t tiles of columns, the last of which may be narrower.
+
+    peaks [t, n] float32: the largest of a row within a tile; totals [t, n] float32: the sum of
+    exp(y - peak); picked [n] float32: the label's logit, 0 where the label is elsewhere; kept
+    [n, v] in h's dtype, or None: exp(y - peak) * dy/d(temperature * logit before the softcap).
+    """
+
+    peaks: jax.Array
+    totals: jax.Array
+    picked: jax.Array
+    kept: jax.Array | None
+
+
+def tile(options: LossOptions, dtype: Any) -> int:
+    """Columns of a tile: as many as a kernel's registers take."""
+    return 256 if jnp.dtype(dtype).itemsize == 2 and options.softcap is None else 128
+
+
+def statistics(options: LossOptions, keep: bool, h, table, bias, labels, count) -> Statistics:
+    """Of the logits of h [n, d] by a table [v, d] of the same dtype, and bias [v] or None.
+
+    labels [n] int32: each token's row of the table, -1 where that is elsewhere; count [1] int32:
+    how many rows of the table stand for tokens.
+    """
+    y = jnp.einsum("nd,vd->nv", h, table, preferred_element_type=jnp.float32)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)[None, :]
+    slope = 1.0
+    if options.softcap is not None:
+        tanh = jnp.tanh(y / options.softcap)
+        y, slope = options.softcap * tanh, 1.0 - jnp.square(tanh)
+    y = y / options.temperature
+    n, v = y.shape
+    y = jnp.where((jnp.arange(v, dtype=jnp.int32) < count[0])[None, :], y, NEGATIVE)
+    size = tile(options, h.dtype)
+    tiled = jnp.pad(y, ((0, 0), (0, -v % size)), constant_values=NEGATIVE).reshape(n, -1, size)
+    peaks = jnp.maximum(tiled.max(-1), FLOOR)
+    e = jnp.exp(tiled - peaks[:, :, None])
+    picked = jnp.take_along_axis(y, jnp.clip(labels, 0)[:, None], 1)[:, 0]
+    picked = jnp.where(labels >= 0, picked, 0.0)
+    kept = (e.reshape(n, -1)[:, :v] * slope).astype(h.dtype) if keep else None
+    return Statistics(peaks.T, e.sum(-1).T, picked, kept)
+
+
+def gradient(options: LossOptions, kept, peaks, lse, rise, own, labels, bias):
+    """(g [n, v] in the dtype of `kept`, the sum of its rows [v] float32 or None without a bias).
+
+    g = kept * exp(peak - lse) * rise, but `own` in the label's column: lse, rise and own [n] are
+    float32; kept, peaks and labels as in `statistics`.
+    """
+    v = kept.shape[1]
+    factor = jnp.exp(peaks - lse[None, :]) * rise[None, :]
+    factor = jnp.repeat(factor.T, tile(options, kept.dtype), axis=1)[:, :v]
+    g = kept.astype(jnp.float32) * factor
+    g = jnp.where(jnp.arange(v, dtype=jnp.int32)[None, :] == labels[:, None], own[:, None], g)
+    return g.astype(kept.dtype), None if bias is None else g.sum(0)

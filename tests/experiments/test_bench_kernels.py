@@ -1,0 +1,34 @@
+"""experiments.bench_kernels, as far as it goes without a GPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from launchers import call
+
+from eejax.common.errors import ConfigError
+from eejax.kernels.specs import OPS
+
+BENCH = "experiments.bench_kernels"
+
+
+def test_without_a_gpu_it_says_what_there_is():
+    with pytest.raises(ConfigError, match="there is no GPU: .* --smoke"):
+        call(BENCH)
+
+
+def test_the_smoke_run_goes_through_every_op(capsys):
+    call(BENCH, "--smoke", "--json", "--pairs=2")
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["races"] is None
+    for op in OPS:
+        for case in told[op]:  # the same operations on both sides
+            assert case["identical"] and case["differ"] == 0
+            assert case["error"] == case["reference_error"] < 1e-5
+            assert case["seconds"] > 0 and 0 < case["speedup"]["low"] <= case["speedup"]["high"]
+
+
+def test_an_unknown_op_is_named():
+    with pytest.raises(ConfigError, match="--ops = attention: must be among compact"):
+        call(BENCH, "--smoke", "--ops=compact,attention")

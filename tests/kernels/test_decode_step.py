@@ -1,0 +1,36 @@
+"""Decoding steps, lowered for CUDA, hold the kernels they are meant to, and no more of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+EXITS, WAYS, BUCKETS = 2, 3, 2  # ways to run a segment in a sweep: in place, and two buckets
+
+HEADS = EXITS + 1  # the final one's too
+STEP = {
+    "norm_router_kernel": EXITS, "head_statistics_kernel": HEADS, "head_merge_kernel": HEADS,
+}  # fmt: skip
+SWEEP = {
+    # Each way through a segment, and a chunk of prompts, looks at the exit above it.
+    "norm_router_kernel": EXITS * (WAYS + 1),
+    "head_statistics_kernel": HEADS * (WAYS + 1),
+    "head_merge_kernel": HEADS * (WAYS + 1),
+    # Each way stores the states that wait above a segment.
+    "scatter_kernel": EXITS * WAYS,
+    # Spans of attention and pending rows of packed ways; a chunk's spans, and its rows by segment.
+    "compact_kernel": HEADS * BUCKETS * 2 + 1 + HEADS,
+}
+
+
+def test_steps_hold_the_kernels_expected(for_cuda, repo_root):
+    script = repo_root / "tests" / "support" / "lower_decode.py"
+    done = subprocess.run(
+        [sys.executable, "-P", str(script)], env=for_cuda, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    want = dict(step=STEP, loop=STEP, scan=STEP, mesh=STEP, sweep=SWEEP)
+    got = {(t["program"], t["capability"]): t["kernels"] for t in told}
+    assert got == {(name, chip): kernels for name, kernels in want.items() for chip in (80, 90)}

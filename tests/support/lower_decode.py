@@ -1,0 +1,80 @@
+"""Lowers decoding steps for CUDA and tells what kernels they hold: JSON, a line for each program.
+
+Needs jax-triton and JAX's CUDA plugin, and no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+
+import collections  # noqa: E402
+import json  # noqa: E402
+from functools import partial  # noqa: E402
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+
+from eejax.inference import batched, generate, sharded  # noqa: E402
+from eejax.inference.batched_state import BatchOptions, blank  # noqa: E402
+from eejax.inference.packing import Plan  # noqa: E402
+from eejax.inference.policy import ExitPolicy  # noqa: E402
+from eejax.inference.sampling import Sampling  # noqa: E402
+from eejax.inference.state import EngineOptions, Request, prepare  # noqa: E402
+from eejax.kernels import compiled  # noqa: E402
+from eejax.models import params  # noqa: E402
+from eejax.models.config import ExitConfig, ModelConfig  # noqa: E402
+from eejax.sharding.mesh import MeshConfig, known_mesh  # noqa: E402
+
+CONFIG = ModelConfig(
+    vocab_size=512, n_layers=4, d_model=128, n_heads=4, context_length=64, dtype="bfloat16",
+    exits=(ExitConfig(1, router=16), ExitConfig(3, router=16)),
+)  # fmt: skip
+OPTIONS = EngineOptions("recompute", cap=2, buckets=(1, 2))
+BATCH = 8
+
+
+def request() -> Request:
+    policy = ExitPolicy.make(CONFIG, BATCH, 0.5, gate="router")
+    return Request.make(CONFIG, [4] * BATCH, [8] * BATCH, policy, Sampling.make(BATCH))
+
+
+def programs():
+    """(name, function, arguments) of each program."""
+    own = jax.eval_shape(partial(params.init, CONFIG), jax.random.key(0))
+    weights = jax.eval_shape(partial(prepare, config=CONFIG), own)
+    prefill = partial(generate.prefill, config=CONFIG, options=OPTIONS, length=64)
+    state, _ = jax.eval_shape(prefill, weights, np.zeros((BATCH, 16), np.int32), request())
+    step = partial(generate.STEPS["recompute"], config=CONFIG, options=OPTIONS)
+    yield "step", step, (weights, state)
+    yield "loop", partial(generate.loop, step, 4), (weights, state)
+    scan = lambda w, s: jax.lax.scan(lambda s, _: step(w, s), s, length=4)
+    yield "scan", scan, (weights, state)
+
+    mesh = known_mesh(MeshConfig(data=2, model=2))
+    placed = sharded.place(params.init(CONFIG, jax.random.key(0)), CONFIG, None, mesh)
+    prefill = partial(prefill, mesh=mesh)
+    split, _ = prefill(placed, np.zeros((BATCH, 16), np.int32), request())
+    decode = partial(generate.decode, config=CONFIG, options=OPTIONS, n=4, mesh=mesh)
+    yield "mesh", decode, (placed, split)
+
+    options = BatchOptions(cap=2, buckets=(2, 8), chunk=16, drafts=0)
+    plan = Plan.make(3, BATCH, options.buckets)
+    sizes = dict(config=CONFIG, options=options, slots=BATCH, length=64, context=64)
+    slots = jax.eval_shape(partial(blank, plan=plan, **sizes), weights)
+    yield "sweep", partial(batched.sweep, config=CONFIG, options=options), (weights, slots)
+
+
+def main() -> None:
+    for name, run, args in programs():
+        for capability in (80, 90):
+            found = collections.Counter(k.name for k in compiled.kernels(
+                run, *args, capability=capability
+            ))  # fmt: skip
+            print(json.dumps(dict(program=name, capability=capability, kernels=found)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
