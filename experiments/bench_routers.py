@@ -1,7 +1,7 @@
 """Routers of a pretrained model beside those of the package tide-inference, on the same weights.
 
     make bench-env && python -P -m experiments.bench_routers --json
-    python -P -m experiments.bench_routers --json --tuned=runs/routed    # tuned exits with routers
+    python -P -m experiments.bench_routers --json --tuned=runs/tuned     # tuned exits too
 
 The model is a plain checkpoint of bytes ($EEJAX_DATA/models/tinylm) and the text one file, of which
 the last --unseen bytes are what everything is judged on: neither the model nor a router has seen
@@ -15,7 +15,8 @@ earlier text, and what they do on the unseen. TIDE's are given with its final lo
 which tokens are the full model's. `calibration_time_vs_tide`: seconds of text to trained routers,
 ours over theirs. `tokens_per_s_vs_tide`: greedy, one request at a time, in interleaved pairs after
 warm-up, ours `recompute` at at most 5 % disagreement; `speedup_over_full` is over our own full
-model. `tuned_*`: exits and routers of --tuned, which must not have seen the last bytes either.
+model. `tuned_*`: exits of --tuned, by their routers if they have any and else by the probability of
+the most likely token; they must not have seen the last bytes either.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _WINDOWS = flags.DEFINE_integer("windows", 400, "To calibrate on.", lower_bound=
 _EPOCHS = flags.DEFINE_integer("epochs", 12, "Of our training.", lower_bound=1)
 _PAIRS = flags.DEFINE_integer("pairs", 12, "Pairs of runs to time.", lower_bound=2)
 _NEW = flags.DEFINE_integer("new", 96, "Tokens of a timed run.", lower_bound=8)
-_TUNED = flags.DEFINE_string("tuned", None, "experiments.calibrate on experiments.tune_exits.")
+_TUNED = flags.DEFINE_string("tuned", None, "A run of experiments.tune_exits, or routers on it.")
 _TIDE = flags.DEFINE_bool("tide", True, "Compare with tide-inference.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 
@@ -75,7 +76,7 @@ def main() -> None:
     if _TUNED.value:
         tuned, judged_tuned = of_tuned(judged)
         result |= {f"tuned_{k}": v for k, v in judged_tuned.items()}
-        point = {"threshold": judged_tuned["thresholds"]["0.05"], "gate": "router"}
+        point = {"threshold": judged_tuned["thresholds"]["0.05"], "gate": judged_tuned["gate"]}
         timed["tuned"] = decoder(tuned.params, tuned.config, "recompute", asked, **point)
     if _TIDE.value:
         peer = Tide(folder)
@@ -156,11 +157,12 @@ def of_tuned(judged: np.ndarray):
     from eejax.inference.policy import gates_of
 
     run = load_model(_TUNED.value)
-    if "router" not in gates_of(run.config):
-        raise ConfigError(f"--tuned = {_TUNED.value}: has no routers. Run experiments.calibrate.")
+    if not run.config.exits:
+        raise ConfigError(f"--tuned = {_TUNED.value}: has no exits. Run experiments.tune_exits.")
+    gate = "router" if "router" in gates_of(run.config) else "max_probability"
     scores = calibration.score(run.params, run.config, batches(judged))
-    told = {"auc": aucs(scores, "router"), "oracle_depth": oracle(scores)}
-    return run, frontier(scores, "router") | told
+    told = {"gate": gate, "auc": aucs(scores, gate), "oracle_depth": oracle(scores)}
+    return run, frontier(scores, gate) | told
 
 
 def decoder(params, config, engine: str, prompts: list, **kwargs):
