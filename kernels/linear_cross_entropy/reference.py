@@ -19,7 +19,8 @@ NEGATIVE = -1e30
 """Logit of a row of the table that stands for no token."""
 
 FLOOR = NEGATIVE / 2
-"""The least peak: beside it the exponential of `NEGATIVE` is 0, even where all else is masked."""
+"""The least peak: logits that are masked, or -infinity, are far below it, so that the exponentials
+of a tile that has no others are 0, and not 1 or NaN."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,19 @@
 """A run that took seconds, for the launchers and notebooks that read one."""
 
+import os
+
 import pytest
 import small_runs
 
 from eejax.train.config import Experiment
 from eejax.train.loop import fit
+
+
+@pytest.fixture(scope="session")
+def one_device():
+    """XLA_FLAGS of a process with one device, as a user has, that compiles as these tests do."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return " ".join(flag for flag in flags if "device_count" not in flag)
 
 
 @pytest.fixture(scope="session")

@@ -22,24 +22,29 @@ convergence = functions_of("experiments.reproduce.convergence")
 STEPS = 8
 
 
-def launch(root, workdir, *arguments):
-    process = subprocess.run(
-        [
-            sys.executable, "-m", "experiments.reproduce.convergence", "--tiny",
-            f"--workdir={workdir}", *arguments,
-        ],
-        cwd=root, capture_output=True, text=True, timeout=600, env=os.environ | {"XLA_FLAGS": ""},
-    )  # fmt: skip
-    return process.returncode, process.stdout, process.stderr
+@pytest.fixture(scope="module")
+def launch(repo_root, one_device):
+    def run(workdir, *arguments):
+        process = subprocess.run(
+            [
+                sys.executable, "-m", "experiments.reproduce.convergence", "--tiny",
+                f"--workdir={workdir}", *arguments,
+            ],
+            cwd=repo_root, capture_output=True, text=True, timeout=600,
+            env=os.environ | {"XLA_FLAGS": one_device},
+        )  # fmt: skip
+        return process.returncode, process.stdout, process.stderr
+
+    return run
 
 
 SOME = ("--variants=fig6,fig11_mlp", "--seeds=1", "--json")
 
 
 @pytest.fixture(scope="module")
-def reproduced(repo_root, tmp_path_factory):
+def reproduced(launch, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("convergence")
-    return workdir, *launch(repo_root, workdir, *SOME)
+    return workdir, *launch(workdir, *SOME)
 
 
 def change_held_out(workdir, change):
@@ -76,13 +81,13 @@ def test_it_leaves_what_it_promises(reproduced):
         assert imread(workdir / name).std() > 0.02
 
 
-def test_a_second_call_trains_nothing_and_a_falsified_claim_gives_status_1(repo_root, reproduced):
+def test_a_second_call_trains_nothing_and_a_falsified_claim_gives_status_1(launch, reproduced):
     workdir = reproduced[0]
     before = {p: p.read_text() for p in workdir.glob(f"*/{METRICS}")}
     assert len(before) == 3
 
     change_held_out(workdir, lambda run: {"loss/final": 2.0})
-    code, out, err = launch(repo_root, workdir, *SOME)
+    code, out, err = launch(workdir, *SOME)
     assert code == 0, out + err
     assert err.count(f"resuming after step {STEPS}") == 3 and "validation loss" not in err
     assert [p.read_text().splitlines()[:-1] for p in before] == [
@@ -92,14 +97,14 @@ def test_a_second_call_trains_nothing_and_a_falsified_claim_gives_status_1(repo_
     assert all("+0.00%" in line for line in verdicts(out)[1:])
 
     change_held_out(workdir, lambda run: {"loss/final": 2.05} if run == "fig6_0" else {})
-    code, out, err = launch(repo_root, workdir, *SOME)
+    code, out, err = launch(workdir, *SOME)
     assert code == 1, out + err
     assert [line.split(":")[0] for line in verdicts(out)[1:]] == ["FAILS  fig6", "holds  fig11_mlp"]
     assert "+2.50%" in verdicts(out)[1]
 
 
-def test_an_unknown_variant_is_named(repo_root, tmp_path):
-    code, _, err = launch(repo_root, tmp_path, "--variants=fig7")
+def test_an_unknown_variant_is_named(launch, tmp_path):
+    code, _, err = launch(tmp_path, "--variants=fig7")
     assert code == 1 and "--variants = 'fig7': must be one of 'standard', 'fig6'" in err
 
 

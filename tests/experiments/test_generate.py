@@ -303,27 +303,31 @@ def test_ctrl_c_at_the_prompt_ends_the_session(generate, heard):
     assert [r["prompt"] for r in got["requests"]] == ["early exit"]
 
 
-def launch(root, *arguments, text=""):
-    process = subprocess.run(
-        [sys.executable, "-P", "-m", "experiments.generate", *arguments],
-        cwd=root, capture_output=True, text=True, input=text, timeout=600,
-        env=os.environ | {"XLA_FLAGS": ""},
-    )  # fmt: skip
-    return process.returncode, process.stdout, process.stderr
+@pytest.fixture
+def launch(repo_root, one_device):
+    """Runs the launcher in a process of its own: (exit status, standard output, errors)."""
+
+    def run(*arguments, text=""):
+        process = subprocess.run(
+            [sys.executable, "-P", "-m", "experiments.generate", *arguments],
+            cwd=repo_root, capture_output=True, text=True, input=text, timeout=600,
+            env=os.environ | {"XLA_FLAGS": one_device},
+        )  # fmt: skip
+        return process.returncode, process.stdout, process.stderr
+
+    return run
 
 
-def test_a_session_by_pipe_in_a_process_of_its_own(repo_root, small_run):
-    code, out, err = launch(
-        repo_root, f"--workdir={small_run}", *SMALL, "--interactive", text="early\n\nexit"
-    )
+def test_a_session_by_pipe_in_a_process_of_its_own(launch, small_run):
+    code, out, err = launch(f"--workdir={small_run}", *SMALL, "--interactive", text="early\n\nexit")
     assert code == 0, err
     assert [r["prompt"] for r in json.loads(out.splitlines()[-1])["requests"]] == ["early", "exit"]
     assert err.count("error: prompt = '0 tokens'") == 1 and "> " not in out
 
 
-def test_a_mesh_without_devices_says_in_a_line_how_to_get_some(repo_root, small_run):
+def test_a_mesh_without_devices_says_in_a_line_how_to_get_some(launch, small_run):
     code, _, err = launch(
-        repo_root, f"--workdir={small_run}", "--engine=pipelined", "--mesh.pipe=2", "--prompt=x"
+        f"--workdir={small_run}", "--engine=pipelined", "--mesh.pipe=2", "--prompt=x"
     )
     assert code == 1 and err.startswith("error: --mesh (data, pipe, model) = (1, 2, 1) needs 2")
     assert "XLA_FLAGS=--xla_force_host_platform_device_count=2" in err and err.count("\n") == 1

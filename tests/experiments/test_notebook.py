@@ -14,17 +14,21 @@ def read(root, name):
     return nbformat.read(root / f"experiments/notebooks/{name}.ipynb", as_version=4)
 
 
-def execute(notebook, folder, **settings):
+@pytest.fixture
+def execute(monkeypatch, one_device):
     """The notebook with its outputs, run in `folder` with these settings in its environment."""
-    nbformat.validate(notebook)
-    with pytest.MonkeyPatch.context() as patch:
+
+    def run(notebook, folder, **settings):
+        nbformat.validate(notebook)
         for setting, value in settings.items():
-            patch.setenv(f"EEJAX_NOTEBOOK_{setting}", str(value))
-        patch.setenv("XLA_FLAGS", "")  # one device, as a user has
+            monkeypatch.setenv(f"EEJAX_NOTEBOOK_{setting}", str(value))
+        monkeypatch.setenv("XLA_FLAGS", one_device)
         client = nbclient.NotebookClient(
             notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": folder}}
         )
         return client.execute()
+
+    return run
 
 
 def outputs(notebook, kind):
@@ -36,7 +40,7 @@ def printed(notebook):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_quickstart_runs_and_shows_its_figures(repo_root, tmp_path):
+def test_quickstart_runs_and_shows_its_figures(repo_root, tmp_path, execute):
     executed = execute(read(repo_root, "quickstart"), tmp_path, STEPS=6, WORKDIR=tmp_path / "run")
     images = [o for o in outputs(executed, "display_data") if "image/png" in o.data]
     assert len(images) == 3
@@ -45,7 +49,7 @@ def test_quickstart_runs_and_shows_its_figures(repo_root, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_exits_and_gates_shows_a_run_in_colors_and_curves(repo_root, tmp_path, small_run):
+def test_exits_and_gates_shows_a_run_in_colors_and_curves(repo_root, tmp_path, small_run, execute):
     executed = execute(read(repo_root, "exits_and_gates"), tmp_path, WORKDIR=small_run)
     shown = outputs(executed, "display_data")
     images = [o for o in shown if "image/png" in o.data]
@@ -66,7 +70,7 @@ def test_exits_and_gates_shows_a_run_in_colors_and_curves(repo_root, tmp_path, s
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_routers_calibrates_and_writes(repo_root, tmp_path, eejax_data):
+def test_routers_calibrates_and_writes(repo_root, tmp_path, eejax_data, execute):
     text = tmp_path / "text.txt"
     whole = (eejax_data / "tinyshakespeare" / "train.txt").read_bytes()
     text.write_bytes(whole[:60_000])

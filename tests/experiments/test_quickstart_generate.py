@@ -1,29 +1,56 @@
 """The whole quickstart on a tiny budget, and generation from the run it leaves."""
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+from launchers import call
 from matplotlib.image import imread
 
+from experiments.launch import MISTAKES
 
-def launch(root, name, *arguments, text=None):
-    process = subprocess.run(
-        [sys.executable, "-m", f"experiments.{name}", *arguments],
-        cwd=root, capture_output=True, text=True, input=text, timeout=600,
-        env=os.environ | {"XLA_FLAGS": "", "COLUMNS": "100"},
-    )  # fmt: skip
-    return process.returncode, process.stdout, process.stderr
+ASKED = ("--max_new_tokens=20", "--cap=4", "--json")
 
 
 @pytest.fixture(scope="module")
-def quickstart(repo_root, tmp_path_factory):
+def launch(repo_root, one_device):
+    """Runs a launcher in a process of its own: (exit status, standard output, errors)."""
+
+    def run(name, *arguments, text=None):
+        process = subprocess.run(
+            [sys.executable, "-m", f"experiments.{name}", *arguments],
+            cwd=repo_root, capture_output=True, text=True, input=text, timeout=600,
+            env=os.environ | {"XLA_FLAGS": one_device, "COLUMNS": "100"},
+        )  # fmt: skip
+        return process.returncode, process.stdout, process.stderr
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def quickstart(launch, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("quickstart")
-    code, out, err = launch(repo_root, "quickstart", "--tiny", "--json", f"--workdir={workdir}")
+    code, out, err = launch("quickstart", "--tiny", "--json", f"--workdir={workdir}")
     assert code == 0, err
     return workdir, out
+
+
+@pytest.fixture
+def generate(quickstart, capsys, monkeypatch):
+    """Runs `experiments.generate` in this process: (its requests, what it printed)."""
+
+    def run(*arguments, text=""):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        capsys.readouterr()
+        call("experiments.generate", f"--workdir={quickstart[0]}", *ASKED, *arguments)
+        out = capsys.readouterr().out
+        return json.loads(out.splitlines()[-1])["requests"], out
+
+    return run
 
 
 def test_it_leaves_what_it_promises(quickstart):
@@ -52,23 +79,15 @@ def test_its_summary_is_consistent(quickstart):
         assert 1 <= m["executed_layers"] <= 4 and sum(m["shares"]) == pytest.approx(1)
 
 
-def test_a_second_run_only_measures(repo_root, quickstart):
+def test_a_second_run_only_measures(launch, quickstart):
     workdir, _ = quickstart
     steps = (workdir / "metrics.jsonl").read_text()
-    code, out, err = launch(repo_root, "quickstart", "--tiny", f"--workdir={workdir}")
+    code, out, err = launch("quickstart", "--tiny", f"--workdir={workdir}")
     assert code == 0 and "resuming after step 30" in err
     assert steps.splitlines()[0] in (workdir / "metrics.jsonl").read_text()
 
 
-def generate(root, workdir, *arguments, text=None):
-    return launch(
-        root, "generate", f"--workdir={workdir}", "--max_new_tokens=20", "--json", *arguments,
-        text=text,
-    )  # fmt: skip
-
-
-def test_engines_agree_where_they_must(repo_root, quickstart):
-    workdir, _ = quickstart
+def test_engines_agree_where_they_must(generate):
     results = {}
     for engine, threshold in [
         ("full", 0.0),
@@ -76,36 +95,35 @@ def test_engines_agree_where_they_must(repo_root, quickstart):
         ("posthoc", 0.3),
         ("recompute", 0.3),
     ]:
-        code, out, err = generate(
-            repo_root, workdir, "--prompt=def f(", f"--engine={engine}", f"--threshold={threshold}"
+        requests, out = generate(
+            "--prompt=def f(", f"--engine={engine}", f"--threshold={threshold}"
         )
-        assert code == 0, err
         assert "tokens/s with engine " + engine in out and "layers each" in out
-        results[engine, threshold] = json.loads(out.splitlines()[-1])["requests"][0]
+        results[engine, threshold] = requests[0]
     assert results["full", 0.0]["tokens"] == results["recompute", 1.0]["tokens"]
     assert results["posthoc", 0.3]["boundaries"] == results["recompute", 0.3]["boundaries"]
     assert set(results["full", 0.0]["boundaries"]) == {4}
     assert min(results["recompute", 0.3]["boundaries"]) < 4
 
 
-def test_batch_from_file_and_standard_input_with_sampling(repo_root, quickstart, tmp_path):
-    workdir, _ = quickstart
+def test_batch_from_file_and_standard_input_with_sampling(generate, launch, quickstart, tmp_path):
     (tmp_path / "a.txt").write_text("import os\n")
     sampled = ["--temperature=1", "--top_k=40", "--top_p=0.95", "--min_p=0.01", "--seed=3"]
-    code, out, err = generate(
-        repo_root, workdir, "--prompt=class A:", f"--prompt_file={tmp_path / 'a.txt'}",
-        "--exits=2", "--threshold=0.2", "--color=always", *sampled,
+    requests, out = generate(
+        "--prompt=class A:", f"--prompt_file={tmp_path / 'a.txt'}", "--exits=2", "--threshold=0.2",
+        "--color=always", *sampled,
     )  # fmt: skip
-    assert code == 0, err
-    requests = json.loads(out.splitlines()[-1])["requests"]
     assert [r["prompt"] for r in requests] == ["class A:", "import os\n"]
     assert all(set(r["boundaries"]) <= {2, 4} and len(r["tokens"]) == 20 for r in requests)
     assert "\x1b[38;5;" in out
 
-    one = [json.loads(generate(repo_root, workdir, *sampled, text="x = ")[1].splitlines()[-1])]
-    one += [json.loads(generate(repo_root, workdir, *sampled, text="x = ")[1].splitlines()[-1])]
-    assert one[0]["requests"] == one[1]["requests"]
-    assert one[0]["requests"][0]["prompt"] == "x = "
+    here, _ = generate(*sampled, text="x = ")
+    workdir = f"--workdir={quickstart[0]}"
+    code, out, err = launch("generate", workdir, *ASKED, *sampled, text="x = ")
+    assert code == 0, err
+    there = json.loads(out.splitlines()[-1])["requests"]
+    assert [r["tokens"] for r in here] == [r["tokens"] for r in there]
+    assert here[0]["prompt"] == there[0]["prompt"] == "x = "
 
 
 @pytest.mark.parametrize(
@@ -119,11 +137,11 @@ def test_batch_from_file_and_standard_input_with_sampling(repo_root, quickstart,
         (["--prompt_file=absent.txt"], "absent.txt"),
     ],
 )
-def test_bad_input_is_named(repo_root, quickstart, arguments, message):
-    code, _, err = generate(repo_root, quickstart[0], *arguments)
-    assert code == 1 and message in err and "Traceback" not in err
+def test_bad_input_is_named(generate, arguments, message):
+    with pytest.raises(MISTAKES, match=re.escape(message)):
+        generate(*arguments)
 
 
-def test_a_folder_without_a_run(repo_root, tmp_path):
-    code, _, err = generate(repo_root, tmp_path, "--prompt=x")
-    assert code == 1 and "holds no checkpoints" in err
+def test_a_folder_without_a_run(launch, tmp_path):
+    code, _, err = launch("generate", f"--workdir={tmp_path}", "--prompt=x")
+    assert code == 1 and "holds no checkpoints" in err and "Traceback" not in err

@@ -17,6 +17,10 @@ from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
 from eejax.inference.state import Request
 
+# Few row counts, each of which is compiled for every segment.
+SMALL = EngineOptions("recompute", cap=4, buckets=(1, 2))
+ORACLE = EngineOptions("posthoc", cap=4)
+
 
 def reference_greedy(p, config, prompt, n, thresholds):
     """n times (token, exit number, logits, confidence) by the uncached float64 model, and the
@@ -130,7 +134,8 @@ def test_recompute_leaves_early_where_posthoc_does(subset, prompts, batch):
     p, config = subset((1, 3))
     asked = prompts(4, [9, 14, 6][:batch])
     oracle, engine = (
-        Generator.make(p, config, EngineOptions(name, cap=8)) for name in ("posthoc", "recompute")
+        Generator.make(p, config, EngineOptions(name, cap=8, buckets=(1, 4)))
+        for name in ("posthoc", "recompute")
     )
     # The model was trained here, so its confidences depend on the machine: take the highest
     # threshold by which enough leaves early.
@@ -155,21 +160,20 @@ def test_recompute_leaves_early_where_posthoc_does(subset, prompts, batch):
 
 
 def test_recompute_equals_posthoc_while_sampling(subset, prompts):
-    p, config = subset((1, 3))
-    asked = prompts(0, [5, 12, 7])
+    p, config = subset((1, 2, 4))
+    asked = prompts(0, [5, 12, 7, 9])
     kwargs = dict(
         threshold=0.3,
-        temperature=[0.0, 0.8, 1.5],
-        top_k=[0, 20, 0],
-        top_p=[1.0, 0.9, 1.0],
-        min_p=[0.0, 0.0, 0.05],
-        seed=[1, 2, 3],
+        temperature=[0.0, 0.8, 1.5, 1.0],
+        top_k=[0, 20, 0, 5],
+        top_p=[1.0, 0.9, 1.0, 1.0],
+        min_p=[0.0, 0.0, 0.05, 0.0],
+        seed=[1, 2, 3, 4],
     )
-    a, b = (
-        Generator.make(p, config, e).generate(asked, 40, **kwargs) for e in ("posthoc", "recompute")
-    )
+    oracle, engine = (Generator.make(p, config, e) for e in (ORACLE, SMALL))
+    a, b = (g.generate(asked, 40, **kwargs) for g in (oracle, engine))
     np.testing.assert_array_equal(a.tokens, b.tokens)
-    alone = Generator.make(p, config, "recompute").generate(
+    alone = oracle.generate(
         asked[1:2], 40, threshold=0.3, temperature=0.8, top_k=20, top_p=0.9, seed=[2]
     )
     assert alone.ids(0) == b.ids(1)  # a draw depends on (seed, position), not on the batch
@@ -238,7 +242,7 @@ def test_the_cap_forces_depth_but_not_the_exit(subset, prompts):
 def test_threshold_one_never_exits_even_when_confidence_rounds_to_one(subset):
     p, config = subset((1,))
     sure = p | {"embed": {"tokens": p["embed"]["tokens"] * 1000}}
-    g = Generator.make(sure, config, "recompute")
+    g = Generator.make(sure, config, SMALL)
     r = g.generate([[5, 6]], 10, threshold=1.0)
     assert (r.exits == config.n_exits).all()
     r = g.generate([[5, 6]], 10, threshold=0.999)
@@ -247,7 +251,7 @@ def test_threshold_one_never_exits_even_when_confidence_rounds_to_one(subset):
 
 def test_thresholds_exits_and_sampling_do_not_recompile(subset, prompts, compiled):
     p, config = subset((1, 3))
-    g = Generator.make(p, config, "recompute")
+    g = Generator.make(p, config, SMALL)
     asked = prompts(2, [10, 13])
     g.generate(asked, 12, threshold=0.5)
     assert compiled  # the listener works
@@ -269,6 +273,7 @@ def test_stops_of_like_number_and_buckets_as_a_list_do_not_recompile(subset, pro
     p, config = subset((1, 3))
     asked, text = prompts(2, [10, 13]), lambda ids: "".join(map(chr, ids))
     g = Generator.make(p, config, EngineOptions("recompute", cap=4, buckets=[1, 2]))
+    assert g.options == SMALL
     run = lambda **kwargs: g.generate(asked, 12, threshold=0.5, **kwargs)
     run(), run(stop_tokens=[1, 2, 3, 4])
     compiled.clear()
@@ -277,23 +282,23 @@ def test_stops_of_like_number_and_buckets_as_a_list_do_not_recompile(subset, pro
     run(stop_strings=["zq"], decode_text=text)  # in chunks of its own
     compiled.clear()
     run(stop_strings=["z", "qqqq"], decode_text=text)
-    again = Generator.make(p, config, EngineOptions("recompute", cap=4, buckets=(1, 2)))
-    assert again.options == g.options
+    again = Generator.make(p, config, SMALL)
     again.generate(asked, 12, threshold=0.5)
     assert not compiled
 
 
 def test_a_row_does_not_depend_on_its_batch_mates(subset, prompts):
+    # By the programs of `test_recompute_equals_posthoc_while_sampling`.
     p, config = subset((1, 2, 4))
     asked = prompts(7, [3, 14, 9, 6])
-    for engine in ("posthoc", "recompute"):
+    for engine in (ORACLE, SMALL):
         g = Generator.make(p, config, engine)
-        together = g.generate(asked, 25, threshold=0.35)
-        oracle, compared = Generator.make(p, config, "posthoc"), 0
+        together = g.generate(asked, 40, threshold=0.35)
+        oracle, compared = Generator.make(p, config, ORACLE), 0
         for i, one in enumerate(asked):
-            alone = oracle.generate([one], 25, threshold=0.35)
+            alone = oracle.generate([one], 40, threshold=0.35)
             tied = np.flatnonzero(alone.margins[0] < TIE)
-            n = tied[0] if len(tied) else 25
+            n = tied[0] if len(tied) else 40
             compared += n
             assert alone.ids(0)[:n] == together.ids(i)[:n]
             assert alone.exits[0, :n].tolist() == together.exits[i, :n].tolist()
@@ -302,11 +307,11 @@ def test_a_row_does_not_depend_on_its_batch_mates(subset, prompts):
 
 def test_prefill_exit_lets_the_first_token_leave(subset, prompts):
     p, config = subset((1,))
-    g = Generator.make(p, config, "recompute")
+    g = Generator.make(p, config, SMALL)
     asked = prompts(0, [8])
-    assert g.generate(asked, 4, threshold=0.0, prefill_exit=True).exits[0].tolist() == [0] * 4
-    r = g.generate(asked, 4, threshold=0.0)
-    assert r.exits[0].tolist() == [1, 0, 0, 0] and r.boundaries[0].tolist() == [5, 1, 1, 1]
+    assert g.generate(asked, 10, threshold=0.0, prefill_exit=True).exits[0].tolist() == [0] * 10
+    r = g.generate(asked, 10, threshold=0.0)
+    assert r.exits[0].tolist() == [1] + [0] * 9 and r.boundaries[0].tolist() == [5] + [1] * 9
 
 
 @pytest.mark.slow
@@ -325,31 +330,32 @@ def test_an_exit_after_all_layers_is_not_the_final_exit(subset, prompts):
 
 def test_stop_tokens_strings_lengths_and_context(subset, prompts):
     p, config = subset((1, 3))
-    g = Generator.make(p, config, "recompute")
+    # A context of which all need a cache of one length, and chunks that most share: each other
+    # one is a program of its own.
+    g = Generator.make(p, config.replace(context_length=60), SMALL)
     asked = prompts(11, [20, 5])
     text = lambda ids: bytes(i for i in ids if i < 256).decode("latin-1")
-    free = g.generate(asked, 40, threshold=0.4)
+    run = lambda asked, **kwargs: [*g.stream(asked, 40, threshold=0.4, **kwargs)][-1]
+    free = run(asked)
     assert free.finish == ("length", "length") and (free.lengths == 40).all()
 
     stop = int(free.tokens[0, 10])
     first = free.ids(0).index(stop)
-    r = g.generate(asked, 40, threshold=0.4, stop_tokens=[stop])
+    r = run(asked, stop_tokens=[stop])
     assert r.ids(0) == free.ids(0)[: first + 1] and r.finish[0] == "stop"
 
     target = text(free.ids(1))[8:11]
     ends = [text(free.ids(i)).find(target) + 3 for i in (0, 1)]
     stops = [end >= 3 for end in ends]  # the other request may come to say the same
     for chunk in (None, 6):
-        *_, r = g.stream(
-            asked, 40, threshold=0.4, stop_strings=[target], decode_text=text, chunk=chunk
-        )
+        r = run(asked, stop_strings=[target], decode_text=text, chunk=chunk)
         for i, (end, stop) in enumerate(zip(ends, stops, strict=True)):
             assert r.ids(i) == (free.ids(i)[:end] if stop else free.ids(i))
             assert r.finish[i] == ("stop" if stop else "length")
         assert stops[1]
 
-    long = g.generate([asked[0] * 7], 40, threshold=0.4)  # 140 of 160 positions
-    assert long.finish == ("context",) and long.lengths[0] == 20
+    long = run([asked[0] * 2, asked[1]])  # 40 of 60 positions
+    assert long.finish == ("context", "length") and long.lengths.tolist() == [20, 40]
     pieces = list(g.stream(asked, 20, threshold=0.4, chunk=6))
     assert [q.tokens.shape[1] for q in pieces] == [1, 7, 13, 19, 20]
     assert pieces[-1].ids(0) == free.ids(0)[:20]
@@ -402,7 +408,7 @@ def test_nan_parameters_are_an_error_and_not_a_token(subset):
     p, config = subset((1,))
     broken = p | {"final": {"norm": {"scale": p["final"]["norm"]["scale"] * jnp.nan}}}
     with pytest.raises(FloatingPointError, match="not finite"):
-        Generator.make(broken, config, "recompute").generate([[1, 2]], 3, threshold=1.0)
+        Generator.make(broken, config, SMALL).generate([[1, 2]], 10, threshold=1.0)
 
 
 @pytest.mark.parametrize("engine", ["recompute", "speculative"])
@@ -412,13 +418,14 @@ def test_an_exit_whose_logits_are_nan_emits_nothing(subset, prompts, engine):
     nan = jax.tree.map(lambda a: a * jnp.nan, p["exits"][name])
     asked = prompts(5, [9])
     full = Generator.make(p, config, "full").generate(asked, 6)
-    broken = Generator.make(p | {"exits": {name: nan}}, config, engine)
+    options = EngineOptions(engine, cap=3, gamma=2, buckets=(1,))
+    broken = Generator.make(p | {"exits": {name: nan}}, config, options)
     assert broken.generate(asked, 6, threshold=0.0).ids(0) == full.ids(0)
 
 
 def test_summary_and_colors(subset, prompts):
     p, config = subset((1, 3))
-    r = Generator.make(p, config, "recompute").generate(prompts(0, [8]), 30, threshold=0.4)
+    r = Generator.make(p, config, SMALL).generate(prompts(0, [8]), 30, threshold=0.4)
     text = r.summary()
     assert text.startswith("30 tokens") and all(
         f"  {n}  " in text for n in ("exit   1", "exit   3", "final  5")

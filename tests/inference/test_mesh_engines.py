@@ -208,9 +208,10 @@ def test_slots_on_a_mesh(engine):
     state = run(admit(state, 1, 0), {3: 0, 0: 1})
     state = admit(slots.free(state, [3]), 2, 3)
     run(run(state, {3: 2, 0: 1}), {3: 2, 0: 1})
-    alone = generator(options)
+    alone = generator(ENGINES["posthoc"] if engine == "recompute" else options)  # compiled above
     for i, n in enumerate([9, 12, 9]):
         want = alone.generate([asked[i], asked[i]], STEPS, threshold=0.12)
+        assert engine != "recompute" or want.margins[0, :n].min() > TIE
         assert len(got[i]) >= n and got[i] == want.ids(0)[: len(got[i])]
 
 

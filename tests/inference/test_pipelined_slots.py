@@ -14,7 +14,7 @@ from eejax.sharding.mesh import MeshConfig
 # A collective that some stage does not take part in never returns: the test ends with it.
 pytestmark = pytest.mark.timeout(600)
 
-CONTEXT = 40
+CONTEXT = 32  # two widths of prompts
 
 
 def engine_of(subset, mesh, cap=4, **kwargs):
@@ -66,7 +66,7 @@ def test_a_slot_that_is_freed_in_the_middle_leaves_nothing_behind(subset, prompt
     state = engine.free(state, [3])
     for empty in (state.position, state.kept, state.desk.done[0], state.desk.come[-1]):
         assert not np.asarray(empty)[3]
-    state, record = engine.generate(state, 3)
+    state, record = engine.generate(state, 5)
     assert not emitted(record, 3)
     got[0] += emitted(record, 0)
 
@@ -81,14 +81,15 @@ def test_a_slot_that_is_freed_in_the_middle_leaves_nothing_behind(subset, prompt
 
     compared = 0
     for prompt, mine in ((asked[0], last), (asked[1], got[0]), (asked[2], got[3])):
-        want = oracle.generate([prompt], CONTEXT - len(prompt), threshold=threshold)
+        limit = CONTEXT - len(prompt)
+        *_, want = oracle.stream([prompt], limit, threshold=threshold, chunk=CONTEXT)
         tied = np.flatnonzero(want.margins[0] < TIE)
         n = min(len(mine), tied[0] if len(tied) else len(mine))
         pairs = list(zip(want.tokens[0].tolist(), want.exits[0].tolist(), strict=True))
         assert mine[:n] == pairs[:n]
         compared += n
     assert (len(last), len(got[0]), len(got[3])) == (6, CONTEXT - 11, CONTEXT - 9)
-    assert compared >= 40
+    assert compared >= 30
 
 
 def test_other_requests_compile_nothing(subset, prompts, compiled):
@@ -105,7 +106,7 @@ def test_other_requests_compile_nothing(subset, prompts, compiled):
     run(0, 1, 5, 0.3)
     assert compiled
     compiled.clear()
-    for i, length in enumerate((1, 17, 39)):
+    for i, length in enumerate((1, 17, 31)):
         run(i, i, length, 0.4 * i)
     assert not compiled
 
@@ -116,13 +117,15 @@ def test_prompts_of_one_call_are_many_or_few(subset, prompts):
     asked = prompts(5, [4, 20, 9])
     rows, first = engine.prefill(asked, ask(engine, asked, 6, 0.3))
     assert (np.asarray(first.exit)[:3] >= 0).all() and (np.asarray(first.exit)[3:] == -1).all()
-    state, record = engine.generate(engine.insert(engine.start(), rows, [2, 0, 1]), 8)
-    assert not emitted(record, 3)
+    state, got = engine.insert(engine.start(), rows, [2, 0, 1]), [[], [], [], []]
+    for _ in range(2):
+        state, record = engine.generate(state, 4)
+        got = [old + emitted(record, slot) for slot, old in enumerate(got)]
+    assert not got[3]
     want = Generator.make(*subset((1, 3)), "posthoc").generate(asked, 6, threshold=0.3)
     assert (want.margins > TIE).all()
     for i, slot in enumerate((2, 0, 1)):
-        got = [int(first.token[i]), *(token for token, _ in emitted(record, slot))]
-        assert got == want.ids(i)
+        assert [int(first.token[i]), *(token for token, _ in got[slot])] == want.ids(i)
 
 
 @pytest.mark.slow
@@ -145,9 +148,9 @@ def test_what_cannot_be_is_named(subset):
         engine_of(subset, dict(pipe=2, data=2), slots=3)
     with pytest.raises(ConfigError, match="context = 161: must be in 2..160"):
         engine_of(subset, dict(pipe=2), context=161)
-    engine = engine_of(subset, dict(pipe=2, data=2))
-    with pytest.raises(ConfigError, match=r"prompts\[0\] = '40 tokens'"):
-        engine.prefill([[1] * 40], ask(engine, [[1] * 40], 4, 1.0))
+    engine = engine_of(subset, dict(pipe=2, data=2, model=2))
+    with pytest.raises(ConfigError, match=r"prompts\[0\] = '32 tokens'"):
+        engine.prefill([[1] * CONTEXT], ask(engine, [[1] * CONTEXT], 4, 1.0))
     rows, _ = engine.prefill([[1, 2]], ask(engine, [[1, 2]], 4, 1.0))
     with pytest.raises(ConfigError, match=r"slots = \[0, 1\]: must be 1 different ones"):
         engine.insert(engine.start(), rows, [0, 1])

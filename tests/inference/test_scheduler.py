@@ -149,7 +149,7 @@ def test_real_requests_that_come_and_go(subset, prompts, compiled, engine):
     nothing compiled after the first requests."""
     p, config = subset((1, 3))
     if engine == "batched":
-        options = BatchOptions(cap=4, drafts=2, chunk=8, buckets=(4, 9))
+        options = BatchOptions(cap=4, drafts=2, chunk=8, buckets=(9,))
         slots = BatchedEngine.make(p, config, options, slots=3, context=48)
     else:
         slots = SlotEngine.make(p, config, engine, slots=3, context=48)

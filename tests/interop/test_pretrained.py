@@ -8,6 +8,7 @@ import pytest
 import eejax
 from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.data import train_bpe
+from eejax.inference import EngineOptions
 from eejax.train.pretrained import tokenizer_of
 
 
@@ -25,17 +26,18 @@ def test_three_lines(eejax_data, tmp_path):
     assert [e.boundary for e in made.config.exits] == [3, 6, 9] and model.config.exits == ()
     assert all(q.auc > 0.6 for q in made.calibrated.qualities)
     plain, result = eejax.generate(model, "ROMEO:", 24)
+    few = EngineOptions(cap=4, buckets=(1,))  # row counts, each of which is compiled
     assert set(result.exits[0, :24].tolist()) == {0} and len(plain) > 10
-    early, result = eejax.generate(made, "ROMEO:", 24, agreement=0.8)
+    early, result = eejax.generate(made, "ROMEO:", 24, agreement=0.8, engine=few)
     assert result.boundaries[0, 1:24].min() < 12
-    never, _ = eejax.generate(made, "ROMEO:", 24, gate="router", threshold=1.0)
+    never, _ = eejax.generate(made, "ROMEO:", 24, gate="router", threshold=1.0, engine=few)
     assert never == plain
     # Out and in again, with its routers.
     made.save(tmp_path / "out")
     again = eejax.load(tmp_path / "out")
     assert again.config.exits == made.config.exits
     thresholds = list(made.calibrated.point(0.8).threshold)
-    same, _ = eejax.generate(again, "ROMEO:", 24, gate="router", threshold=thresholds)
+    same, _ = eejax.generate(again, "ROMEO:", 24, gate="router", threshold=thresholds, engine=few)
     assert same == early
     np.testing.assert_array_equal(
         again.params["exits"]["exit_6"]["router"]["down"],

@@ -217,6 +217,19 @@ def test_a_label_that_is_no_token_makes_nan(label, interpreted):
         assert bad.tolist() == [i == 3 for i in range(20)]
 
 
+def test_tokens_that_a_bias_rules_out_are_as_if_they_were_not(interpreted):
+    """-infinity for whole tiles of them."""
+    (h, table, bias, labels, weights), _ = arguments()
+    bias = jnp.where(jnp.arange(300) < 100, bias, -jnp.inf)
+    args = h, table, bias, jnp.where(labels >= 100, 7, labels), weights
+    for which in ("reference", "interpreter"):
+        got, want = (
+            jax.tree.leaves(through(*args, options=LossOptions(size), implementation=which))
+            for size in (296, 100)
+        )
+        assert_near(got, want, [1e-6] * 8)
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # numpy's, of the interpreter
 def test_nan_states_stay(interpreted):
     (h, *rest), options = arguments()
