@@ -22,7 +22,7 @@ from eejax.inference.batched_state import BatchedState, BatchOptions, blank
 from eejax.inference.engine import CALL, Slots, check_slots
 from eejax.inference.generate import loop, power_of_two
 from eejax.inference.packing import Plan
-from eejax.inference.state import Record, Request, Weights
+from eejax.inference.state import Record, Request, Weights, beside
 from eejax.models.cache import KVCache
 from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig, mesh_axes
@@ -193,10 +193,11 @@ class BatchedEngine(Slots):
     def start(self) -> BatchedState:
         # Rows are written in spans, and all that wait at once: what is behind them is nobody's.
         behind = max(SPAN, self.options.cap, min(PROMPT_SPAN, self.options.chunk))
-        return _start(
+        state = _start(
             self.weights, self.plan, slots=self.slots, length=self.context + behind,
             context=self.context, **self._static,
         )  # fmt: skip
+        return beside(state, self.weights) if self.mesh is None else state
 
     def _prefill(self, tokens, given, request) -> tuple[Joining, Record]:
         m = len(tokens)

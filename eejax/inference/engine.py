@@ -21,7 +21,15 @@ from eejax.common.trees import Tree
 from eejax.inference import generate, posthoc, sharded
 from eejax.inference import state as s
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.state import STOPS, DecodeState, EngineOptions, Record, Request, Weights
+from eejax.inference.state import (
+    STOPS,
+    DecodeState,
+    EngineOptions,
+    Record,
+    Request,
+    Weights,
+    beside,
+)
 from eejax.models.cache import init_cache, varying
 from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig, check_batch, mesh_axes
@@ -266,12 +274,13 @@ class SlotEngine(Slots):
         return dict(config=self.config, options=self.options, mesh=self.mesh)
 
     def start(self) -> DecodeState:
-        return _start(
+        state = _start(
             self.weights,
             slots=self.slots,
             length=self.context + self.options.most_rows,
             **self._static,
         )
+        return beside(state, self.weights) if self.mesh is None else state
 
     def _prefill(self, tokens, given, request) -> tuple[DecodeState, Record]:
         return _prefill(self.weights, tokens, request, **self._static)

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.errors import require, require_array, require_count, require_one_of
@@ -320,6 +322,17 @@ def blank(
         remaining=request.limit,
         request=request,
     )
+
+
+def beside(state: Tree, weights: Weights) -> Tree:
+    """A one-device state that lies as the weights do, and with it what steps return: a program
+    would be compiled again for arrays that JAX may put elsewhere, which weights from a checkpoint
+    are not."""
+    like = jax.tree.leaves(weights)[0]
+    if not like.committed or len(like.devices()) > 1:
+        return state
+    named = isinstance(like.sharding, NamedSharding)
+    return jax.device_put(state, NamedSharding(like.sharding.mesh, P()) if named else like.sharding)
 
 
 def reader(weights: Weights, config: ModelConfig, e: int, h: jax.Array) -> exits.Reader:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from near_ties import TIE
 
 from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, Generator
+from eejax.inference.batched_slots import BatchedEngine
+from eejax.inference.batched_state import BatchOptions
 from eejax.inference.engine import SlotEngine
 from eejax.inference.pipelined_slots import PipelinedSlotEngine
 from eejax.inference.policy import ExitPolicy, gates_of
@@ -19,7 +24,7 @@ from eejax.inference.sampling import Sampling
 from eejax.inference.scripted import ScriptedEngine
 from eejax.inference.state import ENGINES, Request
 from eejax.models.config import ExitConfig, ModelConfig
-from eejax.sharding.mesh import MeshConfig
+from eejax.sharding.mesh import MeshConfig, make_mesh
 
 CONTEXT = 48
 MASK = {"propagate": "mask"}
@@ -124,6 +129,26 @@ def test_slots_compile_once(subset, prompts, compiled):
     assert compiled
     compiled.clear()
     run(3, [1, 30, 17, 44, 9, 2, 33])
+    assert not compiled
+
+
+@pytest.mark.parametrize("kind", ["recompute", "batched"])
+def test_weights_of_a_checkpoint_are_compiled_for_once(kind, subset, prompts, compiled):
+    """They are restored to a mesh of one device, and new states are not."""
+    p, config = subset((1,))
+    p = jax.device_put(p, NamedSharding(make_mesh(MeshConfig()), P()))
+    if kind == "batched":
+        options = BatchOptions(cap=2, buckets=(2,), chunk=16, drafts=0)
+        slots = BatchedEngine.make(p, config, options, slots=2, context=CONTEXT)
+    else:
+        slots = SlotEngine.make(p, config, SMALL, slots=2, context=CONTEXT)
+    (asked,) = prompts(0, [5])
+    rows, _ = slots.prefill([asked], request(config, asked, 20, 0.4))
+    state, _ = slots.generate(slots.insert(slots.start(), rows, [0]), 1)
+    assert compiled
+    compiled.clear()
+    for _ in range(2):
+        state, _ = slots.generate(state, 1)
     assert not compiled
 
 
