@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
+import jax.numpy as jnp
 import pytest
-from launchers import call
+from launchers import call, functions_of
 
 from eejax.common.errors import ConfigError
 from eejax.kernels.specs import OPS
@@ -32,3 +33,16 @@ def test_the_smoke_run_goes_through_every_op(capsys):
 def test_an_unknown_op_is_named():
     with pytest.raises(ConfigError, match="--ops = attention: must be among compact"):
         call(BENCH, "--smoke", "--ops=compact,attention")
+
+
+def test_a_chain_computes_every_call():
+    bench = functions_of(BENCH)
+    run, x = lambda x: x @ x, jnp.ones((64, 64))
+    flops = lambda k: bench.chain(run, k).lower([(x,)] * k).compile().cost_analysis()["flops"]
+    assert flops(4) == pytest.approx(4 * flops(1), rel=0.01)
+
+
+def test_what_is_not_finite_is_an_error():
+    bench, nan = functions_of(BENCH), jnp.array([1.0, jnp.nan])
+    assert bench.error(nan, jnp.ones(2)) == bench.error(jnp.ones(2), nan) == float("inf")
+    assert bench.error(jnp.ones(2) * 1.5, jnp.ones(2)) == 0.5
