@@ -78,7 +78,9 @@ def by_kernels() -> bool:
     """Whether ops that are not asked for an implementation may be run by their kernels. Where not,
     a program may hold what serves XLA better than an op's reference."""
     name = _default.get()
-    return name in ("triton", "interpreter") or (name is None and available())
+    if name is not None:
+        return name != "reference"
+    return (_capability.get() is not None or jax.default_backend() == "gpu") and available()
 
 
 def launch(
@@ -170,8 +172,9 @@ def folded(run: Callable, rows: tuple[int, ...]) -> Callable:
 _said = set()
 
 
-def fall_back(op: str, why: str) -> None:
-    """Warns, once for each reason, that an op's reference runs in place of its kernel."""
-    if (op, why) not in _said:
+def fall_back(op: str, why: str, implementation: str | None) -> None:
+    """Warns, once for each reason, that an op's reference runs in place of its kernel, where that
+    would have run."""
+    if (implementation or by_kernels()) and (op, why) not in _said:
         _said.add((op, why))
         warnings.warn(f"{op}: {why}; the reference runs in place of the kernel", stacklevel=3)

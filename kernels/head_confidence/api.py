@@ -86,7 +86,7 @@ def head_confidence(
         f"must be at most {whole}, the rows of the whole table",
     )  # fmt: skip
     if implementation != "reference" and x.dtype not in DTYPES:
-        call.fall_back("head_confidence", f"{x.dtype} states have no kernel")
+        call.fall_back("head_confidence", f"{x.dtype} states have no kernel", implementation)
         implementation = "reference"
     if n == 0:  # nothing to launch
         implementation = "reference"

@@ -165,7 +165,7 @@ def _checked(h, table, bias, labels, weights, options, axis, implementation) -> 
         f"must be at most the table's {v} rows",
     )  # fmt: skip
     if implementation != "reference" and h.dtype not in DTYPES:
-        call.fall_back("linear_cross_entropy", f"{h.dtype} states have no kernel")
+        call.fall_back("linear_cross_entropy", f"{h.dtype} states have no kernel", implementation)
         implementation = "reference"
     return implementation
 

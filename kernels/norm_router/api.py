@@ -58,7 +58,9 @@ def norm_router(
                 f"must be of shape {shape} beside x of shape {x.shape}",
             )  # fmt: skip
     if implementation != "reference" and not _covered(x.dtype, r):
-        call.fall_back("norm_router", f"{x.dtype} states and a width of {r} have no kernel")
+        call.fall_back(
+            "norm_router", f"{x.dtype} states and a width of {r} have no kernel", implementation
+        )
         implementation = "reference"
     args = x, scale, bias, down, up, up_bias, threshold.astype(jnp.float32)
     return Routed(*_norm_router(options, implementation, *args))

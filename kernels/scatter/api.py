@@ -53,7 +53,9 @@ def scatter(
     if implementation != "reference" and not (
         {x.dtype, into.dtype} <= {jnp.dtype(t) for t in dtypes} and 0 < d <= MOST_WIDTH
     ):
-        call.fall_back("scatter", f"rows of {d} {x.dtype} into {into.dtype} have no kernel")
+        call.fall_back(
+            "scatter", f"rows of {d} {x.dtype} into {into.dtype} have no kernel", implementation
+        )
         implementation = "reference"
     return _scatter(options, implementation, into, x, place.astype(jnp.int32), scale, bias)
 
