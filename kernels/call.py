@@ -26,6 +26,16 @@ IMPLEMENTATIONS = ("reference", "triton", "interpreter")
 """reference: JAX's own operations. triton: the kernel, compiled; for CUDA alone. interpreter: the
 kernel in Triton's interpreter, on the host and slowly, for tests (`kernels.interpreter`)."""
 
+FULL = ("highest", "float32", "F32_F32_F32")
+"""Values of `jax_default_matmul_precision` that ask for more than TF32; so do those that end in
+_X3, _X6 and _X9."""
+
+SHARED_MEMORY = {80: 166_912, 87: 166_912, 90: 232_448, 100: 232_448, 103: 232_448}
+"""Bytes that a block may have, by compute capability; `LEAST_SHARED_MEMORY` of all others since
+8.0 (CUDA C++ Programming Guide, technical specifications by compute capability)."""
+
+LEAST_SHARED_MEMORY = 101_376
+
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 """JAX's own, of which one is there wherever it finds a GPU of NVIDIA's."""
 
@@ -54,7 +64,9 @@ def dispatch(
     run = lambda *a: _vary(kernel(launch, *a), a)
     if implementation == "triton":
         return run(*args)
-    return lax.platform_dependent(*args, cuda=run, default=reference)
+    # Outside of a program the choice is by where the arguments are, which a program goes by.
+    either = lambda *a: lax.platform_dependent(*a, cuda=run, default=reference)
+    return jax.jit(either, inline=True)(*args)
 
 
 @functools.cache
@@ -103,6 +115,23 @@ def launch(
         *args, kernel=kernel, grid=grid, out_shape=list(out), num_warps=warps, num_stages=stages,
         compute_capability=_capability.get(), input_output_aliases=aliases or {}, **constants,
     )  # fmt: skip
+
+
+def precision(dtype: Any) -> str:
+    """Triton's word for how matrices of a dtype are multiplied: by JAX's own setting,
+    `jax_default_matmul_precision`, of which float32 is TF32 on a GPU if nothing is said."""
+    said = jax.config.jax_default_matmul_precision or ""
+    full = said in FULL or said.endswith(("_X3", "_X6", "_X9"))
+    return "ieee" if jnp.dtype(dtype) == jnp.float32 and full else "tf32"
+
+
+def shared_memory() -> int:
+    """Bytes that a block has on the GPUs that programs are compiled for; an A100's where there is
+    none, and nothing is compiled."""
+    number = _capability.get()
+    if number is None and jax.default_backend() == "gpu":
+        number = int(jax.local_devices()[0].compute_capability.replace(".", ""))
+    return SHARED_MEMORY.get(number or 80, LEAST_SHARED_MEMORY)
 
 
 @contextlib.contextmanager

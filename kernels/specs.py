@@ -48,10 +48,12 @@ def normal(key: jax.Array, number: int, shape: tuple[int, ...], dtype: Any, std=
 @dataclasses.dataclass(frozen=True)
 class Case:
     """What an op is timed on. sizes: what the spec's letters are, for tables; moved: bytes that
-    have to be read or written whatever computes it; tiny: whether it is for trying the bench out.
+    have to be read or written whatever computes it; tiny: whether it is for trying the bench out;
+    peer: what of the same arguments it is timed beside too, where that is not the reference alone.
     """
 
     spec: Spec
     sizes: dict[str, Any]
     moved: int
     tiny: bool = False
+    peer: Callable | None = None

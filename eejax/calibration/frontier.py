@@ -26,6 +26,7 @@ from eejax.gates import confidence, router
 from eejax.gates.confidence import GATES
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import argmax
+from eejax.kernels import call
 from eejax.losses.cross_entropy import IGNORE
 from eejax.models import exits, transformer
 from eejax.models.config import ModelConfig
@@ -156,9 +157,20 @@ def _score(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
     n = labels.size
     heads = [exits.head(params, config, e) for e in range(config.n_exits + 1)]
 
-    def one(head, inputs):
+    def by_statistics(head, inputs):
         h, label = inputs
-        y = exits.logits(head._replace(table=head.table.astype(h.dtype)), h)
+        seen = exits.confidence(head, h)
+        gates = {
+            "max_probability": seen.top,
+            "margin": seen.top - seen.second,
+            "entropy": confidence.certain(seen.entropy, config.vocab_size),
+        }
+        picked = exits.label_logits(head, h, jnp.maximum(label, 0))
+        return seen.token, seen.lse - picked, gates
+
+    def by_logits(head, inputs):
+        h, label = inputs
+        y = exits.logits(head, h)
         picked = jnp.take_along_axis(y, jnp.maximum(label, 0)[:, None], 1)[:, 0]
         gates = {
             "max_probability": confidence.max_probability(y),
@@ -167,8 +179,9 @@ def _score(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
         }
         return argmax(y), jax.nn.logsumexp(y, -1) - picked, gates
 
-    rows = []
+    rows, one = [], by_statistics if call.by_kernels() else by_logits
     for e, (head, h) in enumerate(zip(heads, states, strict=True)):
+        head = head._replace(table=head.table.astype(h.dtype))
         tokens, nlls, gates = in_chunks(partial(one, head), (h.reshape(n, -1), labels))
         gates["saturation"] = confidence.saturation(boundaries[e], before[e]).reshape(-1)
         if any(exit_.router for exit_ in config.exits):

@@ -76,5 +76,6 @@ def varying_zero(tree: Tree) -> jax.Array:
     for a in jax.tree.leaves(tree):
         kind = jnp.dtype(a.dtype).kind
         bits = a if kind == "b" else a < 0 if kind in "iu" else jnp.signbit(a)
-        zero = zero + bits[(0,) * bits.ndim].astype(jnp.int32) * 0
+        one = bits[(0,) * bits.ndim] if bits.size else jnp.any(bits)
+        zero = zero + one.astype(jnp.int32) * 0
     return zero

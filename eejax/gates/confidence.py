@@ -74,7 +74,11 @@ def certainty(logits: jax.Array, vocab_size: int) -> jax.Array:
     y = logits - jnp.max(logits, -1, keepdims=True)
     p = jnp.exp(y)
     total = jnp.sum(p, -1)
-    entropy = jnp.log(total) - jnp.sum(p * y, -1) / total
+    return certain(jnp.log(total) - jnp.sum(p * y, -1) / total, vocab_size)
+
+
+def certain(entropy: jax.Array, vocab_size: int) -> jax.Array:
+    """1 - entropy [...] in nats / log(vocab_size)."""
     return jnp.clip(1.0 - entropy / jnp.log(float(max(vocab_size, 2))), 0.0, 1.0)
 
 
@@ -110,10 +114,8 @@ def of_statistics(
     kind: jax.Array, seen: Confidence, memory: Memory, exits: int, vocab: int
 ) -> tuple[jax.Array, Memory]:
     """As `of_logits`, of what `head_confidence` says of logits [b, v] that nobody made."""
-    even = jnp.log(float(max(vocab, 2)))
-    certain = jnp.clip(1.0 - seen.entropy / even, 0.0, 1.0)
     confidence = jnp.where(kind == MARGIN, seen.top - seen.second, seen.top)
-    confidence = jnp.where(kind == ENTROPY, certain, confidence)
+    confidence = jnp.where(kind == ENTROPY, certain(seen.entropy, vocab), confidence)
     return _patient(kind, confidence, seen.token, memory, exits)
 
 

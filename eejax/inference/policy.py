@@ -238,7 +238,8 @@ def consider(
         )
         return conf, open_ & (conf >= threshold), memory
 
-    def by_statistics(emission, memory):
+    def by_statistics(carry):
+        emission, memory = carry
         head = look.head.confidence()
         seen, after = confidence.of_statistics(
             kind, head, memory, config.n_exits, config.vocab_size
@@ -246,7 +247,8 @@ def consider(
         conf, fires, memory = fired(seen, after, memory)
         return _said(emission, e, head.token, jnp.log(head.top), conf, fires, drafts), memory
 
-    def by_logits(emission, memory):
+    def by_logits(carry):
+        emission, memory = carry
         logits = look.head.logits()
         top = argmax(logits)
         seen, after = confidence.of_logits(
@@ -269,16 +271,18 @@ def consider(
         drafts = drafts & look.allowed & (emission.exit < 0)
         needed = needed | drafts
     asked = open_ if drafts is None else open_ | drafts
-    emit = by_logits if measure else _either(look, asked, sampling, by_statistics, by_logits)
-    return lax.cond(jnp.any(needed), emit, lambda *c: c, emission, memory)
+    by_statistics = None if measure or look.head.confidence is None else by_statistics
+    samples = asked & (sampling.temperature > 0)
+    return _emitted((emission, memory), needed, samples, by_logits, by_statistics)
 
 
-def _either(look: Look, asked, sampling, by_statistics: Callable, by_logits: Callable) -> Callable:
-    """The one of two ways that serves all who are `asked` [b] for a token."""
-    if look.head.confidence is None:
-        return by_logits
-    samples = jnp.any(asked & (sampling.temperature > 0))
-    return lambda *c: lax.cond(samples, by_logits, by_statistics, *c)
+def _emitted(carry, needed, samples, by_logits: Callable, by_statistics: Callable | None):
+    """What becomes of `carry`: nothing where nobody `needed` [b] a look at the head, else what all
+    are served by. One choice of three, as a GPU waits for each."""
+    if by_statistics is None:
+        return lax.cond(jnp.any(needed), by_logits, lambda c: c, carry)
+    way = jnp.where(jnp.any(needed), jnp.where(jnp.any(samples), 1, 2), 0)
+    return lax.switch(way, (lambda c: c, by_logits, by_statistics), carry)
 
 
 def conclude(emission: Emission, look: Look, sampling: Sampling, measure: bool = False) -> Emission:
@@ -298,8 +302,9 @@ def conclude(emission: Emission, look: Look, sampling: Sampling, measure: bool =
         token = choose(logits, sampling, look.position)
         return _said(emission, look.e, token, log_probability(logits, token), conf, open_)
 
-    emit = by_logits if measure else _either(look, open_, sampling, by_statistics, by_logits)
-    return lax.cond(jnp.any(open_), emit, lambda c: c, emission)
+    by_statistics = None if measure or look.head.confidence is None else by_statistics
+    samples = open_ & (sampling.temperature > 0)
+    return _emitted(emission, open_, samples, by_logits, by_statistics)
 
 
 def top_gap(logits: jax.Array, top: jax.Array) -> jax.Array:

@@ -330,20 +330,21 @@ def _zeros(shape, labels) -> jax.Array:
 def _forward(spec: _Spec, hs, table, biases, labels, weights, coefficients, teacher):
     rows, d = table.shape
     counted = _counted(labels, spec.options[0].vocab_size)
-    # Accumulated as [d, v]: h.T @ g is a faster product than g.T @ h on CPU.
-    d_table = _zeros((d, rows), labels)
+    # h.T @ g is a faster product than g.T @ h on CPU; kernels add to [v, d].
+    upright = any(_by_kernels(spec, e) for e in range(len(hs)))
+    d_table = _zeros((rows, d) if upright else (d, rows), labels)
     costs, sums, d_hs, d_biases, d_weights = [], [], [], [], []
     for e, h in enumerate(hs):
         if _by_kernels(spec, e):
             (cost, nll), d = kernel.sums_and_gradients(
                 h, table, biases[e], labels, None if weights is None else weights[e],
                 options=_kernel_options(spec, e), axis=spec.axis, scale=coefficients[e],
-                into=d_table.T, skip=_skip(spec, e, coefficients),
+                into=d_table, skip=_skip(spec, e, coefficients),
             )  # fmt: skip
             costs.append(cost)
             sums.append(nll)
             d_hs.append(d.h)
-            d_table = d.table.T
+            d_table = d.table
             d_biases.append(d.bias)
             d_weights.append(None if weights is None else d.weights)
             continue
@@ -359,19 +360,20 @@ def _forward(spec: _Spec, hs, table, biases, labels, weights, coefficients, teac
             z = _taught_logits(spec, e, teacher, cut)
             first = _first(spec, rows)
             cost, nll, norms = _costs(spec, e, y, z, label, first)
-            new = jnp.sum(cost * cut(weight)), jnp.sum(nll * cut(weight))
+            more = jnp.sum(cost * cut(weight)), jnp.sum(nll * cut(weight))
             scale = cut(weight) * coefficients[e].astype(jnp.float32)
             g = _logits_gradient(spec, e, y, z, norms, label, first, scale)
             if d_bias is not None:
                 d_bias = d_bias + g.sum(0)
             g = g.astype(part.dtype)
             product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-            d_table = d_table + product("nd,nv->dv", part, g)
+            new = product("nv,nd->vd", g, part) if upright else product("nd,nv->dv", part, g)
+            d_table = d_table + new
             # A chunk's hidden states are not read again: their gradient takes their place.
             h = paste(h, product("nv,vd->nd", g, work).astype(h.dtype))
             if d_weight is not None:
                 d_weight = paste(d_weight, cost * cut(counted))
-            return (totals[0] + new[0], totals[1] + new[1]), h, d_table, d_bias, d_weight
+            return (totals[0] + more[0], totals[1] + more[1]), h, d_table, d_bias, d_weight
 
         d_bias = None if biases[e] is None else _zeros((rows,), labels)
         d_weight = None if weights is None else _zeros(labels.shape, labels)
@@ -388,6 +390,7 @@ def _forward(spec: _Spec, hs, table, biases, labels, weights, coefficients, teac
         d_weights.append(d_weight)
     results = _results(spec, coefficients, costs, sums)
     like = jax.tree.map(lambda a: jnp.zeros((), a.dtype), (table, biases, coefficients))
+    d_table = d_table if upright else d_table.T
     gradients = (tuple(d_hs), d_table, tuple(d_biases), tuple(d_weights), jnp.stack(costs))
     return results, (gradients, coefficients, like)
 
@@ -402,7 +405,7 @@ def _backward(spec: _Spec, saved, cotangents):
         weights = tuple(scaled(_once(spec, a) * c[e], a) for e, a in enumerate(d_weights))
     return (
         tuple(scaled(a, a) for a in d_hs),
-        scaled(d_table.T, like[0]),
+        scaled(d_table, like[0]),
         tuple(scaled(a, b) for a, b in zip(d_biases, like[1], strict=True)),
         None,
         weights,

@@ -74,17 +74,41 @@ def logits(head: Head, h: jax.Array, axis: str | None = None) -> jax.Array:
     rows = head.table.shape[0]
     y = jnp.einsum("...d,vd->...v", h, head.table, preferred_element_type=jnp.float32)
     lift = lambda a: a.reshape((1,) * (y.ndim - 1) + a.shape)
-    if head.bias is not None:
-        y = y + lift(head.bias.astype(jnp.float32))
-    o = head.options
-    if o.softcap is not None:
-        y = o.softcap * jnp.tanh(y / o.softcap)
-    if o.temperature != 1.0:
-        y = y / o.temperature
-    if axis is None and rows == o.vocab_size:
+    y = _shaped(y, None if head.bias is None else lift(head.bias), head.options)
+    if axis is None and rows == head.options.vocab_size:
         return y
     first = lax.axis_index(axis) * rows if axis else 0
-    return jnp.where(lift(first + jnp.arange(rows) < o.vocab_size), y, layers.NEGATIVE)
+    known = lift(first + jnp.arange(rows) < head.options.vocab_size)
+    return jnp.where(known, y, layers.NEGATIVE)
+
+
+def _shaped(y: jax.Array, bias: jax.Array | None, o: HeadOptions) -> jax.Array:
+    """Logits of products y with rows of the table, and these rows' bias."""
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    if o.softcap is not None:
+        y = o.softcap * jnp.tanh(y / o.softcap)
+    return y if o.temperature == 1.0 else y / o.temperature
+
+
+def confidence(head: Head, h: jax.Array, axis: str | None = None) -> Confidence:
+    """What is to be known of `logits` of states [n, d], without making them where there is a
+    kernel."""
+    return _confidence(head, h, {}, None, axis)
+
+
+def _confidence(head, h, norm: Tree, norm_options, axis) -> Confidence:
+    o = head.options
+    options = Options(o.vocab_size, norm_options, o.softcap, o.temperature)
+    return head_confidence(
+        h, norm.get("scale"), norm.get("bias"), head.table, head.bias, options=options, axis=axis
+    )
+
+
+def label_logits(head: Head, h: jax.Array, labels: jax.Array) -> jax.Array:
+    """float32 [n]: of `logits` of states [n, d] those of their labels [n]."""
+    y = jnp.einsum("nd,nd->n", h, head.table[labels], preferred_element_type=jnp.float32)
+    return _shaped(y, None if head.bias is None else head.bias[labels], head.options)
 
 
 def whole_logits(head: Head, h: jax.Array, axes: Axes = LOCAL) -> jax.Array:
@@ -188,16 +212,10 @@ def reader(params: Tree, config: ModelConfig, e: int, h: jax.Array, axes: Axes =
 
     def confidence():
         p, x = _unnormed(params, config, e, h[:, None], axes)
-        y = head(params, config, e)
-        normed = "norm" in p
-        norm = p["norm"] if normed else {}
-        options = Options(
-            y.options.vocab_size, layers.norm_options(config) if normed else None,
-            y.options.softcap, y.options.temperature,
-        )  # fmt: skip
-        return head_confidence(
-            shards.enter(x, axes)[:, 0], norm.get("scale"), norm.get("bias"), y.table, y.bias,
-            options=options, axis=axes.model,
+        norm = p.get("norm", {})
+        return _confidence(
+            head(params, config, e), shards.enter(x, axes)[:, 0], norm,
+            layers.norm_options(config) if norm else None, axes.model,
         )  # fmt: skip
 
     return Reader(logits, confidence if call.by_kernels() else None)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from eejax.kernels import norms
+from eejax.kernels import call, norms
 from eejax.kernels.head_confidence.reference import LOWEST, Options, Statistics
 
 PROGRAMS = 216
@@ -193,7 +193,7 @@ def statistics(launch, options: Options, x, scale, bias, table, head_bias, allow
         LAYER=bool(norm) and norm.kind == "layernorm", BIAS=bool(norm) and bias is not None,
         PLUS_ONE=bool(norm) and norm.plus_one, HEAD_BIAS=head_bias is not None,
         SOFTCAP=float(options.softcap or 0), TEMPERATURE=float(options.temperature),
-        PRECISION="ieee" if x.dtype == jnp.float32 else "tf32",
+        PRECISION=call.precision(x.dtype),
     )  # fmt: skip
     programs = triton.cdiv(rows, own["SPAN"])
     given = [x if a is None else a for a in (scale, bias, table.astype(x.dtype), head_bias)]

@@ -185,8 +185,8 @@ def _alike(inputs, axis: str | None):
 
 def chunk_size(n: int, v: int, itemsize: int) -> int:
     """Tokens of a chunk, which divide n evenly but for `MULTIPLE`."""
-    chunks = max(-(-n * v * itemsize // SCRATCH), min(2, -(-n // FEW)))
-    even = -(-n // chunks)
+    chunks = max(-(-n * v * itemsize // SCRATCH), min(2, -(-n // FEW)), 1)
+    even = -(-max(n, 1) // chunks)
     return even + -even % MULTIPLE
 
 
@@ -227,7 +227,7 @@ def _problem(static: _Static, h, table, bias, labels, weights) -> _Problem:
     own = labels.astype(jnp.int32) - first
     labels = jnp.where((own >= 0) & (own < count), own, -1)
     chunk = chunk_size(n, v, h.dtype.itemsize)
-    rows, wide = -n % chunk, -d % WIDTH
+    rows, wide = -n % chunk if n else chunk, -d % WIDTH
     pad = lambda a, *by: jnp.pad(a, [(0, b) for b in by])
     labels = jnp.pad(labels, (0, rows), constant_values=-1)
     tokens = _Tokens(labels, pad(weights, rows), pad(counted, rows))

@@ -37,6 +37,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from eejax.kernels import call
 from eejax.kernels.linear_cross_entropy import reference
 from eejax.kernels.linear_cross_entropy.reference import LossOptions, Statistics
 
@@ -46,6 +47,7 @@ ROWS = 128  # of a program
 WIDE = 768  # of narrower states it takes half: two programs fit a multiprocessor, one multiplies
 # while the other, which is soon done with that, takes exponentials and writes
 GROUP = 16  # blocks of rows that go through the vocabulary together, to read the table once
+DEEP = 147_456  # bytes of shared memory of a large program's tiles of 64 columns of states
 ELEMENTS = 8192  # of a program that only reads and writes
 
 
@@ -125,7 +127,8 @@ def gradient_kernel(
     N: tl.constexpr, V: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """A block of rows by a tile of columns; g takes the place of what was kept."""
-    tile, block = tl.program_id(0), tl.program_id(1)
+    tiles: tl.constexpr = (V + BV - 1) // BV
+    tile, block = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     row, column = block * BN + tl.arange(0, BN), tile * BV + tl.arange(0, BV)
     real, inside = row < N, column < V
     both = real[:, None] & inside[None, :]
@@ -151,14 +154,15 @@ def statistics(
     bv = reference.tile(options, h.dtype)
     bn = min(ROWS if d >= WIDE else ROWS // 2, max(16, triton.next_power_of_2(n)))
     tiles = triton.cdiv(v, bv)
+    deep = bn == ROWS and call.shared_memory() >= DEEP
     shapes = (tiles, n), (tiles, n), (n,), (n, v) if keep else (1, 1)
     dtypes = jnp.float32, jnp.float32, jnp.float32, h.dtype
     peaks, totals, picked, kept = launch(
         h, table, table if bias is None else bias, labels, count, kernel=statistics_kernel,
         grid=(triton.cdiv(n, bn) * tiles,), out=list(map(jax.ShapeDtypeStruct, shapes, dtypes)),
         N=n, D=d, V=v, CAP=options.softcap, TEMPERATURE=options.temperature, BIAS=bias is not None,
-        KEEP=keep, PRECISION="ieee" if single else "tf32", GROUP=GROUP, BN=bn, BV=bv,
-        BD=16 if single else 64 if bn == ROWS else 32, warps=4 if bn <= 32 else 8,
+        KEEP=keep, PRECISION=call.precision(h.dtype), GROUP=GROUP, BN=bn, BV=bv,
+        BD=16 if single else 64 if deep else 32, warps=4 if bn <= 32 else 8,
         stages=3 if single else 4,
     )  # fmt: skip
     return Statistics(peaks, totals, picked, kept if keep else None)
@@ -173,7 +177,7 @@ def gradient(launch, options: LossOptions, kept, peaks, lse, rise, own, labels, 
     sums = (1, 1) if bias is None else (blocks, v)
     g, d_bias = launch(
         kept, peaks, lse, rise, own, labels, kernel=gradient_kernel,
-        grid=(triton.cdiv(v, bv), blocks), aliases={0: 0}, N=n, V=v, BIAS=bias is not None,
+        grid=(triton.cdiv(v, bv) * blocks,), aliases={0: 0}, N=n, V=v, BIAS=bias is not None,
         out=[jax.ShapeDtypeStruct(kept.shape, kept.dtype), jax.ShapeDtypeStruct(sums, jnp.float32)],
         BN=bn, BV=bv, warps=8,
     )  # fmt: skip

@@ -14,13 +14,16 @@ from eejax.kernels.specs import DTYPES, Spec, normal
 RMS, ONE = NormOptions("rmsnorm", 1e-6), NormOptions("rmsnorm", 1e-6, plus_one=True)
 LAYER = NormOptions("layernorm", 1e-5)
 
-# Rows, width of the model and of the router, norm, whether that has a bias.
+# Rows, width of the model and of the router, norm, whether that has a bias; and whether a product
+# of a state and its scale is more than float16 holds.
 SMALL = (
     (1, 64, 16, RMS, False),
     (5, 200, 48, LAYER, True),
     (37, 96, 100, ONE, False),
     (64, 512, 64, LAYER, False),
     (1030, 64, 16, RMS, True),
+    (3, 200, 32, RMS, False, True),
+    (20, 96, 16, LAYER, True, True),
 )
 LARGE = (
     (1, 4096, 128, RMS, False),
@@ -32,11 +35,16 @@ LARGE = (
 )
 
 
-def draw(key, n: int, d: int, r: int, norm: NormOptions, bias: bool, dtype: str) -> tuple:
+def draw(
+    key, n: int, d: int, r: int, norm: NormOptions, bias: bool, dtype: str, outlier: bool = False
+) -> tuple:
     """States with a mean, so that the two norms differ, and the arguments beside them."""
     make = partial(normal, key, dtype=dtype)
+    x, scale = make(0, (n, d), mean=0.5), make(1, (d,), std=0.2, mean=1.0 - norm.plus_one)
+    if outlier:  # as some columns of trained models are, for every token
+        x, scale = x.at[:, d // 3].set(4e4), scale.at[d // 3].set(5.0)
     return (
-        make(0, (n, d), mean=0.5), make(1, (d,), std=0.2, mean=0.0 if norm.plus_one else 1.0),
+        x, scale,
         make(2, (d,), std=0.2) if bias else None, make(3, (d, r), std=d**-0.5),
         make(4, (r,), std=2 * r**-0.5), make(5, ()),
         jax.random.uniform(jax.random.fold_in(key, 6), (n,), jnp.float32),
@@ -46,14 +54,15 @@ def draw(key, n: int, d: int, r: int, norm: NormOptions, bias: bool, dtype: str)
 def _specs(cases: tuple, small: bool) -> tuple[Spec, ...]:
     return tuple(
         Spec(
-            f"{dtype}-{n}x{d}x{r}-{norm.kind}{'+1' * norm.plus_one}{'-bias' * bias}",
+            f"{dtype}-{n}x{d}x{r}-{norm.kind}{'+1' * norm.plus_one}{'-bias' * bias}"
+            f"{'-outlier' * any(outlier)}",
             partial(norm_router, options=norm),
-            partial(draw, n=n, d=d, r=r, norm=norm, bias=bias, dtype=dtype),
+            partial(draw, n=n, d=d, r=r, norm=norm, bias=bias, dtype=dtype, outlier=any(outlier)),
             {"options": norm},
             small,
         )
         for dtype in DTYPES
-        for n, d, r, norm, bias in cases
+        for n, d, r, norm, bias, *outlier in cases
     )
 
 

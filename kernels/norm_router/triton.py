@@ -5,6 +5,9 @@ only known at the end and divides what was summed. For LayerNorm states are take
 mean of their first tile, so that a large mean costs no precision, and what is left of the mean is
 subtracted at the end, times the scale's own product with `down`.
 
+Float16 holds states, but not always their products with scales: these are taken relative to the
+largest of them, by which the sums are multiplied at the end.
+
 Few rows would keep few multiprocessors busy: they are cut along d, and a second kernel adds up.
 """
 
@@ -15,6 +18,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from eejax.kernels import call
 from eejax.kernels.norms import NormOptions
 
 BLOCKS = 64  # fewer blocks of rows than this are cut along d
@@ -45,6 +49,14 @@ def _sums(
     if LAYER:
         first = tl.load(x_ptr + here + i[None, :], mask=real[:, None] & (i < D)[None, :], other=0.0)
         shift = tl.sum(first.to(tl.float32), 1) / min(BD, D)
+    half: tl.constexpr = down_ptr.dtype.element_ty == tl.float16
+    most = 1.0
+    if half:
+        largest = tl.zeros((BD,), tl.float32)
+        for k in tl.range(0, SPAN, BD, num_stages=1):
+            at = begin + k + i
+            largest = tl.maximum(largest, tl.abs(_scales(scale_ptr, at, at < D, PLUS_ONE)))
+        most = tl.maximum(tl.max(largest, 0), 1e-30) * (2.0 if LAYER else 1.0)  # x - shift: twice x
     product = tl.zeros((BN, BR), tl.float32)
     total, square = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
     of_scale, of_bias = tl.zeros((BR,), tl.float32), tl.zeros((BR,), tl.float32)
@@ -67,8 +79,12 @@ def _sums(
             bias = tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
             of_bias += tl.sum(down.to(tl.float32) * bias[:, None], 0)
         square += tl.sum(y * y, 1)
+        if half:
+            scale = scale / most
         y = (y * scale[None, :]).to(down.dtype)
         product = tl.dot(y, down, product, input_precision=PRECISION)
+    if half:
+        product *= most
     return product, total, square, of_scale, of_bias
 
 
@@ -176,7 +192,7 @@ def norm_router(launch, options: NormOptions, x, scale, bias, down, up, up_bias,
     own = dict(
         N=n, D=d, R=r, BR=max(16, triton.next_power_of_2(r)), LAYER=options.kind == "layernorm",
         BIAS=bias is not None, PLUS_ONE=options.plus_one,
-        PRECISION="ieee" if x.dtype == jnp.float32 else "tf32",
+        PRECISION=call.precision(x.dtype),
     )  # fmt: skip
     # As much of a matrix at a time as is 16 KiB, so that three tiles fit the smallest chip.
     tile = 2**14 // (own["BR"] * x.dtype.itemsize)

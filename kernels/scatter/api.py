@@ -12,7 +12,7 @@ from eejax.kernels import call
 from eejax.kernels.norms import NormOptions
 from eejax.kernels.scatter import reference
 
-MOST_WIDTH = 2**15  # a row is held whole
+MOST_WIDTH = 2**14  # a row is held whole, in registers
 
 
 def scatter(

@@ -27,6 +27,7 @@ LARGE = (
     (64, 8, 8192, LAYER, True),
     (512, 300, 768, None, False),
     (64, 64, 5120, ONE, False),
+    (4, 2, 16384, LAYER, True),
 )
 
 

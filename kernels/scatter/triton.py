@@ -44,7 +44,7 @@ def scatter(launch, options: NormOptions | None, into, x, place, scale, bias):
     (out,) = launch(
         into, x, place, x if scale is None else scale, x if bias is None else bias,
         kernel=scatter_kernel, grid=(n,), out=[jax.ShapeDtypeStruct(into.shape, into.dtype)],
-        aliases={0: 0}, warps=max(1, min(8, bd // 512)), M=m, D=d, EPS=norm.eps,
+        aliases={0: 0}, warps=max(1, min(16, bd // 512)), M=m, D=d, EPS=norm.eps,
         NORM=options is not None, LAYER=norm.kind == "layernorm", BIAS=bias is not None,
         PLUS_ONE=norm.plus_one, BD=bd,
     )  # fmt: skip

@@ -26,6 +26,7 @@ from eejax.gates.confidence import GATES, Memory
 from eejax.inference import Generator
 from eejax.inference.policy import Emission, ExitPolicy, Look, conclude, consider
 from eejax.inference.sampling import Sampling
+from eejax.kernels import call
 from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.models.exits import Reader
@@ -127,6 +128,16 @@ def test_scores_are_the_exits_own(model, scored, chunk, monkeypatch):
         frontier_module._score.clear_cache()
         scores = score(*model, batches)
         frontier_module._score.clear_cache()
+    assert_own(scores, model, batches)
+
+
+def test_scores_by_kernels_are_the_exits_own(model, scored, interpreted):
+    with call.implementation("interpreter"):
+        scores = score(*model, scored[1])
+    assert_own(scores, model, scored[1])
+
+
+def assert_own(scores, model, batches):
     tokens, nlls, confidences = plain(model, batches)
     np.testing.assert_array_equal(scores.tokens, tokens)
     np.testing.assert_allclose(scores.nlls, nlls, rtol=2e-4, atol=2e-4)

@@ -79,6 +79,25 @@ def test_without_its_variable_it_says_what_to_set():
     assert "set TRITON_INTERPRET=1 before Triton is imported" in done.stderr
 
 
+@pytest.mark.parametrize("said, word", [
+    (None, "tf32"), ("high", "tf32"), ("tensorfloat32", "tf32"), ("highest", "ieee"),
+    ("float32", "ieee"), ("TF32_TF32_F32_X3", "ieee"),
+])  # fmt: skip
+def test_products_are_as_exact_as_jaxs_own(said, word):
+    with jax.default_matmul_precision(said):
+        assert call.precision(jnp.float32) == word
+        assert call.precision(jnp.bfloat16) == "tf32"
+
+
+def test_a_call_outside_of_a_program_goes_where_its_arguments_are(interpreted, monkeypatch):
+    monkeypatch.setattr(call, "available", lambda: True)  # as if there were a GPU too
+    never = lambda launch, x: launch(x, kernel=None, grid=(1,), out=[x])[0]
+    monkeypatch.setattr(
+        call, "launch", lambda *a, **k: jax.ffi.ffi_call("no_such_call", k["out"])(*a)
+    )
+    assert call.dispatch(never, lambda x: x + 1, jnp.ones(2)).tolist() == [2.0, 2.0]
+
+
 def test_a_gpu_without_jax_triton_raises(monkeypatch):
     call.available.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

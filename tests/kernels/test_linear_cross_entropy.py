@@ -191,6 +191,15 @@ def test_what_is_added_scaled_and_skipped(interpreted, chunks_of_eight):
         assert_near(sums, none if skip else total, (1e-6, 1e-6))
 
 
+def test_no_rows(interpreted):
+    (h, table, bias, labels, weights), options = arguments()
+    args = h[:0], table, bias, labels[:0], weights[:0]
+    for which in (None, "reference", "interpreter"):
+        sums, d, _ = through(*args, options=options, implementation=which)
+        assert [float(s) for s in sums] == [0.0, 0.0]
+        assert d.h.shape == (0, 72) and not d.table.any() and not d.bias.any()
+
+
 def test_no_token_counts(interpreted):
     (h, table, bias, labels, weights), options = arguments(**EVERYTHING)
     for ignored, by in ((jnp.full_like(labels, -1), weights), (labels, weights * 0)):

@@ -80,6 +80,13 @@ def test_threshold_one_is_reached_by_none_and_zero_by_all(interpreted):
             assert np.asarray(got.leaves).tolist() == [want] * 4
 
 
+def test_no_rows(interpreted):
+    x, *rest, threshold = arguments()
+    for which in (None, "reference", "interpreter"):
+        got = norm_router(x[:0], *rest, threshold[:0], options=RMS, implementation=which)
+        assert [a.shape for a in got] == [(0,)] * 2
+
+
 def test_nan_states_stay(interpreted):
     x, *rest = arguments()
     x = x.at[2, 5].set(jnp.nan)
