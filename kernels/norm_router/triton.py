@@ -57,6 +57,7 @@ def _sums(
             at = begin + k + i
             largest = tl.maximum(largest, tl.abs(_scales(scale_ptr, at, at < D, PLUS_ONE)))
         most = tl.maximum(tl.max(largest, 0), 1e-30) * (2.0 if LAYER else 1.0)  # x - shift: twice x
+    shrink = 1.0 / most
     product = tl.zeros((BN, BR), tl.float32)
     total, square = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
     of_scale, of_bias = tl.zeros((BR,), tl.float32), tl.zeros((BR,), tl.float32)
@@ -80,7 +81,7 @@ def _sums(
             of_bias += tl.sum(down.to(tl.float32) * bias[:, None], 0)
         square += tl.sum(y * y, 1)
         if half:
-            scale = scale / most
+            scale = scale * shrink
         y = (y * scale[None, :]).to(down.dtype)
         product = tl.dot(y, down, product, input_precision=PRECISION)
     if half:
@@ -201,7 +202,7 @@ def norm_router(launch, options: NormOptions, x, scale, bias, down, up, up_bias,
     results = [jax.ShapeDtypeStruct((n,), jnp.float32), jax.ShapeDtypeStruct((n,), jnp.int8)]
     blocks = triton.cdiv(n, 16)
     if blocks >= BLOCKS or d <= own["BD"]:
-        own["BN"] = bn = _rows(blocks, own)
+        own["BN"] = bn = _rows(blocks, own, x.dtype == jnp.float16)
         confidence, leaves = launch(
             x, scale, bias, down, up, up_bias, threshold, kernel=norm_router_kernel,
             grid=(triton.cdiv(n, bn),), out=results, EPS=options.eps,
@@ -224,9 +225,9 @@ def norm_router(launch, options: NormOptions, x, scale, bias, down, up, up_bias,
     return confidence, leaves.astype(bool)
 
 
-def _rows(blocks: int, own: dict) -> int:
+def _rows(blocks: int, own: dict, half: bool) -> int:
     """A program's rows, where there are enough for all multiprocessors: as many as the registers
     take beside the matrix's tile."""
-    if blocks < 4 * BLOCKS:
+    if blocks < 4 * BLOCKS or half and own["LAYER"] and own["BR"] > 128:
         return 16
     return 32 if own["LAYER"] or own["BR"] > 256 else 64
