@@ -22,7 +22,10 @@ and racecheck say, where it is installed; races in a GPU's own memory, which rac
 show in `identical`. `decode_step` is tokens per second of an engine with router
 gates by kernels over the same without.
 
---smoke goes the same way on any machine, with tiny sizes and XLA's operations on both sides.
+It ends with status 1 where runs differ, an error is `FAR` times XLA's, the sanitizer finds anything
+or a case cannot be run (the largest, whole logits of 8192 tokens and 131072 words, are meant for 80
+GB). --smoke goes the same way on any machine in minutes, with tiny sizes and XLA's operations on
+both sides: its figures say nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +45,10 @@ from eejax.common.errors import ConfigError
 from eejax.kernels.specs import OPS
 from experiments import launch
 
-_OPS = flags.DEFINE_list("ops", list(OPS), "Which of them.")
+DECODE_STEP = "decode_step"
+_OPS = flags.DEFINE_list(
+    "ops", [*OPS, DECODE_STEP], f"Which of them; {DECODE_STEP}: decoding steps with router gates."
+)
 _PAIRS = flags.DEFINE_integer("pairs", 20, "Pairs of runs to time.", lower_bound=2)
 _ONCE = flags.DEFINE_bool(
     "once", False, "Run the kernels' small cases once, for compute-sanitizer."
@@ -61,6 +67,7 @@ SHAPE = dict(
     boundaries=(4, 8, 12),
 )  # of a decoding step: Llama 3.2's of 1B parameters
 TINY = dict(vocab_size=300, n_layers=4, d_model=32, n_heads=2, boundaries=(1, 2))
+FAR = 8  # times the error of XLA's operations, at which a kernel's is wrong
 MOST_BYTES = 2**30  # of the copies of arguments that a chain reads
 COPIED = 2**28  # bytes of each copy of a chain that bandwidth is measured by
 
@@ -68,8 +75,9 @@ COPIED = 2**28  # bytes of each copy of a chain that bandwidth is measured by
 def main() -> None:
     import jax
 
-    if unknown := [op for op in _OPS.value if op not in OPS]:
-        raise ConfigError(f"--ops = {','.join(unknown)}: must be among {', '.join(OPS)}.")
+    known = (*OPS, DECODE_STEP)
+    if unknown := [op for op in _OPS.value if op not in known]:
+        raise ConfigError(f"--ops = {','.join(unknown)}: must be among {', '.join(known)}.")
     if jax.default_backend() != "gpu" and not _SMOKE.value:
         raise ConfigError(
             "there is no GPU: kernels are compiled for CUDA alone. `make test` runs them in "
@@ -77,20 +85,61 @@ def main() -> None:
         )
     if _ONCE.value:
         return once()
-    result = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    result = {
+        "device": jax.devices()[0].device_kind, "jax": jax.__version__, "smoke": _SMOKE.value,
+    }  # fmt: skip
     result["copy_bytes_per_second"] = copied = copy_bandwidth()
     launch.say(f"{result['device']}: copies {copied / 1e9:.0f} GB/s")
-    for op in _OPS.value:
+    result["failed"] = []
+    for op in kernel_ops():
         cases = importlib.import_module(f"eejax.kernels.{op}.bench").CASES
-        result[op] = [measure(c, copied) for c in cases if c.tiny == _SMOKE.value]
-        print(table(op, result[op]))
-    result["decode_step"] = [decode_step(batch) for batch in (1, 8)]
-    print(decode_table(result["decode_step"]))
+        tried = [attempt(c, copied, result["failed"]) for c in cases if c.tiny == _SMOKE.value]
+        result[op] = [told for told in tried if told is not None]
+        if result[op]:
+            print(table(op, result[op]))
+    if DECODE_STEP in _OPS.value:
+        result[DECODE_STEP] = [decode_step(batch) for batch in (1, 8)]
+        print(decode_table(result[DECODE_STEP]))
     result["claims"] = claims(result)
     result["sanitizer"] = {} if _SMOKE.value else sanitizer()
     print("\n".join(f"{k}: {v}" for k, v in result["claims"].items()))
+    wrong = result["failed"] + wrong_cases(result)
+    print("\n".join(wrong), end="\n" * bool(wrong))
     if _JSON.value:
         print(json.dumps(result))
+    if wrong:
+        raise SystemExit(1)
+
+
+def kernel_ops() -> list[str]:
+    return [op for op in _OPS.value if op != DECODE_STEP]
+
+
+def attempt(case, copied: float, failed: list[str]) -> dict | None:
+    """`measure`, or None and what went wrong: one case may need more memory than there is."""
+    import jax
+
+    try:
+        return measure(case, copied)
+    except jax.errors.JaxRuntimeError as error:
+        failed.append(f"{case.spec.name}: {str(error).splitlines()[0]}")
+        launch.say(failed[-1])
+        return None
+
+
+def wrong_cases(result: dict) -> list[str]:
+    """What cannot be: runs that differ, and errors far beyond those of XLA's operations."""
+    said = []
+    for op in kernel_ops():
+        for c in result[op]:
+            sizes = ", ".join(f"{k} {c[k]}" for k in c if k not in FIGURES)
+            if not c["identical"]:
+                said.append(f"{op}, {sizes}: runs differ")
+            if not c["error"] <= FAR * max(c["reference_error"], 1e-6):
+                said.append(f"{op}, {sizes}: error {c['error']}, XLA's {c['reference_error']}")
+    return said + [
+        f"{tool}: {end}" for tool, end in result["sanitizer"].items() if " 0 " not in f" {end} "
+    ]
 
 
 def kernel() -> str:
@@ -101,7 +150,7 @@ def once() -> None:
     """Every op's small specs by its kernel, each in a program of its own."""
     import jax
 
-    for op in _OPS.value:
+    for op in kernel_ops():
         for spec in importlib.import_module(f"eejax.kernels.{op}.arg_specs").SPECS:
             if spec.small:
                 run = jax.jit(lambda *a, spec=spec: spec.run(*a, implementation=kernel()))
@@ -117,7 +166,7 @@ def sanitizer() -> dict[str, str]:
     for tool in ("memcheck", "racecheck"):
         done = subprocess.run(
             [command, f"--tool={tool}", "--error-exitcode=9", sys.executable, "-P", "-m",
-             "experiments.bench_kernels", "--once", f"--ops={','.join(_OPS.value)}"],
+             "experiments.bench_kernels", "--once", f"--ops={','.join(kernel_ops())}"],
             env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
             capture_output=True, text=True,
         )  # fmt: skip
@@ -273,7 +322,7 @@ def decode_step(batch: int) -> dict:
     request = Request.make(config, [32] * batch, [NEW] * batch, policy, Sampling.make(batch))
     begin = lambda: generate.prefill(weights, prompt, request, length=128, **own)[0]
     programs, told = [], dict(batch=batch)
-    for which in (None, "reference"):
+    for which in (kernel() if _SMOKE.value else None, "reference"):
         with call.implementation(which):
             programs.append(generate.decode.lower(weights, begin(), n=NEW, **own).compile())
     states, layers = {}, {}

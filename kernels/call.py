@@ -8,9 +8,9 @@ a program holds is decided when it is compiled and not when it is traced.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import importlib.util
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,59 +19,113 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eejax.common.errors import require_one_of
+from eejax.common.errors import require, require_one_of
 from eejax.common.trees import varying_zero
 
 IMPLEMENTATIONS = ("reference", "triton", "interpreter")
 """reference: JAX's own operations. triton: the kernel, compiled; for CUDA alone. interpreter: the
 kernel in Triton's interpreter, on the host and slowly, for tests (`kernels.interpreter`)."""
 
-FULL = ("highest", "float32", "F32_F32_F32")
+FULL = ("highest", "float32", "F32_F32_F32", "F64_F64_F64")
 """Values of `jax_default_matmul_precision` that ask for more than TF32; so do those that end in
 _X3, _X6 and _X9."""
 
 SHARED_MEMORY = {80: 166_912, 87: 166_912, 90: 232_448, 100: 232_448, 103: 232_448}
-"""Bytes that a block may have, by compute capability; `LEAST_SHARED_MEMORY` of all others since
-8.0 (CUDA C++ Programming Guide, technical specifications by compute capability)."""
+"""Bytes that a block may have, by compute capability; `LEAST_SHARED_MEMORY` of all others from
+`OLDEST` on (CUDA C++ Programming Guide, technical specifications by compute capability)."""
 
 LEAST_SHARED_MEMORY = 101_376
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 """JAX's own, of which one is there wherever it finds a GPU of NVIDIA's."""
 
-_capability = contextvars.ContextVar("compute capability", default=None)
-_default = contextvars.ContextVar("implementation", default=None)
+OLDEST = 80
+"""Compute capability from which on GPUs have bfloat16, and the asynchronous copies of A100s."""
+
+VARIABLE = "EEJAX_KERNELS"
+"""Environment variable: one of `IMPLEMENTATIONS`, for all ops that are not asked for another."""
+
+_said = os.environ.get(VARIABLE) or None
+if _said is not None:
+    require_one_of(f"${VARIABLE}", _said, IMPLEMENTATIONS)
+
+_capability = jax.make_user_context(default_value=None)
+_default = jax.make_user_context(default_value=_said)
 
 
-def dispatch(
-    kernel: Callable, reference: Callable, *args: Any, implementation: str | None = None
-) -> Any:
-    """reference(*args), or the same by kernel(launch, *args), a function of what launches kernels.
+def op(kernel: Callable, reference: Callable, implementation: str | None = None) -> Callable:
+    """reference, or the same by kernel(launch, *args), a function of what launches kernels: to be
+    made once for each way to run it.
 
     Without an `implementation` it is the kernel where the program is compiled for CUDA and the
-    reference elsewhere. Raises `ConfigError` for an unknown one, ImportError where there is a GPU
-    and jax-triton cannot be imported.
+    reference elsewhere. It raises ImportError where there is a GPU and jax-triton cannot be
+    imported, RuntimeError where "triton" is asked for and there is no GPU.
     """
-    implementation = implementation or _default.get()
+
+    def by(launch: Callable) -> Callable:
+        return lambda *args: _vary(kernel(launch, *args), args)
+
+    # Outside of a program the choice is by where the arguments are, which a program goes by.
+    either = lambda *args: lax.platform_dependent(*args, cuda=by(launch), default=reference)
+    either = jax.jit(either, inline=True)
+
+    def run(*args: Any) -> Any:
+        which = implementation or _default.value
+        if which == "reference" or (which is None and not available()):
+            return reference(*args)
+        if which == "interpreter":
+            from eejax.kernels import interpreter
+
+            return by(interpreter.launch)(*args)
+        if which == "triton":
+            require_gpu()
+            return by(launch)(*args)
+        return either(*args)
+
+    return run
+
+
+def require_gpu() -> None:
+    """Raises RuntimeError where nothing is compiled for a GPU."""
+    if _capability.value is None and jax.default_backend() != "gpu":
+        raise RuntimeError(
+            "implementation = 'triton': there is no GPU of NVIDIA's that JAX can use. Ask for "
+            "'reference', or for nothing, which takes what there is; 'interpreter' is for tests."
+        )
+
+
+def chosen(
+    name: str, implementation: str | None, covered: bool, what: str, empty: bool = False
+) -> str | None:
+    """The implementation of op `name` that was asked for, or "reference" where no kernel covers
+    `what` it is to run on, with a warning, or that is `empty`. Raises `ConfigError` for one that
+    there is not."""
     if implementation is not None:
         require_one_of("implementation", implementation, IMPLEMENTATIONS)
-    if implementation == "reference" or (implementation is None and not available()):
-        return reference(*args)
-    if implementation == "interpreter":
-        from eejax.kernels import interpreter
+    if empty:  # nothing to launch
+        return "reference"
+    if covered or implementation == "reference":
+        return implementation
+    # Told once for each reason, and only where the kernel would have run.
+    if (implementation or by_kernels()) and (name, what) not in _told:
+        _told.add((name, what))
+        why = f"{name}: no kernel covers {what}; the reference runs in its place"
+        warnings.warn(why, stacklevel=3)
+    return "reference"
 
-        return _vary(kernel(interpreter.launch, *args), args)
-    run = lambda *a: _vary(kernel(launch, *a), a)
-    if implementation == "triton":
-        return run(*args)
-    # Outside of a program the choice is by where the arguments are, which a program goes by.
-    either = lambda *a: lax.platform_dependent(*a, cuda=run, default=reference)
-    return jax.jit(either, inline=True)(*args)
+
+_told: set[tuple[str, str]] = set()
+
+
+def require_floating(name: str, a: jax.Array) -> None:
+    """Raises `ConfigError` for anything but floating numbers, to whose dtype weights are cast."""
+    require(jnp.issubdtype(a.dtype, jnp.floating), name, a.dtype, "must be of a floating dtype")
 
 
 @functools.cache
 def available() -> bool:
-    """Whether jax-triton can be imported. Raises ImportError where it cannot and there is a GPU."""
+    """Whether jax-triton can be imported, and the GPU, if there is one, is not older than `OLDEST`,
+    which is warned of. Raises ImportError where there is a GPU and it cannot be imported."""
     if not any(map(importlib.util.find_spec, PLUGINS)):  # no GPU, and Triton takes long to import
         return False
     try:
@@ -79,20 +133,32 @@ def available() -> bool:
     except ImportError as error:
         if jax.default_backend() == "gpu":
             raise ImportError(
-                f"there is a GPU, and jax-triton cannot be imported ({error}). Install it with "
-                "pip install 'eejax[gpu]', or ask ops for implementation='reference'."
+                f"there is a GPU, and jax-triton cannot be imported ({error}). Install it, with "
+                f"pip install -e '.[gpu]' in the clone, or set {VARIABLE}=reference."
             ) from error
         return False
+    if (number := _of_gpu()) is not None and number < OLDEST:
+        warnings.warn(
+            f"the GPU's compute capability is {number // 10}.{number % 10}: kernels need "
+            f"{OLDEST // 10}.0, and XLA's own operations take their place", stacklevel=2,
+        )  # fmt: skip
+        return False
     return True
+
+
+def _of_gpu() -> int | None:
+    """Compute capability of this machine's first GPU."""
+    if jax.default_backend() != "gpu":
+        return None
+    return int(float(jax.local_devices()[0].compute_capability) * 10 + 0.5)
 
 
 def by_kernels() -> bool:
     """Whether ops that are not asked for an implementation may be run by their kernels. Where not,
     a program may hold what serves XLA better than an op's reference."""
-    name = _default.get()
-    if name is not None:
-        return name != "reference"
-    return (_capability.get() is not None or jax.default_backend() == "gpu") and available()
+    if _default.value is not None:
+        return _default.value != "reference"
+    return (_capability.value is not None or jax.default_backend() == "gpu") and available()
 
 
 def launch(
@@ -113,7 +179,7 @@ def launch(
 
     return jax_triton.triton_call(
         *args, kernel=kernel, grid=grid, out_shape=list(out), num_warps=warps, num_stages=stages,
-        compute_capability=_capability.get(), input_output_aliases=aliases or {}, **constants,
+        compute_capability=_capability.value, input_output_aliases=aliases or {}, **constants,
     )  # fmt: skip
 
 
@@ -128,37 +194,21 @@ def precision(dtype: Any) -> str:
 def shared_memory() -> int:
     """Bytes that a block has on the GPUs that programs are compiled for; an A100's where there is
     none, and nothing is compiled."""
-    number = _capability.get()
-    if number is None and jax.default_backend() == "gpu":
-        number = int(jax.local_devices()[0].compute_capability.replace(".", ""))
-    return SHARED_MEMORY.get(number or 80, LEAST_SHARED_MEMORY)
+    return SHARED_MEMORY.get(_capability.value or _of_gpu() or 80, LEAST_SHARED_MEMORY)
 
 
-@contextlib.contextmanager
-def implementation(name: str | None):
+def implementation(name: str | None) -> contextlib.AbstractContextManager:
     """Inside of it, ops are run by this one of `IMPLEMENTATIONS` where they are not asked for
-    another. It is taken as programs are traced, so JAX forgets those that it keeps."""
-    with _traced_anew(_default, name):
-        yield
+    another. Programs that were traced outside are not used inside, nor the other way round."""
+    if name is not None:
+        require_one_of("implementation", name, IMPLEMENTATIONS)
+    return _default(name)
 
 
-@contextlib.contextmanager
-def compute_capability(number: int):
+def compute_capability(number: int) -> contextlib.AbstractContextManager:
     """Inside of it, programs are compiled for GPUs of this compute capability (80, 90) whether
-    there is one or not. It is taken as they are traced, so JAX forgets those that it keeps."""
-    with _traced_anew(_capability, number):
-        yield
-
-
-@contextlib.contextmanager
-def _traced_anew(variable: contextvars.ContextVar, value: Any):
-    token = variable.set(value)
-    jax.clear_caches()  # parts of a program are kept too, as functions with their own gradients
-    try:
-        yield
-    finally:
-        variable.reset(token)
-        jax.clear_caches()
+    there is one or not."""
+    return _capability(number)
 
 
 def _vary(results: Any, args: Any) -> Any:
@@ -179,7 +229,13 @@ def folded(run: Callable, rows: tuple[int, ...]) -> Callable:
     @batched.def_vmap
     def rule(size, is_batched, *args):
         has = [any(jax.tree.leaves(b)) for b in is_batched]
-        if any(h and i not in rows for i, h in enumerate(has)):
+        if not size:
+            row = lambda a, h: jax.ShapeDtypeStruct(a.shape[1:] if h else a.shape, a.dtype)
+            one = jax.tree.map(lambda a, h: row(a, h), args, tuple(is_batched))
+            results = jax.tree.map(
+                lambda a: jnp.zeros((0, *a.shape), a.dtype), jax.eval_shape(run, *one)
+            )
+        elif any(h and i not in rows for i, h in enumerate(has)):
             own = {i: a for i, (a, h) in enumerate(zip(args, has, strict=True)) if h}
             one = lambda own: batched(*(own.get(i, a) for i, a in enumerate(args)))
             results = lax.map(one, own)
@@ -196,14 +252,3 @@ def folded(run: Callable, rows: tuple[int, ...]) -> Callable:
         return results, jax.tree.map(lambda _: True, results)
 
     return batched
-
-
-_said = set()
-
-
-def fall_back(op: str, why: str, implementation: str | None) -> None:
-    """Warns, once for each reason, that an op's reference runs in place of its kernel, where that
-    would have run."""
-    if (implementation or by_kernels()) and (op, why) not in _said:
-        _said.add((op, why))
-        warnings.warn(f"{op}: {why}; the reference runs in place of the kernel", stacklevel=3)

@@ -99,7 +99,10 @@ def patch() -> None:
     from triton.runtime import interpreter
 
     if not triton.knobs.runtime.interpret:
-        raise RuntimeError("set TRITON_INTERPRET=1 before Triton is imported: it compiles kernels")
+        raise RuntimeError(
+            "set TRITON_INTERPRET=1 before Triton is imported, in the environment that the process "
+            "starts with: this one compiles kernels"
+        )
     builder = interpreter.InterpreterBuilder
     dot, cast = builder.create_dot, builder.cast_impl
 

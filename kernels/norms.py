@@ -27,6 +27,7 @@ class NormOptions:
 
     def __post_init__(self):
         require_one_of("NormOptions.kind", self.kind, KINDS)
+        object.__setattr__(self, "eps", float(self.eps))  # numpy's are nothing to Triton
         require(self.eps >= 0, "NormOptions.eps", self.eps, "must be at least 0")
 
 

@@ -32,6 +32,7 @@ from eejax.inference.batched_state import (
 )
 from eejax.inference.packing import IN_PLACE, PACKED, Chosen, choose, prompts, wish
 from eejax.inference.policy import Emission, Look, conclude, consider
+from eejax.inference.shaping import shaped
 from eejax.inference.state import Record, Weights
 from eejax.kernels.compact.api import compact
 from eejax.kernels.scatter.api import scatter
@@ -75,23 +76,30 @@ def _look(weights, config, state, e, slot, position, allowed, x, h, before) -> P
     pending, place = state.pending, position % state.pending.fed.shape[1]
     own = jax.tree.map(lambda a: a[slot, place], pending)
     allowed = allowed & (position >= state.position[slot])
-    if e == 0:
-        own = Pending.blank(len(slot)).replace(fed=own.fed)
     request = jax.tree.map(lambda a: a[slot], state.request)
+    shaping, shape = request.shaping, None
+    if e == 0:
+        own = Pending.blank(len(slot), shaping=shaping is not None).replace(fed=own.fed)
+    if shaping is not None:
+        shape = lambda y: shaped(
+            y, shaping, state.prompt[slot], request.start, position + 1, request.stops
+        )
     head = s.reader(weights, config, e, h)
     allowed = allowed & (own.exit < 0)
     look = Look(
         e, x, head, allowed, position + 1, request.progress(position + 1),
-        router.of_exit(weights.params, config, e),
+        router.of_exit(weights.params, config, e), shaping, shape,
     )  # fmt: skip
     none = jnp.full(own.logprob.shape, jnp.inf)
-    emission = Emission(own.token, own.logprob, own.confidence, own.exit, none)
+    emission = Emission(own.token, own.logprob, own.confidence, own.exit, none, own.likely)
     if e == weights.last:
         emission = conclude(emission, look, request.sampling)
     else:
         drafts = None
         if e == 0 and pending.fed.shape[1] > 1:
             drafts = (request.policy.drafts > 0) & ~request.policy.paused
+            if shaping is not None:
+                drafts = drafts & ~shaping.changes
         memory = Memory(own.seen, own.streak, before)
         emission, memory = consider(
             emission, memory, look, request.policy, request.sampling, config, drafts=drafts
@@ -99,7 +107,7 @@ def _look(weights, config, state, e, slot, position, allowed, x, h, before) -> P
         own = own.replace(seen=memory.token, streak=memory.streak)
     own = own.replace(
         token=emission.token, logprob=emission.logprob, confidence=emission.confidence,
-        exit=emission.exit,
+        exit=emission.exit, likely=emission.likely,
     )  # fmt: skip
     slot = jnp.where(allowed, slot, len(state.token))
     return jax.tree.map(lambda a, b: a.at[slot, place].set(b, mode="drop"), pending, own)
@@ -187,14 +195,18 @@ def settle(state: BatchedState) -> BatchedState:
     decided = (
         state.live & (state.standing.ahead > 0) & (at(state.pending.exit, state.position) >= 0)
     )
-    own = lambda s: (s.cache.filled, s.pending.accepted, s.token, s.position, s.remaining)
+    own = lambda s: (
+        s.cache.filled, s.pending.accepted, s.token, s.position, s.remaining,
+        None if s.request.shaping is None else s.prompt,
+    )  # fmt: skip
     run = lambda _: own(_emitted(state))
-    filled, accepted, token, position, remaining = lax.switch(
+    filled, accepted, token, position, remaining, prompt = lax.switch(
         jnp.any(decided).astype(jnp.int32), [lambda c: c, run], own(state)
     )
     return state.replace(
         cache=state.cache.replace(filled=filled), pending=state.pending.replace(accepted=accepted),
         token=token, position=position, remaining=remaining,
+        prompt=state.prompt if prompt is None else prompt,
     )  # fmt: skip
 
 
@@ -220,6 +232,10 @@ def _emitted(state: BatchedState) -> BatchedState:
         )  # fmt: skip
         pending = pending.replace(accepted=put(pending.accepted, accepted))
     n = jnp.sum(emits.astype(jnp.int32), -1)
+    prompt = state.prompt
+    if state.request.shaping is not None:
+        behind = jnp.where(emits, position[:, None] + 1 + order, prompt.shape[1])
+        prompt = prompt.at[jnp.arange(len(n))[:, None], behind].set(token, mode="drop")
     last = jnp.take_along_axis(token, jnp.maximum(n - 1, 0)[:, None], 1)[:, 0]
     token = jnp.where(n > 0, last, state.token)
     position = position + n
@@ -229,7 +245,7 @@ def _emitted(state: BatchedState) -> BatchedState:
         filled = jnp.where(wrong[:, None], jnp.minimum(filled, position[:, None]), filled)
     return state.replace(
         cache=state.cache.replace(filled=filled), pending=pending, token=token, position=position,
-        remaining=jnp.where(ended, 0, state.remaining - n),
+        remaining=jnp.where(ended, 0, state.remaining - n), prompt=prompt,
     )  # fmt: skip
 
 
@@ -244,7 +260,11 @@ def sweep(
     m = options.drafts + 1
     order = jnp.arange(m)[:, None]
     place = (begun[None] + order) % m
-    own = jax.tree.map(lambda a: jnp.take_along_axis(a.T, place, 0), state.pending)
+    taken = lambda a: jnp.take_along_axis(a.T, place, 0)
+    likely = jax.tree.map(
+        lambda a: jnp.take_along_axis(a.swapaxes(0, 1), place[..., None], 0), state.pending.likely
+    )
+    own = jax.tree.map(taken, state.pending.replace(likely=None))
     emits = order < (state.position - begun)[None]
     depth = jnp.array([*config.stops])[own.exit]
     record = Record(
@@ -256,6 +276,7 @@ def sweep(
         margin=jnp.full(emits.shape, jnp.inf),
         drafted=jnp.where(emits, own.drafted, 0),
         accepted=jnp.where(emits, own.accepted, 0),
+        likely=likely,
     )
     work = state.work.replace(sweeps=state.work.sweeps + 1)
     return state.replace(clock=state.clock + 1, work=work), record
@@ -352,8 +373,8 @@ def _chunk(weights, config, options, state, carry):
         if e == 0:
             # Nothing is pending of a prompt; its last row may be seen by no early exit.
             pending = jax.tree.map(
-                lambda a, b: jnp.where(prompting[:, None], b, a), pending,
-                Pending.blank(*pending.fed.shape),
+                lambda a, b: jnp.where(prompting.reshape(-1, *[1] * (a.ndim - 1)), b, a), pending,
+                Pending.blank(*pending.fed.shape, shaping=pending.likely is not None),
             )  # fmt: skip
         pending = _look_flat(
             weights, config, state.replace(pending=pending), e, packed, allowed, x, h, before

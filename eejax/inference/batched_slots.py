@@ -187,6 +187,10 @@ class BatchedEngine(Slots):
         return dict(config=self.config, options=self.options, mesh=self.mesh)
 
     @property
+    def shapes(self) -> bool:
+        return self.options.shaping
+
+    @property
     def max_depth(self) -> int:
         return len(self.weights.segments)
 

@@ -10,6 +10,7 @@ from flax import struct
 
 from eejax.common.errors import require, require_count
 from eejax.inference.packing import Plan, Standing
+from eejax.inference.shaping import Likely, Shaping
 from eejax.inference.state import Request, Weights
 from eejax.models.cache import KVCache, init_cache
 from eejax.models.config import ModelConfig
@@ -27,6 +28,7 @@ class BatchOptions:
     drafts: most tokens of a request that are drafted past one that no exit has decided yet; which
         may, and how many, is said by its `ExitPolicy.drafts`.
     max_depth: segments to load, from the bottom; None: all.
+    shaping: whether requests may bring a `Shaping`.
     """
 
     cap: int = 16
@@ -34,6 +36,7 @@ class BatchOptions:
     chunk: int = 64
     drafts: int = 4
     max_depth: int | None = None
+    shaping: bool = False
 
     def __post_init__(self):
         listed = isinstance(self.buckets, tuple | list)
@@ -46,6 +49,7 @@ class BatchOptions:
         require_count("drafts", self.drafts, least=0)
         if self.max_depth is not None:
             require_count("max_depth", self.max_depth)
+        require(isinstance(self.shaping, bool), "shaping", self.shaping, "must be True or False")
         require(
             not self.buckets or self.buckets[-1] >= self.cap,
             "buckets", self.buckets, f"must reach the cap, {self.cap}, at least",
@@ -88,7 +92,7 @@ class Pending:
     fed: the token the row reads; token, logprob, confidence, exit: of the one that follows, by the
     exit that decided it, -1 while none has: then `token` is a draft. seen, streak: what the gates
     remember of the row (`Memory`). drafted: whether the row behind it began with the draft;
-    accepted: whether that was right.
+    accepted: whether that was right. likely: [slots, m, ...], where requests may ask for them.
     """
 
     fed: jax.Array
@@ -100,12 +104,13 @@ class Pending:
     streak: jax.Array
     drafted: jax.Array
     accepted: jax.Array
+    likely: Likely | None
 
     @classmethod
-    def blank(cls, *shape: int) -> Pending:
+    def blank(cls, *shape: int, shaping: bool) -> Pending:
         none, zero = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.int32)
-        number = jnp.zeros(shape, jnp.float32)
-        return cls(zero, none, number, number, none, none, zero, zero, zero)
+        number, likely = jnp.zeros(shape, jnp.float32), Likely.blank(*shape) if shaping else None
+        return cls(zero, none, number, number, none, none, zero, zero, zero, likely)
 
 
 @struct.dataclass
@@ -118,6 +123,7 @@ class BatchedState:
     since: the sweep in which the first pending row came to the segment it stands at.
     prompt [slots, context], given: the tokens a request came with, and how many. They are more
         than `request.start` where it had been under way before: then what follows is decoded.
+        Behind them, where requests may bring a `Shaping`, what was generated since.
     clock: sweeps since the start.
     """
 
@@ -148,6 +154,8 @@ class BatchedState:
         there is none, as drafting was paused."""
         policy, m = self.request.policy, self.pending.fed.shape[1]
         most = jnp.where(policy.paused, 0, jnp.minimum(policy.drafts, m - 1))
+        if self.request.shaping is not None:  # penalties are of tokens that are decided
+            most = jnp.where(self.request.shaping.changes, 0, most)
         last = at(self.pending.token, self.cache.filled[:, 0] - 1)[:, None]
         most = jnp.where(stops(self.request, last)[:, 0] | (last[:, 0] < 0), 0, most)
         return self.standing.begins(cap, most)
@@ -174,7 +182,7 @@ def blank(
     return BatchedState(
         cache=init_cache(config, slots, length, n + 1, weights.axes),
         waiting=tuple(ring() for _ in range(n)),
-        pending=Pending.blank(slots, options.drafts + 1),
+        pending=Pending.blank(slots, options.drafts + 1, shaping=options.shaping),
         token=zero, position=zero, remaining=zero, since=zero,
         prompt=jnp.zeros((slots, context), jnp.int32), given=zero, clock=jnp.int32(0),
         work=Work(
@@ -182,5 +190,7 @@ def blank(
             jnp.zeros((n + 1,), jnp.uint32), none, none, none,
         ),
         plan=plan,
-        request=Request.blank(config, slots),
+        request=Request.blank(config, slots).replace(
+            shaping=Shaping.blank(slots) if options.shaping else None
+        ),
     )  # fmt: skip

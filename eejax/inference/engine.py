@@ -21,6 +21,7 @@ from eejax.common.trees import Tree
 from eejax.inference import generate, posthoc, sharded
 from eejax.inference import state as s
 from eejax.inference.policy import ExitPolicy
+from eejax.inference.shaping import Shaping
 from eejax.inference.state import (
     STOPS,
     DecodeState,
@@ -43,7 +44,8 @@ class Engine(Protocol):
 
     slots: requests at a time. context: tokens of a request, prompt included. max_depth: segments
     of the model that are loaded. resumes: whether a prompt may hold tokens that were generated
-    before, behind the `request.start` of its own. A state is used once: what a method returns takes
+    before, behind the `request.start` of its own. shapes: whether requests may bring a `Shaping`.
+    A state is used once: what a method returns takes
     its place. Nothing here waits for the device, so what it computes raises nothing: a token
     whose log-probability is not finite came of logits that were not, and is none.
     """
@@ -52,6 +54,7 @@ class Engine(Protocol):
     context: int
     max_depth: int
     resumes: bool
+    shapes: bool
 
     def start(self) -> Any:
         """A state whose slots are all free."""
@@ -99,6 +102,7 @@ class Slots(abc.ABC):
     context: int
 
     resumes = False  # whether prompts may hold tokens that were generated before
+    shapes = False  # whether requests may bring a `Shaping`
 
     @abc.abstractmethod
     def _prefill(
@@ -163,6 +167,7 @@ class Slots(abc.ABC):
         )  # fmt: skip
         n, width = len(prompts), request.stops.shape[1]
         require(width == STOPS, "request.stops", f"{width} a row", f"must be {STOPS} a row")
+        request = request.replace(shaping=shaping_for(request.shaping, self, n))
         rows = {len(a) for a in jax.tree.leaves(request)}
         require(rows == {n}, "request", f"{sorted(rows)} rows", f"must have {n}: one a prompt")
         which = np.minimum(np.arange(generate.power_of_two(n)), n - 1)  # the last one is repeated
@@ -196,6 +201,15 @@ class Slots(abc.ABC):
         require(there, "slots", given.tolist(), f"must be in 0..{self.slots - 1}")
         none = [self.slots] * (n - len(given))
         return np.array([*given, *none], np.int32)
+
+
+def shaping_for(shaping: Shaping | None, engine: Engine, rows: int) -> Shaping | None:
+    """What requests of an engine bring. Raises ConfigError where it takes none."""
+    require(
+        shaping is None or engine.shapes, "shaping", type(shaping).__name__,
+        f"must be None with {type(engine).__name__}", "BatchOptions(shaping=True) takes it.",
+    )  # fmt: skip
+    return Shaping.blank(rows) if shaping is None and engine.shapes else shaping
 
 
 def check_slots(config: ModelConfig, slots: int, context: int | None) -> int:

@@ -106,7 +106,8 @@ def loop(step: Callable, size: int, weights: Weights, state, n: jax.Array | None
     carry = lax.while_loop(
         lambda c: (c[0] < n) & jnp.any(c[1].live), body, (jnp.int32(0), state, records)
     )
-    return carry[1], jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), carry[2])
+    axis = carry[2].token.ndim - 1  # the requests'
+    return carry[1], jax.tree.map(lambda a: a.reshape(-1, *a.shape[axis:]), carry[2])
 
 
 class Decoder(abc.ABC):

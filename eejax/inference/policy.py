@@ -15,6 +15,7 @@ from eejax.common.errors import require, require_array, require_one_of
 from eejax.gates import confidence
 from eejax.gates.confidence import GATES, Memory
 from eejax.inference.sampling import Sampling, argmax, choose
+from eejax.inference.shaping import Likely, Shaping, most_likely
 from eejax.models.config import ModelConfig
 from eejax.models.exits import Reader
 
@@ -173,7 +174,8 @@ class Emission(NamedTuple):
     """The token a step emits for each request; arrays [b].
 
     exit: number of the emitting exit (the last: the final one), -1 while undecided. margin: the
-    smallest distance to another outcome so far, where it is measured (`state.Record`).
+    smallest distance to another outcome so far, where it is measured (`state.Record`). likely: the
+    most likely tokens, of requests that are to be told, where an engine can tell them.
     """
 
     token: jax.Array
@@ -181,6 +183,7 @@ class Emission(NamedTuple):
     confidence: jax.Array
     exit: jax.Array
     margin: jax.Array
+    likely: Likely | None = None
 
     @classmethod
     def undecided(cls, batch: int) -> Emission:
@@ -195,7 +198,8 @@ class Look(NamedTuple):
 
     e: the exit's number; state [b, d]: at its boundary; allowed [b]: who may leave here; position
     [b]: of the token to emit; progress [b]: share of its request's tokens before it; router: what
-    the exit's router network makes of states, None where it has none.
+    the exit's router network makes of states, None where it has none; shaping: what requests ask
+    for, and shape: what it makes of logits, where an engine takes any.
     """
 
     e: int
@@ -205,6 +209,8 @@ class Look(NamedTuple):
     position: jax.Array
     progress: jax.Array
     router: Callable[[jax.Array], jax.Array] | None = None
+    shaping: Shaping | None = None
+    shape: Callable[[jax.Array], jax.Array] | None = None
 
 
 def consider(
@@ -262,27 +268,42 @@ def consider(
             near = jnp.where(open_, near, jnp.inf)
             near = jnp.where(fires, jnp.minimum(near, top_gap(logits, top)), near)
             emission = emission._replace(margin=jnp.minimum(emission.margin, near))
-        token = choose(logits, sampling, look.position)
-        logprob = log_probability(logits, token)
-        return _said(emission, e, token, logprob, conf, fires, drafts), memory
+        token, logprob, likely = _drawn(look, logits, sampling, asked)
+        return _said(emission, e, token, logprob, conf, fires, drafts, likely), memory
 
     needed = open_ if measure else open_ & (reads | (by_state >= threshold))
     if drafts is not None:
         drafts = drafts & look.allowed & (emission.exit < 0)
         needed = needed | drafts
     asked = open_ if drafts is None else open_ | drafts
-    by_statistics = None if measure or look.head.confidence is None else by_statistics
-    samples = asked & (sampling.temperature > 0)
-    return _emitted((emission, memory), needed, samples, by_logits, by_statistics)
+    ways = by_logits, None if measure else by_statistics
+    return _emitted((emission, memory), look, needed, asked, sampling, *ways)
 
 
-def _emitted(carry, needed, samples, by_logits: Callable, by_statistics: Callable | None):
+def _emitted(carry, look, needed, asked, sampling, by_logits, by_statistics):
     """What becomes of `carry`: nothing where nobody `needed` [b] a look at the head, else what all
-    are served by. One choice of three, as a GPU waits for each."""
-    if by_statistics is None:
+    who are `asked` [b] are served by. One choice of three, as a GPU waits for each."""
+    if look.head.confidence is None or by_statistics is None:
         return lax.cond(jnp.any(needed), by_logits, lambda c: c, carry)
-    way = jnp.where(jnp.any(needed), jnp.where(jnp.any(samples), 1, 2), 0)
+    more = sampling.temperature > 0
+    if look.shaping is not None:
+        more = more | look.shaping.needs_logits
+    way = jnp.where(jnp.any(needed), jnp.where(jnp.any(asked & more), 1, 2), 0)
     return lax.switch(way, (lambda c: c, by_logits, by_statistics), carry)
+
+
+def _drawn(look: Look, logits, sampling, asked) -> tuple[jax.Array, jax.Array, Likely | None]:
+    """(token, its log-probability, the most likely ones) of logits [b, v]; the last two are of the
+    logits as they came, before what requests ask for."""
+    if look.shaping is None:
+        token = choose(logits, sampling, look.position)
+        return token, log_probability(logits, token), None
+    any_of = lambda which: jnp.any(asked & which)
+    shaped = lax.cond(any_of(look.shaping.changes), look.shape, lambda y: y, logits)
+    none = lambda y: Likely.blank(len(y))
+    likely = lax.cond(any_of(look.shaping.likely > 0), most_likely, none, logits)
+    token = choose(shaped, sampling, look.position)
+    return token, log_probability(logits, token), likely
 
 
 def conclude(emission: Emission, look: Look, sampling: Sampling, measure: bool = False) -> Emission:
@@ -299,12 +320,11 @@ def conclude(emission: Emission, look: Look, sampling: Sampling, measure: bool =
         if measure:
             near = jnp.where(open_, top_gap(logits, argmax(logits)), jnp.inf)
             emission = emission._replace(margin=jnp.minimum(emission.margin, near))
-        token = choose(logits, sampling, look.position)
-        return _said(emission, look.e, token, log_probability(logits, token), conf, open_)
+        token, logprob, likely = _drawn(look, logits, sampling, open_)
+        return _said(emission, look.e, token, logprob, conf, open_, likely=likely)
 
-    by_statistics = None if measure or look.head.confidence is None else by_statistics
-    samples = open_ & (sampling.temperature > 0)
-    return _emitted(emission, open_, samples, by_logits, by_statistics)
+    ways = by_logits, None if measure else by_statistics
+    return _emitted(emission, look, open_, open_, sampling, *ways)
 
 
 def top_gap(logits: jax.Array, top: jax.Array) -> jax.Array:
@@ -320,12 +340,15 @@ def log_probability(logits: jax.Array, token: jax.Array) -> jax.Array:
     return picked - jnp.max(logits, -1) + jnp.log(confidence.max_probability(logits))
 
 
-def _said(emission, e, token, logprob, conf, leaves, drafts=None) -> Emission:
+def _said(emission, e, token, logprob, conf, leaves, drafts=None, likely=None) -> Emission:
     """`emission` with exit e's token where it `leaves`, and that alone where it `drafts`."""
     take = lambda new, old: jnp.where(leaves, new, old)
     said = leaves if drafts is None else leaves | drafts
+    if likely is not None:
+        keep = lambda new, old: jnp.where(leaves[:, None], new, old)
+        likely = jax.tree.map(keep, likely, emission.likely)
     return Emission(
         jnp.where(said, token, emission.token), take(logprob, emission.logprob),
         take(conf, emission.confidence), take(jnp.full_like(token, e), emission.exit),
-        emission.margin,
+        emission.margin, emission.likely if likely is None else likely,
     )  # fmt: skip

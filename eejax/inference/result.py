@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
+import jax
 import numpy as np
 
 from eejax.inference.state import Record
@@ -165,7 +166,7 @@ class Collector:
         Where the exit is -1, a step has emitted nothing for a request. A request ends with its
         first stop token, or the token that completes a stop string.
         """
-        new = Record(*(np.asarray(a).T for a in record))
+        new = jax.tree.map(lambda a: np.asarray(a).T, record)
         for i, ids in enumerate(self._ids):
             if self._finish[i]:
                 continue
@@ -185,12 +186,12 @@ class Collector:
                 self._finish[i] = "stop"
             elif len(ids) >= self._max_new[i]:
                 self._finish[i] = str(self._limits[i])
-            for whole, part in zip(self._all, new, strict=True):
+            for whole, part in zip(*map(jax.tree.leaves, (self._all, new)), strict=True):
                 whole[i, before : len(ids)] = part[i, steps[: len(ids) - before]]
         lengths = np.array([len(ids) for ids in self._ids])
         width = int(lengths.max())
-        shown = Record(*(a[:, :width] for a in self._all))
-        for a in shown:
+        shown = jax.tree.map(lambda a: a[:, :width], self._all)
+        for a in jax.tree.leaves(shown):
             a.flags.writeable = False
         return Result(
             tokens=shown.token,

@@ -20,22 +20,25 @@ import numpy as np
 
 from eejax.common.errors import require, require_count
 from eejax.inference import generate
-from eejax.inference.engine import CALL, Engine
+from eejax.inference.engine import CALL, Engine, shaping_for
 from eejax.inference.payoff import Payoff
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
+from eejax.inference.shaping import Shaping
 from eejax.inference.state import Record, Request
 from eejax.models.config import ModelConfig
 
 
 class Token(NamedTuple):
-    """One emitted token; exit is the number of the emitting exit, layers those it went through."""
+    """One emitted token; exit is the number of the emitting exit, layers those it went through;
+    likely: (token, log-probability) of the most likely ones, as many as the request asked for."""
 
     id: int
     exit: int
     logprob: float
     confidence: float
     layers: int
+    likely: tuple[tuple[int, float], ...] = ()
 
 
 class Output(NamedTuple):
@@ -112,16 +115,21 @@ class Scheduler:
         policy: ExitPolicy | None = None,
         sampling: Sampling | None = None,
         stop_tokens: Sequence[int] = (),
+        shaping: Shaping | None = None,
         priority: int = 0,
     ) -> int:
         """A request for up to `limit` tokens: its number. Those of higher priority come first.
 
-        policy and sampling are of one row. Raises ConfigError for what the engine would not take.
+        policy, sampling and shaping are of one row. Raises ConfigError for what the engine would
+        not take.
         """
         require_count("limit", limit)
         whole = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
         require(whole, "priority", priority, "must be an integer")
-        for name, part, kind in (("policy", policy, ExitPolicy), ("sampling", sampling, Sampling)):
+        kinds = dict(policy=ExitPolicy, sampling=Sampling, shaping=Shaping)
+        given = dict(policy=policy, sampling=sampling, shaping=shaping)
+        for name, kind in kinds.items():
+            part = given[name]
             ok = part is None or isinstance(part, kind)
             require(ok, name, part, f"must be made by {kind.__name__}.make, or None")
         generate.check_prompts([prompt], self.config, self.engine.context)
@@ -130,14 +138,15 @@ class Scheduler:
             self.config, [len(prompt)], [min(limit, room)],
             ExitPolicy.make(self.config, 1) if policy is None else policy,
             Sampling.make(1) if sampling is None else sampling, stop_tokens,
+            shaping=shaping_for(shaping, self.engine, 1),
         )  # fmt: skip
         exits = request.policy.thresholds.shape[1]
         require(
             exits == self.config.n_exits, "policy", f"thresholds of {exits} exits",
             f"must be made of the engine's config, which has {self.config.n_exits}",
         )  # fmt: skip
-        for name, part in (("policy", request.policy), ("sampling", request.sampling)):
-            rows = {len(a) for a in jax.tree.leaves(part)}
+        for name in kinds:
+            rows = {len(a) for a in jax.tree.leaves(getattr(request, name))} or {1}
             require(rows == {1}, name, f"{sorted(rows)} rows", "must be of one request")
         number = self._number
         self._number += 1
@@ -280,12 +289,13 @@ class Scheduler:
         outputs = []
         while self._calls and (not keep or sum(call.steps for call in self._calls) > keep):
             call = self._calls.popleft()
-            record = Record(*(np.asarray(a) for a in call.record))
+            record = jax.tree.map(np.asarray, call.record)
             for i, job in enumerate(call.jobs):
                 if job is None:
                     continue
                 job.calls -= 1
-                tokens = self._taken(job, Record(*(np.atleast_1d(a.T[i]) for a in record)))
+                own = lambda a, i=i, steps=call.steps: a[:, i] if steps else a[i : i + 1]
+                tokens = self._taken(job, jax.tree.map(own, record))
                 if tokens:
                     outputs.append(Output(job.number, tokens, ""))
                 # Who was put back cannot go on without what was under way.
@@ -306,7 +316,7 @@ class Scheduler:
                 break
             new.append(Token(
                 int(record.token[i]), int(record.exit[i]), float(record.logprob[i]),
-                float(record.confidence[i]), int(record.layers[i]),
+                float(record.confidence[i]), int(record.layers[i]), _likely(job, record, i),
             ))  # fmt: skip
             if new[-1].id in stops[stops >= 0]:
                 finish = "stop"
@@ -326,6 +336,15 @@ class Scheduler:
         for job in ended:
             del self._jobs[job.number]
         return [Output(job.number, (), job.finish) for job in ended]
+
+
+def _likely(job: Job, record: Record, i: int) -> tuple[tuple[int, float], ...]:
+    """The most likely tokens of a request's i-th, as many as it asked for and there are."""
+    most = 0 if job.request.shaping is None else int(job.request.shaping.likely[0])
+    if not most or record.likely is None:
+        return ()
+    tokens, logprobs = (a[i, :most].tolist() for a in record.likely)
+    return tuple((t, p) for t, p in zip(tokens, logprobs, strict=True) if t >= 0)
 
 
 def _may_leave(policy: ExitPolicy) -> bool:

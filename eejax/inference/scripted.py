@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 
 from eejax.common.errors import require
@@ -36,6 +37,7 @@ class ScriptedEngine:
     context: int
 
     resumes = True
+    shapes = False
 
     @property
     def max_depth(self) -> int:
@@ -74,7 +76,7 @@ class ScriptedEngine:
         for _ in range(n):
             state, record = self._step(state)
             records.append(record)
-        return state, Record(*(np.stack(a) for a in zip(*records, strict=True)))
+        return state, jax.tree.map(lambda *a: np.stack(a), *records)
 
     def free(self, state, slots: Sequence[int]):
         return tuple(None if i in slots else row for i, row in enumerate(state))

@@ -18,6 +18,7 @@ from eejax.common.errors import require, require_array, require_count, require_o
 from eejax.common.trees import Tree
 from eejax.inference.policy import Emission, ExitPolicy
 from eejax.inference.sampling import Sampling
+from eejax.inference.shaping import Likely, Shaping
 from eejax.models import exits, transformer
 from eejax.models.cache import KVCache, unstack_segments, varying
 from eejax.models.config import ModelConfig
@@ -190,7 +191,8 @@ class Request:
     """What is asked for, by row: traced arrays, so that none of it compiles anything anew.
 
     stops: [b, n] token ids that end a request, padded with -1; start: [b] tokens of its prompt;
-    limit: [b] most tokens to emit.
+    limit: [b] most tokens to emit; shaping: what else it asks of its tokens, of engines that take
+    it (`BatchOptions.shaping`).
     """
 
     policy: ExitPolicy
@@ -198,6 +200,7 @@ class Request:
     stops: jax.Array
     start: jax.Array
     limit: jax.Array
+    shaping: Shaping | None = None
 
     @classmethod
     def make(
@@ -209,6 +212,7 @@ class Request:
         sampling: Sampling,
         stop_tokens: Sequence[int] = (),
         width: int = STOPS,
+        shaping: Shaping | None = None,
     ) -> Request:
         """Of prompts of so many tokens, and as many limits. Raises ConfigError for what are no such
         numbers, for stop tokens that there are not, or for more than `width` of them, which all
@@ -234,7 +238,7 @@ class Request:
         stops = np.full((len(lengths), width), -1, np.int32)
         stops[:, : ids.size] = ids
         as_rows = lambda a: np.minimum(a, np.iinfo(np.int32).max).astype(np.int32)
-        return cls(policy, sampling, stops, as_rows(lengths), as_rows(limits))
+        return cls(policy, sampling, stops, as_rows(lengths), as_rows(limits), shaping)
 
     @classmethod
     def blank(cls, config: ModelConfig, rows: int) -> Request:
@@ -290,6 +294,8 @@ class Record(NamedTuple):
         1 for a token that others were run ahead on before it was decided.
     accepted: 1 for a token that was drafted, 0 for one that only the emitting exit came up with.
         Both are 0 for engines that do not draft.
+    likely: the most likely tokens, of requests that asked (`Shaping.likely`), where an engine takes
+        such requests.
     """
 
     token: jax.Array
@@ -300,6 +306,7 @@ class Record(NamedTuple):
     margin: jax.Array
     drafted: jax.Array
     accepted: jax.Array
+    likely: Likely | None = None
 
 
 def blank(

@@ -28,6 +28,7 @@ def compact(keep: jax.Array, *, implementation: str | None = None) -> Compacted:
     """
     flags = keep.ndim == 1 and keep.shape[0] > 0 and keep.dtype == jnp.bool_
     require(flags, "keep", (keep.shape, keep.dtype.name), "must be bools [n], n at least 1")
+    implementation = call.chosen("compact", implementation, True, "")
     return Compacted(*_run(implementation)(keep))
 
 
@@ -38,5 +39,4 @@ def _run(implementation: str | None):
 
         return triton.compact(launch, keep)
 
-    run = lambda keep: call.dispatch(kernel, reference.compact, keep, implementation=implementation)
-    return call.folded(run, rows=())
+    return call.folded(call.op(kernel, reference.compact, implementation), rows=())

@@ -54,15 +54,18 @@ def head_confidence(
     head_bias [v] or None. Products are in x's dtype and accumulated in float32. With a mesh `axis`,
     inside of a `shard_map`, table and head_bias are this shard's rows of the vocabulary, cut into
     equal parts, and every shard gets the results of the whole: what shards exchange are statistics,
-    five numbers a row. Differentiable in all arguments; the token has no gradient. A batch of rows
-    (`vmap`) is so many more rows. `implementation`: one of `call.IMPLEMENTATIONS`.
+    five numbers a row. Differentiable, backwards, in all arguments; the token has no gradient. A
+    batch of rows (`vmap`) is so many more rows. `implementation`: one of `call.IMPLEMENTATIONS`.
 
     Raises `ConfigError` for shapes that do not fit together. The kernel takes float32, float16 and
     bfloat16; anything else is the reference's, with a warning.
     """
     require(x.ndim == 2, "x", x.shape, "must be states [n, d]", "Reshape them.")
-    require(table.ndim == 2, "table", table.shape, "must be rows of the vocabulary [v, d]")
-    (n, d), rows = x.shape, table.shape[0]
+    call.require_floating("x", x)
+    d = x.shape[1]
+    fits = table.ndim == 2 and table.shape[1] == d
+    require(fits, "table", table.shape, f"must be rows of the vocabulary, of shape (v, {d})")
+    rows = table.shape[0]
     given = dict(scale=scale, bias=bias, table=table, head_bias=head_bias)
     shapes = dict(scale=(d,), bias=(d,), table=(rows, d), head_bias=(rows,))
     for name, shape in shapes.items():
@@ -85,11 +88,9 @@ def head_confidence(
         options.vocab_size <= whole, "Options.vocab_size", options.vocab_size,
         f"must be at most {whole}, the rows of the whole table",
     )  # fmt: skip
-    if implementation != "reference" and x.dtype not in DTYPES:
-        call.fall_back("head_confidence", f"{x.dtype} states have no kernel", implementation)
-        implementation = "reference"
-    if n == 0:  # nothing to launch
-        implementation = "reference"
+    implementation = call.chosen(
+        "head_confidence", implementation, x.dtype in DTYPES, f"{x.dtype} states", empty=not x.size
+    )
     first = lax.axis_index(axis) * rows if axis else 0
     allowed = jnp.clip(options.vocab_size - first, 0, rows).astype(jnp.int32).reshape(1)
     args = x, scale, bias, table, head_bias, allowed
@@ -119,8 +120,8 @@ def _run(options: Options, implementation: str | None):
         return triton.statistics(launch, options, *args)
 
     plain = partial(reference.statistics, options)
-    run = lambda *args: tuple(call.dispatch(kernel, plain, *args, implementation=implementation))
-    return call.folded(run, rows=(0,))
+    run = call.op(kernel, plain, implementation)
+    return call.folded(lambda *args: tuple(run(*args)), rows=(0,))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from eejax.kernels import call, norms
 from eejax.kernels.head_confidence.reference import LOWEST, Options, Statistics
+from eejax.kernels.softcap import tanh
 
 PROGRAMS = 216
 """Two for each multiprocessor of an A100, so that all run at once there; an H100 has room for 264.
@@ -128,8 +129,8 @@ def head_statistics_kernel(
             product = tl.zeros((BN, BV), tl.float32)
             if HEAD_BIAS:
                 y += tl.load(head_bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-            if SOFTCAP > 0:  # tanh(a) = 1 - 2 / (exp(2 a) + 1)
-                y = SOFTCAP - 2.0 * SOFTCAP / (tl.exp(y * (2.0 / SOFTCAP)) + 1.0)
+            if SOFTCAP > 0:
+                y = SOFTCAP * tanh(y * (1.0 / SOFTCAP))
             if TEMPERATURE != 1.0:
                 y = y * (1.0 / TEMPERATURE)
             y = tl.where(inside[None, :], y, _NEVER)

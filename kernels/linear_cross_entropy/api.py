@@ -85,8 +85,8 @@ def linear_cross_entropy(
     [n], by default 1. Products are in h's dtype and accumulated in float32; the logits' gradient is
     rounded to h's dtype. Under a mesh `axis`, inside of a `shard_map`, table and bias are this
     shard's rows, and the results and gradients those of the whole vocabulary. A label that is no
-    token makes them NaN. The cost is differentiable once, in h, table, bias and weights, and the
-    second sum is not. `implementation`: one of `call.IMPLEMENTATIONS`.
+    token makes them NaN. The cost is differentiable once, backwards, in h, table, bias and weights,
+    and the second sum is not. `implementation`: one of `call.IMPLEMENTATIONS`.
 
     Raises `ConfigError` for shapes that do not fit together. The kernels take float32, float16 and
     bfloat16 states; anything else is the reference's, with a warning.
@@ -139,8 +139,11 @@ def sums_and_gradients(
     it (its sum over shards is whole), and that in the weights is whole.
     """
     implementation = _checked(h, table, bias, labels, weights, options, axis, implementation)
+    require(jnp.shape(scale) == (), "scale", jnp.shape(scale), "must be one number")
     if into is not None:
-        require(into.shape == table.shape, "into", into.shape, f"must be of shape {table.shape}")
+        fits = into.shape == table.shape and into.dtype == jnp.float32
+        told = into.shape, into.dtype.name
+        require(fits, "into", told, f"must be float32 of shape {table.shape}")
     inputs = _alike((h, table, bias, labels, weights, jnp.float32(scale), into), axis)
     return _sums_and_gradients(_Static(options, axis, implementation), *inputs, skip)
 
@@ -148,6 +151,10 @@ def sums_and_gradients(
 def _checked(h, table, bias, labels, weights, options, axis, implementation) -> str | None:
     """The implementation that the dtype is covered by. Raises `ConfigError` for wrong shapes."""
     require(h.ndim == 2, "h", h.shape, "must be states [n, d]", "Reshape them.")
+    call.require_floating("h", h)
+    fits = table.ndim == 2 and table.shape[1] == h.shape[1]
+    told = f"must be rows of the vocabulary, of shape (v, {h.shape[1]})"
+    require(fits, "table", table.shape, told)
     (n, d), v = h.shape, table.shape[0]
     given = dict(table=table, bias=bias, labels=labels, weights=weights)
     for name, shape in dict(table=(v, d), bias=(v,), labels=(n,), weights=(n,)).items():
@@ -164,10 +171,9 @@ def _checked(h, table, bias, labels, weights, options, axis, implementation) -> 
         axis is not None or options.vocab_size <= v, "options.vocab_size", options.vocab_size,
         f"must be at most the table's {v} rows",
     )  # fmt: skip
-    if implementation != "reference" and h.dtype not in DTYPES:
-        call.fall_back("linear_cross_entropy", f"{h.dtype} states have no kernel", implementation)
-        implementation = "reference"
-    return implementation
+    return call.chosen(
+        "linear_cross_entropy", implementation, h.dtype in DTYPES, f"{h.dtype} states"
+    )
 
 
 def _alike(inputs, axis: str | None):
@@ -327,8 +333,7 @@ def _part(implementation: str | None, name: str, *static) -> Callable:
         return getattr(triton, name)(launch, *static, *args)
 
     plain = partial(getattr(reference, name), *static)
-    run = lambda *args: call.dispatch(kernel, plain, *args, implementation=implementation)
-    return call.folded(run, rows=())
+    return call.folded(call.op(kernel, plain, implementation), rows=())
 
 
 def _whole(static: _Static, a: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from eejax.common.errors import require
+from eejax.common.errors import require, require_count
 
 NEGATIVE = -1e30
 """Logit of a row of the table that stands for no token."""
@@ -39,8 +39,11 @@ class LossOptions:
     confidence_weighted: bool = False
 
     def __post_init__(self):
+        require_count("LossOptions.vocab_size", self.vocab_size)
+        for name in ("softcap", "temperature", "z_loss"):  # numpy's are nothing to Triton
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, float(getattr(self, name)))
         for name, ok, allowed in (
-            ("vocab_size", self.vocab_size > 0, "must be positive"),
             ("softcap", self.softcap is None or self.softcap > 0, "must be positive or None"),
             ("temperature", self.temperature > 0, "must be positive"),
             ("z_loss", self.z_loss >= 0, "must be at least 0"),

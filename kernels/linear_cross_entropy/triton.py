@@ -40,6 +40,7 @@ import triton.language as tl
 from eejax.kernels import call
 from eejax.kernels.linear_cross_entropy import reference
 from eejax.kernels.linear_cross_entropy.reference import LossOptions, Statistics
+from eejax.kernels.softcap import tanh
 
 NEGATIVE, FLOOR = tl.constexpr(reference.NEGATIVE), tl.constexpr(reference.FLOOR)
 
@@ -93,9 +94,7 @@ def statistics_kernel(
     y = _product(h_ptr, table_ptr, y, block * BN, tile * BV, N, D, V, PRECISION, BN, BV, BD)
     real, inside = row < N, (column < tl.load(count_ptr))[None, :]
     if CAP is not None:
-        e = tl.exp(tl.abs(y) * (-2.0 / CAP))
-        tanh = (1.0 - e) / (1.0 + e)
-        y = tl.where(y < 0, -tanh, tanh) * CAP
+        y = CAP * tanh(y * (1.0 / CAP))
     if TEMPERATURE != 1.0:
         y *= 1.0 / TEMPERATURE
     y = tl.where(inside, y, NEGATIVE)
@@ -112,8 +111,8 @@ def statistics_kernel(
     tl.store(totals_ptr + tile * N + row, tl.sum(e, 1), mask=real)
     if KEEP:
         if CAP is not None:
-            tanh = tl.maximum(y * (TEMPERATURE / CAP), -1.0)  # masked logits are far below it
-            e *= 1.0 - tanh * tanh
+            slope = tl.maximum(y * (TEMPERATURE / CAP), -1.0)  # masked logits are far below it
+            e *= 1.0 - slope * slope
         tl.store(
             kept_ptr + row[:, None].to(tl.int64) * V + column[None, :],
             e.to(kept_ptr.dtype.element_ty), mask=real[:, None] & (column < V)[None, :],

@@ -39,15 +39,21 @@ def norm_router(
     """sigmoid(up . silu(norm(x) @ down) + up_bias) of states x [n, d], and where it is at least
     its threshold [n] float32, of which 1 is reached by none (TIDE's fused gate, with a bias).
 
-    scale, bias [d]: the norm's (no bias: None); down [d, r]; up [r]; up_bias []. Products are in
-    x's dtype and accumulated in float32. The confidence is differentiable in all but the threshold.
-    A batch of rows (`vmap`) is so many more rows. `implementation`: one of `call.IMPLEMENTATIONS`.
+    scale, bias [d]: the norm's (no bias: None), of `options`; down [d, r]; up [r]; up_bias [].
+    Products are in x's dtype and accumulated in float32. The confidence is differentiable,
+    backwards, in all but the threshold. A batch of rows (`vmap`) is so many more rows.
+    `implementation`: one of `call.IMPLEMENTATIONS`.
 
     Raises `ConfigError` for shapes that do not fit together. The kernel takes float32, float16 and
     bfloat16 and widths r up to 512; anything else is the reference's, with a warning.
     """
     require(x.ndim == 2, "x", x.shape, "must be states [n, d]", "Reshape them.")
+    call.require_floating("x", x)
     n, d = x.shape
+    fits = down.ndim == 2 and down.shape[0] == d
+    require(fits, "down", down.shape, f"must be of shape ({d}, r) beside x of shape {x.shape}")
+    is_norm = isinstance(options, NormOptions)
+    require(is_norm, "options", options, "must be `kernels.norms.NormOptions`")
     r = down.shape[-1]
     given = dict(scale=scale, bias=bias, down=down, up=up, up_bias=up_bias, threshold=threshold)
     shapes = dict(scale=(d,), bias=(d,), down=(d, r), up=(r,), up_bias=(), threshold=(n,))
@@ -57,19 +63,12 @@ def norm_router(
                 given[name].shape == shape, name, given[name].shape,
                 f"must be of shape {shape} beside x of shape {x.shape}",
             )  # fmt: skip
-    if n == 0:  # nothing to launch
-        implementation = "reference"
-    if implementation != "reference" and not _covered(x.dtype, r):
-        call.fall_back(
-            "norm_router", f"{x.dtype} states and a width of {r} have no kernel", implementation
-        )
-        implementation = "reference"
+    implementation = call.chosen(
+        "norm_router", implementation, x.dtype in DTYPES and r <= MOST_WIDTH,
+        f"{x.dtype} states and a width of {r}", empty=not x.size,
+    )  # fmt: skip
     args = x, scale, bias, down, up, up_bias, threshold.astype(jnp.float32)
     return Routed(*_norm_router(options, implementation, *args))
-
-
-def _covered(dtype, width: int) -> bool:
-    return dtype in DTYPES and width <= MOST_WIDTH
 
 
 @cache
@@ -82,8 +81,7 @@ def _run(options: NormOptions, implementation: str | None):
         return triton.norm_router(launch, options, *args)
 
     plain = partial(reference.norm_router, options)
-    run = lambda *args: call.dispatch(kernel, plain, *args, implementation=implementation)
-    return call.folded(run, rows=(0, 6))
+    return call.folded(call.op(kernel, plain, implementation), rows=(0, 6))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

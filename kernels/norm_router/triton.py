@@ -215,7 +215,8 @@ def norm_router(launch, options: NormOptions, x, scale, bias, down, up, up_bias,
     shapes = [(cuts, n, r), (cuts, 2, n), (cuts, 2, r)]
     sums = launch(
         x, scale, bias, down, kernel=norm_router_sums_kernel, grid=(blocks, cuts),
-        out=[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], SPAN=span, BN=16, **own,
+        out=[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], SPAN=span, BN=16,
+        warps=8 if own["BR"] > 256 else 4, **own,
     )  # fmt: skip
     bn = 1 if own["BR"] >= 128 else 128 // own["BR"]
     confidence, leaves = launch(

@@ -12,6 +12,7 @@ from eejax.kernels import call
 from eejax.kernels.norms import NormOptions
 from eejax.kernels.scatter import reference
 
+DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
 MOST_WIDTH = 2**14  # a row is held whole, in registers
 
 
@@ -29,8 +30,11 @@ def scatter(
     int32, which have to differ; what lies outside of 0..m-1 is left out (TIDE's exit projection).
 
     scale, bias [d]: the norm's (no bias: None). The result has the dtype of `into`, whose place in
-    memory it takes where nobody else reads that. Differentiable in into, x, scale and bias.
-    `vmap` takes batches one by one. Raises `ConfigError` for shapes that do not fit together.
+    memory it takes where nobody else reads that. Differentiable, backwards, in into, x, scale and
+    bias. `vmap` takes batches one by one. `implementation`: one of `call.IMPLEMENTATIONS`.
+
+    Raises `ConfigError` for shapes that do not fit together. The kernel takes float32, float16 and
+    bfloat16 and up to `MOST_WIDTH` columns; anything else is the reference's, with a warning.
     """
     n, d = x.shape if x.ndim == 2 else (0, 0)
     require(x.ndim == 2, "x", x.shape, "must be rows [n, d]", "Reshape them.")
@@ -40,24 +44,27 @@ def scatter(
     )  # fmt: skip
     whole = place.shape == (n,) and jnp.issubdtype(place.dtype, jnp.integer)
     require(whole, "place", (place.shape, place.dtype.name), f"must be integers of shape {(n,)}")
+    normed, shape = options is not None, lambda a: None if a is None else a.shape
     require(
-        (options is None) == (scale is None), "scale", scale if scale is None else scale.shape,
+        normed == (scale is not None), "scale", shape(scale),
         "must be given with `options`, and only with them",
     )  # fmt: skip
+    require(normed or bias is None, "bias", shape(bias), "must be None without `options`")
+    if normed:
+        call.require_floating("x", x)
     for name, value in (("scale", scale), ("bias", bias)):
         if value is not None:
             require(value.shape == (d,), name, value.shape, f"must be of shape {(d,)}")
-    if not n:
+    covered = {x.dtype, into.dtype} <= set(map(jnp.dtype, DTYPES)) and d <= MOST_WIDTH
+    implementation = call.chosen(
+        "scatter", implementation, covered, f"rows of {d} {x.dtype} into {into.dtype}",
+        empty=not x.size,
+    )  # fmt: skip
+    if not x.size:
         return into
-    dtypes = (jnp.float32, jnp.float16, jnp.bfloat16)
-    if implementation != "reference" and not (
-        {x.dtype, into.dtype} <= {jnp.dtype(t) for t in dtypes} and 0 < d <= MOST_WIDTH
-    ):
-        call.fall_back(
-            "scatter", f"rows of {d} {x.dtype} into {into.dtype} have no kernel", implementation
-        )
-        implementation = "reference"
-    return _scatter(options, implementation, into, x, place.astype(jnp.int32), scale, bias)
+    m = into.shape[0]
+    place = jnp.where((place >= 0) & (place < m), place, m).astype(jnp.int32)  # before it wraps
+    return _scatter(options, implementation, into, x, place, scale, bias)
 
 
 @cache
@@ -68,8 +75,7 @@ def _run(options: NormOptions | None, implementation: str | None):
         return triton.scatter(launch, options, *args)
 
     plain = partial(reference.scatter, options)
-    run = lambda *args: call.dispatch(kernel, plain, *args, implementation=implementation)
-    return call.folded(run, rows=())
+    return call.folded(call.op(kernel, plain, implementation), rows=())
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -48,3 +48,16 @@ def test_what_is_not_finite_is_an_error():
     bench, nan = functions_of(BENCH), jnp.array([1.0, jnp.nan])
     assert bench.error(nan, jnp.ones(2)) == bench.error(jnp.ones(2), nan) == float("inf")
     assert bench.error(jnp.ones(2) * 1.5, jnp.ones(2)) == 0.5
+
+
+def test_what_cannot_be_is_told(monkeypatch):
+    bench = functions_of(BENCH)
+    monkeypatch.setattr(bench, "kernel_ops", lambda: ["compact"])
+    right = dict(rows=4, identical=True, error=2e-7, reference_error=1e-7)
+    cases = [right, right | dict(identical=False), right | dict(error=float("nan"))]
+    ends = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "2 hazards displayed"}
+    said = bench.wrong_cases({"compact": cases, "sanitizer": ends})
+    assert said == [
+        "compact, rows 4: runs differ", "compact, rows 4: error nan, XLA's 1e-07",
+        "racecheck: 2 hazards displayed",
+    ]  # fmt: skip

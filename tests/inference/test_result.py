@@ -1,5 +1,6 @@
 """Gathering records into results: the same however they are cut, each token looked at once."""
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -50,8 +51,8 @@ def collect(record, cuts, max_new, stop_tokens=(), stop_strings=(), decode=text)
     edges = [0, *cuts, len(record.exit)]
     results = []
     for start, stop in zip(edges, edges[1:], strict=False):
-        part = Record(*(a[start:stop] for a in record))
-        for a in part:
+        part = jax.tree.map(lambda a, start=start, stop=stop: a[start:stop], record)
+        for a in jax.tree.leaves(part):
             a.flags.writeable = False  # as what comes from a device
         results.append(collector.add(part))
         if results[-1].finished.all():

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eejax.common.errors import ConfigError
 from eejax.kernels import call, interpreter
+from eejax.kernels.compact.api import compact
+from eejax.kernels.norm_router import arg_specs as norm_router_specs
 
 KERNELS = """
 import numpy as np, ml_dtypes, triton, triton.language as tl, sys
@@ -95,7 +101,7 @@ def test_a_call_outside_of_a_program_goes_where_its_arguments_are(interpreted, m
     monkeypatch.setattr(
         call, "launch", lambda *a, **k: jax.ffi.ffi_call("no_such_call", k["out"])(*a)
     )
-    assert call.dispatch(never, lambda x: x + 1, jnp.ones(2)).tolist() == [2.0, 2.0]
+    assert call.op(never, lambda x: x + 1)(jnp.ones(2)).tolist() == [2.0, 2.0]
 
 
 def test_a_gpu_without_jax_triton_raises(monkeypatch):
@@ -104,9 +110,91 @@ def test_a_gpu_without_jax_triton_raises(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_triton", None)
     monkeypatch.setattr(call, "PLUGINS", ("jax",))  # as if one were installed
     try:
-        with pytest.raises(ImportError, match=r"pip install 'eejax\[gpu\]'"):
-            call.dispatch(lambda *_: 0, lambda x: x, jnp.ones(2))
-        x = call.dispatch(lambda *_: 0, lambda x: x, jnp.ones(2), implementation="reference")
+        with pytest.raises(
+            ImportError, match=r"pip install -e '.\[gpu\]' .* EEJAX_KERNELS=reference"
+        ):
+            call.op(lambda *_: 0, lambda x: x)(jnp.ones(2))
+        x = call.op(lambda *_: 0, lambda x: x, "reference")(jnp.ones(2))
         assert x.sum() == 2
     finally:
         call.available.cache_clear()
+
+
+@pytest.mark.parametrize("op", ["norm_router", "head_confidence", "linear_cross_entropy"])
+def test_states_that_are_not_floating_are_refused(op):
+    module = importlib.import_module(f"eejax.kernels.{op}.arg_specs")
+    spec = next(s for s in module.SPECS if s.small)
+    x, *rest = spec.args()
+    with pytest.raises(ConfigError, match="= .*int32.*: must be of a floating dtype"):
+        spec.run(x.astype(jnp.int32), *rest)
+
+
+def test_an_unknown_implementation_is_named_at_once():
+    with pytest.raises(ConfigError, match="implementation = 'bogus': must be one of"):
+        call.implementation("bogus")
+    for keep in (jnp.ones(3, bool), jnp.ones(5000, bool)):
+        with pytest.raises(ConfigError, match="implementation = 'bogus'"):
+            compact(keep, implementation="bogus")
+
+
+def test_triton_without_a_gpu_says_what_to_ask_for():
+    with pytest.raises(RuntimeError, match="there is no GPU .* Ask for 'reference'"):
+        compact(jnp.ones(3, bool), implementation="triton")
+
+
+@pytest.mark.parametrize("value", ["reference", "cuda"])
+def test_a_variable_turns_kernels_off(value):
+    code = "from eejax.kernels import call; print(call.by_kernels(), call._default.value)"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], env=os.environ | {call.VARIABLE: value},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if value == "reference":
+        assert done.stdout.split() == ["False", "reference"]
+    else:
+        assert "$EEJAX_KERNELS = 'cuda': must be one of" in done.stderr
+
+
+def test_an_old_gpu_is_warned_of_and_goes_without(monkeypatch):
+    call.available.cache_clear()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(call, "PLUGINS", ("jax",))  # as if one were installed
+    monkeypatch.setitem(sys.modules, "jax_triton", types.ModuleType("jax_triton"))
+    monkeypatch.setattr(
+        jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability="7.5")]
+    )
+    try:
+        with pytest.warns(UserWarning, match="compute capability is 7.5: kernels need 8.0"):
+            assert not call.by_kernels()
+        assert call.op(lambda *_: 0, lambda x: x)(jnp.ones(2)).sum() == 2
+    finally:
+        call.available.cache_clear()
+
+
+def test_what_another_thread_traces_is_its_own(interpreted):
+    run, keep = jax.jit(lambda k: compact(k)), jnp.ones(5, bool)
+    kernels = lambda: str(jax.make_jaxpr(run)(keep)).count("pure_callback")
+    with call.implementation("interpreter"):
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(kernels).result() == 0
+        assert kernels() == 1
+    assert kernels() == 0
+
+
+def test_calls_outside_of_programs_compile_once(interpreted, monkeypatch):
+    monkeypatch.setattr(call, "available", lambda: True)  # as if there were a GPU too
+    traced = []
+    run = call.op(lambda launch, x: x, lambda x: traced.append(1) or x + 1)
+    for _ in range(3):
+        assert run(jnp.ones(2)).tolist() == [2.0, 2.0]
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("which", ["reference", "interpreter"])
+def test_a_batch_of_nothing(which, interpreted):
+    order, counts = jax.vmap(lambda k: compact(k, implementation=which))(jnp.ones((0, 5), bool))
+    assert (order.shape, counts.shape) == ((0, 5), (0, 2))
+    spec = norm_router_specs.SPECS[0]
+    x, *rest, threshold = spec.args()
+    route = lambda x: spec.run(x, *rest, threshold, implementation=which)
+    assert jax.vmap(route)(jnp.zeros((0, *x.shape))).confidence.shape == (0, len(x))

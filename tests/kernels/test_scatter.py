@@ -137,7 +137,23 @@ def test_no_rows_change_nothing(interpreted):
 def test_integers_are_the_references_with_a_warning(interpreted):
     into, x = jnp.zeros((4, 8), jnp.int32), jnp.ones((1, 8), jnp.int32)
     with pytest.warns(
-        UserWarning, match="rows of 8 int32 into int32 have no kernel; the reference"
+        UserWarning, match="no kernel covers rows of 8 int32 into int32; the reference"
     ):
         got = scatter(into, x, jnp.array([2]), implementation="interpreter")
     assert got.sum(1).tolist() == [0, 0, 8, 0]
+
+
+def test_places_beyond_32_bits_are_outside_too(interpreted):
+    with jax.enable_x64(True):
+        for place in (2**32 + 2, 2**40, -(2**63)):
+            for which in ("reference", "interpreter"):
+                got = scatter(
+                    jnp.zeros((4, 16), jnp.float32), jnp.ones((1, 16), jnp.float32),
+                    jnp.array([place], jnp.int64), implementation=which,
+                )  # fmt: skip
+                assert not got.any()
+
+
+def test_a_bias_needs_a_norm():
+    with pytest.raises(ConfigError, match=r"bias = \(16,\): must be None without `options`"):
+        scatter(jnp.zeros((4, 16)), jnp.ones((1, 16)), jnp.array([1]), None, jnp.ones(16))

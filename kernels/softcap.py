@@ -1,0 +1,18 @@
+"""What kernels compute of logits' soft caps."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SMALL = tl.constexpr(0.15)
+
+
+@triton.jit
+def tanh(a):
+    """By its series where it is small, and 1 less something nearly as large has few digits left."""
+    e = tl.exp(tl.abs(a) * -2.0)
+    large = (1.0 - e) / (1.0 + e)
+    square = a * a
+    small = a * (1.0 - square * (1.0 / 3 - square * (2.0 / 15 - square * (17.0 / 315))))
+    return tl.where(tl.abs(a) < SMALL, small, tl.where(a < 0, -large, large))
