@@ -59,6 +59,7 @@ def verdicts(out):
     return [line for line in out.splitlines() if line.startswith(("holds", "FAILS"))]
 
 
+@pytest.mark.slow
 def test_it_leaves_what_it_promises(reproduced):
     workdir, code, out, err = reproduced
     results = json.loads((workdir / "results.json").read_text())
@@ -81,6 +82,7 @@ def test_it_leaves_what_it_promises(reproduced):
         assert imread(workdir / name).std() > 0.02
 
 
+@pytest.mark.slow
 def test_a_second_call_trains_nothing_and_a_falsified_claim_gives_status_1(launch, reproduced):
     workdir = reproduced[0]
     before = {p: p.read_text() for p in workdir.glob(f"*/{METRICS}")}

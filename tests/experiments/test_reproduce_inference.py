@@ -84,6 +84,7 @@ def reproduced(repo_root, workdir, data):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_it_leaves_what_it_promises(reproduced, workdir):
     code, out, err = reproduced
     results = json.loads((workdir / "inference" / "results.json").read_text())

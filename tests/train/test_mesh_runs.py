@@ -81,7 +81,9 @@ def reference(texts, tmp_path_factory):
     return losses(workdir), result.evaluation
 
 
-@pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 4, 2), (8, 1, 1)])
+@pytest.mark.parametrize("mesh", [
+    (2, 2, 2), *(pytest.param(m, marks=pytest.mark.slow) for m in ((1, 4, 2), (8, 1, 1))),
+])  # fmt: skip
 def test_twenty_steps_have_the_same_losses_on_every_mesh(texts, reference, mesh, tmp_path, capfd):
     # Eight devices along data leave two sequences for each.
     parts = {"microbatches": 1} if mesh[0] == 8 else {}
