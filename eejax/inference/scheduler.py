@@ -189,6 +189,11 @@ class Scheduler:
         return [job.number for job in self._slots if job is not None]
 
     @property
+    def held(self) -> int:
+        """Tokens of the requests in slots, prompts and texts."""
+        return sum(len(job.prompt) + len(job.tokens) for job in self._slots if job is not None)
+
+    @property
     def idle(self) -> bool:
         """Whether there is nothing to do and nothing to tell."""
         return not self._jobs and not self._calls

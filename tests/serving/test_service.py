@@ -1,0 +1,231 @@
+"""The service around an engine's process: nothing lost, nothing mixed up, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from functools import wraps
+
+import pytest
+import served
+from served import DIE, STALL, Scripted, said
+
+from eejax.common.errors import ConfigError
+from eejax.serving import service as s
+from eejax.serving.messages import Ask
+from eejax.serving.service import Full, Service, ServiceOptions, Unavailable
+
+
+def run(test):
+    """A test that is a coroutine."""
+
+    @wraps(test)
+    def plain(*args, **kwargs):
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 120))
+
+    return plain
+
+
+async def gathered(service, prompt, limit, **kwargs):
+    """(tokens, finish) of a request."""
+    tokens, finish = [], ""
+    async for event in service.ask(Ask(tuple(prompt), limit), **kwargs):
+        tokens += [t.id for t in event.tokens]
+        finish = event.finish
+    return tokens, finish
+
+
+def want(prompt, limit):
+    return [said(tuple(prompt), i)[0] for i in range(limit)]
+
+
+async def until(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
+
+
+@run
+async def test_everyone_gets_their_own_tokens_whoever_comes_and_goes():
+    rng, service = random.Random(0), Service(Scripted(), ServiceOptions(waiting=10**4))
+    ready = await service.start()
+    assert (ready.slots, ready.context, service.state) == (4, 64, s.READY)
+
+    async def one(i):
+        await asyncio.sleep(rng.random() * 0.2)
+        prompt = [1 + i % 90, i % 7, *range(i % 5)]
+        limit, leaves = 1 + i % 20, rng.random() < 0.3
+        tokens, stream = [], service.ask(Ask(tuple(prompt), limit))
+        async for event in stream:
+            tokens += [t.id for t in event.tokens]
+            if leaves and tokens:
+                await stream.aclose()
+                break
+        else:
+            assert tokens == want(prompt, limit) and event.finish == "length"
+            return True
+        assert tokens == want(prompt, limit)[: len(tokens)]
+
+    done = await asyncio.gather(*(one(i) for i in range(400)))
+    assert sum(map(bool, done)) > 200
+    assert service.active == 0
+    await until(lambda: service.load == (0, 0, 0, 256))
+    await service.stop()
+    assert service.state == s.STOPPED
+
+
+@run
+async def test_priorities_deadlines_and_cancelled_requests():
+    service = Service(Scripted(slots=1))
+    await service.start()
+    slow = asyncio.create_task(gathered(service, [STALL, 1], 60))
+    await until(lambda: service.load.running == 1)
+    order = []
+
+    async def note(name, ask):
+        async for event in service.ask(ask):
+            if event.tokens and name not in order:
+                order.append(name)
+
+    low = asyncio.create_task(note("low", Ask((5,), 3)))
+    await asyncio.sleep(0.05)
+    high = asyncio.create_task(note("high", Ask((6,), 3, priority=1)))
+    tokens, finish = await gathered(service, [7], 5, seconds=0.1)  # it waits, and its time is up
+    assert (tokens, finish) == ([], "deadline")
+    slow.cancel()  # who runs: its slot is free for those who wait
+    await asyncio.gather(low, high)
+    assert order == ["high", "low"]
+    tokens, finish = await gathered(service, [STALL, 2], 60, seconds=0.5)
+    assert finish == "deadline" and 0 < len(tokens) < 60
+    assert tokens == want([STALL, 2], 60)[: len(tokens)]
+    await service.stop()
+
+
+@run
+async def test_as_many_wait_as_may():
+    service = Service(Scripted(slots=1), ServiceOptions(waiting=2))
+    await service.start()
+    tasks = [asyncio.create_task(gathered(service, [STALL, i], 20)) for i in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(Full, match="3 requests are under way"):
+        await gathered(service, [9], 1)
+    assert [finish for _, finish in await asyncio.gather(*tasks)] == ["length"] * 3
+    assert (await gathered(service, [9], 1))[1] == "length"
+    await service.stop()
+
+
+@run
+async def test_what_the_engine_refuses_is_an_error_of_one_request():
+    service = Service(Scripted())
+    await service.start()
+    other = asyncio.create_task(gathered(service, [3], 9))
+    with pytest.raises(ConfigError, match="prompts"):
+        await gathered(service, range(64), 4)
+    assert (await other)[0] == want([3], 9)
+    assert service.active == 0
+    await service.stop()
+
+
+@run
+async def test_an_engine_that_dies_is_reported_and_started_again():
+    told = []
+    options = ServiceOptions(first_pause=0.05)
+    service = Service(Scripted(), options, watch=lambda name, value: told.append((name, value)))
+    await service.start()
+    process = service._engine.process
+    lost = [asyncio.create_task(gathered(service, [STALL, i], 60)) for i in range(6)]
+    await until(lambda: service.load.running == 4)
+    os.kill(process.pid, signal.SIGKILL)
+    assert {finish for _, finish in await asyncio.gather(*lost)} == {"lost"}
+    with pytest.raises(Unavailable, match="the engine is dead"):
+        await gathered(service, [3], 9)
+    await until(lambda: service.state == s.READY)
+    assert (await gathered(service, [3], 9))[0] == want([3], 9)
+    assert (await gathered(service, [DIE], 9))[1] == "lost"  # a request that kills it
+    assert "status 3" in service.failure
+    await until(lambda: service.state == s.READY)
+    assert (await gathered(service, [4], 9))[0] == want([4], 9)
+    states = [value for name, value in told if name == "state"]
+    assert states == [s.STARTING, s.READY, s.DEAD, s.READY, s.DEAD, s.READY]
+    assert service.restarts == sum(name == "restart" for name, _ in told) == 2
+    await service.stop()
+
+
+@run
+async def test_an_engine_that_cannot_be_built_says_why(tmp_path):
+    broken = tmp_path / "broken"
+    broken.touch()
+    service = Service(Scripted(broken=str(broken)), ServiceOptions(first_pause=0.05))
+    with pytest.raises(RuntimeError, match="(?s)did not start: .*ValueError: the weights are gone"):
+        await service.start()
+    await service.stop()
+    broken.unlink()
+    service = Service(Scripted(broken=str(broken)), ServiceOptions(first_pause=0.05))
+    await service.start()
+    broken.touch()
+    service._engine.process.kill()
+    await until(lambda: service.restarts > 2)  # it tries again and again
+    assert service.state == s.DEAD and "the weights are gone" in service.failure
+    broken.unlink()
+    await until(lambda: service.state == s.READY)
+    assert (await gathered(service, [4], 9))[0] == want([4], 9)
+    await service.stop()
+
+
+@run
+async def test_what_runs_is_finished_and_nobody_else_comes_in():
+    service = Service(Scripted(), ServiceOptions(grace=60))
+    await service.start()
+    process = service._engine.process
+    tasks = [asyncio.create_task(gathered(service, [STALL, i], 20)) for i in range(8)]
+    await until(lambda: service.load.running == 4)
+    stopping = asyncio.create_task(service.stop())
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable, match="the engine is draining"):
+        await gathered(service, [3], 9)
+    assert [len(tokens) for tokens, _ in await asyncio.gather(*tasks)] == [20] * 8
+    await stopping
+    assert not process.is_alive()
+
+
+@run
+async def test_who_is_not_done_in_time_is_told():
+    service = Service(Scripted(), ServiceOptions(grace=0.2))
+    await service.start()
+    task = asyncio.create_task(gathered(service, [STALL, 1], 60))
+    await until(lambda: service.load.running == 1)
+    await service.stop()
+    assert (await task)[1] == "lost"
+
+
+def test_an_engine_ends_with_the_process_that_asked_it(tmp_path):
+    import subprocess
+    import sys
+
+    code = f"""
+import asyncio, os, sys
+sys.path.insert(0, {os.path.dirname(served.__file__)!r})
+from served import Scripted
+from eejax.serving.service import Service
+async def main():
+    service = Service(Scripted())
+    await service.start()
+    print(service._engine.process.pid, flush=True)
+    os.kill(os.getpid(), 9)
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+    file = tmp_path / "dies.py"
+    file.write_text(code)
+    done = subprocess.run([sys.executable, "-P", str(file)], capture_output=True, text=True)
+    pid, end = int(done.stdout), time.monotonic() + 30
+    while os.path.exists(f"/proc/{pid}"):
+        with open(f"/proc/{pid}/stat") as stat:
+            if stat.read().split()[2] == "Z":
+                break
+        assert time.monotonic() < end
+        time.sleep(0.05)

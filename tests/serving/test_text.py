@@ -1,0 +1,71 @@
+"""Text that is shown while it comes: whole characters, and no piece of a stop string."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eejax.data.tokenizers import ByteTokenizer
+from eejax.serving.text import Revealed, first, partial
+
+TOKENIZER = ByteTokenizer()
+PIECES = st.text(alphabet="abé€😀\n", max_size=12)
+STOPS = st.lists(st.text(alphabet="abé\n", min_size=1, max_size=4), max_size=3)
+
+
+def expected(text: str, stops) -> str:
+    """Up to the stop string that is complete first, in a text that comes byte by byte."""
+    for end in range(len(text) + 1):
+        found = [text[:end].find(stop) for stop in stops if stop in text[:end]]
+        if found:
+            return text[: min(found)]
+    return text
+
+
+@given(PIECES, STOPS, st.lists(st.integers(1, 5), max_size=60))
+def test_however_it_comes_it_is_the_text_up_to_a_stop(text, stops, sizes):
+    ids = list(text.encode())
+    shown, revealed, at = "", Revealed(TOKENIZER, stops), 0
+    want = expected(text, stops)
+    for size in [*sizes, len(ids)]:
+        part = revealed.push(ids[at : at + size])
+        at += size
+        shown += part.text
+        # What is shown is never taken back, and is no part of a stop string that is to come.
+        assert want.startswith(shown)
+        assert part.stopped == revealed.stopped
+    last = revealed.finish()
+    assert shown + last.text == want
+    assert last.stopped == any(stop in text for stop in stops)
+
+
+@given(PIECES, st.lists(st.integers(1, 5), max_size=60))
+def test_tokens_are_counted_once_a_character_of_theirs_shows(text, sizes):
+    ids, revealed, at = list(text.encode()), Revealed(TOKENIZER), 0
+    for size in [*sizes, len(ids)]:
+        part = revealed.push(ids[at : at + size])
+        at += size
+        whole = len(bytes(ids[:at]).decode(errors="ignore").encode())
+        assert part.tokens == whole  # bytes are tokens
+    assert revealed.finish().tokens == len(ids)
+
+
+def test_what_waits_for_a_stop_string_is_shown_at_the_end():
+    revealed = Revealed(TOKENIZER, ["</s>"])
+    assert revealed.push(list(b"a</s")).text == "a"
+    assert revealed.finish().text == "</s"
+
+
+def test_half_a_character_at_the_end_is_shown_as_unknown():
+    revealed = Revealed(TOKENIZER)
+    assert revealed.push(list("é".encode())[:1]).text == ""
+    assert revealed.finish().text == "�"
+
+
+@given(st.text(alphabet="ab", max_size=9), st.lists(st.text(alphabet="ab", min_size=1, max_size=4)))
+def test_what_could_begin_a_stop(text, stops):
+    ends = [n for n in range(len(text) + 1) if any(
+        s != text[len(text) - n :] and s.startswith(text[len(text) - n :]) for s in stops
+    )]  # fmt: skip
+    if first(text, stops) is None:
+        assert partial(text, stops) == max(ends, default=0)
