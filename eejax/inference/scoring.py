@@ -1,0 +1,102 @@
+"""What a model makes of tokens that are given: a pass over texts, without decoding."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from eejax.common.errors import require
+from eejax.inference import generate, sharded
+from eejax.inference import state as s
+from eejax.inference.policy import log_probability
+from eejax.inference.sampling import argmax
+from eejax.inference.shaping import Likely, most_likely
+from eejax.inference.state import Weights
+from eejax.models import transformer
+from eejax.models.cache import init_cache, run_segment
+from eejax.models.config import ModelConfig
+
+SHORTEST = 16  # texts are padded to a power of two from here on
+CHUNK = 128  # positions whose logits exist at a time
+
+
+class Scores(NamedTuple):
+    """Of a text's tokens [t], given those before; the first one has none, and is left out [t - 1].
+
+    logprob: natural log-probability; top: whether it is the most likely one; likely: the most
+    likely ones, if they were asked for.
+    """
+
+    logprob: np.ndarray
+    top: np.ndarray
+    likely: Likely | None
+
+
+def score(
+    weights: Weights,
+    config: ModelConfig,
+    tokens: list[int],
+    *,
+    exit: int | None = None,
+    likely: bool = False,
+    mesh: Mesh | None = None,
+) -> Scores:
+    """A text of at least two tokens, by an exit's number, by default the last one that is loaded.
+
+    weights: an engine's. One program is compiled for each power of two of tokens. Raises ConfigError
+    for tokens there are not, for more than the model's context, and for an exit there is not.
+    """
+    e = weights.last if exit is None else exit
+    require(0 <= e <= weights.last, "exit", exit, f"must be in 0..{weights.last}")
+    # A text may fill the context: nothing follows it.
+    generate.check_prompts([tokens], config, config.context_length + 1)
+    require(len(tokens) > 1, "tokens", f"{len(tokens)} tokens", "must be two at least")
+    width = min(max(SHORTEST, generate.power_of_two(len(tokens))), config.context_length)
+    padded = np.zeros((1, width), np.int32)
+    padded[0, : len(tokens)] = tokens
+    found = _score(weights, padded, config=config, e=e, likely=likely, mesh=mesh)
+    return jax.tree.map(lambda a: np.asarray(a)[: len(tokens) - 1], found)
+
+
+@partial(jax.jit, static_argnames=("config", "e", "likely", "mesh"))
+def _score(weights, tokens, *, config, e, likely, mesh) -> Scores:
+    run = partial(_pass, config=config, e=e, likely=likely)
+    if mesh is None:
+        return run(weights, tokens)
+    depth = len(weights.segments)
+    specs = sharded.weights(config, None if depth > config.n_exits else depth, mesh)
+    return sharded.shard(run, mesh, (specs, P()), P())(weights, tokens)
+
+
+def _pass(weights, tokens, *, config, e, likely) -> Scores:
+    t = tokens.shape[1]
+    axes = weights.axes
+    x = transformer.embed(weights.params, config, tokens, jnp.arange(t)[None], axes)
+    cache = init_cache(config, 1, t, len(weights.segments), axes)
+    start = jnp.zeros((1,), jnp.int32)
+    for i, layers in enumerate(weights.segments[: e + 1]):
+        x, h, _, _ = run_segment(
+            weights.params, layers, config, i, x, start, cache.segments[i], cache.blocks[i],
+            axes=axes,
+        )  # fmt: skip
+
+    def one(rows):
+        h, label = rows
+        logits = s.reader(weights, config, e, h).logits()
+        told = most_likely(logits) if likely else None
+        return Scores(log_probability(logits, label), argmax(logits) == label, told)
+
+    chunk = min(CHUNK, t)
+    labels = jnp.append(tokens[0, 1:], 0)
+    cut = lambda a: jnp.pad(a, [(0, -t % chunk), *[(0, 0)] * (a.ndim - 1)]).reshape(
+        -1, chunk, *a.shape[1:]
+    )
+    found = lax.map(one, (cut(h[0]), cut(labels)))
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), found)

@@ -1,0 +1,76 @@
+"""What a model makes of given texts, beside the logits of a plain pass."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from eejax.common.errors import ConfigError
+from eejax.inference import sharded
+from eejax.inference.scoring import score
+from eejax.inference.shaping import LIKELY
+from eejax.inference.state import prepare
+from eejax.models import exits, params, transformer
+from eejax.models.config import ExitConfig, ModelConfig
+from eejax.sharding.mesh import MeshConfig, known_mesh
+
+CONFIG = ModelConfig(
+    vocab_size=70, vocab_multiple=4, n_layers=4, d_model=32, n_heads=4, context_length=200,
+    exits=(ExitConfig(1, mlp=True), ExitConfig(3, block=True, head="own")), logit_softcap=9.0,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    grow = lambda a: a * 2.5 if a.ndim > 1 else a
+    return jax.tree.map(grow, params.init(CONFIG, jax.random.key(1)))
+
+
+def plain(model, tokens, e):
+    """(log-probabilities [t - 1, v]) in float64."""
+    h = transformer.exit_states(model, CONFIG, np.array([tokens], np.int32))[e]
+    y = np.asarray(exits.logits(exits.head(model, CONFIG, e), h)[0, :-1, :70], np.float64)
+    return y - np.log(np.exp(y).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("mesh", [None, MeshConfig(model=2)])
+@pytest.mark.parametrize("length", [2, 16, 17, 200])
+def test_scores_are_those_of_a_plain_pass(model, length, mesh):
+    tokens = np.random.default_rng(length).integers(0, 70, length).tolist()
+    weights = prepare(model, CONFIG)
+    if mesh is not None:
+        mesh = known_mesh(mesh)
+        weights = sharded.place(model, CONFIG, None, mesh)
+    for e in (0, 1, 2, None):
+        want = plain(model, tokens, 2 if e is None else e)
+        got = score(weights, CONFIG, tokens, exit=e, likely=e == 1, mesh=mesh)
+        picked = want[np.arange(length - 1), tokens[1:]]
+        np.testing.assert_allclose(got.logprob, picked, atol=2e-4)
+        gap = want.max(-1) - picked
+        assert (got.top == (gap == 0))[(gap == 0) | (gap > 1e-4)].all()
+        assert (got.likely is None) == (e != 1)
+        if e == 1:
+            ranked = -np.sort(-want, -1)[:, :LIKELY]
+            np.testing.assert_allclose(got.likely.logprob, ranked, atol=2e-4)
+            taken = np.take_along_axis(want, np.asarray(got.likely.token), -1)
+            np.testing.assert_allclose(got.likely.logprob, taken, atol=2e-4)
+
+
+def test_a_part_of_a_model_scores_by_the_exits_it_has(model):
+    tokens = list(range(20))
+    got = score(prepare(model, CONFIG, 2), CONFIG, tokens)
+    want = score(prepare(model, CONFIG), CONFIG, tokens, exit=1)
+    np.testing.assert_allclose(got.logprob, want.logprob, atol=1e-5)
+
+
+def test_what_cannot_be_scored_is_named(model):
+    weights = prepare(model, CONFIG)
+    with pytest.raises(ConfigError, match="tokens = '1 tokens': must be two at least"):
+        score(weights, CONFIG, [3])
+    with pytest.raises(ConfigError, match="exit = 3: must be in 0..2"):
+        score(weights, CONFIG, [3, 4], exit=3)
+    with pytest.raises(ConfigError, match=r"prompts\[0\] = '201 tokens'"):
+        score(weights, CONFIG, [3] * 201)
+    with pytest.raises(ConfigError, match="70"):
+        score(weights, CONFIG, [3, 70])
