@@ -84,3 +84,24 @@ def for_cuda() -> dict[str, str]:
     environment = {k: v for k, v in os.environ.items() if k not in own}
     paths = [str(folder), environment.get("PYTHONPATH")]
     return environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory):
+    """Its folder: three layers with exits after the first two, over bytes, a context of 128."""
+    import small_runs
+
+    from eejax.train.config import Experiment
+    from eejax.train.loop import fit
+
+    folder = tmp_path_factory.mktemp("run")
+    small_runs.write_text(folder)
+    values = small_runs.config(
+        folder, microbatches=1, steps=250, eval_every=0, checkpoint_every=0, log_every=50
+    )
+    values["model"] |= {
+        "n_layers": 3, "context_length": 128, "exits": [{"boundary": 1}, {"boundary": 2}]
+    }  # fmt: skip
+    values["exit_weights"] = {"weights": [0.5, 0.5]}
+    fit(Experiment.from_dict(values), folder / "run")
+    return folder / "run"

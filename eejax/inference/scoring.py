@@ -50,8 +50,9 @@ def score(
 ) -> Scores:
     """A text of at least two tokens, by an exit's number, by default the last one that is loaded.
 
-    weights: an engine's. One program is compiled for each power of two of tokens. Raises ConfigError
-    for tokens there are not, for more than the model's context, and for an exit there is not.
+    weights: an engine's. One program is compiled for each power of two of tokens. Raises
+    ConfigError for tokens there are not, for more than the model's context, and for an exit there
+    is not.
     """
     e = weights.last if exit is None else exit
     require(0 <= e <= weights.last, "exit", exit, f"must be in 0..{weights.last}")

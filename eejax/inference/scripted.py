@@ -37,7 +37,7 @@ class ScriptedEngine:
     context: int
 
     resumes = True
-    shapes = False
+    shapes = True  # which changes nothing of what it is told
 
     @property
     def max_depth(self) -> int:

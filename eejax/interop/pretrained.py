@@ -5,24 +5,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pathlib
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from eejax import data
 from eejax.calibration import Calibrated, RouterOptions, calibrate_model
-from eejax.checkpoint.hf import load_pretrained, save_pretrained
-from eejax.checkpoint.hf.load import fetched
-from eejax.checkpoint.model import CHECKPOINTS, load_model
-from eejax.checkpoint.overlay import opened
-from eejax.common.errors import ConfigError, require, require_count
+from eejax.checkpoint.hf import save_pretrained
+from eejax.common.errors import ConfigError, require_count
 from eejax.common.trees import Tree
 from eejax.data import Source, Tokenizer
 from eejax.inference import EngineOptions, Generator, Result
 from eejax.models.config import ModelConfig
 from eejax.train.inputs import strip
-from eejax.train.pretrained import tokenizer_of
+from eejax.train.pretrained import open_model
 
 BATCH = 16
 
@@ -54,17 +50,7 @@ def load(
     pretrained model is computed, float32 by default. A run has both, and takes neither. Raises
     CheckpointError for what is no model, or not whole, ConfigError as said.
     """
-    path = pathlib.Path(source).expanduser()
-    if (path / CHECKPOINTS).is_dir() or opened(path) is not None:
-        for name, value in (("tokenizer", tokenizer), ("dtype", dtype)):
-            fix = "Leave it out."
-            require(value is None, name, value, f"must be None: {path} is a run with its own", fix)
-        run = load_model(path)
-        return Model(run.config, run.params, run.tokenizer)
-    path = fetched(source)
-    found = load_pretrained(path, dtype=dtype or "float32")
-    own = tokenizer_of(path, found.raw, found.config.vocab_size, tokenizer)
-    return Model(found.config, found.params, own)
+    return Model(*open_model(source, tokenizer=tokenizer, dtype=dtype)[:3])
 
 
 def calibrate(

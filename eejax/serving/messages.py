@@ -10,6 +10,7 @@ from eejax.data.tokenizers import Tokenizer
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
 from eejax.inference.scheduler import Output
+from eejax.inference.scoring import Scores
 from eejax.inference.shaping import Shaping
 from eejax.models.config import ModelConfig
 
@@ -27,6 +28,10 @@ class Ask:
     priority: int = 0
 
 
+Template = tuple[str, dict[str, str]]
+"""The source of a chat template, and the special tokens it speaks of (`chat.Template`)."""
+
+
 class Submit(NamedTuple):
     number: int
     ask: Ask
@@ -34,6 +39,20 @@ class Submit(NamedTuple):
 
 class Cancel(NamedTuple):
     number: int
+
+
+class Score(NamedTuple):
+    """Asks for the `Scores` of a text, by the exit of a number; None: the final one."""
+
+    number: int
+    tokens: tuple[int, ...]
+    exit: int | None
+    likely: bool
+
+
+class Scored(NamedTuple):
+    number: int
+    scores: Scores
 
 
 class Load(NamedTuple):
@@ -50,6 +69,7 @@ class Ready(NamedTuple):
 
     config: ModelConfig
     tokenizer: Tokenizer
+    template: Template | None
     slots: int
     context: int
     depth: int
@@ -82,6 +102,7 @@ class Built(NamedTuple):
     engine: Any
     config: ModelConfig
     tokenizer: Tokenizer
+    template: Template | None = None
 
 
 Build = Callable[[], Built]

@@ -13,12 +13,13 @@ import multiprocessing
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 
 from eejax.common.errors import ConfigError, require, require_count
 from eejax.inference.engine import CALL
 from eejax.inference.scheduler import Token
+from eejax.inference.scoring import Scores
 from eejax.serving import worker
 from eejax.serving.messages import (
     Ask,
@@ -29,6 +30,8 @@ from eejax.serving.messages import (
     Progress,
     Ready,
     Refused,
+    Score,
+    Scored,
     Submit,
 )
 
@@ -152,7 +155,7 @@ class Service:
         Raises Unavailable where there is no engine, Full where too many wait, and ConfigError for
         what the engine refuses, all before the first event.
         """
-        request = self._admit(ask, seconds)
+        request = self._admit(lambda number: Submit(number, ask), seconds)
         try:
             while True:
                 event = await request.events.get()
@@ -164,7 +167,24 @@ class Service:
         finally:
             self._leave(request)
 
-    def _admit(self, ask: Ask, seconds: float | None) -> _Request:
+    async def score(
+        self, tokens: Sequence[int], *, exit: int | None = None, likely: bool = False
+    ) -> Scores:
+        """`inference.scoring.score` of a text. Raises as `ask`, and Unavailable where the engine
+        ends before it is done."""
+        asked = lambda number: Score(number, tuple(tokens), exit, likely)
+        request = self._admit(asked, None)
+        try:
+            told = await request.events.get()
+        finally:
+            self._leave(request)
+        if isinstance(told, Refused):
+            raise ConfigError(told.why)
+        if isinstance(told, Event):
+            raise Unavailable("the engine ended", self.options.first_pause)
+        return told.scores
+
+    def _admit(self, message: Callable[[int], Any], seconds: float | None) -> _Request:
         if self.state != READY:
             raise Unavailable(f"the engine is {self.state}", self.options.first_pause)
         most = self.ready.slots + self.options.waiting
@@ -176,7 +196,7 @@ class Service:
         if seconds is not None:
             loop = asyncio.get_running_loop()
             request.deadline = loop.call_later(max(seconds, 0), self._expire, request)
-        self._engine.send(Submit(request.number, ask))
+        self._engine.send(message(request.number))
         return request
 
     def _expire(self, request: _Request) -> None:
@@ -198,7 +218,7 @@ class Service:
         request = self._requests.get(number)
         if request is None:  # it left, and its end was on the way
             return
-        if isinstance(event, Refused) or event.finish:
+        if isinstance(event, Refused | Scored) or event.finish:
             del self._requests[number]
             self._changed.set()
             if request.late and getattr(event, "finish", "") == "cancelled":
@@ -214,7 +234,7 @@ class Service:
                 self._watch("load", load)
                 for number, tokens, finish in outputs:
                     self._tell(number, Event(tokens, finish))
-            case Refused(number, _):
+            case Refused(number, _) | Scored(number, _):
                 self._tell(number, message)
 
     def _lose(self) -> None:
@@ -309,10 +329,10 @@ class _Engine:
         """hear(message) in a thread, for each that comes, and hear(None) once none will."""
 
         def read() -> None:
-            with contextlib.suppress(EOFError, OSError):
-                while True:
-                    hear(self._pipe.recv())
             with contextlib.suppress(RuntimeError):  # the loop may be closed
+                with contextlib.suppress(EOFError, OSError):
+                    while True:
+                        hear(self._pipe.recv())
                 hear(None)
 
         threading.Thread(target=read, daemon=True).start()

@@ -11,6 +11,7 @@ from typing import Any
 from eejax.common.errors import ConfigError
 from eejax.inference.engine import CALL
 from eejax.inference.scheduler import Output, Scheduler
+from eejax.inference.scoring import score
 from eejax.serving.messages import (
     Ask,
     Build,
@@ -21,6 +22,8 @@ from eejax.serving.messages import (
     Progress,
     Ready,
     Refused,
+    Score,
+    Scored,
     Submit,
 )
 
@@ -40,7 +43,8 @@ def main(pipe: Connection, build: Build, steps: int = CALL) -> None:
         engine = built.engine
         seconds = time.perf_counter() - begin
         pipe.send(Ready(
-            built.config, built.tokenizer, engine.slots, engine.context, engine.max_depth, seconds
+            built.config, built.tokenizer, built.template, engine.slots, engine.context,
+            engine.max_depth, seconds,
         ))  # fmt: skip
         while True:
             # An engine that runs only looks whether there is anything; one that does not waits.
@@ -76,8 +80,8 @@ class Worker:
             self.scheduler.run()
             n *= 2
 
-    def take(self, message: Any) -> list[Refused]:
-        """Does what is asked; who is refused."""
+    def take(self, message: Any) -> list[Refused | Scored]:
+        """Does what is asked, and says what is to be told at once."""
         match message:
             case Submit(number, ask):
                 return self._submit(number, ask)
@@ -85,6 +89,8 @@ class Worker:
                 # Who ended meanwhile has been told.
                 if number in self._own:
                     self.scheduler.cancel(self._own[number])
+            case Score():
+                return [self._score(message)]
         return []
 
     def _submit(self, number: int, ask: Ask) -> list[Refused]:
@@ -97,6 +103,16 @@ class Worker:
             return [Refused(number, str(error))]
         self._asked[own], self._own[number] = number, own
         return []
+
+    def _score(self, asked: Score) -> Refused | Scored:
+        try:
+            scores = score(
+                self.engine.weights, self.config, list(asked.tokens), exit=asked.exit,
+                likely=asked.likely, mesh=self.engine.mesh,
+            )  # fmt: skip
+        except ConfigError as error:
+            return Refused(asked.number, str(error))
+        return Scored(asked.number, scores)
 
     def step(self) -> Progress:
         outputs = []

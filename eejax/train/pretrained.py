@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
@@ -14,8 +14,10 @@ import eejax
 from eejax.checkpoint.hf import Pretrained, load_pretrained
 from eejax.checkpoint.hf.load import fetched
 from eejax.checkpoint.manager import Checkpoints
-from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER
-from eejax.common.errors import CheckpointError, DataError
+from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER, load_model
+from eejax.checkpoint.overlay import opened
+from eejax.common.errors import CheckpointError, DataError, require
+from eejax.common.trees import Tree
 from eejax.data.tokenizers import (
     BYTES,
     MARKER,
@@ -25,6 +27,7 @@ from eejax.data.tokenizers import (
     load_tokenizer,
     save_tokenizer,
 )  # fmt: skip
+from eejax.models.config import ModelConfig
 from eejax.train.config import DataConfig, ExitWeights, Experiment
 
 OWN = ("tokenizer.json", "tokenizer.model", MARKER)
@@ -74,6 +77,33 @@ def import_pretrained(
     finally:
         checkpoints.close()
     return loaded._replace(config=config)
+
+
+class Opened(NamedTuple):
+    """A model, and the folder that it was read from."""
+
+    config: ModelConfig
+    params: Tree
+    tokenizer: Tokenizer
+    path: pathlib.Path
+
+
+def open_model(
+    source: str | os.PathLike, *, tokenizer: str | None = None, dtype: str | None = None
+) -> Opened:
+    """The model of a run's workdir, of a Hugging Face folder, or of a name on the Hub; arguments
+    and errors as `eejax.load`'s."""
+    path = pathlib.Path(source).expanduser()
+    if (path / CHECKPOINTS).is_dir() or opened(path) is not None:
+        for name, value in (("tokenizer", tokenizer), ("dtype", dtype)):
+            fix = "Leave it out."
+            require(value is None, name, value, f"must be None: {path} is a run with its own", fix)
+        run = load_model(path)
+        return Opened(run.config, run.params, run.tokenizer, path)
+    path = fetched(source)
+    found = load_pretrained(path, dtype=dtype or "float32")
+    own = tokenizer_of(path, found.raw, found.config.vocab_size, tokenizer)
+    return Opened(found.config, found.params, own, path)
 
 
 def tokenizer_of(

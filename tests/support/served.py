@@ -20,7 +20,7 @@ DIE, STALL = 250, 251  # prompts that begin with these end the engine, or keep i
 
 def said(prompt: tuple[int, ...], i: int) -> tuple[int, int]:
     """The i-th token of a prompt, as no other prompt has it, and its exit."""
-    return (sum(prompt) * 7 + len(prompt) * 13 + i * 5) % 97 + 32, (sum(prompt) + i) % 3
+    return (sum(prompt) * 7 + len(prompt) * 13 + i * 5) % 95 + 32, (sum(prompt) + i) % 3
 
 
 def script(prompt, i):
@@ -37,9 +37,11 @@ class Scripted:
 
     slots: int = 4
     broken: str = ""
+    template: str | None = None
 
     def __call__(self) -> Built:
         if self.broken and os.path.exists(self.broken):
             raise ValueError("the weights are gone")
         engine = ScriptedEngine(script, (1, 3, 4), self.slots, CONFIG.context_length)
-        return Built(engine, CONFIG, ByteTokenizer())
+        template = None if self.template is None else (self.template, {"bos_token": ""})
+        return Built(engine, CONFIG, ByteTokenizer(), template)

@@ -1,0 +1,98 @@
+"""What Prometheus is told of a server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from eejax.inference.scheduler import Token
+from eejax.serving.messages import Load
+
+FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Metrics:
+    """Of all models of a server, which are told apart by the label `model`."""
+
+    def __init__(self):
+        self.registry = CollectorRegistry()
+        own = dict(labelnames=("model",), registry=self.registry)
+        gauge = lambda name, text: Gauge(f"eejax_{name}", text, **own)
+        times = lambda name, text, buckets: Histogram(
+            f"eejax_{name}_seconds", text, buckets=buckets, **own
+        )
+        count = lambda name, text, *labels: Counter(
+            f"eejax_{name}", text, ("model", *labels), registry=self.registry
+        )
+        self.running = gauge("requests_running", "Requests in slots.")
+        self.waiting = gauge("requests_waiting", "Requests without a slot.")
+        self.cache = gauge("kv_cache_used_ratio", "Share of the slots' positions that are used.")
+        self.up = gauge("engine_up", "1 where the engine answers, 0 where it does not.")
+        self.depth = gauge("depth_loaded_layers", "Layers of the model that are loaded.")
+        self.first = times("time_to_first_token", "From a request to its first token.", FIRST)
+        self.between = times("inter_token", "Between the tokens of a request.", BETWEEN)
+        self.whole = times("request", "From a request to its end.", WHOLE)
+        self.prompts = count("prompt_tokens", "Tokens of prompts.")
+        self.tokens = count("generation_tokens", "Tokens generated.")
+        self.exits = count("exit_tokens", "Tokens by the layers below their exit.", "layer")
+        self.ends = count("requests", "Requests by how they ended.", "finish")
+        self.restarts = count("engine_restarts", "Engines started in place of others.")
+
+    def watch(self, model: str) -> Callable[[str, Any], None]:
+        """What a `Service` tells of a model."""
+
+        def told(name: str, value: Any) -> None:
+            if name == "load":
+                self.of_load(model, value)
+            elif name == "state":
+                self.up.labels(model).set(value in ("ready", "draining"))
+            elif name == "restart":
+                self.restarts.labels(model).inc()
+
+        return told
+
+    def of_load(self, model: str, load: Load) -> None:
+        self.running.labels(model).set(load.running)
+        self.waiting.labels(model).set(load.waiting)
+        self.cache.labels(model).set(load.held / max(load.room, 1))
+
+    def exposition(self) -> tuple[bytes, str]:
+        """(page, content type) for a scraper."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+
+class Watched:
+    """One request's times and tokens."""
+
+    def __init__(
+        self, metrics: Metrics, model: str, stops: Sequence[int], prompt: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):  # fmt: skip
+        self._metrics, self._model, self._stops, self._clock = metrics, model, stops, clock
+        self._begin, self._last = clock(), None
+        metrics.prompts.labels(model).inc(prompt)
+
+    def tokens(self, new: Sequence[Token]) -> None:
+        if not new:
+            return
+        metrics, now = self._metrics, self._clock()
+        if self._last is None:
+            metrics.first.labels(self._model).observe(now - self._begin)
+        else:  # tokens that come together came at even intervals, as far as one can tell
+            between = metrics.between.labels(self._model)
+            for _ in new:
+                between.observe((now - self._last) / len(new))
+        self._last = now
+        metrics.tokens.labels(self._model).inc(len(new))
+        for token in new:
+            metrics.exits.labels(self._model, str(self._stops[token.exit])).inc()
+
+    def end(self, finish: str) -> None:
+        self._metrics.whole.labels(self._model).observe(self._clock() - self._begin)
+        self._metrics.ends.labels(self._model, finish).inc()

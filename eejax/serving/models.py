@@ -1,0 +1,49 @@
+"""A model to serve, described so that a process of its own can make its engine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from eejax.common.errors import require
+from eejax.inference.batched_slots import BatchedEngine
+from eejax.inference.batched_state import BatchOptions
+from eejax.serving import chat
+from eejax.serving.messages import Built
+from eejax.sharding.mesh import MeshConfig
+from eejax.train.pretrained import open_model
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """source: a run's workdir, a Hugging Face folder or a name on the Hub; tokenizer, dtype: as
+    `eejax.load`'s. slots: requests at a time; context: most tokens of one, by default the model's;
+    drafts, chunk: as `BatchOptions`'; mesh: over whose devices the model is cut.
+
+    Called, it makes the engine, which takes a while.
+    """
+
+    source: str
+    tokenizer: str | None = None
+    dtype: str | None = None
+    slots: int = 16
+    context: int | None = None
+    drafts: int = 0
+    chunk: int = 64
+    mesh: MeshConfig | None = None
+
+    def __post_init__(self):
+        require(bool(self.source), "source", self.source, "must name a model")
+
+    def __call__(self) -> Built:
+        opened = open_model(self.source, tokenizer=self.tokenizer, dtype=self.dtype)
+        config = opened.config
+        options = BatchOptions(
+            drafts=min(self.drafts, config.context_length) if config.n_exits else 0,
+            chunk=min(self.chunk, config.context_length),
+            cap=min(BatchOptions.cap, config.context_length), shaping=True,
+        )  # fmt: skip
+        engine = BatchedEngine.make(
+            opened.params, config, options, slots=self.slots, context=self.context, mesh=self.mesh
+        )
+        template = chat.find(opened.path, opened.tokenizer)
+        return Built(engine, config, opened.tokenizer, template)

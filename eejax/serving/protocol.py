@@ -1,0 +1,150 @@
+"""Requests in OpenAI's form, and what of eejax's goes beyond it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from eejax.gates.confidence import GATES
+from eejax.inference.shaping import BIASES, LIKELY
+
+TOKEN = Annotated[int, Field(ge=0, lt=2**31)]
+SHARE = Annotated[float, Field(ge=0, le=1)]
+STRINGS = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)]
+
+
+class Form(BaseModel):
+    """JSON as it has to be: no field that is not known, no text where a number belongs."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Form):
+    include_usage: bool = False
+
+
+class Wishes(Form):
+    """What completions and conversations have in common.
+
+    Beyond OpenAI's: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids,
+    priority, timeout, and how tokens may leave: engine, gate, thresholds, exits, min_layers;
+    return_exits asks for the exit and confidence of every token.
+    """
+
+    model: str
+    temperature: float | None = Field(1.0, ge=0, le=100)
+    top_p: float | None = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(0, ge=-1, lt=2**31, description="0 or -1: off.")
+    min_p: float | None = Field(0.0, ge=0, le=1)
+    n: int | None = Field(1, ge=1)
+    stop: Annotated[str, Field(min_length=1, max_length=256)] | STRINGS | None = None
+    stop_token_ids: Annotated[list[TOKEN], Field(max_length=8)] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    presence_penalty: float | None = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float | None = Field(1.0, gt=0, le=100)
+    logit_bias: (
+        Annotated[
+            dict[
+                Annotated[str, Field(pattern=r"^[0-9]{1,9}$")],
+                Annotated[float, Field(ge=-100, le=100)],
+            ],
+            Field(max_length=BIASES),
+        ]
+        | None
+    ) = None
+    min_tokens: int | None = Field(0, ge=0, lt=2**31)
+    ignore_eos: bool | None = False
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, max_length=512, description="Not looked at.")
+    priority: int | None = Field(0, ge=-1000, le=1000, description="Higher ones come first.")
+    timeout: float | None = Field(None, gt=0, le=86400, description="Seconds until it ends.")
+    engine: Literal["batched", "full"] | None = Field(
+        None, description="full: no token leaves before the last layer."
+    )
+    gate: Literal[GATES] | None = None
+    thresholds: SHARE | list[SHARE] | None = Field(
+        None, description="One for all exits, or one for each; 1 lets none leave."
+    )
+    exits: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(
+        None, description="Boundaries of the exits that tokens may leave by."
+    )
+    min_layers: int | None = Field(0, ge=0, lt=2**31)
+    return_exits: bool | None = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default(cls, data: Any) -> Any:
+        """null is as good as nothing."""
+        if isinstance(data, dict):
+            return {k: v for k, v in data.items() if v is not None}
+        return data
+
+    @model_validator(mode="after")
+    def _together(self) -> Wishes:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream = true")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+
+class CompletionRequest(Wishes):
+    """`POST /v1/completions`; prompts are texts or token ids, one or several."""
+
+    prompt: str | list[str] | list[TOKEN] | list[list[TOKEN]]
+    max_tokens: int | None = Field(16, ge=0, lt=2**31)
+    logprobs: int | None = Field(None, ge=0, le=LIKELY)
+    echo: bool | None = False
+
+
+class Message(BaseModel):
+    """One of a conversation; what else it has is for the model's chat template."""
+
+    model_config = ConfigDict(extra="allow")
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatRequest(Wishes):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=LIKELY)
+
+    @model_validator(mode="after")
+    def _asked(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs = true")
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise ValueError("max_tokens: is the old name of max_completion_tokens; give one")
+        return self
+
+
+class TokenizeRequest(Form):
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(Form):
+    model: str | None = None
+    tokens: list[TOKEN]
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    error: ErrorBody

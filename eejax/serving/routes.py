@@ -1,0 +1,363 @@
+"""The pages of the server: each takes a request in its form, and makes the answer."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+
+import eejax
+from eejax.inference.scheduler import Token
+from eejax.serving import protocol as form
+from eejax.serving.answers import Piece
+from eejax.serving.http import (
+    ERRORS,
+    Failure,
+    Server,
+    ended,
+    healthy,
+    streamed,
+    usage,
+    while_connected,
+)
+from eejax.serving.messages import Ready
+
+router = APIRouter()
+
+
+def server_of(request: Request) -> Server:
+    return request.app.state.server
+
+
+Own = Annotated[Server, Depends(server_of)]
+
+
+@router.get("/health", responses={503: ERRORS[503]})
+async def health(server: Own) -> Response:
+    """200 where every engine answers, 503 where one does not."""
+    states = {name: service.state for name, service in server.services.items()}
+    return JSONResponse(states, 200 if healthy(server.services) else 503)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    return {"version": eejax.__version__}
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(server: Own) -> Response:
+    """For Prometheus."""
+    for name, service in server.services.items():
+        if service.ready is not None:
+            stops = service.ready.config.stops
+            server.metrics.depth.labels(name).set(stops[service.ready.depth - 1])
+    page, kind = server.metrics.exposition()
+    return Response(page, headers={"Content-Type": kind})
+
+
+def about(server: Server, name: str) -> dict:
+    told = dict(id=name, object="model", created=server.begun, owned_by="eejax")
+    ready = server.services[name].ready
+    if ready is not None:
+        exits = [e.boundary for e in ready.config.exits]
+        told |= dict(max_model_len=ready.context, layers=ready.config.n_layers, exits=exits)
+    return told
+
+
+@router.get("/v1/models", responses={401: ERRORS[401]})
+async def models(server: Own) -> dict:
+    return {"object": "list", "data": [about(server, name) for name in server.services]}
+
+
+@router.get("/v1/models/{name:path}", responses={k: ERRORS[k] for k in (401, 404)})
+async def model(name: str, server: Own) -> dict:
+    server.service(name)
+    return about(server, name)
+
+
+@router.post("/tokenize", responses=ERRORS)
+async def tokenize(body: form.TokenizeRequest, server: Own) -> dict:
+    ready = server.ready(server.service(body.model))
+    ids = ready.tokenizer.encode(body.prompt, begins=body.add_special_tokens).tolist()
+    return dict(tokens=ids, count=len(ids), max_model_len=ready.context)
+
+
+@router.post("/detokenize", responses=ERRORS)
+async def detokenize(body: form.DetokenizeRequest, server: Own) -> dict:
+    ready = server.ready(server.service(body.model))
+    check_tokens(ready, body.tokens, "tokens")
+    return {"prompt": ready.tokenizer.decode(body.tokens)}
+
+
+def check_tokens(ready: Ready, tokens: Sequence[int], param: str) -> None:
+    most = ready.config.vocab_size
+    bad = next((t for t in tokens if t >= most), None)
+    if bad is not None:
+        told = f"{param} = {bad}: must be token ids in 0..{most - 1}."
+        raise Failure(400, told, param=param)
+
+
+@router.post("/v1/completions", responses=ERRORS)
+async def completions(body: form.CompletionRequest, request: Request, server: Own) -> Response:
+    answer = Completion(server, body)
+    await answer.score()
+    if body.stream:
+        return await streamed(answer.chunks())
+    return JSONResponse(await while_connected(request, answer.whole()))
+
+
+@router.post("/v1/chat/completions", responses=ERRORS)
+async def chat(body: form.ChatRequest, request: Request, server: Own) -> Response:
+    answer = Conversation(server, body)
+    if body.stream:
+        return await streamed(answer.chunks())
+    return JSONResponse(await while_connected(request, answer.whole()))
+
+
+class Answer:
+    """What both kinds of answers have in common."""
+
+    prefix, kind, kind_of_chunk = "", "", ""
+
+    def __init__(self, server: Server, body: form.Wishes):
+        self.server, self.body = server, body
+        self.ready = server.ready(server.service(body.model))
+        self.head = dict(
+            id=f"{self.prefix}-{uuid.uuid4().hex}", created=int(time.time()), model=body.model
+        )
+        self.prompts: list[list[int]] = []
+        self.counts: dict[int, int] = {}
+
+    def pieces(self) -> AsyncIterator[Piece]:
+        raise NotImplementedError
+
+    def part(self, piece: Piece) -> dict:
+        """A choice of a chunk."""
+        raise NotImplementedError
+
+    async def chunks(self) -> AsyncIterator[dict]:
+        head = self.head | dict(object=self.kind_of_chunk)
+        options = self.body.stream_options
+        counted = options is not None and options.include_usage
+        more = dict(usage=None) if counted else {}
+        async with contextlib.aclosing(self.pieces()) as pieces:
+            async for piece in pieces:
+                self.counts[piece.index] = piece.count
+                for choice in self.parts(piece):
+                    yield head | dict(choices=[choice]) | more
+        if counted:
+            yield head | dict(choices=[], usage=usage(self.prompts, self.counts))
+
+    def parts(self, piece: Piece) -> list[dict]:
+        return [self.part(piece)]
+
+    async def gathered(self) -> list[tuple[str, list[Token], str]]:
+        """(text, tokens, finish) of every choice."""
+        found: dict[int, tuple[str, list[Token], str]] = {}
+        async with contextlib.aclosing(self.pieces()) as pieces:
+            async for index, text, tokens, finish, count in pieces:
+                before, had, _ = found.get(index, ("", [], ""))
+                found[index] = before + text, had + list(tokens), finish
+                self.counts[index] = count
+        return [found[i] for i in sorted(found)]
+
+    def exits(self, tokens: Sequence[Token]) -> dict:
+        if not self.body.return_exits:
+            return {}
+        return {"exits": self.server.exits(self.ready, tokens)}
+
+    def text_of(self, token: int) -> str:
+        return self.ready.tokenizer.decode([token])
+
+
+class Completion(Answer):
+    """Of `/v1/completions`."""
+
+    prefix, kind, kind_of_chunk = "cmpl", "text_completion", "text_completion"
+    body: form.CompletionRequest
+
+    def __init__(self, server: Server, body: form.CompletionRequest):
+        super().__init__(server, body)
+        prompt = body.prompt
+        several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+        for one in prompt if several else [prompt]:
+            if isinstance(one, str):
+                one = self.ready.tokenizer.encode(one).tolist()
+            check_tokens(self.ready, one, "prompt")
+            self.prompts.append(list(one))
+        self.scores: list[Any] = [None] * len(self.prompts)
+        self.offsets: dict[int, int] = {}
+
+    async def score(self) -> None:
+        """What the model makes of the prompts, where they are to be repeated with it."""
+        if not self.body.echo or self.body.logprobs is None:
+            return
+        service = self.server.service(self.body.model)
+        for i, prompt in enumerate(self.prompts):
+            if len(prompt) > 1:
+                self.scores[i] = await service.score(prompt, likely=self.body.logprobs > 0)
+
+    def pieces(self) -> AsyncIterator[Piece]:
+        if self.body.max_tokens == 0:
+            return self._nothing()
+        likely = self.body.logprobs or 0
+        return self.server.choices(self.body, self.prompts, self.body.max_tokens, likely)
+
+    async def _nothing(self) -> AsyncIterator[Piece]:
+        if not self.body.echo:
+            raise Failure(400, "max_tokens = 0: goes with echo = true alone.", param="max_tokens")
+        for index in range(len(self.prompts) * self.body.n):
+            yield Piece(index, "", (), "length", 0)
+
+    def part(self, piece: Piece) -> dict:
+        index, text, tokens, finish, _ = piece
+        return self._choice(index, text, tokens, finish, index in self.offsets)
+
+    async def whole(self) -> dict:
+        found = await self.gathered()
+        choices = [self._choice(i, *one, False) for i, one in enumerate(found)]
+        own = dict(object=self.kind, choices=choices, usage=usage(self.prompts, self.counts))
+        return self.head | own
+
+    def _choice(self, index, text, tokens, finish, later: bool) -> dict:
+        """later: whether something of the choice was told before."""
+        number = index // self.body.n
+        prompt = self.prompts[number]
+        echoed = self.body.echo and not later
+        shown = self.ready.tokenizer.decode(prompt) if echoed else ""
+        choice = dict(
+            index=index, text=shown + text, logprobs=None,
+            finish_reason=ended(finish) if finish else None,
+        )  # fmt: skip
+        at = self.offsets.get(index, 0)
+        if self.body.logprobs is not None:
+            told = self._prompt_rows(number) if echoed else []
+            told += [(t.id, t.logprob, t.likely) for t in tokens]
+            choice["logprobs"] = self._logprobs(told, at)
+        self.offsets[index] = at + len(shown) + len(text)
+        return choice | self.exits(tokens)
+
+    def _prompt_rows(self, number: int) -> list:
+        """(token, log-probability, the most likely) of a prompt's tokens; the first has neither."""
+        prompt, scores, rows = self.prompts[number], self.scores[number], []
+        for i, token in enumerate(prompt):
+            if i == 0 or scores is None:
+                rows.append((token, None, None))
+                continue
+            likely = ()
+            if scores.likely is not None:
+                most = self.body.logprobs
+                pairs = zip(*(a[i - 1, :most].tolist() for a in scores.likely), strict=True)
+                likely = tuple((t, p) for t, p in pairs if t >= 0)
+            rows.append((token, float(scores.logprob[i - 1]), likely))
+        return rows
+
+    def _logprobs(self, rows: Sequence, at: int) -> dict:
+        tokens = [self.text_of(token) for token, *_ in rows]
+        offsets = []
+        for text in tokens:
+            offsets.append(at)
+            at += len(text)
+        tops = [
+            None if likely is None else self._top(token, logprob, likely)
+            for token, logprob, likely in rows
+        ]
+        return dict(
+            tokens=tokens, token_logprobs=[logprob for _, logprob, _ in rows],
+            top_logprobs=tops, text_offset=offsets,
+        )  # fmt: skip
+
+    def _top(self, token: int, logprob: float, likely) -> dict[str, float]:
+        """By text, of which some tokens have the same: the likelier one's."""
+        found: dict[str, float] = {}
+        for other, value in [*likely, (token, logprob)]:
+            text = self.text_of(other)
+            found[text] = max(value, found.get(text, float("-inf")))
+        return found
+
+
+class Conversation(Answer):
+    """Of `/v1/chat/completions`."""
+
+    prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    body: form.ChatRequest
+
+    def __init__(self, server: Server, body: form.ChatRequest):
+        super().__init__(server, body)
+        template = server.template(body.model)
+        text = template.render([plain(m.model_dump(exclude_unset=True)) for m in body.messages])
+        # The template says itself what a text begins with.
+        ids = self.ready.tokenizer.encode(text, allow_special=True, begins=False)
+        self.prompts.append(ids.tolist())
+        self.begun: set[int] = set()
+
+    def pieces(self) -> AsyncIterator[Piece]:
+        body = self.body
+        limit = (
+            body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        )
+        likely = (body.top_logprobs or 0) if body.logprobs else 0
+        return self.server.choices(body, self.prompts, limit, likely)
+
+    def parts(self, piece: Piece) -> list[dict]:
+        first = []
+        if piece.index not in self.begun:
+            self.begun.add(piece.index)
+            delta = dict(role="assistant", content="")
+            first = [dict(index=piece.index, delta=delta, logprobs=None, finish_reason=None)]
+        return [*first, self.part(piece)]
+
+    def part(self, piece: Piece) -> dict:
+        delta = dict(content=piece.text) if piece.text else {}
+        return dict(
+            index=piece.index, delta=delta, logprobs=self._logprobs(piece.tokens),
+            finish_reason=ended(piece.finish) if piece.finish else None,
+        ) | self.exits(piece.tokens)  # fmt: skip
+
+    async def whole(self) -> dict:
+        choices = []
+        for i, (text, tokens, finish) in enumerate(await self.gathered()):
+            message = dict(role="assistant", content=text, refusal=None)
+            choice = dict(
+                index=i, message=message, logprobs=self._logprobs(tokens),
+                finish_reason=ended(finish),
+            )  # fmt: skip
+            choices.append(choice | self.exits(tokens))
+        own = dict(object=self.kind, choices=choices, usage=usage(self.prompts, self.counts))
+        return self.head | own
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict | None:
+        if not self.body.logprobs:
+            return None
+
+        def one(token: int, logprob: float) -> dict:
+            text = self.text_of(token)
+            return dict(token=text, logprob=logprob, bytes=list(text.encode()))
+
+        return dict(
+            content=[
+                one(t.id, t.logprob) | dict(top_logprobs=[one(*pair) for pair in t.likely])
+                for t in tokens
+            ],
+            refusal=None,
+        )  # fmt: skip
+
+
+def plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose content is a text: parts of another kind than text are refused."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    texts = []
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type")
+            told = f"messages.content = {kind!r}: parts must be of the type 'text'."
+            raise Failure(400, told, param="messages")
+        texts.append(part["text"])
+    return dict(message) | {"content": "".join(texts)}

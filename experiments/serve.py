@@ -1,0 +1,168 @@
+"""Serves models behind OpenAI's interface.
+
+    python -m experiments.serve --model=mine=runs/mine
+    python -m experiments.serve --model=llama=~/models/Llama-3.2-1B --thresholds=llama=0.8
+
+Clients take http://HOST:PORT/v1 for the address of OpenAI's; what requests may ask beyond that is
+in docs/SERVING.md. Each model has an engine in a process of its own, which is started again where
+it ends. Ctrl-C, or SIGTERM, takes no more requests and ends once those under way are answered, for
+which they have --grace seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from absl import flags
+
+from eejax.common.errors import ConfigError
+from experiments import launch
+
+_MODEL = flags.DEFINE_multi_string(
+    "model", [], "NAME=PATH: a run's workdir, a Hugging Face folder, or a name on the Hub."
+)
+_THRESHOLDS = flags.DEFINE_multi_string(
+    "thresholds",
+    [],
+    "NAME=T or NAME=T,T,...: thresholds of a model's exits where a request names none. Default: 1.",
+)
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at.")
+_PORT = flags.DEFINE_integer("port", 8000, "Port; 0 takes any that is free.", lower_bound=0)
+_SLOTS = flags.DEFINE_integer(
+    "slots", 16, "Requests that a model works on at a time.", lower_bound=1
+)
+_CONTEXT = flags.DEFINE_integer("context", None, "Most tokens of a request; default: the model's.")
+_WAITING = flags.DEFINE_integer(
+    "waiting", 256, "Most requests that wait for a model.", lower_bound=0
+)
+_STEPS = flags.DEFINE_integer(
+    "steps", 4, "Steps of an engine between two looks at what came: fewer answer sooner, more "
+    "bring more tokens a second.", lower_bound=1,
+)  # fmt: skip
+_DRAFTS = flags.DEFINE_integer("drafts", 0, "Tokens that a request drafts.", lower_bound=0)
+_TOKENIZER = flags.DEFINE_string(
+    "tokenizer", None, "For models without one: bytes, a file, a folder."
+)
+_DTYPE = flags.DEFINE_string("dtype", None, "What pretrained models are computed in.")
+_KEYS = flags.DEFINE_string(
+    "keys", None, "A file of keys, one a line, of which clients must bring one. Default: those of "
+    "$EEJAX_KEYS, separated by commas; without either nobody is asked."
+)  # fmt: skip
+_BODY = flags.DEFINE_integer("max_body", 4 * 2**20, "Most bytes of a request.", lower_bound=1)
+_N = flags.DEFINE_integer("max_n", 16, "Most choices of a prompt.", lower_bound=1)
+_GRACE = flags.DEFINE_float("grace", 30.0, "Seconds to answer what is under way at the end.")
+
+
+def main() -> None:
+    import asyncio
+
+    models = named("model", _MODEL.value)
+    if not models:
+        raise ConfigError("--model: name one at least, as NAME=PATH.")
+    if _PORT.value > 65535:
+        raise ConfigError(f"--port = {_PORT.value}: must be in 0..65535.")
+    thresholds = {
+        name: tuple(launch.numbers("thresholds", text.split(",")))
+        for name, text in named("thresholds", _THRESHOLDS.value).items()
+    }
+    if unknown := set(thresholds) - set(models):
+        raise ConfigError(f"--thresholds: names {sorted(unknown)}, which no --model does.")
+    asyncio.run(serve(models, thresholds, keys()))
+
+
+def named(flag: str, values: list[str]) -> dict[str, str]:
+    found = {}
+    for value in values:
+        name, equals, rest = value.partition("=")
+        if not (name and equals and rest):
+            raise ConfigError(f"--{flag} = {value!r}: must be NAME=... .")
+        if name in found:
+            raise ConfigError(f"--{flag} = {value!r}: {name!r} is named twice.")
+        found[name] = rest
+    return found
+
+
+def keys() -> tuple[str, ...]:
+    if _KEYS.value is None:
+        given = os.environ.get("EEJAX_KEYS", "").split(",")
+    else:
+        try:
+            with open(_KEYS.value, encoding="utf-8") as file:
+                given = file.read().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--keys = {_KEYS.value!r}: cannot be read ({error}).") from error
+        if not any(key.strip() for key in given):
+            raise ConfigError(f"--keys = {_KEYS.value!r}: holds no key.")
+    return tuple(key.strip() for key in given if key.strip())
+
+
+async def serve(models: dict[str, str], thresholds: dict[str, tuple], keys: tuple) -> None:
+    import asyncio
+    import signal
+
+    import uvicorn
+
+    from eejax.serving.answers import Defaults
+    from eejax.serving.app import app
+    from eejax.serving.http import HttpOptions
+    from eejax.serving.metrics import Metrics
+    from eejax.serving.models import Served
+    from eejax.serving.service import Service, ServiceOptions
+
+    metrics = Metrics()
+    options = ServiceOptions(_WAITING.value, _STEPS.value, grace=_GRACE.value)
+    own = dict(
+        slots=_SLOTS.value, context=_CONTEXT.value, drafts=_DRAFTS.value,
+        tokenizer=_TOKENIZER.value, dtype=_DTYPE.value,
+    )  # fmt: skip
+    services = {
+        name: Service(Served(path, **own), options, watch=metrics.watch(name))
+        for name, path in models.items()
+    }
+    defaults = {
+        name: Defaults(t[0] if len(t) == 1 else t, drafts=_DRAFTS.value)
+        for name, t in ({n: (1.0,) for n in models} | thresholds).items()
+    }
+    http = HttpOptions(keys, _BODY.value, n=_N.value, defaults=defaults)
+    try:
+        for name, service in services.items():
+            launch.say(f"{name}: loading {models[name]} and compiling ...")
+            try:
+                ready = await service.start()
+            except RuntimeError as error:
+                raise ConfigError(f"--model = {name}={models[name]}: {error}") from error
+            launch.say(
+                f"{name}: {ready.slots} slots of {ready.context} tokens, {ready.seconds:.0f} s"
+            )
+        server = uvicorn.Server(uvicorn.Config(
+            app(services, http, metrics), host=_HOST.value, port=_PORT.value, log_level="warning",
+            timeout_graceful_shutdown=max(1, round(_GRACE.value)), lifespan="off",
+        ))  # fmt: skip
+        stopping = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        # Requests under way are answered before the server closes their connections.
+        server.install_signal_handlers = lambda: None
+        server.capture_signals = contextlib.nullcontext
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stopping.set)
+        running = asyncio.create_task(server.serve())
+        while not server.started and not running.done():
+            await asyncio.sleep(0.01)
+        if server.started:
+            port = server.servers[0].sockets[0].getsockname()[1]
+            launch.say(f"listening at http://{_HOST.value}:{port}")
+        ended = asyncio.create_task(stopping.wait())
+        await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if not running.done():
+            launch.say("no more requests: answering those that are under way ...")
+            await asyncio.gather(*(service.stop() for service in services.values()))
+            server.should_exit = True
+        await running
+    finally:
+        await asyncio.gather(*(service.stop() for service in services.values()))
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,152 @@
+"""A real server, asked by a client that nobody here wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from eejax.checkpoint.model import load_model
+from eejax.inference import Generator
+from eejax.inference.scoring import score
+from eejax.inference.state import prepare
+
+
+@pytest.fixture(scope="module")
+def model(small_run):
+    """(workdir, model) of a run."""
+    return small_run, load_model(small_run)
+
+
+def drain(process):
+    with process.stderr as rest:
+        rest.read()
+
+
+def begin(workdir, *flags):
+    """(process, address) of a server."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "experiments.serve", f"--model=m={workdir}", "--port=0",
+         "--slots=4", *flags],
+        stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if found := re.search(r"listening at (http://\S+)", line):
+            threading.Thread(target=drain, args=(process,), daemon=True).start()
+            return process, found[1]
+    raise AssertionError("".join(said))
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    process, address = begin(model[0])
+    yield address
+    process.terminate()
+    assert process.wait(60) == 0
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_texts_are_those_of_the_model(model, client):
+    _, found = model
+    prompts = ["def f(", "import "]
+    own = Generator.make(found.params, found.config, "posthoc")
+    for threshold in (1.0, 0.2):
+        want = own.generate(
+            [found.tokenizer.encode(p).tolist() for p in prompts], 20, threshold=threshold,
+            stop_tokens=found.tokenizer.end_ids,
+        )  # fmt: skip
+        extra = dict(thresholds=threshold, return_exits=True)
+        got = client.completions.create(
+            model="m", prompt=prompts, max_tokens=20, temperature=0, extra_body=extra, logprobs=2
+        )
+        for i, choice in enumerate(got.choices):
+            length = int(want.lengths[i])
+            tied = np.flatnonzero(want.margins[i] < 1e-4)
+            n = int(tied[0]) if len(tied) else length
+            layers = [found.config.stops[e] for e in want.exits[i, :n]]
+            assert [e["layers"] for e in choice.model_extra["exits"]][:n] == layers
+            ids = want.tokens[i, :n].tolist()
+            if not len(tied):
+                assert choice.text == found.tokenizer.decode(ids)
+            logprobs = choice.logprobs.token_logprobs[:n]
+            np.testing.assert_allclose(logprobs, want.logprobs[i, :n], atol=2e-4)
+            assert all(len(top) >= 1 for top in choice.logprobs.top_logprobs[:n])
+
+
+def test_streams_and_asynchronous_clients(server, client):
+    whole = client.completions.create(model="m", prompt="class ", max_tokens=30, seed=5)
+    stream = client.completions.create(
+        model="m", prompt="class ", max_tokens=30, seed=5, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    parts = list(stream)
+    assert "".join(p.choices[0].text for p in parts[:-1]) == whole.choices[0].text
+    assert parts[-1].usage == whole.usage
+
+    async def several():
+        async with openai.AsyncOpenAI(base_url=f"{server}/v1", api_key="none") as many:
+            ask = lambda i: many.completions.create(
+                model="m", prompt="class ", max_tokens=30, seed=i % 3, n=2
+            )
+            return await asyncio.gather(*map(ask, range(12)))
+
+    answers = asyncio.run(several())
+    for i, answer in enumerate(answers):
+        assert [c.text for c in answer.choices] == [c.text for c in answers[i % 3].choices]
+    assert len({c.text for a in answers[:3] for c in a.choices}) > 3
+
+
+def test_prompts_are_scored_where_they_are_repeated(model, client):
+    _, found = model
+    ids = found.tokenizer.encode("def main():").tolist()
+    got = client.completions.create(
+        model="m", prompt=ids, max_tokens=1, echo=True, logprobs=1, temperature=0
+    )
+    told = got.choices[0].logprobs
+    want = score(prepare(found.params, found.config), found.config, ids)
+    assert told.token_logprobs[0] is None
+    np.testing.assert_allclose(told.token_logprobs[1 : len(ids)], want.logprob, atol=2e-4)
+    best = [max(top.values()) for top in told.top_logprobs[1 : len(ids)]]
+    same = np.array(best) - np.array(told.token_logprobs[1 : len(ids)]) < 1e-6
+    assert same.tolist() == want.top.tolist()
+    assert got.choices[0].text.startswith("def main():")
+    assert told.text_offset[: len(ids)] == list(range(len(ids)))
+
+
+def test_errors_are_those_of_openai(client):
+    with pytest.raises(openai.NotFoundError, match="there is none of this name"):
+        client.completions.create(model="x", prompt="a")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="m", prompt="a", temperature=-1)
+    assert caught.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError, match="has no chat template"):
+        client.chat.completions.create(model="m", messages=[dict(role="user", content="a")])
+    assert [m.id for m in client.models.list()] == ["m"]
+
+
+def test_what_is_under_way_is_answered_before_the_end(model):
+    process, address = begin(model[0], "--grace=60", "--steps=1")
+    asked = dict(model="m", prompt="def f(", max_tokens=60, stream=True, ignore_eos=True)
+    with httpx.stream("POST", f"{address}/v1/completions", json=asked, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+    assert process.wait(60) == 0

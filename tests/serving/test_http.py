@@ -1,0 +1,271 @@
+"""The pages of the server, over an engine that says what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from functools import wraps
+
+import httpx
+import pytest
+from served import STALL, Scripted, said
+
+from eejax.serving.app import app
+from eejax.serving.http import HttpOptions
+from eejax.serving.service import Service, ServiceOptions
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@contextlib.asynccontextmanager
+async def serving(options: HttpOptions | None = None, **kwargs):
+    """A client of a server with the model m."""
+    service = Service(Scripted(template=TEMPLATE), ServiceOptions(first_pause=0.05, **kwargs))
+    await service.start()
+    transport = httpx.ASGITransport(app({"m": service}, options), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        client.service = service
+        yield client
+    await service.stop()
+
+
+def run(test):
+    @wraps(test)
+    def plain(*args, **kwargs):
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 120))
+
+    return plain
+
+
+def text(prompt: bytes, n: int) -> str:
+    return bytes(said(tuple(prompt), i)[0] for i in range(n)).decode()
+
+
+def chunks(response) -> list[dict]:
+    """Of server-sent events, which end with [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+@run
+async def test_completions_whole_and_streamed():
+    async with serving() as client:
+        asked = dict(model="m", prompt="abc", max_tokens=9)
+        answer = (await client.post("/v1/completions", json=asked)).json()
+        assert answer["choices"] == [
+            dict(index=0, text=text(b"abc", 9), logprobs=None, finish_reason="length")
+        ]
+        assert answer["usage"] == dict(prompt_tokens=3, completion_tokens=9, total_tokens=12)
+        assert answer["object"] == "text_completion" and answer["model"] == "m"
+        asked |= dict(stream=True, stream_options=dict(include_usage=True))
+        parts = chunks(await client.post("/v1/completions", json=asked))
+        assert "".join(p["choices"][0]["text"] for p in parts[:-1]) == text(b"abc", 9)
+        assert parts[-1]["choices"] == [] and parts[-1]["usage"] == answer["usage"]
+        assert all(p["usage"] is None for p in parts[:-1])
+        assert parts[-2]["choices"][0]["finish_reason"] == "length"
+
+
+@run
+async def test_several_prompts_and_choices_in_their_order():
+    async with serving() as client:
+        asked = dict(model="m", prompt=["ab", "c"], n=2, max_tokens=5)
+        answer = (await client.post("/v1/completions", json=asked)).json()
+        assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
+        want = [text(b"ab", 5)] * 2 + [text(b"c", 5)] * 2
+        assert [c["text"] for c in answer["choices"]] == want
+        streamed = chunks(await client.post("/v1/completions", json=asked | dict(stream=True)))
+        got = ["", "", "", ""]
+        for part in streamed:
+            got[part["choices"][0]["index"]] += part["choices"][0]["text"]
+        assert got == want
+        ids = dict(model="m", prompt=[[97, 98], [99]], max_tokens=5)
+        answer = (await client.post("/v1/completions", json=ids)).json()
+        assert [c["text"] for c in answer["choices"]] == [text(b"ab", 5), text(b"c", 5)]
+
+
+@run
+async def test_stop_strings_are_not_shown_in_any_part():
+    async with serving() as client:
+        whole = text(b"abc", 30)
+        stop = whole[11:14]
+        asked = dict(model="m", prompt="abc", max_tokens=30, stop=[stop, "never"])
+        answer = (await client.post("/v1/completions", json=asked)).json()["choices"][0]
+        assert (answer["text"], answer["finish_reason"]) == (whole[: whole.find(stop)], "stop")
+        parts = chunks(await client.post("/v1/completions", json=asked | dict(stream=True)))
+        assert "".join(p["choices"][0]["text"] for p in parts) == whole[: whole.find(stop)]
+        assert client.service.active == 0
+
+
+@run
+async def test_conversations_by_the_models_template():
+    async with serving() as client:
+        messages = [dict(role="user", content=[dict(type="text", text="hi")])]
+        prompt = b"user: hi\nassistant: "
+        asked = dict(model="m", messages=messages, max_completion_tokens=7, return_exits=True)
+        choice = (await client.post("/v1/chat/completions", json=asked)).json()["choices"][0]
+        assert choice["message"]["content"] == text(prompt, 7)
+        exits = [said(tuple(prompt), i)[1] for i in range(7)]
+        assert [e["layers"] for e in choice["exits"]] == [(1, 3, 4)[e] for e in exits]
+        parts = chunks(await client.post("/v1/chat/completions", json=asked | dict(stream=True)))
+        deltas = [p["choices"][0]["delta"] for p in parts]
+        assert deltas[0] == dict(role="assistant", content="")
+        assert "".join(d.get("content", "") for d in deltas) == text(prompt, 7)
+        assert parts[-1]["choices"][0]["finish_reason"] == "length"
+        # Without a limit: what is left of the context.
+        asked.pop("max_completion_tokens")
+        choice = (await client.post("/v1/chat/completions", json=asked)).json()
+        assert choice["usage"]["total_tokens"] == 64
+
+
+@pytest.mark.parametrize(
+    "change, status, param, said",
+    [
+        (dict(model="x"), 404, "model", "model = 'x': there is none of this name, but 'm'."),
+        (dict(temperature="hot"), 400, "temperature", 'temperature = "hot": '),
+        (dict(temperature=-1), 400, "temperature", "temperature = -1: "),
+        (dict(colour=1), 400, "colour", "colour: is no field of this request."),
+        (dict(n=99), 400, "n", "n = 99: must be at most 16."),
+        (dict(prompt="a" * 64), 400, "prompt", "prompt = '64 tokens': must have at least 1 token"),
+        (dict(prompt=[257]), 400, "prompt", "prompt = 257: must be token ids in 0..256."),
+        (dict(prompt=""), 400, "prompt", "prompt = '0 tokens'"),
+        (dict(prompt=["a"] * 65), 400, "prompt", "prompt = 65: must be at most 64."),
+        (dict(prompt=None), 400, "prompt", "prompt"),
+        (dict(exits=[2]), 400, "exits", "exits = [2]: must be among this model's exit boundaries"),
+        (dict(thresholds=[0.5]), 400, "thresholds", "thresholds = [0.5]: must be one number"),
+        (dict(gate="router"), 400, "gate", "gate = 'router': no exit of this model has a router"),
+        (dict(engine="full", gate="margin"), 400, "engine", "engine = 'full': leaves no choice"),
+        (dict(min_layers=9), 400, "min_layers", "min_layers = 9: must be a number of layers"),
+        (dict(logit_bias={"300": 1}), 400, "logit_bias", "logit_bias = 300: must be of token ids"),
+        (dict(logprobs=21), 400, "logprobs", "logprobs = 21: "),
+        (dict(stop=""), 400, "stop", "stop"),
+        (dict(stream_options={}), 400, "stream_options", "stream_options: only with stream"),
+        (dict(max_tokens=0), 400, "max_tokens", "max_tokens = 0: goes with echo"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_answered_is_named(change, status, param, said, client_of_all):
+    asked = dict(model="m", prompt="abc", max_tokens=3) | change
+    response = client_of_all(asked)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (status, param), error
+    assert error["message"].startswith(said), error
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.fixture(scope="module")
+def client_of_all():
+    """Asks /v1/completions of one server, in a loop of its own."""
+    loop, stack = asyncio.new_event_loop(), contextlib.AsyncExitStack()
+    client = loop.run_until_complete(stack.enter_async_context(serving()))
+    yield lambda asked: loop.run_until_complete(client.post("/v1/completions", json=asked))
+    loop.run_until_complete(stack.aclose())
+    loop.close()
+
+
+@run
+async def test_keys_sizes_and_ids():
+    options = HttpOptions(keys=("secret", "other"), body=1000)
+    async with serving(options) as client:
+        asked = dict(model="m", prompt="abc", max_tokens=3)
+        post = lambda **headers: client.post("/v1/completions", json=asked, headers=headers)
+        for headers in ({}, dict(authorization="Bearer secre"), dict(authorization="secret")):
+            refused = await post(**headers)
+            assert refused.status_code == 401
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+            assert "secret" not in refused.text
+        known = await client.post(
+            "/v1/completions", json=asked,
+            headers={"authorization": "Bearer other", "x-request-id": "mine"},
+        )  # fmt: skip
+        assert (known.status_code, known.headers["x-request-id"]) == (200, "mine")
+        assert len((await client.get("/health")).headers["x-request-id"]) == 32
+        large = dict(asked, prompt="a" * 2000)
+        headers = dict(authorization="Bearer secret")
+        refused = await client.post("/v1/completions", json=large, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
+
+        async def pieces():
+            for _ in range(20):
+                yield b"a" * 100
+
+        refused = await client.post("/v1/completions", content=pieces(), headers=headers)
+        assert refused.status_code == 413
+        broken = await client.post("/v1/completions", content=b"{", headers=headers)
+        assert broken.status_code == 400
+        assert "Content-Type: application/json" in broken.json()["error"]["message"]
+        headers["content-type"] = "application/json"
+        broken = await client.post("/v1/completions", content=b"{", headers=headers)
+        assert broken.status_code == 400 and "not JSON" in broken.json()["error"]["message"]
+
+
+@run
+async def test_full_dead_and_back():
+    async with serving(waiting=0) as client:
+        asked = dict(model="m", prompt=[STALL, 1], max_tokens=40)
+        tasks = [asyncio.create_task(client.post("/v1/completions", json=asked)) for _ in range(4)]
+        while client.service.active < 4:
+            await asyncio.sleep(0.01)
+        for stream in (False, True):
+            full = await client.post("/v1/completions", json=asked | dict(stream=stream))
+            assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
+        assert (await client.get("/health")).status_code == 200
+        client.service._engine.process.kill()
+        for answer in await asyncio.gather(*tasks):
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "engine_unavailable"
+        assert (await client.get("/health")).status_code == 503
+        assert (await client.post("/v1/completions", json=asked)).status_code == 503
+        while (await client.get("/health")).status_code != 200:
+            await asyncio.sleep(0.05)
+        asked = dict(model="m", prompt="abc", max_tokens=3)
+        answer = (await client.post("/v1/completions", json=asked)).json()
+        assert answer["choices"][0]["text"] == text(b"abc", 3)
+        page = (await client.get("/metrics")).text
+        assert 'eejax_engine_restarts_total{model="m"}' not in page  # nobody watches here
+
+
+@run
+async def test_who_leaves_frees_the_slot():
+    async with serving() as client:
+        asked = dict(model="m", prompt=[STALL, 1], max_tokens=60)
+        task = asyncio.create_task(client.post("/v1/completions", json=asked))
+        while client.service.load.running < 1:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        while client.service.active or client.service.load.running:
+            await asyncio.sleep(0.01)
+
+
+@run
+async def test_the_other_pages():
+    async with serving() as client:
+        get = lambda path: client.get(path)
+        (model,) = (await get("/v1/models")).json()["data"]
+        assert (model["id"], model["max_model_len"], model["exits"]) == ("m", 64, [1, 3])
+        assert (await get("/v1/models/m")).json() == model
+        missing = await get("/v1/models/x")
+        assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
+        assert (await get("/nothing")).json()["error"]["type"] == "invalid_request_error"
+        tokens = (await client.post("/tokenize", json=dict(prompt="é!"))).json()
+        assert tokens == dict(tokens=[195, 169, 33], count=3, max_model_len=64)
+        back = await client.post("/detokenize", json=dict(tokens=[195, 169, 33]))
+        assert back.json() == dict(prompt="é!")
+        assert set((await get("/version")).json()) == {"version"}
+        await client.post("/v1/completions", json=dict(model="m", prompt="abc", max_tokens=9))
+        page = (await get("/metrics")).text
+        for line in (
+            'eejax_generation_tokens_total{model="m"} 9.0',
+            'eejax_prompt_tokens_total{model="m"} 3.0',
+            'eejax_time_to_first_token_seconds_count{model="m"} 1.0',
+            'eejax_inter_token_seconds_count{model="m"}',
+            'eejax_requests_total{finish="length",model="m"} 1.0',
+            'eejax_depth_loaded_layers{model="m"} 4.0',
+        ):
+            assert line in page, line
+        paths = (await get("/openapi.json")).json()["paths"]
+        assert {"/v1/completions", "/v1/chat/completions", "/health"} <= set(paths)
