@@ -17,7 +17,6 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eejax.common.errors import ConfigError, DataError, require, require_count
-from eejax.inference.scheduler import Token
 from eejax.serving import protocol as form
 from eejax.serving.answers import Defaults, Piece, asks, merged, pieces, renamed, watched
 from eejax.serving.chat import Template
@@ -147,11 +146,6 @@ class Server:
     def _limited(self, field: str, value: int, most: int) -> None:
         if value > most:
             raise Failure(400, f"{field} = {value}: must be at most {most}.", param=field)
-
-    def exits(self, ready: Ready, tokens: Sequence[Token]) -> list[dict]:
-        """Of tokens: the exit's layers, and its confidence."""
-        stops = ready.config.stops
-        return [dict(layers=stops[t.exit], confidence=t.confidence) for t in tokens]
 
 
 def ended(finish: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import time
 import uuid
@@ -119,7 +120,7 @@ async def chat(body: form.ChatRequest, request: Request, server: Own) -> Respons
     return JSONResponse(await while_connected(request, answer.whole()))
 
 
-class Answer:
+class Answer(abc.ABC):
     """What both kinds of answers have in common."""
 
     prefix, kind, kind_of_chunk = "", "", ""
@@ -133,12 +134,13 @@ class Answer:
         self.prompts: list[list[int]] = []
         self.counts: dict[int, int] = {}
 
+    @abc.abstractmethod
     def pieces(self) -> AsyncIterator[Piece]:
-        raise NotImplementedError
+        """Of all choices, as they come."""
 
+    @abc.abstractmethod
     def part(self, piece: Piece) -> dict:
         """A choice of a chunk."""
-        raise NotImplementedError
 
     async def chunks(self) -> AsyncIterator[dict]:
         head = self.head | dict(object=self.kind_of_chunk)
@@ -169,7 +171,8 @@ class Answer:
     def exits(self, tokens: Sequence[Token]) -> dict:
         if not self.body.return_exits:
             return {}
-        return {"exits": self.server.exits(self.ready, tokens)}
+        stops = self.ready.config.stops
+        return {"exits": [dict(layers=stops[t.exit], confidence=t.confidence) for t in tokens]}
 
     def text_of(self, token: int) -> str:
         return self.ready.tokenizer.decode([token])
