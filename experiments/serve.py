@@ -40,6 +40,9 @@ _STEPS = flags.DEFINE_integer(
     "steps", 4, "Steps of an engine between two looks at what came: fewer answer sooner, more "
     "bring more tokens a second.", lower_bound=1,
 )  # fmt: skip
+_SHARDS = flags.DEFINE_integer(
+    "mesh.model", 1, "Devices over which each model's matrices are cut.", lower_bound=1
+)
 _DRAFTS = flags.DEFINE_integer("drafts", 0, "Tokens that a request drafts.", lower_bound=0)
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", None, "For models without one: bytes, a file, a folder."
@@ -109,12 +112,14 @@ async def serve(models: dict[str, str], thresholds: dict[str, tuple], keys: tupl
     from eejax.serving.metrics import Metrics
     from eejax.serving.models import Served
     from eejax.serving.service import Service, ServiceOptions
+    from eejax.sharding.mesh import MeshConfig
 
     metrics = Metrics()
     options = ServiceOptions(_WAITING.value, _STEPS.value, grace=_GRACE.value)
     own = dict(
         slots=_SLOTS.value, context=_CONTEXT.value, drafts=_DRAFTS.value,
         tokenizer=_TOKENIZER.value, dtype=_DTYPE.value,
+        mesh=MeshConfig(model=_SHARDS.value) if _SHARDS.value > 1 else None,
     )  # fmt: skip
     services = {
         name: Service(Served(path, **own), options, watch=metrics.watch(name))

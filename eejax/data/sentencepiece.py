@@ -60,6 +60,7 @@ class SentencePieceTokenizer:
         bos: str | None = None,
         adds_bos: bool | None = None,
         ends: Sequence[int] = (),
+        chat: str | None = None,
     ):
         self._model = model
         self._inner = _parse(model)
@@ -70,6 +71,7 @@ class SentencePieceTokenizer:
         self.bos = None if self.bos_id is None else self._inner.id_to_piece(self.bos_id)
         self.adds_bos = bool(adds_bos) and self.bos_id is not None
         self.end_ids = all_ends(self.eos_id, ends)
+        self.chat = chat
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -22,6 +22,7 @@ END_OF_TEXT = "<|endoftext|>"
 SENTENCEPIECE = "sentencepiece"
 MARKER = "eejax_tokenizer.json"  # in a folder written by `save`: kind, eos, bos
 MODEL = "tokenizer.model"
+CHAT = "chat_template.jinja"
 
 _JSON = "tokenizer.json"
 # Tried in this order where neither the caller nor a tokenizer_config.json names the token.
@@ -47,7 +48,8 @@ class Tokenizer(Protocol):
     """What the rest of eejax needs of a tokenizer; `eos_id` also ends documents.
 
     adds_bos: texts begin with `bos_id`, as those did that a pretrained model was trained on.
-    end_ids: all tokens that end a text, `eos_id` among them.
+    end_ids: all tokens that end a text, `eos_id` among them. chat: the source of the template by
+    which conversations are written, where the model has one.
     """
 
     vocab_size: int
@@ -55,6 +57,7 @@ class Tokenizer(Protocol):
     bos_id: int | None
     adds_bos: bool
     end_ids: tuple[int, ...]
+    chat: str | None
     fingerprint: str
 
     @property
@@ -94,6 +97,7 @@ class ByteTokenizer:
     eos_id = 256
     bos_id = None
     adds_bos = False
+    chat = None
     fingerprint = "bytes-257"
 
     def __init__(self, eos_id: int = 256):
@@ -134,7 +138,7 @@ class JsonTokenizer:
     `eos` and `bos` name special tokens of the vocabulary. `adds_bos`: whether texts begin with
     `bos`; by default where the file's own template puts it there. Nothing else is added to the text
     and nothing truncated or padded, whatever the file's own settings say. `ends`: ids that end a
-    text besides `eos`.
+    text besides `eos`. `chat`: the source of a chat template.
 
     Raises:
       DataError: the definition is not valid, or has no token called `eos` or `bos`.
@@ -148,8 +152,9 @@ class JsonTokenizer:
         bos: str | None = None,
         adds_bos: bool | None = None,
         ends: Sequence[int] = (),
+        chat: str | None = None,
     ):
-        self._definition = definition
+        self._definition, self.chat = definition, chat
         self._plain = _parse(definition)
         self._plain.encode_special_tokens = True
         vocabulary = self._plain.get_vocab(with_added_tokens=True)
@@ -231,7 +236,7 @@ def settings_of(tokenizer: Any) -> dict[str, Any]:
     """What a folder written by `save` keeps beside the vocabulary."""
     return {
         "eos": tokenizer.eos, "bos": tokenizer.bos, "adds_bos": tokenizer.adds_bos,
-        "ends": list(tokenizer.end_ids),
+        "ends": list(tokenizer.end_ids), "chat": tokenizer.chat,
     }  # fmt: skip
 
 
@@ -281,7 +286,7 @@ def load_tokenizer(
     beside the `tokenizer.json`, else guessed from the usual names; whether texts begin with `bos`
     from those settings, from `add_bos_token` of a `tokenizer_config.json`, else from the
     `tokenizer.json`'s template, or for a `.model` from the class that the config names. `ends`: ids
-    that end a text too.
+    that end a text too. A chat template is read from the settings or the files beside it.
 
     Raises:
       DataError: nothing usable there.
@@ -316,6 +321,7 @@ def load_tokenizer(
         if adds is None and is_model and str(raw.get("tokenizer_class")).startswith(_BEGUN):
             adds = True  # what transformers takes where it is not said
         named = named | {"adds_bos": adds}
+    chat = named["chat"] if "chat" in named else chat_template(os.path.dirname(file))
     try:
         with open(file, "rb") as handle:
             content = handle.read()
@@ -329,10 +335,27 @@ def load_tokenizer(
     try:
         return make(
             definition, eos=eos or named.get("eos"), bos=bos or named.get("bos"),
-            adds_bos=named.get("adds_bos"), ends=[*ends, *named.get("ends", ())],
+            adds_bos=named.get("adds_bos"), ends=[*ends, *named.get("ends", ())], chat=chat,
         )  # fmt: skip
     except DataError as error:
         raise DataError(f"tokenizer {file}: {error}") from error
+
+
+def chat_template(folder: str | os.PathLike) -> str | None:
+    """The source of a folder's chat template: of its `chat_template.jinja`, else of its
+    `tokenizer_config.json`; None where there is none. Raises DataError for what cannot be read."""
+    own, config = (os.path.join(folder, name) for name in (CHAT, "tokenizer_config.json"))
+    if os.path.isfile(own):
+        try:
+            with open(own, encoding="utf-8") as file:
+                return file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{own} cannot be read: {error}.") from error
+    source = _read_json(config).get("chat_template") if os.path.isfile(config) else None
+    if isinstance(source, list):  # several, by name
+        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+        source = named.get("default")
+    return source if isinstance(source, str) else None
 
 
 def save_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike) -> None:

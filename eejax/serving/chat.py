@@ -11,10 +11,8 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from eejax.common.errors import CheckpointError, ConfigError
-from eejax.data.tokenizers import Tokenizer
-
-FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+from eejax.common.errors import ConfigError
+from eejax.data.tokenizers import Tokenizer, chat_template
 
 
 class Template:
@@ -55,24 +53,10 @@ def _refuse(message: str) -> None:
 
 
 def find(folder: pathlib.Path, tokenizer: Tokenizer) -> tuple[str, dict[str, str]] | None:
-    """(source, special tokens) of a folder's chat template, None where it has none.
-
-    Raises CheckpointError for files that cannot be read.
-    """
-    own, config = folder / FILE, folder / CONFIG
-    try:
-        said = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-        source = own.read_text(encoding="utf-8") if own.is_file() else said.get("chat_template")
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{folder}: its chat template cannot be read ({error}).") from error
-    if isinstance(source, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
-        source = named.get("default")
-    if not isinstance(source, str):
+    """(source, special tokens) of a model's chat template: that of a file in its folder, else its
+    tokenizer's; None where it has none. Raises DataError for a file that cannot be read."""
+    source = chat_template(folder) or tokenizer.chat
+    if source is None:
         return None
-    special = {}
-    for name, fallback in (("bos_token", "bos"), ("eos_token", "eos")):
-        token = said.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        special[name] = token or getattr(tokenizer, fallback, None) or ""
+    special = {f"{n}_token": getattr(tokenizer, n, None) or "" for n in ("bos", "eos")}
     return source, special

@@ -186,7 +186,7 @@ def misshapen(errors: Sequence[Mapping[str, Any]]) -> Failure:
 class Guard:
     """What every request passes first: its id, its key, and how large it is."""
 
-    OPEN = ("/", "/health", "/version", "/metrics", "/openapi.json")
+    OPEN = ("/", "/dashboard", "/health", "/version", "/metrics", "/openapi.json")
 
     def __init__(self, inner: ASGIApp, options: HttpOptions):
         self._inner, self._options = inner, options

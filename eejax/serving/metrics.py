@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from eejax.inference.scheduler import Token
+from eejax.serving.history import History
 from eejax.serving.messages import Load
 
 FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -22,6 +24,7 @@ class Metrics:
 
     def __init__(self):
         self.registry = CollectorRegistry()
+        self.histories: collections.defaultdict[str, History] = collections.defaultdict(History)
         own = dict(labelnames=("model",), registry=self.registry)
         gauge = lambda name, text: Gauge(f"eejax_{name}", text, **own)
         times = lambda name, text, buckets: Histogram(
@@ -46,6 +49,8 @@ class Metrics:
 
     def watch(self, model: str) -> Callable[[str, Any], None]:
         """What a `Service` tells of a model."""
+        for gauge in (self.running, self.waiting, self.cache, self.up):
+            gauge.labels(model).set(0)
 
         def told(name: str, value: Any) -> None:
             if name == "load":
@@ -60,7 +65,9 @@ class Metrics:
     def of_load(self, model: str, load: Load) -> None:
         self.running.labels(model).set(load.running)
         self.waiting.labels(model).set(load.waiting)
-        self.cache.labels(model).set(load.held / max(load.room, 1))
+        held = load.held / max(load.room, 1)
+        self.cache.labels(model).set(held)
+        self.histories[model].load(load.running, load.waiting, held)
 
     def exposition(self) -> tuple[bytes, str]:
         """(page, content type) for a scraper."""
@@ -81,17 +88,21 @@ class Watched:
     def tokens(self, new: Sequence[Token]) -> None:
         if not new:
             return
-        metrics, now = self._metrics, self._clock()
+        metrics, now, first, between = self._metrics, self._clock(), None, []
         if self._last is None:
-            metrics.first.labels(self._model).observe(now - self._begin)
+            first = now - self._begin
+            metrics.first.labels(self._model).observe(first)
         else:  # tokens that come together came at even intervals, as far as one can tell
-            between = metrics.between.labels(self._model)
-            for _ in new:
-                between.observe((now - self._last) / len(new))
+            between = [(now - self._last) / len(new)] * len(new)
+            observed = metrics.between.labels(self._model)
+            for seconds in between:
+                observed.observe(seconds)
         self._last = now
         metrics.tokens.labels(self._model).inc(len(new))
-        for token in new:
-            metrics.exits.labels(self._model, str(self._stops[token.exit])).inc()
+        layers = [self._stops[token.exit] for token in new]
+        for layer, count in collections.Counter(layers).items():
+            metrics.exits.labels(self._model, str(layer)).inc(count)
+        metrics.histories[self._model].tokens(layers, first, between)
 
     def end(self, finish: str) -> None:
         self._metrics.whole.labels(self._model).observe(self._clock() - self._begin)

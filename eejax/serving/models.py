@@ -9,7 +9,7 @@ from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchOptions
 from eejax.serving import chat
 from eejax.serving.messages import Built
-from eejax.sharding.mesh import MeshConfig
+from eejax.sharding.mesh import MeshConfig, make_mesh
 from eejax.train.pretrained import open_model
 
 
@@ -35,7 +35,8 @@ class Served:
         require(bool(self.source), "source", self.source, "must name a model")
 
     def __call__(self) -> Built:
-        opened = open_model(self.source, tokenizer=self.tokenizer, dtype=self.dtype)
+        mesh = None if self.mesh is None else make_mesh(self.mesh)
+        opened = open_model(self.source, tokenizer=self.tokenizer, dtype=self.dtype, mesh=mesh)
         config = opened.config
         options = BatchOptions(
             drafts=min(self.drafts, config.context_length) if config.n_exits else 0,
@@ -43,7 +44,7 @@ class Served:
             cap=min(BatchOptions.cap, config.context_length), shaping=True,
         )  # fmt: skip
         engine = BatchedEngine.make(
-            opened.params, config, options, slots=self.slots, context=self.context, mesh=self.mesh
+            opened.params, config, options, slots=self.slots, context=self.context, mesh=mesh
         )
         template = chat.find(opened.path, opened.tokenizer)
         return Built(engine, config, opened.tokenizer, template)

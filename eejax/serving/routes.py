@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import importlib.resources
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
 import eejax
 from eejax.inference.scheduler import Token
+from eejax.serving import history
 from eejax.serving import protocol as form
 from eejax.serving.answers import Piece
 from eejax.serving.http import (
@@ -36,6 +38,44 @@ def server_of(request: Request) -> Server:
 
 
 Own = Annotated[Server, Depends(server_of)]
+
+
+PAGE = importlib.resources.files("eejax.serving").joinpath("dashboard.html")
+# The page brings all it needs, and may speak to nobody else.
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+@router.get("/", response_class=HTMLResponse)
+async def page() -> Response:
+    """A dashboard, for people."""
+    headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
+    return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=headers)
+
+
+@router.get("/dashboard")
+async def dashboard(server: Own) -> dict:
+    """What the dashboard shows: states, and the spans of the last minutes (`history.summary`)."""
+    told = {name: shown(server, name) for name in server.services}
+    now = time.time()
+    return dict(now=now, span=history.SECONDS, seconds=history.SECONDS * history.KEEP, models=told)
+
+
+def shown(server: Server, name: str) -> dict:
+    service, load = server.services[name], server.services[name].load
+    told = dict(
+        state=service.state, restarts=service.restarts, running=load.running, waiting=load.waiting,
+        held=load.held / max(load.room, 1), spans=server.metrics.histories[name].spans,
+    )  # fmt: skip
+    if service.ready is not None:
+        ready, stops = service.ready, service.ready.config.stops
+        told |= dict(
+            layers=ready.config.n_layers, stops=stops, loaded=stops[ready.depth - 1],
+            slots=ready.slots, context=ready.context,
+        )  # fmt: skip
+    return told
 
 
 @router.get("/health", responses={503: ERRORS[503]})
@@ -86,6 +126,15 @@ async def tokenize(body: form.TokenizeRequest, server: Own) -> dict:
     ready = server.ready(server.service(body.model))
     ids = ready.tokenizer.encode(body.prompt, begins=body.add_special_tokens).tolist()
     return dict(tokens=ids, count=len(ids), max_model_len=ready.context)
+
+
+@router.get("/tokenizer_info", responses=ERRORS)
+async def tokenizer_info(server: Own, model: str | None = None) -> dict:
+    """Ids of the tokens that begin and end a text. Without their names: to `/tokenize` those are
+    plain text, so that clients would make other ids of them."""
+    ready = server.ready(server.service(model))
+    bos, eos = ready.tokenizer.bos_id, ready.tokenizer.eos_id
+    return dict(bos_token_id=bos, eos_token_id=eos, max_model_len=ready.context)
 
 
 @router.post("/detokenize", responses=ERRORS)
@@ -276,9 +325,13 @@ class Completion(Answer):
         )  # fmt: skip
 
     def _top(self, token: int, logprob: float, likely) -> dict[str, float]:
-        """By text, of which some tokens have the same: the likelier one's."""
+        """By text, of which some tokens have the same: the likelier one's.
+
+        The token's own value is `logprob` to the last bit: clients compare the two to see whether
+        it is the most likely one.
+        """
         found: dict[str, float] = {}
-        for other, value in [*likely, (token, logprob)]:
+        for other, value in (dict(likely) | {token: logprob}).items():
             text = self.text_of(other)
             found[text] = max(value, found.get(text, float("-inf")))
         return found

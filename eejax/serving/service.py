@@ -55,13 +55,15 @@ class Full(Unavailable):
 class ServiceOptions:
     """waiting: most requests without a slot; steps: of the engine between two looks at what comes;
     first_pause, longest_pause: seconds before a new engine is started, doubled each time; grace:
-    seconds that requests have to end once the service is told to."""
+    seconds that requests have to end once the service is told to; silence: seconds without a sign
+    of life after which an engine is ended, and another started."""
 
     waiting: int = 256
     steps: int = CALL
     first_pause: float = 1.0
     longest_pause: float = 60.0
     grace: float = 30.0
+    silence: float = 600.0
 
     def __post_init__(self):
         require_count("waiting", self.waiting, least=0)
@@ -69,6 +71,7 @@ class ServiceOptions:
         for name in ("first_pause", "longest_pause", "grace"):
             value = getattr(self, name)
             require(value >= 0, name, value, "must be at least 0")
+        require(self.silence > 0, "silence", self.silence, "must be more than 0")
 
 
 class Event(NamedTuple):
@@ -254,6 +257,7 @@ class Service:
 
         def hear(message: Any) -> None:
             """In the loop; None where the engine has ended."""
+            engine.heard = self._clock()
             if isinstance(message, Ready) and not first.done():
                 first.set_result(message)
             elif message is None or isinstance(message, Failed):
@@ -285,7 +289,7 @@ class Service:
         pause = self.options.first_pause
         while True:
             began = self._clock()
-            await self._ended
+            await self._end_of(self._engine)
             engine, self._engine = self._engine, None
             if self.state != DRAINING:
                 self._set(DEAD)
@@ -306,14 +310,26 @@ class Service:
                 except RuntimeError:
                     continue  # `failure` says why
 
+    async def _end_of(self, engine: _Engine) -> None:
+        """Waits until an engine ends, and ends one that hangs."""
+        while not self._ended.done():
+            left = engine.heard + self.options.silence - self._clock()
+            if left <= 0:
+                engine.failure = f"it gave no sign of life for {self.options.silence:g} seconds"
+                engine.process.kill()
+                await self._ended
+                return
+            await asyncio.wait({self._ended}, timeout=left)
+
 
 class _Engine:
-    """An engine's process, and the threads that write to it and read from it."""
+    """An engine's process, and the threads that write to it and read from it; heard: when it last
+    gave a sign of life."""
 
     def __init__(self, build: Build, steps: int):
         context = multiprocessing.get_context("spawn")  # JAX does not survive a fork
         self._pipe, theirs = context.Pipe()
-        self.failure = ""
+        self.failure, self.heard = "", 0.0
         self.process = context.Process(
             target=worker.main, args=(theirs, build, steps), name="eejax-engine", daemon=True
         )

@@ -8,7 +8,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from eejax.common.errors import ConfigError
+from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.inference.engine import CALL
 from eejax.inference.scheduler import Output, Scheduler
 from eejax.inference.scoring import score
@@ -54,6 +54,8 @@ def main(pipe: Connection, build: Build, steps: int = CALL) -> None:
             pipe.send(worker.step())
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
+    except (ConfigError, DataError, CheckpointError, OSError) as error:  # they say what is wrong
+        pipe.send(Failed(str(error)))
     except BaseException:
         pipe.send(Failed(traceback.format_exc()))
 

@@ -89,10 +89,14 @@ class Opened(NamedTuple):
 
 
 def open_model(
-    source: str | os.PathLike, *, tokenizer: str | None = None, dtype: str | None = None
+    source: str | os.PathLike,
+    *,
+    tokenizer: str | None = None,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
 ) -> Opened:
     """The model of a run's workdir, of a Hugging Face folder, or of a name on the Hub; arguments
-    and errors as `eejax.load`'s."""
+    and errors as `eejax.load`'s. mesh: over which a pretrained model is to be cut."""
     path = pathlib.Path(source).expanduser()
     if (path / CHECKPOINTS).is_dir() or opened(path) is not None:
         for name, value in (("tokenizer", tokenizer), ("dtype", dtype)):
@@ -101,7 +105,7 @@ def open_model(
         run = load_model(path)
         return Opened(run.config, run.params, run.tokenizer, path)
     path = fetched(source)
-    found = load_pretrained(path, dtype=dtype or "float32")
+    found = load_pretrained(path, dtype=dtype or "float32", mesh=mesh)
     own = tokenizer_of(path, found.raw, found.config.vocab_size, tokenizer)
     return Opened(found.config, found.params, own, path)
 

@@ -20,6 +20,7 @@ from eejax.data import (
     source,
     train_bpe,
 )
+from eejax.data.tokenizers import CHAT, MARKER
 
 END = "<|endoftext|>"
 # Text without lone surrogates, rich in characters of several bytes.
@@ -145,6 +146,28 @@ def test_end_token_comes_from_caller_then_config_then_usual_names(tmp_path, bpe)
     assert load_tokenizer(file, eos=END).eos == END
     with pytest.raises(DataError, match=r"eos = '<none>' is not in the vocabulary; it has <\|end"):
         load_tokenizer(file, eos="<none>")
+
+
+def test_chat_templates_go_with_the_tokenizer(tmp_path, bpe):
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    bpe.save(theirs)
+    (theirs / MARKER).unlink()
+    config = theirs / "tokenizer_config.json"
+    assert load_tokenizer(theirs).chat is None
+    config.write_text(json.dumps({"chat_template": [
+        {"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ several }}"}
+    ]}))  # fmt: skip
+    assert load_tokenizer(theirs).chat == "{{ several }}"
+    config.write_text(json.dumps({"chat_template": "{{ one }}"}))
+    assert load_tokenizer(theirs).chat == "{{ one }}"
+    (theirs / CHAT).write_text("{{ own }} é")
+    assert load_tokenizer(theirs).chat == "{{ own }} é"
+    load_tokenizer(theirs).save(ours)
+    assert load_tokenizer(ours).chat == "{{ own }} é"
+    assert load_tokenizer(ours).fingerprint == bpe.fingerprint
+    (theirs / CHAT).write_bytes(b"\xff")
+    with pytest.raises(DataError, match="chat_template.jinja cannot be read"):
+        load_tokenizer(theirs)
 
 
 @pytest.fixture(scope="module")

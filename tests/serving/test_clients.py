@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import re
 import signal
-import subprocess
-import sys
-import threading
 
 import httpx
 import numpy as np
@@ -19,6 +14,7 @@ from eejax.checkpoint.model import load_model
 from eejax.inference import Generator
 from eejax.inference.scoring import score
 from eejax.inference.state import prepare
+from experiments.serving_runs import server
 
 
 @pytest.fixture(scope="module")
@@ -27,38 +23,16 @@ def model(small_run):
     return small_run, load_model(small_run)
 
 
-def drain(process):
-    with process.stderr as rest:
-        rest.read()
-
-
-def begin(workdir, *flags):
-    """(process, address) of a server."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "experiments.serve", f"--model=m={workdir}", "--port=0",
-         "--slots=4", *flags],
-        stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
-    said = []
-    for line in process.stderr:
-        said.append(line)
-        if found := re.search(r"listening at (http://\S+)", line):
-            threading.Thread(target=drain, args=(process,), daemon=True).start()
-            return process, found[1]
-    raise AssertionError("".join(said))
+@pytest.fixture(scope="module")
+def address(model):
+    with server(f"--model=m={model[0]}", "--slots=4") as (process, address):
+        yield address
+    assert process.returncode == 0
 
 
 @pytest.fixture(scope="module")
-def server(model):
-    process, address = begin(model[0])
-    yield address
-    process.terminate()
-    assert process.wait(60) == 0
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0) as client:
+def client(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -89,7 +63,7 @@ def test_texts_are_those_of_the_model(model, client):
             assert all(len(top) >= 1 for top in choice.logprobs.top_logprobs[:n])
 
 
-def test_streams_and_asynchronous_clients(server, client):
+def test_streams_and_asynchronous_clients(address, client):
     whole = client.completions.create(model="m", prompt="class ", max_tokens=30, seed=5)
     stream = client.completions.create(
         model="m", prompt="class ", max_tokens=30, seed=5, stream=True,
@@ -100,7 +74,7 @@ def test_streams_and_asynchronous_clients(server, client):
     assert parts[-1].usage == whole.usage
 
     async def several():
-        async with openai.AsyncOpenAI(base_url=f"{server}/v1", api_key="none") as many:
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none") as many:
             ask = lambda i: many.completions.create(
                 model="m", prompt="class ", max_tokens=30, seed=i % 3, n=2
             )
@@ -141,12 +115,26 @@ def test_errors_are_those_of_openai(client):
 
 
 def test_what_is_under_way_is_answered_before_the_end(model):
-    process, address = begin(model[0], "--grace=60", "--steps=1")
+    flags = (f"--model=m={model[0]}", "--slots=4", "--grace=60", "--steps=1")
     asked = dict(model="m", prompt="def f(", max_tokens=60, stream=True, ignore_eos=True)
-    with httpx.stream("POST", f"{address}/v1/completions", json=asked, timeout=60) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        process.send_signal(signal.SIGTERM)
-        rest = [line for line in lines if line]
+    with server(*flags) as (process, address):
+        with httpx.stream("POST", f"{address}/v1/completions", json=asked, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert process.wait(60) == 0
     assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
-    assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_a_model_over_several_devices(eejax_data):
+    model = f"--model=m={eejax_data / 'models' / 'tinylm'}"
+    asked = dict(model="m", prompt="ROMEO:", max_tokens=40, temperature=0, return_exits=True)
+    post = lambda at: httpx.post(f"{at}/v1/completions", json=asked, timeout=60).json()["choices"]
+    flags = (model, "--tokenizer=bytes", "--slots=4")
+    with server(*flags) as (_, one), server(*flags, "--mesh.model=2") as (_, other):
+        (ours,), (theirs,) = post(one), post(other)
+    assert theirs["text"] == ours["text"] and ours["text"]
+    for a, b in zip(theirs["exits"], ours["exits"], strict=True):
+        assert a["layers"] == b["layers"] and abs(a["confidence"] - b["confidence"]) < 1e-4

@@ -156,6 +156,22 @@ async def test_an_engine_that_dies_is_reported_and_started_again():
 
 
 @run
+async def test_an_engine_that_hangs_is_ended_and_started_again():
+    service = Service(Scripted(), ServiceOptions(first_pause=0.05, silence=2.0))
+    await service.start()
+    lost = asyncio.create_task(gathered(service, [STALL, 1], 60))
+    await until(lambda: service.load.running == 1)
+    os.kill(service._engine.process.pid, signal.SIGSTOP)
+    assert (await lost)[1] == "lost"
+    assert service.failure == "it gave no sign of life for 2 seconds"
+    await until(lambda: service.state == s.READY)
+    await asyncio.sleep(2.5)  # one with nothing to do is no such engine
+    assert (await gathered(service, [4], 9))[0] == want([4], 9)
+    assert service.restarts == 1
+    await service.stop()
+
+
+@run
 async def test_an_engine_that_cannot_be_built_says_why(tmp_path):
     broken = tmp_path / "broken"
     broken.touch()

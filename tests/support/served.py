@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import os
+import threading
 import time
+
+import uvicorn
 
 from eejax.data.tokenizers import ByteTokenizer
 from eejax.inference.scripted import ScriptedEngine
 from eejax.models.config import ExitConfig, ModelConfig
-from eejax.serving.messages import Built
+from eejax.serving.app import app
+from eejax.serving.http import HttpOptions
+from eejax.serving.messages import Build, Built
+from eejax.serving.metrics import Metrics
+from eejax.serving.service import Service, ServiceOptions
 
 CONFIG = ModelConfig(
     vocab_size=257, n_layers=4, d_model=8, n_heads=2, context_length=64,
@@ -45,3 +54,40 @@ class Scripted:
         engine = ScriptedEngine(script, (1, 3, 4), self.slots, CONFIG.context_length)
         template = None if self.template is None else (self.template, {"bos_token": ""})
         return Built(engine, CONFIG, ByteTokenizer(), template)
+
+
+@contextlib.contextmanager
+def serving(build: Build | None = None, options: HttpOptions | None = None):
+    """(address, service) of a server of the model m in a thread of this process."""
+    found, begun = {}, threading.Event()
+
+    async def serve() -> None:
+        metrics = Metrics()
+        service = Service(
+            build or Scripted(), ServiceOptions(first_pause=1.0, grace=1.0),
+            watch=metrics.watch("m"),
+        )  # fmt: skip
+        await service.start()
+        api = app({"m": service}, options, metrics)
+        config = uvicorn.Config(api, port=0, log_level="error", lifespan="off")
+        server = uvicorn.Server(config)
+        server.capture_signals = contextlib.nullcontext  # signals are the main thread's
+        running = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        found.update(address=f"http://127.0.0.1:{port}", service=service, server=server)
+        begun.set()
+        await running
+        await service.stop()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    while not begun.wait(0.1):
+        assert thread.is_alive(), "the server did not start"
+    try:
+        yield found["address"], found["service"]
+    finally:
+        found["server"].should_exit = True
+        thread.join(60)
+        assert not thread.is_alive()

@@ -22,7 +22,7 @@ from eejax.checkpoint.hf.folder import CONFIG
 from eejax.checkpoint.hf.layouts import Rule
 from eejax.common.errors import CheckpointError, ConfigError, require_one_of
 from eejax.common.trees import Tree
-from eejax.data.tokenizers import JsonTokenizer, Tokenizer
+from eejax.data.tokenizers import CHAT, JsonTokenizer, Tokenizer
 from eejax.models.config import DTYPES, ModelConfig
 
 SHARD = 5 * 10**9  # bytes of a file of weights, as transformers has them
@@ -173,3 +173,5 @@ def _write_tokenizer(path: pathlib.Path, tokenizer: JsonTokenizer, context: int)
     values = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
     values |= {f"{n}_token": v for n, v in (("eos", tokenizer.eos), ("bos", tokenizer.bos)) if v}
     (path / "tokenizer_config.json").write_text(json.dumps(values, indent=1) + "\n")
+    if tokenizer.chat is not None:
+        (path / CHAT).write_text(tokenizer.chat, encoding="utf-8")

@@ -1,0 +1,139 @@
+"""Servers in processes of their own, and clients that keep them busy."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+
+@contextlib.contextmanager
+def server(*flags: str, wait: float = 60.0) -> Iterator[tuple[subprocess.Popen, str]]:
+    """(process, address) of `experiments.serve`, at any free port; it is told to end, and has
+    `wait` seconds for it. Raises RuntimeError, with what it said, where it does not come up."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "experiments.serve", "--port=0", *flags],
+        stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    said: collections.deque[str] = collections.deque(maxlen=100)
+    address = None
+    for line in process.stderr:
+        said.append(line)
+        if found := re.search(r"listening at (http://\S+)", line):
+            address = found[1]
+            break
+
+    def read() -> None:
+        with process.stderr as rest:
+            said.extend(rest)
+
+    reading = threading.Thread(target=read, daemon=True)
+    reading.start()
+    try:
+        if address is None:
+            process.wait(wait)
+            raise RuntimeError("the server did not start: " + "".join(said))
+        yield process, address
+    finally:
+        process.terminate()
+        try:
+            process.wait(wait)
+        finally:
+            process.kill()  # which does nothing to one that has ended
+            process.wait()
+            reading.join()
+
+
+@dataclasses.dataclass
+class Answered:
+    """What came of a request. begin: seconds at which it was sent; times: at which each token came;
+    text: of all of them."""
+
+    begin: float
+    times: list[float]
+    text: str = ""
+
+    @property
+    def first(self) -> float:
+        return self.times[0] - self.begin
+
+    @property
+    def gaps(self) -> np.ndarray:
+        return np.diff(self.times)
+
+
+async def ask(client, wanted, fields: dict) -> Answered:
+    """Streams a completion through an `httpx.AsyncClient`. Raises RuntimeError for what is no
+    answer."""
+    prompt, limit = wanted
+    asked = fields | dict(
+        prompt=list(prompt), max_tokens=limit, temperature=0, ignore_eos=True, stream=True,
+        return_exits=True,
+    )  # fmt: skip
+    answered = Answered(time.perf_counter(), [])
+    async with client.stream("POST", "/v1/completions", json=asked) as answer:
+        if answer.status_code != 200:
+            raise RuntimeError(f"{answer.status_code}: {(await answer.aread()).decode()}")
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                raise RuntimeError(chunk["error"]["message"])
+            (choice,) = chunk["choices"]
+            answered.text += choice["text"]
+            answered.times += [time.perf_counter()] * len(choice["exits"])
+    return answered
+
+
+async def closed_loop(client, clients: Sequence[Sequence], fields: dict) -> list[Answered]:
+    """All requests of all clients, each of which asks one after the other."""
+
+    async def one(own) -> list[Answered]:
+        return [await ask(client, wanted, fields) for wanted in own]
+
+    return sum(await asyncio.gather(*map(one, clients)), [])
+
+
+async def arriving(client, requests: Sequence, rate: float, seed: int, fields) -> list[Answered]:
+    """Requests that come by chance, so many a second (Poisson), whoever else is waiting."""
+    rng = np.random.default_rng(seed)
+    tasks = []
+    for wanted in requests:
+        tasks.append(asyncio.create_task(ask(client, wanted, fields)))
+        await asyncio.sleep(rng.exponential(1 / rate))
+    return await asyncio.gather(*tasks)
+
+
+def through_scheduler(scheduler, clients: Sequence[Sequence], policy) -> tuple[float, list]:
+    """`closed_loop` without a server: (seconds, tokens of every request, client by client)."""
+    left = [collections.deque(enumerate(own)) for own in clients]
+    found = [[()] * len(own) for own in clients]
+    under_way: dict[int, tuple[int, int]] = {}
+
+    def submit(c: int) -> None:
+        if left[c]:
+            r, (prompt, limit) = left[c].popleft()
+            under_way[scheduler.submit(prompt, limit, policy=policy)] = (c, r)
+
+    begin = time.perf_counter()
+    for c in range(len(clients)):
+        submit(c)
+    while not scheduler.idle:
+        for number, tokens, finish in scheduler.step():
+            c, r = under_way[number]
+            found[c][r] += tuple(t.id for t in tokens)
+            if finish:
+                submit(c)
+    return time.perf_counter() - begin, sum(found, [])
