@@ -28,7 +28,10 @@ _THRESHOLDS = flags.DEFINE_multi_string(
     "NAME=T or NAME=T,T,...: thresholds of a model's exits where a request names none. Default: 1.",
 )
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at.")
-_PORT = flags.DEFINE_integer("port", 8000, "Port; 0 takes any that is free.", lower_bound=0)
+_PORT = flags.DEFINE_integer(
+    "port", 8000, "Port; 0 takes any that is free.", lower_bound=0,
+    upper_bound=65535,
+)  # fmt: skip
 _SLOTS = flags.DEFINE_integer(
     "slots", 16, "Requests that a model works on at a time.", lower_bound=1
 )
@@ -54,32 +57,37 @@ _KEYS = flags.DEFINE_string(
 )  # fmt: skip
 _BODY = flags.DEFINE_integer("max_body", 4 * 2**20, "Most bytes of a request.", lower_bound=1)
 _N = flags.DEFINE_integer("max_n", 16, "Most choices of a prompt.", lower_bound=1)
-_GRACE = flags.DEFINE_float("grace", 30.0, "Seconds to answer what is under way at the end.")
+_GRACE = flags.DEFINE_float(
+    "grace", 30.0, "Seconds to answer what is under way at the end.", lower_bound=0.0
+)
+
+FLUSH = 5  # seconds for clients to read the rest of what they were sent
 
 
 def main() -> None:
     import asyncio
 
-    models = named("model", _MODEL.value)
+    models = named("model", "PATH", _MODEL.value)
     if not models:
         raise ConfigError("--model: name one at least, as NAME=PATH.")
-    if _PORT.value > 65535:
-        raise ConfigError(f"--port = {_PORT.value}: must be in 0..65535.")
     thresholds = {
         name: tuple(launch.numbers("thresholds", text.split(",")))
-        for name, text in named("thresholds", _THRESHOLDS.value).items()
+        for name, text in named("thresholds", "T,...", _THRESHOLDS.value).items()
     }
+    for name, values in thresholds.items():
+        if not all(0 <= t <= 1 for t in values):
+            raise ConfigError(f"--thresholds = {name}={values}: must lie in [0, 1].")
     if unknown := set(thresholds) - set(models):
         raise ConfigError(f"--thresholds: names {sorted(unknown)}, which no --model does.")
     asyncio.run(serve(models, thresholds, keys()))
 
 
-def named(flag: str, values: list[str]) -> dict[str, str]:
+def named(flag: str, what: str, values: list[str]) -> dict[str, str]:
     found = {}
     for value in values:
         name, equals, rest = value.partition("=")
         if not (name and equals and rest):
-            raise ConfigError(f"--{flag} = {value!r}: must be NAME=... .")
+            raise ConfigError(f"--{flag} = {value!r}: must be NAME={what}.")
         if name in found:
             raise ConfigError(f"--{flag} = {value!r}: {name!r} is named twice.")
         found[name] = rest
@@ -130,43 +138,78 @@ async def serve(models: dict[str, str], thresholds: dict[str, tuple], keys: tupl
         for name, t in ({n: (1.0,) for n in models} | thresholds).items()
     }
     http = HttpOptions(keys, _BODY.value, n=_N.value, defaults=defaults)
-    try:
+    api = app(services, http, metrics)
+    stopping = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    ended = asyncio.create_task(stopping.wait())
+
+    async def unless_ended(work) -> bool:
+        """Whether work came to its end before the server was told to."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+            return True
+        task.cancel()
+        await asyncio.wait({task})
+        return False
+
+    async def load() -> None:
         for name, service in services.items():
             launch.say(f"{name}: loading {models[name]} and compiling ...")
             try:
                 ready = await service.start()
             except RuntimeError as error:
                 raise ConfigError(f"--model = {name}={models[name]}: {error}") from error
+            check_thresholds(name, ready.config, defaults[name].thresholds)
             launch.say(
                 f"{name}: {ready.slots} slots of {ready.context} tokens, {ready.seconds:.0f} s"
             )
-        server = uvicorn.Server(uvicorn.Config(
-            app(services, http, metrics), host=_HOST.value, port=_PORT.value, log_level="warning",
-            timeout_graceful_shutdown=max(1, round(_GRACE.value)), lifespan="off",
-        ))  # fmt: skip
-        stopping = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        # Requests under way are answered before the server closes their connections.
-        server.install_signal_handlers = lambda: None
-        server.capture_signals = contextlib.nullcontext
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stopping.set)
-        running = asyncio.create_task(server.serve())
-        while not server.started and not running.done():
-            await asyncio.sleep(0.01)
-        if server.started:
-            port = server.servers[0].sockets[0].getsockname()[1]
-            launch.say(f"listening at http://{_HOST.value}:{port}")
-        ended = asyncio.create_task(stopping.wait())
-        await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
-        ended.cancel()
-        if not running.done():
+
+    with bound(_HOST.value, _PORT.value) as listening:
+        try:
+            if not await unless_ended(load()):
+                return
+            server = uvicorn.Server(uvicorn.Config(
+                api, log_level="warning", lifespan="off", timeout_graceful_shutdown=FLUSH,
+            ))  # fmt: skip
+            # Requests under way are answered before the server closes their connections.
+            server.capture_signals = contextlib.nullcontext
+            running = asyncio.create_task(server.serve([listening]))
+            while not server.started and not running.done():
+                await asyncio.sleep(0.01)
+            launch.say(f"listening at http://{_HOST.value}:{listening.getsockname()[1]}")
+            await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
             launch.say("no more requests: answering those that are under way ...")
-            await asyncio.gather(*(service.stop() for service in services.values()))
+            await api.state.server.drain(_GRACE.value)
+            await asyncio.gather(*(service.stop(0) for service in services.values()))
             server.should_exit = True
-        await running
-    finally:
-        await asyncio.gather(*(service.stop() for service in services.values()))
+            await running
+        finally:
+            ended.cancel()
+            await asyncio.gather(*(service.stop(0) for service in services.values()))
+
+
+def bound(host: str, port: int):
+    """A socket at an address. Raises ConfigError for one that is not to be had."""
+    import socket
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, reuse_port=False)
+    except OSError as error:
+        told = f"--host = {host!r}, --port = {port}: cannot be listened at ({error})."
+        raise ConfigError(told) from error
+
+
+def check_thresholds(name: str, config, thresholds) -> None:
+    from eejax.inference.policy import ExitPolicy
+
+    try:
+        ExitPolicy.make(config, 1, thresholds)
+    except ConfigError as error:
+        raise ConfigError(f"--thresholds = {name}=...: {error}") from error
 
 
 if __name__ == "__main__":

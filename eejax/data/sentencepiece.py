@@ -82,16 +82,15 @@ class SentencePieceTokenizer:
 
     @functools.cached_property
     def byte_lengths(self) -> np.ndarray:
-        inner = self._inner
+        return np.array([len(self.token_bytes(i)) for i in range(self.vocab_size)], np.int64)
 
-        def size(i: int) -> int:
-            if not self._has_text[i]:
-                return 0
-            return (
-                1 if inner.is_byte(i) else len(inner.id_to_piece(i).replace(_SPACE, " ").encode())
-            )
-
-        return np.array([size(i) for i in range(self.vocab_size)], np.int64)
+    def token_bytes(self, token: int) -> bytes:
+        if not (0 <= token < self.vocab_size and self._has_text[token]):
+            return b""
+        piece = self._inner.id_to_piece(token)
+        if self._inner.is_byte(token):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace(_SPACE, " ").encode()
 
     @functools.cached_property
     def _has_text(self) -> np.ndarray:

@@ -30,6 +30,11 @@ _EOS_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|
 _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>")
 _BEGUN = ("Llama", "CodeLlama", "Gemma")  # classes whose texts begin with it by default
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
+# GPT-2's alphabet: bytes that print are themselves, the others letters from U+0100 on.
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_LETTERS = {chr(b): b for b in _PRINTED} | {
+    chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in _PRINTED)
+}
 
 
 class TextStream(Protocol):
@@ -70,6 +75,10 @@ class Tokenizer(Protocol):
         (nats / ln 2 / bytes): what special tokens cost is paid for, and what their text is
         called is not counted.
         """
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """What an id stands for in running text, as `byte_lengths` counts it."""
         ...
 
     def encode(self, text: str, *, allow_special: bool = False, begins: bool = True) -> np.ndarray:
@@ -113,6 +122,9 @@ class ByteTokenizer:
     @property
     def byte_lengths(self) -> np.ndarray:
         return (np.arange(self.vocab_size) != self.eos_id).astype(np.int64)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.text_bytes([token])
 
     def encode(self, text: str, *, allow_special: bool = False, begins: bool = True) -> np.ndarray:
         return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
@@ -177,29 +189,37 @@ class JsonTokenizer:
 
     @functools.cached_property
     def byte_lengths(self) -> np.ndarray:
-        from tokenizers.pre_tokenizers import ByteLevel
+        return np.array([len(self.token_bytes(i)) for i in range(self.vocab_size)], np.int64)
 
+    def token_bytes(self, token: int) -> bytes:
+        piece = self._plain.id_to_token(token)
+        if piece is None or token in self._special_ids:
+            return b""
+        # Part of a character alone decodes to U+FFFD, which says nothing.
+        if "ByteLevel" in self._decoders:  # one letter of its alphabet for each byte
+            if _LETTERS.keys() >= set(piece):
+                return bytes(_LETTERS[c] for c in piece)
+            return piece.encode()
+        if "ByteFallback" in self._decoders and _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        start, first = self._before
+        return self.decode([*start, token]).encode()[first:]
+
+    @functools.cached_property
+    def _special_ids(self) -> set[int]:
+        return {i for i, t in self._plain.get_added_tokens_decoder().items() if t.special}
+
+    @functools.cached_property
+    def _decoders(self) -> set[str]:
         decoder = json.loads(self._definition).get("decoder") or {}
-        kinds = {d["type"] for d in (decoder, *decoder.get("decoders", ()))}
-        alphabet = set(ByteLevel.alphabet())
-        special = {i for i, t in self._plain.get_added_tokens_decoder().items() if t.special}
-        # After a piece that has text: decoders drop the space that begins a text.
-        before = next((i for i in range(self.vocab_size) if self.decode([i]).strip()), None)
-        start = [] if before is None else [before]
-        first = len(self.decode(start).encode())
+        return {d["type"] for d in (decoder, *decoder.get("decoders", ()))}
 
-        def size(i: int) -> int:
-            piece = self._plain.id_to_token(i)
-            if piece is None or i in special:
-                return 0
-            # Part of a character alone decodes to U+FFFD, whose length says nothing.
-            if "ByteLevel" in kinds:  # one letter of its alphabet for each byte
-                return len(piece) if alphabet.issuperset(piece) else len(piece.encode())
-            if "ByteFallback" in kinds and _BYTE_PIECE.fullmatch(piece):
-                return 1
-            return len(self.decode([*start, i]).encode()) - first
-
-        return np.array([size(i) for i in range(self.vocab_size)], np.int64)
+    @functools.cached_property
+    def _before(self) -> tuple[list[int], int]:
+        """A piece that has text, and its bytes: decoders drop the space that begins a text."""
+        piece = next((i for i in range(self.vocab_size) if self.decode([i]).strip()), None)
+        start = [] if piece is None else [piece]
+        return start, len(self.decode(start).encode())
 
     @functools.cached_property
     def _with_special(self) -> Any:

@@ -39,6 +39,14 @@ class Scores(NamedTuple):
     likely: Likely | None
 
 
+def lengths(context: int) -> list[int]:
+    """Tokens to which texts are padded: a program is compiled for each."""
+    found = [min(SHORTEST, context)]
+    while found[-1] < context:
+        found.append(min(2 * found[-1], context))
+    return found
+
+
 def score(
     weights: Weights,
     config: ModelConfig,
@@ -59,7 +67,7 @@ def score(
     # A text may fill the context: nothing follows it.
     generate.check_prompts([tokens], config, config.context_length + 1)
     require(len(tokens) > 1, "tokens", f"{len(tokens)} tokens", "must be two at least")
-    width = min(max(SHORTEST, generate.power_of_two(len(tokens))), config.context_length)
+    width = next(n for n in lengths(config.context_length) if n >= len(tokens))
     padded = np.zeros((1, width), np.int32)
     padded[0, : len(tokens)] = tokens
     found = _score(weights, padded, config=config, e=e, likely=likely, mesh=mesh)

@@ -16,9 +16,9 @@ from eejax.inference.scheduler import Token
 from eejax.inference.shaping import Shaping
 from eejax.inference.state import STOPS
 from eejax.serving.messages import Ask, Ready
-from eejax.serving.metrics import Metrics, Watched
+from eejax.serving.metrics import Watched
 from eejax.serving.protocol import Wishes
-from eejax.serving.service import Service
+from eejax.serving.service import Service, Unavailable
 from eejax.serving.text import Revealed
 
 FIELDS = dict(
@@ -55,9 +55,11 @@ def asks(
     """One for each of the n choices. Raises ConfigError, which names the request's field."""
     config, tokenizer = ready.config, ready.tokenizer
     room = ready.context - len(prompt)
+    # Where nothing is to be generated, the prompt may fill the context.
+    most = ready.context if limit == 0 else ready.context - 1
     require(
-        0 < len(prompt) < ready.context, "prompt", f"{len(prompt)} tokens",
-        f"must have at least 1 token and fewer than {ready.context}, the model's context",
+        0 < len(prompt) <= most, "prompt", f"{len(prompt)} tokens",
+        f"must have 1 to {most}, as the model's context is {ready.context}",
     )  # fmt: skip
     exits = wishes.exits
     threshold = defaults.thresholds if wishes.thresholds is None else wishes.thresholds
@@ -65,9 +67,18 @@ def asks(
         given = [n for n in ("thresholds", "exits", "gate") if getattr(wishes, n) is not None]
         require(not given, "engine", "full", f"leaves no choice of {' and '.join(given)}")
         threshold = 1.0
-    stops = [] if wishes.ignore_eos else list(tokenizer.end_ids)
-    stops = sorted({*stops, *(wishes.stop_token_ids or ())})
-    require(len(stops) <= STOPS, "stop_token_ids", stops, f"must be at most {STOPS} with the end's")
+    if isinstance(threshold, list):
+        n = config.n_exits
+        require(
+            len(threshold) == n, "thresholds", threshold, f"must be one number, or {n}, one an exit"
+        )
+    least, own = wishes.min_tokens, wishes.stop_token_ids or ()
+    require(limit in (None, 0) or least <= limit, "min_tokens", least, f"must be at most {limit}")
+    ends = set() if wishes.ignore_eos else {*tokenizer.end_ids}
+    stops = sorted({*ends, *own})
+    require(
+        len(stops) <= STOPS, "stop_token_ids", own, f"must be at most {STOPS - len(ends)} tokens"
+    )
     seed = wishes.seed
     seed = secrets.randbelow(2**31) if seed is None else seed % 2**31
     try:
@@ -106,9 +117,9 @@ async def pieces(
     seconds: float | None = None,
 ) -> AsyncIterator[Piece]:  # fmt: skip
     """A choice's pieces, the last of which has a `finish`; it ends the request where it is left, or
-    where a stop string came."""
+    where a stop string came. Raises as `Service.ask`."""
     tokenizer: Tokenizer = service.ready.tokenizer
-    revealed, tokens, told = Revealed(tokenizer, stops), [], 0
+    revealed, tokens, told = Revealed(tokenizer, stops, ask.prompt), [], 0
     ends, finish = set(ask.stop_tokens), "cancelled"
     try:
         async with contextlib.aclosing(service.ask(ask, seconds=seconds)) as events:
@@ -117,7 +128,7 @@ async def pieces(
                 watched.tokens(event.tokens)
                 # A token that ends a text is none of it, whatever it would be written as.
                 shown = revealed.push([t.id for t in event.tokens if t.id not in ends])
-                text, count = shown.text, len(tokens)
+                text = shown.text
                 if shown.stopped:
                     finish = "stop"
                 elif event.finish:
@@ -127,6 +138,8 @@ async def pieces(
                     finish = "stop" if shown.stopped else finish
                 done = shown.stopped or bool(event.finish)
                 upto = len(tokens) if event.finish and not shown.stopped else shown.tokens
+                # What came behind a stop string in the same event is none of the answer.
+                count = revealed.taken if shown.stopped else len(tokens)
                 if text or upto > told or done:
                     yield Piece(
                         index, text, tuple(tokens[told:upto]), finish if done else "", count
@@ -134,6 +147,9 @@ async def pieces(
                 told = max(told, upto)
                 if done:
                     return
+    except (Unavailable, ConfigError):
+        finish = "refused"
+        raise
     finally:
         watched.end(finish)
 
@@ -171,7 +187,3 @@ async def merged(streams: Sequence[AsyncIterator[Any]]) -> AsyncIterator[Any]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def watched(metrics: Metrics, model: str, ready: Ready, prompt: int) -> Watched:
-    return Watched(metrics, model, ready.config.stops, prompt)

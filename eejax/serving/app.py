@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 import eejax
 from eejax.common.errors import ConfigError, DataError
 from eejax.serving import routes
-from eejax.serving.http import Failure, Guard, HttpOptions, Server, failure, misshapen
+from eejax.serving.http import Failure, Guard, HttpOptions, Left, Server, failure, misshapen
 from eejax.serving.metrics import Metrics
 from eejax.serving.service import Service, Unavailable
 
@@ -36,12 +36,19 @@ def app(
     async def failed(_: Request, error: Exception) -> Response:
         return failure(error).response
 
-    for kind in (Failure, Unavailable, ConfigError, DataError, Exception):
+    for kind in (Failure, Unavailable, ConfigError, DataError, TimeoutError):
         api.add_exception_handler(kind, failed)
+
+    @api.exception_handler(Left)
+    async def left(_: Request, error: Left) -> Response:
+        return Response(status_code=499)  # as nginx has it; nobody sees it
 
     @api.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> Response:
-        response = Failure(error.status_code, str(error.detail)).response
+        told = str(error.detail)
+        if told == "There was an error parsing the body":
+            told = "the body cannot be read as JSON in UTF-8."
+        response = Failure(error.status_code, told).response
         response.headers.update(error.headers or {})
         return response
 
@@ -49,5 +56,5 @@ def app(
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         return misshapen(error.errors()).response
 
-    api.add_middleware(Guard, options=options)
+    api.add_middleware(Guard, server=server)
     return api

@@ -8,11 +8,23 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from eejax.common.errors import ConfigError
 from eejax.data.tokenizers import Tokenizer, chat_template
+
+
+class Generation(Extension):
+    """`{% generation %}`, by which trainers find the model's part: what is in it, as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class Template:
@@ -22,7 +34,9 @@ class Template:
         """special: names of tokens that templates speak of, bos_token and eos_token. Raises
         ConfigError for what is no template."""
         self._special = dict(special or {})
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )
         environment.filters["tojson"] = _json
         environment.globals.update(
             raise_exception=_refuse, strftime_now=lambda f: datetime.datetime.now().strftime(f)
@@ -39,13 +53,16 @@ class Template:
             return self._template.render(
                 messages=list(messages), add_generation_prompt=reply, **self._special
             )
-        except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+        except Exception as error:  # it is a program, and whoever wrote it is not known
             told = f"messages: the model's chat template refuses them ({error})."
             raise ConfigError(told) from error
 
 
-def _json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """With the arguments that transformers' has."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> None:

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import hmac
+import itertools
 import json
+import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import Request, Response
@@ -18,11 +20,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eejax.common.errors import ConfigError, DataError, require, require_count
 from eejax.serving import protocol as form
-from eejax.serving.answers import Defaults, Piece, asks, merged, pieces, renamed, watched
+from eejax.serving.answers import Defaults, Piece, asks, merged, pieces, renamed
 from eejax.serving.chat import Template
-from eejax.serving.messages import Ready
-from eejax.serving.metrics import Metrics
+from eejax.serving.messages import Ask, Ready
+from eejax.serving.metrics import Metrics, Watched
 from eejax.serving.service import READY, Full, Service, Unavailable
+
+_log = logging.getLogger(__name__)
 
 FINISH = {"context": "length", "cancelled": "stop", "deadline": "timeout"}
 """What ends are called by OpenAI, where that is another name; timeout is eejax's own."""
@@ -31,26 +35,29 @@ ERRORS = {
     status: {"model": form.Error, "description": text}
     for status, text in {
         400: "The request cannot be answered as it is.", 401: "No valid key.",
-        404: "There is no such model, or page.", 413: "The body is too large.",
+        404: "There is no such model, or page.", 408: "The prompt was not scored in time.",
+        413: "The body is too large.", 415: "The body is compressed.",
         429: "As many requests wait as may.", 500: "The model's logits were not finite.",
-        503: "The engine is not there.",
+        503: "The engine is not there, or the server ends.",
     }.items()
 }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class HttpOptions:
-    """keys: of which clients must bring one, if there are any; body: most bytes of one; prompts:
-    most of a request; n: most choices of a prompt; defaults: of models, how tokens leave."""
+    """keys: of which clients must bring one, if there are any; body: most bytes of one; requests:
+    most at a time, whatever they ask; prompts: most of a request; n: most choices of a prompt;
+    defaults: of models, how tokens leave."""
 
-    keys: tuple[str, ...] = ()
+    keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     body: int = 4 * 2**20
+    requests: int = 1024
     prompts: int = 64
     n: int = 16
     defaults: Mapping[str, Defaults] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        for name in ("body", "prompts", "n"):
+        for name in ("body", "requests", "prompts", "n"):
             require_count(name, getattr(self, name))
         require(all(self.keys), "keys", "an empty one", "must be texts of a character at least")
 
@@ -88,33 +95,72 @@ def failure(error: Exception) -> Failure:
             return Failure(429, str(error), code="queue_full", after=error.after)
         case Unavailable():
             return Failure(503, str(error), code="engine_unavailable", after=error.after)
-        case ConfigError() | DataError():
-            field = str(renamed(error) if isinstance(error, ConfigError) else error)
-            param = field.split(" ", 1)[0].rstrip(":")
-            return Failure(400, field, param=param if param.isidentifier() else None)
+        case ConfigError():
+            said = str(renamed(error))
+            param = said.split(" ", 1)[0].rstrip(":")
+            return Failure(400, said, param=param if param.isidentifier() else None)
+        case DataError():
+            return Failure(400, str(error))
+        case TimeoutError():
+            return Failure(408, str(error), param="timeout", code="timeout")
+    _log.error("an error of the server's own", exc_info=error)
     return Failure(500, "something is wrong with the server; its log says what", code="internal")
 
 
+class Left(Exception):
+    """Nobody waits for the answer any more."""
+
+
 class Server:
-    """Models by name, and the answers of each."""
+    """Models by name, and the answers of each.
+
+    under_way: requests that are being answered; draining: no more are taken.
+    """
 
     def __init__(self, services: Mapping[str, Service], options: HttpOptions, metrics: Metrics):
         self.services, self.options, self.metrics = dict(services), options, metrics
         self.begun = int(time.time())
+        self.under_way, self.draining = 0, False
         self._templates: dict[str, Template | None] = {}
+        self._changed = asyncio.Event()
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        self.under_way += 1
+        try:
+            yield
+        finally:
+            self.under_way -= 1
+            self._changed.set()
+
+    async def drain(self, seconds: float) -> None:
+        """Takes no more requests, and waits until those under way are answered, or so long."""
+        self.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.under_way:
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    @property
+    def healthy(self) -> bool:
+        engines = all(service.state == READY for service in self.services.values())
+        return engines and not self.draining
 
     def service(self, model: str | None) -> Service:
         if model is None and len(self.services) == 1:
             return next(iter(self.services.values()))
         if model not in self.services:
             known = ", ".join(map(repr, self.services))
+            if model is None:
+                raise Failure(400, f"model: is required; there are {known}.", param="model")
             told = f"model = {model!r}: there is none of this name, but {known}."
             raise Failure(404, told, param="model", code="model_not_found")
         return self.services[model]
 
     def ready(self, service: Service) -> Ready:
         if service.ready is None:
-            raise Unavailable(f"the engine is {service.state}", service.options.first_pause)
+            raise Unavailable(f"the engine is {service.state}", service.pause)
         return service.ready
 
     def template(self, model: str) -> Template:
@@ -127,25 +173,38 @@ class Server:
             raise Failure(400, told, param="model", code="no_chat_template")
         return self._templates[model]
 
-    def choices(
+    def asks(
         self, wishes: form.Wishes, prompts: Sequence[Sequence[int]], limit: int | None, likely: int
-    ) -> AsyncIterator[Piece]:
-        """Pieces of all choices, prompt by prompt n of them."""
+    ) -> list[Ask]:
+        """Of all choices, prompt by prompt n of them. Raises for what cannot be asked, however idle
+        the engine is."""
         service = self.service(wishes.model)
         ready, defaults = self.ready(service), self.options.defaults.get(wishes.model, Defaults())
-        self._limited("n", wishes.n, self.options.n)
-        self._limited("prompt", len(prompts), self.options.prompts)
-        streams = []
-        for prompt in prompts:
-            for ask in asks(wishes, ready, prompt, limit, likely, defaults):
-                seen = watched(self.metrics, wishes.model, ready, len(prompt))
-                index = len(streams)
-                streams.append(pieces(service, ask, index, wishes.stops, seen, wishes.timeout))
-        return merged(streams)
+        n, count, most = wishes.n, len(prompts), self.options.prompts
+        if n > self.options.n:
+            raise Failure(400, f"n = {n}: must be at most {self.options.n}.", param="n")
+        if not 0 < count <= most:
+            told = f"prompt = {count} prompts: must be 1 to {most} of them."
+            raise Failure(400, told, param="prompt")
+        if count * n > service.most:
+            told = f"n = {n}: with {count} prompts must be at most {service.most} choices."
+            raise Failure(400, told, param="n")
+        made = (asks(wishes, ready, prompt, limit, likely, defaults) for prompt in prompts)
+        return list(itertools.chain.from_iterable(made))
 
-    def _limited(self, field: str, value: int, most: int) -> None:
-        if value > most:
-            raise Failure(400, f"{field} = {value}: must be at most {most}.", param=field)
+    def choices(
+        self, wishes: form.Wishes, asked: Sequence[Ask], begin: float
+    ) -> AsyncIterator[Piece]:
+        """Pieces of all choices. begin: when the request came, by `time.monotonic`."""
+        service = self.service(wishes.model)
+        stops = self.ready(service).config.stops
+
+        def one(index: int, ask: Ask) -> AsyncIterator[Piece]:
+            prompt = 0 if index % wishes.n else len(ask.prompt)
+            seen = Watched(self.metrics, wishes.model, stops, begin, prompt)
+            return pieces(service, ask, index, wishes.stops, seen, wishes.timeout)
+
+        return merged([one(index, ask) for index, ask in enumerate(asked)])
 
 
 def ended(finish: str) -> str:
@@ -164,33 +223,41 @@ def usage(prompts: Sequence[Sequence[int]], counts: Mapping[int, int]) -> dict[s
 
 def misshapen(errors: Sequence[Mapping[str, Any]]) -> Failure:
     """What to say of a body that is not of its form."""
-    first = errors[0]
-    # A union tells what is wrong with each of its forms: the first is as good as another.
-    where = [str(part) for part in first["loc"][1:] if not str(part).endswith("]")]
-    param = where[0] if where else None
+    # A union tells what is wrong with each of its forms. Those of another type say least.
+    near = lambda e: (not e["type"].endswith("_type"), sum(isinstance(p, int) for p in e["loc"]))
+    of = lambda e: e["loc"][1:2]
+    first = max((e for e in errors if of(e) == of(errors[0])), key=near)
+    # Forms of a union are named in places between the fields.
+    parts = [p for i, p in enumerate(first["loc"][1:]) if not i or isinstance(p, int) or p in NAMES]
+    where, param = ".".join(map(str, parts)), str(parts[0]) if parts else None
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         return Failure(400, "the body is not JSON: " + str(first.get("ctx", {}).get("error", "")))
     if first["type"] == "value_error":
         return Failure(400, message, param=message.split(":", 1)[0])
+    if first["type"] == "missing":
+        return Failure(400, f"{where}: is required.", param=param)
     if not where:
         told = "the body must be a JSON object, with Content-Type: application/json."
         return Failure(400, told)
     if first["type"] == "extra_forbidden":
-        return Failure(400, f"{'.'.join(where)}: is no field of this request.", param=param)
+        return Failure(400, f"{where}: is no field of this request.", param=param)
     value = json.dumps(first.get("input"), default=str)
     value = value if len(value) <= 80 else value[:77] + "..."
-    return Failure(400, f"{'.'.join(where) or 'body'} = {value}: {message}.", param=param)
+    return Failure(400, f"{where} = {value}: {message}.", param=param)
+
+
+NAMES = {*form.Message.model_fields, *form.StreamOptions.model_fields}
 
 
 class Guard:
-    """What every request passes first: its id, its key, and how large it is."""
+    """What every request passes first: its id, its key, how large it is, and how many there are."""
 
     OPEN = ("/", "/dashboard", "/health", "/version", "/metrics", "/openapi.json")
 
-    def __init__(self, inner: ASGIApp, options: HttpOptions):
-        self._inner, self._options = inner, options
-        self._keys = [key.encode() for key in options.keys]
+    def __init__(self, inner: ASGIApp, server: Server):
+        self._inner, self._server, self._options = inner, server, server.options
+        self._keys = [key.encode() for key in server.options.keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -199,25 +266,23 @@ class Guard:
         given = headers.get(b"x-request-id", b"")
         plain = 0 < len(given) <= 128 and all(33 <= c < 127 for c in given)
         number = given if plain else uuid.uuid4().hex.encode()
-
-        over = False
+        over = begun = False
 
         async def named(message: Message) -> None:
+            nonlocal begun
             if over:  # what is made of a body that was cut off is no answer
                 return
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", number)]
+                begun = True
             await send(message)
 
-        if self._keys and scope["path"] not in self.OPEN and not self._known(headers):
-            told = "bring one of the server's keys: Authorization: Bearer KEY"
-            refused = Failure(401, told, code="invalid_api_key").response
-            return await refused(scope, receive, named)
+        # Under a prefix, as Ray Serve's routes, the path has it too.
+        if scope["path"].removeprefix(scope.get("root_path", "")) in self.OPEN:
+            return await self._inner(scope, receive, named)
+        if (refused := self._refused(headers)) is not None:
+            return await refused.response(scope, receive, named)
         most, seen = self._options.body, 0
-        large = Failure(413, f"the body is larger than {most} bytes", code="body_too_large")
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > most:
-            return await large.response(scope, receive, named)
 
         async def limited() -> Message:
             nonlocal seen, over
@@ -226,10 +291,38 @@ class Guard:
             over = over or seen > most
             return {"type": "http.disconnect"} if over else message
 
-        await self._inner(scope, limited, named)
-        if over:
-            over = False
-            await large.response(scope, receive, named)
+        with self._server.answering():
+            try:
+                await self._inner(scope, limited, named)
+            except Exception as error:
+                told = failure(error)  # which logs it
+                if not begun and not over:
+                    await told.response(scope, receive, named)
+            if over:
+                over = False
+                await self._large.response(scope, receive, named)
+
+    @property
+    def _large(self) -> Failure:
+        most = self._options.body
+        return Failure(413, f"the body is larger than {most} bytes", code="body_too_large")
+
+    def _refused(self, headers: Mapping[bytes, bytes]) -> Failure | None:
+        if self._keys and not self._known(headers):
+            told = "bring one of the server's keys: Authorization: Bearer KEY"
+            return Failure(401, told, code="invalid_api_key")
+        if self._server.draining:
+            return Failure(503, "the server ends", code="engine_unavailable", after=1)
+        if self._server.under_way >= self._options.requests:
+            told = f"{self._options.requests} requests are under way"
+            return Failure(429, told, code="queue_full", after=1)
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or len(length) > 18 or int(length) > self._options.body:
+            return self._large
+        coding = headers.get(b"content-encoding", b"identity")
+        if coding.lower() != b"identity":
+            return Failure(415, f"Content-Encoding = {coding.decode('latin-1')!r}: must be none.")
+        return None
 
     def _known(self, headers: Mapping[bytes, bytes]) -> bool:
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
@@ -238,8 +331,8 @@ class Guard:
         return scheme.lower() == b"bearer" and any(same)
 
 
-async def while_connected(request: Request, work: Any) -> Any:
-    """The result of `work`, a coroutine, which ends where the client leaves."""
+async def while_connected(request: Request, work: Coroutine) -> Any:
+    """The result of `work`, which ends where the client leaves. Raises Left there."""
     task = asyncio.ensure_future(work)
 
     async def left() -> None:
@@ -250,7 +343,7 @@ async def while_connected(request: Request, work: Any) -> Any:
     try:
         await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise asyncio.CancelledError
+            raise Left
         return task.result()
     finally:
         for other in (task, leaving):
@@ -258,9 +351,17 @@ async def while_connected(request: Request, work: Any) -> Any:
         await asyncio.gather(task, leaving, return_exceptions=True)
 
 
-async def streamed(chunks: AsyncIterator[dict]) -> Response:
+async def streamed(request: Request, chunks: AsyncIterator[dict]) -> Response:
     """Server-sent events of chunks, then [DONE]; an error before the first is a plain answer."""
-    first = await anext(chunks)
+
+    async def one() -> dict:
+        return await anext(chunks)
+
+    try:
+        first = await while_connected(request, one())
+    except BaseException:
+        await chunks.aclose()
+        raise
 
     async def events() -> AsyncIterator[str]:
         async with contextlib.aclosing(chunks):
@@ -277,8 +378,5 @@ async def streamed(chunks: AsyncIterator[dict]) -> Response:
 
 
 def event(chunk: dict) -> str:
-    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-def healthy(services: Mapping[str, Service]) -> bool:
-    return all(service.state == READY for service in services.values())
+    # In ASCII: some clients take U+2028 for the end of a line.
+    return f"data: {json.dumps(chunk, allow_nan=False, separators=(',', ':'))}\n\n"

@@ -75,15 +75,15 @@ class Metrics:
 
 
 class Watched:
-    """One request's times and tokens."""
+    """One choice's times and tokens. begin: when its request came, by the clock; prompt: tokens
+    that it is the first to go on from."""
 
     def __init__(
-        self, metrics: Metrics, model: str, stops: Sequence[int], prompt: int,
+        self, metrics: Metrics, model: str, stops: Sequence[int], begin: float, prompt: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):  # fmt: skip
         self._metrics, self._model, self._stops, self._clock = metrics, model, stops, clock
-        self._begin, self._last = clock(), None
-        metrics.prompts.labels(model).inc(prompt)
+        self._begin, self._last, self._prompt = begin, None, prompt
 
     def tokens(self, new: Sequence[Token]) -> None:
         if not new:
@@ -91,6 +91,7 @@ class Watched:
         metrics, now, first, between = self._metrics, self._clock(), None, []
         if self._last is None:
             first = now - self._begin
+            metrics.prompts.labels(self._model).inc(self._prompt)
             metrics.first.labels(self._model).observe(first)
         else:  # tokens that come together came at even intervals, as far as one can tell
             between = [(now - self._last) / len(new)] * len(new)
@@ -105,5 +106,7 @@ class Watched:
         metrics.histories[self._model].tokens(layers, first, between)
 
     def end(self, finish: str) -> None:
-        self._metrics.whole.labels(self._model).observe(self._clock() - self._begin)
+        """finish: as an event's, or "refused"."""
+        if finish != "refused":
+            self._metrics.whole.labels(self._model).observe(self._clock() - self._begin)
         self._metrics.ends.labels(self._model, finish).inc()

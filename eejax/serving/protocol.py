@@ -47,7 +47,7 @@ class Wishes(Form):
     logit_bias: (
         Annotated[
             dict[
-                Annotated[str, Field(pattern=r"^[0-9]{1,9}$")],
+                Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")],
                 Annotated[float, Field(ge=-100, le=100)],
             ],
             Field(max_length=BIASES),

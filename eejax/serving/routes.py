@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import asyncio
+import codecs
 import contextlib
 import importlib.resources
 import time
@@ -10,11 +12,15 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any
 
+import numpy as np
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
 import eejax
+from eejax.common.errors import DataError
+from eejax.data.tokenizers import utf8
 from eejax.inference.scheduler import Token
+from eejax.inference.scoring import Scores
 from eejax.serving import history
 from eejax.serving import protocol as form
 from eejax.serving.answers import Piece
@@ -23,17 +29,16 @@ from eejax.serving.http import (
     Failure,
     Server,
     ended,
-    healthy,
     streamed,
     usage,
     while_connected,
 )
-from eejax.serving.messages import Ready
+from eejax.serving.messages import Ask, Ready
 
 router = APIRouter()
 
 
-def server_of(request: Request) -> Server:
+async def server_of(request: Request) -> Server:
     return request.app.state.server
 
 
@@ -82,7 +87,11 @@ def shown(server: Server, name: str) -> dict:
 async def health(server: Own) -> Response:
     """200 where every engine answers, 503 where one does not."""
     states = {name: service.state for name, service in server.services.items()}
-    return JSONResponse(states, 200 if healthy(server.services) else 503)
+    return JSONResponse(states, 200 if server.healthy else 503)
+
+
+for path, answer in (("/", page), ("/health", health)):  # who balances loads may ask with HEAD
+    router.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
 
 
 @router.get("/version")
@@ -124,24 +133,43 @@ async def model(name: str, server: Own) -> dict:
 @router.post("/tokenize", responses=ERRORS)
 async def tokenize(body: form.TokenizeRequest, server: Own) -> dict:
     ready = server.ready(server.service(body.model))
-    ids = ready.tokenizer.encode(body.prompt, begins=body.add_special_tokens).tolist()
+    # Of any length: clients cut documents by their tokens.
+    how = dict(limited=False, begins=body.add_special_tokens)
+    ids = await asyncio.to_thread(encode, ready, body.prompt, **how)
     return dict(tokens=ids, count=len(ids), max_model_len=ready.context)
 
 
 @router.get("/tokenizer_info", responses=ERRORS)
 async def tokenizer_info(server: Own, model: str | None = None) -> dict:
-    """Ids of the tokens that begin and end a text. Without their names: to `/tokenize` those are
-    plain text, so that clients would make other ids of them."""
+    """Ids of the tokens that begin and end a text. Names there are none of: to `/tokenize` they
+    are plain text, so that clients would make other ids of them."""
     ready = server.ready(server.service(model))
-    bos, eos = ready.tokenizer.bos_id, ready.tokenizer.eos_id
-    return dict(bos_token_id=bos, eos_token_id=eos, max_model_len=ready.context)
+    return dict(
+        bos_token=None, bos_token_id=ready.tokenizer.bos_id, eos_token=None,
+        eos_token_id=ready.tokenizer.eos_id, max_model_len=ready.context,
+    )  # fmt: skip
 
 
 @router.post("/detokenize", responses=ERRORS)
 async def detokenize(body: form.DetokenizeRequest, server: Own) -> dict:
     ready = server.ready(server.service(body.model))
     check_tokens(ready, body.tokens, "tokens")
-    return {"prompt": ready.tokenizer.decode(body.tokens)}
+    return {"prompt": await asyncio.to_thread(ready.tokenizer.decode, body.tokens)}
+
+
+def encode(ready: Ready, text: str, *, limited: bool = True, **how) -> list[int]:
+    """Ids of a text. Raises Failure for one that is longer than any context full of tokens is, if
+    it is `limited`."""
+    most = (ready.context + 1) * int(ready.tokenizer.byte_lengths.max())
+    try:
+        size = len(utf8(text))
+        # To find out how many tokens those are would take long.
+        if limited and size > most:
+            told = f"prompt = {size} bytes: must be at most {most}, as the context is"
+            raise Failure(400, f"{told} {ready.context} tokens.", param="prompt")
+        return ready.tokenizer.encode(text, **how).tolist()
+    except DataError as error:
+        raise Failure(400, f"prompt: {error}", param="prompt") from error
 
 
 def check_tokens(ready: Ready, tokens: Sequence[int], param: str) -> None:
@@ -154,18 +182,18 @@ def check_tokens(ready: Ready, tokens: Sequence[int], param: str) -> None:
 
 @router.post("/v1/completions", responses=ERRORS)
 async def completions(body: form.CompletionRequest, request: Request, server: Own) -> Response:
-    answer = Completion(server, body)
-    await answer.score()
-    if body.stream:
-        return await streamed(answer.chunks())
-    return JSONResponse(await while_connected(request, answer.whole()))
+    return await answered(request, Completion(server, body))
 
 
 @router.post("/v1/chat/completions", responses=ERRORS)
 async def chat(body: form.ChatRequest, request: Request, server: Own) -> Response:
-    answer = Conversation(server, body)
-    if body.stream:
-        return await streamed(answer.chunks())
+    return await answered(request, Conversation(server, body))
+
+
+async def answered(request: Request, answer: Answer) -> Response:
+    await while_connected(request, answer.prepare())
+    if answer.body.stream:
+        return await streamed(request, answer.chunks())
     return JSONResponse(await while_connected(request, answer.whole()))
 
 
@@ -175,17 +203,42 @@ class Answer(abc.ABC):
     prefix, kind, kind_of_chunk = "", "", ""
 
     def __init__(self, server: Server, body: form.Wishes):
-        self.server, self.body = server, body
-        self.ready = server.ready(server.service(body.model))
+        self.server, self.body, self.begin = server, body, time.monotonic()
+        self.service = server.service(body.model)
+        self.ready = server.ready(self.service)
         self.head = dict(
             id=f"{self.prefix}-{uuid.uuid4().hex}", created=int(time.time()), model=body.model
         )
         self.prompts: list[list[int]] = []
+        self.asks: list[Ask] = []
         self.counts: dict[int, int] = {}
 
+    async def prepare(self) -> None:
+        """Checks what is asked. Raises for what cannot be answered."""
+        self.prompts = await asyncio.to_thread(self.encoded)  # which takes long for long texts
+        self.asks = self.server.asks(self.body, self.prompts, self.limit, self.likely)
+
+    @property
     @abc.abstractmethod
+    def limit(self) -> int | None:
+        """Most tokens of a choice; None: as many as fit."""
+
+    @property
+    @abc.abstractmethod
+    def likely(self) -> int:
+        """How many of the most likely tokens are to be told of each."""
+
+    @abc.abstractmethod
+    def encoded(self) -> list[list[int]]:
+        """The prompts, as ids."""
+
+    @abc.abstractmethod
+    async def whole(self) -> dict:
+        """The answer at once."""
+
     def pieces(self) -> AsyncIterator[Piece]:
         """Of all choices, as they come."""
+        return self.server.choices(self.body, self.asks, self.begin)
 
     @abc.abstractmethod
     def part(self, piece: Piece) -> dict:
@@ -224,7 +277,12 @@ class Answer(abc.ABC):
         return {"exits": [dict(layers=stops[t.exit], confidence=t.confidence) for t in tokens]}
 
     def text_of(self, token: int) -> str:
-        return self.ready.tokenizer.decode([token])
+        """A token's text; of a part of a character its bytes, as OpenAI writes them."""
+        data = self.ready.tokenizer.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 class Completion(Answer):
@@ -235,63 +293,71 @@ class Completion(Answer):
 
     def __init__(self, server: Server, body: form.CompletionRequest):
         super().__init__(server, body)
-        prompt = body.prompt
+        self.scores: list[Scores | None] = []
+        self.begun: set[int] = set()  # choices of which something was told
+        self.offsets: dict[int, int] = {}  # of choices' next tokens, in characters
+        self.decoders: dict[int, codecs.IncrementalDecoder] = {}
+
+    limit = property(lambda self: self.body.max_tokens)
+    likely = property(lambda self: self.body.logprobs or 0)
+
+    def encoded(self) -> list[list[int]]:
+        prompt, found = self.body.prompt, []
         several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
         for one in prompt if several else [prompt]:
-            if isinstance(one, str):
-                one = self.ready.tokenizer.encode(one).tolist()
-            check_tokens(self.ready, one, "prompt")
-            self.prompts.append(list(one))
-        self.scores: list[Any] = [None] * len(self.prompts)
-        self.offsets: dict[int, int] = {}
+            ids = encode(self.ready, one) if isinstance(one, str) else list(one)
+            check_tokens(self.ready, ids, "prompt")
+            found.append(ids)
+        return found
 
-    async def score(self) -> None:
-        """What the model makes of the prompts, where they are to be repeated with it."""
-        if not self.body.echo or self.body.logprobs is None:
-            return
-        service = self.server.service(self.body.model)
-        for i, prompt in enumerate(self.prompts):
-            if len(prompt) > 1:
-                self.scores[i] = await service.score(prompt, likely=self.body.logprobs > 0)
+    async def prepare(self) -> None:
+        if self.body.max_tokens == 0 and not self.body.echo:
+            raise Failure(400, "max_tokens = 0: goes with echo = true alone.", param="max_tokens")
+        await super().prepare()
+        self.scores = [await self._scored(prompt) for prompt in self.prompts]
+
+    async def _scored(self, prompt: Sequence[int]) -> Scores | None:
+        """What the model makes of a prompt, where it is to be repeated with it."""
+        if not self.body.echo or self.body.logprobs is None or len(prompt) < 2:
+            return None
+        left = self.body.timeout
+        left = None if left is None else left - (time.monotonic() - self.begin)
+        scores = await self.service.score(prompt, likely=self.body.logprobs > 0, seconds=left)
+        if not np.isfinite(scores.logprob).all():
+            ended("error")
+        return scores
 
     def pieces(self) -> AsyncIterator[Piece]:
-        if self.body.max_tokens == 0:
-            return self._nothing()
-        likely = self.body.logprobs or 0
-        return self.server.choices(self.body, self.prompts, self.body.max_tokens, likely)
+        return self._nothing() if self.body.max_tokens == 0 else super().pieces()
 
     async def _nothing(self) -> AsyncIterator[Piece]:
-        if not self.body.echo:
-            raise Failure(400, "max_tokens = 0: goes with echo = true alone.", param="max_tokens")
-        for index in range(len(self.prompts) * self.body.n):
+        for index in range(len(self.asks)):
             yield Piece(index, "", (), "length", 0)
 
     def part(self, piece: Piece) -> dict:
         index, text, tokens, finish, _ = piece
-        return self._choice(index, text, tokens, finish, index in self.offsets)
+        return self._choice(index, text, tokens, finish)
 
     async def whole(self) -> dict:
         found = await self.gathered()
-        choices = [self._choice(i, *one, False) for i, one in enumerate(found)]
+        choices = [self._choice(i, *one) for i, one in enumerate(found)]
         own = dict(object=self.kind, choices=choices, usage=usage(self.prompts, self.counts))
         return self.head | own
 
-    def _choice(self, index, text, tokens, finish, later: bool) -> dict:
-        """later: whether something of the choice was told before."""
+    def _choice(self, index, text, tokens, finish) -> dict:
         number = index // self.body.n
         prompt = self.prompts[number]
-        echoed = self.body.echo and not later
+        echoed = self.body.echo and index not in self.begun
+        self.begun.add(index)
         shown = self.ready.tokenizer.decode(prompt) if echoed else ""
         choice = dict(
             index=index, text=shown + text, logprobs=None,
             finish_reason=ended(finish) if finish else None,
         )  # fmt: skip
-        at = self.offsets.get(index, 0)
         if self.body.logprobs is not None:
             told = self._prompt_rows(number) if echoed else []
             told += [(t.id, t.logprob, t.likely) for t in tokens]
-            choice["logprobs"] = self._logprobs(told, at)
-        self.offsets[index] = at + len(shown) + len(text)
+            choice["logprobs"] = self._logprobs(index, told, shown)
         return choice | self.exits(tokens)
 
     def _prompt_rows(self, number: int) -> list:
@@ -309,12 +375,19 @@ class Completion(Answer):
             rows.append((token, float(scores.logprob[i - 1]), likely))
         return rows
 
-    def _logprobs(self, rows: Sequence, at: int) -> dict:
+    def _logprobs(self, index: int, rows: Sequence, shown: str) -> dict:
+        """Of the next tokens of a choice, which begin with those of `shown`, if anything is."""
+        data = [self.ready.tokenizer.token_bytes(token) for token, *_ in rows]
+        if index not in self.decoders:
+            self.decoders[index] = codecs.getincrementaldecoder("utf-8")("replace")
+            # Some decoders drop the space that begins a text.
+            text = b"".join(data).decode(errors="replace")
+            self.offsets[index] = -1 if shown and text == " " + shown else 0
+        decoder, offsets = self.decoders[index], []
+        for one in data:
+            offsets.append(max(self.offsets[index], 0))
+            self.offsets[index] += len(decoder.decode(one))
         tokens = [self.text_of(token) for token, *_ in rows]
-        offsets = []
-        for text in tokens:
-            offsets.append(at)
-            at += len(text)
         tops = [
             None if likely is None else self._top(token, logprob, likely)
             for token, logprob, likely in rows
@@ -345,20 +418,23 @@ class Conversation(Answer):
 
     def __init__(self, server: Server, body: form.ChatRequest):
         super().__init__(server, body)
-        template = server.template(body.model)
-        text = template.render([plain(m.model_dump(exclude_unset=True)) for m in body.messages])
-        # The template says itself what a text begins with.
-        ids = self.ready.tokenizer.encode(text, allow_special=True, begins=False)
-        self.prompts.append(ids.tolist())
         self.begun: set[int] = set()
 
-    def pieces(self) -> AsyncIterator[Piece]:
+    @property
+    def limit(self) -> int | None:
         body = self.body
-        limit = (
-            body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        )
-        likely = (body.top_logprobs or 0) if body.logprobs else 0
-        return self.server.choices(body, self.prompts, limit, likely)
+        return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+
+    @property
+    def likely(self) -> int:
+        return (self.body.top_logprobs or 0) if self.body.logprobs else 0
+
+    def encoded(self) -> list[list[int]]:
+        template = self.server.template(self.body.model)
+        messages = [plain(m.model_dump(exclude_unset=True)) for m in self.body.messages]
+        # The template says itself what a text begins with.
+        text = template.render(messages)
+        return [encode(self.ready, text, allow_special=True, begins=False)]
 
     def parts(self, piece: Piece) -> list[dict]:
         first = []
@@ -392,8 +468,8 @@ class Conversation(Answer):
             return None
 
         def one(token: int, logprob: float) -> dict:
-            text = self.text_of(token)
-            return dict(token=text, logprob=logprob, bytes=list(text.encode()))
+            data = list(self.ready.tokenizer.token_bytes(token))
+            return dict(token=self.text_of(token), logprob=logprob, bytes=data)
 
         return dict(
             content=[

@@ -7,6 +7,7 @@ everything by events; whatever becomes of the engine, the last one says how it e
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import dataclasses
 import multiprocessing
@@ -35,6 +36,7 @@ from eejax.serving.messages import (
     Submit,
 )
 
+LATE = 0.5  # seconds in which an engine may tell of a request whose time is over
 STARTING, READY, DRAINING, DEAD, STOPPED = "starting", "ready", "draining", "dead", "stopped"
 """States of a service; dead: the engine ended, and another will be started."""
 
@@ -86,7 +88,6 @@ class Event(NamedTuple):
 class _Request:
     number: int
     events: asyncio.Queue
-    began: float
     deadline: asyncio.TimerHandle | None = None
     late: bool = False
 
@@ -110,6 +111,7 @@ class Service:
         self.options = options or ServiceOptions()
         self.state, self.ready, self.load = STOPPED, None, Load(0, 0, 0, 0)
         self.failure = ""  # why the last engine ended
+        self.pause = self.options.first_pause  # seconds after which to ask again, as far as known
         self.restarts = 0
         self._build, self._clock = build, clock
         self._watch = watch or (lambda name, value: None)
@@ -126,25 +128,29 @@ class Service:
         self._supervisor = asyncio.create_task(self._supervise())
         return self.ready
 
-    async def stop(self) -> None:
+    async def stop(self, grace: float | None = None) -> None:
         """Takes no more requests, gives those there are their `grace`, and ends the engine."""
         if self.state == STOPPED:
             return
         self._set(DRAINING)
-        end = self._clock() + self.options.grace
+        end = self._clock() + (self.options.grace if grace is None else grace)
         while self._requests and self._engine is not None and self._clock() < end:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), end - self._clock())
         if self._supervisor is not None:
             self._supervisor.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._supervisor
+            await asyncio.wait({self._supervisor})
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
             self._engine = None
         self._lose()
         self._set(STOPPED)
+
+    @property
+    def most(self) -> int:
+        """Requests that there may be at a time."""
+        return self.ready.slots + self.options.waiting
 
     @property
     def active(self) -> int:
@@ -171,12 +177,13 @@ class Service:
             self._leave(request)
 
     async def score(
-        self, tokens: Sequence[int], *, exit: int | None = None, likely: bool = False
-    ) -> Scores:
-        """`inference.scoring.score` of a text. Raises as `ask`, and Unavailable where the engine
-        ends before it is done."""
+        self, tokens: Sequence[int], *, exit: int | None = None, likely: bool = False,
+        seconds: float | None = None,
+    ) -> Scores:  # fmt: skip
+        """`inference.scoring.score` of a text. Raises as `ask`, Unavailable where the engine ends
+        before it is done, and TimeoutError where it takes longer than `seconds`."""
         asked = lambda number: Score(number, tuple(tokens), exit, likely)
-        request = self._admit(asked, None)
+        request = self._admit(asked, seconds)
         try:
             told = await request.events.get()
         finally:
@@ -184,17 +191,18 @@ class Service:
         if isinstance(told, Refused):
             raise ConfigError(told.why)
         if isinstance(told, Event):
-            raise Unavailable("the engine ended", self.options.first_pause)
+            if told.finish == "deadline":
+                raise TimeoutError("the text was not scored in time")
+            raise Unavailable("the engine ended", self.pause)
         return told.scores
 
     def _admit(self, message: Callable[[int], Any], seconds: float | None) -> _Request:
         if self.state != READY:
-            raise Unavailable(f"the engine is {self.state}", self.options.first_pause)
-        most = self.ready.slots + self.options.waiting
-        if len(self._requests) >= most:
-            raise Full(f"{most} requests are under way", 1.0)
+            raise Unavailable(f"the engine is {self.state}", self.pause)
+        if len(self._requests) >= self.most:
+            raise Full(f"{self.most} requests are under way", 1.0)
         self._number += 1
-        request = _Request(self._number, asyncio.Queue(), self._clock())
+        request = _Request(self._number, asyncio.Queue())
         self._requests[request.number] = request
         if seconds is not None:
             loop = asyncio.get_running_loop()
@@ -206,6 +214,9 @@ class Service:
         request.late = True
         if self._engine is not None:
             self._engine.send(Cancel(request.number))
+        # An engine that is busy with something else may take long to answer.
+        told = lambda: self._tell(request.number, Event((), "deadline"))
+        request.deadline = asyncio.get_running_loop().call_later(LATE, told)
 
     def _leave(self, request: _Request) -> None:
         """Nobody listens any more: ends the request wherever it is."""
@@ -244,6 +255,8 @@ class Service:
         """Requests of an engine that ended."""
         for number in [*self._requests]:
             self._tell(number, Event((), "lost"))
+        self.load = Load(0, 0, 0, self.load.room)
+        self._watch("load", self.load)
 
     def _set(self, state: str) -> None:
         self.state = state
@@ -286,7 +299,7 @@ class Service:
 
     async def _supervise(self) -> None:
         """Starts another engine whenever one ends."""
-        pause = self.options.first_pause
+        first, longest = self.options.first_pause, self.options.longest_pause
         while True:
             began = self._clock()
             await self._end_of(self._engine)
@@ -297,18 +310,20 @@ class Service:
             self._lose()
             if self.state == DRAINING:
                 return
-            if self._clock() - began > self.options.longest_pause:
-                pause = self.options.first_pause  # it ran well for a while
+            if self._clock() - began > longest:
+                self.pause = first  # it ran well for a while
             while True:
                 self.restarts += 1
                 self._watch("restart", self.failure)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, self.options.longest_pause)
+                await asyncio.sleep(self.pause)
+                self.pause = min(2 * self.pause, longest)
                 try:
                     await self._launch()
                     break
                 except RuntimeError:
                     continue  # `failure` says why
+                except OSError as error:  # no process, or no pipe, is to be had now
+                    self.failure = str(error)
 
     async def _end_of(self, engine: _Engine) -> None:
         """Waits until an engine ends, and ends one that hangs."""
@@ -334,6 +349,8 @@ class _Engine:
             target=worker.main, args=(theirs, build, steps), name="eejax-engine", daemon=True
         )
         self.process.start()
+        # Who forgets to stop a service would wait at its own end for a process that ignores signals.
+        atexit.register(self.process.kill)
         theirs.close()
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=self._write, daemon=True).start()
@@ -366,6 +383,7 @@ class _Engine:
             self.process.kill()
             self.process.join()
         self._pipe.close()
+        atexit.unregister(self.process.kill)
         return self.failure or f"its process ended with status {self.process.exitcode}"
 
     def close(self) -> None:
@@ -374,3 +392,4 @@ class _Engine:
         self.process.kill()
         self.process.join()
         self._pipe.close()
+        atexit.unregister(self.process.kill)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from eejax.data.tokenizers import Tokenizer
 
+SEEN = 16  # tokens of a prompt that are looked at
+
 
 class Shown(NamedTuple):
     """text: what may be shown now; tokens: how many of the tokens so far it shows, those that it
@@ -21,15 +23,23 @@ class Shown(NamedTuple):
 class Revealed:
     """A request's text, of which as much is shown as nothing that comes can take back.
 
-    A token's text may wait for the rest of a character, and a text that could be the beginning of
-    a stop string for what follows. Stop strings are not shown, whatever token they end in.
+    Texts go on behind a prompt, of which the last tokens say how: some decoders drop the space that
+    a text begins with. A token's text may wait for the rest of a character, and a text that could
+    be the beginning of a stop string for what follows. Stop strings are not shown, whatever token
+    they end in.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()):
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), prompt: Sequence[int] = ()):
         self._stream, self._stops = tokenizer.stream(), tuple(stops)
+        self._stream.push(ending(tokenizer, prompt))
         self._ends: list[int] = []  # of each token's text, in characters of the text so far
         self._held, self._shown = "", 0  # text that waits, and characters that do not any more
         self.stopped = False
+
+    @property
+    def taken(self) -> int:
+        """Tokens up to the one in which a stop string ended, or all of them."""
+        return len(self._ends)
 
     def push(self, ids: Sequence[int]) -> Shown:
         """What more may be shown with these tokens; nothing behind a stop string."""
@@ -66,6 +76,14 @@ class Revealed:
         if not self._ends or not self._shown:
             return 0
         return 1 + bisect.bisect_left(self._ends, self._shown, 0, len(self._ends) - 1)
+
+
+def ending(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
+    """The last tokens of a prompt, up to its last whole character."""
+    tail = list(prompt[-SEEN:])
+    while tail and tokenizer.decode(tail).endswith("\ufffd"):
+        tail.pop()
+    return tail
 
 
 def first(text: str, stops: Sequence[str]) -> int | None:

@@ -230,6 +230,7 @@ def test_byte_lengths_of_bytes(text):
 @given(TEXT)
 def test_byte_lengths_of_bpe_add_up_to_the_text(bpe, text):
     ids = bpe.encode(text)
+    assert b"".join(map(bpe.token_bytes, ids.tolist())) == text.encode()
     assert bpe.byte_lengths[ids].sum() == len(text.encode())
     assert bpe.byte_lengths[[*ids, bpe.eos_id]].sum() == len(text.encode())
 
@@ -249,6 +250,7 @@ def test_byte_lengths_of_bpe_are_those_of_each_piece(bpe):
 def test_byte_lengths_of_gpt2(gpt2):
     text = "naïve 🙂 日本語, and the end"
     assert gpt2.byte_lengths[gpt2.encode(text)].sum() == len(text.encode())
+    assert b"".join(map(gpt2.token_bytes, gpt2.encode(text).tolist())) == text.encode()
     assert gpt2.byte_lengths[[15496, 995]].tolist() == [len("Hello"), len(" world")]
 
 

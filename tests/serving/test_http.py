@@ -13,6 +13,9 @@ from served import STALL, Scripted, said
 
 from eejax.serving.app import app
 from eejax.serving.http import HttpOptions
+from eejax.serving.metrics import Metrics
+from eejax.serving.protocol import CompletionRequest
+from eejax.serving.routes import Completion
 from eejax.serving.service import Service, ServiceOptions
 
 TEMPLATE = (
@@ -24,13 +27,20 @@ TEMPLATE = (
 @contextlib.asynccontextmanager
 async def serving(options: HttpOptions | None = None, **kwargs):
     """A client of a server with the model m."""
-    service = Service(Scripted(template=TEMPLATE), ServiceOptions(first_pause=0.05, **kwargs))
+    metrics = Metrics()
+    service = Service(
+        Scripted(template=TEMPLATE), ServiceOptions(first_pause=0.05, **kwargs),
+        watch=metrics.watch("m"),
+    )  # fmt: skip
     await service.start()
-    transport = httpx.ASGITransport(app({"m": service}, options), raise_app_exceptions=False)
+    api = app({"m": service}, options, metrics)
+    transport = httpx.ASGITransport(api, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        client.service = service
-        yield client
-    await service.stop()
+        client.service, client.server = service, api.state.server
+        try:
+            yield client
+        finally:
+            await service.stop()
 
 
 def run(test):
@@ -131,11 +141,25 @@ async def test_conversations_by_the_models_template():
         (dict(temperature=-1), 400, "temperature", "temperature = -1: "),
         (dict(colour=1), 400, "colour", "colour: is no field of this request."),
         (dict(n=99), 400, "n", "n = 99: must be at most 16."),
-        (dict(prompt="a" * 64), 400, "prompt", "prompt = '64 tokens': must have at least 1 token"),
+        (dict(prompt="a" * 64), 400, "prompt", "prompt = '64 tokens': must have 1 to 63"),
         (dict(prompt=[257]), 400, "prompt", "prompt = 257: must be token ids in 0..256."),
         (dict(prompt=""), 400, "prompt", "prompt = '0 tokens'"),
-        (dict(prompt=["a"] * 65), 400, "prompt", "prompt = 65: must be at most 64."),
-        (dict(prompt=None), 400, "prompt", "prompt"),
+        (dict(prompt=["a"] * 65), 400, "prompt", "prompt = 65 prompts: must be 1 to 64 of them."),
+        (dict(prompt=[]), 400, "prompt", "prompt = '0 tokens'"),
+        (dict(prompt=["a"] * 65, echo=True, max_tokens=0), 400, "prompt", "prompt = 65 prompts"),
+        (dict(prompt="a" * 65, echo=True, max_tokens=0), 400, "prompt", "prompt = '65 tokens'"),
+        (dict(n=10**9, echo=True, max_tokens=0), 400, "n", "n = 1000000000: must be at most 16."),
+        (dict(prompt=["a"] * 64, n=16), 400, "n", "n = 16: with 64 prompts must be at most 260"),
+        (dict(exits=[7], echo=True, max_tokens=0), 400, "exits", "exits = [7]"),
+        (dict(prompt="a" * 10**5), 400, "prompt", "prompt = 100000 bytes: must be at most 65"),
+        (dict(prompt="\ud800"), 400, "prompt", "prompt: the text has a lone surrogate"),
+        (dict(prompt=None), 400, "prompt", "prompt: is required."),
+        (dict(prompt=[-1]), 400, "prompt", "prompt.0 = -1: Input should be greater than"),
+        (dict(thresholds=2), 400, "thresholds", "thresholds = 2: Input should be less than"),
+        (dict(stop=["a"] * 17), 400, "stop", "stop = "),
+        (dict(min_tokens=4), 400, "min_tokens", "min_tokens = 4: must be at most 3."),
+        (dict(logit_bias={"01": 1}), 400, "logit_bias", "logit_bias = "),
+        (dict(stop_token_ids=[*range(8)]), 400, "stop_token_ids", "stop_token_ids = [0, 1, 2, 3"),
         (dict(exits=[2]), 400, "exits", "exits = [2]: must be among this model's exit boundaries"),
         (dict(thresholds=[0.5]), 400, "thresholds", "thresholds = [0.5]: must be one number"),
         (dict(gate="router"), 400, "gate", "gate = 'router': no exit of this model has a router"),
@@ -162,7 +186,9 @@ def client_of_all():
     """Asks /v1/completions of one server, in a loop of its own."""
     loop, stack = asyncio.new_event_loop(), contextlib.AsyncExitStack()
     client = loop.run_until_complete(stack.enter_async_context(serving()))
-    yield lambda asked: loop.run_until_complete(client.post("/v1/completions", json=asked))
+    headers = {"content-type": "application/json"}  # and in ASCII, for what UTF-8 has not
+    post = lambda body: client.post("/v1/completions", content=body, headers=headers)
+    yield lambda asked: loop.run_until_complete(post(json.dumps(asked)))
     loop.run_until_complete(stack.aclose())
     loop.close()
 
@@ -198,7 +224,13 @@ async def test_keys_sizes_and_ids():
         broken = await client.post("/v1/completions", content=b"{", headers=headers)
         assert broken.status_code == 400
         assert "Content-Type: application/json" in broken.json()["error"]["message"]
+        zipped = headers | {"content-encoding": "gzip"}
+        refused = await client.post("/v1/completions", content=b"x", headers=zipped)
+        assert refused.status_code == 415
+        assert all(key not in repr(options) for key in options.keys)
         headers["content-type"] = "application/json"
+        broken = await client.post("/v1/completions", content=b'"\xff"', headers=headers)
+        assert "JSON in UTF-8" in broken.json()["error"]["message"]
         broken = await client.post("/v1/completions", content=b"{", headers=headers)
         assert broken.status_code == 400 and "not JSON" in broken.json()["error"]["message"]
 
@@ -213,6 +245,8 @@ async def test_full_dead_and_back():
         for stream in (False, True):
             full = await client.post("/v1/completions", json=asked | dict(stream=stream))
             assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
+        while 'eejax_prompt_tokens_total{model="m"} 8.0' not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.01)
         assert (await client.get("/health")).status_code == 200
         client.service._engine.process.kill()
         for answer in await asyncio.gather(*tasks):
@@ -226,19 +260,74 @@ async def test_full_dead_and_back():
         answer = (await client.post("/v1/completions", json=asked)).json()
         assert answer["choices"][0]["text"] == text(b"abc", 3)
         page = (await client.get("/metrics")).text
-        assert 'eejax_engine_restarts_total{model="m"}' not in page  # nobody watches here
+        assert 'eejax_engine_restarts_total{model="m"} 1.0' in page
+        assert 'eejax_requests_total{finish="refused",model="m"} 3.0' in page
+        assert 'eejax_requests_total{finish="lost",model="m"} 4.0' in page
+        # Of prompts that were never read, and of requests that never ran, nothing is counted.
+        assert 'eejax_prompt_tokens_total{model="m"} 11.0' in page
+        assert 'eejax_request_seconds_count{model="m"} 5.0' in page
 
 
 @run
-async def test_who_leaves_frees_the_slot():
+async def test_a_server_that_ends_answers_what_is_under_way():
     async with serving() as client:
-        asked = dict(model="m", prompt=[STALL, 1], max_tokens=60)
+        asked = dict(model="m", prompt=[STALL, 1], max_tokens=20, n=6)
         task = asyncio.create_task(client.post("/v1/completions", json=asked))
-        while client.service.load.running < 1:
+        while client.service.active < 6:
             await asyncio.sleep(0.01)
-        task.cancel()
-        while client.service.active or client.service.load.running:
+        draining = asyncio.create_task(client.server.drain(60))
+        await asyncio.sleep(0)
+        assert (await client.get("/health")).status_code == 503
+        refused = await client.post("/v1/completions", json=asked)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert not draining.done()
+        assert [c["finish_reason"] for c in (await task).json()["choices"]] == ["length"] * 6
+        await draining
+
+
+@run
+async def test_as_many_requests_as_may():
+    async with serving(HttpOptions(requests=2)) as client:
+        asked = dict(model="m", prompt=[STALL, 1], max_tokens=40)
+        tasks = [asyncio.create_task(client.post("/v1/completions", json=asked)) for _ in range(2)]
+        while client.service.active < 2:
             await asyncio.sleep(0.01)
+        assert (await client.post("/v1/completions", content=b"{")).status_code == 429
+        assert (await client.get("/health")).status_code == 200
+        assert [(await task).status_code for task in tasks] == [200, 200]
+
+
+@run
+async def test_an_error_of_the_servers_own_has_an_id_and_is_logged(monkeypatch, caplog):
+    async with serving() as client:
+        monkeypatch.setattr(type(client.server), "asks", lambda *_: 1 / 0)
+        asked = dict(model="m", prompt="abc", max_tokens=3)
+        broken = await client.post("/v1/completions", json=asked, headers={"x-request-id": "mine"})
+        assert (broken.status_code, broken.headers["x-request-id"]) == (500, "mine")
+        assert broken.json()["error"]["code"] == "internal"
+        assert "ZeroDivisionError" in caplog.text
+        assert client.server.under_way == 0
+
+
+@run
+async def test_characters_of_several_tokens():
+    """`é` and `→` are two and three tokens of bytes."""
+    async with serving() as client:
+        asked = dict(model="m", prompt="é→x", max_tokens=2, echo=True)
+        whole = (await client.post("/v1/completions", json=asked)).json()["choices"][0]
+        assert whole["text"] == "é→x" + text("é→x".encode(), 2)
+        parts = chunks(await client.post("/v1/completions", json=asked | dict(stream=True)))
+        assert "".join(p["choices"][0]["text"] for p in parts) == whole["text"]
+        # Bytes of an answer that are no character alone: with biases the script knows nothing of,
+        # so that only how they are written is looked at.
+        answer = Completion(client.server, CompletionRequest(**asked, logprobs=0))
+        ids = [*"é→x".encode()]
+        told = answer._logprobs(0, [(token, 0.0, ()) for token in ids], "é→x")
+        assert told["tokens"] == [
+            r"bytes:\xc3", r"bytes:\xa9", r"bytes:\xe2", r"bytes:\x86", r"bytes:\x92", "x"
+        ]  # fmt: skip
+        assert told["text_offset"] == [0, 0, 1, 1, 1, 2]
+        assert answer._logprobs(0, [(ord("y"), 0.0, ())], "")["text_offset"] == [3]
 
 
 @run

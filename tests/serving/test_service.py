@@ -218,30 +218,62 @@ async def test_who_is_not_done_in_time_is_told():
     assert (await task)[1] == "lost"
 
 
-def test_an_engine_ends_with_the_process_that_asked_it(tmp_path):
+def test_who_forgets_to_stop_a_service_ends_all_the_same(tmp_path):
+    import subprocess
+    import sys
+
+    file = tmp_path / "forgets.py"
+    file.write_text(f"""
+import asyncio, sys
+sys.path.insert(0, {os.path.dirname(served.__file__)!r})
+from served import Scripted
+from eejax.serving.service import Service
+if __name__ == "__main__":
+    asyncio.run(Service(Scripted()).start())
+""")
+    subprocess.run([sys.executable, "-P", str(file)], timeout=60, check=True)
+
+
+def gone(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(") ")[2][0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("build", ["Scripted()", "partial(exec, SLOW)"])
+def test_an_engine_ends_with_the_process_that_asked_it(build, tmp_path):
+    """Whether it runs, or is made still."""
     import subprocess
     import sys
 
     code = f"""
-import asyncio, os, sys
+import asyncio, os, sys, time
+from functools import partial
 sys.path.insert(0, {os.path.dirname(served.__file__)!r})
 from served import Scripted
 from eejax.serving.service import Service
+SLOW = "import time; print('making', flush=True); time.sleep(300)"
 async def main():
-    service = Service(Scripted())
-    await service.start()
+    service = Service({build})
+    task = asyncio.create_task(service.start())
+    while service._engine is None or (service.ready is None and {build != "Scripted()"} is False):
+        await asyncio.sleep(0.1)
     print(service._engine.process.pid, flush=True)
+    await asyncio.sleep(2)
     os.kill(os.getpid(), 9)
 if __name__ == "__main__":
     asyncio.run(main())
 """
     file = tmp_path / "dies.py"
     file.write_text(code)
-    done = subprocess.run([sys.executable, "-P", str(file)], capture_output=True, text=True)
-    pid, end = int(done.stdout), time.monotonic() + 30
-    while os.path.exists(f"/proc/{pid}"):
-        with open(f"/proc/{pid}/stat") as stat:
-            if stat.read().split()[2] == "Z":
-                break
+    begun = subprocess.Popen([sys.executable, "-P", str(file)], stdout=subprocess.PIPE, text=True)
+    with begun as process:
+        pid = int(next(line for line in process.stdout if line.strip().isdigit()))
+        assert not gone(pid)
+        process.wait(60)
+    end = time.monotonic() + 10
+    while not gone(pid):
         assert time.monotonic() < end
         time.sleep(0.05)

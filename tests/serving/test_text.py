@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eejax.data.tokenizers import ByteTokenizer
+from eejax.data.tokenizers import ByteTokenizer, JsonTokenizer
 from eejax.serving.text import Revealed, first, partial
 
 TOKENIZER = ByteTokenizer()
@@ -69,3 +69,30 @@ def test_what_could_begin_a_stop(text, stops):
     )]  # fmt: skip
     if first(text, stops) is None:
         assert partial(text, stops) == max(ends, default=0)
+
+
+def spaced() -> JsonTokenizer:
+    """One whose pieces carry the spaces before them, which its decoder drops at the beginning."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    pieces = {"<unk>": 0, "</s>": 1, "▁hello": 2, "▁world": 3, "▁": 4, "s": 5}
+    inner = Tokenizer(models.WordLevel(pieces, unk_token="<unk>"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return JsonTokenizer(inner.to_str(), eos="</s>")
+
+
+def test_an_answer_keeps_the_space_between_it_and_its_prompt():
+    tokenizer = spaced()
+    for prompt, want in (([2], " world worlds"), ([], "world worlds")):
+        revealed = Revealed(tokenizer, prompt=prompt)
+        text = "".join(revealed.push([token]).text for token in (3, 3, 5)) + revealed.finish().text
+        assert text == want
+    revealed = Revealed(tokenizer, [" world"], [2])
+    assert revealed.push([5]).text == "s" and revealed.push([3, 3]).stopped and revealed.taken == 2
+
+
+def test_a_prompt_that_ends_within_a_character():
+    prompt = list("ab\N{EURO SIGN}".encode())
+    revealed = Revealed(TOKENIZER, prompt=prompt[:-1])
+    shown = revealed.push([prompt[-1], *b"cd"]).text
+    assert shown.endswith("cd") and "ab" not in shown

@@ -1,0 +1,232 @@
+"""The server as replicas on a Ray cluster, by Ray Serve.
+
+    serve run eejax.serving.ray:build models.mine=runs/mine deployment.num_replicas=2
+
+Every replica has an engine of each model, in processes of their own, and answers all pages of
+`eejax.serving.app`; Ray Serve's proxies hand each request to one of the replicas that have the
+fewest under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pydantic
+import yaml
+from fastapi import FastAPI
+from prometheus_client import Metric, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from ray import serve
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from eejax.common.errors import ConfigError, require
+from eejax.serving.answers import Defaults
+from eejax.serving.app import app
+from eejax.serving.http import HttpOptions
+from eejax.serving.metrics import Metrics
+from eejax.serving.models import Served
+from eejax.serving.service import DRAINING, READY, Service, ServiceOptions
+
+SPARE = 64
+"""Requests that a replica takes beyond those that its engines do: to refuse them, and for pages
+that ask no engine."""
+
+PERIOD = 1.0
+"""Seconds between two looks at a replica's health; Ray gives one up after three bad ones."""
+
+END = 10.0
+"""Seconds that a replica has to end once its requests have had their grace."""
+
+
+def application(
+    models: Mapping[str, Served],
+    options: ServiceOptions | None = None,
+    http: HttpOptions | None = None,
+    **deployment: Any,
+) -> serve.Application:
+    """What `ray.serve.run` takes: replicas that serve models by their names.
+
+    deployment: what `ray.serve.deployment` takes, as num_replicas, autoscaling_config and
+    ray_actor_options (num_cpus, num_gpus, ...: of a replica with all its engines).
+    """
+    require(bool(models), "models", dict(models), "must name one at least")
+    options, http = options or ServiceOptions(), http or HttpOptions()
+    # A service refuses what is too much by itself, in OpenAI's form: Ray must not hold it back. A
+    # request has one prompt at least, so that one model's queue is full before these are used up.
+    ongoing = sum(model.slots + options.waiting for model in models.values()) + SPARE
+    own = dict(
+        name="eejax", max_ongoing_requests=ongoing, health_check_period_s=PERIOD,
+        graceful_shutdown_timeout_s=options.grace + END,
+        # Models that cannot be opened cannot be the next time either; Ray's own limit is 20.
+        max_constructor_retry_count=3,
+    )  # fmt: skip
+    replicas = deployment.get("num_replicas", 1)
+    if isinstance(replicas, int):
+        # Of requests that no replica takes, as where none is left, a proxy keeps so many.
+        own |= dict(
+            max_queued_requests=ongoing * replicas,
+            backpressure_config=dict(status_code=503, retry_after_s=1),
+        )
+    try:
+        made = serve.deployment(Replica, **(own | deployment))
+    except (TypeError, ValueError) as error:
+        told = f"deployment = {deployment!r}: must be what ray.serve.deployment takes ({error})."
+        raise ConfigError(told) from error
+    return made.bind(dict(models), options, http)
+
+
+@serve.ingress()
+class Replica:
+    """Services of models, and the application that asks them, in a process of Ray's."""
+
+    async def __init__(
+        self, models: Mapping[str, Served], options: ServiceOptions, http: HttpOptions
+    ):
+        self._id = serve.get_replica_context().replica_id.unique_id
+        self._http, self._metrics = http, Labelled(self._id)
+        self._services = {
+            name: Service(model, options, watch=self._metrics.watch(name))
+            for name, model in models.items()
+        }
+        for name, service in self._services.items():
+            try:
+                await service.start()
+            except RuntimeError as error:
+                raise RuntimeError(f"{name}: {error}") from error
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Ray once the services run."""
+        api = app(self._services, self._http, self._metrics)
+        api.add_middleware(Named, replica=self._id)
+        return api
+
+    async def check_health(self) -> None:
+        """Raises where an engine is not there.
+
+        The service starts another by itself, and where that is quick nothing else happens. Until
+        then, though, it refuses requests at once, and so has the fewest under way, and would be
+        sent all of them: Ray is to ask the other replicas, and to put a new one in its place.
+        """
+        for name, service in self._services.items():
+            if service.state not in (READY, DRAINING):
+                raise RuntimeError(f"{name}: the engine is {service.state}: {service.failure}")
+
+    async def __del__(self) -> None:
+        """Called by Ray before a replica ends, when its requests are answered. One that is killed
+        takes its engines with it too."""
+        services = getattr(self, "_services", {}).values()
+        await asyncio.gather(*(service.stop() for service in services))
+
+
+class Named:
+    """Says in every answer which replica gave it."""
+
+    def __init__(self, inner: ASGIApp, replica: str):
+        self._inner, self._replica = inner, replica.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # Ray's proxy writes the request's id itself.
+                headers = [h for h in message.get("headers", ()) if h[0] != b"x-request-id"]
+                message["headers"] = [*headers, (b"x-replica", self._replica)]
+            await send(message)
+
+        await self._inner(scope, receive, named)
+
+
+class Labelled(Metrics):
+    """With the replica among the labels: who asks for /metrics is answered by one or another."""
+
+    def __init__(self, replica: str):
+        super().__init__()
+        self._replica = replica
+
+    def exposition(self) -> tuple[bytes, str]:
+        return generate_latest(self), CONTENT_TYPE_LATEST
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self.registry.collect():
+            family.samples = [
+                sample._replace(labels=sample.labels | {"replica": self._replica})
+                for sample in family.samples
+            ]
+            yield family
+
+
+class Args(pydantic.BaseModel, extra="forbid"):
+    """What `build` takes: models by their names, each a source or the fields of `Served`;
+    thresholds by models' names, one or a list; fields of `ServiceOptions` and of `HttpOptions`;
+    and `deployment`: what `ray.serve.deployment` takes."""
+
+    models: dict[str, Served]
+    thresholds: dict[str, float | tuple[float, ...]] = {}
+    service: ServiceOptions = ServiceOptions()
+    http: HttpOptions = HttpOptions()
+    deployment: dict[str, Any] = {}
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """`application` of what a Serve config, or the command line, says (`Args`).
+
+    On the command line a field is SECTION.NAME=VALUE, the value in YAML. Keys that clients must
+    bring are those of $EEJAX_KEYS, separated by commas.
+    """
+    try:
+        told = Args.model_validate(sections(args))
+    except pydantic.ValidationError as error:
+        raise ConfigError("\n".join(map(said, error.errors()))) from error
+    if unknown := set(told.thresholds) - set(told.models):
+        raise ConfigError(f"thresholds: names {sorted(unknown)}, which `models` does not.")
+    keys = [key.strip() for key in os.environ.get("EEJAX_KEYS", "").split(",")]
+    http = dataclasses.replace(
+        told.http,
+        keys=told.http.keys or tuple(filter(None, keys)),
+        defaults={
+            name: Defaults(told.thresholds.get(name, 1.0), drafts=model.drafts)
+            for name, model in told.models.items()
+        } | told.http.defaults,
+    )  # fmt: skip
+    return application(told.models, told.service, http, **told.deployment)
+
+
+def sections(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with those of the command line in their sections, and sources as models."""
+    found: dict[str, Any] = {}
+    for name, value in args.items():
+        section, dot, rest = name.partition(".")
+        if dot:
+            try:
+                value = yaml.safe_load(value)
+            except yaml.YAMLError as error:
+                raise ConfigError(f"{name} = {value!r}: must be YAML ({error}).") from error
+            found.setdefault(section, {})[rest] = value
+        else:
+            found[name] = value
+    if isinstance(models := found.get("models"), Mapping):
+        found["models"] = {name: described(model) for name, model in models.items()}
+    return found
+
+
+def described(model: Any) -> Any:
+    """A model's fields. Replicas work in folders of their own: a path must not depend on it."""
+    fields = {"source": model} if isinstance(model, str) else model
+    if isinstance(fields, Mapping) and isinstance(source := fields.get("source"), str):
+        path = pathlib.Path(source).expanduser()
+        return {**fields, "source": str(path.resolve()) if path.exists() else source}
+    return fields
+
+
+def said(error: Mapping[str, Any]) -> str:
+    """What is wrong with a field, by pydantic."""
+    field, told = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{field}: {told}"
+    value = json.dumps(error["input"], default=repr)
+    return f"{field} = {value[:80]}: {told[0].lower()}{told[1:]}. See `eejax.serving.ray.Args`."
