@@ -1,0 +1,140 @@
+"""Standard tasks of EleutherAI's lm-eval, by every exit of a model and at every threshold.
+
+    python -P -m experiments.score_tasks --model=runs/mine --tasks=arc_easy,lambada_openai
+    python -P -m experiments.score_tasks --model=runs/mine --tasks=mine --include_path=tasks \
+        --exits=6,12 --thresholds=0.5,0.9
+
+Needs `pip install -e '.[eval]'`. One table: a row for each exit and threshold, a column for each
+metric of a task, and the mean layers below the exits that answered. Texts that are scored go
+through the model once, for all rows; those that are generated once for each row. --include_path
+names a folder with tasks of your own (YAML), beside lm-eval's, whose data come from the Hub. With
+--json the last line printed is one JSON object, with lm-eval's standard errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pathlib
+import sys
+
+from absl import flags
+
+from eejax.common.errors import ConfigError
+from eejax.gates.confidence import GATES
+from experiments import launch
+
+_MODEL = flags.DEFINE_string(
+    "model", None, "A run's workdir, a Hugging Face folder, or a name on the Hub."
+)
+_TASKS = flags.DEFINE_list("tasks", None, "Names of tasks, groups of them, or patterns.")
+_INCLUDE = flags.DEFINE_string("include_path", None, "A folder of more tasks.")
+_EXITS = flags.DEFINE_list("exits", ["all"], "Boundaries of exits; empty for none.")
+_THRESHOLDS = flags.DEFINE_list(
+    "thresholds", [], "Each one for all exits, or one for each, joined by '/': 0.5/0.9."
+)
+_GATE = flags.DEFINE_enum("gate", "max_probability", GATES, "What thresholds are for.")
+_LIMIT = flags.DEFINE_integer("limit", None, "At most so many of a task's records.", lower_bound=1)
+_FEWSHOT = flags.DEFINE_integer(
+    "num_fewshot", None, "Examples before each question; by default each task's own.", lower_bound=0
+)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Texts at a time.", lower_bound=1)
+_TOKENIZER = flags.DEFINE_string("tokenizer", None, "For models without one: bytes, a file, ...")
+_DTYPE = flags.DEFINE_string("dtype", None, "What pretrained models are computed in.")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
+flags.mark_flags_as_required(["model", "tasks"])
+
+DRAWS = 1000  # of which standard errors are estimated that have no formula
+
+
+@launch.flags_named({"exit": "exits", "path": "model"})
+def main() -> None:
+    try:
+        from eejax.interop.lm_eval import EarlyExitLM
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--tasks: need lm-eval ({error}): pip install -e '.[eval]'.") from error
+
+    lm = EarlyExitLM(
+        _MODEL.value, batch_size=_BATCH_SIZE.value, tokenizer=_TOKENIZER.value, dtype=_DTYPE.value
+    )
+    rows = []
+    for name, chosen in choices(lm.config.stops).items():
+        rows.append((name, lm.at(**chosen)))  # what is wrong is said before the work is done
+    if not rows:
+        raise ConfigError("--exits = '': leaves nothing to score without --thresholds.")
+    tasks, found = manager(), []
+    for i, (name, one) in enumerate(rows):
+        launch.say(f"{name} ({i + 1} of {len(rows)}) ...")
+        results = scored(one, tasks)
+        found.append({"name": name, "depth": one.depth, "tasks": results})
+    print(show(found, lm.config.n_layers))
+    if _JSON.value:
+        told = {"model": _MODEL.value, "layers": lm.config.n_layers, "gate": _GATE.value}
+        print(json.dumps(told | {"rows": found}))
+
+
+def manager():
+    """lm-eval's index of tasks. Raises ConfigError for what is no folder, or no task."""
+    from lm_eval.tasks import TaskManager
+
+    folder = _INCLUDE.value
+    if folder is not None and not pathlib.Path(folder).is_dir():
+        raise ConfigError(f"--include_path = {folder!r}: must be a folder.")
+    found = TaskManager(include_path=folder)
+    for name in _TASKS.value:
+        if not found.match_tasks([name]):
+            where = f" nor in {folder}" if folder else ""
+            raise ConfigError(f"--tasks = {name!r}: there is none in lm-eval{where}.")
+    return found
+
+
+def choices(stops: tuple[int, ...]) -> dict[str, dict]:
+    """By the name of a row, how tokens are answered: exits from the first on, then thresholds."""
+    exits = _EXITS.value
+    if exits == ["all"]:
+        exits = sorted(set(stops))
+    found = {f"exit {e}": {"exit": e} for e in launch.numbers("exits", exits, int)}
+    for threshold in _THRESHOLDS.value:
+        found[f"threshold {threshold}"] = {"thresholds": threshold, "gate": _GATE.value}
+    return found
+
+
+def scored(lm, tasks) -> dict[str, dict[str, float]]:
+    """{task: {metric: value}}, of groups too."""
+    import lm_eval
+
+    os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork a process that runs JAX's threads
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it would say of each row what it assumes
+    with contextlib.redirect_stdout(sys.stderr):
+        results = lm_eval.simple_evaluate(
+            model=lm, tasks=_TASKS.value, task_manager=tasks, limit=_LIMIT.value,
+            num_fewshot=_FEWSHOT.value, bootstrap_iters=DRAWS, log_samples=False,
+        )["results"]  # fmt: skip
+    return {
+        task: {
+            metric.removesuffix(",none"): value
+            for metric, value in values.items() if isinstance(value, float | int)
+        }
+        for task, values in results.items()
+    }  # fmt: skip
+
+
+def show(rows: list[dict], n_layers: int) -> str:
+    from eejax import analysis
+
+    columns = [
+        (task, metric) for task, values in rows[0]["tasks"].items() for metric in values
+        if "_stderr" not in metric and metric != "sample_len"
+    ]  # fmt: skip
+    header = ["", f"depth of {n_layers}", *(f"{task} {metric}" for task, metric in columns)]
+    lines = [
+        [row["name"], f"{row['depth']:.2f}", *(f"{row['tasks'][t][m]:.4g}" for t, m in columns)]
+        for row in rows
+    ]
+    return analysis.table(header, lines)
+
+
+if __name__ == "__main__":
+    launch.run(main)
