@@ -349,7 +349,7 @@ class _Engine:
             target=worker.main, args=(theirs, build, steps), name="eejax-engine", daemon=True
         )
         self.process.start()
-        # Who forgets to stop a service would wait at its own end for a process that ignores signals.
+        # It ignores signals: who forgot to stop a service would wait for it at their own end.
         atexit.register(self.process.kill)
         theirs.close()
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()

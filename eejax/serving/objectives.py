@@ -1,0 +1,98 @@
+"""What an operator wants of a server, as a number: of two ways to serve, which is better."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from eejax.common.errors import ConfigError, require
+
+METRICS = ("throughput", "ttft", "tpot", "accuracy", "memory", "energy")
+MORE = ("throughput", "accuracy")  # of which more is better; of the others less is
+
+
+@dataclasses.dataclass(frozen=True)
+class Telemetry:
+    """What a model does at a depth. throughput: tokens a second; ttft, tpot: seconds to the first
+    token, and for each one more; accuracy: share of tokens that are the full model's, or of answers
+    that are right; memory: bytes; energy: joules a token, or what stands for them."""
+
+    throughput: float
+    ttft: float
+    tpot: float
+    accuracy: float
+    memory: float
+    energy: float
+
+    def __post_init__(self):
+        for name in METRICS:
+            value = getattr(self, name)
+            ok = isinstance(value, int | float) and math.isfinite(value) and value >= 0
+            require(ok, name, value, "must be a number from 0 on")
+
+    def with_overhead(self, seconds: float, energy: float, prompts: int, tokens: int) -> Telemetry:
+        """The same where `seconds` and `energy` are spent once for so many prompts of so many
+        tokens each, which wait for it."""
+        total = prompts * tokens
+        whole = seconds + total / max(self.throughput, 1e-12)
+        return dataclasses.replace(
+            self, throughput=total / whole, ttft=self.ttft + seconds / prompts,
+            energy=self.energy + energy / total,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """weights: of metrics, each more than 0: what is better is the product of metrics to the power
+    of their weights, those of which less is better below the line. limits: of metrics, the least of
+    those of which more is better, the most of the others.
+
+    `Objective.of("throughput")` and the like weigh one; "goodput" is the most throughput of what
+    keeps all limits, by which accuracy and ttft have to be limited.
+    """
+
+    weights: Mapping[str, float]
+    limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        require(bool(self.weights), "weights", self.weights, "must weigh one metric at least")
+        for name, table in (("weights", self.weights), ("limits", self.limits)):
+            for metric, value in table.items():
+                known = ", ".join(METRICS)
+                require(metric in METRICS, name, metric, f"must be of {known}")
+                require(value > 0, f"{name}.{metric}", value, "must be more than 0")
+
+    @classmethod
+    def of(cls, name: str, **limits: float) -> Objective:
+        """By a name: throughput, response_time, accuracy, energy or goodput."""
+        if name not in NAMED:
+            raise ConfigError(f"objective = {name!r}: must be of {', '.join(NAMED)}.")
+        missing = [m for m in ("ttft", "accuracy") if m not in limits] if name == "goodput" else []
+        if missing:
+            raise ConfigError(f"objective = 'goodput': needs limits of {' and '.join(missing)}.")
+        return cls(NAMED[name], limits)
+
+    def score(self, telemetry: Telemetry) -> float:
+        """Of two, the better one's is the greater; their difference is the log of a ratio."""
+        value = lambda metric: math.log(max(getattr(telemetry, metric), 1e-12))
+        signed = {m: w if m in MORE else -w for m, w in self.weights.items()}
+        return sum(w * value(m) for m, w in signed.items())
+
+    def excess(self, telemetry: Telemetry) -> float:
+        """By how much limits are missed, as the log of the worst ratio; 0 where all are kept."""
+        worst = 0.0
+        for metric, limit in self.limits.items():
+            value = max(getattr(telemetry, metric), 1e-12)
+            worst = max(worst, math.log(limit / value if metric in MORE else value / limit))
+        return worst
+
+    def rank(self, telemetry: Telemetry) -> tuple[float, float]:
+        """Greater is better: what keeps limits before what does not, then by score."""
+        return (-self.excess(telemetry), self.score(telemetry))
+
+
+NAMED: dict[str, Mapping[str, float]] = {
+    "throughput": {"throughput": 1.0}, "response_time": {"ttft": 1.0, "tpot": 1.0},
+    "accuracy": {"accuracy": 1.0}, "energy": {"energy": 1.0}, "goodput": {"throughput": 1.0},
+}  # fmt: skip

@@ -1,0 +1,329 @@
+"""Every decision of the controller, by hand-made traces and drawn ones."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eejax.common.errors import ConfigError, DataError
+from eejax.serving.controller import Choice, Controller, ControllerOptions, Profile, breaches
+from eejax.serving.objectives import Objective, Telemetry
+from eejax.serving.repository import Repository
+
+THROUGHPUT = Objective.of("throughput")
+
+
+def profile(scale: float = 1.0, n: int = 4, **changes) -> Profile:
+    own = dict(
+        seconds=(scale * 1e-3,) * n, prefill=(scale * 1e-2,) * n, load=(scale * 0.1,) * n,
+        rebuild=(scale * 1e-5,) * n, bytes=(scale * 100,) * n, energy=(scale,) * n,
+        sure=(0.98,) * (n - 1) + (1.0,), unsure=tuple(0.5 + 0.5 * (e + 1) / n for e in range(n)),
+    )  # fmt: skip
+    return Profile(**(own | changes))
+
+
+def telemetry(**changes) -> Telemetry:
+    own = dict(throughput=100.0, ttft=0.1, tpot=0.01, accuracy=1.0, memory=100.0, energy=1.0)
+    return Telemetry(**(own | changes))
+
+
+class World:
+    """A server that does at once what is wanted, and whose tokens leave as they are told to.
+
+    shares: of tokens by the exit they would leave by, of each model; they come evenly mixed."""
+
+    def __init__(self, profiles, shares, objective=THROUGHPUT, repository=None, **options):
+        self.profiles, self.shares, self.time = profiles, shares, 0.0
+        self.repository = repository or Repository()
+        self.controller = Controller(
+            profiles, objective, self.repository, ControllerOptions(**options),
+            clock=lambda: self.time,
+        )  # fmt: skip
+        self.drawn = {model: itertools.cycle(evenly(s)) for model, s in shares.items()}
+        self.served: list[Choice] = []
+
+    def redraw(self, model, shares):
+        self.drawn[model] = itertools.cycle(evenly(shares))
+
+    def prompt(self, tokens: int = 20) -> Choice:
+        c = self.controller
+        c.loaded(c.wanted)
+        choice = c.choose()
+        self.served.append(choice)
+        for _ in range(tokens):
+            e = next(self.drawn[choice.model])
+            c.tokens(choice.model, [min(e, choice.depth - 1)], [e >= choice.depth])
+        self.time += 1.0
+        told = self.profiles[choice.model].serving(self.shares[choice.model], choice.depth)
+        c.answered(choice.model, told)
+        return choice
+
+    @property
+    def kinds(self):
+        return [d.kind for d in self.controller.decisions]
+
+
+def evenly(shares) -> list[int]:
+    """A hundred exits of these shares, spread."""
+    owed, found = [0.0] * len(shares), []
+    for _ in range(100):
+        owed = [o + s for o, s in zip(owed, shares, strict=True)]
+        e = max(range(len(shares)), key=lambda i: owed[i])
+        owed[e] -= 1
+        found.append(e)
+    return found
+
+
+def test_candidates_are_evaluated_and_the_best_is_loaded_up_to_its_mode():
+    world = World(
+        {"small": profile(), "large": profile(3.0)},
+        {"small": (0.1, 0.7, 0.1, 0.1), "large": (0.6, 0.2, 0.1, 0.1)},
+    )
+    served = [world.prompt() for _ in range(12)]
+    assert served[:5] == [Choice("small", 4)] * 5 and served[5:10] == [Choice("large", 4)] * 5
+    assert served[10:] == [Choice("small", 2)] * 2
+    assert world.kinds == ["evaluate", "evaluate", "serve"]
+    rows = world.repository.history("small", 5)
+    assert [(r.prompts, r.tokens, r.exits) for r in rows] == [(5, 100, (10, 70, 10, 10))]
+    assert world.controller.decisions[-1].told.throughput > 0
+
+
+def test_large_serves_where_its_tokens_leave_so_early_that_it_is_faster():
+    world = World(
+        {"small": profile(), "large": profile(1.5)},
+        {"small": (0.0, 0.0, 0.1, 0.9), "large": (0.9, 0.1, 0.0, 0.0)},
+    )
+    served = [world.prompt() for _ in range(12)]
+    assert served[-1] == Choice("large", 1)
+
+
+def test_a_window_of_breaches_and_not_their_sum():
+    """50 in each 100 tokens are borne for ever; 51 in 100 are not."""
+    shares = (0.6, 0.2, 0.1, 0.1)
+    for above, changes in ((0.5, False), (0.51, True)):
+        world = World({"m": profile()}, {"m": shares}, interval=10**6)
+        for _ in range(6):
+            world.prompt()
+        assert world.served[-1] == Choice("m", 1)
+        world.redraw("m", (1 - above, above, 0.0, 0.0))
+        for _ in range(100):
+            world.prompt()
+        assert ("grow" in world.kinds) is changes, above
+
+
+def test_the_window_is_empty_after_a_decision():
+    world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)}, interval=10**6)
+    for _ in range(5):
+        world.prompt()
+    world.prompt(tokens=0)
+    c = world.controller
+    c.tokens("m", [0] * 50, [True] * 50)
+    assert world.kinds == ["evaluate", "serve"]
+    c.tokens("m", [0], [True])
+    assert world.kinds[-1] == "grow"
+    grown = c.wanted
+    c.tokens("m", [0] * 50, [True] * 50)  # while it is loaded nothing more is decided
+    assert c.wanted == grown and len(world.kinds) == 3
+    c.loaded(grown)
+    c.tokens("m", [1] * 50, [True] * 50)
+    assert len(world.kinds) == 3
+
+
+def test_more_layers_or_another_model_whichever_is_better_by_what_it_costs():
+    for load, kind in ((0.1, "switch"), (1e4, "grow")):
+        small = profile()
+        large = profile(1.2, load=(load,) * 4)
+        world = World(
+            {"small": small, "large": large},
+            {"small": (0.9, 0.0, 0.0, 0.1), "large": (0.9, 0.1, 0.0, 0.0)}, interval=1000,
+        )  # fmt: skip
+        for _ in range(11):
+            world.prompt()
+        assert world.served[-1] == Choice("small", 1)
+        world.redraw("small", (0.0, 0.0, 0.0, 1.0))
+        for _ in range(6):
+            world.prompt()
+        assert world.kinds[-1] == kind
+        assert world.controller.decisions[-1].seconds > 0
+
+
+def test_reassessment_every_interval_and_no_change_for_little():
+    shares = {"a": (0.7, 0.1, 0.1, 0.1), "b": (0.7, 0.1, 0.1, 0.1)}
+    world = World({"a": profile(1.0), "b": profile(1.02)}, shares, interval=20)
+    for _ in range(200):
+        world.prompt()
+    first = world.served[10].model
+    assert {c.model for c in world.served if c.depth < 4} == {first}
+    assert world.kinds.count("evaluate") >= 10
+    runs = [
+        [*g] for whole, g in itertools.groupby(world.served, lambda c: c.depth == 4) if not whole
+    ]
+    assert all(len(run) == 21 for run in runs[:-1])
+
+
+def test_limits_come_before_the_score():
+    shares = {"m": (0.6, 0.2, 0.1, 0.1)}
+    for least, depth in ((0.7, 1), (0.9, 2), (0.95, 3), (0.98, 4)):
+        goal = Objective.of("goodput", accuracy=least, ttft=1.0)
+        world = World({"m": profile()}, shares, goal)
+        for _ in range(6):
+            world.prompt()
+        assert world.served[-1].depth == depth
+
+
+def test_a_mode_in_which_no_token_leaves_below_its_threshold():
+    world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)}, greedy=False)
+    for _ in range(300):
+        world.prompt()
+    assert {c.depth for c in world.served} == {4} and world.controller.below_share == 0
+    world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)})
+    for _ in range(10):
+        world.prompt()
+    assert world.controller.below_share == pytest.approx(0.4 * 5 / 10, abs=0.02)
+
+
+def test_prompts_that_are_dropped_are_given_again():
+    world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)})
+    c = world.controller
+    c.loaded(c.wanted)
+    for _ in range(5):
+        c.choose()
+    c.dropped("m")
+    for _ in range(4):
+        c.answered("m", telemetry())
+    assert c.evaluating
+    c.choose()
+    c.tokens("m", [1] * 10, [False] * 10)
+    c.answered("m", telemetry())
+    assert not c.evaluating and c.wanted == Choice("m", 2)
+
+
+def test_what_does_not_fit_is_refused_or_freed_first():
+    with pytest.raises(ConfigError, match=r"budget = 350: holds no whole 'm', which has 400"):
+        World({"m": profile()}, {"m": (1, 0, 0, 0)}, budget=350)
+    world = World(
+        {"a": profile(), "b": profile()}, {"a": (1, 0, 0, 0), "b": (1, 0, 0, 0)}, budget=450
+    )
+    for _ in range(5):
+        world.prompt()
+    assert world.controller.wanted.model == "b" and not world.controller.beside
+
+
+def test_history_lasts(tmp_path):
+    file = tmp_path / "models.db"
+    repository = Repository(file)
+    repository.put("a", 4, telemetry(throughput=10.0))
+    repository.put("b", 4, telemetry(throughput=20.0))
+    repository.put("b", 2, telemetry(throughput=50.0, accuracy=0.5))
+    world = World({"a": profile()}, {"a": (0.6, 0.2, 0.1, 0.1)}, repository=repository)
+    for _ in range(7):
+        world.prompt()
+    repository.close()
+    again = Repository(file)
+    assert again.benchmark("b") == {
+        2: telemetry(throughput=50.0, accuracy=0.5), 4: telemetry(throughput=20.0)
+    }  # fmt: skip
+    assert again.candidates(["a", "b", "c"], THROUGHPUT) == ["b", "a"]
+    assert again.candidates(["a", "b"], Objective.of("throughput", accuracy=1.0)) == ["b", "a"]
+    (row,) = again.history("a")
+    assert row.model == "a" and sum(row.exits) == row.tokens == 100
+    again.close()
+    file.write_bytes(b"no database" * 100)
+    with pytest.raises(DataError, match="cannot be used as a repository"):
+        Repository(file)
+
+
+def test_objectives():
+    fast, good = telemetry(throughput=200.0, accuracy=0.8), telemetry(ttft=0.05)
+    assert Objective.of("throughput").score(fast) > Objective.of("throughput").score(good)
+    assert Objective.of("accuracy").score(good) > Objective.of("accuracy").score(fast)
+    assert Objective.of("response_time").score(good) > Objective.of("response_time").score(fast)
+    goal = Objective.of("goodput", accuracy=0.9, ttft=0.2)
+    assert goal.rank(good) > goal.rank(fast)
+    with pytest.raises(ConfigError, match="objective = 'speed': must be of throughput, "):
+        Objective.of("speed")
+    with pytest.raises(ConfigError, match="objective = 'goodput': needs limits of accuracy"):
+        Objective.of("goodput", ttft=1.0)
+    with pytest.raises(ConfigError, match="limits = 'speed': must be of"):
+        Objective.of("throughput", speed=1.0)
+    over = telemetry().with_overhead(10.0, 100.0, 10, 100)
+    assert over.throughput == pytest.approx(1000 / 20) and over.ttft == pytest.approx(1.1)
+    assert over.energy == pytest.approx(1.1)
+
+
+SHARES = st.lists(st.floats(0.01, 1), min_size=3, max_size=3).map(
+    lambda s: tuple(x / sum(s) for x in s)
+)
+
+
+@settings(max_examples=60)
+@given(
+    shares=st.lists(st.tuples(SHARES, SHARES), min_size=2, max_size=2),
+    scales=st.tuples(st.floats(0.2, 5), st.floats(0.2, 5)),
+    objective=st.sampled_from(["throughput", "response_time", "accuracy", "energy"]),
+    options=st.fixed_dictionaries(dict(
+        interval=st.integers(1, 40), prompts=st.integers(1, 4), window=st.integers(4, 100),
+        greedy=st.booleans(), gain=st.floats(0, 0.3),
+    )),
+    delays=st.lists(st.integers(0, 6), min_size=1, max_size=8),
+    seed=st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_drawn_traces(shares, scales, objective, options, delays, seed):
+    """Loading takes a while, prompts overlap, some are dropped: each is placed once, where it can
+    be served; the budget holds; and there is no more than one decision for a window or interval."""
+    profiles = {name: profile(s, 3) for name, s in zip("ab", scales, strict=True)}
+    budget = max(p.size(3) for p in profiles.values()) * seed.uniform(1, 2)
+    c = Controller(
+        profiles, Objective.of(objective), Repository(),
+        ControllerOptions(breaches=options["window"] // 2, budget=budget, **options),
+        clock=lambda: 0.0,
+    )  # fmt: skip
+    waits, left, open_, tokens, prompts = itertools.cycle(delays), 0, [], 0, 0
+    wanted, below = None, 0
+    for step in range(300):
+        if c.wanted != wanted:
+            wanted, left = c.wanted, next(waits)
+        elif left == 0:
+            c.loaded(wanted)
+        left = max(0, left - 1)
+        size = lambda choice: profiles[choice.model].size(choice.depth)
+        assert size(c.wanted) <= budget
+        if c.current is not None and c.beside:
+            models = {c.current.model: 0, c.wanted.model: 0}
+            for choice in (c.current, c.wanted):
+                models[choice.model] = max(models[choice.model], size(choice))
+            assert sum(models.values()) <= budget or c.current.model == c.wanted.model
+        if c.current is None:
+            continue
+        choice = c.choose()
+        assert choice == c.current and 1 <= choice.depth <= 3
+        prompts += 1
+        open_.append(choice)
+        if len(open_) > seed.randint(0, 3):
+            done = open_.pop(seed.randrange(len(open_)))
+            e = seed.choices(range(3), shares["ab".index(done.model)][step > 150])[0]
+            was = c.wanted
+            c.tokens(done.model, [min(e, done.depth - 1)] * 9, [e >= done.depth] * 9)
+            tokens, below = tokens + 9, below + 9 * (e >= done.depth)
+            assert c.wanted == was or c.decisions[-1].kind in ("grow", "switch")
+            if seed.random() < 0.1:
+                c.dropped(done.model)
+            else:
+                c.answered(done.model, telemetry())
+    assert (c.below, c.emitted) == (below, tokens)
+    if not options["greedy"]:
+        assert all(d.choice.depth == 3 for d in c.decisions)
+    o = c.options
+    rounds = prompts / o.interval + tokens / (o.breaches + 1) + 1
+    assert len(c.decisions) <= 3 * rounds + 1
+
+
+def test_shares_above_a_depth():
+    shares = (0.6, 0.2, 0.1, 0.1)
+    assert breaches(shares, 1) == pytest.approx(0.4) and breaches(shares, 4) == 0
+    told = profile().serving(shares, 2)
+    assert told.tpot == pytest.approx(1e-3 * (1 + 0.4)) and told.memory == 200
+    assert told.accuracy == pytest.approx(0.8 * 0.98 + 0.2 * 0.75)
