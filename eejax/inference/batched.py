@@ -306,7 +306,8 @@ def _turn(weights, config, options, state, e) -> BatchedState:
     chosen = choose(jnp, state.plan, e, options.buckets, SPAN, wished, waited)
     no_ring = jnp.zeros((slots, 0, 0))
     below = state.waiting[e - 1] if e else no_ring
-    above = state.waiting[e] if e < n else no_ring
+    top = no_ring if state.boundary is None else state.boundary
+    above = state.waiting[e] if e < n else top
     carry = state.pending, below, above, state.cache.segments[e], state.cache.blocks[e]
     ways = {IN_PLACE: partial(_in_place, weights, config, state, e, chosen.count)}
     for i, size in enumerate(options.buckets):
@@ -322,6 +323,7 @@ def _turn(weights, config, options, state, e) -> BatchedState:
             filled.at[:, e].add(chosen.count),
         ),
         waiting=swap(state.waiting, above) if e < n else state.waiting,
+        boundary=state.boundary if e < n or state.boundary is None else above,
         pending=pending, work=_counted(state.work, e, chosen),
     ))  # fmt: skip
     moved = (state.position != before[0]) | (state.standing.stage != before[1])
@@ -340,17 +342,17 @@ def _counted(work: Work, e: int, chosen: Chosen) -> Work:
 def _prompts(weights, config, options, state) -> BatchedState:
     """A chunk of prompts, if there are any."""
     run = partial(_chunk, weights, config, options, state)
-    carry = state.pending, state.cache, state.work
+    carry = state.pending, state.cache, state.boundary, state.work
     some = jnp.any(state.standing.prompting).astype(jnp.int32)
-    pending, cache, work = lax.switch(some, [lambda c: c, run], carry)
-    after = settle(state.replace(pending=pending, cache=cache, work=work))
+    pending, cache, boundary, work = lax.switch(some, [lambda c: c, run], carry)
+    after = settle(state.replace(pending=pending, cache=cache, boundary=boundary, work=work))
     since = jnp.where(after.position != state.position, state.clock, state.since)
     return after.replace(since=since)
 
 
 def _chunk(weights, config, options, state, carry):
     """A chunk of prompts through all segments, those that came first first; a branch."""
-    pending, cache, work = carry
+    pending, cache, boundary, work = carry
     start, prompting = cache.filled[:, 0], state.standing.prompting
     count, order = prompts(jnp, state.standing, state.since, options.chunk)
     packed = flatten(count, order, start, options.chunk, min(PROMPT_SPAN, options.chunk))
@@ -381,7 +383,8 @@ def _chunk(weights, config, options, state, carry):
         )
         before = x
     cache = KVCache(tuple(segments), tuple(blocks), cache.filled + count[:, None])
+    boundary = boundary if boundary is None else _stored(boundary, packed.slot, packed.position, x)
     work = work.replace(
         chunks=work.chunks + 1, chunk_spans=work.chunk_spans + packed.spans.astype(jnp.uint32)
     )
-    return pending, cache, work
+    return pending, cache, boundary, work

@@ -29,6 +29,8 @@ class BatchOptions:
         may, and how many, is said by its `ExitPolicy.drafts`.
     max_depth: segments to load, from the bottom; None: all.
     shaping: whether requests may bring a `Shaping`.
+    grows: whether segments may be added while requests run (`deepening.deepen`): then the states
+        behind the last one are kept of all positions.
     """
 
     cap: int = 16
@@ -37,6 +39,7 @@ class BatchOptions:
     drafts: int = 4
     max_depth: int | None = None
     shaping: bool = False
+    grows: bool = False
 
     def __post_init__(self):
         listed = isinstance(self.buckets, tuple | list)
@@ -49,7 +52,9 @@ class BatchOptions:
         require_count("drafts", self.drafts, least=0)
         if self.max_depth is not None:
             require_count("max_depth", self.max_depth)
-        require(isinstance(self.shaping, bool), "shaping", self.shaping, "must be True or False")
+        for name in ("shaping", "grows"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), name, value, "must be True or False")
         require(
             not self.buckets or self.buckets[-1] >= self.cap,
             "buckets", self.buckets, f"must reach the cap, {self.cap}, at least",
@@ -125,9 +130,12 @@ class BatchedState:
         than `request.start` where it had been under way before: then what follows is decoded.
         Behind them, where requests may bring a `Shaping`, what was generated since.
     clock: sweeps since the start.
+    boundary [slots, length, d]: the states behind the last segment, of the positions that it has
+        seen, where segments may be added; else None.
     """
 
     cache: KVCache
+    boundary: jax.Array | None
     waiting: tuple[jax.Array, ...]
     pending: Pending
     token: jax.Array
@@ -179,8 +187,10 @@ def blank(
     n = weights.last
     zero, none = jnp.zeros((slots,), jnp.int32), jnp.zeros((), jnp.uint32)
     ring = lambda: jnp.zeros((slots, options.cap, config.d_model), config.dtype)
+    above = options.grows and n < config.n_exits
     return BatchedState(
         cache=init_cache(config, slots, length, n + 1, weights.axes),
+        boundary=jnp.zeros((slots, length, config.d_model), config.dtype) if above else None,
         waiting=tuple(ring() for _ in range(n)),
         pending=Pending.blank(slots, options.drafts + 1, shaping=options.shaping),
         token=zero, position=zero, remaining=zero, since=zero,

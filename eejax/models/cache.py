@@ -76,9 +76,10 @@ def init_cache(
 
 
 def unstack_segments(
-    params: Tree, config: ModelConfig, n_segments: int, axes: Axes = LOCAL
+    params: Tree, config: ModelConfig, n_segments: int, axes: Axes = LOCAL, first: int = 0
 ) -> tuple[tuple[Tree, ...], ...]:
-    """Each segment's layers as separate trees, projections fused (`layers.fuse`).
+    """Each segment's layers as separate trees, projections fused (`layers.fuse`); those of segments
+    from the first on.
 
     A decoding step must not slice a stack: it would copy the weights. On a mesh `params` are this
     shard's, which takes the key and value head it needs once and for all.
@@ -86,7 +87,7 @@ def unstack_segments(
     own = lambda p: p | {"attn": shards.own_kv_head(p["attn"], config, axes)}
     return tuple(
         tuple(layers.fuse(own(p)) for p in unstack(params["layers"], *s))
-        for s in config.segments[:n_segments]
+        for s in config.segments[first:n_segments]
     )
 
 

@@ -1,0 +1,106 @@
+"""More segments for requests that run: a partial model grows without their prompts being run again.
+
+HELIOS (Kumar et al., 2025) loads as many layers as most tokens need, and more where that was too
+few. An engine with `BatchOptions.grows` keeps the states behind its last segment, and keys and
+values above it are filled in from those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from eejax.common.errors import require
+from eejax.inference import state as s
+from eejax.inference.batched import PROMPT_SPAN
+from eejax.inference.batched_slots import BatchedEngine
+from eejax.inference.batched_state import BatchedState
+from eejax.inference.packing import Plan
+from eejax.inference.state import Weights
+from eejax.models.cache import KVCache, init_cache, run_segment, unstack_segments
+from eejax.models.config import ModelConfig
+
+
+def more_weights(engine: BatchedEngine, params, depth: int) -> Weights:
+    """The engine's weights and those of more segments, `depth` in all; `params` is the training
+    tree of the whole model, wherever it lies. Returns at once: what is new is on its way to the
+    device, while the engine goes on."""
+    config, have = engine.config, len(engine.weights.segments)
+    most = config.n_exits + 1
+    require(have < depth <= most, "depth", depth, f"must be in {have + 1}..{most}")
+    params = s.for_compute(params, config.dtype)
+    new = unstack_segments(params, config, depth, first=have)
+    new, rest = jax.device_put((new, s.outside(params, config, depth)))
+    return engine.weights.replace(segments=(*engine.weights.segments, *new), params=rest)
+
+
+def deepen(
+    engine: BatchedEngine, state: BatchedState, weights: Weights, plan: Plan | None = None
+) -> tuple[BatchedEngine, BatchedState]:
+    """The engine with more segments, and its requests in it, which go on as if it had had them.
+
+    Tokens that were emitted stay what they are. One program is compiled for each pair of depths.
+    Raises ConfigError where the states that are needed were not kept.
+    """
+    depth, options = len(weights.segments), engine.options
+    require(
+        state.boundary is not None, "grows", options.grows,
+        "must be True, and segments left to add, in the engine that is to grow",
+    )  # fmt: skip
+    require(engine.mesh is None, "mesh", engine.mesh, "must be None for an engine that grows")
+    if plan is None:
+        plan = Plan.make(depth, engine.slots, options.buckets)
+    options = dataclasses.replace(options, max_depth=depth)
+    grown = dataclasses.replace(engine, weights=weights, options=options, plan=plan)
+    keep, have = depth <= engine.config.n_exits, engine.max_depth
+    segments, blocks, above = _filled(
+        weights, state.boundary, state.cache.filled[:, -1], have=have, config=engine.config,
+        keep=keep,
+    )  # fmt: skip
+    more = depth - have
+    behind = jnp.repeat(state.cache.filled[:, -1:], more, 1)
+    cache = KVCache(
+        (*state.cache.segments, *segments), (*state.cache.blocks, *blocks),
+        jnp.concatenate([state.cache.filled, behind], 1),
+    )  # fmt: skip
+    slots, _, d = state.boundary.shape
+    rings = tuple(jnp.zeros((slots, options.cap, d), state.boundary.dtype) for _ in range(more))
+    wide = lambda a: jnp.pad(a, [(0, more), *[(0, 0)] * (a.ndim - 1)])
+    work = state.work.replace(runs=wide(state.work.runs), spans=wide(state.work.spans))
+    state = state.replace(
+        cache=cache, waiting=(*state.waiting, *rings), boundary=above, work=work, plan=plan
+    )
+    return grown, s.beside(state, weights)
+
+
+@partial(jax.jit, static_argnames=("have", "config", "keep"))
+def _filled(weights, boundary, filled, *, have: int, config: ModelConfig, keep: bool):
+    """(keys and values of segments from number `have` on, of their exits' blocks, the states behind
+    them if they are to be kept) of the states below them at the first `filled` [slots] positions.
+    """
+    slots, length, _ = boundary.shape
+    depth, width = len(weights.segments), min(PROMPT_SPAN, length)
+    fresh = init_cache(config, slots, length, depth, weights.axes)
+
+    def chunk(i, carry):
+        segments, blocks, above = carry
+        # The last one begins earlier rather than to end behind the buffers.
+        begin = jnp.minimum(i * width, length - width)
+        x = lax.dynamic_slice(boundary, (0, begin, 0), (slots, width, boundary.shape[2]))
+        start, new = jnp.full((slots,), begin), []
+        for e, kvs, block in zip(range(have, depth), segments, blocks, strict=True):
+            x, _, *written = run_segment(
+                weights.params, weights.segments[e], config, e, x, start, kvs, block,
+                axes=weights.axes,
+            )  # fmt: skip
+            new.append(written)
+        above = lax.dynamic_update_slice(above, x, (0, begin, 0)) if keep else above
+        return tuple(kvs for kvs, _ in new), tuple(block for _, block in new), above
+
+    above = jnp.zeros_like(boundary) if keep else None
+    count = (jnp.max(filled) + width - 1) // width
+    return lax.fori_loop(0, count, chunk, (fresh.segments[have:], fresh.blocks[have:], above))

@@ -1,0 +1,93 @@
+"""A partial model that grows: requests go on as if all of it had been there."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from eejax.common.errors import ConfigError
+from eejax.inference.batched_slots import BatchedEngine
+from eejax.inference.batched_state import BatchOptions
+from eejax.inference.deepening import deepen, more_weights
+from eejax.inference.policy import ExitPolicy
+from eejax.inference.sampling import Sampling
+from eejax.inference.state import Request
+
+CONTEXT, SLOTS = 96, 3
+LENGTHS = (5, 40, 33)
+
+
+def request(config, length, threshold, temperature, drafts):
+    policy = ExitPolicy.make(config, 1, threshold, drafts=drafts)
+    sampling = Sampling.make(1, temperature, seed=7 + length)
+    return Request.make(config, [length], [CONTEXT - length], policy, sampling)
+
+
+def went(engine, state, calls):
+    """(state, [(token, exit, log-probability)] of each slot) after so many calls."""
+    found = [[] for _ in range(SLOTS)]
+    for _ in range(calls):
+        state, record = engine.generate(state, 4)
+        for slot in range(SLOTS):
+            columns = (np.asarray(a)[:, slot] for a in (record.token, record.exit, record.logprob))
+            rows = zip(*columns, strict=True)
+            found[slot] += [(int(t), int(e), float(p)) for t, e, p in rows if e >= 0]
+    return state, found
+
+
+@pytest.mark.parametrize("depths, threshold, temperature, drafts", [
+    ((1, 2, 4), 0.4, 1.0, 2),
+    *(pytest.param(*more, marks=pytest.mark.slow) for more in (
+        ((1, 4), 0.3, 0.0, 0), ((2, 3, 4), 0.6, 0.0, 3), ((3, 4), 1.0, 1.0, 0),
+    )),
+])  # fmt: skip
+def test_requests_go_on_as_in_the_deeper_model(
+    subset, prompts, depths, threshold, temperature, drafts
+):
+    """The oracle: the deeper engine, given all tokens so far, which it runs anew."""
+    p, config = subset((1, 2, 3))
+    options = BatchOptions(cap=4, drafts=3, max_depth=depths[0], grows=True)
+    engine = BatchedEngine.make(p, config, options, slots=SLOTS, context=CONTEXT)
+    texts = [prompts(i, [n])[0] for i, n in enumerate(LENGTHS)]
+    asked = [request(config, n, threshold, temperature, drafts) for n in LENGTHS]
+    state = engine.start()
+    for slot, (text, own) in enumerate(zip(texts, asked, strict=True)):
+        rows, _ = engine.prefill([text], own)
+        state = engine.insert(state, rows, [slot])
+    state, found = went(engine, state, 3)
+    texts = [text + [t for t, *_ in got] for text, got in zip(texts, found, strict=True)]
+    compared = 0
+    for depth in depths[1:]:
+        weights = more_weights(engine, p, depth)
+        assert weights.segments[: engine.max_depth] == engine.weights.segments  # the very arrays
+        engine, state = deepen(engine, state, weights)
+        assert engine.max_depth == depth and (state.boundary is None) == (depth == 4)
+        whole = dataclasses.replace(options, max_depth=depth, grows=False)
+        fresh = BatchedEngine.make(p, config, whole, slots=SLOTS, context=CONTEXT)
+        other = fresh.start()
+        for slot, (text, own) in enumerate(zip(texts, asked, strict=True)):
+            rows, _ = fresh.prefill([text], own)
+            other = fresh.insert(other, rows, [slot])
+        state, ours = went(engine, state, 3)
+        _, theirs = went(fresh, other, 6)
+        for a, b in zip(ours, theirs, strict=True):
+            n = min(len(a), len(b))
+            assert n == len(a) > 3
+            assert [x[:2] for x in a] == [x[:2] for x in b[:n]]
+            np.testing.assert_allclose([x[2] for x in a], [x[2] for x in b[:n]], atol=2e-4)
+            compared += n
+        texts = [text + [t for t, *_ in got] for text, got in zip(texts, ours, strict=True)]
+    assert compared > 20
+
+
+def test_what_cannot_grow_says_so(subset):
+    p, config = subset((1, 2, 3))
+    engine = BatchedEngine.make(p, config, BatchOptions(max_depth=2), slots=2, context=CONTEXT)
+    with pytest.raises(ConfigError, match="grows = False: must be True"):
+        deepen(engine, engine.start(), more_weights(engine, p, 3))
+    with pytest.raises(ConfigError, match=r"depth = 2: must be in 3..4"):
+        more_weights(engine, p, 2)
+    whole = BatchedEngine.make(p, config, BatchOptions(grows=True), slots=2, context=CONTEXT)
+    assert whole.start().boundary is None
