@@ -105,7 +105,10 @@ def keys() -> tuple[str, ...]:
             raise ConfigError(f"--keys = {_KEYS.value!r}: cannot be read ({error}).") from error
         if not any(key.strip() for key in given):
             raise ConfigError(f"--keys = {_KEYS.value!r}: holds no key.")
-    return tuple(key.strip() for key in given if key.strip())
+    found = tuple(key.strip() for key in given if key.strip())
+    if not found and "EEJAX_KEYS" in os.environ:
+        launch.say("$EEJAX_KEYS holds no key: nobody is asked for one")
+    return found
 
 
 async def serve(models: dict[str, str], thresholds: dict[str, tuple], keys: tuple) -> None:
@@ -139,13 +142,13 @@ async def serve(models: dict[str, str], thresholds: dict[str, tuple], keys: tupl
     }
     http = HttpOptions(keys, _BODY.value, n=_N.value, defaults=defaults)
     api = app(services, http, metrics)
-    stopping = asyncio.Event()
+    signals = asyncio.Queue()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    ended = asyncio.create_task(stopping.wait())
+        asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
+    ended = asyncio.create_task(signals.get())
 
     async def unless_ended(work) -> bool:
-        """Whether work came to its end before the server was told to."""
+        """Whether work came to its end before a signal did."""
         task = asyncio.ensure_future(work)
         await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -181,8 +184,17 @@ async def serve(models: dict[str, str], thresholds: dict[str, tuple], keys: tupl
                 await asyncio.sleep(0.01)
             launch.say(f"listening at http://{_HOST.value}:{listening.getsockname()[1]}")
             await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
-            launch.say("no more requests: answering those that are under way ...")
-            await api.state.server.drain(_GRACE.value)
+            left = api.state.server.under_way
+            if left:
+                launch.say(
+                    f"no more requests: answering {left} that are under way, for "
+                    f"{_GRACE.value:g} s at most; Ctrl-C ends now ..."
+                )
+            ended.cancel()
+            ended = asyncio.create_task(signals.get())
+            await unless_ended(api.state.server.drain(_GRACE.value))
+            if left := api.state.server.under_way:
+                launch.say(f"{left} requests were not answered in time")
             await asyncio.gather(*(service.stop(0) for service in services.values()))
             server.should_exit = True
             await running
@@ -209,7 +221,10 @@ def check_thresholds(name: str, config, thresholds) -> None:
     try:
         ExitPolicy.make(config, 1, thresholds)
     except ConfigError as error:
-        raise ConfigError(f"--thresholds = {name}=...: {error}") from error
+        raise ConfigError(
+            f"--thresholds = {name}={thresholds}: must be one number, or one for each of the "
+            f"model's {config.n_exits} early exits."
+        ) from error
 
 
 if __name__ == "__main__":

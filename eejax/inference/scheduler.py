@@ -13,7 +13,7 @@ import heapq
 import numbers
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -176,6 +176,14 @@ class Scheduler:
         if not job.calls:
             self._wait(job)
         return True
+
+    def exchange(self, engine: Engine, state: Any) -> None:
+        """Goes on with another engine, whose state has the requests that run in the same slots."""
+        require(
+            engine.slots == self.engine.slots, "engine", f"{engine.slots} slots",
+            f"must have {self.engine.slots}, as the one before",
+        )  # fmt: skip
+        self.engine, self.state = engine, state
 
     @property
     def waiting(self) -> list[int]:

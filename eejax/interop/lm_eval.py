@@ -225,6 +225,8 @@ class EarlyExitLM(TemplateLM):
 
     def _pieces(self, unit: int, context, continuation) -> Iterator[tuple[int, list, list]]:
         """(unit, tokens read, those to be told from the last of them) of a text."""
+        # lm-eval moves white space that ends a context behind it, which may leave none.
+        context = context or [self.prefix_token_id]
         most, whole = self.max_length, [*context, *continuation]
         for begin in range(0, len(continuation), most):
             labels = continuation[begin : begin + most]

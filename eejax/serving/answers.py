@@ -69,9 +69,8 @@ def asks(
         threshold = 1.0
     if isinstance(threshold, list):
         n = config.n_exits
-        require(
-            len(threshold) == n, "thresholds", threshold, f"must be one number, or {n}, one an exit"
-        )
+        told = f"must be one number, or {n}: one for each exit of the model"
+        require(len(threshold) == n, "thresholds", threshold, told)
     least, own = wishes.min_tokens, wishes.stop_token_ids or ()
     require(limit in (None, 0) or least <= limit, "min_tokens", least, f"must be at most {limit}")
     ends = set() if wishes.ignore_eos else {*tokenizer.end_ids}

@@ -47,4 +47,6 @@ class Served:
             opened.params, config, options, slots=self.slots, context=self.context, mesh=mesh
         )
         template = chat.find(opened.path, opened.tokenizer)
+        if template is not None:
+            chat.Template(*template)  # one that is none is told before anybody asks
         return Built(engine, config, opened.tokenizer, template)

@@ -34,6 +34,7 @@ from eejax.serving.http import (
     while_connected,
 )
 from eejax.serving.messages import Ask, Ready
+from eejax.serving.service import DRAINING
 
 router = APIRouter()
 
@@ -87,6 +88,7 @@ def shown(server: Server, name: str) -> dict:
 async def health(server: Own) -> Response:
     """200 where every engine answers, 503 where one does not."""
     states = {name: service.state for name, service in server.services.items()}
+    states = dict.fromkeys(states, DRAINING) if server.draining else states
     return JSONResponse(states, 200 if server.healthy else 503)
 
 

@@ -39,6 +39,7 @@ PAIRS = (
     ("exit layer", " token"),
     ("early depth ", "gate"),  # a space that belongs to the continuation
     ("", "loss head"),
+    (" \n", "token gate"),  # a context that belongs to the continuation, all of it
     ("state\n", "exit exit exit exit exit exit."),
     ("token " * 30, "early loss"),  # a context longer than the model's, which is 128
     ("layer", " depth" * 40),  # a continuation longer than that

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
+import time
 
 import httpx
 import numpy as np
@@ -125,6 +127,23 @@ def test_what_is_under_way_is_answered_before_the_end(model):
             rest = [line for line in lines if line]
         assert process.wait(60) == 0
     assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+
+
+def test_a_second_signal_ends_at_once(model):
+    flags = (f"--model=m={model[0]}", "--slots=4", "--grace=60", "--steps=1")
+    asked = dict(model="m", prompt="def f(", max_tokens=120, ignore_eos=True, n=16)
+    ask = lambda: httpx.post(f"{address}/v1/completions", json=asked, timeout=60)
+    with server(*flags) as (process, address):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while 'requests_running{model="m"} 4.0' not in httpx.get(f"{address}/metrics").text:
+            pass
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        begin = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0 and time.monotonic() - begin < 20
+        thread.join()
 
 
 @pytest.mark.slow

@@ -1,0 +1,76 @@
+"""A part of a model that grows and shrinks under requests: none is lost, none is mixed up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eejax.common.errors import ConfigError
+from eejax.inference import Generator
+from eejax.inference.batched_state import BatchOptions
+from eejax.inference.partial import PartialModel
+from eejax.inference.policy import ExitPolicy
+
+CONTEXT, NEW = 96, 30
+
+
+@pytest.fixture(scope="module")
+def model(subset):
+    return subset((1, 2, 3))
+
+
+def test_nobody_is_lost_while_it_grows_and_shrinks(model, prompts):
+    """All tokens leave by the first exit, so that they are the same at any depth."""
+    p, config = model
+    texts = [prompts(i, [4 + 3 * i])[0] for i in range(12)]
+    want = Generator.make(p, config, "posthoc").generate(
+        texts, NEW, threshold=0.0, prefill_exit=True
+    )
+    options = BatchOptions(cap=4, drafts=0)
+    part = PartialModel(p, config, options, slots=3, depth=1, context=CONTEXT, steps=2)
+    sizes = {1: part.bytes}
+    policy, left, found, ends, depths = (
+        ExitPolicy.make(config, 1, 0.0, prefill_exit=True),
+        [*texts],
+        {},
+        {},
+        [],
+    )
+    for turn in range(1000):
+        while left and len(part.scheduler.waiting) < 3:
+            number = part.scheduler.submit(left[0], NEW, policy=policy)
+            left.pop(0)
+            found[number] = []
+        if turn in (6, 20):
+            part.grow(2 if turn == 6 else 4)
+            assert part.depth < part.coming
+        if turn == 30:
+            part.shrink(1)
+        for number, tokens, finish in part.step():
+            found[number] += [t.id for t in tokens]
+            if finish:
+                ends[number] = finish
+        depths.append(part.depth)
+        sizes.setdefault(part.depth, part.bytes)
+        if not left and part.scheduler.idle:
+            break
+    assert [d for i, d in enumerate(depths) if not i or d != depths[i - 1]] == [1, 2, 4, 1]
+    assert sizes[1] < sizes[2] < sizes[4] and part.bytes == sizes[1]
+    assert set(ends.values()) == {"length"} and len(ends) == len(texts)
+    for number, text in found.items():
+        # Where two logits are as good as equal, any may come first.
+        tied = np.flatnonzero(want.margins[number] < 1e-3)
+        n = int(tied[0]) if len(tied) else NEW
+        assert len(text) == NEW and text[:n] == want.tokens[number, :n].tolist()
+    assert np.mean([(m >= 1e-3).all() for m in want.margins]) > 0.5
+
+
+def test_depths_there_cannot_be(model):
+    p, config = model
+    part = PartialModel(p, config, BatchOptions(cap=4, drafts=0), slots=3, depth=2, context=CONTEXT)
+    for wrong in (1, 2, 5):
+        with pytest.raises(ConfigError, match=rf"depth = {wrong}: must be in 3..4"):
+            part.grow(wrong)
+    for wrong in (0, 2):
+        with pytest.raises(ConfigError, match=rf"depth = {wrong}: must be in 1..1"):
+            part.shrink(wrong)
