@@ -1,0 +1,121 @@
+"""Models that a controller puts into one another's place, under requests."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from eejax.checkpoint.model import load_model
+from eejax.common.errors import ConfigError
+from eejax.inference import Generator
+from eejax.inference.batched_state import BatchOptions
+from eejax.serving.controller import Controller, ControllerOptions, Profile
+from eejax.serving.fleet import Fleet, Member
+from eejax.serving.objectives import Objective
+from eejax.serving.repository import Repository
+
+NEW = 24
+OPTIONS = BatchOptions(cap=4, drafts=0)
+
+
+@pytest.fixture(scope="module")
+def model(small_run):
+    return load_model(small_run)
+
+
+def profile(model, scale: float) -> Profile:
+    n = model.config.n_exits + 1
+    sizes = np.diff([0.0, *(sum(
+        a.nbytes for a in jax.tree.leaves(model.params["layers"])
+    ) * (e + 1) / n for e in range(n))])  # fmt: skip
+    own = dict.fromkeys(("seconds", "prefill", "load", "rebuild", "energy"), (scale,) * n)
+    return Profile(bytes=tuple(sizes.tolist()), sure=(1.0,) * n, unsure=(0.9,) * n, **own)
+
+
+@pytest.mark.parametrize("room", [1.0, 10.0])  # of the larger model: one at a time, or both
+def test_nobody_is_lost_while_models_and_depths_change(model, room):
+    """Two models of the same weights, so that a text goes on alike wherever it goes; all tokens
+    leave by the first exit. One counts as slow at first, and then as fast."""
+    config, params = model.config, model.params
+    profiles = {"a": profile(model, 1.0), "b": profile(model, 2.0)}
+    budget = room * profiles["a"].size(3)
+    controller = Controller(
+        profiles, Objective.of("throughput"), Repository(),
+        ControllerOptions(prompts=2, interval=8, tokens=NEW, budget=budget), clock=lambda: 0.0,
+    )  # fmt: skip
+    rules = dict(threshold=0.0, prefill_exit=True)
+    members = {name: Member(params, config, rules, OPTIONS) for name in profiles}
+    fleet = Fleet(members, controller, slots=3, context=96, steps=2)
+    texts = [model.tokenizer.encode(f"def f{i}(" + "x" * i).tolist() for i in range(40)]
+    want = Generator.make(params, config, "posthoc").generate(
+        texts, NEW, threshold=0.0, prefill_exit=True
+    )
+    left, found, ends, served = [*enumerate(texts)], {}, {}, []
+    for turn in range(3000):
+        while left and len(found) - len(ends) < 6:
+            i, text = left.pop(0)
+            found[fleet.submit(text, NEW)] = (i, [])
+        if turn == 30:
+            controller.profiles["b"] = profile(model, 0.2)
+        if turn == 12:
+            dropped = max(found)
+            assert fleet.cancel(dropped)
+        for number, tokens, finish in fleet.step():
+            found[number][1].extend(t.id for t in tokens)
+            if finish:
+                assert number not in ends
+                ends[number] = finish
+        served.append(controller.current)
+        assert len(fleet.parts) <= (1 if room == 1.0 else 2)
+        if not left and fleet.idle:
+            break
+    assert ends.pop(dropped) == "cancelled"
+    assert {*ends.values()} == {"length"} and len(ends) == len(texts) - 1
+    for number in ends:
+        i, text = found[number]
+        tied = np.flatnonzero(want.margins[i] < 1e-3)
+        n = int(tied[0]) if len(tied) else NEW
+        assert len(text) == NEW and text[:n] == want.tokens[i, :n].tolist()
+    depths = {(c.model, c.depth) for c in served if c is not None}
+    assert {("a", 1), ("b", 1), ("a", 3), ("b", 3)} <= depths
+    assert (fleet.taken_along > 0) == (room == 1.0)
+    assert controller.below == 0 and controller.emitted > 0
+
+
+def test_tokens_below_their_threshold_are_told(model):
+    """A model that is loaded up to an exit at which few tokens are sure grows."""
+    config = model.config
+    profiles = {"m": profile(model, 1.0)}
+    controller = Controller(
+        profiles, Objective.of("throughput"), Repository(),
+        ControllerOptions(prompts=2, window=20, breaches=8, interval=1000), clock=lambda: 0.0,
+    )  # fmt: skip
+    rules = dict(threshold=0.999, prefill_exit=True)
+    fleet = Fleet(
+        {"m": Member(model.params, config, rules, OPTIONS)}, controller, slots=2, context=96
+    )
+    for i in range(4):
+        fleet.submit(model.tokenizer.encode(f"class A{i}").tolist(), NEW)
+    fleet.run()
+    # As if most tokens had left by the first exit.
+    controller.shares["m"] = (0.9, 0.05, 0.05)
+    controller._serve()
+    for i in range(4):
+        fleet.submit(model.tokenizer.encode(f"import {i}").tolist(), NEW)
+    fleet.run()
+    kinds = [(d.kind, d.choice.depth) for d in controller.decisions]
+    assert kinds[-3:] == [("serve", 1), ("grow", 2), ("grow", 3)]
+    assert 8 < controller.below < controller.emitted
+
+
+def test_members_that_do_not_fit(model):
+    controller = Controller(
+        {"a": profile(model, 1.0)}, Objective.of("throughput"), Repository(), clock=lambda: 0.0
+    )
+    other = model.config.replace(vocab_size=300)
+    members = {"a": Member(model.params, model.config), "b": Member(model.params, other)}
+    with pytest.raises(ConfigError, match="must have vocabularies of one size"):
+        Fleet(members, controller, slots=2)
+    with pytest.raises(ConfigError, match=r"members = \['x'\]: must be those of the controller"):
+        Fleet({"x": members["a"]}, controller, slots=2)
