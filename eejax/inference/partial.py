@@ -88,9 +88,13 @@ class PartialModel:
     def step(self) -> list[Output]:
         """`Scheduler.step`, with what has come meanwhile."""
         if self._coming is not None and all(a.is_ready() for a in jax.tree.leaves(self._coming)):
-            self.scheduler.exchange(*deepen(self.engine, self.scheduler.state, self._coming))
-            self._coming = None
+            self.exchange()
         return self.scheduler.step()
+
+    def exchange(self) -> None:
+        """Goes on with what `grow` asked for, and waits for it where it is not there yet."""
+        self.scheduler.exchange(*deepen(self.engine, self.scheduler.state, self._coming))
+        self._coming = None
 
     def run(self) -> list[Output]:
         """Steps until all requests are done."""

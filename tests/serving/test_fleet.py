@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
 
+from eejax import calibration
 from eejax.checkpoint.model import load_model
 from eejax.common.errors import ConfigError
 from eejax.inference import Generator
 from eejax.inference.batched_state import BatchOptions
+from eejax.inference.partial import PartialModel
 from eejax.serving.controller import Controller, ControllerOptions, Profile
 from eejax.serving.fleet import Fleet, Member
 from eejax.serving.objectives import Objective
+from eejax.serving.profiles import measure
 from eejax.serving.repository import Repository
 
 NEW = 24
@@ -107,6 +112,32 @@ def test_tokens_below_their_threshold_are_told(model):
     kinds = [(d.kind, d.choice.depth) for d in controller.decisions]
     assert kinds[-3:] == [("serve", 1), ("grow", 2), ("grow", 3)]
     assert 8 < controller.below < controller.emitted
+
+
+def test_a_measured_profile(model):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(97, 120, (8, 33)).astype(np.int32)
+    batches = [{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}]
+    member = Member(model.params, model.config, dict(threshold=0.5), OPTIONS)
+    ticks = itertools.count()
+    texts = [tokens[i, : 8 + i].tolist() for i in range(4)]
+    found = measure(
+        member, texts, batches, slots=2, context=96, new=8, clock=lambda: next(ticks) / 8
+    )
+    n = model.config.n_exits + 1
+    part = PartialModel(model.params, model.config, OPTIONS, slots=2, depth=n, context=96)
+    assert found.size(n) == part.bytes
+    part.shrink(1)
+    assert found.size(1) == part.bytes
+    # By a clock that counts how often it is asked: two times for each of these.
+    assert found.load[1:] == (1 / 8,) * (n - 1) and all(r > 0 for r in found.rebuild[1:])
+    scores = calibration.score(model.params, model.config, batches)
+    same = (scores.tokens == scores.tokens[-1]).mean(1)
+    first = scores.confidences["max_probability"][0] >= 0.5
+    parts = first.mean() * found.sure[0] + (1 - first.mean()) * found.unsure[0]
+    assert parts == pytest.approx(same[0]) and found.sure[-1] == found.unsure[-1] == 1.0
+    told = found.serving((0.5, 0.25, 0.25), n)
+    assert told.memory == found.size(n) and 0 < told.accuracy <= 1
 
 
 def test_members_that_do_not_fit(model):
