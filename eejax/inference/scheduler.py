@@ -117,11 +117,13 @@ class Scheduler:
         stop_tokens: Sequence[int] = (),
         shaping: Shaping | None = None,
         priority: int = 0,
+        tokens: Sequence[Token] = (),
     ) -> int:
         """A request for up to `limit` tokens: its number. Those of higher priority come first.
 
-        policy, sampling and shaping are of one row. Raises ConfigError for what the engine would
-        not take.
+        policy, sampling and shaping are of one row. tokens: that it has already, fewer than
+        `limit`: it goes on behind them, as after `preempt`. Raises ConfigError for what the engine
+        would not take.
         """
         require_count("limit", limit)
         whole = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
@@ -132,7 +134,11 @@ class Scheduler:
             part = given[name]
             ok = part is None or isinstance(part, kind)
             require(ok, name, part, f"must be made by {kind.__name__}.make, or None")
-        generate.check_prompts([prompt], self.config, self.engine.context)
+        resumes = not tokens or self.engine.resumes
+        require(resumes, "tokens", f"{len(tokens)}", "must be none: the engine resumes nothing")
+        text = [*prompt, *(t.id for t in tokens)]
+        generate.check_prompts([text], self.config, self.engine.context)
+        require(len(tokens) < limit, "tokens", f"{len(tokens)}", f"must be fewer than {limit}")
         room = self.engine.context - len(prompt)
         request = Request.make(
             self.config, [len(prompt)], [min(limit, room)],
@@ -151,7 +157,8 @@ class Scheduler:
         number = self._number
         self._number += 1
         prompt = tuple(int(t) for t in prompt)
-        self._jobs[number] = Job(number, prompt, request, limit, (-priority, number))
+        job = Job(number, prompt, request, limit, (-priority, number), tokens=list(tokens))
+        self._jobs[number] = job
         self._wait(self._jobs[number])
         return number
 

@@ -7,7 +7,7 @@ to go first are taken along, with the text that they have.
 
 from __future__ import annotations
 
-import collections
+import bisect
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from eejax.common.errors import require
+from eejax.common.errors import require, require_count
 from eejax.common.trees import Tree
 from eejax.inference.batched_state import BatchOptions
 from eejax.inference.engine import CALL
+from eejax.inference.generate import check_prompts
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
 from eejax.inference.scheduler import Output, Token
+from eejax.inference.shaping import Shaping
 from eejax.models.config import ModelConfig
 from eejax.serving.controller import Choice, Controller
 from eejax.serving.objectives import Telemetry
@@ -46,8 +48,8 @@ class _Job:
     number: int
     prompt: tuple[int, ...]
     limit: int
-    sampling: Sampling
-    stop_tokens: tuple[int, ...]
+    asked: dict[str, Any]
+    order: tuple[int, int]
     tokens: list[Token] = dataclasses.field(default_factory=list)
     model: str = ""
     own: int = -1
@@ -82,21 +84,52 @@ class Fleet:
         self.taken_along = 0  # requests that went on in another model
         self._making = dict(slots=slots, context=context, steps=steps)
         self._clock, self._number = clock, 0
-        self._queue: collections.deque[_Job] = collections.deque()
+        self._queue: list[_Job] = []  # by priority, then as they came
         self._jobs: dict[int, _Job] = {}
+        self._ended: list[Output] = []  # to be told with the next step
         self._by_own: dict[tuple[str, int], _Job] = {}
 
     def submit(
         self, prompt: Sequence[int], limit: int, *, sampling: Sampling | None = None,
-        stop_tokens: Sequence[int] = (),
+        stop_tokens: Sequence[int] = (), shaping: Shaping | None = None, priority: int = 0,
     ) -> int:  # fmt: skip
-        """A request for up to `limit` tokens: its number."""
+        """A request for up to `limit` tokens: its number. Those of higher priority come first.
+        Raises ConfigError for what no model would take."""
+        require_count("limit", limit)
+        context = self.context
+        for member in self.members.values():
+            check_prompts([prompt], member.config, context)
         self._number += 1
-        sampling = Sampling.make(1) if sampling is None else sampling
-        job = _Job(self._number, tuple(prompt), limit, sampling, tuple(stop_tokens))
+        asked = dict(sampling=sampling, stop_tokens=tuple(stop_tokens), shaping=shaping)
+        order = (-priority, self._number)
+        job = _Job(self._number, tuple(prompt), limit, asked, order)
         self._jobs[job.number] = job
-        self._queue.append(job)
+        self._wait(job)
         return job.number
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a request."""
+        least = min(member.config.context_length for member in self.members.values())
+        return self._making["context"] or least
+
+    @property
+    def running(self) -> list[int]:
+        """Numbers of the requests that models have."""
+        return [job.number for job in self._jobs.values() if job.model]
+
+    @property
+    def waiting(self) -> list[int]:
+        """Numbers of the others, in the order in which they will be given to one."""
+        return [job.number for job in self._queue]
+
+    @property
+    def held(self) -> int:
+        """Tokens of the requests in slots, prompts and texts."""
+        return sum(part.scheduler.held for part in self.parts.values())
+
+    def _wait(self, job: _Job) -> None:
+        bisect.insort(self._queue, job, key=lambda job: job.order)
 
     def cancel(self, number: int) -> bool:
         """Ends a request wherever it is; whether there was one. Its end is told by a step."""
@@ -106,12 +139,13 @@ class Fleet:
         if job.model:
             return self.parts[job.model].scheduler.cancel(job.own)
         self._queue.remove(job)
-        self._queue.appendleft(dataclasses.replace(job, limit=0))
+        del self._jobs[number]
+        self._ended.append(Output(number, (), "cancelled"))
         return True
 
     @property
     def idle(self) -> bool:
-        return not self._jobs
+        return not self._jobs and not self._ended
 
     @property
     def bytes(self) -> int:
@@ -120,7 +154,8 @@ class Fleet:
 
     def step(self) -> list[Output]:
         self._arrange()
-        outputs = self._given()
+        self._give()
+        outputs, self._ended = self._ended, []
         for name in [*self.parts]:
             part = self.parts[name]
             for own, tokens, finish in part.step():
@@ -167,42 +202,28 @@ class Fleet:
             if name == keep or serves or (empty and busy):
                 continue
             for job in [j for j in self._jobs.values() if j.model == name]:
-                # Before those that wait, in the order in which they came.
                 del self._by_own[name, job.own]
                 self.controller.dropped(name)
                 job.model, job.moved = "", True
-                self._queue.appendleft(job)
+                self._wait(job)
                 self.taken_along += 1
             del self.parts[name]
 
-    def _given(self) -> list[Output]:
-        """Gives requests to the model that serves, as many as it has slots; those that were
-        cancelled meanwhile end."""
-        outputs = []
-        while self._queue:
-            job = self._queue[0]
-            if job.limit == 0:
-                outputs.append(Output(job.number, (), "cancelled"))
-                del self._jobs[self._queue.popleft().number]
-                continue
-            current = self.controller.current
-            if current is None or current.model not in self.parts:
-                break
-            scheduler = self.parts[current.model].scheduler
-            if len(scheduler.running) + len(scheduler.waiting) >= self.slots:
-                break
-            self._give(self._queue.popleft(), self.controller.choose().model)
-        return outputs
-
-    def _give(self, job: _Job, model: str) -> None:
-        member, scheduler = self.members[model], self.parts[model].scheduler
-        text = [*job.prompt, *(t.id for t in job.tokens)]
-        job.model, job.began, job.first = model, self._clock(), 0.0
-        job.own = scheduler.submit(
-            text, job.limit - len(job.tokens), sampling=job.sampling,
-            policy=ExitPolicy.make(member.config, 1, **member.rules), stop_tokens=job.stop_tokens,
-        )  # fmt: skip
-        self._by_own[model, job.own] = job
+    def _give(self) -> None:
+        """Gives requests to the model that serves, as many as it has slots."""
+        current = self.controller.current
+        if current is None or current.model not in self.parts:
+            return
+        scheduler = self.parts[current.model].scheduler
+        while self._queue and len(scheduler.running) + len(scheduler.waiting) < self.slots:
+            job, model = self._queue.pop(0), self.controller.choose().model
+            member = self.members[model]
+            job.model, job.began, job.first = model, self._clock(), 0.0
+            job.own = scheduler.submit(
+                job.prompt, job.limit, tokens=job.tokens, **job.asked,
+                policy=ExitPolicy.make(member.config, 1, **member.rules),
+            )  # fmt: skip
+            self._by_own[model, job.own] = job
 
     def _told(self, model, part, job, tokens, finish) -> list[Output]:
         now = self._clock()

@@ -273,3 +273,26 @@ def test_what_cannot_be_scheduled():
 
     with pytest.raises(ConfigError, match="resumes"):
         Scheduler(Forgetful(said, (2, 4), slots=2, context=16), CONFIG).preempt(0)
+
+
+def test_a_request_goes_on_in_another_scheduler():
+    """What it has is not told again, and counts."""
+    make = lambda: Scheduler(ScriptedEngine(said, (2, 4), 2, 64), CONFIG, steps=2)
+    prompt, limit = [5, 6, 7], 17
+    first = make()
+    number = first.submit(prompt, limit)
+    had = []
+    while len(had) < 6:
+        had += [t for o in first.step() if o.number == number for t in o.tokens]
+    second = make()
+    number = second.submit(prompt, limit, tokens=had)
+    outputs = second.run()
+    rest = [t.id for o in outputs for t in o.tokens]
+    assert [t.id for t in had] + rest == wanted(prompt, limit, (), 64)[0]
+    assert outputs[-1].finish == "length" and len(rest) == limit - len(had)
+    with pytest.raises(ConfigError, match=r"tokens = '17': must be fewer than 17"):
+        make().submit(prompt, limit, tokens=[had[0]] * limit)
+    engine = dataclasses.replace(ScriptedEngine(said, (2, 4), 2, 64))
+    object.__setattr__(engine, "resumes", False)
+    with pytest.raises(ConfigError, match="the engine resumes nothing"):
+        Scheduler(engine, CONFIG).submit(prompt, limit, tokens=had)
