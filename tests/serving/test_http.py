@@ -12,10 +12,10 @@ import pytest
 from served import STALL, Scripted, said
 
 from eejax.serving.app import app
+from eejax.serving.completions import Completion
 from eejax.serving.http import HttpOptions
 from eejax.serving.metrics import Metrics
 from eejax.serving.protocol import CompletionRequest
-from eejax.serving.routes import Completion
 from eejax.serving.service import Service, ServiceOptions
 
 TEMPLATE = (
