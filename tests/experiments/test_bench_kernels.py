@@ -19,6 +19,7 @@ def test_without_a_gpu_it_says_what_there_is():
         call(BENCH)
 
 
+@pytest.mark.slow
 def test_the_smoke_run_goes_through_every_op(capsys):
     call(BENCH, "--smoke", "--json", "--pairs=2")
     told = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -199,6 +199,7 @@ def metric(client, name: str, label: str = "") -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_each_gets_its_own_answer_from_one_of_two_replicas(cluster):
     async def ask(client, i):
         prompt, n = b"%d is asked" % i, 5 + i % 20
@@ -222,6 +223,7 @@ def test_each_gets_its_own_answer_from_one_of_two_replicas(cluster):
     assert len(set(names)) == 2 and all(names.count(name) >= 5 for name in set(names))
 
 
+@pytest.mark.slow
 def test_a_client_of_openais(cluster):
     with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
         assert [m.id for m in client.models.list()] == ["m"]
@@ -237,6 +239,7 @@ def test_a_client_of_openais(cluster):
         assert caught.value.param == "temperature"
 
 
+@pytest.mark.slow
 def test_a_model_is_opened_in_its_replica(cluster, small_run):
     found = load_model(small_run)
     prompt = found.tokenizer.encode("def f(").tolist()
@@ -258,6 +261,7 @@ def test_a_model_is_opened_in_its_replica(cluster, small_run):
         assert got.text == found.tokenizer.decode(want.tokens[0, :n].tolist())
 
 
+@pytest.mark.slow
 def test_too_many_are_refused_as_by_a_server_without_ray(cluster):
     async def ask(client, i):
         asked = dict(model="m", prompt=[STALL, i], max_tokens=2)
@@ -280,6 +284,7 @@ def test_too_many_are_refused_as_by_a_server_without_ray(cluster):
             assert answer.headers["retry-after"] == "1"
 
 
+@pytest.mark.slow
 def test_who_disconnects_frees_the_slot(client):
     ends = lambda: sum(metric(client, "eejax_requests_total", 'finish="cancelled"').values())
     before = ends()
@@ -312,6 +317,7 @@ def ask_until_replaced(client, known: set[str]) -> tuple[int, int]:
     raise AssertionError("nothing came in its place")
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_killed_comes_back_while_the_other_answers(cluster, client):
     known, before = set(metric(client, "eejax_engine_up")), cluster.replicas()
     lost = min(before)

@@ -219,10 +219,6 @@ def check(workdir, clients: int, seconds: float) -> tuple[Tally, list[int]]:
     return tally, memory
 
 
-def test_some_clients_for_a_moment(small_run):
-    check(small_run, 16, 5)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_many_clients_for_five_minutes(small_run):
