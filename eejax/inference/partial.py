@@ -14,12 +14,12 @@ from eejax.inference.batched_state import BatchOptions
 from eejax.inference.deepening import deepen, more_weights
 from eejax.inference.engine import CALL
 from eejax.inference.packing import Plan
-from eejax.inference.scheduler import Output, Scheduler
+from eejax.inference.scheduler import Output, Scheduler, Stepped
 from eejax.inference.state import Weights
 from eejax.models.config import ModelConfig
 
 
-class PartialModel:
+class PartialModel(Stepped):
     """Requests through the first `depth` segments of a model, by its `scheduler`.
 
     The whole model stays in host memory; what is loaded is a prefix of it. `grow` returns at once:
@@ -45,6 +45,10 @@ class PartialModel:
     @property
     def engine(self) -> BatchedEngine:
         return self.scheduler.engine
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle
 
     @property
     def depth(self) -> int:
@@ -95,10 +99,3 @@ class PartialModel:
         """Goes on with what `grow` asked for, and waits for it where it is not there yet."""
         self.scheduler.exchange(*deepen(self.engine, self.scheduler.state, self._coming))
         self._coming = None
-
-    def run(self) -> list[Output]:
-        """Steps until all requests are done."""
-        outputs = []
-        while not self.scheduler.idle:
-            outputs += self.step()
-        return outputs

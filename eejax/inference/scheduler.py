@@ -67,7 +67,18 @@ class Job:
     fresh: bool = True  # no token has come since it got its slot
 
 
-class Scheduler:
+class Stepped:
+    """What answers requests step by step, until it is `idle`."""
+
+    def run(self) -> list[Output]:
+        """Steps until all requests are done."""
+        outputs = []
+        while not self.idle:
+            outputs += self.step()
+        return outputs
+
+
+class Scheduler(Stepped):
     """Requests through an engine's slots, by priority and then in the order they came.
 
     `submit` and `cancel` at any time; `step` again and again. Nothing is lost: every request gets
@@ -243,13 +254,6 @@ class Scheduler:
         seconds, emitted = self._clock() - begin, sum(len(o.tokens) for o in outputs)
         self.payoff.add(seconds if self._warm else None, emitted)
         self._warm = True
-        return outputs
-
-    def run(self) -> list[Output]:
-        """Steps until all requests are done."""
-        outputs = []
-        while not self.idle:
-            outputs += self.step()
         return outputs
 
     def _wait(self, job: Job) -> None:

@@ -23,7 +23,7 @@ from eejax.inference.generate import check_prompts
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
-from eejax.inference.scheduler import Output, Token
+from eejax.inference.scheduler import Output, Stepped, Token
 from eejax.inference.shaping import Shaping
 from eejax.models.config import ModelConfig
 from eejax.serving.controller import Choice, Controller
@@ -58,7 +58,7 @@ class _Job:
     moved: bool = False
 
 
-class Fleet:
+class Fleet(Stepped):
     """Requests through whichever model serves; the interface of a `Scheduler`.
 
     members: by name, of one vocabulary; make_controller(): of the same names. `slots` are those of
@@ -162,13 +162,6 @@ class Fleet:
                 job = self._by_own.get((name, own))
                 if job is not None:  # else it was taken along to another model
                     outputs += self._told(name, part, job, tokens, finish)
-        return outputs
-
-    def run(self) -> list[Output]:
-        """Steps until all requests are done."""
-        outputs = []
-        while not self.idle:
-            outputs += self.step()
         return outputs
 
     def _arrange(self) -> None:
