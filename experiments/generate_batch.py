@@ -31,7 +31,7 @@ import numpy as np
 from absl import flags
 
 from eejax.common.errors import ConfigError, DataError, require
-from experiments import launch
+from experiments import launch, prompt_files
 
 ENGINES = ["batched", "auto", "full"]
 FIELDS = ("prompt", "max_new_tokens", "threshold", "drafts", "temperature", "seed")
@@ -74,7 +74,8 @@ class Line(NamedTuple):
 def main() -> None:
     from eejax.train.runs import load_model
 
-    lines = [parsed(i, text) for i, text in enumerate(read(_INPUT.value), 1) if text.strip()]
+    given = prompt_files.read("input", _INPUT.value)
+    lines = [parsed(i, text) for i, text in enumerate(given, 1) if text.strip()]
     require(bool(lines), "input", _INPUT.value, "must have a line that is not empty")
     if _RESUME.value and _OUTPUT.value is None:
         raise ConfigError("--resume: goes on with an --output: name the file.")
@@ -138,24 +139,12 @@ def told_before(path: str, data: bytes, lines: list[Line]) -> dict[int, bytes]:
     return done
 
 
-def read(path: str) -> list[str]:
-    try:
-        data = sys.stdin.buffer.read() if path == "-" else pathlib.Path(path).read_bytes()
-        return data.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
-    except OSError as error:
-        raise DataError(f"--input = {path!r}: cannot be read ({error.strerror}).") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"--input = {path!r}: is not UTF-8 text ({error}): convert it.") from error
-
-
 def parsed(number: int, text: str) -> Line:
     """A line that begins with a brace is a JSON object, any other a prompt."""
-    if not text.lstrip().startswith("{"):
-        return Line(number, {"prompt": text})
     try:
-        wants = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return Line(number, {"prompt": text}, f"is no JSON object that can be read ({error})")
+        wants = prompt_files.fields(text)
+    except ValueError as error:
+        return Line(number, {"prompt": text}, str(error))
     others = [name for name in wants if name not in FIELDS]
     if others:
         return Line(number, wants, f"has {others}: must be among {list(FIELDS)}")

@@ -2,11 +2,14 @@
 
     python -m experiments.serve --model=mine=runs/mine
     python -m experiments.serve --model=llama=~/models/Llama-3.2-1B --thresholds=llama=0.8
+    python -m experiments.serve --model=small=runs/small --model=large=runs/large \\
+        --objective=throughput
 
 Clients take http://HOST:PORT/v1 for the address of OpenAI's; what requests may ask beyond that is
 in docs/SERVING.md. Each model has an engine in a process of its own, which is started again where
-it ends. Ctrl-C, or SIGTERM, takes no more requests and ends once those under way are answered, for
-which they have --grace seconds.
+it ends. With --objective all models are served as one, "auto", by one process, which chooses the
+model, and how much of it is loaded. Ctrl-C, or SIGTERM, takes no more requests and ends once those
+under way are answered, for which they have --grace seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import os
 from absl import flags
 
 from eejax.common.errors import ConfigError
-from experiments import launch
+from experiments import launch, prompt_files
 
 _MODEL = flags.DEFINE_multi_string(
     "model", [], "NAME=PATH: a run's workdir, a Hugging Face folder, or a name on the Hub."
@@ -25,7 +28,8 @@ _MODEL = flags.DEFINE_multi_string(
 _THRESHOLDS = flags.DEFINE_multi_string(
     "thresholds",
     [],
-    "NAME=T or NAME=T,T,...: thresholds of a model's exits where a request names none. Default: 1.",
+    "NAME=T or NAME=T,T,...: thresholds of a model's exits where a request names none. Default: 1; "
+    "with --objective 0.8.",
 )
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at.")
 _PORT = flags.DEFINE_integer(
@@ -60,7 +64,40 @@ _N = flags.DEFINE_integer("max_n", 16, "Most choices of a prompt.", lower_bound=
 _GRACE = flags.DEFINE_float(
     "grace", 30.0, "Seconds to answer what is under way at the end.", lower_bound=0.0
 )
+_OBJECTIVE = flags.DEFINE_enum(
+    "objective", None, ["throughput", "response_time", "accuracy", "energy", "goodput"],
+    'Serve all models as one, "auto": the server chooses which, and how much of it is loaded.',
+)  # fmt: skip
+_LIMITS = flags.DEFINE_list(
+    "limits", [], "METRIC=VALUE,...: with --objective, what has to be kept: ttft and tpot (seconds "
+    "at most), accuracy (share of tokens that are the whole model's, at least), ..."
+)  # fmt: skip
+_PROMPTS = flags.DEFINE_string(
+    "prompts", None, "With --objective: a file of prompts like those to come, one a line, or JSON "
+    'lines with "prompt", to measure models on. Default: what the largest model writes itself.'
+)  # fmt: skip
+_BUDGET = flags.DEFINE_string(
+    "budget", None, "With --objective: most bytes of weights and requests, as 500M or 2G; fewer "
+    "layers leave room for more requests, up to --slots. Default: no limit."
+)  # fmt: skip
+_REPOSITORY = flags.DEFINE_string(
+    "repository", None, "With --objective: an SQLite file to keep what is measured in."
+)
+_INTERVAL = flags.DEFINE_integer(
+    "interval", None, "With --objective: prompts between two reassessments. Default: 150.",
+    lower_bound=1,
+)  # fmt: skip
+_BREACHES = flags.DEFINE_integer(
+    "breaches", None, "With --objective: of 100 tokens, most that may leave below their threshold "
+    "before more layers or another model are considered. Default: 50.", lower_bound=0,
+    upper_bound=100,
+)  # fmt: skip
+_GREEDY = flags.DEFINE_bool(
+    "greedy", None, "With --objective: whether models may be loaded in part, so that tokens leave "
+    "below their threshold. Default: they may."
+)  # fmt: skip
 
+AUTO = "auto"  # the name of all models as one
 FLUSH = 5  # seconds for clients to read the rest of what they were sent
 
 
@@ -79,7 +116,8 @@ def main() -> None:
             raise ConfigError(f"--thresholds = {name}={values}: must lie in [0, 1].")
     if unknown := set(thresholds) - set(models):
         raise ConfigError(f"--thresholds: names {sorted(unknown)}, which no --model does.")
-    asyncio.run(serve(models, thresholds, keys()))
+    make = engines if _OBJECTIVE.value is None else fleet
+    asyncio.run(serve(models, *make(models, thresholds), keys()))
 
 
 def named(flag: str, what: str, values: list[str]) -> dict[str, str]:
@@ -111,34 +149,89 @@ def keys() -> tuple[str, ...]:
     return found
 
 
-async def serve(models: dict[str, str], thresholds: dict[str, tuple], keys: tuple) -> None:
-    import asyncio
-    import signal
-
-    import uvicorn
-
+def engines(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, dict]:
+    """(what makes each model's engine, how its tokens leave), by name."""
     from eejax.serving.answers import Defaults
-    from eejax.serving.app import app
-    from eejax.serving.http import HttpOptions
-    from eejax.serving.metrics import Metrics
     from eejax.serving.models import Served
-    from eejax.serving.service import Service, ServiceOptions
     from eejax.sharding.mesh import MeshConfig
 
-    metrics = Metrics()
-    options = ServiceOptions(_WAITING.value, _STEPS.value, grace=_GRACE.value)
-    own = dict(
-        slots=_SLOTS.value, context=_CONTEXT.value, drafts=_DRAFTS.value,
-        tokenizer=_TOKENIZER.value, dtype=_DTYPE.value,
-        mesh=MeshConfig(model=_SHARDS.value) if _SHARDS.value > 1 else None,
-    )  # fmt: skip
-    services = {
-        name: Service(Served(path, **own), options, watch=metrics.watch(name))
+    own = [_LIMITS, _PROMPTS, _BUDGET, _REPOSITORY, _INTERVAL, _BREACHES, _GREEDY]
+    if given := [flag.name for flag in own if flag.present]:
+        raise ConfigError(f"--{given[0]}: goes with --objective, which names what is best.")
+    mesh = MeshConfig(model=_SHARDS.value) if _SHARDS.value > 1 else None
+    builds = {
+        name: Served(path, drafts=_DRAFTS.value, mesh=mesh, **engine_flags())
         for name, path in models.items()
     }
     defaults = {
         name: Defaults(t[0] if len(t) == 1 else t, drafts=_DRAFTS.value)
         for name, t in ({n: (1.0,) for n in models} | thresholds).items()
+    }
+    return builds, defaults
+
+
+def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, dict]:
+    """As `engines`, of all models as one."""
+    from eejax.serving.answers import Defaults
+    from eejax.serving.controller import ControllerOptions
+    from eejax.serving.fleets import THRESHOLD, Aims, ServedFleet
+
+    for flag, least in ((_SHARDS, 1), (_DRAFTS, 0)):
+        if flag.value > least:
+            raise ConfigError(f"--{flag.name} = {flag.value}: does not go with --objective.")
+    given = dict(interval=_INTERVAL, breaches=_BREACHES, greedy=_GREEDY)
+    given = {name: flag.value for name, flag in given.items() if flag.value is not None}
+    if _BUDGET.value is not None:
+        given["budget"] = size("budget", _BUDGET.value)
+    limits = named("limits", "VALUE", _LIMITS.value)
+    limits = {name: launch.numbers("limits", [value])[0] for name, value in limits.items()}
+    with launch.flags_named({}):
+        aims = Aims(
+            _OBJECTIVE.value, limits, ControllerOptions(**given), _REPOSITORY.value or ":memory:"
+        )
+    for name in models.keys() - thresholds:
+        launch.say(f"{name}: no --thresholds: tokens leave at a confidence of {THRESHOLD:g}")
+    prompts = prompt_files.texts("prompts", _PROMPTS.value) if _PROMPTS.value else ()
+    given = {name: t[0] if len(t) == 1 else t for name, t in thresholds.items()}
+    build = ServedFleet(models, aims, given, tuple(prompts), **engine_flags())
+    return {AUTO: build}, {AUTO: Defaults()}
+
+
+def engine_flags() -> dict:
+    """What every engine is made with."""
+    return dict(
+        slots=_SLOTS.value, context=_CONTEXT.value, tokenizer=_TOKENIZER.value, dtype=_DTYPE.value
+    )
+
+
+def size(flag: str, text: str) -> float:
+    """Bytes, of a number with or without a suffix."""
+    number, power = text.upper().removesuffix("B"), 0
+    if number and number[-1] in "KMGT":
+        number, power = number[:-1], "KMGT".index(number[-1]) + 1
+    try:
+        found = float(number) * 1024**power
+    except ValueError as error:
+        told = "must be a number of bytes, as 500M or 2G"
+        raise ConfigError(f"--{flag} = {text!r}: {told}.") from error
+    return found
+
+
+async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tuple) -> None:
+    import asyncio
+    import signal
+
+    import uvicorn
+
+    from eejax.serving.app import app
+    from eejax.serving.http import HttpOptions
+    from eejax.serving.metrics import Metrics
+    from eejax.serving.service import Service, ServiceOptions
+
+    metrics = Metrics()
+    options = ServiceOptions(_WAITING.value, _STEPS.value, grace=_GRACE.value)
+    services = {
+        name: Service(build, options, watch=metrics.watch(name)) for name, build in builds.items()
     }
     http = HttpOptions(keys, _BODY.value, n=_N.value, defaults=defaults)
     api = app(services, http, metrics)
@@ -160,12 +253,15 @@ async def serve(models: dict[str, str], thresholds: dict[str, tuple], keys: tupl
 
     async def load() -> None:
         for name, service in services.items():
-            launch.say(f"{name}: loading {models[name]} and compiling ...")
+            of = models if _OBJECTIVE.value is not None else {name: models[name]}
+            of = ", ".join(f"{name}={path}" for name, path in of.items())
+            launch.say(f"{name}: loading {of}, and compiling ...")
             try:
                 ready = await service.start()
             except RuntimeError as error:
-                raise ConfigError(f"--model = {name}={models[name]}: {error}") from error
-            check_thresholds(name, ready.config, defaults[name].thresholds)
+                raise ConfigError(f"--model = {of}: {error}") from error
+            if not ready.chooses:
+                check_thresholds(name, ready.config, defaults[name].thresholds)
             launch.say(
                 f"{name}: {ready.slots} slots of {ready.context} tokens, {ready.seconds:.0f} s"
             )

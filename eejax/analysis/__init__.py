@@ -2,7 +2,7 @@
 
 from eejax.analysis.baselines import Trigram, compression_bits_per_byte
 from eejax.analysis.depths import convergence_by_depth
-from eejax.analysis.pairs import Ratio, interleave, median_ratio
+from eejax.analysis.pairs import Ratio, interleave, median_ratio, total_ratio
 from eejax.analysis.panels import Panel, compare
 from eejax.analysis.plots import (
     exit_histogram,
@@ -32,4 +32,5 @@ __all__ = [
     "quality_against_speed",
     "save",
     "table",
+    "total_ratio",
 ]

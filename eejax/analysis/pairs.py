@@ -30,6 +30,17 @@ def median_ratio(baseline: Sequence[float], other: Sequence[float]) -> Ratio:
     return Ratio(float(np.median(ratios)), float(low), float(high))
 
 
+def total_ratio(baseline: Sequence[float], other: Sequence[float]) -> Ratio:
+    """As `median_ratio`, of sums over pairs that are unlike parts of one work; `median` is the
+    ratio of all."""
+    pair = np.array([baseline, other], np.float64)
+    n = pair.shape[1]
+    picks = np.random.default_rng(0).integers(0, n, (RESAMPLES, n))
+    sums = pair[:, picks].sum(-1)
+    low, high = np.quantile(sums[0] / sums[1], (0.025, 0.975))
+    return Ratio(float(pair[0].sum() / pair[1].sum()), float(low), float(high))
+
+
 def interleave(
     runs: Sequence[Callable[[int], Any]],
     pairs: int,

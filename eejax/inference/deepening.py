@@ -8,6 +8,7 @@ values above it are filled in from those.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -36,6 +37,22 @@ def more_weights(engine: BatchedEngine, params, depth: int) -> Weights:
     new = unstack_segments(params, config, depth, first=have)
     new, rest = jax.device_put((new, s.outside(params, config, depth)))
     return engine.weights.replace(segments=(*engine.weights.segments, *new), params=rest)
+
+
+def narrow(engine: BatchedEngine, state: BatchedState, rows: Sequence[int]):
+    """(engine, state) with some of their slots alone, in this order."""
+    plan = Plan.make(engine.max_depth, len(rows), engine.options.buckets)
+    less = dataclasses.replace(engine, slots=len(rows), plan=plan)
+    own = _rows(state, jnp.asarray(rows), slots=engine.slots)
+    return less, s.beside(own.replace(plan=plan), engine.weights)
+
+
+@partial(jax.jit, static_argnames="slots")
+def _rows(state: BatchedState, rows, *, slots: int) -> BatchedState:
+    # Keys and values have the heads of all slots in one axis, slot by slot.
+    take = lambda a: a.reshape(slots, -1, *a.shape[1:])[rows].reshape(-1, *a.shape[1:])
+    alike = dict(clock=state.clock, work=state.work, plan=state.plan)
+    return jax.tree.map(take, state.replace(**dict.fromkeys(alike))).replace(**alike)
 
 
 def deepen(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 
@@ -11,7 +12,7 @@ from eejax.common.trees import Tree
 from eejax.inference import state as s
 from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchOptions
-from eejax.inference.deepening import deepen, more_weights
+from eejax.inference.deepening import deepen, more_weights, narrow
 from eejax.inference.engine import CALL
 from eejax.inference.packing import Plan
 from eejax.inference.scheduler import Output, Scheduler, Stepped
@@ -26,18 +27,31 @@ class PartialModel(Stepped):
     what is new is moved to the device while requests run, and used from the step on that finds it
     there, with keys and values filled in from the states kept behind the last segment. `shrink`
     frees segments at once; requests that run are run anew in what is left of the model.
+
+    Where fewer segments leave room for more requests, `slots` says how many there are at each
+    depth; a model that grows puts back those that came last.
     """
 
     def __init__(
         self, params: Tree, config: ModelConfig, options: BatchOptions | None = None, *,
-        slots: int, depth: int, context: int | None = None, steps: int = CALL,
+        slots: int | Sequence[int], depth: int, context: int | None = None, steps: int = CALL,
     ):  # fmt: skip
-        """options: `max_depth` and `grows` are set here. Raises as `BatchedEngine.make`."""
+        """slots: one number, or one for each depth, none more than the one before; options:
+        `max_depth` and `grows` are set here. Raises as `BatchedEngine.make`."""
         require_count("depth", depth)
-        self.config = config
-        self._host = jax.device_get(params)
-        options = dataclasses.replace(options or BatchOptions(), max_depth=depth, grows=True)
-        engine = BatchedEngine.make(self._host, config, options, slots=slots, context=context)
+        self.config, n = config, config.n_exits + 1
+        self.slots = (slots,) * n if isinstance(slots, int) else tuple(slots)
+        falls = len(self.slots) == n and [*self.slots] == sorted(self.slots, reverse=True)
+        require(falls, "slots", slots, f"must be one number, or {n} of which none rises")
+        require(depth <= n, "depth", depth, f"must be at most {n}, the segments of this model")
+        self.host = jax.device_get(params)
+        # With the same buckets at every depth: each has one program then, however it came to be.
+        options = (options or BatchOptions()).of_slots(self.slots[0])
+        self._options = dataclasses.replace(options, grows=True)
+        options = dataclasses.replace(self._options, max_depth=depth)
+        engine = BatchedEngine.make(
+            self.host, config, options, slots=self.slots[depth - 1], context=context
+        )
         engine = dataclasses.replace(engine, weights=jax.device_put(engine.weights))
         self.scheduler = Scheduler(engine, config, steps=steps)
         self._coming: Weights | None = None
@@ -70,32 +84,43 @@ class PartialModel(Stepped):
         """Raises ConfigError for no more segments than there are, or are coming."""
         have, most = self.coming, self.config.n_exits + 1
         require(have < depth <= most, "depth", depth, f"must be in {have + 1}..{most}")
-        self._coming = more_weights(self.engine, self._host, depth)
+        self._coming = more_weights(self.engine, self.host, depth)
 
     def shrink(self, depth: int) -> None:
         """Raises ConfigError for no fewer segments than there are."""
         require(1 <= depth < self.depth, "depth", depth, f"must be in 1..{self.depth - 1}")
         self._coming = None
-        old, options = self.engine, self.engine.options
         for number in self.scheduler.running:
             self.scheduler.preempt(number)
+        old, slots = self.engine, self.slots[depth - 1]
+        options = dataclasses.replace(self._options, max_depth=depth)
         weights = old.weights.replace(
             segments=old.weights.segments[:depth],
             params=s.outside(old.weights.params, self.config, depth),
         )
         less = dataclasses.replace(
-            old, weights=weights, options=dataclasses.replace(options, max_depth=depth),
-            plan=Plan.make(depth, old.slots, options.buckets),
+            old, weights=weights, options=options, slots=slots,
+            plan=Plan.make(depth, slots, options.buckets),
         )  # fmt: skip
-        self.scheduler.exchange(less, less.start())
+        self.scheduler.exchange(less, less.start(), [-1] * slots)
 
     def step(self) -> list[Output]:
         """`Scheduler.step`, with what has come meanwhile."""
-        if self._coming is not None and all(a.is_ready() for a in jax.tree.leaves(self._coming)):
+        if self.came:
             self.exchange()
         return self.scheduler.step()
 
+    @property
+    def came(self) -> bool:
+        """Whether what `grow` asked for is there, and not used yet."""
+        coming = jax.tree.leaves(self._coming)
+        return self._coming is not None and all(a.is_ready() for a in coming)
+
     def exchange(self) -> None:
         """Goes on with what `grow` asked for, and waits for it where it is not there yet."""
-        self.scheduler.exchange(*deepen(self.engine, self.scheduler.state, self._coming))
+        rows = self.scheduler.keep(self.slots[self.coming - 1])
+        engine, state = self.engine, self.scheduler.state
+        if len(rows) < engine.slots:
+            engine, state = narrow(engine, state, rows)
+        self.scheduler.exchange(*deepen(engine, state, self._coming), rows)
         self._coming = None

@@ -51,6 +51,18 @@ class Output(NamedTuple):
     finish: str
 
 
+def check_asked(priority: int, **given: ExitPolicy | Sampling | Shaping | None) -> None:
+    """Raises ConfigError for a priority, policy, sampling or shaping that is not of one request."""
+    whole = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
+    require(whole, "priority", priority, "must be an integer")
+    for name, part in given.items():
+        kind = dict(policy=ExitPolicy, sampling=Sampling, shaping=Shaping)[name]
+        ok = part is None or isinstance(part, kind)
+        require(ok, name, part, f"must be made by {kind.__name__}.make, or None")
+        rows = {len(a) for a in jax.tree.leaves(part)} or {1}
+        require(rows == {1}, name, f"{sorted(rows)} rows", "must be of one request")
+
+
 @dataclasses.dataclass
 class Job:
     """A request on its way. order: its place in the queue, by priority and arrival."""
@@ -137,14 +149,7 @@ class Scheduler(Stepped):
         would not take.
         """
         require_count("limit", limit)
-        whole = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
-        require(whole, "priority", priority, "must be an integer")
-        kinds = dict(policy=ExitPolicy, sampling=Sampling, shaping=Shaping)
-        given = dict(policy=policy, sampling=sampling, shaping=shaping)
-        for name, kind in kinds.items():
-            part = given[name]
-            ok = part is None or isinstance(part, kind)
-            require(ok, name, part, f"must be made by {kind.__name__}.make, or None")
+        check_asked(priority, policy=policy, sampling=sampling, shaping=shaping)
         resumes = not tokens or self.engine.resumes
         require(resumes, "tokens", f"{len(tokens)}", "must be none: the engine resumes nothing")
         text = [*prompt, *(t.id for t in tokens)]
@@ -162,9 +167,6 @@ class Scheduler(Stepped):
             exits == self.config.n_exits, "policy", f"thresholds of {exits} exits",
             f"must be made of the engine's config, which has {self.config.n_exits}",
         )  # fmt: skip
-        for name in kinds:
-            rows = {len(a) for a in jax.tree.leaves(getattr(request, name))} or {1}
-            require(rows == {1}, name, f"{sorted(rows)} rows", "must be of one request")
         number = self._number
         self._number += 1
         prompt = tuple(int(t) for t in prompt)
@@ -195,12 +197,34 @@ class Scheduler(Stepped):
             self._wait(job)
         return True
 
-    def exchange(self, engine: Engine, state: Any) -> None:
-        """Goes on with another engine, whose state has the requests that run in the same slots."""
-        require(
-            engine.slots == self.engine.slots, "engine", f"{engine.slots} slots",
-            f"must have {self.engine.slots}, as the one before",
-        )  # fmt: skip
+    def keep(self, slots: int) -> list[int]:
+        """Slots that are to stay where there will be only so many, ascending: of requests that run,
+        and then free ones. Puts back the last requests, by their order, where more run."""
+        jobs = sorted((job for job in self._slots if job is not None), key=lambda job: job.order)
+        for job in jobs[slots:]:
+            self.preempt(job.number)
+        rows = [job.slot for job in jobs[:slots]]
+        free = [i for i, job in enumerate(self._slots) if job is None]
+        return sorted([*rows, *free][:slots])
+
+    def exchange(self, engine: Engine, state: Any, rows: Sequence[int] | None = None) -> None:
+        """Goes on with another engine and its state.
+
+        rows: for each of its slots the one whose request is in it now, or -1 where nobody's ever
+        was; default: the same slots. Raises ConfigError where a request that runs is in none.
+        """
+        n = engine.slots
+        rows = range(self.engine.slots) if rows is None else rows
+        require(len(rows) == n, "rows", rows, f"must be {n}, as many as the engine has slots")
+        lost = [j.number for i, j in enumerate(self._slots) if j is not None and i not in rows]
+        require(not lost, "rows", rows, f"must have the slots of requests {lost}, which run")
+        self._slots = [None if r < 0 else self._slots[r] for r in rows]
+        for slot, job in enumerate(self._slots):
+            if job is not None:
+                job.slot = slot
+        self._freed = [i for i, r in enumerate(rows) if r in self._freed]
+        none = [i for i, job in enumerate(self._slots) if job is None and i not in self._freed]
+        self._free = none[::-1]
         self.engine, self.state = engine, state
 
     @property

@@ -27,8 +27,8 @@ class Row:
 class ScriptedEngine:
     """An `engine.Engine` whose i-th new token of a prompt is script(prompt, i) = (token, exit).
 
-    boundaries: of the exits, the last one's last. A step runs as deep as the deepest exit of its
-    slots. States are tuples of rows, None where a slot is free.
+    boundaries: of the exits, the last one's last. A token has gone through the layers below its
+    exit, as in "batched". States are tuples of rows, None where a slot is free.
     """
 
     script: Callable[[tuple[int, ...], int], tuple[int, int]]
@@ -62,7 +62,7 @@ class ScriptedEngine:
             emitted = len(prompt) - start
             limit = min(int(limits[i]), self.context - start) - emitted
             rows.append(Row(tuple(prompt[:start]), emitted, limit, ends))
-        return self._step(tuple(rows), self.boundaries[-1])
+        return self._step(tuple(rows))
 
     def insert(self, state, rows, slots: Sequence[int]):
         new = list(state)
@@ -81,13 +81,12 @@ class ScriptedEngine:
     def free(self, state, slots: Sequence[int]):
         return tuple(None if i in slots else row for i, row in enumerate(state))
 
-    def _step(self, rows, layers: int | None = None):
-        """One token of every row that has some left; `layers` executed, by default as needed."""
+    def _step(self, rows):
+        """One token of every row that has some left."""
         said = [
             self.script(row.prompt, row.emitted) if row is not None and row.remaining else None
             for row in rows
         ]
-        depth = layers or max((self.boundaries[s[1]] for s in said if s), default=0)
         after = tuple(
             row if s is None else dataclasses.replace(
                 row, emitted=row.emitted + 1,
@@ -101,7 +100,7 @@ class ScriptedEngine:
             logprob=np.zeros(len(rows), np.float32),
             confidence=np.ones(len(rows), np.float32),
             exit=column((-1 if s is None else s[1] for s in said), np.int32),
-            layers=column((0 if s is None else depth for s in said), np.int32),
+            layers=column((0 if s is None else self.boundaries[s[1]] for s in said), np.int32),
             margin=np.full(len(rows), np.inf, np.float32),
             drafted=np.zeros(len(rows), np.int32),
             accepted=np.zeros(len(rows), np.int32),

@@ -15,7 +15,7 @@ from eejax.inference.sampling import Sampling
 from eejax.inference.scheduler import Token
 from eejax.inference.shaping import Shaping
 from eejax.inference.state import STOPS
-from eejax.serving.messages import Ask, Ready
+from eejax.serving.messages import CHOOSES, Ask, Ready
 from eejax.serving.metrics import Watched
 from eejax.serving.protocol import Wishes
 from eejax.serving.service import Service, Unavailable
@@ -27,6 +27,9 @@ FIELDS = dict(
     min_depth="min_layers", stop_tokens="stop_token_ids", limit="max_tokens",
 )  # fmt: skip
 """What settings are called in requests, where that is another name."""
+
+LEAVING = ("engine", "gate", "thresholds", "exits", "min_layers")
+"""Fields that say how tokens leave."""
 
 
 class Defaults(NamedTuple):
@@ -61,16 +64,6 @@ def asks(
         0 < len(prompt) <= most, "prompt", f"{len(prompt)} tokens",
         f"must have 1 to {most}, as the model's context is {ready.context}",
     )  # fmt: skip
-    exits = wishes.exits
-    threshold = defaults.thresholds if wishes.thresholds is None else wishes.thresholds
-    if wishes.engine == "full":
-        given = [n for n in ("thresholds", "exits", "gate") if getattr(wishes, n) is not None]
-        require(not given, "engine", "full", f"leaves no choice of {' and '.join(given)}")
-        threshold = 1.0
-    if isinstance(threshold, list):
-        n = config.n_exits
-        told = f"must be one number, or {n}: one for each exit of the model"
-        require(len(threshold) == n, "thresholds", threshold, told)
     least, own = wishes.min_tokens, wishes.stop_token_ids or ()
     require(limit in (None, 0) or least <= limit, "min_tokens", least, f"must be at most {limit}")
     ends = set() if wishes.ignore_eos else {*tokenizer.end_ids}
@@ -81,10 +74,7 @@ def asks(
     seed = wishes.seed
     seed = secrets.randbelow(2**31) if seed is None else seed % 2**31
     try:
-        policy = ExitPolicy.make(
-            config, 1, threshold, exits, gate=wishes.gate or defaults.gate,
-            min_depth=wishes.min_layers, drafts=defaults.drafts,
-        )  # fmt: skip
+        policy = policy_of(wishes, ready, defaults)
         biases = {int(token): value for token, value in (wishes.logit_bias or {}).items()}
         shaping = Shaping.make(
             config.vocab_size, wishes.presence_penalty, wishes.frequency_penalty,
@@ -97,12 +87,37 @@ def asks(
         return [
             Ask(
                 tuple(prompt), room if limit is None else limit, policy, sampled(i), shaping,
-                tuple(stops), wishes.priority,
+                tuple(stops), wishes.priority, wishes.objective,
             )
             for i in range(wishes.n)
         ]  # fmt: skip
     except ConfigError as error:
         raise renamed(error) from error
+
+
+def policy_of(wishes: Wishes, ready: Ready, defaults: Defaults) -> ExitPolicy | None:
+    """How tokens leave; None where the server chooses. Raises ConfigError as `asks`."""
+    if ready.chooses:
+        for name in LEAVING:
+            value, default = getattr(wishes, name), Wishes.model_fields[name].default
+            told = f"must be left out: {CHOOSES}"
+            require(value in (None, default), name, value, told)
+        return None
+    told = "must be left out: there is one model, and nothing to choose"
+    require(wishes.objective is None, "objective", wishes.objective, told)
+    threshold = defaults.thresholds if wishes.thresholds is None else wishes.thresholds
+    if wishes.engine == "full":
+        given = [n for n in ("thresholds", "exits", "gate") if getattr(wishes, n) is not None]
+        require(not given, "engine", "full", f"leaves no choice of {' and '.join(given)}")
+        threshold = 1.0
+    if isinstance(threshold, list):
+        n = ready.config.n_exits
+        told = f"must be one number, or {n}: one for each exit of the model"
+        require(len(threshold) == n, "thresholds", threshold, told)
+    return ExitPolicy.make(
+        ready.config, 1, threshold, wishes.exits, gate=wishes.gate or defaults.gate,
+        min_depth=wishes.min_layers, drafts=defaults.drafts,
+    )  # fmt: skip
 
 
 def renamed(error: ConfigError) -> ConfigError:

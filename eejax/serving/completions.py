@@ -20,7 +20,7 @@ from eejax.inference.scoring import Scores
 from eejax.serving import protocol as form
 from eejax.serving.answers import Piece
 from eejax.serving.http import Failure, Server, ended, usage
-from eejax.serving.messages import Ask, Ready
+from eejax.serving.messages import CHOOSES, Ask, Ready
 
 
 def encode(ready: Ready, text: str, *, limited: bool = True, **how) -> list[int]:
@@ -122,8 +122,7 @@ class Answer(abc.ABC):
     def exits(self, tokens: Sequence[Token]) -> dict:
         if not self.body.return_exits:
             return {}
-        stops = self.ready.config.stops
-        return {"exits": [dict(layers=stops[t.exit], confidence=t.confidence) for t in tokens]}
+        return {"exits": [dict(layers=t.layers, confidence=t.confidence) for t in tokens]}
 
     def text_of(self, token: int) -> str:
         """A token's text; of a part of a character its bytes, as OpenAI writes them."""
@@ -162,12 +161,20 @@ class Completion(Answer):
     async def prepare(self) -> None:
         if self.body.max_tokens == 0 and not self.body.echo:
             raise Failure(400, "max_tokens = 0: goes with echo = true alone.", param="max_tokens")
+        if self.ready.chooses and self.scores_prompts:
+            told = f"echo = true: goes without logprobs here, as {CHOOSES}."
+            raise Failure(400, told, param="echo")
         await super().prepare()
         self.scores = [await self._scored(prompt) for prompt in self.prompts]
 
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether prompts are repeated with what the model makes of them."""
+        return bool(self.body.echo) and self.body.logprobs is not None
+
     async def _scored(self, prompt: Sequence[int]) -> Scores | None:
         """What the model makes of a prompt, where it is to be repeated with it."""
-        if not self.body.echo or self.body.logprobs is None or len(prompt) < 2:
+        if not self.scores_prompts or len(prompt) < 2:
             return None
         left = self.body.timeout
         left = None if left is None else left - (time.monotonic() - self.begin)

@@ -26,6 +26,12 @@ class Profile:
     bring it to the device, compiling included; rebuild: of the keys and values of a token that it
     has not seen; bytes: of its weights; energy: of a token. sure: share of the tokens that leave by
     an exit as they may that are the full model's; unsure: of those that leave below the threshold.
+
+    By depth, not by segment: slots, requests that are served at a time, by which `seconds` were
+    measured; state: bytes of what is kept for them. Where nobody asks for memory: none.
+
+    saved: of the seconds that exits would save did a token take nothing above its own, the share
+    that they do: keys and values above are made up for once another token goes there.
     """
 
     seconds: tuple[float, ...]
@@ -36,11 +42,17 @@ class Profile:
     energy: tuple[float, ...]
     sure: tuple[float, ...]
     unsure: tuple[float, ...]
+    slots: tuple[int, ...] = ()
+    state: tuple[float, ...] = ()
+    saved: float = 1.0
 
     def __post_init__(self):
         n = len(self.seconds)
         require(n > 0, "seconds", self.seconds, "must have a number for each segment")
-        for field in dataclasses.fields(self):
+        for name, none in (("slots", (1,)), ("state", (0.0,))):
+            object.__setattr__(self, name, tuple(getattr(self, name)) or none * n)
+        require(0 <= self.saved <= 1, "saved", self.saved, "must lie in [0, 1]")
+        for field in dataclasses.fields(self)[:-1]:
             values = getattr(self, field.name)
             good = len(values) == n and all(v >= 0 for v in values)
             require(good, field.name, values, f"must be {n} numbers from 0 on")
@@ -50,15 +62,16 @@ class Profile:
         return len(self.seconds)
 
     def size(self, depth: int) -> float:
-        """Bytes of the first `depth` segments."""
-        return sum(self.bytes[:depth])
+        """Bytes of the first `depth` segments, and of what is kept for requests in them."""
+        return sum(self.bytes[:depth]) + self.state[depth - 1]
 
     def serving(self, shares: Sequence[float], depth: int) -> Telemetry:
         """With the first `depth` exits loaded, by the shares of tokens that would leave by each
         exit if all of them were: those above leave by the last that is loaded."""
         reach = [sum(shares[s:]) for s in range(depth)]
         over = lambda costs: sum(r * c for r, c in zip(reach, costs, strict=False))
-        seconds = max(over(self.seconds), 1e-12)
+        most, least = sum(self.seconds[:depth]), over(self.seconds)
+        seconds = max(most - self.saved * (most - least), 1e-12)
         accuracy = sum(s * a for s, a in zip(shares[:depth], self.sure, strict=False))
         accuracy += breaches(shares, depth) * self.unsure[depth - 1]
         first = sum(self.prefill[:depth])
@@ -70,6 +83,9 @@ def breaches(shares: Sequence[float], depth: int) -> float:
     return sum(shares[depth:])
 
 
+STRICTEST = 4  # steps of thresholds to 1, each half of the way that is left but for the last
+
+
 class Choice(NamedTuple):
     """A model, and how many of its exits are loaded."""
 
@@ -77,9 +93,16 @@ class Choice(NamedTuple):
     depth: int
 
 
+class Given(NamedTuple):
+    """Where a prompt goes, and whether it is one of an evaluation."""
+
+    choice: Choice
+    evaluated: bool
+
+
 class Decision(NamedTuple):
-    """kind: "evaluate", "grow" and "switch", or "serve" where the model is the first, or stays;
-    seconds: what it costs, as known when it was taken; told: what it is expected to bring."""
+    """kind: "evaluate", "grow", "switch" and "tighten", or "serve" where the model is the first, or
+    stays; seconds: what it costs, as known when it was taken; told: what it is to bring."""
 
     time: float
     kind: str
@@ -95,7 +118,8 @@ class ControllerOptions:
     between two reassessments; window: tokens that breaches are counted in; breaches: most of them
     in it, with any more something is decided; greedy: whether tokens may leave below their
     threshold at all; gain: by which share another choice has to be better, so that none is left
-    for a whim; tokens: expected of a prompt; budget: most bytes of weights.
+    for a whim; tokens: expected of a prompt; budget: most bytes of a model and its requests;
+    audits: answers that are looked at again before their bound is believed.
     """
 
     candidates: int = 2
@@ -107,9 +131,10 @@ class ControllerOptions:
     gain: float = 0.05
     tokens: int = 100
     budget: float = float("inf")
+    audits: int = 20
 
     def __post_init__(self):
-        for name in ("candidates", "prompts", "interval", "window", "tokens"):
+        for name in ("candidates", "prompts", "interval", "window", "tokens", "audits"):
             require_count(name, getattr(self, name))
         require_count("breaches", self.breaches, least=0)
         require(self.breaches <= self.window, "breaches", self.breaches, "must fit the window")
@@ -134,7 +159,9 @@ class Controller:
     what is wanted is there. `wanted` is what should be: the server loads and frees as it says, and
     until it has, prompts go where they went.
 
-    Evaluations take whole models, one after the other where the budget does not hold all of them.
+    Evaluations take whole models, one after the other; models that could not be better than the one
+    that serves, were all their tokens to leave by the first exit and be right, are not evaluated
+    again. `profiles` may be changed where they are measured anew.
     """
 
     def __init__(
@@ -153,6 +180,10 @@ class Controller:
         self.wanted: Choice | None = None  # that is to serve, once it is loaded
         self.serving: str | None = None  # the model that was decided for last, but to evaluate it
         self.shares: dict[str, tuple[float, ...]] = {}
+        self.least = dict.fromkeys(profiles, 1)  # depth, and
+        self.strictness = dict.fromkeys(profiles, 0)  # of thresholds, as audits ask for
+        self.off: set[str] = set()  # models whose exits a limit forbids
+        self._bounds: dict[str, float] = {}
         self.below, self.emitted = 0, 0  # tokens below their threshold, and all
         self._clock = clock
         require(bool(profiles), "profiles", profiles, "must be of one model at least")
@@ -177,26 +208,23 @@ class Controller:
         """Share of all tokens that left below their threshold."""
         return self.below / self.emitted if self.emitted else 0.0
 
-    @property
-    def beside(self) -> bool:
-        """Whether what is wanted may be loaded while what serves is: else that is freed first."""
-        if self.current is None or self.wanted.model == self.current.model:
-            return True
-        sizes = (self.profiles[c.model].size(c.depth) for c in (self.current, self.wanted))
-        return sum(sizes) <= self.options.budget
-
-    def choose(self) -> Choice:
-        """Where the next prompt goes."""
+    def choose(self, loaded: Mapping[str, int] | None = None) -> Given:
+        """Where the next prompt goes. loaded: models that are there, and how many of their exits:
+        while another one is evaluated, the one that served goes on with what is not for that."""
         self._since += 1
         if self._plan:
             seen = self._plan[0]
-            if self.wanted == self.current == self._whole(seen.model) and seen.left:
-                seen.left -= 1
-                seen.open += 1
-                seen.begin = seen.begin or self._clock()
+            if self.wanted == self.current == self._whole(seen.model):
+                if seen.left:
+                    seen.left -= 1
+                    seen.open += 1
+                    seen.begin = seen.begin or self._clock()
+                    return Given(self.current, True)
+                if self.serving in (loaded or {}):
+                    return Given(Choice(self.serving, loaded[self.serving]), False)
         elif self._since > self.options.interval and self.wanted == self.current:
             self._evaluate(f"{self.options.interval} prompts were served")
-        return self.current or self.wanted
+        return Given(self.current or self.wanted, False)
 
     def loaded(self, choice: Choice) -> None:
         """What was wanted is there, and serves from now on."""
@@ -221,7 +249,7 @@ class Controller:
                 return
 
     def answered(self, model: str, telemetry: Telemetry) -> None:
-        """A prompt of a model was answered, as measured."""
+        """A prompt of an evaluation was answered, as measured."""
         if not self._plan or self._plan[0].model != model or not self._plan[0].open:
             return
         seen = self._plan[0]
@@ -231,10 +259,66 @@ class Controller:
             self._evaluated(seen)
 
     def dropped(self, model: str) -> None:
-        """A prompt of a model will not be answered: another one takes its place."""
+        """A prompt of an evaluation will not be answered: another one takes its place."""
         if self._plan and self._plan[0].model == model and self._plan[0].open:
             self._plan[0].open -= 1
             self._plan[0].left += 1
+
+    def audited(self, model: str, bound: float, count: int) -> None:
+        """So many answers of the model that serves were looked at again: they disagree with the
+        whole model in no more than `bound` of their tokens. Where that is more than the limit on
+        accuracy allows, another segment is loaded, and where all are, thresholds rise
+        (`threshold`)."""
+        ready = self.wanted == self.current and not self._plan and model == self.serving
+        if not ready or count < self.options.audits:
+            return
+        self._bounds[model] = bound
+        if bound <= self._allowed:
+            return
+        if self.current.depth < self.profiles[model].exits:
+            self.least[model] = self.current.depth + 1
+            wanted = self._expected(Choice(model, self.least[model]))
+        elif self.level(model) < STRICTEST:
+            self.strictness[model] += 1
+            wanted = self._expected(self.current)
+        else:
+            return
+        why = f"up to {bound:.1%} of its tokens are not the whole model's"
+        self._want("tighten", wanted[0], why, wanted[2], wanted[1])
+
+    @property
+    def _allowed(self) -> float:
+        """The share of tokens that may not be the whole model's."""
+        return 1.0 - self.objective.limits.get("accuracy", 0.0)
+
+    def level(self, model: str) -> int:
+        """How strict a model's thresholds are now, from 0, as they were given, to `STRICTEST`."""
+        return STRICTEST if model in self.off else self.strictness[model]
+
+    def threshold(self, model: str, value: float) -> float:
+        """In place of a threshold: as near to 1 as the level says, at which no exit is taken."""
+        k = self.level(model)
+        # At 0 the value itself, and not what rounding makes of it.
+        return 1.0 if k == STRICTEST else value if k == 0 else 1.0 - (1.0 - value) * 0.5**k
+
+    def _told(self, choice: Choice) -> tuple[Telemetry, bool]:
+        """What a choice is expected to bring by itself, and whether without early exits: of a whole
+        model where a limit is missed by less then."""
+        profile, shares = self.profiles[choice.model], self.shares[choice.model]
+        told = profile.serving(shares, choice.depth)
+        if choice.depth == profile.exits:
+            last = (*(0.0,) * (profile.exits - 1), 1.0)
+            without = profile.serving(last, choice.depth)
+            if self.objective.excess(without) < self.objective.excess(told):
+                return without, True
+        return told, False
+
+    def best(self, objective: Objective, loaded: Mapping[str, int]) -> str | None:
+        """Of models that are there, with so many of their exits, the one for an objective that is
+        not the server's; None where none was evaluated yet."""
+        told = lambda m: self.profiles[m].serving(self.shares[m], loaded[m])
+        known = [m for m in loaded if m in self.shares]
+        return max(known, key=lambda m: objective.rank(told(m)), default=None)
 
     def _whole(self, model: str) -> Choice:
         return Choice(model, self.profiles[model].exits)
@@ -242,11 +326,23 @@ class Controller:
     def _evaluate(self, why: str) -> None:
         o, known = self.options, [*self.profiles]
         names = self.repository.candidates(known, self.objective, o.candidates)
-        if self.current is not None:  # last, so that it is there where it goes on serving
+        if self.serving is not None:
+            names = [n for n in names if n == self.serving or self._may_be_better(n)]
+            names = names or [self.serving]
+            # Last, so that it is there where it goes on serving.
             names.sort(key=lambda name: name == self.serving)
         self._plan = [_Seen(name, o.prompts) for name in names]
         self._since = 0
         self._want("evaluate", self._whole(names[0]), why)
+
+    def _may_be_better(self, model: str) -> bool:
+        """Whether a model would be, by the gain, were it as good as it can be."""
+        profile = self.profiles[model]
+        first = profile.serving((1.0, *(0.0,) * (profile.exits - 1)), 1)
+        now = self.greedy_depth(self.serving)
+        excess, score = self.objective.rank(self._told(Choice(self.serving, now))[0])
+        best = self.objective.rank(dataclasses.replace(first, accuracy=1.0))
+        return best > (excess, score + self.options.gain)
 
     def _evaluated(self, seen: _Seen) -> None:
         profile, n = self.profiles[seen.model], len(seen.answers)
@@ -268,6 +364,11 @@ class Controller:
     def _serve(self) -> None:
         """The best of the candidates, each up to the exit by which most tokens leave."""
         self._since = 0
+        for model, bound in self._bounds.items():
+            if bound <= self._allowed / 2:  # it was stricter than it had to be
+                self.least[model] = max(1, self.least[model] - 1)
+                self.strictness[model] = max(0, self.strictness[model] - 1)
+        self._bounds.clear()
         options = [Choice(model, self.greedy_depth(model)) for model in self.shares]
         best, told, seconds = self._best(options)
         self._want("serve", best, "it is best for the objective", seconds, told)
@@ -279,28 +380,32 @@ class Controller:
         if not self.options.greedy:
             return profile.exits
         first = max(range(profile.exits), key=lambda e: (shares[e], -e)) + 1
+        first = max(first, self.least[model])
         room = self.options.breaches / self.options.window
         depths = range(first, profile.exits + 1)
         calm = [d for d in depths if breaches(shares, d) <= room or d == profile.exits]
-        least = min(self.objective.excess(profile.serving(shares, d)) for d in calm)
-        fits = lambda d: self.objective.excess(profile.serving(shares, d)) <= least
-        return next(d for d in calm if fits(d))
+        excess = {d: self.objective.excess(self._told(Choice(model, d))[0]) for d in calm}
+        least = min(excess.values())
+        return next(d for d in calm if excess[d] <= least)
 
     def _best(self, options: Sequence[Choice]) -> tuple[Choice, Telemetry, float]:
         """(choice, what it is expected to bring, seconds that it costs); what serves stays unless
         another is better by the gain, costs included."""
         o, found = self.options, []
         for choice in options:
-            profile = self.profiles[choice.model]
-            seconds = self.cost(choice)
-            told = profile.serving(self.shares[choice.model], choice.depth)
-            energy = seconds * told.energy * told.throughput
-            told = told.with_overhead(seconds, energy, o.interval, o.tokens)
+            _, told, seconds = self._expected(choice)
             excess, score = self.objective.rank(told)
             stays = o.gain if choice.model == self.serving else 0.0
             found.append(((excess, score + stays), choice, told, seconds))
         _, choice, told, seconds = max(found, key=lambda row: row[0])
         return choice, told, seconds
+
+    def _expected(self, choice: Choice) -> tuple[Choice, Telemetry, float]:
+        """With what it is expected to bring until models are assessed again, and its cost."""
+        o, seconds = self.options, self.cost(choice)
+        told, _ = self._told(choice)
+        energy = seconds * told.energy * told.throughput
+        return choice, told.with_overhead(seconds, energy, o.interval, o.tokens), seconds
 
     def cost(self, choice: Choice) -> float:
         """Seconds of loading what is not there, and of rebuilding keys and values of a prompt of
@@ -344,6 +449,10 @@ class Controller:
         if kind == "serve" and self.serving not in (None, choice.model):
             kind = "switch"
         self.wanted = choice
+        # What is evaluated shows where its tokens would leave.
+        known = kind != "evaluate" and choice.model in self.shares
+        off = known and self._told(choice)[1]
+        self.off = {choice.model} if off else set()
         self.serving = self.serving if kind == "evaluate" else choice.model
         self._window.clear()
         self.decisions.append(Decision(self._clock(), kind, choice, why, seconds, told))

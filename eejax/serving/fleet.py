@@ -11,11 +11,12 @@ import bisect
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from eejax.common.errors import require, require_count
+from eejax.common.errors import require, require_count, require_one_of
 from eejax.common.trees import Tree
 from eejax.inference.batched_state import BatchOptions
 from eejax.inference.engine import CALL
@@ -23,11 +24,17 @@ from eejax.inference.generate import check_prompts
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
-from eejax.inference.scheduler import Output, Stepped, Token
+from eejax.inference.scheduler import Output, Stepped, Token, check_asked
 from eejax.inference.shaping import Shaping
+from eejax.inference.state import Request
 from eejax.models.config import ModelConfig
-from eejax.serving.controller import Choice, Controller
-from eejax.serving.objectives import Telemetry
+from eejax.serving.audits import Audit, Auditor
+from eejax.serving.controller import Choice, Controller, Given
+from eejax.serving.energy import Meter
+from eejax.serving.messages import FleetReport
+from eejax.serving.objectives import NAMED, Objective, Telemetry
+
+OWN = tuple(name for name in NAMED if name != "goodput")  # objectives that a request may name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +47,19 @@ class Member:
     options: BatchOptions = BatchOptions()
 
 
+class Change(NamedTuple):
+    """What was done to models: kind is "load", "grow", "shrink" or "free", of which `depth` exits
+    are there then; seconds from when it was begun to when that was used, or done, in which a model
+    that grows goes on. rebuild: of them, those in which keys and values were filled in and nothing
+    else ran."""
+
+    time: float
+    kind: str
+    choice: Choice
+    seconds: float
+    rebuild: float = 0.0
+
+
 @dataclasses.dataclass
 class _Job:
     """A request on its way. tokens: that it has; model, own: who serves it, and its number there;
@@ -50,24 +70,34 @@ class _Job:
     limit: int
     asked: dict[str, Any]
     order: tuple[int, int]
+    objective: str | None = None
     tokens: list[Token] = dataclasses.field(default_factory=list)
     model: str = ""
     own: int = -1
     began: float = 0.0
     first: float = 0.0
     moved: bool = False
+    cancelled: bool = False
+    evaluated: bool = False
+    strictness: tuple[int, int] = (0, 0)
+    energy: tuple[float, int] = (0.0, 0)  # joules and tokens of the fleet when it was given
+    telemetry: Telemetry | None = None
 
 
 class Fleet(Stepped):
     """Requests through whichever model serves; the interface of a `Scheduler`.
 
-    members: by name, of one vocabulary; make_controller(): of the same names. `slots` are those of
-    each model. Times are `clock`'s.
+    members: by name, of one vocabulary; controller: of the same names. slots: requests that each
+    model serves at a time, or how many it serves at each of its depths (`capacity.slots`). A model
+    stays loaded for as long as the controller's budget holds it. audits: share of the answers that
+    are looked at again by the whole of their model. Times are `clock`'s; meter: what energy is
+    measured by, without which it is what the profiles say.
     """
 
     def __init__(
-        self, members: Mapping[str, Member], controller: Controller, *, slots: int,
-        context: int | None = None, steps: int = CALL,
+        self, members: Mapping[str, Member], controller: Controller, *,
+        slots: int | Mapping[str, Sequence[int]], context: int | None = None, steps: int = CALL,
+        audits: float = 0.1, seed: int = 0, meter: Meter | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):  # fmt: skip
         vocabularies = {member.config.vocab_size for member in members.values()}
@@ -79,33 +109,72 @@ class Fleet(Stepped):
             {*members} == {*controller.profiles}, "members", sorted(members),
             f"must be those of the controller, {sorted(controller.profiles)}",
         )  # fmt: skip
-        self.members, self.controller, self.slots = dict(members), controller, slots
+        for name, member in members.items():
+            gate = member.rules.get("gate", "max_probability")
+            require(
+                gate == "max_probability", f"{name}.gate", gate, "must be max_probability",
+                "The last exit that is loaded knows of a token only how probable it is.",
+            )  # fmt: skip
+        require(0 <= audits <= 1, "audits", audits, "must lie in [0, 1]")
+        self.members, self.controller = dict(members), controller
         self.parts: dict[str, PartialModel] = {}
+        self.audits: dict[tuple[str, int, int], Audit] = {}  # by model, depth and strictness
         self.taken_along = 0  # requests that went on in another model
-        self._making = dict(slots=slots, context=context, steps=steps)
-        self._clock, self._number = clock, 0
+        self.changes: list[Change] = []
+        self._growing: dict[str, float] = {}  # since when
+        self._slots = {
+            name: (slots,) * (m.config.n_exits + 1) if isinstance(slots, int) else slots[name]
+            for name, m in members.items()
+        }
+        for name, few in self._slots.items():
+            require(min(few) > 0, f"slots.{name}", few, "must be at least 1", "Give more memory.")
+        self._making = dict(context=context, steps=steps)
+        self._clock, self._number, self._meter = clock, 0, meter
         self._queue: list[_Job] = []  # by priority, then as they came
+        self._next: Given | None = None  # where the first of them goes
         self._jobs: dict[int, _Job] = {}
         self._ended: list[Output] = []  # to be told with the next step
         self._by_own: dict[tuple[str, int], _Job] = {}
+        self._auditors: dict[str, Auditor] = {}
+        self._sampled, self._share = np.random.default_rng(seed), audits
+        self._to_audit: list[_Job] = []
+        self._emitted = 0
 
     def submit(
         self, prompt: Sequence[int], limit: int, *, sampling: Sampling | None = None,
         stop_tokens: Sequence[int] = (), shaping: Shaping | None = None, priority: int = 0,
+        objective: str | None = None,
     ) -> int:  # fmt: skip
         """A request for up to `limit` tokens: its number. Those of higher priority come first.
-        Raises ConfigError for what no model would take."""
+
+        objective: the name of one that is the request's own: of the models that are loaded the best
+        for it is taken, and nothing is loaded for it; with "accuracy" no exit is taken but the
+        last. Raises ConfigError for what no model would take.
+        """
         require_count("limit", limit)
+        check_asked(priority, sampling=sampling, shaping=shaping)
+        if objective is not None:
+            require_one_of("objective", objective, OWN)
         context = self.context
         for member in self.members.values():
             check_prompts([prompt], member.config, context)
+            Request.make(
+                member.config, [len(prompt)], [limit], ExitPolicy.make(member.config, 1),
+                Sampling.make(1) if sampling is None else sampling, stop_tokens,
+            )  # fmt: skip
         self._number += 1
         asked = dict(sampling=sampling, stop_tokens=tuple(stop_tokens), shaping=shaping)
         order = (-priority, self._number)
-        job = _Job(self._number, tuple(prompt), limit, asked, order)
+        job = _Job(self._number, tuple(prompt), limit, asked, order, objective)
         self._jobs[job.number] = job
         self._wait(job)
         return job.number
+
+    @property
+    def slots(self) -> int:
+        """Requests that the model which serves, or will first, has room for."""
+        model, depth = self.controller.current or self.controller.wanted
+        return self._slots[model][depth - 1]
 
     @property
     def context(self) -> int:
@@ -137,15 +206,24 @@ class Fleet(Stepped):
         if job is None:
             return False
         if job.model:
+            job.cancelled = True  # and if the model has to go before that is told
             return self.parts[job.model].scheduler.cancel(job.own)
         self._queue.remove(job)
-        del self._jobs[number]
-        self._ended.append(Output(number, (), "cancelled"))
+        self._cancelled(job)
         return True
+
+    def _cancelled(self, job: _Job) -> None:
+        del self._jobs[job.number]
+        self._ended.append(Output(job.number, (), "cancelled"))
 
     @property
     def idle(self) -> bool:
-        return not self._jobs and not self._ended
+        return not self._jobs and not self._ended and not self._to_audit
+
+    def audit(self, choice: Choice) -> Audit:
+        """What is known of a model's answers at a depth, by the thresholds that it has now."""
+        key = (*choice, self.controller.level(choice.model))
+        return self.audits.setdefault(key, Audit())
 
     @property
     def bytes(self) -> int:
@@ -158,10 +236,17 @@ class Fleet(Stepped):
         outputs, self._ended = self._ended, []
         for name in [*self.parts]:
             part = self.parts[name]
+            if part.came:
+                begin = self._clock()
+                part.exchange()
+                jax.block_until_ready(part.scheduler.state.cache)
+                self._changed("grow", name, self._growing.pop(name), self._clock() - begin)
             for own, tokens, finish in part.step():
                 job = self._by_own.get((name, own))
                 if job is not None:  # else it was taken along to another model
                     outputs += self._told(name, part, job, tokens, finish)
+        if self._to_audit:
+            self._audited(self._to_audit.pop(0))
         return outputs
 
     def _arrange(self) -> None:
@@ -169,88 +254,193 @@ class Fleet(Stepped):
         wanted, current = self.controller.wanted, self.controller.current
         part = self.parts.get(wanted.model)
         if part is None:
-            if not self.controller.beside:
-                self._clear(keep=None)
-            self._load(wanted)
+            self._make_room(wanted)
+            member, begin = self.members[wanted.model], self._clock()
+            part = self.parts[wanted.model] = PartialModel(
+                member.params, member.config, member.options, depth=wanted.depth,
+                slots=self._slots[wanted.model], **self._making,
+            )  # fmt: skip
+            jax.block_until_ready(part.engine.weights)
+            self._changed("load", wanted.model, begin)
         elif part.coming < wanted.depth:
+            self._make_room(wanted)
             part.grow(wanted.depth)
+            self._growing.setdefault(wanted.model, self._clock())
         elif part.depth > wanted.depth:
+            begin = self._clock()
             part.shrink(wanted.depth)
-        if self.parts[wanted.model].depth == wanted.depth and current != wanted:
+            self._growing.pop(wanted.model, None)
+            self._changed("shrink", wanted.model, begin)
+        if part.depth == wanted.depth and current != wanted:
             self.controller.loaded(wanted)
-        self._clear(keep=self.controller.wanted.model, empty=True)
 
-    def _load(self, choice: Choice) -> None:
-        member = self.members[choice.model]
-        self.parts[choice.model] = PartialModel(
-            member.params, member.config, member.options, depth=choice.depth, **self._making
-        )
+    def _changed(self, kind: str, model: str, begin: float, rebuild: float = 0.0) -> None:
+        now, depth = self._clock(), self.parts[model].depth if model in self.parts else 0
+        self.changes.append(Change(now, kind, Choice(model, depth), now - begin, rebuild))
 
-    def _clear(self, keep: str | None, empty: bool = False) -> None:
-        """Frees models but one; `empty`: only those that have nothing left to do."""
+    def _make_room(self, wanted: Choice) -> None:
+        """Frees models until the budget holds what is wanted: first those with nothing to do, last
+        the one that serves, whose requests go on elsewhere with the text that they have."""
+        profiles, budget = self.controller.profiles, self.controller.options.budget
         serving = self.controller.current
-        for name in [*self.parts]:
-            busy = not self.parts[name].scheduler.idle
-            serves = empty and serving is not None and serving.model == name
-            if name == keep or serves or (empty and busy):
-                continue
-            for job in [j for j in self._jobs.values() if j.model == name]:
-                del self._by_own[name, job.own]
+        last = lambda name: (not self.parts[name].idle, serving and name == serving.model)
+        for name in sorted(self.parts.keys() - {wanted.model}, key=last):
+            others = self.parts.keys() - {wanted.model}
+            held = sum(profiles[other].size(self.parts[other].coming) for other in others)
+            if held + profiles[wanted.model].size(wanted.depth) <= budget:
+                return
+            self._free(name)
+
+    def _free(self, name: str) -> None:
+        for job in [j for j in self._jobs.values() if j.model == name]:
+            del self._by_own[name, job.own]
+            if job.evaluated:
                 self.controller.dropped(name)
-                job.model, job.moved = "", True
-                self._wait(job)
-                self.taken_along += 1
-            del self.parts[name]
+            job.model, job.moved, job.evaluated = "", True, False
+            if job.cancelled:
+                self._cancelled(job)
+                continue
+            self._wait(job)
+            self.taken_along += 1
+        if self._next is not None and self._next.choice.model == name:
+            if self._next.evaluated:
+                self.controller.dropped(name)
+            self._next = None
+        del self.parts[name]
+        self._growing.pop(name, None)
+        self._changed("free", name, self._clock())
 
     def _give(self) -> None:
-        """Gives requests to the model that serves, as many as it has slots."""
+        """Gives requests to models that have slots for them, in their order: to the one that
+        serves, or is evaluated, and those with an objective of their own to the best that is
+        there."""
         current = self.controller.current
         if current is None or current.model not in self.parts:
             return
-        scheduler = self.parts[current.model].scheduler
-        while self._queue and len(scheduler.running) + len(scheduler.waiting) < self.slots:
-            job, model = self._queue.pop(0), self.controller.choose().model
-            member = self.members[model]
-            job.model, job.began, job.first = model, self._clock(), 0.0
-            job.own = scheduler.submit(
-                job.prompt, job.limit, tokens=job.tokens, **job.asked,
-                policy=ExitPolicy.make(member.config, 1, **member.rules),
-            )  # fmt: skip
-            self._by_own[model, job.own] = job
+        full = False
+        for job in [*self._queue]:
+            own = None
+            if job.objective is not None:
+                loaded = {name: part.depth for name, part in self.parts.items()}
+                own = self.controller.best(Objective.of(job.objective), loaded)
+            if own is not None:
+                if self._room(own):
+                    self._place(job, Given(Choice(own, self.parts[own].depth), False))
+                continue
+            if full:
+                continue
+            if self._next is None:
+                loaded = {name: part.depth for name, part in self.parts.items()}
+                self._next = self.controller.choose(loaded)
+            if self._room(self._next.choice.model):
+                given, self._next = self._next, None
+                self._place(job, given)
+            else:
+                full = True  # who came later does not overtake
+
+    def _room(self, model: str) -> bool:
+        part = self.parts[model]
+        return len(part.scheduler.running) + len(part.scheduler.waiting) < part.engine.slots
+
+    def _place(self, job: _Job, given: Given) -> None:
+        model = given.choice.model
+        self._queue.remove(job)
+        job.model, job.evaluated = model, given.evaluated
+        job.began, job.first, job.strictness = self._clock(), 0.0, self._strictness(model)
+        job.energy = (self._joules(), self._emitted)
+        job.own = self.parts[model].scheduler.submit(
+            job.prompt, job.limit, tokens=job.tokens, **job.asked,
+            policy=self._policy(model, job),
+        )  # fmt: skip
+        self._by_own[model, job.own] = job
+
+    def _strictness(self, model: str) -> tuple[int, int]:
+        """What audits of an answer are of: another depth or thresholds are another matter."""
+        return self.parts[model].depth, self.controller.level(model)
+
+    def _thresholds(self, model: str) -> np.ndarray:
+        member = self.members[model]
+        given = np.broadcast_to(member.rules.get("threshold", 1.0), member.config.n_exits)
+        return np.array([self.controller.threshold(model, float(t)) for t in given])
+
+    def _policy(self, model: str, job: _Job) -> ExitPolicy:
+        member = self.members[model]
+        threshold = 1.0 if job.objective == "accuracy" else self._thresholds(model)
+        return ExitPolicy.make(member.config, 1, **{**member.rules, "threshold": threshold})
 
     def _told(self, model, part, job, tokens, finish) -> list[Output]:
         now = self._clock()
         if tokens:
             job.first = job.first or now
             job.tokens += tokens
-            below = [self._below(model, part.depth, t) for t in tokens]
-            self.controller.tokens(model, [t.exit for t in tokens], below)
+            self._emitted += len(tokens)
+            if job.objective is None:
+                below = [self._below(model, part.depth, t) for t in tokens]
+                self.controller.tokens(model, [t.exit for t in tokens], below)
         if not finish:
             return [Output(job.number, tokens, "")]
         del self._by_own[model, job.own], self._jobs[job.number]
-        count = len(job.tokens)
-        if finish == "cancelled" or job.moved or not count:
+        whole = finish != "cancelled" and not job.moved and len(job.tokens) > 0
+        if whole and job.objective is None:
+            job.telemetry = self._telemetry(model, part, job, now)
+            if job.evaluated or self._sampled.random() < self._share:
+                self._to_audit.append(job)
+        elif job.evaluated:
             self.controller.dropped(model)
-        else:
-            self.controller.answered(model, self._telemetry(model, part, job, count, now))
         return [Output(job.number, tokens, finish)]
 
     def _below(self, model: str, depth: int, token: Token) -> bool:
         """Whether a token left below its threshold, by the last exit that is loaded."""
-        config = self.members[model].config
-        if token.exit != depth - 1 or token.exit >= config.n_exits:
+        if token.exit != depth - 1 or token.exit >= self.members[model].config.n_exits:
             return False
-        threshold = np.broadcast_to(self.members[model].rules.get("threshold", 1.0), config.n_exits)
-        return token.confidence < threshold[token.exit]
+        return token.confidence < self._thresholds(model)[token.exit]
 
-    def _telemetry(self, model, part, job, count: int, now: float) -> Telemetry:
-        """Of a request; accuracy and energy are those of the profile, as nothing here measures
-        them."""
-        seconds = max(now - job.began, 1e-9)
+    def _joules(self) -> float:
+        return 0.0 if self._meter is None else self._meter.read()
+
+    def _telemetry(self, model, part, job, now: float) -> Telemetry:
+        """Of a request; its accuracy is found out by an audit."""
+        count, seconds = len(job.tokens), max(now - job.began, 1e-9)
         each = (now - job.first) / max(count - 1, 1)
         profile = self.controller.profiles[model]
-        energy = float(np.mean([sum(profile.energy[: t.exit + 1]) for t in job.tokens]))
+        joules, emitted = job.energy
+        if self._meter is None:
+            energy = float(np.mean([sum(profile.energy[: t.exit + 1]) for t in job.tokens]))
+        else:
+            energy = max(self._joules() - joules, 0.0) / max(self._emitted - emitted, 1)
         return Telemetry(
             count / seconds * max(len(part.scheduler.running), 1), job.first - job.began, each,
-            profile.sure[part.depth - 1], float(part.bytes), energy,
+            0.0, profile.size(part.depth), energy,
+        )  # fmt: skip
+
+    def _audited(self, job: _Job) -> None:
+        """Looks at an answer again, by the whole of the model that gave it."""
+        model, part = job.model, self.parts.get(job.model)
+        if part is None:  # it had to go
+            if job.evaluated:
+                self.controller.dropped(model)
+            return
+        if model not in self._auditors:
+            self._auditors[model] = Auditor(part.host, part.config)
+        verdict = self._auditors[model].judge(
+            part.engine.weights, job.prompt, [t.id for t in job.tokens]
+        )
+        if job.evaluated:
+            same = float(np.mean(verdict.same))
+            self.controller.answered(model, dataclasses.replace(job.telemetry, accuracy=same))
+        if job.strictness == self._strictness(model):
+            audit = self.audit(Choice(model, part.depth))
+            audit.add(verdict)
+            self.controller.audited(model, audit.bound, audit.count)
+
+    def report(self, since: int = 0) -> FleetReport:
+        """What serves, or will first; with the decisions from number `since` on."""
+        controller = self.controller
+        model, depth = controller.current or controller.wanted
+        audit = self.audit(Choice(model, depth))
+        return FleetReport(
+            model, depth, self.members[model].config.stops[depth - 1],
+            self.slots, controller.below_share, audit.share if audit.count else None,
+            audit.bound if audit.count else None,
+            tuple(controller.decisions[since:]),
         )  # fmt: skip

@@ -7,15 +7,20 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from eejax.serving.controller import Decision
+from eejax.serving.messages import FleetReport
+
 SECONDS = 2.0  # of a span
 KEEP = 300  # spans
+DECISIONS = 100  # that are kept
 
 
 @dataclasses.dataclass
 class Span:
     """What came in one span of time. number: seconds of its begin over SECONDS; running, waiting,
     held: the last ones told; first, between: seconds of requests to their first tokens, and between
-    tokens; layers: tokens by the layers below their exits."""
+    tokens; layers: tokens by the layers below their exits; member, loaded: of a fleet, which model
+    served last, and with how many layers loaded."""
 
     number: int
     running: int = 0
@@ -24,6 +29,8 @@ class Span:
     first: list[float] = dataclasses.field(default_factory=list)
     between: list[float] = dataclasses.field(default_factory=list)
     layers: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    member: str | None = None
+    loaded: int | None = None
 
 
 class History:
@@ -34,6 +41,8 @@ class History:
         self._clock = clock
         self._now: Span | None = None
         self._told: collections.deque[dict] = collections.deque(maxlen=KEEP)
+        self.members: set[str] = set()  # of a fleet, that served
+        self.decisions: collections.deque[Decision] = collections.deque(maxlen=DECISIONS)
 
     def load(self, running: int, waiting: int, held: float) -> None:
         span = self._span()
@@ -49,6 +58,13 @@ class History:
         if first is not None:
             span.first.append(first)
 
+    def serves(self, report: FleetReport) -> None:
+        """Of a fleet."""
+        span = self._span()
+        span.member, span.loaded = report.model, report.layers
+        self.members.add(report.model)
+        self.decisions += report.decisions
+
     def _span(self) -> Span:
         number = int(self._clock() // SECONDS)
         if self._now is None or number != self._now.number:
@@ -58,6 +74,7 @@ class History:
                 # Until it is told again, the load is as it was.
                 self._now.running, self._now.waiting = before.running, before.waiting
                 self._now.held = before.held
+                self._now.member, self._now.loaded = before.member, before.loaded
         return self._now
 
     @property
@@ -75,7 +92,8 @@ def summary(span: Span) -> dict:
     return dict(
         begin=span.number * SECONDS, running=span.running, waiting=span.waiting, held=span.held,
         tokens_per_s=count / SECONDS, depth=depth, exits=ordered(span.layers),
-        first=percentiles(span.first), between=percentiles(span.between),
+        first=percentiles(span.first), between=percentiles(span.between), member=span.member,
+        loaded=span.loaded,
     )  # fmt: skip
 
 

@@ -200,11 +200,10 @@ class Server:
     ) -> AsyncIterator[Piece]:
         """Pieces of all choices. begin: when the request came, by `time.monotonic`."""
         service = self.service(wishes.model)
-        stops = self.ready(service).config.stops
 
         def one(index: int, ask: Ask) -> AsyncIterator[Piece]:
             prompt = 0 if index % wishes.n else len(ask.prompt)
-            seen = Watched(self.metrics, wishes.model, stops, begin, prompt)
+            seen = Watched(self.metrics, wishes.model, begin, prompt)
             return pieces(service, ask, index, wishes.stops, seen, wishes.timeout)
 
         return merged([one(index, ask) for index, ask in enumerate(asked)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from eejax.data.tokenizers import Tokenizer
@@ -13,11 +13,16 @@ from eejax.inference.scheduler import Output
 from eejax.inference.scoring import Scores
 from eejax.inference.shaping import Shaping
 from eejax.models.config import ModelConfig
+from eejax.serving.controller import Decision
+
+CHOOSES = "the server chooses the model, and where its tokens leave"
 
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """A request for up to `limit` tokens behind a prompt: what `Scheduler.submit` takes."""
+    """A request for up to `limit` tokens behind a prompt: what `Scheduler.submit` takes, and
+    `Fleet.submit`. policy: of an engine's requests, as a fleet's models have their own; objective:
+    of a fleet's, the name of one, where it is not the server's."""
 
     prompt: tuple[int, ...]
     limit: int
@@ -26,6 +31,7 @@ class Ask:
     shaping: Shaping | None = None
     stop_tokens: tuple[int, ...] = ()
     priority: int = 0
+    objective: str | None = None
 
 
 Template = tuple[str, dict[str, str]]
@@ -64,8 +70,27 @@ class Load(NamedTuple):
     room: int
 
 
+class FleetReport(NamedTuple):
+    """What serves in a fleet: a model of which `depth` exits, and so many layers, are loaded, and
+    its slots. below: share of all tokens that left below their threshold; disagreement: of the
+    model's tokens that were looked at again, the share that is not the whole model's, and `bound`,
+    above which it hardly is, both None where none was; decisions: those since the last report."""
+
+    model: str
+    depth: int
+    layers: int
+    slots: int
+    below: float
+    disagreement: float | None
+    bound: float | None
+    decisions: tuple[Decision, ...]
+
+
 class Ready(NamedTuple):
-    """The engine runs, and all its programs are compiled, which took so many seconds."""
+    """The engine runs, and all its programs are compiled, which took so many seconds.
+
+    models: of a fleet, by name; `config` and `depth` are then those of the deepest of them, whole.
+    """
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -74,6 +99,18 @@ class Ready(NamedTuple):
     context: int
     depth: int
     seconds: float
+    models: Mapping[str, ModelConfig] | None = None
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the server chooses the model, and where tokens leave."""
+        return self.models is not None
+
+    @property
+    def stops(self) -> list[int]:
+        """Layers that tokens may have gone through, of whichever model, ascending."""
+        configs = [self.config] if self.models is None else self.models.values()
+        return sorted({stop for config in configs for stop in config.stops})
 
 
 class Refused(NamedTuple):
@@ -84,10 +121,12 @@ class Refused(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a step brought, with the numbers that requests were submitted by."""
+    """What a step brought, with the numbers that requests were submitted by; of a fleet also what
+    serves."""
 
     outputs: tuple[Output, ...]
     load: Load
+    report: FleetReport | None = None
 
 
 class Failed(NamedTuple):
@@ -97,12 +136,18 @@ class Failed(NamedTuple):
 
 
 class Built(NamedTuple):
-    """What an engine's process runs; made in it, by a function that can be pickled."""
+    """What an engine's process runs; made in it, by a function that can be pickled.
+
+    fleet: where it is several models, in place of an engine (None): makes a `Fleet` of so many
+    steps between two looks at what comes, all its programs compiled; `config` is then that of the
+    deepest model.
+    """
 
     engine: Any
     config: ModelConfig
     tokenizer: Tokenizer
     template: Template | None = None
+    fleet: Callable[[int], Any] | None = None
 
 
 Build = Callable[[], Built]

@@ -12,7 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from eejax.inference.scheduler import Token
 from eejax.serving.history import History
-from eejax.serving.messages import Load
+from eejax.serving.messages import FleetReport, Load
 
 FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -37,7 +37,21 @@ class Metrics:
         self.waiting = gauge("requests_waiting", "Requests without a slot.")
         self.cache = gauge("kv_cache_used_ratio", "Share of the slots' positions that are used.")
         self.up = gauge("engine_up", "1 where the engine answers, 0 where it does not.")
-        self.depth = gauge("depth_loaded_layers", "Layers of the model that are loaded.")
+        self.depth = gauge("depth_loaded_layers", "Layers loaded of the model that serves.")
+        self.layers = Gauge(
+            "eejax_fleet_layers", "Layers loaded of the fleet's member that serves; of others 0.",
+            ("model", "member"), registry=self.registry,
+        )  # fmt: skip
+        self.slots = gauge("fleet_slots", "Slots of the member that serves.")
+        self.below = gauge(
+            "fleet_below_threshold_ratio", "Share of all tokens that left below their threshold."
+        )
+        self.disagreement = gauge(
+            "fleet_disagreement_ratio", "Of audited tokens: those that the whole member would not "
+            "have chosen; NaN where none was audited.",
+        )  # fmt: skip
+        self.bound = gauge("fleet_disagreement_bound_ratio", "What that is below with confidence.")
+        self.decisions = count("fleet_decisions", "Decisions of what is to serve.", "kind")
         self.first = times("time_to_first_token", "From a request to its first token.", FIRST)
         self.between = times("inter_token", "Between the tokens of a request.", BETWEEN)
         self.whole = times("request", "From a request to its end.", WHOLE)
@@ -55,6 +69,8 @@ class Metrics:
         def told(name: str, value: Any) -> None:
             if name == "load":
                 self.of_load(model, value)
+            elif name == "report":
+                self.of_report(model, value)
             elif name == "state":
                 self.up.labels(model).set(value in ("ready", "draining"))
             elif name == "restart":
@@ -69,6 +85,22 @@ class Metrics:
         self.cache.labels(model).set(held)
         self.histories[model].load(load.running, load.waiting, held)
 
+    def of_report(self, model: str, report: FleetReport) -> None:
+        history = self.histories[model]
+        for member in {*history.members, report.model}:
+            layers = report.layers if member == report.model else 0
+            self.layers.labels(model, member).set(layers)
+        nan = float("nan")
+        for gauge, value in (
+            (self.depth, report.layers), (self.slots, report.slots), (self.below, report.below),
+            (self.disagreement, nan if report.disagreement is None else report.disagreement),
+            (self.bound, nan if report.bound is None else report.bound),
+        ):  # fmt: skip
+            gauge.labels(model).set(value)
+        for decision in report.decisions:
+            self.decisions.labels(model, decision.kind).inc()
+        history.serves(report)
+
     def exposition(self) -> tuple[bytes, str]:
         """(page, content type) for a scraper."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
@@ -79,10 +111,10 @@ class Watched:
     that it is the first to go on from."""
 
     def __init__(
-        self, metrics: Metrics, model: str, stops: Sequence[int], begin: float, prompt: int = 0,
+        self, metrics: Metrics, model: str, begin: float, prompt: int = 0, *,
         clock: Callable[[], float] = time.monotonic,
     ):  # fmt: skip
-        self._metrics, self._model, self._stops, self._clock = metrics, model, stops, clock
+        self._metrics, self._model, self._clock = metrics, model, clock
         self._begin, self._last, self._prompt = begin, None, prompt
 
     def tokens(self, new: Sequence[Token]) -> None:
@@ -100,7 +132,7 @@ class Watched:
                 observed.observe(seconds)
         self._last = now
         metrics.tokens.labels(self._model).inc(len(new))
-        layers = [self._stops[token.exit] for token in new]
+        layers = [token.layers for token in new]
         for layer, count in collections.Counter(layers).items():
             metrics.exits.labels(self._model, str(layer)).inc(count)
         metrics.histories[self._model].tokens(layers, first, between)

@@ -7,6 +7,7 @@ import dataclasses
 from eejax.common.errors import require
 from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchOptions
+from eejax.models.config import ModelConfig
 from eejax.serving import chat
 from eejax.serving.messages import Built
 from eejax.sharding.mesh import MeshConfig, make_mesh
@@ -38,11 +39,7 @@ class Served:
         mesh = None if self.mesh is None else make_mesh(self.mesh)
         opened = open_model(self.source, tokenizer=self.tokenizer, dtype=self.dtype, mesh=mesh)
         config = opened.config
-        options = BatchOptions(
-            drafts=min(self.drafts, config.context_length) if config.n_exits else 0,
-            chunk=min(self.chunk, config.context_length),
-            cap=min(BatchOptions.cap, config.context_length), shaping=True,
-        )  # fmt: skip
+        options = batch_options(config, self.chunk, self.drafts)
         engine = BatchedEngine.make(
             opened.params, config, options, slots=self.slots, context=self.context, mesh=mesh
         )
@@ -50,3 +47,12 @@ class Served:
         if template is not None:
             chat.Template(*template)  # one that is none is told before anybody asks
         return Built(engine, config, opened.tokenizer, template)
+
+
+def batch_options(config: ModelConfig, chunk: int, drafts: int = 0) -> BatchOptions:
+    """For any requests to a server, as far as the model has room."""
+    most = config.context_length
+    return BatchOptions(
+        drafts=min(drafts, most) if config.n_exits else 0, chunk=min(chunk, most),
+        cap=min(BatchOptions.cap, most), shaping=True,
+    )  # fmt: skip

@@ -13,6 +13,7 @@ import numpy as np
 
 from eejax import calibration
 from eejax.common.errors import require
+from eejax.common.trees import nbytes
 from eejax.inference import state as s
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
@@ -22,11 +23,12 @@ from eejax.serving.fleet import Member
 
 def measure(
     member: Member, texts: Sequence[Sequence[int]], batches: Iterable[Mapping[str, np.ndarray]], *,
-    slots: int, context: int | None = None, new: int = 32,
+    slots: int | Sequence[int], context: int | None = None, new: int = 32,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Profile:  # fmt: skip
-    """Of a model with all slots taken, by requests of these texts and `new` tokens each; how often
-    exits agree with the final one is counted on `batches`, as those of `calibration.score`.
+    """Of a model with all slots taken, as many as there are at each depth (`PartialModel`), by
+    requests of these texts and `new` tokens each; how often exits agree with the final one is
+    counted on `batches`, as those of `calibration.score`.
 
     Energy is not measured: of a token in a segment it is the multiplications of its layers, twice.
     """
@@ -48,12 +50,13 @@ def measure(
             jax.block_until_ready(part.scheduler.state)
             filled = (clock() - begin) / max(held, 1)
             rows.append(_Depth(part, texts, new, clock, loaded, filled))
+        leaving = _Depth(part, texts, new, clock, rules=member.rules)
     weights = part.engine.weights
-    sizes = [_bytes(segment) for segment in weights.segments]
-    outside = [_bytes(s.outside(weights.params, member.config, d)) for d in range(1, n + 1)]
+    sizes = [nbytes(segment) for segment in weights.segments]
+    outside = [nbytes(s.outside(weights.params, member.config, d)) for d in range(1, n + 1)]
     steps = lambda values: np.maximum(np.diff([0.0, *values]), 0.0)
     begin = clock()
-    jax.block_until_ready(jax.device_put(part._host["layers"]))
+    jax.block_until_ready(jax.device_put(part.host["layers"]))
     first = (clock() - begin) * sizes[0] / max(sum(sizes), 1)
     scores = calibration.score(member.params, member.config, batches)
     rules = {k: v for k, v in member.rules.items() if k != "prefill_exit"}  # of prompts alone
@@ -70,35 +73,42 @@ def measure(
         sure=[share(e, leaves == e) for e in range(n)],
         unsure=[share(e, leaves > e) for e in range(n - 1)] + [1.0],
     )  # fmt: skip
-    return Profile(**{name: tuple(map(float, values)) for name, values in told.items()})
-
-
-def _bytes(tree) -> int:
-    return sum(a.nbytes for a in jax.tree.leaves(tree))
+    whole = sum(told["seconds"])
+    ideal = sum(leaving.reach[e] * told["seconds"][e] for e in range(n))
+    saved = (whole - leaving.token) / (whole - ideal) if whole > ideal else 1.0
+    by_depth = dict(slots=[row.slots for row in rows], state=[row.state for row in rows])
+    told = {name: tuple(map(float, values)) for name, values in told.items()}
+    return Profile(**by_depth, **told, saved=float(np.clip(saved, 0.0, 1.0)))
 
 
 class _Depth:
-    """A depth at work. token: seconds of one where none leaves early, of all slots together; first:
-    to the first one, of requests that come together; loaded, filled: as measured before."""
+    """A depth at work, where none leaves early, or by the `rules` of a policy. token: seconds of
+    one where all slots decode; first: mean to the first one, of requests that come together; reach:
+    shares of tokens that left by each exit or one above it; loaded, filled: as measured before."""
 
-    def __init__(self, part: PartialModel, texts, new, clock, loaded=0.0, filled=0.0):
-        self.loaded, self.filled = loaded, filled
+    def __init__(self, part: PartialModel, texts, new, clock, loaded=0.0, filled=0.0, rules=None):
+        self.loaded, self.filled, self.slots = loaded, filled, part.engine.slots
+        self.state = nbytes(part.scheduler.state)
         scheduler, config = part.scheduler, part.config
         for number in [*scheduler.running, *scheduler.waiting]:
             scheduler.cancel(number)
         part.run()
-        policy = ExitPolicy.make(config, 1, 1.0)
-        slots, begin, first, count = part.engine.slots, clock(), None, 0
-        room = part.engine.context
+        policy = ExitPolicy.make(config, 1, **(rules or {}))
+        slots, begin, count, decoded = part.engine.slots, clock(), 0, None
+        room, firsts, exits = part.engine.context, {}, np.zeros(config.n_exits + 1)
         for i in range(slots):
-            text = list(texts[i % len(texts)])[: room - new - 1]
+            # Those that begin first go on for long enough to be there with the last.
+            text = list(texts[i % len(texts)])[: room // 2]
             scheduler.submit(text, room - len(text), policy=policy)
-        decoded = 0.0
-        while count < slots * new:
-            outputs = part.step()
-            got = sum(len(o.tokens) for o in outputs)
-            if first is None and got:
-                first, decoded = clock() - begin, clock()
-            elif first is not None:
-                count += got
-        self.first, self.token = first, (clock() - decoded) / count
+        while count < slots * new and not part.idle:
+            for number, tokens, _ in part.step():
+                if tokens:
+                    firsts.setdefault(number, clock() - begin)
+                for token in tokens if decoded is not None else ():
+                    exits[token.exit] += 1
+                    count += 1
+            if decoded is None and len(firsts) == slots:
+                decoded = clock()
+        self.first = float(np.mean([*firsts.values()]))
+        self.token = (clock() - decoded) / max(count, 1)
+        self.reach = np.cumsum(exits[::-1])[::-1] / max(count, 1)

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eejax.gates.confidence import GATES
 from eejax.inference.shaping import BIASES, LIKELY
+from eejax.serving.fleet import OWN
 
 TOKEN = Annotated[int, Field(ge=0, lt=2**31)]
 SHARE = Annotated[float, Field(ge=0, le=1)]
@@ -29,7 +30,8 @@ class Wishes(Form):
 
     Beyond OpenAI's: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids,
     priority, timeout, and how tokens may leave: engine, gate, thresholds, exits, min_layers;
-    return_exits asks for the exit and confidence of every token.
+    return_exits asks for the exit and confidence of every token. Where the server chooses among
+    models, `objective` takes the place of how tokens may leave.
     """
 
     model: str
@@ -73,6 +75,9 @@ class Wishes(Form):
     )
     min_layers: int | None = Field(0, ge=0, lt=2**31)
     return_exits: bool | None = False
+    objective: Literal[OWN] | None = Field(
+        None, description="Of this request, in place of the server's; only where it chooses."
+    )
 
     @model_validator(mode="before")
     @classmethod

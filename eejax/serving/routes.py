@@ -14,8 +14,9 @@ import eejax
 from eejax.serving import history
 from eejax.serving import protocol as form
 from eejax.serving.completions import Answer, Completion, Conversation, check_tokens, encode
+from eejax.serving.fleet import OWN
 from eejax.serving.http import ERRORS, Server, streamed, while_connected
-from eejax.serving.service import DRAINING
+from eejax.serving.service import DRAINING, Service
 
 router = APIRouter()
 
@@ -57,12 +58,45 @@ def shown(server: Server, name: str) -> dict:
         held=load.held / max(load.room, 1), spans=server.metrics.histories[name].spans,
     )  # fmt: skip
     if service.ready is not None:
-        ready, stops = service.ready, service.ready.config.stops
+        ready = service.ready
         told |= dict(
-            layers=ready.config.n_layers, stops=stops, loaded=stops[ready.depth - 1],
+            layers=ready.config.n_layers, stops=ready.stops, loaded=loaded(service),
             slots=ready.slots, context=ready.context,
         )  # fmt: skip
+        if ready.chooses:
+            told["fleet"] = chosen(server, name)
     return told
+
+
+def loaded(service: Service) -> int:
+    """Layers that are loaded of what serves."""
+    if service.report is not None:
+        return service.report.layers
+    return service.ready.config.stops[service.ready.depth - 1]
+
+
+def chosen(server: Server, name: str) -> dict:
+    """Of a fleet: its models, what serves, and the last decisions, the newest last."""
+    service = server.services[name]
+    decisions = [
+        dict(
+            time=d.time, kind=d.kind, model=d.choice.model, why=d.why, seconds=d.seconds,
+            layers=service.ready.models[d.choice.model].stops[d.choice.depth - 1],
+        )
+        for d in server.metrics.histories[name].decisions
+    ]  # fmt: skip
+    told = dict(members=members(service), objectives=OWN, decisions=decisions)
+    if service.report is not None:
+        told |= service.report._replace(decisions=())._asdict() | dict(decisions=decisions)
+    return told
+
+
+def members(service: Service) -> dict[str, dict]:
+    """Layers and exits of a fleet's models."""
+    return {
+        name: dict(layers=config.n_layers, exits=[e.boundary for e in config.exits])
+        for name, config in service.ready.models.items()
+    }
 
 
 @router.get("/health", responses={503: ERRORS[503]})
@@ -87,8 +121,7 @@ async def metrics(server: Own) -> Response:
     """For Prometheus."""
     for name, service in server.services.items():
         if service.ready is not None:
-            stops = service.ready.config.stops
-            server.metrics.depth.labels(name).set(stops[service.ready.depth - 1])
+            server.metrics.depth.labels(name).set(loaded(service))
     page, kind = server.metrics.exposition()
     return Response(page, headers={"Content-Type": kind})
 
@@ -99,6 +132,8 @@ def about(server: Server, name: str) -> dict:
     if ready is not None:
         exits = [e.boundary for e in ready.config.exits]
         told |= dict(max_model_len=ready.context, layers=ready.config.n_layers, exits=exits)
+        if ready.chooses:
+            told |= dict(exits=ready.stops[:-1], members=members(server.services[name]))
     return told
 
 

@@ -27,6 +27,7 @@ from eejax.serving.messages import (
     Build,
     Cancel,
     Failed,
+    FleetReport,
     Load,
     Progress,
     Ready,
@@ -97,7 +98,8 @@ class Service:
 
     `build` makes the engine in its own process, and has to be picklable. All methods belong to the
     event loop in which `start` was called. `watch(name, value)` is told of what happens, for
-    metrics: "load" with a `Load`, "state" with a state, "restart" with a reason.
+    metrics: "load" with a `Load`, "report" with a `FleetReport`, which is also `report`, "state"
+    with a state, "restart" with a reason.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Service:
     ):
         self.options = options or ServiceOptions()
         self.state, self.ready, self.load = STOPPED, None, Load(0, 0, 0, 0)
+        self.report: FleetReport | None = None  # the last one
         self.failure = ""  # why the last engine ended
         self.pause = self.options.first_pause  # seconds after which to ask again, as far as known
         self.restarts = 0
@@ -243,9 +246,12 @@ class Service:
         if engine is not self._engine:
             return
         match message:
-            case Progress(outputs, load):
+            case Progress(outputs, load, report):
                 self.load = load
                 self._watch("load", load)
+                if report is not None:
+                    self.report = report
+                    self._watch("report", report)
                 for number, tokens, finish in outputs:
                     self._tell(number, Event(tokens, finish))
             case Refused(number, _) | Scored(number, _):

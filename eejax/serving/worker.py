@@ -11,16 +11,18 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from eejax.common.errors import CheckpointError, ConfigError, DataError
+from eejax.common.errors import CheckpointError, ConfigError, DataError, require
 from eejax.inference.engine import CALL
 from eejax.inference.scheduler import Output, Scheduler
 from eejax.inference.scoring import lengths, score
 from eejax.serving.messages import (
+    CHOOSES,
     Ask,
     Build,
     Built,
     Cancel,
     Failed,
+    FleetReport,
     Load,
     Progress,
     Ready,
@@ -44,12 +46,7 @@ def main(pipe: Connection, build: Build, steps: int = CALL) -> None:
         built = build()
         worker = Worker(built, steps)
         worker.warm_up()
-        engine = built.engine
-        seconds = time.perf_counter() - begin
-        pipe.send(Ready(
-            built.config, built.tokenizer, built.template, engine.slots, engine.context,
-            engine.max_depth, seconds,
-        ))  # fmt: skip
+        pipe.send(worker.ready(built, time.perf_counter() - begin))
         while True:
             # An engine that runs only looks whether there is anything; one that does not waits.
             while pipe.poll(IDLE if worker.idle else 0):
@@ -71,27 +68,47 @@ def end_with_parent() -> None:
 
 
 class Worker:
-    """A scheduler whose requests go by the numbers of those who asked."""
+    """A scheduler, or a fleet, whose requests go by the numbers of those who asked."""
 
     def __init__(self, built: Built, steps: int = CALL):
         self.engine, self.config = built.engine, built.config
-        self.scheduler = Scheduler(built.engine, built.config, steps=steps)
+        self.fleet = None if built.fleet is None else built.fleet(steps)
+        self.scheduler = self.fleet or Scheduler(built.engine, built.config, steps=steps)
         self._asked: dict[int, int] = {}  # by the scheduler's number
         self._own: dict[int, int] = {}  # the scheduler's, by who asked
         self._scores: list[Score] = []
         self._told: list[Refused] = []
+        self._decisions = 0  # of the fleet, that were told
+
+    @property
+    def slots(self) -> int:
+        return (self.fleet or self.engine).slots
+
+    @property
+    def context(self) -> int:
+        return (self.fleet or self.engine).context
+
+    def ready(self, built: Built, seconds: float) -> Ready:
+        depth, models = self.config.n_exits + 1, None
+        if self.fleet is None:
+            depth = self.engine.max_depth
+        else:
+            models = {name: member.config for name, member in self.fleet.members.items()}
+        return Ready(
+            built.config, built.tokenizer, built.template, self.slots, self.context, depth, seconds,
+            models,
+        )  # fmt: skip
 
     @property
     def idle(self) -> bool:
         return self.scheduler.idle and not self._scores and not self._told
 
     def warm_up(self) -> None:
-        """Compiles what requests may need: prompts join, and texts are scored, in powers of two."""
-        slots = self.engine.slots
-        for n in sorted({slots, *(2**i for i in range(slots.bit_length()))}):
-            for _ in range(n):
-                self.scheduler.submit([0], 2)
-            self.scheduler.run()
+        """Compiles what requests may need: prompts join, and texts are scored, in powers of two. A
+        fleet is compiled already."""
+        if self.fleet is not None:
+            return
+        joined(self.scheduler, self.slots)
         if hasattr(self.engine, "weights"):  # else it scores nothing
             for n in lengths(self.engine.context):
                 self._scored(Score(0, (0,) * n, None, False))
@@ -111,9 +128,16 @@ class Worker:
 
     def _submit(self, number: int, ask: Ask) -> None:
         try:
+            if self.fleet is None:
+                told = "must be None: there is one model, and nothing to choose"
+                require(ask.objective is None, "objective", ask.objective, told)
+                more = dict(policy=ask.policy)
+            else:
+                require(ask.policy is None, "policy", ask.policy, f"must be None: {CHOOSES}")
+                more = dict(objective=ask.objective)
             own = self.scheduler.submit(
-                ask.prompt, ask.limit, policy=ask.policy, sampling=ask.sampling,
-                stop_tokens=ask.stop_tokens, shaping=ask.shaping, priority=ask.priority,
+                ask.prompt, ask.limit, sampling=ask.sampling, stop_tokens=ask.stop_tokens,
+                shaping=ask.shaping, priority=ask.priority, **more,
             )  # fmt: skip
         except ConfigError as error:
             self._told.append(Refused(number, str(error)))
@@ -122,6 +146,7 @@ class Worker:
 
     def _scored(self, asked: Score) -> Refused | Scored:
         try:
+            require(self.fleet is None, "prompt", "to be scored", f"cannot be: {CHOOSES}")
             # Of one program, whether the most likely ones are asked for or not.
             scores = score(
                 self.engine.weights, self.config, list(asked.tokens), exit=asked.exit, likely=True,
@@ -137,11 +162,28 @@ class Worker:
         if self._scores:
             told.append(self._scored(self._scores.pop(0)))
         outputs = []
-        for own, tokens, finish in [] if self.idle else self.scheduler.step():
+        # A fleet loads what is wanted while nobody asks, too.
+        steps = self.fleet is not None or not self.idle
+        for own, tokens, finish in self.scheduler.step() if steps else []:
             number = self._asked[own]
             outputs.append(Output(number, tokens, finish))
             if finish:
                 del self._asked[own], self._own[number]
-        scheduler, room = self.scheduler, self.engine.slots * self.engine.context
+        scheduler, room = self.scheduler, self.slots * self.context
         load = Load(len(scheduler.running), len(scheduler.waiting), min(scheduler.held, room), room)
-        return [*told, Progress(tuple(outputs), load)]
+        return [*told, Progress(tuple(outputs), load, self._report())]
+
+    def _report(self) -> FleetReport | None:
+        if self.fleet is None:
+            return None
+        report = self.fleet.report(self._decisions)
+        self._decisions += len(report.decisions)
+        return report
+
+
+def joined(scheduler: Scheduler, slots: int) -> None:
+    """Compiles what it takes when one, two, four and so on up to all slots are taken at once."""
+    for n in sorted({slots, *(2**i for i in range(slots.bit_length()))}):
+        for _ in range(n):
+            scheduler.submit([0], 2)
+        scheduler.run()

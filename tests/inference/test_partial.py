@@ -19,7 +19,8 @@ def model(subset):
     return subset((1, 2, 3))
 
 
-def test_nobody_is_lost_while_it_grows_and_shrinks(model, prompts):
+@pytest.mark.parametrize("slots", [3, (5, 4, 3, 2)])
+def test_nobody_is_lost_while_it_grows_and_shrinks(model, prompts, slots):
     """All tokens leave by the first exit, so that they are the same at any depth."""
     p, config = model
     texts = [prompts(i, [4 + 3 * i])[0] for i in range(12)]
@@ -27,7 +28,7 @@ def test_nobody_is_lost_while_it_grows_and_shrinks(model, prompts):
         texts, NEW, threshold=0.0, prefill_exit=True
     )
     options = BatchOptions(cap=4, drafts=0)
-    part = PartialModel(p, config, options, slots=3, depth=1, context=CONTEXT, steps=2)
+    part = PartialModel(p, config, options, slots=slots, depth=1, context=CONTEXT, steps=2)
     sizes = {1: part.bytes}
     policy, left, found, ends, depths = (
         ExitPolicy.make(config, 1, 0.0, prefill_exit=True),
@@ -36,6 +37,7 @@ def test_nobody_is_lost_while_it_grows_and_shrinks(model, prompts):
         {},
         [],
     )
+    most = {}
     for turn in range(1000):
         while left and len(part.scheduler.waiting) < 3:
             number = part.scheduler.submit(left[0], NEW, policy=policy)
@@ -51,11 +53,15 @@ def test_nobody_is_lost_while_it_grows_and_shrinks(model, prompts):
             if finish:
                 ends[number] = finish
         depths.append(part.depth)
+        running = len(part.scheduler.running)
+        most[part.depth] = max(most.get(part.depth, 0), running)
+        assert running <= part.engine.slots == part.slots[part.depth - 1]
         sizes.setdefault(part.depth, part.bytes)
         if not left and part.scheduler.idle:
             break
     assert [d for i, d in enumerate(depths) if not i or d != depths[i - 1]] == [1, 2, 4, 1]
     assert sizes[1] < sizes[2] < sizes[4] and part.bytes == sizes[1]
+    assert most == {d: part.slots[d - 1] for d in (1, 2, 4)}
     assert set(ends.values()) == {"length"} and len(ends) == len(texts)
     for number, text in found.items():
         # Where two logits are as good as equal, any may come first.
@@ -71,6 +77,9 @@ def test_depths_there_cannot_be(model):
     for wrong in (1, 2, 5):
         with pytest.raises(ConfigError, match=rf"depth = {wrong}: must be in 3..4"):
             part.grow(wrong)
+    for wrong in ((3, 3, 3), (1, 2, 3, 4)):
+        with pytest.raises(ConfigError, match="must be one number, or 4 of which none rises"):
+            PartialModel(p, config, slots=wrong, depth=1, context=CONTEXT)
     for wrong in (0, 2):
         with pytest.raises(ConfigError, match=rf"depth = {wrong}: must be in 1..1"):
             part.shrink(wrong)

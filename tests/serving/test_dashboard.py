@@ -11,8 +11,10 @@ import httpx
 import pytest
 from served import CONFIG, STALL, said, serving
 
+from eejax.serving.controller import Choice, Decision
 from eejax.serving.history import KEEP, SECONDS, History
 from eejax.serving.http import HttpOptions
+from eejax.serving.messages import FleetReport
 
 KEY = "secret"
 
@@ -131,6 +133,44 @@ def test_keys_are_asked_for_by_the_prompt_alone(opened):
         until(lambda: len(page.query_selector_all("#output [data-layers]")) > 9)
 
 
+def test_which_of_several_models_serves_and_why(opened):
+    """As a fleet would be told of: how it comes to decide is not the page's matter."""
+    with serving() as (address, service):
+        page = opened(address)
+        page.wait_for_selector("#state.ready")
+        assert page.is_hidden("#serves") and page.is_visible("#threshold")
+        models = {"small": CONFIG, "large": CONFIG.replace(n_layers=6)}
+        service.ready = service.ready._replace(models=models)
+        decide = lambda *told: Decision(time.time(), *told)
+        for report in (
+            FleetReport("small", 2, 3, 4, 0.0, None, None, (
+                decide("evaluate", Choice("small", 3), "the server begins"),
+                decide("serve", Choice("small", 2), "<b>it is best</b>"),
+            )),
+            FleetReport("large", 3, 6, 4, 0.25, 0.01, 0.125, (
+                decide("switch", Choice("large", 3), "too many tokens"),
+            )),
+        ):  # fmt: skip
+            service.report = report
+            service._watch("report", report)
+            time.sleep(SECONDS)
+        rows = lambda: [row.inner_text() for row in page.query_selector_all("#decisions li")]
+        until(lambda: len(rows()) == 3)
+        assert rows()[0].endswith("switch: large, 6 layers – too many tokens")
+        assert rows()[1].endswith("serve: small, 3 layers – <b>it is best</b>")
+        assert page.inner_text("#members b") == "large 6 of 6"
+        assert "below threshold 25.0 %" in page.inner_text("#watched")
+        assert "audited: 1.0 % not the whole model's, at most 12.5 %" in page.inner_text("#watched")
+        drawn = lambda: [p.get_attribute("d") for p in page.query_selector_all("#serves path")]
+        until(lambda: all(drawn()))  # of each model one line
+        assert len(page.query_selector_all("#serves .mark")) == 3
+        assert page.inner_text("#loaded") == "6" and page.is_hidden("#threshold")
+        page.fill("#prompt", "abc")
+        page.fill("#tokens", "5")
+        page.click("#go")
+        until(lambda: len(page.query_selector_all("#output [data-layers]")) == 5)
+
+
 def test_the_page_may_speak_to_nobody_else():
     with serving() as (address, _):
         answer = httpx.get(address + "/")
@@ -149,7 +189,7 @@ def test_history_by_spans_of_time():
     (span,) = history.spans
     assert span == dict(
         begin=100.0, running=2, waiting=1, held=0.5, tokens_per_s=4 / SECONDS, depth=7.5,
-        exits={"3": 2, "12": 2}, first=(0.25, 0.25), between=(0.1, 0.4),
+        exits={"3": 2, "12": 2}, first=(0.25, 0.25), between=(0.1, 0.4), member=None, loaded=None,
     )  # fmt: skip
     now[0] += SECONDS
     quiet = history.spans[-1]

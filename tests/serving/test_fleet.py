@@ -11,10 +11,11 @@ import pytest
 from eejax import calibration
 from eejax.checkpoint.model import load_model
 from eejax.common.errors import ConfigError
+from eejax.common.trees import nbytes
 from eejax.inference import Generator
 from eejax.inference.batched_state import BatchOptions
 from eejax.inference.partial import PartialModel
-from eejax.serving.controller import Controller, ControllerOptions, Profile
+from eejax.serving.controller import Choice, Controller, ControllerOptions, Profile
 from eejax.serving.fleet import Fleet, Member
 from eejax.serving.objectives import Objective
 from eejax.serving.profiles import measure
@@ -61,7 +62,7 @@ def test_nobody_is_lost_while_models_and_depths_change(model, room):
         while left and len(found) - len(ends) < 6:
             i, text = left.pop(0)
             found[fleet.submit(text, NEW)] = (i, [])
-        if turn == 30:
+        if served.count(Choice("a", 1)) == 5:
             controller.profiles["b"] = profile(model, 0.2)
         if turn == 12:
             dropped = max(found)
@@ -86,6 +87,29 @@ def test_nobody_is_lost_while_models_and_depths_change(model, room):
     assert {("a", 1), ("b", 1), ("a", 3), ("b", 3)} <= depths
     assert (fleet.taken_along > 0) == (room == 1.0)
     assert controller.below == 0 and controller.emitted > 0
+
+
+def test_who_cancels_is_not_taken_along(model):
+    """A model that has to go, with a request that was cancelled and not yet told."""
+    profiles = {name: profile(model, 1.0) for name in "ab"}
+    controller = Controller(
+        profiles, Objective.of("throughput"), Repository(), ControllerOptions(prompts=2),
+        clock=lambda: 0.0,
+    )  # fmt: skip
+    members = {name: Member(model.params, model.config, {}, OPTIONS) for name in profiles}
+    fleet = Fleet(members, controller, slots=2, context=96, steps=2)
+    first, second = (fleet.submit(model.tokenizer.encode("import x").tolist(), NEW) for _ in "ab")
+    while len(fleet.running) < 2:
+        fleet.step()
+    assert fleet.cancel(first)
+    fleet._free("a")
+    assert fleet.waiting == [second] and fleet.taken_along == 1
+    outputs = fleet.run()
+    assert [o.finish for o in outputs if o.number == first] == ["cancelled"]
+    assert [o.finish for o in outputs if o.number == second and o.finish] == ["length"]
+    for wrong in (1.5, True):
+        with pytest.raises(ConfigError, match="priority = .*: must be an integer"):
+            fleet.submit([1], 2, priority=wrong)
 
 
 def test_tokens_below_their_threshold_are_told(model):
@@ -126,9 +150,10 @@ def test_a_measured_profile(model):
     )
     n = model.config.n_exits + 1
     part = PartialModel(model.params, model.config, OPTIONS, slots=2, depth=n, context=96)
-    assert found.size(n) == part.bytes
+    held = lambda: part.bytes + nbytes(part.scheduler.state)
+    assert found.size(n) == held() and found.slots == (2,) * n
     part.shrink(1)
-    assert found.size(1) == part.bytes
+    assert found.size(1) == held()
     # By a clock that counts how often it is asked: two times for each of these.
     assert found.load[1:] == (1 / 8,) * (n - 1) and all(r > 0 for r in found.rebuild[1:])
     scores = calibration.score(model.params, model.config, batches)

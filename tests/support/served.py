@@ -9,12 +9,19 @@ import os
 import threading
 import time
 
+import jax
+import numpy as np
 import uvicorn
 
 from eejax.data.tokenizers import ByteTokenizer
+from eejax.inference.batched_state import BatchOptions
 from eejax.inference.scripted import ScriptedEngine
+from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
+from eejax.serving import fleets
 from eejax.serving.app import app
+from eejax.serving.controller import ControllerOptions
+from eejax.serving.fleet import Member
 from eejax.serving.http import HttpOptions
 from eejax.serving.messages import Build, Built
 from eejax.serving.metrics import Metrics
@@ -54,6 +61,49 @@ class Scripted:
         engine = ScriptedEngine(script, (1, 3, 4), self.slots, CONFIG.context_length)
         template = None if self.template is None else (self.template, {"bos_token": ""})
         return Built(engine, CONFIG, ByteTokenizer(), template)
+
+
+# As few programs as can be, as all of them are compiled.
+FLEET = {
+    name: ModelConfig(
+        vocab_size=257, n_layers=n, d_model=16, n_heads=2, context_length=context,
+        exits=(ExitConfig(n - 1),),
+    )
+    for name, n, context in (("small", 2, 48), ("large", 3, 32))
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyFleet:
+    """Builds a fleet of random models, which is never content for long. alike: two models of the
+    same weights, all of whose tokens leave by the first exit, so that a text is the same wherever
+    it goes on."""
+
+    alike: bool = False
+    slots: int = 2
+
+    def members(self) -> dict[str, Member]:
+        configs = dict.fromkeys(FLEET, FLEET["large"]) if self.alike else FLEET
+        keys = (0, 0) if self.alike else (0, 1)
+        # Most of what random models say is surer than this, and not by far.
+        rules = dict(threshold=0.0, prefill_exit=True) if self.alike else dict(threshold=0.2)
+        options = BatchOptions(cap=4, buckets=(4,), drafts=0, chunk=16, shaping=True)
+        return {
+            name: Member(weights(config, key), config, rules, options)
+            for (name, config), key in zip(configs.items(), keys, strict=True)
+        }
+
+    def __call__(self) -> Built:
+        options = ControllerOptions(prompts=2, interval=6, window=20, breaches=6, tokens=16)
+        return fleets.built(
+            self.members(), ByteTokenizer(), fleets.Aims(options=options), slots=self.slots
+        )
+
+
+def weights(config: ModelConfig, key: int):
+    """Random ones, larger than those that training begins with: nearly tied logits are rare."""
+    large = lambda a: np.float32(6) * np.asarray(a)
+    return jax.tree.map(large, params.init(config, jax.random.key(key)))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,270 @@
+"""Several models as one, described so that a process of its own can make the fleet that serves it.
+
+The models are loaded and measured, and whatever a switch between them, or between their depths, may
+need is compiled before anybody is answered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import time
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+from eejax.common.errors import ConfigError, DataError, require
+from eejax.common.trees import nbytes
+from eejax.data.tokenizers import Tokenizer
+from eejax.inference import capacity, scoring
+from eejax.inference.partial import PartialModel
+from eejax.inference.policy import ExitPolicy
+from eejax.inference.sampling import Sampling
+from eejax.serving import chat
+from eejax.serving.audits import Auditor
+from eejax.serving.controller import Controller, ControllerOptions, Profile
+from eejax.serving.energy import meter
+from eejax.serving.fleet import Fleet, Member
+from eejax.serving.messages import Built, Template
+from eejax.serving.models import batch_options
+from eejax.serving.objectives import Objective
+from eejax.serving.profiles import measure
+from eejax.serving.repository import Repository
+from eejax.serving.worker import joined
+from eejax.train.pretrained import Opened, open_model
+
+THRESHOLD = 0.8  # of exits for which none is given
+TEXTS = 64  # most that models are measured on, of those given
+SAMPLES, SAMPLED = 16, 96  # texts that the largest model writes where none are, tokens of each
+LEAST = 32  # tokens of a context, in which models can be measured
+WINDOW, ROWS, BATCHES = 128, 8, 8  # of those texts: tokens of a window, windows of a batch, batches
+
+
+@dataclasses.dataclass(frozen=True)
+class Aims:
+    """What a fleet is to do. objective, limits: as `Objective.of`; options: of its `Controller`;
+    repository: an SQLite file."""
+
+    objective: str = "throughput"
+    limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    options: ControllerOptions = ControllerOptions()
+    repository: str | os.PathLike = ":memory:"
+
+    def __post_init__(self):
+        Objective.of(self.objective, **self.limits)  # raises
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedFleet:
+    """sources: of models by their names, each as `Served.source`; thresholds: of those that have
+    others than `THRESHOLD`; prompts: texts like what will be asked, on which models are measured,
+    by default what the largest one writes; tokenizer, dtype, slots, context, chunk: as `Served`'s.
+
+    Called, it loads and measures the models, which takes a while.
+    """
+
+    sources: Mapping[str, str]
+    aims: Aims = Aims()
+    thresholds: Mapping[str, float | tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    prompts: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    dtype: str | None = None
+    slots: int = 16
+    context: int | None = None
+    chunk: int = 64
+
+    def __post_init__(self):
+        require(bool(self.sources), "sources", self.sources, "must name a model at least")
+        unknown = sorted({*self.thresholds} - {*self.sources})
+        require(not unknown, "thresholds", unknown, f"must be of {sorted(self.sources)}")
+
+    def __call__(self) -> Built:
+        opened = {
+            name: open_model(source, tokenizer=self.tokenizer, dtype=self.dtype)
+            for name, source in self.sources.items()
+        }
+        check_alike(opened)
+        members = {}
+        for name, model in opened.items():
+            rules = dict(threshold=self.thresholds.get(name, THRESHOLD))
+            try:
+                ExitPolicy.make(model.config, 1, **rules)
+            except ConfigError as error:
+                raise ConfigError(f"thresholds of {name!r}: {error}") from error
+            options = batch_options(model.config, self.chunk)
+            params = jax.device_get(model.params)
+            members[name] = Member(params, model.config, rules, options)
+        first = next(iter(opened.values()))
+        return built(
+            members, first.tokenizer, self.aims, slots=self.slots, context=self.context,
+            prompts=self.prompts, template=template_of(opened),
+        )  # fmt: skip
+
+
+def check_alike(opened: Mapping[str, Opened]) -> None:
+    """Raises ConfigError for models of which one cannot go on with another one's text."""
+    (first, own), *others = opened.items()
+    for name, model in others:
+        for what, of in (
+            ("tokenizer", lambda m: m.tokenizer.fingerprint),
+            ("vocabulary", lambda m: m.config.vocab_size),
+        ):
+            require(
+                of(model) == of(own), f"{what} of {name!r}", of(model),
+                f"must be that of {first!r}, {of(own)!r}",
+                "A text goes from one model to another as ids: train them with one tokenizer.",
+            )  # fmt: skip
+
+
+def template_of(opened: Mapping[str, Opened]) -> Template | None:
+    """The chat template of those models that have one. Raises ConfigError where they differ."""
+    found = {name: chat.find(model.path, model.tokenizer) for name, model in opened.items()}
+    found = {name: template for name, template in found.items() if template is not None}
+    if not found:
+        return None
+    (first, own), *others = found.items()
+    for name, template in others:
+        told = f"must be that of {first!r}"
+        fix = "Put the same chat_template.jinja into their folders."
+        require(template == own, f"chat template of {name!r}", template[0][:40], told, fix)
+    chat.Template(*own)  # one that is none is told before anybody asks
+    return own
+
+
+def built(
+    members: Mapping[str, Member], tokenizer: Tokenizer, aims: Aims, *, slots: int,
+    context: int | None = None, prompts: Sequence[str] = (), template: Template | None = None,
+) -> Built:  # fmt: skip
+    """A fleet's, of models that lie on the host; they are measured here."""
+    configs = [member.config for member in members.values()]
+    most = min(config.context_length for config in configs)
+    context = most if context is None else context
+    require(
+        LEAST <= context <= most, "context", context, f"must be in {LEAST}..{most}, for all models"
+    )
+    budget = aims.options.budget
+    by_depth = {name: room(member, slots, context, budget) for name, member in members.items()}
+    if prompts:
+        texts = encoded(prompts, tokenizer)
+    else:
+        largest = max(members, key=lambda name: nbytes(members[name].params))
+        own = dict(slots=by_depth[largest], context=context)
+        texts = sampled(members[largest], tokenizer, **own)
+    new = max(min(32, context // 8), 1)
+    texts = [text[: context // 2] for text in texts]  # there is room to go on
+    batches = windows(texts, context)
+    profiles = {
+        name: measure(m, texts, batches, slots=by_depth[name], context=context, new=new)
+        for name, m in members.items()
+    }
+
+    def fleet(steps: int) -> Fleet:
+        for name, member in members.items():
+            warm_up(member, slots=by_depth[name], context=context, steps=steps)
+        repository = Repository(aims.repository)
+        put(repository, profiles)
+        controller = Controller(
+            profiles, Objective.of(aims.objective, **aims.limits), repository, aims.options,
+            clock=time.time,
+        )  # fmt: skip
+        made = Fleet(
+            members, controller, slots=by_depth, context=context, steps=steps, meter=meter()
+        )
+        made.step()  # so that a model is there for who asks first
+        return made
+
+    deepest = max(configs, key=lambda config: config.n_layers)
+    return Built(None, deepest, tokenizer, template, fleet)
+
+
+def room(member: Member, slots: int, context: int, budget: float) -> tuple[int, ...]:
+    """Up to so many slots of a model at each of its depths, none more than at the one before.
+    Raises ConfigError where the budget does not hold the whole model with one."""
+    options = dataclasses.replace(member.options, grows=True)
+    fit = lambda depth, options: capacity.slots(
+        member.config, options, depth, context, budget, slots
+    )
+    # All depths have the buckets of the first one's slots, which are a part of what is kept.
+    options = options.of_slots(max(fit(1, options), 1))
+    found = [fit(depth, options) for depth in range(1, member.config.n_exits + 2)]
+    found = tuple(np.minimum.accumulate(found).tolist())
+    require(found[-1] > 0, "budget", budget, "holds no whole model with one request", "Give more.")
+    return found
+
+
+def warm_up(member: Member, *, slots: Sequence[int], context: int, steps: int) -> None:
+    """Compiles what a model may need at every depth: requests that join, that are there when it
+    grows from any depth to any other, and audits of answers of all lengths."""
+    config, n = member.config, member.config.n_exits + 1
+    auditor = Auditor(member.params, config)
+    lengths = [length for length in scoring.lengths(context) if length > 1]
+    make = lambda depth: PartialModel(
+        member.params, config, member.options, slots=slots, depth=depth, context=context,
+        steps=steps,
+    )  # fmt: skip
+    for depth in range(1, n + 1):
+        part = make(depth)
+        joined(part.scheduler, slots[depth - 1])
+        for length in lengths:
+            auditor.judge(part.engine.weights, [0], [0] * (length - 1))
+        for deeper in range(depth + 1, n + 1):
+            part = make(depth)
+            part.scheduler.submit([0], 2 * steps)
+            part.step()
+            part.grow(deeper)
+            part.exchange()
+            part.run()
+
+
+def put(repository: Repository, profiles: Mapping[str, Profile]) -> None:
+    """Benchmarks of models, of tokens that go through all that is loaded."""
+    for name, profile in profiles.items():
+        for depth in range(1, profile.exits + 1):
+            last = tuple(float(e == depth - 1) for e in range(profile.exits))
+            repository.put(name, depth, profile.serving(last, depth))
+
+
+def encoded(prompts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Ids of the first texts. Raises DataError where nothing is in them."""
+    texts = [tokenizer.encode(text).tolist() for text in prompts[:TEXTS]]
+    texts = [ids for ids in texts if ids]
+    if not texts:
+        raise DataError("prompts: have no text to measure models on.")
+    return texts
+
+
+def sampled(
+    member: Member, tokenizer: Tokenizer, *, slots: Sequence[int], context: int
+) -> list[list[int]]:
+    """Texts as a model writes them, from the beginning of one, at temperature 1."""
+    starts = (tokenizer.bos_id, tokenizer.eos_id, 0)
+    start = next(token for token in starts if token is not None)
+    part = PartialModel(
+        member.params, member.config, member.options, slots=slots, context=context,
+        depth=member.config.n_exits + 1,
+    )  # fmt: skip
+    texts = {
+        part.scheduler.submit(
+            [start], min(SAMPLED, context - 1), sampling=Sampling.make(1, 1.0, seed=seed)
+        ): [start]
+        for seed in range(SAMPLES)
+    }
+    for number, tokens, _ in part.run():
+        texts[number] += [token.id for token in tokens]
+    return [*texts.values()]
+
+
+def windows(texts: Sequence[Sequence[int]], context: int) -> list[dict[str, np.ndarray]]:
+    """Texts, one after the other, as batches of `calibration.score`. Raises DataError for less than
+    two tokens."""
+    ids = np.fromiter(itertools.chain.from_iterable(texts), np.int32)
+    if len(ids) < 2:
+        raise DataError(f"prompts: have {len(ids)} tokens to measure models on, which is too few.")
+    width = min(WINDOW, context, len(ids) - 1)
+    rows = ids[: len(ids) // (width + 1) * (width + 1)].reshape(-1, width + 1)[: ROWS * BATCHES]
+    # All batches of one shape, for which one program is compiled.
+    count = len(rows) // ROWS * ROWS or len(rows)
+    batches = np.split(rows[:count], max(count // ROWS, 1))
+    return [dict(tokens=b[:, :-1], labels=b[:, 1:]) for b in batches]

@@ -1,0 +1,170 @@
+"""A loaded model of a simulated server: its slots, what its calls write, and how long they take."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from eejax.serving.controller import Profile
+from eejax.serving.pace import Pace
+from eejax.serving.traces import ModelTrace
+
+Leaving = Callable[[int, int], tuple[list, list]]
+"""(exits, below) [p][n] of tokens, by a depth and how strict thresholds are."""
+
+
+@dataclasses.dataclass
+class Job:
+    """A prompt on its way. began, first: as `Fleet` has them, of the model that has it now; heard:
+    when its first token came at all; todo: tokens that its model has yet to read before it writes;
+    done: that it wrote, of which `told` were read off calls; left [e]: that wait before each
+    segment; evaluated, moved: whether it is one of an evaluation, and was in another model; strict:
+    how strict its thresholds are, and how many exits there were when it was given; agree: tokens
+    that agree with the whole model."""
+
+    number: int
+    arrived: float
+    part: Part | None = None
+    began: float = 0.0
+    first: float = 0.0
+    heard: float | None = None
+    todo: int = 0
+    done: int = 0
+    told: int = 0
+    left: list[int] = dataclasses.field(default_factory=list)
+    evaluated: bool = False
+    moved: bool = False
+    strict: tuple[int, int] = (0, 0)
+    exits: list[int] = dataclasses.field(default_factory=list)
+    agree: int = 0
+
+
+class Call(NamedTuple):
+    """Steps under way until `end`; brought: (job, exits, below) of what they wrote."""
+
+    end: float
+    brought: list[tuple[Job, list[int], list[bool]]]
+
+
+class Part:
+    """A model with its slots, as `PartialModel` and `Scheduler` have it. calls: under way, of
+    `steps` steps each; flops: of the rows that were run."""
+
+    def __init__(
+        self, trace: ModelTrace, profile: Profile, pace: Pace, leaving: Leaving, *, depth: int,
+        slots: Sequence[int], steps: int, cap: int,
+    ):  # fmt: skip
+        self.profile, self.pace, self.by_depth = profile, pace, slots
+        self.depth, self.coming, self.ready, self.flops = depth, depth, 0.0, 0.0
+        self.jobs: list[Job] = []  # in slots, those that ended included until it is known
+        self.waiting: collections.deque[Job] = collections.deque()
+        self.calls: collections.deque[Call] = collections.deque()
+        self._trace, self._leaving, self._steps, self._cap = trace, leaving, steps, cap
+
+    @property
+    def slots(self) -> int:
+        return self.by_depth[self.depth - 1]
+
+    @property
+    def idle(self) -> bool:
+        return not self.jobs and not self.waiting and not self.calls
+
+    @property
+    def every(self) -> list[Job]:
+        return [*self.jobs, *self.waiting]
+
+    @property
+    def room(self) -> bool:
+        return len(self.jobs) + len(self.waiting) < self.slots
+
+    @property
+    def size(self) -> float:
+        """Bytes, with what is on its way."""
+        return self.profile.size(self.coming)
+
+    def grow(self, depth: int, now: float) -> float:
+        """Seconds until it is there."""
+        seconds = sum(self.profile.load[self.coming : depth])
+        self.coming, self.ready = depth, now + seconds
+        return seconds
+
+    def grown(self) -> float:
+        """Seconds of making up keys and values for segments that have come; those who came last go
+        back where there are fewer slots."""
+        held = sum(int(self._trace.prompts[job.number]) + job.done for job in self.jobs)
+        new = slice(self.depth, self.coming)
+        self.flops += held * sum(self.profile.energy[new])
+        for job in self.jobs:
+            job.left += [0] * (self.coming - self.depth)
+        self.depth = self.coming
+        self.jobs, back = self.jobs[: self.slots], self.jobs[self.slots :]
+        self.waiting.extendleft(reversed(back))
+        return held * sum(self.profile.rebuild[new])
+
+    def shrink(self, depth: int) -> None:
+        """Texts are read anew by what is left of the model."""
+        self.depth = self.coming = depth
+        for job in self.jobs:
+            self._read_anew(job)
+
+    def _read_anew(self, job: Job) -> None:
+        job.todo = int(self._trace.prompts[job.number]) + job.done
+        job.left = [0] * self.depth
+
+    def join(self) -> None:
+        while self.waiting and len(self.jobs) < self.slots:
+            job = self.waiting.popleft()
+            self._read_anew(job)
+            self.jobs.append(job)
+
+    def leave(self, job: Job) -> None:
+        self.jobs = [j for j in self.jobs if j is not job]
+        self.waiting = collections.deque(j for j in self.waiting if j is not job)
+
+    def call(self, begin: float) -> Call:
+        """Steps for who is in a slot, from when the device is free."""
+        brought = [(job, [], []) for job in self.jobs]
+        end = begin
+        for _ in range(self._steps):
+            live = [row for row in brought if row[0].done < self._trace.new]
+            if not live:
+                break
+            end += self._step(live)
+        return Call(end, brought)
+
+    def _step(self, live: list[tuple[Job, list, list]]) -> float:
+        """Seconds of a step, which brings each a token, but for those whose texts are still read:
+        of those together a chunk, first who came first."""
+        rows, room = [0] * self.depth, self.pace.tokens
+        reading = [row for row in live if row[0].todo]
+        for job, exits, below in live:
+            if not job.todo:
+                e = self._write(job, exits, below)
+                last = e if job.left[-1] < self._cap else self.depth - 1
+                for s in range(self.depth):
+                    if s <= last:
+                        rows[s] += 1 + job.left[s]
+                        job.left[s] = 0
+                    else:
+                        job.left[s] += 1
+        for job, exits, below in reading:
+            taken = min(room, job.todo)
+            room, job.todo = room - taken, job.todo - taken
+            if not job.todo:
+                self._write(job, exits, below)
+        seconds = self.pace.step + sum(self.pace.seconds(s, k) for s, k in enumerate(rows))
+        if reading:
+            seconds += sum(self.pace.chunk[: self.depth])
+        self.flops += sum(k * f for k, f in zip(rows, self.profile.energy, strict=False))
+        return seconds
+
+    def _write(self, job: Job, exits: list[int], below: list[bool]) -> int:
+        """A token: by which exit."""
+        by, low = self._leaving(self.depth, job.strict[1])
+        e = by[job.number][job.done]
+        exits.append(e)
+        below.append(low[job.number][job.done])
+        job.done += 1
+        return e

@@ -1,0 +1,288 @@
+"""What models would have said to prompts, exit by exit: recorded once, so that serving them can be
+simulated under any policy.
+
+A trace is teacher-forced: each model writes every prompt's text greedily with all of its layers,
+and what its exits say is read off one pass over that text. So the text is the same whichever exit
+a token leaves by; in serving, a token that is not the full model's changes what comes after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import pathlib
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from eejax.common.errors import DataError, require, require_count
+
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelTrace:
+    """One model on p prompts, of each n tokens, at every exit e, the final one last.
+
+    stops [e]: layers below each exit. thresholds [e - 1]: by which tokens leave, 1 where none may.
+    prefill_exit: whether the first token, which the prompt's pass makes, may leave early. prompts
+    [p]: tokens of each. tokens, confidences [p, n, e]: the one that an exit would emit, and what
+    its gate makes of it (the final exit's is not asked by any rule).
+    """
+
+    stops: tuple[int, ...]
+    thresholds: tuple[float, ...]
+    prefill_exit: bool
+    prompts: np.ndarray
+    tokens: np.ndarray
+    confidences: np.ndarray
+
+    def __post_init__(self):
+        e, p = len(self.stops), len(self.prompts)
+        told = f"must be [{p} prompts, tokens, {e} exits]"
+        for name in ("tokens", "confidences"):
+            shape = getattr(self, name).shape
+            ok = len(shape) == 3 and shape[::2] == (p, e) and shape[1] > 0
+            require(ok and shape == self.tokens.shape, name, shape, told)
+        require(p > 0, "prompts", self.prompts, "must be of one prompt at least")
+        require(bool(np.all(self.prompts > 0)), "prompts", self.prompts, "must have tokens")
+        require(
+            list(self.stops) == sorted(self.stops), "stops", self.stops, "must not descend"
+        )  # fmt: skip
+        low, high = float(np.min(self.confidences)), float(np.max(self.confidences))
+        # NaN fails both comparisons.
+        ok = low >= 0 and high <= 1 + 1e-5
+        require(ok, "confidences", f"{low:g}..{high:g}", "must lie in [0, 1]")
+        self._thresholds(self.thresholds)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def new(self) -> int:
+        """Tokens of a prompt's text."""
+        return self.tokens.shape[1]
+
+    @property
+    def exits(self) -> int:
+        return len(self.stops)
+
+    @property
+    def same(self) -> np.ndarray:
+        """[p, n, e] whether an exit's token is the final one's."""
+        return self.tokens == self.tokens[..., -1:]
+
+    def _thresholds(self, value: float | Sequence[float] | None) -> np.ndarray:
+        """[e - 1]; by default those recorded."""
+        value = self.thresholds if value is None else value
+        told = f"must be one number in [0, 1], or {self.exits - 1}: one for each early exit"
+        a = np.asarray(value, np.float64)
+        ok = a.shape in ((), (self.exits - 1,)) and bool(np.all((a >= 0) & (a <= 1)))
+        require(ok, "thresholds", value, told)
+        return np.broadcast_to(a, (self.exits - 1,))
+
+    def leaves(
+        self, threshold: float | Sequence[float] | None = None, depth: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(exit, below) [p, n]: by which exit each token leaves with the first `depth` of them
+        loaded (default: all), and whether below that exit's threshold, for want of the next one.
+
+        The engines' rule: the earliest exit whose confidence reaches its threshold, a threshold of
+        1 never firing; else the last that is loaded. The first token leaves by the last, unless
+        `prefill_exit`. threshold: one, or one for each early exit; by default those recorded.
+        """
+        limits, depth = self._thresholds(threshold), self.exits if depth is None else depth
+        require(1 <= depth <= self.exits, "depth", depth, f"must be in 1..{self.exits}")
+        sure = (self.confidences[..., :-1] >= limits) & (limits < 1)
+        asked = np.concatenate([sure, np.ones((*sure.shape[:2], 1), bool)], -1)
+        if not self.prefill_exit:
+            asked[:, 0, : depth - 1] = False
+        first = asked.argmax(-1)
+        return np.minimum(first, depth - 1), first >= depth
+
+    def part(self, which: slice | np.ndarray) -> ModelTrace:
+        """Of some of the prompts."""
+        own = {name: getattr(self, name)[which] for name in ("prompts", "tokens", "confidences")}
+        return dataclasses.replace(self, **own)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """Several models on the same prompts, in the order in which these come. kinds [p]: what task
+    each is of."""
+
+    models: Mapping[str, ModelTrace]
+    kinds: tuple[str, ...]
+
+    def __post_init__(self):
+        require(bool(self.models), "models", self.models, "must be one at least")
+        shapes = {name: (len(m), m.new) for name, m in self.models.items()}
+        same = len(set(shapes.values())) == 1
+        require(same, "models", shapes, "must have as many prompts and tokens, all of them")
+        p = len(self)
+        require(len(self.kinds) == p, "kinds", len(self.kinds), f"must be one for each of {p}")
+
+    def __len__(self) -> int:
+        return len(next(iter(self.models.values())))
+
+    @property
+    def new(self) -> int:
+        return next(iter(self.models.values())).new
+
+    def part(self, begin: int, end: int) -> Trace:
+        """Prompts begin..end - 1."""
+        models = {name: m.part(slice(begin, end)) for name, m in self.models.items()}
+        return Trace(models, self.kinds[begin:end])
+
+    def ordered(self, order: Sequence[int]) -> Trace:
+        """The same prompts in another order: number order[i] comes as the i-th."""
+        which = np.asarray(order)
+        models = {name: m.part(which) for name, m in self.models.items()}
+        return Trace(models, tuple(self.kinds[i] for i in which))
+
+    def save(self, path: str | os.PathLike) -> None:
+        """As an npz file, replaced at once."""
+        path = pathlib.Path(path)
+        about = {"version": VERSION, "kinds": list(self.kinds), "models": {}}
+        arrays = {}
+        for i, (name, m) in enumerate(self.models.items()):
+            about["models"][name] = {
+                "stops": list(m.stops), "thresholds": list(m.thresholds),
+                "prefill_exit": m.prefill_exit,
+            }  # fmt: skip
+            arrays |= {f"{field}_{i}": getattr(m, field) for field in _ARRAYS}
+        held = io.BytesIO()
+        np.savez_compressed(held, about=np.array(json.dumps(about)), **arrays)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.part")
+        part.write_bytes(held.getvalue())
+        os.replace(part, path)
+
+
+_ARRAYS = {"prompts": "iu", "tokens": "iu", "confidences": "f"}
+
+
+def load(path: str | os.PathLike) -> Trace:
+    """What `Trace.save` wrote. Raises DataError, which names the file and what is wrong with it."""
+    try:
+        # Opened here: numpy leaves what is no npz open.
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as found:
+            arrays = dict(found)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path}: cannot be read as a trace ({error}). Record it again.") from error
+    try:
+        about = json.loads(str(arrays["about"]))
+        if about["version"] != VERSION:
+            raise DataError(
+                f"{path}: version = {about['version']!r}: must be {VERSION}. Record it again."
+            )
+        models = {}
+        for i, (name, own) in enumerate(about["models"].items()):
+            for field, kinds in _ARRAYS.items():
+                kind = arrays[f"{field}_{i}"].dtype.kind
+                require(kind in kinds, f"{name}.{field}", kind, f"must be of dtype kind {kinds}")
+            models[name] = ModelTrace(
+                tuple(own["stops"]), tuple(own["thresholds"]), bool(own["prefill_exit"]),
+                **{field: arrays[f"{field}_{i}"] for field in _ARRAYS},
+            )  # fmt: skip
+        return Trace(models, tuple(about["kinds"]))
+    except KeyError as error:
+        raise DataError(f"{path}: has no {error}. Record it again.") from error
+    except (TypeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path}: {error} Record it again.") from error
+
+
+def record(member, prompts: Sequence[Sequence[int]], new: int, *, slots: int = 16) -> ModelTrace:
+    """Of a `fleet.Member`, by its own rules: `new` tokens of every prompt, none of which ends it.
+
+    Prompts are decoded `slots` at a time by the engine "full", and scored as many at a time. Raises
+    as `read`, and ConfigError for a prompt that leaves no room.
+    """
+    require_count("new", new)
+    _policy(member)  # what is wrong with it is said before the work is done
+    return read(member, prompts, write(member, prompts, new, slots), slots=slots)
+
+
+def read(
+    member, prompts: Sequence[Sequence[int]], texts: np.ndarray, *, slots: int = 16
+) -> ModelTrace:
+    """What a member's exits say of texts [p, new] behind prompts, whoever wrote them.
+
+    Confidences are those of the member's gate. Raises ConfigError for a gate that has none of its
+    own (patience and fixed), and for thresholds that fall while a text grows.
+    """
+    import jax  # late: whoever reads traces does without
+
+    from eejax import calibration
+    from eejax.inference import scoring
+
+    policy, config, new = _policy(member), member.config, texts.shape[1]
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    whole = [[*prompts[i], *texts[i]] for i in order]
+    widths = scoring.lengths(config.context_length)
+    weights = jax.device_put(member.params)
+    scores = calibration.score(weights, config, _batches(whole, new, slots, widths))
+    # Units are numbers in `order`, whose positions come in the order of their text.
+    back = np.argsort(order)
+    shaped = lambda a: a.reshape(-1, len(prompts), new)[:, back].transpose(1, 2, 0)
+    gate = scores.confidences[member.rules.get("gate", "max_probability")]
+    limits = np.where(policy.active, policy.thresholds, 1.0)[0]
+    return ModelTrace(
+        tuple(config.stops), tuple(map(float, limits)), bool(policy.prefill_exit[0]),
+        np.array([len(p) for p in prompts], np.int32), shaped(scores.tokens).astype(np.int32),
+        shaped(gate).astype(np.float32),
+    )  # fmt: skip
+
+
+def _policy(member):
+    """The `ExitPolicy` of a member's rules, where they can be recorded."""
+    from eejax.inference.policy import ExitPolicy
+
+    rules = member.rules
+    require(rules.get("decay") is None, "decay", rules.get("decay"), "must be None to be recorded")
+    gate = rules.get("gate", "max_probability")
+    none = ("patience", "fixed")
+    require(gate not in none, "gate", gate, "must have a confidence of its own to be recorded")
+    return ExitPolicy.make(member.config, 1, **rules)
+
+
+def write(member, prompts: Sequence[Sequence[int]], new: int, slots: int) -> np.ndarray:
+    """[p, new] ids: what the full model writes, greedily."""
+    import jax
+
+    from eejax.inference.engine import SlotEngine
+    from eejax.inference.generate import check_prompts
+    from eejax.inference.scheduler import Scheduler
+
+    check_prompts(prompts, member.config, member.config.context_length - new + 1)
+    weights = jax.device_put(member.params)  # that of a fleet are on the host
+    engine = SlotEngine.make(weights, member.config, "full", slots=slots)
+    scheduler = Scheduler(engine, engine.config)
+    number = {scheduler.submit(p, new): i for i, p in enumerate(prompts)}
+    texts: list[list[int]] = [[] for _ in prompts]
+    for output in scheduler.run():
+        texts[number[output.number]] += [token.id for token in output.tokens]
+        if output.finish == "error":
+            raise FloatingPointError("logits are not finite: check the model's parameters.")
+    return np.array(texts, np.int32)
+
+
+def _batches(
+    texts: Sequence[Sequence[int]], new: int, size: int, widths: Sequence[int]
+) -> Iterator[dict[str, np.ndarray]]:
+    """Of texts, ascending by length, whose last `new` tokens count: each batch is padded to one of
+    few `widths`, for each of which a program is compiled."""
+    for begin in range(0, len(texts), size):
+        part = texts[begin : begin + size]
+        width = next(n for n in widths if n >= len(part[-1]) - 1)
+        tokens = np.zeros((size, width), np.int32)
+        labels = np.full((size, width), -1, np.int32)
+        for i, ids in enumerate(part):
+            tokens[i, : len(ids) - 1] = ids[:-1]
+            labels[i, len(ids) - 1 - new : len(ids) - 1] = ids[-new:]
+        yield {"tokens": tokens, "labels": labels, "units": begin + np.arange(size)}

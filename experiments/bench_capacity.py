@@ -1,0 +1,202 @@
+"""How many requests fit beside a part of a model, and how many beside all of it.
+
+    python -P -m experiments.bench_capacity --json
+
+`batch_ratio`: the geometric mean of `ratio` over models and contexts: requests beside the layers up
+to an exit over requests beside the whole model, in --budget bytes. The models are those of HELIOS
+(Kumar et al., arXiv 2504.10724), which reports 3.7 times as many (abstract of v1) and 15.14 times
+(of v2); at which contexts, the abstracts do not say. Weights, keys and values are of --dtype. A
+request has room for its whole context. Where few requests fit beside the whole model the ratio is
+large, and says little: with --budget=30e9 Llama-2-13B has 2 requests of 2048 tokens and its part
+30, 15 times as many. `whole` and `part` are the requests themselves.
+
+By shapes alone (eejax.inference.capacity), so without the models or the card. A card of "40 GB" has
+40 GiB, 42.9e9 bytes; of these the default of 40e9 leaves some 7 % for CUDA and for what a step
+takes while it runs, which is not counted. With --grows, as a fleet of models has it, the part also
+keeps the states behind its last layer, from which more layers fill in their keys and values.
+
+`check`: a model of Llama-2-13B's proportions, small, in a budget as much smaller, is built with the
+slots that are said to fit, and serves; then with one more. `held`: bytes of its weights and state;
+`live`: the most there were of all arrays at once, requests and records under way included; `error`:
+predicted bytes over those held, less 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import math
+
+import numpy as np
+from absl import flags
+
+from experiments import launch
+
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
+_BUDGET = flags.DEFINE_float("budget", 40e9, "Bytes for weights and requests.", lower_bound=1.0)
+_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of both.")
+_CONTEXTS = flags.DEFINE_list("contexts", ["512", "1024", "2048"], "Tokens of a request.")
+_GROWS = flags.DEFINE_bool("grows", True, "Whether layers may be added while requests run.")
+_CHECK = flags.DEFINE_bool("check", True, "Build a small model at its budget, too.")
+
+LLAMA_2 = dict(
+    vocab_size=32_000, context_length=4096, norm="rmsnorm", position="rotary", mlp_gated=True,
+    activation="silu", head="shared",
+)  # fmt: skip
+SIZES = {
+    "Llama-2-7B": (9, dict(n_layers=32, d_model=4096, n_heads=32, d_ff=11_008)),
+    "Llama-2-13B": (15, dict(n_layers=40, d_model=5120, n_heads=40, d_ff=13_824)),
+}
+# A fifth of the layers of Llama-2-13B and a fortieth of its width, up to as large a part of them.
+SMALL = (3, dict(n_layers=8, d_model=128, n_heads=4, d_ff=344, vocab_size=800, context_length=128))
+SHARE = 0.65  # of the budget, that the whole of Llama-2-13B takes
+PROMPT, NEW = 12, 6  # tokens
+
+
+def main() -> None:
+    from eejax.analysis import table
+
+    contexts = launch.numbers("contexts", _CONTEXTS.value, int)
+    own = lambda config: config.replace(dtype=_DTYPE.value)
+    rows = [
+        {"model": name} | of(own(config), layer, context, _BUDGET.value, _GROWS.value)
+        for name, (layer, config) in models().items()
+        for context in contexts
+    ]
+    mean = lambda found: math.exp(np.mean([math.log(r["ratio"]) for r in found]))
+    held = [r for r in rows if r["whole"] and r["part"]]
+    result: dict = {
+        "budget": _BUDGET.value, "dtype": _DTYPE.value, "grows": _GROWS.value,
+        "batch_ratio": mean(held) if held else None,
+        "by_model": {
+            name: mean(each)
+            for name in models() if (each := [r for r in held if r["model"] == name])
+        },
+        "least": min((r["ratio"] for r in held), default=None),
+        "most": max((r["ratio"] for r in held), default=None),
+        "rows": rows,
+    }  # fmt: skip
+    print(capacities(table, rows), end="\n\n")
+    rest = {k: v for k, v in result.items() if k != "rows"}
+    print(table(("", ""), launch.lines(rest)))
+    if _CHECK.value:
+        layer, size = SMALL
+        result["check"] = check(own(llama(layer, size)), layer, 64, _GROWS.value)
+        print("\n" + table(("small", ""), launch.lines(result["check"])))
+    if _JSON.value:
+        print(json.dumps(result))
+
+
+def models() -> dict:
+    """By name, (the layer that HELIOS loads a model up to, its configuration)."""
+    from configs import helios_opt_1b3
+    from eejax.models.config import ModelConfig
+
+    opt = ModelConfig.from_dict(helios_opt_1b3.get_config().model.to_dict())
+    return {"OPT-1.3B": (6, opt)} | {
+        name: (layer, llama(layer, size)) for name, (layer, size) in SIZES.items()
+    }
+
+
+def llama(layer: int, size: dict):
+    """Llama 2's architecture, whose head an exit shares, as LayerSkip's exits do."""
+    from eejax.models.config import ExitConfig, ModelConfig
+
+    exits = (ExitConfig(layer, norm=False, head="shared"),)
+    return ModelConfig(**(LLAMA_2 | size), exits=exits)
+
+
+def depths(config, layer: int) -> dict[str, int]:
+    """Segments of the whole model, and of the part that ends at a layer."""
+    return {"whole": config.n_exits + 1, "part": config.stops.index(layer) + 1}
+
+
+def of(config, layer: int, context: int, budget: float, grows: bool) -> dict:
+    """What the whole model and its part take, and the requests that fit."""
+    from eejax.inference import capacity
+    from eejax.inference.batched_state import BatchOptions
+
+    options = BatchOptions(grows=grows)
+    row: dict = {"layers": [layer, config.n_layers], "context": context}
+    for which, depth in depths(config, layer).items():
+        row[f"{which}_weights"] = capacity.weight_bytes(config, depth)
+        row[f"{which}_request"] = capacity.request_bytes(config, options, depth, context)
+        row[which] = capacity.slots(config, options, depth, context, budget)
+    return row | {"ratio": row["part"] / row["whole"] if row["whole"] else None}
+
+
+def capacities(table, rows: list[dict]) -> str:
+    names = (
+        "model", "layers", "context", "weights, GB", "part, GB", "request, MB", "part, MB",
+        "requests", "part", "ratio",
+    )  # fmt: skip
+    one = lambda r: (
+        r["model"], "{} of {}".format(*r["layers"]), str(r["context"]),
+        *(f"{r[f'{w}_weights'] / 1e9:.3f}" for w in ("whole", "part")),
+        *(f"{r[f'{w}_request'] / 1e6:.1f}" for w in ("whole", "part")),
+        str(r["whole"]), str(r["part"]), f"{r['ratio']:.2f}" if r["ratio"] else "none fits",
+    )  # fmt: skip
+    return table(names, [one(r) for r in rows])
+
+
+def check(config, layer: int, context: int, grows: bool) -> dict:
+    """What really lies in memory at a budget, of a model: whole, and its part up to a layer."""
+    import jax
+
+    from eejax.inference import capacity
+    from eejax.inference.batched_state import BatchOptions
+    from eejax.models import params
+
+    options = BatchOptions(cap=4, buckets=(8,), chunk=16, drafts=1, grows=grows)
+    host = jax.device_get(params.init(config, jax.random.key(0)))
+    budget = capacity.weight_bytes(config, config.n_exits + 1) / SHARE
+    result: dict = {"budget": budget}
+    for name, depth in depths(config, layer).items():
+        launch.say(f"building the {name} at {budget / 1e6:.2f} MB ...")
+        n = capacity.slots(config, options, depth, context, budget)
+        predicted = capacity.engine_bytes(config, options, depth, context, n)
+        found = serve(host, config, dataclasses.replace(options, max_depth=depth), n, context)
+        more = serve(host, config, dataclasses.replace(options, max_depth=depth), n + 1, context, 0)
+        result[name] = {
+            "slots": n, "predicted": predicted, **found, "error": predicted / found["held"] - 1,
+            "fits": max(found["held"], found["live"]) <= budget,
+            "one_more": more["held"], "one_more_fits": more["held"] <= budget,
+        }  # fmt: skip
+    return result | {"ratio": result["part"]["slots"] / result["whole"]["slots"]}
+
+
+def serve(host, config, options, slots: int, context: int, rounds: int = 2) -> dict:
+    """Bytes held, and of all arrays made here; requests answered, `rounds` for each slot, and how
+    many of them ran at once."""
+    import jax
+
+    from eejax.common.trees import nbytes
+    from eejax.inference.batched_slots import BatchedEngine
+    from eejax.inference.policy import ExitPolicy
+    from eejax.inference.scheduler import Scheduler
+
+    gc.collect()
+    others = jax.live_arrays()  # kept, so that none of ours gets the number of one
+    known = {id(a) for a in others}
+    live = lambda: sum(a.nbytes for a in jax.live_arrays() if id(a) not in known)
+    engine = BatchedEngine.make(host, config, options, slots=slots, context=context)
+    engine = dataclasses.replace(engine, weights=jax.device_put(engine.weights))
+    scheduler = Scheduler(engine, config)
+    rng, policy = np.random.default_rng(0), ExitPolicy.make(config, 1, 0.5)
+    for _ in range(rounds * slots):
+        prompt = rng.integers(0, config.vocab_size, PROMPT).tolist()
+        scheduler.submit(prompt, NEW, policy=policy)
+    held = nbytes(engine.weights) + nbytes(scheduler.state)
+    most, tokens, together = live(), 0, 0
+    while not scheduler.idle:
+        tokens += sum(len(output.tokens) for output in scheduler.step())
+        together = max(together, len(scheduler.running))
+        most = max(most, live())
+    if tokens != rounds * slots * NEW or held != nbytes(engine.weights) + nbytes(scheduler.state):
+        raise RuntimeError(f"{tokens} tokens of {rounds * slots} requests, {held} bytes before")
+    return {"held": held, "live": most, "tokens": tokens, "together": together}
+
+
+if __name__ == "__main__":
+    launch.run(main)

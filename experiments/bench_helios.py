@@ -1,0 +1,301 @@
+"""Choosing model and depth while serving, beside models that serve as they are.
+
+    python -P -m experiments.bench_helios --small=runs/mixed_small --large=runs/mixed_large \\
+        --judge=runs/mixed_judge --json
+
+All of $EEJAX_DATA/mixed_prompts, 100 tokens each, greedy, through one process on the cores it is
+given: every policy serves the same prompts in the same order, block by block in turn, so that what
+slows the machine slows all. Memory is the same for all: a budget that holds the whole larger model
+and --slots requests of it; whoever loads less has more slots (`inference.capacity`), --most at
+most. Everything is compiled before; what loading, filling in and running anew take is in the times,
+and on the timeline.
+
+throughput_ratio: tokens a second of the controller (objective: throughput) over the better of the
+smaller and larger model, untruncated, with or without exits. ttft_ratio: seconds to the first token
+of the better of them over the controller's (objective: response time), where as many clients ask
+one after the other as that model has slots. energy_proxy_ratio: executed floating-point operations
+a token, of the first pair; operations are not energy. Intervals are 95 % bootstraps over blocks, or
+over prompts. Quality: tokens that are the whole model's given the same text (every --audited-th
+answer), perplexity by that model, and by a third one that was trained apart.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+from absl import flags
+
+from experiments import launch
+
+_SMALL = flags.DEFINE_string("small", None, "A training run, or a model's folder.")
+_LARGE = flags.DEFINE_string("large", None, "Another, of the same tokenizer.")
+_JUDGE = flags.DEFINE_string("judge", None, "A third one, for perplexity; default: none.")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
+_PROMPTS = flags.DEFINE_integer("prompts", None, "Prompts; default: all.", lower_bound=8)
+_NEW = flags.DEFINE_integer("new", 100, "Tokens of an answer.", lower_bound=2)
+_SLOTS = flags.DEFINE_integer("slots", 8, "Requests that the budget holds with the larger model.")
+_MOST = flags.DEFINE_integer("most", 32, "Most slots of a model.", lower_bound=1)
+_THRESHOLD = flags.DEFINE_float("threshold", 0.1, "Of all exits, where a policy names none.")
+_CURVE = flags.DEFINE_list("curve", ["0.8", "0.9", "0.95"], "Limits on agreement of the curve.")
+_BLOCKS = flags.DEFINE_integer("blocks", 10, "Parts of the work that policies do in turn.")
+_ORDERS = flags.DEFINE_list("orders", ["shuffled", "blocked", "drifting"], "Of the prompts.")
+_AUDITED = flags.DEFINE_integer("audited", 4, "Of as many answers one is looked at again.")
+_CLIENTS = flags.DEFINE_integer("clients", None, "For ttft_ratio; default: the better's slots.")
+flags.mark_flags_as_required(["small", "large"])
+
+
+def main() -> None:
+    from eejax.analysis import table
+
+    result = Bench().run()
+    print(table(("", ""), launch.lines(result)))
+    if _JSON.value:
+        print(json.dumps(result))
+
+
+class Bench:
+    """The models, what they cost, and the prompts."""
+
+    def __init__(self):
+        from eejax.inference import capacity
+        from eejax.inference.engine import CALL
+        from eejax.serving.fleet import Member
+        from eejax.serving.fleets import check_alike, encoded, room, warm_up, windows
+        from eejax.serving.models import batch_options
+        from eejax.serving.profiles import measure
+        from eejax.train.pretrained import open_model
+        from experiments.helios_runs import Judges, fitted, prompts
+
+        paths = {"small": _SMALL.value, "large": _LARGE.value}
+        if _JUDGE.value:
+            paths["judge"] = _JUDGE.value
+        opened = {name: open_model(path) for name, path in paths.items()}
+        check_alike(opened)
+        make = lambda m: Member(
+            m.params, m.config, {"threshold": _THRESHOLD.value}, batch_options(m.config, 64)
+        )
+        self.members = {name: make(model) for name, model in opened.items()}
+        self.judges = Judges(
+            {n: m for n, m in self.members.items() if n != "judge"}, self.members.pop("judge", None)
+        )
+        configs = {name: m.config for name, m in self.members.items()}
+        self.context = min(c.context_length for c in configs.values())
+        tokenizer, most = opened["small"].tokenizer, self.context - _NEW.value
+        records = prompts()
+        if _PROMPTS.value:
+            picks = np.linspace(0, len(records) - 1, _PROMPTS.value).astype(int)
+            records = [records[i] for i in picks]
+        self.texts, self.cut = fitted(tokenizer, records, most)
+        self.tasks = [r["task"] for r in records]
+        large = configs["large"]
+        self.budget = 1.001 * capacity.engine_bytes(
+            large, self.members["large"].options, large.n_exits + 1, self.context, _SLOTS.value
+        )  # more than a few bytes of bookkeeping
+        self.slots = {
+            name: room(member, _MOST.value, self.context, self.budget)
+            for name, member in self.members.items()
+        }
+        launch.say(f"slots by depth: {self.slots}")
+        own = encoded([r["prompt"] for r in records[:: max(len(records) // 64, 1)]], tokenizer)
+        own = [text[-most:] for text in own]
+        begin = time.perf_counter()
+        self.profiles = {}
+        for name, member in self.members.items():
+            launch.say(f"{name}: measuring ...")
+            self.profiles[name] = measure(
+                member, own, windows(own, self.context), slots=self.slots[name],
+                context=self.context, new=32,
+            )  # fmt: skip
+            warm_up(member, slots=self.slots[name], context=self.context, steps=CALL)
+        self.compiled = time.perf_counter() - begin
+
+    def making(self, name: str) -> dict:
+        return dict(slots=self.slots[name], context=self.context)
+
+    def statics(self) -> dict:
+        """Policies that do not choose: (server, slots) by name."""
+        from experiments.helios_runs import Static
+
+        found = {}
+        for name, member in self.members.items():
+            whole = member.config.n_exits + 1
+            for depth in range(1, whole + 1):
+                for exits in (True, False) if depth == whole else (True,):
+                    part = "" if depth == whole else f" up to {member.config.stops[depth - 1]}"
+                    label = f"{name}{part}" + ("" if exits else " without exits")
+                    found[label] = lambda n=name, m=member, d=depth, e=exits: Static(
+                        n, m, d, _THRESHOLD.value if e else 1.0, **self.making(n)
+                    )
+        return found
+
+    def chosen(self, objective: str, limits: dict | None = None, kind=None, **options):
+        from eejax.serving.controller import Controller, ControllerOptions
+        from eejax.serving.fleets import put
+        from eejax.serving.objectives import Objective
+        from eejax.serving.repository import Repository
+        from experiments.helios_runs import Chosen, Stopwatch
+
+        repository, watch = Repository(), Stopwatch()
+        put(repository, self.profiles)
+        controller = (kind or Controller)(
+            self.profiles, Objective.of(objective, **(limits or {})), repository,
+            ControllerOptions(budget=self.budget * 1.0, tokens=_NEW.value, **options),
+            clock=watch.now,
+        )  # fmt: skip
+        # Answers are looked at again here, apart from the times, unless something depends on it.
+        audits = 0.2 if limits else 0.0
+        return Chosen(
+            self.members, controller, watch, slots=self.slots, context=self.context, audits=audits
+        )
+
+    def through(self, policies: dict, order: str, blocks: int, clients: int | None = None) -> dict:
+        """{policy: [(seconds, answers) of each block]}, policies in turn."""
+        from experiments.helios_runs import drive, ordered
+
+        indices = ordered(self.tasks, order)
+        parts = np.array_split(indices, blocks)
+        servers = {name: make() for name, make in policies.items()}
+        found: dict[str, list] = {name: [] for name in policies}
+        for b, part in enumerate(parts):
+            names = [*policies]
+            names = names[b % len(names) :] + names[: b % len(names)]
+            for name in names:
+                texts = {int(i): self.texts[i] for i in part}
+                found[name].append(drive(servers[name], texts, _NEW.value, clients))
+            done = {n: f"{sum(s for s, _ in rows):.1f}" for n, rows in found.items()}
+            launch.say(f"{order}, block {b + 1} of {blocks}: seconds {done}")
+        self.servers = servers
+        return found
+
+    def told(self, rows: list) -> dict:
+        """Of a policy's blocks."""
+        from experiments.helios_runs import flops
+
+        answers = [a for _, more in rows for a in more]
+        seconds = sum(s for s, _ in rows)
+        tokens = sum(len(a.tokens) for a in answers)
+        ttft = np.array([a.ttft for a in answers])
+        judged = self.judges.judge(answers[:: _AUDITED.value], self.texts)
+        return {
+            "tokens_per_s": tokens / seconds, "seconds": seconds,
+            "ttft": {"mean": float(ttft.mean()), **{
+                f"p{p}": float(np.percentile(ttft, p)) for p in (50, 99)
+            }},
+            "flops_per_token": flops(self.members, answers, self.texts), **judged.told(),
+        }  # fmt: skip
+
+    def controlled(self, name: str) -> dict:
+        """What a fleet decided, and did."""
+        server = self.servers[name]
+        c, fleet = server.controller, server.fleet
+        ends = [*(d.time for d in c.decisions[1:]), server.watch.now()]
+        return {
+            "below_share": c.below_share, "taken_along": fleet.taken_along,
+            "audited": {
+                f"{m} {d} {k}": [a.count, a.share, a.bound]
+                for (m, d, k), a in fleet.audits.items()
+            },
+            "load_seconds": sum(x.seconds for x in fleet.changes if x.kind == "load"),
+            "grow_seconds": sum(x.seconds for x in fleet.changes if x.kind == "grow"),
+            "rebuild_seconds": sum(x.rebuild for x in fleet.changes),
+            "shrink_seconds": sum(x.seconds for x in fleet.changes if x.kind == "shrink"),
+            "timeline": [
+                [round(d.time, 2), d.kind, d.choice.model, d.choice.depth,
+                 self.slots[d.choice.model][d.choice.depth - 1], round(end - d.time, 2), d.why]
+                for d, end in zip(c.decisions, ends, strict=True)
+            ],
+        }  # fmt: skip
+
+    def run(self) -> dict:
+        from eejax.analysis import total_ratio
+        from experiments.helios_runs import ByChance
+
+        interval = lambda r: {"ratio": r.median, "interval": [r.low, r.high]}
+        seconds = lambda rows: [s for s, _ in rows]
+        result: dict = {
+            "prompts": len(self.texts), "cut": self.cut, "slots": self.slots,
+            "budget_bytes": self.budget, "compile_and_measure_seconds": self.compiled,
+            "profiles": {n: vars(p) for n, p in self.profiles.items()}, "orders": {},
+        }  # fmt: skip
+        statics = self.statics()
+        untruncated = [name for name in statics if "up to" not in name]
+        better, rates = None, {}
+        for order in _ORDERS.value:
+            first = better is None
+            names = statics if first else {better: statics[better]}
+            policies = dict(names) | {
+                "helios": lambda: self.chosen("throughput"),
+                "chance": lambda: self.chosen("throughput", kind=ByChance),
+            }
+            if first:
+                policies |= {
+                    f"helios, agreement {y}": lambda y=y: self.chosen(
+                        "throughput", {"accuracy": float(y)}
+                    )
+                    for y in _CURVE.value
+                }
+                policies["helios, never below"] = lambda: self.chosen("throughput", greedy=False)
+            found = self.through(policies, order, _BLOCKS.value)
+            rows = {name: self.told(rows) for name, rows in found.items()}
+            for name, row in rows.items():
+                if name not in statics:
+                    row |= self.controlled(name)
+            if first:
+                better = max(untruncated, key=lambda n: rows[n]["tokens_per_s"])
+                rates = {n: np.array(seconds(found[n])) for n in statics}
+            ratio = interval(total_ratio(seconds(found[better]), seconds(found["helios"])))
+            result["orders"][order] = {
+                "policies": rows,
+                "throughput_ratio": ratio,
+                "energy_proxy_ratio": (
+                    rows[better]["flops_per_token"] / rows["helios"]["flops_per_token"]
+                ),
+                "over_chance": interval(
+                    total_ratio(seconds(found["chance"]), seconds(found["helios"]))
+                ),
+            }
+            if first:
+                fastest = np.min([*rates.values()], axis=0)
+                result["orders"][order]["regret"] = (
+                    sum(seconds(found["helios"])) / float(fastest.sum()) - 1
+                )
+                equal = [n for n in statics if rows[n]["agreement"] >= rows["helios"]["agreement"]]
+                best = max(equal, key=lambda n: rows[n]["tokens_per_s"], default=None)
+                result["orders"][order]["at_equal_quality"] = best and {
+                    "static": best, **interval(
+                        total_ratio(seconds(found[best]), seconds(found["helios"]))
+                    ),
+                }  # fmt: skip
+        result["better_static"] = better
+        result |= self.response(statics, better)
+        first = result["orders"][_ORDERS.value[0]]
+        for name in ("throughput_ratio", "energy_proxy_ratio"):
+            result[name] = first[name]
+        return result
+
+    def response(self, statics: dict, better: str) -> dict:
+        """Seconds to the first token where nobody waits for a slot."""
+        from eejax.analysis import total_ratio
+
+        model = better.split()[0]
+        clients = _CLIENTS.value or self.slots[model][-1]
+        policies = {
+            better: statics[better], "helios": lambda: self.chosen("response_time"),
+        }  # fmt: skip
+        found = self.through(policies, "shuffled", _BLOCKS.value, clients)
+        rows = {name: self.told(rows) for name, rows in found.items()}
+        rows["helios"] |= self.controlled("helios")
+        by_prompt = lambda rows: [a.ttft for a in sorted(
+            (a for _, more in rows for a in more), key=lambda a: a.index
+        )]  # fmt: skip
+        found = total_ratio(by_prompt(found[better]), by_prompt(found["helios"]))
+        return {
+            "clients": clients, "response": rows,
+            "ttft_ratio": {"ratio": found.median, "interval": [found.low, found.high]},
+        }  # fmt: skip
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,250 @@
+"""Servers of several models in one process, and prompts that go through them, for benchmarks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from eejax.common.errors import ConfigError, DataError
+from eejax.inference.partial import PartialModel
+from eejax.inference.policy import ExitPolicy
+from eejax.serving.audits import Auditor
+from eejax.serving.controller import Choice, Controller
+from eejax.serving.energy import token_work
+from eejax.serving.fleet import Fleet, Member
+
+ORDERS = ("blocked", "shuffled", "drifting")
+SPREAD = 0.3  # of a task's prompts around its time, as a share of all, where tasks drift
+
+
+def prompts() -> list[dict]:
+    """The records of mixed_prompts in $EEJAX_DATA. Raises ConfigError without it."""
+    folder = os.environ.get("EEJAX_DATA")
+    if not folder:
+        raise ConfigError("$EEJAX_DATA: must name the folder of mixed_prompts; it is not set.")
+    path = os.path.join(folder, "mixed_prompts", "mixed_prompts.jsonl")
+    try:
+        with open(path, encoding="utf-8") as file:
+            return [json.loads(line) for line in file]
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error}).") from error
+
+
+def fitted(tokenizer: Any, records: Sequence[dict], room: int) -> tuple[list[list[int]], int]:
+    """(ids of each prompt, of which `room` tokens at the end are kept; how many were cut)."""
+    if room < 1:
+        raise ConfigError(f"--new: leaves no room for prompts: {room} tokens of the context.")
+    ids = [tokenizer.encode(record["prompt"]).tolist() for record in records]
+    return [i[-room:] for i in ids], sum(len(i) > room for i in ids)
+
+
+def ordered(tasks: Sequence[str], order: str, seed: int = 0) -> np.ndarray:
+    """Indices of prompts: task after task, at random, or so that tasks come and go one after the
+    other with much overlap."""
+    rng = np.random.default_rng(seed)
+    names = list(dict.fromkeys(tasks))
+    place = np.array([names.index(task) for task in tasks]) / len(names)
+    within = rng.random(len(tasks))
+    if order == "shuffled":
+        return np.argsort(within, kind="stable")
+    spread = SPREAD if order == "drifting" else 1e-3
+    return np.argsort(place + spread * within, kind="stable")
+
+
+@dataclasses.dataclass
+class Answer:
+    """What came of a prompt: seconds at which it was sent, and its first and last token came;
+    tokens as they came; placed: the models that it was given to, each with its depth and the number
+    of tokens that were there already."""
+
+    index: int
+    sent: float
+    first: float = 0.0
+    done: float = 0.0
+    tokens: list = dataclasses.field(default_factory=list)
+    placed: list[tuple[Choice, int]] = dataclasses.field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        return self.first - self.sent
+
+    def parts(self) -> list[tuple[str, int, int]]:
+        """(model, from, to) of its tokens."""
+        starts = [n for _, n in self.placed] + [len(self.tokens)]
+        spans = zip(self.placed, starts, starts[1:], strict=False)
+        return [(choice.model, a, b) for (choice, _), a, b in spans if b > a]
+
+
+class Static:
+    """One model at one depth."""
+
+    def __init__(self, name: str, member: Member, depth: int, threshold: Any, **making: Any):
+        self.choice = Choice(name, depth)
+        rules = {**member.rules, "threshold": threshold}
+        self._policy = ExitPolicy.make(member.config, 1, **rules)
+        self._part = PartialModel(
+            member.params, member.config, member.options, depth=depth, **making
+        )
+        self.slots = self._part.engine.slots
+
+    def submit(self, answer: Answer, prompt: Sequence[int], limit: int) -> int:
+        answer.placed.append((self.choice, 0))
+        return self._part.scheduler.submit(prompt, limit, policy=self._policy)
+
+    def step(self):
+        return self._part.step()
+
+
+class Stopwatch:
+    """Seconds in which it ran, so that a server's time is its own where several take turns."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock, self._total, self._begin = clock, 0.0, None
+
+    def now(self) -> float:
+        return self._total + (0.0 if self._begin is None else self._clock() - self._begin)
+
+    def run(self, on: bool) -> None:
+        self._total, self._begin = self.now(), self._clock() if on else None
+
+
+class Chosen:
+    """A fleet, by whatever its controller says. watch: the clock of both."""
+
+    def __init__(
+        self, members: Mapping[str, Member], controller: Controller, watch: Stopwatch, **making: Any
+    ):
+        self.watch = watch
+        self._answers: dict[int, Answer] = {}
+        outer = self
+
+        class Noted(Fleet):
+            def _place(self, job, given):
+                super()._place(job, given)
+                model = given.choice.model
+                choice = Choice(model, self.parts[model].depth)
+                outer._answers[job.number].placed.append((choice, len(job.tokens)))
+
+        self.controller = controller
+        self.fleet = Noted(members, controller, clock=watch.now, **making)
+
+    def submit(self, answer: Answer, prompt: Sequence[int], limit: int) -> int:
+        number = self.fleet.submit(prompt, limit)
+        self._answers[number] = answer
+        return number
+
+    def step(self):
+        return self.fleet.step()
+
+
+class ByChance(Controller):
+    """Another model and depth after every interval, whatever they are worth."""
+
+    def __init__(self, *args: Any, seed: int = 0, **own: Any):
+        self._drawn = np.random.default_rng(seed)
+        super().__init__(*args, **own)
+
+    def _evaluate(self, why: str) -> None:
+        self._since = 0
+        known = [Choice(m, d) for m, p in self.profiles.items() for d in range(1, p.exits + 1)]
+        self._want("serve", known[self._drawn.integers(len(known))], "by chance")
+
+    def _breached(self) -> None:
+        self._window.clear()
+
+
+def drive(
+    server: Any, texts: Mapping[int, Sequence[int]], limit: int, clients: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[float, list[Answer]]:  # fmt: skip
+    """(seconds, answers) of prompts by their indices, in this order, of which `clients` are under
+    way at a time; None: all come at once."""
+    left, answers, open_ = [*texts][::-1], [], {}
+    most = len(left) if clients is None else clients
+    watch = getattr(server, "watch", None) or Stopwatch()
+    watch.run(True)
+    begin = clock()
+    while left or open_:
+        while left and len(open_) < most:
+            answer = Answer(left.pop(), clock())
+            open_[server.submit(answer, texts[answer.index], limit)] = answer
+            answers.append(answer)
+        for number, tokens, finish in server.step():
+            answer, now = open_[number], clock()
+            if tokens:
+                answer.first = answer.first or now
+                answer.tokens += tokens
+            if finish:
+                open_.pop(number).done = now
+    seconds = clock() - begin
+    watch.run(False)
+    return seconds, answers
+
+
+def flops(members: Mapping[str, Member], answers: Sequence[Answer], texts) -> float:
+    """Executed floating-point operations for a token of the answers: of layers and heads up to the
+    exit that each token left by, and of prompts through all that was loaded when they began."""
+    works = {
+        name: [token_work(m.config, e).flops for e in range(m.config.n_exits + 1)]
+        for name, m in members.items()
+    }
+    total = count = 0.0
+    for answer in answers:
+        for choice, there in answer.placed:
+            given = len(texts[answer.index]) + there
+            total += given * works[choice.model][choice.depth - 1]
+        for model, a, b in answer.parts():
+            total += sum(works[model][token.exit] for token in answer.tokens[a:b])
+        count += len(answer.tokens)
+    return total / count
+
+
+@dataclasses.dataclass
+class Judged:
+    """Of answers, token by token: whether the whole model that gave it would have, its
+    log-probability by that model, and by a model that has no part in it."""
+
+    same: np.ndarray
+    own: np.ndarray
+    other: np.ndarray
+
+    def told(self) -> dict[str, float]:
+        perplexity = lambda a: float(np.exp(-a.mean())) if a.size else float("nan")
+        return {
+            "agreement": float(self.same.mean()), "perplexity": perplexity(self.own),
+            "judge_perplexity": perplexity(self.other),
+        }  # fmt: skip
+
+
+class Judges:
+    """Whole models, which look at answers again."""
+
+    def __init__(self, members: Mapping[str, Member], other: Member | None = None):
+        everybody = dict(members) | ({} if other is None else {None: other})
+        self._parts = {
+            name: PartialModel(m.params, m.config, m.options, slots=1, depth=m.config.n_exits + 1)
+            for name, m in everybody.items()
+        }
+        self._auditors = {n: Auditor(p.host, p.config) for n, p in self._parts.items()}
+
+    def _judge(self, name, prompt, tokens):
+        return self._auditors[name].judge(self._parts[name].engine.weights, prompt, tokens)
+
+    def judge(self, answers: Sequence[Answer], texts) -> Judged:
+        same, own, other = [], [], []
+        for answer in answers:
+            text, ids = [*texts[answer.index]], [t.id for t in answer.tokens]
+            verdicts = {m: self._judge(m, text, ids) for m in {m for m, *_ in answer.parts()}}
+            for model, a, b in answer.parts():
+                same.append(verdicts[model].same[a:b])
+                own.append(verdicts[model].logprob[a:b])
+            if None in self._parts and ids:
+                other.append(self._judge(None, text, ids).logprob)
+        joined = lambda parts: np.concatenate(parts) if parts else np.zeros(0)
+        return Judged(joined(same), joined(own), joined(other))

@@ -1,0 +1,50 @@
+"""Prompts in a file: one a line, as plain text or as a JSON object with a "prompt"."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+from typing import Any
+
+from eejax.common.errors import DataError
+
+
+def read(flag: str, path: str) -> list[str]:
+    """Lines of a file, or of standard input for "-". Raises DataError, which names the flag."""
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else pathlib.Path(path).read_bytes()
+        return data.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
+    except OSError as error:
+        raise DataError(f"--{flag} = {path!r}: cannot be read ({error.strerror}).") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"--{flag} = {path!r}: is not UTF-8 text ({error}): convert it.") from error
+
+
+def fields(line: str) -> dict[str, Any]:
+    """Of a line: one that begins with a brace is a JSON object, any other a prompt. Raises
+    ValueError for what is no such object."""
+    if not line.lstrip().startswith("{"):
+        return {"prompt": line}
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is no JSON object that can be read ({error})") from error
+
+
+def texts(flag: str, path: str) -> list[str]:
+    """The prompts of a file alone. Raises DataError for lines that have none."""
+    found = []
+    for number, line in enumerate(read(flag, path), 1):
+        if not line.strip():
+            continue
+        try:
+            text = fields(line).get("prompt")
+        except ValueError as error:
+            raise DataError(f"--{flag} = {path!r}: line {number} {error}.") from error
+        if not isinstance(text, str):
+            raise DataError(f'--{flag} = {path!r}: line {number} must have a text as "prompt".')
+        found.append(text)
+    if not found:
+        raise DataError(f"--{flag} = {path!r}: must have a line that is not empty.")
+    return found

@@ -1,0 +1,117 @@
+"""Text of the kinds that mixed prompts are of, without those prompts: what models for them learn.
+
+    python -m experiments.task_text --output=runs/tasks.jsonl
+
+Reads the task sets and books of $EEJAX_DATA. Whatever shares its question, passage or program with
+a record of mixed_prompts is left out, so that a benchmark on those prompts is of unseen ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+
+from absl import flags
+
+from eejax.common.errors import ConfigError
+from experiments import launch
+
+_OUTPUT = flags.DEFINE_string("output", None, "The file to write, in JSON lines.", required=True)
+
+BOOKS = (
+    "books/moby_dick.txt", "books/pride_and_prejudice.txt", "books/two_cities.txt",
+    "books/great_expectations.txt", "wikitext2/valid.txt",
+)  # fmt: skip
+PIECE = 4000  # characters of a book that are one document
+KEY = 60  # characters in which two texts may not agree
+
+
+def main() -> None:
+    folder = os.environ.get("EEJAX_DATA")
+    if not folder:
+        raise ConfigError("$EEJAX_DATA: must name the folder of the task sets; it is not set.")
+    held = Held(prompts(folder))
+    kept = left = 0
+    try:
+        with open(_OUTPUT.value, "w", encoding="utf-8") as file:
+            for key, text in documents(folder):
+                if held.has(key):
+                    left += 1
+                    continue
+                kept += 1
+                print(json.dumps({"text": text}), file=file)
+    except OSError as error:
+        raise ConfigError(f"--output = {_OUTPUT.value!r}: cannot be written ({error}).") from error
+    launch.say(f"{kept} documents; {left} left out, of which mixed prompts are")
+
+
+def prompts(folder: str) -> list[dict]:
+    """The records of mixed_prompts."""
+    return list(read(folder, "mixed_prompts/mixed_prompts.jsonl"))
+
+
+def read(folder: str, name: str) -> Iterator[dict]:
+    try:
+        with open(os.path.join(folder, name), encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"$EEJAX_DATA: {name} cannot be read ({error}).") from error
+
+
+def plain(text: str) -> str:
+    """Letters and digits alone, so that quotes and spaces do not tell two texts apart."""
+    return re.sub(r"\W+", "", text.lower())
+
+
+class Held:
+    """Texts that are not to be learned; `has` says whether another begins, or goes on somewhere,
+    as one of them does."""
+
+    def __init__(self, records: list[dict]):
+        self._texts = "\n".join(plain(record["prompt"]) for record in records)
+
+    def has(self, key: str) -> bool:
+        return plain(key)[:KEY] in self._texts
+
+
+def documents(folder: str) -> Iterator[tuple[str, str]]:
+    """(what tells a text from others, the text), written as the prompts are."""
+    for name in ("train_500", "test"):
+        for row in read(folder, f"gsm8k/{name}.jsonl"):
+            question = row["question"]
+            yield question, f"Question: {question}\nAnswer: {row['answer']}\n"
+    for row in read(folder, "truthfulqa/truthfulqa.jsonl"):
+        question = row["question"]
+        yield question, f"Q: {question}\nA: {row['best_answer']}\n"
+    for row in read(folder, "nq_open/dev.jsonl"):
+        question = row["question"]
+        yield question, f"Q: {question}?\nA: {row['answer'][0]}\n"
+    for row in read(folder, "hellaswag/val.jsonl"):
+        key = f"{row['activity_label']}: {row['ctx']}"
+        yield row["ctx"], f"{key} {row['endings'][int(row['label'])]}\n"
+    for name in ("boolq/val.jsonl", "openbookqa/test.jsonl"):
+        for row in read(folder, name):
+            yield row["query"], f"{row['query']} {row['choices'][row['gold']]}\n"
+    for row in read(folder, "lambada/lambada_openai.jsonl"):
+        yield row["context"], f"{row['context']} {row['continuation']}\n"
+    for row in read(folder, "mbpp/mbpp.jsonl"):
+        tests = "\n".join(row["test_list"])
+        begin = f"{row['text']}\nYour code should pass these tests:\n{tests}\n"
+        yield row["text"], begin + row["code"].replace("\r\n", "\n") + "\n"
+    for row in read(folder, "humaneval/humaneval.jsonl"):
+        yield row["prompt"], row["prompt"] + row["canonical_solution"] + "\n"
+    for name in BOOKS:
+        try:
+            with open(os.path.join(folder, name), encoding="utf-8") as file:
+                text = file.read()
+        except OSError as error:
+            raise ConfigError(f"$EEJAX_DATA: {name} cannot be read ({error}).") from error
+        for i in range(0, len(text), PIECE):
+            yield text[i : i + PIECE], text[i : i + PIECE]
+
+
+if __name__ == "__main__":
+    launch.run(main)

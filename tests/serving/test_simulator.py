@@ -1,0 +1,376 @@
+"""Simulated serving: times worked by hand, the real controller's decisions, and nothing lost."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eejax.common.errors import ConfigError
+from eejax.inference.batch_simulator import Costs
+from eejax.serving import policies
+from eejax.serving.controller import Choice, Controller, ControllerOptions, Profile
+from eejax.serving.objectives import Objective
+from eejax.serving.pace import Pace
+from eejax.serving.policies import Scripted, choices_of, fixed
+from eejax.serving.repository import Repository
+from eejax.serving.simulated import Live, show_errors, validate
+from eejax.serving.simulator import Setting, simulate
+from eejax.serving.traces import ModelTrace, Trace
+
+THROUGHPUT = Objective.of("throughput")
+
+
+def model(exits, prompts=2, thresholds=None, n=3, prefill_exit=True, wrong=()) -> ModelTrace:
+    """Tokens that leave by `exits` [p, new] at 0.5; those of `wrong` (p, t) are not the final
+    exit's before that."""
+    exits = np.asarray(exits)
+    sure = np.arange(n) >= exits[..., None]
+    tokens = np.zeros((*exits.shape, n), np.int32)
+    for p, t in wrong:
+        tokens[p, t, :-1] = 1
+    lengths = np.broadcast_to(prompts, len(exits)).astype(np.int32)
+    limits = (0.5,) * (n - 1) if thresholds is None else thresholds
+    return ModelTrace(
+        tuple(range(1, n + 1)), limits, prefill_exit, lengths, tokens,
+        np.where(sure, 0.9, 0.1).astype(np.float32),
+    )  # fmt: skip
+
+
+def trace(*models, kinds=None) -> Trace:
+    named = dict(zip(("small", "large"), models, strict=False))
+    return Trace(named, kinds or ("task",) * len(models[0]))
+
+
+def profile(scale=1.0, n=3, **changes) -> Profile:
+    own = dict(
+        seconds=(scale,) * n, prefill=(scale,) * n, load=(scale * 10,) * n,
+        rebuild=(scale * 0.5,) * n, bytes=(scale * 100,) * n, energy=(scale,) * n,
+        sure=(1.0,) * n, unsure=(0.9,) * n,
+    )  # fmt: skip
+    return Profile(**(own | changes))
+
+
+def pace(scale=1.0, n=3, slots=1) -> Pace:
+    """A second a row and segment, a quarter of one a chunk."""
+    rows = tuple(scale * (k + 1) for k in range(slots))
+    return Pace(0.0, (rows,) * n, (scale * 0.25,) * n)
+
+
+def run(t, make, *, scale=1.0, setting=None, profiles=None):
+    names = [*t.models]
+    scales = {name: scale * (i + 1) for i, name in enumerate(names)}
+    n = t.models[names[0]].exits
+    profiles = profiles or {name: profile(s, n) for name, s in scales.items()}
+    paces = {name: pace(s, n) for name, s in scales.items()}
+    return simulate(t, profiles, paces, make, setting or Setting(slots=1, steps=1))
+
+
+def test_seconds_worked_by_hand():
+    """Loading two of three segments takes 20, the prompt 0.5. The second token leaves by the first
+    exit, 1; the third one goes through both and takes that along: 1 + 2. A step is looked at while
+    the next one runs, so that a client is answered when a step is over and asks again."""
+    t = trace(model([[0, 0, 1], [1, 1, 2]], wrong=[(1, 1), (1, 2)]))
+    got = run(t, fixed("small", 2))
+    np.testing.assert_allclose(got.arrived, [0.0, 24.5])
+    np.testing.assert_allclose(got.first, [20.5, 25.0])
+    np.testing.assert_allclose(got.ended, [24.5, 29.0])  # 0.5, 2 and 2: all the way twice
+    assert got.seconds == pytest.approx(29.0) and got.throughput == pytest.approx(6 / 29)
+    assert got.ttft["mean"] == pytest.approx((20.5 + 0.5) / 2)
+    assert got.exits == {"small": (2, 4, 0)}
+    assert got.below.tolist() == [0, 1] and got.below_share == pytest.approx(1 / 6)
+    assert got.agree.tolist() == [3, 1] and got.agreement == pytest.approx(4 / 6)
+    # Rows: 1, and 1 + 2; 2 and 2; by a proxy of one a segment and row.
+    assert got.flops == pytest.approx(8 / 6)
+    assert got.memory == pytest.approx(200.0)
+    assert [(e.what, e.depth, e.time) for e in got.timeline] == [("load", 2, 0.0), ("serve", 2, 20)]
+    assert got.telemetry.accuracy == got.agreement and got.telemetry.memory == got.memory
+
+
+def test_slots_share_steps_and_prompts_their_chunks():
+    """Two prompts of 40 tokens in chunks of 64: one is read in a step, the other in two."""
+    t = trace(model([[2, 2], [2, 2]], prompts=40))
+    got = run(t, fixed("small", 3), setting=Setting(slots=2, steps=1, free=True))
+    # A chunk: 0.75. Then the first one's second token beside the rest of the other's prompt.
+    np.testing.assert_allclose(got.first, [0.75, 0.75 + 3.0 + 0.75])
+    np.testing.assert_allclose(got.ended, [4.5, 7.5])
+    # Of calls of four steps all is known at their end.
+    got = run(t, fixed("small", 3), setting=Setting(slots=2, steps=4, free=True))
+    np.testing.assert_allclose(got.first, [7.5, 7.5])
+
+
+def test_arrivals_are_waited_for_and_the_cap_is_kept():
+    t = trace(model([[0] * 6, [0] * 6]))
+    got = run(t, fixed("small", 3), setting=Setting(slots=2, steps=1, arrivals=(100.0, 200.0)))
+    np.testing.assert_allclose(got.first, [100.75, 200.75])
+    np.testing.assert_allclose(got.ended - got.first, [5.0, 5.0])
+    # With two waiting the next one goes through all: 1, 1 and 1 + 3 + 3 of each three.
+    got = run(t, fixed("small", 3), setting=Setting(slots=1, steps=1, cap=2, free=True))
+    np.testing.assert_allclose(got.ended - got.first, [1 + 1 + 7 + 1 + 1] * 2)
+    with pytest.raises(ConfigError, match="arrivals"):
+        run(t, fixed("small", 3), setting=Setting(arrivals=(1.0,)))
+
+
+def test_thresholds_of_one_switch_exits_off():
+    t = trace(model([[0, 0, 0]]))
+    on, off = (
+        run(t, fixed("small", 3), setting=Setting(slots=1, steps=1, free=True, thresholds=v))
+        for v in (None, {"small": 1.0})
+    )
+    assert on.exits["small"] == (3, 0, 0) and off.exits["small"] == (0, 0, 3)
+    np.testing.assert_allclose(off.ended - off.first, 2 * (on.ended - on.first) * 1.5)
+    partly = run(t, fixed("small", 1), setting=Setting(slots=1, steps=1, thresholds=1.0))
+    assert partly.below_share == 1.0
+
+
+def test_growing_takes_its_time_and_makes_up_for_what_is_missing():
+    """A script that wants one segment, and then three from the second prompt on: they come beside
+    the work, and keys and values of the text that is there are made up for."""
+    make = lambda clock: Scripted([Choice("small", 1), Choice("small", 3)], clock=clock)
+    t = trace(model([[0] * 30, [2] * 30]))
+    got = run(t, make)
+    what = {e.what: e for e in got.timeline}
+    assert [e.what for e in got.timeline] == ["load", "serve", "grow", "grown", "serve"]
+    assert what["grow"].seconds == 20.0 and what["grow"].time == 10.0
+    # Seen at 30.25, the first look after 30; the step that is under way ends at 31.25.
+    assert what["grown"].time == pytest.approx(31.25 + 24.0)
+    # The first prompt's 2 tokens, and 21 of its text, for half a second a segment; the one that is
+    # under way when it is seen was written before.
+    assert what["grown"].seconds == pytest.approx((2 + 22) * 2 * 0.5)
+    assert got.exits["small"] == (30, 0, 30)
+
+
+@pytest.mark.parametrize("budget", [650.0, float("inf")])
+def test_models_that_do_not_fit_are_freed_and_texts_go_on_elsewhere(budget):
+    """Small has 300 bytes and large 600. The first of two prompts is under way."""
+
+    def make(clock):
+        script = Scripted([Choice("small", 3), Choice("large", 3)], clock=clock)
+        script.options = ControllerOptions(budget=budget)
+        return script
+
+    t = trace(model([[2] * 9] * 2), model([[2] * 9] * 2))
+    got = run(t, make, setting=Setting(slots=1, steps=1))
+    happened = [(e.what, e.model) for e in got.timeline]
+    if budget < 900:
+        assert got.models == ("large", "large")
+        assert happened[2:] == [("free", "small"), ("load", "large"), ("serve", "large")]
+        assert sum(got.exits["small"]) == 0 and got.exits["large"] == (0, 0, 18)
+    else:
+        assert got.models == ("small", "large") and ("free", "small") not in happened
+    assert got.tokens.tolist() == [9, 9]
+
+
+def drawn(seed=0, p=60, new=12):
+    """Tokens of small leave late and those of large early in the second half, and the other way
+    round in the first."""
+    rng = np.random.default_rng(seed)
+    early, late = (0.8, 0.1, 0.1), (0.1, 0.1, 0.8)
+    draw = lambda shares, k: rng.choice(3, (k, new), p=shares)
+    half = p // 2
+    one = np.concatenate([draw(early, half), draw(late, p - half)])
+    two = np.concatenate([draw(late, half), draw(early, p - half)])
+    return trace(model(one), model(two))
+
+
+def options(**changes):
+    own = dict(prompts=2, interval=10, window=20, breaches=10, tokens=12)
+    return ControllerOptions(**(own | changes))
+
+
+def cheap(scale):
+    return profile(scale, load=(scale * 1e-2,) * 3, rebuild=(scale * 1e-4,) * 3)
+
+
+PROFILES = {"small": cheap(1.0), "large": cheap(1.3)}
+
+
+def test_decisions_are_those_of_a_controller_driven_by_hand():
+    """One slot and steps of one: the simulator tells tokens as they come, and answers in turn."""
+    t, objective = drawn(), THROUGHPUT
+    got = run(t, policies.helios(PROFILES, objective, options()), profiles=PROFILES)
+    repository = Repository()
+    for name, p in PROFILES.items():
+        repository.put(name, 3, p.serving((0.0, 0.0, 1.0), 3))
+    hand = Controller(PROFILES, objective, repository, options(), clock=lambda: 0.0)
+    for i in range(len(t)):
+        hand.loaded(hand.wanted)
+        (name, depth), evaluated = hand.choose({hand.current.model: hand.current.depth})
+        assert name == got.models[i] or depth < 3
+        serves, written = hand.current, 0
+        while written < t.new:
+            exits, below = t.models[name].leaves(None, depth)
+            hand.tokens(name, [int(exits[i, written])], [bool(below[i, written])])
+            written += 1
+            if hand.wanted != serves and hand.wanted.model == name:
+                break  # grown, in the middle of the text: told in part below
+        if hand.wanted != serves and not hand.evaluating:
+            break  # what follows depends on when segments come
+        if evaluated:
+            told = hand.profiles[name].serving(hand.shares.get(name, (0.0, 0.0, 1.0)), depth)
+            hand.answered(name, told)
+    kinds = [(d.kind, d.choice) for d in hand.decisions]
+    assert len(kinds) > 3 and [(d.kind, d.choice) for d in got.decisions[: len(kinds)]] == kinds
+    served = {d.choice.model for d in got.decisions if d.kind in ("serve", "switch")}
+    assert served == {"small", "large"}
+    # Grown, or switched, where the tokens of the model that serves were no more sure.
+    assert any(d.kind in ("grow", "switch") for d in got.decisions)
+
+
+@pytest.mark.parametrize("slots, steps", [(1, 1), (4, 4)])
+def test_decisions_follow_from_what_the_controller_is_told(slots, steps):
+    """What it was told, told again to another one at the same times, leads to the same."""
+    said, now = [], [0.0]
+
+    class Noted(Controller):
+        def __getattribute__(self, name):
+            found = super().__getattribute__(name)
+            if name not in ("choose", "loaded", "tokens", "answered", "dropped"):
+                return found
+
+            def call(*args):
+                said.append((self._clock(), name, copy.deepcopy(args)))
+                return found(*args)
+
+            return call
+
+    made = lambda kind, clock: kind(
+        PROFILES, THROUGHPUT, Repository(), options(breaches=6), clock=clock
+    )
+    setting = Setting(slots=slots, steps=steps)
+    got = run(drawn(1), lambda clock: made(Noted, clock), profiles=PROFILES, setting=setting)
+    again = made(Controller, lambda: now[0])
+    for time, name, args in said:
+        now[0] = time
+        getattr(again, name)(*args)
+    assert tuple(again.decisions) == got.decisions and len(got.decisions) > 5
+    kinds = {d.kind for d in got.decisions}
+    assert {"evaluate", "serve"} < kinds
+
+
+def test_audits_tighten_where_accuracy_is_asked_for():
+    t = trace(model([[0] * 10] * 150, wrong=itertools.product(range(150), range(0, 10, 2))))
+    profiles = {"small": cheap(1.0)}
+    kinds = {}
+    for objective in (THROUGHPUT, Objective({"throughput": 1.0}, {"accuracy": 0.95})):
+        make = policies.helios(profiles, objective, options(audits=5, interval=10**6))
+        got = run(t, make, profiles=profiles, setting=Setting(slots=2, steps=2, audits=0.5))
+        kinds[bool(objective.limits)] = {d.kind for d in got.decisions}, got.agreement
+    assert "tighten" not in kinds[False][0] and kinds[False][1] == 0.5
+    assert "tighten" in kinds[True][0] and kinds[True][1] > 0.6
+
+
+def test_hindsight_takes_what_is_best_for_each_stretch():
+    early = drawn()
+    # Tokens that leave before the last layer are wrong with a third of the prompts.
+    t = trace(*(
+        dataclasses.replace(m, tokens=np.where(
+            (np.arange(60) % 3 == 0)[:, None, None] & (np.arange(3) < 2), 1, 0
+        ) * np.ones((60, 12, 1), np.int32)) for m in early.models.values()
+    ))  # fmt: skip
+    paces = {"small": pace(1.0, slots=2), "large": pace(1.3, slots=2)}
+    setting = Setting(slots=2, steps=2, free=True)
+    find = lambda right: policies.hindsight(t, PROFILES, paces, 10, setting, right)
+    make, chosen = find(0.0)
+    assert chosen == [Choice("small", 1)] * 6  # nothing speaks against leaving early but agreement
+    run = lambda make: simulate(t, PROFILES, paces, make, setting)
+    best = run(make)
+    static = {c: run(fixed(*c)) for c in choices_of(PROFILES)}
+    assert best.throughput > 0.99 * max(s.throughput for s in static.values())
+    # As right as one that is the same throughout, and no slower but for where stretches meet.
+    for one in static.values():
+        make, chosen = find(one.agreement)
+        got = run(make)
+        assert got.agreement >= one.agreement and got.throughput > 0.9 * one.throughput
+    assert {c.depth for c in find(1.0)[1]} == {3}  # as right as can be
+    random = run(policies.at_random(PROFILES, 10, 60))
+    assert random.throughput < best.throughput and len(set(random.models)) == 2
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 5), st.integers(1, 8),
+    st.booleans(), st.sampled_from([300.0, float("inf")]),
+)  # fmt: skip
+def test_nobody_is_lost_and_time_goes_on(seed, slots, steps, clients, open_loop, budget):
+    rng = np.random.default_rng(seed)
+    p, new = int(rng.integers(1, 25)), int(rng.integers(1, 10))
+    t = trace(*(model(rng.integers(0, 3, (p, new)), rng.integers(1, 90, p)) for _ in range(2)))
+    profiles = {
+        name: dataclasses.replace(v, bytes=(100, 100, 50), slots=(slots + 2, slots + 1, slots))
+        for name, v in PROFILES.items()
+    }
+    arrivals = tuple(np.sort(rng.random(p) * 50).tolist()) if open_loop else None
+    objective = THROUGHPUT if rng.random() < 0.5 else Objective.of("response_time")
+    own = options(prompts=int(rng.integers(1, 4)), interval=int(rng.integers(1, 9)), budget=budget)
+    got = run(
+        t, policies.helios(profiles, objective, own), profiles=profiles,
+        setting=Setting(slots=slots, steps=steps, clients=clients, arrivals=arrivals),
+    )  # fmt: skip
+    assert got.tokens.tolist() == [new] * p and all(got.models)
+    assert (got.first >= got.arrived).all() and (got.ended >= got.first).all()
+    assert (np.diff([e.time for e in got.timeline]) >= 0).all()
+    assert (np.diff([d.time for d in got.decisions]) >= 0).all()
+    assert sum(map(sum, got.exits.values())) == p * new
+    assert (got.agree <= got.tokens).all() and (got.below <= got.tokens).all()
+    assert 0 <= got.memory <= sum(v.size(3) for v in profiles.values())
+    if budget == 300.0:
+        assert got.memory <= budget
+
+
+def test_paces():
+    p = profile(n=2, seconds=(1.0, 2.0))
+    got = Pace.of(p, 4, fixed=0.5, tokens=10)
+    # All four: 4 seconds; one: half of that, and half a second.
+    assert got.rows[0] == (2.5, 3.0, 3.5, 4.0) and got.rows[1] == (5.0, 6.0, 7.0, 8.0)
+    assert got.chunk == (2.0 + 5.0, 4.0 + 10.0)
+    assert got.seconds(0, 0) == 0.0 and got.seconds(0, 8) == 8.0
+    costs = Costs(0.1, (3.0, 1.0, 4.0), (0.0, 0.5, 1.0), 0.0, 6.0, 0.0, (1, 2))
+    got = Pace.of_costs(costs, 3, (2, 8), 64)
+    assert got.step == 0.1 and got.chunk == (2.0, 4.0)
+    assert got.rows[0] == (1.5, 1.5, 3.0, *(5.0,) * 5) and got.rows[1][:3] == (2.5, 2.5, 6.0)
+    got = Pace.of_costs(dataclasses.replace(costs, span=0.75), 3, (2, 8), 64)
+    # One span, then two; three rows are as fast in place. Behind that all three texts have some.
+    assert got.rows[0] == (2.25, 3.0, 3.0, *(5.0 + 3 * 0.75,) * 5)
+    with pytest.raises(ConfigError, match="pace"):
+        Pace(0.0, ((1.0,),), (1.0, 2.0))
+    with pytest.raises(ConfigError, match="fixed = 2"):
+        Pace.of(p, 4, fixed=2.0)
+
+
+def test_a_simulation_is_compared_with_what_was_measured():
+    t = trace(model([[0, 0, 1]]))
+    got = run(t, fixed("small", 2))
+    off = validate(got, Live(got.throughput * 2, got.ttft["mean"] / 2))
+    assert off == pytest.approx({"throughput": -0.5, "ttft": 1.0})
+    line = show_errors({"whole": (got, Live(got.throughput, 41.0))})
+    assert line.startswith("whole: tokens/s 0 simulated, 0 live (+0%)") and "(-50%)" in line
+    with pytest.raises(ConfigError, match="ttft = 0"):
+        Live(1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(slots=0), "slots"), (dict(steps=0), "steps"), (dict(clients=0), "clients"),
+        (dict(arrivals=(2.0, 1.0)), "arrivals"), (dict(audits=2.0), "audits"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_be(change, message):
+    with pytest.raises(ConfigError, match=message):
+        Setting(**change)
+
+
+def test_what_does_not_fit_the_trace_is_told():
+    t = trace(model([[0, 1]]))
+    with pytest.raises(ConfigError, match="profiles.*small"):
+        simulate(t, {}, {}, fixed("small", 1))
+    with pytest.raises(ConfigError, match=r"paces\['small'\] = 2: must be of 3 exits"):
+        simulate(t, {"small": profile()}, {"small": pace(n=2)}, fixed("small", 1))
+    with pytest.raises(ConfigError, match="choices"):
+        Scripted([], clock=lambda: 0.0)
