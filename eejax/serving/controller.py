@@ -223,7 +223,10 @@ class Controller:
                 if self.serving in (loaded or {}):
                     return Given(Choice(self.serving, loaded[self.serving]), False)
         elif self._since > self.options.interval and self.wanted == self.current:
-            self._evaluate(f"{self.options.interval} prompts were served")
+            if self._settled():
+                self._since = 0
+            else:
+                self._evaluate(f"{self.options.interval} prompts were served")
         return Given(self.current or self.wanted, False)
 
     def loaded(self, choice: Choice) -> None:
@@ -323,14 +326,23 @@ class Controller:
     def _whole(self, model: str) -> Choice:
         return Choice(model, self.profiles[model].exits)
 
+    def _candidates(self) -> list[str]:
+        """Models to be evaluated; the one that serves comes last, so that it is there where it goes
+        on serving."""
+        known = [*self.profiles]
+        names = self.repository.candidates(known, self.objective, self.options.candidates)
+        if self.serving is None:
+            return names
+        others = [n for n in names if n != self.serving and self._may_be_better(n)]
+        return [*others, self.serving]
+
+    def _settled(self) -> bool:
+        """Whether an assessment could change nothing: no model may be better than the one that
+        serves, which has no layers to spare; that it needs more, breaches and audits tell."""
+        return self.current.depth == 1 and self._candidates() == [self.current.model]
+
     def _evaluate(self, why: str) -> None:
-        o, known = self.options, [*self.profiles]
-        names = self.repository.candidates(known, self.objective, o.candidates)
-        if self.serving is not None:
-            names = [n for n in names if n == self.serving or self._may_be_better(n)]
-            names = names or [self.serving]
-            # Last, so that it is there where it goes on serving.
-            names.sort(key=lambda name: name == self.serving)
+        o, names = self.options, self._candidates()
         self._plan = [_Seen(name, o.prompts) for name in names]
         self._since = 0
         self._want("evaluate", self._whole(names[0]), why)

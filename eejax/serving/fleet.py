@@ -317,7 +317,7 @@ class Fleet(Stepped):
         current = self.controller.current
         if current is None or current.model not in self.parts:
             return
-        full = False
+        full, fresh = False, sum(not job.moved for job in self._queue if job.objective is None)
         for job in [*self._queue]:
             own = None
             if job.objective is not None:
@@ -332,8 +332,11 @@ class Fleet(Stepped):
             if self._next is None:
                 loaded = {name: part.depth for name, part in self.parts.items()}
                 self._next = self.controller.choose(loaded)
+            if self._next.evaluated and job.moved and fresh:
+                continue  # it says nothing of the model: it began in another one
             if self._room(self._next.choice.model):
                 given, self._next = self._next, None
+                fresh -= not job.moved
                 self._place(job, given)
             else:
                 full = True  # who came later does not overtake

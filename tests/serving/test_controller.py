@@ -174,7 +174,22 @@ def test_who_could_not_be_better_is_not_evaluated_again():
             world.prompt()
         evaluated = [d.choice.model for d in world.controller.decisions if d.kind == "evaluate"]
         assert evaluated[:2] == ["a", "b"] and ("b" in evaluated[2:]) is again
-        assert "a" in evaluated[2:]
+        # Nor is 'a' where it has one segment alone, and could not have fewer.
+        assert ("a" in evaluated[2:]) is again
+
+
+def test_who_has_layers_to_spare_is_assessed_again():
+    world = World({"m": profile()}, {"m": (0.2, 0.6, 0.1, 0.1)}, interval=20)
+    for _ in range(10):
+        world.prompt()
+    assert world.served[-1] == Choice("m", 2)
+    world.redraw("m", (0.7, 0.1, 0.1, 0.1))
+    for _ in range(30):
+        world.prompt()
+    assert world.served[-1] == Choice("m", 1) and world.kinds[-2:] == ["evaluate", "serve"]
+    for _ in range(100):
+        world.prompt()
+    assert world.kinds.count("evaluate") == 2
 
 
 def test_while_another_is_evaluated_the_one_that_served_goes_on():
