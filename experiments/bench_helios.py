@@ -12,11 +12,12 @@ and on the timeline.
 
 throughput_ratio: tokens a second of the controller (objective: throughput) over the better of the
 smaller and larger model, untruncated, with or without exits. ttft_ratio: seconds to the first token
-of the better of them over the controller's (objective: response time), where as many clients ask
-one after the other as that model has slots. energy_proxy_ratio: executed floating-point operations
-a token, of the first pair; operations are not energy. Intervals are 95 % bootstraps over blocks, or
-over prompts. Quality: tokens that are the whole model's given the same text (every --audited-th
-answer), perplexity by that model, and by a third one that was trained apart.
+of the smaller one, with or without, over the controller's (objective: response time), where as many
+clients ask one after the other as that model has slots. energy_proxy_ratio: executed floating-point
+operations a token, of the first pair; operations are not energy. Intervals are 95 % bootstraps over
+blocks. The larger model by itself, several times slower, takes part in --sampled blocks alone.
+Quality: tokens that are the whole model's given the same text (every --audited-th answer),
+perplexity by that model, and by a third one that was trained apart.
 """
 
 from __future__ import annotations
@@ -135,23 +136,19 @@ class Bench:
 
     def chosen(self, objective: str, limits: dict | None = None, kind=None, **options):
         from eejax.serving.controller import Controller, ControllerOptions
-        from eejax.serving.fleets import put
         from eejax.serving.objectives import Objective
         from eejax.serving.repository import Repository
         from experiments.helios_runs import Chosen, Stopwatch
 
         repository, watch = Repository(), Stopwatch()
-        put(repository, self.profiles)
+        for name, profile in self.profiles.items():
+            repository.put(name, profile.benchmark())
         controller = (kind or Controller)(
             self.profiles, Objective.of(objective, **(limits or {})), repository,
             ControllerOptions(budget=self.budget * 1.0, tokens=_NEW.value, **options),
             clock=watch.now,
         )  # fmt: skip
-        # Answers are looked at again here, apart from the times, unless something depends on it.
-        audits = 0.2 if limits else 0.0
-        return Chosen(
-            self.members, controller, watch, slots=self.slots, context=self.context, audits=audits
-        )
+        return Chosen(self.members, controller, watch, slots=self.slots, context=self.context)
 
     def through(self, policies: dict, order: str, blocks: int, clients: int | None = None) -> dict:
         """{policy: [(seconds, answers) of each block]}, policies in turn."""
@@ -174,7 +171,7 @@ class Bench:
         self.servers = servers
         return found
 
-    def told(self, rows: list) -> dict:
+    def told(self, name: str, rows: list) -> dict:
         """Of a policy's blocks."""
         from experiments.helios_runs import flops
 
@@ -188,7 +185,9 @@ class Bench:
             "ttft": {"mean": float(ttft.mean()), **{
                 f"p{p}": float(np.percentile(ttft, p)) for p in (50, 99)
             }},
-            "flops_per_token": flops(self.members, answers, self.texts), **judged.told(),
+            "flops_per_token": flops(
+                self.members, answers, self.texts, getattr(self.servers[name], "fleet", None)
+            ), **judged.told(),
         }  # fmt: skip
 
     def controlled(self, name: str) -> dict:
@@ -243,7 +242,7 @@ class Bench:
                 }
                 policies["helios, never below"] = lambda: self.chosen("throughput", greedy=False)
             found = self.through(policies, order, _BLOCKS.value)
-            rows = {name: self.told(rows) for name, rows in found.items()}
+            rows = {name: self.told(name, rows) for name, rows in found.items()}
             for name, row in rows.items():
                 if name not in statics:
                     row |= self.controlled(name)
@@ -264,42 +263,43 @@ class Bench:
             if first:
                 fastest = [min(r[b] for r in rates if b < len(r)) for b in range(_BLOCKS.value)]
                 result["orders"][order]["regret"] = sum(seconds(found["helios"])) / sum(fastest) - 1
-                equal = [n for n in statics if rows[n]["agreement"] >= rows["helios"]["agreement"]]
-                best = max(equal, key=lambda n: rows[n]["tokens_per_s"], default=None)
-                result["orders"][order]["at_equal_quality"] = best and {
-                    "static": best, **interval(
-                        total_ratio(*zip(
-                            *zip(seconds(found[best]), seconds(found["helios"]), strict=False),
-                            strict=True,
-                        ))
-                    ),
-                }  # fmt: skip
+                for kind, enough in (
+                    ("agreement", lambda row, own: row["agreement"] >= own["agreement"]),
+                    ("judge", lambda row, own: row["judge_perplexity"] <= own["judge_perplexity"]),
+                ):
+                    equal = [n for n in statics if enough(rows[n], rows["helios"])]
+                    best = max(equal, key=lambda n: rows[n]["tokens_per_s"], default=None)
+                    result["orders"][order][f"at_equal_{kind}"] = best and {
+                        "static": best, "ratio": (
+                            rows["helios"]["tokens_per_s"] / rows[best]["tokens_per_s"]
+                        ),
+                    }  # fmt: skip
+            launch.say(f"{order}: {json.dumps(result['orders'][order])}")
         result["better_static"] = better
-        result |= self.response(statics, better)
+        result |= self.response(statics, untruncated)
         first = result["orders"][_ORDERS.value[0]]
         for name in ("throughput_ratio", "energy_proxy_ratio"):
             result[name] = first[name]
         return result
 
-    def response(self, statics: dict, better: str) -> dict:
-        """Seconds to the first token where nobody waits for a slot."""
+    def response(self, statics: dict, untruncated: list) -> dict:
+        """Seconds to the first token where nobody waits for a slot, over the static one with the
+        fewest."""
         from eejax.analysis import total_ratio
 
-        model = better.split()[0]
-        clients = _CLIENTS.value or self.slots[model][-1]
-        policies = {
-            better: statics[better], "helios": lambda: self.chosen("response_time"),
-        }  # fmt: skip
+        names = [name for name in untruncated if name.startswith("small")]
+        clients = _CLIENTS.value or self.slots["small"][-1]
+        policies = {name: statics[name] for name in names}
+        policies["helios"] = lambda: self.chosen("response_time")
         found = self.through(policies, "shuffled", _BLOCKS.value, clients)
-        rows = {name: self.told(rows) for name, rows in found.items()}
+        rows = {name: self.told(name, rows) for name, rows in found.items()}
         rows["helios"] |= self.controlled("helios")
-        by_prompt = lambda rows: [a.ttft for a in sorted(
-            (a for _, more in rows for a in more), key=lambda a: a.index
-        )]  # fmt: skip
-        found = total_ratio(by_prompt(found[better]), by_prompt(found["helios"]))
+        better = min(names, key=lambda name: rows[name]["ttft"]["mean"])
+        waited = lambda rows: [sum(a.ttft for a in answers) for _, answers in rows]
+        ratio = total_ratio(waited(found[better]), waited(found["helios"]))
         return {
-            "clients": clients, "response": rows,
-            "ttft_ratio": {"ratio": found.median, "interval": [found.low, found.high]},
+            "clients": clients, "response": rows, "response_static": better,
+            "ttft_ratio": {"ratio": ratio.median, "interval": [ratio.low, ratio.high]},
         }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from eejax.common.errors import ConfigError, DataError
@@ -155,6 +156,9 @@ class ByChance(Controller):
         known = [Choice(m, d) for m, p in self.profiles.items() for d in range(1, p.exits + 1)]
         self._want("serve", known[self._drawn.integers(len(known))], "by chance")
 
+    def _settled(self) -> bool:
+        return False
+
     def _breached(self) -> None:
         self._window.clear()
 
@@ -187,22 +191,47 @@ def drive(
     return seconds, answers
 
 
-def flops(members: Mapping[str, Member], answers: Sequence[Answer], texts) -> float:
+def flops(
+    members: Mapping[str, Member], answers: Sequence[Answer], texts: Any, fleet: Fleet | None
+) -> float:
     """Executed floating-point operations for a token of the answers: of layers and heads up to the
-    exit that each token left by, and of prompts through all that was loaded when they began."""
-    works = {
-        name: [token_work(m.config, e).flops for e in range(m.config.n_exits + 1)]
+    exit that each left by; of prompts, and of texts that go on in another model, through all layers
+    that were loaded; and of what a `fleet` fills in, runs anew, and looks at again. Not counted:
+    layers that are run later for a token that left early, of which a model that is loaded in part
+    has the fewest."""
+    exits = {name: range(m.config.n_exits + 1) for name, m in members.items()}
+    works = {n: [token_work(m.config, e).flops for e in exits[n]] for n, m in members.items()}
+    # Twice the multiplications of the layers below each exit.
+    layers = {
+        name: [2.0 * weights(m) * stop / m.config.n_layers for stop in m.config.stops]
         for name, m in members.items()
     }
     total = count = 0.0
     for answer in answers:
         for choice, there in answer.placed:
             given = len(texts[answer.index]) + there
-            total += given * works[choice.model][choice.depth - 1]
+            total += given * layers[choice.model][choice.depth - 1]
         for model, a, b in answer.parts():
             total += sum(works[model][token.exit] for token in answer.tokens[a:b])
         count += len(answer.tokens)
+    if fleet is not None:
+        before: dict[str, int] = {}
+        for change in fleet.changes:
+            (model, depth), there = change.choice, before.get(change.choice.model, 0)
+            if change.kind == "shrink":
+                total += change.tokens * layers[model][depth - 1]
+            elif change.kind == "grow" and there:
+                total += change.tokens * (layers[model][depth - 1] - layers[model][there - 1])
+            before[model] = depth
+        for model, tokens in fleet.audited.items():
+            total += tokens * layers[model][-1]
     return total / count
+
+
+def weights(member: Member) -> int:
+    """Of all layers."""
+    leaves = [a for a in jax.tree.leaves(member.params["layers"]) if a.ndim > 2]  # products' alone
+    return sum(a.size for a in leaves)
 
 
 @dataclasses.dataclass

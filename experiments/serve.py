@@ -175,6 +175,7 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
     from eejax.serving.answers import Defaults
     from eejax.serving.controller import ControllerOptions
     from eejax.serving.fleets import THRESHOLD, Aims, ServedFleet
+    from eejax.serving.repository import Repository
 
     for flag, least in ((_SHARDS, 1), (_DRAFTS, 0)):
         if flag.value > least:
@@ -189,6 +190,8 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
         aims = Aims(
             _OBJECTIVE.value, limits, ControllerOptions(**given), _REPOSITORY.value or ":memory:"
         )
+    if _REPOSITORY.value:  # told now, and not once models are measured
+        Repository(_REPOSITORY.value).close()
     for name in models.keys() - thresholds:
         launch.say(f"{name}: no --thresholds: tokens leave at a confidence of {THRESHOLD:g}")
     prompts = prompt_files.texts("prompts", _PROMPTS.value) if _PROMPTS.value else ()

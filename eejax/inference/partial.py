@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 
 from eejax.common.errors import require, require_count
-from eejax.common.trees import Tree
+from eejax.common.trees import Tree, nbytes
 from eejax.inference import state as s
 from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchOptions
@@ -78,12 +78,22 @@ class PartialModel(Stepped):
     def bytes(self) -> int:
         """Of the weights that are loaded, or on their way."""
         weights = self.engine.weights if self._coming is None else self._coming
-        return sum(a.nbytes for a in jax.tree.leaves(weights))
+        return nbytes(weights)
+
+    @property
+    def held(self) -> int:
+        """Bytes of the weights, and of what is kept for requests."""
+        return self.bytes + nbytes(self.scheduler.state)
 
     def grow(self, depth: int) -> None:
-        """Raises ConfigError for no more segments than there are, or are coming."""
+        """Requests for which there is no room then are put back now, so that what comes finds it.
+        Raises ConfigError for no more segments than there are, or are coming."""
         have, most = self.coming, self.config.n_exits + 1
         require(have < depth <= most, "depth", depth, f"must be in {have + 1}..{most}")
+        rows = self.scheduler.keep(self.slots[depth - 1])
+        if len(rows) < self.engine.slots:
+            less = narrow(self.engine, self.scheduler.state, rows)
+            self.scheduler.exchange(*less, rows)
         self._coming = more_weights(self.engine, self.host, depth)
 
     def shrink(self, depth: int) -> None:
@@ -118,9 +128,5 @@ class PartialModel(Stepped):
 
     def exchange(self) -> None:
         """Goes on with what `grow` asked for, and waits for it where it is not there yet."""
-        rows = self.scheduler.keep(self.slots[self.coming - 1])
-        engine, state = self.engine, self.scheduler.state
-        if len(rows) < engine.slots:
-            engine, state = narrow(engine, state, rows)
-        self.scheduler.exchange(*deepen(engine, state, self._coming), rows)
+        self.scheduler.exchange(*deepen(self.engine, self.scheduler.state, self._coming))
         self._coming = None

@@ -107,20 +107,28 @@ def _read(weights, h, tokens, *, config):
 class Audit:
     """What audits of a model said lately: of the last `window` answers.
 
-    Each answer counts as one, by the share of its tokens that are not the whole model's.
+    Each answer counts as one, by the share of its tokens that are not the whole model's. low, high:
+    between which that share lies of answers like these, each with `confidence`, whenever it is
+    looked at, for as long as the window does not slide; of a window that does, at any one time.
+    best: what `high` would be, had there been none.
     """
 
-    def __init__(self, window: int = 100, confidence: float = 0.95):
+    def __init__(self, window: int = 400, confidence: float = 0.95):
         require_count("window", window)
         require(0 < confidence < 1, "confidence", confidence, "must lie strictly between 0 and 1")
         self.confidence = confidence
         self._shares: collections.deque[float] = collections.deque(maxlen=window)
         self._logprobs: collections.deque[tuple[float, int]] = collections.deque(maxlen=window)
+        self.low, self.high, self.best = 0.0, 1.0, 1.0
 
     def add(self, verdict: Verdict) -> None:
         if len(verdict.same):
             self._shares.append(1.0 - float(np.mean(verdict.same)))
             self._logprobs.append((float(np.sum(verdict.logprob)), len(verdict.logprob)))
+            delta = 1 - self.confidence
+            self.low = 1.0 - upper_bound([1.0 - share for share in self._shares], delta)
+            self.high = upper_bound(self._shares, delta)
+            self.best = upper_bound([0.0] * self.count, delta)
 
     @property
     def count(self) -> int:
@@ -130,11 +138,6 @@ class Audit:
     def share(self) -> float:
         """Disagreement with the whole model, mean over answers; 0 of none."""
         return float(np.mean(self._shares)) if self._shares else 0.0
-
-    @property
-    def bound(self) -> float:
-        """Above the disagreement of answers like these, whenever it is looked at."""
-        return upper_bound(self._shares, 1 - self.confidence)
 
     @property
     def perplexity(self) -> float:

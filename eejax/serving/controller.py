@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from eejax.common.errors import ConfigError, require, require_count
+from eejax.common.errors import ConfigError, DataError, require, require_count
 from eejax.serving.objectives import Objective, Telemetry
 from eejax.serving.repository import Evaluation, Repository
 
@@ -22,10 +23,11 @@ class Profile:
     """What was measured of a model, segment by segment; exit e reads the states behind segment e,
     the last one those behind all layers [exits].
 
-    seconds: of a token in a segment, at the batch that is served; prefill: of a prompt; load: to
-    bring it to the device, compiling included; rebuild: of the keys and values of a token that it
-    has not seen; bytes: of its weights; energy: of a token. sure: share of the tokens that leave by
-    an exit as they may that are the full model's; unsure: of those that leave below the threshold.
+    seconds: of a token in a segment, all requests that are served together; prefill: of a prompt by
+    itself; load: to bring it to the device, compiled; rebuild: of the keys and values of a token
+    that it has not seen; bytes: of its weights; energy: of a token. sure: share of the tokens that
+    leave by an exit as they may that are the full model's; unsure: of those that leave below the
+    threshold.
 
     By depth, not by segment: slots, requests that are served at a time, by which `seconds` were
     measured; state: bytes of what is kept for them. Where nobody asks for memory: none.
@@ -75,7 +77,15 @@ class Profile:
         accuracy = sum(s * a for s, a in zip(shares[:depth], self.sure, strict=False))
         accuracy += breaches(shares, depth) * self.unsure[depth - 1]
         first = sum(self.prefill[:depth])
-        return Telemetry(1 / seconds, first, seconds, accuracy, self.size(depth), over(self.energy))
+        return Telemetry(
+            1 / seconds, first, seconds * self.slots[depth - 1], accuracy, self.size(depth),
+            over(self.energy),
+        )  # fmt: skip
+
+    def benchmark(self) -> dict[int, Telemetry]:
+        """By depth, of tokens that all leave by the last exit that is loaded."""
+        last = lambda depth: tuple(float(e == depth - 1) for e in range(self.exits))
+        return {depth: self.serving(last(depth), depth) for depth in range(1, self.exits + 1)}
 
 
 def breaches(shares: Sequence[float], depth: int) -> float:
@@ -118,8 +128,7 @@ class ControllerOptions:
     between two reassessments; window: tokens that breaches are counted in; breaches: most of them
     in it, with any more something is decided; greedy: whether tokens may leave below their
     threshold at all; gain: by which share another choice has to be better, so that none is left
-    for a whim; tokens: expected of a prompt; budget: most bytes of a model and its requests;
-    audits: answers that are looked at again before their bound is believed.
+    for a whim; tokens: expected of a prompt; budget: most bytes of a model and its requests.
     """
 
     candidates: int = 2
@@ -131,10 +140,9 @@ class ControllerOptions:
     gain: float = 0.05
     tokens: int = 100
     budget: float = float("inf")
-    audits: int = 20
 
     def __post_init__(self):
-        for name in ("candidates", "prompts", "interval", "window", "tokens", "audits"):
+        for name in ("candidates", "prompts", "interval", "window", "tokens"):
             require_count(name, getattr(self, name))
         require_count("breaches", self.breaches, least=0)
         require(self.breaches <= self.window, "breaches", self.breaches, "must fit the window")
@@ -183,6 +191,11 @@ class Controller:
         self.least = dict.fromkeys(profiles, 1)  # depth, and
         self.strictness = dict.fromkeys(profiles, 0)  # of thresholds, as audits ask for
         self.off: set[str] = set()  # models whose exits a limit forbids
+        self._there: Mapping[str, int] = {}
+        self._held = self.options.tokens
+        self._scale: dict[str, float] = {}  # energy as measured, over what the profile says
+        self._rest = dict.fromkeys(profiles, 0)  # assessments before a model may be less strict
+        self._failed = dict.fromkeys(profiles, 0)  # times that it was too little so
         self._bounds: dict[str, float] = {}
         self.below, self.emitted = 0, 0  # tokens below their threshold, and all
         self._clock = clock
@@ -208,9 +221,14 @@ class Controller:
         """Share of all tokens that left below their threshold."""
         return self.below / self.emitted if self.emitted else 0.0
 
-    def choose(self, loaded: Mapping[str, int] | None = None) -> Given:
-        """Where the next prompt goes. loaded: models that are there, and how many of their exits:
-        while another one is evaluated, the one that served goes on with what is not for that."""
+    def holds(self, there: Mapping[str, int], held: int) -> None:
+        """What is on the device: models, with how many of their exits, and so many tokens of the
+        requests under way. Until it is told: what serves, and one prompt."""
+        self._there, self._held = dict(there), held
+
+    def choose(self) -> Given:
+        """Where the next prompt goes. While another model is evaluated, the one that served goes on
+        with what is not for that, if it is there."""
         self._since += 1
         if self._plan:
             seen = self._plan[0]
@@ -220,8 +238,8 @@ class Controller:
                     seen.open += 1
                     seen.begin = seen.begin or self._clock()
                     return Given(self.current, True)
-                if self.serving in (loaded or {}):
-                    return Given(Choice(self.serving, loaded[self.serving]), False)
+                if self.serving in self._there:
+                    return Given(Choice(self.serving, self._there[self.serving]), False)
         elif self._since > self.options.interval and self.wanted == self.current:
             if self._settled():
                 self._since = 0
@@ -235,15 +253,15 @@ class Controller:
             self.current = choice
             self._window.clear()
 
-    def tokens(self, model: str, exits: Sequence[int], below: Sequence[bool]) -> None:
-        """Of tokens, in the order in which they came: by which exit, and whether below the
-        threshold. Of a model that does not serve any more nothing is decided."""
+    def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None:
+        """Of tokens, in the order in which they came: whether they left below their threshold. Of a
+        model that is evaluated, or does not serve any more, nothing is decided, nor of a request
+        with an objective of its own."""
         self.below += sum(below)
         self.emitted += len(below)
-        if self._plan and self._plan[0].model == model:
-            self._plan[0].exits += exits
+        if own or self._plan or self.current is None or self.wanted != self.current:
             return
-        if self.current is None or self.current.model != model or self.wanted != self.current:
+        if self.current.model != model:
             return
         for one in below:
             self._window.append(one)
@@ -251,13 +269,18 @@ class Controller:
                 self._breached()
                 return
 
-    def answered(self, model: str, telemetry: Telemetry) -> None:
-        """A prompt of an evaluation was answered, as measured."""
+    def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None:
+        """A prompt of an evaluation was answered, as measured, its tokens by these exits."""
         if not self._plan or self._plan[0].model != model or not self._plan[0].open:
             return
         seen = self._plan[0]
+        exits = [e for e in exits if 0 <= e < self.profiles[model].exits]
+        if not exits:  # which says nothing
+            self.dropped(model)
+            return
         seen.open -= 1
         seen.answers.append(telemetry)
+        seen.exits += exits
         if not seen.left and not seen.open:
             self._evaluated(seen)
 
@@ -267,17 +290,21 @@ class Controller:
             self._plan[0].open -= 1
             self._plan[0].left += 1
 
-    def audited(self, model: str, bound: float, count: int) -> None:
-        """So many answers of the model that serves were looked at again: they disagree with the
-        whole model in no more than `bound` of their tokens. Where that is more than the limit on
-        accuracy allows, another segment is loaded, and where all are, thresholds rise
-        (`threshold`)."""
+    def audited(self, model: str, low: float, high: float, best: float) -> None:
+        """Answers of the model that serves were looked at again: the share of their tokens that are
+        not the whole model's lies between `low` and `high`, which would be `best` had none been.
+
+        More than the limit on accuracy allows is too much where it is certain, or where so many
+        answers ought to have shown that it is not: then another segment is loaded, and where all
+        are, thresholds rise (`threshold`)."""
         ready = self.wanted == self.current and not self._plan and model == self.serving
-        if not ready or count < self.options.audits:
+        if not ready:
             return
-        self._bounds[model] = bound
-        if bound <= self._allowed:
+        self._bounds[model] = high
+        if not (low > self._allowed or (best <= self._allowed < high)):
             return
+        self._failed[model] += 1
+        self._rest[model] = 2 ** min(self._failed[model], 6)
         if self.current.depth < self.profiles[model].exits:
             self.least[model] = self.current.depth + 1
             wanted = self._expected(Choice(model, self.least[model]))
@@ -286,7 +313,7 @@ class Controller:
             wanted = self._expected(self.current)
         else:
             return
-        why = f"up to {bound:.1%} of its tokens are not the whole model's"
+        why = f"{low:.1%} to {high:.1%} of its tokens are not the whole model's"
         self._want("tighten", wanted[0], why, wanted[2], wanted[1])
 
     @property
@@ -309,18 +336,23 @@ class Controller:
         model where a limit is missed by less then."""
         profile, shares = self.profiles[choice.model], self.shares[choice.model]
         told = profile.serving(shares, choice.depth)
+        told = self._scaled(choice.model, told)
         if choice.depth == profile.exits:
             last = (*(0.0,) * (profile.exits - 1), 1.0)
-            without = profile.serving(last, choice.depth)
+            without = self._scaled(choice.model, profile.serving(last, choice.depth))
             if self.objective.excess(without) < self.objective.excess(told):
                 return without, True
         return told, False
 
-    def best(self, objective: Objective, loaded: Mapping[str, int]) -> str | None:
-        """Of models that are there, with so many of their exits, the one for an objective that is
-        not the server's; None where none was evaluated yet."""
-        told = lambda m: self.profiles[m].serving(self.shares[m], loaded[m])
-        known = [m for m in loaded if m in self.shares]
+    def _scaled(self, model: str, told: Telemetry) -> Telemetry:
+        return dataclasses.replace(told, energy=told.energy * self._scale.get(model, 1.0))
+
+    def best(self, weights: Mapping[str, float]) -> str | None:
+        """Of models that are there, the one by other weights than the server's, within its limits;
+        None where none was evaluated yet."""
+        objective = dataclasses.replace(self.objective, weights=weights)
+        told = lambda m: self._told(Choice(m, self._there[m]))[0]
+        known = [m for m in self._there if m in self.shares]
         return max(known, key=lambda m: objective.rank(told(m)), default=None)
 
     def _whole(self, model: str) -> Choice:
@@ -330,7 +362,11 @@ class Controller:
         """Models to be evaluated; the one that serves comes last, so that it is there where it goes
         on serving."""
         known = [*self.profiles]
-        names = self.repository.candidates(known, self.objective, self.options.candidates)
+        try:
+            names = self.repository.candidates(known, self.objective, self.options.candidates)
+        except DataError as error:
+            warnings.warn(f"all models are candidates: {error}", stacklevel=2)
+            names = known
         if self.serving is None:
             return names
         others = [n for n in names if n != self.serving and self._may_be_better(n)]
@@ -350,7 +386,7 @@ class Controller:
     def _may_be_better(self, model: str) -> bool:
         """Whether a model would be, by the gain, were it as good as it can be."""
         profile = self.profiles[model]
-        first = profile.serving((1.0, *(0.0,) * (profile.exits - 1)), 1)
+        first = self._scaled(model, profile.serving((1.0, *(0.0,) * (profile.exits - 1)), 1))
         now = self.greedy_depth(self.serving)
         excess, score = self.objective.rank(self._told(Choice(self.serving, now))[0])
         best = self.objective.rank(dataclasses.replace(first, accuracy=1.0))
@@ -362,11 +398,14 @@ class Controller:
         told = Telemetry(*(mean(field.name) for field in dataclasses.fields(Telemetry)))
         counts = [seen.exits.count(e) for e in range(profile.exits)]
         total = sum(counts)
-        if total:  # else nothing is known that was not
-            self.shares[seen.model] = tuple(count / total for count in counts)
-        self.repository.add(Evaluation(
-            seen.begin, seen.model, profile.exits, n, total, tuple(counts), told
-        ))  # fmt: skip
+        self.shares[seen.model] = tuple(count / total for count in counts)
+        said = sum(c * sum(profile.energy[: e + 1]) for e, c in enumerate(counts)) / total
+        self._scale[seen.model] = told.energy / said if said and told.energy else 1.0
+        row = Evaluation(seen.begin, seen.model, profile.exits, n, total, tuple(counts), told)
+        try:
+            self.repository.add(row)
+        except DataError as error:  # who is served does not depend on it
+            warnings.warn(f"an evaluation is not kept: {error}", stacklevel=2)
         self._plan.pop(0)
         if self._plan:
             self._want("evaluate", self._whole(self._plan[0].model), "the next candidate")
@@ -377,17 +416,21 @@ class Controller:
         """The best of the candidates, each up to the exit by which most tokens leave."""
         self._since = 0
         for model, bound in self._bounds.items():
-            if bound <= self._allowed / 2:  # it was stricter than it had to be
-                self.least[model] = max(1, self.least[model] - 1)
-                self.strictness[model] = max(0, self.strictness[model] - 1)
+            self._rest[model] = max(0, self._rest[model] - 1)
+            if bound <= self._allowed / 2 and not self._rest[model]:
+                # It was stricter than it had to be; one step, the last one first.
+                if self.strictness[model]:
+                    self.strictness[model] -= 1
+                else:
+                    self.least[model] = max(1, self.least[model] - 1)
         self._bounds.clear()
         options = [Choice(model, self.greedy_depth(model)) for model in self.shares]
         best, told, seconds = self._best(options)
         self._want("serve", best, "it is best for the objective", seconds, told)
 
     def greedy_depth(self, model: str) -> int:
-        """Exits up to the one by which most tokens leave, and further where limits, or the limit on
-        breaches, ask for it."""
+        """Exits up to the one by which most tokens leave, and further where the objective, its
+        limits, or the limit on breaches, ask for it."""
         shares, profile = self.shares[model], self.profiles[model]
         if not self.options.greedy:
             return profile.exits
@@ -396,9 +439,8 @@ class Controller:
         room = self.options.breaches / self.options.window
         depths = range(first, profile.exits + 1)
         calm = [d for d in depths if breaches(shares, d) <= room or d == profile.exits]
-        excess = {d: self.objective.excess(self._told(Choice(model, d))[0]) for d in calm}
-        least = min(excess.values())
-        return next(d for d in calm if excess[d] <= least)
+        rank = lambda d: self.objective.rank(self._told(Choice(model, d))[0])
+        return max(calm, key=lambda d: (rank(d), -d))
 
     def _best(self, options: Sequence[Choice]) -> tuple[Choice, Telemetry, float]:
         """(choice, what it is expected to bring, seconds that it costs); what serves stays unless
@@ -406,9 +448,9 @@ class Controller:
         o, found = self.options, []
         for choice in options:
             _, told, seconds = self._expected(choice)
-            excess, score = self.objective.rank(told)
+            kept, score = self.objective.rank(told)  # 0, or less where limits are missed
             stays = o.gain if choice.model == self.serving else 0.0
-            found.append(((excess, score + stays), choice, told, seconds))
+            found.append(((min(kept + stays, 0.0), score + stays), choice, told, seconds))
         _, choice, told, seconds = max(found, key=lambda row: row[0])
         return choice, told, seconds
 
@@ -420,23 +462,31 @@ class Controller:
         return choice, told.with_overhead(seconds, energy, o.interval, o.tokens), seconds
 
     def cost(self, choice: Choice) -> float:
-        """Seconds of loading what is not there, and of rebuilding keys and values of a prompt of
-        the expected tokens in it."""
-        profile, there = self.profiles[choice.model], 0
-        if self.current is not None and self.current.model == choice.model:
-            there = self.current.depth
-        new = slice(there, choice.depth)
-        return sum(profile.load[new]) + self.options.tokens * sum(profile.rebuild[new])
+        """Seconds of loading what is not there, and of the keys and values of the requests under
+        way: in what is new of a model that grows, and in all of one that shrinks, or in whose place
+        the one that serves has to go."""
+        profile, current = self.profiles[choice.model], self.current
+        same = current is not None and current.model == choice.model
+        there, held = self._there.get(choice.model, 0), self._held
+        there = current.depth if same else there
+        seconds = sum(profile.load[there : choice.depth])
+        if same and there <= choice.depth:
+            return seconds + held * sum(profile.rebuild[there : choice.depth])
+        others = {m: d for m, d in self._there.items() if m != choice.model}
+        others = sum(self.profiles[model].size(depth) for model, depth in others.items())
+        beside = not same and others + profile.size(choice.depth) <= self.options.budget
+        return seconds + (0.0 if beside else held * sum(profile.rebuild[: choice.depth]))
 
     def _breached(self) -> None:
         """More layers, or another model: whichever is better, by what it costs."""
+        seen = sum(self._window) / len(self._window)
         self._window.clear()
         model, depth = self.current
         profile = self.profiles[model]
         if depth == profile.exits:  # nothing is below its threshold but at the end
             return
         # Tokens above are as many as were counted, spread as they were when all was loaded.
-        shares, seen = self.shares[model], self.options.breaches / self.options.window
+        shares = self.shares[model]
         low, high = 1 - breaches(shares, depth), breaches(shares, depth)
         above = max(seen, high)
         part = lambda e: 1 / (profile.exits - depth) if high <= 0 else shares[e] / high

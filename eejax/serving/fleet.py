@@ -8,7 +8,10 @@ to go first are taken along, with the text that they have.
 from __future__ import annotations
 
 import bisect
+import concurrent.futures
 import dataclasses
+import numbers
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,8 +35,9 @@ from eejax.serving.audits import Audit, Auditor
 from eejax.serving.controller import Choice, Controller, Given
 from eejax.serving.energy import Meter
 from eejax.serving.messages import FleetReport
-from eejax.serving.objectives import NAMED, Objective, Telemetry
+from eejax.serving.objectives import NAMED, Telemetry
 
+BEHIND = 32  # answers that may wait to be looked at again
 OWN = tuple(name for name in NAMED if name != "goodput")  # objectives that a request may name
 
 
@@ -51,13 +55,38 @@ class Change(NamedTuple):
     """What was done to models: kind is "load", "grow", "shrink" or "free", of which `depth` exits
     are there then; seconds from when it was begun to when that was used, or done, in which a model
     that grows goes on. rebuild: of them, those in which keys and values were filled in and nothing
-    else ran."""
+    else ran; tokens: of the requests in it, whose keys and values that, or running them anew, is
+    of."""
 
     time: float
     kind: str
     choice: Choice
     seconds: float
     rebuild: float = 0.0
+    tokens: int = 0
+
+
+class _Loading:
+    """A model on its way, since `begin`."""
+
+    def __init__(self, begin: float, choice: Choice, make: Callable[[Choice], PartialModel]):
+        self.begin, self.choice = begin, choice
+        self._future = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                self._future.set_result(make(choice))
+            except BaseException as error:
+                self._future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self) -> PartialModel:
+        """Waits for it. Raises what making it did."""
+        return self._future.result()
 
 
 @dataclasses.dataclass
@@ -82,6 +111,7 @@ class _Job:
     strictness: tuple[int, int] = (0, 0)
     energy: tuple[float, int] = (0.0, 0)  # joules and tokens of the fleet when it was given
     telemetry: Telemetry | None = None
+    thresholds: Any = None  # that its tokens leave by, [exits]
 
 
 class Fleet(Stepped):
@@ -119,16 +149,24 @@ class Fleet(Stepped):
         self.members, self.controller = dict(members), controller
         self.parts: dict[str, PartialModel] = {}
         self.audits: dict[tuple[str, int, int], Audit] = {}  # by model, depth and strictness
+        self.audited = dict.fromkeys(members, 0)  # tokens that were looked at again
         self.taken_along = 0  # requests that went on in another model
         self.changes: list[Change] = []
         self._growing: dict[str, float] = {}  # since when
-        self._slots = {
-            name: (slots,) * (m.config.n_exits + 1) if isinstance(slots, int) else slots[name]
-            for name, m in members.items()
-        }
-        for name, few in self._slots.items():
-            require(min(few) > 0, f"slots.{name}", few, "must be at least 1", "Give more memory.")
-        self._making = dict(context=context, steps=steps)
+        self._loading: _Loading | None = None
+        self._slots = {}
+        for name, member in members.items():
+            n = member.config.n_exits + 1
+            mapped = isinstance(slots, Mapping)
+            own = slots.get(name, ()) if mapped else (slots,) * n
+            whole = all(isinstance(k, numbers.Integral) and k > 0 for k in own)
+            ok = whole and len(own) == n and [*own] == sorted(own, reverse=True)
+            told = f"must be {n} whole numbers above 0, of which none rises"
+            require(ok, f"slots[{name!r}]" if mapped else "slots", own, told, "Give more memory.")
+            self._slots[name] = tuple(int(k) for k in own)
+        # A text may have to go on in any of them.
+        least = min(member.config.context_length for member in members.values())
+        self._making = dict(context=least if context is None else context, steps=steps)
         self._clock, self._number, self._meter = clock, 0, meter
         self._queue: list[_Job] = []  # by priority, then as they came
         self._next: Given | None = None  # where the first of them goes
@@ -179,8 +217,7 @@ class Fleet(Stepped):
     @property
     def context(self) -> int:
         """Most tokens of a request."""
-        least = min(member.config.context_length for member in self.members.values())
-        return self._making["context"] or least
+        return self._making["context"]
 
     @property
     def running(self) -> list[int]:
@@ -220,6 +257,10 @@ class Fleet(Stepped):
     def idle(self) -> bool:
         return not self._jobs and not self._ended and not self._to_audit
 
+    @property
+    def _depths(self) -> dict[str, int]:
+        return {name: part.depth for name, part in self.parts.items()}
+
     def audit(self, choice: Choice) -> Audit:
         """What is known of a model's answers at a depth, by the thresholds that it has now."""
         key = (*choice, self.controller.level(choice.model))
@@ -231,6 +272,7 @@ class Fleet(Stepped):
         return sum(part.bytes for part in self.parts.values())
 
     def step(self) -> list[Output]:
+        self.controller.holds(self._depths, self.held)
         self._arrange()
         self._give()
         outputs, self._ended = self._ended, []
@@ -252,17 +294,14 @@ class Fleet(Stepped):
     def _arrange(self) -> None:
         """Towards what the controller wants."""
         wanted, current = self.controller.wanted, self.controller.current
+        if self._loading is not None and self._loading.choice.model != wanted.model:
+            self._arrived()  # it has its place, and is freed again if that is needed
+        if wanted.model not in self.parts:
+            self._load(wanted)
         part = self.parts.get(wanted.model)
         if part is None:
-            self._make_room(wanted)
-            member, begin = self.members[wanted.model], self._clock()
-            part = self.parts[wanted.model] = PartialModel(
-                member.params, member.config, member.options, depth=wanted.depth,
-                slots=self._slots[wanted.model], **self._making,
-            )  # fmt: skip
-            jax.block_until_ready(part.engine.weights)
-            self._changed("load", wanted.model, begin)
-        elif part.coming < wanted.depth:
+            return
+        if part.coming < wanted.depth:
             self._make_room(wanted)
             part.grow(wanted.depth)
             self._growing.setdefault(wanted.model, self._clock())
@@ -274,9 +313,33 @@ class Fleet(Stepped):
         if part.depth == wanted.depth and current != wanted:
             self.controller.loaded(wanted)
 
+    def _load(self, wanted: Choice) -> None:
+        """A model that is not there: in a thread, while others go on."""
+        if self._loading is None:
+            self._make_room(wanted)
+            self._loading = _Loading(self._clock(), wanted, self._made)
+        if self._loading.done() or all(part.idle for part in self.parts.values()):
+            self._arrived()
+
+    def _arrived(self) -> None:
+        """Waits for a model that is on its way."""
+        loading, self._loading = self._loading, None
+        self.parts[loading.choice.model] = loading.result()
+        self._changed("load", loading.choice.model, loading.begin)
+
+    def _made(self, choice: Choice) -> PartialModel:
+        member = self.members[choice.model]
+        part = PartialModel(
+            member.params, member.config, member.options, depth=choice.depth,
+            slots=self._slots[choice.model], **self._making,
+        )  # fmt: skip
+        jax.block_until_ready((part.engine.weights, part.scheduler.state))
+        return part
+
     def _changed(self, kind: str, model: str, begin: float, rebuild: float = 0.0) -> None:
         now, depth = self._clock(), self.parts[model].depth if model in self.parts else 0
-        self.changes.append(Change(now, kind, Choice(model, depth), now - begin, rebuild))
+        held = self.parts[model].scheduler.held if depth else 0
+        self.changes.append(Change(now, kind, Choice(model, depth), now - begin, rebuild, held))
 
     def _make_room(self, wanted: Choice) -> None:
         """Frees models until the budget holds what is wanted: first those with nothing to do, last
@@ -314,6 +377,7 @@ class Fleet(Stepped):
         """Gives requests to models that have slots for them, in their order: to the one that
         serves, or is evaluated, and those with an objective of their own to the best that is
         there."""
+        self.controller.holds(self._depths, self.held)
         current = self.controller.current
         if current is None or current.model not in self.parts:
             return
@@ -321,8 +385,7 @@ class Fleet(Stepped):
         for job in [*self._queue]:
             own = None
             if job.objective is not None:
-                loaded = {name: part.depth for name, part in self.parts.items()}
-                own = self.controller.best(Objective.of(job.objective), loaded)
+                own = self.controller.best(NAMED[job.objective])
             if own is not None:
                 if self._room(own):
                     self._place(job, Given(Choice(own, self.parts[own].depth), False))
@@ -330,8 +393,7 @@ class Fleet(Stepped):
             if full:
                 continue
             if self._next is None:
-                loaded = {name: part.depth for name, part in self.parts.items()}
-                self._next = self.controller.choose(loaded)
+                self._next = self.controller.choose()
             if self._next.evaluated and job.moved and fresh:
                 continue  # it says nothing of the model: it began in another one
             if self._room(self._next.choice.model):
@@ -353,7 +415,7 @@ class Fleet(Stepped):
         job.energy = (self._joules(), self._emitted)
         job.own = self.parts[model].scheduler.submit(
             job.prompt, job.limit, tokens=job.tokens, **job.asked,
-            policy=self._policy(model, job),
+            policy=self._policy(model, job), priority=-job.order[0],
         )  # fmt: skip
         self._by_own[model, job.own] = job
 
@@ -368,8 +430,9 @@ class Fleet(Stepped):
 
     def _policy(self, model: str, job: _Job) -> ExitPolicy:
         member = self.members[model]
-        threshold = 1.0 if job.objective == "accuracy" else self._thresholds(model)
-        return ExitPolicy.make(member.config, 1, **{**member.rules, "threshold": threshold})
+        none = np.ones(member.config.n_exits)
+        job.thresholds = none if job.objective == "accuracy" else self._thresholds(model)
+        return ExitPolicy.make(member.config, 1, **{**member.rules, "threshold": job.thresholds})
 
     def _told(self, model, part, job, tokens, finish) -> list[Output]:
         now = self._clock()
@@ -377,32 +440,37 @@ class Fleet(Stepped):
             job.first = job.first or now
             job.tokens += tokens
             self._emitted += len(tokens)
-            if job.objective is None:
-                below = [self._below(model, part.depth, t) for t in tokens]
-                self.controller.tokens(model, [t.exit for t in tokens], below)
+            early = [t.exit < self.members[model].config.n_exits for t in tokens]
+            pairs = zip(early, tokens, strict=True)
+            below = [e and t.confidence < job.thresholds[t.exit] for e, t in pairs]
+            self.controller.tokens(model, below, own=job.objective is not None)
         if not finish:
             return [Output(job.number, tokens, "")]
         del self._by_own[model, job.own], self._jobs[job.number]
         whole = finish != "cancelled" and not job.moved and len(job.tokens) > 0
-        if whole and job.objective is None:
+        sampling, shaping = job.asked["sampling"], job.asked["shaping"]
+        greedy = sampling is None or float(sampling.temperature[0]) == 0
+        # What is drawn by chance, or shaped, is not what the whole model says is most likely.
+        judged = job.objective is None and greedy and shaping is None
+        if whole and (job.evaluated or judged):
             job.telemetry = self._telemetry(model, part, job, now)
-            if job.evaluated or self._sampled.random() < self._share:
+            drawn = len(self._to_audit) < BEHIND and self._sampled.random() < self._share
+            if judged and (job.evaluated or drawn):
                 self._to_audit.append(job)
+            elif job.evaluated:
+                self._answered(job, job.telemetry)
         elif job.evaluated:
             self.controller.dropped(model)
         return [Output(job.number, tokens, finish)]
 
-    def _below(self, model: str, depth: int, token: Token) -> bool:
-        """Whether a token left below its threshold, by the last exit that is loaded."""
-        if token.exit != depth - 1 or token.exit >= self.members[model].config.n_exits:
-            return False
-        return token.confidence < self._thresholds(model)[token.exit]
+    def _answered(self, job: _Job, telemetry: Telemetry) -> None:
+        self.controller.answered(job.model, telemetry, [t.exit for t in job.tokens])
 
     def _joules(self) -> float:
         return 0.0 if self._meter is None else self._meter.read()
 
     def _telemetry(self, model, part, job, now: float) -> Telemetry:
-        """Of a request; its accuracy is found out by an audit."""
+        """Of a request; its accuracy is what is expected, until an audit finds it out."""
         count, seconds = len(job.tokens), max(now - job.began, 1e-9)
         each = (now - job.first) / max(count - 1, 1)
         profile = self.controller.profiles[model]
@@ -413,7 +481,8 @@ class Fleet(Stepped):
             energy = max(self._joules() - joules, 0.0) / max(self._emitted - emitted, 1)
         return Telemetry(
             count / seconds * max(len(part.scheduler.running), 1), job.first - job.began, each,
-            0.0, profile.size(part.depth), energy,
+            float(np.mean([profile.sure[t.exit] for t in job.tokens])), profile.size(part.depth),
+            energy,
         )  # fmt: skip
 
     def _audited(self, job: _Job) -> None:
@@ -425,16 +494,21 @@ class Fleet(Stepped):
             return
         if model not in self._auditors:
             self._auditors[model] = Auditor(part.host, part.config)
+        self.audited[model] += len(job.prompt) + len(job.tokens)
         verdict = self._auditors[model].judge(
             part.engine.weights, job.prompt, [t.id for t in job.tokens]
         )
         if job.evaluated:
             same = float(np.mean(verdict.same))
-            self.controller.answered(model, dataclasses.replace(job.telemetry, accuracy=same))
+            self._answered(job, dataclasses.replace(job.telemetry, accuracy=same))
         if job.strictness == self._strictness(model):
             audit = self.audit(Choice(model, part.depth))
             audit.add(verdict)
-            self.controller.audited(model, audit.bound, audit.count)
+            known = len(self.controller.decisions)
+            self.controller.audited(model, audit.low, audit.high, audit.best)
+            if len(self.controller.decisions) > known:
+                # Should this depth and these thresholds be tried again, it is for what comes then.
+                del self.audits[model, *job.strictness]
 
     def report(self, since: int = 0) -> FleetReport:
         """What serves, or will first; with the decisions from number `since` on."""
@@ -444,6 +518,6 @@ class Fleet(Stepped):
         return FleetReport(
             model, depth, self.members[model].config.stops[depth - 1],
             self.slots, controller.below_share, audit.share if audit.count else None,
-            audit.bound if audit.count else None,
+            audit.high if audit.count else None, audit.perplexity if audit.count else None,
             tuple(controller.decisions[since:]),
         )  # fmt: skip

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import os
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -163,8 +164,7 @@ def built(
     def fleet(steps: int) -> Fleet:
         for name, member in members.items():
             warm_up(member, slots=by_depth[name], context=context, steps=steps)
-        repository = Repository(aims.repository)
-        put(repository, profiles)
+        repository = kept(aims.repository, profiles)
         controller = Controller(
             profiles, Objective.of(aims.objective, **aims.limits), repository, aims.options,
             clock=time.time,
@@ -189,6 +189,9 @@ def room(member: Member, slots: int, context: int, budget: float) -> tuple[int, 
     # All depths have the buckets of the first one's slots, which are a part of what is kept.
     options = options.of_slots(max(fit(1, options), 1))
     found = [fit(depth, options) for depth in range(1, member.config.n_exits + 2)]
+    if not found[-1]:  # with fewer requests there is less to keep, too
+        options = dataclasses.replace(member.options, grows=True).of_slots(1)
+        found = [min(fit(depth, options), 1) for depth in range(1, member.config.n_exits + 2)]
     found = tuple(np.minimum.accumulate(found).tolist())
     require(found[-1] > 0, "budget", budget, "holds no whole model with one request", "Give more.")
     return found
@@ -218,12 +221,18 @@ def warm_up(member: Member, *, slots: Sequence[int], context: int, steps: int) -
             part.run()
 
 
-def put(repository: Repository, profiles: Mapping[str, Profile]) -> None:
-    """Benchmarks of models, of tokens that go through all that is loaded."""
-    for name, profile in profiles.items():
-        for depth in range(1, profile.exits + 1):
-            last = tuple(float(e == depth - 1) for e in range(profile.exits))
-            repository.put(name, depth, profile.serving(last, depth))
+def kept(path: str | os.PathLike, profiles: Mapping[str, Profile]) -> Repository:
+    """The repository in a file, with what was measured; in memory where that cannot be had now, as
+    who is served does not depend on it."""
+    for place in (path, ":memory:"):
+        try:
+            repository = Repository(place)
+            for name, profile in profiles.items():
+                repository.put(name, profile.benchmark())
+            break
+        except DataError as error:
+            warnings.warn(f"measurements are not kept: {error}", stacklevel=2)
+    return repository
 
 
 def encoded(prompts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:

@@ -73,8 +73,9 @@ class Load(NamedTuple):
 class FleetReport(NamedTuple):
     """What serves in a fleet: a model of which `depth` exits, and so many layers, are loaded, and
     its slots. below: share of all tokens that left below their threshold; disagreement: of the
-    model's tokens that were looked at again, the share that is not the whole model's, and `bound`,
-    above which it hardly is, both None where none was; decisions: those since the last report."""
+    model's tokens that were looked at again, the share that is not the whole model's; bound: above
+    which that hardly is; perplexity: of them, by the whole model; all None where none was;
+    decisions: those since the last report."""
 
     model: str
     depth: int
@@ -83,6 +84,7 @@ class FleetReport(NamedTuple):
     below: float
     disagreement: float | None
     bound: float | None
+    perplexity: float | None
     decisions: tuple[Decision, ...]
 
 

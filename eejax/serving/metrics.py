@@ -51,6 +51,7 @@ class Metrics:
             "have chosen; NaN where none was audited.",
         )  # fmt: skip
         self.bound = gauge("fleet_disagreement_bound_ratio", "What that is below with confidence.")
+        self.perplexity = gauge("fleet_perplexity", "Of those answers, by the whole model.")
         self.decisions = count("fleet_decisions", "Decisions of what is to serve.", "kind")
         self.first = times("time_to_first_token", "From a request to its first token.", FIRST)
         self.between = times("inter_token", "Between the tokens of a request.", BETWEEN)
@@ -95,6 +96,7 @@ class Metrics:
             (self.depth, report.layers), (self.slots, report.slots), (self.below, report.below),
             (self.disagreement, nan if report.disagreement is None else report.disagreement),
             (self.bound, nan if report.bound is None else report.bound),
+            (self.perplexity, nan if report.perplexity is None else report.perplexity),
         ):  # fmt: skip
             gauge.labels(model).set(value)
         for decision in report.decisions:

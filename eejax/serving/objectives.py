@@ -61,10 +61,13 @@ class Objective:
             for metric, value in table.items():
                 known = ", ".join(METRICS)
                 require(metric in METRICS, name, metric, f"must be of {known}")
-                require(value > 0, f"{name}.{metric}", value, "must be more than 0")
+                ok = isinstance(value, int | float) and 0 < value < math.inf
+                require(ok, f"{name}.{metric}", value, "must be a number above 0")
+        accuracy = self.limits.get("accuracy", 1.0)
+        require(accuracy <= 1, "limits.accuracy", accuracy, "must be a share, at most 1")
 
     @classmethod
-    def of(cls, name: str, **limits: float) -> Objective:
+    def of(cls, name: str, /, **limits: float) -> Objective:
         """By a name: throughput, response_time, accuracy, energy or goodput."""
         if name not in NAMED:
             raise ConfigError(f"objective = {name!r}: must be of {', '.join(NAMED)}.")

@@ -32,7 +32,10 @@ class Scripted:
         self._choices, self._every, self._clock, self._given = [*choices], every, clock, 0
         self.wanted = choices[0]
 
-    def choose(self, loaded: Mapping[str, int] | None = None) -> Given:
+    def holds(self, there: Mapping[str, int], held: int) -> None:
+        pass
+
+    def choose(self) -> Given:
         self._given += 1
         # What the next prompt needs is asked for now; until it is there, they go where they went.
         i = min(self._given // self._every, len(self._choices) - 1)
@@ -44,16 +47,16 @@ class Scripted:
     def loaded(self, choice: Choice) -> None:
         self.current = choice
 
-    def tokens(self, model: str, exits: Sequence[int], below: Sequence[bool]) -> None:
+    def tokens(self, model: str, below: Sequence[bool]) -> None:
         pass
 
-    def answered(self, model: str, telemetry: Telemetry) -> None:
+    def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None:
         pass
 
     def dropped(self, model: str) -> None:
         pass
 
-    def audited(self, model: str, bound: float, count: int) -> None:
+    def audited(self, model: str, low: float, high: float, best: float) -> None:
         pass
 
     def level(self, model: str) -> int:
@@ -88,8 +91,7 @@ def helios(
     def make(clock):
         repository = Repository()
         for model, p in profiles.items():
-            none = (0.0,) * (p.exits - 1)
-            repository.put(model, p.exits, p.serving((*none, 1.0), p.exits))
+            repository.put(model, p.benchmark())
         return Controller(profiles, objective, repository, options, clock=clock)
 
     return make

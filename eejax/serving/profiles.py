@@ -68,7 +68,7 @@ def measure(
     told = dict(
         seconds=steps([row.token for row in rows]), prefill=steps([row.first for row in rows]),
         load=[first, *(row.loaded for row in rows[1:])],
-        rebuild=[0.0, *(row.filled for row in rows[1:])],
+        rebuild=[rows[0].first / rows[0].given, *(row.filled for row in rows[1:])],
         bytes=np.array(sizes) + steps(outside), energy=[2.0 * a_layer * k for k in layers],
         sure=[share(e, leaves == e) for e in range(n)],
         unsure=[share(e, leaves > e) for e in range(n - 1)] + [1.0],
@@ -83,8 +83,9 @@ def measure(
 
 class _Depth:
     """A depth at work, where none leaves early, or by the `rules` of a policy. token: seconds of
-    one where all slots decode; first: mean to the first one, of requests that come together; reach:
-    shares of tokens that left by each exit or one above it; loaded, filled: as measured before."""
+    one where all slots decode; first: to the first one of a request by itself, with a prompt of so
+    many tokens (`given`); reach: shares of tokens that left by each exit or one above it; loaded,
+    filled: as measured before."""
 
     def __init__(self, part: PartialModel, texts, new, clock, loaded=0.0, filled=0.0, rules=None):
         self.loaded, self.filled, self.slots = loaded, filled, part.engine.slots
@@ -94,21 +95,25 @@ class _Depth:
             scheduler.cancel(number)
         part.run()
         policy = ExitPolicy.make(config, 1, **(rules or {}))
-        slots, begin, count, decoded = part.engine.slots, clock(), 0, None
-        room, firsts, exits = part.engine.context, {}, np.zeros(config.n_exits + 1)
+        slots, room, exits = part.engine.slots, part.engine.context, np.zeros(config.n_exits + 1)
+        count, decoded, begun = 0, None, set()
+        # Those that begin first go on for long enough to be there with the last.
+        texts = [list(text)[: room // 2] for text in texts]
+        longest = max(texts, key=len)
+        begin = clock()
+        scheduler.submit(longest, 1, policy=policy)
+        part.run()
+        self.first, self.given = clock() - begin, len(longest)
         for i in range(slots):
-            # Those that begin first go on for long enough to be there with the last.
-            text = list(texts[i % len(texts)])[: room // 2]
+            text = texts[i % len(texts)]
             scheduler.submit(text, room - len(text), policy=policy)
         while count < slots * new and not part.idle:
             for number, tokens, _ in part.step():
-                if tokens:
-                    firsts.setdefault(number, clock() - begin)
+                begun |= {number} if tokens else set()
                 for token in tokens if decoded is not None else ():
                     exits[token.exit] += 1
                     count += 1
-            if decoded is None and len(firsts) == slots:
+            if decoded is None and len(begun) == slots:
                 decoded = clock()
-        self.first = float(np.mean([*firsts.values()]))
         self.token = (clock() - decoded) / max(count, 1)
         self.reach = np.cumsum(exits[::-1])[::-1] / max(count, 1)

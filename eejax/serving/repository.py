@@ -9,11 +9,13 @@ import contextlib
 import json
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from eejax.common.errors import DataError
+from eejax.common.errors import ConfigError, DataError
 from eejax.serving.objectives import METRICS, Objective, Telemetry
+
+WAIT = 0.2  # seconds: whoever is served waits, too
 
 _SCHEMA = f"""
 create table if not exists benchmark (
@@ -44,42 +46,46 @@ class Evaluation(NamedTuple):
 
 
 class Repository:
-    """An SQLite file; ":memory:" keeps nothing. Raises DataError for a file that is none."""
+    """An SQLite file; ":memory:" keeps nothing. Every method raises DataError for a file that is
+    none, or that another process does not let go of for `WAIT` seconds."""
 
     def __init__(self, path: str | os.PathLike = ":memory:"):
-        self.path = os.fspath(path)
-        try:
-            self._connection = sqlite3.connect(self.path)
+        self.path = os.path.expanduser(os.fspath(path))
+        with self._using("be used as a repository"):
+            self._connection = sqlite3.connect(self.path, timeout=WAIT)
             with self._connection:
                 self._connection.executescript(_SCHEMA)
-        except sqlite3.Error as error:
-            raise DataError(f"{self.path}: cannot be used as a repository ({error}).") from error
 
     def close(self) -> None:
         self._connection.close()
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
+    def _using(self, what: str) -> Iterator[None]:
         try:
-            with self._connection:
-                yield self._connection
-        except sqlite3.Error as error:
-            raise DataError(f"{self.path}: cannot be written ({error}).") from error
+            yield
+        except (sqlite3.Error, ValueError, ConfigError) as error:
+            raise DataError(f"{self.path}: cannot {what} ({error}).") from error
 
-    def put(self, model: str, depth: int, telemetry: Telemetry) -> None:
-        """Benchmark telemetry of a model with so many of its exits, in place of what was there."""
-        row = (model, depth, *(getattr(telemetry, m) for m in METRICS))
-        marks = ", ".join("?" * len(row))
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        with self._using("be written"), self._connection:
+            yield self._connection
+
+    def put(self, model: str, by_depth: Mapping[int, Telemetry]) -> None:
+        """Benchmark telemetry of a model by how many of its exits are there, in place of all that
+        was there of it."""
+        rows = [(model, d, *(getattr(t, m) for m in METRICS)) for d, t in by_depth.items()]
+        marks = ", ".join("?" * (2 + len(METRICS)))
         with self._writing() as db:
-            db.execute(f"insert or replace into benchmark values ({marks})", row)
+            db.execute("delete from benchmark where model = ?", (model,))
+            db.executemany(f"insert into benchmark values ({marks})", rows)
 
     def benchmark(self, model: str) -> dict[int, Telemetry]:
         """By depth."""
-        rows = self._connection.execute(
-            f"select depth, {', '.join(METRICS)} from benchmark where model = ? order by depth",
-            (model,),
-        )
-        return {depth: Telemetry(*values) for depth, *values in rows}
+        asked = f"select depth, {', '.join(METRICS)} from benchmark where model = ? order by depth"
+        with self._using("be read"):
+            rows = self._connection.execute(asked, (model,))
+            return {depth: Telemetry(*values) for depth, *values in rows}
 
     def candidates(self, models: Sequence[str], objective: Objective, k: int = 2) -> list[str]:
         """The k models that are best for an objective, by their benchmarks with all layers, best
@@ -98,10 +104,11 @@ class Repository:
 
     def history(self, model: str, last: int = 1) -> list[Evaluation]:
         """The last rows of a model, oldest first."""
-        rows = self._connection.execute(
-            "select time, model, depth, prompts, tokens, exits, "
-            f"{', '.join(METRICS)} from history where model = ? order by id desc limit ?",
-            (model, last),
-        ).fetchall()
         made = lambda r: Evaluation(*r[:5], tuple(json.loads(r[5])), Telemetry(*r[6:]))
-        return [made(row) for row in reversed(rows)]
+        with self._using("be read"):
+            rows = self._connection.execute(
+                "select time, model, depth, prompts, tokens, exits, "
+                f"{', '.join(METRICS)} from history where model = ? order by id desc limit ?",
+                (model, last),
+            ).fetchall()
+            return [made(row) for row in reversed(rows)]

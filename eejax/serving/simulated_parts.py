@@ -84,6 +84,11 @@ class Part:
         """Bytes, with what is on its way."""
         return self.profile.size(self.coming)
 
+    @property
+    def held(self) -> int:
+        """Tokens of the requests in slots."""
+        return sum(int(self._trace.prompts[job.number]) + job.done for job in self.jobs)
+
     def grow(self, depth: int, now: float) -> float:
         """Seconds until it is there."""
         seconds = sum(self.profile.load[self.coming : depth])
@@ -93,7 +98,7 @@ class Part:
     def grown(self) -> float:
         """Seconds of making up keys and values for segments that have come; those who came last go
         back where there are fewer slots."""
-        held = sum(int(self._trace.prompts[job.number]) + job.done for job in self.jobs)
+        held = self.held
         new = slice(self.depth, self.coming)
         self.flops += held * sum(self.profile.energy[new])
         for job in self.jobs:

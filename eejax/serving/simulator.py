@@ -69,12 +69,13 @@ class Policy(Protocol):
     decisions: list[Decision]
     options: ControllerOptions
 
-    def choose(self, loaded: Mapping[str, int] | None = None) -> Given: ...
+    def holds(self, there: Mapping[str, int], held: int) -> None: ...
+    def choose(self) -> Given: ...
     def loaded(self, choice: Choice) -> None: ...
-    def tokens(self, model: str, exits: Sequence[int], below: Sequence[bool]) -> None: ...
-    def answered(self, model: str, telemetry: Telemetry) -> None: ...
+    def tokens(self, model: str, below: Sequence[bool]) -> None: ...
+    def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None: ...
     def dropped(self, model: str) -> None: ...
-    def audited(self, model: str, bound: float, count: int) -> None: ...
+    def audited(self, model: str, low: float, high: float, best: float) -> None: ...
     def level(self, model: str) -> int: ...
     def threshold(self, model: str, value: float) -> float: ...
 
@@ -229,10 +230,11 @@ class _Server:
 
     def _give(self) -> None:
         current = self.policy.current
+        there = {name: part.depth for name, part in self.parts.items()}
+        self.policy.holds(there, sum(part.held for part in self.parts.values()))
         while self.queue and current is not None and current.model in self.parts:
             if self._next is None:
-                there = {name: part.depth for name, part in self.parts.items()}
-                self._next = self.policy.choose(there)
+                self._next = self.policy.choose()
             model, evaluated = self._next.choice.model, self._next.evaluated
             part = self.parts[model]
             if not part.room:
@@ -289,7 +291,7 @@ class _Server:
             self.below[job.number] += sum(below)
             for e in exits:
                 self.exits[name][e] += 1
-            self.policy.tokens(name, exits, below)
+            self.policy.tokens(name, below)
             if job.told == self.trace.new:
                 ended += 1
                 self._ended(name, part, job)
@@ -326,14 +328,17 @@ class _Server:
         seconds = length / part.pace.tokens * sum(part.pace.chunk)
         self.now = self.device = max(self.now, self.device) + seconds
         if job.evaluated:
-            self.policy.answered(name, telemetry)
+            self.policy.answered(name, telemetry, job.exits)
         if job.strict == (part.depth, self.policy.level(name)):
             from eejax.serving.audits import Audit, Verdict  # with JAX, which nothing else needs
 
             audit = self._audits.setdefault((name, *job.strict), Audit())
             same = np.arange(job.told) < job.agree
             audit.add(Verdict(same, np.zeros(job.told)))
-            self.policy.audited(name, audit.bound, audit.count)
+            known = len(self.policy.decisions)
+            self.policy.audited(name, audit.low, audit.high, audit.best)
+            if len(self.policy.decisions) > known:
+                del self._audits[name, *job.strict]
 
     def _happens(self, what: str, model: str, seconds: float = 0.0) -> None:
         depth = self.parts[model].coming

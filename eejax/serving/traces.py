@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -49,9 +50,10 @@ class ModelTrace:
             require(ok and shape == self.tokens.shape, name, shape, told)
         require(p > 0, "prompts", self.prompts, "must be of one prompt at least")
         require(bool(np.all(self.prompts > 0)), "prompts", self.prompts, "must have tokens")
-        require(
-            list(self.stops) == sorted(self.stops), "stops", self.stops, "must not descend"
-        )  # fmt: skip
+        whole = all(isinstance(stop, int) and stop >= 0 for stop in self.stops)
+        ok = whole and list(self.stops) == sorted(self.stops)
+        require(ok, "stops", self.stops, "must be numbers of layers that do not descend")
+        require(self.prompts.ndim == 1, "prompts", self.prompts.shape, "must be one number each")
         low, high = float(np.min(self.confidences)), float(np.max(self.confidences))
         # NaN fails both comparisons.
         ok = low >= 0 and high <= 1 + 1e-5
@@ -171,7 +173,9 @@ def load(path: str | os.PathLike) -> Trace:
         # Opened here: numpy leaves what is no npz open.
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as found:
             arrays = dict(found)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (
+        OSError, ValueError, EOFError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error,
+    ) as error:  # fmt: skip
         raise DataError(f"{path}: cannot be read as a trace ({error}). Record it again.") from error
     try:
         about = json.loads(str(arrays["about"]))
@@ -191,7 +195,7 @@ def load(path: str | os.PathLike) -> Trace:
         return Trace(models, tuple(about["kinds"]))
     except KeyError as error:
         raise DataError(f"{path}: has no {error}. Record it again.") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path}: {error} Record it again.") from error

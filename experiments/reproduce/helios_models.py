@@ -177,8 +177,7 @@ def live(models: Mapping[str, Any], measured: Measured, thresholds, objective, o
     """`Live` of a real `Fleet` for the first n prompts, of as many clients as slots; everything is
     done twice, and only the second time counts, so that what is compiled is compiled."""
     from eejax.serving.controller import Controller
-    from eejax.serving.fleets import put
-    from eejax.serving.repository import Repository
+        from eejax.serving.repository import Repository
     from eejax.serving.simulated import Live
     from experiments.helios_runs import Chosen, Stopwatch, drive
 
@@ -189,7 +188,8 @@ def live(models: Mapping[str, Any], measured: Measured, thresholds, objective, o
     }  # fmt: skip
     for _ in range(2):
         repository, watch = Repository(), Stopwatch()
-        put(repository, measured.profiles)
+        for name, profile in measured.profiles.items():
+            repository.put(name, profile.benchmark())
         controller = Controller(measured.profiles, objective, repository, options, clock=watch.now)
         server = Chosen(
             members, controller, watch, slots=setting.slots, steps=setting.steps,

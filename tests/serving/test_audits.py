@@ -37,12 +37,14 @@ def test_a_verdict_is_the_whole_models_however_little_is_loaded(small_run):
 
 def test_an_audit_is_of_the_last_answers():
     audit = Audit(window=4)
-    assert audit.count == 0 and audit.share == 0.0 and audit.bound == 1.0
+    assert audit.count == 0 and audit.share == 0.0
+    assert (audit.low, audit.high, audit.best) == (0.0, 1.0, 1.0)
     assert np.isnan(audit.perplexity)
     half = Verdict(np.array([True, False]), np.log([0.5, 0.125]))
     for _ in range(9):
         audit.add(half)
-    assert audit.count == 4 and audit.share == 0.5 and audit.bound > 0.5
+    assert audit.count == 4 and audit.share == 0.5
+    assert 0 < audit.low < 0.5 < audit.high and audit.best < audit.high
     assert audit.perplexity == pytest.approx(4.0)  # two bits a token
     for _ in range(4):
         audit.add(Verdict(np.array([True] * 3), np.zeros(3)))
@@ -94,8 +96,8 @@ def test_a_fleet_becomes_stricter_until_the_limit_on_disagreement_holds(small_ru
         slots=4, context=96, new=8,
     )}  # fmt: skip
     controller = Controller(
-        profiles, Objective.of("throughput", accuracy=0.995), Repository(),
-        ControllerOptions(prompts=2, interval=10**6, audits=3, tokens=16), clock=lambda: 0.0,
+        profiles, Objective.of("throughput", accuracy=0.999), Repository(),
+        ControllerOptions(prompts=2, interval=10**6, tokens=16), clock=lambda: 0.0,
     )  # fmt: skip
     fleet = Fleet({"m": member}, controller, slots=4, context=96, audits=1.0)
     for text in texts:
@@ -107,8 +109,8 @@ def test_a_fleet_becomes_stricter_until_the_limit_on_disagreement_holds(small_ru
     kinds = [d.kind for d in controller.decisions]
     assert kinds[:2] == ["evaluate", "serve"] and {*kinds[2:]} == {"tighten"}
     assert controller.current.depth == model.config.n_exits + 1
-    assert controller.strictness["m"] == 4 and controller.threshold("m", 0.0) == 1.0
+    assert controller.level("m") >= 1 and controller.threshold("m", 0.0) >= 0.5
     assert sum(o.finish == "length" for o in outputs) == len(texts) + 8
-    # Since then no exit was taken but the last.
+    # It is not certain any more that the limit is missed.
     audit = fleet.audit(controller.current)
-    assert audit.count > 0 and audit.share == 0.0
+    assert audit.count > 0 and audit.low <= 0.001 and audit.share < 0.1

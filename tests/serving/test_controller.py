@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sqlite3
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,8 @@ from hypothesis import strategies as st
 
 from eejax.common.errors import ConfigError, DataError
 from eejax.serving.controller import Choice, Controller, ControllerOptions, Profile, breaches
-from eejax.serving.objectives import Objective, Telemetry
+from eejax.serving.fleets import kept
+from eejax.serving.objectives import NAMED, Objective, Telemetry
 from eejax.serving.repository import Repository
 
 THROUGHPUT = Objective.of("throughput")
@@ -53,13 +56,15 @@ class World:
         c.loaded(c.wanted)
         choice, evaluated = c.choose()
         self.served.append(choice)
+        exits = []
         for _ in range(tokens):
             e = next(self.drawn[choice.model])
-            c.tokens(choice.model, [min(e, choice.depth - 1)], [e >= choice.depth])
+            exits.append(min(e, choice.depth - 1))
+            c.tokens(choice.model, [e >= choice.depth])
         self.time += 1.0
         told = self.profiles[choice.model].serving(self.shares[choice.model], choice.depth)
         if evaluated:
-            c.answered(choice.model, told)
+            c.answered(choice.model, told, exits)
         return choice
 
     @property
@@ -121,15 +126,15 @@ def test_the_window_is_empty_after_a_decision():
         world.prompt()
     world.prompt(tokens=0)
     c = world.controller
-    c.tokens("m", [0] * 50, [True] * 50)
+    c.tokens("m", [True] * 50)
     assert world.kinds == ["evaluate", "serve"]
-    c.tokens("m", [0], [True])
+    c.tokens("m", [True])
     assert world.kinds[-1] == "grow"
     grown = c.wanted
-    c.tokens("m", [0] * 50, [True] * 50)  # while it is loaded nothing more is decided
+    c.tokens("m", [True] * 50)  # while it is loaded nothing more is decided
     assert c.wanted == grown and len(world.kinds) == 3
     c.loaded(grown)
-    c.tokens("m", [1] * 50, [True] * 50)
+    c.tokens("m", [True] * 50)
     assert len(world.kinds) == 3
 
 
@@ -200,43 +205,139 @@ def test_while_another_is_evaluated_the_one_that_served_goes_on():
     c = world.controller
     c.loaded(c.wanted)
     assert c.current == Choice("b", 4)
-    given = [c.choose({"a": 1, "b": 4}) for _ in range(7)]
+    c.holds({"a": 1, "b": 4}, 0)
+    given = [c.choose() for _ in range(7)]
     assert given == [(Choice("b", 4), True)] * 5 + [(Choice("a", 1), False)] * 2
-    assert c.choose() == (Choice("b", 4), False)  # where "a" had to go
+    c.holds({"b": 4}, 0)  # "a" had to go
+    assert c.choose() == (Choice("b", 4), False)
 
 
 def test_audits_ask_for_more_layers_and_then_for_surer_tokens():
     goal = Objective.of("throughput", accuracy=0.75)
-    world = World({"m": profile(n=3)}, {"m": (0.8, 0.1, 0.1)}, goal, interval=50, audits=10)
+    world = World({"m": profile(n=3)}, {"m": (0.8, 0.1, 0.1)}, goal, interval=30)
     for _ in range(6):
         world.prompt()
     c = world.controller
     assert c.current == Choice("m", 1)
-    c.audited("m", 0.9, 9)  # too few to say
-    c.audited("m", 0.25, 10)  # as good as it has to be
+    c.audited("m", 0.1, 0.9, 0.3)  # as many perfect answers would not be enough
+    c.audited("m", 0.1, 0.25, 0.1)  # as good as it has to be
     assert world.kinds[-1] == "serve"
-    for depth in (2, 3):
-        c.audited("m", 0.3, 10)
+    for depth, told in ((2, (0.1, 0.3, 0.2)), (3, (0.26, 0.9, 0.8))):  # likely, and certain
+        c.audited("m", *told)
         assert world.kinds[-1] == "tighten" and c.wanted == Choice("m", depth)
-        c.audited("m", 0.3, 10)  # while that is loaded nothing more is decided
+        c.audited("m", *told)  # while that is loaded nothing more is decided
         assert c.wanted == Choice("m", depth)
         c.loaded(c.wanted)
     assert c.threshold("m", 0.6) == 0.6
     for threshold in (0.8, 0.9, 0.95, 1.0, 1.0):
-        c.audited("m", 0.3, 10)
+        c.audited("m", 0.26, 0.3, 0.1)
         assert c.threshold("m", 0.6) == pytest.approx(threshold)
     assert world.kinds.count("tighten") == 6
-    # Where it is far better than it has to be, one step is taken back with every assessment.
-    for k in (4, 3):
-        assert c.strictness["m"] == k and c.least["m"] == k - 1
-        c.audited("m", 0.1, 10)
-        while world.kinds.count("serve") < 6 - k:
-            world.prompt()
     without = World({"m": profile()}, {"m": (0.9, 0.1, 0.0, 0.0)})
     for _ in range(6):
         without.prompt()
-    without.controller.audited("m", 1.0, 100)
+    without.controller.audited("m", 0.9, 1.0, 0.0)
     assert without.kinds == ["evaluate", "serve"]
+
+
+def test_what_was_too_strict_is_taken_back_step_by_step_and_ever_more_rarely():
+    goal = Objective.of("throughput", accuracy=0.75)
+    world = World({"m": profile(n=3)}, {"m": (0.8, 0.1, 0.1)}, goal, interval=10)
+    c = world.controller
+
+    def reassessed():
+        n = world.kinds.count("serve")
+        while world.kinds.count("serve") == n:
+            world.prompt()
+            if not c.evaluating:
+                c.loaded(c.wanted)
+                c.audited("m", 0.0, 0.1, 0.05)
+
+    reassessed()
+    c.loaded(c.wanted)
+    c.audited("m", 0.5, 0.9, 0.1)
+    assert c.least["m"] == 2
+    turns = []
+    for _ in range(4):
+        n = 0
+        while c.least["m"] == 2:
+            reassessed()
+            n += 1
+        turns.append(n)
+        c.loaded(c.wanted)
+        c.audited("m", 0.5, 0.9, 0.1)
+        assert world.kinds[-1] == "tighten"
+    assert turns == [2, 4, 8, 16]
+    c.loaded(c.wanted)
+    c.strictness["m"] = 1
+    c._failed["m"] = c._rest["m"] = 0
+    reassessed()
+    assert (c.strictness["m"], c.least["m"]) == (0, 2)  # the last step first
+
+
+def test_the_objective_says_how_deep():
+    """Most tokens leave by the first exit; who asks for accuracy gets all layers."""
+    for goal, depth in (("throughput", 1), ("response_time", 1), ("energy", 1), ("accuracy", 4)):
+        world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)}, Objective.of(goal))
+        for _ in range(6):
+            world.prompt()
+        assert world.served[-1] == Choice("m", depth), goal
+
+
+def test_joules_that_were_measured_decide():
+    """Operations say that 'a' takes less; a counter, that it takes more."""
+    for joules, model in ((1.0, "a"), (3.0, "b")):
+        profiles = {"a": profile(), "b": profile(energy=(2.0,) * 4)}
+        world = World(profiles, dict.fromkeys("ab", (0.6, 0.2, 0.1, 0.1)), Objective.of("energy"))
+        told = {m: p.serving((0.6, 0.2, 0.1, 0.1), 4) for m, p in profiles.items()}
+        c = world.controller
+        for name in ("a", "b"):
+            c.loaded(c.wanted)
+            for _ in range(5):
+                c.choose()
+                energy = told[name].energy * (joules if name == "a" else 1.0)
+                seen = telemetry(energy=energy)
+                c.answered(name, seen, [0] * 6 + [1] * 2 + [2, 3])
+        assert c.wanted.model == model
+
+
+def test_tokens_that_are_not_of_an_evaluation_say_nothing_of_the_whole_model():
+    world = World({"m": profile()}, {"m": (0.1, 0.1, 0.1, 0.7)})
+    c = world.controller
+    c.tokens("m", [False] * 1000)  # while it is loaded
+    c.loaded(c.wanted)
+    c.tokens("m", [False] * 1000)  # of prompts that were there before
+    for _ in range(6):
+        world.prompt()
+    assert c.shares["m"] == (0.1, 0.1, 0.1, 0.7) and world.served[-1].depth == 4
+
+
+def test_a_repository_that_cannot_be_written_stops_nobody(tmp_path):
+    repository = Repository(tmp_path / "models.db")
+    world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)}, repository=repository)
+    repository._connection.execute("drop table history")
+    with pytest.warns(UserWarning, match="an evaluation is not kept: .*models.db: cannot be"):
+        for _ in range(7):
+            world.prompt()
+    assert world.served[-1] == Choice("m", 1)
+
+
+def test_what_a_change_costs_is_of_all_requests_under_way():
+    world = World({"a": profile(), "b": profile()}, dict.fromkeys("ab", (0.6, 0.2, 0.1, 0.1)))
+    for _ in range(11):
+        world.prompt()
+    c = world.controller
+    assert c.current == Choice("b", 1)
+    c.holds({"b": 1}, 5000)
+    assert c.cost(Choice("b", 3)) == pytest.approx(2 * 0.1 + 2 * 5000 * 1e-5)
+    assert c.cost(Choice("a", 2)) == pytest.approx(2 * 0.1)  # those of 'b' end where they are
+    c.holds({"b": 1, "a": 4}, 5000)
+    assert c.cost(Choice("a", 2)) == 0.0
+    c.current = Choice("b", 3)
+    c.holds({"b": 3}, 5000)
+    assert c.cost(Choice("b", 1)) == pytest.approx(5000 * 1e-5)
+    c.options = ControllerOptions(budget=450)
+    assert c.cost(Choice("a", 2)) == pytest.approx(2 * 0.1 + 2 * 5000 * 1e-5)
 
 
 def test_the_best_of_what_is_loaded_for_an_objective_of_ones_own():
@@ -244,13 +345,16 @@ def test_the_best_of_what_is_loaded_for_an_objective_of_ones_own():
         {"a": profile(), "b": profile(2.0, unsure=(0.9,) * 3 + (1.0,))},
         {"a": (0.5, 0.0, 0.0, 0.5), "b": (0.5, 0.0, 0.0, 0.5)},
     )
-    c = world.controller
-    assert c.best(THROUGHPUT, {"a": 1}) is None  # nobody was evaluated yet
+    c, fast, right = world.controller, NAMED["throughput"], NAMED["accuracy"]
+    c.holds({"a": 1}, 0)
+    assert c.best(fast) is None  # nobody was evaluated yet
     for _ in range(11):
         world.prompt()
-    assert c.best(THROUGHPUT, {"a": 1, "b": 1}) == "a"
-    assert c.best(Objective.of("accuracy"), {"a": 1, "b": 1}) == "b"
-    assert c.best(Objective.of("accuracy"), {"a": 1}) == "a"
+    assert c.best(right) == "a"
+    c.holds({"a": 1, "b": 1}, 0)
+    assert c.best(fast) == "a" and c.best(right) == "b"
+    c.objective = Objective.of("throughput", accuracy=0.9)
+    assert c.best(fast) == "b"  # within the server's limits
 
 
 def test_limits_come_before_the_score():
@@ -303,11 +407,10 @@ def test_prompts_that_are_dropped_are_given_again():
         c.choose()
     c.dropped("m")
     for _ in range(4):
-        c.answered("m", telemetry())
+        c.answered("m", telemetry(), [1] * 10)
     assert c.evaluating
     c.choose()
-    c.tokens("m", [1] * 10, [False] * 10)
-    c.answered("m", telemetry())
+    c.answered("m", telemetry(), [1] * 10)
     assert not c.evaluating and c.wanted == Choice("m", 2)
 
 
@@ -325,9 +428,10 @@ def test_what_does_not_fit_is_refused_or_freed_first():
 def test_history_lasts(tmp_path):
     file = tmp_path / "models.db"
     repository = Repository(file)
-    repository.put("a", 4, telemetry(throughput=10.0))
-    repository.put("b", 4, telemetry(throughput=20.0))
-    repository.put("b", 2, telemetry(throughput=50.0, accuracy=0.5))
+    repository.put("a", {4: telemetry(throughput=10.0)})
+    repository.put("b", {9: telemetry()})
+    two, four = telemetry(throughput=50.0, accuracy=0.5), telemetry(throughput=20.0)
+    repository.put("b", {2: two, 4: four})  # in place of what there was
     world = World({"a": profile()}, {"a": (0.6, 0.2, 0.1, 0.1)}, repository=repository)
     for _ in range(7):
         world.prompt()
@@ -346,6 +450,51 @@ def test_history_lasts(tmp_path):
         Repository(file)
 
 
+def test_a_repository_that_another_process_holds(tmp_path):
+    """It is told soon, by every method; nobody who is served depends on it."""
+    file = tmp_path / "models.db"
+    repository = Repository(file)
+    repository.put("m", profile().benchmark())
+    other = sqlite3.connect(file, isolation_level=None)
+    other.execute("begin exclusive")
+    begin = time.monotonic()
+    for call in (
+        lambda: repository.benchmark("m"), lambda: repository.history("m"),
+        lambda: repository.put("m", {}), lambda: repository.candidates(["m"], THROUGHPUT),
+        lambda: Repository(file),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match="models.db: cannot be .*locked"):
+            call()
+    assert time.monotonic() - begin < 4
+    with (
+        pytest.warns(UserWarning, match="all models are candidates: .*locked"),
+        pytest.warns(UserWarning, match="an evaluation is not kept: .*locked"),
+    ):
+        world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)}, repository=repository)
+        for _ in range(7):
+            world.prompt()
+    assert world.served[-1] == Choice("m", 1)
+    with pytest.warns(UserWarning, match="measurements are not kept: .*locked"):
+        assert kept(file, {"m": profile()}).benchmark("m")
+    other.execute("rollback")
+    with repository._connection as db:
+        db.execute("update benchmark set throughput = -1")
+    with pytest.raises(DataError, match="models.db: cannot be read .*throughput = -1"):
+        repository.benchmark("m")
+
+
+def test_an_answer_of_no_tokens_says_nothing():
+    world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)})
+    c = world.controller
+    c.loaded(c.wanted)
+    for exits in ([], [9], []):
+        c.choose()
+        c.answered("m", telemetry(), exits)
+    for _ in range(6):
+        world.prompt()
+    assert world.served[-1] == Choice("m", 1)
+
+
 def test_objectives():
     fast, good = telemetry(throughput=200.0, accuracy=0.8), telemetry(ttft=0.05)
     assert Objective.of("throughput").score(fast) > Objective.of("throughput").score(good)
@@ -357,8 +506,14 @@ def test_objectives():
         Objective.of("speed")
     with pytest.raises(ConfigError, match="objective = 'goodput': needs limits of accuracy"):
         Objective.of("goodput", ttft=1.0)
-    with pytest.raises(ConfigError, match="limits = 'speed': must be of"):
-        Objective.of("throughput", speed=1.0)
+    for wrong in ("speed", "name", "cls"):
+        with pytest.raises(ConfigError, match=f"limits = '{wrong}': must be of"):
+            Objective.of("throughput", **{wrong: 1.0})
+    with pytest.raises(ConfigError, match="limits.accuracy = 95: must be a share, at most 1"):
+        Objective.of("throughput", accuracy=95)
+    for wrong in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="limits.ttft = .*: must be a number above 0"):
+            Objective.of("throughput", ttft=wrong)
     over = telemetry().with_overhead(10.0, 100.0, 10, 100)
     assert over.throughput == pytest.approx(1000 / 20) and over.ttft == pytest.approx(1.1)
     assert over.energy == pytest.approx(1.1)
@@ -411,13 +566,13 @@ def test_drawn_traces(shares, scales, objective, options, delays, seed):
             done, evaluated = open_.pop(seed.randrange(len(open_)))
             e = seed.choices(range(3), shares["ab".index(done.model)][step > 150])[0]
             was = c.wanted
-            c.tokens(done.model, [min(e, done.depth - 1)] * 9, [e >= done.depth] * 9)
+            c.tokens(done.model, [e >= done.depth] * 9)
             tokens, below = tokens + 9, below + 9 * (e >= done.depth)
             assert c.wanted == was or c.decisions[-1].kind in ("grow", "switch")
             if evaluated and seed.random() < 0.1:
                 c.dropped(done.model)
             elif evaluated:
-                c.answered(done.model, telemetry())
+                c.answered(done.model, telemetry(), [min(e, done.depth - 1)] * 9)
     assert (c.below, c.emitted) == (below, tokens)
     if not options["greedy"]:
         assert all(d.choice.depth == 3 for d in c.decisions)

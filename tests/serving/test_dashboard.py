@@ -143,11 +143,11 @@ def test_which_of_several_models_serves_and_why(opened):
         service.ready = service.ready._replace(models=models)
         decide = lambda *told: Decision(time.time(), *told)
         for report in (
-            FleetReport("small", 2, 3, 4, 0.0, None, None, (
+            FleetReport("small", 2, 3, 4, 0.0, None, None, None, (
                 decide("evaluate", Choice("small", 3), "the server begins"),
                 decide("serve", Choice("small", 2), "<b>it is best</b>"),
             )),
-            FleetReport("large", 3, 6, 4, 0.25, 0.01, 0.125, (
+            FleetReport("large", 3, 6, 4, 0.25, 0.01, 0.125, 7.5, (
                 decide("switch", Choice("large", 3), "too many tokens"),
             )),
         ):  # fmt: skip

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
-import jax
 import numpy as np
 import pytest
 
@@ -12,9 +12,10 @@ from eejax import calibration
 from eejax.checkpoint.model import load_model
 from eejax.common.errors import ConfigError
 from eejax.common.trees import nbytes
-from eejax.inference import Generator
+from eejax.inference import Generator, capacity
 from eejax.inference.batched_state import BatchOptions
 from eejax.inference.partial import PartialModel
+from eejax.inference.sampling import Sampling
 from eejax.serving.controller import Choice, Controller, ControllerOptions, Profile
 from eejax.serving.fleet import Fleet, Member
 from eejax.serving.objectives import Objective
@@ -31,12 +32,15 @@ def model(small_run):
 
 
 def profile(model, scale: float) -> Profile:
-    n = model.config.n_exits + 1
-    sizes = np.diff([0.0, *(sum(
-        a.nbytes for a in jax.tree.leaves(model.params["layers"])
-    ) * (e + 1) / n for e in range(n))])  # fmt: skip
+    n, options = model.config.n_exits + 1, dataclasses.replace(OPTIONS, grows=True)
+    sizes = [capacity.weight_bytes(model.config, d) for d in range(1, n + 1)]
+    whole = [capacity.engine_bytes(model.config, options, d, 96, 3) for d in range(1, n + 1)]
+    state = tuple(w - s for w, s in zip(whole, sizes, strict=True))
+    sizes = np.diff([0, *sizes])
     own = dict.fromkeys(("seconds", "prefill", "load", "rebuild", "energy"), (scale,) * n)
-    return Profile(bytes=tuple(sizes.tolist()), sure=(1.0,) * n, unsure=(0.9,) * n, **own)
+    return Profile(
+        bytes=tuple(sizes.tolist()), state=state, sure=(1.0,) * n, unsure=(0.9,) * n, **own
+    )
 
 
 @pytest.mark.parametrize("room", [1.0, 10.0])  # of the larger model: one at a time, or both
@@ -74,6 +78,7 @@ def test_nobody_is_lost_while_models_and_depths_change(model, room):
                 ends[number] = finish
         served.append(controller.current)
         assert len(fleet.parts) <= (1 if room == 1.0 else 2)
+        assert sum(part.held for part in fleet.parts.values()) <= budget
         if not left and fleet.idle:
             break
     assert ends.pop(dropped) == "cancelled"
@@ -134,7 +139,8 @@ def test_tokens_below_their_threshold_are_told(model):
         fleet.submit(model.tokenizer.encode(f"import {i}").tolist(), NEW)
     fleet.run()
     kinds = [(d.kind, d.choice.depth) for d in controller.decisions]
-    assert kinds[-3:] == [("serve", 1), ("grow", 2), ("grow", 3)]
+    # All tokens that were counted were below it: one exit more would not do.
+    assert kinds[-2:] == [("serve", 1), ("grow", 3)]
     assert 8 < controller.below < controller.emitted
 
 
@@ -165,6 +171,28 @@ def test_a_measured_profile(model):
     assert told.memory == found.size(n) and 0 < told.accuracy <= 1
 
 
+def test_a_sampled_answer_is_not_audited(model):
+    """What is drawn by chance is not what the whole model finds most likely."""
+    controller = Controller(
+        {"m": profile(model, 1.0)}, Objective.of("throughput", accuracy=0.9), Repository(),
+        ControllerOptions(prompts=2, interval=1000), clock=lambda: 0.0,
+    )  # fmt: skip
+    member = Member(model.params, model.config, {}, OPTIONS)
+    fleet = Fleet({"m": member}, controller, slots=3, context=96, audits=1.0)
+    for i in range(9):
+        text = model.tokenizer.encode(f"def f{i}").tolist()
+        fleet.submit(text, NEW, sampling=Sampling.make(1, 1.5, seed=i))
+    fleet.run()
+    assert not fleet.audits and not controller.evaluating
+    assert [d.kind for d in controller.decisions] == ["evaluate", "serve"]
+    for i in range(9):
+        fleet.submit(model.tokenizer.encode(f"def f{i}").tolist(), NEW)
+    fleet.run()
+    (audit,) = fleet.audits.values()
+    assert audit.count == 9 and audit.share == 0.0
+    assert [d.kind for d in controller.decisions] == ["evaluate", "serve"]
+
+
 def test_members_that_do_not_fit(model):
     controller = Controller(
         {"a": profile(model, 1.0)}, Objective.of("throughput"), Repository(), clock=lambda: 0.0
@@ -173,5 +201,14 @@ def test_members_that_do_not_fit(model):
     members = {"a": Member(model.params, model.config), "b": Member(model.params, other)}
     with pytest.raises(ConfigError, match="must have vocabularies of one size"):
         Fleet(members, controller, slots=2)
+    for wrong in (0, 2.5, {"a": (3, 3)}, {"a": (1, 2, 3)}, {}):
+        with pytest.raises(ConfigError, match=r"slots.*: must be 3 whole numbers above 0"):
+            Fleet({"a": members["a"]}, controller, slots=wrong)
+    short = dataclasses.replace(members["a"], config=model.config.replace(context_length=40))
+    two = Controller(
+        {name: profile(model, 1.0) for name in "ab"}, Objective.of("throughput"), Repository(),
+        clock=lambda: 0.0,
+    )  # fmt: skip
+    assert Fleet({"a": members["a"], "b": short}, two, slots=2).context == 40
     with pytest.raises(ConfigError, match=r"members = \['x'\]: must be those of the controller"):
         Fleet({"x": members["a"]}, controller, slots=2)

@@ -196,16 +196,17 @@ def test_decisions_are_those_of_a_controller_driven_by_hand():
     got = run(t, policies.helios(PROFILES, objective, options()), profiles=PROFILES)
     repository = Repository()
     for name, p in PROFILES.items():
-        repository.put(name, 3, p.serving((0.0, 0.0, 1.0), 3))
+        repository.put(name, p.benchmark())
     hand = Controller(PROFILES, objective, repository, options(), clock=lambda: 0.0)
     for i in range(len(t)):
         hand.loaded(hand.wanted)
-        (name, depth), evaluated = hand.choose({hand.current.model: hand.current.depth})
+        hand.holds({hand.current.model: hand.current.depth}, 20)
+        (name, depth), evaluated = hand.choose()
         assert name == got.models[i] or depth < 3
         serves, written = hand.current, 0
         while written < t.new:
             exits, below = t.models[name].leaves(None, depth)
-            hand.tokens(name, [int(exits[i, written])], [bool(below[i, written])])
+            hand.tokens(name, [bool(below[i, written])])
             written += 1
             if hand.wanted != serves and hand.wanted.model == name:
                 break  # grown, in the middle of the text: told in part below
@@ -213,7 +214,7 @@ def test_decisions_are_those_of_a_controller_driven_by_hand():
             break  # what follows depends on when segments come
         if evaluated:
             told = hand.profiles[name].serving(hand.shares.get(name, (0.0, 0.0, 1.0)), depth)
-            hand.answered(name, told)
+            hand.answered(name, told, exits[i].tolist())
     kinds = [(d.kind, d.choice) for d in hand.decisions]
     assert len(kinds) > 3 and [(d.kind, d.choice) for d in got.decisions[: len(kinds)]] == kinds
     served = {d.choice.model for d in got.decisions if d.kind in ("serve", "switch")}
@@ -230,7 +231,7 @@ def test_decisions_follow_from_what_the_controller_is_told(slots, steps):
     class Noted(Controller):
         def __getattribute__(self, name):
             found = super().__getattribute__(name)
-            if name not in ("choose", "loaded", "tokens", "answered", "dropped"):
+            if name not in ("holds", "choose", "loaded", "tokens", "answered", "dropped"):
                 return found
 
             def call(*args):
@@ -258,7 +259,7 @@ def test_audits_tighten_where_accuracy_is_asked_for():
     profiles = {"small": cheap(1.0)}
     kinds = {}
     for objective in (THROUGHPUT, Objective({"throughput": 1.0}, {"accuracy": 0.95})):
-        make = policies.helios(profiles, objective, options(audits=5, interval=10**6))
+        make = policies.helios(profiles, objective, options(interval=10**6))
         got = run(t, make, profiles=profiles, setting=Setting(slots=2, steps=2, audits=0.5))
         kinds[bool(objective.limits)] = {d.kind for d in got.decisions}, got.agreement
     assert "tighten" not in kinds[False][0] and kinds[False][1] == 0.5
