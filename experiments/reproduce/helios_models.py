@@ -177,7 +177,7 @@ def live(models: Mapping[str, Any], measured: Measured, thresholds, objective, o
     """`Live` of a real `Fleet` for the first n prompts, of as many clients as slots; everything is
     done twice, and only the second time counts, so that what is compiled is compiled."""
     from eejax.serving.controller import Controller
-        from eejax.serving.repository import Repository
+    from eejax.serving.repository import Repository
     from eejax.serving.simulated import Live
     from experiments.helios_runs import Chosen, Stopwatch, drive
 
