@@ -94,6 +94,63 @@ def test_nobody_is_lost_while_models_and_depths_change(model, room):
     assert controller.below == 0 and controller.emitted > 0
 
 
+@pytest.mark.parametrize("room, seed", [(1.0, 0), pytest.param(1.6, 1, marks=pytest.mark.slow)])
+def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, seed):
+    """Models and depths at random, with more slots where less is loaded: at no step is there more
+    on the device than may be, and every text is what one model by itself says."""
+    config, rng, slots = model.config, np.random.default_rng(seed), (4, 3, 2)
+    options = dataclasses.replace(OPTIONS, grows=True).of_slots(slots[0])
+    sizes = [capacity.weight_bytes(config, d) for d in (1, 2, 3)]
+    whole = [capacity.engine_bytes(config, options, d, 96, slots[d - 1]) for d in (1, 2, 3)]
+    state = tuple(w - s for w, s in zip(whole, sizes, strict=True))
+    own = dict.fromkeys(("seconds", "prefill", "load", "rebuild", "energy"), (1.0,) * 3)
+    measured = Profile(
+        bytes=tuple(np.diff([0, *sizes]).tolist()), state=state, slots=slots, sure=(1.0,) * 3,
+        unsure=(0.9,) * 3, **own,
+    )  # fmt: skip
+    budget = room * max(whole)
+    controller = Controller(
+        {"a": measured, "b": measured}, Objective.of("throughput"), Repository(),
+        ControllerOptions(interval=10**6, budget=budget), clock=lambda: 0.0,
+    )  # fmt: skip
+    controller._plan, controller.shares = [], dict.fromkeys("ab", (1.0, 0.0, 0.0))
+    member = Member(model.params, config, dict(threshold=0.0, prefill_exit=True), OPTIONS)
+    fleet = Fleet(
+        {"a": member, "b": member}, controller, slots={"a": slots, "b": slots}, context=96, steps=2
+    )
+    texts = [model.tokenizer.encode(f"class C{i}(" + "y" * i).tolist() for i in range(30)]
+    want = Generator.make(model.params, config, "posthoc").generate(
+        texts, NEW, threshold=0.0, prefill_exit=True
+    )
+    numbers = {fleet.submit(text, NEW, priority=int(rng.integers(3))): i
+               for i, text in enumerate(texts)}  # fmt: skip
+    dropped, found, ends = set(), {n: [] for n in numbers}, {}
+    for turn in range(5000):
+        if fleet.idle:
+            break
+        if turn % 7 == 3:
+            choice = Choice("ab"[rng.integers(2)], int(rng.integers(1, 4)))
+            controller._want("switch", choice, "drawn")
+        if turn % 40 == 20 and (left := sorted(numbers.keys() - ends.keys())):
+            dropped.add(left[rng.integers(len(left))])
+            fleet.cancel(max(dropped))
+        for number, tokens, finish in fleet.step():
+            found[number] += [t.id for t in tokens]
+            if finish:
+                assert ends.setdefault(number, finish) == finish
+        held = sum(part.held for part in fleet.parts.values())
+        assert held <= budget, (turn, fleet.changes[-3:])
+    assert ends.keys() == numbers.keys()
+    assert {n for n, finish in ends.items() if finish == "cancelled"} <= dropped
+    for number in ends.keys() - dropped:
+        i, text = numbers[number], found[number]
+        tied = np.flatnonzero(want.margins[i] < 1e-3)
+        n = int(tied[0]) if len(tied) else NEW
+        assert len(text) == NEW and text[:n] == want.tokens[i, :n].tolist()
+    kinds = {change.kind for change in fleet.changes}
+    assert {"load", "grow", "shrink", "free"} <= kinds
+
+
 def test_who_cancels_is_not_taken_along(model):
     """A model that has to go, with a request that was cancelled and not yet told."""
     profiles = {name: profile(model, 1.0) for name in "ab"}
