@@ -198,7 +198,7 @@ class Bench:
         return {
             "below_share": c.below_share, "taken_along": fleet.taken_along,
             "audited": {
-                f"{m} {d} {k}": [a.count, a.share, a.bound]
+                f"{m} {d} {k}": [a.count, a.share, a.high]
                 for (m, d, k), a in fleet.audits.items()
             },
             "load_seconds": sum(x.seconds for x in fleet.changes if x.kind == "load"),

@@ -181,7 +181,8 @@ async def test_metrics_of_what_serves(fleet):
     assert sorted(layers.values())[0] == 0 and max(layers.values()) in (2, 3)
     assert value("depth_loaded_layers", 'model="m"') == max(layers.values())
     assert value("fleet_slots", 'model="m"') == 2
-    assert value("fleet_below_threshold_ratio", 'model="m"') == 0
+    # Of those alone that asked for accuracy, while not all was loaded.
+    assert 0 <= value("fleet_below_threshold_ratio", 'model="m"') < 0.5
     assert value("fleet_decisions_total", 'kind="evaluate",model="m"') > 2
     assert 'eejax_exit_tokens_total{layer="2",model="m"}' in page
     own = told["fleet"]

@@ -20,7 +20,7 @@ from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.serving import fleets
 from eejax.serving.app import app
-from eejax.serving.controller import ControllerOptions
+from eejax.serving.controller import Controller, ControllerOptions
 from eejax.serving.fleet import Member
 from eejax.serving.http import HttpOptions
 from eejax.serving.messages import Build, Built
@@ -73,6 +73,16 @@ FLEET = {
 }  # fmt: skip
 
 
+class Restless(Controller):
+    """Assesses all models again and again, whether or not that could change anything."""
+
+    def _settled(self) -> bool:
+        return False
+
+    def _may_be_better(self, model: str) -> bool:
+        return True
+
+
 @dataclasses.dataclass(frozen=True)
 class TinyFleet:
     """Builds a fleet of random models, which is never content for long. alike: two models of the
@@ -94,6 +104,7 @@ class TinyFleet:
         }
 
     def __call__(self) -> Built:
+        fleets.Controller = Restless  # in the engine's own process
         options = ControllerOptions(prompts=2, interval=6, window=20, breaches=6, tokens=16)
         return fleets.built(
             self.members(), ByteTokenizer(), fleets.Aims(options=options), slots=self.slots
