@@ -38,11 +38,11 @@ _PROMPTS = flags.DEFINE_integer("prompts", None, "Prompts; default: all.", lower
 _NEW = flags.DEFINE_integer("new", 100, "Tokens of an answer.", lower_bound=2)
 _SLOTS = flags.DEFINE_integer("slots", 8, "Requests that the budget holds with the larger model.")
 _MOST = flags.DEFINE_integer("most", 32, "Most slots of a model.", lower_bound=1)
-_THRESHOLD = flags.DEFINE_float("threshold", 0.1, "Of all exits, where a policy names none.")
+_THRESHOLD = flags.DEFINE_float("threshold", 0.05, "Of all exits, where a policy names none.")
 _CURVE = flags.DEFINE_list("curve", ["0.8", "0.95"], "Limits on agreement of the curve.")
 _BLOCKS = flags.DEFINE_integer("blocks", 10, "Parts of the work that policies do in turn.")
 _ORDERS = flags.DEFINE_list("orders", ["shuffled", "blocked", "drifting"], "Of the prompts.")
-_AUDITED = flags.DEFINE_integer("audited", 4, "Of as many answers one is looked at again.")
+_AUDITED = flags.DEFINE_integer("audited", 8, "Of as many answers one is looked at again.")
 _SAMPLED = flags.DEFINE_integer(
     "sampled", 2, "Blocks in which the larger model serves by itself: it is several times slower."
 )
