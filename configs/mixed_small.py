@@ -10,34 +10,14 @@ text at the exits, after 19 minutes on 2 busy cores.
 
 from ml_collections import ConfigDict
 
-from eejax.train.config import default_config
+from configs import quickstart
 
 
 def get_config() -> ConfigDict:
-    config = default_config()
-    config.model.update(
-        vocab_size=2048,
-        n_layers=8,
-        d_model=256,
-        n_heads=4,
-        mlp_gated=False,
-        activation="gelu_tanh",
-        context_length=512,
-        head="tied",
-        exits=({"boundary": 2}, {"boundary": 4}),
-    )
-    # Heavy, as in quickstart.py: exits are to be worth stopping at.
-    config.exit_weights.update(weights=(1.0, 0.6))
+    config = quickstart.get_config()
+    exits = ({"boundary": 2}, {"boundary": 4})
+    config.model.update(vocab_size=2048, n_layers=8, context_length=512, exits=exits)
     # Sequences as long as the context: prompts of all lengths are served.
     config.data.update(source="runs/tasks.jsonl", tokenizer="bpe", length=512)
-    config.optimizer.update(learning_rate=1.5e-3, warmup_steps=60, schedule="cosine")
-    config.train.update(
-        steps=1600,
-        batch_size=2,
-        seed=0,
-        log_every=50,
-        eval_every=400,
-        eval_batches=8,
-        checkpoint_every=400,
-    )
+    config.train.update(steps=1600, batch_size=2, log_every=50, eval_every=400)
     return config

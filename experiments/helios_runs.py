@@ -16,7 +16,8 @@ from eejax.common.errors import ConfigError, DataError
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
 from eejax.serving.audits import Auditor
-from eejax.serving.controller import Choice, Controller
+from eejax.serving.choices import Choice
+from eejax.serving.controller import Controller
 from eejax.serving.energy import token_work
 from eejax.serving.fleet import Fleet, Member
 

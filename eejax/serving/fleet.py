@@ -8,10 +8,8 @@ to go first are taken along, with the text that they have.
 from __future__ import annotations
 
 import bisect
-import concurrent.futures
 import dataclasses
 import numbers
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,8 +30,10 @@ from eejax.inference.shaping import Shaping
 from eejax.inference.state import Request
 from eejax.models.config import ModelConfig
 from eejax.serving.audits import Audit, Auditor
-from eejax.serving.controller import Choice, Controller, Given
+from eejax.serving.choices import Choice, Given
+from eejax.serving.controller import Controller
 from eejax.serving.energy import Meter
+from eejax.serving.loading import Loading
 from eejax.serving.messages import FleetReport
 from eejax.serving.objectives import NAMED, Telemetry
 
@@ -64,29 +64,6 @@ class Change(NamedTuple):
     seconds: float
     rebuild: float = 0.0
     tokens: int = 0
-
-
-class _Loading:
-    """A model on its way, since `begin`."""
-
-    def __init__(self, begin: float, choice: Choice, make: Callable[[Choice], PartialModel]):
-        self.begin, self.choice = begin, choice
-        self._future = concurrent.futures.Future()
-
-        def run() -> None:
-            try:
-                self._future.set_result(make(choice))
-            except BaseException as error:
-                self._future.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def result(self) -> PartialModel:
-        """Waits for it. Raises what making it did."""
-        return self._future.result()
 
 
 @dataclasses.dataclass
@@ -153,7 +130,7 @@ class Fleet(Stepped):
         self.taken_along = 0  # requests that went on in another model
         self.changes: list[Change] = []
         self._growing: dict[str, float] = {}  # since when
-        self._loading: _Loading | None = None
+        self._loading: Loading | None = None
         self._slots = {}
         for name, member in members.items():
             n = member.config.n_exits + 1
@@ -272,7 +249,6 @@ class Fleet(Stepped):
         return sum(part.bytes for part in self.parts.values())
 
     def step(self) -> list[Output]:
-        self.controller.holds(self._depths, self.held)
         self._arrange()
         self._give()
         outputs, self._ended = self._ended, []
@@ -317,7 +293,7 @@ class Fleet(Stepped):
         """A model that is not there: in a thread, while others go on."""
         if self._loading is None:
             self._make_room(wanted)
-            self._loading = _Loading(self._clock(), wanted, self._made)
+            self._loading = Loading(self._clock(), wanted, self._made)
         if self._loading.done() or all(part.idle for part in self.parts.values()):
             self._arrived()
 
@@ -440,9 +416,8 @@ class Fleet(Stepped):
             job.first = job.first or now
             job.tokens += tokens
             self._emitted += len(tokens)
-            early = [t.exit < self.members[model].config.n_exits for t in tokens]
-            pairs = zip(early, tokens, strict=True)
-            below = [e and t.confidence < job.thresholds[t.exit] for e, t in pairs]
+            n, least = self.members[model].config.n_exits, job.thresholds
+            below = [t.exit < n and t.confidence < least[t.exit] for t in tokens]
             self.controller.tokens(model, below, own=job.objective is not None)
         if not finish:
             return [Output(job.number, tokens, "")]

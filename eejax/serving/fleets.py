@@ -25,7 +25,8 @@ from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
 from eejax.serving import chat
 from eejax.serving.audits import Auditor
-from eejax.serving.controller import Controller, ControllerOptions, Profile
+from eejax.serving.choices import Profile
+from eejax.serving.controller import Controller, ControllerOptions
 from eejax.serving.energy import meter
 from eejax.serving.fleet import Fleet, Member
 from eejax.serving.messages import Built, Template

@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from eejax.serving.controller import Decision
+from eejax.serving.choices import Decision
 from eejax.serving.messages import FleetReport
 
 SECONDS = 2.0  # of a span

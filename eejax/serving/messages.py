@@ -13,7 +13,7 @@ from eejax.inference.scheduler import Output
 from eejax.inference.scoring import Scores
 from eejax.inference.shaping import Shaping
 from eejax.models.config import ModelConfig
-from eejax.serving.controller import Decision
+from eejax.serving.choices import Decision
 
 CHOOSES = "the server chooses the model, and where its tokens leave"
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from eejax.common.errors import require, require_count
-from eejax.serving.controller import Profile
+from eejax.serving.choices import Profile
 
 FIXED = 0.8  # of the time of a full step; by what a fleet of eight slots on a CPU took
 

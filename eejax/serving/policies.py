@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from eejax.common.errors import require, require_count
-from eejax.serving.controller import Choice, Controller, ControllerOptions, Decision, Given, Profile
+from eejax.serving.choices import Choice, Decision, Given, Profile
+from eejax.serving.controller import Controller, ControllerOptions
 from eejax.serving.objectives import Objective, Telemetry
 from eejax.serving.pace import Pace
 from eejax.serving.repository import Repository

@@ -17,7 +17,7 @@ from eejax.common.trees import nbytes
 from eejax.inference import state as s
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
-from eejax.serving.controller import Profile
+from eejax.serving.choices import Profile
 from eejax.serving.fleet import Member
 
 

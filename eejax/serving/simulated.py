@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eejax.common.errors import require
-from eejax.serving.controller import Decision
+from eejax.serving.choices import Decision
 from eejax.serving.objectives import Telemetry
 
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from eejax.serving.controller import Profile
+from eejax.serving.choices import Profile
 from eejax.serving.pace import Pace
 from eejax.serving.traces import ModelTrace
 

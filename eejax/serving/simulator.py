@@ -16,7 +16,8 @@ from typing import Protocol
 import numpy as np
 
 from eejax.common.errors import require, require_count
-from eejax.serving.controller import Choice, ControllerOptions, Decision, Given, Profile
+from eejax.serving.choices import Choice, Decision, Given, Profile
+from eejax.serving.controller import ControllerOptions
 from eejax.serving.objectives import Telemetry
 from eejax.serving.pace import Pace
 from eejax.serving.simulated import Event, Simulated

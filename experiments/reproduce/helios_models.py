@@ -141,7 +141,7 @@ def beside(path: pathlib.Path) -> pathlib.Path:
 def load(path: pathlib.Path) -> Measured:
     """Raises DataError for files that are not what `save` left."""
     from eejax.serving import traces
-    from eejax.serving.controller import Profile
+    from eejax.serving.choices import Profile
 
     whole = traces.load(path)
     try:

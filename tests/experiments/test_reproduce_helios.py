@@ -17,7 +17,7 @@ from eejax.data import ByteTokenizer
 from eejax.inference.batch_simulator import Costs
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
-from eejax.serving.controller import Profile
+from eejax.serving.choices import Profile
 from eejax.serving.traces import ModelTrace, Trace
 from eejax.train import runs
 from experiments.reproduce import helios_evidence as evidence

@@ -3,84 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import sqlite3
-import time
 
 import pytest
+from controlled import THROUGHPUT, World, profile, telemetry
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eejax.common.errors import ConfigError, DataError
-from eejax.serving.controller import Choice, Controller, ControllerOptions, Profile, breaches
-from eejax.serving.fleets import kept
-from eejax.serving.objectives import NAMED, Objective, Telemetry
+from eejax.common.errors import ConfigError
+from eejax.serving.choices import Choice, breaches
+from eejax.serving.controller import Controller, ControllerOptions
+from eejax.serving.objectives import NAMED, Objective
 from eejax.serving.repository import Repository
-
-THROUGHPUT = Objective.of("throughput")
-
-
-def profile(scale: float = 1.0, n: int = 4, **changes) -> Profile:
-    own = dict(
-        seconds=(scale * 1e-3,) * n, prefill=(scale * 1e-2,) * n, load=(scale * 0.1,) * n,
-        rebuild=(scale * 1e-5,) * n, bytes=(scale * 100,) * n, energy=(scale,) * n,
-        sure=(0.98,) * (n - 1) + (1.0,), unsure=tuple(0.5 + 0.5 * (e + 1) / n for e in range(n)),
-    )  # fmt: skip
-    return Profile(**(own | changes))
-
-
-def telemetry(**changes) -> Telemetry:
-    own = dict(throughput=100.0, ttft=0.1, tpot=0.01, accuracy=1.0, memory=100.0, energy=1.0)
-    return Telemetry(**(own | changes))
-
-
-class World:
-    """A server that does at once what is wanted, and whose tokens leave as they are told to.
-
-    shares: of tokens by the exit they would leave by, of each model; they come evenly mixed."""
-
-    def __init__(self, profiles, shares, objective=THROUGHPUT, repository=None, **options):
-        self.profiles, self.shares, self.time = profiles, shares, 0.0
-        self.repository = repository or Repository()
-        self.controller = Controller(
-            profiles, objective, self.repository, ControllerOptions(**options),
-            clock=lambda: self.time,
-        )  # fmt: skip
-        self.drawn = {model: itertools.cycle(evenly(s)) for model, s in shares.items()}
-        self.served: list[Choice] = []
-
-    def redraw(self, model, shares):
-        self.drawn[model] = itertools.cycle(evenly(shares))
-
-    def prompt(self, tokens: int = 20) -> Choice:
-        c = self.controller
-        c.loaded(c.wanted)
-        choice, evaluated = c.choose()
-        self.served.append(choice)
-        exits = []
-        for _ in range(tokens):
-            e = next(self.drawn[choice.model])
-            exits.append(min(e, choice.depth - 1))
-            c.tokens(choice.model, [e >= choice.depth])
-        self.time += 1.0
-        told = self.profiles[choice.model].serving(self.shares[choice.model], choice.depth)
-        if evaluated:
-            c.answered(choice.model, told, exits)
-        return choice
-
-    @property
-    def kinds(self):
-        return [d.kind for d in self.controller.decisions]
-
-
-def evenly(shares) -> list[int]:
-    """A hundred exits of these shares, spread."""
-    owed, found = [0.0] * len(shares), []
-    for _ in range(100):
-        owed = [o + s for o, s in zip(owed, shares, strict=True)]
-        e = max(range(len(shares)), key=lambda i: owed[i])
-        owed[e] -= 1
-        found.append(e)
-    return found
 
 
 def test_candidates_are_evaluated_and_the_best_is_loaded_up_to_its_mode():
@@ -312,16 +245,6 @@ def test_tokens_that_are_not_of_an_evaluation_say_nothing_of_the_whole_model():
     assert c.shares["m"] == (0.1, 0.1, 0.1, 0.7) and world.served[-1].depth == 4
 
 
-def test_a_repository_that_cannot_be_written_stops_nobody(tmp_path):
-    repository = Repository(tmp_path / "models.db")
-    world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)}, repository=repository)
-    repository._connection.execute("drop table history")
-    with pytest.warns(UserWarning, match="an evaluation is not kept: .*models.db: cannot be"):
-        for _ in range(7):
-            world.prompt()
-    assert world.served[-1] == Choice("m", 1)
-
-
 def test_what_a_change_costs_is_of_all_requests_under_way():
     world = World({"a": profile(), "b": profile()}, dict.fromkeys("ab", (0.6, 0.2, 0.1, 0.1)))
     for _ in range(11):
@@ -425,64 +348,6 @@ def test_what_does_not_fit_is_refused_or_freed_first():
     assert world.controller.wanted.model == "b"
 
 
-def test_history_lasts(tmp_path):
-    file = tmp_path / "models.db"
-    repository = Repository(file)
-    repository.put("a", {4: telemetry(throughput=10.0)})
-    repository.put("b", {9: telemetry()})
-    two, four = telemetry(throughput=50.0, accuracy=0.5), telemetry(throughput=20.0)
-    repository.put("b", {2: two, 4: four})  # in place of what there was
-    world = World({"a": profile()}, {"a": (0.6, 0.2, 0.1, 0.1)}, repository=repository)
-    for _ in range(7):
-        world.prompt()
-    repository.close()
-    again = Repository(file)
-    assert again.benchmark("b") == {
-        2: telemetry(throughput=50.0, accuracy=0.5), 4: telemetry(throughput=20.0)
-    }  # fmt: skip
-    assert again.candidates(["a", "b", "c"], THROUGHPUT) == ["b", "a"]
-    assert again.candidates(["a", "b"], Objective.of("throughput", accuracy=1.0)) == ["b", "a"]
-    (row,) = again.history("a")
-    assert row.model == "a" and sum(row.exits) == row.tokens == 100
-    again.close()
-    file.write_bytes(b"no database" * 100)
-    with pytest.raises(DataError, match="cannot be used as a repository"):
-        Repository(file)
-
-
-def test_a_repository_that_another_process_holds(tmp_path):
-    """It is told soon, by every method; nobody who is served depends on it."""
-    file = tmp_path / "models.db"
-    repository = Repository(file)
-    repository.put("m", profile().benchmark())
-    other = sqlite3.connect(file, isolation_level=None)
-    other.execute("begin exclusive")
-    begin = time.monotonic()
-    for call in (
-        lambda: repository.benchmark("m"), lambda: repository.history("m"),
-        lambda: repository.put("m", {}), lambda: repository.candidates(["m"], THROUGHPUT),
-        lambda: Repository(file),
-    ):  # fmt: skip
-        with pytest.raises(DataError, match="models.db: cannot be .*locked"):
-            call()
-    assert time.monotonic() - begin < 4
-    with (
-        pytest.warns(UserWarning, match="all models are candidates: .*locked"),
-        pytest.warns(UserWarning, match="an evaluation is not kept: .*locked"),
-    ):
-        world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)}, repository=repository)
-        for _ in range(7):
-            world.prompt()
-    assert world.served[-1] == Choice("m", 1)
-    with pytest.warns(UserWarning, match="measurements are not kept: .*locked"):
-        assert kept(file, {"m": profile()}).benchmark("m")
-    other.execute("rollback")
-    with repository._connection as db:
-        db.execute("update benchmark set throughput = -1")
-    with pytest.raises(DataError, match="models.db: cannot be read .*throughput = -1"):
-        repository.benchmark("m")
-
-
 def test_an_answer_of_no_tokens_says_nothing():
     world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)})
     c = world.controller
@@ -493,30 +358,6 @@ def test_an_answer_of_no_tokens_says_nothing():
     for _ in range(6):
         world.prompt()
     assert world.served[-1] == Choice("m", 1)
-
-
-def test_objectives():
-    fast, good = telemetry(throughput=200.0, accuracy=0.8), telemetry(ttft=0.05)
-    assert Objective.of("throughput").score(fast) > Objective.of("throughput").score(good)
-    assert Objective.of("accuracy").score(good) > Objective.of("accuracy").score(fast)
-    assert Objective.of("response_time").score(good) > Objective.of("response_time").score(fast)
-    goal = Objective.of("goodput", accuracy=0.9, ttft=0.2)
-    assert goal.rank(good) > goal.rank(fast)
-    with pytest.raises(ConfigError, match="objective = 'speed': must be of throughput, "):
-        Objective.of("speed")
-    with pytest.raises(ConfigError, match="objective = 'goodput': needs limits of accuracy"):
-        Objective.of("goodput", ttft=1.0)
-    for wrong in ("speed", "name", "cls"):
-        with pytest.raises(ConfigError, match=f"limits = '{wrong}': must be of"):
-            Objective.of("throughput", **{wrong: 1.0})
-    with pytest.raises(ConfigError, match="limits.accuracy = 95: must be a share, at most 1"):
-        Objective.of("throughput", accuracy=95)
-    for wrong in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ConfigError, match="limits.ttft = .*: must be a number above 0"):
-            Objective.of("throughput", ttft=wrong)
-    over = telemetry().with_overhead(10.0, 100.0, 10, 100)
-    assert over.throughput == pytest.approx(1000 / 20) and over.ttft == pytest.approx(1.1)
-    assert over.energy == pytest.approx(1.1)
 
 
 SHARES = st.lists(st.floats(0.01, 1), min_size=3, max_size=3).map(

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from served import CONFIG, STALL, said, serving
 
-from eejax.serving.controller import Choice, Decision
+from eejax.serving.choices import Choice, Decision
 from eejax.serving.history import KEEP, SECONDS, History
 from eejax.serving.http import HttpOptions
 from eejax.serving.messages import FleetReport

@@ -16,7 +16,8 @@ from eejax.inference import Generator, capacity
 from eejax.inference.batched_state import BatchOptions
 from eejax.inference.partial import PartialModel
 from eejax.inference.sampling import Sampling
-from eejax.serving.controller import Choice, Controller, ControllerOptions, Profile
+from eejax.serving.choices import Choice, Profile
+from eejax.serving.controller import Controller, ControllerOptions
 from eejax.serving.fleet import Fleet, Member
 from eejax.serving.objectives import Objective
 from eejax.serving.profiles import measure

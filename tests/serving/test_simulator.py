@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from eejax.common.errors import ConfigError
 from eejax.inference.batch_simulator import Costs
 from eejax.serving import policies
-from eejax.serving.controller import Choice, Controller, ControllerOptions, Profile
+from eejax.serving.choices import Choice, Profile
+from eejax.serving.controller import Controller, ControllerOptions
 from eejax.serving.objectives import Objective
 from eejax.serving.pace import Pace
 from eejax.serving.policies import Scripted, choices_of, fixed

@@ -1,0 +1,111 @@
+"""What a controller chooses from, and how it says what it chose: plain data, without any device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from eejax.common.errors import require
+from eejax.serving.objectives import Telemetry
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What was measured of a model, segment by segment; exit e reads the states behind segment e,
+    the last one those behind all layers [exits].
+
+    seconds: of a token in a segment, all requests that are served together; prefill: of a prompt by
+    itself; load: to bring it to the device, compiled; rebuild: of the keys and values of a token
+    that it has not seen; bytes: of its weights; energy: of a token. sure: share of the tokens that
+    leave by an exit as they may that are the full model's; unsure: of those that leave below the
+    threshold.
+
+    By depth, not by segment: slots, requests that are served at a time, by which `seconds` were
+    measured; state: bytes of what is kept for them. Where nobody asks for memory: none.
+
+    saved: of the seconds that exits would save did a token take nothing above its own, the share
+    that they do: keys and values above are made up for once another token goes there.
+    """
+
+    seconds: tuple[float, ...]
+    prefill: tuple[float, ...]
+    load: tuple[float, ...]
+    rebuild: tuple[float, ...]
+    bytes: tuple[float, ...]
+    energy: tuple[float, ...]
+    sure: tuple[float, ...]
+    unsure: tuple[float, ...]
+    slots: tuple[int, ...] = ()
+    state: tuple[float, ...] = ()
+    saved: float = 1.0
+
+    def __post_init__(self):
+        n = len(self.seconds)
+        require(n > 0, "seconds", self.seconds, "must have a number for each segment")
+        for name, none in (("slots", (1,)), ("state", (0.0,))):
+            object.__setattr__(self, name, tuple(getattr(self, name)) or none * n)
+        require(0 <= self.saved <= 1, "saved", self.saved, "must lie in [0, 1]")
+        for field in dataclasses.fields(self)[:-1]:
+            values = getattr(self, field.name)
+            good = len(values) == n and all(v >= 0 for v in values)
+            require(good, field.name, values, f"must be {n} numbers from 0 on")
+
+    @property
+    def exits(self) -> int:
+        return len(self.seconds)
+
+    def size(self, depth: int) -> float:
+        """Bytes of the first `depth` segments, and of what is kept for requests in them."""
+        return sum(self.bytes[:depth]) + self.state[depth - 1]
+
+    def serving(self, shares: Sequence[float], depth: int) -> Telemetry:
+        """With the first `depth` exits loaded, by the shares of tokens that would leave by each
+        exit if all of them were: those above leave by the last that is loaded."""
+        reach = [sum(shares[s:]) for s in range(depth)]
+        over = lambda costs: sum(r * c for r, c in zip(reach, costs, strict=False))
+        most, least = sum(self.seconds[:depth]), over(self.seconds)
+        seconds = max(most - self.saved * (most - least), 1e-12)
+        accuracy = sum(s * a for s, a in zip(shares[:depth], self.sure, strict=False))
+        accuracy += breaches(shares, depth) * self.unsure[depth - 1]
+        first = sum(self.prefill[:depth])
+        return Telemetry(
+            1 / seconds, first, seconds * self.slots[depth - 1], accuracy, self.size(depth),
+            over(self.energy),
+        )  # fmt: skip
+
+    def benchmark(self) -> dict[int, Telemetry]:
+        """By depth, of tokens that all leave by the last exit that is loaded."""
+        last = lambda depth: tuple(float(e == depth - 1) for e in range(self.exits))
+        return {depth: self.serving(last(depth), depth) for depth in range(1, self.exits + 1)}
+
+
+def breaches(shares: Sequence[float], depth: int) -> float:
+    """Share of the tokens that leave below their threshold."""
+    return sum(shares[depth:])
+
+
+class Choice(NamedTuple):
+    """A model, and how many of its exits are loaded."""
+
+    model: str
+    depth: int
+
+
+class Given(NamedTuple):
+    """Where a prompt goes, and whether it is one of an evaluation."""
+
+    choice: Choice
+    evaluated: bool
+
+
+class Decision(NamedTuple):
+    """kind: "evaluate", "grow", "switch" and "tighten", or "serve" where the model is the first, or
+    stays; seconds: what it costs, as known when it was taken; told: what it is to bring."""
+
+    time: float
+    kind: str
+    choice: Choice
+    why: str
+    seconds: float = 0.0
+    told: Telemetry | None = None

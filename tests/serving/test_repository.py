@@ -1,0 +1,107 @@
+"""What is wanted of models, and what is known of them on disk."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+
+import pytest
+from controlled import THROUGHPUT, World, profile, telemetry
+
+from eejax.common.errors import ConfigError, DataError
+from eejax.serving.choices import Choice
+from eejax.serving.fleets import kept
+from eejax.serving.objectives import Objective
+from eejax.serving.repository import Repository
+
+
+def test_a_repository_that_cannot_be_written_stops_nobody(tmp_path):
+    repository = Repository(tmp_path / "models.db")
+    world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)}, repository=repository)
+    repository._connection.execute("drop table history")
+    with pytest.warns(UserWarning, match="an evaluation is not kept: .*models.db: cannot be"):
+        for _ in range(7):
+            world.prompt()
+    assert world.served[-1] == Choice("m", 1)
+
+
+def test_history_lasts(tmp_path):
+    file = tmp_path / "models.db"
+    repository = Repository(file)
+    repository.put("a", {4: telemetry(throughput=10.0)})
+    repository.put("b", {9: telemetry()})
+    two, four = telemetry(throughput=50.0, accuracy=0.5), telemetry(throughput=20.0)
+    repository.put("b", {2: two, 4: four})  # in place of what there was
+    world = World({"a": profile()}, {"a": (0.6, 0.2, 0.1, 0.1)}, repository=repository)
+    for _ in range(7):
+        world.prompt()
+    repository.close()
+    again = Repository(file)
+    assert again.benchmark("b") == {
+        2: telemetry(throughput=50.0, accuracy=0.5), 4: telemetry(throughput=20.0)
+    }  # fmt: skip
+    assert again.candidates(["a", "b", "c"], THROUGHPUT) == ["b", "a"]
+    assert again.candidates(["a", "b"], Objective.of("throughput", accuracy=1.0)) == ["b", "a"]
+    (row,) = again.history("a")
+    assert row.model == "a" and sum(row.exits) == row.tokens == 100
+    again.close()
+    file.write_bytes(b"no database" * 100)
+    with pytest.raises(DataError, match="cannot be used as a repository"):
+        Repository(file)
+
+
+def test_a_repository_that_another_process_holds(tmp_path):
+    """It is told soon, by every method; nobody who is served depends on it."""
+    file = tmp_path / "models.db"
+    repository = Repository(file)
+    repository.put("m", profile().benchmark())
+    other = sqlite3.connect(file, isolation_level=None)
+    other.execute("begin exclusive")
+    begin = time.monotonic()
+    for call in (
+        lambda: repository.benchmark("m"), lambda: repository.history("m"),
+        lambda: repository.put("m", {}), lambda: repository.candidates(["m"], THROUGHPUT),
+        lambda: Repository(file),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match="models.db: cannot be .*locked"):
+            call()
+    assert time.monotonic() - begin < 4
+    with (
+        pytest.warns(UserWarning, match="all models are candidates: .*locked"),
+        pytest.warns(UserWarning, match="an evaluation is not kept: .*locked"),
+    ):
+        world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)}, repository=repository)
+        for _ in range(7):
+            world.prompt()
+    assert world.served[-1] == Choice("m", 1)
+    with pytest.warns(UserWarning, match="measurements are not kept: .*locked"):
+        assert kept(file, {"m": profile()}).benchmark("m")
+    other.execute("rollback")
+    with repository._connection as db:
+        db.execute("update benchmark set throughput = -1")
+    with pytest.raises(DataError, match="models.db: cannot be read .*throughput = -1"):
+        repository.benchmark("m")
+
+
+def test_objectives():
+    fast, good = telemetry(throughput=200.0, accuracy=0.8), telemetry(ttft=0.05)
+    assert Objective.of("throughput").score(fast) > Objective.of("throughput").score(good)
+    assert Objective.of("accuracy").score(good) > Objective.of("accuracy").score(fast)
+    assert Objective.of("response_time").score(good) > Objective.of("response_time").score(fast)
+    goal = Objective.of("goodput", accuracy=0.9, ttft=0.2)
+    assert goal.rank(good) > goal.rank(fast)
+    with pytest.raises(ConfigError, match="objective = 'speed': must be of throughput, "):
+        Objective.of("speed")
+    with pytest.raises(ConfigError, match="objective = 'goodput': needs limits of accuracy"):
+        Objective.of("goodput", ttft=1.0)
+    for wrong in ("speed", "name", "cls"):
+        with pytest.raises(ConfigError, match=f"limits = '{wrong}': must be of"):
+            Objective.of("throughput", **{wrong: 1.0})
+    with pytest.raises(ConfigError, match="limits.accuracy = 95: must be a share, at most 1"):
+        Objective.of("throughput", accuracy=95)
+    for wrong in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="limits.ttft = .*: must be a number above 0"):
+            Objective.of("throughput", ttft=wrong)
+    over = telemetry().with_overhead(10.0, 100.0, 10, 100)
+    assert over.throughput == pytest.approx(1000 / 20) and over.ttft == pytest.approx(1.1)
+    assert over.energy == pytest.approx(1.1)

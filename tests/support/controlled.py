@@ -1,0 +1,76 @@
+"""A server without models, for the tests of what decides: it does at once what is wanted."""
+
+from __future__ import annotations
+
+import itertools
+
+from eejax.serving.choices import Choice, Profile
+from eejax.serving.controller import Controller, ControllerOptions
+from eejax.serving.objectives import Objective, Telemetry
+from eejax.serving.repository import Repository
+
+THROUGHPUT = Objective.of("throughput")
+
+
+def profile(scale: float = 1.0, n: int = 4, **changes) -> Profile:
+    own = dict(
+        seconds=(scale * 1e-3,) * n, prefill=(scale * 1e-2,) * n, load=(scale * 0.1,) * n,
+        rebuild=(scale * 1e-5,) * n, bytes=(scale * 100,) * n, energy=(scale,) * n,
+        sure=(0.98,) * (n - 1) + (1.0,), unsure=tuple(0.5 + 0.5 * (e + 1) / n for e in range(n)),
+    )  # fmt: skip
+    return Profile(**(own | changes))
+
+
+def telemetry(**changes) -> Telemetry:
+    own = dict(throughput=100.0, ttft=0.1, tpot=0.01, accuracy=1.0, memory=100.0, energy=1.0)
+    return Telemetry(**(own | changes))
+
+
+class World:
+    """A server that does at once what is wanted, and whose tokens leave as they are told to.
+
+    shares: of tokens by the exit they would leave by, of each model; they come evenly mixed."""
+
+    def __init__(self, profiles, shares, objective=THROUGHPUT, repository=None, **options):
+        self.profiles, self.shares, self.time = profiles, shares, 0.0
+        self.repository = repository or Repository()
+        self.controller = Controller(
+            profiles, objective, self.repository, ControllerOptions(**options),
+            clock=lambda: self.time,
+        )  # fmt: skip
+        self.drawn = {model: itertools.cycle(evenly(s)) for model, s in shares.items()}
+        self.served: list[Choice] = []
+
+    def redraw(self, model, shares):
+        self.drawn[model] = itertools.cycle(evenly(shares))
+
+    def prompt(self, tokens: int = 20) -> Choice:
+        c = self.controller
+        c.loaded(c.wanted)
+        choice, evaluated = c.choose()
+        self.served.append(choice)
+        exits = []
+        for _ in range(tokens):
+            e = next(self.drawn[choice.model])
+            exits.append(min(e, choice.depth - 1))
+            c.tokens(choice.model, [e >= choice.depth])
+        self.time += 1.0
+        told = self.profiles[choice.model].serving(self.shares[choice.model], choice.depth)
+        if evaluated:
+            c.answered(choice.model, told, exits)
+        return choice
+
+    @property
+    def kinds(self):
+        return [d.kind for d in self.controller.decisions]
+
+
+def evenly(shares) -> list[int]:
+    """A hundred exits of these shares, spread."""
+    owed, found = [0.0] * len(shares), []
+    for _ in range(100):
+        owed = [o + s for o, s in zip(owed, shares, strict=True)]
+        e = max(range(len(shares)), key=lambda i: owed[i])
+        owed[e] -= 1
+        found.append(e)
+    return found
