@@ -15,7 +15,7 @@ import numpy as np
 from eejax.common.errors import ConfigError, DataError
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
-from eejax.serving.audits import Auditor
+from eejax.serving.auditor import Auditor
 from eejax.serving.choices import Choice
 from eejax.serving.controller import Controller
 from eejax.serving.energy import token_work

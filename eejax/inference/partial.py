@@ -65,6 +65,11 @@ class PartialModel(Stepped):
         return self.scheduler.idle
 
     @property
+    def room(self) -> bool:
+        """Whether a slot is left for another request."""
+        return len(self.scheduler.running) + len(self.scheduler.waiting) < self.engine.slots
+
+    @property
     def depth(self) -> int:
         """Segments that requests go through."""
         return self.engine.max_depth

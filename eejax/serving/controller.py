@@ -81,6 +81,7 @@ class Controller:
     ):
         self.profiles, self.objective = dict(profiles), objective
         self.repository, self.options = repository, options or ControllerOptions()
+        self.counted = "operations"  # what energy is measured by, as the server says
         self.decisions: list[Decision] = []
         self.current: Choice | None = None  # that serves
         self.wanted: Choice | None = None  # that is to serve, once it is loaded
@@ -299,7 +300,9 @@ class Controller:
         self.shares[seen.model] = tuple(count / total for count in counts)
         said = sum(c * sum(profile.energy[: e + 1]) for e, c in enumerate(counts)) / total
         self._scale[seen.model] = told.energy / said if said and told.energy else 1.0
-        row = Evaluation(seen.begin, seen.model, profile.exits, n, total, tuple(counts), told)
+        row = Evaluation(
+            seen.begin, seen.model, profile.exits, n, total, tuple(counts), self.counted, told
+        )  # fmt: skip
         try:
             self.repository.add(row)
         except DataError as error:  # who is served does not depend on it

@@ -7,7 +7,6 @@ to go first are taken along, with the text that they have.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import numbers
 import time
@@ -29,15 +28,16 @@ from eejax.inference.scheduler import Output, Stepped, Token, check_asked
 from eejax.inference.shaping import Shaping
 from eejax.inference.state import Request
 from eejax.models.config import ModelConfig
-from eejax.serving.audits import Audit, Auditor
-from eejax.serving.choices import Choice, Given
+from eejax.serving.auditor import Auditor
+from eejax.serving.audits import Verdict
+from eejax.serving.choices import Choice
 from eejax.serving.controller import Controller
+from eejax.serving.dispatch import Dispatcher, Job
 from eejax.serving.energy import Meter
 from eejax.serving.loading import Loading
 from eejax.serving.messages import FleetReport
 from eejax.serving.objectives import NAMED, Telemetry
 
-BEHIND = 32  # answers that may wait to be looked at again
 OWN = tuple(name for name in NAMED if name != "goodput")  # objectives that a request may name
 
 
@@ -66,32 +66,24 @@ class Change(NamedTuple):
     tokens: int = 0
 
 
-@dataclasses.dataclass
-class _Job:
-    """A request on its way. tokens: that it has; model, own: who serves it, and its number there;
-    begin, first: when it was given to a model, and when its first token came."""
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Job(Job):
+    """A request on its way. tokens: that it has; own: its number in the model that has it; energy:
+    joules and tokens of the fleet when it was given to that; thresholds: that its tokens leave by,
+    [exits]."""
 
     number: int
     prompt: tuple[int, ...]
     limit: int
     asked: dict[str, Any]
-    order: tuple[int, int]
-    objective: str | None = None
     tokens: list[Token] = dataclasses.field(default_factory=list)
-    model: str = ""
     own: int = -1
-    began: float = 0.0
-    first: float = 0.0
-    moved: bool = False
     cancelled: bool = False
-    evaluated: bool = False
-    strictness: tuple[int, int] = (0, 0)
-    energy: tuple[float, int] = (0.0, 0)  # joules and tokens of the fleet when it was given
-    telemetry: Telemetry | None = None
-    thresholds: Any = None  # that its tokens leave by, [exits]
+    energy: tuple[float, int] = (0.0, 0)
+    thresholds: Any = None
 
 
-class Fleet(Stepped):
+class Fleet(Dispatcher, Stepped):
     """Requests through whichever model serves; the interface of a `Scheduler`.
 
     members: by name, of one vocabulary; controller: of the same names. slots: requests that each
@@ -123,14 +115,16 @@ class Fleet(Stepped):
                 "The last exit that is loaded knows of a token only how probable it is.",
             )  # fmt: skip
         require(0 <= audits <= 1, "audits", audits, "must lie in [0, 1]")
-        self.members, self.controller = dict(members), controller
-        self.parts: dict[str, PartialModel] = {}
-        self.audits: dict[tuple[str, int, int], Audit] = {}  # by model, depth and strictness
+        super().__init__(controller, controller.profiles, audits=audits, seed=seed, clock=clock)
+        self.controller: Controller
+        self.parts: dict[str, PartialModel]
+        if meter is not None:
+            controller.counted = meter.name
+        self.members = dict(members)
         self.audited = dict.fromkeys(members, 0)  # tokens that were looked at again
         self.taken_along = 0  # requests that went on in another model
         self.changes: list[Change] = []
         self._growing: dict[str, float] = {}  # since when
-        self._loading: Loading | None = None
         self._slots = {}
         for name, member in members.items():
             n = member.config.n_exits + 1
@@ -144,15 +138,11 @@ class Fleet(Stepped):
         # A text may have to go on in any of them.
         least = min(member.config.context_length for member in members.values())
         self._making = dict(context=least if context is None else context, steps=steps)
-        self._clock, self._number, self._meter = clock, 0, meter
-        self._queue: list[_Job] = []  # by priority, then as they came
-        self._next: Given | None = None  # where the first of them goes
+        self._number, self._meter = 0, meter
         self._jobs: dict[int, _Job] = {}
         self._ended: list[Output] = []  # to be told with the next step
         self._by_own: dict[tuple[str, int], _Job] = {}
         self._auditors: dict[str, Auditor] = {}
-        self._sampled, self._share = np.random.default_rng(seed), audits
-        self._to_audit: list[_Job] = []
         self._emitted = 0
 
     def submit(
@@ -180,7 +170,10 @@ class Fleet(Stepped):
         self._number += 1
         asked = dict(sampling=sampling, stop_tokens=tuple(stop_tokens), shaping=shaping)
         order = (-priority, self._number)
-        job = _Job(self._number, tuple(prompt), limit, asked, order, objective)
+        job = _Job(
+            number=self._number, prompt=tuple(prompt), limit=limit, asked=asked, order=order,
+            objective=objective,
+        )  # fmt: skip
         self._jobs[job.number] = job
         self._wait(job)
         return job.number
@@ -208,11 +201,7 @@ class Fleet(Stepped):
 
     @property
     def held(self) -> int:
-        """Tokens of the requests in slots, prompts and texts."""
         return sum(part.scheduler.held for part in self.parts.values())
-
-    def _wait(self, job: _Job) -> None:
-        bisect.insort(self._queue, job, key=lambda job: job.order)
 
     def cancel(self, number: int) -> bool:
         """Ends a request wherever it is; whether there was one. Its end is told by a step."""
@@ -235,15 +224,6 @@ class Fleet(Stepped):
         return not self._jobs and not self._ended and not self._to_audit
 
     @property
-    def _depths(self) -> dict[str, int]:
-        return {name: part.depth for name, part in self.parts.items()}
-
-    def audit(self, choice: Choice) -> Audit:
-        """What is known of a model's answers at a depth, by the thresholds that it has now."""
-        key = (*choice, self.controller.level(choice.model))
-        return self.audits.setdefault(key, Audit())
-
-    @property
     def bytes(self) -> int:
         """Of the weights that are loaded, or on their way."""
         return sum(part.bytes for part in self.parts.values())
@@ -262,46 +242,12 @@ class Fleet(Stepped):
             for own, tokens, finish in part.step():
                 job = self._by_own.get((name, own))
                 if job is not None:  # else it was taken along to another model
-                    outputs += self._told(name, part, job, tokens, finish)
-        if self._to_audit:
-            self._audited(self._to_audit.pop(0))
+                    outputs += self._told(name, job, tokens, finish)
+        self._audit_next()
         return outputs
 
-    def _arrange(self) -> None:
-        """Towards what the controller wants."""
-        wanted, current = self.controller.wanted, self.controller.current
-        if self._loading is not None and self._loading.choice.model != wanted.model:
-            self._arrived()  # it has its place, and is freed again if that is needed
-        if wanted.model not in self.parts:
-            self._load(wanted)
-        part = self.parts.get(wanted.model)
-        if part is None:
-            return
-        if part.coming < wanted.depth:
-            self._make_room(wanted)
-            part.grow(wanted.depth)
-            self._growing.setdefault(wanted.model, self._clock())
-        elif part.depth > wanted.depth:
-            begin = self._clock()
-            part.shrink(wanted.depth)
-            self._growing.pop(wanted.model, None)
-            self._changed("shrink", wanted.model, begin)
-        if part.depth == wanted.depth and current != wanted:
-            self.controller.loaded(wanted)
-
-    def _load(self, wanted: Choice) -> None:
-        """A model that is not there: in a thread, while others go on."""
-        if self._loading is None:
-            self._make_room(wanted)
-            self._loading = Loading(self._clock(), wanted, self._made)
-        if self._loading.done() or all(part.idle for part in self.parts.values()):
-            self._arrived()
-
-    def _arrived(self) -> None:
-        """Waits for a model that is on its way."""
-        loading, self._loading = self._loading, None
-        self.parts[loading.choice.model] = loading.result()
-        self._changed("load", loading.choice.model, loading.begin)
+    def _load(self, wanted: Choice) -> Loading:
+        return Loading(self._clock(), wanted, self._made)
 
     def _made(self, choice: Choice) -> PartialModel:
         member = self.members[choice.model]
@@ -312,92 +258,46 @@ class Fleet(Stepped):
         jax.block_until_ready((part.engine.weights, part.scheduler.state))
         return part
 
+    def _arrived(self, loading: Loading) -> None:
+        self._changed("load", loading.choice.model, loading.begin)
+
+    def _grow(self, wanted: Choice) -> None:
+        self.parts[wanted.model].grow(wanted.depth)
+        self._growing.setdefault(wanted.model, self._clock())
+
+    def _shrink(self, wanted: Choice) -> None:
+        begin = self._clock()
+        self.parts[wanted.model].shrink(wanted.depth)
+        self._growing.pop(wanted.model, None)
+        self._changed("shrink", wanted.model, begin)
+
+    def _freed(self, model: str, part: PartialModel) -> None:
+        self._growing.pop(model, None)
+        self._changed("free", model, self._clock())
+
+    def _in(self, model: str) -> list[_Job]:
+        return [job for job in self._jobs.values() if job.model == model]
+
+    def _take(self, job: _Job) -> bool:
+        del self._by_own[job.model, job.own]
+        if job.cancelled:
+            self._cancelled(job)
+        else:
+            self.taken_along += 1
+        return not job.cancelled
+
     def _changed(self, kind: str, model: str, begin: float, rebuild: float = 0.0) -> None:
         now, depth = self._clock(), self.parts[model].depth if model in self.parts else 0
         held = self.parts[model].scheduler.held if depth else 0
         self.changes.append(Change(now, kind, Choice(model, depth), now - begin, rebuild, held))
 
-    def _make_room(self, wanted: Choice) -> None:
-        """Frees models until the budget holds what is wanted: first those with nothing to do, last
-        the one that serves, whose requests go on elsewhere with the text that they have."""
-        profiles, budget = self.controller.profiles, self.controller.options.budget
-        serving = self.controller.current
-        last = lambda name: (not self.parts[name].idle, serving and name == serving.model)
-        for name in sorted(self.parts.keys() - {wanted.model}, key=last):
-            others = self.parts.keys() - {wanted.model}
-            held = sum(profiles[other].size(self.parts[other].coming) for other in others)
-            if held + profiles[wanted.model].size(wanted.depth) <= budget:
-                return
-            self._free(name)
-
-    def _free(self, name: str) -> None:
-        for job in [j for j in self._jobs.values() if j.model == name]:
-            del self._by_own[name, job.own]
-            if job.evaluated:
-                self.controller.dropped(name)
-            job.model, job.moved, job.evaluated = "", True, False
-            if job.cancelled:
-                self._cancelled(job)
-                continue
-            self._wait(job)
-            self.taken_along += 1
-        if self._next is not None and self._next.choice.model == name:
-            if self._next.evaluated:
-                self.controller.dropped(name)
-            self._next = None
-        del self.parts[name]
-        self._growing.pop(name, None)
-        self._changed("free", name, self._clock())
-
-    def _give(self) -> None:
-        """Gives requests to models that have slots for them, in their order: to the one that
-        serves, or is evaluated, and those with an objective of their own to the best that is
-        there."""
-        self.controller.holds(self._depths, self.held)
-        current = self.controller.current
-        if current is None or current.model not in self.parts:
-            return
-        full, fresh = False, sum(not job.moved for job in self._queue if job.objective is None)
-        for job in [*self._queue]:
-            own = None
-            if job.objective is not None:
-                own = self.controller.best(NAMED[job.objective])
-            if own is not None:
-                if self._room(own):
-                    self._place(job, Given(Choice(own, self.parts[own].depth), False))
-                continue
-            if full:
-                continue
-            if self._next is None:
-                self._next = self.controller.choose()
-            if self._next.evaluated and job.moved and fresh:
-                continue  # it says nothing of the model: it began in another one
-            if self._room(self._next.choice.model):
-                given, self._next = self._next, None
-                fresh -= not job.moved
-                self._place(job, given)
-            else:
-                full = True  # who came later does not overtake
-
-    def _room(self, model: str) -> bool:
-        part = self.parts[model]
-        return len(part.scheduler.running) + len(part.scheduler.waiting) < part.engine.slots
-
-    def _place(self, job: _Job, given: Given) -> None:
-        model = given.choice.model
-        self._queue.remove(job)
-        job.model, job.evaluated = model, given.evaluated
-        job.began, job.first, job.strictness = self._clock(), 0.0, self._strictness(model)
+    def _begin(self, job: _Job) -> None:
         job.energy = (self._joules(), self._emitted)
-        job.own = self.parts[model].scheduler.submit(
+        job.own = self.parts[job.model].scheduler.submit(
             job.prompt, job.limit, tokens=job.tokens, **job.asked,
-            policy=self._policy(model, job), priority=-job.order[0],
+            policy=self._policy(job.model, job), priority=-job.order[0],
         )  # fmt: skip
-        self._by_own[model, job.own] = job
-
-    def _strictness(self, model: str) -> tuple[int, int]:
-        """What audits of an answer are of: another depth or thresholds are another matter."""
-        return self.parts[model].depth, self.controller.level(model)
+        self._by_own[job.model, job.own] = job
 
     def _thresholds(self, model: str) -> np.ndarray:
         member = self.members[model]
@@ -410,11 +310,12 @@ class Fleet(Stepped):
         job.thresholds = none if job.objective == "accuracy" else self._thresholds(model)
         return ExitPolicy.make(member.config, 1, **{**member.rules, "threshold": job.thresholds})
 
-    def _told(self, model, part, job, tokens, finish) -> list[Output]:
+    def _told(self, model, job, tokens, finish) -> list[Output]:
         now = self._clock()
         if tokens:
             job.first = job.first or now
             job.tokens += tokens
+            job.exits += [t.exit for t in tokens]
             self._emitted += len(tokens)
             n, least = self.members[model].config.n_exits, job.thresholds
             below = [t.exit < n and t.confidence < least[t.exit] for t in tokens]
@@ -422,68 +323,31 @@ class Fleet(Stepped):
         if not finish:
             return [Output(job.number, tokens, "")]
         del self._by_own[model, job.own], self._jobs[job.number]
-        whole = finish != "cancelled" and not job.moved and len(job.tokens) > 0
         sampling, shaping = job.asked["sampling"], job.asked["shaping"]
         greedy = sampling is None or float(sampling.temperature[0]) == 0
         # What is drawn by chance, or shaped, is not what the whole model says is most likely.
         judged = job.objective is None and greedy and shaping is None
-        if whole and (job.evaluated or judged):
-            job.telemetry = self._telemetry(model, part, job, now)
-            drawn = len(self._to_audit) < BEHIND and self._sampled.random() < self._share
-            if judged and (job.evaluated or drawn):
-                self._to_audit.append(job)
-            elif job.evaluated:
-                self._answered(job, job.telemetry)
-        elif job.evaluated:
-            self.controller.dropped(model)
+        self._finished(job, finish != "cancelled" and len(job.tokens) > 0, judged)
         return [Output(job.number, tokens, finish)]
-
-    def _answered(self, job: _Job, telemetry: Telemetry) -> None:
-        self.controller.answered(job.model, telemetry, [t.exit for t in job.tokens])
 
     def _joules(self) -> float:
         return 0.0 if self._meter is None else self._meter.read()
 
-    def _telemetry(self, model, part, job, now: float) -> Telemetry:
-        """Of a request; its accuracy is what is expected, until an audit finds it out."""
-        count, seconds = len(job.tokens), max(now - job.began, 1e-9)
-        each = (now - job.first) / max(count - 1, 1)
-        profile = self.controller.profiles[model]
-        joules, emitted = job.energy
-        if self._meter is None:
-            energy = float(np.mean([sum(profile.energy[: t.exit + 1]) for t in job.tokens]))
-        else:
+    def _telemetry(self, job: _Job) -> Telemetry:
+        """Its accuracy is what is expected, until an audit finds it out."""
+        beside, energy = len(self.parts[job.model].scheduler.running), None
+        if self._meter is not None:
+            joules, emitted = job.energy
             energy = max(self._joules() - joules, 0.0) / max(self._emitted - emitted, 1)
-        return Telemetry(
-            count / seconds * max(len(part.scheduler.running), 1), job.first - job.began, each,
-            float(np.mean([profile.sure[t.exit] for t in job.tokens])), profile.size(part.depth),
-            energy,
-        )  # fmt: skip
+        return self._measured(job, beside, energy=energy)
 
-    def _audited(self, job: _Job) -> None:
-        """Looks at an answer again, by the whole of the model that gave it."""
-        model, part = job.model, self.parts.get(job.model)
-        if part is None:  # it had to go
-            if job.evaluated:
-                self.controller.dropped(model)
-            return
-        if model not in self._auditors:
-            self._auditors[model] = Auditor(part.host, part.config)
-        self.audited[model] += len(job.prompt) + len(job.tokens)
-        verdict = self._auditors[model].judge(
-            part.engine.weights, job.prompt, [t.id for t in job.tokens]
-        )
-        if job.evaluated:
-            same = float(np.mean(verdict.same))
-            self._answered(job, dataclasses.replace(job.telemetry, accuracy=same))
-        if job.strictness == self._strictness(model):
-            audit = self.audit(Choice(model, part.depth))
-            audit.add(verdict)
-            known = len(self.controller.decisions)
-            self.controller.audited(model, audit.low, audit.high, audit.best)
-            if len(self.controller.decisions) > known:
-                # Should this depth and these thresholds be tried again, it is for what comes then.
-                del self.audits[model, *job.strictness]
+    def _judge(self, job: _Job) -> Verdict:
+        part = self.parts[job.model]
+        if job.model not in self._auditors:
+            self._auditors[job.model] = Auditor(part.host, part.config)
+        self.audited[job.model] += len(job.prompt) + len(job.tokens)
+        auditor, ids = self._auditors[job.model], [t.id for t in job.tokens]
+        return auditor.judge(part.engine.weights, job.prompt, ids)
 
     def report(self, since: int = 0) -> FleetReport:
         """What serves, or will first; with the decisions from number `since` on."""
@@ -494,5 +358,5 @@ class Fleet(Stepped):
             model, depth, self.members[model].config.stops[depth - 1],
             self.slots, controller.below_share, audit.share if audit.count else None,
             audit.high if audit.count else None, audit.perplexity if audit.count else None,
-            tuple(controller.decisions[since:]),
+            controller.counted, tuple(controller.decisions[since:]),
         )  # fmt: skip

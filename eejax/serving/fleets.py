@@ -24,7 +24,7 @@ from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
 from eejax.serving import chat
-from eejax.serving.audits import Auditor
+from eejax.serving.auditor import Auditor
 from eejax.serving.choices import Profile
 from eejax.serving.controller import Controller, ControllerOptions
 from eejax.serving.energy import meter

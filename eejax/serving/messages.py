@@ -75,7 +75,8 @@ class FleetReport(NamedTuple):
     its slots. below: share of all tokens that left below their threshold; disagreement: of the
     model's tokens that were looked at again, the share that is not the whole model's; bound: above
     which that hardly is; perplexity: of them, by the whole model; all None where none was;
-    decisions: those since the last report."""
+    counted: what stands for energy, joules by "nvml" or "rapl", or "operations"; decisions: those
+    since the last report."""
 
     model: str
     depth: int
@@ -85,6 +86,7 @@ class FleetReport(NamedTuple):
     disagreement: float | None
     bound: float | None
     perplexity: float | None
+    counted: str
     decisions: tuple[Decision, ...]
 
 

@@ -10,10 +10,11 @@ import numpy as np
 from eejax.common.errors import require, require_count
 from eejax.serving.choices import Choice, Decision, Given, Profile
 from eejax.serving.controller import Controller, ControllerOptions
+from eejax.serving.dispatch import Policy
 from eejax.serving.objectives import Objective, Telemetry
 from eejax.serving.pace import Pace
 from eejax.serving.repository import Repository
-from eejax.serving.simulator import Policy, Setting, simulate
+from eejax.serving.simulator import Setting, simulate
 from eejax.serving.traces import Trace
 
 Make = Callable[[Callable[[], float]], Policy]
@@ -45,10 +46,13 @@ class Scripted:
             self.decisions.append(Decision(self._clock(), "switch", self.wanted, "the script"))
         return Given(self.current or self.wanted, False)
 
+    def best(self, weights: Mapping[str, float]) -> str | None:
+        return None
+
     def loaded(self, choice: Choice) -> None:
         self.current = choice
 
-    def tokens(self, model: str, below: Sequence[bool]) -> None:
+    def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None:
         pass
 
     def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None:

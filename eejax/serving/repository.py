@@ -24,7 +24,7 @@ create table if not exists benchmark (
 );
 create table if not exists history (
     id integer primary key, time real not null, model text not null, depth integer not null,
-    prompts integer not null, tokens integer not null, exits text not null,
+    prompts integer not null, tokens integer not null, exits text not null, counted text not null,
     {", ".join(f"{m} real not null" for m in METRICS)}
 );
 create index if not exists history_model on history (model, id);
@@ -34,7 +34,8 @@ create index if not exists history_model on history (model, id);
 class Evaluation(NamedTuple):
     """A row of the history: what `prompts` prompts of `tokens` tokens were like, served by a model
     with `depth` of its exits loaded, which began at `time`. exits: tokens by the exit that they
-    left by."""
+    left by; counted: what the energy in `telemetry` is, joules by "nvml" or "rapl", or
+    "operations", which are no energy."""
 
     time: float
     model: str
@@ -42,6 +43,7 @@ class Evaluation(NamedTuple):
     prompts: int
     tokens: int
     exits: tuple[int, ...]
+    counted: str
     telemetry: Telemetry
 
 
@@ -96,18 +98,19 @@ class Repository:
         return [*measured, *(m for m in models if not known[m])][:k]
 
     def add(self, row: Evaluation) -> None:
-        values = (*row[:5], json.dumps(row.exits), *(getattr(row.telemetry, m) for m in METRICS))
+        told = (getattr(row.telemetry, m) for m in METRICS)
+        values = (*row[:5], json.dumps(row.exits), row.counted, *told)
         marks = ", ".join("?" * len(values))
-        columns = f"time, model, depth, prompts, tokens, exits, {', '.join(METRICS)}"
+        columns = f"time, model, depth, prompts, tokens, exits, counted, {', '.join(METRICS)}"
         with self._writing() as db:
             db.execute(f"insert into history ({columns}) values ({marks})", values)
 
     def history(self, model: str, last: int = 1) -> list[Evaluation]:
         """The last rows of a model, oldest first."""
-        made = lambda r: Evaluation(*r[:5], tuple(json.loads(r[5])), Telemetry(*r[6:]))
+        made = lambda r: Evaluation(*r[:5], tuple(json.loads(r[5])), r[6], Telemetry(*r[7:]))
         with self._using("be read"):
             rows = self._connection.execute(
-                "select time, model, depth, prompts, tokens, exits, "
+                "select time, model, depth, prompts, tokens, exits, counted, "
                 f"{', '.join(METRICS)} from history where model = ? order by id desc limit ?",
                 (model, last),
             ).fetchall()

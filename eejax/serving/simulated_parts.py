@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from eejax.serving.choices import Profile
+from eejax.serving.dispatch import Job
 from eejax.serving.pace import Pace
 from eejax.serving.traces import ModelTrace
 
@@ -15,29 +16,21 @@ Leaving = Callable[[int, int], tuple[list, list]]
 """(exits, below) [p][n] of tokens, by a depth and how strict thresholds are."""
 
 
-@dataclasses.dataclass
-class Job:
-    """A prompt on its way. began, first: as `Fleet` has them, of the model that has it now; heard:
-    when its first token came at all; todo: tokens that its model has yet to read before it writes;
-    done: that it wrote, of which `told` were read off calls; left [e]: that wait before each
-    segment; evaluated, moved: whether it is one of an evaluation, and was in another model; strict:
-    how strict its thresholds are, and how many exits there were when it was given; agree: tokens
-    that agree with the whole model."""
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Prompt(Job):
+    """A prompt on its way. part: that has it; heard: when its first token came at all; todo: tokens
+    that its model has yet to read before it writes; done: that it wrote, of which `told` were read
+    off calls; left [e]: that wait before each segment; agree: tokens that agree with the whole
+    model."""
 
     number: int
     arrived: float
     part: Part | None = None
-    began: float = 0.0
-    first: float = 0.0
     heard: float | None = None
     todo: int = 0
     done: int = 0
     told: int = 0
     left: list[int] = dataclasses.field(default_factory=list)
-    evaluated: bool = False
-    moved: bool = False
-    strict: tuple[int, int] = (0, 0)
-    exits: list[int] = dataclasses.field(default_factory=list)
     agree: int = 0
 
 
@@ -45,7 +38,7 @@ class Call(NamedTuple):
     """Steps under way until `end`; brought: (job, exits, below) of what they wrote."""
 
     end: float
-    brought: list[tuple[Job, list[int], list[bool]]]
+    brought: list[tuple[Prompt, list[int], list[bool]]]
 
 
 class Part:
@@ -58,8 +51,8 @@ class Part:
     ):  # fmt: skip
         self.profile, self.pace, self.by_depth = profile, pace, slots
         self.depth, self.coming, self.ready, self.flops = depth, depth, 0.0, 0.0
-        self.jobs: list[Job] = []  # in slots, those that ended included until it is known
-        self.waiting: collections.deque[Job] = collections.deque()
+        self.jobs: list[Prompt] = []  # in slots, those that ended included until it is known
+        self.waiting: collections.deque[Prompt] = collections.deque()
         self.calls: collections.deque[Call] = collections.deque()
         self._trace, self._leaving, self._steps, self._cap = trace, leaving, steps, cap
 
@@ -72,7 +65,7 @@ class Part:
         return not self.jobs and not self.waiting and not self.calls
 
     @property
-    def every(self) -> list[Job]:
+    def every(self) -> list[Prompt]:
         return [*self.jobs, *self.waiting]
 
     @property
@@ -114,7 +107,7 @@ class Part:
         for job in self.jobs:
             self._read_anew(job)
 
-    def _read_anew(self, job: Job) -> None:
+    def _read_anew(self, job: Prompt) -> None:
         job.todo = int(self._trace.prompts[job.number]) + job.done
         job.left = [0] * self.depth
 
@@ -124,7 +117,7 @@ class Part:
             self._read_anew(job)
             self.jobs.append(job)
 
-    def leave(self, job: Job) -> None:
+    def leave(self, job: Prompt) -> None:
         self.jobs = [j for j in self.jobs if j is not job]
         self.waiting = collections.deque(j for j in self.waiting if j is not job)
 
@@ -139,7 +132,7 @@ class Part:
             end += self._step(live)
         return Call(end, brought)
 
-    def _step(self, live: list[tuple[Job, list, list]]) -> float:
+    def _step(self, live: list[tuple[Prompt, list, list]]) -> float:
         """Seconds of a step, which brings each a token, but for those whose texts are still read:
         of those together a chunk, first who came first."""
         rows, room = [0] * self.depth, self.pace.tokens
@@ -165,9 +158,9 @@ class Part:
         self.flops += sum(k * f for k, f in zip(rows, self.profile.energy, strict=False))
         return seconds
 
-    def _write(self, job: Job, exits: list[int], below: list[bool]) -> int:
+    def _write(self, job: Prompt, exits: list[int], below: list[bool]) -> int:
         """A token: by which exit."""
-        by, low = self._leaving(self.depth, job.strict[1])
+        by, low = self._leaving(self.depth, job.strictness[1])
         e = by[job.number][job.done]
         exits.append(e)
         below.append(low[job.number][job.done])

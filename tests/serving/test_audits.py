@@ -12,7 +12,8 @@ from eejax.common.errors import ConfigError
 from eejax.inference import scoring
 from eejax.inference import state as s
 from eejax.inference.batched_state import BatchOptions
-from eejax.serving.audits import Audit, Auditor, Verdict, upper_bound
+from eejax.serving.auditor import Auditor
+from eejax.serving.audits import Audit, Verdict, upper_bound
 from eejax.serving.controller import Controller, ControllerOptions
 from eejax.serving.fleet import Fleet, Member
 from eejax.serving.objectives import Objective

@@ -143,11 +143,11 @@ def test_which_of_several_models_serves_and_why(opened):
         service.ready = service.ready._replace(models=models)
         decide = lambda *told: Decision(time.time(), *told)
         for report in (
-            FleetReport("small", 2, 3, 4, 0.0, None, None, None, (
+            FleetReport("small", 2, 3, 4, 0.0, None, None, None, "operations", (
                 decide("evaluate", Choice("small", 3), "the server begins"),
                 decide("serve", Choice("small", 2), "<b>it is best</b>"),
             )),
-            FleetReport("large", 3, 6, 4, 0.25, 0.01, 0.125, 7.5, (
+            FleetReport("large", 3, 6, 4, 0.25, 0.01, 0.125, 7.5, "nvml", (
                 decide("switch", Choice("large", 3), "too many tokens"),
             )),
         ):  # fmt: skip
@@ -161,6 +161,7 @@ def test_which_of_several_models_serves_and_why(opened):
         assert page.inner_text("#members b") == "large 6 of 6"
         assert "below threshold 25.0 %" in page.inner_text("#watched")
         assert "audited: 1.0 % not the whole model's, at most 12.5 %" in page.inner_text("#watched")
+        assert page.inner_text("#watched").endswith("joules by nvml")
         drawn = lambda: [p.get_attribute("d") for p in page.query_selector_all("#serves path")]
         until(lambda: all(drawn()))  # of each model one line
         assert len(page.query_selector_all("#serves .mark")) == 3

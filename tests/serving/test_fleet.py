@@ -251,6 +251,36 @@ def test_a_sampled_answer_is_not_audited(model):
     assert [d.kind for d in controller.decisions] == ["evaluate", "serve"]
 
 
+def test_joules_are_counted_where_something_counts_them(model):
+    """Two for every token that the fleet has told, whoever asked for it."""
+    told = [0]
+
+    class Counter:
+        name = "rapl"
+
+        def read(self):
+            return 2.0 * told[0]
+
+    member, history = Member(model.params, model.config, {}, OPTIONS), {}
+    for meter in (Counter(), None):
+        controller = Controller(
+            {"m": profile(model, 1.0)}, Objective.of("energy"), Repository(),
+            ControllerOptions(prompts=2), clock=lambda: 0.0,
+        )  # fmt: skip
+        fleet = Fleet({"m": member}, controller, slots=2, context=96, steps=1, meter=meter)
+        for i in range(2):
+            fleet.submit(model.tokenizer.encode(f"def f{i}").tolist(), NEW)
+        while not fleet.idle:
+            told[0] += sum(len(output.tokens) for output in fleet.step())
+        (row,) = controller.repository.history("m")
+        history[row.counted] = row.telemetry.energy
+        assert fleet.report().counted == row.counted
+    # Those of the step that ends an answer are counted behind it.
+    assert history["rapl"] == pytest.approx(2.0, rel=2 / NEW)
+    by_exit = np.cumsum(profile(model, 1.0).energy)
+    assert by_exit[0] <= history["operations"] <= by_exit[-1]
+
+
 def test_members_that_do_not_fit(model):
     controller = Controller(
         {"a": profile(model, 1.0)}, Objective.of("throughput"), Repository(), clock=lambda: 0.0

@@ -44,6 +44,7 @@ def test_history_lasts(tmp_path):
     assert again.candidates(["a", "b"], Objective.of("throughput", accuracy=1.0)) == ["b", "a"]
     (row,) = again.history("a")
     assert row.model == "a" and sum(row.exits) == row.tokens == 100
+    assert row.counted == "operations"  # no energy, and not called so
     again.close()
     file.write_bytes(b"no database" * 100)
     with pytest.raises(DataError, match="cannot be used as a repository"):

@@ -148,7 +148,7 @@ def test_growing_takes_its_time_and_makes_up_for_what_is_missing():
 
 @pytest.mark.parametrize("budget", [650.0, float("inf")])
 def test_models_that_do_not_fit_are_freed_and_texts_go_on_elsewhere(budget):
-    """Small has 300 bytes and large 600. The first of two prompts is under way."""
+    """Small has 300 bytes and large 600, which comes while the first of two prompts is answered."""
 
     def make(clock):
         script = Scripted([Choice("small", 3), Choice("large", 3)], clock=clock)
@@ -156,7 +156,8 @@ def test_models_that_do_not_fit_are_freed_and_texts_go_on_elsewhere(budget):
         return script
 
     t = trace(model([[2] * 9] * 2), model([[2] * 9] * 2))
-    got = run(t, make, setting=Setting(slots=1, steps=1))
+    quick = {"small": profile(1.0, load=(2.0,) * 3), "large": profile(2.0, load=(2.0,) * 3)}
+    got = run(t, make, setting=Setting(slots=1, steps=1), profiles=quick)
     happened = [(e.what, e.model) for e in got.timeline]
     if budget < 900:
         assert got.models == ("large", "large")
@@ -164,6 +165,9 @@ def test_models_that_do_not_fit_are_freed_and_texts_go_on_elsewhere(budget):
         assert sum(got.exits["small"]) == 0 and got.exits["large"] == (0, 0, 18)
     else:
         assert got.models == ("small", "large") and ("free", "small") not in happened
+        load, serve = (e.time for e in got.timeline if e.model == "large")
+        # Seen at the first look behind, when the prompt in small goes on.
+        assert load == 6.0 and 12.0 <= serve < got.ended[0]
     assert got.tokens.tolist() == [9, 9]
 
 
@@ -192,9 +196,11 @@ PROFILES = {"small": cheap(1.0), "large": cheap(1.3)}
 
 
 def test_decisions_are_those_of_a_controller_driven_by_hand():
-    """One slot and steps of one: the simulator tells tokens as they come, and answers in turn."""
+    """One slot and steps of one: the simulator tells tokens as they come, and answers in turn. What
+    is wanted is there at once."""
     t, objective = drawn(), THROUGHPUT
-    got = run(t, policies.helios(PROFILES, objective, options()), profiles=PROFILES)
+    make = policies.helios(PROFILES, objective, options())
+    got = run(t, make, profiles=PROFILES, setting=Setting(slots=1, steps=1, free=True))
     repository = Repository()
     for name, p in PROFILES.items():
         repository.put(name, p.benchmark())

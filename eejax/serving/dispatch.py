@@ -1,0 +1,308 @@
+"""Which request goes to which model, and which models are there: what a fleet decides without a
+device.
+
+`Fleet` does it with models, `simulator` with recorded ones; both are told what to do here, so that
+what is simulated is what serves.
+"""
+
+from __future__ import annotations
+
+import abc
+import bisect
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from eejax.serving.audits import Audit, Verdict
+from eejax.serving.choices import Choice, Decision, Given, Profile
+from eejax.serving.controller import ControllerOptions
+from eejax.serving.objectives import NAMED, Telemetry
+
+BEHIND = 32  # answers that may wait to be looked at again
+
+
+class Policy(Protocol):
+    """What decides: a `Controller`, or what looks like one to a server."""
+
+    current: Choice | None
+    wanted: Choice | None
+    decisions: list[Decision]
+    options: ControllerOptions
+
+    def holds(self, there: Mapping[str, int], held: int) -> None: ...
+    def choose(self) -> Given: ...
+    def best(self, weights: Mapping[str, float]) -> str | None: ...
+    def loaded(self, choice: Choice) -> None: ...
+    def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None: ...
+    def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None: ...
+    def dropped(self, model: str) -> None: ...
+    def audited(self, model: str, low: float, high: float, best: float) -> None: ...
+    def level(self, model: str) -> int: ...
+    def threshold(self, model: str, value: float) -> float: ...
+
+
+class Part(Protocol):
+    """A model of which `depth` segments are loaded, and `coming` will be; room: whether it takes
+    another request."""
+
+    depth: int
+    coming: int
+    idle: bool
+    room: bool
+
+
+class Coming(Protocol):
+    """A model on its way; `result` waits for it."""
+
+    choice: Choice
+    begin: float
+
+    def done(self) -> bool: ...
+    def result(self) -> Any: ...
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Job:
+    """A request on its way. order: in which requests are given to models; objective: its own;
+    model: that has it; began, first: when that was given it, and when its first token came;
+    evaluated: whether it is one of an evaluation; moved: whether it was in another model before;
+    strictness: of how many exits it may take, and how strict thresholds are; exits: by which its
+    tokens left."""
+
+    order: tuple[int, int]
+    objective: str | None = None
+    model: str = ""
+    began: float = 0.0
+    first: float = 0.0
+    evaluated: bool = False
+    moved: bool = False
+    strictness: tuple[int, int] = (0, 0)
+    telemetry: Telemetry | None = None
+    exits: list[int] = dataclasses.field(default_factory=list)
+
+
+class Dispatcher(abc.ABC):
+    """Requests wait in a queue; `_arrange` makes what is there what the controller wants, `_give`
+    gives them to models, `_finished` and `_audit_next` tell it what became of them. What that takes
+    of models is done by the methods without a body. profiles: of the models; audits: share of the
+    answers that are looked at again."""
+
+    def __init__(
+        self, controller: Policy, profiles: Mapping[str, Profile], *, audits: float, seed: int,
+        clock: Callable[[], float],
+    ):  # fmt: skip
+        self.controller = controller
+        self.parts: dict[str, Any] = {}
+        self.audits: dict[tuple[str, int, int], Audit] = {}  # by model, depth and strictness
+        self._profiles, self._clock = profiles, clock
+        self._queue: list[Any] = []  # in order
+        self._next: Given | None = None  # where the first of them goes
+        self._loading: Coming | None = None
+        self._sampled, self._share = np.random.default_rng(seed), audits
+        self._to_audit: list[Any] = []
+
+    @abc.abstractmethod
+    def _load(self, wanted: Choice) -> Coming:
+        """Begins to."""
+
+    @abc.abstractmethod
+    def _arrived(self, loading: Any) -> None:
+        """What was on its way is in `parts` now."""
+
+    @abc.abstractmethod
+    def _grow(self, wanted: Choice) -> None:
+        """Begins to."""
+
+    @abc.abstractmethod
+    def _shrink(self, wanted: Choice) -> None: ...
+
+    @abc.abstractmethod
+    def _freed(self, model: str, part: Any) -> None:
+        """A model is not in `parts` any more, and nobody is in it."""
+
+    @abc.abstractmethod
+    def _in(self, model: str) -> Iterable[Any]:
+        """Requests that a model has."""
+
+    @abc.abstractmethod
+    def _take(self, job: Any) -> bool:
+        """A request from the model that has it; whether it goes on in another one."""
+
+    @abc.abstractmethod
+    def _begin(self, job: Any) -> None:
+        """A request in the model that has it now."""
+
+    @abc.abstractmethod
+    def _telemetry(self, job: Any) -> Telemetry:
+        """Of an answer, by `_measured`."""
+
+    @abc.abstractmethod
+    def _judge(self, job: Any) -> Verdict:
+        """Looks at an answer again, by the whole of the model that gave it, which is there."""
+
+    @property
+    @abc.abstractmethod
+    def held(self) -> int:
+        """Tokens of the requests in slots, prompts and texts."""
+
+    def _wait(self, job: Job) -> None:
+        bisect.insort(self._queue, job, key=lambda job: job.order)
+
+    def _arrange(self) -> None:
+        """Towards what the controller wants."""
+        wanted = self.controller.wanted
+        if self._loading is not None and self._loading.choice.model != wanted.model:
+            self._await()  # it has its place, and is freed again if that is needed
+        if wanted.model not in self.parts:
+            if self._loading is None:
+                self._make_room(wanted)
+                self._loading = self._load(wanted)
+            # Others go on meanwhile.
+            if self._loading.done() or all(part.idle for part in self.parts.values()):
+                self._await()
+        part = self.parts.get(wanted.model)
+        if part is None:
+            return
+        if part.coming < wanted.depth:
+            self._make_room(wanted)
+            self._grow(wanted)
+        elif part.depth > wanted.depth:
+            self._shrink(wanted)
+        if part.depth == wanted.depth and self.controller.current != wanted:
+            self.controller.loaded(wanted)
+
+    def _await(self) -> None:
+        loading, self._loading = self._loading, None
+        self.parts[loading.choice.model] = loading.result()
+        self._arrived(loading)
+
+    def _make_room(self, wanted: Choice) -> None:
+        """Frees models until the budget holds what is wanted: first those with nothing to do, last
+        the one that serves, whose requests go on elsewhere with the text that they have."""
+        profiles, budget = self._profiles, self.controller.options.budget
+        serving = self.controller.current
+        last = lambda name: (not self.parts[name].idle, serving and name == serving.model)
+        for name in sorted(self.parts.keys() - {wanted.model}, key=last):
+            others = self.parts.keys() - {wanted.model}
+            held = sum(profiles[other].size(self.parts[other].coming) for other in others)
+            if held + profiles[wanted.model].size(wanted.depth) <= budget:
+                return
+            self._free(name)
+
+    def _free(self, name: str) -> None:
+        for job in [*self._in(name)]:
+            if job.evaluated:
+                self.controller.dropped(name)
+            goes_on = self._take(job)
+            job.model, job.moved, job.evaluated = "", True, False
+            if goes_on:
+                self._wait(job)
+        if self._next is not None and self._next.choice.model == name:
+            if self._next.evaluated:
+                self.controller.dropped(name)
+            self._next = None
+        self._freed(name, self.parts.pop(name))
+
+    def _give(self) -> None:
+        """Gives requests to models that have slots for them, in their order: to the one that
+        serves, or is evaluated, and those with an objective of their own to the best that is
+        there."""
+        self.controller.holds({name: part.depth for name, part in self.parts.items()}, self.held)
+        current = self.controller.current
+        if current is None or current.model not in self.parts:
+            return
+        full, fresh = False, sum(not job.moved for job in self._queue if job.objective is None)
+        for job in [*self._queue]:
+            own = None
+            if job.objective is not None:
+                own = self.controller.best(NAMED[job.objective])
+            if own is not None:
+                if self.parts[own].room:
+                    self._place(job, Given(Choice(own, self.parts[own].depth), False))
+                continue
+            if full:
+                continue
+            if self._next is None:
+                self._next = self.controller.choose()
+            if self._next.evaluated and job.moved and fresh:
+                continue  # it says nothing of the model: it began in another one
+            if self.parts[self._next.choice.model].room:
+                given, self._next = self._next, None
+                fresh -= not job.moved
+                self._place(job, given)
+            else:
+                full = True  # who came later does not overtake
+
+    def _place(self, job: Job, given: Given) -> None:
+        self._queue.remove(job)
+        job.model, job.evaluated = given.choice.model, given.evaluated
+        job.began, job.first = self._clock(), 0.0
+        job.strictness = self._strictness(job.model)
+        self._begin(job)
+
+    def _strictness(self, model: str) -> tuple[int, int]:
+        """What audits of an answer are of: another depth or thresholds are another matter."""
+        return self.parts[model].depth, self.controller.level(model)
+
+    def _finished(self, job: Job, whole: bool = True, judged: bool = True) -> None:
+        """A request has its answer. whole: from one end to the other; judged: whether the whole
+        model can be asked if it would say the same."""
+        whole &= not job.moved
+        if whole and (job.evaluated or judged):
+            job.telemetry = self._telemetry(job)
+            drawn = len(self._to_audit) < BEHIND and self._sampled.random() < self._share
+            if judged and (job.evaluated or drawn):
+                self._to_audit.append(job)
+            elif job.evaluated:
+                self.controller.answered(job.model, job.telemetry, job.exits)
+        elif job.evaluated:
+            self.controller.dropped(job.model)
+
+    def _measured(
+        self, job: Job, beside: int, accuracy: float | None = None, energy: float | None = None
+    ) -> Telemetry:
+        """Of an answer that is there now, beside those of so many other requests; accuracy and
+        energy are what the profile says where they were not measured."""
+        part, profile = self.parts[job.model], self._profiles[job.model]
+        count, now = len(job.exits), self._clock()
+        seconds = max(now - job.began, 1e-9)
+        each = (now - job.first) / max(count - 1, 1)
+        if accuracy is None:
+            accuracy = float(np.mean([profile.sure[e] for e in job.exits]))
+        if energy is None:
+            energy = float(np.mean([sum(profile.energy[: e + 1]) for e in job.exits]))
+        return Telemetry(
+            count / seconds * max(beside, 1), job.first - job.began, each, accuracy,
+            profile.size(part.depth), energy,
+        )  # fmt: skip
+
+    def audit(self, choice: Choice) -> Audit:
+        """What is known of a model's answers at a depth, by the thresholds that it has now."""
+        key = (*choice, self.controller.level(choice.model))
+        return self.audits.setdefault(key, Audit())
+
+    def _audit_next(self) -> None:
+        """Looks at an answer again, where one waits for it."""
+        if not self._to_audit:
+            return
+        job = self._to_audit.pop(0)
+        model = job.model
+        if model not in self.parts:  # it had to go
+            if job.evaluated:
+                self.controller.dropped(model)
+            return
+        verdict = self._judge(job)
+        if job.evaluated:
+            told = dataclasses.replace(job.telemetry, accuracy=float(np.mean(verdict.same)))
+            self.controller.answered(model, told, job.exits)
+        if job.strictness != self._strictness(model):
+            return
+        audit = self.audit(Choice(model, self.parts[model].depth))
+        audit.add(verdict)
+        known = len(self.controller.decisions)
+        self.controller.audited(model, audit.low, audit.high, audit.best)
+        if len(self.controller.decisions) > known:
+            # Should this depth and these thresholds be tried again, it is for what comes then.
+            del self.audits[model, *job.strictness]
