@@ -17,7 +17,9 @@ clients ask one after the other as that model has slots. energy_proxy_ratio: exe
 operations a token, of the first pair; operations are not energy. Intervals are 95 % bootstraps over
 blocks. The larger model by itself, several times slower, takes part in --sampled blocks alone.
 Quality: tokens that are the whole model's given the same text (every --audited-th answer),
-perplexity by that model, and by a third one that was trained apart.
+perplexity by that model, and by a third one that was trained apart. at_equal_*: over the fastest
+that is as good, or worse by no more than a hundredth, which samples do not tell apart. regret: over
+the static one that was fastest in each block, whatever its answers are like.
 """
 
 from __future__ import annotations
@@ -39,7 +41,11 @@ _NEW = flags.DEFINE_integer("new", 100, "Tokens of an answer.", lower_bound=2)
 _SLOTS = flags.DEFINE_integer("slots", 8, "Requests that the budget holds with the larger model.")
 _MOST = flags.DEFINE_integer("most", 32, "Most slots of a model.", lower_bound=1)
 _THRESHOLD = flags.DEFINE_float("threshold", 0.05, "Of all exits, where a policy names none.")
-_CURVE = flags.DEFINE_list("curve", ["0.8", "0.95"], "Limits on agreement of the curve.")
+_CURVE = flags.DEFINE_list("curve", ["0.7", "0.9"], "Limits on agreement of the curve.")
+_LATE = flags.DEFINE_float(
+    "late", 4.0, "Goodput's limit on the 99th percentile of seconds to the first token; on "
+    "agreement it has the first of --curve.",
+)  # fmt: skip
 _BLOCKS = flags.DEFINE_integer("blocks", 10, "Parts of the work that policies do in turn.")
 _ORDERS = flags.DEFINE_list("orders", ["shuffled", "blocked", "drifting"], "Of the prompts.")
 _AUDITED = flags.DEFINE_integer("audited", 8, "Of as many answers one is looked at again.")
@@ -48,6 +54,8 @@ _SAMPLED = flags.DEFINE_integer(
 )
 _CLIENTS = flags.DEFINE_integer("clients", None, "For ttft_ratio; default: the better's slots.")
 flags.mark_flags_as_required(["small", "large"])
+
+NEAR = 0.01  # of agreement, and of perplexity
 
 
 def main() -> None:
@@ -145,7 +153,7 @@ class Bench:
             repository.put(name, profile.benchmark())
         controller = (kind or Controller)(
             self.profiles, Objective.of(objective, **(limits or {})), repository,
-            ControllerOptions(budget=self.budget * 1.0, tokens=_NEW.value, **options),
+            ControllerOptions(budget=self.budget, tokens=_NEW.value, **options),
             clock=watch.now,
         )  # fmt: skip
         return Chosen(self.members, controller, watch, slots=self.slots, context=self.context)
@@ -240,6 +248,9 @@ class Bench:
                     )
                     for y in _CURVE.value
                 }
+                goodput = {"ttft_p99": _LATE.value, "accuracy": float(_CURVE.value[0])}
+                for name, limits in (("accuracy", {}), ("energy", {}), ("goodput", goodput)):
+                    policies[f"helios, {name}"] = lambda n=name, y=limits: self.chosen(n, y)
                 policies["helios, never below"] = lambda: self.chosen("throughput", greedy=False)
             found = self.through(policies, order, _BLOCKS.value)
             rows = {name: self.told(name, rows) for name, rows in found.items()}
@@ -263,17 +274,7 @@ class Bench:
             if first:
                 fastest = [min(r[b] for r in rates if b < len(r)) for b in range(_BLOCKS.value)]
                 result["orders"][order]["regret"] = sum(seconds(found["helios"])) / sum(fastest) - 1
-                for kind, enough in (
-                    ("agreement", lambda row, own: row["agreement"] >= own["agreement"]),
-                    ("judge", lambda row, own: row["judge_perplexity"] <= own["judge_perplexity"]),
-                ):
-                    equal = [n for n in statics if enough(rows[n], rows["helios"])]
-                    best = max(equal, key=lambda n: rows[n]["tokens_per_s"], default=None)
-                    result["orders"][order][f"at_equal_{kind}"] = best and {
-                        "static": best, "ratio": (
-                            rows["helios"]["tokens_per_s"] / rows[best]["tokens_per_s"]
-                        ),
-                    }  # fmt: skip
+                result["orders"][order] |= equal(rows, [*statics])
             launch.say(f"{order}: {json.dumps(result['orders'][order])}")
         result["better_static"] = better
         result |= self.response(statics, untruncated)
@@ -301,6 +302,23 @@ class Bench:
             "clients": clients, "response": rows, "response_static": better,
             "ttft_ratio": {"ratio": ratio.median, "interval": [ratio.low, ratio.high]},
         }  # fmt: skip
+
+
+def equal(rows: dict, statics: list) -> dict:
+    """Tokens a second over the fastest that says as much of what its whole model does, and over the
+    fastest whose text is as likely to the judge; None where none is."""
+    own, found = rows["helios"], {}
+    enough = {
+        "agreement": lambda row: row["agreement"] >= own["agreement"] - NEAR,
+        "judge": lambda row: row["judge_perplexity"] <= own["judge_perplexity"] * (1 + NEAR),
+    }
+    for kind, is_enough in enough.items():
+        rates = {n: rows[n]["tokens_per_s"] for n in statics if is_enough(rows[n])}
+        best = max(rates, key=rates.get, default=None)
+        found[f"at_equal_{kind}"] = best and {
+            "static": best, "ratio": own["tokens_per_s"] / rates[best]
+        }  # fmt: skip
+    return found
 
 
 if __name__ == "__main__":

@@ -69,8 +69,8 @@ _OBJECTIVE = flags.DEFINE_enum(
     'Serve all models as one, "auto": the server chooses which, and how much of it is loaded.',
 )  # fmt: skip
 _LIMITS = flags.DEFINE_list(
-    "limits", [], "METRIC=VALUE,...: with --objective, what has to be kept: ttft and tpot (seconds "
-    "at most), accuracy (share of tokens that are the whole model's, at least), ..."
+    "limits", [], "METRIC=VALUE,...: with --objective, what has to be kept: ttft, ttft_p99, tpot "
+    "(seconds at most), accuracy (share of tokens that are the whole model's, at least), ..."
 )  # fmt: skip
 _PROMPTS = flags.DEFINE_string(
     "prompts", None, "With --objective: a file of prompts like those to come, one a line, or JSON "

@@ -61,7 +61,8 @@ class Profile:
 
     def serving(self, shares: Sequence[float], depth: int) -> Telemetry:
         """With the first `depth` exits loaded, by the shares of tokens that would leave by each
-        exit if all of them were: those above leave by the last that is loaded."""
+        exit if all of them were: those above leave by the last that is loaded. First tokens come
+        as they do to a request by itself."""
         reach = [sum(shares[s:]) for s in range(depth)]
         over = lambda costs: sum(r * c for r, c in zip(reach, costs, strict=False))
         most, least = sum(self.seconds[:depth]), over(self.seconds)
@@ -70,7 +71,7 @@ class Profile:
         accuracy += breaches(shares, depth) * self.unsure[depth - 1]
         first = sum(self.prefill[:depth])
         return Telemetry(
-            1 / seconds, first, seconds * self.slots[depth - 1], accuracy, self.size(depth),
+            1 / seconds, first, first, seconds * self.slots[depth - 1], accuracy, self.size(depth),
             over(self.energy),
         )  # fmt: skip
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
@@ -17,6 +18,8 @@ from eejax.serving.choices import Choice, Decision, Given, Profile, breaches
 from eejax.serving.objectives import Objective, Telemetry
 from eejax.serving.repository import Evaluation, Repository
 
+WAITS, LEAST = 200, 20  # first tokens that p99 is of: the last ones, and no fewer
+CALMER = 0.8  # of the breaches that are borne, for a choice each time that it had more
 STRICTEST = 4  # steps of thresholds to 1, each half of the way that is left but for the last
 
 
@@ -98,6 +101,11 @@ class Controller:
         self._bounds: dict[str, float] = {}
         self.below, self.emitted = 0, 0  # tokens below their threshold, and all
         self._clock = clock
+        self._waits: collections.deque[float] = collections.deque(maxlen=WAITS)
+        self._begun = 0.0  # when what serves was there
+        self._ahead: dict[Choice, float] = {}  # tokens that one request in a hundred waits for
+        self._watched: Choice | None = None  # that was found of last
+        self._late: collections.Counter[Choice] = collections.Counter()  # too often
         require(bool(profiles), "profiles", profiles, "must be of one model at least")
         for name, profile in self.profiles.items():
             size, budget = profile.size(profile.exits), self.options.budget
@@ -108,6 +116,7 @@ class Controller:
                 )
         self._window: collections.deque[bool] = collections.deque(maxlen=self.options.window)
         self._since = 0  # prompts since the last decision
+        self._broken: collections.Counter[Choice] = collections.Counter()  # times that was breached
         self._plan: list[_Seen] = []
         self._evaluate("the server begins")
 
@@ -140,6 +149,8 @@ class Controller:
                 if self.serving in self._there:
                     return Given(Choice(self.serving, self._there[self.serving]), False)
         elif self._since > self.options.interval and self.wanted == self.current:
+            self._forget()
+            self._broken.pop(self.current, None)  # for all of an interval it was not
             if self._settled():
                 self._since = 0
             else:
@@ -149,8 +160,9 @@ class Controller:
     def loaded(self, choice: Choice) -> None:
         """What was wanted is there, and serves from now on."""
         if choice == self.wanted != self.current:
-            self.current = choice
+            self.current, self._begun = choice, self._clock()
             self._window.clear()
+            self._waits.clear()
 
     def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None:
         """Of tokens, in the order in which they came: whether they left below their threshold. Of a
@@ -167,6 +179,21 @@ class Controller:
             if sum(self._window) > self.options.breaches:
                 self._breached()
                 return
+
+    def waited(self, model: str, seconds: float) -> None:
+        """A request had its first token so many seconds after it came. Who came before what serves
+        was there, or while a model is evaluated, waited for that."""
+        serves = self.current is not None and self.wanted == self.current and not self._plan
+        if not serves or model != self.current.model or model not in self.shares:
+            return
+        if self._clock() - seconds < self._begun:
+            return
+        self._waits.append(seconds)
+        if len(self._waits) >= LEAST:
+            late = sorted(self._waits)[math.ceil(0.99 * len(self._waits)) - 1]
+            told = self.profiles[model].serving(self.shares[model], self.current.depth)
+            self._ahead[self.current] = max(late - told.ttft, 0.0) * told.throughput
+            self._watched = self.current
 
     def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None:
         """A prompt of an evaluation was answered, as measured, its tokens by these exits."""
@@ -234,17 +261,21 @@ class Controller:
         """What a choice is expected to bring by itself, and whether without early exits: of a whole
         model where a limit is missed by less then."""
         profile, shares = self.profiles[choice.model], self.shares[choice.model]
-        told = profile.serving(shares, choice.depth)
-        told = self._scaled(choice.model, told)
+        told = self._scaled(choice, profile.serving(shares, choice.depth))
         if choice.depth == profile.exits:
             last = (*(0.0,) * (profile.exits - 1), 1.0)
-            without = self._scaled(choice.model, profile.serving(last, choice.depth))
+            without = self._scaled(choice, profile.serving(last, choice.depth))
             if self.objective.excess(without) < self.objective.excess(told):
                 return without, True
         return told, False
 
-    def _scaled(self, model: str, told: Telemetry) -> Telemetry:
-        return dataclasses.replace(told, energy=told.energy * self._scale.get(model, 1.0))
+    def _scaled(self, choice: Choice, told: Telemetry) -> Telemetry:
+        """By what was measured while serving: of energy, and of the tokens ahead of a first one,
+        as many as there were last, or more where there were more with this choice."""
+        ahead = max(self._ahead.get(c, 0.0) for c in (choice, self._watched))
+        late = told.ttft + ahead / max(told.throughput, 1e-12)
+        energy = told.energy * self._scale.get(choice.model, 1.0)
+        return dataclasses.replace(told, ttft_p99=late, energy=energy)
 
     def best(self, weights: Mapping[str, float]) -> str | None:
         """Of models that are there, the one by other weights than the server's, within its limits;
@@ -274,7 +305,9 @@ class Controller:
     def _settled(self) -> bool:
         """Whether an assessment could change nothing: no model may be better than the one that
         serves, which has no layers to spare; that it needs more, breaches and audits tell."""
-        return self.current.depth == 1 and self._candidates() == [self.current.model]
+        model, depth = self.current
+        best = self.greedy_depth(model) if model in self.shares else depth
+        return depth == best == 1 and self._candidates() == [model]
 
     def _evaluate(self, why: str) -> None:
         o, names = self.options, self._candidates()
@@ -285,7 +318,8 @@ class Controller:
     def _may_be_better(self, model: str) -> bool:
         """Whether a model would be, by the gain, were it as good as it can be."""
         profile = self.profiles[model]
-        first = self._scaled(model, profile.serving((1.0, *(0.0,) * (profile.exits - 1)), 1))
+        first = profile.serving((1.0, *(0.0,) * (profile.exits - 1)), 1)
+        first = self._scaled(Choice(model, 1), first)
         now = self.greedy_depth(self.serving)
         excess, score = self.objective.rank(self._told(Choice(self.serving, now))[0])
         best = self.objective.rank(dataclasses.replace(first, accuracy=1.0))
@@ -295,6 +329,7 @@ class Controller:
         profile, n = self.profiles[seen.model], len(seen.answers)
         mean = lambda name: sum(getattr(a, name) for a in seen.answers) / n
         told = Telemetry(*(mean(field.name) for field in dataclasses.fields(Telemetry)))
+        told = dataclasses.replace(told, ttft_p99=max(a.ttft_p99 for a in seen.answers))
         counts = [seen.exits.count(e) for e in range(profile.exits)]
         total = sum(counts)
         self.shares[seen.model] = tuple(count / total for count in counts)
@@ -329,6 +364,16 @@ class Controller:
         best, told, seconds = self._best(options)
         self._want("serve", best, "it is best for the objective", seconds, told)
 
+    def _forget(self) -> None:
+        """With what was too late for the limit, requests may be fewer now; it is tried again, each
+        time after twice as many assessments."""
+        limit = self.objective.limits.get("ttft_p99", math.inf)
+        watched = self._watched
+        if watched is not None and self._told(watched)[0].ttft_p99 > limit:
+            self._late[watched] += 1
+        for choice in self._ahead.keys() - {watched}:
+            self._ahead[choice] *= 0.5 ** (0.5 ** self._late[choice])
+
     def greedy_depth(self, model: str) -> int:
         """Exits up to the one by which most tokens leave, and further where the objective, its
         limits, or the limit on breaches, ask for it."""
@@ -337,11 +382,15 @@ class Controller:
             return profile.exits
         first = max(range(profile.exits), key=lambda e: (shares[e], -e)) + 1
         first = max(first, self.least[model])
-        room = self.options.breaches / self.options.window
-        depths = range(first, profile.exits + 1)
-        calm = [d for d in depths if breaches(shares, d) <= room or d == profile.exits]
+        depths = [Choice(model, d) for d in range(first, profile.exits + 1)]
+        calm = [c.depth for c in depths if self._calm(c) or c.depth == profile.exits]
         rank = lambda d: self.objective.rank(self._told(Choice(model, d))[0])
         return max(calm, key=lambda d: (rank(d), -d))
+
+    def _calm(self, choice: Choice) -> bool:
+        """Whether breaches are not to be expected, the less so the more often there were some."""
+        room = self.options.breaches / self.options.window * CALMER ** self._broken[choice]
+        return breaches(self.shares[choice.model], choice.depth) <= room
 
     def _best(self, options: Sequence[Choice]) -> tuple[Choice, Telemetry, float]:
         """(choice, what it is expected to bring, seconds that it costs); what serves stays unless
@@ -386,6 +435,7 @@ class Controller:
         profile = self.profiles[model]
         if depth == profile.exits:  # nothing is below its threshold but at the end
             return
+        self._broken[self.current] += 1
         # Tokens above are as many as were counted, spread as they were when all was loaded.
         shares = self.shares[model]
         low, high = 1 - breaches(shares, depth), breaches(shares, depth)
@@ -395,10 +445,8 @@ class Controller:
             (shares[e] / low * (1 - above) if low > 0 else 0.0) if e < depth else part(e) * above
             for e in range(profile.exits)
         )
-        room = self.options.breaches / self.options.window
-        calm = lambda c: breaches(self.shares[c.model], c.depth) <= room
         more = [Choice(model, d) for d in range(depth + 1, profile.exits + 1)]
-        more = [c for c in more if calm(c)] or more[-1:]
+        more = [c for c in more if self._calm(c)] or more[-1:]
         others = [Choice(m, self.greedy_depth(m)) for m in self.shares if m != model]
         best, told, seconds = self._best([*more, *others])
         kind = "grow" if best.model == model else "switch"

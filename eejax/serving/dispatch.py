@@ -36,6 +36,7 @@ class Policy(Protocol):
     def best(self, weights: Mapping[str, float]) -> str | None: ...
     def loaded(self, choice: Choice) -> None: ...
     def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None: ...
+    def waited(self, model: str, seconds: float) -> None: ...
     def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None: ...
     def dropped(self, model: str) -> None: ...
     def audited(self, model: str, low: float, high: float, best: float) -> None: ...
@@ -65,17 +66,19 @@ class Coming(Protocol):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Job:
-    """A request on its way. order: in which requests are given to models; objective: its own;
-    model: that has it; began, first: when that was given it, and when its first token came;
-    evaluated: whether it is one of an evaluation; moved: whether it was in another model before;
-    strictness: of how many exits it may take, and how strict thresholds are; exits: by which its
-    tokens left."""
+    """A request on its way. order: in which requests are given to models; came: when; objective:
+    its own; model: that has it; began, first: when that was given it, and when its first token from
+    there came; heard: when the first one came at all; evaluated: whether it is one of an
+    evaluation; moved: whether it was in another model before; strictness: of how many exits it may
+    take, and how strict thresholds are; exits: by which its tokens left."""
 
     order: tuple[int, int]
+    came: float
     objective: str | None = None
     model: str = ""
     began: float = 0.0
-    first: float = 0.0
+    first: float | None = None
+    heard: float | None = None
     evaluated: bool = False
     moved: bool = False
     strictness: tuple[int, int] = (0, 0)
@@ -238,13 +241,22 @@ class Dispatcher(abc.ABC):
     def _place(self, job: Job, given: Given) -> None:
         self._queue.remove(job)
         job.model, job.evaluated = given.choice.model, given.evaluated
-        job.began, job.first = self._clock(), 0.0
+        job.began, job.first = self._clock(), None
         job.strictness = self._strictness(job.model)
         self._begin(job)
 
     def _strictness(self, model: str) -> tuple[int, int]:
         """What audits of an answer are of: another depth or thresholds are another matter."""
         return self.parts[model].depth, self.controller.level(model)
+
+    def _hears(self, job: Job) -> None:
+        """Tokens came."""
+        if job.first is None:
+            job.first = self._clock()
+        if job.heard is None:
+            job.heard = self._clock()
+            if job.objective is None:
+                self.controller.waited(job.model, job.heard - job.came)
 
     def _finished(self, job: Job, whole: bool = True, judged: bool = True) -> None:
         """A request has its answer. whole: from one end to the other; judged: whether the whole
@@ -273,8 +285,9 @@ class Dispatcher(abc.ABC):
             accuracy = float(np.mean([profile.sure[e] for e in job.exits]))
         if energy is None:
             energy = float(np.mean([sum(profile.energy[: e + 1]) for e in job.exits]))
+        first = job.first - job.began
         return Telemetry(
-            count / seconds * max(beside, 1), job.first - job.began, each, accuracy,
+            count / seconds * max(beside, 1), first, first, each, accuracy,
             profile.size(part.depth), energy,
         )  # fmt: skip
 

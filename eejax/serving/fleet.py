@@ -172,7 +172,7 @@ class Fleet(Dispatcher, Stepped):
         order = (-priority, self._number)
         job = _Job(
             number=self._number, prompt=tuple(prompt), limit=limit, asked=asked, order=order,
-            objective=objective,
+            came=self._clock(), objective=objective,
         )  # fmt: skip
         self._jobs[job.number] = job
         self._wait(job)
@@ -311,9 +311,8 @@ class Fleet(Dispatcher, Stepped):
         return ExitPolicy.make(member.config, 1, **{**member.rules, "threshold": job.thresholds})
 
     def _told(self, model, job, tokens, finish) -> list[Output]:
-        now = self._clock()
         if tokens:
-            job.first = job.first or now
+            self._hears(job)
             job.tokens += tokens
             job.exits += [t.exit for t in tokens]
             self._emitted += len(tokens)

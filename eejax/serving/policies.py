@@ -55,6 +55,9 @@ class Scripted:
     def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None:
         pass
 
+    def waited(self, model: str, seconds: float) -> None:
+        pass
+
     def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None:
         pass
 

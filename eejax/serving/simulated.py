@@ -74,8 +74,8 @@ class Simulated:
     def telemetry(self) -> Telemetry:
         each = (self.ended - self.first) / np.maximum(self.tokens - 1, 1)
         return Telemetry(
-            self.throughput, self.ttft["mean"], float(each.mean()), self.agreement, self.memory,
-            self.flops,
+            self.throughput, self.ttft["mean"], self.ttft["p99"], float(each.mean()),
+            self.agreement, self.memory, self.flops,
         )  # fmt: skip
 
 

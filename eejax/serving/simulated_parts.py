@@ -18,15 +18,12 @@ Leaving = Callable[[int, int], tuple[list, list]]
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Prompt(Job):
-    """A prompt on its way. part: that has it; heard: when its first token came at all; todo: tokens
-    that its model has yet to read before it writes; done: that it wrote, of which `told` were read
-    off calls; left [e]: that wait before each segment; agree: tokens that agree with the whole
-    model."""
+    """A prompt on its way. part: that has it; todo: tokens that its model has yet to read before it
+    writes; done: that it wrote, of which `told` were read off calls; left [e]: that wait before
+    each segment; agree: tokens that agree with the whole model."""
 
     number: int
-    arrived: float
     part: Part | None = None
-    heard: float | None = None
     todo: int = 0
     done: int = 0
     told: int = 0

@@ -132,7 +132,7 @@ class _Server(Dispatcher):
             self._flops += part.flops
         of = lambda name: np.array([getattr(job, name) for job in self.jobs])
         return Simulated(
-            of("arrived"), of("heard"), self.ended, tuple(self.models), of("told"), of("agree"),
+            of("came"), of("heard"), self.ended, tuple(self.models), of("told"), of("agree"),
             self.below, {name: tuple(n) for name, n in self.exits.items()},
             self._flops / of("told").sum(), self._byte_seconds / max(self.now, 1e-12),
             tuple(self.controller.decisions), tuple(self.timeline),
@@ -148,7 +148,7 @@ class _Server(Dispatcher):
 
     def _come(self, time: float) -> None:
         number = len(self.jobs)
-        self.jobs.append(Prompt(number=number, order=(0, number), arrived=time))
+        self.jobs.append(Prompt(number=number, order=(0, number), came=time))
         self._wait(self.jobs[-1])
 
     def _idle(self, arrivals) -> None:
@@ -254,8 +254,7 @@ class _Server(Dispatcher):
         for job, exits, below in call.brought:
             if not exits or job.part is not part:
                 continue
-            job.first = job.first or self.now
-            job.heard = self.now if job.heard is None else job.heard
+            self._hears(job)
             same = self._same[name][job.number]
             job.agree += sum(same[job.told + k][e] for k, e in enumerate(exits))
             job.told += len(exits)

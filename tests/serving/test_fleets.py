@@ -278,7 +278,7 @@ def test_the_launcher_serves_runs_as_one(small_run, tmp_path):
     prompts.write_text("\n".join([*lines, "import os", ""]))
     flags = (
         f"--model=small={small_run}", f"--model=large={small_run}", "--objective=goodput",
-        "--limits=ttft=100,accuracy=0.5", f"--prompts={prompts}", "--slots=2", "--interval=5",
+        "--limits=ttft_p99=100,accuracy=0.5", f"--prompts={prompts}", "--slots=2", "--interval=5",
         f"--repository={tmp_path / 'helios.db'}", "--budget=1G", "--thresholds=small=0.3,0.5",
     )  # fmt: skip
     with server(*flags) as (process, address):
@@ -310,7 +310,7 @@ def test_the_launcher_serves_runs_as_one(small_run, tmp_path):
     [
         (["--limits=ttft=1"], "--limits: goes with --objective"),
         (["--nogreedy"], "--greedy: goes with --objective"),
-        (["--objective=goodput"], "objective = 'goodput': needs limits of ttft and accuracy"),
+        (["--objective=goodput"], "objective = 'goodput': needs limits of ttft_p99 and accuracy"),
         (["--objective=energy", "--limits=speed=1"], "limits = 'speed': must be of throughput"),
         (["--objective=energy", "--drafts=2"], "--drafts = 2: does not go with --objective"),
         (["--objective=energy", "--budget=much"], "--budget = 'much': must be a number of bytes"),

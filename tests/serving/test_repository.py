@@ -89,12 +89,12 @@ def test_objectives():
     assert Objective.of("throughput").score(fast) > Objective.of("throughput").score(good)
     assert Objective.of("accuracy").score(good) > Objective.of("accuracy").score(fast)
     assert Objective.of("response_time").score(good) > Objective.of("response_time").score(fast)
-    goal = Objective.of("goodput", accuracy=0.9, ttft=0.2)
+    goal = Objective.of("goodput", accuracy=0.9, ttft_p99=0.2)
     assert goal.rank(good) > goal.rank(fast)
     with pytest.raises(ConfigError, match="objective = 'speed': must be of throughput, "):
         Objective.of("speed")
     with pytest.raises(ConfigError, match="objective = 'goodput': needs limits of accuracy"):
-        Objective.of("goodput", ttft=1.0)
+        Objective.of("goodput", ttft_p99=1.0)
     for wrong in ("speed", "name", "cls"):
         with pytest.raises(ConfigError, match=f"limits = '{wrong}': must be of"):
             Objective.of("throughput", **{wrong: 1.0})

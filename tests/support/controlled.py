@@ -22,7 +22,9 @@ def profile(scale: float = 1.0, n: int = 4, **changes) -> Profile:
 
 
 def telemetry(**changes) -> Telemetry:
-    own = dict(throughput=100.0, ttft=0.1, tpot=0.01, accuracy=1.0, memory=100.0, energy=1.0)
+    own = dict(
+        throughput=100.0, ttft=0.1, ttft_p99=0.1, tpot=0.01, accuracy=1.0, memory=100.0, energy=1.0
+    )
     return Telemetry(**(own | changes))
 
 
