@@ -148,9 +148,7 @@ class Bench:
         from eejax.serving.repository import Repository
         from experiments.helios_runs import Chosen, Stopwatch
 
-        repository, watch = Repository(), Stopwatch()
-        for name, profile in self.profiles.items():
-            repository.put(name, profile.benchmark())
+        repository, watch = Repository.of(self.profiles), Stopwatch()
         controller = (kind or Controller)(
             self.profiles, Objective.of(objective, **(limits or {})), repository,
             ControllerOptions(budget=self.budget, tokens=_NEW.value, **options),

@@ -157,8 +157,8 @@ class ByChance(Controller):
         known = [Choice(m, d) for m, p in self.profiles.items() for d in range(1, p.exits + 1)]
         self._want("serve", known[self._drawn.integers(len(known))], "by chance")
 
-    def _settled(self) -> bool:
-        return False
+    def _assess(self) -> None:
+        self._evaluate("")
 
     def _breached(self) -> None:
         self._window.clear()
@@ -221,6 +221,9 @@ def flops(
             (model, depth), there = change.choice, before.get(change.choice.model, 0)
             if change.kind == "shrink":
                 total += change.tokens * layers[model][depth - 1]
+            elif change.kind == "narrow":
+                total += change.tokens * layers[model][depth - 1]
+                continue  # it is as deep as before
             elif change.kind == "grow" and there:
                 total += change.tokens * (layers[model][depth - 1] - layers[model][there - 1])
             before[model] = depth

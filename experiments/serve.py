@@ -92,6 +92,10 @@ _BREACHES = flags.DEFINE_integer(
     "before more layers or another model are considered. Default: 50.", lower_bound=0,
     upper_bound=100,
 )  # fmt: skip
+_AUDITS = flags.DEFINE_float(
+    "audits", None, "With --objective: share of the answers that the whole of their model looks at "
+    "again. Default: 0.1.", lower_bound=0.0, upper_bound=1.0,
+)  # fmt: skip
 _GREEDY = flags.DEFINE_bool(
     "greedy", None, "With --objective: whether models may be loaded in part, so that tokens leave "
     "below their threshold. Default: they may."
@@ -155,7 +159,7 @@ def engines(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict,
     from eejax.serving.models import Served
     from eejax.sharding.mesh import MeshConfig
 
-    own = [_LIMITS, _PROMPTS, _BUDGET, _REPOSITORY, _INTERVAL, _BREACHES, _GREEDY]
+    own = [_LIMITS, _PROMPTS, _BUDGET, _REPOSITORY, _INTERVAL, _BREACHES, _AUDITS, _GREEDY]
     if given := [flag.name for flag in own if flag.present]:
         raise ConfigError(f"--{given[0]}: goes with --objective, which names what is best.")
     mesh = MeshConfig(model=_SHARDS.value) if _SHARDS.value > 1 else None
@@ -188,8 +192,9 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
     limits = {name: launch.numbers("limits", [value])[0] for name, value in limits.items()}
     with launch.flags_named({}):
         aims = Aims(
-            _OBJECTIVE.value, limits, ControllerOptions(**given), _REPOSITORY.value or ":memory:"
-        )
+            _OBJECTIVE.value, limits, ControllerOptions(**given), _REPOSITORY.value or ":memory:",
+            **({} if _AUDITS.value is None else {"audits": _AUDITS.value}),
+        )  # fmt: skip
     if _REPOSITORY.value:  # told now, and not once models are measured
         Repository(_REPOSITORY.value).close()
     for name in models.keys() - thresholds:

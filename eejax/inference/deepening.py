@@ -40,19 +40,27 @@ def more_weights(engine: BatchedEngine, params, depth: int) -> Weights:
 
 
 def narrow(engine: BatchedEngine, state: BatchedState, rows: Sequence[int]):
-    """(engine, state) with some of their slots alone, in this order."""
+    """(engine, state) with some of their slots alone, in this order. The state that is given is
+    used up, array by array, so that there is hardly more than one of them at a time."""
     plan = Plan.make(engine.max_depth, len(rows), engine.options.buckets)
     less = dataclasses.replace(engine, slots=len(rows), plan=plan)
-    own = _rows(state, jnp.asarray(rows), slots=engine.slots)
-    return less, s.beside(own.replace(plan=plan), engine.weights)
+    rows = jnp.asarray(rows)
+
+    def taken(a):
+        own = _rows(a, rows, slots=engine.slots)
+        jax.block_until_ready(own)
+        a.delete()
+        return own
+
+    alike = dict(clock=state.clock, work=state.work, plan=plan)
+    own = jax.tree.map(taken, state.replace(**dict.fromkeys(alike))).replace(**alike)
+    return less, s.beside(own, engine.weights)
 
 
 @partial(jax.jit, static_argnames="slots")
-def _rows(state: BatchedState, rows, *, slots: int) -> BatchedState:
+def _rows(a, rows, *, slots: int):
     # Keys and values have the heads of all slots in one axis, slot by slot.
-    take = lambda a: a.reshape(slots, -1, *a.shape[1:])[rows].reshape(-1, *a.shape[1:])
-    alike = dict(clock=state.clock, work=state.work, plan=state.plan)
-    return jax.tree.map(take, state.replace(**dict.fromkeys(alike))).replace(**alike)
+    return a.reshape(slots, -1, *a.shape[1:])[rows].reshape(-1, *a.shape[1:])
 
 
 def deepen(

@@ -67,7 +67,7 @@ class PartialModel(Stepped):
     @property
     def room(self) -> bool:
         """Whether a slot is left for another request."""
-        return len(self.scheduler.running) + len(self.scheduler.waiting) < self.engine.slots
+        return self.scheduler.unfinished < self.engine.slots
 
     @property
     def depth(self) -> int:
@@ -107,6 +107,7 @@ class PartialModel(Stepped):
         self._coming = None
         for number in self.scheduler.running:
             self.scheduler.preempt(number)
+        # Nothing but the engine and its scheduler may hold on to what is to be freed.
         old, slots = self.engine, self.slots[depth - 1]
         options = dataclasses.replace(self._options, max_depth=depth)
         weights = old.weights.replace(
@@ -117,7 +118,8 @@ class PartialModel(Stepped):
             old, weights=weights, options=options, slots=slots,
             plan=Plan.make(depth, slots, options.buckets),
         )  # fmt: skip
-        self.scheduler.exchange(less, less.start(), [-1] * slots)
+        del old, weights
+        self.scheduler.exchange(less, None, [-1] * slots)
 
     def step(self) -> list[Output]:
         """`Scheduler.step`, with what has come meanwhile."""

@@ -207,8 +207,11 @@ class Scheduler(Stepped):
         free = [i for i, job in enumerate(self._slots) if job is None]
         return sorted([*rows, *free][:slots])
 
-    def exchange(self, engine: Engine, state: Any, rows: Sequence[int] | None = None) -> None:
-        """Goes on with another engine and its state.
+    def exchange(
+        self, engine: Engine, state: Any = None, rows: Sequence[int] | None = None
+    ) -> None:
+        """Goes on with another engine and its state; without one it starts anew, once the state
+        that there was is let go.
 
         rows: for each of its slots the one whose request is in it now, or -1 where nobody's ever
         was; default: the same slots. Raises ConfigError where a request that runs is in none.
@@ -226,6 +229,8 @@ class Scheduler(Stepped):
         none = [i for i, job in enumerate(self._slots) if job is None and i not in self._freed]
         self._free = none[::-1]
         self.engine, self.state = engine, state
+        if state is None:
+            self.state = engine.start()
 
     @property
     def waiting(self) -> list[int]:
@@ -237,6 +242,12 @@ class Scheduler(Stepped):
     def running(self) -> list[int]:
         """Numbers of the requests in slots."""
         return [job.number for job in self._slots if job is not None]
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not ended: those in slots and without one, and those that were put
+        back while a call that they are in was under way, which are in neither until it is read."""
+        return sum(not job.finish for job in self._jobs.values())
 
     @property
     def held(self) -> int:

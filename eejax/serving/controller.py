@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from eejax.common.errors import ConfigError, DataError, require, require_count
 from eejax.serving.choices import Choice, Decision, Given, Profile, breaches
+from eejax.serving.lateness import Lateness
 from eejax.serving.objectives import Objective, Telemetry
 from eejax.serving.repository import Evaluation, Repository
 
-WAITS, LEAST = 200, 20  # first tokens that p99 is of: the last ones, and no fewer
 CALMER = 0.8  # of the breaches that are borne, for a choice each time that it had more
 STRICTEST = 4  # steps of thresholds to 1, each half of the way that is left but for the last
 
@@ -29,7 +28,8 @@ class ControllerOptions:
     between two reassessments; window: tokens that breaches are counted in; breaches: most of them
     in it, with any more something is decided; greedy: whether tokens may leave below their
     threshold at all; gain: by which share another choice has to be better, so that none is left
-    for a whim; tokens: expected of a prompt; budget: most bytes of a model and its requests.
+    for a whim; tokens: expected of an answer, until some were measured; budget: most bytes of a
+    model and its requests.
     """
 
     candidates: int = 2
@@ -51,6 +51,14 @@ class ControllerOptions:
         require(self.budget > 0, "budget", self.budget, "must be more than 0")
 
 
+def stricter(threshold: float, level: int) -> float:
+    """A threshold half as far from 1 with every level, and 1, at which no exit is taken, with
+    `STRICTEST`."""
+    if level == 0:
+        return threshold  # and not what rounding makes of it
+    return 1.0 if level >= STRICTEST else 1.0 - (1.0 - threshold) * 0.5**level
+
+
 @dataclasses.dataclass
 class _Seen:
     """An evaluation under way: of `left` prompts that are to be given, `open` to be answered."""
@@ -58,6 +66,7 @@ class _Seen:
     model: str
     left: int
     open: int = 0
+    failed: int = 0
     begin: float = 0.0
     answers: list[Telemetry] = dataclasses.field(default_factory=list)
     exits: list[int] = dataclasses.field(default_factory=list)
@@ -93,19 +102,18 @@ class Controller:
         self.least = dict.fromkeys(profiles, 1)  # depth, and
         self.strictness = dict.fromkeys(profiles, 0)  # of thresholds, as audits ask for
         self.off: set[str] = set()  # models whose exits a limit forbids
+        self.failing: set[str] = set()  # models whose answers end in errors
         self._there: Mapping[str, int] = {}
         self._held = self.options.tokens
-        self._scale: dict[str, float] = {}  # energy as measured, over what the profile says
+        self._scale: dict[str, float] = {}  # energy as measured, over what the profile says, and
+        self._wrong: dict[str, float] = {}  # tokens that are not the whole model's
+        self._length = float(self.options.tokens)  # of answers, as evaluated last
         self._rest = dict.fromkeys(profiles, 0)  # assessments before a model may be less strict
         self._failed = dict.fromkeys(profiles, 0)  # times that it was too little so
         self._bounds: dict[str, float] = {}
         self.below, self.emitted = 0, 0  # tokens below their threshold, and all
         self._clock = clock
-        self._waits: collections.deque[float] = collections.deque(maxlen=WAITS)
-        self._begun = 0.0  # when what serves was there
-        self._ahead: dict[Choice, float] = {}  # tokens that one request in a hundred waits for
-        self._watched: Choice | None = None  # that was found of last
-        self._late: collections.Counter[Choice] = collections.Counter()  # too often
+        self._lateness, self._begun = Lateness(), 0.0  # when what serves was there
         require(bool(profiles), "profiles", profiles, "must be of one model at least")
         for name, profile in self.profiles.items():
             size, budget = profile.size(profile.exits), self.options.budget
@@ -149,12 +157,7 @@ class Controller:
                 if self.serving in self._there:
                     return Given(Choice(self.serving, self._there[self.serving]), False)
         elif self._since > self.options.interval and self.wanted == self.current:
-            self._forget()
-            self._broken.pop(self.current, None)  # for all of an interval it was not
-            if self._settled():
-                self._since = 0
-            else:
-                self._evaluate(f"{self.options.interval} prompts were served")
+            self._assess()
         return Given(self.current or self.wanted, False)
 
     def loaded(self, choice: Choice) -> None:
@@ -162,7 +165,7 @@ class Controller:
         if choice == self.wanted != self.current:
             self.current, self._begun = choice, self._clock()
             self._window.clear()
-            self._waits.clear()
+            self._lateness.begin()
 
     def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None:
         """Of tokens, in the order in which they came: whether they left below their threshold. Of a
@@ -188,12 +191,8 @@ class Controller:
             return
         if self._clock() - seconds < self._begun:
             return
-        self._waits.append(seconds)
-        if len(self._waits) >= LEAST:
-            late = sorted(self._waits)[math.ceil(0.99 * len(self._waits)) - 1]
-            told = self.profiles[model].serving(self.shares[model], self.current.depth)
-            self._ahead[self.current] = max(late - told.ttft, 0.0) * told.throughput
-            self._watched = self.current
+        told = self.profiles[model].serving(self.shares[model], self.current.depth)
+        self._lateness.add(self.current, seconds, told)
 
     def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None:
         """A prompt of an evaluation was answered, as measured, its tokens by these exits."""
@@ -210,11 +209,30 @@ class Controller:
         if not seen.left and not seen.open:
             self._evaluated(seen)
 
-    def dropped(self, model: str) -> None:
-        """A prompt of an evaluation will not be answered: another one takes its place."""
-        if self._plan and self._plan[0].model == model and self._plan[0].open:
-            self._plan[0].open -= 1
-            self._plan[0].left += 1
+    def dropped(self, model: str, failed: bool = False) -> None:
+        """A prompt of an evaluation will not be answered: another one takes its place. Who has
+        `failed` to as often as an evaluation has prompts is evaluated no more, if there is
+        another."""
+        if not self._plan or self._plan[0].model != model or not self._plan[0].open:
+            return
+        seen = self._plan[0]
+        seen.open -= 1
+        seen.left += 1
+        seen.failed += failed
+        if seen.failed < self.options.prompts or len(self.failing) + 1 == len(self.profiles):
+            return
+        warnings.warn(f"{model!r} is evaluated no more: its answers end in errors", stacklevel=2)
+        self.failing.add(model)
+        self.shares.pop(model, None)
+        self.serving = None if self.serving == model else self.serving
+        self._plan.pop(0)
+        why = f"the answers of {model} end in errors"
+        if self._plan:
+            self._want("evaluate", self._whole(self._plan[0].model), why)
+        elif self.shares:
+            self._serve()
+        else:
+            self._evaluate(why)
 
     def audited(self, model: str, low: float, high: float, best: float) -> None:
         """Answers of the model that serves were looked at again: the share of their tokens that are
@@ -222,7 +240,7 @@ class Controller:
 
         More than the limit on accuracy allows is too much where it is certain, or where so many
         answers ought to have shown that it is not: then another segment is loaded, and where all
-        are, thresholds rise (`threshold`)."""
+        are, thresholds rise (`stricter`)."""
         ready = self.wanted == self.current and not self._plan and model == self.serving
         if not ready:
             return
@@ -247,15 +265,10 @@ class Controller:
         """The share of tokens that may not be the whole model's."""
         return 1.0 - self.objective.limits.get("accuracy", 0.0)
 
-    def level(self, model: str) -> int:
-        """How strict a model's thresholds are now, from 0, as they were given, to `STRICTEST`."""
-        return STRICTEST if model in self.off else self.strictness[model]
-
-    def threshold(self, model: str, value: float) -> float:
-        """In place of a threshold: as near to 1 as the level says, at which no exit is taken."""
-        k = self.level(model)
-        # At 0 the value itself, and not what rounding makes of it.
-        return 1.0 if k == STRICTEST else value if k == 0 else 1.0 - (1.0 - value) * 0.5**k
+    def level(self, model: str, evaluated: bool = False) -> int:
+        """How strict a model's thresholds are now (`stricter`). What is evaluated shows where its
+        tokens would leave, though a limit forbids it to the others."""
+        return STRICTEST if model in self.off and not evaluated else self.strictness[model]
 
     def _told(self, choice: Choice) -> tuple[Telemetry, bool]:
         """What a choice is expected to bring by itself, and whether without early exits: of a whole
@@ -270,12 +283,15 @@ class Controller:
         return told, False
 
     def _scaled(self, choice: Choice, told: Telemetry) -> Telemetry:
-        """By what was measured while serving: of energy, and of the tokens ahead of a first one,
-        as many as there were last, or more where there were more with this choice."""
-        ahead = max(self._ahead.get(c, 0.0) for c in (choice, self._watched))
-        late = told.ttft + ahead / max(told.throughput, 1e-12)
-        energy = told.energy * self._scale.get(choice.model, 1.0)
-        return dataclasses.replace(told, ttft_p99=late, energy=energy)
+        """By what was measured while serving: of energy, of tokens that are not the whole model's,
+        and of first ones."""
+        # Who has none of its own is in the unit of the others.
+        scale = self._scale.get(choice.model) or next(iter(self._scale.values()), 1.0)
+        wrong = min((1 - told.accuracy) * self._wrong.get(choice.model, 1.0), 1.0)
+        return dataclasses.replace(
+            told, ttft_p99=self._lateness.of(choice, told), energy=told.energy * scale,
+            accuracy=1 - wrong,
+        )  # fmt: skip
 
     def best(self, weights: Mapping[str, float]) -> str | None:
         """Of models that are there, the one by other weights than the server's, within its limits;
@@ -291,7 +307,7 @@ class Controller:
     def _candidates(self) -> list[str]:
         """Models to be evaluated; the one that serves comes last, so that it is there where it goes
         on serving."""
-        known = [*self.profiles]
+        known = [model for model in self.profiles if model not in self.failing]
         try:
             names = self.repository.candidates(known, self.objective, self.options.candidates)
         except DataError as error:
@@ -306,8 +322,17 @@ class Controller:
         """Whether an assessment could change nothing: no model may be better than the one that
         serves, which has no layers to spare; that it needs more, breaches and audits tell."""
         model, depth = self.current
-        best = self.greedy_depth(model) if model in self.shares else depth
-        return depth == best == 1 and self._candidates() == [model]
+        return depth == self.greedy_depth(model) == 1 and self._candidates() == [model]
+
+    def _assess(self) -> None:
+        """After an interval."""
+        late = self._told(self.current)[0].ttft_p99
+        self._lateness.forget(late > self.objective.limits.get("ttft_p99", late))
+        self._broken.pop(self.current, None)  # for all of the interval it was not
+        if self._settled():
+            self._since = 0
+        else:
+            self._evaluate(f"{self.options.interval} prompts were served")
 
     def _evaluate(self, why: str) -> None:
         o, names = self.options, self._candidates()
@@ -334,7 +359,11 @@ class Controller:
         total = sum(counts)
         self.shares[seen.model] = tuple(count / total for count in counts)
         said = sum(c * sum(profile.energy[: e + 1]) for e, c in enumerate(counts)) / total
-        self._scale[seen.model] = told.energy / said if said and told.energy else 1.0
+        if said and told.energy:
+            self._scale[seen.model] = told.energy / said
+        wrong = total - sum(c * s for c, s in zip(counts, profile.sure, strict=True))
+        self._wrong[seen.model] = ((1 - told.accuracy) * total + 1) / (wrong + 1)
+        self._length = total / n
         row = Evaluation(
             seen.begin, seen.model, profile.exits, n, total, tuple(counts), self.counted, told
         )  # fmt: skip
@@ -363,16 +392,6 @@ class Controller:
         options = [Choice(model, self.greedy_depth(model)) for model in self.shares]
         best, told, seconds = self._best(options)
         self._want("serve", best, "it is best for the objective", seconds, told)
-
-    def _forget(self) -> None:
-        """With what was too late for the limit, requests may be fewer now; it is tried again, each
-        time after twice as many assessments."""
-        limit = self.objective.limits.get("ttft_p99", math.inf)
-        watched = self._watched
-        if watched is not None and self._told(watched)[0].ttft_p99 > limit:
-            self._late[watched] += 1
-        for choice in self._ahead.keys() - {watched}:
-            self._ahead[choice] *= 0.5 ** (0.5 ** self._late[choice])
 
     def greedy_depth(self, model: str) -> int:
         """Exits up to the one by which most tokens leave, and further where the objective, its
@@ -409,7 +428,7 @@ class Controller:
         o, seconds = self.options, self.cost(choice)
         told, _ = self._told(choice)
         energy = seconds * told.energy * told.throughput
-        return choice, told.with_overhead(seconds, energy, o.interval, o.tokens), seconds
+        return choice, told.with_overhead(seconds, energy, o.interval, self._length), seconds
 
     def cost(self, choice: Choice) -> float:
         """Seconds of loading what is not there, and of the keys and values of the requests under
@@ -460,10 +479,9 @@ class Controller:
         if kind == "serve" and self.serving not in (None, choice.model):
             kind = "switch"
         self.wanted = choice
-        # What is evaluated shows where its tokens would leave.
-        known = kind != "evaluate" and choice.model in self.shares
-        off = known and self._told(choice)[1]
-        self.off = {choice.model} if off else set()
-        self.serving = self.serving if kind == "evaluate" else choice.model
+        if kind != "evaluate":
+            off = choice.model in self.shares and self._told(choice)[1]
+            self.off = {choice.model} if off else set()
+            self.serving = choice.model
         self._window.clear()
         self.decisions.append(Decision(self._clock(), kind, choice, why, seconds, told))

@@ -38,10 +38,9 @@ class Policy(Protocol):
     def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None: ...
     def waited(self, model: str, seconds: float) -> None: ...
     def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None: ...
-    def dropped(self, model: str) -> None: ...
+    def dropped(self, model: str, failed: bool = False) -> None: ...
     def audited(self, model: str, low: float, high: float, best: float) -> None: ...
-    def level(self, model: str) -> int: ...
-    def threshold(self, model: str, value: float) -> float: ...
+    def level(self, model: str, evaluated: bool = False) -> int: ...
 
 
 class Part(Protocol):
@@ -70,7 +69,7 @@ class Job:
     its own; model: that has it; began, first: when that was given it, and when its first token from
     there came; heard: when the first one came at all; evaluated: whether it is one of an
     evaluation; moved: whether it was in another model before; strictness: of how many exits it may
-    take, and how strict thresholds are; exits: by which its tokens left."""
+    take, 0 where that changed, and the level of its thresholds; exits: by which its tokens left."""
 
     order: tuple[int, int]
     came: float
@@ -89,11 +88,11 @@ class Job:
 class Dispatcher(abc.ABC):
     """Requests wait in a queue; `_arrange` makes what is there what the controller wants, `_give`
     gives them to models, `_finished` and `_audit_next` tell it what became of them. What that takes
-    of models is done by the methods without a body. profiles: of the models; audits: share of the
-    answers that are looked at again."""
+    of models is done by the methods without a body. profiles: of the models; share: of the answers
+    that are looked at again."""
 
     def __init__(
-        self, controller: Policy, profiles: Mapping[str, Profile], *, audits: float, seed: int,
+        self, controller: Policy, profiles: Mapping[str, Profile], *, share: float, seed: int,
         clock: Callable[[], float],
     ):  # fmt: skip
         self.controller = controller
@@ -103,7 +102,7 @@ class Dispatcher(abc.ABC):
         self._queue: list[Any] = []  # in order
         self._next: Given | None = None  # where the first of them goes
         self._loading: Coming | None = None
-        self._sampled, self._share = np.random.default_rng(seed), audits
+        self._sampled, self._share = np.random.default_rng(seed), share
         self._to_audit: list[Any] = []
 
     @abc.abstractmethod
@@ -162,8 +161,11 @@ class Dispatcher(abc.ABC):
             if self._loading is None:
                 self._make_room(wanted)
                 self._loading = self._load(wanted)
-            # Others go on meanwhile.
-            if self._loading.done() or all(part.idle for part in self.parts.values()):
+            # Others go on meanwhile, and whoever comes is served by what was there.
+            current = self.controller.current
+            nobody = current is None or current.model not in self.parts
+            idle = nobody and all(part.idle for part in self.parts.values())
+            if self._loading.done() or idle:
                 self._await()
         part = self.parts.get(wanted.model)
         if part is None:
@@ -173,6 +175,7 @@ class Dispatcher(abc.ABC):
             self._grow(wanted)
         elif part.depth > wanted.depth:
             self._shrink(wanted)
+            self._changes_depth(wanted.model)
         if part.depth == wanted.depth and self.controller.current != wanted:
             self.controller.loaded(wanted)
 
@@ -187,7 +190,7 @@ class Dispatcher(abc.ABC):
         profiles, budget = self._profiles, self.controller.options.budget
         serving = self.controller.current
         last = lambda name: (not self.parts[name].idle, serving and name == serving.model)
-        for name in sorted(self.parts.keys() - {wanted.model}, key=last):
+        for name in sorted([name for name in self.parts if name != wanted.model], key=last):
             others = self.parts.keys() - {wanted.model}
             held = sum(profiles[other].size(self.parts[other].coming) for other in others)
             if held + profiles[wanted.model].size(wanted.depth) <= budget:
@@ -218,10 +221,8 @@ class Dispatcher(abc.ABC):
             return
         full, fresh = False, sum(not job.moved for job in self._queue if job.objective is None)
         for job in [*self._queue]:
-            own = None
             if job.objective is not None:
-                own = self.controller.best(NAMED[job.objective])
-            if own is not None:
+                own = self.controller.best(NAMED[job.objective]) or current.model
                 if self.parts[own].room:
                     self._place(job, Given(Choice(own, self.parts[own].depth), False))
                 continue
@@ -242,12 +243,17 @@ class Dispatcher(abc.ABC):
         self._queue.remove(job)
         job.model, job.evaluated = given.choice.model, given.evaluated
         job.began, job.first = self._clock(), None
-        job.strictness = self._strictness(job.model)
+        job.strictness = self._strictness(job.model, job.evaluated)
         self._begin(job)
 
-    def _strictness(self, model: str) -> tuple[int, int]:
+    def _strictness(self, model: str, evaluated: bool = False) -> tuple[int, int]:
         """What audits of an answer are of: another depth or thresholds are another matter."""
-        return self.parts[model].depth, self.controller.level(model)
+        return self.parts[model].depth, self.controller.level(model, evaluated)
+
+    def _changes_depth(self, model: str) -> None:
+        """Answers under way are of no one depth."""
+        for job in self._in(model):
+            job.strictness = 0, job.strictness[1]
 
     def _hears(self, job: Job) -> None:
         """Tokens came."""
@@ -258,9 +264,11 @@ class Dispatcher(abc.ABC):
             if job.objective is None:
                 self.controller.waited(job.model, job.heard - job.came)
 
-    def _finished(self, job: Job, whole: bool = True, judged: bool = True) -> None:
+    def _finished(
+        self, job: Job, whole: bool = True, judged: bool = True, failed: bool = False
+    ) -> None:
         """A request has its answer. whole: from one end to the other; judged: whether the whole
-        model can be asked if it would say the same."""
+        model can be asked if it would say the same; failed: ended in an error."""
         whole &= not job.moved
         if whole and (job.evaluated or judged):
             job.telemetry = self._telemetry(job)
@@ -270,13 +278,13 @@ class Dispatcher(abc.ABC):
             elif job.evaluated:
                 self.controller.answered(job.model, job.telemetry, job.exits)
         elif job.evaluated:
-            self.controller.dropped(job.model)
+            self.controller.dropped(job.model, failed)
 
     def _measured(
         self, job: Job, beside: int, accuracy: float | None = None, energy: float | None = None
     ) -> Telemetry:
-        """Of an answer that is there now, beside those of so many other requests; accuracy and
-        energy are what the profile says where they were not measured."""
+        """Of an answer that is there now, beside so many other requests; accuracy and energy are
+        what the profile says where they were not measured."""
         part, profile = self.parts[job.model], self._profiles[job.model]
         count, now = len(job.exits), self._clock()
         seconds = max(now - job.began, 1e-9)
@@ -287,7 +295,7 @@ class Dispatcher(abc.ABC):
             energy = float(np.mean([sum(profile.energy[: e + 1]) for e in job.exits]))
         first = job.first - job.began
         return Telemetry(
-            count / seconds * max(beside, 1), first, first, each, accuracy,
+            count / seconds * (beside + 1), first, first, each, accuracy,
             profile.size(part.depth), energy,
         )  # fmt: skip
 

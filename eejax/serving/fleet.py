@@ -31,7 +31,7 @@ from eejax.models.config import ModelConfig
 from eejax.serving.auditor import Auditor
 from eejax.serving.audits import Verdict
 from eejax.serving.choices import Choice
-from eejax.serving.controller import Controller
+from eejax.serving.controller import STRICTEST, Controller, stricter
 from eejax.serving.dispatch import Dispatcher, Job
 from eejax.serving.energy import Meter
 from eejax.serving.loading import Loading
@@ -52,11 +52,11 @@ class Member:
 
 
 class Change(NamedTuple):
-    """What was done to models: kind is "load", "grow", "shrink" or "free", of which `depth` exits
-    are there then; seconds from when it was begun to when that was used, or done, in which a model
-    that grows goes on. rebuild: of them, those in which keys and values were filled in and nothing
-    else ran; tokens: of the requests in it, whose keys and values that, or running them anew, is
-    of."""
+    """What was done to models: kind is "load", "grow", "shrink", "free" or "narrow", which is what
+    comes before "grow" where that leaves fewer slots; `depth` exits are there then; seconds from
+    when it was begun to when that was used, or done, in which a model that grows goes on. rebuild:
+    of them, those in which keys and values were filled in and nothing else ran; tokens: of the
+    requests that this was done for, or that are to be run anew."""
 
     time: float
     kind: str
@@ -69,7 +69,7 @@ class Change(NamedTuple):
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Job(Job):
     """A request on its way. tokens: that it has; own: its number in the model that has it; energy:
-    joules and tokens of the fleet when it was given to that; thresholds: that its tokens leave by,
+    joules and tokens of that when it was given to it; thresholds: that its tokens leave by,
     [exits]."""
 
     number: int
@@ -115,7 +115,7 @@ class Fleet(Dispatcher, Stepped):
                 "The last exit that is loaded knows of a token only how probable it is.",
             )  # fmt: skip
         require(0 <= audits <= 1, "audits", audits, "must lie in [0, 1]")
-        super().__init__(controller, controller.profiles, audits=audits, seed=seed, clock=clock)
+        super().__init__(controller, controller.profiles, share=audits, seed=seed, clock=clock)
         self.controller: Controller
         self.parts: dict[str, PartialModel]
         if meter is not None:
@@ -143,7 +143,9 @@ class Fleet(Dispatcher, Stepped):
         self._ended: list[Output] = []  # to be told with the next step
         self._by_own: dict[tuple[str, int], _Job] = {}
         self._auditors: dict[str, Auditor] = {}
-        self._emitted = 0
+        self._joules = 0.0 if meter is None else meter.read()
+        self._spent = dict.fromkeys(members, 0.0)  # joules, and
+        self._emitted = dict.fromkeys(members, 0)  # tokens
 
     def submit(
         self, prompt: Sequence[int], limit: int, *, sampling: Sampling | None = None,
@@ -161,7 +163,11 @@ class Fleet(Dispatcher, Stepped):
         if objective is not None:
             require_one_of("objective", objective, OWN)
         context = self.context
-        for member in self.members.values():
+        for name, member in self.members.items():
+            require(
+                shaping is None or member.options.shaping, "shaping", type(shaping).__name__,
+                f"must be None: {name} takes none", "BatchOptions(shaping=True) does.",
+            )  # fmt: skip
             check_prompts([prompt], member.config, context)
             Request.make(
                 member.config, [len(prompt)], [limit], ExitPolicy.make(member.config, 1),
@@ -223,12 +229,9 @@ class Fleet(Dispatcher, Stepped):
     def idle(self) -> bool:
         return not self._jobs and not self._ended and not self._to_audit
 
-    @property
-    def bytes(self) -> int:
-        """Of the weights that are loaded, or on their way."""
-        return sum(part.bytes for part in self.parts.values())
-
     def step(self) -> list[Output]:
+        if all(part.idle for part in self.parts.values()):
+            self._spends(None)
         self._arrange()
         self._give()
         outputs, self._ended = self._ended, []
@@ -238,8 +241,14 @@ class Fleet(Dispatcher, Stepped):
                 begin = self._clock()
                 part.exchange()
                 jax.block_until_ready(part.scheduler.state.cache)
-                self._changed("grow", name, self._growing.pop(name), self._clock() - begin)
-            for own, tokens, finish in part.step():
+                held = part.scheduler.held
+                self._changed("grow", name, self._growing.pop(name), held, self._clock() - begin)
+                self._changes_depth(name)
+            busy = not part.idle
+            told = part.scheduler.step()  # what has come by now is used with the next one
+            if busy:
+                self._spends(name)
+            for own, tokens, finish in told:
                 job = self._by_own.get((name, own))
                 if job is not None:  # else it was taken along to another model
                     outputs += self._told(name, job, tokens, finish)
@@ -259,21 +268,26 @@ class Fleet(Dispatcher, Stepped):
         return part
 
     def _arrived(self, loading: Loading) -> None:
-        self._changed("load", loading.choice.model, loading.begin)
+        self._changed("load", loading.choice.model, loading.begin, 0)
 
     def _grow(self, wanted: Choice) -> None:
-        self.parts[wanted.model].grow(wanted.depth)
-        self._growing.setdefault(wanted.model, self._clock())
+        part, begin = self.parts[wanted.model], self._clock()
+        held = part.scheduler.held
+        part.grow(wanted.depth)
+        if part.scheduler.held < held:
+            self._changed("narrow", wanted.model, begin, held - part.scheduler.held)
+        self._growing.setdefault(wanted.model, begin)
 
     def _shrink(self, wanted: Choice) -> None:
-        begin = self._clock()
-        self.parts[wanted.model].shrink(wanted.depth)
+        part, begin = self.parts[wanted.model], self._clock()
+        held = part.scheduler.held
+        part.shrink(wanted.depth)
         self._growing.pop(wanted.model, None)
-        self._changed("shrink", wanted.model, begin)
+        self._changed("shrink", wanted.model, begin, held)
 
     def _freed(self, model: str, part: PartialModel) -> None:
         self._growing.pop(model, None)
-        self._changed("free", model, self._clock())
+        self._changed("free", model, self._clock(), 0)
 
     def _in(self, model: str) -> list[_Job]:
         return [job for job in self._jobs.values() if job.model == model]
@@ -286,28 +300,26 @@ class Fleet(Dispatcher, Stepped):
             self.taken_along += 1
         return not job.cancelled
 
-    def _changed(self, kind: str, model: str, begin: float, rebuild: float = 0.0) -> None:
+    def _changed(
+        self, kind: str, model: str, begin: float, tokens: int, rebuild: float = 0.0
+    ) -> None:
         now, depth = self._clock(), self.parts[model].depth if model in self.parts else 0
-        held = self.parts[model].scheduler.held if depth else 0
-        self.changes.append(Change(now, kind, Choice(model, depth), now - begin, rebuild, held))
+        self.changes.append(Change(now, kind, Choice(model, depth), now - begin, rebuild, tokens))
 
     def _begin(self, job: _Job) -> None:
-        job.energy = (self._joules(), self._emitted)
+        job.energy = (self._spent[job.model], self._emitted[job.model])
         job.own = self.parts[job.model].scheduler.submit(
             job.prompt, job.limit, tokens=job.tokens, **job.asked,
-            policy=self._policy(job.model, job), priority=-job.order[0],
+            policy=self._policy(job), priority=-job.order[0],
         )  # fmt: skip
         self._by_own[job.model, job.own] = job
 
-    def _thresholds(self, model: str) -> np.ndarray:
-        member = self.members[model]
+    def _policy(self, job: _Job) -> ExitPolicy:
+        member, (_, level) = self.members[job.model], job.strictness
         given = np.broadcast_to(member.rules.get("threshold", 1.0), member.config.n_exits)
-        return np.array([self.controller.threshold(model, float(t)) for t in given])
-
-    def _policy(self, model: str, job: _Job) -> ExitPolicy:
-        member = self.members[model]
-        none = np.ones(member.config.n_exits)
-        job.thresholds = none if job.objective == "accuracy" else self._thresholds(model)
+        if job.objective == "accuracy":
+            level = STRICTEST
+        job.thresholds = np.array([stricter(float(t), level) for t in given])
         return ExitPolicy.make(member.config, 1, **{**member.rules, "threshold": job.thresholds})
 
     def _told(self, model, job, tokens, finish) -> list[Output]:
@@ -315,7 +327,7 @@ class Fleet(Dispatcher, Stepped):
             self._hears(job)
             job.tokens += tokens
             job.exits += [t.exit for t in tokens]
-            self._emitted += len(tokens)
+            self._emitted[model] += len(tokens)
             n, least = self.members[model].config.n_exits, job.thresholds
             below = [t.exit < n and t.confidence < least[t.exit] for t in tokens]
             self.controller.tokens(model, below, own=job.objective is not None)
@@ -326,18 +338,24 @@ class Fleet(Dispatcher, Stepped):
         greedy = sampling is None or float(sampling.temperature[0]) == 0
         # What is drawn by chance, or shaped, is not what the whole model says is most likely.
         judged = job.objective is None and greedy and shaping is None
-        self._finished(job, finish != "cancelled" and len(job.tokens) > 0, judged)
+        whole = finish not in ("cancelled", "error") and len(job.tokens) > 0
+        self._finished(job, whole, judged, failed=finish == "error")
         return [Output(job.number, tokens, finish)]
 
-    def _joules(self) -> float:
-        return 0.0 if self._meter is None else self._meter.read()
+    def _spends(self, model: str | None) -> None:
+        """What was counted since this was asked last; None: of nobody who serves."""
+        if self._meter is not None:
+            before, self._joules = self._joules, self._meter.read()
+            if model is not None:
+                self._spent[model] += max(self._joules - before, 0.0)
 
     def _telemetry(self, job: _Job) -> Telemetry:
         """Its accuracy is what is expected, until an audit finds it out."""
         beside, energy = len(self.parts[job.model].scheduler.running), None
         if self._meter is not None:
             joules, emitted = job.energy
-            energy = max(self._joules() - joules, 0.0) / max(self._emitted - emitted, 1)
+            energy = self._spent[job.model] - joules
+            energy /= max(self._emitted[job.model] - emitted, 1)
         return self._measured(job, beside, energy=energy)
 
     def _judge(self, job: _Job) -> Verdict:

@@ -47,14 +47,16 @@ WINDOW, ROWS, BATCHES = 128, 8, 8  # of those texts: tokens of a window, windows
 @dataclasses.dataclass(frozen=True)
 class Aims:
     """What a fleet is to do. objective, limits: as `Objective.of`; options: of its `Controller`;
-    repository: an SQLite file."""
+    repository: an SQLite file; audits: share of the answers that are looked at again."""
 
     objective: str = "throughput"
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
     options: ControllerOptions = ControllerOptions()
     repository: str | os.PathLike = ":memory:"
+    audits: float = 0.1
 
     def __post_init__(self):
+        require(0 <= self.audits <= 1, "audits", self.audits, "must lie in [0, 1]")
         Objective.of(self.objective, **self.limits)  # raises
 
 
@@ -171,7 +173,13 @@ def built(
             clock=time.time,
         )  # fmt: skip
         made = Fleet(
-            members, controller, slots=by_depth, context=context, steps=steps, meter=meter()
+            members,
+            controller,
+            slots=by_depth,
+            context=context,
+            steps=steps,
+            meter=meter(),
+            audits=aims.audits,
         )
         made.step()  # so that a model is there for who asks first
         return made
@@ -208,32 +216,35 @@ def warm_up(member: Member, *, slots: Sequence[int], context: int, steps: int) -
         member.params, config, member.options, slots=slots, depth=depth, context=context,
         steps=steps,
     )  # fmt: skip
-    for depth in range(1, n + 1):
+
+    def at(depth: int) -> None:
         part = make(depth)
         joined(part.scheduler, slots[depth - 1])
         for length in lengths:
             auditor.judge(part.engine.weights, [0], [0] * (length - 1))
+
+    def grows(depth: int, deeper: int) -> None:
+        part = make(depth)
+        part.scheduler.submit([0], 2 * steps)
+        part.step()
+        part.grow(deeper)
+        part.exchange()
+        part.run()
+
+    for depth in range(1, n + 1):
+        at(depth)  # and there is room for the next one
         for deeper in range(depth + 1, n + 1):
-            part = make(depth)
-            part.scheduler.submit([0], 2 * steps)
-            part.step()
-            part.grow(deeper)
-            part.exchange()
-            part.run()
+            grows(depth, deeper)
 
 
 def kept(path: str | os.PathLike, profiles: Mapping[str, Profile]) -> Repository:
     """The repository in a file, with what was measured; in memory where that cannot be had now, as
     who is served does not depend on it."""
-    for place in (path, ":memory:"):
-        try:
-            repository = Repository(place)
-            for name, profile in profiles.items():
-                repository.put(name, profile.benchmark())
-            break
-        except DataError as error:
-            warnings.warn(f"measurements are not kept: {error}", stacklevel=2)
-    return repository
+    try:
+        return Repository.of(profiles, path)
+    except DataError as error:
+        warnings.warn(f"measurements are not kept: {error}", stacklevel=2)
+        return Repository.of(profiles)
 
 
 def encoded(prompts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:

@@ -33,7 +33,9 @@ class Telemetry:
             ok = isinstance(value, int | float) and math.isfinite(value) and value >= 0
             require(ok, name, value, "must be a number from 0 on")
 
-    def with_overhead(self, seconds: float, energy: float, prompts: int, tokens: int) -> Telemetry:
+    def with_overhead(
+        self, seconds: float, energy: float, prompts: int, tokens: float
+    ) -> Telemetry:
         """The same where `seconds` and `energy` are spent once for so many prompts of so many
         tokens each, which wait for it."""
         total = prompts * tokens

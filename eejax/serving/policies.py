@@ -61,17 +61,14 @@ class Scripted:
     def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None:
         pass
 
-    def dropped(self, model: str) -> None:
+    def dropped(self, model: str, failed: bool = False) -> None:
         pass
 
     def audited(self, model: str, low: float, high: float, best: float) -> None:
         pass
 
-    def level(self, model: str) -> int:
+    def level(self, model: str, evaluated: bool = False) -> int:
         return 0
-
-    def threshold(self, model: str, value: float) -> float:
-        return value
 
 
 def fixed(model: str, depth: int) -> Make:
@@ -97,10 +94,7 @@ def helios(
     server has it, is what they say of tokens that all go to the end."""
 
     def make(clock):
-        repository = Repository()
-        for model, p in profiles.items():
-            repository.put(model, p.benchmark())
-        return Controller(profiles, objective, repository, options, clock=clock)
+        return Controller(profiles, objective, Repository.of(profiles), options, clock=clock)
 
     return make
 

@@ -17,6 +17,7 @@ from eejax.common.trees import nbytes
 from eejax.inference import state as s
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
+from eejax.models.cache import unstack_segments
 from eejax.serving.choices import Profile
 from eejax.serving.fleet import Member
 
@@ -34,7 +35,9 @@ def measure(
     """
     require(len(texts) > 0, "texts", texts, "must be one at least")
     n = member.config.n_exits + 1
-    for _ in range(2):  # the first one compiles
+
+    def grown():
+        """Every depth in turn, and what there is in the end."""
         part = PartialModel(
             member.params, member.config, member.options, slots=slots, depth=1, context=context
         )
@@ -51,13 +54,19 @@ def measure(
             filled = (clock() - begin) / max(held, 1)
             rows.append(_Depth(part, texts, new, clock, loaded, filled))
         leaving = _Depth(part, texts, new, clock, rules=member.rules)
-    weights = part.engine.weights
-    sizes = [nbytes(segment) for segment in weights.segments]
-    outside = [nbytes(s.outside(weights.params, member.config, d)) for d in range(1, n + 1)]
+        weights = part.engine.weights
+        sizes = [nbytes(segment) for segment in weights.segments]
+        outside = [nbytes(s.outside(weights.params, member.config, d)) for d in range(1, n + 1)]
+        return rows, leaving, sizes, outside, part.host, weights.axes
+
+    grown()  # compiles; a model goes before the next one comes
+    rows, leaving, sizes, outside, host, axes = grown()
     steps = lambda values: np.maximum(np.diff([0.0, *values]), 0.0)
     begin = clock()
-    jax.block_until_ready(jax.device_put(part.host["layers"]))
-    first = (clock() - begin) * sizes[0] / max(sum(sizes), 1)
+    lowest = unstack_segments(s.for_compute(host, member.config.dtype), member.config, 1, axes)
+    jax.block_until_ready(jax.device_put(lowest))
+    first = clock() - begin
+    del lowest
     scores = calibration.score(member.params, member.config, batches)
     rules = {k: v for k, v in member.rules.items() if k != "prefill_exit"}  # of prompts alone
     leaves = calibration.emitting_exits(scores, **({"threshold": 1.0} | rules))
@@ -73,9 +82,9 @@ def measure(
         sure=[share(e, leaves == e) for e in range(n)],
         unsure=[share(e, leaves > e) for e in range(n - 1)] + [1.0],
     )  # fmt: skip
-    whole = sum(told["seconds"])
+    most = sum(told["seconds"])
     ideal = sum(leaving.reach[e] * told["seconds"][e] for e in range(n))
-    saved = (whole - leaving.token) / (whole - ideal) if whole > ideal else 1.0
+    saved = (most - leaving.token) / (most - ideal) if most > ideal else 1.0
     by_depth = dict(slots=[row.slots for row in rows], state=[row.state for row in rows])
     told = {name: tuple(map(float, values)) for name, values in told.items()}
     return Profile(**by_depth, **told, saved=float(np.clip(saved, 0.0, 1.0)))

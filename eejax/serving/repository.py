@@ -10,11 +10,12 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from eejax.common.errors import ConfigError, DataError
 from eejax.serving.objectives import METRICS, Objective, Telemetry
 
+VERSION = 1  # of the tables
 WAIT = 0.2  # seconds: whoever is served waits, too
 
 _SCHEMA = f"""
@@ -49,14 +50,30 @@ class Evaluation(NamedTuple):
 
 class Repository:
     """An SQLite file; ":memory:" keeps nothing. Every method raises DataError for a file that is
-    none, or that another process does not let go of for `WAIT` seconds."""
+    none, that has other tables than these, or that another process does not let go of for `WAIT`
+    seconds."""
 
     def __init__(self, path: str | os.PathLike = ":memory:"):
         self.path = os.path.expanduser(os.fspath(path))
         with self._using("be used as a repository"):
             self._connection = sqlite3.connect(self.path, timeout=WAIT)
             with self._connection:
-                self._connection.executescript(_SCHEMA)
+                (version,) = self._connection.execute("pragma user_version").fetchone()
+                (tables,) = self._connection.execute(
+                    "select count(*) from sqlite_master"
+                ).fetchone()
+                if tables and version != VERSION:
+                    told = f"its tables are of version {version}, these of {VERSION}"
+                    raise ValueError(f"{told}: give another file")
+                self._connection.executescript(f"{_SCHEMA} pragma user_version = {VERSION};")
+
+    @classmethod
+    def of(cls, profiles: Mapping[str, Any], path: str | os.PathLike = ":memory:") -> Repository:
+        """With the benchmarks of profiles, by model."""
+        made = cls(path)
+        for model, profile in profiles.items():
+            made.put(model, profile.benchmark())
+        return made
 
     def close(self) -> None:
         self._connection.close()

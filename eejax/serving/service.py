@@ -153,7 +153,8 @@ class Service:
     @property
     def most(self) -> int:
         """Requests that there may be at a time."""
-        return self.ready.slots + self.options.waiting
+        slots = self.ready.slots if self.report is None else self.report.slots
+        return slots + self.options.waiting
 
     @property
     def active(self) -> int:

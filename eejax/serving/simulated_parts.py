@@ -55,7 +55,8 @@ class Part:
 
     @property
     def slots(self) -> int:
-        return self.by_depth[self.depth - 1]
+        """As many as there will be with what is on its way."""
+        return self.by_depth[self.coming - 1]
 
     @property
     def idle(self) -> bool:
@@ -80,22 +81,22 @@ class Part:
         return sum(int(self._trace.prompts[job.number]) + job.done for job in self.jobs)
 
     def grow(self, depth: int, now: float) -> float:
-        """Seconds until it is there."""
+        """Seconds until it is there. Those who came last go back where there are to be fewer
+        slots."""
         seconds = sum(self.profile.load[self.coming : depth])
         self.coming, self.ready = depth, now + seconds
+        self.jobs, back = self.jobs[: self.slots], self.jobs[self.slots :]
+        self.waiting.extendleft(reversed(back))
         return seconds
 
     def grown(self) -> float:
-        """Seconds of making up keys and values for segments that have come; those who came last go
-        back where there are fewer slots."""
+        """Seconds of making up keys and values for segments that have come."""
         held = self.held
         new = slice(self.depth, self.coming)
         self.flops += held * sum(self.profile.energy[new])
         for job in self.jobs:
             job.left += [0] * (self.coming - self.depth)
         self.depth = self.coming
-        self.jobs, back = self.jobs[: self.slots], self.jobs[self.slots :]
-        self.waiting.extendleft(reversed(back))
         return held * sum(self.profile.rebuild[new])
 
     def shrink(self, depth: int) -> None:

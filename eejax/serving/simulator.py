@@ -19,6 +19,7 @@ import numpy as np
 from eejax.common.errors import require, require_count
 from eejax.serving.audits import Verdict
 from eejax.serving.choices import Choice, Profile
+from eejax.serving.controller import stricter
 from eejax.serving.dispatch import Dispatcher, Policy
 from eejax.serving.objectives import Telemetry
 from eejax.serving.pace import Pace
@@ -96,7 +97,7 @@ class _Server(Dispatcher):
         clock = lambda: self.now
         super().__init__(
             make(clock), {name: free(profiles[name]) for name in trace.models},
-            audits=setting.audits, seed=setting.seed, clock=clock,
+            share=setting.audits, seed=setting.seed, clock=clock,
         )  # fmt: skip
         self.parts: dict[str, Part]
         self.jobs: list[Prompt] = []  # that came
@@ -155,6 +156,7 @@ class _Server(Dispatcher):
         """Until something happens, where nobody has anything to do. Raises RuntimeError where
         nothing will."""
         times = [part.ready for part in self.parts.values() if part.coming > part.depth]
+        times += [self._loading.ready] if self._loading is not None else []
         if arrivals is not None and len(self.jobs) < len(self.trace):
             times.append(arrivals[len(self.jobs)])
         times = [t for t in times if t > self.now]
@@ -226,7 +228,7 @@ class _Server(Dispatcher):
                 limits = np.broadcast_to(
                     np.asarray(model.thresholds if given is None else given), model.exits - 1
                 )
-                given = [self.controller.threshold(name, float(t)) for t in limits]
+                given = [stricter(float(t), strict) for t in limits]
             self._tables[key] = tuple(a.tolist() for a in model.leaves(given, depth))
         return self._tables[key]
 
@@ -236,6 +238,7 @@ class _Server(Dispatcher):
             seconds = part.grown()
             self.now = self.device = max(self.device, self.now) + seconds  # the host waits for it
             self._happens("grown", name, seconds)
+            self._changes_depth(name)
         part.join()
         keep = bool(part.jobs)
         if part.jobs:

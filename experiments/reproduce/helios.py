@@ -142,8 +142,8 @@ def reproduce(measured, models) -> dict:
 
 
 def live(models, measured, world) -> dict:
-    """Relative errors of the simulation against a real fleet, for two ways to serve: each whole
-    larger model, and HELIOS."""
+    """Relative errors of the simulation against a real fleet, for three ways to serve: each
+    whole model, and HELIOS."""
     from eejax.serving import policies
     from eejax.serving.controller import ControllerOptions
     from eejax.serving.objectives import Objective

@@ -187,9 +187,7 @@ def live(models: Mapping[str, Any], measured: Measured, thresholds, objective, o
         for name, m in models.items() if name in measured.profiles
     }  # fmt: skip
     for _ in range(2):
-        repository, watch = Repository(), Stopwatch()
-        for name, profile in measured.profiles.items():
-            repository.put(name, profile.benchmark())
+        repository, watch = Repository.of(measured.profiles), Stopwatch()
         controller = Controller(measured.profiles, objective, repository, options, clock=watch.now)
         server = Chosen(
             members, controller, watch, slots=setting.slots, steps=setting.steps,

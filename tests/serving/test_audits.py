@@ -14,7 +14,7 @@ from eejax.inference import state as s
 from eejax.inference.batched_state import BatchOptions
 from eejax.serving.auditor import Auditor
 from eejax.serving.audits import Audit, Verdict, upper_bound
-from eejax.serving.controller import Controller, ControllerOptions
+from eejax.serving.controller import Controller, ControllerOptions, stricter
 from eejax.serving.fleet import Fleet, Member
 from eejax.serving.objectives import Objective
 from eejax.serving.profiles import measure
@@ -110,7 +110,7 @@ def test_a_fleet_becomes_stricter_until_the_limit_on_disagreement_holds(small_ru
     kinds = [d.kind for d in controller.decisions]
     assert kinds[:2] == ["evaluate", "serve"] and {*kinds[2:]} == {"tighten"}
     assert controller.current.depth == model.config.n_exits + 1
-    assert controller.level("m") >= 1 and controller.threshold("m", 0.0) >= 0.5
+    assert controller.level("m") >= 1 and stricter(0.0, controller.level("m")) >= 0.5
     assert sum(o.finish == "length" for o in outputs) == len(texts) + 8
     # It is not certain any more that the limit is missed.
     audit = fleet.audit(controller.current)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eejax.common.errors import ConfigError
 from eejax.serving.choices import Choice, breaches
-from eejax.serving.controller import Controller, ControllerOptions
+from eejax.serving.controller import STRICTEST, Controller, ControllerOptions, stricter
 from eejax.serving.objectives import NAMED, Objective
 from eejax.serving.repository import Repository
 
@@ -109,7 +109,7 @@ def test_who_could_not_be_better_is_not_evaluated_again():
     for goal, again in ((THROUGHPUT, False), (Objective.of("throughput", accuracy=0.999), True)):
         world = World({"a": profile(1.0), "b": profile(1.2)}, shares, goal, interval=20)
         for _ in range(100):
-            world.prompt()
+            world.prompt(100)
         evaluated = [d.choice.model for d in world.controller.decisions if d.kind == "evaluate"]
         assert evaluated[:2] == ["a", "b"] and ("b" in evaluated[2:]) is again
         # Nor is 'a' where it has one segment alone, and could not have fewer.
@@ -161,10 +161,10 @@ def test_audits_ask_for_more_layers_and_then_for_surer_tokens():
         c.audited("m", *told)  # while that is loaded nothing more is decided
         assert c.wanted == Choice("m", depth)
         c.loaded(c.wanted)
-    assert c.threshold("m", 0.6) == 0.6
+    assert stricter(0.6, c.level("m")) == 0.6
     for threshold in (0.8, 0.9, 0.95, 1.0, 1.0):
         c.audited("m", 0.26, 0.3, 0.1)
-        assert c.threshold("m", 0.6) == pytest.approx(threshold)
+        assert stricter(0.6, c.level("m")) == pytest.approx(threshold)
     assert world.kinds.count("tighten") == 6
     without = World({"m": profile()}, {"m": (0.9, 0.1, 0.0, 0.0)})
     for _ in range(6):
@@ -365,14 +365,15 @@ def test_where_exits_are_too_often_wrong_none_is_taken():
     )
     c = world.controller
     for _ in range(10):
-        assert c.threshold("small", 0.3) == 0.3  # while they are evaluated
+        assert c.level("small") == 0
         world.prompt()
     world.prompt()
-    assert world.served[-1] == Choice("small", 4) and c.threshold("small", 0.3) == 1.0
+    assert world.served[-1] == Choice("small", 4) and stricter(0.3, c.level("small")) == 1.0
     assert c.decisions[-1].told.accuracy == 1.0
     while not c.evaluating:
         world.prompt()
-    assert c.threshold("small", 0.3) == 0.3
+    # What is evaluated shows where its tokens would leave; the limit holds for everybody else.
+    assert c.level("small", evaluated=True) == 0 and c.level("small") == STRICTEST
 
 
 def test_a_mode_in_which_no_token_leaves_below_its_threshold():

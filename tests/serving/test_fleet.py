@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 
+import jax
 import numpy as np
 import pytest
 
@@ -12,10 +14,12 @@ from eejax import calibration
 from eejax.checkpoint.model import load_model
 from eejax.common.errors import ConfigError
 from eejax.common.trees import nbytes
-from eejax.inference import Generator, capacity
+from eejax.inference import Generator, capacity, deepening
+from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchOptions
 from eejax.inference.partial import PartialModel
 from eejax.inference.sampling import Sampling
+from eejax.inference.shaping import Shaping
 from eejax.serving.choices import Choice, Profile
 from eejax.serving.controller import Controller, ControllerOptions
 from eejax.serving.fleet import Fleet, Member
@@ -300,3 +304,141 @@ def test_members_that_do_not_fit(model):
     assert Fleet({"a": members["a"], "b": short}, two, slots=2).context == 40
     with pytest.raises(ConfigError, match=r"members = \['x'\]: must be those of the controller"):
         Fleet({"x": members["a"]}, controller, slots=2)
+
+
+def fleet_of(model, names: str = "m", rules=None, made=None, **own):
+    """A fleet of the same model by several names; own: options of its controller, or `Fleet`'s in
+    `made`."""
+    profiles = {name: profile(model, 1.0) for name in names}
+    controller = Controller(
+        profiles, Objective.of("throughput"), Repository(), ControllerOptions(**own),
+        clock=lambda: 0.0,
+    )  # fmt: skip
+    member = Member(model.params, model.config, rules or {}, OPTIONS)
+    making = dict(slots=3, context=96, steps=2) | (made or {})
+    return Fleet(dict.fromkeys(names, member), controller, **making), controller
+
+
+def evaluated(fleet, model) -> None:
+    """Serves until models were evaluated."""
+    for i in itertools.count():
+        if not fleet.controller.evaluating:
+            break
+        fleet.submit(model.tokenizer.encode(f"def f{i}").tolist(), NEW)
+        fleet.run()
+
+
+def test_who_runs_while_a_model_shrinks_goes_on_before_who_comes(model):
+    fleet, controller = fleet_of(model, prompts=2, interval=1000)
+    evaluated(fleet, model)
+    controller._want("grow", Choice("m", 3), "for the test")
+    while controller.current != controller.wanted:
+        fleet.step()
+    first = [fleet.submit(model.tokenizer.encode(f"a{i}").tolist(), NEW) for i in range(3)]
+    for _ in range(3):
+        fleet.step()
+    later = [fleet.submit(model.tokenizer.encode(f"b{i}").tolist(), NEW) for i in range(6)]
+    controller._want("serve", Choice("m", 1), "for the test")
+    gap, since, ends = 0, dict.fromkeys(first, 0), []
+    while not fleet.idle:
+        outputs = fleet.step()
+        came = {output.number for output in outputs if output.tokens}
+        ends += [output.number for output in outputs if output.finish]
+        since = {n: 0 if n in came else k + 1 for n, k in since.items() if n not in ends}
+        gap = max(gap, *since.values(), 0, 0)
+    assert sorted(ends[:3]) == first and sorted(ends) == first + later
+    assert gap <= 4  # a call under way, and the text that is read anew
+    (change,) = [c for c in fleet.changes if c.kind == "shrink" and c.tokens]
+    assert change.tokens > 3 * 2 and change.choice == Choice("m", 1)
+
+
+def test_nobody_waits_for_a_model_while_another_one_serves(model):
+    """At light load too, when there is nothing else to do but to wait."""
+    fleet, controller = fleet_of(model, "ab", prompts=2, interval=1000, budget=1e9)
+    evaluated(fleet, model)
+    serves = controller.current.model
+    (other,) = {"a", "b"} - {serves}
+    fleet._free(other)
+    made, hold = fleet._made, threading.Event()
+    fleet._made = lambda choice: (hold.wait(60), made(choice))[1]
+    controller._want("evaluate", Choice(other, 3), "for the test")
+    number = fleet.submit(model.tokenizer.encode("import x").tolist(), NEW)
+    outputs = fleet.run()
+    assert not hold.is_set() and other not in fleet.parts
+    assert [o.finish for o in outputs if o.number == number and o.finish] == ["length"]
+    hold.set()
+    while other not in fleet.parts:
+        fleet.step()
+    assert controller.current == Choice(other, 3)
+
+
+def test_a_request_with_an_objective_of_its_own_shows_nothing_of_the_models(model):
+    """One that no exit may leave would say of an evaluation that all tokens need all layers."""
+    fleet, controller = fleet_of(model, prompts=2, rules=dict(threshold=0.0, prefill_exit=True))
+    for i in range(4):
+        fleet.submit(model.tokenizer.encode(f"x{i}").tolist(), NEW, objective="accuracy")
+    outputs = fleet.run()
+    assert {t.exit for o in outputs for t in o.tokens} == {2}
+    assert controller.evaluating and not controller.shares
+    evaluated(fleet, model)
+    assert controller.shares["m"] == (1.0, 0.0, 0.0) and controller.wanted == Choice("m", 1)
+
+
+def test_a_model_whose_answers_are_no_numbers_is_left_alone(model):
+    fleet, controller = fleet_of(model, "ab", prompts=2, interval=8)
+    broken = jax.tree.map(lambda a: np.full_like(a, np.nan), jax.device_get(model.params))
+    fleet.members["a"] = dataclasses.replace(fleet.members["a"], params=broken)
+    ends = []
+    with pytest.warns(UserWarning, match="'a' is evaluated no more: its answers end in errors"):
+        for i in range(30):
+            fleet.submit(model.tokenizer.encode(f"y{i}").tolist(), NEW)
+        ends += [o.finish for o in fleet.run() if o.finish]
+    # Beside the two that are looked at, who came with them, and calls under way.
+    assert 2 <= ends.count("error") < 10 and "length" not in ends[: ends.count("error")]
+    assert {*ends} == {"error", "length"} and len(ends) == 30
+    assert controller.current.model == "b" and controller.failing == {"a"}
+
+
+def test_shaping_that_no_member_takes_is_told_at_once(model):
+    fleet, _ = fleet_of(model)
+    with pytest.raises(ConfigError, match="shaping = .*: must be None: m takes none"):
+        fleet.submit([1], 2, shaping=Shaping.make(257, likely=1))
+    assert fleet.idle
+
+
+def test_there_is_room_for_a_change_of_depth_while_it_is_made(model, monkeypatch):
+    """Arrays on the device, at every moment at which more of them are asked for: weights and states
+    of the larger of the two depths, and no more than one array beside."""
+    slots = (6, 4, 2)
+    base = sum(a.nbytes for a in jax.live_arrays())
+    part = PartialModel(model.params, model.config, OPTIONS, slots=slots, depth=3, context=96)
+    for i in range(5):
+        part.scheduler.submit(model.tokenizer.encode(f"z{i}").tolist(), 60)
+    live = lambda: sum(a.nbytes for a in jax.live_arrays()) - base
+    most, seen = part.held, []
+    start, rows = BatchedEngine.start, deepening._rows
+
+    def started(engine):
+        seen.append(live() + nbytes(jax.eval_shape(lambda: start(engine))))
+        return start(engine)
+
+    def narrowed(a, *args, **named):
+        own = rows(a, *args, **named)
+        seen.append(live() - a.nbytes)
+        return own
+
+    monkeypatch.setattr(BatchedEngine, "start", started)
+    monkeypatch.setattr(deepening, "_rows", narrowed)
+    for _ in range(4):
+        part.step()
+    small = 0
+    for depth in (1, 2, 3, 2):
+        if depth < part.depth:
+            part.shrink(depth)
+        else:
+            part.grow(depth)
+            part.exchange()
+        small = max(small, part.held)
+        for _ in range(4):
+            part.step()
+    assert len(seen) > 10 and max(seen) <= 1.1 * max(most, small)

@@ -46,6 +46,11 @@ def test_history_lasts(tmp_path):
     assert row.model == "a" and sum(row.exits) == row.tokens == 100
     assert row.counted == "operations"  # no energy, and not called so
     again.close()
+    with sqlite3.connect(file) as other:
+        other.execute("pragma user_version = 7")
+    other.close()
+    with pytest.raises(DataError, match="tables are of version 7, these of 1: give another file"):
+        Repository(file)
     file.write_bytes(b"no database" * 100)
     with pytest.raises(DataError, match="cannot be used as a repository"):
         Repository(file)
