@@ -210,6 +210,7 @@ class Bench:
             "load_seconds": sum(x.seconds for x in fleet.changes if x.kind == "load"),
             "grow_seconds": sum(x.seconds for x in fleet.changes if x.kind == "grow"),
             "rebuild_seconds": sum(x.rebuild for x in fleet.changes),
+            "narrow_seconds": sum(x.seconds for x in fleet.changes if x.kind == "narrow"),
             "shrink_seconds": sum(x.seconds for x in fleet.changes if x.kind == "shrink"),
             "timeline": [
                 [round(d.time, 2), d.kind, d.choice.model, d.choice.depth,

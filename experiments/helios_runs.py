@@ -144,6 +144,11 @@ class Chosen:
     def step(self):
         return self.fleet.step()
 
+    def settle(self) -> None:
+        """What was begun is ended in its own time, and not in that of whoever is next."""
+        while not self.fleet.settled:
+            self.fleet.step()
+
 
 class ByChance(Controller):
     """Another model and depth after every interval, whatever they are worth."""
@@ -187,6 +192,8 @@ def drive(
                 answer.tokens += tokens
             if finish:
                 open_.pop(number).done = now
+    if hasattr(server, "settle"):
+        server.settle()
     seconds = clock() - begin
     watch.run(False)
     return seconds, answers

@@ -34,9 +34,13 @@ def more_weights(engine: BatchedEngine, params, depth: int) -> Weights:
     most = config.n_exits + 1
     require(have < depth <= most, "depth", depth, f"must be in {have + 1}..{most}")
     params = s.for_compute(params, config.dtype)
-    new = unstack_segments(params, config, depth, first=have)
-    new, rest = jax.device_put((new, s.outside(params, config, depth)))
-    return engine.weights.replace(segments=(*engine.weights.segments, *new), params=rest)
+    new, there = unstack_segments(params, config, depth, first=have), engine.weights.params
+    apart = s.outside(params, config, depth)
+    exits = {k: v for k, v in apart.pop("exits").items() if k not in there["exits"]}
+    apart = {k: v for k, v in apart.items() if k not in there}
+    new, apart, exits = jax.device_put((new, apart, exits))
+    apart |= there | {"exits": there["exits"] | exits}
+    return engine.weights.replace(segments=(*engine.weights.segments, *new), params=apart)
 
 
 def narrow(engine: BatchedEngine, state: BatchedState, rows: Sequence[int]):

@@ -221,6 +221,8 @@ class Scheduler(Stepped):
         require(len(rows) == n, "rows", rows, f"must be {n}, as many as the engine has slots")
         lost = [j.number for i, j in enumerate(self._slots) if j is not None and i not in rows]
         require(not lost, "rows", rows, f"must have the slots of requests {lost}, which run")
+        ok = state is not None or not self.running
+        require(ok, "state", state, f"must be given while requests {self.running} run")
         self._slots = [None if r < 0 else self._slots[r] for r in rows]
         for slot, job in enumerate(self._slots):
             if job is not None:

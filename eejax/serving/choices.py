@@ -9,6 +9,8 @@ from typing import NamedTuple
 from eejax.common.errors import require
 from eejax.serving.objectives import Telemetry
 
+STRICTEST = 4  # steps of thresholds to 1, each half of the way that is left but for the last
+
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
@@ -110,3 +112,11 @@ class Decision(NamedTuple):
     why: str
     seconds: float = 0.0
     told: Telemetry | None = None
+
+
+def stricter(threshold: float, level: int) -> float:
+    """A threshold half as far from 1 with every level, and 1, at which no exit is taken, with
+    `STRICTEST`."""
+    if level == 0:
+        return threshold  # and not what rounding makes of it
+    return 1.0 if level >= STRICTEST else 1.0 - (1.0 - threshold) * 0.5**level

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from eejax.common.errors import ConfigError, DataError, require, require_count
-from eejax.serving.choices import Choice, Decision, Given, Profile, breaches
+from eejax.serving.choices import STRICTEST, Choice, Decision, Given, Profile, breaches
 from eejax.serving.lateness import Lateness
 from eejax.serving.objectives import Objective, Telemetry
 from eejax.serving.repository import Evaluation, Repository
 
-CALMER = 0.8  # of the breaches that are borne, for a choice each time that it had more
-STRICTEST = 4  # steps of thresholds to 1, each half of the way that is left but for the last
+# Of the breaches that are borne: so much for a choice each time that it had more, up to so often.
+CALMER, CALMEST = 0.8, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +50,6 @@ class ControllerOptions:
         require(self.breaches <= self.window, "breaches", self.breaches, "must fit the window")
         require(self.gain >= 0, "gain", self.gain, "must be at least 0")
         require(self.budget > 0, "budget", self.budget, "must be more than 0")
-
-
-def stricter(threshold: float, level: int) -> float:
-    """A threshold half as far from 1 with every level, and 1, at which no exit is taken, with
-    `STRICTEST`."""
-    if level == 0:
-        return threshold  # and not what rounding makes of it
-    return 1.0 if level >= STRICTEST else 1.0 - (1.0 - threshold) * 0.5**level
 
 
 @dataclasses.dataclass
@@ -123,7 +116,8 @@ class Controller:
                     "has to be evaluated whole. Give more, or leave it out."
                 )
         self._window: collections.deque[bool] = collections.deque(maxlen=self.options.window)
-        self._since = 0  # prompts since the last decision
+        self._since = 0  # prompts since the last decision, or since what serves is there
+        self._errors = 0  # answers that ended so, since then
         self._broken: collections.Counter[Choice] = collections.Counter()  # times that was breached
         self._plan: list[_Seen] = []
         self._evaluate("the server begins")
@@ -148,14 +142,13 @@ class Controller:
         self._since += 1
         if self._plan:
             seen = self._plan[0]
-            if self.wanted == self.current == self._whole(seen.model):
-                if seen.left:
-                    seen.left -= 1
-                    seen.open += 1
-                    seen.begin = seen.begin or self._clock()
-                    return Given(self.current, True)
-                if self.serving in self._there:
-                    return Given(Choice(self.serving, self._there[self.serving]), False)
+            if self.wanted == self.current == self._whole(seen.model) and seen.left:
+                seen.left -= 1
+                seen.open += 1
+                seen.begin = seen.begin or self._clock()
+                return Given(self.current, True)
+            if self.serving in self._there:
+                return Given(Choice(self.serving, self._there[self.serving]), False)
         elif self._since > self.options.interval and self.wanted == self.current:
             self._assess()
         return Given(self.current or self.wanted, False)
@@ -165,7 +158,9 @@ class Controller:
         if choice == self.wanted != self.current:
             self.current, self._begun = choice, self._clock()
             self._window.clear()
-            self._lateness.begin()
+            self._since = self._errors = 0
+            if not self._plan:
+                self.off &= {choice.model}
 
     def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None:
         """Of tokens, in the order in which they came: whether they left below their threshold. Of a
@@ -185,14 +180,25 @@ class Controller:
 
     def waited(self, model: str, seconds: float) -> None:
         """A request had its first token so many seconds after it came. Who came before what serves
-        was there, or while a model is evaluated, waited for that."""
+        was there, or while a model is evaluated, waited for that; unless what it waited since then
+        is more than the limit by itself."""
         serves = self.current is not None and self.wanted == self.current and not self._plan
         if not serves or model != self.current.model or model not in self.shares:
             return
-        if self._clock() - seconds < self._begun:
+        since = self._clock() - self._begun
+        if seconds > since and since <= self.objective.limits.get("ttft_p99", math.inf):
             return
         told = self.profiles[model].serving(self.shares[model], self.current.depth)
-        self._lateness.add(self.current, seconds, told)
+        self._lateness.add(self.current, min(seconds, since), told)
+
+    def failed(self, model: str) -> None:
+        """An answer that was not one of an evaluation ended in an error. As many of them as an
+        evaluation has prompts ask for one."""
+        if self._plan or self.current is None or self.current.model != model:
+            return
+        self._errors += 1
+        if self._errors >= self.options.prompts:
+            self._evaluate("answers end in errors")
 
     def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None:
         """A prompt of an evaluation was answered, as measured, its tokens by these exits."""
@@ -223,6 +229,8 @@ class Controller:
             return
         warnings.warn(f"{model!r} is evaluated no more: its answers end in errors", stacklevel=2)
         self.failing.add(model)
+        if self.current is not None and self.current.model == model:
+            self.current = None  # who comes waits for another one
         self.shares.pop(model, None)
         self.serving = None if self.serving == model else self.serving
         self._plan.pop(0)
@@ -327,7 +335,8 @@ class Controller:
     def _assess(self) -> None:
         """After an interval."""
         late = self._told(self.current)[0].ttft_p99
-        self._lateness.forget(late > self.objective.limits.get("ttft_p99", late))
+        limit = self.objective.limits.get("ttft_p99", math.inf)
+        self._lateness.forget(self.current, missed=late > limit)
         self._broken.pop(self.current, None)  # for all of the interval it was not
         if self._settled():
             self._since = 0
@@ -337,7 +346,7 @@ class Controller:
     def _evaluate(self, why: str) -> None:
         o, names = self.options, self._candidates()
         self._plan = [_Seen(name, o.prompts) for name in names]
-        self._since = 0
+        self._since = self._errors = 0
         self._want("evaluate", self._whole(names[0]), why)
 
     def _may_be_better(self, model: str) -> bool:
@@ -408,7 +417,8 @@ class Controller:
 
     def _calm(self, choice: Choice) -> bool:
         """Whether breaches are not to be expected, the less so the more often there were some."""
-        room = self.options.breaches / self.options.window * CALMER ** self._broken[choice]
+        room = self.options.breaches / self.options.window
+        room *= CALMER ** min(self._broken[choice], CALMEST)
         return breaches(self.shares[choice.model], choice.depth) <= room
 
     def _best(self, options: Sequence[Choice]) -> tuple[Choice, Telemetry, float]:
@@ -481,7 +491,8 @@ class Controller:
         self.wanted = choice
         if kind != "evaluate":
             off = choice.model in self.shares and self._told(choice)[1]
-            self.off = {choice.model} if off else set()
+            # Of another one that goes on until this is there nothing changes before it is.
+            self.off = self.off | {choice.model} if off else self.off - {choice.model}
             self.serving = choice.model
         self._window.clear()
         self.decisions.append(Decision(self._clock(), kind, choice, why, seconds, told))

@@ -39,6 +39,7 @@ class Policy(Protocol):
     def waited(self, model: str, seconds: float) -> None: ...
     def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None: ...
     def dropped(self, model: str, failed: bool = False) -> None: ...
+    def failed(self, model: str) -> None: ...
     def audited(self, model: str, low: float, high: float, best: float) -> None: ...
     def level(self, model: str, evaluated: bool = False) -> int: ...
 
@@ -217,6 +218,8 @@ class Dispatcher(abc.ABC):
         there."""
         self.controller.holds({name: part.depth for name, part in self.parts.items()}, self.held)
         current = self.controller.current
+        if current is None:
+            self._next = None
         if current is None or current.model not in self.parts:
             return
         full, fresh = False, sum(not job.moved for job in self._queue if job.objective is None)
@@ -279,6 +282,8 @@ class Dispatcher(abc.ABC):
                 self.controller.answered(job.model, job.telemetry, job.exits)
         elif job.evaluated:
             self.controller.dropped(job.model, failed)
+        elif failed:
+            self.controller.failed(job.model)
 
     def _measured(
         self, job: Job, beside: int, accuracy: float | None = None, energy: float | None = None

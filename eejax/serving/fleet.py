@@ -29,9 +29,9 @@ from eejax.inference.shaping import Shaping
 from eejax.inference.state import Request
 from eejax.models.config import ModelConfig
 from eejax.serving.auditor import Auditor
-from eejax.serving.audits import Verdict
-from eejax.serving.choices import Choice
-from eejax.serving.controller import STRICTEST, Controller, stricter
+from eejax.serving.audits import Audit, Verdict
+from eejax.serving.choices import STRICTEST, Choice, stricter
+from eejax.serving.controller import Controller
 from eejax.serving.dispatch import Dispatcher, Job
 from eejax.serving.energy import Meter
 from eejax.serving.loading import Loading
@@ -226,6 +226,12 @@ class Fleet(Dispatcher, Stepped):
         self._ended.append(Output(job.number, (), "cancelled"))
 
     @property
+    def settled(self) -> bool:
+        """Whether it is idle, and nothing is on its way to the device."""
+        coming = any(part.coming > part.depth for part in self.parts.values())
+        return self.idle and self._loading is None and not coming
+
+    @property
     def idle(self) -> bool:
         return not self._jobs and not self._ended and not self._to_audit
 
@@ -370,7 +376,7 @@ class Fleet(Dispatcher, Stepped):
         """What serves, or will first; with the decisions from number `since` on."""
         controller = self.controller
         model, depth = controller.current or controller.wanted
-        audit = self.audit(Choice(model, depth))
+        audit = self.audits.get((model, depth, controller.level(model)), Audit())
         return FleetReport(
             model, depth, self.members[model].config.stops[depth - 1],
             self.slots, controller.below_share, audit.share if audit.count else None,

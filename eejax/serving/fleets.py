@@ -228,6 +228,7 @@ def warm_up(member: Member, *, slots: Sequence[int], context: int, steps: int) -
         part.scheduler.submit([0], 2 * steps)
         part.step()
         part.grow(deeper)
+        part.scheduler.step()  # at the old depth, with the new slots
         part.exchange()
         part.run()
 

@@ -64,6 +64,9 @@ class Scripted:
     def dropped(self, model: str, failed: bool = False) -> None:
         pass
 
+    def failed(self, model: str) -> None:
+        pass
+
     def audited(self, model: str, low: float, high: float, best: float) -> None:
         pass
 

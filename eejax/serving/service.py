@@ -271,7 +271,7 @@ class Service:
 
     async def _launch(self) -> None:
         engine = _Engine(self._build, self.options.steps)
-        self._engine = engine
+        self._engine, self.report = engine, None
         loop = asyncio.get_running_loop()
         first, ended = loop.create_future(), loop.create_future()
 

@@ -18,8 +18,7 @@ import numpy as np
 
 from eejax.common.errors import require, require_count
 from eejax.serving.audits import Verdict
-from eejax.serving.choices import Choice, Profile
-from eejax.serving.controller import stricter
+from eejax.serving.choices import Choice, Profile, stricter
 from eejax.serving.dispatch import Dispatcher, Policy
 from eejax.serving.objectives import Telemetry
 from eejax.serving.pace import Pace
