@@ -198,7 +198,7 @@ def test_ticks_of_the_engine_are_those_of_stages_with_parts_of_one_length(subset
     assert ticks != pipelined(trace, part, times, cap=1).tolist()
 
 
-@pytest.mark.parametrize("cap", [3, 16])
+@pytest.mark.parametrize("cap", [3, pytest.param(16, marks=pytest.mark.slow)])
 def test_recomputing_takes_the_layers_that_the_engine_reports(subset, prompts, cap):
     p, config = subset((1, 3))
     g = Generator.make(p, config, EngineOptions("recompute", cap=cap, buckets=(2,)))

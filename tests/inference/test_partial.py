@@ -19,7 +19,7 @@ def model(subset):
     return subset((1, 2, 3))
 
 
-@pytest.mark.parametrize("slots", [3, (5, 4, 3, 2)])
+@pytest.mark.parametrize("slots", [pytest.param(3, marks=pytest.mark.slow), (5, 4, 3, 2)])
 def test_nobody_is_lost_while_it_grows_and_shrinks(model, prompts, slots):
     """All tokens leave by the first exit, so that they are the same at any depth."""
     p, config = model

@@ -379,6 +379,7 @@ def test_tasks_by_name(lm, own_tasks, small_run):
     assert found[0] != found[1]
 
 
+@pytest.mark.slow
 def test_the_launcher(own_tasks, lm, small_run, capsys, monkeypatch):
     call(
         "experiments.score_tasks", f"--model={small_run}", "--tasks=choice,whole,write",

@@ -49,7 +49,8 @@ def profile(model, scale: float) -> Profile:
     )
 
 
-@pytest.mark.parametrize("room", [1.0, 10.0])  # of the larger model: one at a time, or both
+# Of the larger model: one at a time, or both.
+@pytest.mark.parametrize("room", [1.0, pytest.param(10.0, marks=pytest.mark.slow)])
 def test_nobody_is_lost_while_models_and_depths_change(model, room):
     """Two models of the same weights, so that a text goes on alike wherever it goes; all tokens
     leave by the first exit. One counts as slow at first, and then as fast."""
@@ -124,7 +125,7 @@ def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, see
     fleet = Fleet(
         {"a": member, "b": member}, controller, slots={"a": slots, "b": slots}, context=96, steps=2
     )
-    texts = [model.tokenizer.encode(f"class C{i}(" + "y" * i).tolist() for i in range(30)]
+    texts = [model.tokenizer.encode(f"class C{i}(" + "y" * i).tolist() for i in range(16)]
     want = Generator.make(model.params, config, "posthoc").generate(
         texts, NEW, threshold=0.0, prefill_exit=True
     )
