@@ -280,13 +280,13 @@ class Controller:
 
     def _told(self, choice: Choice) -> tuple[Telemetry, bool]:
         """What a choice is expected to bring by itself, and whether without early exits: of a whole
-        model where a limit is missed by less then."""
+        model where that is better."""
         profile, shares = self.profiles[choice.model], self.shares[choice.model]
         told = self._scaled(choice, profile.serving(shares, choice.depth))
         if choice.depth == profile.exits:
             last = (*(0.0,) * (profile.exits - 1), 1.0)
             without = self._scaled(choice, profile.serving(last, choice.depth))
-            if self.objective.excess(without) < self.objective.excess(told):
+            if self.objective.rank(without) > self.objective.rank(told):
                 return without, True
         return told, False
 

@@ -456,6 +456,17 @@ def test_where_exits_are_too_often_wrong_none_is_taken():
     assert c.level("small", evaluated=True) == 0 and c.level("small") == STRICTEST
 
 
+def test_for_accuracy_alone_nobody_leaves_early():
+    """And of two whole models the faster one serves."""
+    shares = dict.fromkeys("ab", (0.6, 0.2, 0.1, 0.1))
+    world = World({"a": profile(2.0), "b": profile()}, shares, Objective.of("accuracy"))
+    for _ in range(20):
+        world.prompt()
+    c = world.controller
+    assert c.current == Choice("b", 4) and c.level("b") == STRICTEST
+    assert c.decisions[-1].told.accuracy == 1.0
+
+
 def test_a_mode_in_which_no_token_leaves_below_its_threshold():
     world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)}, greedy=False)
     for _ in range(300):
