@@ -19,7 +19,7 @@ import os
 
 from absl import flags
 
-from eejax.common.errors import ConfigError
+from eejax.common.errors import ConfigError, DataError
 from experiments import launch, prompt_files
 
 _MODEL = flags.DEFINE_multi_string(
@@ -179,6 +179,7 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
     from eejax.serving.answers import Defaults
     from eejax.serving.controller import ControllerOptions
     from eejax.serving.fleets import THRESHOLD, Aims, ServedFleet
+    from eejax.serving.objectives import METRICS
     from eejax.serving.repository import Repository
 
     for flag, least in ((_SHARDS, 1), (_DRAFTS, 0)):
@@ -189,14 +190,23 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
     if _BUDGET.value is not None:
         given["budget"] = size("budget", _BUDGET.value)
     limits = named("limits", "VALUE", _LIMITS.value)
-    limits = {name: launch.numbers("limits", [value])[0] for name, value in limits.items()}
-    with launch.flags_named({}):
+    try:
+        limits = {name: float(value) for name, value in limits.items()}
+    except ValueError as error:
+        told = ",".join(_LIMITS.value)
+        raise ConfigError(f"--limits = {told!r}: must be numbers ({error}).") from error
+    with launch.flags_named({f"limits.{metric}": f"limits: {metric}" for metric in METRICS}):
         aims = Aims(
             _OBJECTIVE.value, limits, ControllerOptions(**given), _REPOSITORY.value or ":memory:",
             **({} if _AUDITS.value is None else {"audits": _AUDITS.value}),
         )  # fmt: skip
-    if _REPOSITORY.value:  # told now, and not once models are measured
-        Repository(_REPOSITORY.value).close()
+    if _REPOSITORY.value is not None:  # told now, and not once models are measured
+        if not _REPOSITORY.value:
+            raise ConfigError("--repository = '': must name a file.")
+        try:
+            Repository(_REPOSITORY.value).close()
+        except DataError as error:
+            raise ConfigError(f"--repository: {error}") from error
     for name in models.keys() - thresholds:
         launch.say(f"{name}: no --thresholds: tokens leave at a confidence of {THRESHOLD:g}")
     prompts = prompt_files.texts("prompts", _PROMPTS.value) if _PROMPTS.value else ()

@@ -114,6 +114,19 @@ class Decision(NamedTuple):
     told: Telemetry | None = None
 
 
+@dataclasses.dataclass
+class Seen:
+    """An evaluation under way: of `left` prompts that are to be given, `open` to be answered."""
+
+    model: str
+    left: int
+    open: int = 0
+    failed: int = 0
+    begin: float = 0.0
+    answers: list[Telemetry] = dataclasses.field(default_factory=list)
+    exits: list[int] = dataclasses.field(default_factory=list)
+
+
 def stricter(threshold: float, level: int) -> float:
     """A threshold half as far from 1 with every level, and 1, at which no exit is taken, with
     `STRICTEST`."""

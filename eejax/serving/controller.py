@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from eejax.common.errors import ConfigError, DataError, require, require_count
-from eejax.serving.choices import STRICTEST, Choice, Decision, Given, Profile, breaches
+from eejax.serving.choices import STRICTEST, Choice, Decision, Given, Profile, Seen, breaches
 from eejax.serving.lateness import Lateness
 from eejax.serving.objectives import Objective, Telemetry
 from eejax.serving.repository import Evaluation, Repository
@@ -52,19 +52,6 @@ class ControllerOptions:
         require(self.budget > 0, "budget", self.budget, "must be more than 0")
 
 
-@dataclasses.dataclass
-class _Seen:
-    """An evaluation under way: of `left` prompts that are to be given, `open` to be answered."""
-
-    model: str
-    left: int
-    open: int = 0
-    failed: int = 0
-    begin: float = 0.0
-    answers: list[Telemetry] = dataclasses.field(default_factory=list)
-    exits: list[int] = dataclasses.field(default_factory=list)
-
-
 class Controller:
     """`choose` for every prompt; `tokens` and `answered` tell what became of them; `loaded` that
     what is wanted is there. `wanted` is what should be: the server loads and frees as it says, and
@@ -95,7 +82,7 @@ class Controller:
         self.least = dict.fromkeys(profiles, 1)  # depth, and
         self.strictness = dict.fromkeys(profiles, 0)  # of thresholds, as audits ask for
         self.off: set[str] = set()  # models whose exits a limit forbids
-        self.failing: set[str] = set()  # models whose answers end in errors
+        self.failing: set[str] = set()  # models that were given up
         self._there: Mapping[str, int] = {}
         self._held = self.options.tokens
         self._scale: dict[str, float] = {}  # energy as measured, over what the profile says, and
@@ -119,7 +106,7 @@ class Controller:
         self._since = 0  # prompts since the last decision, or since what serves is there
         self._errors = 0  # answers that ended so, since then
         self._broken: collections.Counter[Choice] = collections.Counter()  # times that was breached
-        self._plan: list[_Seen] = []
+        self._plan: list[Seen] = []
         self._evaluate("the server begins")
 
     @property
@@ -194,11 +181,38 @@ class Controller:
     def failed(self, model: str) -> None:
         """An answer that was not one of an evaluation ended in an error. As many of them as an
         evaluation has prompts ask for one."""
-        if self._plan or self.current is None or self.current.model != model:
-            return
-        self._errors += 1
-        if self._errors >= self.options.prompts:
-            self._evaluate("answers end in errors")
+        if self._plan and self._plan[0].model == model:
+            self._fails(self._plan[0])
+        elif not self._plan and self.current is not None and self.current.model == model:
+            self._errors += 1
+            if self._errors >= self.options.prompts:
+                self._evaluate("answers end in errors")
+
+    def _fails(self, seen: Seen) -> None:
+        seen.failed += 1
+        if seen.failed >= self.options.prompts:
+            self.gives_up(seen.model, "its answers end in errors")
+
+    def gives_up(self, model: str, why: str) -> bool:
+        """A model is neither evaluated nor served any more, if there is another: whether so."""
+        if len(self.failing | {model}) == len(self.profiles):
+            return False
+        warnings.warn(f"{model!r} is served no more: {why}", stacklevel=2)
+        self.failing.add(model)
+        if self.current is not None and self.current.model == model:
+            self.current = None  # who comes waits for another one
+        self.shares.pop(model, None)
+        self.serving = None if self.serving == model else self.serving
+        self._plan = [seen for seen in self._plan if seen.model != model]
+        if self.wanted.model != model:
+            return True
+        if self._plan:
+            self._want("evaluate", self._whole(self._plan[0].model), f"{model}: {why}")
+        elif self.shares:
+            self._serve()
+        else:
+            self._evaluate(f"{model}: {why}")
+        return True
 
     def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None:
         """A prompt of an evaluation was answered, as measured, its tokens by these exits."""
@@ -216,31 +230,14 @@ class Controller:
             self._evaluated(seen)
 
     def dropped(self, model: str, failed: bool = False) -> None:
-        """A prompt of an evaluation will not be answered: another one takes its place. Who has
-        `failed` to as often as an evaluation has prompts is evaluated no more, if there is
-        another."""
+        """A prompt of an evaluation will not be answered: another one takes its place. A model that
+        `failed` to, as often as an evaluation has prompts, is given up."""
         if not self._plan or self._plan[0].model != model or not self._plan[0].open:
             return
-        seen = self._plan[0]
-        seen.open -= 1
-        seen.left += 1
-        seen.failed += failed
-        if seen.failed < self.options.prompts or len(self.failing) + 1 == len(self.profiles):
-            return
-        warnings.warn(f"{model!r} is evaluated no more: its answers end in errors", stacklevel=2)
-        self.failing.add(model)
-        if self.current is not None and self.current.model == model:
-            self.current = None  # who comes waits for another one
-        self.shares.pop(model, None)
-        self.serving = None if self.serving == model else self.serving
-        self._plan.pop(0)
-        why = f"the answers of {model} end in errors"
-        if self._plan:
-            self._want("evaluate", self._whole(self._plan[0].model), why)
-        elif self.shares:
-            self._serve()
-        else:
-            self._evaluate(why)
+        self._plan[0].open -= 1
+        self._plan[0].left += 1
+        if failed:
+            self._fails(self._plan[0])
 
     def audited(self, model: str, low: float, high: float, best: float) -> None:
         """Answers of the model that serves were looked at again: the share of their tokens that are
@@ -345,7 +342,7 @@ class Controller:
 
     def _evaluate(self, why: str) -> None:
         o, names = self.options, self._candidates()
-        self._plan = [_Seen(name, o.prompts) for name in names]
+        self._plan = [Seen(name, o.prompts) for name in names]
         self._since = self._errors = 0
         self._want("evaluate", self._whole(names[0]), why)
 
@@ -359,7 +356,7 @@ class Controller:
         best = self.objective.rank(dataclasses.replace(first, accuracy=1.0))
         return best > (excess, score + self.options.gain)
 
-    def _evaluated(self, seen: _Seen) -> None:
+    def _evaluated(self, seen: Seen) -> None:
         profile, n = self.profiles[seen.model], len(seen.answers)
         mean = lambda name: sum(getattr(a, name) for a in seen.answers) / n
         told = Telemetry(*(mean(field.name) for field in dataclasses.fields(Telemetry)))

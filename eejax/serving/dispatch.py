@@ -40,6 +40,7 @@ class Policy(Protocol):
     def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None: ...
     def dropped(self, model: str, failed: bool = False) -> None: ...
     def failed(self, model: str) -> None: ...
+    def gives_up(self, model: str, why: str) -> bool: ...
     def audited(self, model: str, low: float, high: float, best: float) -> None: ...
     def level(self, model: str, evaluated: bool = False) -> int: ...
 
@@ -182,7 +183,13 @@ class Dispatcher(abc.ABC):
 
     def _await(self) -> None:
         loading, self._loading = self._loading, None
-        self.parts[loading.choice.model] = loading.result()
+        model = loading.choice.model
+        try:
+            self.parts[model] = loading.result()
+        except (RuntimeError, MemoryError) as error:  # there may be no room, whatever was counted
+            if not self.controller.gives_up(model, f"it cannot be loaded ({error})"):
+                raise
+            return
         self._arrived(loading)
 
     def _make_room(self, wanted: Choice) -> None:

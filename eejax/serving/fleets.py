@@ -149,7 +149,7 @@ def built(
         LEAST <= context <= most, "context", context, f"must be in {LEAST}..{most}, for all models"
     )
     budget = aims.options.budget
-    by_depth = {name: room(member, slots, context, budget) for name, member in members.items()}
+    by_depth = {name: room(m, slots, context, budget, name) for name, m in members.items()}
     if prompts:
         texts = encoded(prompts, tokenizer)
     else:
@@ -159,10 +159,13 @@ def built(
     new = max(min(32, context // 8), 1)
     texts = [text[: context // 2] for text in texts]  # there is room to go on
     batches = windows(texts, context)
-    profiles = {
-        name: measure(m, texts, batches, slots=by_depth[name], context=context, new=new)
-        for name, m in members.items()
-    }
+    profiles = {}
+    for name, m in members.items():
+        own = dict(slots=by_depth[name], context=context, new=new)
+        try:
+            profiles[name] = measure(m, texts, batches, **own)
+        except DataError as error:
+            raise DataError(f"{name}: {error}") from error
 
     def fleet(steps: int) -> Fleet:
         for name, member in members.items():
@@ -188,7 +191,9 @@ def built(
     return Built(None, deepest, tokenizer, template, fleet)
 
 
-def room(member: Member, slots: int, context: int, budget: float) -> tuple[int, ...]:
+def room(
+    member: Member, slots: int, context: int, budget: float, name: str = "model"
+) -> tuple[int, ...]:
     """Up to so many slots of a model at each of its depths, none more than at the one before.
     Raises ConfigError where the budget does not hold the whole model with one."""
     options = dataclasses.replace(member.options, grows=True)
@@ -202,7 +207,14 @@ def room(member: Member, slots: int, context: int, budget: float) -> tuple[int, 
         options = dataclasses.replace(member.options, grows=True).of_slots(1)
         found = [min(fit(depth, options), 1) for depth in range(1, member.config.n_exits + 2)]
     found = tuple(np.minimum.accumulate(found).tolist())
-    require(found[-1] > 0, "budget", budget, "holds no whole model with one request", "Give more.")
+    if not found[-1]:
+        options = dataclasses.replace(member.options, grows=True).of_slots(1)
+        depth = member.config.n_exits + 1
+        least = capacity.engine_bytes(member.config, options, depth, context, 1)
+        raise ConfigError(
+            f"budget = {budget:g}: must be {least:g} bytes at least, which the whole of {name} "
+            "takes with one request."
+        )
     return found
 
 

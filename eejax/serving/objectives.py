@@ -91,7 +91,8 @@ class Objective:
         worst = 0.0
         for metric, limit in self.limits.items():
             value = max(getattr(telemetry, metric), 1e-12)
-            worst = max(worst, math.log(limit / value if metric in MORE else value / limit))
+            over = math.log(value) - math.log(limit)
+            worst = max(worst, -over if metric in MORE else over)
         return worst
 
     def rank(self, telemetry: Telemetry) -> tuple[float, float]:

@@ -67,6 +67,9 @@ class Scripted:
     def failed(self, model: str) -> None:
         pass
 
+    def gives_up(self, model: str, why: str) -> bool:
+        return False
+
     def audited(self, model: str, low: float, high: float, best: float) -> None:
         pass
 

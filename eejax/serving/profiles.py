@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from eejax import calibration
-from eejax.common.errors import require
+from eejax.common.errors import DataError, require
 from eejax.common.trees import nbytes
 from eejax.inference import state as s
 from eejax.inference.partial import PartialModel
@@ -32,6 +32,7 @@ def measure(
     counted on `batches`, as those of `calibration.score`.
 
     Energy is not measured: of a token in a segment it is the multiplications of its layers, twice.
+    Raises DataError for a model whose logits are not finite.
     """
     require(len(texts) > 0, "texts", texts, "must be one at least")
     n = member.config.n_exits + 1
@@ -124,5 +125,7 @@ class _Depth:
                     count += 1
             if decoded is None and len(begun) == slots:
                 decoded = clock()
+        if decoded is None:
+            raise DataError("its answers are no numbers: look for NaN in its parameters.")
         self.token = (clock() - decoded) / max(count, 1)
         self.reach = np.cumsum(exits[::-1])[::-1] / max(count, 1)

@@ -371,7 +371,7 @@ def test_nobody_is_given_to_a_model_that_fails():
     world = World({"a": profile(), "b": profile(2.0)}, shares)
     c = world.controller
     c.loaded(c.wanted)
-    with pytest.warns(UserWarning, match="'a' is evaluated no more"):
+    with pytest.warns(UserWarning, match="'a' is served no more"):
         for _ in range(5):
             assert c.choose() == (Choice("a", 4), True)
             c.dropped("a", failed=True)

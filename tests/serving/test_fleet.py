@@ -392,7 +392,7 @@ def test_a_model_whose_answers_are_no_numbers_is_left_alone(model):
     fleet.members["a"] = dataclasses.replace(fleet.members["a"], params=broken)
     ends, made = [], fleet._made
     fleet._made = lambda choice: (time.sleep(2.0), made(choice))[1]  # as if it were large
-    with pytest.warns(UserWarning, match="'a' is evaluated no more: its answers end in errors"):
+    with pytest.warns(UserWarning, match="'a' is served no more: its answers end in errors"):
         for i in range(30):
             fleet.submit(model.tokenizer.encode(f"y{i}").tolist(), NEW)
         ends += [o.finish for o in fleet.run() if o.finish]
@@ -400,6 +400,31 @@ def test_a_model_whose_answers_are_no_numbers_is_left_alone(model):
     assert 2 <= ends.count("error") < 10 and "length" not in ends[: ends.count("error")]
     assert {*ends} == {"error", "length"} and len(ends) == 30
     assert controller.current.model == "b" and controller.failing == {"a"}
+
+
+@pytest.mark.parametrize("lost", "ab")  # the first one that is evaluated, and the second
+def test_a_model_that_cannot_be_loaded_is_left_alone(model, lost):
+    """As where there is less room on the device than was thought."""
+    fleet, controller = fleet_of(model, "ab", prompts=2, interval=8)
+    made = fleet._made
+
+    def fails(choice):
+        if choice.model in (lost, "m"):
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return made(choice)
+
+    fleet._made = fails
+    with pytest.warns(UserWarning, match=f"'{lost}' is served no more: it cannot be loaded"):
+        for i in range(20):
+            fleet.submit(model.tokenizer.encode(f"w{i}").tolist(), NEW)
+        ends = [o.finish for o in fleet.run() if o.finish]
+    assert ends == ["length"] * 20 and controller.failing == {lost}
+    assert {change.choice.model for change in fleet.changes} == {"a", "b"} - {lost}
+    fleet, _ = fleet_of(model)
+    fleet._made = fails
+    fleet.submit([1, 2], NEW)
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):  # there is no other
+        fleet.run()
 
 
 def test_shaping_that_no_member_takes_is_told_at_once(model):

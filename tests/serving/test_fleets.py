@@ -314,6 +314,16 @@ def test_the_launcher_serves_runs_as_one(small_run, tmp_path):
         (["--objective=energy", "--limits=speed=1"], "limits = 'speed': must be of throughput"),
         (["--objective=energy", "--drafts=2"], "--drafts = 2: does not go with --objective"),
         (["--objective=energy", "--budget=much"], "--budget = 'much': must be a number of bytes"),
+        (
+            ["--objective=energy", "--limits=accuracy=2"],
+            "--limits: accuracy = 2.0: must be",
+        ),
+        (["--objective=energy", "--limits=memory=1G"], "--limits = 'memory=1G': must be numbers"),
+        (["--objective=energy", "--repository="], "--repository = '': must name a file"),
+        (
+            ["--objective=energy", "--repository=/etc/passwd"],
+            "--repository: /etc/passwd: cannot be",
+        ),
         (["--objective=energy", "--prompts=/none"], "--prompts = '/none': cannot be read"),
     ],
 )
@@ -383,8 +393,22 @@ def test_slots_by_what_a_budget_holds():
     )
     few = room(whole)
     assert few[0] > few[1] == 4
-    with pytest.raises(ConfigError, match="budget = 1000.0: holds no whole model"):
+    with pytest.raises(
+        ConfigError, match="budget = 1000: must be .* which the whole of model"
+    ) as e:
         room(1000.0)
+    least = float(re.search(r"must be (\S+) bytes", str(e.value))[1])
+    assert room(1.001 * least)[-1] == 1
+
+
+def test_a_member_whose_answers_are_no_numbers_is_named():
+    members = TinyFleet().members()
+    broken = jax.tree.map(
+        lambda a: np.full_like(a, np.nan), jax.device_get(members["small"].params)
+    )
+    members["small"] = dataclasses.replace(members["small"], params=broken)
+    with pytest.raises(DataError, match="small: its answers are no numbers"):
+        fleets.built(members, ByteTokenizer(), fleets.Aims(), slots=2, prompts=("hello there",))
 
 
 def test_texts_are_cut_into_windows():
