@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 
 import pytest
 from controlled import THROUGHPUT, World, profile, telemetry
@@ -313,125 +312,6 @@ def test_what_is_breached_again_and_again_is_not_taken_again_and_again():
     # Once all tokens leave by the first exit it is taken all the same.
     sure = (0.9, 0.04, 0.03, 0.03)
     assert prompts(100, rough=False)[-1] == ("serve", 1)
-
-
-def test_first_tokens_may_not_come_too_late():
-    """All but one in a hundred, as they were served: what is ahead of them is done sooner with less
-    loaded. What was too slow is tried again, ever more rarely."""
-
-    def depths(prompts: int, **limits) -> list[int]:
-        goal, shares = Objective.of("accuracy", **limits), {"m": (0.6, 0.2, 0.1, 0.1)}
-        world = World({"m": profile()}, shares, goal, interval=60, breaches=100)
-        for _ in range(prompts):
-            choice = world.prompt()
-            world.controller.waited("m", 2.0 if choice.depth == 4 else 0.1)
-        told = world.controller.decisions
-        assert told[1].told.ttft_p99 == pytest.approx(0.04)  # nobody was served yet
-        return [d.choice.depth for d in told if d.kind == "serve"]
-
-    assert {*depths(60 * 10)} == {4}
-    assert {*depths(60 * 10, ttft_p99=2.5)} == {4}
-    found = depths(60 * 80, ttft_p99=1.0)
-    # The tokens that were ahead of those who waited for two seconds would take 1.16 with depth 1.
-    assert found[:4] == [4, 1, 3, 3]
-    slow = [i for i, depth in enumerate(found) if depth == 4]
-    assert 4 < len(slow) < 9
-    gaps = [b - a for a, b in itertools.pairwise(slow)]
-    assert gaps == sorted(gaps) and gaps[-1] >= 2 * gaps[0]
-
-
-def test_who_waited_for_something_else_says_nothing():
-    world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)}, Objective.of("accuracy"))
-    c = world.controller
-    for _ in range(40):
-        world.prompt()
-        c.waited("m", world.time - c._begun + 0.5)  # came before what serves
-        c.waited("other", 9.0)
-    c._evaluate("now")
-    assert c.decisions[-2].told.ttft_p99 == pytest.approx(0.04)
-    for _ in range(6):
-        c.waited("m", 9.0)  # of an evaluation
-        world.prompt()
-    assert c.decisions[-1].told.ttft_p99 == pytest.approx(0.04)
-
-
-def test_a_queue_that_only_grows_is_seen():
-    """Everybody came before what serves was there, and waits for far longer than the limit."""
-    goal = Objective.of("accuracy", ttft_p99=10.0)
-    world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)}, goal, interval=60, breaches=100)
-    for _ in range(200):
-        world.prompt()
-        world.controller.waited("m", 150.0)
-    served = [d.choice.depth for d in world.controller.decisions if d.kind == "serve"]
-    assert served[0] == 4 and served[1] == 1
-
-
-def test_nobody_is_given_to_a_model_that_fails():
-    shares = dict.fromkeys("ab", (0.6, 0.2, 0.1, 0.1))
-    world = World({"a": profile(), "b": profile(2.0)}, shares)
-    c = world.controller
-    c.loaded(c.wanted)
-    with pytest.warns(UserWarning, match="'a' is served no more"):
-        for _ in range(5):
-            assert c.choose() == (Choice("a", 4), True)
-            c.dropped("a", failed=True)
-    assert c.current is None and c.wanted == Choice("b", 4)
-    for _ in range(6):
-        world.prompt()
-    assert world.served[-1] == Choice("b", 1) and "a" not in c._candidates()
-    for _ in range(5):
-        assert not c.evaluating
-        c.failed("b")  # which served well before
-    assert c.evaluating and c.decisions[-1].why == "answers end in errors"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it is the last one
-        c.loaded(c.wanted)
-        for _ in range(20):
-            assert c.choose().choice.model == "b"
-            c.dropped("b", failed=True)
-
-
-def test_a_limit_holds_for_who_serves_until_another_one_is_there():
-    wrong = dict(sure=(0.8, 0.8, 0.8, 1.0))
-    goal = Objective.of("throughput", accuracy=0.95)
-    profiles = {"a": profile(**wrong), "b": profile(3.0, **wrong)}
-    world = World(profiles, dict.fromkeys("ab", (0.6, 0.2, 0.1, 0.1)), goal)
-    c = world.controller
-    for _ in range(12):
-        world.prompt()
-    assert c.current == Choice("a", 4) and c.level("a") == STRICTEST
-    c._want("switch", Choice("b", 4), "for the test")
-    assert c.level("a") == STRICTEST and c.level("b") == STRICTEST
-    c.loaded(c.wanted)
-    assert c.level("a") == 0 and c.level("b") == STRICTEST
-
-
-def test_between_two_evaluations_who_served_goes_on():
-    """And what takes long to load is not assessed for the prompts that others served meanwhile."""
-    shares = dict.fromkeys("abc", (0.6, 0.2, 0.1, 0.1))
-    profiles = {"a": profile(1.0), "b": profile(0.9), "c": profile(0.95)}
-    world = World(profiles, shares, candidates=3, interval=20)
-    c = world.controller
-    while c.serving is None:
-        world.prompt()
-    c.serving = "a"
-    c._want("serve", Choice("a", 1), "for the test")
-    c.loaded(c.wanted)
-    c._evaluate("for the test")
-    assert [seen.model for seen in c._plan] == ["b", "c", "a"]
-    c.holds({"a": 1, "b": 4}, 0)
-    c.loaded(c.wanted)
-    for _ in range(5):
-        assert c.choose() == (Choice("b", 4), True)
-        c.answered("b", profiles["b"].serving(shares["b"], 4), [0] * 10)
-    assert c.wanted == Choice("c", 4) and c.choose() == (Choice("a", 1), False)
-    c._plan = []
-    c._want("switch", Choice("c", 1), "for the test")
-    for _ in range(30):
-        assert not c.choose().evaluated
-    c.loaded(c.wanted)
-    c.choose()
-    assert not c.evaluating
 
 
 def test_where_exits_are_too_often_wrong_none_is_taken():
