@@ -1,11 +1,11 @@
 """How long a step of a batch takes: a model of it by rows, for the simulator of serving.
 
 A step takes, of each loaded segment that anybody goes through, a part that is the same however many
-do, and a part for each row. Rows are the tokens that go through, and those of their own texts that
-had left before the segment, whose keys and values are made up for then. `batch_simulator` takes the
-engine's own decisions and is right to the row; here rows that would have fitted into a bucket are
-not taken along before they have to go. In return a thousand prompts take a second, and nothing is
-measured beyond the profiles that the controller has; what `batch_costs` measures can be used.
+do, a part for each row, and one for each few rows of a text, as attention takes them together. Rows
+are the tokens that go through, and those of their own texts that had left before the segment, whose
+keys and values are made up for then. Who goes when is as in `batch_simulator`, which takes the
+engine's own decisions, but for rows that only ride along where all slots run in place, and drafts,
+which there are none of. In return a thousand prompts take a second.
 """
 
 from __future__ import annotations
@@ -17,67 +17,75 @@ from typing import Any
 import numpy as np
 
 from eejax.common.errors import require, require_count
-from eejax.serving.choices import Profile
-
-FIXED = 0.8  # of the time of a full step; by what a fleet of eight slots on a CPU took
+from eejax.inference.batched import PROMPT_SPAN, SPAN
 
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
     """Seconds of a model's steps. step: of one that runs nothing; rows [e][k]: of a segment with
-    k + 1 rows, those beyond the last in proportion to it; chunk [e]: of a chunk of `tokens` tokens
-    of prompts through a segment, however many there are."""
+    k + 1 rows, of which there are more if they are of one text alone, and take in proportion to the
+    last; chunk [e]: of a chunk of `tokens` tokens of prompts through a segment, however many there
+    are; spans, chunk_spans [e]: of up to SPAN rows of a text, and PROMPT_SPAN of a prompt, beside
+    those; in_place [e]: of one row of each of all texts, where they need not be packed."""
 
     step: float
     rows: tuple[tuple[float, ...], ...]
     chunk: tuple[float, ...]
     tokens: int = 64
+    spans: tuple[float, ...] = ()
+    chunk_spans: tuple[float, ...] = ()
+    in_place: tuple[float, ...] = ()
 
     def __post_init__(self):
         require_count("tokens", self.tokens)
-        numbers = [self.step, *self.chunk, *(s for row in self.rows for s in row)]
+        n = len(self.rows)
+        more = [self.spans, self.chunk_spans, self.in_place]
+        numbers = [self.step, *(s for part in (self.chunk, *self.rows, *more) for s in part)]
         good = all(np.isfinite(s) and s >= 0 for s in numbers) and all(map(len, self.rows))
         require(
-            good and len(self.rows) == len(self.chunk) > 0, "pace", self,
-            "must be seconds, of as many segments of rows as of chunks",
+            good and len(self.chunk) == n > 0 and {*map(len, more)} <= {0, n}, "pace", self,
+            "must be seconds, of as many segments of rows as of anything else",
         )  # fmt: skip
 
-    @classmethod
-    def of(cls, profile: Profile, slots: int, fixed: float = FIXED, tokens: int = 64) -> Pace:
-        """By a profile, whose seconds were measured with all `slots` taken and nobody leaving.
-        fixed: share of such a step that takes as long for fewer. A prompt's tokens are rows as
-        others are."""
-        require_count("slots", slots)
-        require(0 <= fixed <= 1, "fixed", fixed, "must lie in [0, 1]")
-        seconds = lambda s, k: s * (slots * fixed + k * (1 - fixed))
-        rows = tuple(
-            tuple(seconds(s, k + 1) for k in range(slots)) for s in profile.seconds
-        )  # fmt: skip
-        return cls(0.0, rows, tuple(seconds(s, tokens) for s in profile.seconds), tokens)
+    @property
+    def most(self) -> int:
+        """Rows that go through a segment in a step."""
+        return len(self.rows[0])
 
     @classmethod
-    def of_costs(cls, costs: Any, slots: int, buckets: Sequence[int], tokens: int) -> Pace:
+    def of(cls, costs: Any, buckets: Sequence[int], tokens: int) -> Pace:
         """By what `batch_costs.measure` found of an engine of all segments: so many rows run in the
         smallest bucket that holds them, or, one of each slot, in place."""
         total = sum(costs.depths)
         ways = [*zip(buckets, costs.layer[1:], costs.look[1:], strict=True)]
 
-        def seconds(depth: int, k: int) -> float:
-            # Packed rows are of so many spans: those of a text that had waited share one.
-            span = costs.span * min(k, slots)
-            found = [depth * (layer + span) + look for b, layer, look in ways if b >= k][:1]
-            if k <= slots:
-                found.append(depth * costs.layer[0] + costs.look[0])
-            return min(found)
+        def packed(depth: int, k: int) -> float:
+            return next(depth * layer + look for bucket, layer, look in ways if bucket >= k)
 
-        most = max(slots, *buckets)
-        rows = tuple(tuple(seconds(d, k + 1) for k in range(most)) for d in costs.depths)
-        chunk = tuple((costs.chunk + costs.chunk_span) * d / total for d in costs.depths)
-        return cls(costs.sweep, rows, chunk, tokens)
+        shared = lambda seconds: tuple(seconds * d / total for d in costs.depths)
+        return cls(
+            costs.sweep,
+            tuple(tuple(packed(d, k + 1) for k in range(buckets[-1])) for d in costs.depths),
+            shared(costs.chunk),
+            tokens,
+            spans=tuple(d * costs.span for d in costs.depths),
+            chunk_spans=shared(costs.chunk_span),
+            in_place=tuple(d * costs.layer[0] + costs.look[0] for d in costs.depths),
+        )
 
-    def seconds(self, e: int, k: int) -> float:
-        """Of segment e with k rows."""
-        row = self.rows[e]
+    def seconds(self, e: int, counts: Sequence[int]) -> float:
+        """Of segment e with so many rows of each text."""
+        k, row = sum(counts), self.rows[e]
         if not k:
             return 0.0
-        return row[k - 1] if k <= len(row) else row[-1] * k / len(row)
+        found = row[k - 1] if k <= len(row) else row[-1] * k / len(row)
+        if self.spans:
+            found += self.spans[e] * sum(-(-count // SPAN) for count in counts)
+        if self.in_place and max(counts) == 1:
+            found = min(found, self.in_place[e])
+        return found
+
+    def reading(self, counts: Sequence[int], depth: int) -> float:
+        """Of a chunk with so many tokens of each prompt, through so many segments."""
+        spans = sum(-(-count // PROMPT_SPAN) for count in counts)
+        return sum(self.chunk[:depth]) + spans * sum(self.chunk_spans[:depth])

@@ -19,8 +19,9 @@ Leaving = Callable[[int, int], tuple[list, list]]
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Prompt(Job):
     """A prompt on its way. part: that has it; todo: tokens that its model has yet to read before it
-    writes; done: that it wrote, of which `told` were read off calls; left [e]: that wait before
-    each segment; agree: tokens that agree with the whole model."""
+    writes; done: that it wrote, of which `told` were read off calls; left [e]: that have yet to go
+    through each segment; stage: before which the next token stands, since that step; agree: tokens
+    that agree with the whole model."""
 
     number: int
     part: Part | None = None
@@ -28,6 +29,8 @@ class Prompt(Job):
     done: int = 0
     told: int = 0
     left: list[int] = dataclasses.field(default_factory=list)
+    stage: int = 0
+    since: int = 0
     agree: int = 0
 
 
@@ -52,6 +55,7 @@ class Part:
         self.waiting: collections.deque[Prompt] = collections.deque()
         self.calls: collections.deque[Call] = collections.deque()
         self._trace, self._leaving, self._steps, self._cap = trace, leaving, steps, cap
+        self._clock = 0  # steps so far
 
     @property
     def slots(self) -> int:
@@ -95,7 +99,8 @@ class Part:
         new = slice(self.depth, self.coming)
         self.flops += held * sum(self.profile.energy[new])
         for job in self.jobs:
-            job.left += [0] * (self.coming - self.depth)
+            # Who has yet to come to the end has nothing there to go on from.
+            job.left += [job.left[-1]] * (self.coming - self.depth)
         self.depth = self.coming
         return held * sum(self.profile.rebuild[new])
 
@@ -108,6 +113,7 @@ class Part:
     def _read_anew(self, job: Prompt) -> None:
         job.todo = int(self._trace.prompts[job.number]) + job.done
         job.left = [0] * self.depth
+        job.stage, job.since = 0, self._clock
 
     def join(self) -> None:
         while self.waiting and len(self.jobs) < self.slots:
@@ -131,36 +137,66 @@ class Part:
         return Call(end, brought)
 
     def _step(self, live: list[tuple[Prompt, list, list]]) -> float:
-        """Seconds of a step, which brings each a token, but for those whose texts are still read:
-        of those together a chunk, first who came first."""
-        rows, room = [0] * self.depth, self.pace.tokens
+        """Seconds of a step, which brings each a token, but for those that a segment has no room
+        for, and those whose texts are still read: of these together a chunk, first who came
+        first."""
         reading = [row for row in live if row[0].todo]
-        for job, exits, below in live:
-            if not job.todo:
-                e = self._write(job, exits, below)
-                last = e if job.left[-1] < self._cap else self.depth - 1
-                for s in range(self.depth):
-                    if s <= last:
-                        rows[s] += 1 + job.left[s]
-                        job.left[s] = 0
-                    else:
-                        job.left[s] += 1
+        seconds = self.pace.step
+        for s in range(self.depth):
+            counts = self._go([row for row in live if self._decodes(row[0])], s)
+            seconds += self.pace.seconds(s, counts)
+            self.flops += sum(counts) * self.profile.energy[s]
+        for job, _, _ in live:
+            job.stage = max(job.stage, 0)  # the next one
+        chunk, room = [], self.pace.tokens
         for job, exits, below in reading:
-            taken = min(room, job.todo)
-            room, job.todo = room - taken, job.todo - taken
+            chunk.append(min(room, job.todo))
+            room, job.todo = room - chunk[-1], job.todo - chunk[-1]
             if not job.todo:
                 self._write(job, exits, below)
-        seconds = self.pace.step + sum(self.pace.seconds(s, k) for s, k in enumerate(rows))
-        if reading:
-            seconds += sum(self.pace.chunk[: self.depth])
-        self.flops += sum(k * f for k, f in zip(rows, self.profile.energy, strict=False))
-        return seconds
+                job.since = self._clock
+        self._clock += 1
+        return seconds + (self.pace.reading(chunk, self.depth) if chunk else 0.0)
 
-    def _write(self, job: Prompt, exits: list[int], below: list[bool]) -> int:
-        """A token: by which exit."""
+    def _decodes(self, job: Prompt) -> bool:
+        return not job.todo and job.done < self._trace.new
+
+    def _go(self, live: list[tuple[Prompt, list, list]], s: int) -> list[int]:
+        """Rows of texts that go through a segment: of tokens that stand before it, with those that
+        wait there, and of those that may wait no longer. Who waited longest goes first."""
+        counts, room = [], self.pace.most
+        for job, exits, below in sorted(live, key=lambda row: row[0].since):
+            full = job.left[-1] >= self._cap
+            stands = job.stage == s and not (full and s == 0)  # they go deeper before one begins
+            # Of those that wait, some may have yet to come here.
+            behind = job.left[s - 1] if s else 0
+            count = stands + job.left[s] - behind
+            if not count or not (stands or full):
+                continue
+            if counts and count > room:
+                room = 0  # nobody overtakes
+                continue
+            counts.append(count)
+            room -= count
+            job.left[s] = behind
+            if not stands:
+                continue
+            job.since = self._clock
+            if self._by(job) > s:
+                job.stage = s + 1
+                continue
+            self._write(job, exits, below)
+            job.stage = -1  # until the next step
+            for deeper in range(s + 1, self.depth):
+                job.left[deeper] += 1
+        return counts
+
+    def _by(self, job: Prompt) -> int:
+        """The exit of a text's next token."""
+        return self._leaving(self.depth, job.strictness[1])[0][job.number][job.done]
+
+    def _write(self, job: Prompt, exits: list[int], below: list[bool]) -> None:
         by, low = self._leaving(self.depth, job.strictness[1])
-        e = by[job.number][job.done]
-        exits.append(e)
+        exits.append(by[job.number][job.done])
         below.append(low[job.number][job.done])
         job.done += 1
-        return e

@@ -283,7 +283,8 @@ class _Server(Dispatcher):
     def _judge(self, job: Prompt) -> Verdict:
         part = self.parts[job.model]
         length = int(self.trace.models[job.model].prompts[job.number]) + job.told
-        seconds = length / part.pace.tokens * sum(part.pace.chunk)
+        pace = part.pace
+        seconds = length / pace.tokens * pace.reading([pace.tokens], len(pace.rows))
         self.now = self.device = max(self.now, self.device) + seconds
         return Verdict(np.arange(job.told) < job.agree, np.zeros(job.told))
 

@@ -169,7 +169,7 @@ def paces(measured: Measured) -> dict[str, Any]:
     fields, found = {f.name for f in dataclasses.fields(Costs)}, {}
     for name, own in measured.costs.items():
         told = {k: tuple(v) if isinstance(v, list) else v for k, v in own.items() if k in fields}
-        found[name] = Pace.of_costs(Costs(**told), measured.slots, own["buckets"], own["tokens"])
+        found[name] = Pace.of(Costs(**told), own["buckets"], own["tokens"])
     return found
 
 

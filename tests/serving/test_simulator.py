@@ -12,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eejax.common.errors import ConfigError
+from eejax.inference import batch_simulator
 from eejax.inference.batch_simulator import Costs
+from eejax.inference.batched import PROMPT_SPAN, SPAN
+from eejax.inference.packing import Plan
 from eejax.serving import policies
 from eejax.serving.choices import Choice, Profile
 from eejax.serving.controller import Controller, ControllerOptions
@@ -21,6 +24,7 @@ from eejax.serving.pace import Pace
 from eejax.serving.policies import Scripted, choices_of, fixed
 from eejax.serving.repository import Repository
 from eejax.serving.simulated import Live, show_errors, validate
+from eejax.serving.simulated_parts import Part, Prompt
 from eejax.serving.simulator import Setting, simulate
 from eejax.serving.traces import ModelTrace, Trace
 
@@ -110,9 +114,9 @@ def test_arrivals_are_waited_for_and_the_cap_is_kept():
     got = run(t, fixed("small", 3), setting=Setting(slots=2, steps=1, arrivals=(100.0, 200.0)))
     np.testing.assert_allclose(got.first, [100.75, 200.75])
     np.testing.assert_allclose(got.ended - got.first, [5.0, 5.0])
-    # With two waiting the next one goes through all: 1, 1 and 1 + 3 + 3 of each three.
+    # Two that wait go through all before another begins: 1, then 1 + 2 + 2.
     got = run(t, fixed("small", 3), setting=Setting(slots=1, steps=1, cap=2, free=True))
-    np.testing.assert_allclose(got.ended - got.first, [1 + 1 + 7 + 1 + 1] * 2)
+    np.testing.assert_allclose(got.ended - got.first, [1 + 5 + 1 + 5 + 1] * 2)
     with pytest.raises(ConfigError, match="arrivals"):
         run(t, fixed("small", 3), setting=Setting(arrivals=(1.0,)))
 
@@ -332,23 +336,77 @@ def test_nobody_is_lost_and_time_goes_on(seed, slots, steps, clients, open_loop,
 
 
 def test_paces():
-    p = profile(n=2, seconds=(1.0, 2.0))
-    got = Pace.of(p, 4, fixed=0.5, tokens=10)
-    # All four: 4 seconds; one: half of that, and half a second.
-    assert got.rows[0] == (2.5, 3.0, 3.5, 4.0) and got.rows[1] == (5.0, 6.0, 7.0, 8.0)
-    assert got.chunk == (2.0 + 5.0, 4.0 + 10.0)
-    assert got.seconds(0, 0) == 0.0 and got.seconds(0, 8) == 8.0
-    costs = Costs(0.1, (3.0, 1.0, 4.0), (0.0, 0.5, 1.0), 0.0, 6.0, 0.0, (1, 2))
-    got = Pace.of_costs(costs, 3, (2, 8), 64)
-    assert got.step == 0.1 and got.chunk == (2.0, 4.0)
-    assert got.rows[0] == (1.5, 1.5, 3.0, *(5.0,) * 5) and got.rows[1][:3] == (2.5, 2.5, 6.0)
-    got = Pace.of_costs(dataclasses.replace(costs, span=0.75), 3, (2, 8), 64)
-    # One span, then two; three rows are as fast in place. Behind that all three texts have some.
-    assert got.rows[0] == (2.25, 3.0, 3.0, *(5.0 + 3 * 0.75,) * 5)
+    costs = Costs(0.1, (3.0, 1.0, 4.0), (0.0, 0.5, 1.0), 0.75, 6.0, 3.0, (1, 2))
+    got = Pace.of(costs, (2, 8), 64)
+    assert got.seconds(0, []) == 0.0 and got.seconds(0, [16]) == 10.0 + 4 * 0.75
+    assert got.step == 0.1 and got.chunk == (2.0, 4.0) and got.most == 8
+    assert got.rows[0] == (1.5, 1.5, *(5.0,) * 6) and got.rows[1][:3] == (2.5, 2.5, 9.0)
+    # One span, then two; three rows are faster in place, unless two of them are of one text.
+    assert [got.seconds(0, [1] * k) for k in (1, 2, 3)] == [2.25, 3.0, 3.0]
+    assert got.seconds(0, [2, 1]) == 5.0 + 2 * 0.75 and got.seconds(0, [5]) == 5.0 + 2 * 0.75
+    # Of a chunk's spans, 32 tokens each, two are of the first prompt.
+    assert got.reading([33, 31], 1) == 2.0 + 3 * 1.0 and got.reading([64], 2) == 6.0 + 2 * 3.0
     with pytest.raises(ConfigError, match="pace"):
         Pace(0.0, ((1.0,),), (1.0, 2.0))
-    with pytest.raises(ConfigError, match="fixed = 2"):
-        Pace.of(p, 4, fixed=2.0)
+
+
+@given(data=st.data())
+def test_steps_take_what_the_engines_own_decisions_do(data):
+    """Texts of one batch, always packed: tokens come when `batch_simulator` has them come."""
+    draw = data.draw
+    n, slots, cap = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    buckets = (draw(st.integers(1, 4)), draw(st.integers(5, 9)))
+    chunk, new = draw(st.integers(1, 12)), draw(st.integers(1, 8))
+    exits = draw(st.lists(
+        st.lists(st.integers(0, n - 1), min_size=new, max_size=new), min_size=slots,
+        max_size=slots))  # fmt: skip
+    prompts = draw(st.lists(st.integers(1, 40), min_size=slots, max_size=slots))
+    depths = tuple(draw(st.lists(st.integers(1, 3), min_size=n, max_size=n)))
+    costs = Costs(0.5, (1e6, 1.0, 1.75), (1e6, 0.25, 0.5), 0.125, 3.0, 0.0625, depths)
+    plan = Plan.make(n, slots, buckets, seconds=(np.full(n, 1e9), np.zeros((n, 2)), np.zeros(n)))
+    requests = [
+        batch_simulator.Trace(p, tuple(e), (True,) * new)
+        for p, e in zip(prompts, exits, strict=True)
+    ]
+    asked = batch_simulator.simulate(
+        requests, plan, costs, slots=slots, buckets=buckets, cap=cap, drafts=0, chunk=chunk,
+        span=SPAN, prompt_span=PROMPT_SPAN,
+    )  # fmt: skip
+    part = Part(
+        model(exits, prompts, n=n), profile(n=n), Pace.of(costs, buckets, chunk),
+        lambda depth, strict: (exits, np.zeros_like(exits).tolist()), depth=n,
+        slots=(slots,) * n, steps=1, cap=cap,
+    )  # fmt: skip
+    jobs = [Prompt(number=i, order=(0, i), came=0.0, part=part) for i in range(slots)]
+    part.waiting.extend(jobs)
+    part.join()
+    came, end = [[] for _ in jobs], 0.0
+    while any(job.done < new for job in jobs):
+        call = part.call(end)
+        end = call.end
+        for job, written, _ in call.brought:
+            came[job.number] += [end] * len(written)
+    for got, want in zip(came, asked.emitted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_rows_that_wait_go_through_what_has_grown_behind_them_too():
+    exits = [[0, 0, 0, 2, 0]]
+    costs = Costs(0.0, (1e6, 1.0), (0.0, 0.0), 0.0, 0.0, 0.0, (1, 1, 1))
+    part = Part(
+        model(exits, 1), profile(n=3), Pace.of(costs, (8,), 64),
+        lambda depth, strict: (np.minimum(exits, depth - 1).tolist(), [[False] * 5]), depth=2,
+        slots=(1,) * 3, steps=3, cap=8,
+    )  # fmt: skip
+    job = Prompt(number=0, order=(0, 0), came=0.0, part=part)
+    part.waiting.append(job)
+    part.join()
+    assert part.call(0.0).end == 2.0 and job.left == [0, 2]  # a prompt, and two by the first exit
+    part.grow(3, 2.0)
+    assert part.grown() == (1 + 3) * 0.5 and job.left == [0, 2, 2]
+    before = part.flops
+    part.call(2.0)
+    assert part.flops - before == 1 + 3 + 3 + 1  # the next token goes through all with both
 
 
 def test_a_simulation_is_compared_with_what_was_measured():
