@@ -162,6 +162,7 @@ class Bench:
 
         indices = ordered(self.tasks, order)
         parts = np.array_split(indices, blocks)
+        self.servers = {}  # those of the order before go first
         servers = {name: make() for name, make in policies.items()}
         found: dict[str, list] = {name: [] for name in policies}
         for b, part in enumerate(parts):

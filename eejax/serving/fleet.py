@@ -343,7 +343,8 @@ class Fleet(Dispatcher, Stepped):
         sampling, shaping = job.asked["sampling"], job.asked["shaping"]
         greedy = sampling is None or float(sampling.temperature[0]) == 0
         # What is drawn by chance, or shaped, is not what the whole model says is most likely.
-        judged = job.objective is None and greedy and shaping is None
+        shaped = shaping is not None and bool(shaping.changes[0])
+        judged = job.objective is None and greedy and not shaped
         whole = finish not in ("cancelled", "error") and len(job.tokens) > 0
         self._finished(job, whole, judged, failed=finish == "error")
         return [Output(job.number, tokens, finish)]

@@ -49,7 +49,7 @@ def test_requests_go_on_as_in_the_deeper_model(
 ):
     """The oracle: the deeper engine, given all tokens so far, which it runs anew."""
     p, config = subset((1, 2, 3))
-    options = BatchOptions(cap=4, drafts=3, max_depth=depths[0], grows=True)
+    options = BatchOptions(cap=4, drafts=3, buckets=(8,), max_depth=depths[0], grows=True)
     engine = BatchedEngine.make(p, config, options, slots=SLOTS, context=CONTEXT)
     texts = [prompts(i, [n])[0] for i, n in enumerate(LENGTHS)]
     asked = [request(config, n, threshold, temperature, drafts) for n in LENGTHS]

@@ -27,7 +27,7 @@ def test_nobody_is_lost_while_it_grows_and_shrinks(model, prompts, slots):
     want = Generator.make(p, config, "posthoc").generate(
         texts, NEW, threshold=0.0, prefill_exit=True
     )
-    options = BatchOptions(cap=4, drafts=0)
+    options = BatchOptions(cap=4, drafts=0, buckets=(8,))
     part = PartialModel(p, config, options, slots=slots, depth=1, context=CONTEXT, steps=2)
     sizes = {1: part.bytes}
     policy, left, found, ends, depths = (

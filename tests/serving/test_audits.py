@@ -90,7 +90,8 @@ def test_values_that_are_no_shares():
 def test_a_fleet_becomes_stricter_until_the_limit_on_disagreement_holds(small_run):
     """Its first exit says too often what the whole model would not."""
     model = load_model(small_run)
-    member = Member(model.params, model.config, dict(threshold=0.0), BatchOptions(cap=4, drafts=0))
+    options = BatchOptions(cap=4, drafts=0, buckets=(8,))
+    member = Member(model.params, model.config, dict(threshold=0.0), options)
     texts = [model.tokenizer.encode(f"def f{i}(self, a)").tolist() for i in range(90)]
     tokens = np.array([t[:9] for t in texts[:8]], np.int32)
     profiles = {"m": measure(

@@ -29,7 +29,7 @@ from eejax.serving.profiles import measure
 from eejax.serving.repository import Repository
 
 NEW = 24
-OPTIONS = BatchOptions(cap=4, drafts=0)
+OPTIONS = BatchOptions(cap=4, drafts=0, buckets=(8,))  # one compiles faster than three
 
 
 @pytest.fixture(scope="module")
@@ -235,13 +235,14 @@ def test_a_measured_profile(model):
     assert told.memory == found.size(n) and 0 < told.accuracy <= 1
 
 
-def test_a_sampled_answer_is_not_audited(model):
-    """What is drawn by chance is not what the whole model finds most likely."""
+def test_a_sampled_or_shaped_answer_is_not_audited(model):
+    """What is drawn by chance, or shaped, is not what the whole model finds most likely."""
     controller = Controller(
         {"m": profile(model, 1.0)}, Objective.of("throughput", accuracy=0.9), Repository(),
         ControllerOptions(prompts=2, interval=1000), clock=lambda: 0.0,
     )  # fmt: skip
-    member = Member(model.params, model.config, {}, OPTIONS)
+    options = dataclasses.replace(OPTIONS, shaping=True)
+    member = Member(model.params, model.config, {}, options)
     fleet = Fleet({"m": member}, controller, slots=3, context=96, audits=1.0)
     for i in range(9):
         text = model.tokenizer.encode(f"def f{i}").tolist()
@@ -249,11 +250,16 @@ def test_a_sampled_answer_is_not_audited(model):
     fleet.run()
     assert not fleet.audits and not controller.evaluating
     assert [d.kind for d in controller.decisions] == ["evaluate", "serve"]
-    for i in range(9):
-        fleet.submit(model.tokenizer.encode(f"def f{i}").tolist(), NEW)
-    fleet.run()
+    for asked in (dict(), dict(presence=0.5), dict(biases={5: 1.0}), dict(likely=3)):
+        # Nothing of what only tells more is another text.
+        shaping = Shaping.make(model.config.vocab_size, **asked)
+        plain = {*asked} <= {"likely"}
+        for i in range(5 if plain else 3):
+            text = model.tokenizer.encode(f"def f{i}").tolist()
+            fleet.submit(text, NEW, shaping=shaping if asked or i else None)
+        fleet.run()
     (audit,) = fleet.audits.values()
-    assert audit.count == 9 and audit.share == 0.0
+    assert audit.count == 10 and audit.share == 0.0
     assert [d.kind for d in controller.decisions] == ["evaluate", "serve"]
 
 

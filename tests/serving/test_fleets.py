@@ -185,6 +185,9 @@ async def test_metrics_of_what_serves(fleet):
     assert 0 <= value("fleet_below_threshold_ratio", 'model="m"') < 0.5
     assert value("fleet_decisions_total", 'kind="evaluate",model="m"') > 2
     assert 'eejax_exit_tokens_total{layer="2",model="m"}' in page
+    # Answers are looked at again: those of evaluations, which never end here.
+    least, most = (value(f"fleet_disagreement{kind}_ratio", 'model="m"') for kind in ("", "_bound"))
+    assert 0 <= least <= most <= 1 and value("fleet_perplexity", 'model="m"') >= 1
     own = told["fleet"]
     assert own["layers"] == told["loaded"] and own["decisions"][-1]["why"]
     assert {span["member"] for span in told["spans"]} <= {*FLEET}
