@@ -1,6 +1,6 @@
 """The smaller one of two models that are served together: 8 layers, text of many kinds.
 
-    python -m experiments.task_text --output=runs/tasks.jsonl
+    EEJAX_DATA=DATA python -m experiments.task_text --output=runs/tasks.jsonl
     python -m experiments.train --config=configs/mixed_small.py --workdir=runs/mixed_small
 
 What `experiments.bench_helios` chooses from, with `mixed_large.py`. The byte-pair tokenizer of

@@ -207,7 +207,7 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
             Repository(_REPOSITORY.value).close()
         except DataError as error:
             raise ConfigError(f"--repository: {error}") from error
-    for name in models.keys() - thresholds:
+    for name in [name for name in models if name not in thresholds]:
         launch.say(f"{name}: no --thresholds: tokens leave at a confidence of {THRESHOLD:g}")
     prompts = prompt_files.texts("prompts", _PROMPTS.value) if _PROMPTS.value else ()
     given = {name: t[0] if len(t) == 1 else t for name, t in thresholds.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 import time
 import warnings
@@ -149,7 +150,9 @@ def built(
         LEAST <= context <= most, "context", context, f"must be in {LEAST}..{most}, for all models"
     )
     budget = aims.options.budget
-    by_depth = {name: room(m, slots, context, budget, name) for name, m in members.items()}
+    # Of those that the budget is too small for the one that needs most is told of.
+    largest_first = sorted(members, key=lambda name: -least(members[name], context))
+    by_depth = {name: room(members[name], slots, context, budget, name) for name in largest_first}
     if prompts:
         texts = encoded(prompts, tokenizer)
     else:
@@ -208,14 +211,19 @@ def room(
         found = [min(fit(depth, options), 1) for depth in range(1, member.config.n_exits + 2)]
     found = tuple(np.minimum.accumulate(found).tolist())
     if not found[-1]:
-        options = dataclasses.replace(member.options, grows=True).of_slots(1)
-        depth = member.config.n_exits + 1
-        least = capacity.engine_bytes(member.config, options, depth, context, 1)
         raise ConfigError(
-            f"budget = {budget:g}: must be {least:g} bytes at least, which the whole of {name} "
-            "takes with one request."
+            f"budget = {budget:.0f}: must be {least(member, context)} bytes at least, which the "
+            f"whole of {name} takes with one request."
         )
     return found
+
+
+def least(member: Member, context: int) -> int:
+    """Bytes of the whole model with one request."""
+    options = dataclasses.replace(member.options, grows=True).of_slots(1)
+    return math.ceil(
+        capacity.engine_bytes(member.config, options, member.config.n_exits + 1, context, 1)
+    )
 
 
 def warm_up(member: Member, *, slots: Sequence[int], context: int, steps: int) -> None:

@@ -77,7 +77,10 @@ class Objective:
             raise ConfigError(f"objective = {name!r}: must be of {', '.join(NAMED)}.")
         missing = [m for m in ("ttft_p99", "accuracy") if m not in limits]
         if missing and name == "goodput":
-            raise ConfigError(f"objective = 'goodput': needs limits of {' and '.join(missing)}.")
+            raise ConfigError(
+                f"objective = 'goodput': needs limits of {' and '.join(missing)}, "
+                "as in ttft_p99=0.5,accuracy=0.9."
+            )
         return cls(NAMED[name], limits)
 
     def score(self, telemetry: Telemetry) -> float:

@@ -25,6 +25,7 @@ from eejax.data.tokenizers import ByteTokenizer
 from eejax.inference import Generator, capacity
 from eejax.inference.policy import ExitPolicy
 from eejax.serving import fleets
+from eejax.serving.controller import ControllerOptions
 from eejax.serving.messages import Ask
 from eejax.serving.repository import Repository
 from eejax.serving.service import READY, Service, ServiceOptions
@@ -400,8 +401,22 @@ def test_slots_by_what_a_budget_holds():
         ConfigError, match="budget = 1000: must be .* which the whole of model"
     ) as e:
         room(1000.0)
-    least = float(re.search(r"must be (\S+) bytes", str(e.value))[1])
-    assert room(1.001 * least)[-1] == 1
+    least = int(re.search(r"must be (\S+) bytes", str(e.value))[1])
+    assert room(least)[-1] == 1
+
+
+def test_a_budget_too_small_is_told_what_all_models_need():
+    members = {name: m for name, m in reversed(TinyFleet().members().items())}
+    needs = {name: fleets.least(m, 32) for name, m in members.items()}
+    most = max(needs.values())
+    aims = fleets.Aims(options=ControllerOptions(budget=1000))
+    with pytest.raises(ConfigError, match=f"budget = 1000: must be {most} bytes at least"):
+        fleets.built(members, ByteTokenizer(), aims, slots=2, context=32)
+    for member in members.values():
+        assert fleets.room(member, 2, 32, most)[-1] >= 1
+    largest = max(needs, key=needs.get)
+    with pytest.raises(ConfigError, match="bytes at least"):
+        fleets.room(members[largest], 2, 32, most - 1)
 
 
 def test_a_member_whose_answers_are_no_numbers_is_named():
