@@ -11,6 +11,7 @@ import pathlib
 import re
 import sys
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping
 
 from absl import app, flags, logging
@@ -108,11 +109,18 @@ def flags_named(renamed: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        field = re.match(r"[\w.]*", str(error))[0]
-        flag = renamed.get(field, field if field in flags.FLAGS else None)
-        if flag is None:
+        told = with_flag(str(error), renamed)
+        if told is None:
             raise
-        raise ConfigError(f"--{flag}{str(error)[len(field) :]}") from error
+        raise ConfigError(told) from error
+
+
+def with_flag(error: str, renamed: Mapping[str, str] = types.MappingProxyType({})) -> str | None:
+    """An error that begins with a setting's name, with the flag's in its place; None where no flag
+    is called so."""
+    field = re.match(r"[\w.]*", error)[0]
+    flag = renamed.get(field, field if field in flags.FLAGS else None)
+    return None if flag is None else f"--{flag}{error[len(field) :]}"
 
 
 def say(text: str) -> None:

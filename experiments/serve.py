@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
+from typing import Any
 
 from absl import flags
 
@@ -108,12 +110,12 @@ FLUSH = 5  # seconds for clients to read the rest of what they were sent
 def main() -> None:
     import asyncio
 
-    models = named("model", "PATH", _MODEL.value)
+    models = named("model", "NAME=PATH", _MODEL.value)
     if not models:
         raise ConfigError("--model: name one at least, as NAME=PATH.")
     thresholds = {
         name: tuple(launch.numbers("thresholds", text.split(",")))
-        for name, text in named("thresholds", "T,...", _THRESHOLDS.value).items()
+        for name, text in named("thresholds", "NAME=T or NAME=T,T", _THRESHOLDS.value).items()
     }
     for name, values in thresholds.items():
         if not all(0 <= t <= 1 for t in values):
@@ -129,7 +131,7 @@ def named(flag: str, what: str, values: list[str]) -> dict[str, str]:
     for value in values:
         name, equals, rest = value.partition("=")
         if not (name and equals and rest):
-            raise ConfigError(f"--{flag} = {value!r}: must be NAME={what}.")
+            raise ConfigError(f"--{flag} = {value!r}: must be {what}.")
         if name in found:
             raise ConfigError(f"--{flag} = {value!r}: {name!r} is named twice.")
         found[name] = rest
@@ -189,12 +191,11 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
     given = {name: flag.value for name, flag in given.items() if flag.value is not None}
     if _BUDGET.value is not None:
         given["budget"] = size("budget", _BUDGET.value)
-    limits = named("limits", "VALUE", _LIMITS.value)
-    try:
-        limits = {name: float(value) for name, value in limits.items()}
-    except ValueError as error:
-        told = ",".join(_LIMITS.value)
-        raise ConfigError(f"--limits = {told!r}: must be numbers ({error}).") from error
+    limits = named("limits", "METRIC=VALUE, or several with a comma between", _LIMITS.value)
+    limits = {
+        metric: size(f"limits: {metric}", value) if metric == "memory" else number(metric, value)
+        for metric, value in limits.items()
+    }
     with launch.flags_named({f"limits.{metric}": f"limits: {metric}" for metric in METRICS}):
         aims = Aims(
             _OBJECTIVE.value, limits, ControllerOptions(**given), _REPOSITORY.value or ":memory:",
@@ -220,6 +221,13 @@ def engine_flags() -> dict:
     return dict(
         slots=_SLOTS.value, context=_CONTEXT.value, tokenizer=_TOKENIZER.value, dtype=_DTYPE.value
     )
+
+
+def number(metric: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"--limits: {metric} = {text!r}: must be a number.") from error
 
 
 def size(flag: str, text: str) -> float:
@@ -248,9 +256,8 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
 
     metrics = Metrics()
     options = ServiceOptions(_WAITING.value, _STEPS.value, grace=_GRACE.value)
-    services = {
-        name: Service(build, options, watch=metrics.watch(name)) for name, build in builds.items()
-    }
+    watch = lambda name: told(name, metrics.watch(name))
+    services = {name: Service(build, options, watch=watch(name)) for name, build in builds.items()}
     http = HttpOptions(keys, _BODY.value, n=_N.value, defaults=defaults)
     api = app(services, http, metrics)
     signals = asyncio.Queue()
@@ -277,7 +284,8 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
             try:
                 ready = await service.start()
             except RuntimeError as error:
-                raise ConfigError(f"--model = {of}: {error}") from error
+                what = launch.with_flag(service.failure) or f"--model = {of}: {error}"
+                raise ConfigError(what) from error
             if not ready.chooses:
                 check_thresholds(name, ready.config, defaults[name].thresholds)
             launch.say(
@@ -315,6 +323,17 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
         finally:
             ended.cancel()
             await asyncio.gather(*(service.stop(0) for service in services.values()))
+
+
+def told(name: str, metrics: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
+    """Metrics, which are told of everything, and a line for what an engine does as it starts."""
+
+    def watch(what: str, value: Any) -> None:
+        metrics(what, value)
+        if what == "starting":
+            launch.say(f"{name}: {value}")
+
+    return watch
 
 
 def bound(host: str, port: int):

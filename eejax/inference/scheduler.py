@@ -31,7 +31,8 @@ from eejax.models.config import ModelConfig
 
 class Token(NamedTuple):
     """One emitted token; exit is the number of the emitting exit, layers those it went through;
-    likely: (token, log-probability) of the most likely ones, as many as the request asked for."""
+    likely: (token, log-probability) of the most likely ones, as many as the request asked for;
+    model: the name of the one that it came from, where there are several."""
 
     id: int
     exit: int
@@ -39,6 +40,7 @@ class Token(NamedTuple):
     confidence: float
     layers: int
     likely: tuple[tuple[int, float], ...] = ()
+    model: str = ""
 
 
 class Output(NamedTuple):

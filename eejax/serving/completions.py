@@ -122,7 +122,9 @@ class Answer(abc.ABC):
     def exits(self, tokens: Sequence[Token]) -> dict:
         if not self.body.return_exits:
             return {}
-        return {"exits": [dict(layers=t.layers, confidence=t.confidence) for t in tokens]}
+        which = lambda t: dict(model=t.model) if t.model else {}
+        exits = [dict(layers=t.layers, confidence=t.confidence) | which(t) for t in tokens]
+        return dict(exits=exits)
 
     def text_of(self, token: int) -> str:
         """A token's text; of a part of a character its bytes, as OpenAI writes them."""

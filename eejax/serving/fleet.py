@@ -330,6 +330,7 @@ class Fleet(Dispatcher, Stepped):
 
     def _told(self, model, job, tokens, finish) -> list[Output]:
         if tokens:
+            tokens = tuple(t._replace(model=model) for t in tokens)
             self._hears(job)
             job.tokens += tokens
             job.exits += [t.exit for t in tokens]

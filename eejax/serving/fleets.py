@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import math
 import os
 import time
@@ -30,13 +31,15 @@ from eejax.serving.choices import Profile
 from eejax.serving.controller import Controller, ControllerOptions
 from eejax.serving.energy import meter
 from eejax.serving.fleet import Fleet, Member
-from eejax.serving.messages import Built, Template
+from eejax.serving.messages import LOG, Built, Template
 from eejax.serving.models import batch_options
 from eejax.serving.objectives import Objective
 from eejax.serving.profiles import measure
 from eejax.serving.repository import Repository
 from eejax.serving.worker import joined
 from eejax.train.pretrained import Opened, open_model
+
+log = logging.getLogger(LOG)
 
 THRESHOLD = 0.8  # of exits for which none is given
 TEXTS = 64  # most that models are measured on, of those given
@@ -157,6 +160,7 @@ def built(
         texts = encoded(prompts, tokenizer)
     else:
         largest = max(members, key=lambda name: nbytes(members[name].params))
+        log.info("%s: writing texts to measure models on", largest)
         own = dict(slots=by_depth[largest], context=context)
         texts = sampled(members[largest], tokenizer, **own)
     new = max(min(32, context // 8), 1)
@@ -165,6 +169,7 @@ def built(
     profiles = {}
     for name, m in members.items():
         own = dict(slots=by_depth[name], context=context, new=new)
+        log.info("%s: measuring %d depths", name, len(by_depth[name]))
         try:
             profiles[name] = measure(m, texts, batches, **own)
         except DataError as error:
@@ -172,7 +177,7 @@ def built(
 
     def fleet(steps: int) -> Fleet:
         for name, member in members.items():
-            warm_up(member, slots=by_depth[name], context=context, steps=steps)
+            warm_up(member, slots=by_depth[name], context=context, steps=steps, name=name)
         repository = kept(aims.repository, profiles)
         controller = Controller(
             profiles, Objective.of(aims.objective, **aims.limits), repository, aims.options,
@@ -226,7 +231,9 @@ def least(member: Member, context: int) -> int:
     )
 
 
-def warm_up(member: Member, *, slots: Sequence[int], context: int, steps: int) -> None:
+def warm_up(
+    member: Member, *, slots: Sequence[int], context: int, steps: int, name: str = "model"
+) -> None:
     """Compiles what a model may need at every depth: requests that join, that are there when it
     grows from any depth to any other, and audits of answers of all lengths."""
     config, n = member.config, member.config.n_exits + 1
@@ -253,6 +260,7 @@ def warm_up(member: Member, *, slots: Sequence[int], context: int, steps: int) -
         part.run()
 
     for depth in range(1, n + 1):
+        log.info("%s: compiling depth %d of %d", name, depth, n)
         at(depth)  # and there is room for the next one
         for deeper in range(depth + 1, n + 1):
             grows(depth, deeper)

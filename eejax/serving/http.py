@@ -169,9 +169,11 @@ class Server:
             found = self.ready(self.service(model)).template
             self._templates[model] = None if found is None else Template(*found)
         if self._templates[model] is None:
+            chooses = self.ready(self.service(model)).chooses
+            where = "the folders of its models" if chooses else "its folder"
             told = (
                 f"model = {model!r}: has no chat template; ask /v1/completions, or put a "
-                "chat_template.jinja into its folder and start the server again."
+                f"chat_template.jinja into {where} and start the server again."
             )
             raise Failure(400, told, param="model", code="no_chat_template")
         return self._templates[model]

@@ -15,6 +15,7 @@ from eejax.inference.shaping import Shaping
 from eejax.models.config import ModelConfig
 from eejax.serving.choices import Decision
 
+LOG = "eejax.serving"  # of what an engine does before it is ready, at level INFO
 CHOOSES = "the server chooses the model, and where its tokens leave"
 
 
@@ -88,6 +89,12 @@ class FleetReport(NamedTuple):
     perplexity: float | None
     counted: str
     decisions: tuple[Decision, ...]
+
+
+class Starting(NamedTuple):
+    """What an engine that is not ready yet is doing."""
+
+    what: str
 
 
 class Ready(NamedTuple):

@@ -58,7 +58,10 @@ class Metrics:
         self.whole = times("request", "From a request to its end.", WHOLE)
         self.prompts = count("prompt_tokens", "Tokens of prompts.")
         self.tokens = count("generation_tokens", "Tokens generated.")
-        self.exits = count("exit_tokens", "Tokens by the layers below their exit.", "layer")
+        self.exits = count(
+            "exit_tokens", "Tokens by the layers below their exit, and by a fleet's member.",
+            "member", "layer",
+        )  # fmt: skip
         self.ends = count("requests", "Requests by how they ended.", "finish")
         self.restarts = count("engine_restarts", "Engines started in place of others.")
 
@@ -134,9 +137,10 @@ class Watched:
                 observed.observe(seconds)
         self._last = now
         metrics.tokens.labels(self._model).inc(len(new))
+        by_exit = collections.Counter((token.model, token.layers) for token in new)
+        for (member, layers), count in by_exit.items():
+            metrics.exits.labels(self._model, member, str(layers)).inc(count)
         layers = [token.layers for token in new]
-        for layer, count in collections.Counter(layers).items():
-            metrics.exits.labels(self._model, str(layer)).inc(count)
         metrics.histories[self._model].tokens(layers, first, between)
 
     def end(self, finish: str) -> None:

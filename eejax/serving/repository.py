@@ -64,7 +64,7 @@ class Repository:
                 ).fetchone()
                 if tables and version != VERSION:
                     told = f"its tables are of version {version}, these of {VERSION}"
-                    raise ValueError(f"{told}: give another file")
+                    raise ValueError(told)
                 self._connection.executescript(f"{_SCHEMA} pragma user_version = {VERSION};")
 
     @classmethod
@@ -83,7 +83,8 @@ class Repository:
         try:
             yield
         except (sqlite3.Error, ValueError, ConfigError) as error:
-            raise DataError(f"{self.path}: cannot {what} ({error}).") from error
+            told = f"cannot {what} ({error}). Give another file."
+            raise DataError(f"{self.path}: {told}") from error
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:

@@ -34,6 +34,7 @@ from eejax.serving.messages import (
     Refused,
     Score,
     Scored,
+    Starting,
     Submit,
 )
 
@@ -99,7 +100,7 @@ class Service:
     `build` makes the engine in its own process, and has to be picklable. All methods belong to the
     event loop in which `start` was called. `watch(name, value)` is told of what happens, for
     metrics: "load" with a `Load`, "report" with a `FleetReport`, which is also `report`, "state"
-    with a state, "restart" with a reason.
+    with a state, "restart" with a reason, "starting" with what an engine does until it is ready.
     """
 
     def __init__(
@@ -278,7 +279,9 @@ class Service:
         def hear(message: Any) -> None:
             """In the loop; None where the engine has ended."""
             engine.heard = self._clock()
-            if isinstance(message, Ready) and not first.done():
+            if isinstance(message, Starting):
+                self._watch("starting", message.what)
+            elif isinstance(message, Ready) and not first.done():
                 first.set_result(message)
             elif message is None or isinstance(message, Failed):
                 if isinstance(message, Failed):

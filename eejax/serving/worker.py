@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -17,6 +18,7 @@ from eejax.inference.scheduler import Output, Scheduler
 from eejax.inference.scoring import lengths, score
 from eejax.serving.messages import (
     CHOOSES,
+    LOG,
     Ask,
     Build,
     Built,
@@ -29,6 +31,7 @@ from eejax.serving.messages import (
     Refused,
     Score,
     Scored,
+    Starting,
     Submit,
 )
 
@@ -41,11 +44,16 @@ def main(pipe: Connection, build: Build, steps: int = CALL) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
+    tell = _Tell(pipe)
+    log = logging.getLogger(LOG)
+    log.addHandler(tell)
+    log.setLevel(logging.INFO)
     try:
         begin = time.perf_counter()
         built = build()
         worker = Worker(built, steps)
         worker.warm_up()
+        log.removeHandler(tell)
         pipe.send(worker.ready(built, time.perf_counter() - begin))
         while True:
             # An engine that runs only looks whether there is anything; one that does not waits.
@@ -59,6 +67,17 @@ def main(pipe: Connection, build: Build, steps: int = CALL) -> None:
         pipe.send(Failed(str(error)))
     except BaseException:
         pipe.send(Failed(traceback.format_exc()))
+
+
+class _Tell(logging.Handler):
+    """What is logged goes to the other end of the pipe."""
+
+    def __init__(self, pipe: Connection):
+        super().__init__(logging.INFO)
+        self._pipe = pipe
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._pipe.send(Starting(record.getMessage()))
 
 
 def end_with_parent() -> None:

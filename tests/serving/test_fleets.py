@@ -26,7 +26,7 @@ from eejax.inference import Generator, capacity
 from eejax.inference.policy import ExitPolicy
 from eejax.serving import fleets
 from eejax.serving.controller import ControllerOptions
-from eejax.serving.messages import Ask
+from eejax.serving.messages import LOG, Ask
 from eejax.serving.repository import Repository
 from eejax.serving.service import READY, Service, ServiceOptions
 from eejax.train.pretrained import Opened
@@ -161,6 +161,7 @@ async def test_objectives_of_requests_and_plain_fields(fleet):
             answer = (await client.post("/v1/completions", json=body)).json()
             (choice,) = answer["choices"]
             assert len(choice["exits"]) == 5 and choice["finish_reason"] == "length"
+            assert {token["model"] for token in choice["exits"]} <= {*FLEET}
         both = asked(["ab", "c"], 4, n=2, echo=True, presence_penalty=1.0, logit_bias={"70": 3.0})
         answer = (await client.post("/v1/completions", json=both)).json()
         assert [c["text"][0] for c in answer["choices"]] == ["a", "a", "c", "c"]
@@ -185,7 +186,8 @@ async def test_metrics_of_what_serves(fleet):
     # Of those alone that asked for accuracy, while not all was loaded.
     assert 0 <= value("fleet_below_threshold_ratio", 'model="m"') < 0.5
     assert value("fleet_decisions_total", 'kind="evaluate",model="m"') > 2
-    assert 'eejax_exit_tokens_total{layer="2",model="m"}' in page
+    left = {name: f'member="{name}",model="m"}}' for name in FLEET}
+    assert any(f'eejax_exit_tokens_total{{layer="2",{labels}' in page for labels in left.values())
     # Answers are looked at again: those of evaluations, which never end here.
     least, most = (value(f"fleet_disagreement{kind}_ratio", 'model="m"') for kind in ("", "_bound"))
     assert 0 <= least <= most <= 1 and value("fleet_perplexity", 'model="m"') >= 1
@@ -285,6 +287,9 @@ def test_the_launcher_serves_runs_as_one(small_run, tmp_path):
         "--limits=ttft_p99=100,accuracy=0.5", f"--prompts={prompts}", "--slots=2", "--interval=5",
         f"--repository={tmp_path / 'helios.db'}", "--budget=1G", "--thresholds=small=0.3,0.5",
     )  # fmt: skip
+    free = [flag for flag in flags if not flag.startswith("--budget")]
+    with pytest.raises(ConfigError, match="--budget = 1024: must be [0-9]+ bytes at least, which"):
+        call("experiments.serve", *free, "--budget=1K", "--port=0")
     with server(*flags) as (process, address):
 
         async def ask() -> None:
@@ -322,7 +327,16 @@ def test_the_launcher_serves_runs_as_one(small_run, tmp_path):
             ["--objective=energy", "--limits=accuracy=2"],
             "--limits: accuracy = 2.0: must be",
         ),
-        (["--objective=energy", "--limits=memory=1G"], "--limits = 'memory=1G': must be numbers"),
+        (["--objective=energy", "--limits=ttft=fast"], "--limits: ttft = 'fast': must be a number"),
+        (
+            ["--objective=energy", "--limits=memory=big"],
+            "--limits: memory = 'big': must be a number of bytes, as 500M or 2G",
+        ),
+        (
+            ["--objective=energy", "--limits=ttft=1,"],
+            "--limits = '': must be METRIC=VALUE, or several with a comma between",
+        ),
+        (["--thresholds=a"], "--thresholds = 'a': must be NAME=T or NAME=T,T"),
         (["--objective=energy", "--repository="], "--repository = '': must name a file"),
         (
             ["--objective=energy", "--repository=/etc/passwd"],
@@ -347,8 +361,14 @@ async def test_a_server_of_one_model_chooses_nothing():
     await service.stop()
 
 
-def test_nothing_is_compiled_once_it_is_ready(compiled):
-    made = TinyFleet(alike=True)().fleet(4)
+def test_nothing_is_compiled_once_it_is_ready(compiled, caplog):
+    with caplog.at_level("INFO", LOG):
+        made = TinyFleet(alike=True)().fleet(4)
+    assert [record.getMessage() for record in caplog.records if record.name == LOG] == [
+        "small: writing texts to measure models on",
+        *(f"{name}: measuring 2 depths" for name in FLEET),
+        *(f"{name}: compiling depth {depth} of 2" for name in FLEET for depth in (1, 2)),
+    ]
     ask = lambda i: (made.submit([65 + i % 9] * (1 + i % 12), 1 + i % 19), 1 + i % 19)
     before, wanted = compiled[0], dict(map(ask, range(44)))
     found: collections.Counter = collections.Counter()

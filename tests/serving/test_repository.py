@@ -49,7 +49,7 @@ def test_history_lasts(tmp_path):
     with sqlite3.connect(file) as other:
         other.execute("pragma user_version = 7")
     other.close()
-    with pytest.raises(DataError, match="tables are of version 7, these of 1: give another file"):
+    with pytest.raises(DataError, match=r"are of version 7, these of 1\). Give another"):
         Repository(file)
     file.write_bytes(b"no database" * 100)
     with pytest.raises(DataError, match="cannot be used as a repository"):

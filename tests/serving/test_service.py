@@ -152,6 +152,9 @@ async def test_an_engine_that_dies_is_reported_and_started_again():
     states = [value for name, value in told if name == "state"]
     assert states == [s.STARTING, s.READY, s.DEAD, s.READY, s.DEAD, s.READY]
     assert service.restarts == sum(name == "restart" for name, _ in told) == 2
+    # What an engine is doing is told until it is ready, of each that is started.
+    assert [value for name, value in told if name == "starting"] == ["4 slots"] * 3
+    assert told.index(("starting", "4 slots")) < told.index(("state", s.READY))
     await service.stop()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import os
 import threading
 import time
@@ -23,7 +24,7 @@ from eejax.serving.app import app
 from eejax.serving.controller import Controller, ControllerOptions
 from eejax.serving.fleet import Member
 from eejax.serving.http import HttpOptions
-from eejax.serving.messages import Build, Built
+from eejax.serving.messages import LOG, Build, Built
 from eejax.serving.metrics import Metrics
 from eejax.serving.service import Service, ServiceOptions
 
@@ -58,6 +59,7 @@ class Scripted:
     def __call__(self) -> Built:
         if self.broken and os.path.exists(self.broken):
             raise ValueError("the weights are gone")
+        logging.getLogger(LOG).info("%d slots", self.slots)
         engine = ScriptedEngine(script, (1, 3, 4), self.slots, CONFIG.context_length)
         template = None if self.template is None else (self.template, {"bos_token": ""})
         return Built(engine, CONFIG, ByteTokenizer(), template)
