@@ -48,6 +48,7 @@ def main(pipe: Connection, build: Build, steps: int = CALL) -> None:
     log = logging.getLogger(LOG)
     log.addHandler(tell)
     log.setLevel(logging.INFO)
+    log.propagate = False  # some library may have made a handler for everything
     try:
         begin = time.perf_counter()
         built = build()

@@ -172,9 +172,12 @@ async def test_objectives_of_requests_and_plain_fields(fleet):
 
 @run
 async def test_metrics_of_what_serves(fleet):
-    async with client_of(fleet[0]) as client:
-        await asyncio.gather(*(streamed(client, "abc", 9) for _ in range(12)))
-        page = (await client.get("/metrics")).text
+    async with client_of(fleet[0]) as client, asyncio.timeout(100):
+        page = ""
+        # Of the choice that serves, whose answers are looked at again once one has ended.
+        while not re.search(r"^eejax_fleet_perplexity{.*} \d", page, re.M):
+            await asyncio.gather(*(streamed(client, "abc", 9) for _ in range(12)))
+            page = (await client.get("/metrics")).text
         told = (await client.get("/dashboard")).json()["models"]["m"]
     value = lambda name, labels: float(
         re.search(rf"^eejax_{name}{{{labels}}} (\S+)$", page, re.M)[1]
