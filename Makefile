@@ -42,7 +42,7 @@ quickstart: env
 
 # Most of the time goes into compiling programs that run once: they are compiled with less care.
 test: env
-	XLA_FLAGS=--xla_backend_optimization_level=1 $(PYTEST) -n $(JOBS) --dist loadfile --durations=30
+	XLA_FLAGS=--xla_backend_optimization_level=0 $(PYTEST) -n $(JOBS) --dist loadfile --durations=30
 
 test-slow: env
 	$(PYTEST) -n $(JOBS) --dist loadfile --durations=30 -m slow

@@ -183,9 +183,9 @@ def test_float16_recovers_from_overflows_and_follows_float32():
     assert all(a.dtype == jnp.float32 for a in jax.tree.leaves(run.state.params))
     losses, wanted = np.array(losses), np.array(wanted)
     assert (wanted[-1] < 0.95 * wanted[0]).all(), "there is something to follow"
-    # Rounding of 2^-11 in every operation, fed through 50 steps of Adam: observed 5e-4 in float16,
-    # and 1.2e-2 in bf16, which has an eighth of its precision.
-    np.testing.assert_allclose(losses, wanted, rtol=2e-3)
+    # Rounding of 2^-11 in every operation, fed through 50 steps of Adam. In bf16, which has an
+    # eighth of its precision, it is 4.7e-3; observed in float16: 2e-4, however XLA compiles it.
+    assert np.sqrt(np.mean((losses / wanted - 1) ** 2)) < 4.7e-3 / 8
 
 
 def test_small_updates_are_kept_by_float32_parameters():
