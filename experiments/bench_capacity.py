@@ -31,6 +31,7 @@ import math
 import numpy as np
 from absl import flags
 
+from eejax.common.errors import require
 from experiments import launch
 
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
@@ -58,6 +59,10 @@ def main() -> None:
     from eejax.analysis import table
 
     contexts = launch.numbers("contexts", _CONTEXTS.value, int)
+    told = "must be numbers of tokens from 1 on, one at least"
+    require(min(contexts, default=0) >= 1, "--contexts", ",".join(_CONTEXTS.value), told)
+    told = "must be a number of bytes from 1 on that is finite"
+    require(1 <= _BUDGET.value < math.inf, "--budget", _BUDGET.value, told)  # not so of NaN
     own = lambda config: config.replace(dtype=_DTYPE.value)
     rows = [
         {"model": name} | of(own(config), layer, context, _BUDGET.value, _GROWS.value)

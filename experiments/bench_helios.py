@@ -10,12 +10,14 @@ and --slots requests of it; whoever loads less has more slots (`inference.capaci
 most. Everything is compiled before; what loading, filling in and running anew take is in the times,
 and on the timeline.
 
-throughput_ratio: tokens a second of the controller (objective: throughput) over the better of the
-smaller and larger model, untruncated, with or without exits. ttft_ratio: seconds to the first token
-of the smaller one, with or without, over the controller's (objective: response time), where as many
-clients ask one after the other as that model has slots. energy_proxy_ratio: executed floating-point
-operations a token, of the first pair; operations are not energy. Intervals are 95 % bootstraps over
-blocks. The larger model by itself, several times slower, takes part in --sampled blocks alone.
+throughput_ratio: tokens a second of the controller (objective: throughput) over those of the
+smaller model, untruncated, with exits or without, whichever is better. ttft_ratio: seconds to the
+first token of that model, again the better of the two, over the controller's (objective: response
+time), where as many clients ask one after the other as that model has slots. energy_proxy_ratio:
+executed floating-point operations, of the first pair, those for keys and values that are made up
+for later included; operations are not energy, nor are bytes, which are those of the weights that
+decoding reads, those of a step shared by all slots. Intervals are 95 % bootstraps over blocks. The
+larger model by itself, several times slower, takes part in --sampled blocks of the first order.
 Quality: tokens that are the whole model's given the same text (every --audited-th answer),
 perplexity by that model, and by a third one that was trained apart. at_equal_*: over the fastest
 that is as good, or worse by no more than a hundredth, which samples do not tell apart. regret: over
@@ -25,11 +27,13 @@ the static one that was fastest in each block, whatever its answers are like.
 from __future__ import annotations
 
 import json
+import math
 import time
 
 import numpy as np
 from absl import flags
 
+from eejax.common.errors import require
 from experiments import launch
 
 _SMALL = flags.DEFINE_string("small", None, "A training run, or a model's folder.")
@@ -40,18 +44,25 @@ _PROMPTS = flags.DEFINE_integer("prompts", None, "Prompts; default: all.", lower
 _NEW = flags.DEFINE_integer("new", 100, "Tokens of an answer.", lower_bound=2)
 _SLOTS = flags.DEFINE_integer("slots", 8, "Requests that the budget holds with the larger model.")
 _MOST = flags.DEFINE_integer("most", 32, "Most slots of a model.", lower_bound=1)
-_THRESHOLD = flags.DEFINE_float("threshold", 0.05, "Of all exits, where a policy names none.")
+_THRESHOLD = flags.DEFINE_float(
+    "threshold", 0.05, "Of all exits, where a policy names none.", lower_bound=0.0, upper_bound=1.0
+)
 _CURVE = flags.DEFINE_list("curve", ["0.7", "0.9"], "Limits on agreement of the curve.")
 _LATE = flags.DEFINE_float(
     "late", 4.0, "Goodput's limit on the 99th percentile of seconds to the first token; on "
     "agreement it has the first of --curve.",
 )  # fmt: skip
-_BLOCKS = flags.DEFINE_integer("blocks", 10, "Parts of the work that policies do in turn.")
-_ORDERS = flags.DEFINE_list("orders", ["shuffled", "blocked", "drifting"], "Of the prompts.")
-_AUDITED = flags.DEFINE_integer("audited", 8, "Of as many answers one is looked at again.")
-_SAMPLED = flags.DEFINE_integer(
-    "sampled", 2, "Blocks in which the larger model serves by itself: it is several times slower."
+_BLOCKS = flags.DEFINE_integer(
+    "blocks", 10, "Parts of the work that policies do in turn.", lower_bound=1
 )
+_ORDERS = flags.DEFINE_list("orders", ["shuffled", "blocked", "drifting"], "Of the prompts.")
+_AUDITED = flags.DEFINE_integer(
+    "audited", 8, "Of as many answers one is looked at again.", lower_bound=1
+)
+_SAMPLED = flags.DEFINE_integer(
+    "sampled", 2, "Blocks in which the larger model serves by itself: it is several times slower.",
+    lower_bound=1,
+)  # fmt: skip
 _CLIENTS = flags.DEFINE_integer("clients", None, "For ttft_ratio; default: the better's slots.")
 flags.mark_flags_as_required(["small", "large"])
 
@@ -61,10 +72,28 @@ NEAR = 0.01  # of agreement, and of perplexity
 def main() -> None:
     from eejax.analysis import table
 
+    check_flags()
     result = Bench().run()
     print(table(("", ""), launch.lines(result)))
     if _JSON.value:
         print(json.dumps(result))
+
+
+def check_flags() -> None:
+    """Raises ConfigError for values that are of no use, before any model is opened."""
+    from experiments.helios_runs import ORDERS
+
+    told = f"must be of {', '.join(ORDERS)}, one at least"
+    known = bool(_ORDERS.value) and {*_ORDERS.value} <= {*ORDERS}
+    require(known, "--orders", ",".join(_ORDERS.value), told)
+    curve = launch.numbers("curve", _CURVE.value)
+    shares = bool(curve) and all(0 < share <= 1 for share in curve)
+    told = "must be numbers in (0, 1], one at least"
+    require(shares, "--curve", ",".join(_CURVE.value), told)
+    told = "must be a number of seconds above 0"
+    require(0 < _LATE.value < math.inf, "--late", _LATE.value, told)
+    # The flag's own bounds let NaN through.
+    require(0 <= _THRESHOLD.value <= 1, "--threshold", _THRESHOLD.value, "must lie in [0, 1]")
 
 
 class Bench:
@@ -87,7 +116,7 @@ class Bench:
         check_alike(opened)
         make = lambda m: Member(
             m.params, m.config, {"threshold": _THRESHOLD.value}, batch_options(m.config, 64)
-        )
+        ).ready()
         self.members = {name: make(model) for name, model in opened.items()}
         self.judges = Judges(
             {n: m for n, m in self.members.items() if n != "judge"}, self.members.pop("judge", None)
@@ -180,21 +209,28 @@ class Bench:
 
     def told(self, name: str, rows: list) -> dict:
         """Of a policy's blocks."""
-        from experiments.helios_runs import flops
+        from experiments.helios_runs import answer_bytes, answer_flops, fleet_flops
 
         answers = [a for _, more in rows for a in more]
         seconds = sum(s for s, _ in rows)
         tokens = sum(len(a.tokens) for a in answers)
         ttft = np.array([a.ttft for a in answers])
         judged = self.judges.judge(answers[:: _AUDITED.value], self.texts)
+        given = lambda answer: len(self.texts[answer.index])
+        flops = np.array([
+            sum(answer_flops(self.members, a, given(a)) for a in more) for _, more in rows
+        ])  # fmt: skip
+        fleet = getattr(self.servers[name], "fleet", None)
+        if fleet is not None:  # which is not told block by block
+            flops += fleet_flops(self.members, fleet) / len(flops)
+        read = sum(answer_bytes(self.members, a, self.slots) for a in answers)
         return {
-            "tokens_per_s": tokens / seconds, "seconds": seconds,
+            "tokens_per_s": tokens / seconds, "seconds": seconds, "blocks": [s for s, _ in rows],
             "ttft": {"mean": float(ttft.mean()), **{
                 f"p{p}": float(np.percentile(ttft, p)) for p in (50, 99)
             }},
-            "flops_per_token": flops(
-                self.members, answers, self.texts, getattr(self.servers[name], "fleet", None)
-            ), **judged.told(),
+            "flops_per_token": flops.sum() / tokens, "bytes_per_token": read / tokens,
+            "flops": flops.tolist(), **judged.told(),
         }  # fmt: skip
 
     def controlled(self, name: str) -> dict:
@@ -233,10 +269,10 @@ class Bench:
         }  # fmt: skip
         statics = self.statics()
         untruncated = [name for name in statics if "up to" not in name]
-        better = None
+        cheap = [name for name in untruncated if not name.startswith("large")]
         for order in _ORDERS.value:
-            first = better is None
-            names = statics if first else {better: statics[better]}
+            first = order == _ORDERS.value[0]
+            names = statics if first else {name: statics[name] for name in cheap}
             policies = dict(names) | {
                 "helios": lambda: self.chosen("throughput"),
                 "chance": lambda: self.chosen("throughput", kind=ByChance),
@@ -257,29 +293,27 @@ class Bench:
             for name, row in rows.items():
                 if name not in statics:
                     row |= self.controlled(name)
-            if first:
-                better = max(untruncated, key=lambda n: rows[n]["tokens_per_s"])
-                rates = [seconds(found[n]) for n in statics]
+            better = max(cheap, key=lambda n: rows[n]["tokens_per_s"])
             ratio = interval(total_ratio(seconds(found[better]), seconds(found["helios"])))
+            work = total_ratio(rows[better]["flops"], rows["helios"]["flops"])
             result["orders"][order] = {
                 "policies": rows,
+                "better_static": better,
                 "throughput_ratio": ratio,
-                "energy_proxy_ratio": (
-                    rows[better]["flops_per_token"] / rows["helios"]["flops_per_token"]
-                ),
+                "energy_proxy_ratio": interval(work),
                 "over_chance": interval(
                     total_ratio(seconds(found["chance"]), seconds(found["helios"]))
                 ),
             }
             if first:
+                rates = [seconds(found[n]) for n in statics]
                 fastest = [min(r[b] for r in rates if b < len(r)) for b in range(_BLOCKS.value)]
                 result["orders"][order]["regret"] = sum(seconds(found["helios"])) / sum(fastest) - 1
                 result["orders"][order] |= equal(rows, [*statics])
             launch.say(f"{order}: {json.dumps(result['orders'][order])}")
-        result["better_static"] = better
         result |= self.response(statics, untruncated)
         first = result["orders"][_ORDERS.value[0]]
-        for name in ("throughput_ratio", "energy_proxy_ratio"):
+        for name in ("better_static", "throughput_ratio", "energy_proxy_ratio"):
             result[name] = first[name]
         return result
 
@@ -307,6 +341,8 @@ class Bench:
 def equal(rows: dict, statics: list) -> dict:
     """Tokens a second over the fastest that says as much of what its whole model does, and over the
     fastest whose text is as likely to the judge; None where none is."""
+    from eejax.analysis import total_ratio
+
     own, found = rows["helios"], {}
     enough = {
         "agreement": lambda row: row["agreement"] >= own["agreement"] - NEAR,
@@ -315,8 +351,13 @@ def equal(rows: dict, statics: list) -> dict:
     for kind, is_enough in enough.items():
         rates = {n: rows[n]["tokens_per_s"] for n in statics if is_enough(rows[n])}
         best = max(rates, key=rates.get, default=None)
-        found[f"at_equal_{kind}"] = best and {
-            "static": best, "ratio": own["tokens_per_s"] / rates[best]
+        if best is None:
+            found[f"at_equal_{kind}"] = None
+            continue
+        n = len(rows[best]["blocks"])  # the larger model serves in fewer
+        ratio = total_ratio(rows[best]["blocks"], own["blocks"][:n])
+        found[f"at_equal_{kind}"] = {
+            "static": best, "ratio": ratio.median, "interval": [ratio.low, ratio.high]
         }  # fmt: skip
     return found
 

@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
+from eejax.analysis.intervals import mean_interval
 from eejax.common.errors import ConfigError, DataError
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
 from eejax.serving.auditor import Auditor
 from eejax.serving.choices import Choice
 from eejax.serving.controller import Controller
-from eejax.serving.energy import token_work
+from eejax.serving.energy import layer_flops, segment_rows, token_work
 from eejax.serving.fleet import Fleet, Member
 
 ORDERS = ("blocked", "shuffled", "drifting")
@@ -199,66 +199,80 @@ def drive(
     return seconds, answers
 
 
-def flops(
-    members: Mapping[str, Member], answers: Sequence[Answer], texts: Any, fleet: Fleet | None
+def answer_flops(members: Mapping[str, Member], answer: Answer, given: int) -> float:
+    """Executed floating-point operations of layers and heads for an answer to a prompt of `given`
+    tokens: of the prompt, and of a text that goes on in another model, through all layers that were
+    loaded; of its tokens, at the time or later (`energy.segment_rows`). Rows of a batch that are
+    there for nothing are not counted."""
+    total = 0.0
+    ends = [*(there for _, there in answer.placed[1:]), len(answer.tokens)]
+    for (choice, there), end in zip(answer.placed, ends, strict=True):
+        member = members[choice.model]
+        layers = np.array(layer_flops(member.config))
+        total += (given + there) * layers[: choice.depth].sum()
+        exits = [token.exit for token in answer.tokens[there:end]]
+        # The first one is of the pass that read what was given.
+        loaded = max([choice.depth, *(e + 1 for e in exits)])
+        total += segment_rows(exits[1:], loaded, member.options.cap) @ layers[:loaded]
+        total += sum(heads(member, e) for e in exits)
+    return float(total)
+
+
+def heads(member: Member, exit: int) -> float:
+    """Operations of the heads by which a token is read that leaves by an exit."""
+    return token_work(member.config, exit).flops - sum(layer_flops(member.config)[: exit + 1])
+
+
+def answer_bytes(
+    members: Mapping[str, Member], answer: Answer, slots: Mapping[str, Sequence[int]]
 ) -> float:
-    """Executed floating-point operations for a token of the answers: of layers and heads up to the
-    exit that each left by; of prompts, and of texts that go on in another model, through all layers
-    that were loaded; and of what a `fleet` fills in, runs anew, and looks at again. Not counted:
-    layers that are run later for a token that left early, of which a model that is loaded in part
-    has the fewest."""
-    exits = {name: range(m.config.n_exits + 1) for name, m in members.items()}
-    works = {n: [token_work(m.config, e).flops for e in exits[n]] for n, m in members.items()}
-    # Twice the multiplications of the layers below each exit.
-    layers = {
-        name: [2.0 * weights(m) * stop / m.config.n_layers for stop in m.config.stops]
-        for name, m in members.items()
-    }
-    total = count = 0.0
-    for answer in answers:
-        for choice, there in answer.placed:
-            given = len(texts[answer.index]) + there
-            total += given * layers[choice.model][choice.depth - 1]
-        for model, a, b in answer.parts():
-            total += sum(works[model][token.exit] for token in answer.tokens[a:b])
-        count += len(answer.tokens)
-    if fleet is not None:
-        before: dict[str, int] = {}
-        for change in fleet.changes:
-            (model, depth), there = change.choice, before.get(change.choice.model, 0)
-            if change.kind == "shrink":
-                total += change.tokens * layers[model][depth - 1]
-            elif change.kind == "narrow":
-                total += change.tokens * layers[model][depth - 1]
-                continue  # it is as deep as before
-            elif change.kind == "grow" and there:
-                total += change.tokens * (layers[model][depth - 1] - layers[model][there - 1])
-            before[model] = depth
-        for model, tokens in fleet.audited.items():
-            total += tokens * layers[model][-1]
-    return total / count
+    """Bytes of weights that were read for the tokens of an answer, up to the exits that they left
+    by, which all slots share."""
+    total, places = 0.0, [choice for choice, _ in answer.placed]
+    ends = [*(there for _, there in answer.placed[1:]), len(answer.tokens)]
+    for choice, a, b in zip(places, [there for _, there in answer.placed], ends, strict=True):
+        config, batch = members[choice.model].config, slots[choice.model][choice.depth - 1]
+        total += sum(token_work(config, t.exit, batch=batch).bytes for t in answer.tokens[a:b])
+    return total
 
 
-def weights(member: Member) -> int:
-    """Of all layers."""
-    leaves = [a for a in jax.tree.leaves(member.params["layers"]) if a.ndim > 2]  # products' alone
-    return sum(a.size for a in leaves)
+def fleet_flops(members: Mapping[str, Member], fleet: Fleet) -> float:
+    """Of what a fleet fills in, runs anew, and looks at again."""
+    layers = {n: np.cumsum(layer_flops(m.config)).tolist() for n, m in members.items()}
+    total, before = 0.0, {}
+    for change in fleet.changes:
+        (model, depth), there = change.choice, before.get(change.choice.model, 0)
+        if change.kind == "shrink":
+            total += change.tokens * layers[model][depth - 1]
+        elif change.kind == "narrow":
+            total += change.tokens * layers[model][depth - 1]
+            continue  # it is as deep as before
+        elif change.kind == "grow" and there:
+            total += change.tokens * (layers[model][depth - 1] - layers[model][there - 1])
+        before[model] = depth
+    for model, tokens in fleet.audited.items():
+        total += tokens * layers[model][-1]
+    return total
 
 
 @dataclasses.dataclass
 class Judged:
     """Of answers, token by token: whether the whole model that gave it would have, its
-    log-probability by that model, and by a model that has no part in it."""
+    log-probability by that model, and by a model that has no part in it. counts: tokens of each
+    answer, in their order."""
 
     same: np.ndarray
     own: np.ndarray
     other: np.ndarray
+    counts: np.ndarray
 
-    def told(self) -> dict[str, float]:
+    def told(self) -> dict[str, Any]:
+        each = np.split(self.same, np.cumsum(self.counts)[:-1])
+        mean = mean_interval(np.array([a.sum() for a in each]), self.counts)
         perplexity = lambda a: float(np.exp(-a.mean())) if a.size else float("nan")
         return {
-            "agreement": float(self.same.mean()), "perplexity": perplexity(self.own),
-            "judge_perplexity": perplexity(self.other),
+            "agreement": mean.score, "agreement_interval": [mean.low, mean.high],
+            "perplexity": perplexity(self.own), "judge_perplexity": perplexity(self.other),
         }  # fmt: skip
 
 
@@ -277,9 +291,10 @@ class Judges:
         return self._auditors[name].judge(self._parts[name].engine.weights, prompt, tokens)
 
     def judge(self, answers: Sequence[Answer], texts) -> Judged:
-        same, own, other = [], [], []
+        same, own, other, counts = [], [], [], []
         for answer in answers:
             text, ids = [*texts[answer.index]], [t.id for t in answer.tokens]
+            counts.append(len(ids))
             verdicts = {m: self._judge(m, text, ids) for m in {m for m, *_ in answer.parts()}}
             for model, a, b in answer.parts():
                 same.append(verdicts[model].same[a:b])
@@ -287,4 +302,4 @@ class Judges:
             if None in self._parts and ids:
                 other.append(self._judge(None, text, ids).logprob)
         joined = lambda parts: np.concatenate(parts) if parts else np.zeros(0)
-        return Judged(joined(same), joined(own), joined(other))
+        return Judged(joined(same), joined(own), joined(other), np.array(counts))

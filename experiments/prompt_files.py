@@ -44,6 +44,14 @@ def texts(flag: str, path: str) -> list[str]:
             raise DataError(f"--{flag} = {path!r}: line {number} {error}.") from error
         if not isinstance(text, str):
             raise DataError(f'--{flag} = {path!r}: line {number} must have a text as "prompt".')
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON may write half of a pair
+            half = f"\\u{ord(text[error.start]):04x}"
+            raise DataError(
+                f"--{flag} = {path!r}: line {number} has {half} in its prompt, which is half a "
+                "character: write both halves of the pair, or leave it out."
+            ) from error
         found.append(text)
     if not found:
         raise DataError(f"--{flag} = {path!r}: must have a line that is not empty.")

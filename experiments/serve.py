@@ -89,6 +89,10 @@ _INTERVAL = flags.DEFINE_integer(
     "interval", None, "With --objective: prompts between two reassessments. Default: 150.",
     lower_bound=1,
 )  # fmt: skip
+_CANDIDATES = flags.DEFINE_integer(
+    "candidates", None, "With --objective: models that are evaluated, the best by their "
+    "benchmarks. Default: 2.", lower_bound=1,
+)  # fmt: skip
 _BREACHES = flags.DEFINE_integer(
     "breaches", None, "With --objective: of 100 tokens, most that may leave below their threshold "
     "before more layers or another model are considered. Default: 50.", lower_bound=0,
@@ -161,7 +165,10 @@ def engines(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict,
     from eejax.serving.models import Served
     from eejax.sharding.mesh import MeshConfig
 
-    own = [_LIMITS, _PROMPTS, _BUDGET, _REPOSITORY, _INTERVAL, _BREACHES, _AUDITS, _GREEDY]
+    own = [
+        _LIMITS, _PROMPTS, _BUDGET, _REPOSITORY, _INTERVAL, _CANDIDATES, _BREACHES, _AUDITS,
+        _GREEDY,
+    ]  # fmt: skip
     if given := [flag.name for flag in own if flag.present]:
         raise ConfigError(f"--{given[0]}: goes with --objective, which names what is best.")
     mesh = MeshConfig(model=_SHARDS.value) if _SHARDS.value > 1 else None
@@ -181,13 +188,12 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
     from eejax.serving.answers import Defaults
     from eejax.serving.controller import ControllerOptions
     from eejax.serving.fleets import THRESHOLD, Aims, ServedFleet
-    from eejax.serving.objectives import METRICS
     from eejax.serving.repository import Repository
 
     for flag, least in ((_SHARDS, 1), (_DRAFTS, 0)):
         if flag.value > least:
             raise ConfigError(f"--{flag.name} = {flag.value}: does not go with --objective.")
-    given = dict(interval=_INTERVAL, breaches=_BREACHES, greedy=_GREEDY)
+    given = dict(interval=_INTERVAL, candidates=_CANDIDATES, breaches=_BREACHES, greedy=_GREEDY)
     given = {name: flag.value for name, flag in given.items() if flag.value is not None}
     if _BUDGET.value is not None:
         given["budget"] = size("budget", _BUDGET.value)
@@ -196,7 +202,7 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
         metric: size(f"limits: {metric}", value) if metric == "memory" else number(metric, value)
         for metric, value in limits.items()
     }
-    with launch.flags_named({f"limits.{metric}": f"limits: {metric}" for metric in METRICS}):
+    with launch.flags_named(limit_flags()):
         aims = Aims(
             _OBJECTIVE.value, limits, ControllerOptions(**given), _REPOSITORY.value or ":memory:",
             **({} if _AUDITS.value is None else {"audits": _AUDITS.value}),
@@ -214,6 +220,13 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
     given = {name: t[0] if len(t) == 1 else t for name, t in thresholds.items()}
     build = ServedFleet(models, aims, given, tuple(prompts), **engine_flags())
     return {AUTO: build}, {AUTO: Defaults()}
+
+
+def limit_flags() -> dict[str, str]:
+    """What limits are called here, by their names as settings."""
+    from eejax.serving.objectives import METRICS
+
+    return {f"limits.{metric}": f"limits: {metric}" for metric in METRICS}
 
 
 def engine_flags() -> dict:
@@ -255,7 +268,8 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
     from eejax.serving.service import Service, ServiceOptions
 
     metrics = Metrics()
-    options = ServiceOptions(_WAITING.value, _STEPS.value, grace=_GRACE.value)
+    with launch.flags_named({}):
+        options = ServiceOptions(_WAITING.value, _STEPS.value, grace=_GRACE.value)
     watch = lambda name: told(name, metrics.watch(name))
     services = {name: Service(build, options, watch=watch(name)) for name, build in builds.items()}
     http = HttpOptions(keys, _BODY.value, n=_N.value, defaults=defaults)
@@ -284,8 +298,8 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
             try:
                 ready = await service.start()
             except RuntimeError as error:
-                what = launch.with_flag(service.failure) or f"--model = {of}: {error}"
-                raise ConfigError(what) from error
+                what = launch.with_flag(service.failure, limit_flags())
+                raise ConfigError(what or f"--model = {of}: {error}") from error
             if not ready.chooses:
                 check_thresholds(name, ready.config, defaults[name].thresholds)
             launch.say(
@@ -326,12 +340,18 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
 
 
 def told(name: str, metrics: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
-    """Metrics, which are told of everything, and a line for what an engine does as it starts."""
+    """Metrics, which are told of everything, and lines for what an engine does as it starts, and
+    for why it ended."""
 
     def watch(what: str, value: Any) -> None:
         metrics(what, value)
         if what == "starting":
             launch.say(f"{name}: {value}")
+        elif what == "restart":
+            before, newline, last = value.strip().rpartition("\n")
+            if newline:  # where it failed, of which the last line says how
+                launch.say(before)
+            launch.say(f"{name}: the engine ended ({last}); starting another ...")
 
     return watch
 

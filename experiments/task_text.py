@@ -26,6 +26,7 @@ BOOKS = (
 )  # fmt: skip
 PIECE = 4000  # characters of a book that are one document
 KEY = 60  # characters in which two texts may not agree
+SHORT = 24  # of a prompt that has no more, and are not to be in a text
 
 
 def main() -> None:
@@ -67,14 +68,18 @@ def plain(text: str) -> str:
 
 
 class Held:
-    """Texts that are not to be learned; `has` says whether another begins, or goes on somewhere,
-    as one of them does."""
+    """Texts that are not to be learned; `has` says whether another begins as one of them does, or
+    goes on somewhere, or has the beginning of one in it, be it without a label ("Smoking: ...")."""
 
     def __init__(self, records: list[dict]):
-        self._texts = "\n".join(plain(record["prompt"]) for record in records)
+        prompts = [record["prompt"] for record in records]
+        self._texts = "\n".join(map(plain, prompts))
+        begins = [plain(p)[:KEY] for prompt in prompts for p in (prompt, prompt.partition(": ")[2])]
+        self._begins = sorted({begin for begin in begins if len(begin) >= SHORT})
 
     def has(self, key: str) -> bool:
-        return plain(key)[:KEY] in self._texts
+        text = plain(key)
+        return text[:KEY] in self._texts or any(begin in text for begin in self._begins)
 
 
 def documents(folder: str) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import partial
+from functools import cache, partial
 
 import jax
 
@@ -32,6 +32,17 @@ def weight_bytes(config: ModelConfig, depth: int) -> int:
     require(depth <= most, "depth", depth, f"must be in 1..{most}, the segments of this model")
     prepare = partial(s.prepare, config=config, max_depth=depth)
     return nbytes(jax.eval_shape(prepare, params.shapes(config)))
+
+
+@cache
+def audit_bytes(config: ModelConfig, depth: int) -> int:
+    """What the rest of a model takes that is brought to look at an answer of its first `depth`
+    segments again: one layer after the other, and the final exit."""
+    if depth > config.n_exits:
+        return 0
+    whole = jax.eval_shape(partial(s.prepare, config=config), params.shapes(config))
+    missing = [layer for segment in whole.segments[depth:] for layer in segment]
+    return max(map(nbytes, [*missing, whole.params["final"]]))
 
 
 def request_bytes(

@@ -16,38 +16,46 @@ import jax.numpy as jnp
 from jax import lax
 
 from eejax.common.errors import require
+from eejax.common.trees import Tree
 from eejax.inference import state as s
 from eejax.inference.batched import PROMPT_SPAN
 from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchedState
 from eejax.inference.packing import Plan
 from eejax.inference.state import Weights
+from eejax.models import layers
 from eejax.models.cache import KVCache, init_cache, run_segment, unstack_segments
 from eejax.models.config import ModelConfig
 
 
-def more_weights(engine: BatchedEngine, params, depth: int) -> Weights:
-    """The engine's weights and those of more segments, `depth` in all; `params` is the training
-    tree of the whole model, wherever it lies. Returns at once: what is new is on its way to the
-    device, while the engine goes on."""
-    config, have = engine.config, len(engine.weights.segments)
-    most = config.n_exits + 1
+def on_host(params: Tree, config: ModelConfig) -> Tree:
+    """A training tree in host memory, cast and its projections fused, so that no part of it has to
+    be before it goes to the device. It is one still, and may be given wherever one is taken; what
+    was made so before is returned as it is."""
+    params = s.for_compute(jax.device_get(params), config.dtype)
+    return params | {"layers": layers.fuse(params["layers"])}
+
+
+def more_weights(weights: Weights, host: Tree, config: ModelConfig, depth: int) -> Weights:
+    """An engine's weights and those of more segments, `depth` in all, of a whole model as `on_host`
+    has it. Returns at once: what is new is on its way to the device, while the engine goes on."""
+    have, most = len(weights.segments), config.n_exits + 1
     require(have < depth <= most, "depth", depth, f"must be in {have + 1}..{most}")
-    params = s.for_compute(params, config.dtype)
-    new, there = unstack_segments(params, config, depth, first=have), engine.weights.params
-    apart = s.outside(params, config, depth)
+    new, there = unstack_segments(host, config, depth, first=have), weights.params
+    apart = s.outside(host, config, depth)
     exits = {k: v for k, v in apart.pop("exits").items() if k not in there["exits"]}
     apart = {k: v for k, v in apart.items() if k not in there}
     new, apart, exits = jax.device_put((new, apart, exits))
     apart |= there | {"exits": there["exits"] | exits}
-    return engine.weights.replace(segments=(*engine.weights.segments, *new), params=apart)
+    return weights.replace(segments=(*weights.segments, *new), params=apart)
 
 
-def narrow(engine: BatchedEngine, state: BatchedState, rows: Sequence[int]):
-    """(engine, state) with some of their slots alone, in this order. The state that is given is
-    used up, array by array, so that there is hardly more than one of them at a time."""
+def of_slots(engine: BatchedEngine, state: BatchedState, rows: Sequence[int]):
+    """(engine, state) with slots as these are, in this order; one may be there again and again. The
+    state that is given is used up, array by array, so that there is hardly more than one of them at
+    a time."""
     plan = Plan.make(engine.max_depth, len(rows), engine.options.buckets)
-    less = dataclasses.replace(engine, slots=len(rows), plan=plan)
+    other = dataclasses.replace(engine, slots=len(rows), plan=plan)
     rows = jnp.asarray(rows)
 
     def taken(a):
@@ -58,7 +66,7 @@ def narrow(engine: BatchedEngine, state: BatchedState, rows: Sequence[int]):
 
     alike = dict(clock=state.clock, work=state.work, plan=plan)
     own = jax.tree.map(taken, state.replace(**dict.fromkeys(alike))).replace(**alike)
-    return less, s.beside(own, engine.weights)
+    return other, s.beside(own, engine.weights)
 
 
 @partial(jax.jit, static_argnames="slots")

@@ -12,7 +12,7 @@ from eejax.common.trees import Tree, nbytes
 from eejax.inference import state as s
 from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchOptions
-from eejax.inference.deepening import deepen, more_weights, narrow
+from eejax.inference.deepening import deepen, more_weights, of_slots, on_host
 from eejax.inference.engine import CALL
 from eejax.inference.packing import Plan
 from eejax.inference.scheduler import Output, Scheduler, Stepped
@@ -30,21 +30,25 @@ class PartialModel(Stepped):
 
     Where fewer segments leave room for more requests, `slots` says how many there are at each
     depth; a model that grows puts back those that came last.
+
+    Where there is less room on the device than was counted, what changes it raises JAX's error, a
+    RuntimeError; `restart` goes on with what was there before.
     """
 
     def __init__(
         self, params: Tree, config: ModelConfig, options: BatchOptions | None = None, *,
         slots: int | Sequence[int], depth: int, context: int | None = None, steps: int = CALL,
     ):  # fmt: skip
-        """slots: one number, or one for each depth, none more than the one before; options:
-        `max_depth` and `grows` are set here. Raises as `BatchedEngine.make`."""
+        """params: may be as `on_host` made them, which takes a while for others; slots: one number,
+        or one for each depth, none more than the one before; options: `max_depth` and `grows` are
+        set here. Raises as `BatchedEngine.make`."""
         require_count("depth", depth)
         self.config, n = config, config.n_exits + 1
         self.slots = (slots,) * n if isinstance(slots, int) else tuple(slots)
         falls = len(self.slots) == n and [*self.slots] == sorted(self.slots, reverse=True)
         require(falls, "slots", slots, f"must be one number, or {n} of which none rises")
         require(depth <= n, "depth", depth, f"must be at most {n}, the segments of this model")
-        self.host = jax.device_get(params)
+        self.host = on_host(params, config)
         # With the same buckets at every depth: each has one program then, however it came to be.
         options = (options or BatchOptions()).of_slots(self.slots[0])
         self._options = dataclasses.replace(options, grows=True)
@@ -80,10 +84,14 @@ class PartialModel(Stepped):
         return self.depth if self._coming is None else len(self._coming.segments)
 
     @property
+    def weights(self) -> Weights:
+        """Those that are loaded, or on their way."""
+        return self.engine.weights if self._coming is None else self._coming
+
+    @property
     def bytes(self) -> int:
-        """Of the weights that are loaded, or on their way."""
-        weights = self.engine.weights if self._coming is None else self._coming
-        return nbytes(weights)
+        """Of these weights."""
+        return nbytes(self.weights)
 
     @property
     def held(self) -> int:
@@ -95,15 +103,40 @@ class PartialModel(Stepped):
         Raises ConfigError for no more segments than there are, or are coming."""
         have, most = self.coming, self.config.n_exits + 1
         require(have < depth <= most, "depth", depth, f"must be in {have + 1}..{most}")
-        rows = self.scheduler.keep(self.slots[depth - 1])
-        if len(rows) < self.engine.slots:
-            less = narrow(self.engine, self.scheduler.state, rows)
-            self.scheduler.exchange(*less, rows)
-        self._coming = more_weights(self.engine, self.host, depth)
+        self.resize(self.slots[depth - 1])
+        self._coming = more_weights(self.weights, self.host, self.config, depth)
+
+    def stay(self) -> None:
+        """Calls off what `grow` asked for. What is under way has its room until it is there, and is
+        waited for; there are all slots of this depth again then."""
+        jax.block_until_ready(self._coming)
+        self._coming = None
+        self.resize(self.slots[self.depth - 1])
+
+    def resize(self, slots: int) -> None:
+        """So many slots: of fewer those that came last are put back, and more are free."""
+        if slots == self.engine.slots:
+            return
+        rows = self.scheduler.keep(slots)
+        new = range(len(rows), slots)
+        copied = [*rows, *(rows[0] for _ in new)]  # whatever is in a slot that is freed
+        engine, state = of_slots(self.engine, self.scheduler.state, copied)
+        if new:
+            state = engine.free(state, new)
+        self.scheduler.exchange(engine, state, [*rows, *(-1 for _ in new)])
 
     def shrink(self, depth: int) -> None:
         """Raises ConfigError for no fewer segments than there are."""
         require(1 <= depth < self.depth, "depth", depth, f"must be in 1..{self.depth - 1}")
+        self._begin_anew(depth)
+
+    def restart(self) -> None:
+        """Goes on as before a change that failed, in whatever state that left: requests that run
+        are run anew."""
+        self._begin_anew(self.depth)
+
+    def _begin_anew(self, depth: int) -> None:
+        """With the first segments of those there are."""
         self._coming = None
         for number in self.scheduler.running:
             self.scheduler.preempt(number)
@@ -135,5 +168,9 @@ class PartialModel(Stepped):
 
     def exchange(self) -> None:
         """Goes on with what `grow` asked for, and waits for it where it is not there yet."""
-        self.scheduler.exchange(*deepen(self.engine, self.scheduler.state, self._coming))
+        # What fails does so before anything leans on it.
+        jax.block_until_ready(self._coming)
+        engine, state = deepen(self.engine, self.scheduler.state, self._coming)
+        jax.block_until_ready(state)
+        self.scheduler.exchange(engine, state)
         self._coming = None

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from eejax.common.axes import LOCAL, Axes
@@ -248,13 +249,17 @@ def _rows(x: jax.Array) -> jax.Array:
 
 
 def fuse(p: Tree) -> Tree:
-    """An unstacked layer's tree with q, k, v as one product, and gate and up as one.
+    """A layer's tree, stacked or not, with q, k, v as one product, and gate and up as one, unless
+    they are already.
 
     For decoding, where starting a product costs more than its small result is worth. The columns
     of "qkv" are q's, k's and v's, those of "gate_up" gate's and up's.
     """
-    mlp = _joined(p["mlp"], ("gate", "up"), "gate_up") if "gate" in p["mlp"] else p["mlp"]
-    return p | {"attn": _joined(p["attn"], ("q", "k", "v"), "qkv"), "mlp": mlp}
+    attn, mlp = p["attn"], p["mlp"]
+    return p | {
+        "attn": _joined(attn, ("q", "k", "v"), "qkv", 2) if "q" in attn else attn,
+        "mlp": _joined(mlp, ("gate", "up"), "gate_up", 1) if "gate" in mlp else mlp,
+    }
 
 
 def flat_heads(p: Tree) -> Tree:
@@ -269,12 +274,17 @@ def flat_heads(p: Tree) -> Tree:
     return p | {"attn": attn}
 
 
-def _joined(tree: Tree, names: tuple[str, ...], name: str) -> Tree:
-    """`tree` with the leaves `names` [d, ...] concatenated into one [d, columns], and biases."""
+def _joined(tree: Tree, names: tuple[str, ...], name: str, columns: int) -> Tree:
+    """`tree` with the leaves `names` as one, and biases; their last so many dimensions are its
+    columns. What lies on the host stays there."""
     rest = {k: v for k, v in tree.items() if k.removesuffix("_bias") not in names}
-    rest[name] = jnp.concatenate([tree[n].reshape(tree[n].shape[0], -1) for n in names], -1)
-    if f"{names[0]}_bias" in tree:
-        rest[f"{name}_bias"] = jnp.concatenate([tree[f"{n}_bias"].reshape(-1) for n in names])
+    for suffix in ("", "_bias"):
+        if names[0] + suffix not in tree:
+            continue
+        parts = [tree[n + suffix] for n in names]
+        own = np if all(isinstance(a, np.ndarray) for a in parts) else jnp
+        flat = [a.reshape(*a.shape[: a.ndim - columns], -1) for a in parts]
+        rest[name + suffix] = own.concatenate(flat, -1)
     return rest
 
 

@@ -196,11 +196,12 @@ def for_compute(params: Tree, dtype: Any) -> Tree:
 
     The small leaves cost nothing in float32. In bf16 a scale of 1.003 would be 1, and a bias's
     gradient, a sum over all tokens, would be accumulated or rounded in bf16.
-    A `Spread` one is cast when it is gathered.
+    A `Spread` one is cast when it is gathered. What is in `dtype` already is not copied, as numpy
+    would.
     """
-    names = {"scale", "bias"}
+    names, dtype = {"scale", "bias"}, jnp.dtype(dtype)
     small = lambda path: path_name(path).rsplit("/", 1)[-1].rsplit("_", 1)[-1] in names
-    one = lambda path, a: a if small(path) else a.astype(dtype)
+    one = lambda path, a: a if small(path) or a.dtype == dtype else a.astype(dtype)
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_spread)
 
 

@@ -1,13 +1,12 @@
 """A text that was answered, looked at again by the whole of a model.
 
 It goes through the whole model once, as it stands: of each of its tokens that says whether the
-whole model would have gone on with it, and how likely it found it. Segments that are not loaded are
-brought one at a time and freed again, so that an audit needs room for one.
+whole model would have gone on with it, and how likely it found it. Layers that are not loaded are
+brought one at a time and freed again, so that an audit needs room for one (`capacity.audit_bytes`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -20,46 +19,54 @@ from eejax.common.errors import require
 from eejax.common.trees import Tree
 from eejax.inference import scoring
 from eejax.inference import state as s
+from eejax.inference.deepening import on_host
 from eejax.inference.policy import log_probability
 from eejax.inference.sampling import argmax
 from eejax.inference.state import Weights
-from eejax.models import transformer
-from eejax.models.cache import init_cache, run_segment, unstack_segments
+from eejax.models import layers, transformer
+from eejax.models.cache import kv_heads, unstack_segments
 from eejax.models.config import ModelConfig
 from eejax.serving.audits import Verdict
 
 
 class Auditor:
-    """The whole of a model, of which `loaded` has the first segments."""
+    """The whole of a model."""
 
     def __init__(self, host: Tree, config: ModelConfig):
-        """host: the training tree, in host memory."""
-        self._host, self.config = s.for_compute(host, config.dtype), config
+        """host: the training tree; as `on_host` made it, there is no second copy of it."""
+        self._host, self.config = on_host(host, config), config
 
     def judge(self, loaded: Weights, prompt: Sequence[int], tokens: Sequence[int]) -> Verdict:
-        """Of a text; one program is compiled for each segment and power of two of tokens."""
+        """Of a text, by a model of which `loaded` has the first segments. One program is compiled
+        for each power of two of tokens, and for each kind of layers."""
         require(len(prompt) > 0, "prompt", prompt, "must have one token at least")
-        config, n = self.config, self.config.n_exits + 1
+        config = self.config
         text = [*prompt, *tokens]
         width = next(n for n in scoring.lengths(config.context_length + 1) if n >= len(text))
         padded = np.zeros((1, width), np.int32)
         padded[0, : len(text)] = text
-        params = loaded.params
-        if len(loaded.segments) < n:
-            whole = s.outside(self._host, config, n)
-            params = params | jax.device_put({k: whole[k] for k in ("exits", "final")})
+        # Early exits are not asked, and are other ones at every depth.
+        params = {k: v for k, v in loaded.params.items() if k != "exits"}
         x = _embedded(params, padded, config=config)
-        for e in range(n):
-            if e < len(loaded.segments):
-                layers = loaded.segments[e]
-            else:
-                (layers,) = jax.device_put(
-                    unstack_segments(self._host, config, e + 1, loaded.axes, first=e)
-                )
-            x, h = _through(params, layers, x, config=config, e=e)
-        logprob, same = _read(Weights((), params, loaded.axes), h, padded, config=config)
+        n = len(loaded.segments)
+        there = [layer for segment in loaded.segments for layer in segment]
+        rest = unstack_segments(self._host, config, config.n_exits + 1, first=n)
+        rest = [layer for segment in rest for layer in segment]
+        for i, layer in enumerate([*there, *rest]):
+            layer = layer if i < len(there) else _brought(layer)
+            x = _through(layer, x, config=config, window=config.window(i), rope=config.rope(i))
+            if i >= len(there):
+                jax.block_until_ready(x)  # it goes before the next one comes
+        del layer
+        if "final" not in params:
+            params["final"] = _brought(self._host["final"])
+        logprob, same = _read(params, x, padded, config=config)
         own = slice(len(prompt) - 1, len(text) - 1)
         return Verdict(np.asarray(same)[own], np.asarray(logprob)[own])
+
+
+def _brought(tree: Tree) -> Tree:
+    return jax.device_put(tree)
 
 
 @partial(jax.jit, static_argnames="config")
@@ -67,21 +74,21 @@ def _embedded(params, tokens, *, config):
     return transformer.embed(params, config, tokens, jnp.arange(tokens.shape[1])[None])
 
 
-@partial(jax.jit, static_argnames=("config", "e"))
-def _through(params, layers, x, *, config, e):
-    # What is behind an early exit's block is not looked at.
-    exits = tuple(dataclasses.replace(one, block=False) for one in config.exits)
-    config = config.replace(exits=exits)
-    cache = init_cache(config, 1, x.shape[1], e + 1)
-    x, h, _, _ = run_segment(
-        params, layers, config, e, x, jnp.zeros((1,), jnp.int32), cache.segments[e],
-        cache.blocks[e],
-    )  # fmt: skip
-    return x, h
+@partial(jax.jit, static_argnames=("config", "window", "rope"))
+def _through(layer, x, *, config, window, rope):
+    # With the buffers of keys and values that who serves has: it is to say what that would.
+    positions = jnp.arange(x.shape[1])[None]
+    context = layers.make_context(
+        config, positions, key_positions=positions, start=jnp.zeros((1,), jnp.int32)
+    )
+    buffer = jnp.zeros((kv_heads(config), x.shape[1], config.head_dim), config.dtype)
+    own = dict(window=window, rope=rope, cache=(buffer, buffer))
+    return layers.layer(layer, x, config, context, **own)[0]
 
 
 @partial(jax.jit, static_argnames="config")
-def _read(weights, h, tokens, *, config):
+def _read(params, x, tokens, *, config):
+    weights = Weights((), params)
     labels = jnp.append(tokens[0, 1:], 0)
     chunk = math.gcd(scoring.CHUNK, len(labels))
 
@@ -91,5 +98,5 @@ def _read(weights, h, tokens, *, config):
         return log_probability(logits, label), argmax(logits) == label
 
     cut = lambda a: a.reshape(-1, chunk, *a.shape[1:])
-    found = jax.lax.map(one, (cut(h[0]), cut(labels)))
+    found = jax.lax.map(one, (cut(x[0]), cut(labels)))
     return jax.tree.map(lambda a: a.reshape(-1), found)

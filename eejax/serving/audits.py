@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import math
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from eejax.common.errors import require, require_count
+
+FEWEST = 4  # answers that may differ from those before
 
 
 class Verdict(NamedTuple):
@@ -21,12 +24,12 @@ class Verdict(NamedTuple):
 
 
 class Audit:
-    """What audits of a model said lately: of the last `window` answers.
+    """What audits of a model said lately: of the last `window` answers, and of those alone that
+    came since their share of wrong tokens was seen to change.
 
     Each answer counts as one, by the share of its tokens that are not the whole model's. low, high:
     between which that share lies of answers like these, each with `confidence`, whenever it is
     looked at, for as long as the window does not slide; of a window that does, at any one time.
-    best: what `high` would be, had there been none.
     """
 
     def __init__(self, window: int = 400, confidence: float = 0.95):
@@ -35,16 +38,20 @@ class Audit:
         self.confidence = confidence
         self._shares: collections.deque[float] = collections.deque(maxlen=window)
         self._logprobs: collections.deque[tuple[float, int]] = collections.deque(maxlen=window)
-        self.low, self.high, self.best = 0.0, 1.0, 1.0
+        self.low, self.high = 0.0, 1.0
 
     def add(self, verdict: Verdict) -> None:
         if len(verdict.same):
             self._shares.append(1.0 - float(np.mean(verdict.same)))
             self._logprobs.append((float(np.sum(verdict.logprob)), len(verdict.logprob)))
+            for _ in range(self.count - since_change(self._shares, 1 - self.confidence)):
+                self._shares.popleft()
+                self._logprobs.popleft()
             delta = 1 - self.confidence
-            self.low = 1.0 - upper_bound([1.0 - share for share in self._shares], delta)
-            self.high = upper_bound(self._shares, delta)
-            self.best = upper_bound([0.0] * self.count, delta)
+            low = 1.0 - upper_bound([1.0 - share for share in self._shares], delta)
+            # Whatever is on its way to change, what was seen lies between them.
+            self.low = min(low, self.share)
+            self.high = max(upper_bound(self._shares, delta), self.share)
 
     @property
     def count(self) -> int:
@@ -55,11 +62,36 @@ class Audit:
         """Disagreement with the whole model, mean over answers; 0 of none."""
         return float(np.mean(self._shares)) if self._shares else 0.0
 
+    def had_been(self, share: float) -> float:
+        """What `high` would be, had these answers been wrong in no more than `share`, each so much
+        less as all of them are."""
+        scale = min(1.0, share / self.share) if self.share else 1.0
+        return upper_bound([scale * x for x in self._shares], 1 - self.confidence)
+
     @property
     def perplexity(self) -> float:
         """Of the answers, by the whole model; NaN of none."""
         tokens = sum(n for _, n in self._logprobs)
         return math.exp(-sum(p for p, _ in self._logprobs) / tokens) if tokens else math.nan
+
+
+def since_change(values: Sequence[float], delta: float) -> int:
+    """How many of the last values in [0, 1] are of one mean, as far as can be seen: all of them, or
+    the last 4, 8, 16 and so on, the first of which differ from all before by more than chance makes
+    them but for a share `delta` of all sequences.
+
+    Bifet and Gavalda, "Learning from time-changing data with adaptive windowing" (2007), section
+    3.2.
+    """
+    x, last = np.asarray(values, np.float64), FEWEST
+    while last <= len(x) - FEWEST:
+        sizes = np.array([len(x) - last, last])
+        m, odds = 1 / (1 / sizes).sum(), math.log(2 * len(x) / delta)
+        chance = math.sqrt(2 / m * x.var() * odds) + 2 / (3 * m) * odds
+        if abs(x[:-last].mean() - x[-last:].mean()) > chance:
+            return last
+        last *= 2
+    return len(x)
 
 
 def upper_bound(values: Sequence[float], delta: float, grid: int = 1000) -> float:
@@ -80,9 +112,12 @@ def upper_bound(values: Sequence[float], delta: float, grid: int = 1000) -> floa
     spread = (0.25 + np.cumsum((x - mean) ** 2)) / (t + 1)
     known = np.append(0.25, spread[:-1])  # before each
     bets = np.sqrt(2 * math.log(1 / delta) / (known * t * np.log(1 + t)))
-    means = np.linspace(0, 1, grid + 1)[:-1]
-    most = 0.75 / (1 - means)  # so that no value takes more than three quarters of what is there
-    stakes = np.minimum(bets[:, None], most)
-    capital = np.max(np.cumsum(np.log1p(stakes * (means - x[:, None])), axis=0), axis=0)
-    possible = np.flatnonzero(capital < math.log(1 / delta))
-    return float(means[possible[-1]] + 1 / grid) if len(possible) else float(1 / grid)
+
+    def possible(i: int) -> bool:
+        """Whether i / grid may be the mean: the less so the greater it is."""
+        mean = i / grid
+        stakes = np.minimum(bets, 0.75 / (1 - mean))  # no value takes more than three quarters
+        capital = np.cumsum(np.log1p(stakes * (mean - x)))
+        return bool(capital.max() < math.log(1 / delta))
+
+    return max(bisect.bisect_left(range(grid), True, key=lambda i: not possible(i)), 1) / grid

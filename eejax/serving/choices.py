@@ -19,15 +19,16 @@ class Profile:
 
     seconds: of a token in a segment, all requests that are served together; prefill: of a prompt by
     itself; load: to bring it to the device, compiled; rebuild: of the keys and values of a token
-    that it has not seen; bytes: of its weights; energy: of a token. sure: share of the tokens that
-    leave by an exit as they may that are the full model's; unsure: of those that leave below the
-    threshold.
+    that it has not seen; bytes: of its weights; energy: of a token in its layers; heads: in the
+    head behind them. sure: share of the tokens that leave by an exit as they may that are the full
+    model's; unsure: of those that leave below the threshold.
 
     By depth, not by segment: slots, requests that are served at a time, by which `seconds` were
     measured; state: bytes of what is kept for them. Where nobody asks for memory: none.
 
     saved: of the seconds that exits would save did a token take nothing above its own, the share
-    that they do: keys and values above are made up for once another token goes there.
+    that they do: keys and values above are made up for once another token goes there. spared: the
+    same of the energy of layers.
     """
 
     seconds: tuple[float, ...]
@@ -40,15 +41,19 @@ class Profile:
     unsure: tuple[float, ...]
     slots: tuple[int, ...] = ()
     state: tuple[float, ...] = ()
+    heads: tuple[float, ...] = ()
     saved: float = 1.0
+    spared: float = 1.0
 
     def __post_init__(self):
         n = len(self.seconds)
         require(n > 0, "seconds", self.seconds, "must have a number for each segment")
-        for name, none in (("slots", (1,)), ("state", (0.0,))):
+        for name, none in (("slots", (1,)), ("state", (0.0,)), ("heads", (0.0,))):
             object.__setattr__(self, name, tuple(getattr(self, name)) or none * n)
-        require(0 <= self.saved <= 1, "saved", self.saved, "must lie in [0, 1]")
-        for field in dataclasses.fields(self)[:-1]:
+        for name in ("saved", "spared"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, name, value, "must lie in [0, 1]")
+        for field in dataclasses.fields(self)[:-2]:
             values = getattr(self, field.name)
             good = len(values) == n and all(v >= 0 for v in values)
             require(good, field.name, values, f"must be {n} numbers from 0 on")
@@ -65,22 +70,33 @@ class Profile:
         """With the first `depth` exits loaded, by the shares of tokens that would leave by each
         exit if all of them were: those above leave by the last that is loaded. First tokens come
         as they do to a request by itself."""
-        reach = [sum(shares[s:]) for s in range(depth)]
-        over = lambda costs: sum(r * c for r, c in zip(reach, costs, strict=False))
-        most, least = sum(self.seconds[:depth]), over(self.seconds)
-        seconds = max(most - self.saved * (most - least), 1e-12)
+        seconds = max(_spent(self.seconds, shares, depth, self.saved), 1e-12)
         accuracy = sum(s * a for s, a in zip(shares[:depth], self.sure, strict=False))
         accuracy += breaches(shares, depth) * self.unsure[depth - 1]
         first = sum(self.prefill[:depth])
         return Telemetry(
             1 / seconds, first, first, seconds * self.slots[depth - 1], accuracy, self.size(depth),
-            over(self.energy),
+            self.worked(shares, depth),
         )  # fmt: skip
+
+    def worked(self, shares: Sequence[float], depth: int) -> float:
+        """Energy of a token, as `serving`."""
+        layers = _spent(self.energy, shares, depth, self.spared)
+        return layers + _spent(self.heads, shares, depth)
 
     def benchmark(self) -> dict[int, Telemetry]:
         """By depth, of tokens that all leave by the last exit that is loaded."""
         last = lambda depth: tuple(float(e == depth - 1) for e in range(self.exits))
         return {depth: self.serving(last(depth), depth) for depth in range(1, self.exits + 1)}
+
+
+def _spent(
+    costs: Sequence[float], shares: Sequence[float], depth: int, spared: float = 1.0
+) -> float:
+    """By a token in the segments that it goes through, of which exits spare it a part."""
+    most = sum(costs[:depth])
+    least = sum(sum(shares[s:]) * costs[s] for s in range(depth))
+    return most - spared * (most - least)
 
 
 def breaches(shares: Sequence[float], depth: int) -> float:

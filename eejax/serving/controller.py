@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from eejax.common.errors import ConfigError, DataError, require, require_count
+from eejax.serving.audits import Audit
 from eejax.serving.choices import STRICTEST, Choice, Decision, Given, Profile, Seen, breaches
 from eejax.serving.lateness import Lateness
 from eejax.serving.objectives import Objective, Telemetry
@@ -21,6 +22,7 @@ from eejax.serving.repository import Evaluation, Repository
 
 # Of the breaches that are borne: so much for a choice each time that it had more, up to so often.
 CALMER, CALMEST = 0.8, 4
+HOPE = 0.2  # of a model's tokens that may come to leave early from one assessment to the next
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +59,10 @@ class Controller:
     what is wanted is there. `wanted` is what should be: the server loads and frees as it says, and
     until it has, prompts go where they went.
 
-    Evaluations take whole models, one after the other; models that could not be better than the one
-    that serves, were all their tokens to leave by the first exit and be right, are not evaluated
-    again. `profiles` may be changed where they are measured anew.
+    Evaluations take whole models, one after the other. A model that lost is evaluated again once it
+    may have become better than the one that serves, of which there is the more hope the more
+    assessments that is ago (`_may_be_better`). `profiles` may be changed where they are measured
+    anew.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class Controller:
         self.wanted: Choice | None = None  # that is to serve, once it is loaded
         self.serving: str | None = None  # the model that was decided for last, but to evaluate it
         self.shares: dict[str, tuple[float, ...]] = {}
+        # Assessments since a model was evaluated last.
+        self._age: dict[str, float] = dict.fromkeys(profiles, 0)
         self.least = dict.fromkeys(profiles, 1)  # depth, and
         self.strictness = dict.fromkeys(profiles, 0)  # of thresholds, as audits ask for
         self.off: set[str] = set()  # models whose exits a limit forbids
@@ -239,18 +244,21 @@ class Controller:
         if failed:
             self._fails(self._plan[0])
 
-    def audited(self, model: str, low: float, high: float, best: float) -> None:
-        """Answers of the model that serves were looked at again: the share of their tokens that are
-        not the whole model's lies between `low` and `high`, which would be `best` had none been.
+    def audited(self, model: str, audit: Audit) -> None:
+        """Answers of the model that serves were looked at again, the last ones as `audit` has them.
 
-        More than the limit on accuracy allows is too much where it is certain, or where so many
-        answers ought to have shown that it is not: then another segment is loaded, and where all
-        are, thresholds rise (`stricter`)."""
+        More wrong tokens than the limit on accuracy allows are too many where that is certain, and
+        where it is so of as many answers as would have shown that the limit is kept, had they been
+        as was expected when this was chosen: then another segment is loaded, and where all are,
+        thresholds rise (`stricter`)."""
         ready = self.wanted == self.current and not self._plan and model == self.serving
         if not ready:
             return
-        self._bounds[model] = high
-        if not (low > self._allowed or (best <= self._allowed < high)):
+        self._bounds[model] = audit.high
+        if audit.share <= self._allowed:
+            return
+        expected = 1 - self._told(self.current)[0].accuracy
+        if audit.low <= self._allowed < audit.had_been(expected):
             return
         self._failed[model] += 1
         self._rest[model] = 2 ** min(self._failed[model], 6)
@@ -262,7 +270,7 @@ class Controller:
             wanted = self._expected(self.current)
         else:
             return
-        why = f"{low:.1%} to {high:.1%} of its tokens are not the whole model's"
+        why = f"{audit.low:.1%} to {audit.high:.1%} of its tokens are not the whole model's"
         self._want("tighten", wanted[0], why, wanted[2], wanted[1])
 
     @property
@@ -275,11 +283,16 @@ class Controller:
         tokens would leave, though a limit forbids it to the others."""
         return STRICTEST if model in self.off and not evaluated else self.strictness[model]
 
-    def _told(self, choice: Choice) -> tuple[Telemetry, bool]:
-        """What a choice is expected to bring by itself, and whether without early exits: of a whole
-        model where that is better."""
-        profile, shares = self.profiles[choice.model], self.shares[choice.model]
+    def _told(
+        self, choice: Choice, shares: Sequence[float] | None = None, hope: float = 0.0
+    ) -> tuple[Telemetry, bool]:
+        """What a choice is expected to bring by itself, by its own shares or others, where a share
+        `hope` of the wrong tokens is right; and whether without early exits: of a whole model where
+        that is better."""
+        profile = self.profiles[choice.model]
+        shares = self.shares[choice.model] if shares is None else shares
         told = self._scaled(choice, profile.serving(shares, choice.depth))
+        told = dataclasses.replace(told, accuracy=told.accuracy * (1 - hope) + hope)
         if choice.depth == profile.exits:
             last = (*(0.0,) * (profile.exits - 1), 1.0)
             without = self._scaled(choice, profile.serving(last, choice.depth))
@@ -335,6 +348,7 @@ class Controller:
         limit = self.objective.limits.get("ttft_p99", math.inf)
         self._lateness.forget(self.current, missed=late > limit)
         self._broken.pop(self.current, None)  # for all of the interval it was not
+        self._age = {model: age + 1 for model, age in self._age.items()}
         if self._settled():
             self._since = 0
         else:
@@ -347,14 +361,17 @@ class Controller:
         self._want("evaluate", self._whole(names[0]), why)
 
     def _may_be_better(self, model: str) -> bool:
-        """Whether a model would be, by the gain, were it as good as it can be."""
-        profile = self.profiles[model]
-        first = profile.serving((1.0, *(0.0,) * (profile.exits - 1)), 1)
-        first = self._scaled(Choice(model, 1), first)
+        """Whether a model would be, by the gain, if with each assessment since it was evaluated a
+        share `HOPE` of its tokens, of those that did not, came to leave by the first exit and to be
+        right: all of them, of a model that never was, or not since breaches told of other texts."""
+        known = self.shares.get(model)
+        hope = 1.0 if known is None else 1 - (1 - HOPE) ** self._age[model]
+        first = (1.0, *(0.0,) * (self.profiles[model].exits - 1))
+        shares = [h * hope + s * (1 - hope) for h, s in zip(first, known or first, strict=True)]
+        told, _ = self._told(Choice(model, self.greedy_depth(model, shares, hope)), shares, hope)
         now = self.greedy_depth(self.serving)
         excess, score = self.objective.rank(self._told(Choice(self.serving, now))[0])
-        best = self.objective.rank(dataclasses.replace(first, accuracy=1.0))
-        return best > (excess, score + self.options.gain)
+        return self.objective.rank(told) > (excess, score + self.options.gain)
 
     def _evaluated(self, seen: Seen) -> None:
         profile, n = self.profiles[seen.model], len(seen.answers)
@@ -364,7 +381,8 @@ class Controller:
         counts = [seen.exits.count(e) for e in range(profile.exits)]
         total = sum(counts)
         self.shares[seen.model] = tuple(count / total for count in counts)
-        said = sum(c * sum(profile.energy[: e + 1]) for e, c in enumerate(counts)) / total
+        self._age[seen.model] = 0
+        said = profile.worked(self.shares[seen.model], profile.exits)
         if said and told.energy:
             self._scale[seen.model] = told.energy / said
         wrong = total - sum(c * s for c, s in zip(counts, profile.sure, strict=True))
@@ -399,36 +417,48 @@ class Controller:
         best, told, seconds = self._best(options)
         self._want("serve", best, "it is best for the objective", seconds, told)
 
-    def greedy_depth(self, model: str) -> int:
+    def greedy_depth(
+        self, model: str, shares: Sequence[float] | None = None, hope: float = 0.0
+    ) -> int:
         """Exits up to the one by which most tokens leave, and further where the objective, its
-        limits, or the limit on breaches, ask for it."""
-        shares, profile = self.shares[model], self.profiles[model]
+        limits, or the limit on breaches, ask for it; shares, hope: as `_told` takes them."""
+        profile = self.profiles[model]
+        shares = self.shares[model] if shares is None else shares
         if not self.options.greedy:
             return profile.exits
         first = max(range(profile.exits), key=lambda e: (shares[e], -e)) + 1
         first = max(first, self.least[model])
         depths = [Choice(model, d) for d in range(first, profile.exits + 1)]
-        calm = [c.depth for c in depths if self._calm(c) or c.depth == profile.exits]
-        rank = lambda d: self.objective.rank(self._told(Choice(model, d))[0])
+        calm = [c.depth for c in depths if self._calm(c, shares) or c.depth == profile.exits]
+        rank = lambda d: self.objective.rank(self._told(Choice(model, d), shares, hope)[0])
         return max(calm, key=lambda d: (rank(d), -d))
 
-    def _calm(self, choice: Choice) -> bool:
+    def _calm(self, choice: Choice, shares: Sequence[float]) -> bool:
         """Whether breaches are not to be expected, the less so the more often there were some."""
         room = self.options.breaches / self.options.window
         room *= CALMER ** min(self._broken[choice], CALMEST)
-        return breaches(self.shares[choice.model], choice.depth) <= room
+        return breaches(shares, choice.depth) <= room
 
     def _best(self, options: Sequence[Choice]) -> tuple[Choice, Telemetry, float]:
         """(choice, what it is expected to bring, seconds that it costs); what serves stays unless
-        another is better by the gain, costs included."""
+        another is better by the gain, costs included. What it takes to go on with less of the model
+        that serves is not held against it: whoever comes in its place has to do so, too, once both
+        are evaluated again, and they would take turns."""
         o, found = self.options, []
         for choice in options:
             _, told, seconds = self._expected(choice)
+            if choice.model == self.serving and self._less(choice):
+                told, _ = self._told(choice)
             kept, score = self.objective.rank(told)  # 0, or less where limits are missed
             stays = o.gain if choice.model == self.serving else 0.0
             found.append(((min(kept + stays, 0.0), score + stays), choice, told, seconds))
         _, choice, told, seconds = max(found, key=lambda row: row[0])
         return choice, told, seconds
+
+    def _less(self, choice: Choice) -> bool:
+        """Whether it is a part of what is there."""
+        now = self.current
+        return now is not None and now.model == choice.model and now.depth >= choice.depth
 
     def _expected(self, choice: Choice) -> tuple[Choice, Telemetry, float]:
         """With what it is expected to bring until models are assessed again, and its cost."""
@@ -462,6 +492,8 @@ class Controller:
         if depth == profile.exits:  # nothing is below its threshold but at the end
             return
         self._broken[self.current] += 1
+        # Texts are other ones than when models were evaluated: all may have become better.
+        self._age = dict.fromkeys(self._age, math.inf)
         # Tokens above are as many as were counted, spread as they were when all was loaded.
         shares = self.shares[model]
         low, high = 1 - breaches(shares, depth), breaches(shares, depth)
@@ -472,7 +504,7 @@ class Controller:
             for e in range(profile.exits)
         )
         more = [Choice(model, d) for d in range(depth + 1, profile.exits + 1)]
-        more = [c for c in more if self._calm(c)] or more[-1:]
+        more = [c for c in more if self._calm(c, self.shares[model])] or more[-1:]
         others = [Choice(m, self.greedy_depth(m)) for m in self.shares if m != model]
         best, told, seconds = self._best([*more, *others])
         kind = "grow" if best.model == model else "switch"

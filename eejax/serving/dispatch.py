@@ -10,6 +10,8 @@ from __future__ import annotations
 import abc
 import bisect
 import dataclasses
+import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -41,7 +43,7 @@ class Policy(Protocol):
     def dropped(self, model: str, failed: bool = False) -> None: ...
     def failed(self, model: str) -> None: ...
     def gives_up(self, model: str, why: str) -> bool: ...
-    def audited(self, model: str, low: float, high: float, best: float) -> None: ...
+    def audited(self, model: str, audit: Audit) -> None: ...
     def level(self, model: str, evaluated: bool = False) -> int: ...
 
 
@@ -104,6 +106,7 @@ class Dispatcher(abc.ABC):
         self._queue: list[Any] = []  # in order
         self._next: Given | None = None  # where the first of them goes
         self._loading: Coming | None = None
+        self._too_deep: dict[str, int] = {}  # depths at which there was no room for a model
         self._sampled, self._share = np.random.default_rng(seed), share
         self._to_audit: list[Any] = []
 
@@ -118,6 +121,10 @@ class Dispatcher(abc.ABC):
     @abc.abstractmethod
     def _grow(self, wanted: Choice) -> None:
         """Begins to."""
+
+    @abc.abstractmethod
+    def _stay(self, model: str) -> None:
+        """What a model was to grow by is called off."""
 
     @abc.abstractmethod
     def _shrink(self, wanted: Choice) -> None: ...
@@ -151,6 +158,10 @@ class Dispatcher(abc.ABC):
     def held(self) -> int:
         """Tokens of the requests in slots, prompts and texts."""
 
+    def _audit_room(self, depths: Mapping[str, int]) -> float:
+        """Bytes that an audit of any of these models takes beside them, at most."""
+        return 0.0
+
     def _wait(self, job: Job) -> None:
         bisect.insort(self._queue, job, key=lambda job: job.order)
 
@@ -172,6 +183,10 @@ class Dispatcher(abc.ABC):
         part = self.parts.get(wanted.model)
         if part is None:
             return
+        if wanted.depth >= self._too_deep.get(wanted.model, math.inf):
+            self.controller.wanted = wanted = Choice(wanted.model, part.depth)
+        if part.depth <= wanted.depth < part.coming:
+            self._stay(wanted.model)
         if part.coming < wanted.depth:
             self._make_room(wanted)
             self._grow(wanted)
@@ -192,6 +207,15 @@ class Dispatcher(abc.ABC):
             return
         self._arrived(loading)
 
+    def _cannot_grow(self, wanted: Choice, why: str) -> None:
+        """There was no room for as much of a model, whatever was counted: if there is no other, it
+        serves as it is, and no more is asked for until it was freed."""
+        model, depth = wanted.model, self.parts[wanted.model].depth
+        self._too_deep[model] = min(wanted.depth, self._too_deep.get(model, wanted.depth))
+        if not self.controller.gives_up(model, f"it cannot grow ({why})"):
+            told = f"{model!r} stays at {depth} exits, as {wanted.depth} cannot be loaded: {why}"
+            warnings.warn(told, stacklevel=2)
+
     def _make_room(self, wanted: Choice) -> None:
         """Frees models until the budget holds what is wanted: first those with nothing to do, last
         the one that serves, whose requests go on elsewhere with the text that they have."""
@@ -199,9 +223,10 @@ class Dispatcher(abc.ABC):
         serving = self.controller.current
         last = lambda name: (not self.parts[name].idle, serving and name == serving.model)
         for name in sorted([name for name in self.parts if name != wanted.model], key=last):
-            others = self.parts.keys() - {wanted.model}
-            held = sum(profiles[other].size(self.parts[other].coming) for other in others)
-            if held + profiles[wanted.model].size(wanted.depth) <= budget:
+            depths = {other: part.coming for other, part in self.parts.items()}
+            depths[wanted.model] = wanted.depth
+            held = sum(profiles[model].size(depth) for model, depth in depths.items())
+            if held + self._audit_room(depths) <= budget:
                 return
             self._free(name)
 
@@ -217,6 +242,7 @@ class Dispatcher(abc.ABC):
             if self._next.evaluated:
                 self.controller.dropped(name)
             self._next = None
+        self._too_deep.pop(name, None)
         self._freed(name, self.parts.pop(name))
 
     def _give(self) -> None:
@@ -304,7 +330,8 @@ class Dispatcher(abc.ABC):
         if accuracy is None:
             accuracy = float(np.mean([profile.sure[e] for e in job.exits]))
         if energy is None:
-            energy = float(np.mean([sum(profile.energy[: e + 1]) for e in job.exits]))
+            shares = [job.exits.count(e) / count for e in range(profile.exits)]
+            energy = profile.worked(shares, part.depth)
         first = job.first - job.began
         return Telemetry(
             count / seconds * (beside + 1), first, first, each, accuracy,
@@ -326,7 +353,13 @@ class Dispatcher(abc.ABC):
             if job.evaluated:
                 self.controller.dropped(model)
             return
-        verdict = self._judge(job)
+        try:
+            verdict = self._judge(job)
+        except (RuntimeError, MemoryError) as error:  # there may be no room for it
+            warnings.warn(f"an answer of {model!r} is not looked at again: {error}", stacklevel=2)
+            if job.evaluated:
+                self.controller.answered(model, job.telemetry, job.exits)
+            return
         if job.evaluated:
             told = dataclasses.replace(job.telemetry, accuracy=float(np.mean(verdict.same)))
             self.controller.answered(model, told, job.exits)
@@ -335,7 +368,7 @@ class Dispatcher(abc.ABC):
         audit = self.audit(Choice(model, self.parts[model].depth))
         audit.add(verdict)
         known = len(self.controller.decisions)
-        self.controller.audited(model, audit.low, audit.high, audit.best)
+        self.controller.audited(model, audit)
         if len(self.controller.decisions) > known:
             # Should this depth and these thresholds be tried again, it is for what comes then.
             del self.audits[model, *job.strictness]

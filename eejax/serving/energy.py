@@ -174,8 +174,25 @@ def token_work(config: ModelConfig, exit: int, *, batch: int = 1, seen: float = 
     )
 
 
-def work_of(config: ModelConfig, tokens: Sequence[int], **about: Any) -> Work:
-    """Of all tokens together, `tokens` [exits] being how many left by each; `about` as
-    `token_work`, and raises as it does."""
-    each = [(n, token_work(config, e, **about)) for e, n in enumerate(tokens) if n]
-    return Work(sum(n * w.flops for n, w in each), sum(n * w.bytes for n, w in each))
+def layer_flops(config: ModelConfig) -> list[float]:
+    """Of a token in the layers of each segment, and in nothing else that is there."""
+    declared = params.abstract(config)["layers"]
+    factors = params.map_params(lambda p: math.prod(p.shape) if p.decay else 0, declared)
+    total = 2.0 * sum(jax.tree.leaves(factors))
+    return [total * (end - begin) / config.n_layers for begin, end in config.segments]
+
+
+def segment_rows(exits: Sequence[int], segments: int, cap: int) -> list[int]:
+    """Of a text whose tokens behind the first left by these exits: how many go through each segment
+    [segments], at the time or later.
+
+    Who goes deeper takes along all that wait, and once `cap` do all of them go (KV recomputation,
+    Bae et al. 2023), so that each goes through a segment once, or never where nobody goes there
+    after it. Rows of a batch that are there for nothing are not counted.
+    """
+    filled = [0] * segments
+    for position, exit in enumerate(exits):
+        if filled[0] - filled[-1] >= cap:
+            filled = [position] * segments
+        filled = [position + 1 if s <= exit else n for s, n in enumerate(filled)]
+    return filled

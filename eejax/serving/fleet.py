@@ -18,7 +18,9 @@ import numpy as np
 
 from eejax.common.errors import require, require_count, require_one_of
 from eejax.common.trees import Tree
+from eejax.inference import capacity
 from eejax.inference.batched_state import BatchOptions
+from eejax.inference.deepening import on_host
 from eejax.inference.engine import CALL
 from eejax.inference.generate import check_prompts
 from eejax.inference.partial import PartialModel
@@ -34,7 +36,7 @@ from eejax.serving.choices import STRICTEST, Choice, stricter
 from eejax.serving.controller import Controller
 from eejax.serving.dispatch import Dispatcher, Job
 from eejax.serving.energy import Meter
-from eejax.serving.loading import Loading
+from eejax.serving.loading import Loading, failure
 from eejax.serving.messages import FleetReport
 from eejax.serving.objectives import NAMED, Telemetry
 
@@ -50,13 +52,18 @@ class Member:
     rules: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     options: BatchOptions = BatchOptions()
 
+    def ready(self) -> Member:
+        """With parameters of which engines and audits are made soonest (`deepening.on_host`)."""
+        return dataclasses.replace(self, params=on_host(self.params, self.config))
+
 
 class Change(NamedTuple):
     """What was done to models: kind is "load", "grow", "shrink", "free" or "narrow", which is what
-    comes before "grow" where that leaves fewer slots; `depth` exits are there then; seconds from
-    when it was begun to when that was used, or done, in which a model that grows goes on. rebuild:
-    of them, those in which keys and values were filled in and nothing else ran; tokens: of the
-    requests that this was done for, or that are to be run anew."""
+    comes before "grow" where that leaves fewer slots, or "stay", which comes in place of "grow"
+    where that is not wanted any more, or there is no room for it; `depth` exits are there then;
+    seconds from when it was begun to when that was used, or done, in which a model that grows goes
+    on. rebuild: of them, those in which keys and values were filled in and nothing else ran;
+    tokens: of the requests that this was done for, or that are to be run anew."""
 
     time: float
     kind: str
@@ -120,7 +127,7 @@ class Fleet(Dispatcher, Stepped):
         self.parts: dict[str, PartialModel]
         if meter is not None:
             controller.counted = meter.name
-        self.members = dict(members)
+        self.members = {name: member.ready() for name, member in members.items()}
         self.audited = dict.fromkeys(members, 0)  # tokens that were looked at again
         self.taken_along = 0  # requests that went on in another model
         self.changes: list[Change] = []
@@ -244,12 +251,7 @@ class Fleet(Dispatcher, Stepped):
         for name in [*self.parts]:
             part = self.parts[name]
             if part.came:
-                begin = self._clock()
-                part.exchange()
-                jax.block_until_ready(part.scheduler.state.cache)
-                held = part.scheduler.held
-                self._changed("grow", name, self._growing.pop(name), held, self._clock() - begin)
-                self._changes_depth(name)
+                self._goes_deeper(name, part)
             busy = not part.idle
             told = part.scheduler.step()  # what has come by now is used with the next one
             if busy:
@@ -279,10 +281,35 @@ class Fleet(Dispatcher, Stepped):
     def _grow(self, wanted: Choice) -> None:
         part, begin = self.parts[wanted.model], self._clock()
         held = part.scheduler.held
-        part.grow(wanted.depth)
+        if why := failure(lambda: part.grow(wanted.depth)):
+            self._starts_again(wanted, part, why)
+            return
         if part.scheduler.held < held:
             self._changed("narrow", wanted.model, begin, held - part.scheduler.held)
         self._growing.setdefault(wanted.model, begin)
+
+    def _goes_deeper(self, model: str, part: PartialModel) -> None:
+        """With what has come."""
+        begin, wanted = self._clock(), Choice(model, part.coming)
+        if why := failure(part.exchange):
+            self._starts_again(wanted, part, why)
+            return
+        held, since = part.scheduler.held, self._growing.pop(model)
+        self._changed("grow", model, since, held, self._clock() - begin)
+        self._changes_depth(model)
+
+    def _starts_again(self, wanted: Choice, part: PartialModel, why: str) -> None:
+        """A model that was to grow, and failed to."""
+        begin, held = self._clock(), part.scheduler.held
+        part.restart()
+        self._changed("stay", wanted.model, self._growing.pop(wanted.model, begin), held)
+        self._cannot_grow(wanted, why)
+
+    def _stay(self, model: str) -> None:
+        part = self.parts[model]
+        if failure(part.stay):
+            part.restart()
+        self._changed("stay", model, self._growing.pop(model), 0)
 
     def _shrink(self, wanted: Choice) -> None:
         part, begin = self.parts[wanted.model], self._clock()
@@ -294,6 +321,10 @@ class Fleet(Dispatcher, Stepped):
     def _freed(self, model: str, part: PartialModel) -> None:
         self._growing.pop(model, None)
         self._changed("free", model, self._clock(), 0)
+
+    def _audit_room(self, depths: Mapping[str, int]) -> float:
+        config = lambda model: self.members[model].config
+        return max(capacity.audit_bytes(config(model), depth) for model, depth in depths.items())
 
     def _in(self, model: str) -> list[_Job]:
         return [job for job in self._jobs.values() if job.model == model]
@@ -346,7 +377,8 @@ class Fleet(Dispatcher, Stepped):
         # What is drawn by chance, or shaped, is not what the whole model says is most likely.
         shaped = shaping is not None and bool(shaping.changes[0])
         judged = job.objective is None and greedy and not shaped
-        whole = finish not in ("cancelled", "error") and len(job.tokens) > 0
+        # Who leaves in the middle, as at a stop string, has an answer all the same.
+        whole = finish != "error" and len(job.tokens) > 0
         self._finished(job, whole, judged, failed=finish == "error")
         return [Output(job.number, tokens, finish)]
 
@@ -370,9 +402,11 @@ class Fleet(Dispatcher, Stepped):
         part = self.parts[job.model]
         if job.model not in self._auditors:
             self._auditors[job.model] = Auditor(part.host, part.config)
-        self.audited[job.model] += len(job.prompt) + len(job.tokens)
         auditor, ids = self._auditors[job.model], [t.id for t in job.tokens]
-        return auditor.judge(part.engine.weights, job.prompt, ids)
+        # What is on its way has its room already, and would be waited for by all that is brought.
+        verdict = auditor.judge(part.weights, job.prompt, ids)
+        self.audited[job.model] += len(job.prompt) + len(job.tokens)
+        return verdict
 
     def report(self, since: int = 0) -> FleetReport:
         """What serves, or will first; with the decisions from number `since` on."""

@@ -22,6 +22,7 @@ from eejax.common.errors import ConfigError, DataError, require
 from eejax.common.trees import nbytes
 from eejax.data.tokenizers import Tokenizer
 from eejax.inference import capacity, scoring
+from eejax.inference.deepening import on_host
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
@@ -119,8 +120,9 @@ def check_alike(opened: Mapping[str, Opened]) -> None:
             ("tokenizer", lambda m: m.tokenizer.fingerprint),
             ("vocabulary", lambda m: m.config.vocab_size),
         ):
+            # Begins with the setting to be mended, which is not the one of the same name.
             require(
-                of(model) == of(own), f"{what} of {name!r}", of(model),
+                of(model) == of(own), f"model: the {what} of {name!r}", of(model),
                 f"must be that of {first!r}, {of(own)!r}",
                 "A text goes from one model to another as ids: train them with one tokenizer.",
             )  # fmt: skip
@@ -146,12 +148,24 @@ def built(
     context: int | None = None, prompts: Sequence[str] = (), template: Template | None = None,
 ) -> Built:  # fmt: skip
     """A fleet's, of models that lie on the host; they are measured here."""
+    members = {name: member.ready() for name, member in members.items()}
     configs = [member.config for member in members.values()]
     most = min(config.context_length for config in configs)
     context = most if context is None else context
     require(
         LEAST <= context <= most, "context", context, f"must be in {LEAST}..{most}, for all models"
     )
+    counts = meter()
+    if counts is None and ("energy" in aims.limits or aims.objective == "energy"):
+        log.info(
+            "nothing counts joules here, neither NVML nor RAPL: operations of the layers and heads "
+            "stand for them"
+        )
+        require(
+            "energy" not in aims.limits, "limits.energy", aims.limits.get("energy"),
+            "must be left out where nothing counts joules, as operations are another unit",
+            "Limit something else, or let this process read NVML or RAPL.",
+        )  # fmt: skip
     budget = aims.options.budget
     # Of those that the budget is too small for the one that needs most is told of.
     largest_first = sorted(members, key=lambda name: -least(members[name], context))
@@ -189,7 +203,7 @@ def built(
             slots=by_depth,
             context=context,
             steps=steps,
-            meter=meter(),
+            meter=counts,
             audits=aims.audits,
         )
         made.step()  # so that a model is there for who asks first
@@ -202,11 +216,13 @@ def built(
 def room(
     member: Member, slots: int, context: int, budget: float, name: str = "model"
 ) -> tuple[int, ...]:
-    """Up to so many slots of a model at each of its depths, none more than at the one before.
-    Raises ConfigError where the budget does not hold the whole model with one."""
+    """Up to so many slots of a model at each of its depths, none more than at the one before; room
+    is left for what audits bring. Raises ConfigError where the budget does not hold the model with
+    one, at any depth."""
     options = dataclasses.replace(member.options, grows=True)
+    beside = lambda depth: capacity.audit_bytes(member.config, depth)
     fit = lambda depth, options: capacity.slots(
-        member.config, options, depth, context, budget, slots
+        member.config, options, depth, context, budget - beside(depth), slots
     )
     # All depths have the buckets of the first one's slots, which are a part of what is kept.
     options = options.of_slots(max(fit(1, options), 1))
@@ -218,37 +234,51 @@ def room(
     if not found[-1]:
         raise ConfigError(
             f"budget = {budget:.0f}: must be {least(member, context)} bytes at least, which the "
-            f"whole of {name} takes with one request."
+            f"whole of {name} takes with one request, or less of it with what audits bring."
         )
     return found
 
 
 def least(member: Member, context: int) -> int:
-    """Bytes of the whole model with one request."""
+    """Bytes of the model with one request, at the depth that takes most: the whole of it, but where
+    audits bring more than what is left out of less."""
     options = dataclasses.replace(member.options, grows=True).of_slots(1)
-    return math.ceil(
-        capacity.engine_bytes(member.config, options, member.config.n_exits + 1, context, 1)
+    config = member.config
+    return max(
+        math.ceil(capacity.engine_bytes(config, options, depth, context, 1))
+        + capacity.audit_bytes(config, depth)
+        for depth in range(1, config.n_exits + 2)
     )
 
 
 def warm_up(
     member: Member, *, slots: Sequence[int], context: int, steps: int, name: str = "model"
 ) -> None:
-    """Compiles what a model may need at every depth: requests that join, that are there when it
-    grows from any depth to any other, and audits of answers of all lengths."""
+    """Compiles what a model may need at every depth: requests that join, that come and go while it
+    is to grow, that are there when it grows from any depth to any other, and audits of answers of
+    all lengths."""
     config, n = member.config, member.config.n_exits + 1
-    auditor = Auditor(member.params, config)
+    host = on_host(member.params, config)
+    auditor = Auditor(host, config)
     lengths = [length for length in scoring.lengths(context) if length > 1]
     make = lambda depth: PartialModel(
-        member.params, config, member.options, slots=slots, depth=depth, context=context,
-        steps=steps,
-    )  # fmt: skip
+        host, config, member.options, slots=slots, depth=depth, context=context, steps=steps
+    )
 
     def at(depth: int) -> None:
         part = make(depth)
         joined(part.scheduler, slots[depth - 1])
         for length in lengths:
             auditor.judge(part.engine.weights, [0], [0] * (length - 1))
+        # Before more is there the slots are as few already; then still more may be asked for, or
+        # none of it.
+        counts = sorted({*slots[depth - 1 :]}, reverse=True)
+        for many, few in itertools.combinations(counts, 2):
+            part.resize(many)
+            part.resize(few)
+            if many == counts[0]:
+                joined(part.scheduler, few)
+            part.resize(counts[0])
 
     def grows(depth: int, deeper: int) -> None:
         part = make(depth)

@@ -1,4 +1,5 @@
-"""A model that is made in a thread, while others go on."""
+"""Changes of what is loaded: a model that is made in a thread, while others go on, and what becomes
+of one that fails."""
 
 from __future__ import annotations
 
@@ -8,6 +9,16 @@ from collections.abc import Callable
 
 from eejax.inference.partial import PartialModel
 from eejax.serving.choices import Choice
+
+
+def failure(change: Callable[[], object]) -> str:
+    """What kept a change from being made: there may be too little room on the device, whatever was
+    counted; "" where nothing did. Arrays that an error holds on to are let go with it."""
+    try:
+        change()
+    except (RuntimeError, MemoryError) as error:
+        return str(error) or type(error).__name__
+    return ""
 
 
 class Loading:

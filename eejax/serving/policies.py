@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from eejax.common.errors import require, require_count
+from eejax.serving.audits import Audit
 from eejax.serving.choices import Choice, Decision, Given, Profile
 from eejax.serving.controller import Controller, ControllerOptions
 from eejax.serving.dispatch import Policy
@@ -70,7 +71,7 @@ class Scripted:
     def gives_up(self, model: str, why: str) -> bool:
         return False
 
-    def audited(self, model: str, low: float, high: float, best: float) -> None:
+    def audited(self, model: str, audit: Audit) -> None:
         pass
 
     def level(self, model: str, evaluated: bool = False) -> int:

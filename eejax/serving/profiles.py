@@ -17,8 +17,8 @@ from eejax.common.trees import nbytes
 from eejax.inference import state as s
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
-from eejax.models.cache import unstack_segments
 from eejax.serving.choices import Profile
+from eejax.serving.energy import layer_flops, segment_rows, token_work
 from eejax.serving.fleet import Member
 
 
@@ -31,7 +31,7 @@ def measure(
     requests of these texts and `new` tokens each; how often exits agree with the final one is
     counted on `batches`, as those of `calibration.score`.
 
-    Energy is not measured: of a token in a segment it is the multiplications of its layers, twice.
+    Energy is not measured: operations of layers and heads stand for it (`token_work`).
     Raises DataError for a model whose logits are not finite.
     """
     require(len(texts) > 0, "texts", texts, "must be one at least")
@@ -39,16 +39,20 @@ def measure(
 
     def grown():
         """Every depth in turn, and what there is in the end."""
+        begin = clock()
         part = PartialModel(
             member.params, member.config, member.options, slots=slots, depth=1, context=context
         )
-        rows = [_Depth(part, texts, new, clock)]
+        jax.block_until_ready((part.engine.weights, part.scheduler.state))
+        rows = [_Depth(part, texts, new, clock, clock() - begin)]
         for depth in range(2, n + 1):
+            jax.block_until_ready(part.scheduler.state)  # of the last steps
             begin = clock()
             part.grow(depth)
             jax.block_until_ready(part._coming)
             loaded = clock() - begin
             held = part.scheduler.held
+            jax.block_until_ready(part.scheduler.state)
             begin = clock()
             part.exchange()
             jax.block_until_ready(part.scheduler.state)
@@ -58,44 +62,57 @@ def measure(
         weights = part.engine.weights
         sizes = [nbytes(segment) for segment in weights.segments]
         outside = [nbytes(s.outside(weights.params, member.config, d)) for d in range(1, n + 1)]
-        return rows, leaving, sizes, outside, part.host, weights.axes
+        return rows, leaving, sizes, outside
 
     grown()  # compiles; a model goes before the next one comes
-    rows, leaving, sizes, outside, host, axes = grown()
+    rows, leaving, sizes, outside = grown()
     steps = lambda values: np.maximum(np.diff([0.0, *values]), 0.0)
-    begin = clock()
-    lowest = unstack_segments(s.for_compute(host, member.config.dtype), member.config, 1, axes)
-    jax.block_until_ready(jax.device_put(lowest))
-    first = clock() - begin
-    del lowest
     scores = calibration.score(member.params, member.config, batches)
     rules = {k: v for k, v in member.rules.items() if k != "prefill_exit"}  # of prompts alone
     leaves = calibration.emitting_exits(scores, **({"threshold": 1.0} | rules))
     same = scores.tokens == scores.tokens[-1]
     share = lambda e, which: float(same[e][which].mean()) if which.any() else float(same[e].mean())
-    layers = [end - begin for begin, end in member.config.segments]
-    a_layer = sum(a.size for a in jax.tree.leaves(member.params["layers"])) / sum(layers)
+    layers = layer_flops(member.config)
+    heads = np.diff([0.0, *(token_work(member.config, e).flops for e in range(n))]) - layers
     told = dict(
         seconds=steps([row.token for row in rows]), prefill=steps([row.first for row in rows]),
-        load=[first, *(row.loaded for row in rows[1:])],
+        load=[row.loaded for row in rows],
         rebuild=[rows[0].first / rows[0].given, *(row.filled for row in rows[1:])],
-        bytes=np.array(sizes) + steps(outside), energy=[2.0 * a_layer * k for k in layers],
+        bytes=np.array(sizes) + steps(outside), energy=layers, heads=heads,
         sure=[share(e, leaves == e) for e in range(n)],
         unsure=[share(e, leaves > e) for e in range(n - 1)] + [1.0],
     )  # fmt: skip
     most = sum(told["seconds"])
     ideal = sum(leaving.reach[e] * told["seconds"][e] for e in range(n))
-    saved = (most - leaving.token) / (most - ideal) if most > ideal else 1.0
     by_depth = dict(slots=[row.slots for row in rows], state=[row.state for row in rows])
+    parts = dict(
+        saved=_part(most, leaving.token, ideal),
+        spared=spared(leaving.exits.values(), layers, member.options.cap),
+    )
     told = {name: tuple(map(float, values)) for name, values in told.items()}
-    return Profile(**by_depth, **told, saved=float(np.clip(saved, 0.0, 1.0)))
+    return Profile(**by_depth, **told, **parts)
+
+
+def _part(most: float, took: float, ideal: float) -> float:
+    """Of what might have been saved."""
+    return float(np.clip((most - took) / (most - ideal), 0.0, 1.0)) if most > ideal else 1.0
+
+
+def spared(texts: Iterable[Sequence[int]], layers: Sequence[float], cap: int) -> float:
+    """Of the operations of layers, by the exits that the tokens of texts left by, where at most
+    `cap` wait (`Profile.spared`)."""
+    n, texts = len(layers), [[*exits][1:] for exits in texts]  # the first is of the prompt's pass
+    run = np.array([segment_rows(exits, n, cap) for exits in texts])
+    reached = np.array([[sum(e >= s for e in exits) for s in range(n)] for exits in texts])
+    whole = sum(map(len, texts)) * sum(layers)
+    return _part(whole, (run @ layers).sum(), (reached @ layers).sum())
 
 
 class _Depth:
     """A depth at work, where none leaves early, or by the `rules` of a policy. token: seconds of
     one where all slots decode; first: to the first one of a request by itself, with a prompt of so
-    many tokens (`given`); reach: shares of tokens that left by each exit or one above it; loaded,
-    filled: as measured before."""
+    many tokens (`given`); reach: shares of tokens that left by each exit or one above it; exits: by
+    which the tokens of each request left; loaded, filled: as measured before."""
 
     def __init__(self, part: PartialModel, texts, new, clock, loaded=0.0, filled=0.0, rules=None):
         self.loaded, self.filled, self.slots = loaded, filled, part.engine.slots
@@ -105,8 +122,9 @@ class _Depth:
             scheduler.cancel(number)
         part.run()
         policy = ExitPolicy.make(config, 1, **(rules or {}))
-        slots, room, exits = part.engine.slots, part.engine.context, np.zeros(config.n_exits + 1)
+        slots, room, left = part.engine.slots, part.engine.context, np.zeros(config.n_exits + 1)
         count, decoded, begun = 0, None, set()
+        self.exits: dict[int, list[int]] = {}
         # Those that begin first go on for long enough to be there with the last.
         texts = [list(text)[: room // 2] for text in texts]
         longest = max(texts, key=len)
@@ -120,12 +138,13 @@ class _Depth:
         while count < slots * new and not part.idle:
             for number, tokens, _ in part.step():
                 begun |= {number} if tokens else set()
+                self.exits.setdefault(number, []).extend(token.exit for token in tokens)
                 for token in tokens if decoded is not None else ():
-                    exits[token.exit] += 1
+                    left[token.exit] += 1
                     count += 1
             if decoded is None and len(begun) == slots:
                 decoded = clock()
         if decoded is None:
             raise DataError("its answers are no numbers: look for NaN in its parameters.")
         self.token = (clock() - decoded) / max(count, 1)
-        self.reach = np.cumsum(exits[::-1])[::-1] / max(count, 1)
+        self.reach = np.cumsum(left[::-1])[::-1] / max(count, 1)

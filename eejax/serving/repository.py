@@ -51,21 +51,12 @@ class Evaluation(NamedTuple):
 class Repository:
     """An SQLite file; ":memory:" keeps nothing. Every method raises DataError for a file that is
     none, that has other tables than these, or that another process does not let go of for `WAIT`
-    seconds."""
+    seconds. One that is deleted meanwhile is made anew by what is written next."""
 
     def __init__(self, path: str | os.PathLike = ":memory:"):
         self.path = os.path.expanduser(os.fspath(path))
         with self._using("be used as a repository"):
-            self._connection = sqlite3.connect(self.path, timeout=WAIT)
-            with self._connection:
-                (version,) = self._connection.execute("pragma user_version").fetchone()
-                (tables,) = self._connection.execute(
-                    "select count(*) from sqlite_master"
-                ).fetchone()
-                if tables and version != VERSION:
-                    told = f"its tables are of version {version}, these of {VERSION}"
-                    raise ValueError(told)
-                self._connection.executescript(f"{_SCHEMA} pragma user_version = {VERSION};")
+            self._connection, self._file = opened(self.path), identity(self.path)
 
     @classmethod
     def of(cls, profiles: Mapping[str, Any], path: str | os.PathLike = ":memory:") -> Repository:
@@ -88,8 +79,21 @@ class Repository:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        with self._using("be written"), self._connection:
-            yield self._connection
+        with self._using("be written"):
+            if identity(self.path) != self._file:  # SQLite writes to none that was deleted
+                self._renew()
+            with self._connection:
+                yield self._connection
+
+    def _renew(self) -> None:
+        """Goes on with the file that is there now, made where none is. Benchmarks go along, as
+        candidates are chosen by them."""
+        old, rows = self._connection, []
+        with contextlib.suppress(sqlite3.Error):  # without them, rather than not at all
+            rows = old.execute("select * from benchmark").fetchall()
+        new = opened(self.path, rows)
+        self._connection, self._file = new, identity(self.path)
+        old.close()
 
     def put(self, model: str, by_depth: Mapping[int, Telemetry]) -> None:
         """Benchmark telemetry of a model by how many of its exits are there, in place of all that
@@ -133,3 +137,63 @@ class Repository:
                 (model, last),
             ).fetchall()
             return [made(row) for row in reversed(rows)]
+
+
+def opened(path: str, benchmarks: Sequence[tuple] = ()) -> sqlite3.Connection:
+    """A repository's file, with these rows of benchmarks unless it has others in their place; made
+    where there is none. Raises ValueError for a database of other tables, and sqlite3.Error."""
+    db = sqlite3.connect(path, timeout=WAIT)
+    try:
+        (version,) = db.execute("pragma user_version").fetchone()
+        if found := tables(db):
+            check_tables(found, version)
+        else:  # all or nothing, whoever opens it at the same time
+            made = f"{_SCHEMA} pragma user_version = {VERSION};"
+            db.executescript(f"begin immediate; {made} commit;")
+        if benchmarks:
+            marks = ", ".join("?" * (2 + len(METRICS)))
+            with db:
+                db.executemany(f"insert or ignore into benchmark values ({marks})", benchmarks)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def check_tables(found: Mapping[str, list[str]], version: int) -> None:
+    """Raises ValueError for tables that are no repository's; there may be others beside them. The
+    version alone says little: many programs have a first one."""
+    if version != VERSION:
+        raise ValueError(f"its tables are of version {version}, these of {VERSION}")
+    with contextlib.closing(sqlite3.connect(":memory:")) as own:
+        own.executescript(_SCHEMA)
+        must = tables(own)
+    for name, columns in must.items():
+        if name not in found:
+            raise ValueError(f"it has no table {name}, but {', '.join(found)}")
+        if found[name] != columns:
+            has, want = ", ".join(found[name]), ", ".join(columns)
+            raise ValueError(f"its table {name} has the columns ({has}), and must have ({want})")
+
+
+def tables(db: sqlite3.Connection) -> dict[str, list[str]]:
+    """The columns of a database's own tables, and of its views, as they were declared."""
+    asked = (
+        "select name from sqlite_master "
+        "where type in ('table', 'view') and name not glob 'sqlite_*' order by rowid"
+    )
+    columns = (
+        "select name || ' ' || lower(type) || iif(\"notnull\", ' not null', '') "
+        "|| iif(pk, ' primary key', '') from pragma_table_info(?)"
+    )
+    names = [name for (name,) in db.execute(asked).fetchall()]
+    return {name: [column for (column,) in db.execute(columns, (name,))] for name in names}
+
+
+def identity(path: str) -> tuple[int, int] | None:
+    """What tells a file from another one in its place; None where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -115,7 +115,7 @@ class Service:
         self.state, self.ready, self.load = STOPPED, None, Load(0, 0, 0, 0)
         self.report: FleetReport | None = None  # the last one
         self.failure = ""  # why the last engine ended
-        self.pause = self.options.first_pause  # seconds after which to ask again, as far as known
+        self._pause = self.options.first_pause  # seconds before the next start
         self.restarts = 0
         self._build, self._clock = build, clock
         self._watch = watch or (lambda name, value: None)
@@ -150,6 +150,12 @@ class Service:
             self._engine = None
         self._lose()
         self._set(STOPPED)
+
+    @property
+    def pause(self) -> float:
+        """Seconds after which to ask again, as far as known: an engine that is started takes as
+        long as the last one did."""
+        return self._pause + (0.0 if self.ready is None else self.ready.seconds)
 
     @property
     def most(self) -> int:
@@ -321,12 +327,12 @@ class Service:
             if self.state == DRAINING:
                 return
             if self._clock() - began > longest:
-                self.pause = first  # it ran well for a while
+                self._pause = first  # it ran well for a while
             while True:
                 self.restarts += 1
                 self._watch("restart", self.failure)
-                await asyncio.sleep(self.pause)
-                self.pause = min(2 * self.pause, longest)
+                await asyncio.sleep(self._pause)
+                self._pause = min(2 * self._pause, longest)
                 try:
                     await self._launch()
                     break

@@ -43,7 +43,7 @@ class Call(NamedTuple):
 
 class Part:
     """A model with its slots, as `PartialModel` and `Scheduler` have it. calls: under way, of
-    `steps` steps each; flops: of the rows that were run."""
+    `steps` steps each; flops: of the rows that were run, and of the heads of tokens."""
 
     def __init__(
         self, trace: ModelTrace, profile: Profile, pace: Pace, leaving: Leaving, *, depth: int,
@@ -92,6 +92,10 @@ class Part:
         self.jobs, back = self.jobs[: self.slots], self.jobs[self.slots :]
         self.waiting.extendleft(reversed(back))
         return seconds
+
+    def stay(self) -> None:
+        """What is on its way is called off, and leaves its room at once."""
+        self.coming = self.depth
 
     def grown(self) -> float:
         """Seconds of making up keys and values for segments that have come."""
@@ -198,5 +202,6 @@ class Part:
     def _write(self, job: Prompt, exits: list[int], below: list[bool]) -> None:
         by, low = self._leaving(self.depth, job.strictness[1])
         exits.append(by[job.number][job.done])
+        self.flops += sum(self.profile.heads[: exits[-1] + 1])
         below.append(low[job.number][job.done])
         job.done += 1

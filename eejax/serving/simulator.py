@@ -193,6 +193,10 @@ class _Server(Dispatcher):
         seconds = self.parts[wanted.model].grow(wanted.depth, self.now)
         self._happens("grow", wanted.model, seconds)
 
+    def _stay(self, model: str) -> None:
+        self.parts[model].stay()
+        self._happens("stay", model)
+
     def _shrink(self, wanted: Choice) -> None:
         self.parts[wanted.model].shrink(wanted.depth)
         self._happens("shrink", wanted.model)

@@ -176,7 +176,11 @@ def load(path: str | os.PathLike) -> Trace:
     except (
         OSError, ValueError, EOFError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error,
     ) as error:  # fmt: skip
-        raise DataError(f"{path}: cannot be read as a trace ({error}). Record it again.") from error
+        why = f"cannot be read as a trace ({error})"
+        # Of what is no npz numpy says how to read it all the same, which would make it no trace.
+        if not isinstance(error, OSError) and not zipfile.is_zipfile(path):
+            why = "is no trace"
+        raise DataError(f"{path}: {why}. Record it again.") from error
     try:
         about = json.loads(str(arrays["about"]))
         if about["version"] != VERSION:

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import traceback
+import warnings
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -44,6 +45,8 @@ def main(pipe: Connection, build: Build, steps: int = CALL) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
+    # They are for who runs a server: where in the code they come from is nothing to them.
+    warnings.formatwarning = lambda message, *about, **more: " ".join(str(message).split()) + "\n"
     tell = _Tell(pipe)
     log = logging.getLogger(LOG)
     log.addHandler(tell)

@@ -82,8 +82,12 @@ def complementary(trace, along, thresholds: Mapping[str, float]) -> list[dict]:
 
 
 def prices(profiles: Mapping, trace, thresholds: Mapping[str, float | None]) -> dict:
-    """Profiles, whose agreements are those of the trace at these thresholds."""
+    """Profiles, whose agreements, and operations that exits spare, are those of the trace at these
+    thresholds."""
     import dataclasses
+
+    from eejax.inference.batched_state import BatchOptions
+    from eejax.serving.profiles import spared
 
     found = {}
     for name, model in trace.models.items():
@@ -95,5 +99,6 @@ def prices(profiles: Mapping, trace, thresholds: Mapping[str, float | None]) -> 
         found[name] = dataclasses.replace(
             profiles[name], sure=tuple(share(e, exits == e) for e in range(n)),
             unsure=(*(share(e, exits > e) for e in range(n - 1)), 1.0),
+            spared=spared(exits.tolist(), profiles[name].energy, BatchOptions.cap),
         )  # fmt: skip
     return found

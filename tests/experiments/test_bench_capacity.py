@@ -48,6 +48,21 @@ def test_what_fits_nowhere_is_no_ratio(asked):
         asked("--nocheck", "--contexts=2049")
 
 
+@pytest.mark.parametrize(
+    "flag, said",
+    [
+        ("--contexts=0", "--contexts = '0': must be numbers of tokens from 1 on"),
+        ("--contexts=512,-1", "--contexts = '512,-1': must be numbers of tokens from 1 on"),
+        ("--contexts=", "--contexts = '': must be numbers of tokens from 1 on, one at least"),
+        ("--budget=nan", "--budget = nan: must be a number of bytes from 1 on"),
+        ("--budget=inf", "--budget = inf: must be a number of bytes from 1 on"),
+    ],
+)
+def test_flags_of_no_use(asked, flag, said):
+    with pytest.raises(ConfigError, match=said):
+        asked("--nocheck", flag)
+
+
 def test_a_part_that_is_built_holds_what_is_said():
     config = bench.llama(1, TINY)
     options = BatchOptions(cap=4, buckets=(4,), chunk=4, drafts=0, grows=True)

@@ -59,6 +59,17 @@ def test_bytes_are_those_of_engines(config, depth, options, another):
         assert capacity.request_bytes(config, options, depth, CONTEXT) == six - state
 
 
+@pytest.mark.parametrize("config", [TIED, OWN, SHARED])
+def test_an_audit_needs_room_for_the_largest_of_what_it_brings(config):
+    layers, d, f = 4 * 16 * 16, 16, config.d_ff
+    whole = engine(config, BatchOptions(), config.n_exits + 1, 1).weights
+    final, layer = held(whole.params["final"]), held(whole.segments[1][0])
+    assert layer > layers + 2 * d * f and (final > 50 * d) == (config.head == "own")
+    for depth in range(1, config.n_exits + 1):
+        assert capacity.audit_bytes(config, depth) == max(final, layer)
+    assert capacity.audit_bytes(config, config.n_exits + 1) == 0
+
+
 def test_a_request_by_hand():
     """Keys and values of two layers, waiting rows of one boundary, states behind the last layer."""
     options = BatchOptions(cap=4, drafts=0, chunk=8, buckets=(4,), grows=True)

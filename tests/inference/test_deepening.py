@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 from eejax.common.errors import ConfigError
+from eejax.inference import state as s
 from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchOptions
-from eejax.inference.deepening import deepen, more_weights
+from eejax.inference.deepening import deepen, more_weights, on_host
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
 from eejax.inference.state import Request
@@ -61,7 +63,7 @@ def test_requests_go_on_as_in_the_deeper_model(
     texts = [text + [t for t, *_ in got] for text, got in zip(texts, found, strict=True)]
     compared = 0
     for depth in depths[1:]:
-        weights = more_weights(engine, p, depth)
+        weights = more_weights(engine.weights, on_host(p, config), config, depth)
         assert weights.segments[: engine.max_depth] == engine.weights.segments  # the very arrays
         engine, state = deepen(engine, state, weights)
         assert engine.max_depth == depth and (state.boundary is None) == (depth == 4)
@@ -83,12 +85,33 @@ def test_requests_go_on_as_in_the_deeper_model(
     assert compared > 20
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_on_the_host_is_made_once(subset, dtype):
+    """Nothing is cast, copied or computed with when a part of it is taken."""
+    p, config = subset((1, 2, 3))
+    config = config.replace(dtype=dtype)
+    host = on_host(p, config)
+    leaves = jax.tree.leaves(host)
+    assert all(isinstance(a, np.ndarray) for a in leaves)
+    same = lambda tree: all(
+        a is b for a, b in zip(jax.tree.leaves(tree), leaves, strict=True)
+    )  # fmt: skip
+    assert same(on_host(host, config))
+    taken, want = s.prepare(host, config, 3), s.prepare(p, config, 3)
+    for a, b in zip(jax.tree.leaves(taken), jax.tree.leaves(want), strict=True):
+        assert isinstance(a, np.ndarray) and any(np.shares_memory(a, one) for one in leaves)
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, np.asarray(b))
+    assert jax.tree.structure(taken) == jax.tree.structure(want)
+
+
 def test_what_cannot_grow_says_so(subset):
     p, config = subset((1, 2, 3))
     engine = BatchedEngine.make(p, config, BatchOptions(max_depth=2), slots=2, context=CONTEXT)
+    more = lambda depth: more_weights(engine.weights, on_host(p, config), config, depth)
     with pytest.raises(ConfigError, match="grows = False: must be True"):
-        deepen(engine, engine.start(), more_weights(engine, p, 3))
+        deepen(engine, engine.start(), more(3))
     with pytest.raises(ConfigError, match=r"depth = 2: must be in 3..4"):
-        more_weights(engine, p, 2)
+        more(2)
     whole = BatchedEngine.make(p, config, BatchOptions(grows=True), slots=2, context=CONTEXT)
     assert whole.start().boundary is None

@@ -43,19 +43,28 @@ def test_nobody_is_lost_while_it_grows_and_shrinks(model, prompts, slots):
             number = part.scheduler.submit(left[0], NEW, policy=policy)
             left.pop(0)
             found[number] = []
-        if turn in (6, 20):
+        if turn in (6, 12, 20):
             part.grow(2 if turn == 6 else 4)
             assert part.depth < part.coming
+        if turn == 15:
+            running = part.scheduler.running
+            part.stay()
+            # They are the same ones, and go on where they were.
+            assert part.coming == 2 and part.scheduler.running == running
         if turn == 30:
             part.shrink(1)
-        for number, tokens, finish in part.step():
+        if turn == 33:
+            part.restart()
+            assert part.depth == 1 and not part.scheduler.running
+        # What is asked for in between is not there before it is called off.
+        for number, tokens, finish in (part.scheduler if 12 <= turn < 15 else part).step():
             found[number] += [t.id for t in tokens]
             if finish:
                 ends[number] = finish
         depths.append(part.depth)
         running = len(part.scheduler.running)
         most[part.depth] = max(most.get(part.depth, 0), running)
-        assert running <= part.engine.slots == part.slots[part.depth - 1]
+        assert running <= part.engine.slots == part.slots[part.coming - 1]
         sizes.setdefault(part.depth, part.bytes)
         if not left and part.scheduler.idle:
             break

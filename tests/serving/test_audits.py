@@ -40,17 +40,21 @@ def test_a_verdict_is_the_whole_models_however_little_is_loaded(small_run):
 def test_an_audit_is_of_the_last_answers():
     audit = Audit(window=4)
     assert audit.count == 0 and audit.share == 0.0
-    assert (audit.low, audit.high, audit.best) == (0.0, 1.0, 1.0)
+    assert (audit.low, audit.high, audit.had_been(0.1)) == (0.0, 1.0, 1.0)
     assert np.isnan(audit.perplexity)
     half = Verdict(np.array([True, False]), np.log([0.5, 0.125]))
     for _ in range(9):
         audit.add(half)
     assert audit.count == 4 and audit.share == 0.5
-    assert 0 < audit.low < 0.5 < audit.high and audit.best < audit.high
+    assert 0 < audit.low < 0.5 < audit.high
+    # The bound of what would have been seen, and never of more than was.
+    assert audit.had_been(0.1) == upper_bound([0.1] * 4, 0.05) < audit.high
+    assert audit.had_been(0.5) == audit.had_been(0.9) == audit.high
     assert audit.perplexity == pytest.approx(4.0)  # two bits a token
     for _ in range(4):
         audit.add(Verdict(np.array([True] * 3), np.zeros(3)))
     assert audit.share == 0.0 and audit.perplexity == pytest.approx(1.0)
+    assert audit.had_been(0.1) == audit.high
     audit.add(Verdict(np.zeros(0, bool), np.zeros(0)))  # an answer of no tokens says nothing
     assert audit.count == 4
 
@@ -74,11 +78,43 @@ def test_a_bound_gets_close():
     assert 0.05 < upper_bound(x, 0.05) < 0.07
 
 
-@settings(max_examples=40)
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=60), st.sampled_from([0.01, 0.05, 0.3]))
-def test_bounds_are_above_the_mean_of_what_was_seen(values, delta):
-    bound = upper_bound(values, delta)
-    assert 0 < bound <= 1 and bound >= np.mean(values) - 1e-3
+def looked_at(shares) -> Audit:
+    audit = Audit()
+    for share in shares:
+        audit.add(Verdict(np.arange(1000) >= 1000 * share, np.zeros(1000)))
+    return audit
+
+
+SHARES = st.floats(0, 1).map(lambda x: round(x, 3))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(SHARES, st.integers(1, 20)), min_size=1, max_size=3))
+def test_what_was_seen_lies_between_the_bounds(blocks):
+    """Also of answers that are of one share for a while, and of another one then."""
+    audit = looked_at([share for share, n in blocks for _ in range(n)])
+    assert 0 <= audit.low <= audit.share <= audit.high <= 1
+    assert audit.low < audit.high
+
+
+@pytest.mark.parametrize("before, after, most", [(0.0, 1.0, 40), (0.0, 0.5, 40), (0.6, 0.1, 40)])
+def test_a_change_is_seen(before, after, most):
+    """What was before it does not count any more, though there were a hundred of it."""
+    rng = np.random.default_rng(2)
+    noisy = lambda mean: np.clip(mean + 0.1 * rng.uniform(-1, 1), 0, 1)
+    audit = looked_at([noisy(before) for _ in range(100)])
+    assert audit.count == 100 and audit.low <= before + 0.05 <= audit.high + 0.05
+    for _ in range(most):
+        audit.add(Verdict(np.arange(1000) >= 1000 * noisy(after), np.zeros(1000)))
+    assert audit.count <= most + 8
+    assert audit.share == pytest.approx(after, abs=0.15)
+    assert audit.low > before if after > before else audit.high < before
+
+
+def test_without_a_change_nothing_is_forgotten():
+    rng = np.random.default_rng(3)
+    kept = [looked_at(rng.beta(2, 18, 60)).count for _ in range(20)]
+    assert sum(count == 60 for count in kept) >= 18
 
 
 def test_values_that_are_no_shares():
@@ -87,17 +123,46 @@ def test_values_that_are_no_shares():
             upper_bound(wrong, 0.1)
 
 
+def measured(member, texts):
+    tokens = np.array([t[:9] for t in texts[:8]], np.int32)
+    batches = [{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}]
+    return measure(member, texts[:4], batches, slots=4, context=96, new=8)
+
+
+def test_who_leaves_in_the_middle_has_answered(small_run):
+    """At a stop string requests are cancelled: what they had is evaluated, and audited."""
+    model = load_model(small_run)
+    member = Member(
+        model.params, model.config, dict(threshold=0.5), BatchOptions(cap=4, drafts=0, buckets=(8,))
+    )
+    texts = [model.tokenizer.encode(f"def f{i}(self, a)").tolist() for i in range(12)]
+    controller = Controller(
+        {"m": measured(member, texts)}, Objective.of("throughput"), Repository(),
+        ControllerOptions(prompts=2, interval=10**6, tokens=16), clock=lambda: 0.0,
+    )  # fmt: skip
+    fleet = Fleet({"m": member}, controller, slots=4, context=96, steps=1, audits=1.0)
+    told = {fleet.submit(text, 40): 0 for text in texts}
+    ends = []
+    while not fleet.idle:
+        for number, tokens, finish in fleet.step():
+            told[number] += len(tokens)
+            ends += [finish] if finish else []
+            if told[number] >= 8 and not finish:
+                fleet.cancel(number)
+    assert ends == ["cancelled"] * 12 and max(told.values()) < 40
+    assert not controller.evaluating and controller.serving == "m"
+    (row,) = controller.repository.history("m")
+    assert row.prompts == 2 and 16 <= row.tokens < 80
+    assert sum(audit.count for audit in fleet.audits.values()) > 0
+
+
 def test_a_fleet_becomes_stricter_until_the_limit_on_disagreement_holds(small_run):
     """Its first exit says too often what the whole model would not."""
     model = load_model(small_run)
     options = BatchOptions(cap=4, drafts=0, buckets=(8,))
     member = Member(model.params, model.config, dict(threshold=0.0), options)
     texts = [model.tokenizer.encode(f"def f{i}(self, a)").tolist() for i in range(90)]
-    tokens = np.array([t[:9] for t in texts[:8]], np.int32)
-    profiles = {"m": measure(
-        member, texts[:4], [{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}],
-        slots=4, context=96, new=8,
-    )}  # fmt: skip
+    profiles = {"m": measured(member, texts)}
     controller = Controller(
         profiles, Objective.of("throughput", accuracy=0.999), Repository(),
         ControllerOptions(prompts=2, interval=10**6, tokens=16), clock=lambda: 0.0,

@@ -6,6 +6,8 @@ import sys
 import types
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from eejax.common.errors import ConfigError
 from eejax.models.config import ExitConfig, ModelConfig
@@ -147,12 +149,28 @@ def test_a_batch_shares_weights_but_no_keys_and_values():
     assert seen.bytes == four.bytes + 2 * 2 * (D // 2) * looked
 
 
-def test_work_of_tokens_is_the_sum_of_each():
-    each = [energy.token_work(CONFIG, e, batch=2) for e in range(3)]
-    got = energy.work_of(CONFIG, [3, 0, 2], batch=2)
-    assert got.flops == 3 * each[0].flops + 2 * each[2].flops
-    assert got.bytes == 3 * each[0].bytes + 2 * each[2].bytes
-    assert energy.work_of(CONFIG, []) == (0, 0)
+def test_layers_of_segments_by_hand():
+    assert energy.layer_flops(CONFIG) == [0, 2 * 2 * LAYER, 2 * 4 * LAYER]
+
+
+def test_rows_of_a_text_by_hand():
+    """Whoever goes deeper takes along who waits; at the cap all go."""
+    rows = energy.segment_rows
+    assert rows([], 3, 4) == [0, 0, 0]
+    assert rows([0, 0, 2, 0], 3, 4) == [4, 3, 3]
+    assert rows([0, 1, 0], 3, 4) == [3, 2, 0]
+    assert rows([0] * 5, 3, 4) == [5, 4, 4]  # four waited when the fifth began
+    assert rows([0] * 9, 3, 4) == [9, 8, 8]
+    assert rows([1, 0, 0, 0], 2, 16) == [4, 1]
+    assert rows([0, 0], 1, 1) == [2]
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 6))
+def test_no_token_is_run_twice_and_no_more_wait_than_may(exits, cap):
+    got = energy.segment_rows(exits, 4, cap)
+    assert got == sorted(got, reverse=True) and got[0] == len(exits)
+    assert all(got[s] >= sum(e >= s for e in exits) for s in range(4))
+    assert got[0] - got[-1] <= cap
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import threading
 import time
+import weakref
 
 import jax
 import numpy as np
@@ -15,12 +16,14 @@ from eejax import calibration
 from eejax.checkpoint.model import load_model
 from eejax.common.errors import ConfigError
 from eejax.common.trees import nbytes
-from eejax.inference import Generator, capacity, deepening
+from eejax.inference import Generator, capacity, deepening, partial
 from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchOptions
 from eejax.inference.partial import PartialModel
 from eejax.inference.sampling import Sampling
 from eejax.inference.shaping import Shaping
+from eejax.serving import auditor
+from eejax.serving.auditor import Auditor
 from eejax.serving.choices import Choice, Profile
 from eejax.serving.controller import Controller, ControllerOptions
 from eejax.serving.fleet import Fleet, Member
@@ -102,9 +105,10 @@ def test_nobody_is_lost_while_models_and_depths_change(model, room):
 
 
 @pytest.mark.parametrize("room, seed", [(1.0, 0), pytest.param(1.6, 1, marks=pytest.mark.slow)])
-def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, seed):
-    """Models and depths at random, with more slots where less is loaded: at no step is there more
-    on the device than may be, and every text is what one model by itself says."""
+def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, seed, monkeypatch):
+    """Models and depths at random, with more slots where less is loaded: at no step, nor while an
+    answer is looked at again, is there more on the device than may be, and every text is what one
+    model by itself says."""
     config, rng, slots = model.config, np.random.default_rng(seed), (4, 3, 2)
     options = dataclasses.replace(OPTIONS, grows=True).of_slots(slots[0])
     sizes = [capacity.weight_bytes(config, d) for d in (1, 2, 3)]
@@ -115,7 +119,8 @@ def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, see
         bytes=tuple(np.diff([0, *sizes]).tolist()), state=state, slots=slots, sure=(1.0,) * 3,
         unsure=(0.9,) * 3, **own,
     )  # fmt: skip
-    budget = room * max(whole)
+    beside = [capacity.audit_bytes(config, d) for d in (1, 2, 3)]
+    budget = room * max(w + b for w, b in zip(whole, beside, strict=True))
     controller = Controller(
         {"a": measured, "b": measured}, Objective.of("throughput"), Repository(),
         ControllerOptions(interval=10**6, budget=budget), clock=lambda: 0.0,
@@ -125,6 +130,16 @@ def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, see
     fleet = Fleet(
         {"a": member, "b": member}, controller, slots={"a": slots, "b": slots}, context=96, steps=2
     )
+    audited, brings = [], auditor._brought
+
+    def brought(tree):
+        assert not audited or all(ref() is None for ref in audited[-1][1])  # what came before it
+        found = brings(tree)
+        held = sum(part.held for part in fleet.parts.values()) + nbytes(found)
+        audited.append((held, [weakref.ref(a) for a in jax.tree.leaves(found)]))
+        return found
+
+    monkeypatch.setattr(auditor, "_brought", brought)
     texts = [model.tokenizer.encode(f"class C{i}(" + "y" * i).tolist() for i in range(16)]
     want = Generator.make(model.params, config, "posthoc").generate(
         texts, NEW, threshold=0.0, prefill_exit=True
@@ -141,6 +156,9 @@ def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, see
         if turn % 40 == 20 and (left := sorted(numbers.keys() - ends.keys())):
             dropped.add(left[rng.integers(len(left))])
             fleet.cancel(max(dropped))
+        if turn % 5 == 1:  # whatever is there then, and on its way
+            for job in [job for job in fleet._jobs.values() if job.model and job.tokens][:1]:
+                fleet._judge(job)
         for number, tokens, finish in fleet.step():
             found[number] += [t.id for t in tokens]
             if finish:
@@ -156,6 +174,7 @@ def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, see
         assert len(text) == NEW and text[:n] == want.tokens[i, :n].tolist()
     kinds = {change.kind for change in fleet.changes}
     assert {"load", "grow", "shrink", "free"} <= kinds
+    assert audited and max(held for held, _ in audited) <= budget
 
 
 def test_who_cancels_is_not_taken_along(model):
@@ -431,6 +450,122 @@ def test_a_model_that_cannot_be_loaded_is_left_alone(model, lost):
     fleet.submit([1, 2], NEW)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):  # there is no other
         fleet.run()
+
+
+EXHAUSTED = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+
+def fails(*args, **kwargs):
+    raise EXHAUSTED
+
+
+def half_done(engine, state, rows):
+    """As `of_slots`, until there is no room for the next array."""
+    jax.tree.leaves(state.cache)[0].delete()
+    raise EXHAUSTED
+
+
+def lowest(model, names="m", **own):
+    """(fleet, controller) of models of which the one that serves does so by its first exit, with
+    requests under way."""
+    made = dict(slots=dict.fromkeys(names, (3, 2, 1)), audits=0.0)
+    fleet, controller = fleet_of(model, names, prompts=2, interval=1000, made=made, **own)
+    evaluated(fleet, model)
+    serves = controller.current.model
+    controller._want("serve", Choice(serves, 1), "for the test")
+    while controller.current != controller.wanted:
+        fleet.step()
+    numbers = [fleet.submit(model.tokenizer.encode(f"c{i}").tolist(), NEW) for i in range(5)]
+    for _ in range(3):
+        fleet.step()
+    assert len(fleet.running) == 3
+    return fleet, controller, serves, numbers
+
+
+def counted(outputs) -> dict[int, int]:
+    """Tokens of requests, none of which ended but by its limit."""
+    found = dict.fromkeys((output.number for output in outputs), 0)
+    for output in outputs:
+        assert output.finish in ("", "length")
+        found[output.number] += len(output.tokens)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name, broken", [("more_weights", fails), ("of_slots", half_done), ("deepen", fails)]
+)
+def test_a_model_there_is_no_room_to_grow_stays_as_it_is(model, monkeypatch, name, broken):
+    """Whichever part of it fails. All requests are answered, and it is not tried again."""
+    fleet, controller, _, numbers = lowest(model)
+    tried = []
+    monkeypatch.setattr(partial, name, lambda *args: (tried.append(1), broken(*args)))
+    part = fleet.parts["m"]
+    with pytest.warns(UserWarning, match="'m' stays at 1 exits, as 3 cannot be loaded: RESOURCE"):
+        controller._want("grow", Choice("m", 3), "for the test")
+        while not tried:
+            fleet.step()
+    assert (part.depth, part.coming, part.engine.slots) == (1, 1, 3)
+    for _ in range(3):
+        fleet.step()
+        controller._want("grow", Choice("m", 3), "for the test")
+    fleet.run()
+    assert controller.wanted == controller.current == Choice("m", 1) and len(tried) == 1
+    assert [change.kind for change in fleet.changes][-1] == "stay" and not fleet._growing
+    number = fleet.submit([65], NEW)
+    assert counted(fleet.run()) == {number: NEW} and number not in numbers
+
+
+def test_another_model_serves_in_place_of_one_that_cannot_grow(model, monkeypatch):
+    fleet, controller, serves, numbers = lowest(model, "ab")
+    monkeypatch.setattr(partial, "more_weights", fails)
+    controller._want("grow", Choice(serves, 3), "for the test")
+    with pytest.warns(UserWarning, match=f"'{serves}' is served no more: it cannot grow"):
+        outputs = fleet.run()
+    assert {o.number for o in outputs if o.finish == "length"} == {*numbers}
+    assert controller.failing == {serves} and controller.current.model != serves
+
+
+def test_an_audit_there_is_no_room_for_is_left_out(model, monkeypatch):
+    """Of an evaluation too, which goes by what was expected."""
+    fleet, controller = fleet_of(model, prompts=2, interval=1000, made=dict(audits=1.0))
+    monkeypatch.setattr(Auditor, "judge", fails)
+    with pytest.warns(UserWarning, match="an answer of 'm' is not looked at again: RESOURCE"):
+        evaluated(fleet, model)
+        numbers = [fleet.submit([65 + i], NEW) for i in range(4)]
+        outputs = fleet.run()
+    assert counted(outputs) == dict.fromkeys(numbers, NEW)
+    assert not fleet.audits and not any(fleet.audited.values())
+    (row,) = controller.repository.history("m")
+    assert row.telemetry.accuracy == pytest.approx(1.0)  # as the profile says
+
+
+def test_what_is_called_off_before_it_is_there_runs_nobody_anew(model, monkeypatch):
+    fleet, controller, _, numbers = lowest(model, breaches=100)  # nothing else is asked for
+    monkeypatch.setattr(PartialModel, "came", False)
+    part = fleet.parts["m"]
+    for choice in (Choice("m", 3), Choice("m", 2), Choice("m", 1)):
+        controller._want("evaluate", choice, "for the test")
+        fleet.step()
+        assert (part.depth, part.coming) == (1, choice.depth)
+        assert part.engine.slots == part.slots[choice.depth - 1]
+    running, preempted = part.scheduler.running, []
+    monkeypatch.setattr(part.scheduler, "preempt", preempted.append)
+    assert running and controller.current == Choice("m", 1)
+    outputs = fleet.run()
+    assert {o.number for o in outputs if o.finish == "length"} <= {*numbers} and not preempted
+    kinds = [change.kind for change in fleet.changes]
+    assert kinds.count("stay") == 2 and "grow" not in kinds and fleet.settled
+
+
+def test_models_lie_on_the_host_once(model):
+    """What is loaded anew, and what looks at answers again, have no copies of their own."""
+    fleet, controller, *_ = lowest(model)
+    fleet.run()
+    part = fleet.parts["m"]
+    fleet._auditors["m"] = Auditor(part.host, part.config)
+    want = jax.tree.leaves(fleet.members["m"].params)
+    for host in (part.host, fleet._auditors["m"]._host, fleet._made(Choice("m", 2)).host):
+        assert all(a is b for a, b in zip(jax.tree.leaves(host), want, strict=True))
 
 
 def test_shaping_that_no_member_takes_is_told_at_once(model):

@@ -18,12 +18,14 @@ import jax
 import numpy as np
 import pytest
 from launchers import call
-from served import FLEET, Scripted, TinyFleet, serving
+from served import FLEET, Scripted, TinyFleet, serving, weights
 
 from eejax.common.errors import ConfigError, DataError
 from eejax.data.tokenizers import ByteTokenizer
 from eejax.inference import Generator, capacity
+from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
+from eejax.models.config import ExitConfig, ModelConfig
 from eejax.serving import fleets
 from eejax.serving.controller import ControllerOptions
 from eejax.serving.messages import LOG, Ask
@@ -322,6 +324,7 @@ def test_the_launcher_serves_runs_as_one(small_run, tmp_path):
     [
         (["--limits=ttft=1"], "--limits: goes with --objective"),
         (["--nogreedy"], "--greedy: goes with --objective"),
+        (["--candidates=2"], "--candidates: goes with --objective"),
         (["--objective=goodput"], "objective = 'goodput': needs limits of ttft_p99 and accuracy"),
         (["--objective=energy", "--limits=speed=1"], "limits = 'speed': must be of throughput"),
         (["--objective=energy", "--drafts=2"], "--drafts = 2: does not go with --objective"),
@@ -364,7 +367,10 @@ async def test_a_server_of_one_model_chooses_nothing():
     await service.stop()
 
 
-def test_nothing_is_compiled_once_it_is_ready(compiled, caplog):
+def test_nothing_is_compiled_once_it_is_ready(compiled, caplog, monkeypatch):
+    """Of models that serve fewer the more of them is loaded, and which takes its time to come."""
+    # A budget that is as tight holds one of them, and then none of them grows.
+    monkeypatch.setattr(fleets, "room", lambda *args: (4, 2))
     with caplog.at_level("INFO", LOG):
         made = TinyFleet(alike=True)().fleet(4)
     assert [record.getMessage() for record in caplog.records if record.name == LOG] == [
@@ -373,6 +379,13 @@ def test_nothing_is_compiled_once_it_is_ready(compiled, caplog):
         *(f"{name}: compiling depth {depth} of 2" for name in FLEET for depth in (1, 2)),
     ]
     ask = lambda i: (made.submit([65 + i % 9] * (1 + i % 12), 1 + i % 19), 1 + i % 19)
+    came = PartialModel.came
+
+    def late(part):
+        part.looks = getattr(part, "looks", 0) + 1 if part.coming > part.depth else 0
+        return part.looks > 4 and came.fget(part)
+
+    monkeypatch.setattr(PartialModel, "came", property(late))
     before, wanted = compiled[0], dict(map(ask, range(44)))
     found: collections.Counter = collections.Counter()
     while not made.idle:
@@ -380,7 +393,43 @@ def test_nothing_is_compiled_once_it_is_ready(compiled, caplog):
             found[number] += len(tokens)
     assert found == wanted
     assert {d.choice for d in made.controller.decisions} > {("small", 2), ("large", 2)}
+    assert {"narrow", "grow"} <= {change.kind for change in made.changes}
     assert compiled[0] == before
+
+
+def test_nothing_is_compiled_while_more_of_a_model_is_on_its_way(compiled):
+    """Requests end and join, still more is asked for, and it is called off."""
+    config = FLEET["large"].replace(exits=(ExitConfig(1), ExitConfig(2)))
+    own = dataclasses.replace(
+        TinyFleet().members()["large"], params=weights(config, 0), config=config
+    )
+    making = dict(slots=(4, 2, 1), context=32, steps=2)
+    fleets.warm_up(own, **making)
+    part = PartialModel(own.params, config, own.options, depth=1, **making)
+    before, ends = compiled[0], 0
+
+    def serves(*limits: int, steps: int = 12) -> int:
+        """How many ended; nothing comes meanwhile."""
+        for limit in limits:
+            part.scheduler.submit([65] * 3, limit)
+        return sum(bool(o.finish) for _ in range(steps) for o in part.scheduler.step())
+
+    serves(12, 24, 24, 24, steps=2)
+    for depth in (2, 3):
+        part.grow(depth)
+        ends += serves(2, 3)
+        assert part.engine.slots == part.slots[depth - 1] and part.depth == 1 < ends
+    part.stay()
+    assert part.coming == 1 and part.engine.slots == 4
+    ends += serves(2, 3, 9, 9, steps=3)
+    for depth in (3, 2, 3):
+        if depth < part.coming:
+            part.stay()
+        part.grow(depth)
+        ends += serves(2, 20, steps=4)
+    part.exchange()
+    ends += sum(bool(o.finish) for o in part.run())
+    assert ends == 4 + 2 * 2 + 4 + 3 * 2 and compiled[0] == before
 
 
 @pytest.fixture
@@ -402,11 +451,13 @@ def test_models_of_one_tokenizer_alone():
     same = {"a": opened(config), "b": opened(FLEET["large"])}
     fleets.check_alike(same)
     other = same | {"c": opened(config, eos_id=10)}
-    told = "tokenizer of 'c' = 'bytes-256-10': must be that of 'a', 'bytes-257'"
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    # It begins with the flag to be mended: --tokenizer is for models that have none.
+    told = "model: the tokenizer of 'c' = 'bytes-256-10': must be that of 'a', 'bytes-257'"
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}"):
         fleets.check_alike(other)
     other = same | {"c": opened(config.replace(vocab_size=300))}
-    with pytest.raises(ConfigError, match="vocabulary of 'c' = 300: must be that of 'a', 257"):
+    told = "^model: the vocabulary of 'c' = 300: must be that of 'a', 257"
+    with pytest.raises(ConfigError, match=told):
         fleets.check_alike(other)
 
 
@@ -420,6 +471,22 @@ def test_slots_by_what_a_budget_holds():
     )
     few = room(whole)
     assert few[0] > few[1] == 4
+    # At any depth there is room for an audit, too.
+    three = ModelConfig(
+        vocab_size=64, n_layers=6, d_model=16, n_heads=4, n_kv_heads=1, context_length=64,
+        head="own", exits=(ExitConfig(2), ExitConfig(5)),
+    )  # fmt: skip
+    for config, budget in ((member.config, whole), (three, 2e5), (three, 1e5)):
+        own = dataclasses.replace(member, config=config)
+        slots = fleets.room(own, 64, 32, budget)
+        options = dataclasses.replace(own.options, grows=True).of_slots(slots[0])
+        for depth, n in enumerate(slots, 1):
+            held = capacity.engine_bytes(config, options, depth, 32, n)
+            assert held + capacity.audit_bytes(config, depth) <= budget
+        assert capacity.audit_bytes(config, 1) > capacity.audit_bytes(config, len(slots)) == 0
+    assert fleets.room(own, 64, 32, fleets.least(own, 32))[-1] == 1
+    with pytest.raises(ConfigError, match="bytes at least"):
+        fleets.room(own, 64, 32, fleets.least(own, 32) - 1)
     with pytest.raises(
         ConfigError, match="budget = 1000: must be .* which the whole of model"
     ) as e:
@@ -440,6 +507,29 @@ def test_a_budget_too_small_is_told_what_all_models_need():
     largest = max(needs, key=needs.get)
     with pytest.raises(ConfigError, match="bytes at least"):
         fleets.room(members[largest], 2, 32, most - 1)
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_what_stands_for_energy_is_told(monkeypatch, caplog, counts):
+    """Before anything is measured."""
+    monkeypatch.setattr(fleets, "meter", lambda: object() if counts else None)
+    options = ControllerOptions(budget=1000)  # too small, which is told next
+
+    def built(objective, **limits):
+        caplog.clear()
+        aims = fleets.Aims(objective, limits, options)
+        with caplog.at_level("INFO", LOG), pytest.raises(ConfigError) as refused:
+            fleets.built(TinyFleet().members(), ByteTokenizer(), aims, slots=2)
+        return str(refused.value)
+
+    assert built("throughput").startswith("budget = 1000") and not caplog.messages
+    assert built("energy").startswith("budget = 1000")
+    told = "nothing counts joules here, neither NVML nor RAPL: operations of the layers and heads"
+    assert [text.startswith(told) for text in caplog.messages] == ([] if counts else [True])
+    for objective in ("throughput", "energy"):
+        refused = built(objective, energy=5.0)
+        limited = "limits.energy = 5.0: must be left out where nothing counts joules"
+        assert refused.startswith("budget = 1000" if counts else limited)
 
 
 def test_a_member_whose_answers_are_no_numbers_is_named():
@@ -469,8 +559,12 @@ def test_prompts_of_a_file(tmp_path):
     file = tmp_path / "prompts"
     file.write_text('plain\n\n{"prompt": "of JSON", "task": 3}\n')
     assert prompt_files.texts("prompts", str(file)) == ["plain", "of JSON"]
+    whole = json.dumps("pair \U0001f600")  # both halves
+    file.write_text(f'{{"prompt": {whole}}}')
+    assert "\\ud83d" in whole and prompt_files.texts("prompts", str(file)) == ["pair \U0001f600"]
     for text, said in (
         ("\n", "must have a line"), ("{}", "line 1 must have a text"), ("{", "line 1 is no JSON"),
+        ('a\n{"prompt": "x\\ud800y"}', r"prompts'?: line 2 has \\ud800 in its prompt"),
     ):  # fmt: skip
         file.write_text(text)
         with pytest.raises(DataError, match=f"--prompts = .*{said}"):

@@ -248,12 +248,15 @@ async def test_full_dead_and_back():
         while 'eejax_prompt_tokens_total{model="m"} 8.0' not in (await client.get("/metrics")).text:
             await asyncio.sleep(0.01)
         assert (await client.get("/health")).status_code == 200
+        client.service.ready = client.service.ready._replace(seconds=300.0)
         client.service._engine.process.kill()
         for answer in await asyncio.gather(*tasks):
             assert answer.status_code == 503
             assert answer.json()["error"]["code"] == "engine_unavailable"
         assert (await client.get("/health")).status_code == 503
-        assert (await client.post("/v1/completions", json=asked)).status_code == 503
+        dead = await client.post("/v1/completions", json=asked)
+        # The pause, and what the last start took.
+        assert dead.status_code == 503 and 300 <= int(dead.headers["retry-after"]) <= 301
         while (await client.get("/health")).status_code != 200:
             await asyncio.sleep(0.05)
         asked = dict(model="m", prompt="abc", max_tokens=3)

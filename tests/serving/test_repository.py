@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import sqlite3
 import time
+import warnings
 
 import pytest
 from controlled import THROUGHPUT, World, profile, telemetry
@@ -54,6 +57,76 @@ def test_history_lasts(tmp_path):
     file.write_bytes(b"no database" * 100)
     with pytest.raises(DataError, match="cannot be used as a repository"):
         Repository(file)
+
+
+FOREIGN = (
+    ("create table users (name text)", "it has no table benchmark, but users"),
+    (
+        "create table benchmark (name text, seconds real); create table history (id integer)",
+        r"its table benchmark has the columns \(name text, seconds real\), and must have \(model ",
+    ),
+    ("drop table history", "it has no table history, but benchmark"),
+    ("alter table history add column joules real", r"joules real\), and must have \(id integer"),
+    ("alter table benchmark drop column tpot", "its table benchmark has the columns"),
+)
+
+
+@pytest.mark.parametrize("script, said", FOREIGN)
+def test_databases_of_other_tables(tmp_path, script, said):
+    """Though their version is the same, as many programs have a first one."""
+    file = tmp_path / "other.db"
+    if not script.startswith("create"):
+        Repository(file).close()
+    with contextlib.closing(sqlite3.connect(file)) as other:
+        other.executescript(f"{script}; pragma user_version = 1;")
+    before = file.read_bytes()
+    with pytest.raises(DataError, match=rf"other.db: cannot be .*{said}.*Give another file"):
+        Repository(file)
+    assert file.read_bytes() == before
+
+
+def test_a_repository_may_have_more_tables(tmp_path):
+    file = tmp_path / "models.db"
+    Repository.of({"m": profile()}, file).close()
+    with contextlib.closing(sqlite3.connect(file)) as other:
+        other.executescript("create view best as select max(throughput) from benchmark; analyze;")
+    assert Repository(file).benchmark("m") == profile().benchmark()
+
+
+@pytest.mark.parametrize("by", ["deleted", "replaced", "folder"])
+def test_a_file_that_goes_while_it_is_used(tmp_path, by):
+    """It is made anew by the next write, and candidates are chosen as before."""
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    file = folder / "models.db"
+    repository = Repository.of({"a": profile(2.0), "b": profile(), "c": profile(3.0)}, file)
+    world = World({"a": profile()}, {"a": (0.6, 0.2, 0.1, 0.1)}, repository=repository)
+    best = ["b", "a"]
+    assert repository.candidates(["a", "b", "c"], THROUGHPUT) == best
+    if by == "replaced":
+        other = Repository.of({"d": profile()}, tmp_path / "other.db")
+        (tmp_path / "other.db").replace(file)
+    elif by == "folder":
+        shutil.rmtree(folder)
+        with pytest.raises(DataError, match="models.db: cannot be written"):
+            repository.put("b", profile().benchmark())
+        folder.mkdir()
+    else:
+        file.unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(7):
+            world.prompt()
+    again = Repository(file)
+    (row,) = again.history("a")
+    assert row.tokens == 100 and repository.history("a") == [row]
+    for found in (repository, again):
+        assert found.candidates(["a", "b", "c"], THROUGHPUT) == best
+    if by == "replaced":
+        assert again.benchmark("d") == profile().benchmark()
+        other.close()
+    repository.put("a", {})
+    assert again.benchmark("a") == {}
 
 
 def test_a_repository_that_another_process_holds(tmp_path):

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from functools import wraps
+from functools import partial, wraps
 
 import pytest
 import served
@@ -156,6 +156,36 @@ async def test_an_engine_that_dies_is_reported_and_started_again():
     assert [value for name, value in told if name == "starting"] == ["4 slots"] * 3
     assert told.index(("starting", "4 slots")) < told.index(("state", s.READY))
     await service.stop()
+
+
+@run
+async def test_when_to_ask_again_counts_what_a_start_takes():
+    service = Service(Scripted(), ServiceOptions(first_pause=0.5))
+    assert service.pause == 0.5
+    ready = await service.start()
+    service.ready = ready._replace(seconds=200.0)
+    begin = time.monotonic()
+    service._engine.process.kill()
+    await until(lambda: service.state == s.DEAD)
+    with pytest.raises(Unavailable) as refused:
+        await gathered(service, [3], 9)
+    assert refused.value.after == 200.5
+    await until(lambda: service.pause == 201.0)  # the next one would wait twice as long
+    await until(lambda: service.state == s.READY)
+    assert 0.5 < time.monotonic() - begin < 60  # nobody waits so long
+    assert service.pause == 1.0 + service.ready.seconds
+    await service.stop()
+
+
+@run
+async def test_warnings_of_an_engine_are_one_plain_line(capfd):
+    warns = "import warnings; warnings.warn('a thing is\\n  not kept')"
+    service = Service(partial(exec, warns))
+    with pytest.raises(RuntimeError, match="did not start"):  # this builds none
+        await service.start()
+    await service.stop()
+    told = capfd.readouterr().err
+    assert "a thing is not kept" in told.splitlines() and "UserWarning" not in told, told
 
 
 @run

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from eejax.common.errors import ConfigError
@@ -16,7 +18,7 @@ from eejax.inference import batch_simulator
 from eejax.inference.batch_simulator import Costs
 from eejax.inference.batched import PROMPT_SPAN, SPAN
 from eejax.inference.packing import Plan
-from eejax.serving import policies
+from eejax.serving import policies, simulator
 from eejax.serving.choices import Choice, Profile
 from eejax.serving.controller import Controller, ControllerOptions
 from eejax.serving.objectives import Objective
@@ -148,6 +150,14 @@ def test_growing_takes_its_time_and_makes_up_for_what_is_missing():
     # under way when it is seen was written before.
     assert what["grown"].seconds == pytest.approx((2 + 22) * 2 * 0.5)
     assert got.exits["small"] == (30, 0, 30)
+
+
+def test_what_is_called_off_before_it_has_come_is_not_waited_for():
+    wanted = [Choice("small", depth) for depth in (1, 3, 1)]
+    got = run(trace(model([[0] * 4] * 3)), lambda clock: Scripted(wanted, clock=clock))
+    assert [e.what for e in got.timeline] == ["load", "serve", "grow", "stay"]
+    assert got.exits["small"] == (12, 0, 0) and got.timeline[-1].depth == 1
+    assert got.ended[-1] < got.timeline[2].time + 20.0  # when it would have come
 
 
 @pytest.mark.parametrize("budget", [650.0, float("inf")])
@@ -333,6 +343,146 @@ def test_nobody_is_lost_and_time_goes_on(seed, slots, steps, clients, open_loop,
     assert 0 <= got.memory <= sum(v.size(3) for v in profiles.values())
     if budget == 300.0:
         assert got.memory <= budget
+
+
+class Watched(simulator._Server):
+    """Looks at what is loaded whenever that is about to change, and at every prompt that is given
+    to a model or ends. made: the last one."""
+
+    made: Watched
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        Watched.made = self
+        self.peak, self.answers = 0.0, collections.Counter()
+        self.ready: dict[str, float] = {}  # when models that are there came
+
+    def bytes(self) -> float:
+        """Of all weights and requests, with what is on its way: by hand."""
+        there = {name: part.coming for name, part in self.parts.items()}
+        if self._loading is not None:
+            assert self._loading.choice.model not in there
+            there[self._loading.choice.model] = self._loading.choice.depth
+        table = self._profiles
+        return sum(sum(table[m].bytes[:d]) + table[m].state[d - 1] for m, d in there.items())
+
+    def look(self, more: float = 0.0) -> None:
+        self.peak = max(self.peak, self.bytes() + more)
+
+    def _arrange(self):
+        self.look()
+        super()._arrange()
+        self.look()
+
+    def _load(self, wanted):
+        table = self._profiles[wanted.model]
+        self.look(sum(table.bytes[: wanted.depth]) + table.state[wanted.depth - 1])
+        return super()._load(wanted)
+
+    def _arrived(self, loading):
+        self.ready[loading.choice.model] = loading.ready
+        super()._arrived(loading)
+        self.look()
+
+    def _grow(self, wanted):
+        super()._grow(wanted)
+        self.look()
+
+    def _shrink(self, wanted):
+        super()._shrink(wanted)
+        self.look()
+
+    def _freed(self, model, part):
+        del self.ready[model]
+        assert not part.every or all(job.part is not part for job in part.every)
+        super()._freed(model, part)
+
+    def _place(self, job, given):
+        assert self.ready[given.choice.model] <= self.now
+        super()._place(job, given)
+        part = self.parts[job.model]
+        # Whatever is on its way, the budget was counted with these slots.
+        assert len(part.every) <= part.by_depth[part.coming - 1]
+
+    def _ended(self, name, part, job):
+        assert self.parts[name] is part and job.model == name
+        self.answers[job.number] += 1
+        super()._ended(name, part, job)
+
+
+@st.composite
+def fleets(draw):
+    """(trace, profiles, paces, setting, budget of the controller as a share of what the largest
+    model takes, its other options)."""
+    names, n = ("a", "b", "c")[: draw(st.integers(2, 3))], draw(st.integers(2, 3))
+    p, new = draw(st.integers(4, 40)), draw(st.integers(1, 10))
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    # Prompts of a stretch leave early in some models, and late in others.
+    spread = lambda: np.repeat(rng.integers(0, n, -(-p // 8)), 8)[:p, None]
+    exits = lambda: np.where(rng.random((p, new)) < 0.7, spread(), rng.integers(0, n, (p, new)))
+    traced = {name: model(exits(), rng.integers(1, 90, p), n=n) for name in names}
+    profiles, paces = {}, {}
+    for name in names:
+        scale, slots = draw(st.floats(0.2, 5.0)), draw(st.integers(1, 4))
+        by_depth = tuple(slots + n - d for d in range(1, n + 1))
+        cost = draw(st.sampled_from([1e-3, 0.3, 10.0]))
+        profiles[name] = profile(
+            scale, n, load=(scale * cost,) * n, rebuild=(scale * 1e-3,) * n, slots=by_depth,
+            bytes=tuple(rng.integers(50, 200, n)), sure=(0.9,) * n,
+            state=tuple(10.0 * k * d for d, k in enumerate(by_depth, 1)),
+        )  # fmt: skip
+        paces[name] = pace(scale, n, slots=by_depth[0])
+    arrivals = tuple(np.sort(rng.random(p) * p * 3).tolist()) if draw(st.booleans()) else None
+    setting = Setting(
+        steps=draw(st.integers(1, 4)), cap=draw(st.integers(1, 8)), arrivals=arrivals,
+        clients=draw(st.integers(1, 8)), audits=draw(st.sampled_from([0.0, 0.5])),
+    )  # fmt: skip
+    window = draw(st.integers(2, 12))
+    own = dict(
+        prompts=draw(st.integers(1, 3)), interval=draw(st.integers(1, 8)), tokens=new,
+        window=window, breaches=draw(st.integers(0, window // 2)), gain=draw(st.floats(0, 0.1)),
+        candidates=draw(st.integers(1, 3)), greedy=draw(st.integers(0, 4)) > 0,
+    )  # fmt: skip
+    t = Trace(traced, ("task",) * p)
+    return t, profiles, paces, setting, draw(st.floats(1.0, 2.0)), own
+
+
+GOALS = (
+    THROUGHPUT, Objective.of("response_time"), Objective.of("energy"),
+    Objective.of("throughput", accuracy=0.95),
+)  # fmt: skip
+
+
+@settings(max_examples=100)
+@given(fleet=fleets(), goal=st.sampled_from(GOALS), every=st.integers(0, 4))
+def test_the_budget_holds_at_every_moment_and_everybody_is_answered_once(fleet, goal, every):
+    """Models are loaded, grow, shrink and are freed with requests under way; every: prompts after
+    which something else is wanted by chance, though what was wanted may not be there yet, in place
+    of what the controller decides."""
+    t, profiles, paces, setting, share, own = fleet
+    budget = share * max(p.size(d) for p in profiles.values() for d in range(1, p.exits + 1))
+    known = ControllerOptions(budget=budget, **own)
+
+    def make(clock):
+        if not every:
+            return policies.helios(profiles, goal, known)(clock)
+        script = policies.at_random(profiles, every, len(t), seed=len(t))(clock)
+        script.options = known
+        return script
+
+    with mock.patch.object(simulator, "_Server", Watched):
+        got = simulate(t, profiles, paces, make, setting)
+    watched = Watched.made
+    assert watched.answers == collections.Counter(range(len(t)))
+    assert got.tokens.tolist() == [t.new] * len(t)
+    assert sum(map(sum, got.exits.values())) == len(t) * t.new
+    assert (got.first >= got.arrived).all() and (got.ended >= got.first).all()
+    assert not watched._queue and not any(part.every for part in watched.parts.values())
+    assert watched.peak <= budget  # sums of whole numbers, which are exact
+    assert got.memory <= watched.peak * (1 + 1e-9)  # a mean over time, with rounding
+    for what in sorted({e.what for e in got.timeline} & {"free", "grow", "shrink"}):
+        event(what)
+    event("a text goes on elsewhere" if any(j.moved for j in watched.jobs) else "all stay")
 
 
 def test_paces():

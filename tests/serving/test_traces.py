@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import zipfile
 
 import jax
 import numpy as np
@@ -179,10 +180,21 @@ def test_files_that_are_none(tmp_path, change, about, message):
         traces.load(path)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"PK\x03\x04 nothing", b"text"])
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 nothing", b"text", b"array"])
 def test_what_is_no_npz(tmp_path, content):
     path = tmp_path / "trace.npz"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(DataError, match="trace.npz: cannot be read as a trace"):
+    path.write_bytes(content)
+    if content == b"array":  # numpy reads it, and finds one in place of several
+        with path.open("wb") as file:
+            np.save(file, np.zeros(3))
+    with pytest.raises(DataError, match=r"trace.npz: is no trace\. Record it again\.$"):
         traces.load(path)
+
+
+def test_what_cannot_be_read(tmp_path):
+    with pytest.raises(DataError, match="none.npz: cannot be read as a trace .*No such file"):
+        traces.load(tmp_path / "none.npz")
+    with zipfile.ZipFile(tmp_path / "trace.npz", "w") as file:
+        file.writestr("about.npy", b"nothing")
+    with pytest.raises(DataError, match="trace.npz: "):
+        traces.load(tmp_path / "trace.npz")

@@ -1,0 +1,81 @@
+"""What the server's launcher says, and what it makes of its flags."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from functools import partial
+
+import pytest
+from launchers import call, functions_of
+from served import Scripted
+
+from eejax.common.errors import ConfigError
+from eejax.serving import fleets
+from eejax.serving.service import READY, Service, ServiceOptions
+
+serve = functions_of("experiments.serve")
+
+
+def test_why_an_engine_ended_is_told_each_time(tmp_path, capsys):
+    """And metrics hear of everything."""
+    broken, heard = tmp_path / "broken", []
+
+    async def run() -> None:
+        watch = serve.told("auto", lambda what, value: heard.append(what))
+        options = ServiceOptions(first_pause=0.05)
+        service = Service(Scripted(broken=str(broken)), options, watch=watch)
+        await service.start()
+        capsys.readouterr()
+        broken.touch()
+        service._engine.process.kill()
+        while service.restarts < 3:
+            await asyncio.sleep(0.01)
+        os.remove(broken)
+        while service.state != READY:
+            await asyncio.sleep(0.01)
+        await service.stop()
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+    told = capsys.readouterr().err.splitlines()
+    ended = [line for line in told if line.startswith("auto: the engine ended")]
+    again = "auto: the engine ended (ValueError: the weights are gone); starting another ..."
+    killed = "auto: the engine ended (its process ended with status -9); starting another ..."
+    assert ended == [killed, *[again] * (len(ended) - 1)] and len(ended) > 2
+    assert "Traceback (most recent call last):" in told  # where it failed
+    assert heard.count("restart") == len(ended) and "load" in heard
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--grace=nan"], "--grace = nan: must be at least 0."),
+        (["--objective=energy", "--audits=nan"], "--audits = nan: must lie in [0, 1]."),
+    ],
+)
+def test_flags_that_are_no_numbers(flags, said):
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+        call("experiments.serve", "--model=a=/none", "--port=0", *flags)
+
+
+def test_flags_of_a_controller(monkeypatch):
+    made = []
+    monkeypatch.setattr(fleets, "ServedFleet", lambda models, aims, *more, **own: made.append(aims))
+    monkeypatch.setattr(serve, "serve", lambda *_: asyncio.sleep(0))
+    ask = lambda *flags: call("experiments.serve", "--model=a=/none", "--objective=energy", *flags)
+    ask()
+    ask("--candidates=3", "--interval=7")
+    assert [(a.options.candidates, a.options.interval) for a in made] == [(2, 150), (3, 7)]
+
+
+def test_a_limit_that_an_engine_refuses_is_named_as_its_flag(monkeypatch):
+    """What it is counted by is known in the engine's process alone."""
+    said = "from eejax.common.errors import ConfigError\nraise ConfigError('{}')"
+    build = partial(exec, said.format("limits.energy = 5.0: must be left out."))
+    monkeypatch.setattr(fleets, "ServedFleet", lambda *_, **__: build)
+    with pytest.raises(ConfigError, match="^--limits: energy = 5.0: must be left out"):
+        call(
+            "experiments.serve", "--model=a=/none", "--port=0", "--objective=throughput",
+            "--limits=energy=5",
+        )  # fmt: skip
