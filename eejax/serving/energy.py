@@ -10,7 +10,7 @@ import math
 import os
 import pathlib
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -132,6 +132,7 @@ class Work(NamedTuple):
     bytes: float
 
 
+@cache  # it traces the model's parameters
 def token_work(config: ModelConfig, exit: int, *, batch: int = 1, seen: float = 0.0) -> Work:
     """What one token takes that leaves by an exit (the last number: the final one).
 
@@ -174,12 +175,13 @@ def token_work(config: ModelConfig, exit: int, *, batch: int = 1, seen: float = 
     )
 
 
-def layer_flops(config: ModelConfig) -> list[float]:
+@cache
+def layer_flops(config: ModelConfig) -> tuple[float, ...]:
     """Of a token in the layers of each segment, and in nothing else that is there."""
     declared = params.abstract(config)["layers"]
     factors = params.map_params(lambda p: math.prod(p.shape) if p.decay else 0, declared)
     total = 2.0 * sum(jax.tree.leaves(factors))
-    return [total * (end - begin) / config.n_layers for begin, end in config.segments]
+    return tuple(total * (end - begin) / config.n_layers for begin, end in config.segments)
 
 
 def segment_rows(exits: Sequence[int], segments: int, cap: int) -> list[int]:

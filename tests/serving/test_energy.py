@@ -150,7 +150,7 @@ def test_a_batch_shares_weights_but_no_keys_and_values():
 
 
 def test_layers_of_segments_by_hand():
-    assert energy.layer_flops(CONFIG) == [0, 2 * 2 * LAYER, 2 * 4 * LAYER]
+    assert energy.layer_flops(CONFIG) == (0, 2 * 2 * LAYER, 2 * 4 * LAYER)
 
 
 def test_rows_of_a_text_by_hand():
