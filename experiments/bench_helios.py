@@ -172,7 +172,8 @@ class Bench:
         return found
 
     def chosen(self, objective: str, limits: dict | None = None, kind=None, **options):
-        from eejax.serving.controller import Controller, ControllerOptions
+        from eejax.serving.choices import ControllerOptions
+        from eejax.serving.controller import Controller
         from eejax.serving.objectives import Objective
         from eejax.serving.repository import Repository
         from experiments.helios_runs import Chosen, Stopwatch

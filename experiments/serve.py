@@ -186,7 +186,7 @@ def engines(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict,
 def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, dict]:
     """As `engines`, of all models as one."""
     from eejax.serving.answers import Defaults
-    from eejax.serving.controller import ControllerOptions
+    from eejax.serving.choices import ControllerOptions
     from eejax.serving.fleets import THRESHOLD, Aims, ServedFleet
     from eejax.serving.repository import Repository
 

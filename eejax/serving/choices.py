@@ -6,10 +6,39 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from eejax.common.errors import require
+from eejax.common.errors import require, require_count
 from eejax.serving.objectives import Telemetry
 
 STRICTEST = 4  # steps of thresholds to 1, each half of the way that is left but for the last
+
+
+@dataclasses.dataclass(frozen=True)
+class ControllerOptions:
+    """candidates: models that are evaluated; prompts: of an evaluation of one; interval: prompts
+    between two reassessments; window: tokens that breaches are counted in; breaches: most of them
+    in it, with any more something is decided; greedy: whether tokens may leave below their
+    threshold at all; gain: by which share another choice has to be better, so that none is left
+    for a whim; tokens: expected of an answer, until some were measured; budget: most bytes of a
+    model and its requests.
+    """
+
+    candidates: int = 2
+    prompts: int = 5
+    interval: int = 150
+    window: int = 100
+    breaches: int = 50
+    greedy: bool = True
+    gain: float = 0.05
+    tokens: int = 100
+    budget: float = float("inf")
+
+    def __post_init__(self):
+        for name in ("candidates", "prompts", "interval", "window", "tokens"):
+            require_count(name, getattr(self, name))
+        require_count("breaches", self.breaches, least=0)
+        require(self.breaches <= self.window, "breaches", self.breaches, "must fit the window")
+        require(self.gain >= 0, "gain", self.gain, "must be at least 0")
+        require(self.budget > 0, "budget", self.budget, "must be more than 0")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from eejax.serving.audits import Audit, Verdict
-from eejax.serving.choices import Choice, Decision, Given, Profile
-from eejax.serving.controller import ControllerOptions
+from eejax.serving.choices import Choice, ControllerOptions, Decision, Given, Profile
 from eejax.serving.objectives import NAMED, Telemetry
 
 BEHIND = 32  # answers that may wait to be looked at again

@@ -28,8 +28,8 @@ from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
 from eejax.serving import chat
 from eejax.serving.auditor import Auditor
-from eejax.serving.choices import Profile
-from eejax.serving.controller import Controller, ControllerOptions
+from eejax.serving.choices import ControllerOptions, Profile
+from eejax.serving.controller import Controller
 from eejax.serving.energy import meter
 from eejax.serving.fleet import Fleet, Member
 from eejax.serving.messages import LOG, Built, Template

@@ -9,8 +9,8 @@ import numpy as np
 
 from eejax.common.errors import require, require_count
 from eejax.serving.audits import Audit
-from eejax.serving.choices import Choice, Decision, Given, Profile
-from eejax.serving.controller import Controller, ControllerOptions
+from eejax.serving.choices import Choice, ControllerOptions, Decision, Given, Profile
+from eejax.serving.controller import Controller
 from eejax.serving.dispatch import Policy
 from eejax.serving.objectives import Objective, Telemetry
 from eejax.serving.pace import Pace

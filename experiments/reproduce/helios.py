@@ -145,7 +145,7 @@ def live(models, measured, world) -> dict:
     """Relative errors of the simulation against a real fleet, for three ways to serve: each
     whole model, and HELIOS."""
     from eejax.serving import policies
-    from eejax.serving.controller import ControllerOptions
+    from eejax.serving.choices import ControllerOptions
     from eejax.serving.objectives import Objective
     from eejax.serving.simulated import show_errors, validate
     from eejax.serving.simulator import simulate

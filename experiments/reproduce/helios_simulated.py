@@ -51,7 +51,7 @@ class World:
     def helios(self, objective, **options):
         """The controller's, of prompts of as many tokens as there are."""
         from eejax.serving import policies
-        from eejax.serving.controller import ControllerOptions
+        from eejax.serving.choices import ControllerOptions
 
         own = ControllerOptions(**(dict(tokens=self.trace.new) | options))
         return policies.helios(self.profiles, objective, own)

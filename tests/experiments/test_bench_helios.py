@@ -22,8 +22,7 @@ from eejax.common.errors import ConfigError, DataError
 from eejax.data.tokenizers import ByteTokenizer, save_tokenizer
 from eejax.inference.scheduler import Token
 from eejax.models.config import ExitConfig, ModelConfig
-from eejax.serving.choices import Choice
-from eejax.serving.controller import ControllerOptions
+from eejax.serving.choices import Choice, ControllerOptions
 from eejax.serving.fleet import Change
 from eejax.serving.repository import Repository
 from eejax.train.config import DataConfig, ExitWeights, Experiment

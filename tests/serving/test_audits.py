@@ -14,8 +14,8 @@ from eejax.inference import state as s
 from eejax.inference.batched_state import BatchOptions
 from eejax.serving.auditor import Auditor
 from eejax.serving.audits import Audit, Verdict, upper_bound
-from eejax.serving.choices import stricter
-from eejax.serving.controller import Controller, ControllerOptions
+from eejax.serving.choices import ControllerOptions, stricter
+from eejax.serving.controller import Controller
 from eejax.serving.fleet import Fleet, Member
 from eejax.serving.objectives import Objective
 from eejax.serving.profiles import measure

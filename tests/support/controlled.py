@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from eejax.serving.choices import Choice, Profile
-from eejax.serving.controller import Controller, ControllerOptions
+from eejax.serving.choices import Choice, ControllerOptions, Profile
+from eejax.serving.controller import Controller
 from eejax.serving.objectives import Objective, Telemetry
 from eejax.serving.repository import Repository
 

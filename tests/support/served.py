@@ -21,7 +21,8 @@ from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.serving import fleets
 from eejax.serving.app import app
-from eejax.serving.controller import Controller, ControllerOptions
+from eejax.serving.choices import ControllerOptions
+from eejax.serving.controller import Controller
 from eejax.serving.fleet import Member
 from eejax.serving.http import HttpOptions
 from eejax.serving.messages import LOG, Build, Built

@@ -1,0 +1,210 @@
+"""How a fleet is made: what goes together, how many requests have room, what is compiled."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+from served import FLEET, TinyFleet, weights
+
+from eejax.common.errors import ConfigError, DataError
+from eejax.data.tokenizers import ByteTokenizer
+from eejax.inference import capacity
+from eejax.inference.partial import PartialModel
+from eejax.models.config import ExitConfig, ModelConfig
+from eejax.serving import fleets
+from eejax.serving.choices import ControllerOptions
+from eejax.serving.messages import LOG
+from eejax.train.pretrained import Opened
+
+
+def test_nothing_is_compiled_once_it_is_ready(compiled, caplog, monkeypatch):
+    """Of models that serve fewer the more of them is loaded, and which takes its time to come."""
+    # A budget that is as tight holds one of them, and then none of them grows.
+    monkeypatch.setattr(fleets, "room", lambda *args: (4, 2))
+    with caplog.at_level("INFO", LOG):
+        made = TinyFleet(alike=True)().fleet(4)
+    assert [record.getMessage() for record in caplog.records if record.name == LOG] == [
+        "small: writing texts to measure models on",
+        *(f"{name}: measuring 2 depths" for name in FLEET),
+        *(f"{name}: compiling depth {depth} of 2" for name in FLEET for depth in (1, 2)),
+    ]
+    ask = lambda i: (made.submit([65 + i % 9] * (1 + i % 12), 1 + i % 19), 1 + i % 19)
+    came = PartialModel.came
+
+    def late(part):
+        part.looks = getattr(part, "looks", 0) + 1 if part.coming > part.depth else 0
+        return part.looks > 4 and came.fget(part)
+
+    monkeypatch.setattr(PartialModel, "came", property(late))
+    before, wanted = compiled[0], dict(map(ask, range(44)))
+    found: collections.Counter = collections.Counter()
+    while not made.idle:
+        for number, tokens, _ in made.step():
+            found[number] += len(tokens)
+    assert found == wanted
+    assert {d.choice for d in made.controller.decisions} > {("small", 2), ("large", 2)}
+    assert {"narrow", "grow"} <= {change.kind for change in made.changes}
+    assert compiled[0] == before
+
+
+def test_nothing_is_compiled_while_more_of_a_model_is_on_its_way(compiled):
+    """Requests end and join, still more is asked for, and it is called off."""
+    config = FLEET["large"].replace(exits=(ExitConfig(1), ExitConfig(2)))
+    own = dataclasses.replace(
+        TinyFleet().members()["large"], params=weights(config, 0), config=config
+    )
+    making = dict(slots=(4, 2, 1), context=32, steps=2)
+    fleets.warm_up(own, **making)
+    part = PartialModel(own.params, config, own.options, depth=1, **making)
+    before, ends = compiled[0], 0
+
+    def serves(*limits: int, steps: int = 12) -> int:
+        """How many ended; nothing comes meanwhile."""
+        for limit in limits:
+            part.scheduler.submit([65] * 3, limit)
+        return sum(bool(o.finish) for _ in range(steps) for o in part.scheduler.step())
+
+    serves(12, 24, 24, 24, steps=2)
+    for depth in (2, 3):
+        part.grow(depth)
+        ends += serves(2, 3)
+        assert part.engine.slots == part.slots[depth - 1] and part.depth == 1 < ends
+    part.stay()
+    assert part.coming == 1 and part.engine.slots == 4
+    ends += serves(2, 3, 9, 9, steps=3)
+    for depth in (3, 2, 3):
+        if depth < part.coming:
+            part.stay()
+        part.grow(depth)
+        ends += serves(2, 20, steps=4)
+    part.exchange()
+    ends += sum(bool(o.finish) for o in part.run())
+    assert ends == 4 + 2 * 2 + 4 + 3 * 2 and compiled[0] == before
+
+
+@pytest.fixture
+def compiled():
+    """A list of how many programs were compiled so far."""
+    count = [0]
+
+    def hear(name: str, seconds: float, **_) -> None:
+        count[0] += "backend_compile" in name
+
+    jax.monitoring.register_event_duration_secs_listener(hear)
+    yield count
+    jax.monitoring.unregister_event_duration_listener(hear)
+
+
+def test_models_of_one_tokenizer_alone():
+    config = FLEET["small"]
+    opened = lambda config, **own: Opened(config, {}, ByteTokenizer(**own), None)
+    same = {"a": opened(config), "b": opened(FLEET["large"])}
+    fleets.check_alike(same)
+    other = same | {"c": opened(config, eos_id=10)}
+    # It begins with the flag to be mended: --tokenizer is for models that have none.
+    told = "model: the tokenizer of 'c' = 'bytes-256-10': must be that of 'a', 'bytes-257'"
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}"):
+        fleets.check_alike(other)
+    other = same | {"c": opened(config.replace(vocab_size=300))}
+    told = "^model: the vocabulary of 'c' = 300: must be that of 'a', 257"
+    with pytest.raises(ConfigError, match=told):
+        fleets.check_alike(other)
+
+
+def test_slots_by_what_a_budget_holds():
+    member = TinyFleet().members()["large"]
+    context = member.config.context_length
+    room = lambda budget: fleets.room(member, 64, context, budget)
+    assert room(float("inf")) == (64, 64)
+    whole = capacity.engine_bytes(
+        member.config, dataclasses.replace(member.options, grows=True), 2, context, 4
+    )
+    few = room(whole)
+    assert few[0] > few[1] == 4
+    # At any depth there is room for an audit, too.
+    three = ModelConfig(
+        vocab_size=64, n_layers=6, d_model=16, n_heads=4, n_kv_heads=1, context_length=64,
+        head="own", exits=(ExitConfig(2), ExitConfig(5)),
+    )  # fmt: skip
+    for config, budget in ((member.config, whole), (three, 2e5), (three, 1e5)):
+        own = dataclasses.replace(member, config=config)
+        slots = fleets.room(own, 64, 32, budget)
+        options = dataclasses.replace(own.options, grows=True).of_slots(slots[0])
+        for depth, n in enumerate(slots, 1):
+            held = capacity.engine_bytes(config, options, depth, 32, n)
+            assert held + capacity.audit_bytes(config, depth) <= budget
+        assert capacity.audit_bytes(config, 1) > capacity.audit_bytes(config, len(slots)) == 0
+    assert fleets.room(own, 64, 32, fleets.least(own, 32))[-1] == 1
+    with pytest.raises(ConfigError, match="bytes at least"):
+        fleets.room(own, 64, 32, fleets.least(own, 32) - 1)
+    with pytest.raises(
+        ConfigError, match="budget = 1000: must be .* which the whole of model"
+    ) as e:
+        room(1000.0)
+    least = int(re.search(r"must be (\S+) bytes", str(e.value))[1])
+    assert room(least)[-1] == 1
+
+
+def test_a_budget_too_small_is_told_what_all_models_need():
+    members = {name: m for name, m in reversed(TinyFleet().members().items())}
+    needs = {name: fleets.least(m, 32) for name, m in members.items()}
+    most = max(needs.values())
+    aims = fleets.Aims(options=ControllerOptions(budget=1000))
+    with pytest.raises(ConfigError, match=f"budget = 1000: must be {most} bytes at least"):
+        fleets.built(members, ByteTokenizer(), aims, slots=2, context=32)
+    for member in members.values():
+        assert fleets.room(member, 2, 32, most)[-1] >= 1
+    largest = max(needs, key=needs.get)
+    with pytest.raises(ConfigError, match="bytes at least"):
+        fleets.room(members[largest], 2, 32, most - 1)
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_what_stands_for_energy_is_told(monkeypatch, caplog, counts):
+    """Before anything is measured."""
+    monkeypatch.setattr(fleets, "meter", lambda: object() if counts else None)
+    options = ControllerOptions(budget=1000)  # too small, which is told next
+
+    def built(objective, **limits):
+        caplog.clear()
+        aims = fleets.Aims(objective, limits, options)
+        with caplog.at_level("INFO", LOG), pytest.raises(ConfigError) as refused:
+            fleets.built(TinyFleet().members(), ByteTokenizer(), aims, slots=2)
+        return str(refused.value)
+
+    assert built("throughput").startswith("budget = 1000") and not caplog.messages
+    assert built("energy").startswith("budget = 1000")
+    told = "nothing counts joules here, neither NVML nor RAPL: operations of the layers and heads"
+    assert [text.startswith(told) for text in caplog.messages] == ([] if counts else [True])
+    for objective in ("throughput", "energy"):
+        refused = built(objective, energy=5.0)
+        limited = "limits.energy = 5.0: must be left out where nothing counts joules"
+        assert refused.startswith("budget = 1000" if counts else limited)
+
+
+def test_a_member_whose_answers_are_no_numbers_is_named():
+    members = TinyFleet().members()
+    broken = jax.tree.map(
+        lambda a: np.full_like(a, np.nan), jax.device_get(members["small"].params)
+    )
+    members["small"] = dataclasses.replace(members["small"], params=broken)
+    with pytest.raises(DataError, match="small: its answers are no numbers"):
+        fleets.built(members, ByteTokenizer(), fleets.Aims(), slots=2, prompts=("hello there",))
+
+
+def test_texts_are_cut_into_windows():
+    texts = [[*range(i, i + 30)] for i in range(9)]
+    for context in (16, 300):
+        batches = fleets.windows(texts, context)
+        (shape,) = {b["tokens"].shape for b in batches}
+        assert shape[1] == min(context, 128)
+        for batch in batches:
+            assert (batch["tokens"][:, 1:] == batch["labels"][:, :-1]).all()
+    assert fleets.windows([[1, 2, 3]], 99)[0]["labels"].tolist() == [[2, 3]]
+    with pytest.raises(DataError, match="have 1 tokens"):
+        fleets.windows([[1]], 99)
