@@ -42,7 +42,9 @@ _JUDGE = flags.DEFINE_string("judge", None, "A third one, for perplexity; defaul
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 _PROMPTS = flags.DEFINE_integer("prompts", None, "Prompts; default: all.", lower_bound=8)
 _NEW = flags.DEFINE_integer("new", 100, "Tokens of an answer.", lower_bound=2)
-_SLOTS = flags.DEFINE_integer("slots", 8, "Requests that the budget holds with the larger model.")
+_SLOTS = flags.DEFINE_integer(
+    "slots", 8, "Requests that the budget holds with the larger model.", lower_bound=1
+)
 _MOST = flags.DEFINE_integer("most", 32, "Most slots of a model.", lower_bound=1)
 _THRESHOLD = flags.DEFINE_float(
     "threshold", 0.05, "Of all exits, where a policy names none.", lower_bound=0.0, upper_bound=1.0
@@ -63,7 +65,9 @@ _SAMPLED = flags.DEFINE_integer(
     "sampled", 2, "Blocks in which the larger model serves by itself: it is several times slower.",
     lower_bound=1,
 )  # fmt: skip
-_CLIENTS = flags.DEFINE_integer("clients", None, "For ttft_ratio; default: the better's slots.")
+_CLIENTS = flags.DEFINE_integer(
+    "clients", None, "For ttft_ratio; default: the better's slots.", lower_bound=1
+)
 flags.mark_flags_as_required(["small", "large"])
 
 NEAR = 0.01  # of agreement, and of perplexity

@@ -11,6 +11,7 @@ trace; who has a slot, when a model has grown and what that costs follows `Parti
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -52,7 +53,9 @@ class Setting:
         if self.clients is not None:
             require_count("clients", self.clients)
         a = self.arrivals
-        require(a is None or list(a) == sorted(a), "arrivals", a, "must ascend")
+        # Of NaN neither is true, and sorting would leave it anywhere.
+        ascends = a is None or all(0 <= s < math.inf for s in a) and list(a) == sorted(a)
+        require(ascends, "arrivals", a, "must be seconds from 0 on, that ascend")
         require(0 <= self.audits <= 1, "audits", self.audits, "must lie in [0, 1]")
 
     def slots_of(self, profile: Profile) -> tuple[int, ...]:

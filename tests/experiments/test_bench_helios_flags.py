@@ -15,6 +15,8 @@ from eejax.common.errors import ConfigError
         ("--blocks=0", "flag --blocks=0: 0 is not a positive integer"),
         ("--sampled=0", "flag --sampled=0: 0 is not a positive integer"),
         ("--audited=0", "flag --audited=0: 0 is not a positive integer"),
+        ("--slots=0", "flag --slots=0: 0 is not a positive integer"),
+        ("--clients=-1", "flag --clients=-1: -1 is not a positive integer"),
         ("--threshold=1.5", "flag --threshold=1.5: 1.5 is not a number in the range [0.0, 1.0]"),
         ("--threshold=nan", "--threshold = nan: must lie in [0, 1]."),
         ("--orders=", "--orders = '': must be of blocked, shuffled, drifting, one at least."),

@@ -341,7 +341,8 @@ def test_a_simulation_is_compared_with_what_was_measured():
     "change, message",
     [
         (dict(slots=0), "slots"), (dict(steps=0), "steps"), (dict(clients=0), "clients"),
-        (dict(arrivals=(2.0, 1.0)), "arrivals"), (dict(audits=2.0), "audits"),
+        (dict(arrivals=(2.0, 1.0)), "arrivals"), (dict(arrivals=(0.0, float("nan"))), "arrivals"),
+        (dict(arrivals=(-1.0,)), "arrivals"), (dict(audits=2.0), "audits"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be(change, message):
