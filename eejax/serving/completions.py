@@ -26,13 +26,13 @@ from eejax.serving.messages import CHOOSES, Ask, Ready
 def encode(ready: Ready, text: str, *, limited: bool = True, **how) -> list[int]:
     """Ids of a text. Raises Failure for one that is longer than any context full of tokens is, if
     it is `limited`."""
-    most = (ready.context + 1) * int(ready.tokenizer.byte_lengths.max())
+    longest = int(ready.tokenizer.byte_lengths.max())
     try:
         size = len(utf8(text))
         # To find out how many tokens those are would take long.
-        if limited and size > most:
-            told = f"prompt = {size} bytes: must be at most {most}, as the context is"
-            raise Failure(400, f"{told} {ready.context} tokens.", param="prompt")
+        if limited and size > (ready.context + 1) * longest:
+            told = f"prompt = {size} bytes: must have at most {ready.context} tokens, the context,"
+            raise Failure(400, f"{told} of {longest} bytes each at most.", param="prompt")
         return ready.tokenizer.encode(text, **how).tolist()
     except DataError as error:
         raise Failure(400, f"prompt: {error}", param="prompt") from error

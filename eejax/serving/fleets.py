@@ -183,7 +183,7 @@ def built(
     profiles = {}
     for name, m in members.items():
         own = dict(slots=by_depth[name], context=context, new=new)
-        log.info("%s: measuring %d depths", name, len(by_depth[name]))
+        log.info("%s: measuring it at %d depths", name, len(by_depth[name]))
         try:
             profiles[name] = measure(m, texts, batches, **own)
         except DataError as error:
@@ -290,7 +290,7 @@ def warm_up(
         part.run()
 
     for depth in range(1, n + 1):
-        log.info("%s: compiling depth %d of %d", name, depth, n)
+        log.info("%s: compiling what else depth %d of %d may need", name, depth, n)
         at(depth)  # and there is room for the next one
         for deeper in range(depth + 1, n + 1):
             grows(depth, deeper)

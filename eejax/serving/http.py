@@ -155,6 +155,9 @@ class Server:
             if model is None:
                 raise Failure(400, f"model: is required; there are {known}.", param="model")
             told = f"model = {model!r}: there is none of this name, but {known}."
+            for name, service in self.services.items():
+                if service.ready is not None and model in (service.ready.models or ()):
+                    told = f"model = {model!r}: is one of those that {name!r} chooses from: ask it."
             raise Failure(404, told, param="model", code="model_not_found")
         return self.services[model]
 

@@ -5,6 +5,7 @@ All depths are run twice, and only the second pass counts, so that what is compi
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -20,6 +21,9 @@ from eejax.inference.policy import ExitPolicy
 from eejax.serving.choices import Profile
 from eejax.serving.energy import layer_flops, segment_rows, token_work
 from eejax.serving.fleet import Member
+from eejax.serving.messages import LOG
+
+log = logging.getLogger(LOG)
 
 
 def measure(
@@ -37,8 +41,9 @@ def measure(
     require(len(texts) > 0, "texts", texts, "must be one at least")
     n = member.config.n_exits + 1
 
-    def grown():
+    def grown(what: str):
         """Every depth in turn, and what there is in the end."""
+        log.info("%s depth 1 of %d", what, n)
         begin = clock()
         part = PartialModel(
             member.params, member.config, member.options, slots=slots, depth=1, context=context
@@ -46,6 +51,7 @@ def measure(
         jax.block_until_ready((part.engine.weights, part.scheduler.state))
         rows = [_Depth(part, texts, new, clock, clock() - begin)]
         for depth in range(2, n + 1):
+            log.info("%s depth %d of %d", what, depth, n)
             jax.block_until_ready(part.scheduler.state)  # of the last steps
             begin = clock()
             part.grow(depth)
@@ -64,8 +70,8 @@ def measure(
         outside = [nbytes(s.outside(weights.params, member.config, d)) for d in range(1, n + 1)]
         return rows, leaving, sizes, outside
 
-    grown()  # compiles; a model goes before the next one comes
-    rows, leaving, sizes, outside = grown()
+    grown("compiling")  # a model goes before the next one comes
+    rows, leaving, sizes, outside = grown("measuring")
     steps = lambda values: np.maximum(np.diff([0.0, *values]), 0.0)
     scores = calibration.score(member.params, member.config, batches)
     rules = {k: v for k, v in member.rules.items() if k != "prefill_exit"}  # of prompts alone

@@ -55,7 +55,10 @@ def opened(paths: Mapping[str, str | None]) -> dict[str, Any]:
     from eejax.train.runs import open_run
 
     if missing := [name for name, path in paths.items() if path is None]:
-        raise ConfigError(f"--{missing[0]} = None: must be a run where --trace is no file yet.")
+        raise ConfigError(
+            f"--{missing[0]} = None: must name a training run, as --trace names no recorded file, "
+            "or --live asks for a fleet."
+        )
     models = {name: open_run(path).model for name, path in paths.items()}
     one, two = models.values()
     if one.tokenizer.fingerprint != two.tokenizer.fingerprint:

@@ -148,6 +148,12 @@ def test_what_a_fleet_does_not_take_is_named(fleet, change, param, said):
     assert error["message"].startswith(said), error
 
 
+def test_a_member_cannot_be_asked_by_its_name(fleet):
+    answer = httpx.post(f"{fleet[0]}/v1/completions", json=asked("a", 3, model="small"), timeout=60)
+    said = answer.json()["error"]["message"]
+    assert answer.status_code == 404 and said.startswith("model = 'small': is one of those that")
+
+
 @run
 async def test_objectives_of_requests_and_plain_fields(fleet):
     async with client_of(fleet[0]) as client:

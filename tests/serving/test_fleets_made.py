@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -26,12 +27,19 @@ def test_nothing_is_compiled_once_it_is_ready(compiled, caplog, monkeypatch):
     """Of models that serve fewer the more of them is loaded, and which takes its time to come."""
     # A budget that is as tight holds one of them, and then none of them grows.
     monkeypatch.setattr(fleets, "room", lambda *args: (4, 2))
+    passes = [f"{what} depth {d} of 2" for what in ("compiling", "measuring") for d in (1, 2)]
     with caplog.at_level("INFO", LOG):
         made = TinyFleet(alike=True)().fleet(4)
     assert [record.getMessage() for record in caplog.records if record.name == LOG] == [
         "small: writing texts to measure models on",
-        *(f"{name}: measuring 2 depths" for name in FLEET),
-        *(f"{name}: compiling depth {depth} of 2" for name in FLEET for depth in (1, 2)),
+        *itertools.chain.from_iterable(
+            [f"{name}: measuring it at 2 depths", *passes] for name in FLEET
+        ),
+        *(
+            f"{name}: compiling what else depth {depth} of 2 may need"
+            for name in FLEET
+            for depth in (1, 2)
+        ),
     ]
     ask = lambda i: (made.submit([65 + i % 9] * (1 + i % 12), 1 + i % 19), 1 + i % 19)
     came = PartialModel.came
