@@ -386,6 +386,8 @@ def test_the_benchmark_runs_to_its_end(tmp_path, one_device):
     assert done.returncode == 0, done.stderr
     got = json.loads(done.stdout.splitlines()[-1])
     assert got["prompts"] == 12
+    assert {*got["thresholds"]} == {"small", "large"}
+    assert all(0 < threshold < 1 for threshold in got["thresholds"].values())
     for name in ("throughput_ratio", "ttft_ratio", "energy_proxy_ratio"):
         assert is_interval(got[name]), name
     assert got["better_static"] in STATICS
