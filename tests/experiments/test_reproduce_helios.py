@@ -112,7 +112,7 @@ def test_what_is_recorded_is_what_is_loaded(models, tmp_path):
 
 
 def test_what_is_missing_is_told(models, monkeypatch, tmp_path):
-    with pytest.raises(ConfigError, match="--small = None: must be a run"):
+    with pytest.raises(ConfigError, match="--small = None: must name a training run"):
         call(NAME)
     models["large"].tokenizer = types.SimpleNamespace(fingerprint="another")
     with pytest.raises(ConfigError, match="--large = 'large': has another tokenizer"):
