@@ -1,0 +1,56 @@
+"""Claims of the three papers, and what a reproduction finds of each.
+
+A reproduction's summary has a list `findings`, one `Finding` for each claim that it speaks of;
+`experiments.reproduce.all` collects them on one page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from eejax.common.errors import require
+
+PAPERS = ("EE-LLM", "HELIOS", "TIDE")
+
+
+class Verdict(enum.StrEnum):
+    """Outcome of a reproduction: a claim that needs a scale we do not have is not judged."""
+
+    HOLDS = "holds"
+    FAILS = "does not hold"
+    NOT_AT_THIS_SCALE = "not at this scale"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What we found of one claim.
+
+    Attributes:
+      paper: one of `PAPERS`.
+      place: table, figure, section or proposition, as the paper numbers it ("Table 1").
+      claim: the paper's claim in our words, one sentence.
+      theirs: the paper's value, with units.
+      ours: our value, with units.
+      scale: model, data and device of our value ("simulated", "9.5M parameters, 2 cores").
+      verdict: whether the claim holds of our value.
+      why: the reason where it does not hold or is not judged; empty otherwise.
+    """
+
+    paper: str
+    place: str
+    claim: str
+    theirs: str
+    ours: str
+    scale: str
+    verdict: Verdict
+    why: str = ""
+
+    def __post_init__(self):
+        known = ", ".join(PAPERS)
+        require(self.paper in PAPERS, "paper", self.paper, f"must be one of {known}")
+        needs_reason = self.verdict is not Verdict.HOLDS
+        require(bool(self.why) or not needs_reason, "why", self.why, "must give the reason")
+
+    def to_dict(self) -> dict[str, str]:
+        return dataclasses.asdict(self)
