@@ -307,7 +307,7 @@ def together(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
         runs[exits], compiled = run(table)
         sizes[exits] = memory(compiled)
         if not exits:
-            idle = (Step(0, ((), ())),) * MORE
+            idle = (Step(((), ())),) * MORE
             runs["exchange"], _ = run(dataclasses.replace(table, steps=idle + table.steps))
     seconds = interleave(list(runs.values()), pairs, time.perf_counter, slot_costs.barrier)
     return rank, {"steps": dict(zip(runs, seconds, strict=True)), "bytes": sizes,

@@ -111,7 +111,7 @@ def slot_tables(more: int, recompute: bool) -> dict:
     def begin(key):
         kind, stage = key
         ops = tuple((Op(kind, 0),) if i == stage and key != IDLE else () for i in range(STAGES))
-        steps = (Step(0, ops),) * more + base.steps
+        steps = (Step(ops),) * more + base.steps
         return dataclasses.replace(base, name=f"{kind} on {stage}", steps=steps)
 
     return {None: base} | {key: begin(key) for key in (*SLOTS, IDLE)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,15 @@ def when(active: jax.Array, work: Callable, *carried):
     return lax.switch(active.astype(jnp.int32), [lambda *c: c, work], *carried)
 
 
-def send(a: jax.Array, n: int, up: bool) -> jax.Array:
-    pairs = [(i, i + 1) if up else (i + 1, i) for i in range(n - 1)]
+def send(a: jax.Array, n: int, up: bool, links: Sequence[bool] | None = None) -> jax.Array:
+    """Return what arrives from the stage below (`up`) or above, zeros where nothing does.
+
+    Args:
+      a: what this stage sends.
+      n: number of stages.
+      up: whether to send to the stage above.
+      links: [n - 1], whether stages i and i + 1 exchange values; None where all do.
+    """
+    linked = [i for i in range(n - 1) if links is None or links[i]]
+    pairs = [(i, i + 1) if up else (i + 1, i) for i in linked]
     return lax.ppermute(a, PIPE, pairs)

@@ -11,7 +11,8 @@ In each step of the table a stage does, in this order and only where the table s
 B is the backward pass of the stage-local auxiliary loss L_i + <g_i, x_i>, with x_i what leaves the
 stage and g_i the gradient that arrived, held constant (EE-LLM, Eq. 2 and Proposition A.1); logits
 of an exit never outlive its E. Then every stage sends its newest state up and its newest gradient
-down: communication is outside of every branch, as only then all devices take part in it.
+down, and what arrives waits in a slot until F or B reads it. Communication is outside of every
+branch that only some stages take, as else the others would wait for ever.
 """
 
 from __future__ import annotations
@@ -95,10 +96,15 @@ def _no_gradient(a: jax.Array) -> Any:
 class _Kept(NamedTuple):
     """What a device carries from step to step.
 
-    arrived, returned [channels, b, t, d]: the newest state from below and gradient from above.
-    taught, likewise: what left the last stage of the microbatch that `returned` is of, where exits
-    are distilled from that. states: slots of `schedule.Rings`; residuals: likewise, of pairs
-    (residuals of the layers, states at boundaries inside the stage).
+    Attributes:
+      arrived: [slots, b, t, d], states from the stage below that wait for their forward pass.
+      returned: [slots, b, t, d], gradients from the stage above that wait for their backward pass.
+      taught: [slots, b, t, d], what left the last stage of the microbatches that `returned` is of;
+        None where no exit is distilled from that.
+      states: slots of `schedule.Rings`.
+      residuals: likewise, pairs of the residuals of the layers and the states at boundaries inside
+        the stage.
+      totals: sums of losses so far.
     """
 
     arrived: jax.Array
@@ -122,8 +128,7 @@ def _local(pipeline, schedule, factors, trained, frozen, weights, rates, batch, 
         "forward": stage.own(schedule.table(FORWARD)[:, 0]),
         "backward": stage.own(schedule.table(BACKWARD)[:, 0]),
         "exits": stage.own(schedule.table(EXITS)),
-        "channel": jnp.asarray([s.channel for s in schedule.steps], jnp.int32),
-    }
+    } | ops.exchanges()
     start = ops.start(jnp.maximum(table["forward"][0], 0))
     (*_, totals), _ = lax.scan(lambda kept, row: (ops.step(kept, row), None), start, table)
     return _sum(stage, jax.tree.map(jax.freeze, refs), totals, factors.main if factors else n)
@@ -147,7 +152,15 @@ class _Operations:
         rings = schedules.rings(schedule, stage.partition.input_exit_stages, self.distils)
         names = ("inputs", "cotangents", "outputs", "taught", "residuals")
         self.slots = {name: stage.own(getattr(rings, name)) for name in names}
-        self.channels, self.n_states = schedule.channels, rings.n_states
+        self.arrived, self.returned = rings.arrived, rings.returned
+        self.slots |= {
+            "arrived": stage.own(rings.arrived.read),
+            "returned": stage.own(rings.returned.read),
+        }
+        self.n_states = rings.n_states
+        links = [step.links for step in schedule.steps]
+        self.patterns = list(dict.fromkeys(links))  # of links, in order of appearance
+        self.pattern = [self.patterns.index(one) for one in links]
         self.n_residuals = 1 if self.recompute else rings.n_residuals
         self.top = jnp.asarray([route.top for route in schedule.routes])
         self.branches = stage.exit_branches(weights, refs)
@@ -160,11 +173,24 @@ class _Operations:
         """What is carried before the first step; of microbatch m, only shapes count."""
         blank = self.stage.hidden()
         like, self.restore = self.forward(m, blank)[1:]
-        neighbours = ring(self.channels, blank)
+        returned = ring(self.returned.n, blank)
         return _Kept(
-            neighbours, neighbours, neighbours if self.distils else None,
-            ring(self.n_states, blank), ring(self.n_residuals, like), self.stage.no_totals(),
-        )  # fmt: skip
+            arrived=ring(self.arrived.n, blank),
+            returned=returned,
+            taught=returned if self.distils else None,
+            states=ring(self.n_states, blank),
+            residuals=ring(self.n_residuals, like),
+            totals=self.stage.no_totals(),
+        )
+
+    def exchanges(self) -> dict[str, jax.Array]:
+        """Rows [steps] of the exchange: its pattern of links, and the slots that arrivals take."""
+        own = self.stage.own
+        return {
+            "pattern": jnp.asarray(self.pattern, jnp.int32),
+            "arrives": own(self.arrived.write),
+            "returns": own(self.returned.write),
+        }
 
     def forward(self, m: jax.Array, x: jax.Array):
         """(what leaves the stage, what to keep for `backward`, `split_vjp`'s restore)."""
@@ -175,10 +201,11 @@ class _Operations:
         return y, (residuals, None if inner is None else inner[:-1]), restore
 
     def step(self, kept: _Kept, row: dict[str, jax.Array]) -> _Kept:
-        stage, n = self.stage, self.stage.partition.stages
-        f, b, channel = row["forward"], row["backward"], row["channel"]
+        stage = self.stage
+        f, b = row["forward"], row["backward"]
         fm, bm = jnp.maximum(f, 0), jnp.maximum(b, 0)
-        x, g = get(kept.arrived, channel), get(kept.returned, channel)
+        x = get(kept.arrived, self.slots["arrived"][fm])
+        g = get(kept.returned, self.slots["returned"][bm])
         x, states = when(f >= 0, functools.partial(self.enter, fm), x, kept.states)
         if self.recompute:
             # The last stage would compute now what it computes again in this very step or later.
@@ -190,7 +217,7 @@ class _Operations:
             x, residuals = when(f >= 0, functools.partial(self.keep, fm), x, kept.residuals)
         totals, taught = kept.totals, None
         if self.distils:
-            taught = get(kept.taught, channel)
+            taught = get(kept.taught, self.slots["returned"][bm])
         if self.edges:
             for m in row["exits"]:
                 states, totals = self.exits(m, x, taught, states, totals)
@@ -199,11 +226,29 @@ class _Operations:
             taught = jnp.where(stage.last, get(states, self.slots["taught"][bm]), taught)
         back = functools.partial(self.backward, bm, states, residuals, taught)
         g, totals = when(b >= 0, back, g, totals)
-        down = lambda ring, a: put(ring, send(a, n, up=False), channel)
+        x, g, taught = self.exchange(row["pattern"], x, g, taught)
         return _Kept(
-            put(kept.arrived, send(x, n, up=True), channel), down(kept.returned, g),
-            down(kept.taught, taught) if self.distils else None, states, residuals, totals,
-        )  # fmt: skip
+            arrived=put(kept.arrived, x, row["arrives"]),
+            returned=put(kept.returned, g, row["returns"]),
+            taught=put(kept.taught, taught, row["returns"]) if self.distils else None,
+            states=states,
+            residuals=residuals,
+            totals=totals,
+        )
+
+    def exchange(self, pattern: jax.Array, x, g, taught):
+        """What arrives where every stage sends x up, and g and `taught` down, over its links."""
+        n = self.stage.partition.stages
+
+        def over(links, x, g, taught):
+            down = functools.partial(send, n=n, up=False, links=links)
+            return send(x, n, up=True, links=links), down(g), jax.tree.map(down, taught)
+
+        branches = [functools.partial(over, links) for links in self.patterns]
+        if len(branches) == 1:
+            return branches[0](x, g, taught)
+        # The pattern is a step's and not a stage's, so all devices take the same branch.
+        return lax.switch(pattern, branches, x, g, taught)
 
     def enter(self, m, x, states):
         """What the stage reads of a microbatch, which is kept."""

@@ -1,8 +1,8 @@
 """Schedules of pipeline parallelism as tables, without JAX.
 
 A schedule lists steps. In a step every stage does a short list of operations in order, and then
-hands its newest hidden state to the stage above and its newest gradient to the stage below; what
-is handed on in a step is consumed in the next one of the same channel. The same table drives the
+hands its newest hidden state to the stage above and its newest gradient to the stage below. What
+arrives waits in a slot until an operation of a later step reads it. The same table drives the
 executor (`pipeline.runner`), the simulator and the pictures.
 
 Stages are numbered from 0, microbatches from 0. The lockstep 1F1B table: stage i runs the forward
@@ -38,10 +38,20 @@ class Op(NamedTuple):
 
 
 class Step(NamedTuple):
-    """channel: over which neighbours exchange after it. ops[stage]: operations in order."""
+    """One step of every stage, and the exchange after it.
 
-    channel: int
+    Attributes:
+      ops: [stages], the operations of each stage in order.
+      links: [stages - 1], whether stages i and i + 1 exchange values after the step and so wait for
+        each other; None where all neighbours do.
+    """
+
     ops: tuple[tuple[Op, ...], ...]
+    links: tuple[bool, ...] | None = None
+
+    def linked(self, i: int) -> bool:
+        """Whether stages i and i + 1 exchange values after the step."""
+        return self.links is None or self.links[i]
 
 
 class Route(NamedTuple):
@@ -69,9 +79,26 @@ class Schedule:
     def microbatches(self) -> int:
         return len(self.routes)
 
-    @property
-    def channels(self) -> int:
-        return 1 + max(step.channel for step in self.steps)
+    @functools.cached_property
+    def crossings(self) -> np.ndarray:
+        """[steps, stages - 1] bool: whether a value crosses from i to i + 1 or back after a step.
+
+        A state crosses after its forward pass on a stage, a gradient after its backward pass.
+        """
+        out = np.zeros((len(self.steps), max(self.stages - 1, 0)), bool)
+        for (kind, m, i), t in self.when.items():
+            if kind == FORWARD and i < self.routes[m].top:
+                out[t, i] = True
+            if kind == BACKWARD and i > self.routes[m].bottom:
+                out[t, i - 1] = True
+        return out
+
+    @functools.cached_property
+    def links(self) -> np.ndarray:
+        """[steps, stages - 1] bool: `Step.linked` of each step."""
+        pairs = range(self.stages - 1)
+        table = [[step.linked(i) for i in pairs] for step in self.steps]
+        return np.array(table, bool).reshape(len(self.steps), len(pairs))
 
     @functools.cached_property
     def when(self) -> dict[tuple[str, int, int], int]:
@@ -84,20 +111,16 @@ class Schedule:
         }
 
     def check(self) -> None:
-        """Raises `ValueError` where an operation is missing, doubled, or comes too early or late.
+        """Raise `ValueError` where an operation is missing, doubled, or comes too early or late.
 
-        A value crosses to the next stage in exactly one step of its channel.
+        A value crosses to the next stage after the step that made it, over a link of that step, and
+        is read in a later step.
         """
         done = [
             (op.kind, op.microbatch, i) for s in self.steps for i, o in enumerate(s.ops) for op in o
         ]
         if len(done) != len(set(done)):
             raise ValueError(f"{self.name}: an operation is done twice")
-        of_channel: dict[int, list[int]] = {}
-        place = []  # of each step among those of its channel
-        for t, step in enumerate(self.steps):
-            place.append(len(of_channel.setdefault(step.channel, [])))
-            of_channel[step.channel].append(t)
         for m, route in enumerate(self.routes):
             order = [(FORWARD, i) for i in range(route.top + 1)]
             order += [(BACKWARD, i) for i in range(route.top, route.bottom - 1, -1)]
@@ -107,11 +130,16 @@ class Schedule:
                     raise ValueError(f"{self.name}: no {kind} of microbatch {m} on stage {i}")
                 times.append(self.when[kind, m, i])
             for (kind, i), a, b in zip(order[1:], times, times[1:], strict=False):
-                same = kind == BACKWARD and i == route.top
-                hop = self.steps[a].channel == self.steps[b].channel and place[b] == place[a] + 1
-                if not (b >= a if same else hop):
+                same_stage = kind == BACKWARD and i == route.top
+                if not (b >= a if same_stage else b > a):
                     raise ValueError(
                         f"{self.name}: {kind} of {m} on stage {i} at step {b}, after {a}"
+                    )
+                lower = i - 1 if kind == FORWARD else i
+                if not (same_stage or self.steps[a].linked(lower)):
+                    raise ValueError(
+                        f"{self.name}: {kind} of {m} on stage {i} needs a link of stages {lower} "
+                        f"and {lower + 1} at step {a}"
                     )
         for (kind, m, i), t in self.when.items():
             if not 0 <= m < self.microbatches:
@@ -157,9 +185,12 @@ class Schedule:
         return out
 
     def __str__(self) -> str:
-        """A line for each stage and a column for each step: F forward, E exits, B backward."""
+        """A line for each stage and a column for each step: F forward, E exits, B backward.
+
+        After a step marked ' not all neighbours exchange values.
+        """
         letter = {FORWARD: "F", EXITS: "E", BACKWARD: "B"}
-        head = [str(t) + "'" * step.channel for t, step in enumerate(self.steps)]
+        head = [str(t) + "'" * (step.links is not None) for t, step in enumerate(self.steps)]
         rows = [["step", *head]]
         for i in range(self.stages):
             cells = ("".join(f"{letter[o.kind]}{o.microbatch}" for o in s.ops[i])
@@ -173,11 +204,16 @@ class Schedule:
 class Rings(NamedTuple):
     """Slots of kept values, given out so that as few as possible are needed on any stage.
 
-    inputs, cotangents, outputs [microbatches, stages]: slots, among `n_states` of the shape of a
-    hidden state, of what entered a stage, of the gradient that its exits send into that, and of
-    the gradient that the exits behind the last stage send into what leaves it; taught, likewise:
-    of what leaves the last stage, where exits are distilled from that. residuals [microbatches,
-    stages]: slots among `n_residuals` of whatever else a backward pass needs.
+    Attributes:
+      inputs, cotangents, outputs: [microbatches, stages], slots among `n_states` of the shape of a
+        hidden state: of what entered a stage, of the gradient that its exits send into that, and of
+        the gradient that the exits behind the last stage send into what leaves it.
+      taught: [microbatches, stages], likewise, of what leaves the last stage, where exits are
+        distilled from that.
+      residuals: [microbatches, stages], slots among `n_residuals` of whatever else a backward pass
+        needs.
+      arrived: `Arrivals` of hidden states, from the exchange to the forward pass.
+      returned: `Arrivals` of gradients, from the exchange to the backward pass.
     """
 
     inputs: np.ndarray
@@ -187,6 +223,23 @@ class Rings(NamedTuple):
     residuals: np.ndarray
     n_states: int
     n_residuals: int
+    arrived: Arrivals
+    returned: Arrivals
+
+
+class Arrivals(NamedTuple):
+    """Slots in which values wait that a neighbour has sent.
+
+    Attributes:
+      read: [microbatches, stages], slot from which an operation reads its value.
+      write: [steps, stages], slot that takes what arrives after a step. Where nothing does, it is
+        one in which nothing waits.
+      n: number of slots.
+    """
+
+    read: np.ndarray
+    write: np.ndarray
+    n: int
 
 
 def rings(schedule: Schedule, input_exits: Sequence[int], distils: bool = False) -> Rings:
@@ -214,11 +267,42 @@ def rings(schedule: Schedule, input_exits: Sequence[int], distils: bool = False)
                     states.append((exits, max(end, exits), taught, m))
         n_states = max(n_states, _give_out(states, i))
         n_residuals = max(n_residuals, _give_out(kept, i))
-    return Rings(*tables, n_states, n_residuals)
+    return Rings(
+        *tables,
+        n_states,
+        n_residuals,
+        arrived=_arrivals(schedule, FORWARD),
+        returned=_arrivals(schedule, BACKWARD),
+    )
+
+
+def _arrivals(schedule: Schedule, kind: str) -> Arrivals:
+    """`Arrivals` of the values that operations of a kind read."""
+    read = np.zeros((schedule.microbatches, schedule.stages), np.int32)
+    write = np.zeros((len(schedule.steps), schedule.stages), np.int32)
+    n = 1
+    for i in range(schedule.stages):
+        sender = i - 1 if kind == FORWARD else i + 1
+        spans = []
+        for m in range(schedule.microbatches):
+            sent = schedule.when.get((kind, m, sender))
+            used = schedule.when.get((kind, m, i))
+            if sent is not None and used is not None:
+                spans.append((sent + 1, used, read, m))
+        slots = _give_out(spans, i)
+        for t in range(len(schedule.steps)):
+            waiting = {
+                int(read[m, i]): begin for begin, end, _, m in spans if begin <= t + 1 <= end
+            }
+            new = [slot for slot, begin in waiting.items() if begin == t + 1]
+            free = next(slot for slot in range(slots + 1) if slot not in waiting)
+            write[t, i] = new[0] if new else free
+        n = max(n, slots, int(write[:, i].max()) + 1)
+    return Arrivals(read, write, n)
 
 
 def _give_out(spans: list[tuple[int, int, np.ndarray, int]], stage: int) -> int:
-    """Gives every (begin, end, table, microbatch) the lowest slot free from begin to end."""
+    """Give every (begin, end, table, microbatch) the lowest slot free from begin to end."""
     busy_until: list[int] = []
     for begin, end, table, m in sorted(spans, key=lambda s: s[:2]):
         free = next((k for k, t in enumerate(busy_until) if t < begin), None)
@@ -298,7 +382,7 @@ def _lockstep(
                 table[m + p - 1 if early else b][i].append(Op(EXITS, m))
             table[b][i].append(Op(BACKWARD, m))
     return Schedule(
-        name, p, tuple(Step(0, tuple(_ordered(ops) for ops in row)) for row in table),
+        name, p, tuple(Step(tuple(_ordered(ops) for ops in row)) for row in table),
         (Route(p - 1),) * n, recompute,
     )  # fmt: skip
 

@@ -8,12 +8,18 @@ of K = floor((P - 1) / (f/b + 1)) goes through the first K + 1 - i stages in Par
 the last floor(P - i (f/b + 1)) in Part 2, f and b being a stage's forward and backward pass.
 
 In the lockstep table 1F1B leaves the backward pass of the first steps free and the forward pass of
-the last ones. So Part 2 needs no further steps to begin with, and of Part 1 only the forward passes
-do: these have steps of their own, on channel 1, while the backward passes come before those of the
-other microbatches on channel 0. With equal stages that makes room for all of the paper's Part 1 and
-for the first microbatch of its Part 2. Any further one would have to wait on its way up until the
-last gradients have passed it on their way down, and no value waits between two steps of its
-channel; a final exit that makes the last stage the slowest leaves room for more.
+the last ones. Part 1's forward passes have steps of their own between the others; its backward
+passes come before those of the other microbatches.
+
+Part 2 needs no more steps to begin with, but its forward passes must not meet the last gradients on
+their way down, which nothing may hold up. Let q count stages from the last one and h steps from the
+first in which no whole microbatch goes forward, so that the last gradient passes q at h = q. The
+inserted microbatch j (from 0) goes forward in the steps without gradients up to stage q = j, waits
+there until that gradient has passed, and goes on at h = 2j - q + 1; its backward pass is at
+h = 2j + q + 2. Behind the last gradient a stage then alternates between a forward pass, after which
+it exchanges with the stage above, and a backward pass, after which it exchanges with the stage
+below. With links for these exchanges alone, no stage waits for a neighbour that has nothing for it,
+and with equal stages all of the paper's K microbatches fit, in no more than K steps beyond 1F1B's.
 """
 
 from __future__ import annotations
@@ -154,8 +160,11 @@ def filled_to(costs: Costs, microbatches: int, **settings) -> Filled:
 
 
 class _Table:
-    """A schedule under way: its operations and their times, steps on channel 0 in order, each with
-    room before it for a step on channel 1."""
+    """A schedule under way: its operations and their times.
+
+    Its steps are those of `base` and `more` behind them, the main steps, each with room before it
+    for an extra step.
+    """
 
     def __init__(
         self,
@@ -168,62 +177,86 @@ class _Table:
         p = base.stages
         self.base, self.exit_stages = base, frozenset(exit_stages) | {p - 1}
         self.routes = list(base.routes)
-        empty = lambda: [[] for _ in range(p)]
         self.main = [[list(ops) for ops in step.ops] for step in base.steps]
-        self.main += [empty() for _ in range(more)]
-        self.extra = [empty() for _ in self.main]
-        # What each (extra, main) pair of steps takes [steps, 2, stages].
+        self.main += [[[] for _ in range(p)] for _ in range(more)]
+        self.extra = [[[] for _ in range(p)] for _ in self.main]
+        # [steps, 2, stages]: what each pair of an extra and a main step takes.
         self.costs = np.zeros((len(self.main), 2, p))
         self.costs[: len(base.steps), 1] = step_costs(base, costs)
+        # [steps, 2, stages - 1]: whether a value crosses between two stages after a step.
+        self.crossings = np.zeros((len(self.main), 2, p - 1), bool)
+        self.crossings[: len(base.steps), 1] = base.crossings
+        self.first_narrow = len(self.main)  # from this pair of steps on, links are those of values
         self.of = {
             (kind, i): costs.of(kind, i, base.recompute)
             for kind in (FORWARD, EXITS, BACKWARD)
             for i in range(p)
         }
-        self.time = self.alone = self._time(self.costs)
+        self.time = self.alone = self._time(self.costs, self.crossings)
         self.bound = self.alone * (1 + tolerance)
 
-    def _time(self, costs: np.ndarray) -> float:
-        """A step without operations on channel 1 is none, and waits for nobody."""
+    def _time(self, costs: np.ndarray, crossings: np.ndarray) -> float:
+        """Return the simulated time. An extra step without operations does not exist."""
         rows = costs.reshape(-1, costs.shape[-1])
         there = rows.any(axis=1)
         there[1::2] = True
-        return neighbours_time(rows[there])
+        links = crossings.copy()
+        links[: self.first_narrow] = True
+        return neighbours_time(rows[there], links.reshape(len(rows), -1)[there])
 
     def _ops(
         self, route: Route, forward: list[tuple[int, int]], backward: list[int]
     ) -> list[tuple[int, int, int, str]]:
-        """(step, 0 for extra or 1 for main, stage, kind) of a microbatch. forward: the first two
-        for each stage from 0 on; backward: main steps from the route's top down to its bottom."""
+        """List a microbatch's operations as (step, 0 for extra or 1 for main, stage, kind).
+
+        Args:
+          route: the stages that it visits.
+          forward: the first two entries for each stage from 0 on.
+          backward: main steps from the route's top down to its bottom.
+        """
         ops = [(at, which, i, FORWARD) for i, (at, which) in enumerate(forward)]
+        last = self.base.stages - 1
         for i, at in zip(range(route.top, route.bottom - 1, -1), backward, strict=True):
             if i in self.exit_stages:
-                ops.append((at, 1, i, EXITS))
+                # The final exit reads what its step's forward pass leaves, or the repeated one.
+                read = forward[i] if i == last and not self.base.recompute else (at, 1)
+                ops.append((*read, i, EXITS))
             ops.append((at, 1, i, BACKWARD))
         return ops
 
-    def _fits(self, ops: list[tuple[int, int, int, str]]) -> bool:
-        """Whether the time allows these operations beside the others, kept in `trial` if so."""
-        trial = self.costs.copy()
+    def _trial(self, route: Route, ops: list[tuple[int, int, int, str]]) -> tuple | None:
+        """Return (costs, crossings, time) with these operations, None where time forbids them."""
+        costs, crossings = self.costs.copy(), self.crossings.copy()
         for at, which, i, kind in ops:
-            trial[at, which, i] += self.of[kind, i]
-        time = self._time(trial)
-        if time > self.bound:
-            return False
-        self.trial = trial, time
-        return True
+            costs[at, which, i] += self.of[kind, i]
+            if kind == FORWARD and i < route.top:
+                crossings[at, which, i] = True
+            if kind == BACKWARD and i > route.bottom:
+                crossings[at, which, i - 1] = True
+        time = self._time(costs, crossings)
+        return (costs, crossings, time) if time <= self.bound else None
 
     def _insert(self, route: Route, ops: list[tuple[int, int, int, str]]) -> bool:
-        if not self._fits(ops):
+        """Insert a microbatch if the time allows it, and return whether it does."""
+        trial = self._trial(route, ops)
+        if trial is None:
             return False
-        self.costs, self.time = self.trial
+        self.costs, self.crossings, self.time = trial
         for at, which, i, kind in ops:
             (self.main if which else self.extra)[at][i].append(Op(kind, len(self.routes)))
         self.routes.append(route)
         return True
 
     def insert_early(self, n: int, deepest: int, with_exit: Sequence[int]) -> int:
-        """Part 1. The order of the backward passes goes on before its beginning: -1, -2, ..."""
+        """Insert Part 1 and return its number of microbatches.
+
+        The order of the backward passes goes on before its beginning: -1, -2, ...
+
+        Args:
+          n: the most microbatches to insert.
+          deepest: number of stages of the first one.
+          with_exit: stages with exits, in order.
+        """
         p = self.base.stages
         starts, places = set(), set()
 
@@ -233,13 +266,13 @@ class _Table:
             return route, self._ops(route, [(start + i, 0) for i in range(stages)], backward)
 
         def insert(stages: int, wanted: int) -> bool:
-            """Finds room for `stages` stages and takes that of the first `wanted`."""
+            """Find room for `stages` stages and take that of the first `wanted`."""
             for place in (k for k in range(1, 2 * p) if k not in places):
                 # The top's backward pass comes in the same pair of steps as its forward, or later.
                 for start in range(2 * p - 2 * stages - place + 1):
                     if start in starts or start + stages > len(self.main):
                         continue
-                    found = self._fits(way(stages, start, place)[1])
+                    found = self._trial(*way(stages, start, place))
                     if found and self._insert(*way(wanted, start, place)):
                         starts.add(start)
                         places.add(place)
@@ -257,36 +290,52 @@ class _Table:
         return n
 
     def insert_late(self, ways: Sequence[int]) -> int:
-        """Part 2: ways[n] is the number of stages of the backward pass of the n-th microbatch."""
-        p = self.base.stages
-        start = self.base.microbatches
+        """Insert Part 2 and return its number of microbatches.
 
-        def begin(stages: int) -> int | None:
-            for at in range(start, len(self.main) - 2 * p + 2):
-                forward = [(at + i, 1) for i in range(p)]
-                backward = [at + 2 * p - 2 - i for i in reversed(range(p - stages, p))]
-                route = Route(p - 1, p - stages)
-                if self._insert(route, self._ops(route, forward, backward)):
-                    return at
-            return None
+        Args:
+          ways: [n], number of stages of the backward pass of each microbatch.
+        """
+        p, whole = self.base.stages, self.base.microbatches
+        zero = whole + p - 2  # the last main step in which a whole microbatch goes forward
+        self.first_narrow = zero + 1
 
-        for done, way in enumerate(ways):
-            found = (begin(stages) for stages in range(way, 0, -1))
-            at = next((at for at in found if at is not None), None)
-            if at is None:
-                return done
-            start = at + 1
-        return len(ways)
+        def insert(j: int, stages: int) -> bool:
+            """Insert a microbatch as the j-th of the module's order."""
+            forward = [zero + (j - q + 1 if j < q else 2 * j - q + 1) for q in reversed(range(p))]
+            backward = [zero + 2 * j + q + 2 for q in range(stages)]
+            if backward[-1] >= len(self.main):
+                return False
+            route = Route(p - 1, p - stages)
+            return self._insert(route, self._ops(route, [(at, 1) for at in forward], backward))
+
+        place, done = 0, 0  # a microbatch that fits nowhere may fit a place later
+        for way in ways:
+            tries = [(j, stages) for stages in range(way, 0, -1) for j in range(place, p)]
+            found = next((j for j, stages in tries if insert(j, stages)), None)
+            if found is None:
+                break
+            place, done = found + 1, done + 1
+        if not done:
+            self.first_narrow = len(self.main)
+        return done
 
     def schedule(self) -> Schedule:
+        """Return the schedule without its empty steps."""
         order = (FORWARD, EXITS, BACKWARD)
         steps = []
         for t, pair in enumerate(zip(self.extra, self.main, strict=True)):
-            for channel, row in zip((1, 0), pair, strict=True):
-                if any(row) or (channel == 0 and t < len(self.base.steps)):
-                    ops = (tuple(sorted(o, key=lambda op: order.index(op.kind))) for o in row)
-                    steps.append(Step(channel, tuple(ops)))
+            for is_main, row in enumerate(pair):
+                if not any(row) and not (is_main and t < len(self.base.steps)):
+                    continue
+                ops = tuple(tuple(sorted(o, key=lambda op: order.index(op.kind))) for o in row)
+                links = None
+                if t >= self.first_narrow:
+                    links = tuple(map(bool, self.crossings[t, is_main]))
+                steps.append(Step(ops, links))
         return Schedule(
-            f"filled {self.base.name}", self.base.stages, tuple(steps), tuple(self.routes),
+            f"filled {self.base.name}",
+            self.base.stages,
+            tuple(steps),
+            tuple(self.routes),
             self.base.recompute,
-        )  # fmt: skip
+        )

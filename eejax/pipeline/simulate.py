@@ -1,10 +1,11 @@
 """How long a schedule takes: operations of given cost, run as the executor would run them.
 
-Three clocks. "neighbours" is the executor's: a stage begins a step when it and the two stages next
-to it have ended the one before, since that is what exchanging values with both of them waits for.
-"barrier": a step begins when all stages have ended the one before. "dataflow": an operation begins
-when what it reads is there and its stage is free, the least that the order of a table allows.
-Nothing is charged for sending.
+Three clocks. "neighbours" is the executor's: a stage begins a step when it has ended the one
+before, and with it all stages that it exchanged values with after that, since an exchange waits for
+both sides. Those are the two stages next to it, or fewer where the step has links. "barrier": a
+step begins when all stages have ended the one before. "dataflow": an operation begins when what it
+reads is there and its stage is free, the least that the order of a table allows. Nothing is charged
+for sending.
 """
 
 from __future__ import annotations
@@ -181,12 +182,23 @@ def step_costs(schedule: Schedule, costs: Costs) -> np.ndarray:
     )
 
 
-def neighbours_time(steps: np.ndarray) -> float:
-    """Time of steps [steps, stages] under "neighbours" alone, for searches."""
-    ready = np.zeros(steps.shape[1] + 2)  # each stage's end, between two that never are late
-    for cost in steps:
-        ready[1:-1] = np.maximum(np.maximum(ready[:-2], ready[1:-1]), ready[2:]) + cost
-    return float(ready.max())
+def neighbours_time(steps: np.ndarray, links: np.ndarray | None = None) -> float:
+    """Return the time of steps under "neighbours" alone, for searches.
+
+    Args:
+      steps: [steps, stages], time of what each stage does in each step.
+      links: [steps, stages - 1] bool, `Schedule.links`; None where all neighbours exchange.
+    """
+    ready = np.zeros(steps.shape[1])
+    for t, cost in enumerate(steps):
+        end = ready + cost
+        ready = end.copy()
+        low, high = end[:-1], end[1:]
+        if links is not None:  # times are at least 0, which delays nobody
+            low, high = low * links[t], high * links[t]
+        ready[1:] = np.maximum(ready[1:], low)
+        ready[:-1] = np.maximum(ready[:-1], high)
+    return float(ready.max(initial=0.0))
 
 
 def simulate(schedule: Schedule, costs: Costs, clock: str = "neighbours") -> Timeline:
@@ -206,13 +218,20 @@ def simulate(schedule: Schedule, costs: Costs, clock: str = "neighbours") -> Tim
 
 def _lockstep(schedule: Schedule, costs: Costs, everybody: bool) -> Timeline:
     p = schedule.stages
-    reach = p if everybody else 1
-    # The stage itself comes first, so that on a tie it is said to have waited for itself.
-    near = [[i, *range(max(0, i - reach), i), *range(i + 1, min(p, i + reach + 1))]
-            for i in range(p)]  # fmt: skip
+
+    def waits_for(t: int, i: int) -> list[int]:
+        """Stages whose end of step t stage i waits for. It comes first itself, so that on a tie it
+        is said to have waited for itself."""
+        if everybody:
+            return [i, *range(i), *range(i + 1, p)]
+        link = schedule.links[t]
+        below = [i - 1] if i > 0 and link[i - 1] else []
+        return [i, *below, *([i + 1] if i < p - 1 and link[i] else [])]
+
     ends, waited_for, done = [0.0] * p, [], []
     ops: list[Timed] = []
-    for step in schedule.steps:
+    for t, step in enumerate(schedule.steps):
+        near = [waits_for(t - 1, i) if t else [i] for i in range(p)]
         causes = [max(js, key=lambda j: ends[j]) for js in near]
         begins = [ends[j] for j in causes]
         row = []

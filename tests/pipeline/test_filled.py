@@ -1,5 +1,6 @@
 """Filled bubbles: whole tables in no more time, and gradients that stay unbiased."""
 
+import dataclasses
 import itertools
 import math
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from tables import assert_right_values, assert_slots_hold
 
 from eejax.common.errors import ConfigError
-from eejax.pipeline.schedule import BACKWARD, EXITS, FORWARD, Route, one_f_one_b
+from eejax.pipeline.schedule import BACKWARD, EXITS, FORWARD, Route, one_f_one_b, rings
 from eejax.pipeline.schedule_fill import filled, filled_to, most_inserted
 from eejax.pipeline.simulate import Work, simulate, stage_costs
 
@@ -54,9 +55,11 @@ def test_whatever_is_inserted_the_table_is_whole_and_takes_no_longer(case):
     assert schedule.microbatches == m + found.inserted
     assert schedule.recompute == options["recompute"]
     # The whole microbatches are where they were, up to the steps put between.
-    mine = [[[op for op in ops if op.microbatch < m] for ops in step.ops]
-            for step in schedule.steps if step.channel == 0]  # fmt: skip
-    assert mine[: len(base.steps)] == [list(map(list, step.ops)) for step in base.steps]
+    mine = [
+        [[op for op in ops if op.microbatch < m] for ops in step.ops] for step in schedule.steps
+    ]
+    theirs = [list(map(list, step.ops)) for step in base.steps]
+    assert [row for row in mine if any(row)] == [row for row in theirs if any(row)]
     routes = schedule.routes
     assert all(r == Route(p - 1) for r in routes[:m])
     with_exit = {*options["exit_stages"], *options["inner_stages"]}
@@ -83,13 +86,35 @@ def test_part_1_is_as_full_as_the_paper_says(p, m, f, b):
     assert tops == list(range(k, 0, -1))
 
 
-@pytest.mark.parametrize("p, f, b", [(3, 1, 2), (4, 1, 1), (4, 1, 2), (8, 1, 2), (12, 2, 3)])
-def test_part_2_begins_as_the_paper_says(p, f, b):
-    """The first takes floor(P - (f/b + 1)) stages back. Further ones would hold up their
-    neighbours in the steps that all stages keep, where these have exits and layers alike."""
-    found = filled(stage_costs((1,) * p, layer=Work(f, b)), 3 * p)
-    bottoms = [p - r.bottom for r in found.schedule.routes[3 * p + found.part1 :]]
-    assert bottoms == [math.floor(p - (f / b + 1))]
+@pytest.mark.parametrize("p, f, b", [(p, f, b) for p in (2, 3, 4, 5, 6, 8, 12)
+                                     for f, b in ((1, 2), (1, 1), (2, 3), (3, 2))])  # fmt: skip
+@pytest.mark.parametrize("m", [1, 2, 24])
+def test_part_2_is_as_full_as_the_paper_says(p, f, b, m):
+    """The i-th of K microbatches takes floor(P - i (f/b + 1)) stages back."""
+    k = most_inserted(p, f, b)
+    found = filled(stage_costs((1,) * p, layer=Work(f, b)), m, part1=0)
+    ways = [p - r.bottom for r in found.schedule.routes[m:]]
+    assert ways == [math.floor(p - i * (f / b + 1) + 1e-9) for i in range(1, k + 1)]
+    # All that this takes: K steps more, and one slot more for a state that waits.
+    assert len(found.schedule.steps) <= len(one_f_one_b(p, m).steps) + k
+    waiting = rings(found.schedule, ())
+    assert waiting.arrived.n <= 2 and waiting.returned.n <= 2
+
+
+@pytest.mark.parametrize("p", [4, 8])
+def test_both_parts_are_full_where_there_are_as_many_microbatches_as_stages(p):
+    found = filled(stage_costs((1,) * p, layer=Work(1, 2)), p, inner_stages=range(p))
+    assert found.part1 == found.part2 == most_inserted(p, 1, 2) == p // 2
+
+
+@pytest.mark.parametrize("p", [4, 8])
+def test_without_links_of_its_own_the_end_would_hold_up_the_last_gradients(p):
+    """The reason for links: the same operations take longer where all neighbours exchange."""
+    costs = stage_costs((1,) * p, layer=Work(1, 2))
+    found = filled(costs, 2 * p, part1=0)
+    steps = tuple(step._replace(links=None) for step in found.schedule.steps)
+    wide = dataclasses.replace(found.schedule, steps=steps)
+    assert simulate(wide, costs).time > found.alone == simulate(found.schedule, costs).time
 
 
 def test_a_microbatch_goes_no_further_than_its_last_exit():
@@ -127,10 +152,10 @@ def test_the_same_number_in_less_time(case):
 def test_how_much_less():
     c = stage_costs((1,) * 4, layer=Work(1, 2))
     found = filled_to(c, 12, inner_stages=range(4))
-    # Three of twelve are inserted, each of which would take f + b.
-    assert (found.main, found.part1, found.part2) == (9, 2, 1)
+    # Four of twelve are inserted, each of which would take f + b.
+    assert (found.main, found.part1, found.part2) == (8, 2, 2)
     whole = simulate(one_f_one_b(4, 12), c).time
-    assert whole - found.time == 3 * 3
+    assert whole - found.time == 4 * 3
     assert filled_to(c, 1).inserted == 0
     assert filled_to(c, 12, inner_stages=range(4), part1=0).inserted == 1
 
@@ -282,6 +307,6 @@ def test_over_all_assignments_of_random_microbatches_the_gradient_is_exact(p, m)
 def test_factors_by_hand():
     c = stage_costs((1,) * 4, layer=Work(1, 2))
     found = filled(c, 6, inner_stages=range(4))
-    # Part 1 comes to stages 0, 1 and to stage 0; the backward pass of Part 2 to stages 3, 2.
+    # Part 1 comes to stages 0, 1 and to stage 0; Part 2 goes back through stages 3, 2 and to 3.
     np.testing.assert_allclose(found.loss_factors, [6 / 8, 6 / 7, 1, 1])
-    np.testing.assert_allclose(found.gradient_factors, [1, 1, 6 / 7, 6 / 7])
+    np.testing.assert_allclose(found.gradient_factors, [1, 1, 6 / 7, 6 / 8])

@@ -142,8 +142,7 @@ def changed(schedule, edit):
     table = [[list(ops) for ops in step.ops] for step in schedule.steps]
     edit(table)
     steps = tuple(
-        Step(s.channel, tuple(map(tuple, row)))
-        for s, row in zip(schedule.steps, table, strict=True)
+        s._replace(ops=tuple(map(tuple, row))) for s, row in zip(schedule.steps, table, strict=True)
     )
     return Schedule(schedule.name, schedule.stages, steps, schedule.routes)
 
@@ -157,8 +156,8 @@ F, E, B = (lambda m, kind=kind: Op(kind, m) for kind in (FORWARD, EXITS, BACKWAR
         (lambda t: t[0][0].remove(F(0)), "no forward of microbatch 0 on stage 0"),
         (lambda t: t[4][0].remove(B(0)), "no backward of microbatch 0 on stage 0"),
         (lambda t: t[5][0].insert(0, F(0)), "an operation is done twice"),
-        (lambda t: (t[4][0].remove(B(0)), t[5][0].append(B(0))), "backward of 0 on stage 0 at"),
-        (lambda t: (t[1][1].remove(F(0)), t[2][1].insert(0, F(0))), "forward of 0 on stage 1 at"),
+        (lambda t: (t[4][0].remove(B(0)), t[5][0].append(B(0))), "out of order"),
+        (lambda t: (t[1][1].remove(F(0)), t[2][1].insert(0, F(0))), "forward of 0 on stage 2 at"),
         (lambda t: (t[4][0].remove(B(0)), t[1][0].append(B(0))), "backward of 0 on stage 0 at"),
         (lambda t: t[5][1].append(E(0)), "exits of 0 on stage 1 at step 5"),
         (lambda t: t[2][2].reverse(), "out of order"),
@@ -170,6 +169,20 @@ def test_a_damaged_table_is_refused(edit, message):
     changed(whole, lambda t: None).check()
     with pytest.raises(ValueError, match=message):
         changed(whole, edit).check()
+
+
+def test_a_value_that_no_link_carries_is_refused():
+    whole = one_f_one_b(3, 1)
+    edit = lambda t, links: (*whole.steps[:t], whole.steps[t]._replace(links=links))
+    for t, links, message in (
+        (0, (False, True), "forward of 0 on stage 1 needs a link of stages 0 and 1 at step 0"),
+        (3, (False, True), "backward of 0 on stage 0 needs a link of stages 0 and 1 at step 3"),
+    ):
+        steps = (*edit(t, links), *whole.steps[t + 1 :])
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(whole, steps=steps).check()
+    steps = (*edit(3, (True, False)), *whole.steps[4:])
+    dataclasses.replace(whole, steps=steps).check()
 
 
 def test_a_visit_beyond_the_route_is_refused():
@@ -195,7 +208,7 @@ def test_settings_that_make_no_schedule_are_named(make, arguments, message):
 
 def test_a_schedule_as_text():
     table = one_f_one_b(2, 2, exit_stages=(1,))
-    steps = (*table.steps, Step(1, ((), ())))
+    steps = (*table.steps, Step(((), ()), (False,)))
     assert str(dataclasses.replace(table, steps=steps)).splitlines() == [
         "1f1b",
         "step     0   1       2       3   4'",

@@ -4,30 +4,36 @@ from eejax.pipeline.schedule import BACKWARD, EXITS, FORWARD, rings
 
 
 def run_as_the_executor(schedule):
-    """Values with one buffer for each stage, channel and direction, as steps hand them on.
+    """Return what every operation reads: [(operation, stage, value)].
 
-    Gives what every operation read. A state is (microbatch, stages it went through); the gradient
-    of stage i is (microbatch, stages from the top down to i).
+    Every stage hands on its newest state and gradient after each step, over the links of the step;
+    what arrives takes the slot that `rings` gives it. A state is (microbatch, stages it went
+    through); the gradient of stage i is (microbatch, stages from the top down to i).
     """
     p = schedule.stages
-    up = {c: [None] * p for c in range(schedule.channels)}
-    down = {c: [None] * p for c in range(schedule.channels)}
+    found = rings(schedule, ())
+    arrived = [[None] * found.arrived.n for _ in range(p)]
+    returned = [[None] * found.returned.n for _ in range(p)]
     newest_up, newest_down = [None] * p, [None] * p
     read = []
-    for step in schedule.steps:
+    for t, step in enumerate(schedule.steps):
         for i, ops in enumerate(step.ops):
             for op in ops:
+                m = op.microbatch
                 if op.kind == FORWARD:
-                    state = (op.microbatch, ()) if i == 0 else up[step.channel][i]
+                    state = (m, ()) if i == 0 else arrived[i][found.arrived.read[m, i]]
                     read.append((op, i, state))
                     newest_up[i] = (state[0], (*state[1], i)) if state else None
                 if op.kind == BACKWARD:
-                    top = schedule.routes[op.microbatch].top
-                    gradient = (op.microbatch, ()) if i == top else down[step.channel][i]
+                    top = i == schedule.routes[m].top
+                    gradient = (m, ()) if top else returned[i][found.returned.read[m, i]]
                     read.append((op, i, gradient))
                     newest_down[i] = (gradient[0], (*gradient[1], i)) if gradient else None
-        up[step.channel] = [None, *newest_up[:-1]]
-        down[step.channel] = [*newest_down[1:], None]
+        for i in range(p):
+            below = newest_up[i - 1] if i > 0 and step.linked(i - 1) else None
+            above = newest_down[i + 1] if i < p - 1 and step.linked(i) else None
+            arrived[i][found.arrived.write[t, i]] = below
+            returned[i][found.returned.write[t, i]] = above
     return read
 
 
