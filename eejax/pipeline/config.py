@@ -26,8 +26,9 @@ class PipelineConfig:
 
     `fill` computes some of a step's microbatches in the idle times of the others, with a part of
     the exits ("part1") or of the backward pass ("part2"), or "both" (EE-LLM, Appendix C.2); the
-    gradient stays unbiased. How many fit is computed from `backward_cost`, the time of a layer's
-    backward pass over that of its forward pass.
+    gradient stays unbiased, and "mixed" exits are deferred where more fit so. How many fit is
+    computed from `backward_cost`, the time of a layer's backward pass over that of its forward
+    pass.
     """
 
     schedule: str = "1f1b"

@@ -45,7 +45,10 @@ def plan(
     remat: str,
     objective: Objective = CROSS_ENTROPY,
 ) -> Plan:
-    """The `Plan` of a step of so many microbatches of sequences of `length`."""
+    """Return the `Plan` of a step of so many microbatches of sequences of `length`.
+
+    With `config.fill`, exits that are "mixed" are deferred where that leaves the shorter step.
+    """
     if objective.distillation:
         config = config.distilling()
     settings = {
@@ -56,12 +59,14 @@ def plan(
     if config.fill == "none":
         make = GENERATORS[config.schedule]
         return Plan(make(partition.stages, microbatches, **settings))
-    limits = {part: None if config.fill in (part, "both") else 0 for part in ("part1", "part2")}
-    filled = filled_to(
-        costs(config, partition, length), microbatches, **limits, **settings,
-        inner_stages=[i for i in range(partition.stages) if partition.on(i, INSIDE)],
-    )  # fmt: skip
-    return Plan(filled.schedule, factors(filled))
+    settings |= {part: None if config.fill in (part, "both") else 0 for part in ("part1", "part2")}
+    settings["inner_stages"] = [i for i in range(partition.stages) if partition.on(i, INSIDE)]
+    # Mixed exits and inserted microbatches want the same idle time, and neither takes memory.
+    policies = ("mixed", "deferred") if config.exits == "mixed" else (config.exits,)
+    times = costs(config, partition, length)
+    found = [filled_to(times, microbatches, **settings | {"exits": e}) for e in policies]
+    best = min(found, key=lambda one: one.time)
+    return Plan(best.schedule, factors(best))
 
 
 def factors(filled: Filled) -> Factors | None:

@@ -157,7 +157,7 @@ def test_how_much_less():
     whole = simulate(one_f_one_b(4, 12), c).time
     assert whole - found.time == 4 * 3
     assert filled_to(c, 1).inserted == 0
-    assert filled_to(c, 12, inner_stages=range(4), part1=0).inserted == 1
+    assert filled_to(c, 12, inner_stages=range(4), part1=0).inserted == 2
 
 
 def test_settings_that_cannot_be_are_named():
