@@ -22,14 +22,16 @@ def _begin() -> ConfigDict:
 def ee_llm() -> ConfigDict:
     """The transformer and the training of EE-LLM's GPTs (Chen et al., ICML 2024, section 5.1).
 
-    The paper gives Adam's settings, the peak rate, the cosine, batch and length. The rest is that
-    of the authors' scripts, examples/ee_training/ in github.com/pan-x-c/EE-LLM: RMSNorm, rotary
-    positions, SwiGLU and no biases as in Llama, warm-up, final rate, weight decay, clipping, how
-    often to save. The scripts name a SentencePiece model but not which; 32,000 tokens are Llama's.
-    Megatron makes the feed-forward width 8/3 of d, rounded down to a multiple of 64.
+    The paper gives Adam's settings, the peak rate, the cosine, a batch of 2048 sequences of 2048
+    tokens (4.2 million tokens a step), sequences in a microbatch (2 for 1.3B and 7B, 1 for 13B and
+    30B), and 4 replicas, each cut into pipeline stages and tensor-parallel shards in several ways.
+    Here a replica is one device; `mesh.pipe` and `mesh.model` cut it.
 
-    Ours: initial values (the scripts draw all matrices with a deviation of 0.01), and 8 devices
-    along data instead of pipeline stages. A step takes 2048 x 2048 = 4.2 million tokens.
+    The rest is that of the authors' scripts, examples/ee_training/ in github.com/pan-x-c/EE-LLM:
+    RMSNorm, rotary positions, SwiGLU and no biases as in Llama, warm-up, final rate, weight decay,
+    clipping, how often to save. The scripts name a SentencePiece model but not which; 32,000 tokens
+    are Llama's. Megatron makes the feed-forward width 8/3 of d, rounded down to a multiple of 64.
+    Initial values are ours: the scripts draw all matrices with a deviation of 0.01.
     """
     config = _begin()
     config.model.update(
@@ -44,15 +46,7 @@ def ee_llm() -> ConfigDict:
     )
     config.optimizer.update(learning_rate=3e-4, final_fraction=0.1, warmup_steps=2000)
     config.train.update(batch_size=2048, eval_every=1200, checkpoint_every=2400)
-    return config
-
-
-def ee_llm_1b3() -> ConfigDict:
-    """The 1.3B model of `ee_llm`, which has its output embeddings tied to the input's, without its
-    exits; 72,000 steps are the paper's 300 billion tokens."""
-    config = ee_llm()
-    config.model.update(n_layers=24, d_model=2048, n_heads=32, d_ff=5440, head="tied")
-    config.train.update(steps=72_000, microbatches=64)  # 4 sequences at a time on each of 8 devices
+    config.mesh.update(data=4)
     return config
 
 

@@ -1,11 +1,12 @@
 """EE-LLM's 13B model (Chen et al., ICML 2024, Figure 7): exits at 1/4 and 1/2 of its depth.
 
-    python -m experiments.plan --config=configs/ee_llm_13b.py --config.mesh.data=4 \\
-        --config.mesh.pipe=4 --config.mesh.model=2 --config.train.microbatches=512
+    python -m experiments.plan --config=configs/ee_llm_13b.py \\
+        --config.mesh.pipe=4 --config.mesh.model=2
 
-As configs/ee_llm_7b.py, in the size of the authors' script, which takes one sequence at a time on
-2 tensor-parallel shards of 4 pipeline stages. The feed-forward width is Megatron's 8/3 of d,
-rounded down to a multiple of 64. Not run by us: we have no figure of our own to expect.
+As configs/ee_llm_7b.py in the size of the authors' script, which cuts each replica into 4 pipeline
+stages of 2 tensor-parallel shards. One sequence at a time, as in section 5.1. The feed-forward
+width is Megatron's 8/3 of d, rounded down to a multiple of 64. Not run by us: we have no figure of
+our own to expect.
 """
 
 from ml_collections import ConfigDict
@@ -25,6 +26,6 @@ def get_config() -> ConfigDict:
             {"boundary": 20, "norm": False, "head": "own"},
         ),
     )
-    # 1 sequence at a time on each of 8 devices
-    config.train.update(microbatches=256)
+    # 1 sequence at a time on each of 4 replicas
+    config.train.update(microbatches=512)
     return config

@@ -7,7 +7,7 @@ The exits are minimalistic, an output embedding and no norm, and no two embeddin
 weights 0.1 and 0.2. This is the model of the paper's inference experiments. 36,000 steps are the
 150 billion tokens it was trained on; the authors' script goes on to 192,000 steps, 800 billion.
 Settings as in configs/common.py. Without tensor or pipeline parallelism each device holds all of
-the state: `python -m experiments.describe --config=configs/ee_llm_7b.py` tells how much that is,
+the parameters: `python -m experiments.describe --config=configs/ee_llm_7b.py` gives the memory,
 more than a GPU of 80 GB has. Not run by us: we have no figure of our own to expect.
 """
 
@@ -30,6 +30,6 @@ def get_config() -> ConfigDict:
         ),
     )
     config.exit_weights.update(weights=(0.1, 0.2))
-    # 2 sequences at a time on each of 8 devices
-    config.train.update(steps=36_000, microbatches=128, remat="full")
+    # 2 sequences at a time on each of 4 replicas
+    config.train.update(steps=36_000, microbatches=256, remat="full")
     return config
