@@ -17,7 +17,7 @@ from eejax.kernels.head_confidence.api import Confidence
 GATES = ("max_probability", "margin", "entropy", "patience", "saturation", "fixed", "router")
 """Names of the gates. A request's is a number here, so that a batch may mix them.
 
-max_probability: probability of the most likely token (EE-LLM, section 4).
+max_probability: probability of the most likely token (EE-LLM, section 5.2).
 margin: that less the second most likely one's (CALM's softmax response, section 3.5).
 entropy: 1 - entropy / log(vocabulary) (as BranchyNet's, turned round).
 patience: exits in a row that agree on the most likely token, over the model's exits (PABEE; Zhou

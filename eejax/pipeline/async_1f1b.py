@@ -1,4 +1,4 @@
-"""EE-LLM's own schedule, for comparison: 1F1B without common steps (section 3, Figure 3).
+"""EE-LLM's own schedule, for comparison: 1F1B without common steps (section 3.1.3, Figure 3).
 
 Stage i (from 0) begins with P - i forward passes, alternates, and ends with P - i backward passes;
 an operation begins when what it reads is there and its stage is free. No more than P - i

@@ -32,7 +32,7 @@ class Partition:
 
     `which`: the exits with a loss, by default all; the layers end at the deepest of them.
     `placement` says where an exit between two stages is computed: at the beginning of the "later"
-    (EE-LLM's optimization 2, section 3.2) or the end of the "earlier".
+    (optimization 2 of EE-LLM's Table 1) or the end of the "earlier".
     """
 
     config: ModelConfig

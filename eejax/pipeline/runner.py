@@ -9,7 +9,7 @@ In each step of the table a stage does, in this order and only where the table s
     B   pulls the gradient that arrived, and those of its exits, back through its layers
 
 B is the backward pass of the stage-local auxiliary loss L_i + <g_i, x_i>, with x_i what leaves the
-stage and g_i the gradient that arrived, held constant (EE-LLM, Eq. 2 and Proposition A.1); logits
+stage and g_i the gradient that arrived, held constant (EE-LLM, Eq. 2 and Proposition 3.1); logits
 of an exit never outlive its E. Then every stage sends its newest state up and its newest gradient
 down, and what arrives waits in a slot until F or B reads it. Communication is outside of every
 branch that only some stages take, as else the others would wait for ever.

@@ -7,7 +7,7 @@ executor (`pipeline.runner`), the simulator and the pictures.
 
 Stages are numbered from 0, microbatches from 0. The lockstep 1F1B table: stage i runs the forward
 pass of microbatch m at step m + i and its backward pass at step m + 2P - 2 - i, so that M + 2P - 2
-steps have the critical path (P - 1) f + M (f + b) + (P - 1) b of 1F1B (EE-LLM, section 3.1).
+steps have the critical path (P - 1) f + M (f + b) + (P - 1) b of 1F1B (EE-LLM, Appendix A.3.1).
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ def one_f_one_b(
     """The lockstep 1F1B table: forward of m on stage i at m + i, backward at m + 2P - 2 - i.
 
     `exit_stages` have exits on what enters them. `exits` says when these are computed: "deferred",
-    with the stage's backward pass (EE-LLM's optimization 1); "aligned", with the microbatch's final
+    with the stage's backward pass (optimization 1 of EE-LLM's Table 1); "aligned", with the microbatch's final
     exit; "mixed", deferred but for the last P - 1 - i microbatches, which are aligned and so fall
     into steps without a forward pass, two exits in each.
     """

@@ -144,7 +144,7 @@ def test_the_critical_path_is_a_gapless_chain_as_long_as_all(case):
 
 @given(st.integers(1, 8), st.integers(1, 20), times, times)
 def test_1f1b_without_exits_has_the_critical_path_of_1f1b(p, m, f, b):
-    """EE-LLM, section 3.1: (P - 1) f + M (f + b) + (P - 1) b, by every clock."""
+    """EE-LLM, Appendix A.3.1: (P - 1) f + M (f + b) + (P - 1) b, by every clock."""
     c = stage_costs((1,) * p, layer=Work(f, b))
     expected = (p - 1) * f + m * (f + b) + (p - 1) * b
     for clock in CLOCKS:
