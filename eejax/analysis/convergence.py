@@ -48,26 +48,35 @@ def falls(losses: np.ndarray, parts: int = 4) -> bool:
 
 
 def training_curves(
-    panels: Mapping[str, Mapping[str, np.ndarray]], reference: tuple[str, np.ndarray],
-    tokens_per_step: int, *, bins: int = 80,
-) -> Figure:  # fmt: skip
-    """Training loss of every exit against tokens, one panel for each model.
+    panels: Mapping[str, Mapping[str, np.ndarray]],
+    standard: Mapping[str, np.ndarray],
+    tokens_per_step: int,
+    *,
+    bins: int = 80,
+) -> Figure:
+    """Draw the training loss of every exit against tokens, one panel for each model.
 
-    panels: title -> name of the exit -> losses [seeds, steps] in nats per token, the final exit
-    last. reference: a name and its losses, drawn dashed into every panel. Lines are means over the
-    seeds, of `bins` parts of the run each; shaded is from the lowest seed to the highest.
+    Lines are means over the seeds, of `bins` parts of the run each; shaded is from the lowest seed
+    to the highest.
+
+    Args:
+      panels: title -> name of the exit -> losses [seeds, steps] in nats per token, the final exit
+        last.
+      standard: title -> losses of the model without early exits, drawn dashed into the panel.
+      tokens_per_step: the number of tokens that a step trains on.
+      bins: points of a line.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(0.8 + 5.2 * len(panels), 4.4), layout="constrained")
         FigureCanvasAgg(figure)
         every_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-        shown = [reference[1]]
+        shown = list(standard.values())
         for axes, (title, exits) in zip(every_axes, panels.items(), strict=True):
             for (name, losses), color in zip(exits.items(), exit_colors(len(exits)), strict=True):
                 _curve(axes, losses, tokens_per_step, bins, color=color, label=name)
                 shown.append(losses)
-            name, losses = reference
-            _curve(axes, losses, tokens_per_step, bins, color=ACCENT, label=name, ls="--")
+            line = {"color": ACCENT, "label": "standard model", "ls": "--"}
+            _curve(axes, standard[title], tokens_per_step, bins, **line)
             axes.set(title=title, xlabel="training tokens (millions)")
             axes.set_xlim(left=0)
             axes.legend(loc="upper right")

@@ -27,19 +27,33 @@ class _Part(NamedTuple):
 
 
 def async_1f1b(
-    costs: Costs, microbatches: int, *, deferred: bool = True, exits_at_end: bool = False
+    costs: Costs,
+    microbatches: int,
+    *,
+    deferred: bool = True,
+    exits_at_end: bool = False,
+    exits_in_bubbles: bool = False,
 ) -> Timeline:
-    """The schedule of EE-LLM with its two optimizations, both by default.
-
-    deferred: an exit's forward pass comes with its backward pass, not with the stage's forward pass
-    (optimization 1). exits_at_end: exits between two stages lie at the end of the earlier one
-    instead of the beginning of the later one (without optimization 2).
+    """Simulate EE-LLM's schedule, by default with both optimizations of its Table 1.
 
     A stage hands on what it has computed when its whole pass is over, exits included.
+
+    Args:
+      costs: time of the parts of each stage.
+      microbatches: M, of one iteration.
+      deferred: an exit's forward pass comes with its backward pass, not with the stage's forward
+        pass (optimization 1, Appendix A.2).
+      exits_at_end: exits between two stages lie at the end of the earlier one instead of the
+        beginning of the later one (without optimization 2).
+      exits_in_bubbles: in the cool-down, deferred exits run their forward pass while the stage
+        waits for the gradient (Remark A.2).
+
+    Returns:
+      When each operation runs.
     """
     require(microbatches >= 1, "microbatches", microbatches, "must be at least 1")
     p = costs.stages
-    queues, first, last = [], {}, {}
+    queues, first, last, after_exit_forward = [], {}, {}, {}
     entry = at_end(costs.entry, NO_WORK) if exits_at_end else costs.entry
     for i in range(p):
         exits = entry[i].plus(costs.inner[i]).plus(costs.final if i == p - 1 else NO_WORK)
@@ -57,6 +71,7 @@ def async_1f1b(
         )
         for parts, backward in ((ahead, False), (back, True)):
             first[i, backward], last[i, backward] = parts[0][0], parts[-1][0]
+        after_exit_forward[i] = back[1][0] if len(back) > 1 else None
         passes = {
             backward: lambda m, parts=parts, backward=backward: [
                 (_Part(kind, m, backward), cost) for kind, cost in parts
@@ -72,7 +87,11 @@ def async_1f1b(
         queues.append(queue)
 
     def before(op: _Part, stage: int):
-        if op.kind != first[stage, op.backward]:
+        cooling_down = op.backward and op.microbatch > microbatches - min(p - stage, microbatches)
+        waiting = first[stage, op.backward]
+        if exits_in_bubbles and cooling_down and waiting == EXIT_FORWARD:
+            waiting = after_exit_forward[stage]
+        if op.kind != waiting:
             return None
         there = stage + 1 if op.backward else stage - 1
         if not 0 <= there < p:

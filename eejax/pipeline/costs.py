@@ -1,9 +1,10 @@
 """What the parts of a model cost on the stages of a pipeline, and EE-LLM's formulas for it.
 
-The paper's Appendix A.3 speaks of f, b and m, the time of a forward and of a backward pass and the
-memory, of IN, BB, EE and FE: the embedding, a stage's layers, an early exit and the final exit.
-Its equations are written here in closed forms of our own. What follows from the schedule is tested
-against the simulators; how the paper puts it in symbols is not quoted.
+Appendix A.3 of the paper writes f_o and b_o for the time of a forward and of a backward pass of one
+microbatch, m_o for the memory of parameters and m_o^+ for that of activations, where o is IN (the
+input embedding), BB (a stage's layers), EE (an early exit) or FE (the final exit). `Costs` holds
+the times and `Sizes` the memory of each stage, so that exits may differ. Tests compare both
+formulas with the paper's as it writes them, and with the simulators.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ STATE_BYTES = 16
 
 
 def iteration_time(costs: Costs, microbatches: int, *, exits_at_end: bool = False) -> float:
-    """Time of `async_1f1b`: sum over stages of T + (M - 1) max T, T being all work of a stage.
+    """Bound the time of `async_1f1b` by sum_i T_i + (M - 1) max_i T_i, T_i being a stage's work.
 
-    With equal stages (P - 1)(f + b) + M (f + b), and an early exit that is no slower than the final
-    one adds its own f + b once, whatever M is (A.3.1). Exact where the last stage is the slowest,
-    an upper bound elsewhere; the same whether exits are deferred or not.
+    EE-LLM's bound (Appendix A.3.1, step 3) is sum_{i < P} T_i + M max_i T_i, which is larger by
+    max_i T_i - T_P. Where the last stage is the slowest both are the exact time, in which an early
+    exit adds its own f_EE + b_EE once, whatever M is. Deferring exits changes nothing
+    (Remark A.2), unless their forward passes fill bubbles.
     """
     entry = at_end(costs.entry, NO_WORK) if exits_at_end else costs.entry
     times = [sum(w.total for w in ws) for ws in zip(costs.layers, entry, costs.inner, strict=True)]
@@ -73,10 +75,11 @@ class Sizes:
 def peak_memory(
     sizes: Sizes, microbatches: int, *, deferred: bool = True, exits_at_end: bool = False
 ) -> np.ndarray:
-    """[stages]: bytes at the peak of `async_1f1b` (A.3.2).
+    """Bytes [stages] at the peak of `async_1f1b` (EE-LLM, Eq. 4 to 6).
 
     Stage i (from 0) keeps what the layers of P - i microbatches need, fewer where there are fewer
-    microbatches; and what the exits of as many need, of one alone where they are deferred.
+    microbatches; and what the exits of as many need, of one alone where they are deferred. `state`
+    is the paper's alpha m_o, and `kept` its m_o^+.
     """
     p = len(sizes.layers)
     entry = at_end(sizes.entry, NOTHING) if exits_at_end else sizes.entry

@@ -343,9 +343,9 @@ def one_f_one_b(
     """The lockstep 1F1B table: forward of m on stage i at m + i, backward at m + 2P - 2 - i.
 
     `exit_stages` have exits on what enters them. `exits` says when these are computed: "deferred",
-    with the stage's backward pass (optimization 1 of EE-LLM's Table 1); "aligned", with the microbatch's final
-    exit; "mixed", deferred but for the last P - 1 - i microbatches, which are aligned and so fall
-    into steps without a forward pass, two exits in each.
+    with the stage's backward pass (optimization 1 of EE-LLM's Table 1); "aligned", with the
+    microbatch's final exit; "mixed", deferred but for the last P - 1 - i microbatches, which are
+    aligned and so fall into steps without a forward pass, two exits in each.
     """
     p = stages
     return _lockstep(

@@ -38,7 +38,7 @@ def launch(repo_root, one_device):
     return run
 
 
-SOME = ("--variants=fig6,fig11_mlp", "--seeds=1", "--json")
+SOME = ("--variants=fig6_tied,fig11_three", "--seeds=1", "--json")
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,12 @@ def test_it_leaves_what_it_promises(reproduced):
     results = json.loads((workdir / "results.json").read_text())
     assert code == (0 if all(c["holds"] for c in results["claims"]) else 1), err
     assert json.loads(out.splitlines()[-1]) == {k: v for k, v in results.items() if k != "curves"}
-    three = ("exit_3", "exit_6", "final")
-    expected = [("standard", "final"), *((v, e) for v in ("fig6", "fig11_mlp") for e in three)]
+    of = {
+        "standard_tied": ("final",),
+        "fig6_tied": ("exit_2", "exit_4", "final"),
+        "fig11_three": ("exit_1", "exit_3", "exit_5", "final"),
+    }
+    expected = [(variant, e) for variant, names in of.items() for e in names]
     assert [(row["variant"], row["exit"]) for row in results["exits"]] == expected
     for row in results["exits"]:
         last = read_metrics(workdir / f"{row['variant']}_0")[-1]
@@ -77,7 +81,8 @@ def test_it_leaves_what_it_promises(reproduced):
         assert sum(r["tokens"] for r in steps) == results["tokens"]
         line = next(x for x in out.splitlines() if x.split()[:2] == [row["variant"], row["exit"]])
         assert f"{row['losses'][0]:.3f}" in line and ("yes" in line) == row["falls"]
-    assert len(results["claims"]) == 3
+    assert len(results["claims"]) == 4
+    assert {f["place"] for f in results["findings"]} == {"Figure 6", "Figure 11"}
     for name in ("fig6.png", "fig11.png"):
         assert imread(workdir / name).std() > 0.02
 
@@ -95,41 +100,56 @@ def test_a_second_call_trains_nothing_and_a_falsified_claim_gives_status_1(launc
     assert [p.read_text().splitlines()[:-1] for p in before] == [
         text.splitlines()[:-1] for text in before.values()
     ]
-    assert [line.split(":")[0] for line in verdicts(out)[1:]] == ["holds  fig6", "holds  fig11_mlp"]
-    assert all("+0.00%" in line for line in verdicts(out)[1:])
+    assert [line.split(":")[0] for line in verdicts(out)[2:]] == [
+        "holds  fig6_tied",
+        "holds  fig11_three",
+    ]
+    assert all("+0.00%" in line for line in verdicts(out)[2:])
 
-    change_held_out(workdir, lambda run: {"loss/final": 2.05} if run == "fig6_0" else {})
+    change_held_out(workdir, lambda run: {"loss/final": 2.05} if run == "fig6_tied_0" else {})
     code, out, err = launch(workdir, *SOME)
     assert code == 1, out + err
-    assert [line.split(":")[0] for line in verdicts(out)[1:]] == ["FAILS  fig6", "holds  fig11_mlp"]
-    assert "+2.50%" in verdicts(out)[1]
+    assert [line.split(":")[0] for line in verdicts(out)[2:]] == [
+        "FAILS  fig6_tied",
+        "holds  fig11_three",
+    ]
+    assert "+2.50%" in verdicts(out)[2]
 
 
 def test_an_unknown_variant_is_named(launch, tmp_path):
     code, _, err = launch(tmp_path, "--variants=fig7")
-    assert code == 1 and "--variants = 'fig7': must be one of 'standard', 'fig6'" in err
+    assert code == 1 and "--variants = 'fig7': must be one of 'standard_tied', 'fig6_tied'" in err
 
 
 def test_variants_are_the_published_ones():
-    layers, depth = 12, 24
+    """Section 5.1 (1.3B with 24 layers, 7B with 32) and Appendix B.3 (7B)."""
     got = {
-        name: [(e["boundary"] * depth // layers, e["norm"], e.get("mlp", False), w)
-               for e, w in zip(v.exits, v.weights, strict=True)]
+        name: (v.head, v.standard, [
+            (e["boundary"] / convergence.LAYERS, e["norm"], e.get("mlp", False), w)
+            for e, w in zip(v.exits, v.weights, strict=True)
+        ])
         for name, v in convergence.VARIANTS.items()
     }  # fmt: skip
+    tied, own = ("tied", "standard_tied"), ("own", "standard_own")
     assert got == {
-        "standard": [],
-        "fig6": [(6, False, False, 0.25), (12, False, False, 0.5)],
-        "fig11_mlp": [(6, True, True, 0.25), (12, True, True, 0.5)],
-        "fig11_three": [(4, True, False, 0.1), (12, True, False, 0.2), (20, True, False, 0.3)],
+        "standard_tied": (*tied, []),
+        "fig6_tied": (*tied, [(6 / 24, False, False, 0.25), (12 / 24, False, False, 0.5)]),
+        "standard_own": (*own, []),
+        "fig6_own": (*own, [(8 / 32, False, False, 0.1), (16 / 32, False, False, 0.2)]),
+        "fig11_mlp": (*own, [(8 / 32, True, True, 0.1), (16 / 32, True, True, 0.2)]),
+        "fig11_three": (
+            *tied,
+            [(4 / 32, True, False, 0.1), (12 / 32, True, False, 0.2), (20 / 32, True, False, 0.3)],
+        ),
     }
-    assert all(e["head"] == "tied" for v in convergence.VARIANTS.values() for e in v.exits)
+    for v in convergence.VARIANTS.values():
+        assert {e["head"] for e in v.exits} <= {v.head}
 
 
 def test_variants_differ_in_nothing_but_their_exits(tmp_path):
     runs = {n: convergence.experiment(n, 1, 100, tmp_path) for n in convergence.VARIANTS}
-    standard = runs["standard"]
     for name, run in runs.items():
+        standard = runs[convergence.VARIANTS[name].standard]
         plain = dataclasses.replace(
             run, model=run.model.replace(exits=()), exit_weights=standard.exit_weights
         )
@@ -147,19 +167,21 @@ def losses(training, **held_out):
 def test_ratios_are_paired_by_seed_and_judged_by_their_mean():
     make = lambda **held_out: losses([4, 3, 2, 1], **held_out)
     rows = convergence.compare({
-        "standard": [make(final=1.0), make(final=2.0)],
-        "fig6": [make(exit_3=1.5, final=1.05), make(exit_3=3.0, final=1.98)],
-        "fig11_mlp": [make(exit_3=1.5, final=0.98), make(exit_3=3.0, final=1.95)],
+        "standard_tied": [make(final=1.0), make(final=2.0)],
+        "fig6_tied": [make(exit_2=1.5, final=1.05), make(exit_2=3.0, final=1.98)],
+        "standard_own": [make(final=2.0), make(final=4.0)],
+        "fig11_mlp": [make(exit_2=3.0, final=1.96), make(exit_2=6.0, final=3.9)],
     })  # fmt: skip
     by_name = {(row["variant"], row["exit"]): row for row in rows}
-    assert by_name["standard", "final"]["loss"] == {"mean": 1.5, "low": 1.0, "high": 2.0}
-    assert by_name["fig6", "exit_3"]["ratios"] == [1.5, 1.5]
-    assert by_name["fig6", "final"]["ratios"] == pytest.approx([1.05, 0.99])
-    assert by_name["fig6", "final"]["ratio"] == pytest.approx(
+    assert by_name["standard_tied", "final"]["loss"] == {"mean": 1.5, "low": 1.0, "high": 2.0}
+    assert by_name["fig6_tied", "exit_2"]["ratios"] == [1.5, 1.5]
+    assert by_name["fig6_tied", "final"]["ratios"] == pytest.approx([1.05, 0.99])
+    assert by_name["fig6_tied", "final"]["ratio"] == pytest.approx(
         {"mean": 1.02, "low": 0.99, "high": 1.05}
     )
-    falling, fig6, mlp = convergence.judge(rows)
-    assert falling == {"claim": "every training loss falls: all 5 do", "holds": True}
+    falling, above, fig6, mlp = convergence.judge(rows)
+    assert falling == {"claim": "every training loss falls: all 6 do", "holds": True}
+    assert above == {"claim": "every early exit is above its final one: all 2 are", "holds": True}
     assert "+2.00% (seeds -1.00% to +5.00%)" in fig6["claim"]
     # (0.98 + 0.975) / 2: better than within 2 % is not within 2 %.
     assert not mlp["holds"] and "-2.25%" in mlp["claim"]
@@ -169,18 +191,24 @@ def test_ratios_are_paired_by_seed_and_judged_by_their_mean():
     "ratio, holds", [(1.019, True), (1.021, False), (0.981, True), (0.979, False)]
 )
 def test_within_two_percent(ratio, holds):
-    make = lambda x: [losses([4, 3, 2, 1], final=x)]
-    rows = convergence.compare({"standard": make(3.0), "fig6": make(3.0 * ratio)})
-    assert [c["holds"] for c in convergence.judge(rows)] == [True, holds]
+    make = lambda x, **early: [losses([4, 3, 2, 1], **early, final=x)]
+    runs = {"standard_tied": make(3.0), "fig6_tied": make(3.0 * ratio, exit_2=4.0)}
+    rows = convergence.compare(runs)
+    assert [c["holds"] for c in convergence.judge(rows)] == [True, True, holds]
+    found = convergence.findings(rows)
+    close = [f for f in found if "close to the standard" in f["claim"]]
+    assert [f["verdict"] for f in close] == ["holds" if holds else "does not hold"]
 
 
-def test_a_curve_that_rises_is_named():
+def test_a_curve_that_rises_and_an_early_exit_that_is_better_are_named():
     rows = convergence.compare({
-        "standard": [losses([4, 3, 2, 1], final=1.0)],
-        "fig6": [losses([4, 3, 2, 2.5], final=1.0)],
+        "standard_tied": [losses([4, 3, 2, 1], final=1.0)],
+        "fig6_tied": [losses([4, 3, 2, 2.5], exit_2=0.9, exit_4=1.1, final=1.0)],
     })  # fmt: skip
-    falling, _ = convergence.judge(rows)
-    assert falling == {"claim": "every training loss falls: not fig6 final", "holds": False}
+    falling, above, _ = convergence.judge(rows)
+    named = "not fig6_tied exit_2, fig6_tied exit_4, fig6_tied final"
+    assert falling == {"claim": f"every training loss falls: {named}", "holds": False}
+    assert not above["holds"] and above["claim"].endswith("not fig6_tied exit_2")
 
 
 def test_a_run_that_diverged_is_named(tmp_path):
@@ -235,16 +263,15 @@ def test_spread_as_text():
 def test_the_figure_shows_means_and_ranges_over_seeds():
     rng = np.random.default_rng(1)
     curve = lambda: 2 + np.exp(-np.arange(40) / 9) + 0.1 * rng.random((3, 40))
-    standard, panels = (
-        curve(),
-        {"a": {"exit_3": curve(), "final": curve()}, "b": {"final": curve()}},
-    )
-    figure = training_curves(panels, ("standard", standard), 500, bins=10)
+    panels = {"a": {"exit_3": curve(), "final": curve()}, "b": {"final": curve()}}
+    standard = {title: curve() for title in panels}
+    figure = training_curves(panels, standard, 500, bins=10)
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["a", "b"]
-    for axes, exits in zip(figure.axes, panels.values(), strict=True):
+    for axes, (title, exits) in zip(figure.axes, panels.items(), strict=True):
         *drawn, dashed = axes.lines
+        expected = exits | {"standard model": standard[title]}
         for line, band, (name, values) in zip(
-            axes.lines, axes.collections, (exits | {"standard": standard}).items(), strict=True
+            axes.lines, axes.collections, expected.items(), strict=True
         ):
             parts = values.reshape(3, 10, 4).mean(-1)
             assert line.get_label() == name

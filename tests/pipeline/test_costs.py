@@ -65,6 +65,80 @@ def test_the_time_of_an_iteration(case, deferred, exits_at_end):
         assert time == bound
 
 
+@st.composite
+def the_papers_quantities(draw):
+    """P, M, N_i of each stage, and f, b of IN, BB, EE, FE (Table 2); IN is faster than FE."""
+    p, m = draw(st.integers(1, 6)), draw(st.integers(1, 12))
+    n = draw(st.lists(st.integers(0, 3), min_size=p, max_size=p))
+    bb, ee, fe = (draw(works) for _ in range(3))
+    share = draw(st.sampled_from((0, 0.25, 0.5)))
+    return p, m, n, {"IN": Work(*(share * x for x in fe)), "BB": bb, "EE": ee, "FE": fe}
+
+
+def the_papers_bound(p, m, n, of):
+    """Appendix A.3.1, step 3, as written; i counts from 1."""
+    both = {o: work.forward + work.backward for o, work in of.items()}
+    stages = range(1, p + 1)
+    parts_1_and_3 = both["IN"] + (p - 1) * both["BB"]
+    parts_1_and_3 += sum(n[i - 1] * both["EE"] for i in stages if i <= p - 1)
+    return parts_1_and_3 + m * max(
+        both["BB"] + (i == 1) * both["IN"] + (i == p) * both["FE"] + n[i - 1] * both["EE"]
+        for i in stages
+    )
+
+
+@given(the_papers_quantities(), st.booleans(), st.booleans())
+def test_the_papers_bound_on_the_time_holds(case, deferred, exits_in_bubbles):
+    p, m, n, of = case
+    c = stage_costs((1,) * p, n, layer=of["BB"], exit=of["EE"], final=of["FE"], embedding=of["IN"])
+    bound = the_papers_bound(*case)
+    time = async_1f1b(c, m, deferred=deferred, exits_in_bubbles=exits_in_bubbles).time
+    assert time <= iteration_time(c, m) <= bound
+
+
+@given(the_papers_quantities(), st.integers(1, 20), st.data())
+def test_the_papers_equations_of_memory(case, alpha, data):
+    """Eq. 4 to 6 as written; i counts from 1, and there are at least P microbatches."""
+    p, m, n, of = case
+    size = {o: (data.draw(st.integers(0, 99)), data.draw(st.integers(0, 99))) for o in of}
+    stage = lambda o, k=1: Size(k * alpha * size[o][0], k * size[o][1])
+    nothing = (Size(),) * p
+    layers = [stage("BB")] * p
+    layers[0] = layers[0].plus(stage("IN"))
+    exits = tuple(stage("EE", k) for k in n)
+    got = peak_memory(Sizes(tuple(layers), exits, nothing, stage("FE")), m + p)
+    for i in range(1, p + 1):
+        parameters = (
+            size["BB"][0]
+            + (i == 1) * size["IN"][0]
+            + (i == p) * size["FE"][0]
+            + n[i - 1] * size["EE"][0]
+        )  # Eq. 5
+        activations = (
+            (p + 1 - i) * size["BB"][1]
+            + (i == 1) * p * size["IN"][1]
+            + (i == p) * size["FE"][1]
+            + n[i - 1] * size["EE"][1]
+        )  # Eq. 6
+        assert got[i - 1] == alpha * parameters + activations  # Eq. 4
+
+
+@given(st.integers(3, 8), st.integers(8, 20), st.integers(1, 12), st.integers(1, 8), st.data())
+def test_exits_in_bubbles_add_their_backward_pass_alone(p, m, f, ee, data):
+    """Remark A.2: the forward pass of the last microbatch's exits costs no time, once it is moved
+    into the bubble in front of the backward step."""
+    middle = data.draw(st.sets(st.integers(1, p - 2)))
+    exit = Work(ee / 4, ee / 2)
+    c = stage_costs(
+        (1,) * p, [int(i in middle) for i in range(p)],
+        layer=Work(f, 2 * f), exit=exit, final=exit,
+    )  # fmt: skip
+    base = async_1f1b(c.without_exits, m).time
+    grown = async_1f1b(c, m, exits_in_bubbles=True).time - base
+    assert grown == len(middle) * exit.backward
+    assert async_1f1b(c, m).time - base == len(middle) * exit.total
+
+
 @given(st.integers(2, 8), st.integers(1, 20), st.integers(1, 12), st.integers(0, 8), st.data())
 def test_early_exits_add_their_own_time_once(p, m, f, ee, data):
     """A.3.1: k exits on middle stages, none slower than the final one, add k (f + b) of theirs,
