@@ -138,6 +138,25 @@ def _total(parts: Sequence[Work]) -> Work:
     return Work(*(sum(x) for x in zip(*parts, strict=True)))
 
 
+def stage_seconds(
+    run: Run, gpu: Gpu, *, deferred: bool = True, exits_at_end: bool = False
+) -> list[dict[str, float]]:
+    """Seconds of the forward and of the backward pass of a microbatch on each stage (Figure 9)."""
+    from eejax.pipeline.async_1f1b import at_end
+
+    found = costs(run, gpu)
+    entry = at_end(found.entry, NO_WORK) if exits_at_end else found.entry
+    out = []
+    for i, layers in enumerate(found.layers):
+        exits, final = entry[i].plus(found.inner[i]), NO_WORK
+        if i == run.stages - 1:
+            final = found.final
+        early = Work(0, exits.total) if deferred else exits
+        whole = layers.plus(final).plus(early)
+        out.append({"forward": whole.forward, "backward": whole.backward})
+    return out
+
+
 def peak_bytes(run: Run, *, deferred: bool = True, exits_at_end: bool = False) -> np.ndarray:
     """Bytes [stages] at the peak on a GPU of each stage (Eq. 4 to 6)."""
     from eejax.pipeline.costs import model_sizes, peak_memory
@@ -187,4 +206,4 @@ def fitted(run: Run, seconds: float, embedding: float = 1.0) -> Gpu:
 
     gpu = lambda rate: Gpu(rate, embedding=embedding)
     late = lambda rate: iteration_seconds(run, gpu(rate)) - seconds
-    return gpu(brentq(late, 1e13, 312e12, rtol=1e-9))
+    return gpu(brentq(late, 1e13, 312e12, rtol=1e-6))

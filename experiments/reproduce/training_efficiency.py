@@ -2,31 +2,32 @@
 
     python -m experiments.reproduce.training_efficiency --workdir=runs/training_efficiency
 
-What early exits cost a pipeline of four stages in time and memory, by the simulators of
-`eejax.pipeline`: in EE-LLM's asynchronous 1F1B with and without its two optimizations, and in our
-lockstep table. No device is needed and nothing is trained; it takes some seconds. Times are ratios
-to the same model without early exits, from counts of floating-point operations.
+What early exits cost a pipeline in time and memory, beside what the paper measured: EE-LLM's
+asynchronous 1F1B with and without its two optimizations, and our lockstep table. No device is
+needed and nothing is trained; it takes half a minute.
 
-From the paper: the five rows of Table 1 (exits at 1/4 and 1/2 of the depth; optimization 1 defers
-an exit's forward pass to its backward pass, optimization 2 moves exits from the end of a stage to
-the beginning of the next), and of Figure 3 that stages are 4, microbatches 6, an exit half a stage,
-a backward pass twice a forward pass. From the authors' scripts (examples/ee_training/ in
-github.com/pan-x-c/EE-LLM): the models, 4 stages, no tensor parallelism, 2048 sequences of 2048
-tokens a step, 4 (1.3B) or 2 (7B) in a microbatch. From their README: 16 GPUs, so 4 replicas.
+Times and bytes are those of `experiments.reproduce.megatron`: operations and bytes counted from the
+authors' code, on A100 GPUs. Two constants are fitted to Table 1. The rate of matrix products is
+fitted to each model's Standard row. The share of the memory's bandwidth that the gradient of the
+input embedding reaches is fitted to one difference, what optimization 2 saves the 1.3B model. The
+7B model's rows with exits are predictions, as are all bytes.
 
-Ours: where Figure 7 has its third exit, which is tried on the embedding and at 3/4; bytes of
-Megatron-LM, which are 18 for each parameter (bf16 with float32 gradients, master copy and Adam),
-34 b t d for each layer (Korthikanti et al. 2022, without attention's scores) and 4 for each logit.
-Of the paper's measurements one is printed alongside: 0.19 % more time per iteration of the 1.3B
-model with both optimizations. Its seconds and gigabytes were not at hand, and none are made up.
+- Table 1 (setting of Figure 9: 4 stages, no data or tensor parallelism, microbatches of 2 sequences
+  of 2048 tokens, 64 of them): all 20 numbers of the paper beside ours. The paper does not say
+  whether the 1.3B model's embeddings are tied; its bytes say that they are not.
+- Figure 9: the stages of the same runs. Figure 3: 4 stages, 6 microbatches. Figure 4: fillings.
+- Figure 7: 0 to 3 exits, at 1/4, at 1/2, then before the first layer; 2048 sequences over 4
+  replicas, microbatches of 2 (1.3B, 7B) or 1 (13B, 30B). With 4 stages tensor parallelism is that
+  of the authors' scripts (examples/ee_training/ in github.com/pan-x-c/EE-LLM: 1, 1, 2, 4), without
+  stages 4, 4, 8 and 8; the paper has more combinations, whose numbers are in its picture only. 13B
+  and 30B run at the 7B model's rate.
 
-Claims, checked: with the paper's optimizations exits cost at most 2 % of time, and the fullest
-device no memory; in the lockstep table aligned exits before the last stage cost no time at all;
-inserted microbatches cost none. Expected: 0.26 % of time for the 1.3B model and 0.06 % for the 7B
-one; without the optimizations 26 % and 9 % more memory on the first device.
+In the cool-down the released code computes an exit before it waits for the gradient from the next
+stage, as Remark A.2 proposes; the paper says that its implementation does not. Rows with
+optimization 1 are given for both orders, and compared in the first: deferring alone saves no time.
 
-The exit status is 1 where a claim fails. Leaves results.json, fig3.png, fig4.png, fig7.png and
-fig9.png in --workdir.
+Findings about each claim are printed and are part of the summary. Leaves results.json, fig3.png,
+fig4.png, fig7.png and fig9.png in --workdir.
 """
 
 from __future__ import annotations
@@ -35,162 +36,230 @@ import dataclasses
 import functools
 import json
 import pathlib
-import sys
 
 from absl import flags
 
 from experiments import launch
+from experiments.reproduce import megatron
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/training_efficiency", "Where everything is left.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
 
-STAGES, LENGTH = 4, 2048
-STATE_BYTES, LAYER_BYTES, LOGIT_BYTES = 18, 34, 4
-GIB = 2**30
-# Rows of Table 1: name, with exits, optimization 1, optimization 2
-ROWS = (
-    ("standard", False, True, True),
-    ("early-exit", True, False, False),
-    ("early-exit (1)", True, True, False),
-    ("early-exit (2)", True, False, True),
-    ("early-exit (1&2)", True, True, True),
-)
-# Measured by the paper (Table 1): time over that of the standard model.
-PAPER = {("1.3B", "early-exit (1&2)"): 1.0019}
-# Figure 7: name and depths of exits. Between the third and the last stage, optimization 2 puts an
-# exit beside the final one.
-EXITS = {
-    "0": (),
-    "1": (1 / 4,),
-    "2": (1 / 4, 1 / 2),
-    "3 from 0 on": (0, 1 / 4, 1 / 2),
-    "3 from 1/4 on": (1 / 4, 1 / 2, 3 / 4),
+STAGES, LENGTH, MICROBATCHES = 4, 2048, 64
+STANDARD, BOTH = "Standard", "Early-exit (1&2)"
+# Rows of Table 1: with exits, optimization 1, optimization 2.
+ROWS = {
+    STANDARD: (False, True, True),
+    "Early-exit": (True, False, False),
+    "Early-exit (1)": (True, True, False),
+    "Early-exit (2)": (True, False, True),
+    BOTH: (True, True, True),
 }
+# Table 1: seconds of an iteration, GB at the peak, the stage (from 1) whose peak that is.
+TABLE1 = {
+    "1.3B": {
+        STANDARD: (5.23, 19.85, 1),
+        "Early-exit": (5.31, 24.05, 1),
+        "Early-exit (1)": (5.29, 22.56, 1),
+        "Early-exit (2)": (5.28, 20.23, 2),
+        BOTH: (5.24, 19.85, 1),
+    },
+    "7B": {
+        STANDARD: (17.75, 62.27, 1),
+        "Early-exit": (17.93, 67.42, 1),
+        "Early-exit (1)": (17.91, 65.79, 1),
+        "Early-exit (2)": (17.81, 62.27, 1),
+        BOTH: (17.79, 62.27, 1),
+    },
+}
+# Figure 7: depths of exits, in the order in which the paper adds them.
+DEPTHS = ((), (1 / 4,), (1 / 4, 1 / 2), (1 / 4, 1 / 2, 0))
+REPLICAS, BATCH = 4, 2048
+GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A model of the paper: its configuration, sequences and number of microbatches."""
+    """A model of Figure 7.
+
+    Attributes:
+      config: its file.
+      rows: sequences in a microbatch.
+      shards: tensor parallelism with 4 stages, and without stages.
+    """
 
     config: str
     rows: int
-    microbatches: int
+    shards: tuple[int, int]
 
 
-SETTINGS = {"1.3B": Setting("ee_llm_1b3", 4, 128), "7B": Setting("ee_llm_7b", 2, 256)}
+SETTINGS = {
+    "1.3B": Setting("ee_llm_1b3", 2, (1, 4)),
+    "7B": Setting("ee_llm_7b", 2, (1, 4)),
+    "13B": Setting("ee_llm_13b", 1, (2, 8)),
+    "30B": Setting("ee_llm_30b", 1, (4, 8)),
+}
 
 
-def model_of(setting: Setting, fractions: tuple[float, ...] = (1 / 4, 1 / 2)):
-    """(the model with exits at these fractions of its depth, layers of each stage)."""
+def model_of(setting: Setting, depths: tuple[float, ...] = (1 / 4, 1 / 2)):
+    """The model with minimalistic exits at these fractions of its depth, all embeddings untied."""
     import importlib
 
     from eejax.models.config import ModelConfig
 
     values = importlib.import_module(f"configs.{setting.config}").get_config().model.to_dict()
-    kind = dict(values.pop("exits")[0])
-    exits = [kind | {"boundary": int(f * values["n_layers"])} for f in fractions]
-    model = ModelConfig.from_dict(values | {"exits": exits})
-    return model, [model.n_layers // STAGES] * STAGES
+    exit = {"norm": False, "head": "own"}
+    exits = [exit | {"boundary": int(d * values["n_layers"])} for d in sorted(depths)]
+    return ModelConfig.from_dict(values | {"head": "own", "exits": exits})
 
 
-def paper_row(setting: Setting, fractions, deferred: bool, moved: bool) -> dict:
-    """EE-LLM's schedule: time in floating-point operations, and bytes of each stage."""
-    from eejax.pipeline.async_1f1b import async_1f1b
-    from eejax.pipeline.costs import model_costs, model_sizes, peak_memory
-
-    model, layers = model_of(setting, fractions)
-    tokens = setting.rows * LENGTH
-    how = {"deferred": deferred, "exits_at_end": not moved}
-    costs = model_costs(model, layers, setting.rows, LENGTH)
-    sizes = model_sizes(
-        model, layers, layer_kept=LAYER_BYTES * tokens * model.d_model,
-        exit_kept=LOGIT_BYTES * tokens * model.padded_vocab, state_bytes=STATE_BYTES,
-    )  # fmt: skip
-    line = async_1f1b(costs, setting.microbatches, **how)
-    forward = [sum(o.end - o.begin for o in line.ops
-                   if (o.stage, o.microbatch) == (i, 0) and "forward" in o.kind)
-               for i in range(STAGES)]  # fmt: skip
-    backward = [sum(o.end - o.begin for o in line.ops
-                    if (o.stage, o.microbatch) == (i, 0) and "backward" in o.kind)
-                for i in range(STAGES)]  # fmt: skip
-    memory = peak_memory(sizes, setting.microbatches, **how)
-    return {
-        "time": line.time, "forward": forward, "backward": backward,
-        "gib": [float(m / GIB) for m in memory], "peak_gib": float(memory.max() / GIB),
-    }  # fmt: skip
+def table1_run(name: str, exits: bool) -> megatron.Run:
+    setting = SETTINGS[name]
+    model = model_of(setting, (1 / 4, 1 / 2) if exits else ())
+    return megatron.Run(model, STAGES, 1, setting.rows, LENGTH, MICROBATCHES)
 
 
-def table1(setting: Setting) -> list[dict]:
-    rows = [
-        {"row": name} | paper_row(setting, (1 / 4, 1 / 2) if exits else (), one, two)
-        for name, exits, one, two in ROWS
-    ]
-    return [row | {"ratio": row["time"] / rows[0]["time"]} for row in rows]
+def how_of(row: str) -> dict:
+    """The schedule of a row of Table 1, with exits of the cool-down as in the released code."""
+    _, one, two = ROWS[row]
+    return {"deferred": one, "exits_at_end": not two, "exits_in_bubbles": one}
 
 
-def figure7(setting: Setting) -> list[dict]:
-    """0 to 3 exits, with both optimizations, with none, and in the lockstep table."""
-    from eejax.pipeline.costs import model_costs
-    from eejax.pipeline.schedule import one_f_one_b
-    from eejax.pipeline.simulate import exit_time_overhead
+def fit() -> dict[str, megatron.Gpu]:
+    """Fit the two constants to Table 1 and give the GPU of each model."""
+    from scipy.optimize import brentq
 
+    def gpu(name: str, share: float) -> megatron.Gpu:
+        return megatron.fitted(table1_run(name, False), TABLE1[name][STANDARD][0], share)
+
+    def too_much(share: float) -> float:
+        run = table1_run("1.3B", True)
+        at = functools.partial(megatron.iteration_seconds, run, gpu("1.3B", share))
+        rows = ("Early-exit (1)", BOTH)
+        ours = at(**how_of(rows[0])) - at(**how_of(rows[1]))
+        paper = TABLE1["1.3B"][rows[0]][0] - TABLE1["1.3B"][rows[1]][0]
+        return ours - paper
+
+    share = brentq(too_much, 0.05, 1.0, rtol=1e-4)
+    found = {name: gpu(name, share) for name in TABLE1}
+    return found | {"13B": found["7B"], "30B": found["7B"]}
+
+
+def table1(name: str, gpu: megatron.Gpu) -> list[dict]:
+    """Rows of Table 1: the paper's numbers and ours, and each stage's times and bytes."""
     out = []
-    for name, fractions in EXITS.items():
-        both, none = (paper_row(setting, fractions, one, one) for one in (True, False))
-        model, layers = model_of(setting, fractions)
-        costs = model_costs(model, layers, setting.rows, LENGTH)
-        table = functools.partial(one_f_one_b, STAGES, setting.microbatches)
-        stages = [int(f * STAGES) for f in fractions]
-        ours = {
-            exits: exit_time_overhead(table(), table(exit_stages=stages, exits=exits), costs)
-            for exits in ("deferred", "mixed", "aligned")
-        }
-        out.append({"exits": name, "both": both, "none": none, "lockstep_overhead": ours})
-    for row in out:
-        for how in ("both", "none"):
-            row[how]["ratio"] = row[how]["time"] / out[0][how]["time"]
+    paper_base = TABLE1[name][STANDARD]
+    for row, (exits, _, _) in ROWS.items():
+        run, how = table1_run(name, exits), how_of(row)
+        seconds = megatron.iteration_seconds(run, gpu, **how)
+        waiting = megatron.iteration_seconds(run, gpu, **(how | {"exits_in_bubbles": False}))
+        placed = {k: how[k] for k in ("deferred", "exits_at_end")}
+        gb = megatron.peak_bytes(run, **placed) / 1e9
+        base = out[0] if out else {"seconds": seconds, "peak_gb": float(gb.max())}
+        their_seconds, their_gb, their_stage = TABLE1[name][row]
+        out.append(
+            {
+                "row": row,
+                "seconds": seconds,
+                "more_time": seconds / base["seconds"] - 1,
+                "more_time_waiting": waiting / base["seconds"] - 1,
+                "gb": gb.tolist(),
+                "peak_gb": float(gb.max()),
+                "peak_stage": int(gb.argmax()) + 1,
+                "more_gb": float(gb.max()) - base["peak_gb"],
+                "paper_seconds": their_seconds,
+                "paper_more_time": their_seconds / paper_base[0] - 1,
+                "paper_gb": their_gb,
+                "paper_more_gb": their_gb - paper_base[1],
+                "paper_stage": their_stage,
+                "stages": megatron.stage_seconds(run, gpu, **placed),
+            }
+        )
     return out
 
 
-def lockstep(setting: Setting) -> list[dict]:
-    """Our schedule beside the paper's, by activation policy: GiB of activations, and the most
-    microbatches under way."""
+def figure7(name: str, gpu: megatron.Gpu) -> dict:
+    """Seconds and GB by the number of exits, with 4 stages and without any; optimizations 1 and 2.
+
+    `lockstep`: how much longer the lockstep table takes than without exits, by exit policy.
+    """
+    setting = SETTINGS[name]
+    microbatches = BATCH // REPLICAS // setting.rows
+    out = {}
+    for stages, shards in zip((STAGES, 1), setting.shards, strict=True):
+        found = []
+        for depths in DEPTHS:
+            model = model_of(setting, depths)
+            run = megatron.Run(model, stages, shards, setting.rows, LENGTH, microbatches)
+            found.append(
+                {
+                    "exits": len(depths),
+                    "seconds": megatron.iteration_seconds(run, gpu, exits_in_bubbles=True),
+                    "peak_gb": float(megatron.peak_bytes(run).max() / 1e9),
+                }
+            )
+            if stages > 1:
+                found[-1]["lockstep"] = lockstep_overhead(run, gpu)
+        out[f"{stages} x {shards}"] = found
+    return out
+
+
+def lockstep_overhead(run: megatron.Run, gpu: megatron.Gpu) -> dict[str, float]:
+    from eejax.pipeline.schedule import EXIT_POLICIES, one_f_one_b
+    from eejax.pipeline.simulate import exit_time_overhead
+
+    costs = megatron.costs(run, gpu)
+    table = functools.partial(one_f_one_b, run.stages, run.microbatches)
+    stages = [i for i, work in enumerate(costs.entry) if work.total > 0]
+    with_exits = lambda policy: table(exit_stages=stages, exits=policy)
+    return {e: exit_time_overhead(table(), with_exits(e), costs) for e in EXIT_POLICIES}
+
+
+def lockstep(name: str) -> list[dict]:
+    """Compare the activations of the lockstep table with EE-LLM's 1F1B, by activation policy."""
     from eejax.pipeline.costs import memory_vs_1f1b
 
-    model, layers = model_of(setting)
-    out = []
+    run, out = table1_run(name, True), []
     for remat in ("none", "dots", "full"):
         ours, theirs = memory_vs_1f1b(
-            model, layers, setting.microbatches, setting.rows, LENGTH, remat=remat
+            run.model, run.layers, MICROBATCHES, run.rows, LENGTH, remat=remat
         )
         row = {"remat": remat, "total_ratio": float(ours.total.max() / theirs.total.max())}
         for name, peak in (("lockstep", ours), ("async", theirs)):
-            row[name] = {"activations_gib": (peak.activations / GIB).tolist(),
-                         "peak_gib": float(peak.total.max() / GIB),
-                         "in_flight": peak.in_flight.tolist()}  # fmt: skip
+            row[name] = {
+                "activations_gib": (peak.activations / GIB).tolist(),
+                "peak_gib": float(peak.total.max() / GIB),
+                "in_flight": peak.in_flight.tolist(),
+            }
         out.append(row)
     return out
 
 
-def filling(setting: Setting, microbatches: int = 16) -> list[dict]:
-    """Appendix C.2 in the lockstep table, deferred exits at the beginnings of stages 1 and 2."""
-    from eejax.pipeline.costs import model_costs
+def filling(name: str, gpu: megatron.Gpu, microbatches: int = 16) -> list[dict]:
+    """Fill the lockstep table's bubbles (Appendix C.2), deferred exits at the beginnings of stages.
+
+    `paper_k` is the number of microbatches that the paper inserts into either part.
+    """
     from eejax.pipeline.schedule import one_f_one_b
     from eejax.pipeline.schedule_fill import filled, filled_to, most_inserted
     from eejax.pipeline.simulate import FORWARD, simulate
 
-    model, layers = model_of(setting)
-    costs = model_costs(model, layers, setting.rows, LENGTH)
+    costs = megatron.costs(table1_run(name, True), gpu)
     how = {"exit_stages": (1, 2), "exits": "deferred"}
     more, less = filled(costs, microbatches, **how), filled_to(costs, microbatches, **how)
     alone = simulate(one_f_one_b(STAGES, microbatches, **how), costs).time
     k = most_inserted(STAGES, costs.of(FORWARD, 0), costs.layers[0].backward)
     row = lambda name, found: {
-        "perspective": name, "microbatches": microbatches, "whole": found.main, "paper_k": k,
-        "part1": found.part1, "part2": found.part2, "time_ratio": found.time / alone,
+        "perspective": name,
+        "microbatches": microbatches,
+        "whole": found.main,
+        "paper_k": k,
+        "part1": found.part1,
+        "part2": found.part2,
+        "time_ratio": found.time / alone,
         "loss_factors": found.loss_factors.tolist(),
         "gradient_factors": found.gradient_factors.tolist(),
-    }  # fmt: skip
+    }
     return [row("more in the same time", more), row("the same number in less time", less)]
 
 
@@ -226,121 +295,149 @@ def pictures(workdir: pathlib.Path, efficiency: dict) -> list[pathlib.Path]:
         analysis.save(gantt({k: line.bars() for k, line in lines.items()}), workdir / name)
         for name, lines in (("fig3.png", fig3), ("fig4.png", fig4))
     ]
-    counts, stages = list(EXITS), [f"stage {i}" for i in range(STAGES)]
+    stages = [f"stage {i + 1}" for i in range(STAGES)]
     seven, nine = {}, {}
     for name, found in efficiency.items():
-        rows = found["figure7"]
-        ours = lambda rows, e: [1 + r["lockstep_overhead"][e] for r in rows]
-        time = {"EE-LLM, (1&2)": [r["both"]["ratio"] for r in rows],
-                "EE-LLM, none": [r["none"]["ratio"] for r in rows],
-                "lockstep, aligned": ours(rows, "aligned")}  # fmt: skip
-        seven[f"{name}: % more time"] = {k: [100 * (x - 1) for x in v] for k, v in time.items()}
-        of = {r["row"]: r for r in found["table1"]}
-        for what, title in (("forward", "forward pass (stages)"),
-                            ("backward", "backward pass (stages)"), ("gib", "GiB")):  # fmt: skip
-            one = of["standard"][what][1] if what != "gib" else 1
-            nine[f"{name}: {title}"] = {
-                row: [x / one for x in of[row][what]] for row in ("standard", "early-exit (1&2)")
-            }
+        piped, whole = found["figure7"].values()
+        more = lambda rows: [100 * (row["seconds"] / rows[0]["seconds"] - 1) for row in rows]
+        gb = lambda rows: [row["peak_gb"] for row in rows]
+        for what, of in (("% more time", more), ("GB", gb)):
+            seven[f"{name}: {what}"] = {"4 stages": of(piped), "no stages": of(whole)}
+        for row in found.get("table1", ()):
+            if row["row"] in (STANDARD, BOTH):
+                for what in ("forward", "backward"):
+                    panel = nine.setdefault(f"{name}: {what} pass (ms)", {})
+                    panel[row["row"]] = [1e3 * stage[what] for stage in row["stages"]]
+                nine.setdefault(f"{name}: GB", {})[row["row"]] = row["gb"]
+    counts = [str(len(depths)) for depths in DEPTHS]
     figures = (("fig7.png", seven, counts, "early exits"), ("fig9.png", nine, stages, ""))
     for name, panels, groups, xlabel in figures:
         drawn.append(analysis.save(grouped_bars(panels, groups, xlabel=xlabel), workdir / name))
     return drawn
 
 
-def judge(efficiency: dict) -> list[dict]:
-    """The claims, each with a line that says what was found and whether it `holds`."""
-    claims = []
-    for name, found in efficiency.items():
-        row = {r["row"]: r for r in found["table1"]}
-        best, base = row["early-exit (1&2)"], row["standard"]
-        more = best["ratio"] - 1
-        claims.append({
-            "claim": f"{name}: exits with both optimizations cost at most 2 % of time: {more:.2%}",
-            "holds": more <= 0.02,
-        })  # fmt: skip
-        grown = best["peak_gib"] / base["peak_gib"] - 1
-        worst = row["early-exit"]["peak_gib"] / base["peak_gib"] - 1
-        claims.append({
-            "claim": f"{name}: and no memory on the fullest device: {grown:.2%} "
-                     f"({worst:.2%} without the optimizations)",
-            "holds": grown <= 1e-9 and worst >= grown,
-        })  # fmt: skip
-        aligned = max(r["lockstep_overhead"]["aligned"] for r in found["figure7"][:-1])
-        claims.append({
-            "claim": f"{name}: aligned exits before the last stage cost the lockstep table no "
-                     f"time: {aligned:.2%}",
-            "holds": abs(aligned) <= 1e-9,
-        })  # fmt: skip
-        more, less = found["filling"]
-        claims.append({
-            "claim": f"{name}: {more['part1'] + more['part2']} inserted microbatches cost "
-                     f"{more['time_ratio'] - 1:.2%} of time, or save {1 - less['time_ratio']:.2%}",
-            "holds": more["time_ratio"] <= 1 + 1e-6 and less["time_ratio"] < 1,
-        })  # fmt: skip
-    return claims
-
-
 def main() -> None:
     from eejax.checkpoint.files import write_text
+    from experiments.reproduce import efficiency_findings
 
     workdir = pathlib.Path(_WORKDIR.value).expanduser()
     workdir.mkdir(parents=True, exist_ok=True)
-    parts = {"table1": table1, "figure7": figure7, "lockstep": lockstep, "filling": filling}
-    efficiency = {
-        name: {part: make(setting) for part, make in parts.items()}
-        for name, setting in SETTINGS.items()
-    }
-    claims = judge(efficiency)
+    gpus = fit()
+    efficiency = {name: {"figure7": figure7(name, gpu)} for name, gpu in gpus.items()}
+    for name in TABLE1:
+        efficiency[name] |= {
+            "table1": table1(name, gpus[name]),
+            "lockstep": lockstep(name),
+            "filling": filling(name, gpus[name]),
+        }
+    findings = efficiency_findings.of(efficiency)
     summary = {
-        "settings": {k: dataclasses.asdict(s) for k, s in SETTINGS.items()},
+        "gpus": {name: dataclasses.asdict(gpu) for name, gpu in gpus.items()},
         "models": efficiency,
-        "claims": claims,
+        "findings": [found.to_dict() for found in findings],
     }
     write_text(workdir / "results.json", json.dumps(summary, indent=1))
     drawn = pictures(workdir, efficiency)
-    show(efficiency, claims)
+    show(efficiency, findings)
     print(f"\nlook at {', '.join(map(str, drawn))}")
     print(f"all numbers are in {workdir / 'results.json'}", flush=True)
     if _JSON.value:
         print(json.dumps(summary))
-    sys.exit(0 if all(c["holds"] for c in claims) else 1)
 
 
-def paper(model: str, row: str) -> str:
-    """What the paper measured, where it is known."""
-    return f"{PAPER[model, row]:.4f}" if (model, row) in PAPER else "-"
-
-
-def show(efficiency: dict, claims: list[dict]) -> None:
+def show(efficiency: dict, findings) -> None:
     from eejax import analysis
 
+    percent = lambda x: f"{x:+.2%}"
     for name, found in efficiency.items():
-        print(f"\n{name}, EE-LLM's 1F1B (Table 1, simulated)")
-        cells = [[r["row"], f"{r['ratio']:.4f}", *(f"{g:.1f}" for g in r["gib"]),
-                  f"{r['peak_gib']:.1f}", paper(name, r["row"])]
-                 for r in found["table1"]]  # fmt: skip
-        header = ["setup", "time", *(f"GiB {i}" for i in range(STAGES)), "peak GiB", "paper's time"]
+        if "table1" in found:
+            print(f"\n{name}, Table 1: the paper's numbers and ours")
+            cells = [
+                [
+                    r["row"],
+                    f"{r['paper_seconds']:.2f}",
+                    f"{r['seconds']:.2f}",
+                    percent(r["paper_more_time"]),
+                    percent(r["more_time"]),
+                    percent(r["more_time_waiting"]),
+                    f"{r['paper_gb']:.2f}",
+                    f"{r['peak_gb']:.2f}",
+                    f"{r['paper_more_gb']:+.2f}",
+                    f"{r['more_gb']:+.2f}",
+                    f"{r['paper_stage']}",
+                    f"{r['peak_stage']}",
+                ]
+                for r in found["table1"]
+            ]
+            header = [
+                "setup",
+                "s, paper",
+                "s",
+                "more, paper",
+                "more",
+                "without A.2",
+                "GB, paper",
+                "GB",
+                "more, paper",
+                "more",
+                "stage, paper",
+                "stage",
+            ]
+            print(analysis.table(header, cells))
+        print(f"\n{name}, Figure 7: by the number of early exits")
+        cells = [
+            [
+                ways,
+                str(r["exits"]),
+                f"{r['seconds']:.2f}",
+                percent(r["seconds"] / rows[0]["seconds"] - 1),
+                f"{r['peak_gb']:.2f}",
+                *(percent(x) for x in r.get("lockstep", {}).values()),
+            ]
+            for ways, rows in found["figure7"].items()
+            for r in rows
+        ]
+        policies = next(iter(found["figure7"].values()))[0]["lockstep"]
+        width = 5 + len(policies)
+        cells = [row + ["-"] * (width - len(row)) for row in cells]
+        header = [
+            "stages x shards",
+            "exits",
+            "s",
+            "more",
+            "GB",
+            *(f"table, {p}" for p in policies),
+        ]
         print(analysis.table(header, cells))
-        print(f"\n{name}, more time by the number of exits (Figure 7, simulated)")
-        cells = [[r["exits"], f"{r['none']['ratio'] - 1:.2%}", f"{r['both']['ratio'] - 1:.2%}",
-                  *(f"{x:.2%}" for x in r["lockstep_overhead"].values())]
-                 for r in found["figure7"]]  # fmt: skip
-        header = ["exits", "EE-LLM", "(1&2)", "deferred", "mixed", "aligned"]
-        print(analysis.table(header, cells))
-        print(f"\n{name}, activations of the lockstep table beside EE-LLM's 1F1B in our program")
-        cells = [[r["remat"], f"{max(r['lockstep']['activations_gib']):.1f}",
-                  f"{max(r['async']['activations_gib']):.1f}", f"{r['total_ratio']:.2f}"]
-                 for r in found["lockstep"]]  # fmt: skip
-        header = ["remat", "lockstep GiB", "1F1B GiB", "ratio with the state"]
-        print(analysis.table(header, cells))
-        print(f"\n{name}, filled bubbles (Appendix C.2)")
-        cells = [[r["perspective"], str(r["whole"]), str(r["part1"]), str(r["part2"]),
-                  f"{r['time_ratio']:.4f}"] for r in found["filling"]]  # fmt: skip
-        print(analysis.table(["", "whole", "part 1", "part 2", "time"], cells))
+        if "lockstep" in found:
+            print(f"\n{name}, activations in our program: lockstep table and EE-LLM's 1F1B")
+            cells = [
+                [
+                    r["remat"],
+                    f"{max(r['lockstep']['activations_gib']):.1f}",
+                    f"{max(r['async']['activations_gib']):.1f}",
+                    f"{r['total_ratio']:.2f}",
+                ]
+                for r in found["lockstep"]
+            ]
+            header = ["remat", "lockstep GiB", "1F1B GiB", "ratio with the state"]
+            print(analysis.table(header, cells))
+            print(f"\n{name}, filled bubbles (Appendix C.2)")
+            cells = [
+                [
+                    r["perspective"],
+                    str(r["whole"]),
+                    str(r["part1"]),
+                    str(r["part2"]),
+                    f"{r['time_ratio']:.4f}",
+                ]
+                for r in found["filling"]
+            ]
+            print(analysis.table(["", "whole", "part 1", "part 2", "time"], cells))
     print()
-    for claim in claims:
-        print(f"{'holds' if claim['holds'] else 'FAILS'}  {claim['claim']}")
+    for found in findings:
+        print(f"{found.verdict.value}: {found.place}, {found.claim}")
+        print(f"    paper: {found.theirs}; ours: {found.ours}. {found.why}".rstrip())
 
 
 if __name__ == "__main__":
