@@ -2,9 +2,10 @@
 
     python -P -m experiments.bench_pipeline --json
 
-One configuration throughout, EE-LLM's 1.3B shape on four stages (Chen et al., ICML 2024, Table 1):
-d 2048, 24 layers, 2048 tokens, vocabulary 50304, minimal exits at 1/4 and 1/2 of the depth, that
-is at the beginnings of stages 1 and 2; 64 microbatches of one sequence.
+One configuration throughout, EE-LLM's 1.3B depth and width on four stages (Chen et al., ICML 2024):
+d 2048, 24 layers, 2048 tokens, minimalistic exits at 1/4 and 1/2 of the depth, that is at the
+beginnings of stages 1 and 2; 64 microbatches. Unlike the paper's Table 1, vocabulary 50304, layers
+of GPT-2 and microbatches of one sequence.
 
 `exit_memory_overhead`: growth of a device's memory (XLA's temporaries, arguments and outputs of the
 compiled executor on four fake devices, nothing is run), exits "mixed", remat "none".
