@@ -16,7 +16,8 @@ seeds:
 - held-out, every early exit is above the final one;
 - the final exit's held-out loss is within 2 % of the standard model's with the same embeddings.
 
-EXPECTED
+Expected, on Python 3.11's library: the standard models end at 1.50 (tied) and 1.47 (untied) nats
+per byte, all final exits at 0.99 times that. Half an hour of CPU time.
 
 The exit status is 1 where a claim fails. Every run has its own folder in --workdir, so the same
 command continues what was stopped and trains nothing that is done. Leaves there results.json,
@@ -38,7 +39,7 @@ from eejax.common.errors import require_one_of
 from experiments import launch
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/convergence", "Where everything is left.")
-_SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of every variant.", lower_bound=1)
+_SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of every variant.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", None, "Another number of training steps.", lower_bound=1)
 _VARIANTS = flags.DEFINE_list("variants", None, "Only these, and what they are compared with.")
 _TINY = flags.DEFINE_bool("tiny", False, "A size for testing: seconds, and it shows nothing.")
