@@ -272,13 +272,14 @@ def pictures(workdir: pathlib.Path, efficiency: dict) -> list[pathlib.Path]:
     from eejax.pipeline.schedule_fill import filled
     from eejax.pipeline.simulate import Work, simulate, stage_costs
 
-    # Figure 3's setting: a stage's layers 2, an exit 1 forward, and twice that backward.
+    # Figure 3: a stage's layers take 2, an exit 1 forward, and twice that backward.
     costs = stage_costs((1,) * 4, (0, 1, 1, 0), layer=Work(2, 4), exit=Work(1, 2), final=Work(1, 2))
     table = lambda exits: one_f_one_b(4, 6, exit_stages=(1, 2), exits=exits)
     fig3 = {
-        "1F1B without exits": async_1f1b(costs.without_exits, 6),
-        "early exits, no optimization": async_1f1b(costs, 6, deferred=False, exits_at_end=True),
-        "early exits, both optimizations": async_1f1b(costs, 6),
+        "(a) 1F1B without early exits": async_1f1b(costs.without_exits, 6),
+        "(b) early exits on the middle stages": async_1f1b(costs, 6, deferred=False),
+        "(c) deferred": async_1f1b(costs, 6),
+        "deferred, in the bubbles of the cool-down": async_1f1b(costs, 6, exits_in_bubbles=True),
         "lockstep, deferred exits": simulate(table("deferred"), costs),
         "lockstep, aligned exits": simulate(table("aligned"), costs),
     }
