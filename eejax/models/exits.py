@@ -1,6 +1,7 @@
 """Early exits: hidden state at a boundary -> (mlp) -> (block) -> (norm) -> head.
 
-The order is EE-LLM's. Exits are numbered 0..E-1 as configured; exit E is the final one.
+The order is that of EE-LLM's code; its paper allows any (Appendix D.1). Exits are numbered 0..E-1
+as configured; exit E is the final one.
 """
 
 from __future__ import annotations
