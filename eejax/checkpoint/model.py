@@ -13,7 +13,8 @@ from eejax.checkpoint import overlay
 from eejax.checkpoint.manager import Checkpoints, Restored, Targets
 from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.common.trees import Tree
-from eejax.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
+from eejax.data.tokenizer_files import load_tokenizer
+from eejax.data.tokenizers import Tokenizer, check_vocabulary
 from eejax.models import params
 from eejax.models.config import ModelConfig
 from eejax.sharding import rules

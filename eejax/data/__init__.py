@@ -23,14 +23,14 @@ from eejax.data.sources import (
     TextFiles,
     source,
 )
+from eejax.data.streams import TextStream, text_behind
+from eejax.data.tokenizer_files import load_tokenizer
 from eejax.data.tokenizers import (
     BYTES,
     ByteTokenizer,
     JsonTokenizer,
-    TextStream,
     Tokenizer,
     check_vocabulary,
-    load_tokenizer,
     save_tokenizer,
     train_bpe,
 )
@@ -69,6 +69,7 @@ __all__ = [
     "parts",
     "save_tokenizer",
     "source",
+    "text_behind",
     "train_bpe",
     "windows",
 ]

@@ -29,7 +29,8 @@ from eejax.common.errors import DataError, require
 from eejax.data import workers as processes
 from eejax.data import writing
 from eejax.data.sources import Document, Source
-from eejax.data.tokenizers import Tokenizer, load_tokenizer
+from eejax.data.tokenizer_files import load_tokenizer
+from eejax.data.tokenizers import Tokenizer
 
 SPLITS = ("train", "validation")
 FORMAT = 2

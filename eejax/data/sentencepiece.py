@@ -6,27 +6,31 @@ import functools
 import hashlib
 import json
 import os
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from eejax.common.errors import DataError
+from eejax.data.special import Splitter, parts
+from eejax.data.streams import PieceStream, TextStream
 from eejax.data.tokenizers import (
     MARKER,
     MODEL,
     SENTENCEPIECE,
-    PieceStream,
-    TextStream,
     all_ends,
     begun,
+    made_again,
+    names_of,
     settings_of,
     utf8,
     write_json,
 )
 
 _SPACE = "\u2581"  # how pieces write a space
+# normalizer_spec.add_dummy_prefix of a model's message: of a field that is there twice the last one
+# counts, as Protocol Buffers have it.
+_SPACED, _BARE = b"\x1a\x02\x18\x01", b"\x1a\x02\x18\x00"
 
 
 class SentencePieceTokenizer:
@@ -45,11 +49,17 @@ class SentencePieceTokenizer:
     because a piece does not know where it stands: a text decoded from its beginning has one byte
     less than the sum over its ids, one that goes on after other text exactly the sum.
 
-    The special tokens are the control pieces. Pieces the model calls user-defined are text, whole
-    wherever it occurs. The unknown piece has no text.
+    `space`: where else than the library a space is put before a text that does not begin with one,
+    as transformers does for the class Llama: "first" before a whole text alone, "always" behind
+    special tokens too, "never". `added`: tokens that were added to the pieces, or are found in a
+    text before it is cut into pieces: arguments of `tokenizers.AddedToken` by id.
+
+    The special tokens are the control pieces, and added ones that are `special`. Other added
+    tokens, and pieces the model calls user-defined, are text, whole wherever it occurs. The unknown
+    piece has no text.
 
     Raises:
-      DataError: not a model, or one without a control piece called `eos` or `bos`.
+      DataError: not a model, or one without a special token called `eos` or `bos`.
     """
 
     def __init__(
@@ -61,22 +71,47 @@ class SentencePieceTokenizer:
         adds_bos: bool | None = None,
         ends: Sequence[int] = (),
         chat: str | None = None,
+        special: Mapping[str, str] | None = None,
+        added: Mapping[int, Mapping[str, Any]] | None = None,
+        space: str | None = None,
     ):
-        self._model = model
+        self._model, self.space = model, space
         self._inner = _parse(model)
-        self.vocab_size = self._inner.vocab_size()
+        if space is not None:
+            self._inner = _parse(model + _SPACED)
+        self._n = self._inner.vocab_size()
+        self.added = {int(i): dict(token) for i, token in (added or {}).items()}
+        self.vocab_size = max([self._n, *(i + 1 for i in self.added)])
+        self.control = {
+            self._inner.id_to_piece(i): i for i in filter(self._inner.is_control, range(self._n))
+        } | {token["content"]: i for i, token in self.added.items() if token["special"]}
         self.eos_id = self._special("eos", eos, self._inner.eos_id())
         self.bos_id = self._special("bos", bos, self._inner.bos_id())
-        self.eos = None if self.eos_id is None else self._inner.id_to_piece(self.eos_id)
-        self.bos = None if self.bos_id is None else self._inner.id_to_piece(self.bos_id)
+        names = {i: name for name, i in self.control.items()}
+        self.eos, self.bos = names.get(self.eos_id), names.get(self.bos_id)
         self.adds_bos = bool(adds_bos) and self.bos_id is not None
         self.end_ids = all_ends(self.eos_id, ends)
         self.chat = chat
+        self.special = names_of(self, special)
+
+    def __reduce__(self):
+        return made_again, (type(self), self._model, self._settings)
+
+    @functools.cached_property
+    def _bare(self) -> Any:
+        """The model without a space before texts."""
+        return _parse(self._model + _BARE)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return settings_of(self) | {"added": self.added, "space": self.space}
 
     @functools.cached_property
     def fingerprint(self) -> str:
         digest = hashlib.sha256(self._model)
         named = [self.eos, self.bos, *(["begins"] if self.adds_bos else [])]
+        if self.added or self.space:
+            named += [self.space, sorted(self.added.items())]
         digest.update(json.dumps(named).encode())
         return f"{SENTENCEPIECE}-{digest.hexdigest()[:16]}"
 
@@ -87,6 +122,8 @@ class SentencePieceTokenizer:
     def token_bytes(self, token: int) -> bytes:
         if not (0 <= token < self.vocab_size and self._has_text[token]):
             return b""
+        if token in self.added:
+            return self.added[token]["content"].encode()
         piece = self._inner.id_to_piece(token)
         if self._inner.is_byte(token):
             return bytes([int(piece[3:5], 16)])
@@ -95,56 +132,91 @@ class SentencePieceTokenizer:
     @functools.cached_property
     def _has_text(self) -> np.ndarray:
         """[vocab_size] bool."""
-        inner = self._inner
-        silent = (
-            inner.is_control(i) or inner.is_unknown(i) or inner.is_unused(i)
-            for i in range(self.vocab_size)
-        )  # fmt: skip
-        return ~np.fromiter(silent, bool, self.vocab_size)
-
-    @functools.cached_property
-    def _control(self) -> dict[str, int]:
-        ids = filter(self._inner.is_control, range(self.vocab_size))
-        return {self._inner.id_to_piece(i): i for i in ids}
+        inner, found = self._inner, np.zeros(self.vocab_size, bool)
+        for i in range(self._n):
+            found[i] = not (inner.is_control(i) or inner.is_unknown(i) or inner.is_unused(i))
+        for i, token in self.added.items():
+            found[i] = not token["special"]
+        return found
 
     def _special(self, field: str, name: str | None, own: int) -> int | None:
         if name is None:
             return None if own < 0 else own
-        if name not in self._control:
-            have = ", ".join(self._control) or "none: train it with control_symbols"
+        if name not in self.control:
+            have = ", ".join(self.control) or "none: train it with control_symbols"
             raise DataError(f"{field} = {name!r} is no control piece of the model; it has {have}.")
-        return self._control[name]
+        return self.control[name]
 
     def encode(self, text: str, *, allow_special: bool = False, begins: bool = True) -> np.ndarray:
-        """int32 ids [t]. With `allow_special`, the text between control pieces is encoded as if
-        it stood alone, the way prompts are put together from ids."""
+        """int32 ids [t]. With `allow_special`, the text between special tokens is encoded as if
+        it stood alone, the way prompts are put together from ids, but for its `space`."""
         utf8(text)
-        ids = self._ids(text, allow_special)
+        pieces = self._special_tokens(text) if allow_special else [text]
+        ids = self._ids(pieces)
         return begun(self, ids) if begins else ids
 
-    def _ids(self, text: str, allow_special: bool) -> np.ndarray:
-        if not (allow_special and self._control):
-            return np.asarray(self._inner.encode(text), np.int32)
-        longest_first = sorted(self._control, key=len, reverse=True)
+    def encode_marked(self, text: str) -> np.ndarray:
+        utf8(text)
+        return self._ids(parts(self._special_tokens, text))
+
+    @functools.cached_property
+    def _special_tokens(self) -> Splitter:
+        from tokenizers import AddedToken
+
+        own = {i: AddedToken(name, normalized=False) for name, i in self.control.items()}
+        ours = {i: AddedToken(**t) for i, t in self.added.items() if t["special"]}
+        return Splitter(own | ours)
+
+    @functools.cached_property
+    def _text_tokens(self) -> Splitter | None:
+        """Of added tokens that are text."""
+        from tokenizers import AddedToken
+
+        found = {i: AddedToken(**t) for i, t in self.added.items() if not t["special"]}
+        return Splitter(found) if found else None
+
+    def _ids(self, pieces: Sequence[int | str]) -> np.ndarray:
+        """Of special tokens and the texts between them."""
         ids: list[int] = []
-        for part in re.split(f"({'|'.join(map(re.escape, longest_first))})", text):
-            control = self._control.get(part)
-            ids.extend(self._inner.encode(part) if control is None else [control])
+        for number, piece in enumerate(pieces):
+            whole = isinstance(piece, int) or self._text_tokens is None
+            for part, text in enumerate([piece] if whole else self._text_tokens(piece)):
+                first = number == part == 0
+                ids.extend([text] if isinstance(text, int) else self._encoder(text, first)(text))
         return np.asarray(ids, np.int32)
+
+    def _encoder(self, text: str, first: bool) -> Callable[[str], list[int]]:
+        if self.space is None:
+            return self._inner.encode
+        spaced = self.space == "always" or (self.space == "first" and first)
+        return (self._inner if spaced and text[:1] not in (" ", _SPACE) else self._bare).encode
 
     def decode(self, ids: Sequence[int]) -> str:
         ids = np.asarray(ids, np.int64).reshape(-1)
         ids = ids[(ids >= 0) & (ids < self.vocab_size)]
-        return self._inner.decode(ids[self._has_text[ids]].tolist())
+        ids = ids[self._has_text[ids]].tolist()
+        decode = (self._bare if self.space == "never" else self._inner).decode
+        if not any(i in self.added for i in ids):
+            return decode(ids)
+        text, run = "", []
+        for i in [*ids, None]:
+            if i is not None and i not in self.added:
+                run.append(i)
+                continue
+            # What goes on behind an added token keeps the space that it begins with.
+            text += decode(run) if not text else self._bare.decode(run)
+            text += "" if i is None else self.added[i]["content"]
+            run = []
+        return text
 
-    def stream(self) -> TextStream:
-        return PieceStream(self)
+    def stream(self, prompt: Sequence[int] = ()) -> TextStream:
+        return PieceStream(self.decode, prompt)
 
     def save(self, path: str | os.PathLike) -> None:
         os.makedirs(path, exist_ok=True)
         with open(os.path.join(path, MODEL), "wb") as file:
             file.write(self._model)
-        write_json(os.path.join(path, MARKER), {"kind": SENTENCEPIECE} | settings_of(self))
+        write_json(os.path.join(path, MARKER), {"kind": SENTENCEPIECE} | self._settings)
 
 
 def _parse(model: bytes) -> Any:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import codecs
 import functools
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from eejax.common.errors import DataError, require
 from eejax.data.sources import Document
+from eejax.data.special import MARK, Splitter, parts
+from eejax.data.streams import PieceStream, TextStream
 
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
@@ -24,11 +25,10 @@ MARKER = "eejax_tokenizer.json"  # in a folder written by `save`: kind, eos, bos
 MODEL = "tokenizer.model"
 CHAT = "chat_template.jinja"
 
-_JSON = "tokenizer.json"
+JSON = "tokenizer.json"
 # Tried in this order where neither the caller nor a tokenizer_config.json names the token.
 _EOS_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>")
 _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>")
-_BEGUN = ("Llama", "CodeLlama", "Gemma")  # classes whose texts begin with it by default
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 # GPT-2's alphabet: bytes that print are themselves, the others letters from U+0100 on.
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -37,24 +37,15 @@ _LETTERS = {chr(b): b for b in _PRINTED} | {
 }
 
 
-class TextStream(Protocol):
-    """Decodes ids as they arrive, never showing half a character."""
-
-    def push(self, ids: Sequence[int] | int) -> str:
-        """The text that became certain with these ids (often empty)."""
-        ...
-
-    def flush(self) -> str:
-        """What is left at the end, incomplete characters as U+FFFD."""
-        ...
-
-
 class Tokenizer(Protocol):
     """What the rest of eejax needs of a tokenizer; `eos_id` also ends documents.
 
-    adds_bos: texts begin with `bos_id`, as those did that a pretrained model was trained on.
-    end_ids: all tokens that end a text, `eos_id` among them. chat: the source of the template by
-    which conversations are written, where the model has one.
+    Attributes:
+      adds_bos: texts begin with `bos_id`, as those did that a pretrained model was trained on.
+      end_ids: all tokens that end a text, `eos_id` among them.
+      chat: the source of the template by which conversations are written, where the model has one.
+      special: names of special tokens by what templates call them: "bos_token", "pad_token", ...
+      control: ids of the special tokens by their names, which text of users is kept from.
     """
 
     vocab_size: int
@@ -63,6 +54,8 @@ class Tokenizer(Protocol):
     adds_bos: bool
     end_ids: tuple[int, ...]
     chat: str | None
+    special: Mapping[str, str]
+    control: Mapping[str, int]
     fingerprint: str
 
     @property
@@ -87,11 +80,18 @@ class Tokenizer(Protocol):
         plain text unless `allow_special`."""
         ...
 
+    def encode_marked(self, text: str) -> np.ndarray:
+        """int32 ids [t] of what a chat template wrote: names of special tokens are these tokens,
+        but for those that `special.Shield` marked."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens and ids outside the vocabulary have none."""
         ...
 
-    def stream(self) -> TextStream: ...
+    def stream(self, prompt: Sequence[int] = ()) -> TextStream:
+        """Decodes ids as they come, as text behind that of `prompt`."""
+        ...
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the tokenizer into the folder `path`, for `load_tokenizer`."""
@@ -107,6 +107,8 @@ class ByteTokenizer:
     bos_id = None
     adds_bos = False
     chat = None
+    special: Mapping[str, str] = {}
+    control: Mapping[str, int] = {}
     fingerprint = "bytes-257"
 
     def __init__(self, eos_id: int = 256):
@@ -129,11 +131,14 @@ class ByteTokenizer:
     def encode(self, text: str, *, allow_special: bool = False, begins: bool = True) -> np.ndarray:
         return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
 
+    def encode_marked(self, text: str) -> np.ndarray:
+        return self.encode(text.replace(MARK, ""))
+
     def decode(self, ids: Sequence[int]) -> str:
         return self.text_bytes(ids).decode("utf-8", errors="replace")
 
-    def stream(self) -> TextStream:
-        return _ByteStream(self)
+    def stream(self, prompt: Sequence[int] = ()) -> TextStream:
+        return PieceStream(self.decode, prompt)
 
     def save(self, path: str | os.PathLike) -> None:
         os.makedirs(path, exist_ok=True)
@@ -150,7 +155,8 @@ class JsonTokenizer:
     `eos` and `bos` name special tokens of the vocabulary. `adds_bos`: whether texts begin with
     `bos`; by default where the file's own template puts it there. Nothing else is added to the text
     and nothing truncated or padded, whatever the file's own settings say. `ends`: ids that end a
-    text besides `eos`. `chat`: the source of a chat template.
+    text besides `eos`. `chat`: the source of a chat template. `special`: as `Tokenizer`'s, where
+    there are more than `eos` and `bos`.
 
     Raises:
       DataError: the definition is not valid, or has no token called `eos` or `bos`.
@@ -165,6 +171,7 @@ class JsonTokenizer:
         adds_bos: bool | None = None,
         ends: Sequence[int] = (),
         chat: str | None = None,
+        special: Mapping[str, str] | None = None,
     ):
         self._definition, self.chat = definition, chat
         self._plain = _parse(definition)
@@ -179,6 +186,11 @@ class JsonTokenizer:
             adds_bos = self._plain.encode("", add_special_tokens=True).ids[:1] == [self.bos_id]
         self.adds_bos = adds_bos and self.bos_id is not None
         self.end_ids = all_ends(self.eos_id, ends)
+        self.special = names_of(self, special)
+
+    def __reduce__(self):
+        # The library's object loses settings when it is pickled.
+        return made_again, (type(self), self._definition, settings_of(self))
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -193,7 +205,7 @@ class JsonTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         piece = self._plain.id_to_token(token)
-        if piece is None or token in self._special_ids:
+        if piece is None or token in self._added:
             return b""
         # Part of a character alone decodes to U+FFFD, which says nothing.
         if "ByteLevel" in self._decoders:  # one letter of its alphabet for each byte
@@ -206,8 +218,13 @@ class JsonTokenizer:
         return self.decode([*start, token]).encode()[first:]
 
     @functools.cached_property
-    def _special_ids(self) -> set[int]:
-        return {i for i, t in self._plain.get_added_tokens_decoder().items() if t.special}
+    def _added(self) -> dict[int, Any]:
+        """Special tokens, as the library has them."""
+        return {i: t for i, t in self._plain.get_added_tokens_decoder().items() if t.special}
+
+    @functools.cached_property
+    def control(self) -> dict[str, int]:
+        return {token.content: i for i, token in self._added.items()}
 
     @functools.cached_property
     def _decoders(self) -> set[str]:
@@ -232,17 +249,39 @@ class JsonTokenizer:
         ids = np.asarray(inner.encode(text, add_special_tokens=False).ids, np.int32)
         return begun(self, ids) if begins else ids
 
+    @functools.cached_property
+    def _marked(self) -> tuple[Splitter, Any, int]:
+        """What finds special tokens, and an instance for the text between them, in which MARK is a
+        token that stands for any of them."""
+        from tokenizers import AddedToken
+
+        inner = _parse(self._definition)
+        inner.encode_special_tokens = True
+        inner.add_tokens([AddedToken(MARK, normalized=False)])
+        return Splitter(self._added), inner, inner.token_to_id(MARK)
+
+    def encode_marked(self, text: str) -> np.ndarray:
+        if MARK not in text:
+            return self.encode(text, allow_special=True, begins=False)
+        utf8(text)
+        split, inner, mark = self._marked
+        pieces = parts(split, text)
+        found = (p for p in pieces if not isinstance(p, str))
+        text = "".join(p if isinstance(p, str) else MARK for p in pieces)
+        ids = inner.encode(text, add_special_tokens=False).ids
+        return np.asarray([next(found) if i == mark else i for i in ids], np.int32)
+
     def decode(self, ids: Sequence[int]) -> str:
         ids = np.asarray(ids, np.int64).reshape(-1)
         ids = ids[(ids >= 0) & (ids < self.vocab_size)]
         return self._plain.decode(ids.tolist(), skip_special_tokens=True)
 
-    def stream(self) -> TextStream:
-        return PieceStream(self)
+    def stream(self, prompt: Sequence[int] = ()) -> TextStream:
+        return PieceStream(self.decode, prompt)
 
     def save(self, path: str | os.PathLike) -> None:
         os.makedirs(path, exist_ok=True)
-        with open(os.path.join(path, _JSON), "w", encoding="utf-8") as file:
+        with open(os.path.join(path, JSON), "w", encoding="utf-8") as file:
             file.write(self._definition)
         write_json(os.path.join(path, MARKER), {"kind": "json"} | settings_of(self))
 
@@ -252,12 +291,27 @@ def all_ends(eos_id: int | None, others: Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*([] if eos_id is None else [eos_id]), *others]))
 
 
+def names_of(tokenizer: Any, special: Mapping[str, str] | None) -> dict[str, str]:
+    """`Tokenizer.special`, with the tokens that begin and end texts."""
+    own = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos}
+    return {**(special or {}), **{k: v for k, v in own.items() if v is not None}}
+
+
 def settings_of(tokenizer: Any) -> dict[str, Any]:
-    """What a folder written by `save` keeps beside the vocabulary."""
+    """The arguments beside the vocabulary, which a folder written by `save` keeps."""
     return {
-        "eos": tokenizer.eos, "bos": tokenizer.bos, "adds_bos": tokenizer.adds_bos,
-        "ends": list(tokenizer.end_ids), "chat": tokenizer.chat,
-    }  # fmt: skip
+        "eos": tokenizer.eos,
+        "bos": tokenizer.bos,
+        "adds_bos": tokenizer.adds_bos,
+        "ends": list(tokenizer.end_ids),
+        "chat": tokenizer.chat,
+        "special": tokenizer.special,
+    }
+
+
+def made_again(kind: type, definition: Any, settings: Mapping[str, Any]) -> Any:
+    """The tokenizer of a definition and settings, in another process."""
+    return kind(definition, **settings)
 
 
 def begun(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
@@ -291,93 +345,6 @@ def train_bpe(documents: Iterable[Document | str], vocab_size: int) -> JsonToken
     return JsonTokenizer(inner.to_str(), eos=END_OF_TEXT)
 
 
-def load_tokenizer(
-    spec: str | os.PathLike,
-    *,
-    eos: str | None = None,
-    bos: str | None = None,
-    ends: Sequence[int] = (),
-) -> Tokenizer:
-    """`"bytes"`, a `tokenizer.json`, a SentencePiece `.model`, or a folder.
-
-    A folder holds a `tokenizer.json` or a `tokenizer.model` (the first where there are both) or
-    was written by `save`. Which tokens begin and end a document is read from `eos` and `bos`,
-    else from the folder's saved settings, else from the `.model` or a `tokenizer_config.json`
-    beside the `tokenizer.json`, else guessed from the usual names; whether texts begin with `bos`
-    from those settings, from `add_bos_token` of a `tokenizer_config.json`, else from the
-    `tokenizer.json`'s template, or for a `.model` from the class that the config names. `ends`: ids
-    that end a text too. A chat template is read from the settings or the files beside it.
-
-    Raises:
-      DataError: nothing usable there.
-    """
-    spec = os.fspath(spec)
-    if spec == BYTES:
-        return ByteTokenizer()
-    spec = os.path.expanduser(spec)
-    file, named = spec, {}
-    if os.path.isdir(spec):
-        marker, file = os.path.join(spec, MARKER), os.path.join(spec, _JSON)
-        model = os.path.join(spec, MODEL)
-        if os.path.exists(marker):
-            named = _read_json(marker)
-            if named.get("kind") == BYTES:
-                return ByteTokenizer(named.get("eos_id", 256))
-            file = model if named.get("kind") == SENTENCEPIECE else file
-        elif os.path.isfile(model) and not os.path.isfile(file):
-            file = model
-    if not os.path.isfile(file):
-        raise DataError(
-            f"tokenizer {spec!r}: no file {file}. Give 'bytes', the path of a tokenizer.json or "
-            "of a SentencePiece .model, a folder holding one or, as data.tokenizer, 'bpe'."
-        )
-    config = os.path.join(os.path.dirname(file), "tokenizer_config.json")
-    is_model = file.endswith(".model")
-    if not named and os.path.exists(config):
-        raw = _read_json(config)
-        if not is_model:
-            named = {k: _content(raw.get(f"{k}_token")) for k in ("eos", "bos")}
-        adds = raw.get("add_bos_token")
-        if adds is None and is_model and str(raw.get("tokenizer_class")).startswith(_BEGUN):
-            adds = True  # what transformers takes where it is not said
-        named = named | {"adds_bos": adds}
-    chat = named["chat"] if "chat" in named else chat_template(os.path.dirname(file))
-    try:
-        with open(file, "rb") as handle:
-            content = handle.read()
-        definition = content if is_model else content.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"tokenizer {file} cannot be read: {error}.") from error
-    # Here, because that module builds on this one.
-    from eejax.data.sentencepiece import SentencePieceTokenizer
-
-    make = SentencePieceTokenizer if is_model else JsonTokenizer
-    try:
-        return make(
-            definition, eos=eos or named.get("eos"), bos=bos or named.get("bos"),
-            adds_bos=named.get("adds_bos"), ends=[*ends, *named.get("ends", ())], chat=chat,
-        )  # fmt: skip
-    except DataError as error:
-        raise DataError(f"tokenizer {file}: {error}") from error
-
-
-def chat_template(folder: str | os.PathLike) -> str | None:
-    """The source of a folder's chat template: of its `chat_template.jinja`, else of its
-    `tokenizer_config.json`; None where there is none. Raises DataError for what cannot be read."""
-    own, config = (os.path.join(folder, name) for name in (CHAT, "tokenizer_config.json"))
-    if os.path.isfile(own):
-        try:
-            with open(own, encoding="utf-8") as file:
-                return file.read()
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{own} cannot be read: {error}.") from error
-    source = _read_json(config).get("chat_template") if os.path.isfile(config) else None
-    if isinstance(source, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
-        source = named.get("default")
-    return source if isinstance(source, str) else None
-
-
 def save_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike) -> None:
     """Writes `tokenizer` into the folder `path`; `load_tokenizer(path)` gives it back."""
     tokenizer.save(path)
@@ -391,48 +358,6 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
             f"model's vocab_size is {vocab_size}: set model.vocab_size = {tokenizer.vocab_size}, "
             "or use the tokenizer the model was trained with."
         )
-
-
-class _ByteStream:
-    def __init__(self, tokenizer: ByteTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, ids: Sequence[int] | int) -> str:
-        return self._decoder.decode(self._tokenizer.text_bytes(np.atleast_1d(ids)))
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
-
-class PieceStream:
-    """Shows decode(context + new) minus decode(context) once it does not end in U+FFFD.
-
-    Shown tokens are kept as context because decoders treat the beginning of a text differently:
-    they drop the first space or all of them. So it is the last group that has text there.
-    """
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._shown = 0  # the first ids of _ids whose text has been shown
-
-    def push(self, ids: Sequence[int] | int) -> str:
-        self._ids.extend(int(i) for i in np.atleast_1d(ids))
-        return self._show(final=False)
-
-    def flush(self) -> str:
-        return self._show(final=True)
-
-    def _show(self, final: bool) -> str:
-        before = self._tokenizer.decode(self._ids[: self._shown])
-        text = self._tokenizer.decode(self._ids)
-        if len(text) <= len(before) or (text.endswith("\ufffd") and not final):
-            return ""
-        if self._tokenizer.decode(self._ids[self._shown :]):
-            del self._ids[: self._shown]
-        self._shown = len(self._ids)
-        return text[len(before) :]
 
 
 def _parse(definition: str) -> Any:
@@ -464,11 +389,6 @@ def _special(
     return name
 
 
-def _content(token: Any) -> str | None:
-    """tokenizer_config.json gives a token as a string or as an object with its content."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
 def utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8")
@@ -477,14 +397,6 @@ def utf8(text: str) -> bytes:
             f"the text has a lone surrogate at character {error.start}, which is no Unicode "
             "text: decode its source with the right encoding."
         ) from error
-
-
-def _read_json(path: str) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}.") from error
 
 
 def write_json(path: str, value: Any) -> None:

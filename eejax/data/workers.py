@@ -24,7 +24,8 @@ import numpy as np
 
 from eejax.common.errors import DataError
 from eejax.data.sources import Document, name_hash
-from eejax.data.tokenizers import Tokenizer, load_tokenizer
+from eejax.data.tokenizer_files import load_tokenizer
+from eejax.data.tokenizers import Tokenizer
 
 # A chunk is a fraction of a second's work, and small beside the processes that work on it.
 CHUNK_CHARS = 1 << 18

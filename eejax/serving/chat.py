@@ -14,7 +14,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from eejax.common.errors import ConfigError
-from eejax.data.tokenizers import Tokenizer, chat_template
+from eejax.data.tokenizer_files import chat_template
+from eejax.data.tokenizers import Tokenizer
 
 
 class Generation(Extension):

@@ -18,13 +18,13 @@ from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER, load_model
 from eejax.checkpoint.overlay import opened
 from eejax.common.errors import CheckpointError, DataError, require
 from eejax.common.trees import Tree
+from eejax.data.tokenizer_files import load_tokenizer
 from eejax.data.tokenizers import (
     BYTES,
     MARKER,
     ByteTokenizer,
     Tokenizer,
     check_vocabulary,
-    load_tokenizer,
     save_tokenizer,
 )  # fmt: skip
 from eejax.models.config import ModelConfig

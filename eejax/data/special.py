@@ -1,0 +1,86 @@
+"""Special tokens in text: those it names, and text of users that must not become them.
+
+What a chat template writes may hold the names of special tokens, which then are these tokens. A
+`Shield` puts a `MARK` into every such name in the text of users, and `parts` takes the marks away
+once the template's own names were found.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+MARK = "\ufdd0"
+"""A code point that Unicode keeps for programs' own use, so that no text to be exchanged has it."""
+
+
+class Splitter:
+    """Cuts text at the names of tokens, as the library `tokenizers` does: the longest name at the
+    first place, with the white space beside it that the token takes in."""
+
+    def __init__(self, tokens: Mapping[int, Any]):
+        """tokens: `tokenizers.AddedToken` by id."""
+        from tokenizers import Tokenizer, models
+
+        self._inner = Tokenizer(models.WordLevel({MARK: 0}, unk_token=MARK))  # one word: the rest
+        self._inner.add_tokens(list(tokens.values()))
+        number = {token.content: i for i, token in tokens.items()}
+        vocabulary = self._inner.get_vocab()
+        self._ids = {vocabulary[name]: i for name, i in number.items()}
+
+    def __call__(self, text: str) -> list[int | str]:
+        """Ids of tokens, and the texts between them."""
+        found = self._inner.encode(text)
+        pairs = zip(found.ids, found.offsets, strict=True)
+        return [self._ids.get(i, text[begin:end]) for i, (begin, end) in pairs]
+
+
+def parts(split: Splitter, text: str) -> list[int | str]:
+    """A text with marks in ids of special tokens, and texts without marks between them."""
+    pieces = [p.replace(MARK, "") if isinstance(p, str) else p for p in split(text)]
+    return [p for p in pieces if p != ""]
+
+
+class Shield:
+    """Marks the names of special tokens in text of users.
+
+    A name may also come about where text of a user meets text of the template, or other text of a
+    user. So a text that begins with the end of a name, or ends with the beginning of one, is marked
+    there, unless it is one word: templates may make names of roles, as '<|' + role + '|>'.
+    """
+
+    def __init__(self, names: Iterable[str]):
+        self._names = [name for name in names if len(name) > 1]
+        self._ends = {name[i:] for name in self._names for i in range(1, len(name))}
+        self._begins = {name[:i] for name in self._names for i in range(1, len(name))}
+        self._longest = max(map(len, self._names), default=0)
+
+    def __call__(self, value: Any) -> Any:
+        """A value of JSON with its texts marked. Raises ValueError for one that has a mark."""
+        if isinstance(value, str):
+            return self._text(value)
+        if isinstance(value, Mapping):
+            return {self(key): self(item) for key, item in value.items()}
+        if isinstance(value, Sequence):
+            return [self(item) for item in value]
+        return value
+
+    def _text(self, text: str) -> str:
+        if MARK in text:
+            raise ValueError("has the character U+FDD0, which Unicode keeps for programs' own use")
+        inside = [name for name in self._names if name in text]
+        if inside:  # names may overlap
+            at = re.compile(f"(?=(?:{'|'.join(map(re.escape, inside))}))(.)", re.DOTALL)
+            marked = at.sub(lambda m: m[1] + MARK, text)
+        else:
+            marked = text
+        if re.fullmatch(r"\w*", text):
+            return marked
+        sizes = range(1, min(len(text) + 1, self._longest))
+        short = len(text) < self._longest and any(text in name for name in self._names)
+        if short or any(text[:n] in self._ends for n in sizes):
+            marked = MARK + marked
+        if any(text[-n:] in self._begins for n in sizes):
+            marked += MARK
+        return marked
