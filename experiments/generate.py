@@ -205,8 +205,7 @@ class Screen:
     """Shows the tokens of a request as they come."""
 
     def __init__(self, tokenizer, prompt: list[int], colors: bool):
-        self._text, self._shown, self._colors = tokenizer.stream(), 0, colors
-        self._text.push(prompt)  # what comes first in a text is decoded differently
+        self._text, self._shown, self._colors = tokenizer.stream(prompt), 0, colors
 
     def show(self, result) -> None:
         while self._shown < result.lengths[0]:
@@ -235,7 +234,7 @@ def answer(ask: Callable, texts: list[str], tokenizer, colors: bool) -> tuple:
     if screen:
         screen.end()
     for i in range(0 if screen else len(texts)):
-        new = result.colored(i, tokenizer.decode) if colors else tokenizer.decode(result.ids(i))
+        new = (result.colored if colors else result.text)(i, tokenizer.decode)
         print(f"--- prompt {i}: {result.finish[i]}\n{texts[i]}{new}")
     speed = rate([pace])
     ended = f", ended by: {result.finish[0]}" if screen else ""
@@ -303,7 +302,7 @@ def in_numbers(text: str, result, i: int, decode: Callable) -> dict:
     row = lambda a: a[i, : result.lengths[i]].tolist()
     return {
         "prompt": text,
-        "text": decode(result.ids(i)),
+        "text": result.text(i, decode),
         "finish": result.finish[i],
         "tokens": result.ids(i),
         "boundaries": row(result.boundaries),

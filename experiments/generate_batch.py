@@ -168,6 +168,7 @@ def encoded(lines: list[Line], tokenizer) -> tuple[list[Line], dict[int, list[in
 
 def complete(model, engine, stops: list[int], lines: list[Line], out) -> int:
     """Runs the lines; how many could not be."""
+    from eejax.data import text_behind
     from eejax.inference.payoff import Payoff
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.sampling import Sampling
@@ -224,7 +225,8 @@ def complete(model, engine, stops: list[int], lines: list[Line], out) -> int:
             failed += finish == "error"
             exits = np.bincount([t.exit for t in mine], minlength=engine.config.n_exits + 1)
             told(
-                line, prompt=line.wants["prompt"], text=tokenizer.decode([t.id for t in mine]),
+                line, prompt=line.wants["prompt"],
+                text=text_behind(tokenizer.decode, ids[line.number], [t.id for t in mine]),
                 finish=finish, tokens=len(mine), exits=exits.tolist(),
             )  # fmt: skip
         now = time.perf_counter()

@@ -224,7 +224,7 @@ def show(workdir: pathlib.Path, model, summary: dict, sample) -> None:
 
     prompt, result = sample
     decode = model.tokenizer.decode
-    new = result.colored(0, decode) if sys.stdout.isatty() else decode(result.ids(0))
+    new = (result.colored if sys.stdout.isatty() else result.text)(0, decode)
     say(f"\nThe end of a held-out prompt, and what comes after it:\n{decode(prompt)}|{new}\n")
     print(result.summary() + "\n")
     quality = summary["bits_per_byte"]

@@ -63,6 +63,10 @@ _KEYS = flags.DEFINE_string(
 )  # fmt: skip
 _BODY = flags.DEFINE_integer("max_body", 4 * 2**20, "Most bytes of a request.", lower_bound=1)
 _N = flags.DEFINE_integer("max_n", 16, "Most choices of a prompt.", lower_bound=1)
+_ALLOW_SPECIAL = flags.DEFINE_bool(
+    "allow_special", False, "Names of special tokens in text of clients, as <|im_end|>, are these "
+    "tokens. By default they are text, and special tokens come from the chat template alone."
+)  # fmt: skip
 _GRACE = flags.DEFINE_float(
     "grace", 30.0, "Seconds to answer what is under way at the end.", lower_bound=0.0
 )
@@ -272,7 +276,9 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
         options = ServiceOptions(_WAITING.value, _STEPS.value, grace=_GRACE.value)
     watch = lambda name: told(name, metrics.watch(name))
     services = {name: Service(build, options, watch=watch(name)) for name, build in builds.items()}
-    http = HttpOptions(keys, _BODY.value, n=_N.value, defaults=defaults)
+    http = HttpOptions(
+        keys, _BODY.value, n=_N.value, defaults=defaults, allow_special=_ALLOW_SPECIAL.value
+    )
     api = app(services, http, metrics)
     signals = asyncio.Queue()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -75,10 +75,10 @@ class SentencePieceTokenizer:
         added: Mapping[int, Mapping[str, Any]] | None = None,
         space: str | None = None,
     ):
-        self._model, self.space = model, space
-        self._inner = _parse(model)
+        self.model, self.space = model, space
+        self._inner = parse_model(model)
         if space is not None:
-            self._inner = _parse(model + _SPACED)
+            self._inner = parse_model(model + _SPACED)
         self._n = self._inner.vocab_size()
         self.added = {int(i): dict(token) for i, token in (added or {}).items()}
         self.vocab_size = max([self._n, *(i + 1 for i in self.added)])
@@ -95,12 +95,12 @@ class SentencePieceTokenizer:
         self.special = names_of(self, special)
 
     def __reduce__(self):
-        return made_again, (type(self), self._model, self._settings)
+        return made_again, (type(self), self.model, self._settings)
 
     @functools.cached_property
     def _bare(self) -> Any:
         """The model without a space before texts."""
-        return _parse(self._model + _BARE)
+        return parse_model(self.model + _BARE)
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class SentencePieceTokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        digest = hashlib.sha256(self._model)
+        digest = hashlib.sha256(self.model)
         named = [self.eos, self.bos, *(["begins"] if self.adds_bos else [])]
         if self.added or self.space:
             named += [self.space, sorted(self.added.items())]
@@ -215,11 +215,11 @@ class SentencePieceTokenizer:
     def save(self, path: str | os.PathLike) -> None:
         os.makedirs(path, exist_ok=True)
         with open(os.path.join(path, MODEL), "wb") as file:
-            file.write(self._model)
+            file.write(self.model)
         write_json(os.path.join(path, MARKER), {"kind": SENTENCEPIECE} | self._settings)
 
 
-def _parse(model: bytes) -> Any:
+def parse_model(model: bytes) -> Any:
     try:
         import sentencepiece
     except ImportError as error:

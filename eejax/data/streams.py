@@ -36,22 +36,22 @@ class TextStream(Protocol):
         ...
 
 
-def ending(decode: Decode, prompt: Sequence[int]) -> list[int]:
-    """The last tokens of a prompt, which decode what follows as the whole prompt does: they have
-    text, and begin with a whole character."""
-    n, text = SEEN, ""
+def ending(decode: Decode, prompt: Sequence[int]) -> tuple[list[int], str]:
+    """The last tokens of a prompt, which decode what follows as the whole prompt does, and their
+    text: they have some, and begin with a whole character."""
+    n = SEEN
     while True:
-        last = list(prompt[-n:])
+        last = [int(i) for i in prompt[-n:]]
         text = decode(last)
         if n >= len(prompt) or (text and not text.startswith(UNKNOWN)):
-            return last
+            return last, text
         n *= 2
 
 
 def text_behind(decode: Decode, prompt: Sequence[int], ids: Sequence[int]) -> str:
     """The text of `ids` as they go on behind `prompt`."""
-    context = ending(decode, prompt)
-    return _after(decode(context), decode([*context, *ids]))
+    context, before = ending(decode, prompt)
+    return _after(before, decode([*context, *ids]))
 
 
 def _after(before: str, text: str) -> str:
@@ -69,9 +69,8 @@ class PieceStream:
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()):
         self._decode = decode
-        self._ids = ending(decode, prompt)
+        self._ids, self._before = ending(decode, prompt)
         self._shown = len(self._ids)  # the first ids of _ids whose text has been shown
-        self._before = decode(self._ids)
         self._held = ""
 
     @property

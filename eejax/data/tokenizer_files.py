@@ -159,7 +159,8 @@ def _of_pieces(
     model: bytes, config: Mapping[str, Any], added: dict[int, dict], special: Mapping[str, str]
 ) -> dict[str, Any]:
     """What is to be known of a `.model`. Raises DataError for what its pieces do not say."""
-    import sentencepiece
+    # Here, because that module builds on the same ones.
+    from eejax.data.sentencepiece import parse_model
 
     kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
     if kind and kind not in _PIECES:
@@ -169,7 +170,7 @@ def _of_pieces(
         )
     if not kind:
         return {"added": added}
-    pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
+    pieces = parse_model(model)
     number = {pieces.id_to_piece(i): i for i in range(pieces.vocab_size())}
     for i, token in added.items():
         if i < len(number) and pieces.id_to_piece(i) != token["content"]:

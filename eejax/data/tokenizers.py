@@ -32,7 +32,7 @@ _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>")
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 # GPT-2's alphabet: bytes that print are themselves, the others letters from U+0100 on.
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_LETTERS = {chr(b): b for b in _PRINTED} | {
+LETTERS = {chr(b): b for b in _PRINTED} | {
     chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in _PRINTED)
 }
 
@@ -173,7 +173,7 @@ class JsonTokenizer:
         chat: str | None = None,
         special: Mapping[str, str] | None = None,
     ):
-        self._definition, self.chat = definition, chat
+        self.definition, self.chat = definition, chat
         self._plain = _parse(definition)
         self._plain.encode_special_tokens = True
         vocabulary = self._plain.get_vocab(with_added_tokens=True)
@@ -190,13 +190,13 @@ class JsonTokenizer:
 
     def __reduce__(self):
         # The library's object loses settings when it is pickled.
-        return made_again, (type(self), self._definition, settings_of(self))
+        return made_again, (type(self), self.definition, settings_of(self))
 
     @functools.cached_property
     def fingerprint(self) -> str:
         # Of the file's content, which the library's version does not change.
         named = [self.eos, self.bos, *(["begins"] if self.adds_bos else [])]
-        content = json.dumps([json.loads(self._definition), *named], sort_keys=True)
+        content = json.dumps([json.loads(self.definition), *named], sort_keys=True)
         return "json-" + hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @functools.cached_property
@@ -209,8 +209,8 @@ class JsonTokenizer:
             return b""
         # Part of a character alone decodes to U+FFFD, which says nothing.
         if "ByteLevel" in self._decoders:  # one letter of its alphabet for each byte
-            if _LETTERS.keys() >= set(piece):
-                return bytes(_LETTERS[c] for c in piece)
+            if LETTERS.keys() >= set(piece):
+                return bytes(LETTERS[c] for c in piece)
             return piece.encode()
         if "ByteFallback" in self._decoders and _BYTE_PIECE.fullmatch(piece):
             return bytes([int(piece[3:5], 16)])
@@ -228,7 +228,7 @@ class JsonTokenizer:
 
     @functools.cached_property
     def _decoders(self) -> set[str]:
-        decoder = json.loads(self._definition).get("decoder") or {}
+        decoder = json.loads(self.definition).get("decoder") or {}
         return {d["type"] for d in (decoder, *decoder.get("decoders", ()))}
 
     @functools.cached_property
@@ -241,7 +241,7 @@ class JsonTokenizer:
     @functools.cached_property
     def _with_special(self) -> Any:
         # A second instance, because the setting belongs to the object and engines use threads.
-        return _parse(self._definition)
+        return _parse(self.definition)
 
     def encode(self, text: str, *, allow_special: bool = False, begins: bool = True) -> np.ndarray:
         utf8(text)
@@ -255,7 +255,7 @@ class JsonTokenizer:
         token that stands for any of them."""
         from tokenizers import AddedToken
 
-        inner = _parse(self._definition)
+        inner = _parse(self.definition)
         inner.encode_special_tokens = True
         inner.add_tokens([AddedToken(MARK, normalized=False)])
         return Splitter(self._added), inner, inner.token_to_id(MARK)
@@ -282,7 +282,7 @@ class JsonTokenizer:
     def save(self, path: str | os.PathLike) -> None:
         os.makedirs(path, exist_ok=True)
         with open(os.path.join(path, JSON), "w", encoding="utf-8") as file:
-            file.write(self._definition)
+            file.write(self.definition)
         write_json(os.path.join(path, MARKER), {"kind": "json"} | settings_of(self))
 
 

@@ -200,7 +200,7 @@ class Decoder(abc.ABC):
         more = jax.tree.map(lambda a: a[None], first)
         limits = np.where(room < max_new_tokens, "context", "length")
         collector = Collector(
-            config, lengths, max_new, limits, stop_tokens, stop_strings, decode_text
+            config, prompts, max_new, limits, stop_tokens, stop_strings, decode_text
         )
         while True:
             result = collector.add(jax.device_get(more))

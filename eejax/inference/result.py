@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
 
+from eejax.data.streams import SEEN, Decode, PieceStream, ending, text_behind
 from eejax.inference.state import Record
 from eejax.models.config import ModelConfig
 
@@ -32,6 +33,7 @@ class Result:
     margins: see `Record`; infinite for engines that do not measure it.
     drafted: tokens drafted in the step that emitted the token, on the step's first token; else 0.
     accepted: 1 for tokens that were drafted, else 0.
+    prompts: token ids of each request's prompt, behind which its text goes on.
     finish: per request "stop" (token or string), "length", "context", or "" while running.
     stops: boundary of each exit, the final one last.
     """
@@ -45,7 +47,7 @@ class Result:
     drafted: np.ndarray
     accepted: np.ndarray
     lengths: np.ndarray
-    prompt_lengths: np.ndarray
+    prompts: tuple[tuple[int, ...], ...]
     finish: tuple[str, ...]
     stops: tuple[int, ...]
     n_layers: int
@@ -62,6 +64,11 @@ class Result:
         An early exit after all layers has the final exit's boundary and a number of its own.
         """
         return np.where(self.exits < 0, -1, np.asarray(self.stops)[self.exits])
+
+    @property
+    def prompt_lengths(self) -> np.ndarray:
+        """[b] tokens of each prompt."""
+        return np.array([len(prompt) for prompt in self.prompts])
 
     @property
     def finished(self) -> np.ndarray:
@@ -104,22 +111,24 @@ class Result:
         counted = [f"{name}: {int((self.exits == e).sum())}" for e, name in enumerate(names)]
         return ", ".join(self.paint(c, e) if colors else c for e, c in enumerate(counted))
 
-    def pieces(
-        self, i: int, decode_text: Callable[[Sequence[int]], str]
-    ) -> Iterator[tuple[str, int]]:
+    def text(self, i: int, decode_text: Decode) -> str:
+        """Request i's text as it goes on behind its prompt: decoders drop the space that begins a
+        text, which is none where there is text before it."""
+        return text_behind(decode_text, self.prompts[i], self.ids(i))
+
+    def pieces(self, i: int, decode_text: Decode) -> Iterator[tuple[str, int]]:
         """Request i's text in parts, each with the number of the token that completes it.
 
         A character that several tokens make up is a part of its own, with the last of them.
         """
-        ids, shown = self.ids(i), ""
-        for j in range(len(ids)):
-            text = decode_text(ids[: j + 1])
-            if text.endswith("\ufffd") and j + 1 < len(ids):
-                continue  # in the middle of a character
-            piece, shown = text[len(shown) :], text
-            yield piece, j
+        stream, ids = PieceStream(decode_text, self.prompts[i]), self.ids(i)
+        for j, token in enumerate(ids):
+            piece = stream.push(token)
+            piece += stream.flush() if j + 1 == len(ids) else ""
+            if piece:
+                yield piece, j
 
-    def colored(self, i: int, decode_text: Callable[[Sequence[int]], str]) -> str:
+    def colored(self, i: int, decode_text: Decode) -> str:
         """Request i's text for a terminal, each token in its exit's color, the final exit plain."""
         parts = self.pieces(i, decode_text)
         return "".join(self.paint(piece, self.exits[i, j]) for piece, j in parts)
@@ -134,18 +143,22 @@ class Collector:
     def __init__(
         self,
         config: ModelConfig,
-        prompt_lengths: np.ndarray,
+        prompts: Sequence[Sequence[int]],
         max_new: np.ndarray,
         limits: Sequence[str],
         stop_tokens: Sequence[int] = (),
         stop_strings: Sequence[str] = (),
-        decode_text: Callable[[Sequence[int]], str] | None = None,
+        decode_text: Decode | None = None,
     ):
-        """max_new [b]: tokens a request may get; limits [b]: what ends it when it has them."""
-        self._config, self._prompt_lengths = config, prompt_lengths
+        """prompts [b]: token ids; max_new [b]: tokens a request may get; limits [b]: what ends it
+        when it has them."""
+        self._config = config
+        self._prompts = tuple(tuple(int(i) for i in prompt) for prompt in prompts)
         self._max_new, self._limits = max_new, limits
         self._stop_tokens, self._stop_strings = frozenset(stop_tokens), tuple(stop_strings)
         self._decode = decode_text
+        seen = (lambda p: ending(decode_text, p)[0]) if stop_strings else lambda p: []
+        self._contexts = [seen(prompt) for prompt in self._prompts]
         b, n = len(max_new), int(max_new.max())
         self._all = Record(
             token=np.full((b, n), -1, np.int32),
@@ -180,7 +193,7 @@ class Collector:
                     f" {stop}: check the checkpoint's parameters"
                 )
             ids += new.token[i, steps].tolist()
-            end = self._end(ids, before)
+            end = self._end(i, before)
             if end is not None:
                 del ids[end:]
                 self._finish[i] = "stop"
@@ -203,17 +216,19 @@ class Collector:
             drafted=shown.drafted,
             accepted=shown.accepted,
             lengths=lengths,
-            prompt_lengths=self._prompt_lengths,
+            prompts=self._prompts,
             finish=tuple(self._finish),
             stops=self._config.stops,
             n_layers=self._config.n_layers,
         )
 
-    def _end(self, ids: list[int], before: int) -> int | None:
-        """Tokens up to and with the first beyond `before` that ends the request, or None."""
+    def _end(self, i: int, before: int) -> int | None:
+        """Tokens up to and with the first beyond `before` that ends request i, or None."""
+        ids = self._ids[i]
         ends = [j + 1 for j in range(before, len(ids)) if ids[j] in self._stop_tokens][:1]
         if self._stop_strings:
-            ends += string_end(ids, before, self._stop_strings, self._decode)
+            context = self._contexts[i]
+            ends += string_end(ids, before, self._stop_strings, self._decode, context)
         return min(ends, default=None)
 
 
@@ -221,23 +236,31 @@ def string_end(
     ids: list[int],
     before: int,
     strings: Sequence[str],
-    decode_text: Callable[[Sequence[int]], str],
+    decode_text: Decode,
+    context: Sequence[int] = (),
 ) -> list[int]:
-    """[length of the shortest prefix of `ids` whose text holds one of `strings`], or [].
+    """[length of the shortest prefix of `ids` whose text behind `context` holds one of `strings`],
+    or [].
 
     The first `before` ids are known to hold none, and of them only as many are decoded as a
     string could reach back into.
     """
-    found = lambda part: any(s in decode_text(part) for s in strings)
+
+    def text(begin: int, end: int) -> str:
+        return text_behind(decode_text, [*context, *ids[:begin]][-SEEN:], ids[begin:end])
+
+    found = lambda begin, end: any(s in text(begin, end) for s in strings)
     # A few more characters: a text cut out of another may begin with other ones.
     reach = max(map(len, strings)) + 8
     back = reach
-    while back < before and len(decode_text(ids[before - back : before])) < reach:
+    while back < before and len(text(before - back, before)) < reach:
         back *= 2
-    if len(ids) == before or not found(ids[max(0, before - back) :]) or not found(ids):
+    if len(ids) == before or not found(max(0, before - back), len(ids)):
+        return []
+    if not found(0, len(ids)):
         return []
     low, high = before + 1, len(ids)
     while low < high:
         mid = (low + high) // 2
-        low, high = (low, mid) if found(ids[:mid]) else (mid + 1, high)
+        low, high = (low, mid) if found(0, mid) else (mid + 1, high)
     return [low]

@@ -27,6 +27,8 @@ from tqdm import tqdm
 from eejax import calibration
 from eejax.calibration import Scores
 from eejax.common.errors import ConfigError, require, require_count
+from eejax.data import text_behind
+from eejax.data.tokenizers import begun
 from eejax.inference import ExitPolicy, Generator
 from eejax.inference.generate import power_of_two
 from eejax.losses.cross_entropy import IGNORE
@@ -47,6 +49,8 @@ class EarlyExitLM(TemplateLM):
     all exits, or one for each, as a sequence or as "0.5/0.9"; gate: as of `ExitPolicy.make`.
     batch_size: texts at a time. max_length: most tokens that are read at a time, by default the
     model's context. max_gen_toks: most tokens of a generation where a task does not say.
+    allow_special: names of special tokens in the tasks' text are these tokens, as lm-eval's own
+    models have it; by default those that the chat template writes are, and others are text.
 
     Log-likelihoods are teacher-forced: every token sees what all layers made of the text before it,
     whatever exits answered for that, as in the engines that keep keys and values exact ("posthoc",
@@ -72,6 +76,7 @@ class EarlyExitLM(TemplateLM):
         max_gen_toks: int | None = None,
         tokenizer: str | None = None,
         dtype: str | None = None,
+        allow_special: bool = False,
     ):
         super().__init__()
         require(path is not None, "path", path, "must name a model", "Give path=runs/mine.")
@@ -86,8 +91,10 @@ class EarlyExitLM(TemplateLM):
             min(MOST, self.max_length // 2) if max_gen_toks is None else max_gen_toks
         )
         require_count("max_gen_toks", self.max_gen_toks)
+        self._allow_special = allow_special
         self._kept: dict[str, Scores] = {}
         self._made: list[Generator] = []  # one, once a task asks for texts
+        self._templated: list[bool] = []  # whether tasks' texts come from the chat template
         self._choose(exit, thresholds, gate)
 
     def at(
@@ -152,30 +159,37 @@ class EarlyExitLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs
     ) -> list[int]:
-        """Token ids, after the one that begins texts if the model's do. Names of special tokens are
-        these tokens, as chat templates write them."""
-        begins = add_special_tokens is not False
-        return self.model.tokenizer.encode(string, allow_special=True, begins=begins).tolist()
+        """Token ids, after the one that begins texts if the model's do, unless a chat template
+        says so itself."""
+        begins, tokenizer = add_special_tokens is not False, self.model.tokenizer
+        if self._templated:
+            ids = tokenizer.encode_marked(string)
+            return (begun(tokenizer, ids) if begins else ids).tolist()
+        special = self._allow_special
+        return tokenizer.encode(string, allow_special=special, begins=begins).tolist()
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         found = self._template()
+        if chat_template:  # also where lm-eval has kept the texts of an earlier run
+            self._templated.append(True)
         return found[0] if chat_template and found else ""
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """A conversation as the model reads it, up to where its reply begins, or else within its
-        last message. Raises ConfigError for a model without a template."""
+        last message; with marks (`special.Shield`) in names of special tokens that it has. Raises
+        ConfigError for a model without a template."""
         from eejax.serving.chat import Template
 
         found = self._template()
         if found is None:
             raise ConfigError(f"apply_chat_template: {self.model.path} has no chat template.")
-        text = Template(*found).render(chat_history, reply=add_generation_prompt)
+        names = () if self._allow_special else self.model.tokenizer.control
+        template = Template(*found, names)
         if add_generation_prompt:
-            return text
-        last = chat_history[-1]["content"].strip()
-        return text[: text.rindex(last) + len(last)]
+            return template.render(chat_history)
+        return template.render(chat_history, reply=False, go_on=True)
 
     def _template(self) -> tuple[str, dict[str, str]] | None:
         from eejax.serving import chat  # needs Jinja, which lm_eval brings
@@ -328,7 +342,8 @@ class EarlyExitLM(TemplateLM):
         for row in range(len(rows)):
             self._count(result.boundaries[row, : result.lengths[row]])
             # A token that ends a text is none of it, whatever it would be written as.
-            text = tokenizer.decode([t for t in result.ids(row) if t not in tokenizer.end_ids])
+            ids = [t for t in result.ids(row) if t not in tokenizer.end_ids]
+            text = text_behind(tokenizer.decode, result.prompts[row], ids)
             ends = [at for stop in settings["stop_strings"] if (at := text.find(stop)) >= 0]
             texts.append(text[: min(ends, default=len(text))])
         return texts

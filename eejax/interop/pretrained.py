@@ -91,7 +91,7 @@ def calibrate(
 
 def generate(
     model: Model,
-    prompt: str,
+    prompt: str | Sequence[int],
     max_new_tokens: int = 128,
     *,
     agreement: float | None = None,
@@ -100,6 +100,8 @@ def generate(
 ) -> tuple[str, Result]:
     """(the text behind `prompt`, what every token of it took).
 
+    prompt: text, in which names of special tokens are text, or token ids, such as those of
+    `model.tokenizer.encode(text, allow_special=True)`, where they are these tokens.
     agreement: of a calibrated model the share of tokens that are to be those of the full one, from
     which thresholds of its routers follow; instead of it options may say gate and threshold, as all
     that `Generator.stream` takes. By neither, no token leaves early. Raises ConfigError for an
@@ -114,11 +116,11 @@ def generate(
     if agreement is not None:
         options = {"gate": "router", "threshold": _threshold(model, agreement)} | options
     generator = Generator.make(model.params, model.config, engine)
-    options = {"stop_tokens": model.tokenizer.end_ids} | options
-    result = generator.generate(
-        [model.tokenizer.encode(prompt).tolist()], max_new_tokens, **options
-    )
-    return model.tokenizer.decode(result.ids(0)), result
+    tokenizer = model.tokenizer
+    ids = tokenizer.encode(prompt).tolist() if isinstance(prompt, str) else prompt
+    options = {"stop_tokens": tokenizer.end_ids, "decode_text": tokenizer.decode} | options
+    result = generator.generate([ids], max_new_tokens, **options)
+    return result.text(0, tokenizer.decode), result
 
 
 def _threshold(model: Model, agreement: float) -> tuple[float, ...]:

@@ -1,11 +1,16 @@
-"""Conversations as a model was trained to read them: its chat template, in a sandbox."""
+"""Conversations as a model was trained to read them: its chat template, in a sandbox.
+
+A template is given what transformers gives it (`apply_chat_template`, 5.23), so that it writes the
+same text. Names of special tokens in what users say are marked (`data.special`): special tokens
+come from the template alone.
+"""
 
 from __future__ import annotations
 
 import datetime
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -14,8 +19,19 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from eejax.common.errors import ConfigError
+from eejax.data.special import MARK, Shield
 from eejax.data.tokenizer_files import chat_template
 from eejax.data.tokenizers import Tokenizer
+
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which messages have what a model thought; templates read the first or the second."""
+
+SPEAKING = ("system", "developer", "user", "tool")
+"""Roles whose messages have content, as OpenAI has them."""
+
+OPTIONS = "chat_template_kwargs"
+
+_END = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class Generation(Extension):
@@ -31,10 +47,13 @@ class Generation(Extension):
 class Template:
     """What makes one text of messages; written by whoever made the model, so it is not trusted."""
 
-    def __init__(self, source: str, special: Mapping[str, str] | None = None):
-        """special: names of tokens that templates speak of, bos_token and eos_token. Raises
-        ConfigError for what is no template."""
-        self._special = dict(special or {})
+    def __init__(
+        self, source: str, special: Mapping[str, str] | None = None, control: Sequence[str] = ()
+    ):
+        """special: names of special tokens by what templates call them. control: names of special
+        tokens that stay text where messages have them: they are marked in what is rendered, which
+        is then for `Tokenizer.encode_marked`. Raises ConfigError for what is no template."""
+        self._special, self._shield = dict(special or {}), Shield(control) if control else None
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
@@ -47,23 +66,186 @@ class Template:
         except TemplateError as error:
             raise ConfigError(f"chat_template: is no template of Jinja ({error}).") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, reply: bool = True) -> str:
-        """The text of messages, up to where the model's reply begins. Raises ConfigError for
-        messages that the template refuses."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        reply: bool = True,
+        go_on: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of messages.
+
+        Args:
+          messages: as `plain` makes them.
+          reply: whether the text ends where the model's reply begins (`add_generation_prompt`).
+          go_on: whether it ends within the last message, which the model goes on with
+            (`continue_final_message`); without `reply`.
+          tools, documents: what the model may call and read, for templates that speak of them.
+          options: other variables of the template.
+
+        Raises ConfigError for messages that the template refuses, naming the first of them.
+        """
+        given = dict(messages=list(messages), tools=tools, documents=documents)
+        options = dict(options or {})
+        if taken := sorted({*given, "add_generation_prompt"} & {*options}):
+            raise ConfigError(f"{OPTIONS}: must have no {taken}, which the request says itself.")
+        if self._shield is not None:
+            given = {name: self._shielded(name, value) for name, value in given.items()}
+            options = self._shielded(OPTIONS, options)
+        messages = [_thoughtful(message) for message in given.pop("messages")]
+        rest = self._special | options | given | dict(add_generation_prompt=reply)
+        if go_on:
+            return self._unfinished(messages, rest)
         try:
-            return self._template.render(
-                messages=list(messages), add_generation_prompt=reply, **self._special
-            )
+            return self._rendered(messages, rest)
         except Exception as error:  # it is a program, and whoever wrote it is not known
-            told = f"messages: the model's chat template refuses them ({error})."
-            raise ConfigError(told) from error
+            number = self._first_bad(messages, rest, error)
+            raise ConfigError(
+                f"messages: the model's chat template refuses them ({error}), the first time at "
+                f"messages[{number}], which has {', '.join(messages[number])}."
+            ) from error
+
+    def _shielded(self, name: str, value: Any) -> Any:
+        try:
+            return self._shield(value)
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}.") from error
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], rest: Mapping[str, Any]) -> str:
+        """By the first form of the messages that the template takes."""
+        failed = None
+        for form in _forms(messages):
+            try:
+                return self._template.render(messages=form, **rest)
+            except Exception as error:
+                failed = failed or error
+        raise failed
+
+    def _first_bad(self, messages, rest, error: Exception) -> int:
+        """Number of the message from which on the template fails, as it does with all of them."""
+        low, high = 1, len(messages)
+        while low < high:
+            mid = (low + high) // 2
+            try:
+                self._rendered(messages[:mid], rest)
+                fails = False
+            except Exception as other:
+                fails = str(other) == str(error)
+            low, high = (low, mid) if fails else (mid + 1, high)
+        return high - 1
+
+    def _unfinished(self, messages: list[dict], rest: Mapping[str, Any]) -> str:
+        """Up to the end of the last message's content."""
+        last = messages[-1].get("content")
+        where = f"messages[{len(messages) - 1}].content"
+        if not isinstance(last, str):
+            raise ConfigError(f"{where}: must be a text, which the model can go on with.")
+        tagged = [*messages[:-1], messages[-1] | {"content": last + _END}]
+        try:
+            text = self._rendered(tagged, rest)
+        except Exception as error:
+            raise ConfigError(
+                f"messages: the model's chat template refuses them ({error})."
+            ) from error
+        at = text.rfind(_END.strip())
+        if at < 0 or last.strip() not in text:
+            raise ConfigError(
+                f"{where}: cannot be gone on with, as the model's chat template changes it."
+            )
+        whole = text[at : at + len(_END)] == _END  # else the template cuts white space off
+        return text[:at] if whole else text[:at].rstrip()
+
+
+def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Messages as transformers gives them, and where a template fails of that: with an empty text
+    for content that is missing, then with arguments of tools as the JSON that OpenAI has."""
+    messages = [dict(message) for message in messages]
+    yield messages
+    filled = [{**m, "content": m.get("content", "")} for m in messages]
+    if filled != messages:
+        yield filled
+    if any("tool_calls" in m for m in messages):
+        yield [_with_calls(m, _text_of_arguments) for m in filled]
+
+
+def _text_of_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(function) | {"arguments": _json(function.get("arguments", {}))}
+
+
+def _with_calls(message: Mapping[str, Any], change) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return dict(message)
+    made = [
+        call | {"function": change(call["function"])}
+        if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping)
+        else call
+        for call in calls
+    ]
+    return dict(message) | {"tool_calls": made}
+
+
+def _thoughtful(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with what the model thought under the names that templates read."""
+    found = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
+    if found is None:
+        return dict(message)
+    return {"thinking": found, **message, "reasoning_content": found}
+
+
+def plain(message: Mapping[str, Any], where: str = "messages") -> dict[str, Any]:
+    """A message of OpenAI's form as templates take it: its content a text, its tools' arguments
+    objects, and without fields that are null. Raises ConfigError, naming the field of `where`."""
+    found = {key: value for key, value in message.items() if value is not None}
+    if "content" not in found and (role := found.get("role")) in SPEAKING:
+        raise ConfigError(f"{where}.content: is required of the role {role!r}.")
+    if isinstance(content := found.get("content"), list):
+        found["content"] = "".join(
+            _text_of_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)
+        )
+    calls = found.get("tool_calls")
+    if calls is None:
+        return found
+    if not calls:
+        del found["tool_calls"]
+        return found
+    if not isinstance(calls, list):
+        raise ConfigError(f"{where}.tool_calls: must be a list.")
+    number = iter(range(len(calls)))
+
+    def parsed(function: Mapping[str, Any]) -> dict[str, Any]:
+        name = f"{where}.tool_calls[{next(number)}].function.arguments"
+        value = function.get("arguments")
+        if isinstance(value, str):
+            try:
+                value = json.loads(value) if value.strip() else {}
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{name}: must be JSON ({error}).") from error
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name} = {value!r}: must be a JSON object.")
+        return dict(function) | {"arguments": value}
+
+    return _with_calls(found, parsed)
+
+
+def _text_of_part(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise ConfigError(
+            f"{where}.type = {kind!r}: must be 'text', as models here read nothing else."
+        )
+    return part["text"]
 
 
 def _json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     """With the arguments that transformers' has."""
-    return json.dumps(
+    text = json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    return text.replace("\\ufdd0", MARK) if ensure_ascii else text
 
 
 def _refuse(message: str) -> None:
@@ -74,7 +256,4 @@ def find(folder: pathlib.Path, tokenizer: Tokenizer) -> tuple[str, dict[str, str
     """(source, special tokens) of a model's chat template: that of a file in its folder, else its
     tokenizer's; None where it has none. Raises DataError for a file that cannot be read."""
     source = chat_template(folder) or tokenizer.chat
-    if source is None:
-        return None
-    special = {f"{n}_token": getattr(tokenizer, n, None) or "" for n in ("bos", "eos")}
-    return source, special
+    return None if source is None else (source, dict(tokenizer.special))

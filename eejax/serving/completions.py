@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import codecs
 import contextlib
+import os.path
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 
@@ -19,13 +18,17 @@ from eejax.inference.scheduler import Token
 from eejax.inference.scoring import Scores
 from eejax.serving import protocol as form
 from eejax.serving.answers import Piece
+from eejax.serving.chat import plain
 from eejax.serving.http import Failure, Server, ended, usage
 from eejax.serving.messages import CHOOSES, Ask, Ready
+from eejax.serving.text import Offsets
 
 
-def encode(ready: Ready, text: str, *, limited: bool = True, **how) -> list[int]:
-    """Ids of a text. Raises Failure for one that is longer than any context full of tokens is, if
-    it is `limited`."""
+def encode(
+    ready: Ready, text: str, *, limited: bool = True, marked: bool = False, **how
+) -> list[int]:
+    """Ids of a text, or of one that a chat template wrote (`marked`). Raises Failure for one that
+    is longer than any context full of tokens is, if it is `limited`."""
     longest = int(ready.tokenizer.byte_lengths.max())
     try:
         size = len(utf8(text))
@@ -33,6 +36,8 @@ def encode(ready: Ready, text: str, *, limited: bool = True, **how) -> list[int]
         if limited and size > (ready.context + 1) * longest:
             told = f"prompt = {size} bytes: must have at most {ready.context} tokens, the context,"
             raise Failure(400, f"{told} of {longest} bytes each at most.", param="prompt")
+        if marked:
+            return ready.tokenizer.encode_marked(text).tolist()
         return ready.tokenizer.encode(text, **how).tolist()
     except DataError as error:
         raise Failure(400, f"prompt: {error}", param="prompt") from error
@@ -119,6 +124,11 @@ class Answer(abc.ABC):
                 self.counts[index] = count
         return [found[i] for i in sorted(found)]
 
+    @property
+    def special(self) -> dict[str, bool]:
+        """How text of clients is encoded."""
+        return dict(allow_special=self.server.options.allow_special)
+
     def exits(self, tokens: Sequence[Token]) -> dict:
         if not self.body.return_exits:
             return {}
@@ -145,8 +155,7 @@ class Completion(Answer):
         super().__init__(server, body)
         self.scores: list[Scores | None] = []
         self.begun: set[int] = set()  # choices of which something was told
-        self.offsets: dict[int, int] = {}  # of choices' next tokens, in characters
-        self.decoders: dict[int, codecs.IncrementalDecoder] = {}
+        self.offsets: dict[int, Offsets] = {}  # of choices
 
     limit = property(lambda self: self.body.max_tokens)
     likely = property(lambda self: self.body.logprobs or 0)
@@ -155,7 +164,7 @@ class Completion(Answer):
         prompt, found = self.body.prompt, []
         several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
         for one in prompt if several else [prompt]:
-            ids = encode(self.ready, one) if isinstance(one, str) else list(one)
+            ids = list(one) if isinstance(one, list) else encode(self.ready, one, **self.special)
             check_tokens(self.ready, ids, "prompt")
             found.append(ids)
         return found
@@ -207,7 +216,7 @@ class Completion(Answer):
         prompt = self.prompts[number]
         echoed = self.body.echo and index not in self.begun
         self.begun.add(index)
-        shown = self.ready.tokenizer.decode(prompt) if echoed else ""
+        shown = self._echoed(prompt, tokens) if echoed else ""
         choice = dict(
             index=index, text=shown + text, logprobs=None,
             finish_reason=ended(finish) if finish else None,
@@ -217,6 +226,11 @@ class Completion(Answer):
             told += [(t.id, t.logprob, t.likely) for t in tokens]
             choice["logprobs"] = self._logprobs(index, told, shown)
         return choice | self.exits(tokens)
+
+    def _echoed(self, prompt: Sequence[int], tokens: Sequence[Token]) -> str:
+        """The prompt's text, without a character that the tokens behind it make another one."""
+        decode = self.ready.tokenizer.decode
+        return os.path.commonprefix([decode(prompt), decode([*prompt, *(t.id for t in tokens)])])
 
     def _prompt_rows(self, number: int) -> list:
         """(token, log-probability, the most likely) of a prompt's tokens; the first has neither."""
@@ -235,16 +249,10 @@ class Completion(Answer):
 
     def _logprobs(self, index: int, rows: Sequence, shown: str) -> dict:
         """Of the next tokens of a choice, which begin with those of `shown`, if anything is."""
-        data = [self.ready.tokenizer.token_bytes(token) for token, *_ in rows]
-        if index not in self.decoders:
-            self.decoders[index] = codecs.getincrementaldecoder("utf-8")("replace")
-            # Some decoders drop the space that begins a text.
-            text = b"".join(data).decode(errors="replace")
-            self.offsets[index] = -1 if shown and text == " " + shown else 0
-        decoder, offsets = self.decoders[index], []
-        for one in data:
-            offsets.append(max(self.offsets[index], 0))
-            self.offsets[index] += len(decoder.decode(one))
+        if index not in self.offsets:
+            before = () if shown else self.prompts[index // self.body.n]
+            self.offsets[index] = Offsets(self.ready.tokenizer, before)
+        offsets = [self.offsets[index].push(token) for token, *_ in rows]
         tokens = [self.text_of(token) for token, *_ in rows]
         tops = [
             None if likely is None else self._top(token, logprob, likely)
@@ -288,11 +296,21 @@ class Conversation(Answer):
         return (self.body.top_logprobs or 0) if self.body.logprobs else 0
 
     def encoded(self) -> list[list[int]]:
-        template = self.server.template(self.body.model)
-        messages = [plain(m.model_dump(exclude_unset=True)) for m in self.body.messages]
+        template, body = self.server.template(self.body.model), self.body
+        messages = [
+            plain(m.model_dump(exclude_unset=True), f"messages[{i}]")
+            for i, m in enumerate(body.messages)
+        ]
+        text = template.render(
+            messages,
+            reply=body.add_generation_prompt,
+            go_on=body.continue_final_message,
+            tools=body.tools or None,
+            documents=body.documents,
+            options=body.chat_template_kwargs,
+        )
         # The template says itself what a text begins with.
-        text = template.render(messages)
-        return [encode(self.ready, text, allow_special=True, begins=False)]
+        return [encode(self.ready, text, marked=True)]
 
     def parts(self, piece: Piece) -> list[dict]:
         first = []
@@ -336,18 +354,3 @@ class Conversation(Answer):
             ],
             refusal=None,
         )  # fmt: skip
-
-
-def plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose content is a text: parts of another kind than text are refused."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
-    texts = []
-    for part in content:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type")
-            told = f"messages.content = {kind!r}: parts must be of the type 'text'."
-            raise Failure(400, told, param="messages")
-        texts.append(part["text"])
-    return dict(message) | {"content": "".join(texts)}

@@ -9,6 +9,7 @@ import hmac
 import itertools
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
@@ -47,7 +48,8 @@ ERRORS = {
 class HttpOptions:
     """keys: of which clients must bring one, if there are any; body: most bytes of one; requests:
     most at a time, whatever they ask; prompts: most of a request; n: most choices of a prompt;
-    defaults: of models, how tokens leave."""
+    defaults: of models, how tokens leave; allow_special: names of special tokens in text of clients
+    are these tokens, where otherwise they are text."""
 
     keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     body: int = 4 * 2**20
@@ -55,6 +57,7 @@ class HttpOptions:
     prompts: int = 64
     n: int = 16
     defaults: Mapping[str, Defaults] = dataclasses.field(default_factory=dict)
+    allow_special: bool = False
 
     def __post_init__(self):
         for name in ("body", "requests", "prompts", "n"):
@@ -97,7 +100,7 @@ def failure(error: Exception) -> Failure:
             return Failure(503, str(error), code="engine_unavailable", after=error.after)
         case ConfigError():
             said = str(renamed(error))
-            param = said.split(" ", 1)[0].rstrip(":")
+            param = re.split(r"[.\[]", said.split(" ", 1)[0].rstrip(":"))[0]
             return Failure(400, said, param=param if param.isidentifier() else None)
         case DataError():
             return Failure(400, str(error))
@@ -170,7 +173,10 @@ class Server:
         """A model's chat template. Raises Failure where it has none."""
         if model not in self._templates:
             found = self.ready(self.service(model)).template
-            self._templates[model] = None if found is None else Template(*found)
+            # Where text of users may hold special tokens, nothing in it is marked.
+            tokenizer = self.ready(self.service(model)).tokenizer
+            names = () if self.options.allow_special else tokenizer.control
+            self._templates[model] = None if found is None else Template(*found, names)
         if self._templates[model] is None:
             chooses = self.ready(self.service(model)).chooses
             where = "the folders of its models" if chooses else "its folder"
@@ -241,7 +247,7 @@ def misshapen(errors: Sequence[Mapping[str, Any]]) -> Failure:
     if first["type"] == "json_invalid":
         return Failure(400, "the body is not JSON: " + str(first.get("ctx", {}).get("error", "")))
     if first["type"] == "value_error":
-        return Failure(400, message, param=message.split(":", 1)[0])
+        return Failure(400, message, param=re.split("[ :]", message)[0])
     if first["type"] == "missing":
         return Failure(400, f"{where}: is required.", param=param)
     if not where:

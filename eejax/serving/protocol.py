@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
 
 from eejax.gates.confidence import GATES
 from eejax.inference.shaping import BIASES, LIKELY
@@ -15,6 +24,24 @@ SHARE = Annotated[float, Field(ge=0, le=1)]
 STRINGS = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)]
 
 
+def neutral(what: str, *values: Any) -> Any:
+    """The type of a field that is not supported: null, or a value that asks for nothing, as many
+    clients send them. what: is not supported, for the message of the error."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if any(type(value) is type(own) and value == own for own in values):
+            return value
+        said = json.dumps(value, default=str)
+        said = said if len(said) <= 80 else said[:77] + "..."
+        allowed = "".join(f" or say {json.dumps(own)}" for own in values)
+        raise ValueError(
+            f"{info.field_name} = {said}: {what} not supported: leave it out{allowed}."
+        )
+
+    schema = {"enum": [None, *values], "description": f"Not supported: {what.split(' ')[0]}."}
+    return Annotated[Any, AfterValidator(check), WithJsonSchema(schema)]
+
+
 class Form(BaseModel):
     """JSON as it has to be: no field that is not known, no text where a number belongs."""
 
@@ -23,6 +50,7 @@ class Form(BaseModel):
 
 class StreamOptions(Form):
     include_usage: bool = False
+    include_obfuscation: bool = Field(False, description="Not looked at.")
 
 
 class Wishes(Form):
@@ -61,6 +89,13 @@ class Wishes(Form):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=512, description="Not looked at.")
+    safety_identifier: str | None = Field(None, max_length=512, description="Not looked at.")
+    metadata: dict[str, Any] | None = Field(None, description="Not looked at.")
+    prompt_cache_key: str | None = Field(None, max_length=512, description="Not looked at.")
+    prompt_cache_options: dict[str, Any] | None = Field(None, description="Not looked at.")
+    prompt_cache_retention: str | None = Field(None, description="Not looked at.")
+    store: neutral("keeping answers is", False) = None
+    service_tier: neutral("tiers of service are", "auto", "default") = None
     priority: int | None = Field(0, ge=-1000, le=1000, description="Higher ones come first.")
     timeout: float | None = Field(None, gt=0, le=86400, description="Seconds until it ends.")
     engine: Literal["batched", "full"] | None = Field(
@@ -105,6 +140,17 @@ class CompletionRequest(Wishes):
     max_tokens: int | None = Field(16, ge=0, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=LIKELY)
     echo: bool | None = False
+    best_of: int | None = Field(None, ge=1, description="Not supported, but as many as `n`.")
+    suffix: neutral("text before a suffix is", "") = None
+
+    @model_validator(mode="after")
+    def _best(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n):
+            raise ValueError(
+                f"best_of = {self.best_of}: choosing among more than n = {self.n} choices is not "
+                "supported: leave it out."
+            )
+        return self
 
 
 class Message(BaseModel):
@@ -116,13 +162,38 @@ class Message(BaseModel):
 
 
 class ChatRequest(Wishes):
-    """`POST /v1/chat/completions`."""
+    """`POST /v1/chat/completions`.
+
+    Beyond OpenAI's: documents, chat_template_kwargs, add_generation_prompt and
+    continue_final_message, which transformers' chat templates know.
+    """
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=LIKELY)
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = Field(
+        False, description="The answer goes on with the last message."
+    )
+    tools: list[dict[str, Any]] | None = Field(
+        None, description="For the chat template alone: with tool_choice = none."
+    )
+    tool_choice: neutral("having a tool called is", "none", "auto") = None
+    parallel_tool_calls: bool | None = Field(None, description="Not looked at.")
+    functions: neutral("calling functions is", []) = None
+    function_call: neutral("calling functions is", "none", "auto") = None
+    response_format: neutral("another format than text is", {"type": "text"}) = None
+    modalities: neutral("another modality than text is", ["text"]) = None
+    audio: neutral("audio is") = None
+    prediction: neutral("predicted output is") = None
+    web_search_options: neutral("searching the web is") = None
+    moderation: neutral("moderation is") = None
+    reasoning_effort: neutral("an effort of reasoning is", "none") = None
+    verbosity: neutral("a verbosity is", "medium") = None
 
     @model_validator(mode="after")
     def _asked(self) -> ChatRequest:
@@ -130,6 +201,13 @@ class ChatRequest(Wishes):
             raise ValueError("top_logprobs: only with logprobs = true")
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise ValueError("max_tokens: is the old name of max_completion_tokens; give one")
+        if self.tools and self.tool_choice != "none":
+            raise ValueError(
+                "tools: calls of tools are not read from what a model writes: leave them out, or "
+                "say tool_choice = none, which shows them to the chat template alone"
+            )
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message: goes with add_generation_prompt = false")
         return self
 
 

@@ -153,6 +153,7 @@ async def tokenize(body: form.TokenizeRequest, server: Own) -> dict:
     ready = server.ready(server.service(body.model))
     # Of any length: clients cut documents by their tokens.
     how = dict(limited=False, begins=body.add_special_tokens)
+    how |= dict(allow_special=server.options.allow_special)
     ids = await asyncio.to_thread(encode, ready, body.prompt, **how)
     return dict(tokens=ids, count=len(ids), max_model_len=ready.context)
 

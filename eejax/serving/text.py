@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from eejax.data.tokenizers import Tokenizer
 
-SEEN = 16  # tokens of a prompt that are looked at
-
 
 class Shown(NamedTuple):
     """text: what may be shown now; tokens: how many of the tokens so far it shows, those that it
@@ -23,15 +21,13 @@ class Shown(NamedTuple):
 class Revealed:
     """A request's text, of which as much is shown as nothing that comes can take back.
 
-    Texts go on behind a prompt, of which the last tokens say how: some decoders drop the space that
-    a text begins with. A token's text may wait for the rest of a character, and a text that could
-    be the beginning of a stop string for what follows. Stop strings are not shown, whatever token
-    they end in.
+    Texts go on behind a prompt (`data.streams`). A token's text may wait for the rest of a
+    character, and a text that could be the beginning of a stop string for what follows. Stop
+    strings are not shown, whatever token they end in.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), prompt: Sequence[int] = ()):
-        self._stream, self._stops = tokenizer.stream(), tuple(stops)
-        self._stream.push(ending(tokenizer, prompt))
+        self._stream, self._stops = tokenizer.stream(prompt), tuple(stops)
         self._ends: list[int] = []  # of each token's text, in characters of the text so far
         self._held, self._shown = "", 0  # text that waits, and characters that do not any more
         self.stopped = False
@@ -78,12 +74,26 @@ class Revealed:
         return 1 + bisect.bisect_left(self._ends, self._shown, 0, len(self._ends) - 1)
 
 
-def ending(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
-    """The last tokens of a prompt, up to its last whole character."""
-    tail = list(prompt[-SEEN:])
-    while tail and tokenizer.decode(tail).endswith("\ufffd"):
-        tail.pop()
-    return tail
+class Offsets:
+    """Where the tokens of a text begin in it, in characters.
+
+    A token that is part of a character begins where that character does. The space that a decoder
+    drops at the beginning of a text is nowhere.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
+        """prompt: what the text goes on behind."""
+        self._tokenizer, self._stream = tokenizer, tokenizer.stream(prompt)
+        self._certain = 0  # characters that later tokens do not change
+
+    def push(self, token: int) -> int:
+        begin = self._certain
+        self._certain += len(self._stream.push(token))
+        try:
+            text = self._tokenizer.token_bytes(token).decode()
+        except UnicodeDecodeError:
+            return begin
+        return max(0, self._certain + len(self._stream.held) - len(text))
 
 
 def first(text: str, stops: Sequence[str]) -> int | None:

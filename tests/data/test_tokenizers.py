@@ -133,7 +133,7 @@ def test_saving_and_loading(tmp_path, bpe):
 
 
 def test_end_token_comes_from_caller_then_config_then_usual_names(tmp_path, bpe):
-    definition = json.loads(bpe._definition)
+    definition = json.loads(bpe.definition)
     extra = dict(definition["added_tokens"][0], id=512, content="<stop>")
     definition["added_tokens"].append(extra)
     file = tmp_path / "tokenizer.json"
@@ -175,7 +175,7 @@ def begins(bpe):
     """The definition of a tokenizer whose template puts a token before every text."""
     from tokenizers import Tokenizer, processors
 
-    inner = Tokenizer.from_str(bpe._definition)
+    inner = Tokenizer.from_str(bpe.definition)
     inner.add_special_tokens(["<s>"])
     inner.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", inner.token_to_id("<s>"))]
@@ -207,7 +207,7 @@ def test_texts_begin_as_the_models_did(begins, bpe, tmp_path):
 
 
 def test_truncation_and_padding_of_the_file_are_ignored(bpe):
-    definition = json.loads(bpe._definition)
+    definition = json.loads(bpe.definition)
     definition["truncation"] = {
         "max_length": 4,
         "strategy": "LongestFirst",

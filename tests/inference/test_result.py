@@ -41,7 +41,7 @@ def collect(record, cuts, max_new, stop_tokens=(), stop_strings=(), decode=text)
     b = record.exit.shape[1]
     collector = Collector(
         CONFIG,
-        np.ones(b, int),
+        [[0]] * b,
         np.array(max_new),
         ["length"] * b,
         stop_tokens,

@@ -22,7 +22,8 @@ from eejax.checkpoint.hf.folder import CONFIG
 from eejax.checkpoint.hf.layouts import Rule
 from eejax.common.errors import CheckpointError, ConfigError, require_one_of
 from eejax.common.trees import Tree
-from eejax.data.tokenizers import CHAT, JsonTokenizer, Tokenizer
+from eejax.data.tokenizer_export import save_for_transformers
+from eejax.data.tokenizers import Tokenizer
 from eejax.models.config import DTYPES, ModelConfig
 
 SHARD = 5 * 10**9  # bytes of a file of weights, as transformers has them
@@ -68,10 +69,8 @@ def save_pretrained(
         (part / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         _write_weights(part, tensors(base, tree, chosen), dtype, shard)
         sidecar.write(part, config, tree, dtype)
-        if isinstance(tokenizer, JsonTokenizer):
-            _write_tokenizer(part, tokenizer, config.context_length)
-        elif tokenizer is not None:
-            tokenizer.save(part)
+        if tokenizer is not None:
+            save_for_transformers(tokenizer, part, config.context_length)
         os.replace(part, path)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
@@ -166,12 +165,3 @@ def _write_weights(path: pathlib.Path, made, dtype: str, most: int) -> None:
         where |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
-
-
-def _write_tokenizer(path: pathlib.Path, tokenizer: JsonTokenizer, context: int) -> None:
-    tokenizer.save(path)
-    values = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
-    values |= {f"{n}_token": v for n, v in (("eos", tokenizer.eos), ("bos", tokenizer.bos)) if v}
-    (path / "tokenizer_config.json").write_text(json.dumps(values, indent=1) + "\n")
-    if tokenizer.chat is not None:
-        (path / CHAT).write_text(tokenizer.chat, encoding="utf-8")

@@ -1,0 +1,152 @@
+"""Tokenizers as transformers opens them: a `tokenizer.json` and what lies beside it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from absl import logging
+
+from eejax.data.sentencepiece import SentencePieceTokenizer
+from eejax.data.tokenizer_files import CONFIG
+from eejax.data.tokenizers import (
+    CHAT,
+    END_OF_TEXT,
+    JSON,
+    LETTERS,
+    ByteTokenizer,
+    JsonTokenizer,
+    Tokenizer,
+    write_json,
+)
+
+_SPACE = "\u2581"
+# Texts that tell conversions apart: spaces at either end, runs of them, what NFKC changes, bytes.
+_ODD = (
+    "", " ", "  a", "a ", "a  b", "a\n\tb", "\u2581a", "\ufb01\u2460\uff21", "\u00e9\U0001f642",
+    "the king of the world, and 1234 more.", "\ufffd\0", "x" * 40,
+)  # fmt: skip
+
+
+def save_for_transformers(tokenizer: Tokenizer, path: str | os.PathLike, context: int) -> None:
+    """Writes the tokenizer into the folder `path`, for `load_tokenizer` and for transformers.
+
+    transformers gives texts the same ids; where the pieces of a `.model` cannot be written for it,
+    a warning says so. context: most tokens of a text.
+    """
+    tokenizer.save(path)
+    definition = _definition(tokenizer)
+    values: dict[str, Any] = {"model_max_length": context, "clean_up_tokenization_spaces": False}
+    if definition is not None:
+        values["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if definition is not None and not isinstance(tokenizer, JsonTokenizer):
+        with open(os.path.join(path, JSON), "w", encoding="utf-8") as file:
+            file.write(definition)
+    names = dict(tokenizer.special) or {"eos_token": _end_of(tokenizer)}
+    values |= {"add_bos_token": tokenizer.adds_bos, "add_eos_token": False}
+    write_json(os.path.join(path, CONFIG), values | names)
+    if tokenizer.chat is not None:
+        with open(os.path.join(path, CHAT), "w", encoding="utf-8") as file:
+            file.write(tokenizer.chat)
+
+
+def _definition(tokenizer: Tokenizer) -> str | None:
+    """A `tokenizer.json` that gives texts the same ids; None where there is none."""
+    if isinstance(tokenizer, JsonTokenizer):
+        return tokenizer.definition
+    if isinstance(tokenizer, ByteTokenizer):
+        return _of_bytes(tokenizer)
+    assert isinstance(tokenizer, SentencePieceTokenizer)
+    try:
+        definition = _of_pieces(tokenizer)
+    except ImportError as error:
+        logging.warning("no tokenizer.json is written for transformers: %s", error)
+        return None
+    other = JsonTokenizer(definition, eos=tokenizer.eos, bos=tokenizer.bos, adds_bos=False)
+    for text in [*_ODD, *(f"a{name} b" for name in tokenizer.control)]:
+        ours, theirs = (
+            t.encode(text, allow_special=True, begins=False).tolist() for t in (tokenizer, other)
+        )
+        if ours != theirs:
+            logging.warning(
+                "no tokenizer.json is written for transformers: its ids of %r would be %s, not %s",
+                text,
+                theirs,
+                ours,
+            )
+            return None
+    return definition
+
+
+def _end_of(tokenizer: ByteTokenizer) -> str:
+    letters = {byte: letter for letter, byte in LETTERS.items()}
+    return letters.get(tokenizer.eos_id, END_OF_TEXT)
+
+
+def _of_bytes(tokenizer: ByteTokenizer) -> str:
+    """Byte-level BPE without merges: every byte is the token of its number."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Inner
+
+    inner = Inner(models.BPE(vocab=dict(LETTERS), merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken(_end_of(tokenizer), normalized=False)])
+    return inner.to_str()
+
+
+def _of_pieces(tokenizer: SentencePieceTokenizer) -> str:
+    """The pieces of a `.model`, and what its options do to text, for the library `tokenizers`."""
+    from sentencepiece import sentencepiece_model_pb2
+    from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Inner
+
+    proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model)
+    spec, options = proto.normalizer_spec, proto.trainer_spec
+    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+    if options.model_type == options.BPE:
+        number = {name: i for i, (name, _) in enumerate(pieces)}
+        model = models.BPE(
+            vocab=number,
+            merges=_merges(pieces, number),
+            unk_token=pieces[options.unk_id][0],
+            fuse_unk=True,
+            byte_fallback=options.byte_fallback,
+        )
+    else:
+        model = models.Unigram(pieces, options.unk_id, options.byte_fallback)
+    inner, steps = Inner(model), []
+    if spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+    if spec.remove_extra_whitespaces:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    if tokenizer.space is None:
+        spaced = spec.add_dummy_prefix
+        steps += [normalizers.Prepend(_SPACE)] if spaced else []
+        steps.append(normalizers.Replace(" ", _SPACE))
+    else:
+        spaced = tokenizer.space != "never"
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, tokenizer.space, split=False)
+    if steps:
+        inner.normalizer = normalizers.Sequence(steps)
+    strip = [decoders.Strip(" ", 1, 0)] if spaced else []
+    whole = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    inner.decoder = decoders.Sequence(whole)
+    kinds = proto.SentencePiece
+    added = {
+        i: dict(content=piece.piece, special=piece.type == kinds.CONTROL, normalized=False)
+        for i, piece in enumerate(proto.pieces)
+        if piece.type in (kinds.CONTROL, kinds.USER_DEFINED)
+    } | tokenizer.added
+    inner.add_tokens([AddedToken(**added[i]) for i in sorted(added)])
+    return inner.to_str()
+
+
+def _merges(pieces: list[tuple[str, float]], number: dict[str, int]) -> list[tuple[str, str]]:
+    """Merges of two pieces in the order in which SentencePiece prefers what they make."""
+    found: list[tuple[Any, ...]] = []
+    for name, score in pieces:
+        for i in range(1, len(name)):
+            if name[:i] in number and name[i:] in number:
+                found.append((-score, number[name[:i]], number[name[i:]], name[:i], name[i:]))
+    return [(left, right) for *_, left, right in sorted(found)]
