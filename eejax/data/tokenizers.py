@@ -204,8 +204,10 @@ class JsonTokenizer:
         return np.array([len(self.token_bytes(i)) for i in range(self.vocab_size)], np.int64)
 
     def token_bytes(self, token: int) -> bytes:
+        if not 0 <= token < self.vocab_size or token in self._added:
+            return b""
         piece = self._plain.id_to_token(token)
-        if piece is None or token in self._added:
+        if piece is None:
             return b""
         # Part of a character alone decodes to U+FFFD, which says nothing.
         if "ByteLevel" in self._decoders:  # one letter of its alphabet for each byte
