@@ -39,15 +39,34 @@ def save_for_transformers(tokenizer: Tokenizer, path: str | os.PathLike, context
     values: dict[str, Any] = {"model_max_length": context, "clean_up_tokenization_spaces": False}
     if definition is not None:
         values["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if definition is not None and not isinstance(tokenizer, JsonTokenizer):
+    if definition is not None:
+        definition = _beginning(definition, tokenizer)
         with open(os.path.join(path, JSON), "w", encoding="utf-8") as file:
             file.write(definition)
     names = dict(tokenizer.special) or {"eos_token": _end_of(tokenizer)}
-    values |= {"add_bos_token": tokenizer.adds_bos, "add_eos_token": False}
     write_json(os.path.join(path, CONFIG), values | names)
     if tokenizer.chat is not None:
         with open(os.path.join(path, CHAT), "w", encoding="utf-8") as file:
             file.write(tokenizer.chat)
+
+
+def _beginning(definition: str, tokenizer: Tokenizer) -> str:
+    """A `tokenizer.json` whose own template puts before texts what the tokenizer does."""
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import processors
+
+    inner = Inner.from_str(definition)
+    want = [tokenizer.bos_id] if tokenizer.adds_bos else []
+    if inner.encode("").ids == want:
+        return definition
+    made = processors.TemplateProcessing(
+        single=f"{tokenizer.bos} $A" if want else "$A",
+        special_tokens=[(tokenizer.bos, tokenizer.bos_id)] if want else [],
+    )
+    return json.dumps(
+        json.loads(definition) | {"post_processor": json.loads(made.__getstate__())},
+        ensure_ascii=False,
+    )
 
 
 def _definition(tokenizer: Tokenizer) -> str | None:

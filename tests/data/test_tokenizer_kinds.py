@@ -99,7 +99,7 @@ def made(kind: str, folder):
         case "pieces" | "unigram":
             own = dict(vocab_size=120, model_type="unigram", byte_fallback=False)
             own = {} if kind == "pieces" else own
-            return SentencePieceTokenizer(pieces(control_symbols=list(NAMES), **own))
+            return SentencePieceTokenizer(pieces(control_symbols=",".join(NAMES), **own))
         case _:
             return load_tokenizer(llama_folder(folder / kind, kind == "llama-legacy"))
 

@@ -11,6 +11,8 @@ import httpx
 import pytest
 from served import STALL, Scripted, said
 
+from eejax.data.tokenizer_export import _of_bytes
+from eejax.data.tokenizers import ByteTokenizer, JsonTokenizer
 from eejax.serving.app import app
 from eejax.serving.completions import Completion
 from eejax.serving.http import HttpOptions
@@ -25,11 +27,11 @@ TEMPLATE = (
 
 
 @contextlib.asynccontextmanager
-async def serving(options: HttpOptions | None = None, **kwargs):
+async def serving(options: HttpOptions | None = None, build=None, **kwargs):
     """A client of a server with the model m."""
     metrics = Metrics()
     service = Service(
-        Scripted(template=TEMPLATE), ServiceOptions(first_pause=0.05, **kwargs),
+        build or Scripted(template=TEMPLATE), ServiceOptions(first_pause=0.05, **kwargs),
         watch=metrics.watch("m"),
     )  # fmt: skip
     await service.start()
@@ -331,6 +333,36 @@ async def test_characters_of_several_tokens():
         ]  # fmt: skip
         assert told["text_offset"] == [0, 0, 1, 1, 1, 2]
         assert answer._logprobs(0, [(ord("y"), 0.0, ())], "")["text_offset"] == [3]
+
+
+@run
+async def test_special_tokens_come_from_the_template_alone():
+    """The server's tokenizer comes from the engine's process."""
+    # Every byte is a token, as its first 256, and the name of the last one is of ten.
+    name = "<|im_end|>"
+    inner = json.loads(_of_bytes(ByteTokenizer()))
+    inner["added_tokens"][0]["content"] = name
+    build = Scripted(
+        template="{{ messages[0].content }}<|im_end|>",
+        tokenizer=JsonTokenizer(json.dumps(inner), eos=name),
+    )
+    messages = [dict(role="user", content=f"a{name}b")]
+    spelled, special = 13, 4  # tokens of the conversation
+    for options, count in ((HttpOptions(), spelled), (HttpOptions(allow_special=True), special)):
+        async with serving(options, build) as client:
+            asked = dict(model="m", messages=messages, max_tokens=2)
+            answer = (await client.post("/v1/chat/completions", json=asked)).json()
+            assert answer["usage"]["prompt_tokens"] == count
+            ids = (await client.post("/tokenize", json=dict(prompt=f"a{name}b"))).json()["tokens"]
+            assert ids.count(256) == options.allow_special and len(ids) == count - 1
+            asked = dict(model="m", prompt=f"a{name}b", max_tokens=2)
+            answer = (await client.post("/v1/completions", json=asked)).json()
+            assert answer["usage"]["prompt_tokens"] == count - 1
+            # Of what is refused, the message is named.
+            null = dict(model="m", messages=[*messages, dict(role="user", content=None)])
+            error = (await client.post("/v1/chat/completions", json=null)).json()["error"]
+            assert error["message"].startswith("messages[1].content: is required")
+            assert error["param"] == "messages"
 
 
 @run

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eejax.data import text_behind
 from eejax.data.tokenizers import ByteTokenizer, JsonTokenizer
-from eejax.serving.text import Revealed, first, partial
+from eejax.serving.text import Offsets, Revealed, first, partial
 
 TOKENIZER = ByteTokenizer()
 PIECES = st.text(alphabet="abé€😀\n", max_size=12)
@@ -89,6 +91,35 @@ def test_an_answer_keeps_the_space_between_it_and_its_prompt():
         assert text == want
     revealed = Revealed(tokenizer, [" world"], [2])
     assert revealed.push([5]).text == "s" and revealed.push([3, 3]).stopped and revealed.taken == 2
+
+
+@given(
+    st.lists(st.sampled_from(list("aé€😀".encode()) + [255, 256])),
+    st.integers(0, 40),
+    st.booleans(),
+)
+def test_offsets_index_the_text_that_is_returned(ids, cut, echo):
+    """Of texts that hold bytes that are no UTF-8, and of answers behind them."""
+    cut = 0 if echo else min(cut, len(ids))
+    offsets = Offsets(TOKENIZER, ids[:cut])
+    found = [offsets.push(i) for i in ids[cut:]]
+    text = text_behind(TOKENIZER.decode, ids[:cut], ids[cut:])
+    for i, at in zip(ids[cut:], found, strict=True):
+        assert 0 <= at <= len(text)
+        if i < 128:
+            assert text[at] == chr(i)
+
+
+@pytest.mark.parametrize("prompt", [[], [2], [2, 3, 5]])
+def test_offsets_where_decoders_drop_a_space(prompt):
+    tokenizer, ids = spaced(), [3, 3, 5, 4, 2]
+    offsets, text = Offsets(tokenizer, prompt), text_behind(tokenizer.decode, prompt, ids)
+    for n, i in enumerate(ids):
+        own, at = tokenizer.token_bytes(i).decode(), offsets.push(i)
+        if n or prompt:
+            assert text[at : at + len(own)] == own
+        else:
+            assert at == 0 and text.startswith(own.lstrip())
 
 
 def test_a_prompt_that_ends_within_a_character():

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import uvicorn
 
-from eejax.data.tokenizers import ByteTokenizer
+from eejax.data.tokenizers import ByteTokenizer, Tokenizer
 from eejax.inference.batched_state import BatchOptions
 from eejax.inference.scripted import ScriptedEngine
 from eejax.models import params
@@ -56,6 +56,7 @@ class Scripted:
     slots: int = 4
     broken: str = ""
     template: str | None = None
+    tokenizer: Tokenizer = ByteTokenizer()
 
     def __call__(self) -> Built:
         if self.broken and os.path.exists(self.broken):
@@ -63,7 +64,7 @@ class Scripted:
         logging.getLogger(LOG).info("%d slots", self.slots)
         engine = ScriptedEngine(script, (1, 3, 4), self.slots, CONFIG.context_length)
         template = None if self.template is None else (self.template, {"bos_token": ""})
-        return Built(engine, CONFIG, ByteTokenizer(), template)
+        return Built(engine, CONFIG, self.tokenizer, template)
 
 
 # As few programs as can be, as all of them are compiled.
