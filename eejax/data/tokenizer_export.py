@@ -59,14 +59,11 @@ def _beginning(definition: str, tokenizer: Tokenizer) -> str:
     want = [tokenizer.bos_id] if tokenizer.adds_bos else []
     if inner.encode("").ids == want:
         return definition
-    made = processors.TemplateProcessing(
+    inner.post_processor = processors.TemplateProcessing(
         single=f"{tokenizer.bos} $A" if want else "$A",
         special_tokens=[(tokenizer.bos, tokenizer.bos_id)] if want else [],
     )
-    return json.dumps(
-        json.loads(definition) | {"post_processor": json.loads(made.__getstate__())},
-        ensure_ascii=False,
-    )
+    return inner.to_str()
 
 
 def _definition(tokenizer: Tokenizer) -> str | None:

@@ -97,7 +97,7 @@ def made(kind: str, folder):
             inner.add_special_tokens([AddedToken(n, rstrip=True) for n in ("<s>", *NAMES)])
             return JsonTokenizer(inner.to_str(), eos=NAMES[1], bos="<s>", adds_bos=True)
         case "pieces" | "unigram":
-            own = dict(vocab_size=120, model_type="unigram", byte_fallback=False)
+            own = dict(vocab_size=66, model_type="unigram", byte_fallback=False)
             own = {} if kind == "pieces" else own
             return SentencePieceTokenizer(pieces(control_symbols=",".join(NAMES), **own))
         case _:

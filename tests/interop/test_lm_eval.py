@@ -343,7 +343,7 @@ def test_conversations_go_by_the_models_template(lm, small_run, tmp_path):
     own = EarlyExitLM(folder)
     said = [dict(role="user", content="Why?"), dict(role="assistant", content="As ")]
     assert own.apply_chat_template(said[:1]) == "<user>Why?</><assistant>"
-    assert own.apply_chat_template(said, False) == "<user>Why?</><assistant>As"
+    assert own.apply_chat_template(said, False) == "<user>Why?</><assistant>As "
     assert own.chat_template(True) == source and lm.chat_template(True) == ""
     assert own.tokenizer_name == lm.tokenizer_name == lm.model.tokenizer.fingerprint
 
