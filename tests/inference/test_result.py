@@ -121,6 +121,23 @@ def test_a_stop_string_across_tokens_that_have_no_text():
     assert string_end([0] * 40 + [5] * 40 + [1], 80, ["#f"], odd) == []
 
 
+@settings(max_examples=100)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.lists(st.integers(0, 3)))
+def test_texts_and_stop_strings_go_on_behind_the_prompt(ids, prompt):
+    """Of a decoder that drops the space that begins a text, as SentencePiece's."""
+    pieces = [" a", " b", "c", ""]
+    decode = lambda ids: "".join(pieces[i] for i in ids).removeprefix(" ")
+    one = dict(max_new=np.array([len(ids)]), limits=["length"])
+    whole = Collector(CONFIG, [prompt], **one).add(records([ids]))
+    want = decode([*prompt, *ids]).removeprefix(decode(prompt))
+    assert whole.text(0, decode) == want
+    assert "".join(piece for piece, _ in whole.pieces(0, decode)) == want
+    cut = Collector(CONFIG, [prompt], **one, stop_strings=[" b"], decode_text=decode)
+    found = cut.add(records([ids])).lengths[0]
+    texts = [decode([*prompt, *ids[:n]]).removeprefix(decode(prompt)) for n in range(len(ids) + 1)]
+    assert found == next((n for n, text in enumerate(texts) if " b" in text), len(ids))
+
+
 def test_a_log_probability_that_is_no_number_is_an_error():
     record = records([[1, 2, 0, 1], [2, 2, 2, 2]])
     record.logprob[2, 1] = np.nan
