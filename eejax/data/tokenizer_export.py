@@ -71,7 +71,7 @@ def _definition(tokenizer: Tokenizer) -> str | None:
     if isinstance(tokenizer, JsonTokenizer):
         return tokenizer.definition
     if isinstance(tokenizer, ByteTokenizer):
-        return _of_bytes(tokenizer)
+        return bytes_definition(tokenizer)
     assert isinstance(tokenizer, SentencePieceTokenizer)
     try:
         definition = _of_pieces(tokenizer)
@@ -99,7 +99,7 @@ def _end_of(tokenizer: ByteTokenizer) -> str:
     return letters.get(tokenizer.eos_id, END_OF_TEXT)
 
 
-def _of_bytes(tokenizer: ByteTokenizer) -> str:
+def bytes_definition(tokenizer: ByteTokenizer) -> str:
     """Byte-level BPE without merges: every byte is the token of its number."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Inner

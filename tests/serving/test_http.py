@@ -11,7 +11,7 @@ import httpx
 import pytest
 from served import STALL, Scripted, said
 
-from eejax.data.tokenizer_export import _of_bytes
+from eejax.data.tokenizer_export import bytes_definition
 from eejax.data.tokenizers import ByteTokenizer, JsonTokenizer
 from eejax.serving.app import app
 from eejax.serving.completions import Completion
@@ -340,7 +340,7 @@ async def test_special_tokens_come_from_the_template_alone():
     """The server's tokenizer comes from the engine's process."""
     # Every byte is a token, as its first 256, and the name of the last one is of ten.
     name = "<|im_end|>"
-    inner = json.loads(_of_bytes(ByteTokenizer()))
+    inner = json.loads(bytes_definition(ByteTokenizer()))
     inner["added_tokens"][0]["content"] = name
     build = Scripted(
         template="{{ messages[0].content }}<|im_end|>",
