@@ -1,12 +1,13 @@
-"""OPT-1.3B with early exits, one of the two models HELIOS serves (Kumar et al. 2025).
+"""OPT-1.3B with early exits, one of the two models HELIOS serves (Kumar et al. 2025, Table 2).
 
     python -m experiments.train --config=configs/helios_opt_1b3.py --workdir=runs/helios_opt_1b3 \\
-        --config.data.source='/data/text/**/*.txt' --config.data.tokenizer=/data/tokenizer.json
+        --config.train.base=facebook/opt-1.3b --config.data.tokenizer=/data/tokenizer.json \\
+        --config.data.source="('/data/redpajama/*.jsonl', '/data/pile/*.jsonl')"
 
-OPT's architecture (Zhang et al. 2022, Table 1) with exits after layers 6 and 12 of 24. What HELIOS
-(arXiv 2504.10724) trains them by is not published: exits with a norm and the tied embedding, their
-loss weights, and all training settings are ours (configs/common.py), at a tenth of OPT's peak of
-2e-4. They are meant for going on from OPT's weights. Not run by us: we have no result to expect.
+Exits after layers 6 and 12 of 24, trained as in HELIOS' section 4.1 (`configs.common.opt`): a
+weight of 1.0 for the loss of each exit, 50,000 iterations, text of RedPajama and the Pile.
+train.base takes OPT's weights from a folder or a name, whose tokenizer the text has to have. Not
+run by us: we have no result to expect.
 """
 
 from ml_collections import ConfigDict
@@ -23,7 +24,5 @@ def get_config() -> ConfigDict:
         d_ff=8192,
         exits=({"boundary": 6}, {"boundary": 12}),
     )
-    config.exit_weights.update(weights=(0.25, 0.5))
     config.optimizer.update(learning_rate=2e-5)
-    config.train.update(microbatches=16)  # 4 sequences at a time on each of 8 devices
     return config

@@ -200,8 +200,6 @@ def test_opt_without_its_exits_is_the_published_model(name, d, layers, published
     "name, boundaries, weights, head, norm, mlp",
     [
         ("gpt2_small_ee", (3, 6), (1 / 4, 1 / 2), "tied", True, False),
-        ("helios_opt_1b3", (6, 12), (1 / 4, 1 / 2), "tied", True, False),
-        ("helios_opt_6b7", (9, 17), (1 / 4, 1 / 2), "tied", True, False),
     ],
 )
 def test_exits(name, boundaries, weights, head, norm, mlp):
@@ -220,13 +218,6 @@ def test_exits(name, boundaries, weights, head, norm, mlp):
 def test_gpt2_small_trains_with_ee_llms_optimiser():
     o = experiment("gpt2_small_ee").optimizer
     assert (o.b1, o.b2, o.eps, o.learning_rate, o.schedule) == (0.9, 0.95, 1e-8, 3e-4, "cosine")
-
-
-@pytest.mark.parametrize("name, peak", [("helios_opt_1b3", 2e-4), ("helios_opt_6b7", 1.2e-4)])
-def test_opt_goes_on_at_a_tenth_of_its_rate(name, peak):
-    e = experiment(name)
-    assert e.optimizer.learning_rate == pytest.approx(peak / 10)
-    assert e.train.batch_size * e.data.length * e.train.steps == pytest.approx(2.1e9, rel=0.01)
 
 
 @pytest.mark.parametrize("name", [*EE_LLM, *HELIOS, "gpt2_small_ee"])
@@ -255,8 +246,7 @@ def test_training_costs_what_the_papers_sizes_say():
 
 
 def test_memory_is_as_the_files_say():
-    for name in ("ee_llm_7b", "helios_opt_6b7"):
-        assert training_memory(experiment(name)).total > 80 * 2**30
+    assert training_memory(experiment("ee_llm_7b")).total > 80 * 2**30
     assert training_memory(experiment("ee_llm_1b3")).total < 80e9
 
 
@@ -328,3 +318,46 @@ def test_the_architecture_is_that_of_transformers_opt():
     with torch.no_grad():
         want = theirs(input_ids=torch.from_numpy(tokens)).logits.numpy()
     np.testing.assert_allclose(exits.logits(exits.head(ours, config, 0), h), want, atol=2e-5)
+
+
+# HELIOS (Kumar et al. 2025, arXiv 2504.10724): values as the paper prints them, with their place.
+# What the paper does not give (optimiser, batch, kind of exit) is configs.common.opt's and is not
+# here.
+HELIOS_PAPER = {
+    # Table 2: parameters, layers, early exits (the last one is the final exit).
+    "helios_opt_1b3": {"parameters": 1.3e9, "layers": 24, "exits": (6, 12, 24)},
+    "helios_opt_6b7": {"parameters": 6.7e9, "layers": 32, "exits": (9, 17, 32)},
+}
+HELIOS_EXIT_WEIGHT = 1.0  # section 4.1: "a weight of 1.0 to each early-exit loss"
+HELIOS_ITERATIONS = 50_000  # section 4.1
+HELIOS_TEXT = ("redpajama", "pile")  # section 4.1
+HELIOS_BASE = {"helios_opt_1b3": "facebook/opt-1.3b", "helios_opt_6b7": "facebook/opt-6.7b"}
+
+
+@pytest.mark.parametrize("name", HELIOS)
+def test_helios_models_are_those_of_table_2(name):
+    model, paper = experiment(name).model, HELIOS_PAPER[name]
+    assert params.count(model) == pytest.approx(paper["parameters"], rel=0.02)
+    assert model.n_layers == paper["layers"] and model.stops == paper["exits"]
+
+
+@pytest.mark.parametrize("name", HELIOS)
+def test_helios_trains_as_in_section_4_1(name):
+    e = experiment(name)
+    assert e.train.steps == HELIOS_ITERATIONS
+    early = HELIOS_PAPER[name]["exits"][:-1]
+    for step in (0, HELIOS_ITERATIONS - 1):
+        weights = e.exit_weights.schedule(e.train.steps)(step)
+        np.testing.assert_array_equal(weights, (HELIOS_EXIT_WEIGHT,) * len(early))
+
+
+@pytest.mark.parametrize("name", HELIOS)
+def test_helios_command_begins_with_opt_and_reads_the_papers_text(name):
+    command = (FOLDER / f"{name}.py").read_text().split("\n\n")[1]
+    assert f"--config=configs/{name}.py" in command
+    assert f"--config.train.base={HELIOS_BASE[name]}" in command
+    assert all(source in command for source in HELIOS_TEXT)
+
+
+def test_helios_6b7_nearly_fills_a_gpu_of_80_gb():
+    assert training_memory(experiment("helios_opt_6b7")).total == pytest.approx(77e9, rel=0.01)
