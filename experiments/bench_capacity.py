@@ -4,11 +4,11 @@
 
 `batch_ratio`: the geometric mean of `ratio` over models and contexts: requests beside the layers up
 to an exit over requests beside the whole model, in --budget bytes. The models are those of HELIOS
-(Kumar et al., arXiv 2504.10724), which reports 3.7 times as many (abstract of v1) and 15.14 times
-(of v2); at which contexts, the abstracts do not say. Weights, keys and values are of --dtype. A
-request has room for its whole context. Where few requests fit beside the whole model the ratio is
-large, and says little: with --budget=30e9 Llama-2-13B has 2 requests of 2048 tokens and its part
-30, 15 times as many. `whole` and `part` are the requests themselves.
+(Kumar et al., arXiv 2504.10724), which reports 3.7 times as many on average (abstract); at which
+contexts, it does not say. Weights, keys and values are of --dtype. A request has room for its whole
+context. Where few requests fit beside the whole model the ratio is large, and says little: with
+--budget=30e9 Llama-2-13B has 2 requests of 2048 tokens and its part 30, 15 times as many. `whole`
+and `part` are the requests themselves.
 
 By shapes alone (eejax.inference.capacity), so without the models or the card. A card of "40 GB" has
 40 GiB, 42.9e9 bytes; of these the default of 40e9 leaves some 7 % for CUDA and for what a step
@@ -33,6 +33,7 @@ from absl import flags
 
 from eejax.common.errors import require
 from experiments import launch
+from experiments.capacity_models import depths, llama, models, requests_that_fit
 
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 _BUDGET = flags.DEFINE_float("budget", 40e9, "Bytes for weights and requests.", lower_bound=1.0)
@@ -41,14 +42,6 @@ _CONTEXTS = flags.DEFINE_list("contexts", ["512", "1024", "2048"], "Tokens of a 
 _GROWS = flags.DEFINE_bool("grows", True, "Whether layers may be added while requests run.")
 _CHECK = flags.DEFINE_bool("check", True, "Build a small model at its budget, too.")
 
-LLAMA_2 = dict(
-    vocab_size=32_000, context_length=4096, norm="rmsnorm", position="rotary", mlp_gated=True,
-    activation="silu", head="shared",
-)  # fmt: skip
-SIZES = {
-    "Llama-2-7B": (9, dict(n_layers=32, d_model=4096, n_heads=32, d_ff=11_008)),
-    "Llama-2-13B": (15, dict(n_layers=40, d_model=5120, n_heads=40, d_ff=13_824)),
-}
 # A fifth of the layers of Llama-2-13B and a fortieth of its width, up to as large a part of them.
 SMALL = (3, dict(n_layers=8, d_model=128, n_heads=4, d_ff=344, vocab_size=800, context_length=128))
 SHARE = 0.65  # of the budget, that the whole of Llama-2-13B takes
@@ -65,7 +58,8 @@ def main() -> None:
     require(1 <= _BUDGET.value < math.inf, "--budget", _BUDGET.value, told)  # not so of NaN
     own = lambda config: config.replace(dtype=_DTYPE.value)
     rows = [
-        {"model": name} | of(own(config), layer, context, _BUDGET.value, _GROWS.value)
+        {"model": name}
+        | requests_that_fit(own(config), layer, context, _BUDGET.value, _GROWS.value)
         for name, (layer, config) in models().items()
         for context in contexts
     ]
@@ -91,44 +85,6 @@ def main() -> None:
         print("\n" + table(("small", ""), launch.lines(result["check"])))
     if _JSON.value:
         print(json.dumps(result))
-
-
-def models() -> dict:
-    """By name, (the layer that HELIOS loads a model up to, its configuration)."""
-    from configs import helios_opt_1b3
-    from eejax.models.config import ModelConfig
-
-    opt = ModelConfig.from_dict(helios_opt_1b3.get_config().model.to_dict())
-    return {"OPT-1.3B": (6, opt)} | {
-        name: (layer, llama(layer, size)) for name, (layer, size) in SIZES.items()
-    }
-
-
-def llama(layer: int, size: dict):
-    """Llama 2's architecture, whose head an exit shares, as LayerSkip's exits do."""
-    from eejax.models.config import ExitConfig, ModelConfig
-
-    exits = (ExitConfig(layer, norm=False, head="shared"),)
-    return ModelConfig(**(LLAMA_2 | size), exits=exits)
-
-
-def depths(config, layer: int) -> dict[str, int]:
-    """Segments of the whole model, and of the part that ends at a layer."""
-    return {"whole": config.n_exits + 1, "part": config.stops.index(layer) + 1}
-
-
-def of(config, layer: int, context: int, budget: float, grows: bool) -> dict:
-    """What the whole model and its part take, and the requests that fit."""
-    from eejax.inference import capacity
-    from eejax.inference.batched_state import BatchOptions
-
-    options = BatchOptions(grows=grows)
-    row: dict = {"layers": [layer, config.n_layers], "context": context}
-    for which, depth in depths(config, layer).items():
-        row[f"{which}_weights"] = capacity.weight_bytes(config, depth)
-        row[f"{which}_request"] = capacity.request_bytes(config, options, depth, context)
-        row[which] = capacity.slots(config, options, depth, context, budget)
-    return row | {"ratio": row["part"] / row["whole"] if row["whole"] else None}
 
 
 def capacities(table, rows: list[dict]) -> str:

@@ -1,0 +1,95 @@
+"""What HELIOS' paper says of models by their shapes: Tables 2 and 4, Figures 6 and 15.
+
+Nothing is allocated and no weights are needed, so these hold at the paper's own sizes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from experiments.capacity_models import LLAMA_2, models, requests_that_fit
+
+DTYPE = "bfloat16"
+BUDGET = 40e9  # bytes of the paper's A100
+CONTEXTS = (512, 1024, 2048)
+FIGURE_6 = {
+    "Llama-7B": dict(n_layers=32, d_model=4096, n_heads=32, d_ff=11_008),
+    "Llama-13B": dict(n_layers=40, d_model=5120, n_heads=40, d_ff=13_824),
+}
+STEP = 4  # layers between the exits of Figure 6
+
+
+def table_2() -> list[dict]:
+    """Parameters, layers and exits of the configurations of HELIOS' two models."""
+    from configs import helios_opt_1b3, helios_opt_6b7
+    from eejax.models import params
+    from eejax.models.config import ModelConfig
+
+    rows = []
+    for name, file in (("OPT-1.3B", helios_opt_1b3), ("OPT-6.7B", helios_opt_6b7)):
+        config = ModelConfig.from_dict(file.get_config().model.to_dict())
+        rows.append({
+            "model": name, "parameters": params.count(config), "layers": config.n_layers,
+            "exits": list(config.stops),
+        })  # fmt: skip
+    return rows
+
+
+def table_4() -> list[dict]:
+    """Share of the card's memory that is saved by loading a model up to its first exit.
+
+    `saved` counts bfloat16 weights; `saved_of_model` is the same as a share of the whole model.
+    """
+    rows = []
+    for name, (layer, config) in models().items():
+        config = config.replace(dtype=DTYPE)
+        row = requests_that_fit(config, layer, CONTEXTS[-1], BUDGET, grows=True)
+        saved = row["whole_weights"] - row["part_weights"]
+        rows.append({
+            "model": name, "layers": config.n_layers, "exit": layer, "saved": saved / BUDGET,
+            "saved_of_model": saved / row["whole_weights"],
+        })  # fmt: skip
+    return rows
+
+
+def figure_6() -> list[dict]:
+    """Gigaflops of a token and gigabytes of weights by exit layer, of two Llama models."""
+    from eejax.inference import capacity
+    from eejax.models.config import ExitConfig, ModelConfig
+    from eejax.serving.energy import layer_flops, token_work
+
+    rows = []
+    for name, size in FIGURE_6.items():
+        for layer in range(STEP, size["n_layers"] + 1, STEP):
+            last = layer == size["n_layers"]
+            exits = () if last else (ExitConfig(layer, norm=False, head="shared"),)
+            config = ModelConfig(**(LLAMA_2 | size), dtype=DTYPE, exits=exits)
+            rows.append({
+                "model": name, "layer": layer, "layers": config.n_layers,
+                "gigaflops": token_work(config, 0).flops / 1e9,
+                "layer_gigaflops": layer_flops(config)[0] / 1e9,
+                "gigabytes": capacity.weight_bytes(config, 1) / 1e9,
+            })  # fmt: skip
+    return rows
+
+
+def savings_at(rows: list[dict], layer: int) -> dict[str, float]:
+    """Share of the operations of all layers that an exit behind `layer` spares, by model."""
+    found = {}
+    for name in dict.fromkeys(row["model"] for row in rows):
+        flops = {r["layer"]: r["layer_gigaflops"] for r in rows if r["model"] == name}
+        found[name] = 1 - flops[layer] / flops[max(flops)]
+    return found
+
+
+def figure_15() -> list[dict]:
+    """Requests served at a time beside part of a model over those beside all of it.
+
+    The geometric mean over `CONTEXTS`, the room of a request in tokens.
+    """
+    rows = []
+    for name, (layer, config) in models().items():
+        config = config.replace(dtype=DTYPE)
+        ratios = [requests_that_fit(config, layer, n, BUDGET, True)["ratio"] for n in CONTEXTS]
+        rows.append({"model": name, "exit": layer, "ratio": float(np.exp(np.log(ratios).mean()))})
+    return rows
