@@ -6,9 +6,14 @@ Everything is computed from abstract shapes (`eejax.inference.capacity`): nothin
 from __future__ import annotations
 
 LLAMA_2 = dict(
-    vocab_size=32_000, context_length=4096, norm="rmsnorm", position="rotary", mlp_gated=True,
-    activation="silu", head="shared",
-)  # fmt: skip
+    vocab_size=32_000,
+    context_length=4096,
+    norm="rmsnorm",
+    position="rotary",
+    mlp_gated=True,
+    activation="silu",
+    head="shared",
+)
 SIZES = {
     "Llama-2-7B": (9, dict(n_layers=32, d_model=4096, n_heads=32, d_ff=11_008)),
     "Llama-2-13B": (15, dict(n_layers=40, d_model=5120, n_heads=40, d_ff=13_824)),

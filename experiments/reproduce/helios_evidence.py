@@ -1,17 +1,25 @@
-"""What tokens of two models show of HELIOS' two insights: tables of numbers, by a trace alone."""
+"""What the tokens of two models show of HELIOS' insights: numbers from a recorded trace alone.
+
+A trace holds the greedy text of each model with all its layers, and what every exit says of it, so
+a token's probability at the exit that it leaves by is the confidence that was recorded there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-BINS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0001)
-LOW = 2  # bins that are called low
+LIMITS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # thresholds of Figure 8
+LOW = 0.2  # confidence that section 1 calls low
+EVALUATED = 5  # prompts of an evaluation, section 3.4
+DRAFTS = (1, 2, 3, 4, 6, 8)  # lengths of a draft in section 6's comparison
+SMALLEST = 1e-12  # a probability, so that its logarithm is finite
 
 
 def threshold_for(trace, share: float) -> float:
-    """One for all exits, by which so many of the tokens leave before the last layer."""
+    """The threshold, one for all exits, at which `share` of the tokens leave early."""
     surest = trace.confidences[..., :-1].max(-1)
     if not trace.prefill_exit:
         surest = surest[:, 1:]
@@ -19,73 +27,200 @@ def threshold_for(trace, share: float) -> float:
     return min(found, float(np.nextafter(np.float32(1), np.float32(0))))  # at 1 nobody leaves
 
 
-def by_task(trace, thresholds: Mapping[str, float]) -> list[dict]:
-    """Share of tokens by exit, of each model and task, all of them first."""
-    rows = []
+def tasks_of(trace) -> dict[str, np.ndarray]:
+    """Prompts [p] bool of every task, all of them first."""
     kinds = np.array(trace.kinds)
+    every = {"all": np.ones(len(kinds), bool)}
+    return every | {task: kinds == task for task in dict.fromkeys(trace.kinds)}
+
+
+def exit_shares(trace, thresholds: Mapping[str, float]) -> list[dict]:
+    """Figures 7 and 11a: share of tokens by exit, for each model and task."""
+    rows = []
     for name, model in trace.models.items():
         exits, _ = model.leaves(thresholds[name])
-        e = np.arange(model.exits)
-        for task in ("all", *dict.fromkeys(trace.kinds)):
-            which = exits if task == "all" else exits[kinds == task]
-            same = np.take_along_axis(model.same, exits[..., None], -1)[..., 0]
-            same = same if task == "all" else same[kinds == task]
-            rows.append({
-                "model": name, "task": task, "stops": list(model.stops),
-                "shares": (which[..., None] == e).mean((0, 1)).tolist(),
-                "agreement": float(same.mean()),
-            })  # fmt: skip
+        same = np.take_along_axis(model.same, exits[..., None], -1)[..., 0]
+        for task, which in tasks_of(trace).items():
+            e = np.arange(model.exits)
+            rows.append(
+                {
+                    "model": name,
+                    "task": task,
+                    "layers": list(model.stops),
+                    "shares": (exits[which][..., None] == e).mean((0, 1)).tolist(),
+                    "agreement": float(same[which].mean()),
+                }
+            )
     return rows
 
 
-def unchanged(trace, thresholds: Mapping[str, float]) -> list[dict]:
-    """Of each early exit: how many of the tokens below its threshold are the full model's, of those
-    that reach it; and of all, by confidence."""
+def unchanged(trace) -> list[dict]:
+    """Figure 8: of the tokens below a threshold at the first exit, the share that stays the same.
+
+    Returns:
+      For each model and task `unchanged`, one number for each of `LIMITS`, None where no token is
+      below; `below`: the share of tokens that are. At 1 these are all tokens.
+    """
     rows = []
     for name, model in trace.models.items():
-        exits, _ = model.leaves(thresholds[name])
-        for e in range(model.exits - 1):
-            sure, same = model.confidences[..., e], model.same[..., e]
-            below = exits > e
-            bins = np.digitize(sure, BINS) - 1
-            counts = [int((bins == i).sum()) for i in range(len(BINS) - 1)]
-            shares = [float(same[bins == i].mean()) if n else None for i, n in enumerate(counts)]
-            low = bins < LOW
-            rows.append({
-                "model": name, "layers": model.stops[e], "of": model.stops[-1],
-                "below": float(below.mean()),
-                "unchanged": float(same[below].mean()) if below.any() else None,
-                "all": float(same.mean()), "counts": counts, "by_confidence": shares,
-                "low": float(same[low].mean()) if low.any() else None,
-            })  # fmt: skip
+        sure, same = model.confidences[..., 0], model.same[..., 0]
+        for task, which in tasks_of(trace).items():
+            below = [
+                sure[which] < limit if limit < 1 else np.ones_like(same[which]) for limit in LIMITS
+            ]
+            rows.append(
+                {
+                    "model": name,
+                    "task": task,
+                    "layer": model.stops[0],
+                    "of": model.stops[-1],
+                    "below": [float(b.mean()) for b in below],
+                    "unchanged": [float(same[which][b].mean()) if b.any() else None for b in below],
+                }
+            )
     return rows
 
 
 def complementary(trace, along, thresholds: Mapping[str, float]) -> list[dict]:
-    """Of the tokens that one model, the writer, takes to the end, how many another one that reads
-    the same text lets go early; and how many go early on either. along: (reader, writer)."""
+    """Figures 9 and 11b: where one model's tokens leave in another that reads the same text.
+
+    Args:
+      along: (reader, writer) -> the reader's exits on the writer's text.
+
+    Returns:
+      `late`: the reader's exit shares of the tokens that the writer takes to its last layer;
+      `early`: of the others. `either`: share of tokens that leave early in one model at least.
+    """
     rows = []
     for (reader, writer), other in along.items():
         own = trace.models[writer]
-        early = own.leaves(thresholds[writer])[0] < own.exits - 1
-        theirs = other.leaves(thresholds[reader])[0] < other.exits - 1
-        late = ~early
-        same = other.tokens[..., -1] == own.tokens[..., -1]
-        rows.append({
-            "writer": writer, "reader": reader, "early": float(early.mean()),
-            "reader_early": float(theirs.mean()),
-            "rescued": float(theirs[late].mean()) if late.any() else None,
-            "either": float((early | theirs).mean()), "same_text": float(same.mean()),
-            "late_early": float(theirs[early].mean()) if early.any() else None,
-        })  # fmt: skip
+        leaves = own.leaves(thresholds[writer])[0] < own.exits - 1
+        exits = other.leaves(thresholds[reader])[0]
+        shares = lambda which, exits=exits, n=other.exits: (
+            np.bincount(exits[which], minlength=n) / which.sum() if which.any() else np.zeros(n)
+        ).tolist()
+        rows.append(
+            {
+                "writer": writer,
+                "reader": reader,
+                "layers": list(other.stops),
+                "writer_early": float(leaves.mean()),
+                "late": shares(~leaves),
+                "early": shares(leaves),
+                "either": float((leaves | (exits < other.exits - 1)).mean()),
+            }
+        )
     return rows
 
 
-def prices(profiles: Mapping, trace, thresholds: Mapping[str, float | None]) -> dict:
-    """Profiles, whose agreements, and operations that exits spare, are those of the trace at these
-    thresholds."""
-    import dataclasses
+def perplexities(model, exits: np.ndarray) -> np.ndarray:
+    """Perplexity [p] of prompts' tokens at the exits [p, n] that they leave by."""
+    chosen = np.take_along_axis(model.confidences, exits[..., None], -1)[..., 0]
+    return np.exp(-np.log(np.maximum(chosen, SMALLEST)).mean(1))
 
+
+def mean_perplexity(each: np.ndarray) -> float:
+    """Perplexity of texts of equal length, from that of each."""
+    return float(np.exp(np.log(each).mean()))
+
+
+def table_1(trace, judged: Mapping[str, Sequence[float]], thresholds) -> list[dict]:
+    """Table 1: perplexity over all prompts, as a benchmark has it, and over a task's first prompts.
+
+    Args:
+      judged: mean log-probability of each prompt's text under a model of its own, by writer.
+
+    Returns:
+      For each task and for two measures, "own" (each model of its own text, at the exits that
+      tokens leave by) and "judge" (of the text of all layers): perplexity by model over all
+      prompts (`before`), over the first `EVALUATED` of the task (`after`), and over all of the
+      task (`task_mean`).
+    """
+    own = {
+        name: np.log(perplexities(model, model.leaves(thresholds[name])[0]))
+        for name, model in trace.models.items()
+    }
+    judge = {name: -np.asarray(judged[name]) for name in trace.models}
+    rows = []
+    for measure, nats in (("own", own), ("judge", judge)):
+        mean = lambda which, nats=nats: {
+            name: float(np.exp(values[which].mean())) for name, values in nats.items()
+        }
+        tasks = tasks_of(trace)
+        before = mean(tasks.pop("all"))
+        for task, which in tasks.items():
+            first = np.flatnonzero(which)[:EVALUATED]
+            rows.append(
+                {
+                    "measure": measure,
+                    "task": task,
+                    "before": before,
+                    "after": mean(first),
+                    "task_mean": mean(which),
+                }
+            )
+    return rows
+
+
+def choices(rows: Sequence[dict], measure: str) -> dict[str, int]:
+    """How often the benchmark, and an evaluation, name the model of a task's least perplexity.
+
+    `differ`: tasks for which the two name different models.
+    """
+    best = lambda table: min(table, key=table.get)
+    own = [row for row in rows if row["measure"] == measure]
+    return {
+        "tasks": len(own),
+        "differ": sum(best(r["before"]) != best(r["after"]) for r in own),
+        "before_right": sum(best(r["before"]) == best(r["task_mean"]) for r in own),
+        "after_right": sum(best(r["after"]) == best(r["task_mean"]) for r in own),
+    }
+
+
+def speculative(trace, along, profiles, thresholds, task: str) -> dict:
+    """Section 6: operations of drafting by the small model, over the large one's with two exits.
+
+    Drafts of each of `DRAFTS` lengths are accepted as far as the small model, reading the large
+    one's text, says the same; the length that takes least is given. Operations are of decoding.
+    """
+    small, large = trace.models
+    which = tasks_of(trace).get(task, np.ones(len(trace), bool))
+    whole = lambda name: profiles[name].worked(
+        (*(0.0,) * (profiles[name].exits - 1), 1.0), profiles[name].exits
+    )
+    exits = trace.models[large].leaves(thresholds[large])[0][which]
+    n = profiles[large].exits
+    shares = (exits[..., None] == np.arange(n)).mean((0, 1))
+    with_exits = profiles[large].worked(shares.tolist(), n)
+    accepted = (
+        along[small, large].tokens[which][..., -1] == trace.models[large].tokens[which][..., -1]
+    )
+    found = {}
+    for k in DRAFTS:
+        rounds = sum(_rounds(row, k) for row in accepted.tolist())
+        found[k] = rounds * (k * whole(small) + (k + 1) * whole(large)) / accepted.size
+    best = min(found, key=found.get)
+    return {
+        "task": task if which.sum() < len(trace) else "all",
+        "draft": best,
+        "accepted": float(accepted.mean()),
+        "ratio": found[best] / with_exits,
+        "over_whole": found[best] / whole(large),
+    }
+
+
+def _rounds(accepted: Sequence[bool], k: int) -> int:
+    """Drafts of k tokens that a text takes; a draft brings those accepted, and one more."""
+    position = rounds = 0
+    while position < len(accepted):
+        draft = accepted[position : position + k]
+        right = next((i for i, same in enumerate(draft) if not same), len(draft))
+        position, rounds = position + right + 1, rounds + 1
+    return rounds
+
+
+def prices(profiles: Mapping, trace, thresholds: Mapping[str, float]) -> dict:
+    """Profiles with the trace's agreements, and the operations that exits spare, at thresholds."""
     from eejax.inference.batched_state import BatchOptions
     from eejax.serving.profiles import spared
 
@@ -97,8 +232,9 @@ def prices(profiles: Mapping, trace, thresholds: Mapping[str, float | None]) -> 
         )
         n = model.exits
         found[name] = dataclasses.replace(
-            profiles[name], sure=tuple(share(e, exits == e) for e in range(n)),
+            profiles[name],
+            sure=tuple(share(e, exits == e) for e in range(n)),
             unsure=(*(share(e, exits > e) for e in range(n - 1)), 1.0),
             spared=spared(exits.tolist(), profiles[name].energy, BatchOptions.cap),
-        )  # fmt: skip
+        )
     return found

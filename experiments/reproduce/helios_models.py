@@ -1,4 +1,4 @@
-"""What is recorded and measured of two models once, for `experiments.reproduce.helios`, on disk."""
+"""What is recorded and measured of HELIOS' two models once, and kept on disk."""
 
 from __future__ import annotations
 
@@ -11,28 +11,39 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eejax.common.errors import ConfigError, DataError
+from eejax.common.errors import DataError
 from experiments import launch
 
-ALONG = "|"  # in a name: one model along the text of another
-UNSURE = 0.5  # what thresholds are while nothing is asked of them
+ALONG = "|"  # in a name: reader|writer
+UNSURE = 0.5  # thresholds while nothing is asked of them
 TIMED = 16  # prompts that models are timed on
 
 
 class Measured(NamedTuple):
-    """trace: of the models; along: (reader, writer) -> what one says of the other's texts;
-    profiles; costs: what `batch_costs` measured of each, with its buckets; slots: at which."""
+    """Everything that the reproduction needs of two models.
+
+    Attributes:
+      trace: `serving.traces.Trace` of both models.
+      along: (reader, writer) -> `ModelTrace` of the reader on the writer's text.
+      judged: mean log-probability of each prompt's text under a model of its own, by writer.
+      profiles: `serving.choices.Profile` by model.
+      costs: what `batch_costs` measured of each model's engine, with its buckets.
+      slots: requests served at a time while costs were measured.
+    """
 
     trace: Any
     along: Mapping[tuple[str, str], Any]
+    judged: Mapping[str, Sequence[float]]
     profiles: Mapping[str, Any]
     costs: Mapping[str, dict]
     slots: int
 
 
 def prompts(model, new: int, most: int | None) -> tuple[list[list[int]], tuple[str, ...], int]:
-    """(ids, tasks, how many were cut): the first `most` of the mixed prompts. One that leaves no
-    room for so many tokens keeps its end."""
+    """The first `most` mixed prompts: ids, tasks, and how many were cut.
+
+    A prompt that leaves no room for `new` tokens keeps its end.
+    """
     from experiments import helios_runs
 
     records = helios_runs.prompts()[:most]
@@ -51,36 +62,33 @@ def member(model):
     return Member(params, model.config, dict(threshold=UNSURE), BatchOptions(drafts=0, chunk=chunk))
 
 
-def opened(paths: Mapping[str, str | None]) -> dict[str, Any]:
+def opened(runs: Mapping[str, pathlib.Path]) -> dict[str, Any]:
+    """Models of training runs, by name."""
     from eejax.train.runs import open_run
 
-    if missing := [name for name, path in paths.items() if path is None]:
-        raise ConfigError(
-            f"--{missing[0]} = None: must name a training run, as --trace names no recorded file, "
-            "or --live asks for a fleet."
-        )
-    models = {name: open_run(path).model for name, path in paths.items()}
-    one, two = models.values()
-    if one.tokenizer.fingerprint != two.tokenizer.fingerprint:
-        raise ConfigError(
-            f"--large = {paths['large']!r}: has another tokenizer than --small. Train it with "
-            "--config.data.tokenizer=SMALL/tokenizer, so that both read the same prompts."
-        )
-    return models
+    return {name: open_run(path).model for name, path in runs.items()}
 
 
 def record(models: Mapping[str, Any], new: int, most: int | None, slots: int, calls: int):
-    """`Measured`, which takes minutes."""
+    """Record what two models write, and what a third one, "judge", makes of it; measure costs.
+
+    Args:
+      models: "judge" among them; the smaller of the others first. All share a tokenizer.
+      new: tokens of each prompt's text.
+      most: prompts, or None for all.
+      slots: requests that a model serves at a time while it is timed.
+      calls: of the engine, over which costs are fitted.
+
+    Returns:
+      `Measured`. It takes minutes.
+    """
     from eejax.serving import traces
 
-    small = next(iter(models.values()))
-    contexts = [m.config.context_length for m in models.values()]
-    if len({*contexts}) > 1:
-        raise ConfigError(f"--large: a context of {contexts[1]}, where --small has {contexts[0]}.")
-    asked, tasks, cut = prompts(small, new, most)
-    print(f"{len(asked)} prompts, {cut} of which keep but their end", flush=True)
-    found, along, profiles, costs, texts = {}, {}, {}, {}, {}
-    members = {name: member(m) for name, m in models.items()}
+    served = {name: model for name, model in models.items() if name != "judge"}
+    asked, tasks, cut = prompts(next(iter(served.values())), new, most)
+    print(f"{len(asked)} prompts, of {cut} of which only the end is kept", flush=True)
+    found, along, judged, profiles, costs, texts = {}, {}, {}, {}, {}, {}
+    members = {name: member(model) for name, model in served.items()}
     for name, one in members.items():
         begin = time.perf_counter()
         texts[name] = traces.write(one, asked, new, slots=16)
@@ -89,15 +97,30 @@ def record(models: Mapping[str, Any], new: int, most: int | None, slots: int, ca
     for reader, one in members.items():
         for writer in members.keys() - {reader}:
             along[reader, writer] = traces.read(one, asked, texts[writer])
+    for name in members:
+        judged[name] = judge(models["judge"], asked, texts[name])
     for name, one in members.items():
         begin = time.perf_counter()
         profiles[name], costs[name] = timed(one, asked, slots, calls)
         launch.say(f"{name}: timed in {time.perf_counter() - begin:.0f} s")
-    return Measured(traces.Trace(found, tasks), along, profiles, costs, slots)
+    return Measured(traces.Trace(found, tasks), along, judged, profiles, costs, slots)
+
+
+def judge(model, asked: Sequence[Sequence[int]], texts: np.ndarray) -> list[float]:
+    """Mean log-probability of each text [p, new] behind its prompt, in nats, under a model."""
+    from eejax.inference import scoring
+    from eejax.inference.state import prepare
+
+    weights, new = prepare(model.params, model.config), texts.shape[1]
+    score = lambda ids: scoring.score(weights, model.config, ids).logprob[-new:]
+    return [
+        float(score([*prompt, *text]).mean())
+        for prompt, text in zip(asked, texts.tolist(), strict=True)
+    ]
 
 
 def timed(one, asked: Sequence[Sequence[int]], slots: int, calls: int) -> tuple[Any, dict]:
-    """(profile, costs) of a member: all slots taken by prompts spread over all there are."""
+    """Profile and costs of a member whose slots are all taken by prompts from all over the list."""
     import jax
 
     from eejax.inference import batch_costs
@@ -124,16 +147,18 @@ def timed(one, asked: Sequence[Sequence[int]], slots: int, calls: int) -> tuple[
 
 
 def save(measured: Measured, path: pathlib.Path) -> None:
-    """The trace, and what was measured beside it."""
+    """Write the trace, and a JSON file beside it with what was measured."""
     from eejax.checkpoint.files import write_text
     from eejax.serving.traces import Trace
 
     along = {ALONG.join(pair): m for pair, m in measured.along.items()}
     Trace({**measured.trace.models, **along}, measured.trace.kinds).save(path)
     told = {
-        "slots": measured.slots, "costs": measured.costs,
+        "slots": measured.slots,
+        "costs": measured.costs,
+        "judged": measured.judged,
         "profiles": {name: dataclasses.asdict(p) for name, p in measured.profiles.items()},
-    }  # fmt: skip
+    }
     write_text(beside(path), json.dumps(told, indent=1))
 
 
@@ -142,7 +167,7 @@ def beside(path: pathlib.Path) -> pathlib.Path:
 
 
 def load(path: pathlib.Path) -> Measured:
-    """Raises DataError for files that are not what `save` left."""
+    """What `save` left. Raises DataError for other files."""
     from eejax.serving import traces
     from eejax.serving.choices import Profile
 
@@ -153,19 +178,23 @@ def load(path: pathlib.Path) -> Measured:
             k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
         }
         profiles = {name: Profile(**tuples(own)) for name, own in told["profiles"].items()}
-        costs, slots = told["costs"], int(told["slots"])
+        costs, judged, slots = told["costs"], told["judged"], int(told["slots"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{beside(path)}: cannot be read ({error}). Record it again.") from error
     split = {tuple(name.split(ALONG)): m for name, m in whole.models.items()}
     own = {name: m for (name, *writer), m in split.items() if not writer}
     return Measured(
-        traces.Trace(own, whole.kinds), {k: m for k, m in split.items() if len(k) == 2}, profiles,
-        costs, slots,
-    )  # fmt: skip
+        traces.Trace(own, whole.kinds),
+        {k: m for k, m in split.items() if len(k) == 2},
+        judged,
+        profiles,
+        costs,
+        slots,
+    )
 
 
 def paces(measured: Measured) -> dict[str, Any]:
-    """Of each model, by what was measured of its engine."""
+    """Each model's `Pace`, from what was measured of its engine."""
     from eejax.inference.batch_simulator import Costs
     from eejax.serving.pace import Pace
 
@@ -177,8 +206,11 @@ def paces(measured: Measured) -> dict[str, Any]:
 
 
 def live(models: Mapping[str, Any], measured: Measured, thresholds, objective, options, n, setting):
-    """`Live` of a real `Fleet` for the first n prompts, of as many clients as slots; everything is
-    done twice, and only the second time counts, so that what is compiled is compiled."""
+    """`Live` of a real `Fleet` for the first n prompts, and its decisions.
+
+    There are as many clients as slots. Everything is done twice and the second time counts, so that
+    nothing is compiled meanwhile.
+    """
     from eejax.serving.controller import Controller
     from eejax.serving.repository import Repository
     from eejax.serving.simulated import Live
@@ -187,15 +219,20 @@ def live(models: Mapping[str, Any], measured: Measured, thresholds, objective, o
     asked, _, _ = prompts(next(iter(models.values())), measured.trace.new, n)
     members = {
         name: dataclasses.replace(member(m), rules=dict(threshold=thresholds[name]))
-        for name, m in models.items() if name in measured.profiles
-    }  # fmt: skip
+        for name, m in models.items()
+        if name in measured.profiles
+    }
     for _ in range(2):
         repository, watch = Repository.of(measured.profiles), Stopwatch()
         controller = Controller(measured.profiles, objective, repository, options, clock=watch.now)
         server = Chosen(
-            members, controller, watch, slots=setting.slots, steps=setting.steps,
+            members,
+            controller,
+            watch,
+            slots=setting.slots,
+            steps=setting.steps,
             audits=setting.audits,
-        )  # fmt: skip
+        )
         texts = dict(enumerate(asked))
         seconds, answers = drive(server, texts, measured.trace.new, setting.slots)
     tokens = sum(len(a.tokens) for a in answers)

@@ -1,123 +1,257 @@
-"""HELIOS' reproduction: of tiny models, and of tables that are made by hand."""
+"""HELIOS' reproduction: from tables that are made by hand, and end to end at a size for tests."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
-import types
 
-import jax
 import numpy as np
 import pytest
-from launchers import call, functions_of
+from launchers import call
 
 from eejax.common.errors import ConfigError, DataError
-from eejax.data import ByteTokenizer
 from eejax.inference.batch_simulator import Costs
-from eejax.models import params
-from eejax.models.config import ExitConfig, ModelConfig
 from eejax.serving.choices import Profile
 from eejax.serving.traces import ModelTrace, Trace
-from eejax.train import runs
 from experiments.reproduce import helios_evidence as evidence
-from experiments.reproduce import helios_models, helios_simulated
+from experiments.reproduce import (
+    helios_figures,
+    helios_models,
+    helios_paper,
+    helios_shapes,
+    helios_training,
+)
+from experiments.reproduce import helios_simulated as simulated
 
 NAME = "experiments.reproduce.helios"
-
-
-@pytest.fixture
-def models(monkeypatch, tmp_path):
-    """Two and three layers, untrained, in place of runs; and prompts of two tasks."""
-
-    def model(layers):
-        exits = tuple(ExitConfig(b) for b in range(1, layers))
-        config = ModelConfig(
-            vocab_size=257, n_layers=layers, d_model=16, n_heads=2, context_length=32,
-            exits=exits, head="tied",
-        )  # fmt: skip
-        made = params.init(config, jax.random.key(layers))
-        return types.SimpleNamespace(params=made, config=config, tokenizer=ByteTokenizer())
-
-    found = {"small": model(2), "large": model(3)}
-    monkeypatch.setattr(runs, "open_run", lambda path: types.SimpleNamespace(model=found[path]))
-    rows = [{"prompt": "gate token exit " * (1 + i % 3), "task": f"t{i // 7}"} for i in range(14)]
-    (tmp_path / "data" / "mixed_prompts").mkdir(parents=True)
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "data" / "mixed_prompts" / "mixed_prompts.jsonl").write_text(lines)
-    monkeypatch.setenv("EEJAX_DATA", str(tmp_path / "data"))
-    return found
+STOPS = {"small": (2, 4, 8), "large": (3, 6, 12)}
+PLACES = {
+    "Abstract",
+    "Section 1",
+    *(f"Table {n}" for n in range(1, 6)),
+    *(f"Figure {n}" for n in (2, 5, "6a", "6b", 7, 8, 9, "11a", "11b", 12, 13, "13c", 14, 15)),
+    *("Figure 16", "Figure 16c", "Figure 17a", "Figure 17b", "Figures 1 and 10, Algorithm 1"),
+    *("Figures 3 and 4", "Sections 3.3.1 to 3.4.2", "Section 4.1", "Section 4.3", "Section 5.1"),
+    *("Section 5.2", "Section 5.3", "Section 5.5", "Section 5.6", "Section 6"),
+}
+"""Everything of the paper that has a number or is drawn."""
 
 
 def drawn(p=24, new=12):
-    """`Measured` of tokens drawn at random, in two tasks."""
+    """`Measured` of random tokens in two tasks, whose first exits are sure of most."""
     rng = np.random.default_rng(0)
-    shape = lambda e: (p, new, e)
     traces, profiles, costs = {}, {}, {}
-    for name, layers in (("small", 2), ("large", 3)):
-        sure = rng.random(shape(layers)).astype(np.float32)
-        tokens = rng.integers(0, 3, shape(layers)).astype(np.int32)
-        lengths = rng.integers(3, 20, p).astype(np.int32)
-        limits, stops = (0.5,) * (layers - 1), tuple(range(1, layers + 1))
-        traces[name] = ModelTrace(stops, limits, False, lengths, tokens, sure)
-        each = lambda value, n=layers: (value,) * n
+    lengths = rng.integers(3, 20, p).astype(np.int32)
+    for name, stops in STOPS.items():
+        tokens = rng.integers(0, 3, (p, new, 3)).astype(np.int32)
+        sure = np.sqrt(rng.random((p, new, 3))).astype(np.float32)
+        traces[name] = ModelTrace(stops, (0.5, 0.5), False, lengths, tokens, sure)
+        slow = 1.0 if name == "small" else 2.0
+        each = lambda value, slow=slow: (slow * value,) * 3
         profiles[name] = Profile(
-            each(1e-3), each(1e-2), each(1e-2), each(1e-5), each(1e6), each(1e6), each(1.0),
-            each(0.9), each(2), each(1e5),
-        )  # fmt: skip
-        own = Costs(1e-4, (2e-3, 1e-3, 2e-3), (1e-4,) * 3, 0.0, 5e-3, 0.0, each(1))
+            each(1e-3),
+            each(1e-2),
+            each(1e-2),
+            each(1e-5),
+            each(1e6),
+            each(1e6),
+            (0.9, 0.9, 1.0),
+            (0.9, 0.9, 1.0),
+            heads=each(1e5),
+        )
+        own = Costs(1e-4, (2e-3, 1e-3, 2e-3), (1e-4,) * 3, 0.0, 5e-3, 0.0, (1, 1, 1))
         costs[name] = dataclasses.asdict(own) | {"buckets": (2, 4), "tokens": 16}
-    kinds = tuple("ab"[i % 2] for i in range(p))
+    kinds = tuple(("summarization", "gsm8k")[i % 2] for i in range(p))
     along = {("large", "small"): traces["large"], ("small", "large"): traces["small"]}
-    return helios_models.Measured(Trace(traces, kinds), along, profiles, costs, 2)
+    judged = {name: (-2.0 * rng.random(p)).tolist() for name in STOPS}
+    return helios_models.Measured(Trace(traces, kinds), along, judged, profiles, costs, 1)
 
 
-def test_it_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
-    for name in ("INTERVALS", "BREACHES", "WINDOWS", "EARLY"):
-        kept = getattr(helios_simulated, name)
-        some = (10, 50, 150) if name == "INTERVALS" else kept[::2]
-        monkeypatch.setattr(helios_simulated, name, some)
+@pytest.fixture
+def world():
+    measured = drawn()
+    return simulated.World.make(measured, helios_models.paces(measured), 0.78, 4)
+
+
+def test_it_leaves_a_finding_for_every_claim(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(simulated, "INTERVALS", (5, 10, 200))
+    monkeypatch.setattr(simulated, "EARLY", (0.9, 0.2))
+    monkeypatch.setattr(helios_shapes, "CONTEXTS", (512,))
     helios_models.save(drawn(), tmp_path / "trace.npz")
-    with pytest.raises(SystemExit) as ended:
-        call(NAME, f"--trace={tmp_path / 'trace.npz'}", f"--output={tmp_path / 'out'}", "--json")
-    told = capsys.readouterr().out
-    result = json.loads(told.splitlines()[-1])
-    assert ended.value.code == (0 if all(c["holds"] for c in result["claims"]) else 1)
-    assert "Table 1" in told and "Figure 17" in told and "SIMULATED" in told
-    assert result == json.loads((tmp_path / "out" / "results.json").read_text())
-    for name in ("sensitivity.png", "unchanged.png"):
-        assert (tmp_path / "out" / name).stat().st_size > 10_000
-    assert result["prompts"] == 24 and result["new"] == 12
-    assert [*result["objectives"]] == ["mixed", "by task"]
-    for rows in result["objectives"].values():
-        of = {r["name"]: r for r in rows}
-        assert of["small, no early exits"]["agreement"] == 1.0
-        assert of["large, whole"]["bytes"] > of["large, 1 exits"]["bytes"]
-        assert of["large, whole"]["throughput"] > of["large, no early exits"]["throughput"]
-        assert all(r["throughput"] > 0 for r in rows)
+    call(NAME, f"--workdir={tmp_path}", "--json")
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {f["place"] for f in result["findings"]} == PLACES
+    assert all(f["paper"] == "HELIOS" and f["theirs"] and f["ours"] for f in result["findings"])
+    claims = [(f["place"], f["claim"]) for f in result["findings"]]
+    assert len(set(claims)) == len(claims)
+    left = json.loads((tmp_path / "results.json").read_text())
+    timelines = left.pop("timelines")
+    assert left == result
+    for line in timelines.values():
+        assert len(line["ttft"]) == len(line["perplexity"]) == 24
+    for name in (*helios_figures.TIMELINES, *(f"figure_{n}.png" for n in (6, 7, 8, 9, 15, 17))):
+        assert (tmp_path / name).stat().st_size > 8_000
 
 
-@pytest.mark.slow
-def test_what_is_recorded_is_what_is_loaded(models, tmp_path):
-    found = helios_models.opened({"small": "small", "large": "large"})
-    made = helios_models.record(found, 12, 6, 2, 20)
-    helios_models.save(made, tmp_path / "trace.npz")
-    again = helios_models.load(tmp_path / "trace.npz")
-    assert again.profiles == made.profiles and again.slots == 2 and len(again.trace) == 6
-    assert helios_models.paces(again) == helios_models.paces(made)
-    for name, model in made.trace.models.items():
-        np.testing.assert_array_equal(again.trace.models[name].tokens, model.tokens)
-    reads = again.along["large", "small"]
-    assert reads.exits == 3 and not np.array_equal(reads.same, made.trace.models["large"].same)
+def test_table_5_has_every_token_once_and_a_model_alone_its_own(world):
+    rows, lines = simulated.compared(world)
+    assert {"small only", "large only", *helios_paper.TABLE_5} <= {r["name"] for r in rows}
+    for row in rows:
+        shares = {m: sum(own) for m, own in row["exits"].items()}
+        assert sum(shares.values()) == pytest.approx(1)
+    alone = simulated.of(rows, "large only")
+    assert alone["exits"]["small"] == [0, 0, 0] and alone["partly_loaded"] == 0
+    # What leaves by each exit is the trace's own, and so is its perplexity.
+    model = world.trace.models["large"]
+    exits, _ = model.leaves(world.thresholds["large"])
+    shares = (exits[..., None] == np.arange(3)).mean((0, 1))
+    np.testing.assert_allclose(alone["exits"]["large"], shares)
+    chosen = np.take_along_axis(model.confidences, exits[..., None], -1)
+    assert alone["perplexity"] == pytest.approx(np.exp(-np.log(chosen.astype(float)).mean()))
+    without = simulated.of(rows, "large, no early exits")
+    assert without["exits"]["large"] == [0, 0, 1] and without["agreement"] == 1
+    assert without["operations"] > alone["operations"]
+    # By the paper's own formulas (Table 3).
+    line = lines["large only"]
+    tokens = world.trace.new
+    assert alone["printed_latency"] == pytest.approx(
+        np.mean((line.ttft + 1 / line.throughput) * tokens)
+    )
+    assert alone["latency"] == pytest.approx(
+        np.mean(line.ttft + (tokens - 1) / line.throughput), rel=1e-6
+    )
 
 
-def test_what_is_missing_is_told(models, monkeypatch, tmp_path):
-    with pytest.raises(ConfigError, match="--small = None: must name a training run"):
-        call(NAME)
-    models["large"].tokenizer = types.SimpleNamespace(fingerprint="another")
-    with pytest.raises(ConfigError, match="--large = 'large': has another tokenizer"):
-        call(NAME, "--small=small", "--large=large")
+def test_a_prompts_depth_is_what_was_loaded_when_its_first_token_came(world):
+    from eejax.serving import policies
+    from eejax.serving.choices import Choice
+
+    script = [Choice("small", 1), Choice("small", 3), Choice("large", 2)]
+    run = world.run(lambda clock: policies.Scripted(script, 8, clock=clock))
+    depths = simulated.served_depths(run, world.profiles)
+    pairs = [*zip(run.models, depths, strict=True)]
+    assert pairs[0] == ("small", 1) and pairs[-1] == ("large", 2)
+    assert [*dict.fromkeys(pairs)] == [("small", 1), ("small", 3), ("large", 2)]
+    by_depth = np.zeros(3)
+    for i, (name, depth) in enumerate(pairs):
+        model = world.trace.models[name]
+        if name == "small":
+            exits = model.leaves(world.thresholds[name], depth)[0][i]
+            by_depth += np.bincount(exits, minlength=3)
+    # A prompt that is under way while layers come has tokens of both depths.
+    assert abs(by_depth - run.exits["small"]).max() <= world.trace.new
+
+
+def test_prompts_come_task_after_task():
+    trace = drawn().trace
+    order = simulated.task_order(trace)
+    kinds = trace.ordered(order).kinds
+    assert kinds == ("summarization",) * 12 + ("gsm8k",) * 12
+    assert order[:3] == [0, 2, 4]
+
+
+def made() -> Trace:
+    """Two prompts of two tokens."""
+    sure = np.array([[[0.9, 1.0], [0.2, 0.5]], [[0.1, 0.8], [0.6, 1.0]]], np.float32)
+    tokens = np.array([[[1, 1], [2, 3]], [[4, 4], [5, 6]]], np.int32)
+    model = ModelTrace((1, 2), (0.5,), True, np.array([1, 1], np.int32), tokens, sure)
+    return Trace({"small": model}, ("a", "b"))
+
+
+def test_evidence_worked_by_hand():
+    trace = made()
+    limits, small = {"small": 0.5}, trace.models["small"]
+    rows = evidence.exit_shares(trace, limits)
+    assert [(r["task"], r["shares"], r["agreement"]) for r in rows] == [
+        ("all", [0.5, 0.5], 0.75),
+        ("a", [0.5, 0.5], 1.0),
+        ("b", [0.5, 0.5], 0.5),
+    ]
+    rows = {r["task"]: r for r in evidence.unchanged(trace)}
+    at = evidence.LIMITS.index
+    assert rows["all"]["unchanged"][at(0.1)] is None or rows["all"]["below"][at(0.1)] > 0
+    # Below 0.3 are the tokens of 0.2, which changes, and of 0.1, which stays.
+    assert rows["all"]["unchanged"][at(0.3)] == 0.5 and rows["all"]["below"][at(0.3)] == 0.5
+    assert rows["all"]["unchanged"][-1] == 0.5 and rows["all"]["below"][-1] == 1.0
+    assert rows["a"]["unchanged"][at(0.3)] == 0.0 and rows["b"]["unchanged"][at(0.3)] == 1.0
+    # Another model that reads along is sure of the first token of each.
+    sure = np.array([[[0.9, 1.0], [0.2, 1.0]], [[0.8, 1.0], [0.3, 1.0]]], np.float32)
+    other = ModelTrace((3, 4), (0.5,), True, small.prompts, small.tokens, sure)
+    along = {("large", "small"): other}
+    (row,) = evidence.complementary(trace, along, limits | {"large": 0.5})
+    assert row["writer_early"] == 0.5 and row["either"] == 0.75
+    assert row["late"] == [0.5, 0.5] and row["early"] == [0.5, 0.5]
+    for share, leave in ((0.25, 1), (0.5, 2), (1.0, 4)):
+        threshold = evidence.threshold_for(small, share)
+        assert (small.leaves(threshold)[0] == 0).sum() == leave
+    # Tokens leave with 0.9 and 0.5, and with 0.8 and 0.6.
+    each = evidence.perplexities(small, small.leaves(0.5)[0])
+    np.testing.assert_allclose(each, [(0.9 * 0.5) ** -0.5, (0.8 * 0.6) ** -0.5], rtol=1e-6)
+    assert evidence.mean_perplexity(each) == pytest.approx((0.9 * 0.5 * 0.8 * 0.6) ** -0.25)
+
+
+def test_figure_6_is_of_published_sizes():
+    rows = helios_shapes.figure_6()
+    assert helios_shapes.savings_at(rows, 16) == pytest.approx({"Llama-7B": 0.5, "Llama-13B": 0.6})
+    whole = {r["model"]: r["gigabytes"] for r in rows}
+    # 6,738,415,616 and 13,015,864,320 parameters as published, in two bytes each.
+    assert whole == pytest.approx({"Llama-7B": 13.4768, "Llama-13B": 26.0317}, rel=1e-3)
+    # Two operations for every weight but the embeddings.
+    flops = [r["gigaflops"] for r in rows if r["layer"] == r["layers"]]
+    np.testing.assert_allclose(flops, [2 * 6.607, 2 * 12.852], rtol=1e-3)
+
+
+def test_table_1_sees_where_evaluation_names_another_model():
+    row = lambda before, after, task: {
+        "measure": "own",
+        "before": dict(zip("ab", before, strict=True)),
+        "after": dict(zip("ab", after, strict=True)),
+        "task_mean": dict(zip("ab", task, strict=True)),
+    }
+    rows = [row((2, 1), (1, 2), (1, 3)), row((2, 1), (3, 2), (3, 1)), row((2, 1), (1, 2), (2, 1))]
+    assert evidence.choices(rows, "own") == {
+        "tasks": 3,
+        "differ": 2,
+        "before_right": 2,
+        "after_right": 2,
+    }
+    measured = drawn()
+    limits = {"small": 0.5, "large": 0.5}
+    rows = evidence.table_1(measured.trace, measured.judged, limits)
+    assert [(r["measure"], r["task"]) for r in rows] == [
+        (m, t) for m in ("own", "judge") for t in ("summarization", "gsm8k")
+    ]
+    judged = np.array(measured.judged["small"])
+    assert rows[2]["before"]["small"] == pytest.approx(np.exp(-judged.mean()))
+    assert rows[3]["after"]["small"] == pytest.approx(np.exp(-judged[1::2][:5].mean()))
+
+
+def test_a_draft_brings_what_is_accepted_and_one_more():
+    assert evidence._rounds([True] * 6, 2) == 2
+    assert evidence._rounds([False] * 6, 2) == 6
+    assert evidence._rounds([True, False, True, True, True], 3) == 2
+    found = evidence.speculative(
+        drawn().trace, drawn().along, drawn().profiles, {"small": 0.5, "large": 0.5}, "none such"
+    )
+    assert found["task"] == "all" and found["draft"] in evidence.DRAFTS
+    # A draft of one token costs one of the small model and two of the large one.
+    assert found["ratio"] > 0 and 0 < found["accepted"] < 1
+
+
+def test_the_models_are_trained_as_in_section_4_1(tmp_path):
+    for name, stops in STOPS.items():
+        e = helios_training.experiment(name, tmp_path, 0.25)
+        assert e.model.stops == stops and e.exit_weights.weights == (1.0, 1.0)
+    full = helios_training.experiment("judge", tmp_path, 1.0)
+    assert full.model.exits == () and full.train.steps == 1300
+    with pytest.raises(ConfigError, match="--train = 0: must be a share"):
+        helios_training.train(tmp_path, 0)
+
+
+def test_what_is_missing_is_told(monkeypatch, tmp_path):
     monkeypatch.delenv("EEJAX_DATA", raising=False)
+    with pytest.raises(SystemExit):
+        call(NAME, f"--workdir={tmp_path}")
     with pytest.raises(ConfigError, match="EEJAX_DATA: must name the folder of mixed_prompts"):
         helios_models.prompts(None, 100, None)
     made().save(tmp_path / "trace.npz")
@@ -125,102 +259,16 @@ def test_what_is_missing_is_told(models, monkeypatch, tmp_path):
         helios_models.load(tmp_path / "trace.npz")
 
 
-def test_long_prompts_keep_their_end(models):
-    model = helios_models.opened({"small": "small", "large": "large"})["small"]
-    ids, tasks, cut = helios_models.prompts(model, 12, 8)
-    assert tasks == ("t0",) * 7 + ("t1",) and cut == 5
-    assert [len(i) for i in ids] == [16, 20, 20] * 2 + [16, 20]
-    assert bytes(ids[1]) == b"gate token exit gate token exit "[-20:]
-    with pytest.raises(ConfigError, match="--new: leaves no room"):
-        helios_models.prompts(model, 40, 8)
-
-
-def made() -> Trace:
-    """Two prompts of two tokens."""
-    sure = np.array([[[0.9, 1.0], [0.2, 1.0]], [[0.1, 1.0], [0.6, 1.0]]], np.float32)
-    tokens = np.array([[[1, 1], [2, 3]], [[4, 4], [5, 6]]], np.int32)
-    lengths = np.array([1, 1], np.int32)
-    model = ModelTrace((1, 2), (0.5,), True, lengths, tokens, sure)
-    return Trace({"small": model}, ("a", "b"))
-
-
-def test_evidence_worked_by_hand():
-    trace = made()
-    limits = {"small": 0.5}
-    rows = evidence.by_task(trace, limits)
-    assert [(r["task"], r["shares"], r["agreement"]) for r in rows] == [
-        ("all", [0.5, 0.5], 0.75), ("a", [0.5, 0.5], 1.0), ("b", [0.5, 0.5], 0.5)
-    ]  # fmt: skip
-    (row,) = evidence.unchanged(trace, limits)
-    assert row["below"] == 0.5 and row["unchanged"] == 0.5 and row["all"] == 0.5
-    assert row["low"] == 1.0 and row["by_confidence"][2] == 0.0 and sum(row["counts"]) == 4
-    # One that reads along is sure of the first token of each.
-    sure = np.array([[[0.9, 1.0], [0.2, 1.0]], [[0.8, 1.0], [0.3, 1.0]]], np.float32)
-    small = trace.models["small"]
-    other = ModelTrace((3, 4), (0.5,), True, small.prompts, small.tokens, sure)
-    (row,) = evidence.complementary(trace, {("large", "small"): other}, limits | {"large": 0.5})
-    assert (row["early"], row["reader_early"], row["rescued"]) == (0.5, 0.5, 0.5)
-    assert row["either"] == 0.75 and row["late_early"] == 0.5 and row["same_text"] == 1.0
-    for share, leave in ((0.25, 1), (0.5, 2), (1.0, 4)):
-        threshold = evidence.threshold_for(small, share)
-        assert (small.leaves(threshold)[0] == 0).sum() == leave
-
-
-def tables():
-    row = lambda name, **own: {
-        "name": name, "throughput": 10.0, "ttft": {"mean": 1.0}, "agreement": 0.95, "bytes": 100.0,
-        "flops": 5.0,
-    } | own  # fmt: skip
-    rows = [
-        row("small, whole", whole=True, bytes=50.0), row("large, whole", whole=True),
-        row("HELIOS: throughput", throughput=15.0), row("HELIOS, one model at a time", bytes=40.0),
-        row("HELIOS: response_time", ttft={"mean": 0.5}), row("HELIOS: energy", flops=2.0),
-        row("at random", throughput=8.0), row("hindsight, as right", throughput=16.0),
-    ]  # fmt: skip
-    value = lambda v, throughput=10.0, **own: {
-        "value": v,
-        "throughput": throughput,
-        "below": 0.1,
-        **own,
-    }
-    over = {
-        "interval": [value(10, 8.0), value(50), value(150)],
-        "breaches": [value(10), value(90, below=0.4)],
-        "early": [value(0.2, 30.0, static={"a": 10.0}), value(0.9, static={"a": 10.0})],
-    }
-    unchanged = [{"model": "small", "layers": 1, "unchanged": 0.8}]
-    both = [{"writer": "small", "reader": "large", "rescued": 0.6, "late_early": 0.7,
-             "either": 0.9, "early": 0.75}]  # fmt: skip
-    return [{"mixed": rows}, over, unchanged, both]
-
-
-def test_a_claim_that_does_not_hold_is_said_to_fail():
-    held = lambda given: [c["holds"] for c in helios_simulated.claims(*given)]
-    assert len(held(tables())) == 14 and all(held(tables()))
-
-    def failing(change):
-        given = copy.deepcopy(tables())
-        change(*given)
-        return [i for i, holds in enumerate(held(given)) if not holds]
-
-    slow = lambda t, *_: t["mixed"][2].update(throughput=9.0)
-    assert failing(slow) == [3]
-    assert failing(lambda t, *_: t["mixed"][2].update(agreement=0.9)) == [4]
-    assert failing(lambda t, *_: t["mixed"][3].update(bytes=200.0)) == [5]
-    assert failing(lambda t, *_: t["mixed"][4].update(ttft={"mean": 1.5})) == [6]
-    assert failing(lambda t, *_: t["mixed"][5].update(flops=6.0)) == [7]
-    assert failing(lambda t, *_: t["mixed"][6].update(throughput=16.0)) == [8]
-    assert failing(lambda t, *_: t["mixed"][7].update(throughput=14.0)) == [9]
-    assert failing(lambda t, over, *_: over["interval"][1].update(throughput=20.0)) == [10]
-    assert failing(lambda t, over, *_: over["breaches"][1].update(below=0.0)) == [12]
-    assert failing(lambda t, over, *_: over["early"][0].update(throughput=5.0)) == [13]
-    assert failing(lambda t, o, unchanged, _: unchanged[0].update(unchanged=0.4)) == [0]
-    assert failing(lambda t, o, u, both: both[0].update(rescued=0.4, either=0.76)) == [1, 2]
-
-
-def test_pictures_are_of_what_there_is(tmp_path):
-    functions_of(NAME)
-    over = tables()[1] | {"window": [{"value": 50, "throughput": 1.0, "below": 0.0}]}
-    row = {"model": "small", "layers": 1, "by_confidence": [None, 0.5, *(None,) * 8]}
-    drawn = helios_simulated.figures(over, [row])
-    assert {*drawn} == {"sensitivity.png", "unchanged.png"}
+@pytest.mark.slow
+def test_it_trains_records_and_goes_on_from_what_is_there(eejax_data, tmp_path, capsys):
+    arguments = [f"--workdir={tmp_path}", "--tiny", "--new=8", "--prompts=12", "--calls=20"]
+    call(NAME, *arguments, "--json")
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {f["place"] for f in result["findings"]} == PLACES
+    again = helios_models.load(tmp_path / "trace.npz")
+    assert {m: t.stops for m, t in again.trace.models.items()} == STOPS
+    assert len(again.judged["small"]) == len(again.trace) == 12
+    kept = (tmp_path / "trace.npz").read_bytes()
+    call(NAME, *arguments, "--json")
+    assert (tmp_path / "trace.npz").read_bytes() == kept
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result

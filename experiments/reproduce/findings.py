@@ -1,0 +1,60 @@
+"""A list of findings of one paper, judged as they are added."""
+
+from __future__ import annotations
+
+import math
+
+from experiments.reproduce.claims import Finding, Verdict
+
+VERDICTS = {
+    True: Verdict.HOLDS,
+    False: Verdict.FAILS,
+    None: Verdict.NOT_AT_THIS_SCALE,
+}
+
+
+class Findings:
+    """Findings of a paper at one scale, in the order in which they are added.
+
+    Args:
+      paper: of `claims.PAPERS`.
+      scale: model, data and device of all values that name no other.
+    """
+
+    def __init__(self, paper: str, scale: str):
+        self.found: list[Finding] = []
+        self._paper, self._scale = paper, scale
+
+    def add(
+        self,
+        place: str,
+        claim: str,
+        theirs: str,
+        ours: str,
+        holds: bool | None,
+        why: str,
+        scale: str | None = None,
+    ) -> None:
+        """Add what was found of a claim.
+
+        Args:
+          place, claim, theirs, ours, scale: as `Finding` has them.
+          holds: whether the claim holds, or None where that is not judged.
+          why: the reason, should it not hold.
+        """
+        verdict = VERDICTS[None if holds is None else bool(holds)]
+        why = "" if verdict is Verdict.HOLDS else why
+        scale = scale or self._scale
+        self.found.append(Finding(self._paper, place, claim, theirs, ours, scale, verdict, why))
+
+    def to_dicts(self) -> list[dict[str, str]]:
+        return [finding.to_dict() for finding in self.found]
+
+
+def gain(theirs: float, ours: float) -> bool:
+    """Whether a ratio of ours has at least half of a gain: 1.24x of 1.48x."""
+    return math.isfinite(ours) and ours - 1 >= (theirs - 1) / 2
+
+
+def percent(share: float) -> str:
+    return f"{share:.1%}".replace("%", " %")

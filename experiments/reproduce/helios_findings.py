@@ -1,0 +1,300 @@
+"""What became of HELIOS' claims: a `Finding` for every table, figure and quoted number.
+
+A gain (1.48x) holds where ours is at least half of it (1.24x). A share holds within `NEAR`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.reproduce import helios_paper as paper
+from experiments.reproduce import helios_served_findings as served
+from experiments.reproduce.findings import Findings, gain, percent
+from experiments.reproduce.helios_paper import NEAR, SMALL_MODELS
+from experiments.reproduce.helios_simulated import of
+
+
+def findings(result: Mapping[str, Any], lines: Mapping[str, Any], scale: str) -> list[dict]:
+    """All findings, as dicts.
+
+    Args:
+      result: what `experiments.reproduce.helios` computed, by table and figure.
+      lines: `Timeline` by the name of a row.
+      scale: of everything that was run or simulated.
+    """
+    found = Findings("HELIOS", scale)
+    _shapes(found, result)
+    _exits(found, result)
+    served.add_gains(found, result, lines)
+    served.add_table_5(found, result)
+    served.add_sensitivity(found, result["figure_17"])
+    _settings(found, result)
+    for place, claim, theirs in paper.NOT_RUN:
+        found.add(
+            place,
+            claim,
+            theirs,
+            "not run",
+            None,
+            "It needs published models of 7B and more.",
+            "no run",
+        )
+    return found.to_dicts()
+
+
+def _shapes(found: Findings, result: Mapping[str, Any]) -> None:
+    shapes, card = "the models' own shapes, bfloat16", "the models' own shapes, 40 GB"
+    for row in result["table_2"]:
+        parameters, layers, exits = paper.TABLE_2[row["model"]]
+        found.add(
+            "Table 2",
+            f"{row['model']} has its parameters, layers and exits.",
+            f"{parameters / 1e9:.1f} billion, {layers} layers, exits {exits}",
+            f"{row['parameters'] / 1e9:.2f} billion, {row['layers']} layers, exits "
+            f"{tuple(row['exits'])}",
+            abs(row["parameters"] / parameters - 1) < 0.02
+            and row["layers"] == layers
+            and tuple(row["exits"]) == exits,
+            "The configuration has another shape.",
+            shapes,
+        )
+    for row in result["table_4"]:
+        theirs = paper.TABLE_4[row["model"]] / 100
+        note = " (of 40 layers; the table prints 32)" if row["layers"] == 40 else ""
+        found.add(
+            "Table 4",
+            f"Loading {row['model']} up to layer {row['exit']} saves memory.",
+            percent(theirs),
+            percent(row["saved"]) + note,
+            abs(row["saved"] - theirs) < 0.02,
+            "The weights above the exit take another share of the card.",
+            card,
+        )
+    saved = result["figure_6_savings"]
+    found.add(
+        "Figure 6a",
+        "An exit after 16 layers spares half of Llama-7B's operations, 60 % of 13B's.",
+        "50 %, 60 %",
+        ", ".join(map(percent, saved.values())),
+        all(abs(a - b) < 0.02 for a, b in zip(saved.values(), (0.5, 0.6), strict=True)),
+        "Operations of layers are another share.",
+        shapes,
+    )
+    ends = {row["model"]: row["gigabytes"] for row in result["figure_6"]}
+    first = {row["model"]: row["gigabytes"] for row in reversed(result["figure_6"])}
+    found.add(
+        "Figure 6b",
+        "Less memory is accessed by earlier exits, while the footprint stays.",
+        "drawn, no numbers",
+        "; ".join(f"{m}: {first[m]:.1f} GB up to layer 4, {ends[m]:.1f} GB in all" for m in ends),
+        all(first[m] < ends[m] for m in ends),
+        "An earlier exit needs no fewer weights.",
+        shapes,
+    )
+    ratios = {row["model"]: row["ratio"] for row in result["figure_15"]}
+    told = ", ".join(f"{m} {r:.2f}x" for m, r in ratios.items())
+    most = ratios["Llama-2-13B"]
+    found.add(
+        "Figure 15",
+        "Llama2-13B serves the most requests more.",
+        "6.05x",
+        told,
+        gain(6.05, most) and most == max(ratios.values()),
+        "Fewer requests fit beside the part.",
+        card,
+    )
+    found.add(
+        "Figure 15",
+        "Smaller models gain little.",
+        "drawn, no numbers",
+        told,
+        ratios["OPT-1.3B"] < 1.5,
+        "Keys and values of the skipped layers are saved too, and a small model's requests take "
+        "most of the card.",
+        card,
+    )
+    mean = 1.0
+    for ratio in ratios.values():
+        mean *= ratio ** (1 / len(ratios))
+    found.add(
+        "Abstract",
+        "Batches are larger than the baseline's.",
+        "3.7x on average",
+        f"{mean:.2f}x",
+        gain(3.7, mean),
+        "Fewer requests fit beside the part.",
+        card,
+    )
+
+
+def _exits(found: Findings, result: Mapping[str, Any]) -> None:
+    every = {r["model"]: r for r in result["figure_7"] if r["task"] == "all"}
+    shares = lambda row: " / ".join(map(percent, row["shares"]))
+    firsts = [row["shares"][0] for row in every.values()]
+    found.add(
+        "Figure 7",
+        "Most tokens leave by the first exit, at about a quarter of the depth.",
+        "over 70 % in both models; about 20 % take all layers",
+        "; ".join(f"{m} after {r['layers']}: {shares(r)}" for m, r in every.items()),
+        min(firsts) > 0.7 - NEAR,
+        f"{SMALL_MODELS} Thresholds let as many leave early in all.",
+    )
+    small = every["small"]["shares"]
+    found.add(
+        "Figure 11a",
+        "OPT-1.3B's tokens leave after 6, 12 and 24 layers (also section 1).",
+        " / ".join(f"{v:.0f} %" for v in paper.EXITS_1B3),
+        shares(every["small"]),
+        max(abs(a - b / 100) for a, b in zip(small, paper.EXITS_1B3, strict=True)) < NEAR,
+        f"{SMALL_MODELS} Thresholds let as many leave early in all.",
+    )
+    both = {row["writer"]: row for row in result["figure_9"]}
+    late = both["small"]["late"][0]
+    found.add(
+        "Figure 11b",
+        "Of OPT-1.3B's late tokens many leave by OPT-6.7B's first exit.",
+        "57 %",
+        percent(late),
+        late > 0.57 - NEAR,
+        "Both models learned the same text, and are unsure of the same tokens.",
+    )
+    told = "; ".join(
+        f"of {m}'s late tokens {percent(1 - r['late'][-1])} leave early in {r['reader']}"
+        for m, r in both.items()
+    )
+    found.add(
+        "Figure 9",
+        "Tokens that need many layers in one model need fewer in the other.",
+        "drawn, no numbers",
+        told,
+        min(1 - r["late"][-1] for r in both.values()) > 0.5,
+        "Both models learned the same text, and are unsure of the same tokens.",
+    )
+    rows = [r for r in result["figure_8"] if r["model"] == "large" and r["task"] != "all"]
+    stays = {r["task"]: r["unchanged"][-1] for r in rows}
+    found.add(
+        "Figure 8",
+        "The token of the first exit is the final one, whatever the threshold.",
+        "85 % at least, four data sets, OPT-6.7B",
+        "at threshold 1: " + ", ".join(f"{t} {percent(s)}" for t, s in stays.items()),
+        min(v for r in rows for v in r["unchanged"] if v is not None) >= 0.85,
+        SMALL_MODELS,
+    )
+    row = next((r for r in rows if r["task"] == "summarization"), rows[0])
+    low = row["unchanged"][1]
+    found.add(
+        "Section 1",
+        "Tokens kept from OPT-6.7B's first exit by a confidence of 0.2 stay the same.",
+        "92.1 % (CNN/DailyMail)",
+        "no such token" if low is None else f"{percent(low)} ({row['task']})",
+        None if low is None else low > 0.921 - NEAR,
+        SMALL_MODELS,
+    )
+    own = result["table_1_choices"]["own"]
+    first = result["table_1"][0]
+    names = paper.MODELS
+    found.add(
+        "Table 1",
+        "Evaluation on the task's prompts chooses another model than the benchmark.",
+        "; ".join(f"{m} {a} to {b}" for m, (a, b) in paper.TABLE_1.items()),
+        "; ".join(
+            f"{m} ({names[m]}) {first['before'][m]:.2f} to {first['after'][m]:.2f}" for m in names
+        )
+        + f", by each model's own probabilities on {first['task']}; another model for "
+        f"{own['differ']} of {own['tasks']} tasks, the right one for {own['after_right']} "
+        f"(benchmark: {own['before_right']})",
+        own["differ"] > 0 and own["after_right"] > own["before_right"],
+        "One of our models has the lower perplexity on nearly every task, so that there is nothing "
+        "to find.",
+    )
+    draft = result["section_6"]
+    found.add(
+        "Section 6",
+        "Speculative decoding takes more energy than a large model with two exits.",
+        "1.49x (OPT-125M and OPT-6.7B, CNN/DailyMail)",
+        f"{draft['ratio']:.2f}x the operations ({draft['task']}, drafts of {draft['draft']}, "
+        f"{percent(draft['accepted'])} accepted)",
+        gain(1.49, draft["ratio"]),
+        "The verifier's operations are counted in full, and still take less.",
+    )
+
+
+def _settings(found: Findings, result: Mapping[str, Any]) -> None:
+    rows = result["simulated"]
+    small, fast = of(rows, "small only"), of(rows, "HELIOS, throughput")
+    found.add(
+        "Table 3",
+        "Throughput is 1 / TPOT.",
+        "1 / TPOT",
+        f"{small['decoding']:.0f} tokens/s by 1 / TPOT, {small['throughput']:.0f} in all",
+        small["decoding"] >= small["throughput"],
+        "A token takes longer than its share.",
+    )
+    found.add(
+        "Table 3",
+        "Latency is (TTFT + TPOT) x tokens.",
+        "(TTFT + TPOT) x tokens",
+        f"{small['printed_latency']:.2f} s by the formula as printed, {small['latency']:.2f} s "
+        "passed",
+        abs(small["printed_latency"] / small["latency"] - 1) < 0.1,
+        "The formula has the first token's time for every token; TTFT + TPOT x (tokens - 1) "
+        "is what passes.",
+    )
+    ours = result["defaults"]
+    found.add(
+        "Sections 3.3.1 to 3.4.2",
+        "Defaults: candidates, prompts of an evaluation, reassessment "
+        "interval (RI), breaches (CBC) in a window.",
+        "2, 5, 150, 50 of 100",
+        "{candidates}, {prompts}, {interval}, {breaches} of {window}".format(**ours),
+        ours == paper.DEFAULTS,
+        "The controller has other defaults.",
+        "eejax's controller",
+    )
+    found.add(
+        "Figures 1 and 10, Algorithm 1",
+        "Candidates are evaluated, the best is loaded in part, breaches load more or switch, and "
+        "candidates are reassessed.",
+        "drawn",
+        f"{fast['assessments']} evaluations of candidates, {percent(fast['partly_loaded'])} of the "
+        f"prompts by part of a model, {fast['loads']} LD, {fast['switches']} SW",
+        fast["assessments"] > 1 and fast["partly_loaded"] > 0,
+        "The controller never did so.",
+    )
+    found.add(
+        "Figures 3 and 4",
+        "A token leaves at the first exit that is surer than the threshold.",
+        "drawn",
+        ", ".join(f"{m}: threshold {t:.3f}" for m, t in result["thresholds"].items())
+        + f", {percent(1 - small['exits']['small'][-1])} of small's tokens leave early",
+        small["exits"]["small"][-1] < 1,
+        "No token leaves early.",
+    )
+    found.add(
+        "Section 4.1",
+        "Exits are trained with a weight of 1.0 each, for 50,000 iterations, on "
+        "RedPajama and the Pile.",
+        "OPT-1.3B and OPT-6.7B fine-tuned",
+        "configs/helios_opt_1b3.py and helios_opt_6b7.py have it; ours here: weight 1.0, "
+        f"{result['trained']} on text of the tasks",
+        None,
+        "Fine-tuning OPT needs GPUs; the configurations are tested, not run.",
+    )
+    found.add(
+        "Section 4.3",
+        "Prompts are a mix of tasks, answered by 100 tokens each.",
+        "CNN/DailyMail, TruthfulQA, OpenBookQA, GSM8K, code, sentence completion",
+        f"{result['prompts']} prompts of {len({*result['order']})} tasks, {result['new']} tokens",
+        len({*result["order"]}) > 5 and result["new"] == 100,
+        "Fewer prompts or tokens were asked.",
+    )
+    found.add(
+        "Section 5.2",
+        "With part of a model loaded no token of a batch waits for a deeper one.",
+        "no synchronisation",
+        f"{percent(fast['below'])} of the tokens left by the last loaded "
+        "exit below their threshold",
+        fast["below"] > 0,
+        "No token was below its threshold.",
+    )
