@@ -1,4 +1,4 @@
-"""Training of router networks for a model that stays as it is (TIDE, section 4).
+"""Training of router networks for a model that stays as it is (TIDE, section 3.1).
 
 Routers learn from held states of one pass (`states.collect`), all of them together and on the
 device. What a router is asked is one of `LABELS`: would the token be the full model's, or has the
@@ -39,6 +39,9 @@ layer's, both under the final norm, is at least the bound (TIDE's). kl: KL(final
 the bound, in nats.
 """
 
+SCHEDULES = ("cosine", "constant")
+"""Learning rates over a training: a cosine to 0 (ours), or one rate throughout (TIDE's)."""
+
 PARTS = (0.8, 0.1, 0.1)  # of the windows: to train on, to choose by, and to report
 CHECKPOINT = "routers.safetensors"
 WIDEST = 8192  # a bottleneck is narrower than any model
@@ -47,8 +50,9 @@ WIDEST = 8192  # a bottleneck is narrower than any model
 @dataclasses.dataclass(frozen=True)
 class RouterOptions:
     """width: the bottleneck. label: of `LABELS`; bound: its bound, one or one for each exit, None
-    for the default. epochs, batch (tokens), learning_rate, weight_decay, seed: of the training,
-    AdamW under a cosine. least: positive tokens without which an exit gets no router.
+    for the default. epochs, batch (tokens), learning_rate, schedule (of `SCHEDULES`), weight_decay,
+    seed: of the training, by AdamW. TIDE's are 100 epochs, 1e-3, "constant" and no decay (section
+    3.1). least: positive tokens without which an exit gets no router.
     """
 
     width: int = 128
@@ -57,12 +61,14 @@ class RouterOptions:
     epochs: int = 12
     batch: int = 1024
     learning_rate: float = 1e-3
+    schedule: str = "cosine"
     weight_decay: float = 0.1
     least: int = 100
     seed: int = 0
 
     def __post_init__(self):
         require_one_of("label", self.label, LABELS)
+        require_one_of("schedule", self.schedule, SCHEDULES)
         for name in ("width", "epochs", "batch", "least"):
             require_count(name, getattr(self, name))
         require(self.width <= WIDEST, "width", self.width, f"must be at most {WIDEST}")
@@ -229,7 +235,9 @@ def _first(config, start, kept, shares, options) -> Tree:
 
 
 def _optimizer(options: RouterOptions, steps: int) -> optax.GradientTransformation:
-    rate = optax.cosine_decay_schedule(options.learning_rate, max(steps, 1))
+    rate: optax.ScalarOrSchedule = options.learning_rate
+    if options.schedule == "cosine":
+        rate = optax.cosine_decay_schedule(options.learning_rate, max(steps, 1))
     decays = {"norm": False, "down": True, "up": True, "up_bias": False}
     mask = lambda tree: {k: jax.tree.map(lambda _, k=k: decays[k], v) for k, v in tree.items()}
     return optax.adamw(rate, weight_decay=options.weight_decay, mask=mask)

@@ -8,10 +8,11 @@ from statistics import NormalDist
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from eejax.calibration import frontier as frontier_module
-from eejax.calibration import memory, score
+from eejax.calibration import memory, routers, score
 from eejax.calibration import states as states_module
 from eejax.calibration.pretrained import boundaries_for, calibrate_model, with_exits
 from eejax.calibration.quality import auc
@@ -253,6 +254,7 @@ def test_labels_are_agreement_or_convergence():
     [
         (dict(width=0), "width = 0"),
         (dict(label="trust"), "label = 'trust': must be one of"),
+        (dict(schedule="linear"), "schedule = 'linear': must be one of"),
         (dict(bound=0.9), "bound = 0.9: must be None with the label 'top1'"),
         (dict(label="cosine", bound=1.5), "bound = 1.5: must be cosines"),
         (dict(label="kl", bound=-0.1), "must be cosines in"),
@@ -263,6 +265,25 @@ def test_labels_are_agreement_or_convergence():
 def test_options_that_cannot_be_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         RouterOptions(**values)
+
+
+def test_tides_recipe_is_adam_at_one_rate():
+    recipe = RouterOptions(schedule="constant", weight_decay=0.0)
+    steps = 20
+    tree = {
+        "down": jnp.ones((4, 8)),
+        "up": jnp.ones(8),
+        "norm": jnp.ones(4),
+        "up_bias": jnp.ones(()),
+    }
+    ours, adam = routers._optimizer(recipe, steps), optax.adam(recipe.learning_rate)
+    states_of = [ours.init(tree), adam.init(tree)]
+    for step in range(1, steps + 1):
+        slope = jax.tree.map(lambda a, step=step: step * jnp.sin(a + step), tree)
+        with jax.numpy_dtype_promotion("standard"):
+            moves = [o.update(slope, s, tree) for o, s in zip((ours, adam), states_of, strict=True)]
+        states_of = [state for _, state in moves]
+        jax.tree.map(np.testing.assert_allclose, moves[0][0], moves[1][0])
 
 
 def test_a_killed_training_goes_on_where_it_was(tmp_path):
