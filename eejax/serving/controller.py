@@ -1,6 +1,6 @@
 """Which model serves, and how much of it is loaded: decisions alone, by what the server tells.
 
-HELIOS (Kumar et al., 2025), section 4. Where its Algorithm 1 and its text differ the text rules:
+HELIOS (Kumar et al., 2025), section 3. Where its Algorithm 1 and its text differ the text rules:
 the counter of confidence breaches looks at a window of tokens. No clock, device or thread is
 touched here, so that every decision can be replayed from a trace.
 """

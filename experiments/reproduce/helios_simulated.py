@@ -82,7 +82,7 @@ def served_depths(simulated, profiles: Mapping[str, Any]) -> list[int]:
     for i in np.argsort(simulated.first, kind="stable"):
         while events and events[0].time <= simulated.first[i]:
             event = events.pop(0)
-            if event.what != "grow":  # which is not there before it is "grown"
+            if event.what in ("load", "grown", "shrink", "stay"):
                 loaded[event.model] = event.depth
         depths[i] = loaded[simulated.models[i]]
     return depths
@@ -124,7 +124,7 @@ class Timeline:
             ]
             perplexity[which] = evidence.perplexities(model, exits)[which]
         each = (simulated.ended - simulated.first) / np.maximum(simulated.tokens - 1, 1)
-        at = lambda time: int(np.searchsorted(simulated.first, time))
+        at = lambda time: int((simulated.first < time).sum())
         decisions = simulated.decisions
         whole = [
             d == world.profiles[m].exits for m, d in zip(simulated.models, depths, strict=True)

@@ -1,24 +1,29 @@
-"""TIDE's experiments on one small model, and what they would be worth with layers really skipped.
+"""TIDE's tables and numbers on one small model, and what layers that are really skipped bring.
 
-    python -m experiments.reproduce.tide --json
+    python -m experiments.reproduce.tide --workdir=runs/tide --json
 
-Jaber and Jaber, "TIDE: Token-Informed Depth Execution" (arXiv 2603.21365): exit rates in the
-prompt's pass (Table 3), its latency (Table 4), throughput by batch size (Table 5), and how states
-converge over depth (section 5.5). The model is a plain checkpoint of bytes ($EEJAX_DATA/models/
-tinylm); routers sit every --every layers and learn from text before the last --unseen bytes, on
-which all is judged. Three rules for who should leave, each with bottlenecks of 64, 128 and 256:
+Jaber and Jaber, "TIDE: Token-Informed Depth Execution" (arXiv 2603.21365): exits in a prompt's pass
+(Table 3), its latency and throughput by batch size (Table 4), decoding of one worked problem (Table
+5), and how states converge over depth (section 5.5). The model is a plain checkpoint of bytes
+($EEJAX_DATA/models/tinylm, or one that is trained here). Routers sit every --every layers (section
+3.1) and learn from text before the last --unseen bytes, on which all is judged. Three rules for who
+should leave, each with bottlenecks of 64, 128 and 256:
 
 - cosine: the paper's, a cosine of 0.98 to the last layer's state. Where fewer than 100 tokens
   have it, there is nothing to learn and no router, which is told.
 - cosine, matched: at each exit the cosine that as many tokens have as there are right ones.
 - top1: the exit's most likely token is the full model's.
 
+The last two are trained by the paper's recipe, too (100 epochs of Adam at 1e-3), at a width of 128.
+
 "rate": share of tokens that leave before the last layer, which is never an exit here: TIDE puts a
 router there too where the interval divides the depth, whose 98-100 % save nothing. "post-hoc"
 engines run every layer and only look where a token would have left, as TIDE's does; "skipping" is
 `recompute`, which does not run the layers above, with exact keys and values. Speeds are over `full`
-in interleaved pairs, of --width, at --threshold. What is claimed, and checked (exit status 1 where
-it fails):
+in interleaved pairs, of --width, at --threshold.
+
+--workdir is left with tide.json, whose last field `findings` has the paper's value and ours for
+every claim. What this project claims of itself is checked, and the exit status is 1 where it fails:
 
 - post-hoc runs all layers of every token; skipping runs fewer, and as many as its exits ask for;
 - a token has the exit that it has post-hoc, but for near-ties.
@@ -35,7 +40,8 @@ import numpy as np
 from absl import flags
 
 from experiments import launch
-from experiments.windows import batches, cut, divided, given, prompts
+from experiments.reproduce import tide_findings, tide_model, tide_paper, tide_problem
+from experiments.windows import batches, cut, divided, prompts
 
 _MODEL = flags.DEFINE_string("model", None, "A checkpoint of bytes; tinylm by default.")
 _TEXT = flags.DEFINE_string("text", None, "Its text; tinyshakespeare by default.")
@@ -44,61 +50,87 @@ _UNSEEN = flags.DEFINE_integer("unseen", 55_000, "Bytes at its end to judge on."
 _WINDOWS = flags.DEFINE_integer("windows", 400, "To calibrate on.", lower_bound=20)
 _EVERY = flags.DEFINE_integer("every", 4, "Layers between routers.", lower_bound=1)
 _WIDTHS = flags.DEFINE_multi_integer("width", [64, 128, 256], "Bottlenecks; one of them is timed.")
-_EPOCHS = flags.DEFINE_integer("epochs", 12, "Of a router's training.", lower_bound=1)
+_EPOCHS = flags.DEFINE_integer("epochs", 12, "Of a router's training by our recipe.", lower_bound=1)
 _THRESHOLDS = flags.DEFINE_multi_float("threshold", [0.85, 0.5], "Of all routers.")
-_BATCHES = flags.DEFINE_multi_integer("batch", [1, 4, 8], "Batch sizes of Table 5.")
+_BATCHES = flags.DEFINE_multi_integer("batch", [1, 8], "Batch sizes of Table 4.")
 _PAIRS = flags.DEFINE_integer("pairs", 6, "Pairs of runs to time.", lower_bound=2)
 _NEW = flags.DEFINE_integer("new", 96, "Tokens of a timed run.", lower_bound=8)
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 
 PROMPT, BOUND = 64, 0.98
-PAPER = {
-    "prefill exit rate": "100 % (5 % after layer 11, the others at the last of 32)",
-    "prefill latency": "-7.2 %", "throughput, batch 1": "+6.6 %",
-    "throughput, batch 8": "+8.1 % (Qwen3 8B)", "decoding exit rate": "98-99 %",
-}  # fmt: skip
-"""DeepSeek R1 Distill 8B on an A100, from the paper's abstract."""
+LOWER = (0.95, 0.9)  # bounds that section 5.5 speaks of, too
+WIDTH = 128  # the paper's
 
 
 def main() -> None:
     import eejax
     from eejax import analysis
 
-    folder, text = given(_MODEL.value, _TEXT.value)
+    workdir = pathlib.Path(_WORKDIR.value).expanduser()
+    folder, text, tokenizer = tide_model.checkpoint(
+        _MODEL.value, _TEXT.value, workdir, _UNSEEN.value
+    )
     earlier, unseen = divided(text.read_bytes(), _UNSEEN.value)
     windows, judged, asked = cut(earlier, _WINDOWS.value), cut(unseen), prompts(unseen, PROMPT)
-    model = eejax.load(folder, tokenizer="bytes")
-    workdir = pathlib.Path(_WORKDIR.value)
-    result: dict = {"paper": PAPER}
+    model = eejax.load(folder, tokenizer=tokenizer)
+    result: dict = {
+        "layers": model.config.n_layers,
+        "every": _EVERY.value,
+        "windows": len(windows),
+        "tokens": int(windows[:, 1:].size),
+    }
     result["convergence"], figure = convergence(model, judged)
     analysis.save(figure, workdir / "convergence.png")
     print(show_convergence(result["convergence"]), flush=True)
     result["rules"], kept = [], None
     for rule, label, bound in rules(model, windows):
-        for width in _WIDTHS.value:
-            launch.say(f"{rule}, {width} wide ...")
-            row, found = of_rule(model, windows, judged, label, bound, width)
-            result["rules"].append({"rule": rule, "width": width} | row)
-            if label == "top1" and (kept is None or width == 128):
+        for recipe, width, options in trainings():
+            if recipe == "paper" and label == "cosine" and bound == BOUND:
+                continue  # there is nothing to learn, by whatever recipe
+            launch.say(f"{rule}, {width} wide, recipe: {recipe} ...")
+            row, found = of_rule(
+                model, windows, judged, dict(width=width, label=label, bound=bound) | options
+            )
+            result["rules"].append({"rule": rule, "width": width, "recipe": recipe} | row)
+            if label == "top1" and recipe == "ours" and (kept is None or width == WIDTH):
                 kept = found
     print(show_rules(result["rules"]), flush=True)
     launch.say("timing ...")
-    result["latency"] = latency(model, kept, unseen)
+    result["latency"] = [latency(model, kept, unseen, t) for t in _THRESHOLDS.value]
     result["throughput"] = [
         row for size in _BATCHES.value for row in throughput(model, kept, asked, size)
     ]
     print(show_speeds(result))
+    result["problem"] = tide_problem.solve(model, kept)
+    print(tide_problem.show(result["problem"]), flush=True)
     result["failed"] = failed(result["throughput"], model.config.n_layers)
     for claim in result["failed"]:
         print(f"NOT so: {claim}")
+    result["findings"] = tide_findings.findings(result, scale(model))
     (workdir / "tide.json").write_text(json.dumps(result, indent=1) + "\n")
     if _JSON.value:
         print(json.dumps(result))
     sys.exit(1 if result["failed"] else 0)
 
 
+def scale(model) -> str:
+    from eejax.models import params
+
+    return (
+        f"{params.count(model.config) / 1e6:.1f}M parameters, {model.config.n_layers} layers, "
+        "bytes, on a CPU"
+    )
+
+
+def trainings() -> list[tuple[str, int, dict]]:
+    """Recipe, width and options of every training of a rule's routers."""
+    ours = [("ours", width, {"epochs": _EPOCHS.value}) for width in _WIDTHS.value]
+    width = WIDTH if WIDTH in _WIDTHS.value else _WIDTHS.value[0]
+    return [*ours, ("paper", width, tide_paper.RECIPE)]
+
+
 def seen_everywhere(model, windows: np.ndarray, every: int):
-    """(boundaries, `States`) of training-free exits."""
+    """Boundaries of training-free exits, and their `States`."""
     from eejax.calibration.pretrained import boundaries_for, with_exits
     from eejax.calibration.states import collect
 
@@ -108,66 +140,83 @@ def seen_everywhere(model, windows: np.ndarray, every: int):
 
 
 def convergence(model, judged: np.ndarray):
-    """Section 5.5: of every boundary how near its states are to the last layer's, and whether they
-    would say the same."""
+    """Section 5.5: how near the states of each boundary are to the last layer's, and its figure."""
     from eejax import analysis
 
     where, states = seen_everywhere(model, judged, 1)
     right = states.tokens[:-1] == states.tokens[-1]
     rows = [
-        {"boundary": n, "cosine": float(c.mean()), "near": float((c >= BOUND).mean()),
-         "same_token": float(r.mean()), "kl": float(kl.mean())}
+        {
+            "boundary": n,
+            "cosine": float(c.mean()),
+            "near": float((c >= BOUND).mean()),
+            "nearer_than": {f"{bound:g}": float((c >= bound).mean()) for bound in LOWER},
+            "same_token": float(r.mean()),
+            "kl": float(kl.mean()),
+        }
         for n, c, r, kl in zip(where, states.cosine, right, states.kl, strict=True)
-    ]  # fmt: skip
+    ]
     return rows, analysis.convergence_by_depth(where, states.cosine, right)
 
 
 def rules(model, windows: np.ndarray):
-    """(name, label, bound) of who should leave."""
+    """Rules for who should leave: name, label, bound."""
     _, states = seen_everywhere(model, windows, _EVERY.value)
     share = (states.tokens[:-1] == states.tokens[-1]).mean(1)
-    matched = [
-        float(np.quantile(c, 1 - s)) for c, s in zip(states.cosine, share, strict=True)
-    ]  # fmt: skip
-    return [("cosine", "cosine", BOUND), ("cosine, matched", "cosine", matched),
-            ("top1", "top1", None)]  # fmt: skip
+    matched = [float(np.quantile(c, 1 - s)) for c, s in zip(states.cosine, share, strict=True)]
+    return [
+        ("cosine", "cosine", BOUND),
+        ("cosine, matched", "cosine", matched),
+        ("top1", "top1", None),
+    ]
 
 
-def of_rule(model, windows: np.ndarray, judged: np.ndarray, label: str, bound, width: int):
-    """(Table 3's row, the model with its routers), None where there is nothing to learn."""
+def of_rule(model, windows: np.ndarray, judged: np.ndarray, options: dict):
+    """Table 3's row and the model with its routers, or None where there is nothing to learn."""
     from eejax import calibration
     from eejax.calibration.quality import auc
     from eejax.common.errors import DataError
 
-    options = calibration.RouterOptions(width, label, bound, epochs=_EPOCHS.value)
+    begin = time.perf_counter()
     try:
         found = calibration.calibrate_model(
-            model.params, model.config, batches(windows), options, every=_EVERY.value,
+            model.params,
+            model.config,
+            batches(windows),
+            calibration.RouterOptions(**options),
+            every=_EVERY.value,
             tokens=windows.size,
-        )  # fmt: skip
+        )
     except DataError as error:
         return {"refused": str(error)}, None
+    seconds = time.perf_counter() - begin
     refused = {q.boundary: q.refused for q in found.qualities if q.refused}
     scores = calibration.score(found.params, found.config, batches(judged))
     right = scores.tokens[:-1] == scores.tokens[-1]
-    said = scores.confidences["router"]
+    told = lambda gate: [auc(a, b) for a, b in zip(scores.confidences[gate], right, strict=False)]
     boundaries = [e.boundary for e in found.config.exits]
     points = {}
     for threshold in _THRESHOLDS.value:
         point = calibration.at_threshold(scores, threshold, gate="router")
         points[f"{threshold:g}"] = {
-            "rate": 1 - point.shares[-1], "disagreement": 1 - point.agreement,
+            "rate": 1 - point.shares[-1],
+            "disagreement": 1 - point.agreement,
             "depth": point.depth,
             "by_exit": dict(zip(boundaries, point.shares, strict=False)),
-        }  # fmt: skip
+            "tokens": int(right.shape[1]),
+        }
     return {
-        "no_router": refused, "boundaries": boundaries,
+        "seconds": seconds,
+        "no_router": refused,
+        "boundaries": boundaries,
         "positives": [q.positives for q in found.qualities if not q.refused],
-        "auc_right": [auc(a, b) for a, b in zip(said, right, strict=False)], "points": points,
-    }, found  # fmt: skip
+        "auc_right": told("router"),
+        "auc_right_entropy": told("entropy"),
+        "points": points,
+    }, found
 
 
-def latency(model, found, text: bytes) -> dict:
+def latency(model, found, text: bytes, threshold: float) -> dict:
     """Table 4: of a prompt as long as a context, which runs all layers either way."""
     from eejax.analysis import interleave, median_ratio
 
@@ -176,14 +225,16 @@ def latency(model, found, text: bytes) -> dict:
     routed = generator(found, "posthoc")
     runs = [
         lambda _: plain.generate(whole, 1),
-        lambda _: routed.generate(
-            whole, 1, gate="router", threshold=_THRESHOLDS.value[0], prefill_exit=True
-        ),
+        lambda _: routed.generate(whole, 1, gate="router", threshold=threshold, prefill_exit=True),
     ]
     seconds = interleave(runs, max(_PAIRS.value, 12), time.perf_counter)
     ratio = median_ratio(seconds[1], seconds[0])
-    return {"tokens": len(whole[0]), "full_ms": 1e3 * float(np.median(seconds[0]))} | {
-        "routed_over_full": dict(zip(("ratio", "low", "high"), ratio, strict=True))
+    return {
+        "threshold": threshold,
+        "tokens": len(whole[0]),
+        "full_ms": 1e3 * float(np.median(seconds[0])),
+        "routed_ms": 1e3 * float(np.median(seconds[1])),
+        "routed_over_full": dict(zip(("ratio", "low", "high"), ratio, strict=True)),
     }
 
 
@@ -194,7 +245,7 @@ def generator(model, engine: str):
 
 
 def throughput(model, found, asked: list, size: int) -> list[dict]:
-    """Table 5: decoding at a batch size, post-hoc and skipping, at every threshold."""
+    """Table 4: decoding at a batch size, post-hoc and skipping, at every threshold."""
     from eejax.analysis import interleave, median_ratio
 
     engines = {name: generator(found, name) for name in ("posthoc", "recompute")}
@@ -225,13 +276,17 @@ def throughput(model, found, asked: list, size: int) -> list[dict]:
             for a in ("boundaries", "layers")
         )
         row = {
-            "batch": size, "engine": name, "threshold": threshold,
+            "batch": size,
+            "engine": name,
+            "threshold": threshold,
             "tokens_per_s": _NEW.value * size / float(np.median(own)),
+            "full_tokens_per_s": _NEW.value * size / float(np.median(seconds[0])),
             "over_full": dict(zip(("ratio", "low", "high"), ratio, strict=True)),
             "rate": float((left < model.config.n_layers).mean()),
-            "depth": float(left.mean()), "layers_run": float(ran.mean()),
+            "depth": float(left.mean()),
+            "layers_run": float(ran.mean()),
             "distinct_tokens": float(np.mean([len(set(r.ids(0))) for r in texts])),
-        }  # fmt: skip
+        }
         if name == "recompute":
             oracle = [results["posthoc", threshold, i] for i in range(_PAIRS.value)]
             row |= unlike(texts, oracle)
@@ -240,8 +295,11 @@ def throughput(model, found, asked: list, size: int) -> list[dict]:
 
 
 def unlike(texts: list, oracle: list) -> dict:
-    """Texts whose tokens or exits are not the oracle's: near_ties, where its own margin says that
-    rounding may have decided at the first one, and others."""
+    """Number of texts whose tokens or exits are not the oracle's.
+
+    `near_ties`: those in which the oracle's margin says that rounding may have decided at the first
+    one; `others`: the rest.
+    """
     from experiments.decode_times import TIE
 
     found = {"near_ties": 0, "others": 0}
@@ -255,7 +313,7 @@ def unlike(texts: list, oracle: list) -> dict:
 
 
 def failed(rows: list[dict], layers: int) -> list[str]:
-    """Claims that do not hold, of a model of so many layers."""
+    """Claims of this project that do not hold, for a model of so many layers."""
     wrong = []
     for r in rows:
         where = f"batch {r['batch']}, threshold {r['threshold']:g}"
@@ -273,11 +331,18 @@ def show_convergence(rows: list[dict]) -> str:
     from eejax.analysis import table
 
     cells = [
-        [str(r["boundary"]), f"{r['cosine']:.3f}", f"{r['near']:.2%}", f"{r['same_token']:.1%}",
-         f"{r['kl']:.3f}"]
+        [
+            str(r["boundary"]),
+            f"{r['cosine']:.3f}",
+            f"{r['near']:.2%}",
+            *(f"{share:.2%}" for share in r["nearer_than"].values()),
+            f"{r['same_token']:.1%}",
+            f"{r['kl']:.3f}",
+        ]
         for r in rows
-    ]  # fmt: skip
-    header = ["layers", "mean cosine", f"cosine >= {BOUND}", "same token", "KL, nats"]
+    ]
+    near = [f"cosine >= {bound}" for bound in (BOUND, *LOWER)]
+    header = ["layers", "mean cosine", *near, "same token", "KL, nats"]
     return f"Section 5.5: convergence\n{table(header, cells)}\n"
 
 
@@ -286,20 +351,26 @@ def show_rules(rows: list[dict]) -> str:
 
     cells = []
     for r in rows:
+        name = [r["rule"], str(r["width"]), r["recipe"]]
         if "refused" in r:
-            cells.append(
-                [r["rule"], str(r["width"]), "no router: too few tokens have it", *5 * [""]]
-            )
+            cells.append([*name, "no router: too few tokens have it", *5 * [""]])
             continue
         for threshold, p in r["points"].items():
             shares = ", ".join(f"{n}: {s:.1%}" for n, s in p["by_exit"].items())
             aucs = " ".join(f"{a:.2f}" for a in r["auc_right"])
             cells.append(
-                [r["rule"], str(r["width"]), aucs, threshold, f"{p['rate']:.1%}", shares,
-                 f"{p['depth']:.2f}", f"{p['disagreement']:.1%}"]
-            )  # fmt: skip
-    header = ["rule", "width", "AUC of right tokens", "threshold", "rate", "by exit", "depth",
-              "disagree"]  # fmt: skip
+                [
+                    *name,
+                    aucs,
+                    threshold,
+                    f"{p['rate']:.1%}",
+                    shares,
+                    f"{p['depth']:.2f}",
+                    f"{p['disagreement']:.1%}",
+                ]
+            )
+    header = ["rule", "width", "recipe", "AUC of right tokens", "threshold", "rate", "by exit"]
+    header += ["depth", "disagree"]
     return f"Table 3: exit rates on unseen text\n{table(header, cells)}\n"
 
 
@@ -307,32 +378,30 @@ def show_speeds(result: dict) -> str:
     from eejax.analysis import table
 
     ratio = lambda r: f"{r['ratio']:.2f} [{r['low']:.2f}, {r['high']:.2f}]"
-    one = result["latency"]
-    lines = [
-        f"Table 4: a prompt of {one['tokens']} tokens takes {one['full_ms']:.1f} ms; with routers "
-        f"{ratio(one['routed_over_full'])} times as long (keys and values need all layers)\n",
-        "Table 5: throughput",
-    ]
+    lines = ["Table 4: latency of a prompt (keys and values need all layers), and throughput"]
+    for one in result["latency"]:
+        lines.append(
+            f"{one['tokens']} tokens at {one['threshold']:g}: {one['full_ms']:.1f} ms, with "
+            f"routers {ratio(one['routed_over_full'])} times as long"
+        )
     names = {"posthoc": "post-hoc", "recompute": "skipping"}
     cells = [
-        [str(r["batch"]), f"{r['threshold']:g}", names[r["engine"]], f"{r['tokens_per_s']:.0f}",
-         ratio(r["over_full"]), f"{r['rate']:.1%}", f"{r['depth']:.2f}", f"{r['layers_run']:.2f}"]
+        [
+            str(r["batch"]),
+            f"{r['threshold']:g}",
+            names[r["engine"]],
+            f"{r['full_tokens_per_s']:.0f}",
+            f"{r['tokens_per_s']:.0f}",
+            ratio(r["over_full"]),
+            f"{r['rate']:.1%}",
+            f"{r['depth']:.2f}",
+            f"{r['layers_run']:.2f}",
+        ]
         for r in result["throughput"]
-    ]  # fmt: skip
-    header = [
-        "batch",
-        "threshold",
-        "engine",
-        "tokens/s",
-        "over full",
-        "rate",
-        "depth",
-        "layers run",
     ]
-    lines.append(table(header, cells))
-    lines.append("\nThe paper, of DeepSeek R1 Distill 8B on an A100:")
-    lines += [f"  {name}: {value}" for name, value in result["paper"].items()]
-    return "\n".join(lines)
+    header = ["batch", "threshold", "engine", "full, tokens/s", "tokens/s", "over full", "rate"]
+    header += ["depth", "layers run"]
+    return "\n".join([*lines, table(header, cells)])
 
 
 if __name__ == "__main__":

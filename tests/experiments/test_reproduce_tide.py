@@ -4,10 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from launchers import call
+from launchers import call, functions_of
 
 from eejax.common.errors import ConfigError
 from experiments import windows
+from experiments.reproduce import tide_findings, tide_model, tide_paper, tide_problem
 
 
 def test_windows_cover_a_text_and_batches_are_filled_up():
@@ -31,12 +32,59 @@ def test_what_is_missing_is_told(monkeypatch):
     assert [str(p) for p in windows.given("model", "text.txt")] == ["model", "text.txt"]
 
 
+PLACES = {
+    "Abstract",
+    "Algorithm 1",
+    "Figure 2",
+    *(f"Table {n}" for n in range(1, 6)),
+    *(f"Section {n}" for n in ("1", "3.1", "3.2", "3.4", "5.1", "5.3", "5.5", "5.6", "6")),
+}
+"""Everything of the paper that has a number or is drawn."""
+
+
+@pytest.mark.parametrize(
+    "text, right",
+    [
+        ("So x = 6 and y = 4: you bought 6 apples and 4 oranges.", True),
+        ("Apples: 6\nOranges: 4", True),
+        ("apples are 6, oranges are 4", True),
+        ("You bought 4 apples and 6 oranges.", False),
+        ("16 apples and 4 oranges", False),
+        ("6 apples", False),
+        ("", False),
+    ],
+)
+def test_an_answer_names_both_numbers(text, right):
+    assert tide_problem.correct(text) == right
+
+
+def test_a_routers_size_is_the_papers_and_a_norm_and_a_bias():
+    assert tide_findings.router_parameters(4096, 128) == 524_416 + 4096 + 1
+
+
 @pytest.mark.slow
-def test_it_leaves_what_it_promises(eejax_data, tmp_path, capsys):
+def test_without_a_checkpoint_one_is_trained(monkeypatch, tmp_path):
+    import eejax
+
+    monkeypatch.delenv("EEJAX_DATA", raising=False)
+    monkeypatch.setattr(tide_model, "STEPS", 2)
+    monkeypatch.setattr(tide_model, "BYTES", 150_000)
+    folder, text, tokenizer = tide_model.checkpoint(None, None, tmp_path, 5000)
+    model = eejax.load(folder, tokenizer=tokenizer)
+    assert model.config.exits == () and model.config.n_layers == 12
+    earlier, unseen = windows.divided(text.read_bytes(), 5000)
+    assert (tmp_path / "earlier.txt").read_bytes() == earlier and len(unseen) == 5000
+    given = tide_model.checkpoint("model", "text.txt", tmp_path, 5000)
+    assert [str(g) for g in given] == ["model", "text.txt", "bytes"]
+
+
+@pytest.mark.slow
+def test_it_leaves_what_it_promises(eejax_data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(tide_paper.RECIPE, "epochs", 2)
     with pytest.raises(SystemExit) as ended:
         call(
             "experiments.reproduce.tide", f"--workdir={tmp_path}", "--unseen=6000", "--windows=40",
-            "--width=8", "--width=16", "--epochs=1", "--threshold=0.3", "--batch=1", "--batch=2",
+            "--width=8", "--width=16", "--epochs=1", "--threshold=0.5", "--batch=1", "--batch=8",
             "--pairs=2", "--new=8", "--json",
         )  # fmt: skip
     assert ended.value.code == 0
@@ -48,18 +96,26 @@ def test_it_leaves_what_it_promises(eejax_data, tmp_path, capsys):
     assert [r["boundary"] for r in result["convergence"]] == list(range(1, 12))
     cosines = [r["cosine"] for r in result["convergence"]]
     assert cosines[-1] > 0.9 > cosines[0]
-    names = [(r["rule"], r["width"]) for r in result["rules"]]
-    assert len(names) == len(set(names)) == 6
+    names = [(r["rule"], r["width"], r["recipe"]) for r in result["rules"]]
+    assert len(names) == len(set(names)) == 3 * 2 + 2
     matched, top1 = ([r for r in result["rules"] if r["rule"] == n] for n in
                      ("cosine, matched", "top1"))  # fmt: skip
     for a, b in zip(matched, top1, strict=True):
         np.testing.assert_allclose(a["positives"], b["positives"], atol=0.08)
-        assert b["boundaries"] == [4, 8] and b["points"]["0.3"]["rate"] > 0
+        assert b["boundaries"] == [4, 8] and b["points"]["0.5"]["rate"] > 0
+    assert [(r["batch"], r["engine"]) for r in result["throughput"]] == [
+        (size, engine) for size in (1, 8) for engine in ("posthoc", "recompute")
+    ]
     post_hoc, skipping = result["throughput"][:2]
     assert post_hoc["layers_run"] == 12 > skipping["layers_run"]
+    rows = {r["threshold"]: r for r in result["problem"]["rows"]}
+    assert rows[1.0]["rate"] == 0 and rows[0.5]["rate"] >= rows[0.85]["rate"]
+    assert all(0 < r["unique"] <= result["problem"]["tokens"] for r in rows.values())
+    assert {f["place"] for f in result["findings"]} == PLACES
+    claims = [(f["place"], f["claim"]) for f in result["findings"]]
+    assert len(set(claims)) == len(claims)
     # A broken claim would be told.
-    from experiments.reproduce import tide
-
+    tide = functions_of("experiments.reproduce.tide")
     broken = [skipping | {"layers_run": 12.0, "others": 1, "rate": 0.5}, post_hoc]
     assert len(tide.failed(broken, 12)) == 2
     assert tide.failed([post_hoc | {"layers_run": 11.0}], 12)

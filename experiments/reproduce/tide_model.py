@@ -1,0 +1,54 @@
+"""The checkpoint that TIDE's reproduction tunes, trained here where there is none."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+
+from experiments import launch
+from experiments.windows import given
+
+BYTES = 1_500_000  # of Python's standard library, which a model of its own learns
+STEPS = 600
+
+
+def checkpoint(
+    model: str | None, text: str | None, workdir: pathlib.Path, unseen: int
+) -> tuple[pathlib.Path, pathlib.Path, str | None]:
+    """A checkpoint whose tokens are bytes, its text, and the tokenizer that it has to be given.
+
+    That of the flags, or tinylm of $EEJAX_DATA, or else one that is trained in `workdir` on the
+    standard library but for its last `unseen` bytes.
+    """
+    data = os.environ.get("EEJAX_DATA")
+    if model or text or (data and (pathlib.Path(data) / "models" / "tinylm").is_dir()):
+        return *given(model, text), "bytes"
+    return *trained(workdir, unseen), None
+
+
+def trained(workdir: pathlib.Path, unseen: int) -> tuple[pathlib.Path, pathlib.Path]:
+    """The run of a plain model of bytes, and its text; continues a run that was stopped."""
+    from configs import quickstart
+    from eejax.data import PythonStdlib
+    from eejax.train.config import Experiment
+    from eejax.train.loop import fit
+
+    workdir = workdir.absolute()
+    workdir.mkdir(parents=True, exist_ok=True)
+    text, earlier = workdir / "text.txt", workdir / "earlier.txt"
+    if not earlier.exists():
+        whole = "".join(each.text for each in PythonStdlib(max_bytes=BYTES).documents())
+        text.write_bytes(whole.encode())
+        earlier.write_bytes(whole.encode()[:-unseen])
+    config = quickstart.get_config()
+    config.model.update(exits=())
+    config.exit_weights.update(weights=())
+    config.data.update(source=str(earlier), length=256, validation_fraction=0.0)
+    config.optimizer.warmup_steps = min(60, STEPS // 4)
+    config.train.update(steps=STEPS, eval_every=0)
+    launch.say("no checkpoint is given: training one ...")
+    result = fit(Experiment.from_dict(config), workdir / "model")
+    if result.stopped is not None:
+        sys.exit(128 + result.stopped)
+    return workdir / "model", text
