@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from experiments.capacity_models import LLAMA_2, models, requests_that_fit
+from experiments.capacity_models import LLAMA_2, depths, models, requests_that_fit
 
 DTYPE = "bfloat16"
 BUDGET = 40e9  # bytes of the paper's A100
@@ -44,18 +44,21 @@ def table_4() -> list[dict]:
 
     `saved` counts bfloat16 weights; `saved_of_model` is the same as a share of the whole model.
     """
+    from eejax.inference import capacity
+
     rows = []
     for name, (layer, config) in models().items():
         config = config.replace(dtype=DTYPE)
-        row = requests_that_fit(config, layer, CONTEXTS[-1], BUDGET, grows=True)
-        saved = row["whole_weights"] - row["part_weights"]
+        depth = depths(config, layer)
+        whole = capacity.weight_bytes(config, depth["whole"])
+        saved = whole - capacity.weight_bytes(config, depth["part"])
         rows.append(
             {
                 "model": name,
                 "layers": config.n_layers,
                 "exit": layer,
                 "saved": saved / BUDGET,
-                "saved_of_model": saved / row["whole_weights"],
+                "saved_of_model": saved / whole,
             }
         )
     return rows

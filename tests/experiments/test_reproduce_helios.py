@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from eejax.serving.traces import ModelTrace, Trace
 from experiments.reproduce import helios_evidence as evidence
 from experiments.reproduce import (
     helios_figures,
+    helios_findings,
     helios_models,
     helios_paper,
     helios_shapes,
@@ -73,24 +75,79 @@ def world():
     return simulated.World.make(measured, helios_models.paces(measured), 0.78, 4)
 
 
-def test_it_leaves_a_finding_for_every_claim(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(simulated, "INTERVALS", (5, 10, 200))
-    monkeypatch.setattr(simulated, "EARLY", (0.9, 0.2))
-    monkeypatch.setattr(helios_shapes, "CONTEXTS", (512,))
-    helios_models.save(drawn(), tmp_path / "trace.npz")
-    call(NAME, f"--workdir={tmp_path}", "--json")
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """The folder that a run from a recorded trace leaves."""
+    folder = tmp_path_factory.mktemp("helios")
+    helios_models.save(drawn(), folder / "trace.npz")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulated, "INTERVALS", (5, 10, 200))
+        patch.setattr(simulated, "EARLY", (0.9, 0.2))
+        patch.setattr(helios_shapes, "CONTEXTS", (512,))
+        call(NAME, f"--workdir={folder}")
+    return folder
+
+
+def test_it_leaves_a_finding_for_every_claim(left):
+    result = json.loads((left / "results.json").read_text())
     assert {f["place"] for f in result["findings"]} == PLACES
     assert all(f["paper"] == "HELIOS" and f["theirs"] and f["ours"] for f in result["findings"])
     claims = [(f["place"], f["claim"]) for f in result["findings"]]
     assert len(set(claims)) == len(claims)
-    left = json.loads((tmp_path / "results.json").read_text())
-    timelines = left.pop("timelines")
-    assert left == result
-    for line in timelines.values():
+    for line in result["timelines"].values():
         assert len(line["ttft"]) == len(line["perplexity"]) == 24
     for name in (*helios_figures.TIMELINES, *(f"figure_{n}.png" for n in (6, 7, 8, 9, 15, 17))):
-        assert (tmp_path / name).stat().st_size > 8_000
+        assert (left / name).stat().st_size > 8_000
+
+
+def verdicts(result, place):
+    """Verdicts of a place's claims, from numbers that may have been changed."""
+    lines = {
+        name: types.SimpleNamespace(ttft=np.array(line["ttft"]))
+        for name, line in result["timelines"].items()
+    }
+    found = helios_findings.findings(result, lines, "a test's")
+    return [f["verdict"] for f in found if f["place"] == place]
+
+
+HOLDS, FAILS = "holds", "does not hold"
+
+
+def test_a_claim_that_does_not_hold_is_said_to_fail(left):
+    read = lambda: json.loads((left / "results.json").read_text())
+
+    def changed(place, change):
+        result = read()
+        change(result, {row["name"]: row for row in result["simulated"]})
+        return verdicts(result, place)
+
+    # Half of a gain of 1.48 and 2.13 over the models alone is enough.
+    alone = {"small only": 100.0, "large only": 80.0}
+    for served, verdict in ((126.0, HOLDS), (123.0, FAILS)):
+        change = lambda _, rows, served=served: [
+            rows[name].update(throughput=value)
+            for name, value in (alone | {"HELIOS, throughput": served}).items()
+        ]
+        assert changed("Figure 13", change) == [verdict]
+    for saved, verdict in ((0.225, HOLDS), (0.3, FAILS)):
+        change = lambda result, _, saved=saved: result["table_4"][1].update(saved=saved)
+        assert changed("Table 4", change) == [HOLDS, verdict, HOLDS]
+    for shares, verdict in (((0.73, 0.05, 0.22), HOLDS), ((0.5, 0.28, 0.22), FAILS)):
+        change = lambda result, _, shares=shares: [
+            row.update(shares=shares) for row in result["figure_7"]
+        ]
+        assert changed("Figure 11a", change) == [verdict]
+    change = lambda result, _: [row.update(unchanged=[0.9] * 10) for row in result["figure_8"]]
+    assert changed("Figure 8", change) == [HOLDS]
+    change = lambda result, _: result["table_2"][0].update(layers=25)
+    assert changed("Table 2", change) == [FAILS, HOLDS]
+    change = lambda result, _: result["defaults"].update(interval=100)
+    assert changed("Sections 3.3.1 to 3.4.2", change) == [FAILS]
+    paper_row = lambda _, rows: rows["HELIOS, energy"].update(
+        exits={"small": [0.743, 0.018, 0.079], "large": [0.153, 0.001, 0.006]}
+    )
+    assert changed("Table 5", paper_row)[-1] == HOLDS
+    assert verdicts(read(), "Figure 5") == ["not at this scale"]
 
 
 def test_table_5_has_every_token_once_and_a_model_alone_its_own(world):
