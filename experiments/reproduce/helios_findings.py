@@ -1,4 +1,4 @@
-"""What became of HELIOS' claims: a `Finding` for every table, figure and quoted number.
+"""A `Finding` for every table, figure and quoted number of HELIOS' paper.
 
 A gain (1.48x) holds where ours is at least half of it (1.24x). A share holds within `NEAR`.
 """

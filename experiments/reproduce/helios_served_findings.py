@@ -1,4 +1,4 @@
-"""What became of HELIOS' claims about serving, by the simulation: its sections 5.1 to 5.7."""
+"""Findings about serving, from the simulation: HELIOS' sections 5.1 to 5.7."""
 
 from __future__ import annotations
 
@@ -119,14 +119,15 @@ def add_gains(found: Findings, result: Mapping[str, Any], lines: Mapping[str, An
         "Breaches bring the other layers, which stay until the next assessment.",
     )
     saving = small["seconds"] - spare["seconds"]
-    over = spare["loading"] / saving if saving > 0 else float("inf")
+    over = spare["loading"] / saving if saving > 0 else None
     found.add(
         "Section 5.5",
         "Switching costs little of what is saved.",
         "0.05x of the savings",
-        f"{spare['loading']:.1f} s of loading, {over:.2f}x of {saving:.1f} s saved",
-        over < 0.1,
-        "Loading compiles nothing here, but a run of minutes has little to save.",
+        f"{spare['loading']:.1f} s of loading, "
+        + ("and no time is saved" if over is None else f"{over:.2f}x of {saving:.1f} s saved"),
+        over is not None and over < 0.1,
+        "A run of minutes has little to save.",
     )
 
 

@@ -1,4 +1,4 @@
-"""What became of TIDE's claims: a `Finding` for every table, figure and quoted number."""
+"""A `Finding` for every table, figure and quoted number of TIDE's paper."""
 
 from __future__ import annotations
 
