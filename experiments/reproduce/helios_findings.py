@@ -11,6 +11,7 @@ from typing import Any
 from experiments.reproduce import helios_paper as paper
 from experiments.reproduce import helios_served_findings as served
 from experiments.reproduce.findings import Findings, gain, percent
+from experiments.reproduce.helios_evidence import LIMITS, LOW
 from experiments.reproduce.helios_paper import NEAR, SMALL_MODELS
 from experiments.reproduce.helios_simulated import of
 
@@ -182,7 +183,7 @@ def _exits(found: Findings, result: Mapping[str, Any]) -> None:
         SMALL_MODELS,
     )
     row = next((r for r in rows if r["task"] == "summarization"), rows[0])
-    low = row["unchanged"][1]
+    low = row["unchanged"][LIMITS.index(LOW)]
     found.add(
         "Section 1",
         "Tokens kept from OPT-6.7B's first exit by a confidence of 0.2 stay the same.",
