@@ -32,7 +32,9 @@ def figures(result: Mapping[str, Any], lines: Mapping[str, Any]) -> dict[str, An
     }
     for file, (field, label, objective) in TIMELINES.items():
         shown = [lines["small only"], lines["large only"], lines[f"HELIOS, {objective}"]]
-        drawn[file] = over_prompts(shown, field, label, f"SIMULATED, objective: {objective}")
+        number = file.removeprefix("figure_").removesuffix(".png")
+        title = f"Figure {number}, SIMULATED, objective: {objective}"
+        drawn[file] = over_prompts(shown, field, label, title)
     return drawn
 
 
