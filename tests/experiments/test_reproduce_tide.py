@@ -119,3 +119,60 @@ def test_it_leaves_what_it_promises(eejax_data, tmp_path, monkeypatch, capsys):
     broken = [skipping | {"layers_run": 12.0, "others": 1, "rate": 0.5}, post_hoc]
     assert len(tide.failed(broken, 12)) == 2
     assert tide.failed([post_hoc | {"layers_run": 11.0}], 12)
+
+
+def summary():
+    """Results as the reproduction leaves them, made by hand."""
+    point = {"rate": 0.3, "disagreement": 0.1, "depth": 10.0, "by_exit": {4: 0.1, 8: 0.2}}
+    rule = {
+        "rule": "top1",
+        "width": 128,
+        "seconds": 50.0,
+        "boundaries": [4, 8],
+        "auc_right": [0.8, 0.9],
+        "auc_right_entropy": [0.7, 0.8],
+        "points": {t: point | {"tokens": 100} for t in ("0.85", "0.5")},
+    }
+    ratio = lambda middle: {"ratio": middle, "low": middle - 0.02, "high": middle + 0.02}
+    speed = {"threshold": 0.5, "full_tokens_per_s": 100.0, "tokens_per_s": 110.0, "others": 0}
+    near = {"nearer_than": {"0.95": 0.1, "0.9": 0.2}, "near": 0.01}
+    problem = {"rate": 0.0, "unique": 20, "correct": False, "by_exit": {}}
+    return {
+        "layers": 12,
+        "every": 4,
+        "windows": 400,
+        "tokens": 102_400,
+        "convergence": [{"boundary": n} | near for n in range(1, 12)],
+        "rules": [rule | {"recipe": recipe} for recipe in ("ours", "paper")],
+        "latency": [
+            {"threshold": t, "full_ms": 10.0, "routed_ms": 9.0, "routed_over_full": ratio(0.9)}
+            for t in (0.85, 0.5)
+        ],
+        "throughput": [
+            speed | {"batch": b, "engine": e, "over_full": ratio(1.1), "layers_run": n}
+            for b in (1, 8)
+            for e, n in (("posthoc", 12.0), ("recompute", 9.0))
+        ],
+        "problem": {
+            "tokens": 130,
+            "rows": [problem | {"threshold": t} for t in tide_paper.TABLE_5],
+        },
+    }
+
+
+def test_a_finding_for_every_claim_follows_the_numbers():
+    found = tide_findings.findings(summary(), "a test's")
+    assert {f["place"] for f in found} == PLACES
+    verdict = lambda change, place: [
+        f["verdict"]
+        for f in tide_findings.findings(summary() | change, "a test's")
+        if f["place"] == place
+    ]
+    assert verdict({}, "Table 4") == ["holds"] * 4
+    slow = [
+        row | {"over_full": {"ratio": 1, "low": 0.9, "high": 1.1}}
+        for row in summary()["throughput"]
+    ]
+    assert verdict({"throughput": slow}, "Table 4") == ["holds"] * 2 + ["does not hold"] * 2
+    assert verdict({"layers": 13}, "Algorithm 1") == ["does not hold"]
+    assert set(verdict({}, "Table 5")) == {"not at this scale"}
