@@ -1,4 +1,4 @@
-"""Claims of the three papers, and what a reproduction finds of each.
+"""Claims of papers, and what a reproduction finds of each.
 
 A reproduction's summary has a list `findings`, one `Finding` for each claim that it speaks of;
 `experiments.reproduce.all` collects them on one page.
@@ -12,6 +12,8 @@ import enum
 from eejax.common.errors import require
 
 PAPERS = ("EE-LLM", "HELIOS", "TIDE")
+OTHER_PAPERS = ("CALM", "LayerSkip")
+"""Papers of which single results are reproduced: their claims are not listed in full."""
 
 
 class Verdict(enum.StrEnum):
@@ -23,11 +25,32 @@ class Verdict(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
+class Claim:
+    """A claim of a paper, a row of its catalogue.
+
+    Attributes:
+      key: name of the claim, unique in its paper.
+      place: table, figure, equation, proposition or section, as the paper numbers it ("Table 1").
+      text: the claim in our words, one sentence.
+      theirs: the paper's value, with units.
+      repeats: key of the claim of this paper that this one announces or repeats, if any.
+      cannot: the reason why no reproduction can speak of it; empty for all others.
+    """
+
+    key: str
+    place: str
+    text: str
+    theirs: str
+    repeats: str = ""
+    cannot: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Finding:
     """What we found of one claim.
 
     Attributes:
-      paper: one of `PAPERS`.
+      paper: one of `PAPERS` or `OTHER_PAPERS`.
       place: table, figure, section or proposition, as the paper numbers it ("Table 1").
       claim: the paper's claim in our words, one sentence.
       theirs: the paper's value, with units.
@@ -47,10 +70,14 @@ class Finding:
     why: str = ""
 
     def __post_init__(self):
-        known = ", ".join(PAPERS)
-        require(self.paper in PAPERS, "paper", self.paper, f"must be one of {known}")
+        known = (*PAPERS, *OTHER_PAPERS)
+        require(self.paper in known, "paper", self.paper, f"must be one of {', '.join(known)}")
         needs_reason = self.verdict is not Verdict.HOLDS
         require(bool(self.why) or not needs_reason, "why", self.why, "must give the reason")
 
     def to_dict(self) -> dict[str, str]:
         return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, str]) -> Finding:
+        return cls(**{**values, "verdict": Verdict(values["verdict"])})

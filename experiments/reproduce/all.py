@@ -1,0 +1,196 @@
+"""Every reproduction of the three papers, and one page of what was found.
+
+    EEJAX_DATA=DATA python -m experiments.reproduce.all --json
+    EEJAX_DATA=DATA python -m experiments.reproduce.all --only=mechanisms,inference
+
+Runs each reproduction as a process of its own, in order, at a size for 2 cores: about 100 minutes
+in all where nothing else runs. Models are trained once and shared. Each leaves its files, its log
+and a record of its findings in --workdir. What has a record is not run again unless its arguments,
+the data, its own source or a model that it needs has changed; a change of the library does not
+count, and --again=NAME runs one anew. A reproduction that fails is reported and does not stop the
+others; one that is stopped continues where it was, if it can.
+
+The page has a row for each claim of the catalogue (`experiments.reproduce.catalogue`). The exit
+status is 1 where a claim has no finding, a finding belongs to no claim, or a reproduction fails;
+that a claim does not hold is a finding, and no failure. With --only the page is written to the
+folder --workdir and may lack rows. Steps that read prompts fail without the folder $EEJAX_DATA.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from absl import flags
+
+from experiments import launch
+from experiments.reproduce import catalogue, page
+from experiments.reproduce.claims import Finding
+from experiments.reproduce.steps import STEPS, Step, execute
+
+_WORKDIR = flags.DEFINE_string("workdir", "runs/reproduce", "Where everything is left.")
+_OUTPUT = flags.DEFINE_string("output", None, "The page; docs/REPRODUCTION.md by default.")
+_ONLY = flags.DEFINE_list("only", None, f"Only these, of {', '.join(s.name for s in STEPS)}.")
+_AGAIN = flags.DEFINE_list("again", [], "Run these anew, whatever their records say.")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
+
+SHOWN = 15  # last lines of the log of a failed step
+
+
+def main() -> None:
+    from eejax.checkpoint.files import write_text
+
+    names = [step.name for step in STEPS]
+    for flag, values in (("only", _ONLY.value or []), ("again", _AGAIN.value)):
+        check_names(flag, values, names)
+    workdir = pathlib.Path(_WORKDIR.value).expanduser().absolute()
+    chosen = chosen_steps(STEPS, _ONLY.value)
+    data = os.environ.get("EEJAX_DATA")
+    begin = time.perf_counter()
+    failed = run_all(chosen, workdir, data, again=_AGAIN.value)
+    found = [one for step in STEPS for one in recorded(step, workdir)]
+    collection = catalogue.collect(found)
+    output = pathlib.Path(
+        _OUTPUT.value or (workdir / "REPRODUCTION.md" if _ONLY.value else "docs/REPRODUCTION.md")
+    )
+    write_text(output, page.page(collection, page.machine(), failed))
+    show(collection, failed)
+    print(f"\nthe page: {output}", flush=True)
+    if _JSON.value:
+        summary = {
+            "findings": [one.to_dict() for one in found],
+            "count": page.count(collection),
+            "missing": collection.missing,
+            "unknown": collection.unknown,
+            "failed": failed,
+            "seconds": time.perf_counter() - begin,
+            "page": str(output),
+        }
+        print(json.dumps(summary))
+    whole = collection.complete or (_ONLY.value and not collection.unknown)
+    sys.exit(0 if whole and not failed else 1)
+
+
+def check_names(flag: str, values: Sequence[str], names: Sequence[str]) -> None:
+    from eejax.common.errors import require_one_of
+
+    for value in values:
+        require_one_of(f"--{flag}", value, tuple(names))
+
+
+def chosen_steps(steps: Sequence[Step], only: Sequence[str] | None) -> list[Step]:
+    """The steps named, with those that they need, in order; all if none is named."""
+    by_name = {step.name: step for step in steps}
+    wanted: set[str] = set()
+    queue = list(only or by_name)
+    while queue:
+        name = queue.pop()
+        if name not in wanted:
+            wanted.add(name)
+            queue += by_name[name].needs
+    return [step for step in steps if step.name in wanted]
+
+
+def run_all(
+    steps: Sequence[Step], workdir: pathlib.Path, data: str | None, *, again: Sequence[str] = ()
+) -> dict[str, str]:
+    """Run what has no valid record. Returns the reason for each step that failed, by name."""
+    digests = digests_of(STEPS, workdir, data)
+    to_do = [
+        s
+        for s in steps
+        if s.name in again or record_of(s, workdir).get("digest") != digests[s.name]
+    ]
+    failed: dict[str, str] = {}
+    spent = expected = 0.0
+    for number, step in enumerate(steps, 1):
+        start = f"[{number}/{len(steps)}] {step.name}"
+        if step not in to_do:
+            launch.say(f"{start}: done before")
+            continue
+        if reason := impossible(step, data, failed):
+            failed[step.name] = reason
+            launch.say(f"{start}: {reason}")
+            continue
+        left = sum(s.minutes for s in to_do[to_do.index(step) :])
+        pace = max(1.0, spent / expected) if expected else 1.0
+        launch.say(f"{start}: about {step.minutes * pace:.0f} min; all: {left * pace:.0f} min")
+        begin = time.perf_counter()
+        outcome = execute(step, workdir, data)
+        minutes = (time.perf_counter() - begin) / 60
+        spent, expected = spent + minutes, expected + step.minutes
+        if outcome.error:
+            failed[step.name] = outcome.error
+            launch.say(f"{start}: FAILED after {minutes:.1f} min: {outcome.error}")
+            launch.say("".join(f"    {line}\n" for line in outcome.log[-SHOWN:]))
+            continue
+        write_record(step, workdir, digests[step.name], outcome.findings, 60 * minutes)
+        launch.say(f"{start}: {minutes:.1f} min, {len(outcome.findings)} findings")
+    return failed
+
+
+def impossible(step: Step, data: str | None, failed: Mapping[str, str]) -> str:
+    """The reason why a step cannot run; empty if it can."""
+    if step.data and not data:
+        return "EEJAX_DATA is not set: set it to the folder of prompts and texts"
+    lacking = [name for name in step.needs if name in failed]
+    return f"needs {', '.join(lacking)}, which failed" if lacking else ""
+
+
+def digests_of(steps: Sequence[Step], workdir: pathlib.Path, data: str | None) -> dict[str, str]:
+    """Of each step, a digest of all that its result depends on but the library."""
+    files = data_files(data)
+    found: dict[str, str] = {}
+    for step in steps:
+        parts = [step.module, *step.command(workdir), *(found[name] for name in step.needs)]
+        parts += [source.read_text() for source in step.source_files()]
+        parts += [files] if step.data else []
+        found[step.name] = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return found
+
+
+def data_files(data: str | None) -> str:
+    """Names and sizes of the files in the data folder."""
+    if not data:
+        return ""
+    root = pathlib.Path(data).expanduser()
+    rows = [(str(p.relative_to(root)), p.stat().st_size) for p in root.rglob("*") if p.is_file()]
+    return json.dumps(sorted(rows))
+
+
+def record_of(step: Step, workdir: pathlib.Path) -> dict:
+    """The record of a step that finished; empty if there is none."""
+    path = workdir / "records" / f"{step.name}.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def write_record(
+    step: Step, workdir: pathlib.Path, digest: str, findings: Sequence[Finding], seconds: float
+) -> None:
+    from eejax.checkpoint.files import write_text
+
+    values = {"digest": digest, "seconds": seconds, "findings": [f.to_dict() for f in findings]}
+    write_text(workdir / "records" / f"{step.name}.json", json.dumps(values, indent=1))
+
+
+def recorded(step: Step, workdir: pathlib.Path) -> list[Finding]:
+    return [Finding.from_dict(values) for values in record_of(step, workdir).get("findings", ())]
+
+
+def show(collection: catalogue.Collection, failed: Mapping[str, str]) -> None:
+    print(", ".join(f"{n} {verdict}" for verdict, n in page.count(collection).items()))
+    for name, reason in failed.items():
+        print(f"FAILED   {name}: {reason}")
+    for text in collection.missing:
+        print(f"missing  {text}")
+    for text in collection.unknown:
+        print(f"unknown  {text}")
+
+
+if __name__ == "__main__":
+    launch.run(main, interrupted="interrupted: the same command continues")

@@ -1,0 +1,354 @@
+"""Claims of EE-LLM (Chen et al., ICML 2024), in the order of the paper."""
+
+from __future__ import annotations
+
+from experiments.reproduce.claims import Claim
+
+PAPER = "EE-LLM"
+CORPUS = "needs hundreds of billions of tokens of training"
+
+CLAIMS = (
+    Claim(
+        "abstract-training",
+        "Abstract",
+        "Training with early exits costs hardly more than training the standard model.",
+        "negligible overhead",
+        repeats="table-1",
+    ),
+    Claim(
+        "abstract-inference",
+        "Abstract",
+        "Early exits speed up generation without worse output.",
+        "speedup at unchanged quality",
+        repeats="figure-8",
+    ),
+    Claim(
+        "largest-model",
+        "Section 1",
+        "An early-exit model can be as large as the standard model that the same devices train.",
+        "30B on 64 A100-80GB",
+    ),
+    Claim(
+        "figure-1",
+        "Figure 1",
+        "An exit turns the hidden states of any layer into logits by a layer of its own.",
+        "architecture",
+    ),
+    Claim(
+        "section-2",
+        "Section 2",
+        "Exits stand at any layer, may have an MLP or a Transformer layer, and tie the embedding "
+        "or not.",
+        "three choices, all combined",
+    ),
+    Claim(
+        "eq-1",
+        "Eq. (1)",
+        "The training loss is the weighted sum of the losses of all exits.",
+        "L = sum of w_i L_i",
+    ),
+    Claim(
+        "eq-2",
+        "Eq. (2)",
+        "Stage i differentiates its own losses plus <g_i, x_i>, where g_i comes from stage i + 1.",
+        "auxiliary losses, from the last stage to the first",
+    ),
+    Claim(
+        "figure-2",
+        "Figure 2",
+        "Backpropagation through stages sends what a standard model sends, and nothing else.",
+        "one state up, one gradient down",
+    ),
+    Claim(
+        "proposition-3-1",
+        "Proposition 3.1",
+        "The gradient of a stage's auxiliary loss is that of the whole loss (Eq. 3).",
+        "equal",
+    ),
+    Claim(
+        "tied",
+        "Section 3.1.2",
+        "With tied parameters the sum of the gradients of all copies is the gradient.",
+        "equal",
+    ),
+    Claim(
+        "schedules",
+        "Section 3.1.3",
+        "Auxiliary losses work with any schedule of forward and backward steps.",
+        "1F1B shown; GPipe and others named",
+    ),
+    Claim(
+        "figure-3",
+        "Figure 3",
+        "Exits fill implicit bubbles of 1F1B (4 stages, 6 microbatches); deferring their forward "
+        "pass changes the order alone.",
+        "a drawing",
+    ),
+    Claim(
+        "time-overhead",
+        "Section 3.2",
+        "Exits on k middle stages add k (f_EE + b_EE) to an iteration, whatever the number of "
+        "microbatches.",
+        "k (f_EE + b_EE)",
+    ),
+    Claim(
+        "logits-memory",
+        "Section 3.2",
+        "Deferred exits keep the logits of one microbatch in place of P - i + 1.",
+        "s b V in place of s b V (P - i + 1)",
+    ),
+    Claim(
+        "peak-memory",
+        "Section 3.2",
+        "The peak of memory over all stages is that of the standard model.",
+        "unchanged",
+    ),
+    Claim(
+        "figure-4",
+        "Figure 4",
+        "Partial passes of additional microbatches fill bubbles and do not lengthen an iteration.",
+        "a drawing: 2 microbatches in each part",
+    ),
+    Claim(
+        "kv-recomputation",
+        "Section 4",
+        "KV recomputation gains by the batching effect of a device, and not in theory.",
+        "no gain without a batching effect",
+    ),
+    Claim(
+        "figure-5",
+        "Figure 5",
+        "While later stages finish a token, the first stage begins the next one.",
+        "a drawing",
+    ),
+    Claim(
+        "latency",
+        "Section 4",
+        "By pipelined inference a token takes the forward time up to its exit, and at least that "
+        "of the first stage.",
+        "equal, also in theory",
+    ),
+    Claim(
+        "settings",
+        "Section 5.1",
+        "Adam with 0.9, 0.95 and 1e-8, a cosine schedule from 3e-4, batches of 2,048 sequences of "
+        "2,048 tokens.",
+        "settings of all experiments",
+    ),
+    Claim(
+        "figure-6",
+        "Figure 6",
+        "Losses of all exits fall alike, early ones stay slightly higher, and the final exit's is "
+        "close to the standard model's.",
+        "1.3B and 7B; final loss close to or slightly below",
+    ),
+    Claim(
+        "spikes",
+        "Section 5.1",
+        "Loss curves of the 7B models have more spikes than those of the 1.3B models.",
+        "more spikes at 7B",
+        cannot=CORPUS + " of a 7B model",
+    ),
+    Claim(
+        "figure-7",
+        "Figure 7",
+        "Time grows with the number of exits, more slowly on a pipeline; memory on a pipeline of 4 "
+        "grows only with an exit on the first stage.",
+        "1.3B to 30B, measured; curves without numbers",
+    ),
+    Claim(
+        "figure-8",
+        "Figure 8",
+        "On six tasks early exits are often at least twice as fast at comparable or better scores.",
+        "2 times or more in many cases",
+    ),
+    Claim(
+        "threshold-1",
+        "Section 5.2, footnote 2",
+        "At threshold 1 exits are off and latency is that of the standard model.",
+        "within 2 %",
+    ),
+    Claim(
+        "confidence",
+        "Section 5.2",
+        "A token leaves by the first exit whose largest probability is above the threshold.",
+        "the exit condition, with greedy decoding",
+    ),
+    Claim(
+        "larger-models",
+        "Section 5.2",
+        "Larger models may gain more by early exits.",
+        "a conjecture",
+        cannot="needs several large models of the same training",
+    ),
+    Claim(
+        "appendix-a1",
+        "Appendix A.1",
+        "An exit on a middle stage makes its size and time those of the last stage, so the steady "
+        "phase stays as long.",
+        "k (f_EE + b_EE) in all",
+        repeats="time-overhead",
+    ),
+    Claim(
+        "remark-a2",
+        "Remark A.2",
+        "With the forward passes of exits moved into the bubbles of the cool-down phase only their "
+        "backward passes remain.",
+        "k b_EE; not implemented in the paper",
+    ),
+    Claim(
+        "rules-of-thumb",
+        "Appendix A.2",
+        "Exits cost less at the beginning of a stage than at the end of the one before.",
+        "rule of thumb",
+    ),
+    Claim(
+        "figure-9",
+        "Figure 9",
+        "Exits on middle stages even out the load of a standard 7B model, and peak memory stays.",
+        "7B, 4 stages, microbatch 2, batch 128",
+    ),
+    Claim(
+        "table-1",
+        "Table 1",
+        "Both optimizations together bring time and memory next to those of the standard model.",
+        "1.3B: 5.23, 5.31, 5.29, 5.28, 5.24 s and 19.85, 24.05, 22.56, 20.23, 19.85 GB; "
+        "7B: 17.75, 17.93, 17.91, 17.81, 17.79 s and 62.27, 67.42, 65.79, 62.27, 62.27 GB",
+    ),
+    Claim(
+        "table-2",
+        "Table 2",
+        "Time and memory follow from those of input, backbone, early and final exit.",
+        "notation: P, N_i, M, f, b, m",
+    ),
+    Claim(
+        "iteration-time",
+        "Appendix A.3.1",
+        "An iteration takes at most the sum of all stages' times and M times the slowest stage.",
+        "an upper bound",
+    ),
+    Claim(
+        "eq-4-6",
+        "Eq. (4)-(6)",
+        "A stage's memory is alpha times its parameters, P + 1 - i backbone activations and one "
+        "of each exit.",
+        "closed form",
+    ),
+    Claim(
+        "same-output",
+        "Appendix B.1",
+        "Pipelined inference and KV recomputation generate the same output.",
+        "same output",
+    ),
+    Claim(
+        "figure-10",
+        "Figure 10",
+        "Below threshold 1 pipelined inference is faster than KV recomputation at TP = 1, and KV "
+        "recomputation at TP = 4 is faster still.",
+        "XSUM and CNN/DailyMail on 4 A100-40GB; curves without numbers",
+    ),
+    Claim(
+        "table-3",
+        "Table 3",
+        "Generated texts change little or not at all as the threshold falls.",
+        "example texts of the 7B model",
+    ),
+    Claim(
+        "table-4",
+        "Table 4",
+        "Early exits predict easy tokens rightly and with high confidence.",
+        "confidences of one text",
+    ),
+    Claim(
+        "figure-11",
+        "Figure 11",
+        "Losses converge with exits of norm and MLP, and with three tied exits at layers 4, 12 "
+        "and 20.",
+        "two 7B models; curves without numbers",
+    ),
+    Claim(
+        "weights",
+        "Appendix C.1",
+        "Weights of early losses may warm up or cool down in the course of training.",
+        "two options",
+    ),
+    Claim(
+        "inserted",
+        "Appendix C.2",
+        "Each part of the bubbles takes floor((p - 1) b / (f + b)) more microbatches.",
+        "floor((p - 1) / (f / b + 1))",
+    ),
+    Claim(
+        "backward-stages",
+        "Appendix C.2",
+        "Microbatch i of part 2 goes back through floor(p - i (f / b + 1)) stages.",
+        "floor(p - i (f / b + 1))",
+    ),
+    Claim(
+        "part-1-stops",
+        "Appendix C.2",
+        "A microbatch of part 1 need not pass the last exit within its stages.",
+        "up to the last stage with an exit",
+    ),
+    Claim(
+        "without-exits",
+        "Appendix C.2",
+        "Part 2 applies to models without early exits too.",
+        "applicable",
+    ),
+    Claim(
+        "replaced",
+        "Appendix C.2",
+        "With partial passes in place of whole ones an iteration takes less time.",
+        "less time, as many microbatches",
+    ),
+    Claim(
+        "figure-12",
+        "Figure 12",
+        "Part 1 passes the first stages, part 2 goes back through the last ones.",
+        "a drawing: 4 stages, 1 microbatch in each part",
+    ),
+    Claim(
+        "claim-c-1",
+        "Claim C.1",
+        "With the right factors the gradient of an iteration with inserted microbatches is "
+        "unbiased and varies less.",
+        "unbiased, reduced variance",
+    ),
+    Claim(
+        "proposition-c-2",
+        "Proposition C.2",
+        "One more sample of a lowers the variance of the estimate of a* + b*.",
+        "(var(a) + 2 cov(a, b)) / (N (N + 1))",
+    ),
+    Claim(
+        "automatic",
+        "Appendix D.2",
+        "The number of inserted microbatches follows from the ratio of backward and forward time.",
+        "automatic",
+    ),
+    Claim(
+        "mid-stage",
+        "Appendix D.3",
+        "A token is emitted in the middle of a stage, except of the first one.",
+        "not delayed by the rest of the stage",
+    ),
+    Claim(
+        "forced-pass",
+        "Appendix D.3",
+        "A full pass is forced when as many tokens wait for keys and values as allowed.",
+        "a number set beforehand",
+    ),
+    Claim(
+        "propagation",
+        "Appendix F",
+        "Copying the state of the exit to later layers deviates from the full model's keys.",
+        "can harm the output",
+    ),
+    Claim(
+        "drafts",
+        "Appendix F",
+        "Early exits serve as draft models of speculative decoding.",
+        "named as another use",
+    ),
+)

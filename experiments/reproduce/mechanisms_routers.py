@@ -1,0 +1,270 @@
+"""TIDE's routers, labels, selection and kernels, beside float64 and the paper's formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from experiments.reproduce.catalogue import finding
+from experiments.reproduce.claims import Finding
+
+SCALE = "float32, random states"
+DIFFERS = "the value differs by more than rounding, which is a fault of ours"
+ROUNDING = {"float32": 2.0**-18, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+def findings() -> list[Finding]:
+    """Every finding about routers and kernels."""
+    return [*routers(), *calibration(), *selection(), *kernels()]
+
+
+def judged(key: str, holds: bool | None, ours: str, why: str, scale: str = SCALE) -> Finding:
+    holds = None if holds is None else bool(holds)
+    return finding("TIDE", key, ours, scale, holds, why)
+
+
+def model(layers: int = 8, width: int = 64, every: int = 2, **changes):
+    from eejax.models.config import ModelConfig
+
+    exits = [{"boundary": n, "router": 16} for n in range(every, layers, every)]
+    values = dict(
+        vocab_size=64,
+        n_layers=layers,
+        d_model=width,
+        n_heads=4,
+        d_ff=2 * width,
+        context_length=48,
+        head="tied",
+        exits=exits,
+    )
+    return ModelConfig.from_dict(values | changes)
+
+
+def routers() -> Iterator[Finding]:
+    """The size of a router, and its confidence in float64."""
+    import jax
+
+    from eejax.gates.router import confidence
+    from eejax.models import params
+
+    large = model(8, 4096, exits=[{"boundary": 4, "router": 128}])
+    shapes = {name: a.shape for name, a in _arrays(params.abstract(large), large).items()}
+    count = lambda names: sum(int(np.prod(shapes[n])) for n in names)
+    matrices = count(("down", "up"))
+    yield judged(
+        "router-size",
+        matrices == 4096 * 128 + 128 == 524_416,
+        f"{matrices:,} in the matrices for d = 4,096; with a norm and a bias of its own "
+        f"{count(shapes):,}",
+        "the number is another",
+        "shapes",
+    )
+    config = model()
+    value = params.init(config, jax.random.key(0))
+    p = _arrays(value, config)
+    p = {n: jax.random.normal(jax.random.key(i), a.shape) for i, (n, a) in enumerate(p.items())}
+    tree = {"norm": {"scale": p["scale"]}, **{n: p[n] for n in ("down", "up", "up_bias")}}
+    x = jax.random.normal(jax.random.key(9), (256, config.d_model))
+    got = np.asarray(confidence(tree, x, config))
+    wide = {n: np.asarray(a, np.float64) for n, a in p.items()}
+    h = np.asarray(x, np.float64)
+    h = h / np.sqrt((h * h).mean(1, keepdims=True) + config.norm_eps) * wide["scale"]
+    h = h @ wide["down"]
+    want = 1 / (1 + np.exp(-((h / (1 + np.exp(-h))) @ wide["up"] + wide["up_bias"])))
+    error = float(np.abs(got - want.reshape(got.shape)).max())
+    yield judged("eq-2", error < 1e-4, f"largest error beside float64: {error:.1e}", DIFFERS)
+
+
+def _arrays(tree, config) -> dict:
+    """Arrays of the first exit's router, by name."""
+    from eejax.models import exits
+
+    router = exits.exit_params(tree, config, 0)["router"]
+    return {"scale": router["norm"]["scale"], **{n: router[n] for n in ("down", "up", "up_bias")}}
+
+
+def calibration() -> Iterator[Finding]:
+    """Where routers stand, whom they are to let go, and how they learn."""
+    import jax
+
+    from eejax.calibration.pretrained import boundaries_for
+    from eejax.calibration.routers import RouterOptions, labels
+    from eejax.calibration.states import collect
+    from eejax.models import params, transformer
+
+    found = {n: boundaries_for(model(n, exits=[]), 4) for n in (32, 36)}
+    yield judged(
+        "placement",
+        found[32] == tuple(range(4, 32, 4)) and found[36] == tuple(range(4, 36, 4)),
+        f"with c = 4 after {', '.join(map(str, found[32]))} of 32 layers, counted from 1; the "
+        "paper's last one, after all layers, is left out, as it saves nothing",
+        "routers stand elsewhere",
+        "configuration",
+    )
+    config = model()
+    value = params.init(config, jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 64, (12, 48)).astype(np.int32)
+    states = collect(value, config, [{"tokens": tokens, "labels": tokens}])
+    at = [e.boundary for e in config.exits] + [config.n_layers]
+    hs = [np.asarray(h, np.float64) for h in _boundary_states(transformer, value, config, tokens)]
+    final = hs[-1].reshape(-1, config.d_model)
+    cosines = []
+    for h in hs[:-1]:
+        h = h.reshape(final.shape)
+        lengths = np.linalg.norm(h, axis=1) * np.linalg.norm(final, axis=1)
+        cosines.append((h * final).sum(1) / lengths)
+    want = np.stack(cosines)
+    bound = float(np.quantile(want, 0.6))
+    got = labels(states, RouterOptions(label="cosine", bound=bound))
+    clear = np.abs(want - bound) > 1e-5
+    right = (got == (want >= bound))[clear].mean()
+    default = labels(states, RouterOptions(label="cosine")).mean()
+    yield judged(
+        "eq-1",
+        right == 1 and len(at) == len(hs),
+        f"{right:.0%} of {clear.sum()} labels are those of float64 cosines at a tau of "
+        f"{bound:.2f}; at the default of 0.98 {default:.0%} have converged in this untrained model",
+        "labels differ from the formula",
+    )
+    options = RouterOptions()
+    yield judged(
+        "training",
+        options.learning_rate == 1e-3,
+        f"binary cross-entropy, AdamW from {options.learning_rate:g} under a cosine; by default "
+        f"{options.epochs} epochs, of which the best by held-out loss is kept, --epochs=100 is the "
+        "paper's",
+        "the rate is another",
+        "configuration",
+    )
+
+
+def _boundary_states(transformer, value, config, tokens):
+    """States at the boundaries of all exits, and behind the last layer."""
+    states = {}
+
+    def tap(i, x):
+        states[i] = x
+        return x
+
+    transformer.exit_states(value, config, tokens, tap=tap)
+    return [states[i] for i in range(config.n_exits + 1)]
+
+
+def selection() -> Iterator[Finding]:
+    """Algorithm 1, complete caches, and what is skipped."""
+    import jax
+
+    from eejax.inference import Generator
+    from eejax.models import params
+
+    config = model()
+    value = params.init(config, jax.random.key(3))
+    prompts = np.random.default_rng(1).integers(0, 64, (3, 12)).tolist()
+    make = lambda engine: Generator.make(value, config, engine)
+    ask = dict(threshold=0.5, gate="router", min_depth=4)
+    posthoc, skipping = (make(e).generate(prompts, 24, **ask) for e in ("posthoc", "recompute"))
+    deep = posthoc.boundaries[posthoc.exits < config.n_exits]
+    yield judged(
+        "algorithm-1",
+        deep.size > 0 and deep.min() >= 4,
+        f"{deep.size} of {posthoc.tokens.size} tokens leave early, none below k_min = 4; each "
+        "request by its own exit, where the paper waits for the whole batch",
+        "a token leaves below k_min",
+    )
+    yield judged(
+        "cache",
+        (posthoc.layers == config.n_layers).all()
+        and (posthoc.tokens == skipping.tokens).all()
+        and (posthoc.exits == skipping.exits).all(),
+        "post-hoc runs all layers of every token; its tokens and exits are those of decoding that "
+        "skips layers and fills in keys and values exactly",
+        "tokens differ, or a layer is left out",
+    )
+    mean = float(skipping.layers[:, 1:].mean())
+    yield judged(
+        "no-skipping",
+        mean < config.n_layers,
+        f"post-hoc selection runs {config.n_layers} of {config.n_layers} layers, as the paper's; "
+        f"decoding by `recompute` {mean:.2f} on average for the same tokens",
+        "nothing is skipped",
+    )
+    loose, tight = ([0.5, 0.5, 1.0], [1.0, 1.0, 0.5])
+    layers = [
+        float(make("posthoc").generate(prompts, 24, threshold=t, gate="router").boundaries.mean())
+        for t in (loose, tight)
+    ]
+    yield judged(
+        "per-layer",
+        layers[0] != layers[1],
+        f"thresholds by exit: {loose} give a mean depth of {layers[0]:.2f}, {tight} of "
+        f"{layers[1]:.2f}; bounds of labels may be given by exit too",
+        "thresholds by exit change nothing",
+    )
+
+
+def kernels() -> Iterator[Finding]:
+    """Kernels in Triton's interpreter beside their references, in all three types."""
+    import importlib
+
+    import jax
+
+    errors: dict[str, dict[str, float]] = {}
+    for op in ("norm_router", "compact", "scatter", "head_confidence"):
+        api = importlib.import_module(f"eejax.kernels.{op}.arg_specs")
+        for spec in (s for s in api.SPECS if s.small):
+            args = jax.jit(spec.draw)(jax.random.key(1))
+            got, want = (
+                jax.tree.leaves(spec.run(*args, implementation=i))
+                for i in ("interpreter", "reference")
+            )
+            kinds = [a.dtype.name for a in args if hasattr(a, "dtype")]
+            kind = next((k for k in ROUNDING if k in kinds), "float32")
+            worst = max(map(_error, got, want))
+            rows = errors.setdefault(op, {})
+            rows[kind] = max(rows.get(kind, 0.0), worst)
+    told = "; ".join(
+        f"{op} {', '.join(f'{kind} {error:.0e}' for kind, error in rows.items())}"
+        for op, rows in errors.items()
+    )
+    kinds = set().union(*errors.values())
+    right = all(e <= 16 * ROUNDING[k] for rows in errors.values() for k, e in rows.items())
+    scale = "Triton's interpreter on a CPU"
+    yield judged(
+        "kernels",
+        right and len(errors) == 4,
+        f"largest relative difference from the reference: {told}",
+        "a kernel differs from its reference by more than rounding",
+        scale,
+    )
+    yield judged(
+        "dtypes",
+        right and kinds == set(ROUNDING),
+        f"{', '.join(sorted(kinds))}, within 16 times a rounding error of the type",
+        "a type is missing or inexact",
+        scale,
+    )
+    yield judged(
+        "table-2",
+        None,
+        "widths and bottlenecks are constants of a kernel's program, so that every pair is "
+        "specialised; pairs of the table compile for sm_80 and sm_90 in the tests",
+        "no GPU is here to run them on; `experiments.bench_kernels` does",
+        scale,
+    )
+    yield judged(
+        "gpus",
+        None,
+        "Triton compiles for the GPU that is found, from sm_80 on; older ones and machines without "
+        "one take XLA's operations",
+        "no GPU is here, let alone each generation from V100 to Blackwell",
+        scale,
+    )
+
+
+def _error(got, want) -> float:
+    a, b = (np.asarray(x, np.float32).astype(np.float64) for x in (got, want))
+    if not a.size:
+        return 0.0
+    finite = np.isfinite(b)
+    return float(np.abs(a - b)[finite].max(initial=0) / max(np.abs(b[finite]).max(initial=0), 1.0))

@@ -1,0 +1,291 @@
+"""EE-LLM's claims about the time and memory of pipelines, by formulas and simulated schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from experiments.reproduce.catalogue import finding
+from experiments.reproduce.claims import Finding
+
+SCALE = "simulated"
+STAGES = 4
+DRAWN = 200  # settings at random
+STATE_BYTES, LAYER_BYTES, LOGIT_BYTES = 18, 34, 4  # Megatron-LM's, per parameter, state and logit
+
+
+def findings() -> list[Finding]:
+    """Every finding about schedules."""
+    return [*overheads(), *memory(), *formulas(), *filling()]
+
+
+def judged(key: str, holds: bool, ours: str, why: str, scale: str = SCALE) -> Finding:
+    return finding("EE-LLM", key, ours, scale, bool(holds), why)
+
+
+def costs_of(stages, exits_on=(), forward: float = 2.0, exit_forward: float = 0.5):
+    """Equal stages whose backward pass takes twice as long, exits on what enters some of them."""
+    from eejax.pipeline.simulate import Work, stage_costs
+
+    exit_ = Work(exit_forward, 2 * exit_forward)
+    count = [int(i in exits_on) for i in range(stages)]
+    return stage_costs(
+        (1,) * stages, count, layer=Work(forward, 2 * forward), exit=exit_, final=exit_
+    )
+
+
+def overheads() -> Iterator[Finding]:
+    """Section 3.2, Remark A.2 and a rule of thumb."""
+    from eejax.pipeline.async_1f1b import async_1f1b
+    from eejax.pipeline.schedule import one_f_one_b
+    from eejax.pipeline.simulate import simulate
+
+    told, right = [], True
+    for middle in ((1,), (1, 2)):
+        costs = costs_of(STAGES, middle)
+        more = {
+            m: async_1f1b(costs, m).time - async_1f1b(costs.without_exits, m).time
+            for m in (4, 8, 64)
+        }
+        right &= all(abs(x - len(middle) * 1.5) < 1e-9 for x in more.values())
+        told.append(f"k = {len(middle)}: {', '.join(f'{x:g}' for x in more.values())}")
+    yield judged(
+        "time-overhead",
+        right,
+        f"with f + b = 1.5, at 4, 8 and 64 microbatches: {'; '.join(told)}",
+        "the simulated overhead is another",
+    )
+    middle = (1, 2)
+    costs = costs_of(STAGES, middle)
+    base = simulate(one_f_one_b(STAGES, 16), costs.without_exits).time
+    more = {
+        policy: simulate(one_f_one_b(STAGES, 16, exit_stages=middle, exits=policy), costs).time
+        - base
+        for policy in ("deferred", "mixed")
+    }
+    yield judged(
+        "remark-a2",
+        more["mixed"] <= len(middle) * 1.0 + 1e-9,
+        f"k = 2, f = 0.5, b = 1: {more['mixed']:g} with forward passes of the last microbatches "
+        f"moved, {more['deferred']:g} without",
+        "moving the forward passes saves less than the paper says",
+    )
+    begin, end = (async_1f1b(costs, 16, exits_at_end=at_end).time for at_end in (False, True))
+    peaks = [model_peaks("ee_llm_7b", True, exits_at_end=one).max() / 1e9 for one in (False, True)]
+    yield judged(
+        "rules-of-thumb",
+        begin <= end and peaks[0] < peaks[1],
+        f"exits at the beginnings of stages 2 and 3: the 7B model's peak is {peaks[0]:.1f} GB, at "
+        f"the ends of stages 1 and 2 {peaks[1]:.1f} GB; time in equal stages {begin:g} and {end:g}",
+        "the end of a stage is no worse",
+    )
+
+
+def model_peaks(name: str, exits: bool, **how) -> np.ndarray:
+    """[stages] bytes of a configuration of the paper, with its exits or none."""
+    import importlib
+
+    from eejax.models.config import ModelConfig
+    from eejax.pipeline.costs import model_sizes, peak_memory
+
+    config = importlib.import_module(f"configs.{name}").get_config()
+    model = ModelConfig.from_dict(config.model.to_dict())
+    model = model if exits else model.replace(exits=())
+    rows = 2 if name in ("ee_llm_1b3", "ee_llm_7b") else 1
+    tokens = rows * config.data.length
+    sizes = model_sizes(
+        model,
+        [model.n_layers // STAGES] * STAGES,
+        layer_kept=LAYER_BYTES * tokens * model.d_model,
+        exit_kept=LOGIT_BYTES * tokens * model.padded_vocab,
+        state_bytes=STATE_BYTES,
+    )
+    return peak_memory(sizes, 64, **how)
+
+
+def memory() -> Iterator[Finding]:
+    """Section 3.2's memory, and the largest model of section 1."""
+    from eejax.pipeline.costs import Size, Sizes, peak_memory
+
+    kept = Size(0, 1)
+    nothing = (Size(),) * STAGES
+    sizes = Sizes(nothing, (Size(), kept, kept, Size()), nothing)
+    deferred, not_deferred = (
+        peak_memory(sizes, 16, deferred=one)[1:3].tolist() for one in (True, False)
+    )
+    yield judged(
+        "logits-memory",
+        deferred == [1, 1] and not_deferred == [3, 2],
+        f"logits of {deferred} microbatches on stages 2 and 3 of 4, of {not_deferred} if not "
+        "deferred",
+        "the simulated memory is another",
+    )
+    grown = {
+        name: model_peaks(f"ee_llm_{name}", True).max() / model_peaks(f"ee_llm_{name}", False).max()
+        for name in ("1b3", "7b", "13b", "30b")
+    }
+    told = ", ".join(f"{name} {ratio:.3f}" for name, ratio in grown.items())
+    yield judged(
+        "peak-memory",
+        max(grown.values()) <= 1 + 1e-9,
+        f"peak with exits over peak without, 4 stages: {told}",
+        "the fullest stage grows",
+    )
+    yield judged(
+        "largest-model",
+        grown["30b"] <= 1 + 1e-9,
+        f"the fullest of 4 stages of the 30B model needs {grown['30b']:.3f} times the memory with "
+        "exits at 1/4 and 1/2; nothing of this size was run",
+        "the fullest stage grows",
+    )
+
+
+def drawn_costs(rng: np.random.Generator):
+    """Stages, exits and microbatches at random."""
+    from eejax.pipeline.simulate import Work, stage_costs
+
+    p = int(rng.integers(2, 7))
+    work = lambda: Work(float(rng.integers(1, 9)), float(rng.integers(1, 9)))
+    counts = rng.integers(0, 3, p).tolist()
+    costs = stage_costs(
+        rng.integers(1, 4, p).tolist(), counts, layer=work(), exit=work(), final=work()
+    )
+    return costs, int(rng.integers(1, 20))
+
+
+def formulas() -> Iterator[Finding]:
+    """Table 2 and Appendix A.3 beside the simulated schedule, over settings at random."""
+    from eejax.pipeline.async_1f1b import async_1f1b
+    from eejax.pipeline.costs import Size, Sizes, iteration_time, peak_memory
+
+    rng = np.random.default_rng(0)
+    bounded = equal = slowest_last = memory_right = 0
+    for _ in range(DRAWN):
+        costs, m = drawn_costs(rng)
+        p = costs.stages
+        line = async_1f1b(costs, m)
+        bound = iteration_time(costs, m)
+        bounded += line.time <= bound + 1e-9
+        work = [costs.layers[i].total + costs.entry[i].total for i in range(p)]
+        work[-1] += costs.final.total
+        if work[-1] == max(work):
+            slowest_last += 1
+            equal += abs(line.time - bound) < 1e-9
+        draw = lambda: Size(*rng.integers(1, 99, 2).tolist())
+        entry = tuple(draw() if w.total else Size() for w in costs.entry)
+        sizes = Sizes(tuple(draw() for _ in range(p)), entry, (Size(),) * p, draw())
+        peaks = [peak_of(line, sizes, i) for i in range(p)]
+        memory_right += np.allclose(peaks, peak_memory(sizes, m))
+    yield judged(
+        "iteration-time",
+        bounded == DRAWN,
+        f"at most our tighter bound in {bounded} of {DRAWN} settings at random",
+        "the simulated time exceeds the bound",
+    )
+    yield judged(
+        "table-2",
+        equal == slowest_last > 0,
+        f"from these quantities alone the time is exact in {equal} of {slowest_last} settings "
+        "whose last stage is the slowest",
+        "the formula misses the simulated time",
+    )
+    yield judged(
+        "eq-4-6",
+        memory_right == DRAWN,
+        f"equal to the most that the simulated schedule keeps at a time in {memory_right} of "
+        f"{DRAWN} settings",
+        "the formula misses the simulated memory",
+    )
+
+
+def peak_of(line, sizes, stage: int) -> float:
+    """Most bytes on a stage at a time, from the operations of a schedule."""
+    from eejax.pipeline.async_1f1b import EXIT_BACKWARD, EXIT_FORWARD
+    from eejax.pipeline.schedule import BACKWARD, FORWARD
+
+    exits = [sizes.entry[stage]] + [sizes.final] * (stage == line.stages - 1)
+    layers, kept = sizes.layers[stage].kept, sum(e.kept for e in exits)
+    now = peak = sizes.layers[stage].state + sum(e.state for e in exits)
+    ops = sorted([op for op in line.ops if op.stage == stage], key=lambda op: (op.begin, op.end))
+    for op in ops:
+        now += {FORWARD: layers, EXIT_FORWARD: kept}.get(op.kind, 0)
+        peak = max(peak, now)
+        now -= {BACKWARD: layers, EXIT_BACKWARD: kept}.get(op.kind, 0)
+    return peak
+
+
+def filling() -> Iterator[Finding]:
+    """Appendix C.2 and Figure 12 in our lockstep table."""
+    from eejax.pipeline.schedule_fill import filled, filled_to, most_inserted
+    from eejax.pipeline.simulate import Work, stage_costs
+
+    equal = lambda p, ratio: stage_costs((1,) * p, layer=Work(1.0, ratio))
+    rows, ways_right, stops_right, ways_seen = [], True, True, 0
+    for p, ratio in ((4, 1.0), (4, 2.0), (8, 1.0), (8, 2.0), (8, 3.0)):
+        found = filled(equal(p, ratio), 4 * p, inner_stages=range(p))
+        k = math.floor((p - 1) / (1 / ratio + 1) + 1e-9)
+        assert k == most_inserted(p, 1.0, ratio)
+        rows.append((p, ratio, k, found.part1, found.part2))
+        routes = found.schedule.routes[found.main :]
+        late = routes[found.part1 :]
+        for i, route in enumerate(late, 1):
+            ways_right &= p - route.bottom == math.floor(p - i * (1 / ratio + 1) + 1e-9)
+            ways_seen += 1
+        sparse = filled(equal(p, ratio), 4 * p, inner_stages=[0])
+        tops = sparse.schedule.routes[sparse.main : sparse.main + sparse.part1]
+        stops_right &= sparse.part1 > 0 and all(route.top == 0 for route in tops)
+    told = "; ".join(
+        f"p = {p}, b/f = {ratio:g}: K = {k}, ours {a} and {b}" for p, ratio, k, a, b in rows
+    )
+    yield judged(
+        "inserted",
+        all(k == a == b for *_, k, a, b in rows),
+        told,
+        "the lockstep table has no room for all microbatches of part 2 with equal stages: a later "
+        "one would have to wait between two steps of its channel",
+    )
+    yield judged(
+        "backward-stages",
+        ways_right and ways_seen > 0,
+        f"the number of the formula for all {ways_seen} microbatches inserted above",
+        "a microbatch goes back through another number of stages",
+    )
+    yield judged(
+        "part-1-stops",
+        stops_right,
+        "with one exit on stage 1 every inserted microbatch ends there",
+        "a microbatch passes its last exit",
+    )
+    plain = filled(equal(STAGES, 2.0), 16)
+    yield judged(
+        "without-exits",
+        plain.part1 == 0 < plain.part2,
+        f"{plain.part2} in part 2, {plain.part1} in part 1, without early exits",
+        "nothing is inserted without early exits",
+    )
+    less = filled_to(equal(STAGES, 2.0), 16, inner_stages=range(STAGES))
+    base = filled(equal(STAGES, 2.0), 16, part1=0, part2=0)
+    yield judged(
+        "replaced",
+        less.time < base.time and less.main + less.inserted == 16,
+        f"{less.inserted} of 16 partial: {1 - less.time / base.time:.1%} less time",
+        "partial passes save no time",
+    )
+    counts = [filled(equal(8, r), 32, inner_stages=range(8)).inserted for r in (0.5, 1.0, 2.0, 3.0)]
+    yield judged(
+        "automatic",
+        counts == sorted(counts) and counts[0] < counts[-1],
+        f"8 stages: {counts} microbatches at backward over forward times 0.5, 1, 2, 3",
+        "the number does not follow the ratio",
+    )
+    one = filled(equal(STAGES, 2.0), 16, part1=1, part2=1, inner_stages=range(STAGES))
+    early, late = one.schedule.routes[one.main :]
+    yield judged(
+        "figure-12",
+        early.bottom == 0 and early.top < STAGES - 1 and late.top == STAGES - 1 and late.bottom > 0,
+        f"stages 1 to {early.top + 1} in part 1; all forward and {STAGES - late.bottom} backward "
+        "in part 2",
+        "the ways are others",
+    )

@@ -1,0 +1,160 @@
+"""The page of all findings, in Markdown."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pathlib
+import platform
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from experiments.reproduce.catalogue import Collection, Entry
+from experiments.reproduce.claims import Claim, Finding, Verdict
+
+TITLES = {
+    "EE-LLM": "EE-LLM (Chen et al., ICML 2024)",
+    "HELIOS": "HELIOS (Kumar et al., 2025)",
+    "TIDE": "TIDE (Jaber and Jaber, 2026)",
+}
+HEADER = ("place", "claim", "theirs", "ours", "scale", "verdict")
+MISSING = "missing"
+COMMAND = "EEJAX_DATA=DATA python -m experiments.reproduce.all --json"
+
+
+def machine() -> str:
+    """Describe this machine: processor, cores, memory, versions."""
+    import jax
+
+    text = pathlib.Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
+    named = re.search(r"model name\s*:\s*(.+)", text)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    device = jax.devices()[0].device_kind
+    return (
+        f"{named[1].strip() if named else platform.machine()}, {os.cpu_count()} cores, "
+        f"{memory:.0f} GiB, JAX {jax.__version__} on {device}, Python {platform.python_version()}"
+    )
+
+
+def page(collection: Collection, machine: str, failed: Mapping[str, str], day: str = "") -> str:
+    """Write the page.
+
+    Args:
+      collection: findings by claim.
+      machine: where they were made.
+      failed: reproductions that ended without findings, with the reason.
+      day: date of the page; today by default.
+    """
+    counts = count(collection)
+    told = ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)
+    parts = [
+        "# What the papers claim, and what we find",
+        "A row for each table, figure, equation and claim of three papers: their value, ours, the "
+        "scale of ours, and whether the claim holds of it. A claim about large models or GPUs is "
+        "not judged on small ones: then the row says what is missing. Values marked *simulated* "
+        "come from models of cost, not from a clock.",
+        f"Made on {day or datetime.date.today().isoformat()}: {machine}. Of all rows: {told}.",
+    ]
+    for paper, entries in collection.entries.items():
+        parts += [f"## {TITLES[paper]}", table(rows_of(entries))]
+    if collection.others:
+        parts += ["## Other papers", table([_cells(f, f.paper) for f in collection.others])]
+    findings = [
+        *(
+            f
+            for rows in collection.entries.values()
+            for e in rows
+            for f in (*e.findings, *e.besides)
+        ),
+        *collection.others,
+    ]
+    parts += ["## What does not hold, and why", reasons(findings, Verdict.FAILS)]
+    parts += ["## What this scale cannot show", _beyond(collection, findings)]
+    broken = [f"- {name}: {why}" for name, why in failed.items()]
+    broken += [f"- no finding: {text}" for text in collection.missing]
+    broken += [f"- {text}" for text in collection.unknown]
+    if broken:
+        parts += ["## What is missing from this page", "\n".join(broken)]
+    parts += [
+        "## Make this page again",
+        f"    {COMMAND}",
+        "It continues where it was stopped, and runs a reproduction again only if what it depends "
+        "on has changed. `--only=NAME` runs one, `--help` lists their names.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def count(collection: Collection) -> dict[str, int]:
+    """Number of rows by verdict, without those that repeat another row."""
+    counts = dict.fromkeys([*map(str, Verdict), MISSING], 0)
+    for entries in collection.entries.values():
+        for entry in entries:
+            for finding in (*entry.findings, *entry.besides):
+                counts[str(finding.verdict)] += 1
+            if not entry.findings and not entry.claim.repeats:
+                counts[str(Verdict.NOT_AT_THIS_SCALE) if entry.claim.cannot else MISSING] += 1
+    return counts
+
+
+def rows_of(entries: Sequence[Entry]) -> list[list[str]]:
+    """Cells of each row of a paper's table, in the order of the paper."""
+    places = {e.claim.key: e.claim.place for e in entries}
+    rows = []
+    for entry in entries:
+        one = entry.claim
+        if entry.findings:
+            rows += [_cells(finding) for finding in entry.findings]
+        elif one.repeats:
+            rows.append([*_start(one), f"see {places[one.repeats]}", "", ""])
+        else:
+            verdict = str(Verdict.NOT_AT_THIS_SCALE) if one.cannot else MISSING
+            rows.append([*_start(one), "not run", "", f"**{verdict}**"])
+        rows += [_cells(finding) for finding in entry.besides]
+    return rows
+
+
+def _start(claim: Claim) -> list[str]:
+    return [claim.place, claim.text, claim.theirs]
+
+
+def _cells(f: Finding, paper: str = "") -> list[str]:
+    place = f"{paper}, {f.place}" if paper else f.place
+    verdict = str(f.verdict) if f.verdict is Verdict.HOLDS else f"**{f.verdict}**"
+    return [place, f.claim, f.theirs, f.ours, f.scale, verdict]
+
+
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [HEADER, ["---"] * len(HEADER), *rows]
+    return "\n".join(f"| {' | '.join(map(_escaped, line))} |" for line in lines)
+
+
+def _escaped(cell: str) -> str:
+    return " ".join(cell.split()).replace("|", "\\|")
+
+
+def reasons(findings: Sequence[Finding], verdict: Verdict) -> str:
+    """The claims of a verdict, grouped by their reason."""
+    by_reason: dict[str, list[str]] = {}
+    for f in findings:
+        if f.verdict is verdict:
+            by_reason.setdefault(f.why, []).append(f"{f.paper}, {f.place}")
+    return _listed(by_reason)
+
+
+def _listed(by_reason: Mapping[str, Sequence[str]]) -> str:
+    lines = [
+        f"- {'; '.join(dict.fromkeys(places))}: {_escaped(why)}"
+        for why, places in by_reason.items()
+    ]
+    return "\n".join(lines) or "Nothing."
+
+
+def _beyond(collection: Collection, findings: Sequence[Finding]) -> str:
+    not_run: dict[str, list[str]] = {}
+    for paper, entries in collection.entries.items():
+        for entry in entries:
+            if entry.claim.cannot and not entry.findings:
+                not_run.setdefault(entry.claim.cannot, []).append(f"{paper}, {entry.claim.place}")
+    judged = reasons(findings, Verdict.NOT_AT_THIS_SCALE)
+    return judged if not not_run else f"{judged}\n{_listed(not_run)}"

@@ -1,0 +1,151 @@
+"""The reproductions that `experiments.reproduce.all` runs, one process each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from experiments.reproduce.claims import Finding
+
+HERE = pathlib.Path(__file__).parent
+MODULES = "experiments.reproduce."
+SLOWER = 8  # times the expected minutes after which a step counts as hanging
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A process that reproduces results, and ends with a JSON object that has `findings`.
+
+    Attributes:
+      name: unique; also the name of its folder, log and record.
+      module: what is run, as of `python -m`.
+      arguments: its flags; {here} stands for the step's own folder, {all} for that of all steps.
+      minutes: expected on 2 cores where nothing else runs.
+      needs: names of the steps whose models it reads, which come before.
+      data: whether it reads $EEJAX_DATA.
+      xla_flags: flags of the compiler, such as a number of fake devices.
+    """
+
+    name: str
+    module: str
+    arguments: tuple[str, ...]
+    minutes: float
+    needs: tuple[str, ...] = ()
+    data: bool = False
+    xla_flags: str = ""
+
+    def command(self, workdir: pathlib.Path) -> list[str]:
+        here = workdir / self.name
+        arguments = [a.format(here=here, all=workdir) for a in self.arguments]
+        return [*arguments, "--json"]
+
+    def source_files(self) -> list[pathlib.Path]:
+        """The reproduction's own source: files that begin with its name."""
+        return sorted(HERE.glob(f"{self.module.removeprefix(MODULES)}*.py"))
+
+
+def reproduction(name: str, minutes: float, *arguments: str, **fields) -> Step:
+    return Step(name, MODULES + name, arguments, minutes, **fields)
+
+
+FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
+# Programs that run once: most of the time goes into compiling them.
+UNOPTIMISED = "--xla_backend_optimization_level=0"
+STEPS = (
+    reproduction("training_efficiency", 1, "--workdir={here}"),
+    reproduction("mechanisms", 8, xla_flags=f"{FOUR_DEVICES} {UNOPTIMISED}"),
+    reproduction("convergence", 12, "--workdir={here}", "--seeds=1"),
+    reproduction("recipes", 18, "--workdir={here}", "--seeds=1", "--steps=550"),
+    reproduction("guarantee", 3, "--workdir={all}/recipes/plain_0", needs=("recipes",)),
+    reproduction("tide", 9, "--workdir={here}", data=True),
+    reproduction("helios", 38, "--workdir={here}", data=True),
+    reproduction(
+        "inference",
+        12,
+        "--workdir={all}/helios/small",
+        "--out={here}",
+        "--pairs=12",
+        needs=("helios",),
+        data=True,
+        xla_flags=FOUR_DEVICES,
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The end of a step: its findings and log, and what went wrong, if anything."""
+
+    findings: Sequence[Finding]
+    log: Sequence[str]
+    error: str = ""
+
+
+def execute(step: Step, workdir: pathlib.Path, data: str | None) -> Outcome:
+    """Run a step to its end, its output going to WORKDIR/logs/NAME.log.
+
+    Its exit status is 1 where a claim does not hold, which is no error.
+    """
+    log = workdir / "logs" / f"{step.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-P", "-m", step.module, *step.command(workdir)]
+    with log.open("w") as file:
+        print(" ".join(command), file=file, flush=True)
+        child = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment(step, data)
+        )
+        status, error = _wait(child, 60 * SLOWER * step.minutes)
+    lines = log.read_text(errors="replace").splitlines()
+    if error:
+        return Outcome((), lines, f"{error}, see {log}")
+    findings, error = findings_of(lines)
+    return Outcome(findings, lines, error and f"{error} (exit status {status}), see {log}")
+
+
+def environment(step: Step, data: str | None) -> dict[str, str]:
+    values = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **os.environ}
+    if data:
+        values["EEJAX_DATA"] = data
+    if step.xla_flags:
+        values["XLA_FLAGS"] = f"{values.get('XLA_FLAGS', '')} {step.xla_flags}".strip()
+    return values
+
+
+def _wait(child: subprocess.Popen, seconds: float) -> tuple[int, str]:
+    """(exit status, what went wrong). Whatever ends this process ends the child too."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        return child.wait(seconds), ""
+    except subprocess.TimeoutExpired:
+        return -1, f"ran for more than {seconds / 60:.0f} minutes"
+    finally:
+        if child.poll() is None:
+            child.terminate()  # a training run writes a checkpoint
+            child.wait()
+        signal.signal(signal.SIGTERM, previous)
+
+
+def findings_of(lines: Sequence[str]) -> tuple[tuple[Finding, ...], str]:
+    """(findings of the JSON object at the end, what is wrong with it).
+
+    Libraries may print warnings behind it as the process ends.
+    """
+    last = next((line for line in reversed(lines) if line.startswith("{")), "null")
+    try:
+        summary = json.loads(last)
+    except ValueError:
+        summary = None
+    if not isinstance(summary, dict):
+        return (), "ended without a JSON object"
+    if not summary.get("findings"):
+        return (), "ended without findings"
+    try:
+        return tuple(Finding.from_dict(values) for values in summary["findings"]), ""
+    except (TypeError, ValueError, KeyError) as error:
+        return (), f"has a finding that is malformed: {error}"

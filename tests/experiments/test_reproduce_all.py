@@ -1,0 +1,182 @@
+"""The catalogue of claims, the page of findings, and when a reproduction is run again."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+
+import pytest
+from launchers import functions_of
+
+from eejax.common.errors import ConfigError
+from experiments.reproduce import catalogue, page, steps
+from experiments.reproduce.catalogue import CATALOGUE, collect, finding
+from experiments.reproduce.claims import PAPERS, Claim, Finding, Verdict
+
+everything = functions_of("experiments.reproduce.all")
+SMALL = {
+    "EE-LLM": (
+        Claim("one", "Table 1", "It is fast.", "2 times"),
+        Claim("two", "Section 2", "It is small.", "1 MB"),
+        Claim("three", "Section 2", "It is exact.", "equal"),
+        Claim("again", "Abstract", "It is fast, as said.", "2 times", repeats="one"),
+        Claim("huge", "Figure 9", "It scales.", "30B", cannot="needs 64 GPUs"),
+    )
+}
+
+
+def found(place: str, claim: str, verdict=Verdict.HOLDS, why: str = "", paper="EE-LLM") -> Finding:
+    return Finding(paper, place, claim, "theirs", "ours", "tiny", verdict, why)
+
+
+WHOLE = (
+    found("Table 1", "Curve a."),
+    found("Table 1", "Curve b.", Verdict.FAILS, "too small | noisy"),
+    found("Section 2", "It is small."),
+    found("Section 2", "It is exact.", Verdict.NOT_AT_THIS_SCALE, "needs a GPU"),
+)
+
+
+def test_the_catalogue_is_well_formed():
+    assert tuple(CATALOGUE) == PAPERS
+    for paper, claims in CATALOGUE.items():
+        keys = [c.key for c in claims]
+        assert len(set(keys)) == len(keys), paper
+        assert len({(c.place, c.text) for c in claims}) == len(claims), paper
+        of = {c.key: c for c in claims}
+        for c in claims:
+            assert c.place and c.theirs and c.text.endswith("."), c.key
+            assert not (c.repeats and c.cannot), c.key
+            assert not c.repeats or not of[c.repeats].repeats, c.key
+    numbered = {
+        "EE-LLM": {"Figure": 12, "Table": 4},
+        "HELIOS": {"Figure": 17, "Table": 5},
+        "TIDE": {"Figure": 2, "Table": 5},
+    }
+    for paper, kinds in numbered.items():
+        for kind, last in kinds.items():
+            places = [c.place for c in CATALOGUE[paper] if c.place.startswith(kind)]
+            numbers = {int(n) for place in places for n in re.findall(r"(\d+)[a-c]?\b", place)}
+            assert set(range(1, last + 1)) <= numbers, (paper, kind)
+
+
+def test_findings_go_to_their_claims():
+    collection = collect(WHOLE, SMALL)
+    assert collection.complete
+    entries = {e.claim.key: e.findings for e in collection.entries["EE-LLM"]}
+    assert entries["one"] == WHOLE[:2]  # the only claim of its place has all of them
+    assert entries["two"] == WHOLE[2:3] and entries["three"] == WHOLE[3:]
+    without = collect(WHOLE[:3], SMALL)
+    assert without.missing == ("EE-LLM, Section 2: It is exact.",) and not without.complete
+    green = found("Section 2", "It is green.")
+    strange = collect([*WHOLE, found("Table 7", "x."), green], SMALL)
+    assert not strange.complete and not strange.missing
+    assert len(strange.unknown) == 1 and "Table 7" in strange.unknown[0]
+    assert [e.claim.key for e in strange.entries["EE-LLM"] if e.besides == (green,)] == ["three"]
+    assert collect([*WHOLE[:2], green], SMALL).missing  # it stands for no claim of its place
+    other = found("section 4", "Kept.", paper="CALM")
+    assert collect([*WHOLE, other], SMALL).others == (other,)
+
+
+def test_findings_of_the_catalogue():
+    one = finding("EE-LLM", "eq-1", "equal", "tiny", True, "left out")
+    assert (one.place, one.verdict, one.why) == ("Eq. (1)", Verdict.HOLDS, "")
+    assert Finding.from_dict(json.loads(json.dumps(one.to_dict()))) == one
+    assert finding("EE-LLM", "eq-1", "x", "y", None, "why").verdict is Verdict.NOT_AT_THIS_SCALE
+    with pytest.raises(ConfigError, match="why"):
+        finding("EE-LLM", "eq-1", "x", "y", False)
+    with pytest.raises(ConfigError, match="must be a claim of EE-LLM"):
+        catalogue.claim("EE-LLM", "eq-9")
+
+
+def test_the_page_has_a_row_for_every_claim():
+    collection = collect(WHOLE, SMALL)
+    text = page.page(collection, "a machine", {}, "2026-01-01")
+    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == 6  # two findings of Table 1, and one row for each other claim
+    assert "**does not hold**" in rows[1] and rows[1].count(" | ") == 5
+    assert "see Table 1" in rows[4] and "not run" in rows[5]
+    assert r"- EE-LLM, Table 1: too small \| noisy" in text
+    assert "- EE-LLM, Figure 9: needs 64 GPUs" in text and "missing from this page" not in text
+    assert page.count(collection) == {
+        "holds": 2, "does not hold": 1, "not at this scale": 2, "missing": 0,
+    }  # fmt: skip
+    broken = page.page(collect(WHOLE[2:3], SMALL), "a machine", {"tide": "exit status 2"})
+    assert "- tide: exit status 2" in broken and "- no finding: EE-LLM, Table 1" in broken
+
+
+def script(tmp_path: pathlib.Path, monkeypatch, findings: list[dict], status: int = 0) -> None:
+    """A module that counts its runs and reports the findings."""
+    (tmp_path / "fake_reproduction.py").write_text(
+        "import pathlib, sys\n"
+        f"path = pathlib.Path({str(tmp_path / 'runs')!r})\n"
+        "path.write_text(path.read_text() + 'x' if path.exists() else 'x')\n"
+        "print('working')\n"
+        f"print({json.dumps({'findings': findings})!r})\n"
+        "print('a warning at the end', file=sys.stderr)\n"
+        f"sys.exit({status})\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_what_is_done_is_not_run_again(tmp_path, monkeypatch):
+    one = steps.Step("one", "fake_reproduction", ("--size=1",), 1)
+    two = steps.Step("two", "fake_reproduction", (), 1, ("one",))
+    monkeypatch.setattr(everything, "STEPS", (one, two))
+    runs = lambda: len((tmp_path / "runs").read_text())
+    script(tmp_path, monkeypatch, [WHOLE[0].to_dict()], status=1)
+    assert everything.run_all([one, two], tmp_path, None) == {}
+    assert runs() == 2 and everything.recorded(one, tmp_path) == [WHOLE[0]]
+    assert everything.run_all([one, two], tmp_path, None) == {} and runs() == 2
+    assert everything.run_all([one, two], tmp_path, None, again=["two"]) == {} and runs() == 3
+    # Another argument changes what it makes, and what needs that.
+    changed = steps.Step("one", "fake_reproduction", ("--size=2",), 1)
+    monkeypatch.setattr(everything, "STEPS", (changed, two))
+    assert everything.run_all([changed, two], tmp_path, None) == {} and runs() == 5
+
+
+def test_a_failure_does_not_stop_the_others(tmp_path, monkeypatch):
+    bad = steps.Step("bad", "no_such_module", (), 1)
+    after = steps.Step("after", "fake_reproduction", (), 1, ("bad",))
+    asks = steps.Step("asks", "fake_reproduction", (), 1, data=True)
+    good = steps.Step("good", "fake_reproduction", (), 1)
+    monkeypatch.setattr(everything, "STEPS", (bad, after, asks, good))
+    script(tmp_path, monkeypatch, [WHOLE[0].to_dict()])
+    failed = everything.run_all(everything.STEPS, tmp_path, None)
+    assert list(failed) == ["bad", "after", "asks"]
+    assert "without a JSON object" in failed["bad"] and "bad, which failed" in failed["after"]
+    assert "EEJAX_DATA" in failed["asks"] and everything.recorded(good, tmp_path)
+    assert not everything.recorded(bad, tmp_path)
+    script(tmp_path, monkeypatch, [])
+    failed = everything.run_all([good], tmp_path, None, again=["good"])
+    assert "without findings" in failed["good"]
+
+
+def test_a_step_that_hangs_is_ended(tmp_path, monkeypatch):
+    (tmp_path / "fake_reproduction.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    slow = steps.Step("slow", "fake_reproduction", (), 1 / 60 / steps.SLOWER)
+    assert "ran for more than" in steps.execute(slow, tmp_path, None).error
+
+
+def test_steps_come_after_what_they_need():
+    seen: set[str] = set()
+    for step in steps.STEPS:
+        assert not set(step.needs) - seen and step.name not in seen
+        seen.add(step.name)
+        assert step.source_files()
+    chosen = everything.chosen_steps(steps.STEPS, ["inference"])
+    assert [s.name for s in chosen] == ["helios", "inference"]
+    assert sum(step.minutes for step in steps.STEPS) < 120
+
+
+def test_the_written_page_has_every_claim(repo_root):
+    path = repo_root / "docs" / "REPRODUCTION.md"
+    if not path.exists():
+        pytest.skip("docs/REPRODUCTION.md is not made yet: python -m experiments.reproduce.all")
+    text = path.read_text()
+    for claims in CATALOGUE.values():
+        for claim in claims:
+            assert f"| {claim.place} |" in text, claim
+    assert "What is missing from this page" not in text
