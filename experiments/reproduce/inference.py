@@ -6,20 +6,23 @@
 The paper generates with confidence thresholds from 1 down, by KV recomputation on one device and by
 a pipeline of stages, and draws tasks' scores over speed. This is the same for any run, and small.
 
-Figure 8, for every threshold: LAMBADA's last words that the engine `recompute` completes as they
-stand there; and, as a small model completes hardly any, three scores that are teacher-forced, each
-token by the exit that the threshold decides on: -log p of LAMBADA's last words, perplexity of the
-run's held-out text, and agreement there with the full model's most likely token. Speed is
-measured: prompts of held-out text, greedy, batch 1, without the prompt's pass, over the engine
-`full` in interleaved pairs.
+Figure 8, for every threshold: BoolQ and TruthfulQA by exact match, NaturalQuestions closed-book by
+F1 and CNN/DailyMail by ROUGE-L, over the speed of `pipelined` for these answers (simulated, as
+below); open-book questions and XSUM are not in the data. LAMBADA's last words that the engine
+`recompute` completes as they stand there; and, as a small model completes hardly any, three scores
+that are teacher-forced, each token by the exit that the threshold decides on: -log p of LAMBADA's
+last words, perplexity of the run's held-out text, and agreement there with the full model's most
+likely token. Speed is measured: prompts of held-out text, greedy, batch 1, without the prompt's
+pass, over the engine `full` in interleaved pairs.
 
 Figure 10: the same scores over the speed of `pipelined` on --stages stages, which is SIMULATED
 (`eejax.inference.latency`): from the exits that these texts' tokens left by, and the times of a
 layer, of an exit and of several rows as measured here, on one device; all layers are taken to be
 equal, and a hop from stage to stage to be free. Beside it `recompute`, simulated likewise, and as
-measured. Where there are as many devices as stages, such as
-the fake ones above, the real `pipelined` writes some of the texts, to be compared. (Its time would
-say nothing: fake devices share the cores.)
+measured. The paper's third curve, KV recomputation on four devices by tensor parallelism, is
+simulated for layers of its 7B model on A100s (`inference_findings.tensor_parallel` says how). Where
+there are as many devices as stages, such as the fake ones above, the real `pipelined` writes some of
+the texts, to be compared. (Its time would say nothing: fake devices share the cores.)
 
 Table 3: texts at some thresholds, with the exit of every token. Table 4: what every exit predicts
 of the full model's text, and how confidently. Claims of the paper, checked here:
@@ -30,8 +33,8 @@ of the full model's text, and how confidently. Claims of the paper, checked here
 - both emit the same tokens from the same exits (near-ties in rounding apart, which are counted).
 
 The exit status is 1 where one does not hold. Reads lambada/lambada_openai.jsonl and
-mixed_prompts/mixed_prompts.jsonl in the folder $EEJAX_DATA. Leaves results.json, fig8.png,
-fig10.png and tables.html in WORKDIR/inference.
+mixed_prompts/mixed_prompts.jsonl in the folder $EEJAX_DATA, and needs lm-eval's metrics. Leaves
+results.json, fig8.png, fig8_tasks.png, fig10.png and tables.html in WORKDIR/inference.
 """
 
 from __future__ import annotations
@@ -50,13 +53,15 @@ from absl import flags
 
 from eejax.common.errors import DataError, require
 from experiments import decode_times, held_out, launch, step_costs
-from experiments.reproduce import exit_tables
+from experiments.reproduce import exit_tables, inference_findings, inference_tasks
+from experiments.reproduce.inference_tasks import BATCH, MIXED
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _THRESHOLDS = flags.DEFINE_list(
     "thresholds", "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2".split(","), "Beside 1."
 )  # fmt: skip
 _RECORDS = flags.DEFINE_integer("records", 192, "Last words of LAMBADA.", lower_bound=2)
+_ANSWERS = flags.DEFINE_integer("answers", 32, "Records of each task of Figure 8.", lower_bound=2)
 _TOKENS = flags.DEFINE_integer("tokens", 100_000, "Held-out tokens to score.", lower_bound=1)
 _PAIRS = flags.DEFINE_integer("pairs", 24, "Pairs of runs to time.", lower_bound=2)
 _PROMPTS = flags.DEFINE_integer("prompts", 12, "Prompts of the runs timed.", lower_bound=1)
@@ -67,8 +72,6 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
 flags.mark_flags_as_required(["workdir"])
 
 LAMBADA = "lambada/lambada_openai.jsonl"
-MIXED = "mixed_prompts/mixed_prompts.jsonl"
-BATCH = 16  # requests at a time
 
 
 def main() -> None:
@@ -110,12 +113,20 @@ def main() -> None:
     say(4, "timing layers and heads")
     options = EngineOptions()
     times, factors = step_costs.of_layers(model.params, config, options.widths)
+    speed = lambda traces, threshold: decode_times.simulate(
+        traces, config, stages, times, factors, threshold, options.cap
+    )
     for row, texts in zip(found, results[1:], strict=True):
-        traces = [r.exits[0, 1:] for r in texts]
-        row["simulated"] = decode_times.simulate(
-            traces, config, stages, times, factors, row["threshold"], options.cap
-        )
-    say(5, "writing the tables" + ("" if too_few(stages) else ", and texts on stages"))
+        row["simulated"] = speed([r.exits[0, 1:] for r in texts], row["threshold"])
+    say(5, "answering the tasks of Figure 8 at every threshold")
+    asked = inference_tasks.records(folder, model, _ANSWERS.value)
+    tasks = inference_tasks.scored(model, asked, thresholds, speed)
+    by_threshold = {
+        row["threshold"]: [r.exits[0, 1:] for r in texts]
+        for row, texts in zip(found, results[1:], strict=True)
+    }
+    shared = inference_findings.tensor_parallel(by_threshold, config, stages)
+    say(6, "writing the tables" + ("" if too_few(stages) else ", and texts on stages"))
     chosen = thresholds[::2]
     asked = exit_tables.text_prompts(rows, mixed, model, _TEXTS.value)
     table3 = exit_tables.texts_of(model, asked, chosen)
@@ -129,14 +140,25 @@ def main() -> None:
     full |= full_scores(text, spoken)
     claims = judge(found, full, check)
     summary = {
-        "step": model.step, "stages": stages, "pairs": _PAIRS.value, "new_tokens": new,
-        "held_out_tokens": len(text), "records": len(records), "full": full, "thresholds": found,
+        "step": model.step,
+        "stages": stages,
+        "pairs": _PAIRS.value,
+        "new_tokens": new,
+        "held_out_tokens": len(text),
+        "records": len(records),
+        "full": full,
+        "thresholds": found,
         "costs": dataclasses.asdict(times) | {"rows": {str(w): f for w, f in factors.items()}},
-        "pipelined_engine": check, "claims": claims,
-    }  # fmt: skip
+        "pipelined_engine": check,
+        "tasks": tasks,
+        "tensor_parallel": shared,
+        "claims": claims,
+    }
+    scale = f"{model.config.n_layers} layers of width {config.d_model}, step {model.step}, one CPU"
+    summary["findings"] = inference_findings.findings(summary, table3, table4, config, scale)
     whole = summary | {"table3": table3, "table4": table4}
     out = pathlib.Path(_OUT.value or pathlib.Path(_WORKDIR.value) / "inference").expanduser()
-    drawn = draw(out, found, full, stages)
+    drawn = [*draw(out, found, full, stages), draw_tasks(out, tasks)]
     page = exit_tables.page_of(table3, table4)
     for name, content in (("tables.html", page), ("results.json", json.dumps(whole, indent=1))):
         write_text(out / name, content)
@@ -150,7 +172,7 @@ def main() -> None:
 
 
 def say(number: int, what: str) -> None:
-    print(f"[{number}/5] {what}", flush=True)
+    print(f"[{number}/6] {what}", flush=True)
 
 
 def thresholds_of(texts: Sequence[str]) -> list[float]:
@@ -364,6 +386,26 @@ def draw(out: pathlib.Path, found: Sequence[dict], full: dict, stages: int) -> l
     return [analysis.save(fig8, out / "fig8.png"), analysis.save(fig10, out / "fig10.png")]
 
 
+def draw_tasks(out: pathlib.Path, tasks: dict[str, list[dict]]) -> pathlib.Path:
+    """Figure 8's tasks, a curve each."""
+    from eejax import analysis
+    from eejax.analysis.speeds import scores_against_speed
+
+    curves = {
+        f"{inference_tasks.TASKS[name].title}, {inference_tasks.TASKS[name].metric}": [
+            {
+                "threshold": row["threshold"],
+                "speed": row["speed"]["pipelined"],
+                "score": row["score"]["score"],
+            }
+            for row in rows
+        ]
+        for name, rows in tasks.items()
+    }
+    figure = scores_against_speed(curves, {"score": "score by the task's metric"}, {})
+    return analysis.save(figure, out / "fig8_tasks.png")
+
+
 def show(summary: dict, n_layers: int) -> None:
     from eejax import analysis
 
@@ -384,6 +426,16 @@ def show(summary: dict, n_layers: int) -> None:
         for r in found
     ]  # fmt: skip
     print(analysis.table(header, [["full", *whole], *cells]))
+    print("\nFigure 8: scores of tasks, and times full on stages (simulated)")
+    tasks = inference_tasks.TASKS
+    header = ["threshold", *(f"{tasks[n].title}, {tasks[n].metric}" for n in summary["tasks"])]
+    rows = zip(*summary["tasks"].values(), strict=True)
+    cells = [
+        [f"{some[0]['threshold']:g}"]
+        + [f"{r['score']['score']:.3f} at {r['speed']['pipelined']:.2f}" for r in some]
+        for some in rows
+    ]
+    print(analysis.table(header, cells))
     print(
         f"\nFigure 10: times full; simulated with measured times of equal layers, {stages} stages"
     )
@@ -394,6 +446,9 @@ def show(summary: dict, n_layers: int) -> None:
         for r in found
     ]  # fmt: skip
     print(analysis.table(header, cells) + "\n")
+    for one in summary["findings"]:
+        print(f"{one['place']}: theirs: {one['theirs']}; ours: {one['ours']}: {one['verdict']}")
+    print()
     for claim in summary["claims"]:
         print(f"{'holds' if claim['holds'] else 'FAILS'}  {claim['claim']}")
     if summary["pipelined_engine"] is None:

@@ -105,7 +105,7 @@ def calibration() -> Iterator[Finding]:
     config = model()
     value = params.init(config, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 64, (12, 48)).astype(np.int32)
-    states = collect(value, config, [{"tokens": tokens, "labels": tokens}])
+    states = collect(value, config, [{"tokens": tokens, "labels": tokens}], tokens.size)
     at = [e.boundary for e in config.exits] + [config.n_layers]
     hs = [np.asarray(h, np.float64) for h in _boundary_states(transformer, value, config, tokens)]
     final = hs[-1].reshape(-1, config.d_model)

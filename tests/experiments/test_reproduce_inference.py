@@ -26,7 +26,13 @@ from eejax.train.config import Experiment
 from eejax.train.loop import fit
 from eejax.train.runs import open_run
 from experiments import decode_times, step_costs
-from experiments.reproduce import exit_tables
+from experiments.reproduce import (
+    catalogue,
+    claims,
+    exit_tables,
+    inference_findings,
+    inference_tasks,
+)
 
 inference = functions_of("experiments.reproduce.inference")
 THRESHOLDS = [1.0, 0.6, 0.3]
@@ -63,7 +69,16 @@ def data(tmp_path_factory):
     write(inference.LAMBADA, [
         {"context": f"{i} early depth gate loss", "continuation": words[i % 4]} for i in range(40)
     ])  # fmt: skip
-    write(inference.MIXED, [{"prompt": f"gate é token {i}"} for i in range(9)])
+    answers = {
+        "boolq": {"references": None, "choices": ["no", "yes"], "gold": 1},
+        "truthfulqa": {"references": ["the gate"]},
+        "nq_open": {"references": ["exit", "an exit"]},
+        "summarization": {"references": ["early exit of a token"]},
+    }
+    write(inference.MIXED, [
+        {"prompt": f"gate é token {i}", "task": task} | answer
+        for task, answer in answers.items() for i in range(3)
+    ])  # fmt: skip
     return folder
 
 
@@ -80,7 +95,8 @@ def launch(root, data, *arguments):
 def reproduced(repo_root, workdir, data):
     return launch(
         repo_root, data, f"--workdir={workdir}", "--thresholds=0.3,0.6", "--records=30",
-        "--tokens=2000", "--pairs=2", "--prompts=2", "--texts=2", "--stages=3", "--json",
+        "--tokens=2000", "--pairs=2", "--prompts=2", "--texts=2", "--stages=3", "--answers=2",
+        "--json",
     )  # fmt: skip
 
 
@@ -91,7 +107,7 @@ def test_it_leaves_what_it_promises(reproduced, workdir):
     assert code == (0 if all(c["holds"] for c in results["claims"]) else 1), err
     tables = {k: results.pop(k) for k in ("table3", "table4")}
     assert json.loads(out.splitlines()[-1]) == results
-    for name in ("fig8.png", "fig10.png"):
+    for name in ("fig8.png", "fig8_tasks.png", "fig10.png"):
         assert imread(workdir / "inference" / name).std() > 0.02
     page = (workdir / "inference" / "tables.html").read_text()
     assert "threshold 1" in page and "exit after 2" in page
@@ -121,6 +137,16 @@ def test_it_leaves_what_it_promises(reproduced, workdir):
             assert len(t["pieces"]) == len(t["exits"]) == len(t["confidences"]) == 15
             assert set(t["boundaries"]) <= ({3} if t["threshold"] == 1 else {1, 2, 3})
     assert np.shape(tables["table4"]["predicted"]) == (3, 15)
+    assert list(results["tasks"]) == ["boolq", "truthfulqa", "nq_open", "summarization"]
+    for rows in results["tasks"].values():
+        assert [row["threshold"] for row in rows] == THRESHOLDS
+        assert rows[0]["speed"]["pipelined"] == pytest.approx(1.0)
+    collection = catalogue.collect(map(claims.Finding.from_dict, results["findings"]))
+    assert not collection.unknown
+    spoken = {e.claim.key for e in collection.entries["EE-LLM"] if e.findings}
+    assert spoken == {
+        "figure-8", "threshold-1", "figure-10", "same-output", "table-3", "table-4"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -291,6 +317,36 @@ def test_exits_of_every_kind_can_be_timed():
 def results_of(model, prompts, thresholds, n):
     generator = Generator.make(model.params, model.config, "recompute")
     return [[generator.generate([p], n, threshold=t) for p in prompts] for t in thresholds]
+
+
+def test_answers_are_scored_by_the_metrics_of_the_paper():
+    """Cases worked by hand: articles and case do not count, ROUGE-L takes the longest common
+    subsequence."""
+    metrics = inference_tasks.metrics()
+    assert metrics["EM"]("The Yes", "yes") == 1 and metrics["EM"]("yes no", "yes") == 0
+    assert metrics["F1"]("bobby scott", "Bobby Russell Scott") == pytest.approx(0.8)
+    # Of 5 and 3 words 2 are common in order: precision 2 / 3, recall 2 / 5.
+    assert metrics["ROUGE-L"]("early late token", "early exit of a token") == pytest.approx(0.5)
+
+
+def test_shares_of_a_layer_worked_by_hand(monkeypatch):
+    config = ModelConfig(
+        vocab_size=7, n_layers=4, d_model=8, n_heads=2, context_length=8, exits=(ExitConfig(1),)
+    )
+    monkeypatch.setattr(inference_findings, "LAUNCHES", (0.01,))
+    monkeypatch.setattr(inference_findings, "HOP", 0.0)
+    found = inference_findings.tensor_parallel({1.0: [[1]], 0.5: [[0, 0]]}, config, 4)
+    # 32 layers' weights and the table of an exit, each read once.
+    layers = 32 * 24 * 4096**2 / inference_findings.BANDWIDTH
+    head = 2 * 4096 * 32_000 / inference_findings.BANDWIDTH
+    full = layers + 32 * 0.01 + head
+    sums = inference_findings.ALL_REDUCE
+    shared = layers / 4 + 32 * (0.01 + 2 * sums)
+    rows = found["0.01"]
+    assert rows[0]["recompute"] == rows[0]["pipelined"] == pytest.approx(1.0)
+    assert rows[0]["recompute_tp"] == pytest.approx(full / (shared + head / 4 + sums))
+    one = (layers + 32 * 0.01) / 4 + head
+    assert rows[1]["pipelined"] == rows[1]["recompute"] == pytest.approx(full / one)
 
 
 def test_texts_that_differ_are_told_from_near_ties(model, monkeypatch):
