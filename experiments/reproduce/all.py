@@ -175,7 +175,9 @@ def write_record(
     from eejax.checkpoint.files import write_text
 
     values = {"digest": digest, "seconds": seconds, "findings": [f.to_dict() for f in findings]}
-    write_text(workdir / "records" / f"{step.name}.json", json.dumps(values, indent=1))
+    folder = workdir / "records"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / f"{step.name}.json", json.dumps(values, indent=1))
 
 
 def recorded(step: Step, workdir: pathlib.Path) -> list[Finding]:

@@ -20,9 +20,9 @@ Figure 10: the same scores over the speed of `pipelined` on --stages stages, whi
 layer, of an exit and of several rows as measured here, on one device; all layers are taken to be
 equal, and a hop from stage to stage to be free. Beside it `recompute`, simulated likewise, and as
 measured. The paper's third curve, KV recomputation on four devices by tensor parallelism, is
-simulated for layers of its 7B model on A100s (`inference_findings.tensor_parallel` says how). Where
-there are as many devices as stages, such as the fake ones above, the real `pipelined` writes some of
-the texts, to be compared. (Its time would say nothing: fake devices share the cores.)
+simulated for layers of its 7B model on A100s (`inference_findings.tensor_parallel` says how).
+Where there are as many devices as stages, such as the fake ones above, the real `pipelined` writes
+some of the texts, to be compared. (Its time would say nothing: fake devices share the cores.)
 
 Table 3: texts at some thresholds, with the exit of every token. Table 4: what every exit predicts
 of the full model's text, and how confidently. Claims of the paper, checked here:
