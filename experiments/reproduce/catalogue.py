@@ -1,14 +1,16 @@
 """The catalogue of the three papers' claims, and which findings speak of each.
 
-A finding belongs to the claim of its paper, place and text. Where a place has a single claim, every
-finding of that place belongs to it, so that a figure may have a finding for each of its curves. A
-finding that says something else of a place with several claims is shown there, and stands for none
-of them.
+A finding belongs to the claims of its paper and place that have its text. A place with a single
+claim has every finding of that place, so that a figure may have a finding for each of its curves.
+A finding that says something else of a place with several claims is shown there, and stands for
+none of them. A finding may name several places ("Section 3.2, Table 1"), or a part of one
+("Figure 3(b)").
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from eejax.common.errors import require
@@ -92,16 +94,20 @@ def collect(
     besides: dict[tuple[str, str], list[Finding]] = {}
     others, unknown = [], []
     for one in findings:
-        here = [c for c in claims.get(one.paper, ()) if c.place == one.place]
-        exact = [c for c in here if c.text == one.claim]
         if one.paper in OTHER_PAPERS:
             others.append(one)
-        elif not here:
+            continue
+        here = claims_at(one.place, claims.get(one.paper, ()))
+        if not any(here):
             unknown.append(f"{one.paper}, {one.place}: no claim of the catalogue is there")
-        elif exact or len(here) == 1:
-            found.setdefault((one.paper, (exact or here)[0].key), []).append(one)
-        else:
-            besides.setdefault((one.paper, here[-1].key), []).append(one)
+            continue
+        exact = [c for some in here for c in some if c.text == one.claim]
+        single = [some[0] for some in here if len(some) == 1]
+        for c in dict.fromkeys([*exact, *single]):
+            found.setdefault((one.paper, c.key), []).append(one)
+        if not (exact or single):
+            last = next(some for some in here if some)[-1]
+            besides.setdefault((one.paper, last.key), []).append(one)
     of = lambda where, paper, c: tuple(where.get((paper, c.key), ()))
     entries = {
         paper: tuple(Entry(c, of(found, paper, c), of(besides, paper, c)) for c in listed)
@@ -114,3 +120,46 @@ def collect(
         if not (entry.findings or entry.claim.repeats or entry.claim.cannot)
     ]
     return Collection(entries, tuple(others), tuple(missing), tuple(unknown))
+
+
+def claims_at(place: str, claims: Sequence[Claim]) -> list[list[Claim]]:
+    """The claims at each place that a finding names; those of the whole if a part has none."""
+    places = [(c, labels(c.place)) for c in claims]
+    found = []
+    for label in labels(place):
+        while label:
+            some = [c for c, own in places if label in own]
+            if some:
+                found.append(some)
+                break
+            label = _whole(label)
+    return found
+
+
+def labels(place: str) -> list[str]:
+    """Single places of a text such as "Figures 3 and 4", "Eq. 4 to 6", "C.2.1, Figure 3(b)"."""
+    found, kind, before = [], "", ""
+    for word in re.split(r"[\s,;]+", place.replace("(", " (")):
+        number = word.strip("().-")
+        if before.islower() and before not in ("and", "to"):
+            pass  # "footnote 2"
+        elif re.fullmatch(r"[a-c]", number) and found:
+            found[-1] += number
+        elif re.fullmatch(r"\d+(\.\d+)*[a-c]?", number):
+            found.append(f"{kind} {number}")
+        elif re.fullmatch(r"[A-F](\.\d+)+", number) or before == "Appendix":
+            found.append(f"{kind if kind and before.startswith(kind) else 'Appendix'} {number}")
+        elif word == "Abstract":
+            found.append(word)
+        elif word[:1].isupper():
+            kind = word.rstrip("s.")
+        before = word
+    return found
+
+
+def _whole(label: str) -> str:
+    """The place that a part belongs to: "Figure 3" of "Figure 3b", "" of a whole one."""
+    kind, _, number = label.partition(" ")
+    if number[-1:] in ("a", "b", "c"):
+        return f"{kind} {number[:-1]}"
+    return f"{kind} {number.rpartition('.')[0]}" if "." in number else ""

@@ -60,6 +60,13 @@ CLAIMS = (
         "one state up, one gradient down",
     ),
     Claim(
+        "no-communication",
+        "Section 3.1.1",
+        "Auxiliary losses need no communication beside that of a standard model.",
+        "none",
+        repeats="figure-2",
+    ),
+    Claim(
         "proposition-3-1",
         "Proposition 3.1",
         "The gradient of a stage's auxiliary loss is that of the whole loss (Eq. 3).",

@@ -14,73 +14,74 @@ CLAIMS = (
         "100 %, of them 5 % at layer 11",
         repeats="table-3",
     ),
-    Claim("prefill-latency", "Abstract", "Prefill takes less time.", "-7.2 %", repeats="table-4"),
     Claim(
-        "throughput-1",
+        "prefill-latency",
         "Abstract",
-        "Throughput of a single request rises.",
-        "+6.6 %",
+        "Prefill takes less time, and throughput rises.",
+        "-7.2 %; +6.6 % (batch 1), +8.1 % (Qwen3 8B, batch 8)",
         repeats="table-4",
     ),
+    Claim("decoding", "Abstract", "Nearly all decoded tokens leave early.", "98 to 99 %"),
     Claim(
-        "throughput-8",
+        "problem",
         "Abstract",
-        "Throughput at batch size 8 rises (Qwen3 8B).",
-        "+8.1 %",
-        repeats="table-4",
-    ),
-    Claim(
-        "decoding",
-        "Abstract",
-        "Nearly all decoded tokens exit early, and a mathematical problem is still solved.",
-        "98-99 %, 95 unique tokens",
+        "A mathematical problem is still solved.",
+        "95 unique tokens",
         repeats="table-5",
     ),
-    Claim(
-        "calibration-time",
-        "Abstract",
-        "Calibration takes minutes and leaves a small file.",
-        "under 3 minutes, about 4 MB",
-    ),
+    Claim("router-file", "Abstract", "The routers of a model are a file of about 4 MB.", "~4 MB"),
     Claim(
         "code-size",
         "Abstract",
         "The system is small.",
         "1,308 lines of Python, 1,081 of CUDA/C++, 74 tests",
+        repeats="release",
     ),
     Claim(
         "router-size",
         "Section 1",
-        "A router has few parameters.",
-        "d x 128 + 128 = 524,416 for d = 4,096",
+        "A router has d x 128 + 128 parameters.",
+        "524,416 for d = 4,096",
     ),
     Claim(
         "learned-signal",
         "Section 1",
-        "A learned router tells converged tokens more reliably than the softmax' own confidence.",
-        "stated, without numbers",
+        "A router tells tokens that may leave better than the softmax's entropy does.",
+        "claimed, not measured",
     ),
     Claim(
         "adapter",
         "Section 1",
-        "Any causal language model of the Hugging Face hub is read by probing its structure.",
+        "It works with any causal language model of the Hugging Face hub.",
         "17 attribute paths",
+        repeats="component-paths",
     ),
     Claim(
         "table-1",
         "Table 1",
-        "Of the systems compared TIDE alone has decoders, post-training, per-token exits, CUDA "
-        "and any model.",
-        "a comparison of features",
+        "TIDE alone is for decoders, trained afterwards, per token, with kernels, and universal.",
+        "a comparison of seven systems",
     ),
     Claim(
         "figure-1",
         "Figure 1",
-        "Calibration collects states, labels and trains; inference runs all layers and then "
-        "selects the exit.",
-        "a drawing",
+        "Routers are calibrated once; inference runs all layers and then selects the exit.",
+        "drawn",
+        repeats="cache",
     ),
     Claim("placement", "Section 3.1", "Routers stand every c layers.", "layers c - 1, 2c - 1, ..."),
+    Claim(
+        "training",
+        "Section 3.1",
+        "Adam at 1e-3 for 100 epochs trains the routers.",
+        "100 epochs, binary cross-entropy",
+    ),
+    Claim(
+        "calibration-time",
+        "Section 3.1",
+        "Calibration takes under three minutes (also the abstract).",
+        "170 s for 339,853 tokens of 2,000 texts, 8B parameters, A100",
+    ),
     Claim(
         "eq-1",
         "Eq. (1)",
@@ -94,17 +95,10 @@ CLAIMS = (
         "bottleneck 128",
     ),
     Claim(
-        "training",
-        "Section 3.1",
-        "Routers learn by binary cross-entropy and Adam.",
-        "lr 1e-3, 100 epochs; 339,853 tokens in 170 s",
-    ),
-    Claim(
         "component-paths",
         "Section 3.2",
-        "Layers, norm, head, embedding and width are found by paths and fallbacks, or by a "
-        "registered adapter.",
-        "5 component types",
+        "One adapter reads models of many families, which users can extend.",
+        "5 component types, register_adapter()",
     ),
     Claim(
         "cache",
@@ -115,14 +109,8 @@ CLAIMS = (
     Claim(
         "kernels",
         "Section 3.4",
-        "Four fused kernels: norm and router, compaction, scatter, projection of exited tokens.",
-        "4 kernels",
-    ),
-    Claim(
-        "dtypes",
-        "Section 3.4",
-        "Kernels take three types and add up in float32.",
-        "float32, float16, bfloat16",
+        "Four fused kernels in three data types.",
+        "norm and route, compact, scatter, project; float32, float16, bfloat16",
     ),
     Claim(
         "algorithm-1",
@@ -134,8 +122,8 @@ CLAIMS = (
     Claim(
         "table-2",
         "Table 2",
-        "The router kernel is specialised for common widths and bottlenecks.",
-        "8 pairs: widths 2,048 to 8,192, bottlenecks 64, 128, 256",
+        "Kernels are specialised for eight pairs of dimensions.",
+        "widths 2,048 to 8,192, bottlenecks 64, 128, 256",
     ),
     Claim(
         "gpus",
@@ -158,42 +146,56 @@ CLAIMS = (
         " -5.7 %, +5.0 and +8.1 %",
     ),
     Claim(
+        "third",
+        "Section 5.1",
+        "Some tokens leave after a third of the layers.",
+        "5 % (16 of 322) at L11 of 32",
+    ),
+    Claim(
+        "why-faster",
+        "Section 5.2",
+        "Exited tokens skip the final norm's path, and the fused kernel needs fewer launches.",
+        "the reason given for Table 4",
+        cannot="needs the kernels on a GPU; on a CPU post-hoc selection saves nothing (Table 4)",
+    ),
+    Claim(
+        "unique", "Section 5.3", "Exits hardly change the number of unique tokens.", "95 beside 99"
+    ),
+    Claim(
         "table-5",
         "Table 5",
         "Decoding exits early at every threshold and stays correct on a word problem.",
-        "exit rates 98.4, 99.2, 99.6 % at 0.85, 0.70, 0.50, all at layer 31; 95 unique tokens "
-        "beside 99",
+        "exit rates 98.4, 99.2, 99.6 % at 0.85, 0.70, 0.50, all at layer 31",
     ),
     Claim(
         "figure-2",
         "Figure 2",
-        "Tokens of a sentence leave at different depths.",
-        "8 + 16 + 32 = 56 layers in place of 96",
+        "Exits by token spare layers: three tokens at 8, 16 and 32 of 32.",
+        "56 of 96 layers, 42 % less (an illustration)",
     ),
     Claim(
-        "section-5-5",
+        "converged",
         "Section 5.5",
-        "With tau = 0.98 all tokens converge at the last checkpoint, few before.",
+        "Every token converges (cosine 0.98) at the penultimate checkpoint.",
         "DeepSeek 339,853 at L31, Qwen3 314,530 at L35, GPT-2 78,843 at L11",
     ),
     Claim(
         "lower-tau",
         "Section 5.5",
-        "A lower tau labels more tokens as converged earlier.",
-        "0.95 or 0.90",
+        "A lower bound labels more tokens as converged at earlier layers.",
+        "0.95 or 0.90, not measured",
     ),
     Claim(
         "release",
         "Section 5.6",
-        "Tests cover adapters, calibration, kernels and the whole; without CUDA it falls back to"
-        " Python.",
-        "74 tests",
+        "The package: lines, tests, and the GPUs that it detects (also the abstract).",
+        "1,308 lines of Python, 1,081 of CUDA/C++, 74 tests, V100 to Blackwell",
     ),
     Claim(
         "no-skipping",
         "Section 6",
-        "Post-hoc selection skips no layer in wall-clock time; true skipping is future work.",
-        "a limitation",
+        "Skipping layers in fact is left for the future.",
+        "future work, for keys and values would be missing",
     ),
     Claim(
         "per-layer", "Section 6", "Thresholds by layer could unlock earlier exits.", "future work"
@@ -208,8 +210,7 @@ CLAIMS = (
     Claim(
         "hidden-states",
         "Section 6",
-        "Returning all hidden states costs time at large batches; keeping checkpoints alone "
-        "would cost less.",
+        "Keeping states at checkpoints alone would cost less than keeping all of them.",
         "future work",
     ),
 )

@@ -42,24 +42,12 @@ def model(layers: int = 8, width: int = 64, every: int = 2, **changes):
 
 
 def routers() -> Iterator[Finding]:
-    """The size of a router, and its confidence in float64."""
+    """A router's confidence beside float64."""
     import jax
 
     from eejax.gates.router import confidence
     from eejax.models import params
 
-    large = model(8, 4096, exits=[{"boundary": 4, "router": 128}])
-    shapes = {name: a.shape for name, a in _arrays(params.abstract(large), large).items()}
-    count = lambda names: sum(int(np.prod(shapes[n])) for n in names)
-    matrices = count(("down", "up"))
-    yield judged(
-        "router-size",
-        matrices == 4096 * 128 + 128 == 524_416,
-        f"{matrices:,} in the matrices for d = 4,096; with a norm and a bias of its own "
-        f"{count(shapes):,}",
-        "the number is another",
-        "shapes",
-    )
     config = model()
     value = params.init(config, jax.random.key(0))
     p = _arrays(value, config)
@@ -85,7 +73,7 @@ def _arrays(tree, config) -> dict:
 
 
 def calibration() -> Iterator[Finding]:
-    """Where routers stand, whom they are to let go, and how they learn."""
+    """Where routers stand, and whom they are to let go."""
     import jax
 
     from eejax.calibration.pretrained import boundaries_for
@@ -127,16 +115,6 @@ def calibration() -> Iterator[Finding]:
         f"{bound:.2f}; at the default of 0.98 {default:.0%} have converged in this untrained model",
         "labels differ from the formula",
     )
-    options = RouterOptions()
-    yield judged(
-        "training",
-        options.learning_rate == 1e-3,
-        f"binary cross-entropy, AdamW from {options.learning_rate:g} under a cosine; by default "
-        f"{options.epochs} epochs, of which the best by held-out loss is kept, --epochs=100 is the "
-        "paper's",
-        "the rate is another",
-        "configuration",
-    )
 
 
 def _boundary_states(transformer, value, config, tokens):
@@ -152,11 +130,11 @@ def _boundary_states(transformer, value, config, tokens):
 
 
 def selection() -> Iterator[Finding]:
-    """Algorithm 1, complete caches, and what is skipped."""
+    """Algorithm 1, complete caches, thresholds by exit, and the states that are kept."""
     import jax
 
     from eejax.inference import Generator
-    from eejax.models import params
+    from eejax.models import params, transformer
 
     config = model()
     value = params.init(config, jax.random.key(3))
@@ -181,16 +159,6 @@ def selection() -> Iterator[Finding]:
         "skips layers and fills in keys and values exactly",
         "tokens differ, or a layer is left out",
     )
-    # One request at a time: a step is shared by all of a batch.
-    alone = [make("recompute").generate([p], 24, **ask).layers[:, 1:] for p in prompts]
-    mean = float(np.mean(alone))
-    yield judged(
-        "no-skipping",
-        mean < config.n_layers,
-        f"post-hoc selection runs {config.n_layers} of {config.n_layers} layers, as the paper's; "
-        f"decoding by `recompute` {mean:.2f} on average, with the same tokens",
-        "nothing is skipped",
-    )
     loose, tight = ([0.5, 0.5, 1.0], [1.0, 1.0, 0.5])
     layers = [
         float(make("posthoc").generate(prompts, 24, threshold=t, gate="router").boundaries.mean())
@@ -203,6 +171,13 @@ def selection() -> Iterator[Finding]:
         f"{layers[1]:.2f}; bounds of labels may be given by exit too",
         "thresholds by exit change nothing",
     )
+    kept = len(_boundary_states(transformer, value, config, np.array(prompts, np.int32)))
+    yield judged(
+        "hidden-states",
+        kept == config.n_exits + 1 < config.n_layers + 1,
+        f"a pass returns {kept} states, those at exits and the last, of {config.n_layers + 1}",
+        "states of all layers are kept",
+    )
 
 
 def kernels() -> Iterator[Finding]:
@@ -214,17 +189,17 @@ def kernels() -> Iterator[Finding]:
     errors: dict[str, dict[str, float]] = {}
     for op in ("norm_router", "compact", "scatter", "head_confidence"):
         api = importlib.import_module(f"eejax.kernels.{op}.arg_specs")
-        for spec in (s for s in api.SPECS if s.small):
+        for kind, spec in _some([s for s in api.SPECS if s.small]):
             args = jax.jit(spec.draw)(jax.random.key(1))
             got, want = (
                 jax.tree.leaves(spec.run(*args, implementation=i))
                 for i in ("interpreter", "reference")
             )
-            kinds = [a.dtype.name for a in args if hasattr(a, "dtype")]
-            kind = next((k for k in ROUNDING if k in kinds), "float32")
-            worst = max(map(_error, got, want))
             rows = errors.setdefault(op, {})
-            rows[kind] = max(rows.get(kind, 0.0), worst)
+            # Most likely tokens are left out: a tie in rounding decides between two.
+            pairs = [(a, b) for a, b in zip(got, want, strict=True) if a.dtype != "int32"]
+            pairs = pairs if op == "head_confidence" else list(zip(got, want, strict=True))
+            rows[kind] = max(rows.get(kind, 0.0), *(_error(a, b) for a, b in pairs))
     told = "; ".join(
         f"{op} {', '.join(f'{kind} {error:.0e}' for kind, error in rows.items())}"
         for op, rows in errors.items()
@@ -234,24 +209,9 @@ def kernels() -> Iterator[Finding]:
     scale = "Triton's interpreter on a CPU"
     yield judged(
         "kernels",
-        right and len(errors) == 4,
+        right and len(errors) == 4 and kinds == set(ROUNDING),
         f"largest relative difference from the reference: {told}",
         "a kernel differs from its reference by more than rounding",
-        scale,
-    )
-    yield judged(
-        "dtypes",
-        right and kinds == set(ROUNDING),
-        f"{', '.join(sorted(kinds))}, within 16 times a rounding error of the type",
-        "a type is missing or inexact",
-        scale,
-    )
-    yield judged(
-        "table-2",
-        None,
-        "widths and bottlenecks are constants of a kernel's program, so that every pair is "
-        "specialised; pairs of the table compile for sm_80 and sm_90 in the tests",
-        "no GPU is here to run them on; `experiments.bench_kernels` does",
         scale,
     )
     yield judged(
@@ -264,9 +224,18 @@ def kernels() -> Iterator[Finding]:
     )
 
 
+def _some(specs, each: int = 2):
+    """(type, spec) of the first specs of each type; without types those of rows of bools."""
+    for kind in ROUNDING:
+        mine = [spec for spec in specs if spec.name.startswith(f"{kind}-")]
+        yield from ((kind, spec) for spec in mine[:each])
+    if not any(spec.name.startswith("float") for spec in specs):
+        yield from (("float32", spec) for spec in specs[:each])
+
+
 def _error(got, want) -> float:
+    """Largest difference, relative to the largest value or 1."""
     a, b = (np.asarray(x, np.float32).astype(np.float64) for x in (got, want))
-    if not a.size:
-        return 0.0
     finite = np.isfinite(b)
-    return float(np.abs(a - b)[finite].max(initial=0) / max(np.abs(b[finite]).max(initial=0), 1.0))
+    scale = np.abs(b[finite]).max(initial=1.0)
+    return float(np.abs(a - b)[finite].max(initial=0) / scale)

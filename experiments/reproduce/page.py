@@ -88,25 +88,30 @@ def count(collection: Collection) -> dict[str, int]:
     """Number of rows by verdict, without those that repeat another row."""
     counts = dict.fromkeys([*map(str, Verdict), MISSING], 0)
     for entries in collection.entries.values():
-        for entry in entries:
-            for finding in (*entry.findings, *entry.besides):
-                counts[str(finding.verdict)] += 1
-            if not entry.findings and not entry.claim.repeats:
-                counts[str(Verdict.NOT_AT_THIS_SCALE) if entry.claim.cannot else MISSING] += 1
+        told = dict.fromkeys(f for e in entries for f in (*e.findings, *e.besides))
+        for finding in told:
+            counts[str(finding.verdict)] += 1
+        for claim in (e.claim for e in entries if not e.findings and not e.claim.repeats):
+            counts[str(Verdict.NOT_AT_THIS_SCALE) if claim.cannot else MISSING] += 1
     return counts
 
 
 def rows_of(entries: Sequence[Entry]) -> list[list[str]]:
     """Cells of each row of a paper's table, in the order of the paper."""
     places = {e.claim.key: e.claim.place for e in entries}
+    shown: dict[Finding, str] = {}  # where a finding that speaks of several claims is told
     rows = []
     for entry in entries:
         one = entry.claim
-        if entry.findings:
-            rows += [_cells(finding) for finding in entry.findings]
-        elif one.repeats:
+        for finding in entry.findings:
+            if finding in shown:
+                rows.append([*_start(one), f"see {shown[finding]}", "", ""])
+            else:
+                shown[finding] = finding.place
+                rows.append(_cells(finding))
+        if one.repeats and not entry.findings:
             rows.append([*_start(one), f"see {places[one.repeats]}", "", ""])
-        else:
+        elif not entry.findings:
             verdict = str(Verdict.NOT_AT_THIS_SCALE) if one.cannot else MISSING
             rows.append([*_start(one), "not run", "", f"**{verdict}**"])
         rows += [_cells(finding) for finding in entry.besides]

@@ -79,6 +79,41 @@ def test_findings_go_to_their_claims():
     assert collect([*WHOLE, other], SMALL).others == (other,)
 
 
+@pytest.mark.parametrize(
+    "place, labels",
+    [
+        ("Abstract", ["Abstract"]),
+        ("Figures 1 and 10, Algorithm 1", ["Figure 1", "Figure 10", "Algorithm 1"]),
+        ("Section 3.2, Figure 3(b)", ["Section 3.2", "Figure 3b"]),
+        ("Eq. 2, Proposition 3.1", ["Eq 2", "Proposition 3.1"]),
+        ("Eq. (4)-(6)", ["Eq 4", "Eq 6"]),
+        ("Section 3.2, A.2", ["Section 3.2", "Appendix A.2"]),
+        ("Remark A.2", ["Remark A.2"]),
+        ("C.2.1", ["Appendix C.2.1"]),
+        ("Appendix F", ["Appendix F"]),
+        ("Table 1, time", ["Table 1"]),
+        ("Section 5.2, footnote 2", ["Section 5.2"]),
+    ],
+)
+def test_places_are_read(place, labels):
+    assert catalogue.labels(place) == labels
+
+
+def test_a_finding_may_name_several_places_or_a_part():
+    both = found("Table 1, Section 2", "It is exact.")
+    collection = collect([both, *WHOLE[2:3], found("Table 1(b)", "A part.")], SMALL)
+    entries = {e.claim.key: e.findings for e in collection.entries["EE-LLM"]}
+    assert len(entries["one"]) == 2 and entries["three"] == (both,)
+    several = found("Table 1, Figure 9", "Both.")
+    collection = collect([several], SMALL)
+    rows = page.rows_of(collection.entries["EE-LLM"])
+    assert [row[3] for row in rows if row[0] in ("Table 1, Figure 9", "Figure 9")] == [
+        "ours", "see Table 1, Figure 9",
+    ]  # fmt: skip
+    assert page.count(collection)["holds"] == 1
+    assert catalogue.claims_at("C.2.1", CATALOGUE["EE-LLM"])[0][0].place == "Appendix C.2"
+
+
 def test_findings_of_the_catalogue():
     one = finding("EE-LLM", "eq-1", "equal", "tiny", True, "left out")
     assert (one.place, one.verdict, one.why) == ("Eq. (1)", Verdict.HOLDS, "")
