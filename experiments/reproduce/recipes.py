@@ -100,7 +100,7 @@ def main() -> None:
                 sys.exit(128 + result.stopped)
             results[name].append(measure(folder, 2048 if _TINY.value else HELD_OUT))
     rows = {name: mean_of(seeds) for name, seeds in results.items()}
-    summary = {"recipes": rows, "best": best(rows), "seeds": results}
+    summary = {"recipes": rows, "best": best(rows), "seeds": results, "findings": findings(rows)}
     write_text(workdir / "results.json", json.dumps(summary, indent=1))
     show(rows, summary["best"])
     if _JSON.value:
@@ -121,6 +121,39 @@ def best(rows: dict[str, dict]) -> str:
     allowed = [name for name, row in rows.items() if row["final"]["bits_per_byte"] <= limit]
     early = lambda row: np.mean([v["agreement"] for k, v in row.items() if k != "final"])
     return max(allowed, key=lambda name: early(rows[name]))
+
+
+def findings(rows: dict[str, dict]) -> list[dict]:
+    """What is found of LayerSkip's recipe; nothing if it was not trained."""
+    from experiments.reproduce.claims import Finding, Verdict
+
+    if "layer_dropout" not in rows:
+        return []
+    plain, own = rows[PLAIN], rows["layer_dropout"]
+    early = [name for name in plain if name != "final"]
+    told = ", ".join(
+        f"{name} {own[name]['agreement']:.1%} (plain {plain[name]['agreement']:.1%})"
+        for name in early
+    )
+    more = own["final"]["bits_per_byte"] / plain["final"]["bits_per_byte"] - 1
+    better = all(own[name]["agreement"] > plain[name]["agreement"] for name in early)
+    holds = better and more < 0.02
+    why = (
+        "So early in training the labels' gradient at the exits helps the layers below them, and "
+        "the recipe takes some of it away."
+    )
+    one = Finding(
+        "LayerSkip",
+        "Section 4.1",
+        "Layer dropout and a curriculum of exit losses make early exits more accurate, at little "
+        "cost to the last layer.",
+        "shown for Llama models; no value taken over",
+        f"agreement with the final exit: {told}; final exit {more:+.1%} bits per byte",
+        "the quickstart's model and text, 2 cores",
+        Verdict.HOLDS if holds else Verdict.FAILS,
+        "" if holds else why,
+    )
+    return [one.to_dict()]
 
 
 def show(rows: dict[str, dict], chosen: str) -> None:

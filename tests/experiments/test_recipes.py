@@ -31,6 +31,8 @@ def test_recipes_are_trained_once_and_compared(tmp_path):
         assert row["final"]["agreement"] == 1.0 and 0 <= row["exit_1"]["agreement"] <= 1
         assert 1 < row["final"]["bits_per_byte"] < 9
     assert summary["best"] in summary["recipes"]
+    (found,) = summary["findings"]
+    assert found["paper"] == "LayerSkip" and found["verdict"] in ("holds", "does not hold")
     # The recipe was one: with two exits at most one early exit, it has its turn at every step,
     # but layers were dropped and the weights of the two runs differ.
     plain, dropped = (read_metrics(tmp_path / f"{n}_0") for n in ("plain", "layer_dropout"))

@@ -200,6 +200,8 @@ def test_the_experiment_on_windows_and_on_prompts(repo_root, workdir, tmp_path):
         launch(repo_root, "reproduce.guarantee", *common, "--units=100", "--pairs=2")
     )
     assert windows["units"] == 96 and windows["splits"] == 20 and windows["kept"]
+    (found,) = windows["findings"]
+    assert (found["paper"], found["verdict"], found["why"]) == ("CALM", "holds", "")
     for measured in (windows, windows["hand_picked"]):
         assert 0 < measured["speed"]["low"] <= measured["speed"]["ratio"]
     prompts = tmp_path / "prompts.jsonl"
