@@ -30,25 +30,33 @@ from experiments.reproduce.claims import Finding
 _PARTS = flags.DEFINE_list("parts", None, "Only these; all by default.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
 
-PARTS = ("schedules", "training", "inference", "routers")
-
 
 def main() -> None:
-    import importlib
-
     import jax
 
     from eejax.common.errors import require_one_of
+    from experiments.reproduce import (
+        mechanisms_inference,
+        mechanisms_routers,
+        mechanisms_schedules,
+        mechanisms_training,
+    )
 
+    parts = {
+        "schedules": mechanisms_schedules,
+        "training": mechanisms_training,
+        "inference": mechanisms_inference,
+        "routers": mechanisms_routers,
+    }
     for name in _PARTS.value or ():
-        require_one_of("--parts", name, PARTS)
+        require_one_of("--parts", name, tuple(parts))
     devices = jax.device_count()
     fix = "Set XLA_FLAGS=--xla_force_host_platform_device_count=4."
     require(devices >= 4, "devices", devices, "must be at least 4", fix)
     found: list[Finding] = []
-    for name in _PARTS.value or PARTS:
+    for name in _PARTS.value or parts:
         launch.say(f"{name} ...")
-        found += importlib.import_module(f"experiments.reproduce.mechanisms_{name}").findings()
+        found += parts[name].findings()
     print(show(found), flush=True)
     if _JSON.value:
         print(json.dumps({"findings": [one.to_dict() for one in found]}))

@@ -205,7 +205,7 @@ def kernels() -> Iterator[Finding]:
         for op, rows in errors.items()
     )
     kinds = set().union(*errors.values())
-    right = all(e <= 16 * ROUNDING[k] for rows in errors.values() for k, e in rows.items())
+    right = all(e <= 4 * ROUNDING[k] for rows in errors.values() for k, e in rows.items())
     scale = "Triton's interpreter on a CPU"
     yield judged(
         "kernels",

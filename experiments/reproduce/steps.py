@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import os
@@ -46,8 +47,29 @@ class Step:
         return [*arguments, "--json"]
 
     def source_files(self) -> list[pathlib.Path]:
-        """The reproduction's own source: files that begin with its name."""
-        return sorted(HERE.glob(f"{self.module.removeprefix(MODULES)}*.py"))
+        """The reproduction's own source: its module and those beside it that it imports.
+
+        The catalogue is left out: what a claim is called changes no value.
+        """
+        names, queue = set(), [self.module.removeprefix(MODULES)]
+        while queue:
+            name = queue.pop()
+            if name not in names and not name.startswith(("catalogue", "claims")):
+                names.add(name)
+                queue += imported((HERE / f"{name}.py").read_text())
+        return [HERE / f"{name}.py" for name in sorted(names)]
+
+
+def imported(source: str) -> list[str]:
+    """Names of the modules of this package that a module imports."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            if f"{node.module}." == MODULES:
+                found += [alias.name for alias in node.names]
+            elif (node.module or "").startswith(MODULES):
+                found.append(node.module.removeprefix(MODULES))
+    return found
 
 
 def reproduction(name: str, minutes: float, *arguments: str, **fields) -> Step:
