@@ -50,7 +50,7 @@ CLAIMS = (
     Claim(
         "eq-2",
         "Eq. (2)",
-        "Stage i differentiates its own losses plus <g_i, x_i>, where g_i comes from stage i + 1.",
+        "Stage i differentiates its own losses plus g_i x_i, where g_i comes from stage i + 1.",
         "auxiliary losses, from the last stage to the first",
     ),
     Claim(

@@ -51,7 +51,7 @@ def page(collection: Collection, machine: str, failed: Mapping[str, str], day: s
         "# What the papers claim, and what we find",
         "A row for each table, figure, equation and claim of three papers: their value, ours, the "
         "scale of ours, and whether the claim holds of it. A claim about large models or GPUs is "
-        "not judged on small ones: then the row says what is missing. Values marked *simulated* "
+        "not judged on small ones: then the row says what is missing. Values that are simulated "
         "come from models of cost, not from a clock.",
         f"Made on {day or datetime.date.today().isoformat()}: {machine}. Of all rows: {told}.",
     ]
@@ -68,8 +68,9 @@ def page(collection: Collection, machine: str, failed: Mapping[str, str], day: s
         ),
         *collection.others,
     ]
-    parts += ["## What does not hold, and why", reasons(findings, Verdict.FAILS)]
-    parts += ["## What this scale cannot show", _beyond(collection, findings)]
+    parts += ["## What does not hold, and why", listed(reasons(findings, Verdict.FAILS))]
+    beyond = reasons(findings, Verdict.NOT_AT_THIS_SCALE) | not_run(collection)
+    parts += ["## What this scale cannot show", listed(beyond)]
     broken = [f"- {name}: {why}" for name, why in failed.items()]
     broken += [f"- no finding: {text}" for text in collection.missing]
     broken += [f"- {text}" for text in collection.unknown]
@@ -138,28 +139,27 @@ def _escaped(cell: str) -> str:
     return " ".join(cell.split()).replace("|", "\\|")
 
 
-def reasons(findings: Sequence[Finding], verdict: Verdict) -> str:
-    """The claims of a verdict, grouped by their reason."""
-    by_reason: dict[str, list[str]] = {}
+def reasons(findings: Sequence[Finding], verdict: Verdict) -> dict[str, list[str]]:
+    """Places of the claims of a verdict, by reason."""
+    found: dict[str, list[str]] = {}
     for f in findings:
         if f.verdict is verdict:
-            by_reason.setdefault(f.why, []).append(f"{f.paper}, {f.place}")
-    return _listed(by_reason)
+            found.setdefault(f.why, []).append(f"{f.paper}, {f.place}")
+    return found
 
 
-def _listed(by_reason: Mapping[str, Sequence[str]]) -> str:
+def not_run(collection: Collection) -> dict[str, list[str]]:
+    """Places of the claims that no reproduction speaks of, by reason."""
+    found: dict[str, list[str]] = {}
+    for paper, entries in collection.entries.items():
+        for claim in (e.claim for e in entries if e.claim.cannot and not e.findings):
+            found.setdefault(claim.cannot, []).append(f"{paper}, {claim.place}")
+    return found
+
+
+def listed(by_reason: Mapping[str, Sequence[str]]) -> str:
     lines = [
         f"- {'; '.join(dict.fromkeys(places))}: {_escaped(why)}"
         for why, places in by_reason.items()
     ]
     return "\n".join(lines) or "Nothing."
-
-
-def _beyond(collection: Collection, findings: Sequence[Finding]) -> str:
-    not_run: dict[str, list[str]] = {}
-    for paper, entries in collection.entries.items():
-        for entry in entries:
-            if entry.claim.cannot and not entry.findings:
-                not_run.setdefault(entry.claim.cannot, []).append(f"{paper}, {entry.claim.place}")
-    judged = reasons(findings, Verdict.NOT_AT_THIS_SCALE)
-    return judged if not not_run else f"{judged}\n{_listed(not_run)}"

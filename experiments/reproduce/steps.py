@@ -82,10 +82,10 @@ UNOPTIMISED = "--xla_backend_optimization_level=0"
 STEPS = (
     reproduction("training_efficiency", 1, "--workdir={here}"),
     reproduction("mechanisms", 8, xla_flags=f"{FOUR_DEVICES} {UNOPTIMISED}"),
-    reproduction("convergence", 12, "--workdir={here}", "--seeds=1"),
+    reproduction("convergence", 9, "--workdir={here}", "--seeds=2"),
     reproduction("recipes", 18, "--workdir={here}", "--seeds=1", "--steps=550"),
     reproduction("guarantee", 3, "--workdir={all}/recipes/plain_0", needs=("recipes",)),
-    reproduction("tide", 9, "--workdir={here}", data=True),
+    reproduction("tide", 14, "--workdir={here}", data=True),
     reproduction("helios", 38, "--workdir={here}", data=True),
     reproduction(
         "inference",

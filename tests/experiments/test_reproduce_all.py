@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import pathlib
 import re
@@ -209,6 +210,26 @@ def test_steps_come_after_what_they_need():
     chosen = everything.chosen_steps(steps.STEPS, ["inference"])
     assert [s.name for s in chosen] == ["helios", "inference"]
     assert sum(step.minutes for step in steps.STEPS) < 120
+
+
+def test_every_claim_is_spoken_of():
+    """By its key or text in a reproduction's source, or by its place if it is the only one there."""
+    modules = {path.stem: path for path in steps.HERE.glob("*.py")}
+    needed = {"efficiency_findings", "helios_findings", "tide_findings"}
+    if lacking := needed - set(modules):
+        pytest.skip(f"needs {', '.join(sorted(lacking))}")
+    said = {
+        str(node.value)
+        for name, path in modules.items() if not name.startswith(("claims", "catalogue"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }  # fmt: skip
+    for paper, claims in CATALOGUE.items():
+        there = [some for one in said for some in catalogue.claims_at(one, claims)]
+        alone = {some[0].key for some in there if len(some) == 1}
+        for c in claims:
+            known = c.key in said or c.text in said or c.key in alone
+            assert known or c.repeats or c.cannot, (paper, c.place, c.text)
 
 
 def test_the_written_page_has_every_claim(repo_root):
