@@ -3,7 +3,7 @@
     EEJAX_DATA=DATA python -m experiments.reproduce.all --json
     EEJAX_DATA=DATA python -m experiments.reproduce.all --only=mechanisms,inference
 
-Runs each reproduction as a process of its own, in order, at a size for 2 cores: about 100 minutes
+Runs each reproduction as a process of its own, in order, at a size for 2 cores: about 105 minutes
 in all where nothing else runs. Models are trained once and shared. Each leaves its files, its log
 and a record of its findings in --workdir. What has a record is not run again unless its arguments,
 the data, its own source or a model that it needs has changed; a change of the library does not
@@ -53,11 +53,12 @@ def main() -> None:
     data = os.environ.get("EEJAX_DATA")
     begin = time.perf_counter()
     failed = run_all(chosen, workdir, data, again=_AGAIN.value)
-    found = [one for step in STEPS for one in recorded(step, workdir)]
+    found = [one for s in STEPS if s.name not in failed for one in recorded(s, workdir)]
     collection = catalogue.collect(found)
     output = pathlib.Path(
         _OUTPUT.value or (workdir / "REPRODUCTION.md" if _ONLY.value else "docs/REPRODUCTION.md")
     )
+    output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, page.page(collection, page.machine(), failed))
     show(collection, failed)
     print(f"\nthe page: {output}", flush=True)
