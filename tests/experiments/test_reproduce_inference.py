@@ -349,6 +349,40 @@ def test_shares_of_a_layer_worked_by_hand(monkeypatch):
     assert rows[1]["pipelined"] == rows[1]["recompute"] == pytest.approx(full / one)
 
 
+def task_rows(scores, speeds):
+    return [
+        {"threshold": t, "score": {"score": s, "low": s - 0.1, "high": s + 0.1},
+         "speed": {"pipelined": v}}
+        for t, s, v in zip((1.0, 0.5, 0.2), scores, speeds, strict=True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "scores, speeds, verdict, told",
+    [
+        ((0.5, 0.45, 0.1), (1.0, 2.5, 4.0), "holds", "as good down to 0.5, 2.50 times"),
+        ((0.5, 0.3, 0.1), (1.0, 2.5, 4.0), "does not hold", "as good down to 1, 1.00 times"),
+        ((0.01, 0.0, 0.0), (1.0, 2.5, 4.0), "not at this scale", "down to 0.2, 4.00 times"),
+    ],
+)
+def test_a_task_is_judged_where_the_full_model_does_it(scores, speeds, verdict, told):
+    """Twice as fast at a score within the full model's interval."""
+    point = {
+        "threshold": 1.0,
+        "perplexity": 5.0,
+        "agreement": 1.0,
+        "simulated": {"pipelined": 1.0},
+        "speed": {"ratio": 1.0, "low": 0.9, "high": 1.1},
+    }
+    summary = {
+        "tasks": {"boolq": task_rows(scores, speeds)}, "stages": 4, "thresholds": [point],
+        "full": {"perplexity": {"score": 5.0, "low": 4.9, "high": 5.1}},
+    }  # fmt: skip
+    first, *_, last = inference_findings.figure_8(summary, "tiny")
+    assert (first.place, str(first.verdict)) == ("Figure 8", verdict) and told in first.ours
+    assert last.place == "Section 5.2, footnote 2" and last.verdict == "holds"
+
+
 def test_texts_that_differ_are_told_from_near_ties(model, monkeypatch):
     prompts, n = [list(b"exit")], 12
     ((first,),) = results_of(model, prompts, [1.0], n)
