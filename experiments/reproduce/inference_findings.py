@@ -208,11 +208,11 @@ def tables(table3, table4, scale: str) -> Iterator[Finding]:
     told = ", ".join(f"{share:.0%} at {threshold:g}" for threshold, share in means.items())
     yield judged(
         "table-3",
-        max(means.values()) >= 0.9,
-        f"tokens that are those of the text at threshold 1, place by place: {told} ({len(table3)} "
-        "texts; one other token may change all behind it)",
+        max(means.values()) >= 0.9 if means else None,
+        f"tokens that are those of the text at threshold 1, place by place: {told or 'none asked'} "
+        f"({len(table3)} texts; one other token may change all behind it)",
         scale,
-        SMALL,
+        SMALL if means else "texts at one threshold alone",
     )
     rows = [r for r in exit_tables.agreeing(table4) if None not in (r["agreeing"], r["others"])]
     told = "; ".join(
