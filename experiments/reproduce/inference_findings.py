@@ -79,13 +79,15 @@ def figure_8(summary: Mapping[str, Any], scale: str) -> Iterator[Finding]:
         "neither data set is at hand",
     )
     speed = rows[0]["speed"]
+    apart = speed["low"] > 1.02 or speed["high"] < 0.98
+    near = abs(speed["ratio"] - 1) <= 0.02
     yield judged(
         "threshold-1",
-        speed["low"] <= 1.02 and speed["high"] >= 0.98,
+        False if apart else near or None,
         f"KV recomputation at threshold 1 is {speed['ratio']:.3f} "
         f"({speed['low']:.3f}-{speed['high']:.3f}) times as fast as without exits",
         scale,
-        "more than 2 % apart beyond the interval",
+        "more than 2 % apart" if apart else "these runs cannot be timed to 2 % here",
     )
 
 
