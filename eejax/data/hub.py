@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from eejax.common.errors import DataError, require
+from eejax.common.errors import DataError, require, require_one_of
 from eejax.data import records
-from eejax.data.sources import Document, check_budget, limited
+from eejax.data.sources import Document, Record, check_budget, limited
 
 PREFIX = "hf:"
 
@@ -32,21 +32,23 @@ class HubDataset:
     split: str = "train"
     text_field: str = "text"
     max_bytes: int | None = None
+    form: str = records.TEXT
 
     def __post_init__(self) -> None:
+        require_one_of("form", self.form, records.FORMS)
         require(bool(self.name), "name", self.name, "must name a data set or a folder")
         require(bool(self.split), "split", self.split, "must name a split")
         require(bool(self.text_field), "text_field", self.text_field, "must name a field")
         check_budget(self.max_bytes)
 
     @classmethod
-    def parse(cls, spec: str, text_field: str = "text") -> HubDataset:
+    def parse(cls, spec: str, text_field: str = "text", form: str = records.TEXT) -> HubDataset:
         """Of `hf:NAME`, `hf:NAME:CONFIG` or `hf:NAME:CONFIG:SPLIT`; CONFIG may be empty."""
         name, *rest = spec.removeprefix(PREFIX).split(":")
         ok = len(rest) <= 2 and name != ""
         require(ok, "source", spec, "must be hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
         config, split = (*rest, "", "")[:2]
-        return cls(name, config or None, split or "train", text_field)
+        return cls(name, config or None, split or "train", text_field, form=form)
 
     def documents(self) -> Iterator[Document]:
         return limited(self._documents(), self.max_bytes)
@@ -70,6 +72,7 @@ class HubDataset:
             "max_bytes": self.max_bytes,
             "files": len(files),
             "digest": hashlib.sha256("\n".join(known).encode()).hexdigest(),
+            **({} if self.form == records.TEXT else {"form": self.form}),
         }
 
     @property
@@ -110,14 +113,16 @@ class HubDataset:
             rows = self._builder.as_streaming_dataset(split=self.split)
             columns, column = rows.column_names or (), self.text_field
             column = column if column in columns else column.split(".")[0]
-            if column in columns:  # others may be images, costly to read and to decode
-                rows = rows.select_columns([column])
+            wanted = [c for c in records.COLUMNS.get(self.form, (column,)) if c in columns]
+            if wanted:  # others may be images, costly to read and to decode
+                rows = rows.select_columns(wanted)
             for number, row in enumerate(rows, 1):
                 where = f"data set {self.name!r}, split {self.split}, row {number}"
-                text = records.text_of(row, self.text_field, where)
+                text = records.content_of(row, self.text_field, where, self.form)
                 if text.strip():
-                    any_text = True
-                    yield Document(f"{name}#{number}", text)
+                    any_text, called = True, f"{name}#{number}"
+                    plain = self.form == records.TEXT
+                    yield Document(called, text) if plain else Record(called, text, self.form)
         if not any_text:
             raise DataError(f"data set {self.name!r}, split {self.split}, has no text.")
 

@@ -70,7 +70,7 @@ class Loader:
     A batch is a dict of int32 arrays [b, t] and may reach over the end of an epoch:
 
       tokens       the inputs
-      labels       the next token of each; IGNORE where nothing is to be predicted
+      labels       the next token of each; IGNORE where nothing is to be predicted, as in prompts
       segment_ids  0 everywhere, or with `document_masks` the document's number in the window
       positions    0..t-1, or with `document_masks` counted from the document's beginning
 
@@ -314,13 +314,15 @@ def windows_of(
     positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
     for row, (split, window) in enumerate(chosen):
         start = window * length
-        ids = split.read(start, length + 1)
+        ids, counted = split.counted(start, length + 1)
         moved = 0
         if split.bos_id is not None:
             ids, moved = ids[:length], int(ids[0] != split.bos_id)
             ids = np.append(np.full(moved, split.bos_id, np.int32), ids)
         n = len(ids) - 1
         tokens[row, :n], labels[row, :n] = ids[:n], ids[1:]
+        if counted is not None:
+            labels[row, :n][~counted[1 - moved : n + 1 - moved]] = IGNORE
         if document_masks:
             # Documents that begin at start+1 .. start+n, relative to the window.
             low, high = np.searchsorted(split.starts, (start + 1, start + n), side="left")

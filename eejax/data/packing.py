@@ -2,7 +2,8 @@
 
 A packed folder is complete or absent: it is made beside its place (`writing`) and renamed.
 
-    tokens.bin      every document's tokens, its end token last, uint16 or uint32
+    tokens.bin      every document's tokens, its end token last, uint16 or uint32; where some are
+                    not to be predicted, uint32 with their highest bit set
     starts.npy      [documents + 1] int64, where each document begins
     bytes.npy       [documents] int64, UTF-8 bytes of its text
     split.npy       [documents] uint8, index into SPLITS
@@ -28,7 +29,7 @@ from absl import logging
 from eejax.common.errors import DataError, require
 from eejax.data import workers as processes
 from eejax.data import writing
-from eejax.data.sources import Document, Source
+from eejax.data.sources import Document, Source, is_supervised
 from eejax.data.tokenizer_files import load_tokenizer
 from eejax.data.tokenizers import Tokenizer
 
@@ -55,12 +56,17 @@ class Split:
     offsets: np.ndarray  # [r] where each run begins in the file
     tokens: np.ndarray  # the whole file
     bos_id: int | None = None  # with which every window begins, if any
+    supervised: bool = False  # whether some tokens are not to be predicted
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Tokens start:start+count of the split as int32; fewer at its end."""
+        return self.counted(start, count)[0]
+
+    def counted(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """`read`, and which of these tokens are to be predicted, None where all are."""
         stop = min(start + count, len(self))
         pieces = []
         run = int(np.searchsorted(self.runs, start, side="right")) - 1
@@ -69,7 +75,10 @@ class Split:
             at = int(self.offsets[run]) + start - int(self.runs[run])
             pieces.append(self.tokens[at : at + end - start])
             start, run = end, run + 1
-        return np.concatenate(pieces).astype(np.int32) if pieces else np.zeros(0, np.int32)
+        found = np.concatenate(pieces) if pieces else self.tokens[:0]
+        if not self.supervised:
+            return found.astype(np.int32), None
+        return (found & ~processes.UNCOUNTED).astype(np.int32), (found & processes.UNCOUNTED) == 0
 
     def document(self, i: int) -> np.ndarray:
         """Tokens of the split's i-th document, its end token last."""
@@ -115,7 +124,7 @@ class PackedDataset:
         return part(
             np.arange(len(split)), starts, sizes, split, tokens,
             fingerprint=self.fingerprint, eos_id=self.meta["eos_id"], vocab_size=self.vocab_size,
-            bos_id=self.meta.get("bos_id"),
+            bos_id=self.meta.get("bos_id"), supervised=self.meta.get("supervised", False),
         )  # fmt: skip
 
 
@@ -193,7 +202,6 @@ def pack(
     an error, a full disk or SIGKILL, the same call with the same text goes on behind what was
     committed, a moment ago at most. While another process packs the same, this one waits.
     Memory: some chunks of 2^18 characters for each worker, or of one longer document.
-
     progress: called after every chunk; what it raises ends packing.
 
     Raises:
@@ -281,6 +289,8 @@ def _place(
         "validation_fraction": validation_fraction,
         "seed": seed,
     }
+    if is_supervised(spec["source"]):
+        spec["chat"] = tokenizer.chat
     key = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
     root = os.path.abspath(os.path.expanduser(os.fspath(root)))
     return spec, os.path.join(root, f"{spec['source']['kind']}-{key}")
@@ -326,7 +336,8 @@ def _tokenize(
     with writing.naming(saved):
         tokenizer.save(saved)
     documents, digest = _behind(work, source)
-    encoding = processes.Encoding(tokenizer.fingerprint, spec["seed"], _dtype(tokenizer).str)
+    dtype = _dtype(tokenizer, spec).str
+    encoding = processes.Encoding(tokenizer.fingerprint, spec["seed"], dtype)
     chunks = _chunks(documents, digest)
     report = lambda: progress(_progress(work.state, spec)) if progress else None
     report()
@@ -404,8 +415,9 @@ def _progress(state: writing.Commit, spec: dict[str, Any]) -> PackProgress:
     return PackProgress(state.documents, state.bytes, state.tokens, total)
 
 
-def _dtype(tokenizer: Tokenizer) -> np.dtype:
-    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+def _dtype(tokenizer: Tokenizer, spec: dict[str, Any]) -> np.dtype:
+    large = tokenizer.vocab_size > 1 << 16 or is_supervised(spec["source"])
+    return np.dtype("<u4" if large else "<u2")
 
 
 def _finish(work: writing.Work, tokenizer: Tokenizer, spec: dict[str, Any]) -> None:
@@ -433,7 +445,8 @@ def _finish(work: writing.Work, tokenizer: Tokenizer, spec: dict[str, Any]) -> N
     meta = {
         "format": FORMAT,
         "spec": spec,
-        "dtype": _dtype(tokenizer).str,
+        "dtype": _dtype(tokenizer, spec).str,
+        **({"supervised": True} if is_supervised(spec["source"]) else {}),
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
         "bos_id": tokenizer.bos_id if tokenizer.adds_bos else None,

@@ -18,12 +18,17 @@ MAX_LINE_BYTES = 1 << 28
 _ROWS = 128
 _BUFFER_BYTES = 1 << 20
 
+TEXT, CHAT, COMPLETION = FORMS = ("text", "chat", "completion")
+"""What a record holds: text, a conversation, or a prompt and its completion."""
+COLUMNS = {CHAT: ("messages",), COMPLETION: ("prompt", "completion")}
+"""The fields of the forms that are no text."""
+
 _NOTHING = object()
 
 Texts = Iterator[tuple[int, str]]
 
 
-def reader(path: str) -> Callable[[str, str], Texts] | None:
+def reader(path: str) -> Callable[[str, str, str], Texts] | None:
     """`json_lines` or `parquet` by what the file's name ends with, None for other files."""
     name = path.lower()
     if name.endswith((".jsonl", ".jsonl.gz", ".json.gz")):
@@ -31,11 +36,12 @@ def reader(path: str) -> Callable[[str, str], Texts] | None:
     return parquet if name.endswith(".parquet") else None
 
 
-def json_lines(path: str, field: str) -> Texts:
+def json_lines(path: str, field: str, form: str = TEXT) -> Texts:
     """(number, text) of each line, numbered from 1; blank lines are passed over.
 
     Holds one line. A name that ends in .gz is unpacked on the way. Raises `DataError` for what
-    cannot be read, a line that is no JSON object, or one without a string in `field`.
+    cannot be read, a line that is no JSON object, or one without a string in `field`, or of
+    another form than "text" without that form's fields.
     """
     try:
         with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as file:
@@ -45,13 +51,13 @@ def json_lines(path: str, field: str) -> Texts:
                     return
                 if line.strip():
                     where = f"{path}, line {number}"
-                    yield number, text_of(_json(line, where), field, where)
+                    yield number, content_of(_json(line, where), field, where, form)
     except (OSError, EOFError, zlib.error) as error:  # the last two are broken gzip
         raise unreadable(path, error) from error
 
 
-def parquet(path: str, field: str) -> Texts:
-    """(number, text) of each row, numbered from 1, reading no other column than the field's.
+def parquet(path: str, field: str, form: str = TEXT) -> Texts:
+    """(number, text) of each row, numbered from 1, reading no other column than is asked for.
 
     Holds a few pages of one row group. Raises `DataError` for what is no Parquet file, a field
     that is not there or does not hold strings, or a row without one.
@@ -67,15 +73,20 @@ def parquet(path: str, field: str) -> Texts:
     try:
         # pre_buffer would load the column of the whole file ahead.
         with pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
-            _check_schema(file.schema_arrow, field, path)
+            columns = [field]
+            if form == TEXT:
+                _check_schema(file.schema_arrow, field, path)
+            else:
+                columns = [c for c in COLUMNS[form] if c in file.schema_arrow.names]
             for group in range(file.num_row_groups):
                 rows = file.iter_batches(
-                    _ROWS, row_groups=[group], columns=[field], use_threads=False
+                    _ROWS, row_groups=[group], columns=columns, use_threads=False
                 )
                 for batch in rows:
                     for row in batch.to_pylist():
                         number += 1
-                        yield number, text_of(row, field, f"{path}, row {number}")
+                        where = f"{path}, row {number}"
+                        yield number, content_of(row, field, where, form)
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}, after row {number}: the field {field!r} is not UTF-8 ({error.reason}): write "
@@ -83,6 +94,53 @@ def parquet(path: str, field: str) -> Texts:
         ) from error
     except (OSError, pa.ArrowException) as error:
         raise unreadable(path, error) from error
+
+
+def content_of(record: Any, field: str, where: str, form: str = TEXT) -> str:
+    """`text_of` a record, or `fields_of` one of another form."""
+    return text_of(record, field, where) if form == TEXT else fields_of(record, form, where)
+
+
+def fields_of(record: Any, form: str, where: str) -> str:
+    """The fields of a record of `form`, as JSON.
+
+    "chat": `messages`, a list of objects with a `role` and a `content`. "completion": the strings
+    `prompt` and `completion`. Raises `DataError`, beginning with `where`, for a record without.
+    """
+    found = {name: record.get(name) for name in COLUMNS[form]}
+    if form == COMPLETION:
+        wrong = [name for name, value in found.items() if not isinstance(value, str)]
+        problem = f"the field {wrong[0]!r} is {_kind(found[wrong[0]])}, no text" if wrong else ""
+    else:
+        problem = _misshapen(found["messages"])
+    text = json.dumps(found, ensure_ascii=False)
+    if not problem and any("\ud800" <= c <= "\udfff" for c in text):
+        problem = "a text has a lone surrogate, which is no Unicode text"
+    if problem:
+        raise DataError(f"{where}: {problem} ({form}: wants {_WANTED[form]}).")
+    return text
+
+
+_WANTED = {
+    CHAT: '{"messages": [{"role": "user", "content": "..."}, ...]}',
+    COMPLETION: '{"prompt": "...", "completion": "..."}',
+}
+
+
+def _misshapen(messages: Any) -> str:
+    """What is wrong with a conversation, '' for nothing."""
+    if not isinstance(messages, list) or not messages:
+        return f"the field 'messages' is {_kind(messages)}, no list of messages"
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return f"messages[{i}] has no role"
+        if not isinstance(message.get("content"), str | list | None):
+            return f"messages[{i}].content is {_kind(message['content'])}, no text"
+        if message["role"] == "assistant" and not (
+            isinstance(message.get("content"), str) or message.get("tool_calls")
+        ):
+            return f"messages[{i}] is an assistant's, and has no content"
+    return ""
 
 
 def text_of(record: Any, field: str, where: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import glob
 import hashlib
 import io
@@ -13,8 +14,9 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from eejax.common.errors import DataError, require
+from eejax.common.errors import DataError, require, require_one_of
 from eejax.data import records
+from eejax.data.records import CHAT, COMPLETION, FORMS, TEXT
 
 PYTHON_STDLIB = "python-stdlib"
 
@@ -34,6 +36,15 @@ class Document(NamedTuple):
 
     name: str
     text: str
+    form = TEXT
+
+
+class Record(NamedTuple):
+    """A `Document` of another form than text: `text` is the JSON that `records.fields_of` makes."""
+
+    name: str
+    text: str
+    form: str
 
 
 class Source(Protocol):
@@ -62,7 +73,8 @@ class TextFiles:
     anyway, and its parts could fall into different splits.
 
     Text of white space alone is passed over. `max_bytes` keeps that many bytes of text from the
-    beginning.
+    beginning. With another `form` than "text", files hold records of that form alone
+    (`records.fields_of`).
     """
 
     patterns: tuple[str, ...]
@@ -70,8 +82,10 @@ class TextFiles:
     document_chars: int = DOCUMENT_CHARS
     max_bytes: int | None = None
     text_field: str = "text"
+    form: str = TEXT
 
     def __post_init__(self) -> None:
+        require_one_of("form", self.form, FORMS)
         named = len(self.patterns) > 0 and all(self.patterns)
         require(named, "patterns", self.patterns, "must name at least one file, and none be empty")
         require(self.separator != "", "separator", self.separator, "must be None or not empty")
@@ -98,7 +112,7 @@ class TextFiles:
     def describe(self) -> dict[str, Any]:
         digest, total, count, fields = hashlib.sha256(), 0, 0, {}
         for name, path, _ in self._files():
-            if records.reader(path):
+            if records.reader(path) and self.form == TEXT:
                 fields = {"text_field": self.text_field}
             stat = os.stat(path)
             digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
@@ -113,6 +127,7 @@ class TextFiles:
             "bytes": total,
             "digest": digest.hexdigest(),
             **fields,
+            **({} if self.form == TEXT else {"form": self.form}),
         }
 
     def _files(self) -> list[tuple[str, str, bool]]:
@@ -148,9 +163,15 @@ class TextFiles:
     def _read(self, name: str, path: str) -> Iterator[Document]:
         """The documents of one file that hold more than white space."""
         if read := records.reader(path):
-            texts = read(path, self.text_field)
-            yield from (Document(f"{name}#{i}", text) for i, text in texts if text.strip())
+            texts = read(path, self.text_field, self.form)
+            made = Document if self.form == TEXT else functools.partial(Record, form=self.form)
+            yield from (made(f"{name}#{i}", text) for i, text in texts if text.strip())
             return
+        if self.form != TEXT:
+            raise DataError(
+                f"{path}: is no file of records, as {self.form}: wants them. Give JSON lines "
+                "(.jsonl) or Parquet."
+            )
         try:
             with open(path, encoding="utf-8-sig", newline="") as file:
                 for i, text in enumerate(cut(file, self.separator, self.document_chars)):
@@ -250,8 +271,10 @@ def source(
 
     `"python-stdlib"`; `hf:NAME`, `hf:NAME:CONFIG` or `hf:NAME:CONFIG:SPLIT` (train unless said;
     CONFIG may be empty) for a data set of the Hugging Face Hub or a local folder in that form;
-    else files by path or glob. `text_field`: where a record has its text (`TextFiles`). Of files
-    that follow one another in the sequence, none is read twice.
+    else files by path or glob. `chat:` before files or `hf:` says that records are conversations,
+    `completion:` that they are prompts and completions (`records.fields_of`). `text_field`: where a
+    record has its text (`TextFiles`). Of files that follow one another in the sequence, none is
+    read twice.
 
     Raises:
       ConfigError: an empty or misspelt `spec`. What cannot be found is only known in reading.
@@ -261,18 +284,37 @@ def source(
 
     specs = (spec,) if isinstance(spec, str) else tuple(spec)
     require(len(specs) > 0, "source", spec, "must name at least one")
-    is_other = lambda one: one == PYTHON_STDLIB or one.startswith(hub.PREFIX)
     parts: list[Source] = []
-    for other, group in itertools.groupby(specs, is_other):
+    for (other, form), group in itertools.groupby(map(_form, specs), lambda one: one[:2]):
+        names = [name for *_, name in group]
         if not other:
-            parts.append(TextFiles(tuple(group), text_field=text_field))
+            parts.append(TextFiles(tuple(names), text_field=text_field, form=form))
             continue
-        for one in group:
+        for one in names:
             stdlib = one == PYTHON_STDLIB
-            parts.append(PythonStdlib() if stdlib else hub.HubDataset.parse(one, text_field))
+            require(
+                not stdlib or form == TEXT, "source", f"{form}:{one}", "must name files of records"
+            )
+            parts.append(PythonStdlib() if stdlib else hub.HubDataset.parse(one, text_field, form))
     if len(parts) == 1:
         return dataclasses.replace(parts[0], max_bytes=max_bytes)
     return Chain(tuple(parts), max_bytes)
+
+
+def _form(spec: str) -> tuple[bool, str, str]:
+    """(whether it is no file, form, name) of what `source` takes."""
+    from eejax.data import hub
+
+    form, colon, name = spec.partition(":")
+    form, name = (form, name) if colon and form in (CHAT, COMPLETION) else (TEXT, spec)
+    return name == PYTHON_STDLIB or name.startswith(hub.PREFIX), form, name
+
+
+def is_supervised(described: Any) -> bool:
+    """Whether some documents of a source that describes itself so are of another form than text."""
+    if isinstance(described, dict):
+        return "form" in described or any(map(is_supervised, described.get("sources", ())))
+    return False
 
 
 def limited(documents: Iterator[Document], max_bytes: int | None) -> Iterator[Document]:
@@ -281,6 +323,8 @@ def limited(documents: Iterator[Document], max_bytes: int | None) -> Iterator[Do
     for document in documents:
         data = document.text.encode()
         if len(data) > left:
+            if document.form != TEXT:  # a part of a record is none
+                return
             document = Document(document.name, data[:left].decode(errors="ignore"))
         if document.text:
             yield document

@@ -23,13 +23,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eejax.common.errors import DataError
-from eejax.data.sources import Document, name_hash
+from eejax.data.records import TEXT
+from eejax.data.sources import Document, Record, name_hash
 from eejax.data.tokenizer_files import load_tokenizer
 from eejax.data.tokenizers import Tokenizer
 
 # A chunk is a fraction of a second's work, and small beside the processes that work on it.
 CHUNK_CHARS = 1 << 18
 CHUNK_DOCUMENTS = 4096
+
+# The highest bit of a token that is read and not predicted, in files of 32 bits.
+UNCOUNTED = np.uint32(1 << 31)
 
 # What is kept of each document while packing.
 RECORD = np.dtype([("tokens", "<i8"), ("bytes", "<i8"), ("hash", "<u8")])
@@ -71,12 +75,23 @@ def encode(tokenizer: Tokenizer, encoding: Encoding, chunk: Chunk) -> Encoded:
     dtype, pieces = np.dtype(encoding.dtype), []
     records = np.empty(len(chunk.documents), RECORD)
     for i, document in enumerate(chunk.documents):
-        ids = np.append(tokenizer.encode(document.text), tokenizer.eos_id).astype(dtype)
+        ids = _ids(tokenizer, document).astype(dtype)
         pieces.append(ids.tobytes())
         size = len(document.text.encode())
         records[i] = len(ids), size, name_hash(document.name, encoding.seed)
     names = "".join(json.dumps(document.name) + "\n" for document in chunk.documents).encode()
     return Encoded(b"".join(pieces), records.tobytes(), names, chunk.digest)
+
+
+def _ids(tokenizer: Tokenizer, document: Document | Record) -> np.ndarray:
+    """[t] uint32: a document's ids and the end token, with `UNCOUNTED` where none is predicted."""
+    if document.form == TEXT:
+        return np.append(tokenizer.encode(document.text), tokenizer.eos_id).astype(np.uint32)
+    # Here, because templates need Jinja.
+    from eejax.data import supervised
+
+    ids, counted = supervised.encode(tokenizer, document)
+    return ids.astype(np.uint32) | np.where(counted, np.uint32(0), UNCOUNTED)
 
 
 def encoded(

@@ -180,7 +180,7 @@ class EarlyExitLM(TemplateLM):
         """A conversation as the model reads it, up to where its reply begins, or else within its
         last message; with marks (`special.Shield`) in names of special tokens that it has. Raises
         ConfigError for a model without a template."""
-        from eejax.serving.chat import Template
+        from eejax.data.chat import Template
 
         found = self._template()
         if found is None:
@@ -192,7 +192,7 @@ class EarlyExitLM(TemplateLM):
         return template.render(chat_history, reply=False, go_on=True)
 
     def _template(self) -> tuple[str, dict[str, str]] | None:
-        from eejax.serving import chat  # needs Jinja, which lm_eval brings
+        from eejax.data import chat  # needs Jinja, which lm_eval brings
 
         return chat.find(self.model.path, self.model.tokenizer)
 

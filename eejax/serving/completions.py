@@ -13,12 +13,12 @@ from collections.abc import AsyncIterator, Sequence
 import numpy as np
 
 from eejax.common.errors import DataError
+from eejax.data.chat import plain
 from eejax.data.tokenizers import utf8
 from eejax.inference.scheduler import Token
 from eejax.inference.scoring import Scores
 from eejax.serving import protocol as form
 from eejax.serving.answers import Piece
-from eejax.serving.chat import plain
 from eejax.serving.http import Failure, Server, ended, usage
 from eejax.serving.messages import CHOOSES, Ask, Ready
 from eejax.serving.text import Offsets

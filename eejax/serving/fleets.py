@@ -20,13 +20,13 @@ import numpy as np
 
 from eejax.common.errors import ConfigError, DataError, require
 from eejax.common.trees import nbytes
+from eejax.data import chat
 from eejax.data.tokenizers import Tokenizer
 from eejax.inference import capacity, scoring
 from eejax.inference.deepening import on_host
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
-from eejax.serving import chat
 from eejax.serving.auditor import Auditor
 from eejax.serving.choices import ControllerOptions, Profile
 from eejax.serving.controller import Controller

@@ -20,9 +20,9 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eejax.common.errors import ConfigError, DataError, require, require_count
+from eejax.data.chat import Template
 from eejax.serving import protocol as form
 from eejax.serving.answers import Defaults, Piece, asks, merged, pieces, renamed
-from eejax.serving.chat import Template
 from eejax.serving.messages import Ask, Ready
 from eejax.serving.metrics import Metrics, Watched
 from eejax.serving.service import READY, Full, Service, Unavailable

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from eejax.common.errors import require
+from eejax.data import chat
 from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchOptions
 from eejax.models.config import ModelConfig
-from eejax.serving import chat
 from eejax.serving.messages import Built
 from eejax.sharding.mesh import MeshConfig, make_mesh
 from eejax.train.pretrained import open_model

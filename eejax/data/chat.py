@@ -33,30 +33,47 @@ OPTIONS = "chat_template_kwargs"
 
 _END = "CONTINUE_FINAL_MESSAGE_TAG "
 
+MARKS = ("\ufdd1", "\ufdd2")
+"""Around the assistant's parts of a text. Unicode keeps these code points for programs' own use."""
+
 
 class Generation(Extension):
-    """`{% generation %}`, by which trainers find the model's part: what is in it, as it is."""
+    """`{% generation %}`, by which trainers find the model's part: what is in it, as it is, or
+    between `MARKS` where the environment's `marks` says so."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        if not getattr(self.environment, "marks", False):
+            return body
+        self.environment.marked = True
+        put = lambda mark: nodes.Output([nodes.TemplateData(mark)], lineno=line)
+        return [put(MARKS[0]), *body, put(MARKS[1])]
 
 
 class Template:
     """What makes one text of messages; written by whoever made the model, so it is not trusted."""
 
     def __init__(
-        self, source: str, special: Mapping[str, str] | None = None, control: Sequence[str] = ()
+        self,
+        source: str,
+        special: Mapping[str, str] | None = None,
+        control: Sequence[str] = (),
+        *,
+        marks: bool = False,
     ):
         """special: names of special tokens by what templates call them. control: names of special
         tokens that stay text where messages have them: they are marked in what is rendered, which
-        is then for `Tokenizer.encode_marked`. Raises ConfigError for what is no template."""
+        is then for `Tokenizer.encode_marked`. marks: whether `MARKS` are put around what a template
+        says is the assistant's; `self.marks` tells then whether it says so. Raises ConfigError for
+        what is no template."""
         self._special, self._shield = dict(special or {}), Shield(control) if control else None
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
+        environment.marks, environment.marked = marks, False
         environment.filters["tojson"] = _json
         environment.globals.update(
             raise_exception=_refuse, strftime_now=lambda f: datetime.datetime.now().strftime(f)
@@ -65,6 +82,7 @@ class Template:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ConfigError(f"chat_template: is no template of Jinja ({error}).") from error
+        self.marks = environment.marked
 
     def render(
         self,

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eejax.common.errors import ConfigError
-from eejax.data import load_tokenizer, train_bpe
-from eejax.serving import chat
+from eejax.data import chat, load_tokenizer, train_bpe
 from eejax.serving.protocol import ChatRequest
 
 CALL = dict(id="c1", type="function", function=dict(name="get", arguments='{"city": "Paris"}'))

@@ -1,0 +1,142 @@
+"""Records that hold a question and its answer, of which the answer alone is to be learned.
+
+A conversation is written by the model's own chat template, and the assistant's messages count, each
+with the token that ends its turn. Of a prompt and its completion the completion counts, and the end
+of the text.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from eejax.common.errors import ConfigError, DataError
+from eejax.data.chat import MARKS, Template, plain
+from eejax.data.records import CHAT
+from eejax.data.sources import Record
+from eejax.data.tokenizers import Tokenizer
+
+
+def encode(tokenizer: Tokenizer, document: Record) -> tuple[np.ndarray, np.ndarray]:
+    """(ids [t] int32, counted [t] bool) of a conversation, or of a prompt and its completion.
+
+    counted: which tokens a model is to predict. The token that ends documents is the last.
+
+    Raises:
+      DataError: a conversation that the template refuses, or of which it does not tell where the
+        assistant's part is; a tokenizer without a template.
+    """
+    try:
+        if document.form == CHAT:
+            text, spans = conversation(tokenizer, json.loads(document.text)["messages"])
+            ids, counted = _counted(tokenizer, tokenizer.encode_marked, text, spans)
+            ids, counted = np.append(ids, tokenizer.eos_id), np.append(counted, False)
+        else:
+            record = json.loads(document.text)
+            prompt, text = record["prompt"], record["prompt"] + record["completion"]
+            answer = (len(prompt), len(text))
+            ids, counted = _counted(tokenizer, tokenizer.encode, text, [answer])
+            ids, counted = np.append(ids, tokenizer.eos_id), np.append(counted, True)
+    except (ConfigError, DataError) as error:
+        raise DataError(f"{document.name}: {error}") from error
+    return ids.astype(np.int32), counted
+
+
+def conversation(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text that the tokenizer's template makes of messages, for `Tokenizer.encode_marked`, and
+    where the assistant's parts begin and end in it.
+
+    A template with `{% generation %}` says itself which these are. With any other, a part begins
+    where the template of the messages before it asks for a reply, and ends with its message.
+
+    Raises:
+      ConfigError: messages that the template refuses.
+      DataError: no template, no message of an assistant, or a template that writes a message in
+        another way once others follow it.
+    """
+    if tokenizer.chat is None:
+        raise DataError(
+            "the tokenizer has no chat template: give, as data.tokenizer, a folder with the same "
+            "tokenizer and a chat_template.jinja, or records of prompts and completions "
+            "(completion:FILE)."
+        )
+    special = tuple(sorted(tokenizer.special.items()))
+    template = _template(tokenizer.chat, special, tuple(tokenizer.control))
+    messages = [plain(m, f"messages[{i}]") for i, m in enumerate(messages)]
+    replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    if not replies:
+        raise DataError("messages: none is of the role 'assistant', so that none is learned.")
+    whole = template.render(messages, reply=False)
+    if template.marks:
+        return _marked(whole)
+    spans = []
+    for i in replies:
+        before = template.render(messages[:i], reply=True) if i else None
+        behind = template.render(messages[: i + 1], reply=False)
+        if before is None or not (behind.startswith(before) and whole.startswith(behind)):
+            raise DataError(
+                f"messages[{i}]: the model's chat template writes it in another way where it is "
+                "asked for or others follow it, or nobody asks for it, so that its place in the "
+                "text is not known. Put {% generation %} and {% endgeneration %} around the "
+                "assistant's part of the template."
+            )
+        spans.append((len(before), len(behind)))
+    return whole, spans
+
+
+@functools.lru_cache(4)
+def _template(
+    source: str, special: tuple[tuple[str, str], ...], control: tuple[str, ...]
+) -> Template:
+    return Template(source, dict(special), control, marks=True)
+
+
+def _marked(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """A text without the marks of `{% generation %}`, and where these were."""
+    begin, end = MARKS
+    out, spans, at = [], [], 0
+    for part in text.split(begin)[:1]:
+        out.append(part)
+        at += len(part)
+    for part in text.split(begin)[1:]:
+        own, _, rest = part.partition(end)
+        spans.append((at, at + len(own)))
+        out += own, rest
+        at += len(own) + len(rest)
+    return "".join(out), spans
+
+
+def _counted(
+    tokenizer: Tokenizer,
+    ids_of: Callable[[str], np.ndarray],
+    text: str,
+    spans: Sequence[tuple[int, int]],
+) -> tuple[np.ndarray, np.ndarray]:
+    """(ids [t], counted [t]) of a text of which the characters in `spans` are learned.
+
+    A token that is partly of the text before a span belongs to it. Behind the last token of a span
+    that ends a text, what is white space is the template's, and is left out.
+    """
+    ids = ids_of(text)
+    counted = np.zeros(len(ids), bool)
+    for begin, end in spans:
+        first = _shared(ids, ids_of(text[:begin]))
+        last = len(ids) if end == len(text) else _shared(ids, ids_of(text[:end]))
+        ends = np.flatnonzero(np.isin(ids[first:last], tokenizer.end_ids))
+        if len(ends) and not tokenizer.decode(ids[first + ends[-1] : last]).strip():
+            last = first + int(ends[-1]) + 1
+        counted[first:last] = True
+    return ids, counted
+
+
+def _shared(ids: np.ndarray, other: np.ndarray) -> int:
+    """How many tokens two texts begin with alike."""
+    n = min(len(ids), len(other))
+    differ = np.flatnonzero(ids[:n] != other[:n])
+    return int(differ[0]) if len(differ) else n
