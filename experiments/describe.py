@@ -19,7 +19,7 @@ from ml_collections import config_flags
 
 from experiments import launch
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment, a file of configs/.")
+config_flags.DEFINE_config_file("config", None, "The experiment, a file of configs/.")
 _COMPILE = flags.DEFINE_bool("compile", False, "Compile the training step and ask XLA.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 flags.mark_flags_as_required(["config"])
@@ -28,9 +28,8 @@ flags.mark_flags_as_required(["config"])
 def main() -> None:
     from eejax.analysis import table
     from eejax.train import memory
-    from eejax.train.config import Experiment
 
-    experiment = Experiment.from_dict(_CONFIG.value)
+    experiment = launch.configured()
     counted, work = parameters(experiment.model), compute(experiment)
     step = memory.training_memory(experiment)
     sizes = dataclasses.asdict(step) | {

@@ -123,6 +123,19 @@ def with_flag(error: str, renamed: Mapping[str, str] = types.MappingProxyType({}
     return None if flag is None else f"--{flag}{error[len(field) :]}"
 
 
+def configured(workdir: str | os.PathLike | None = None):
+    """The experiment that --config describes, with what its `train.base` fixes.
+
+    workdir: where it runs, which remembers that. Raises as `train.base.with_base`.
+    """
+    from ml_collections import config_flags
+
+    from eejax.train.base import with_base
+
+    config = flags.FLAGS["config"]
+    return with_base(config.value, workdir, config_flags.get_override_values(config))
+
+
 def say(text: str) -> None:
     """A line about what goes on, beside what is printed."""
     print(text, file=sys.stderr, flush=True)

@@ -27,7 +27,7 @@ from ml_collections import config_flags
 from experiments import launch
 from experiments.stages import Stages
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment, a file of configs/.")
+config_flags.DEFINE_config_file("config", None, "The experiment, a file of configs/.")
 _MEMORY = flags.DEFINE_float("memory_gib", None, "Memory of a device.", lower_bound=0)
 _MEASURE = flags.DEFINE_bool("measure", False, "Measure times on the devices of this machine.")
 _OUT = flags.DEFINE_string("out", None, "Where gantt.png is left.")
@@ -40,9 +40,7 @@ BUBBLE = 0.1  # the share of a step that is thought too much
 
 
 def main() -> None:
-    from eejax.train.config import Experiment
-
-    experiment = Experiment.from_dict(_CONFIG.value)
+    experiment = launch.configured()
     parts = measured(experiment) if _MEASURE.value else None
     limit = None if _MEMORY.value is None else int(_MEMORY.value * GIB)
     result = plan(experiment, limit, parts)

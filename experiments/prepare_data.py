@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from experiments import launch
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment, a file of configs/.")
+config_flags.DEFINE_config_file("config", None, "The experiment, a file of configs/.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's; made if it is not there.")
 _WORKERS = flags.DEFINE_integer(
     "workers", None, "Processes that tokenize; by default one for each core.", lower_bound=1
@@ -43,9 +43,8 @@ def main() -> None:
     from eejax.checkpoint.model import TOKENIZER
     from eejax.common.errors import DataError
     from eejax.train import inputs
-    from eejax.train.config import Experiment
 
-    experiment = Experiment.from_dict(_CONFIG.value)
+    experiment = launch.configured(_WORKDIR.value)
     config, workdir = experiment.data, os.path.expanduser(_WORKDIR.value)
     bar = None
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -31,8 +31,8 @@ class Stages:
 
         train, mesh, settings = experiment.train, experiment.mesh, experiment.pipeline
         require(
-            experiment.tune.base is None,
-            "tune.base", experiment.tune.base, "must be None: exits that are tuned have no plan",
+            experiment.tuned is None,
+            "tune.part", experiment.tune.part, "must be another: exits that are tuned have no plan",
         )  # fmt: skip
         parted = mesh.data * train.microbatches
         require(

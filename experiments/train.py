@@ -3,6 +3,11 @@
     python -m experiments.train --config=configs/quickstart.py --config.train.steps=1000 \\
         --workdir=runs/quickstart
 
+A run that begins with the weights of a trained model (docs/GUIDE.md, "From a checkpoint"):
+
+    python -m experiments.train --config=configs/finetune.py --config.train.base=runs/quickstart \\
+        --config.data.source='texts/*.txt' --workdir=runs/mine
+
 One of several processes, on several hosts that share the workdir (docs/SCALING.md):
 
     python -m experiments.train --config=... --workdir=... --distributed
@@ -15,6 +20,7 @@ once. Exit status: 0 done, 1 a problem that the message names, 128 + signal when
 
 from __future__ import annotations
 
+import pathlib
 import sys
 
 from absl import flags
@@ -22,19 +28,21 @@ from ml_collections import config_flags
 
 from experiments import launch
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment, a file of configs/.")
+_DEFAULT = pathlib.Path(__file__).resolve().parent.parent / "configs" / "finetune.py"
+config_flags.DEFINE_config_file(
+    "config", str(_DEFAULT), "The experiment, a file of configs/. The default needs a train.base."
+)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; made if it is not there.")
 launch.define_processes()
-flags.mark_flags_as_required(["config", "workdir"])
+flags.mark_flags_as_required(["workdir"])
 
 
 def main() -> None:
     # Imported late: --help needs no JAX.
     from eejax.sharding import distributed
-    from eejax.train.config import Experiment
     from eejax.train.loop import fit
 
-    result = fit(Experiment.from_dict(_CONFIG.value), _WORKDIR.value)
+    result = fit(launch.configured(_WORKDIR.value), _WORKDIR.value)
     if result.evaluation is not None and distributed.is_first():
         print(result.evaluation.table())
     if result.stopped is not None:

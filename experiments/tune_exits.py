@@ -2,6 +2,8 @@
 
     python -m experiments.tune_exits --base=runs/quickstart --exits=2,5 --workdir=runs/tuned
 
+is experiments.train with train.base, tune.part = "exits" and tune.exits, on the base's own text.
+
 Only the layers below the deepest tuned exit are read and run, but for --config.loss.distillation=1,
 with which exits learn from the final one, and all layers are run. The workdir ends with the whole
 model, old and new exits, and needs the base no more: evaluate and generate take it as any run.
@@ -22,7 +24,7 @@ from ml_collections import config_flags
 from experiments import launch
 
 for _argument in sys.argv[1:]:  # before the file, which does not have these sections, is read
-    if re.match(r"--?(no)?config\.(model|data|tune)\b", _argument):
+    if re.match(r"--?(no)?config\.((model|data|tune)\b|train\.base)", _argument):
         sys.exit(
             f"error: {_argument.split('=')[0]}: model and text of a tuning run are those of the "
             "base; --source, --exits, --head, --norm, --mlp, --block and --start say what is new."
@@ -30,8 +32,10 @@ for _argument in sys.argv[1:]:  # before the file, which does not have these sec
 
 _DEFAULT = pathlib.Path(__file__).resolve().parent.parent / "configs" / "tune_exits.py"
 _CONFIG = config_flags.DEFINE_config_file("config", str(_DEFAULT), "How the exits are trained.")
-_BASE = flags.DEFINE_string("base", None, "The workdir of the run that trained the model.")
-_BASE_STEP = flags.DEFINE_integer("base_step", None, "Its checkpoint, by default the newest.")
+_BASE = flags.DEFINE_string(
+    "base", None, "The model: a run's workdir, a Hugging Face folder or a name on the Hub."
+)
+_BASE_STEP = flags.DEFINE_integer("base_step", None, "A run's checkpoint, by default the newest.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; made if it is not there.")
 _EXITS = flags.DEFINE_list("exits", None, "Boundaries of the exits: 2,5 is after layers 2 and 5.")
 _HEAD = flags.DEFINE_enum("head", "own", ["own", "tied", "shared"], "Head of the new exits.")
@@ -59,57 +63,54 @@ def main() -> None:
 
 def experiment():
     """The experiment: the base's model and text, and its exits tuned as the config file says."""
-    from eejax.checkpoint.model import load_metadata
     from eejax.common.errors import ConfigError
-    from eejax.models.config import ExitConfig
-    from eejax.train.config import Experiment
-    from eejax.train.tuning import base_experiment
+    from eejax.train.base import base_model, with_base
 
-    base = base_experiment(_BASE.value)
-    if not _SOURCE.value:
-        launch.check_own_text(load_metadata(_BASE.value), base.data.source, _BASE.value)
-    try:
-        boundaries = sorted(int(n) for n in _EXITS.value)
-    except ValueError as error:
-        raise ConfigError(
-            f"--exits = {','.join(_EXITS.value)!r}: must be numbers of layers, as 2,5."
-        ) from error
-    have = {e.boundary: e for e in base.model.exits}
-    new = {
-        n: ExitConfig(
-            n,
-            head=_HEAD.value,
-            norm=_NORM.value,
-            mlp=_MLP.value,
-            block=_BLOCK.value,
-            temperature=base.model.temperature,
-        )
-        for n in boundaries
-        if n not in have
-    }
+    boundaries = sorted(launch.numbers("exits", _EXITS.value, int))
+    base = base_model(_BASE.value, _BASE_STEP.value, _WORKDIR.value)
+    have = {e.boundary for e in base.exits}
+    new = [n for n in boundaries if n not in have]
     shape = [f for f in ("head", "norm", "mlp", "block", "start") if flags.FLAGS[f].present]
     if shape and not new:
         raise ConfigError(
             f"--{shape[0]}: the base has all of --exits = {','.join(_EXITS.value)}, and they are "
             "tuned as they are. Leave the flag out, or name a new exit."
         )
-    exits = tuple(e for _, e in sorted((have | new).items()))
+    parts = {f: flags.FLAGS[f].value for f in ("head", "norm", "mlp", "block")}
     values = _CONFIG.value.to_dict()
-    values["model"] = base.model.replace(exits=exits).to_dict()
-    values["data"] = dataclasses.asdict(base.data)
+    values["model"] = {"exits": [{"boundary": n, **parts} for n in dict.fromkeys(new)]}
+    values["data"] = text(base)
+    values["train"] |= {"base": _BASE.value, "base_step": _BASE_STEP.value}
+    values["tune"] = {"part": "exits", "exits": tuple(boundaries), "start": _START.value}
+    return with_base(values, _WORKDIR.value)
+
+
+def text(base) -> dict:
+    """The text of a base of this model configuration, as a section of the experiment: its own if
+    it is a run, or --source."""
+    from eejax.checkpoint.model import load_metadata
+    from eejax.common.errors import require
+    from eejax.train.config import DataConfig
+    from eejax.train.pretrained import is_run
+    from eejax.train.runs import saved_experiment
+
+    if is_run(pathlib.Path(_BASE.value).expanduser()):
+        metadata = load_metadata(_BASE.value, step=_BASE_STEP.value)
+        values = dataclasses.asdict(saved_experiment(metadata).data)
+        if not _SOURCE.value:
+            launch.check_own_text(metadata, values["source"], _BASE.value)
+    else:
+        require(
+            bool(_SOURCE.value), "--source", _SOURCE.value,
+            f"must name a text: {_BASE.value} is a pretrained model and has none",
+        )  # fmt: skip
+        values = {"length": min(base.context_length, DataConfig.length)}
     if _SOURCE.value:
-        values["data"] |= {
+        values |= {
             "source": tuple(_SOURCE.value), "packed": None, "max_bytes": None, "weights": None,
         }  # fmt: skip
-    values["tune"] = {
-        "base": _BASE.value,
-        "base_step": _BASE_STEP.value,
-        "exits": tuple(boundaries),
-        "start": _START.value,
-    }
-    if not values["exit_weights"]["weights"]:
-        values["exit_weights"]["weights"] = (1.0,) * len(boundaries)
-    return Experiment.from_dict(values)
+    # The base's, which need not lie where it was said to.
+    return values | {"tokenizer": DataConfig.tokenizer}
 
 
 if __name__ == "__main__":

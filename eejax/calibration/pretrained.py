@@ -25,7 +25,7 @@ from eejax.common.errors import CheckpointError, ConfigError, require
 from eejax.common.trees import Tree
 from eejax.models import params as declared
 from eejax.models.config import ExitConfig, ModelConfig
-from eejax.train.tuning import copied
+from eejax.train.starts import copied_exit
 
 SETTINGS = "calibration.json"
 
@@ -83,7 +83,7 @@ def with_exits(
         for n in boundaries if n not in have
     ]  # fmt: skip
     config = config.replace(exits=tuple(sorted((*config.exits, *new), key=lambda e: e.boundary)))
-    exits = {e.name: copied(params, config, e) for e in new}
+    exits = {e.name: copied_exit(params, config, e) for e in new}
     return params | {"exits": params["exits"] | exits}, config
 
 

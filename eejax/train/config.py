@@ -23,6 +23,7 @@ from eejax.pipeline.config import PIPELINE, PipelineConfig
 from eejax.sharding.mesh import MeshConfig
 from eejax.train import recipes
 from eejax.train.optimizer import OptimizerConfig
+from eejax.train.scope import PARTS
 
 
 def _positive(field: str, value: Any) -> None:
@@ -35,11 +36,13 @@ class DataConfig:
     """Text and how it becomes batches.
 
     `source`: "python-stdlib", a path or glob of text, JSON lines or Parquet, "hf:NAME", or several
-    of them; "megatron:PREFIX" is tokens already. `tokenizer`: "bytes", "bpe" (trained on the
-    source, with at most the model's vocabulary), or the path of a tokenizer.json or a
-    SentencePiece model. `length`: tokens per sequence. Documents go to validation by the hash of
-    their name and `split_seed`. With `document_masks` attention and positions start anew at
-    every document. `packed`: the folder for packed tokens, by default in the workdir.
+    of them; "chat:FILES" are conversations and "completion:FILES" prompts and completions, of which
+    the answers alone are learned; "megatron:PREFIX" is tokens already. `tokenizer`: "bytes", "bpe"
+    (trained on the source, with at most the model's vocabulary), the path of a tokenizer.json or a
+    SentencePiece model, or "base", that of `train.base`. `length`: tokens per sequence. Documents
+    go to validation by the hash of their name and `split_seed`. With `document_masks` attention and
+    positions start anew at every document. `packed`: the folder for packed tokens, by default in
+    the workdir.
     `max_bytes` takes only that much text. `text_field` is the field of JSON
     lines, Parquet files and Hugging Face data sets that holds the text. With `weights`, one for
     each source, these are packed apart, and that share of the sequences is drawn from each; its
@@ -159,6 +162,10 @@ class TrainConfig:
     switches a thing off, though a run's end always has its evaluation and checkpoint. `seed`
     decides initial values, the order of the data and dropout.
 
+    `base` is where the weights come from (None: they are drawn): the workdir of a run, a Hugging
+    Face folder or a name on the Hub. What it fixes, the model and its tokenizer, comes with it
+    (`train.base`). `base_step` is one of its checkpoints if it is a run (None: the newest).
+
     `batch_rampup` (start, increment, samples): the batch begins with `start` sequences and grows
     by `increment` at a time to `batch_size` within that many sequences. `layer_dropout` is the
     probability with which the last layer is left out for a sequence, the layers below it less
@@ -188,6 +195,8 @@ class TrainConfig:
     loss_scale_interval: int = 1000
     profile_begin: int = 10
     profile_steps: int = 0
+    base: str | None = None
+    base_step: int | None = None
 
     def __post_init__(self):
         for name in (
@@ -226,6 +235,11 @@ class TrainConfig:
         )  # fmt: skip
         if self.eval_batches is not None:
             _positive("TrainConfig.eval_batches", self.eval_batches)
+        require(
+            self.base_step is None or (self.base is not None and self.base_step >= 0),
+            "TrainConfig.base_step", self.base_step,
+            f"must be None, or the number of a checkpoint of train.base ({self.base!r})",
+        )  # fmt: skip
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -238,18 +252,18 @@ STARTS = ("copy", "random")
 
 @dataclasses.dataclass(frozen=True)
 class TuneConfig:
-    """Exits trained on top of a model that stays as it is (EE-Tuning, Pan et al. 2024).
+    """What of a model that begins with the weights of `train.base` is trained.
 
-    `base` is the workdir of the run that trained the model (None: no tuning, everything is
-    trained), `base_step` one of its checkpoints (None: the newest). `exits` lists the boundaries
-    of the exits that are tuned; the model's others must be those of the base, and stay. An exit
-    the base has too goes on from there. A new one starts as `start` says: "copy" takes the final
-    exit's norm and head, the mlp of the layer below the boundary and for a block the last layer;
-    "random" the initial values of `train.seed`.
+    `part` is "all", or the part that is trained while the rest stays as it is: "trunk" (the
+    embedding and the layers), "heads" (the norms and output embeddings of all exits, a tied one
+    left out), or "exits" (the early exits, on layers that are run and not differentiated:
+    EE-Tuning, Pan et al. 2024). `exits` lists the boundaries of the exits that "exits" trains, ()
+    for all. An exit that the base has goes on from there; a new one starts as `start` says:
+    "copy" as the logit lens (`train.starts.copied_exit`), "random" with the initial values of
+    `train.seed`.
     """
 
-    base: str | None = None
-    base_step: int | None = None
+    part: str = "all"
     exits: tuple[int, ...] = ()
     start: str = "copy"
 
@@ -257,11 +271,13 @@ class TuneConfig:
         object.__setattr__(self, "exits", tuple(self.exits))
         ascending = list(self.exits) == sorted(set(self.exits))
         require(ascending, "TuneConfig.exits", self.exits, "must be ascending, each boundary once")
+        require_one_of("TuneConfig.part", self.part, PARTS)
         require_one_of("TuneConfig.start", self.start, STARTS)
         require(
-            bool(self.exits) == (self.base is not None),
+            not self.exits or self.part == "exits",
             "TuneConfig.exits", self.exits,
-            f"must name the tuned exits if there is a base, and only then (base = {self.base!r})",
+            f"names exits that alone are trained, which tune.part = {self.part!r} does not say",
+            "Set tune.part to 'exits', or leave tune.exits empty.",
         )  # fmt: skip
 
 
@@ -281,19 +297,18 @@ class Experiment:
 
     def __post_init__(self):
         boundaries = [e.boundary for e in self.model.exits]
+        require(
+            self.tune.part == "all" or self.train.base is not None,
+            "tune.part", self.tune.part,
+            "must be 'all' where no train.base gives the rest of the model its weights",
+        )  # fmt: skip
         for boundary in self.tune.exits:
             require(
                 boundary in boundaries,
                 "tune.exits", boundary, f"must be the boundary of one of the exits ({boundaries})",
             )  # fmt: skip
-        routed = [e.boundary for e in self.model.exits if e.router]
-        require(
-            not set(routed) & set(self.tune.exits),
-            "tune.exits", self.tune.exits,
-            f"must be exits without a router, which was trained for them as they are ({routed})",
-            "Tune those of the run that was calibrated, and calibrate the result.",
-        )  # fmt: skip
-        n, tuned = self.model.n_exits, len(self.tune.exits)
+        self._check_routers()
+        n, tuned = self.model.n_exits, len(self.tuned or ())
         exits = f"the {tuned} tuned exits" if tuned else f"the model's {n} early exits"
         require(
             len(self.exit_weights.weights) == (tuned or n),
@@ -336,6 +351,28 @@ class Experiment:
             "Choose another length, or set mesh.sequence to False.",
         )  # fmt: skip
 
+    def _check_routers(self) -> None:
+        """Raises `ConfigError` where exits with routers, or what these read, would be trained."""
+        routed = [e.boundary for e in self.model.exits if e.router]
+        trained = boundaries = [e.boundary for e in self.model.exits]
+        if self.tuned is not None:
+            trained = [b for b in self.tuned if b in boundaries]
+        elif self.train.base is None:
+            trained = []
+        require(
+            not set(routed) & set(trained),
+            "tune.exits" if self.tune.exits else "tune.part", self.tune.exits or self.tune.part,
+            f"must leave exits with a router as they are ({routed}), which were trained for it",
+            "Train those of the run that was calibrated, and calibrate the result.",
+        )  # fmt: skip
+
+    @property
+    def tuned(self) -> tuple[int, ...] | None:
+        """Boundaries of the exits that alone are trained, ascending; None where more is."""
+        if self.tune.part != "exits":
+            return None
+        return self.tune.exits or tuple(e.boundary for e in self.model.exits)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, for `from_dict`."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
@@ -351,7 +388,11 @@ class Experiment:
         # Fields without a default, which `default_config` holds as None until they are set.
         model = {k: v for k, v in values.get("model", {}).items() if v is not None}
         if not model:
-            raise ConfigError("config.model: missing; a run needs a model.")
+            raise ConfigError(
+                "config.model: missing. Name a configuration that has one "
+                "(--config=configs/quickstart.py) or a model to begin with "
+                "(--config.train.base=RUN, a folder or a name)."
+            )
         built = {
             name: build(type_, values[name], f"config.{name}")
             for name, type_ in SECTIONS.items()

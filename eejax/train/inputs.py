@@ -17,6 +17,7 @@ from eejax.sharding import distributed
 from eejax.train.config import DataConfig, Experiment
 
 BPE = "bpe"
+BASE = "base"  # the tokenizer of the model that the run begins with, which is the workdir's
 MEGATRON = "megatron:"  # data.source = "megatron:PREFIX" names PREFIX.bin and PREFIX.idx
 
 Dataset = data.PackedDataset | data.MegatronDataset | data.Mixture
@@ -217,6 +218,13 @@ def _tokenizer(
     for part in _parts(config):
         megatron_prefix(part)  # where the settings do not go together, that is what to say
     have = data.load_tokenizer(saved) if saved.is_dir() else None
+    if config.tokenizer == BASE:
+        if have is None:
+            raise DataError(
+                f"data.tokenizer = {BASE!r}: {saved} is not there, where a run keeps the tokenizer "
+                "of its train.base. Name a tokenizer, or a base."
+            )
+        return have
     if config.tokenizer == BPE:
         if have is not None and not isinstance(have, data.JsonTokenizer):
             raise DataError(

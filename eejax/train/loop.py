@@ -25,7 +25,8 @@ from eejax.common.trees import Tree, join, size
 from eejax.data.prefetch import import_grain
 from eejax.sharding import distributed
 from eejax.sharding.mesh import make_mesh
-from eejax.train import flops, inputs, profile, recipes, tuning
+from eejax.train import base as bases
+from eejax.train import flops, inputs, profile, recipes
 from eejax.train import state as states
 from eejax.train.config import Experiment
 from eejax.train.evaluate import Evaluation, evaluate_mixture
@@ -55,8 +56,12 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
     A resumed run is bitwise the uninterrupted one: parameters, optimiser, data position, dropout.
     On SIGTERM or Ctrl-C the step under way is finished, a checkpoint saved, and `stopped` set; a
     second Ctrl-C ends the process at once. The workdir holds config.json, tokenizer/, data/,
-    checkpoints/, metrics.jsonl and tensorboard/. A run that tunes exits keeps what it resumes from
-    in tuning/, and leaves the whole model in checkpoints/ at its end.
+    checkpoints/, metrics.jsonl and tensorboard/.
+
+    A run with a `train.base` begins with its weights, evaluates them before the first step, and
+    keeps what it began with in base.json. Then it needs the base no more, unless it trains exits
+    alone: such a run keeps what it resumes from in tuning/, and leaves the whole model in
+    checkpoints/ at its end.
 
     In a run of several processes (`sharding.distributed`) all call this with the same arguments
     and share the workdir. Process 0 prepares the text, records and reports; a signal to any of
@@ -80,33 +85,41 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
             distributed.by_first(lambda: held.enter_context(only_user(workdir)) is None)
             return _fit(experiment, workdir, mesh)
     except OSError as error:
-        folder = TUNING if experiment.tune.base else CHECKPOINTS
+        folder = CHECKPOINTS if experiment.tuned is None else TUNING
         raise unwritable(error, workdir / folder) from error
 
 
 def _fit(experiment: Experiment, workdir: pathlib.Path, mesh: Mesh) -> Result:
+    train = experiment.train
+    if train.base is not None:
+        same = pathlib.Path(train.base).expanduser().resolve() == workdir.resolve()
+        require(not same, "workdir", str(workdir), "must be another than train.base")
     program = Program(experiment, mesh)
     program.check()
-    base = None
-    if program.scope.tuned:
-        source = pathlib.Path(experiment.tune.base).expanduser().absolute()
-        same = source.resolve() == workdir.resolve()
-        require(not same, "workdir", str(workdir), "must be another than tune.base")
-        base = tuning.load_base(experiment, mesh, workdir)
-        # Its very checkpoint, also when the base has gone on by the time this run resumes or ends.
-        tune = dataclasses.replace(experiment.tune, base_step=base.step)
-        program = Program(dataclasses.replace(experiment, tune=tune), mesh)
-    dataset = inputs.prepare(experiment.data, experiment.model.vocab_size, workdir, TOKENIZER)
     folder = workdir / (TUNING if program.scope.tuned else CHECKPOINTS)
-    checkpoints = Checkpoints(folder, keep=experiment.train.keep_checkpoints)
+    checkpoints, base = Checkpoints(folder, keep=train.keep_checkpoints), None
     try:
+        begins = not distributed.by_first(checkpoints.steps)
+        began = None
+        if train.base is not None and not begins:
+            began = bases.remembered(workdir, train.base)
+        if began is not None and train.base_step is None:
+            # Its very checkpoint, also when the base has gone on by the time this run resumes.
+            train = dataclasses.replace(train, base_step=began.step)
+        if train.base is not None and (program.scope.tuned or begins):
+            experiment = dataclasses.replace(experiment, train=train)
+            base = bases.load_base(experiment, mesh, workdir)
+            train = dataclasses.replace(train, base_step=base.facts.step)
+        program = Program(dataclasses.replace(experiment, train=train), mesh)
+        dataset = inputs.prepare(experiment.data, experiment.model.vocab_size, workdir, TOKENIZER)
         run = _Run(program, workdir, dataset, checkpoints, base)
+        base = None  # its weights are in the state
         with StopRequest() as stop:
             result = run.run(Stopping(stop, mesh))
             if program.scope.tuned and result.stopped is None:
                 # The trunk makes room for the whole model.
                 result = result._replace(state=result.state.replace(frozen={}))
-                base = run.state = None
+                run.state = None
                 run.save_whole_model(result.state)
         checkpoints.close()
         return result
@@ -138,7 +151,7 @@ class _Run:
         workdir: pathlib.Path,
         dataset: inputs.Dataset,
         checkpoints: Checkpoints,
-        base: tuning.Base | None,
+        base: bases.Base | None,
     ):
         self.program, self.scope = program, program.scope
         self.experiment, self.mesh = program.experiment, program.mesh
@@ -164,7 +177,7 @@ class _Run:
         self.clock = _Clock()
         self.sizes: set[int] = set()  # batches whose program there is
 
-    def _begin_or_resume(self, base: tuning.Base | None) -> tuple[states.TrainState, int]:
+    def _begin_or_resume(self, base: bases.Base | None) -> tuple[states.TrainState, int]:
         wanted = self.program.portable_state
 
         def check(metadata: dict[str, Any], folder: pathlib.Path) -> None:
@@ -174,7 +187,7 @@ class _Run:
             check(metadata, self.checkpoints.folder)
             return _trees(wanted)
 
-        if base is not None and (self.workdir / CHECKPOINTS).is_dir():
+        if self.scope.tuned and (self.workdir / CHECKPOINTS).is_dir():
             # Of this very run, or of another one whose place it is.
             whole = Checkpoints(self.workdir / CHECKPOINTS, read_only=True)
             try:
@@ -185,10 +198,13 @@ class _Run:
         if restored is None:
             if base is None:
                 return self.program.create(), 0
+            bases.remember(self.workdir, base.facts)
             placed = self.program.abstract_state.replace(frozen={})
             placed = jax.tree.map(lambda a: a.sharding, placed)
             begin = jax.jit(self.program.begin, out_shardings=placed)
             return begin(base.first).replace(frozen=base.frozen), 0
+        if base is not None:
+            bases.same_base(self.workdir, base.facts)
         self.loader.restore(restored.metadata["data"])
         self.resumed_from = restored.metadata["experiment"]["train"]
         self.tokens = restored.metadata["tokens"]
@@ -210,6 +226,9 @@ class _Run:
         self._announce(start)
         flight = None
         try:
+            if start == 0 and train.base is not None and train.eval_every:
+                with self.clock.paused():
+                    self._evaluate()
             with self._batches() as batches, self._profiler() as profiler:
                 while self.step < train.steps and stop.signal is None:
                     profiler.before(self.step + 1, self.state)
@@ -356,7 +375,7 @@ class _Run:
                 state = self.program.to_portable(state)
                 tuned = {PARAMS: state.params} | ({EMA: state.ema} if state.ema else {})
                 trees = {
-                    name: tuning.complete(self.experiment, tree["exits"], self.mesh)
+                    name: bases.complete(self.experiment, tree["exits"], self.mesh)
                     for name, tree in tuned.items()
                 }
                 whole.save(self.step, trees, self._metadata())
@@ -373,10 +392,14 @@ class _Run:
             "tokenizer": self.dataset.tokenizer.fingerprint,
             "tokens": self.tokens,
             "averaged": self.train.ema is not None,
+            **({} if self.train.base is None else {"base": bases.origin(self.workdir)}),
         }
 
     def _announce(self, start: int) -> None:
         begin = f"resuming after step {start}" if start else "starting"
+        if self.train.base is not None and not start:
+            of = "" if self.train.base_step is None else f", step {self.train.base_step}"
+            begin = f"starting with the weights of {self.train.base}{of}"
         sizes = sorted({self.loader.sizes[0], self.loader.sizes[-1]})
         self.progress.say(
             f"{begin}: {size(self.program.portable_state.params):,} parameters, exits at "

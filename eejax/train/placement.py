@@ -64,6 +64,13 @@ class Placement:
         by_part = lambda tree: tree | {"layers": lax.with_sharding_constraint(tree["layers"], cut)}
         return by_part(move(by_part(tree)))
 
+    @property
+    def moved(self) -> Tree | None:
+        """`Scope.moved` of the parameters as they lie: 1.0 or 0.0 for each leaf or each of its
+        rows; None where all trained parameters move."""
+        moved = self.scope.moved
+        return moved if moved is None or self.stages is None else self.stages.to_stages(moved)
+
     def norm(self, tree: Tree) -> jax.Array:
         """Global norm of the trained parameters' gradients, of each parameter once."""
         if self.stages is None:

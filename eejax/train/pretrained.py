@@ -14,7 +14,7 @@ import eejax
 from eejax.checkpoint.hf import Pretrained, load_pretrained
 from eejax.checkpoint.hf.load import fetched
 from eejax.checkpoint.manager import Checkpoints
-from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER, load_model
+from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER, TUNING, load_model
 from eejax.checkpoint.overlay import opened
 from eejax.common.errors import CheckpointError, DataError, require
 from eejax.common.trees import Tree
@@ -98,7 +98,7 @@ def open_model(
     """The model of a run's workdir, of a Hugging Face folder, or of a name on the Hub; arguments
     and errors as `eejax.load`'s. mesh: over which a pretrained model is to be cut."""
     path = pathlib.Path(source).expanduser()
-    if (path / CHECKPOINTS).is_dir() or opened(path) is not None:
+    if is_run(path):
         for name, value in (("tokenizer", tokenizer), ("dtype", dtype)):
             fix = "Leave it out."
             require(value is None, name, value, f"must be None: {path} is a run with its own", fix)
@@ -108,6 +108,18 @@ def open_model(
     found = load_pretrained(path, dtype=dtype or "float32", mesh=mesh)
     own = tokenizer_of(path, found.raw, found.config.vocab_size, tokenizer)
     return Opened(found.config, found.params, own, path)
+
+
+def is_run(path: pathlib.Path) -> bool:
+    """Whether a folder is a run's workdir, of one that has not ended too, and no pretrained
+    model."""
+    has = any((path / name).is_dir() for name in (CHECKPOINTS, TUNING))
+    return has or opened(path) is not None
+
+
+def has_tokenizer(path: pathlib.Path) -> bool:
+    """Whether a pretrained model's folder has a tokenizer of its own."""
+    return any((path / name).is_file() for name in OWN)
 
 
 def tokenizer_of(
@@ -120,7 +132,7 @@ def tokenizer_of(
     Raises CheckpointError where there is none, DataError for one of more tokens than the model has,
     or a `spec` whose end of text is none of those.
     """
-    if spec is None and not any((path / name).is_file() for name in OWN):
+    if spec is None and not has_tokenizer(path):
         raise CheckpointError(
             f"{path}: has no tokenizer ({' or '.join(OWN[:2])}): name one, or 'bytes' for a model "
             "of bytes."

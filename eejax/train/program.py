@@ -15,7 +15,7 @@ from eejax.common.trees import Tree
 from eejax.models import params
 from eejax.pipeline.plan import plan
 from eejax.sharding.mesh import check_batch
-from eejax.train import optimizer, recipes, state, step, tuning
+from eejax.train import optimizer, recipes, state, step
 from eejax.train.config import Experiment, TrainConfig
 from eejax.train.placement import Placement, placement
 from eejax.train.scope import Scope
@@ -41,7 +41,7 @@ class Program:
     @functools.cached_property
     def scope(self) -> Scope:
         """What of the model is trained."""
-        return tuning.scope(self.experiment)
+        return Scope.of(self.experiment)
 
     @functools.cached_property
     def placement(self) -> Placement:

@@ -35,7 +35,6 @@ MAY_DIFFER = {
     },
     "mesh": {"data", "pipe", "model", "sequence", "shard_optimizer", "shard_params"},
     "pipeline": {"schedule", "exits", "layers", "placement", "fill", "backward_cost"},
-    "tune": {"base"},  # its checkpoint's step is compared
 }
 
 
@@ -80,7 +79,17 @@ def open_run(
 
 def saved_experiment(metadata: dict[str, Any]) -> Experiment:
     """The experiment in a checkpoint's metadata."""
-    return saved_settings(metadata, "experiment", Experiment.from_dict)
+    return saved_settings(metadata, "experiment", lambda saved: Experiment.from_dict(_moved(saved)))
+
+
+def _moved(saved: dict[str, Any]) -> dict[str, Any]:
+    """A saved experiment with the base of its exits where it is now."""
+    tune = dict(saved.get("tune", {}))
+    if "base" not in tune:
+        return saved
+    base = {"base": tune.pop("base"), "base_step": tune.pop("base_step", None)}
+    part = "all" if base["base"] is None else "exits"
+    return saved | {"tune": tune | {"part": part}, "train": saved.get("train", {}) | base}
 
 
 def check_same_run(
@@ -99,6 +108,8 @@ def check_same_run(
             may = field in MAY_DIFFER.get(section, ())
             if (section, field) == ("train", "steps"):
                 may = not (_ends_with_the_run(saved) or _ends_with_the_run(wanted))
+            if (section, field) == ("train", "base"):  # which is read again: a digest is compared
+                may = saved.tuned is not None
             if old[section][field] != value and not may:
                 differ.append(
                     f"{section}.{field}: {old[section][field]!r} in the checkpoint, {value!r} in "

@@ -1,32 +1,57 @@
-"""Which part of a model a run trains: all of it, or some exits on a trunk that stays as it is."""
+"""Which part of a model a run trains: all of it, a named part, or some exits on a fixed trunk."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax
+import numpy as np
 
-from eejax.common.errors import require
-from eejax.common.trees import Tree, join, split
+from eejax.common.errors import require, require_one_of
+from eejax.common.trees import Tree, join, path_name, split
 from eejax.models import params
 from eejax.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from eejax.train.config import Experiment
+
+PARTS = ("all", "trunk", "heads", "exits")
 
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """`tuned`: the names of the exits that are trained while all else is frozen (EE-Tuning, Pan et
-    al. 2024), or None to train everything.
+    """The part of a model that is trained.
 
-    With tuned exits the model ends at the deepest of them: layers above it, the final exit and
-    other exits are neither held nor run, and the loss is that of the tuned exits alone. If they are
-    `taught` by the final exit, that and all layers are held and run, and still nobody else trained.
+    With part "exits", `tuned` names the exits that are trained while all else is frozen (EE-Tuning,
+    Pan et al. 2024). The model then ends at the deepest of them: layers above it, the final exit
+    and other exits are neither held nor run, and the loss is that of the tuned exits alone. If they
+    are `taught` by the final exit, that and all layers are held and run, and still nobody else
+    trained. With any other part the whole model is held, run and differentiated, and the rest does
+    not move (`moved`).
     """
 
     config: ModelConfig
     tuned: tuple[str, ...] | None = None
     taught: bool = False
+    part: str = "all"
+
+    @classmethod
+    def of(cls, experiment: Experiment) -> Scope:
+        """What of `experiment.model` is trained."""
+        model, tuned = experiment.model, experiment.tuned
+        if tuned is None:
+            return cls(model, part=experiment.tune.part)
+        names = tuple(e.name for e in model.exits if e.boundary in tuned)
+        return cls(model, names, taught=bool(experiment.loss.distillation), part="exits")
 
     def __post_init__(self):
+        require_one_of("part", self.part, PARTS)
+        if self.moved is not None:
+            require(
+                any(np.any(a) for a in jax.tree.leaves(self.moved)), "part", self.part,
+                "must be a part with parameters, which this model does not have",
+            )  # fmt: skip
         if self.tuned is None:
             return
         names = [e.name for e in self.config.exits]
@@ -53,8 +78,27 @@ class Scope:
             return self.config.n_layers
         return max(self.config.stops[e] for e in self.which)
 
+    @property
+    def moved(self) -> Tree | None:
+        """Which parameters of the model's tree move: 1.0 or 0.0 for a leaf, [l] for one of a stack
+        of layers. None where all that is trained does."""
+        if self.part in ("all", "exits"):
+            return None
+        trunk = ("embed", "layers")
+
+        def one(path, p):
+            top, last = path_name(path).split("/")[0], path_name(path).split("/")[-2:]
+            of_head = top == "shared_head" or last[-1] in ("head", "head_bias") or "norm" in last
+            moves = top in trunk if self.part == "trunk" else top not in trunk and of_head
+            return np.full(p.shape[:1] if top == "layers" else (), float(moves), np.float32)
+
+        declared = params.abstract(self.config)
+        return jax.tree_util.tree_map_with_path(
+            one, declared, is_leaf=lambda x: isinstance(x, params.Param)
+        )
+
     def trains(self, name: str) -> bool:
-        """Whether the leaf 'exits/exit_3/norm/scale' is trained."""
+        """Whether the leaf 'exits/exit_3/norm/scale' is among the trained parameters."""
         return self.tuned is None or _exit(name) in self.tuned
 
     def held(self, name: str) -> bool:

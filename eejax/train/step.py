@@ -137,7 +137,7 @@ def make_train_step(
     spread = rules.specs(places.declarations[0], mesh, layout.moments_over)
     update = Update(
         optimizer, learning_rate, clip_norm, ema, loss_scale_interval,
-        rules.shardings(spread, mesh), places.norm,
+        rules.shardings(spread, mesh), places.norm, places.moved,
     )  # fmt: skip
 
     def step(state: TrainState, batch: Arrays) -> tuple[TrainState, Metrics]:
@@ -288,6 +288,7 @@ class Update:
     loss_scale_interval: int
     moments: Tree | None = None
     norm: Callable[[Tree], jax.Array] = optax.tree.norm
+    moved: Tree | None = None
 
     def __call__(
         self, state: TrainState, sums: BatchSums, scale: jax.Array
@@ -296,6 +297,7 @@ class Update:
         counted = sums.exits.count > 0
         count = jnp.maximum(sums.exits.count, 1).astype(jnp.float32)
         total, factor = sums.total / scale, 1.0 / (scale * count)
+        sums = sums._replace(grads=self._only_moved(sums.grads))
         norm = self.norm(sums.grads) * factor
         finite = jnp.isfinite(norm) & jnp.isfinite(total) & counted
         rate = self.learning_rate(state.step)
@@ -316,6 +318,7 @@ class Update:
         if self.moments is not None:
             params = lax.with_sharding_constraint(params, self.moments)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
+        updates = self._only_moved(updates)  # weight decay, too
         moved = jax.tree.map(lambda p, u: p - rate * u, params, updates)
         choose = lambda ok, new, old: jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
         average, scaling = state.ema, state.loss_scale
@@ -335,6 +338,17 @@ class Update:
             loss_scale=scaling,
         )
         return state, metrics
+
+    def _only_moved(self, tree: Tree) -> Tree:
+        """A tree like the trained parameters', with zeros where these stay as they are."""
+        if self.moved is None:
+            return tree
+
+        def one(moves, a):
+            moves = jnp.asarray(moves).reshape(moves.shape + (1,) * (a.ndim - moves.ndim))
+            return jnp.where(moves > 0, a, jnp.zeros((), a.dtype))
+
+        return jax.tree.map(one, self.moved, tree)
 
 
 def make_eval_step(

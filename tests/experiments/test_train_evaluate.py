@@ -65,10 +65,10 @@ def test_exits_are_tuned_and_the_result_is_evaluated(repo_root, trained, tmp_pat
 @pytest.mark.parametrize(
     "argument, message",
     [
-        ("--exits=x", "--exits = 'x': must be numbers of layers"),
+        ("--exits=x", "--exits = 'x': must be numbers"),
         ("--exits=9", "must lie in 0..2"),
         ("--exits=1,1", "each boundary once"),
-        ("--base=nowhere", "nowhere holds no checkpoints"),
+        ("--base=no/such/where", "train.base = 'no/such/where': no/such/where: no such folder"),
     ],
 )
 def test_tuning_what_cannot_be_tuned_is_refused(repo_root, trained, tmp_path, argument, message):

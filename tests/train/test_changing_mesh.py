@@ -15,7 +15,8 @@ def experiment(folder, mesh=None, tune=None):
     values = config(folder, batch_size=8, microbatches=1, ema=0.9)
     values["model"] |= {"vocab_multiple": 4, "n_kv_heads": 1}
     if tune:
-        values |= {"tune": {"base": str(tune), "exits": [1]}, "exit_weights": {"weights": [1.0]}}
+        values |= {"tune": {"part": "exits"}, "exit_weights": {"weights": [1.0]}}
+        values["train"]["base"] = str(tune)
     return Experiment.from_dict(values | {"mesh": mesh or {}})
 
 

@@ -56,8 +56,9 @@ def test_the_state_is_counted_to_the_byte(data, norm):
 def test_what_is_frozen_is_held_and_has_no_gradient_and_no_moments():
     full = experiment(exits=(ExitConfig(1), ExitConfig(2)))
     tuned = Experiment(
-        model=full.model, data=full.data, train=full.train,
-        exit_weights=ExitWeights((1.0,)), tune=TuneConfig(base="elsewhere", exits=(2,)),
+        model=full.model, data=full.data,
+        train=dataclasses.replace(full.train, base="elsewhere"),
+        exit_weights=ExitWeights((1.0,)), tune=TuneConfig("exits", (2,)),
     )  # fmt: skip
     got, whole = memory.training_memory(tuned), memory.training_memory(full)
     d, f = 64, 256
@@ -170,7 +171,7 @@ def test_exits_tuned_on_stages_keep_nothing_of_a_microbatch():
     tuned = dataclasses.replace(
         full, mesh=MeshConfig(pipe=2), pipeline=PipelineConfig(schedule="gpipe"),
         model=full.model.replace(exits=(ExitConfig(2),)), exit_weights=ExitWeights((1.0,)),
-        tune=TuneConfig(base="elsewhere", exits=(2,)),
+        train=dataclasses.replace(full.train, base="elsewhere"), tune=TuneConfig("exits"),
     )  # fmt: skip
     got = memory.training_memory(tuned)
     assert got.activations == 0 and got.params == 4 * 64  # a norm's scale

@@ -210,7 +210,8 @@ def test_exits_are_tuned_on_stages(texts, tmp_path):
         values = small_runs.config(texts, steps=5, batch_size=16, eval_every=0, checkpoint_every=0)
         values["model"] = MODEL
         values["exit_weights"] = {"weights": [0.5, 0.4]}
-        values["tune"] = {"base": str(base), "exits": [2, 3]}
+        values["train"]["base"] = str(base)
+        values["tune"] = {"part": "exits", "exits": [2, 3]}
         values["mesh"] = dict(zip(("data", "pipe", "model"), mesh, strict=True))
         workdir = tmp_path / str(mesh[1])
         result = fit(Experiment.from_dict(values), workdir)
@@ -239,6 +240,7 @@ def test_filled_bubbles_are_told_and_trained(texts, tmp_path, capfd):
 
 def test_filling_is_refused_where_nothing_waits(texts):
     values = small_runs.config(texts) | {"model": MODEL, "pipeline": {"fill": "both"}}
-    values |= {"exit_weights": {"weights": [0.5]}, "tune": {"base": "runs/base", "exits": [2]}}
+    values |= {"exit_weights": {"weights": [0.5]}, "tune": {"part": "exits", "exits": [2]}}
+    values["train"]["base"] = "runs/base"
     with pytest.raises(ConfigError, match="pipeline.fill = 'both': must be 'none'"):
         Experiment.from_dict(values)

@@ -21,12 +21,14 @@ from eejax.losses.objective import Objective
 from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
-from eejax.train import inputs, optimizer, state, step, tuning
+from eejax.train import base as bases
+from eejax.train import inputs, optimizer, state, step
 from eejax.train.config import ExitWeights, Experiment, TuneConfig
 from eejax.train.loop import TUNING, fit
 from eejax.train.metrics import read_metrics
 from eejax.train.runs import open_run
 from eejax.train.scope import Scope
+from eejax.train.starts import copied_exit
 
 DEPTH = 4
 EXITS = (ExitConfig(2, head="own"), ExitConfig(3, head="own", mlp=True))
@@ -66,8 +68,8 @@ def tuned_experiment(base, new=EXITS, boundaries=None, start="copy", mesh=None, 
         run.experiment,
         model=model,
         exit_weights=ExitWeights((1.0,) * len(boundaries)),
-        tune=TuneConfig(str(base), exits=boundaries, start=start),
-        train=dataclasses.replace(run.experiment.train, **(settings | train)),
+        tune=TuneConfig("exits", boundaries, start),
+        train=dataclasses.replace(run.experiment.train, **(settings | {"base": str(base)} | train)),
         mesh=mesh or MeshConfig(),
     )
 
@@ -111,11 +113,12 @@ def test_the_result_is_a_run_of_its_own(base, tuned):
     run.dataset()  # its tokenizer and text are known
 
 
-def test_tuned_exits_improve_on_held_out_text(base, tuned, tmp_path):
+def test_tuned_exits_improve_on_held_out_text(tuned):
     """By at least 0.2 nats over the model's own norm and head, with 40 steps."""
-    start = fit(tuned_experiment(base, steps=1), tmp_path)
-    # The first step, of a warm-up of 4, has hardly moved anything.
-    before, after = start.evaluation.losses, tuned[1].evaluation.losses
+    first = read_metrics(tuned[0])[0]
+    assert first["step"] == 0  # what the run begins with is evaluated
+    before = [first[f"eval/loss/{name}"] for name in ("exit_2", "exit_3")]
+    after = tuned[1].evaluation.losses
     assert all(b - a > 0.2 for b, a in zip(before, after, strict=True)), (before, after)
     records = [r for r in read_metrics(tuned[0]) if "loss" in r]
     assert len(records) == 40 and {"loss/exit_2", "loss/exit_3"} < records[0].keys()
@@ -152,13 +155,13 @@ def test_a_copy_starts_at_the_logit_lens(base, tmp_path, head):
         experiment = tuned_experiment(base)  # a base whose head is tied, of its parameters
         model = experiment.model.replace(exits=(ExitConfig(2, head="tied"),), head="tied")
         whole = params.init(model.replace(exits=()), jax.random.key(1))
-        copy = tuning.copied(whole, model.replace(exits=()), model.exits[0])
+        copy = copied_exit(whole, model.replace(exits=()), model.exits[0])
         assert copy.keys() == {"norm"}
         tree = whole | {"exits": {"exit_2": copy}}
     else:
         experiment = tuned_experiment(base, new=EXITS[:1])
         model, mesh = experiment.model, make_mesh(MeshConfig())
-        first, frozen, _ = tuning.load_base(experiment, mesh, tmp_path)
+        first, frozen, _ = bases.load_base(experiment, mesh, tmp_path)
         tree, whole = join(frozen, first), load_model(base).params
     short = model.replace(n_layers=2, exits=())
     lower = jax.tree.map(lambda a: a[:2], whole["layers"])
@@ -176,14 +179,16 @@ def test_copies_are_of_what_the_exit_has(base):
     model = open_run(base).model
     whole, config = model.params, model.config
     e = ExitConfig(3, head="own", mlp=True, block=True)
-    copy = tuning.copied(whole, config, e)
+    copy = copied_exit(whole, config, e)
     layer = lambda i: jax.tree.map(lambda a: a[i], whole["layers"])
+    off = lambda tree, name: tree | {name: jnp.zeros_like(tree[name])}
+    last = layer(3)
     want = {
         "norm": whole["final"]["norm"],
         "head": whole["final"]["head"],
-        "mlp": layer(2)["mlp"],
+        "mlp": off(layer(2)["mlp"], "down"),
         "mlp_norm": layer(2)["mlp_norm"],
-        "block": layer(3),
+        "block": last | {"attn": off(last["attn"], "o"), "mlp": off(last["mlp"], "down")},
     }
     assert jax.tree.structure(copy) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(copy), jax.tree.leaves(want), strict=True):
@@ -203,15 +208,14 @@ def test_no_more_is_read_than_the_loss_reads(base, tmp_path):
     for leaf in folder.glob("exits.exit_1.*"):
         next(p for p in leaf.iterdir() if p.name[0] == "0").unlink()
     experiment = tuned_experiment(base, new=EXITS[:1])
-    experiment = dataclasses.replace(
-        experiment, tune=dataclasses.replace(experiment.tune, base=str(tmp_path / "base"))
-    )
+    train = dataclasses.replace(experiment.train, base=str(tmp_path / "base"))
+    experiment = dataclasses.replace(experiment, train=train)
     mesh = make_mesh(MeshConfig())
-    first, frozen, _ = tuning.load_base(experiment, mesh, tmp_path / "base")
+    first, frozen, _ = bases.load_base(experiment, mesh, tmp_path / "base")
     assert {a.shape[0] for a in jax.tree.leaves(frozen["layers"])} == {2}
     assert frozen.keys() == {"embed", "layers"} and first["exits"].keys() == {"exit_2"}
     with pytest.raises(CheckpointError, match="is missing"):
-        tuning.load_base(tuned_experiment_of(experiment, EXITS), mesh, tmp_path / "base")
+        bases.load_base(tuned_experiment_of(experiment, EXITS), mesh, tmp_path / "base")
 
 
 def tuned_experiment_of(experiment, new):
@@ -229,7 +233,7 @@ def test_the_trunk_has_no_backward_pass(base):
     experiment = tuned_experiment(base)
     mesh, model = make_mesh(MeshConfig()), experiment.model
     flops = {}
-    for name, scope in (("tuned", tuning.scope(experiment)), ("all", Scope(model))):
+    for name, scope in (("tuned", Scope.of(experiment)), ("all", Scope(model))):
         decays = params.map_params(lambda p: p.decay, scope.declarations()[0])
         adamw = optimizer.transformation(experiment.optimizer, decays)
         early = sum(e < model.n_exits for e in scope.which)
@@ -258,24 +262,29 @@ def test_an_interrupted_tuning_resumes_to_the_same_bits(base, tuned, tmp_path, m
     assert all(want[n].tobytes() == got[n].tobytes() for n in want)
 
 
-def test_a_base_that_went_on_is_noticed(base, tmp_path, monkeypatch):
-    """The frozen layers of a resumed run would be other ones than it began with."""
+def test_a_tuning_goes_on_from_the_checkpoint_it_began_with(base, tmp_path, monkeypatch):
+    """The frozen layers of a resumed run are those it began with, wherever the base is now."""
     shutil.copytree(base, tmp_path / "base")
-    moved = lambda **train: dataclasses.replace(
-        tuned_experiment(tmp_path / "base", **train), data=open_run(base).experiment.data
-    )
+
+    def moved(folder="base", **train):
+        experiment = tuned_experiment(base)
+        train = dataclasses.replace(experiment.train, base=str(tmp_path / folder), **train)
+        return dataclasses.replace(experiment, train=train)
+
     stop_at(monkeypatch, 5)
     assert fit(moved(), tmp_path / "tuned").stopped == signal.SIGTERM
     monkeypatch.undo()
     steps = tmp_path / "base" / "checkpoints"
-    shutil.copytree(steps / "60", steps / "80")
-    with pytest.raises(CheckpointError, match="tune.base_step: 60 in the checkpoint, 80"):
+    shutil.copytree(steps / "60", steps / "80")  # the base has gone on
+    began = bases.remembered(tmp_path / "tuned")
+    assert began.step == 60 and began.config == open_run(base).model.config
+    # A base of other parameters is noticed.
+    bases.remember(tmp_path / "tuned", began._replace(digest="0" * 32))
+    with pytest.raises(CheckpointError, match="are not those that the run in .* began with"):
         fit(moved(), tmp_path / "tuned")
-    pinned = moved()
-    pinned = dataclasses.replace(pinned, tune=dataclasses.replace(pinned.tune, base_step=60))
-    (tmp_path / "base").rename(tmp_path / "elsewhere")  # where it lies is free to change
-    tune = dataclasses.replace(pinned.tune, base=str(tmp_path / "elsewhere"))
-    assert fit(dataclasses.replace(pinned, tune=tune), tmp_path / "tuned").step == 40
+    bases.remember(tmp_path / "tuned", began)
+    (tmp_path / "base").rename(tmp_path / "elsewhere")
+    assert fit(moved("elsewhere", base_step=60), tmp_path / "tuned").step == 40
 
 
 def test_more_devices_give_the_same_exits(base, tuned, tmp_path):
@@ -288,7 +297,7 @@ def test_more_devices_give_the_same_exits(base, tuned, tmp_path):
 def test_an_exit_of_the_base_goes_on_from_where_it_is(base, tmp_path):
     run = open_run(base)
     experiment = tuned_experiment(base, new=(), boundaries=(1,), steps=1)
-    first, *_ = tuning.load_base(experiment, make_mesh(MeshConfig()), tmp_path)
+    first, *_ = bases.load_base(experiment, make_mesh(MeshConfig()), tmp_path)
     for name, value in named(first).items():
         np.testing.assert_array_equal(value, named(run.model.params)[name])
 
@@ -306,7 +315,7 @@ def test_any_exit_on_any_base(tmp_path, text, head):
         experiment = tuned_experiment(tmp_path / "base", new=chosen, steps=2, eval_every=0)
         experiment = dataclasses.replace(experiment, loss=Objective(distillation=taught))
         workdir = tmp_path / f"tuned{len(chosen)}"
-        first, frozen, _ = tuning.load_base(experiment, make_mesh(MeshConfig()), workdir)
+        first, frozen, _ = bases.load_base(experiment, make_mesh(MeshConfig()), workdir)
         whole = load_model(tmp_path / "base").params
         own = first["exits"]["exit_0"]
         table = whole["embed"]["tokens"] if head == "tied" else whole["shared_head"]
@@ -324,7 +333,7 @@ def test_any_exit_on_any_base(tmp_path, text, head):
 
 
 def test_the_base_and_other_runs_are_not_written_over(base, tmp_path):
-    with pytest.raises(ConfigError, match="must be another than tune.base"):
+    with pytest.raises(ConfigError, match="must be another than train.base"):
         fit(tuned_experiment(base), base)
     shutil.copytree(base, tmp_path / "other")
     before = {p: p.read_bytes() for p in (tmp_path / "other").rglob("*.json*")}
@@ -343,7 +352,7 @@ def test_another_tokenizer_in_the_workdir_is_refused(base, tmp_path):
 
 def test_random_exits_are_those_of_the_seed(base, tmp_path):
     experiment = tuned_experiment(base, start="random")
-    first, *_ = tuning.load_base(experiment, make_mesh(MeshConfig()), tmp_path)
+    first, *_ = bases.load_base(experiment, make_mesh(MeshConfig()), tmp_path)
     fresh = params.init(experiment.model, jax.random.key(experiment.train.seed))
     for name, value in named(first).items():
         # Compiled and not: the last bit may differ.
@@ -352,7 +361,7 @@ def test_random_exits_are_those_of_the_seed(base, tmp_path):
 
 def test_a_scope_parts_the_parameters(base):
     experiment = tuned_experiment(base)
-    scope = tuning.scope(experiment)
+    scope = Scope.of(experiment)
     trained, frozen = scope.declarations()
     shapes = lambda tree: params.map_params(lambda p: jax.ShapeDtypeStruct(p.shape, "f4"), tree)
     assert scope.which == (1, 2) and scope.depth == 3
@@ -373,16 +382,20 @@ def test_split_and_join_are_inverse():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(tune=dict(base="/nowhere")), "tune.base = '/nowhere'.*holds no checkpoints"),
+        (dict(train=dict(base="/nowhere")), "train.base = '/nowhere'.*no such folder"),
+        (dict(train=dict(base=None)), "tune.part = 'exits': must be 'all' where no train.base"),
+        (dict(train=dict(base_step=7)), "has no checkpoint of step 7, only 60"),
         (dict(tune=dict(exits=(2,))), "one weight for each of the 1 tuned exits"),
         (dict(tune=dict(exits=(2, 4))), r"tune.exits = 4: must be the boundary"),
         (dict(tune=dict(exits=(3, 2))), r"must be ascending"),
         (dict(tune=dict(exits=(2, 2))), r"each boundary once"),
-        (dict(tune=dict(exits=())), "must name the tuned exits"),
+        (dict(tune=dict(exits=())), "one weight for each of the 3 tuned exits"),
+        (dict(tune=dict(part="all")), "which tune.part = 'all' does not say"),
+        (dict(tune=dict(part="tail")), "TuneConfig.part = 'tail'"),
         (dict(tune=dict(start="zero")), "TuneConfig.start = 'zero'"),
         (dict(model=dict(d_model=32, d_ff=64, head_dim=8)), "d_model: 16 in the base, 32 wanted"),
         (dict(loss=Objective(distillation=1.0), mesh=MeshConfig(pipe=2)), "on several stages"),
-        (dict(exit=dict(router=8)), r"tune.exits = \(2, 3\): must be exits without a router"),
+        (dict(exit=dict(router=8)), r"tune.exits = \(2, 3\): must leave exits with a router"),
         (dict(exit=dict(head="shared")), "the base has no shared head"),
         (dict(exit=dict(head="tied", norm=False)), "must have parameters of its own"),
     ],
@@ -395,9 +408,12 @@ def test_bad_input_is_named(base, tmp_path, change, message):
             exits = [dataclasses.replace(e, **change["exit"]) if e.boundary == 2 else e
                      for e in model.exits]  # fmt: skip
             model = model.replace(exits=tuple(exits))
-        tune = dataclasses.replace(experiment.tune, **change.get("tune", {}))
+        changed = lambda name: dataclasses.replace(
+            getattr(experiment, name), **change.get(name, {})
+        )
         rest = {k: change[k] for k in ("loss", "mesh") if k in change}
-        return dataclasses.replace(experiment, model=model, tune=tune, **rest)
+        tune, train = changed("tune"), changed("train")
+        return dataclasses.replace(experiment, model=model, tune=tune, train=train, **rest)
 
     with pytest.raises((ConfigError, CheckpointError), match=message):
         fit(make(), tmp_path)

@@ -139,6 +139,20 @@ def load_pretrained(
     return Pretrained(config, tree, family, path, raw.values, guessed)
 
 
+def pretrained_config(path: pathlib.Path) -> tuple[ModelConfig, Mapping[str, Any]]:
+    """(model, config.json) of a folder, whose weights are not read if its type is a known one.
+
+    Raises as `load_pretrained`.
+    """
+    raw = Raw(path / CONFIG, read_json(path / CONFIG))
+    if raw("model_type") not in FAMILIES:
+        found = load_pretrained(path)
+        return found.config, found.raw
+    base = FAMILIES[raw("model_type")].read(raw)
+    side = sidecar.opened(path, base)
+    return base if side is None else side.config, raw.values
+
+
 def _check_layers(raw: Raw, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Before anything of the model's size is made. Raises CheckpointError.
 

@@ -1,0 +1,87 @@
+"""How exits that a trained model does not have begin: as the logit lens, whatever they are made of.
+
+An exit's MLP or block stands on the residual stream. Copied alone, without the layers that it was
+trained between, it would be applied to states that it never saw, and nothing bounds the loss that
+an exit starts at. So what the copy adds to the stream starts at zero, as in ReZero (Bachlechner et
+al. 2020) or LoRA (Hu et al. 2021), and training lets it in.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from eejax.common.errors import require
+from eejax.common.trees import Tree
+from eejax.models.config import ExitConfig, ModelConfig
+from eejax.models.exits import head_name
+
+
+def copied_exit(base: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
+    """Initial parameters of exit `e`, copies of what the model has (EE-Tuning, section 3.1).
+
+    The exit's logits are those of its norm and head on the state at its boundary, which for the
+    final exit's norm and head is the logit lens.
+
+    Args:
+      base: parameters of a model of `config`, which may lack layers that are not copied.
+      config: the model's; its own exits do not matter.
+      e: the exit.
+
+    Returns:
+      norm: the final exit's. head, head_bias: the final exit's output embedding. mlp: that of the
+      layer below the boundary (above it at boundary 0) with the norm it reads. block: the last
+      layer. What MLP and block add to the residual stream starts at zero. What the model has no
+      counterpart of is left out.
+
+    Raises:
+      ConfigError: a block in a model with norms on the residual stream itself, where no block
+        leaves a state as it is.
+    """
+    final, tree = base["final"], {}
+    if e.norm and "norm" in final:
+        tree["norm"] = final["norm"]
+    if "head_bias" in final:
+        tree["head_bias"] = final["head_bias"]
+    if e.head == "own":
+        where = head_name(config, config.n_exits)
+        tables = {"own": final, "tied": base["embed"], "shared": base}
+        names = {"own": "head", "tied": "tokens", "shared": "shared_head"}
+        tree["head"] = tables[where][names[where]]
+    if e.mlp:
+        layer = jax.tree.map(lambda a: a[max(e.boundary, 1) - 1], base["layers"])
+        one_norm = config.residual == "parallel_one_norm"
+        norms = {"mlp_norm": layer.get("attn_norm" if one_norm else "mlp_norm")}
+        tree |= {"mlp": _silent(layer["mlp"], "down", "down_bias")}
+        tree |= {k: v for k, v in norms.items() if v is not None}
+    if e.block:
+        require(
+            config.norm_placement != "post",
+            "tune.start", "copy",
+            f"gives exit {e.boundary} no block: with norm_placement = 'post' none of them passes a "
+            "state on as it is",
+            "Leave the block out, or set tune.start to 'random'.",
+        )  # fmt: skip
+        layer = jax.tree.map(lambda a: a[config.n_layers - 1], base["layers"])
+        tree["block"] = _silent_block(layer, config)
+    # The exit computes in its own memory: a donated step must not give away the model's.
+    return jax.tree.map(jnp.copy, tree)
+
+
+def _silent_block(layer: Tree, config: ModelConfig) -> Tree:
+    """A layer whose attention and MLP add nothing to the residual stream.
+
+    Where a norm follows them, its scale is zero and not their weights: the gradient through a norm
+    of zeros would be that of a division by its epsilon.
+    """
+    if config.norm_placement == "pre":
+        attn = _silent(layer["attn"], "o", "o_bias")
+        return layer | {"attn": attn, "mlp": _silent(layer["mlp"], "down", "down_bias")}
+    nothing = -1.0 if config.norm_plus_one else 0.0
+    off = lambda norm: _silent(norm, "bias") | {"scale": jnp.full_like(norm["scale"], nothing)}
+    return layer | {name: off(layer[name]) for name in ("attn_out_norm", "mlp_out_norm")}
+
+
+def _silent(tree: Tree, *names: str) -> Tree:
+    """`tree` with zeros in the leaves `names`, of which it may lack some."""
+    return tree | {name: jnp.zeros_like(tree[name]) for name in names if name in tree}
