@@ -12,11 +12,13 @@ import re
 import sys
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 
 from absl import app, flags, logging
 
 from eejax.common.errors import CheckpointError, ConfigError, DataError
+from experiments import config_errors, interrupts
 
 MISTAKES = (ConfigError, DataError, CheckpointError, OSError, FloatingPointError)
 
@@ -53,9 +55,10 @@ def run(
 
     With `positional`, `main` takes a list: the arguments that are no flags. Else they are refused.
 
-    Exit status: that of `main`, 1 after an error that the message names, or where Ctrl-C was
-    pressed, which prints `interrupted`.
+    Exit status: that of `main`, 1 after an error that the message names, 130 after Ctrl-C, which
+    prints `interrupted`.
     """
+    interrupts.install()
 
     def guarded(argv: list[str]) -> None:
         if len(argv) > 1 and not positional:
@@ -68,17 +71,18 @@ def run(
         if sys.stdin is None:
             sys.stdin = open(os.devnull)  # noqa: SIM115  (as long as the process)
         try:
-            _join()
-            main(*([argv[1:]] if positional else []))
+            with interrupts.unwinding(interrupted):
+                _join()
+                main(*([argv[1:]] if positional else []))
         except BrokenPipeError:  # who read the output has enough of it: `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
-        except MISTAKES as error:
-            _end(error, f"error: {error}")
-        except KeyboardInterrupt as error:
-            _end(error, interrupted)
-        except Exception as error:
-            if _joined():
+        except (KeyboardInterrupt, Exception) as error:
+            if interrupts.came_of_one(error):
+                _interrupted(interrupted)
+            elif isinstance(error, MISTAKES):
+                _end(error, f"error: {_mistake(error)}")
+            elif _joined():
                 _end(error, traceback.format_exc())
             raise
 
@@ -166,39 +170,98 @@ def _end(error: BaseException, message: str) -> None:
     distributed.leave(1, alone=lost is not None)
 
 
+def _mistake(error: Exception) -> str:
+    """The error, with the line of the config file that is at fault where it came of one."""
+    file = _config_file(sys.argv)
+    if file is not None and (told := config_errors.located(error, file)):
+        return told
+    if file is not None and isinstance(error, ConfigError):
+        return config_errors.of_field(str(error), file)
+    return str(error)
+
+
+def _interrupted(line: str) -> None:
+    """Ends the process after Ctrl-C, one of several beside the others, which got it too."""
+    if _joined():
+        from eejax.sharding import distributed
+
+        distributed.meet()
+    interrupts.end(line)
+
+
 def _parse(argv: list[str]) -> list[str]:
     """The arguments that are no flags. Ends the process where a flag cannot be used.
 
     A config file is executed and its fields are set while flags are parsed, so all of its errors
     come from here, as whatever exception they happen to be.
     """
+    file = _config_file(argv)
     try:
-        _check_config(argv)
-        return flags.FLAGS(argv)
-    except (AttributeError, KeyError, IndexError) as error:
-        sys.exit(
-            f"error: {_one_line(error)}: the configuration file does not have the field that is "
-            "to be set. Let it begin with eejax.train.config.default_config(), and set in the "
-            "file what lies in model.exits."
-        )
-    except (flags.Error, OSError, TypeError, ValueError, SyntaxError, ImportError) as error:
-        sys.exit(f"error: {_one_line(error)}")
+        _check_config(argv, file)
+        # What Python and ml_collections warn of in the file is in the error that follows.
+        with warnings.catch_warnings(), _quiet():
+            warnings.simplefilter("ignore")
+            rest = flags.FLAGS(argv)
+        if file is not None:
+            _check_result(file)
+        return rest
+    except Exception as error:
+        if file is not None and (told := config_errors.located(error, file)):
+            sys.exit(f"error: {told}")
+        if isinstance(error, AttributeError | KeyError | IndexError):
+            sys.exit(
+                f"error: {_one_line(error)}: the configuration file does not have the field that "
+                f"is to be set. Let it begin {config_errors.BEGIN}, and set in the file what lies "
+                "in model.exits."
+            )
+        if isinstance(error, flags.Error | OSError | TypeError | ValueError):
+            sys.exit(f"error: {_one_line(error)}")
+        raise
 
 
-def _check_config(argv: list[str]) -> None:
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        if not flags.FLAGS["verbosity"].present:
+            logging.set_verbosity(before)
+
+
+def _config_file(argv: list[str]) -> str | None:
+    """The file of --config, a default too; None where the launcher has no such flag."""
+    if "config" not in flags.FLAGS:
+        return None
+    path = flags.FLAGS["config"].default
+    for previous, argument in zip(["", *argv], argv, strict=False):
+        if given := re.match(r"--?config=(.*)", argument):
+            path = given[1]
+        elif previous in ("--config", "-config"):
+            path = argument
+    return None if path is None else str(path).split(":")[0]
+
+
+def _check_config(argv: list[str], file: str | None) -> None:
     """Raises `ConfigError` for --config.* that is no field, or a --config that is no file."""
     if "config" not in flags.FLAGS:
         return
-    for previous, argument in zip(["", *argv], argv, strict=False):
+    for argument in argv:
         if field := re.match(r"--?(?:no)?config\.([^=]+)", argument):
             # Imported late: without such flags this launcher may not need JAX.
             from eejax.train.config import check_field
 
             check_field(field[1])
-        file = re.match(r"--?config=(.*)", argument)
-        path = file[1] if file else argument if previous in ("--config", "-config") else None
-        if path is not None and not pathlib.Path(path.split(":")[0]).is_file():
-            raise ConfigError(f"--config = {path!r}: no such file.")
+    if file is not None and not pathlib.Path(file).is_file():
+        raise ConfigError(f"--config = {file!r}: no such file.")
+
+
+def _check_result(file: str) -> None:
+    """Raises `ConfigError` where the file's `get_config` returns something else than a config."""
+    value = flags.FLAGS["config"].value
+    if not hasattr(value, "to_dict"):
+        raise ConfigError(config_errors.returns(file, type(value).__name__))
 
 
 def _one_line(error: Exception) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -315,7 +316,9 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
     with bound(_HOST.value, _PORT.value) as listening:
         try:
             if not await unless_ended(load()):
-                return
+                if ended.result() == signal.SIGINT:
+                    raise KeyboardInterrupt
+                sys.exit(128 + ended.result())
             server = uvicorn.Server(uvicorn.Config(
                 api, log_level="warning", lifespan="off", timeout_graceful_shutdown=FLUSH,
             ))  # fmt: skip
@@ -387,4 +390,4 @@ def check_thresholds(name: str, config, thresholds) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    launch.run(main, interrupted="interrupted before it listened")

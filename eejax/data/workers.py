@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from eejax.common.children import signals_held_back
 from eejax.common.errors import DataError
 from eejax.data.records import TEXT
 from eejax.data.sources import Document, Record, name_hash
@@ -159,13 +160,14 @@ class _Worker:
         replies, theirs = os.pipe()
         self._replies = open(replies, "rb")  # noqa: SIM115
         try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM.format(path=sys.path, replies=theirs)],
-                stdin=subprocess.PIPE,
-                stdout=2,  # whatever a library prints
-                pass_fds=(theirs,),
-                env=os.environ | alone,
-            )
+            with signals_held_back():
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", _PROGRAM.format(path=sys.path, replies=theirs)],
+                    stdin=subprocess.PIPE,
+                    stdout=2,  # whatever a library prints
+                    pass_fds=(theirs,),
+                    env=os.environ | alone,
+                )
         finally:
             os.close(theirs)
 

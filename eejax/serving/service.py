@@ -15,8 +15,10 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from multiprocessing import resource_tracker
 from typing import Any, NamedTuple
 
+from eejax.common.children import signals_held_back
 from eejax.common.errors import ConfigError, require, require_count
 from eejax.inference.engine import CALL
 from eejax.inference.scheduler import Token
@@ -364,7 +366,9 @@ class _Engine:
         self.process = context.Process(
             target=worker.main, args=(theirs, build, steps), name="eejax-engine", daemon=True
         )
-        self.process.start()
+        resource_tracker.ensure_running()  # its start would let signals through again
+        with signals_held_back():
+            self.process.start()
         # It ignores signals: who forgot to stop a service would wait for it at their own end.
         atexit.register(self.process.kill)
         theirs.close()

@@ -256,14 +256,23 @@ def leave(status: int, *, alone: bool) -> None:
     Those that fail alike end side by side. Where they do not come, or with `alone`, this one goes
     at once: waiting for them as at an orderly end would be waiting for what waits for this one.
     """
-    _say_at_abort("")
     sys.stdout.flush()
     sys.stderr.flush()
-    if not alone:
-        with contextlib.suppress(Exception):
-            _barrier("eejax/leave", _GRACE)
-            sys.exit(status)
+    if not alone and meet():
+        sys.exit(status)
     os._exit(status)
+
+
+def meet() -> bool:
+    """Wait a moment for the other processes to fail alike, and return whether they did.
+
+    Where this process is ended meanwhile, it says nothing more.
+    """
+    _say_at_abort("")
+    with contextlib.suppress(Exception):
+        _barrier("eejax/leave", _GRACE)
+        return True
+    return False
 
 
 def _barrier(name: str, seconds: int) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import sys
 import types
+from collections.abc import Iterator
+from unittest import mock
 
 from absl import flags
+
+from experiments import launch
 
 _FLAGS: dict[str, list[flags.Flag]] = {}  # of each launcher that was imported
 
@@ -27,12 +33,25 @@ def help_of(name: str, flag: str) -> str:
 
 def call(name: str, *arguments: str) -> None:
     """Runs a launcher's `main` in this process, with its flags. Raises what that raises."""
+    with _flags_of(name) as module:
+        flags.FLAGS([name, *arguments])
+        module.main()
+
+
+def parse(name: str, *arguments: str) -> None:
+    """Parses a launcher's flags as it does, in this process. Raises SystemExit as it does."""
+    sys.modules.pop("config_config", None)  # a file before this one, as ml_collections calls it
+    with _flags_of(name), mock.patch.object(sys, "argv", [name, *arguments]):
+        launch._parse(sys.argv)
+
+
+@contextlib.contextmanager
+def _flags_of(name: str) -> Iterator[types.ModuleType]:
     module = functions_of(name)
     for flag in _FLAGS[name]:
         flags.FLAGS[flag.name] = flag
     try:
-        flags.FLAGS([name, *arguments])
-        module.main()
+        yield module
     finally:
         flags.FLAGS.unparse_flags()
         _remove(_FLAGS[name])

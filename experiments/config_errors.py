@@ -1,0 +1,106 @@
+"""An error of a config file in one line: the file, the line, what is wrong there and the fix."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import traceback
+
+BEGIN = "from eejax.train.config.default_config()"
+_COMMA = re.compile(r"object is not (callable|subscriptable)|indices must be integers")
+_TYPE = re.compile(
+    r"Could not override field '(\w+)'.*\. (.*) is of original type <class '([\w.]+)'> and cannot "
+    r"be casted to type <class '(\w+)'>",
+    re.DOTALL,
+)
+
+
+def located(error: BaseException, path: str) -> str | None:
+    """Describe an error that was raised while the file `path` ran, or say None of any other.
+
+    ml_collections and absl raise errors of their own in the place of the file's, so the first one
+    of the chain that has a line of the file counts.
+    """
+    chain: list[BaseException] = []
+    while error is not None:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    for cause in reversed(chain):
+        if isinstance(cause, SyntaxError) and cause.filename and _same(cause.filename, path):
+            return _told(path, cause.lineno, cause.msg, cause.text)
+        frames = [f for f in traceback.extract_tb(cause.__traceback__) if _same(f.filename, path)]
+        if frames:
+            return _told(path, frames[-1].lineno, _what(cause), frames[-1].line)
+    return _of_the_whole(" ".join(map(str, chain)), path)
+
+
+def of_field(error: str, path: str) -> str:
+    """An error that begins with the name of a field, with the line of the file that sets it.
+
+    The error stays as it is where not exactly one line has the name.
+    """
+    name = re.match(r"(?:\w+\.)*([A-Za-z_]\w*) ?[=:]", error)
+    try:
+        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return error
+    word = re.compile(rf"\b{name[1]}\b") if name else None
+    found = [n for n, line in enumerate(lines, 1) if word and word.search(line.split("#")[0])]
+    return f"{path}, line {found[0]}: {error}" if len(found) == 1 else error
+
+
+def returns(path: str, kind: str) -> str:
+    """The error where `get_config` returns a value of this type."""
+    kind = kind.replace("NoneType", "nothing")
+    return f"{path}: get_config() returns {kind}, not a config. Let it end with: return config."
+
+
+def _told(path: str, line: int | None, what: str, code: str | None) -> str:
+    end = "" if what.endswith((".", "?")) else "."
+    shown = f" The line is: {' '.join(code.split())}" if code and code.strip() else ""
+    return f"{path}, line {line}: {what}{end}{shown}"
+
+
+def _what(error: BaseException) -> str:
+    """Its message, with a fix where there is one."""
+    argument = error.args[0] if len(error.args) == 1 else error
+    if isinstance(argument, BaseException):  # as ConfigDict has it for a name that is not there
+        argument = argument.args[0] if len(argument.args) == 1 else argument
+    text = " ".join(str(argument).split())
+    if found := _TYPE.search(text):
+        field, value, given, wanted = found.groups()
+        given = given.rsplit(".", 1)[-1].replace("ConfigDict", "dict")
+        fix = "Write (VALUE,), with the comma, for a tuple of one" if wanted == "tuple" else ""
+        return f"{field} must be of type {wanted}, not the {given} {value}. {fix}".rstrip(". ")
+    if found := re.match(r"""["']*(\w+)['"]* Did you mean "(\w+)\"""", text):
+        return f"there is no field {found[1]}. Did you mean {found[2]}?"
+    if _COMMA.search(text):
+        return f"{text}; perhaps a comma is missing"
+    if isinstance(error, NameError):
+        return f"{text}. Define it, or import it"
+    if isinstance(error, ImportError):
+        return f"{text}. Install it, or mend the import"
+    if isinstance(error, OSError) or type(error).__module__.startswith("eejax"):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _of_the_whole(text: str, path: str) -> str | None:
+    """Errors that no line of the file raises."""
+    define = f"Define it without arguments, let it begin {BEGIN}, and return that config."
+    if "has no attribute 'get_config'" in text:
+        return f"{path}: there is no function get_config. {define}"
+    if found := re.search(r"Attribute <class '(NoneType|int|float|str|bool)'>", text):
+        return returns(path, found[1])
+    if "Flag --config must have a value other than None" in text:
+        return returns(path, "NoneType")
+    if "null bytes" in text:
+        return f"{path}: holds null bytes, so it is no Python file."
+    if found := re.search(r"get_config\(\) (missing|takes) [^:\n]*", text):
+        return f"{path}: {found[0].strip()}. {define}"
+    return None
+
+
+def _same(file: str, path: str) -> bool:
+    return os.path.abspath(file) == os.path.abspath(path)

@@ -1,0 +1,110 @@
+"""Ctrl-C ends a launcher with one line and status 130, whatever it is doing.
+
+`experiments/__init__.py` calls `install` before anything else is imported, so this module imports
+nothing but small modules of the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+STATUS = 128 + signal.SIGINT
+ANSWERS = 0.5  # seconds in which Python answers a signal, unless the main thread is inside C code
+
+_line = "interrupted"
+_raises = False  # whether an interrupt unwinds the main thread; else it ends the process
+_answered = -float("inf")  # when Python's handler last ran
+_ending = threading.Lock()
+
+
+def install() -> None:
+    """Catch SIGINT for the rest of this process; does nothing outside the main thread.
+
+    An import is interrupted by ending the process: where a KeyboardInterrupt is raised in the
+    callback of a weak reference, as imports have them, Python prints and forgets it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGINT) in (_handle, signal.SIG_IGN):
+        return
+    signal.signal(signal.SIGINT, _handle)
+    sys.unraisablehook = _unraisable
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(read,), daemon=True).start()
+
+
+@contextlib.contextmanager
+def unwinding(line: str) -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGINT inside of the block, so that what is open is closed.
+
+    A second SIGINT ends the process at once if Python could not answer the first, as while the
+    main thread compiles. `line` is what it prints then.
+    """
+    global _line, _raises
+    before, _line, _raises = _line, line, True
+    try:
+        yield
+    finally:
+        _line, _raises = before, False
+
+
+def came_of_one(error: BaseException | None) -> bool:
+    """Whether an interrupt is the reason for an error.
+
+    Libraries turn a KeyboardInterrupt that is raised in their callbacks into errors of their own.
+    """
+    while error is not None:
+        if "KeyboardInterrupt" in repr(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def end(line: str) -> None:
+    """Print the line and end the process with `STATUS`.
+
+    Python's own shutdown is left out: while JAX compiles in a thread, it ends in a segmentation
+    fault. Nothing waits for it: data workers end with their input, engines with their parent, and
+    a checkpoint that is half written has no name yet.
+    """
+    if not _ending.acquire(blocking=False):
+        return  # another thread does so, or the frame that this handler interrupted
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # perhaps the very write that was interrupted
+            stream.flush()
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())
+    os._exit(STATUS)
+
+
+def _handle(number: int, frame: object) -> None:
+    global _answered
+    _answered = time.monotonic()
+    if _raises:
+        raise KeyboardInterrupt
+    end(_line)
+
+
+def _unraisable(unraisable) -> None:
+    """An interrupt in a callback whose errors nobody receives, such as that of a collector."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        end(_line)
+    sys.__unraisablehook__(unraisable)
+
+
+def _watch(read: int) -> None:
+    """Counts interrupts as the handler in C writes them, one byte for each signal."""
+    previous = -float("inf")
+    while received := os.read(read, 1):
+        if received[0] == signal.SIGINT:
+            if previous - _answered > ANSWERS:
+                end(_line)
+            previous = time.monotonic()
