@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from absl import app, flags, logging
 
-from eejax.common.errors import CheckpointError, ConfigError, DataError
-from experiments import config_errors, interrupts
+from eejax.common.errors import CheckpointError, ConfigError, DataError, remedy
+from experiments import config_errors, interrupts, library_logs
 
 MISTAKES = (ConfigError, DataError, CheckpointError, OSError, FloatingPointError)
 
@@ -70,10 +70,14 @@ def run(
                 output.reconfigure(errors="replace")
         if sys.stdin is None:
             sys.stdin = open(os.devnull)  # noqa: SIM115  (as long as the process)
+        if flags.FLAGS["verbosity"].value < logging.INFO:
+            library_logs.hold()
         try:
             with interrupts.unwinding(interrupted):
                 _join()
                 main(*([argv[1:]] if positional else []))
+            if told := library_logs.report():
+                say(f"done, though a library failed on the way.{told}")
         except BrokenPipeError:  # who read the output has enough of it: `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
@@ -81,7 +85,7 @@ def run(
             if interrupts.came_of_one(error):
                 _interrupted(interrupted)
             elif isinstance(error, MISTAKES):
-                _end(error, f"error: {_mistake(error)}")
+                _end(error, f"error: {_mistake(error)}{library_logs.report()}")
             elif _joined():
                 _end(error, traceback.format_exc())
             raise
@@ -177,6 +181,8 @@ def _mistake(error: Exception) -> str:
         return told
     if file is not None and isinstance(error, ConfigError):
         return config_errors.of_field(str(error), file)
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror.lower()}: {remedy(error)}."
     return str(error)
 
 
@@ -234,13 +240,14 @@ def _config_file(argv: list[str]) -> str | None:
     """The file of --config, a default too; None where the launcher has no such flag."""
     if "config" not in flags.FLAGS:
         return None
-    path = flags.FLAGS["config"].default
+    flag = flags.FLAGS["config"]
+    path = None if flag.default is None else flag.config_filename
     for previous, argument in zip(["", *argv], argv, strict=False):
         if given := re.match(r"--?config=(.*)", argument):
             path = given[1]
         elif previous in ("--config", "-config"):
             path = argument
-    return None if path is None else str(path).split(":")[0]
+    return None if path is None else path.split(":")[0]
 
 
 def _check_config(argv: list[str], file: str | None) -> None:

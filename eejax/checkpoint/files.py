@@ -8,7 +8,7 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-from eejax.common.errors import ConfigError
+from eejax.common.errors import ConfigError, remedy
 
 LOCK = ".lock"
 
@@ -76,6 +76,6 @@ def unwritable(error: OSError, checkpoints: str | os.PathLike) -> OSError:
     )
     what = error.filename or folder.parent
     return OSError(
-        f"{what} could not be written: {error.strerror or error}. {kept}; make room (or give a "
-        "--workdir that can be written) and start the same command again."
+        f"{what} could not be written: {error.strerror or error}. {kept}; {remedy(error)}, and "
+        "start the same command again."
     )

@@ -15,6 +15,7 @@ writes and reads what its devices hold; process 0 verifies, decides what is dama
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -317,9 +318,11 @@ class Checkpoints:
             free = "free space unknown"
         good = [s for s in self.steps() if s != step]
         last = f"The last good checkpoint is that of step {good[-1]}" if good else "There is none"
+        no_room = os.strerror(errno.ENOSPC)
+        why = no_room if no_room in str(error) else _brief(error)
         return CheckpointError(
             f"saving the checkpoint of step {step} in {self.folder} failed ({free}): "
-            f"{_brief(error)}. {last}; make room and start the same command again to resume."
+            f"{why}. {last}; make room and start the same command again to resume."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import numbers
 from typing import Any
 
@@ -43,3 +44,16 @@ def require_array(field: str, value: Any, allowed: str) -> np.ndarray:
 def require_one_of(field: str, value: Any, choices: tuple) -> None:
     """Raises `ConfigError` unless `value` is among `choices`."""
     require(value in choices, field, value, f"must be one of {', '.join(map(repr, choices))}")
+
+
+def remedy(error: OSError) -> str:
+    """The thing to do about a path that cannot be used."""
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return "give another folder, as this is a file"
+    if error.errno == errno.EISDIR:
+        return "give a file, as this is a folder"
+    if error.errno == errno.ENOENT:
+        return "give a path that is there"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "give a path that this user may use"
+    return "make room, or give another folder"

@@ -63,6 +63,10 @@ class HubDataset:
                 path = os.path.relpath(path, os.path.realpath(self._path))
                 path = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}"
             known.append(path)
+        digest = hashlib.sha256("\n".join(known).encode()).hexdigest()
+        return self.settings() | {"files": len(files), "digest": digest}
+
+    def settings(self) -> dict[str, Any]:
         return {
             "kind": "hf",
             "name": self.name,
@@ -70,8 +74,6 @@ class HubDataset:
             "split": self.split,
             "text_field": self.text_field,
             "max_bytes": self.max_bytes,
-            "files": len(files),
-            "digest": hashlib.sha256("\n".join(known).encode()).hexdigest(),
             **({} if self.form == records.TEXT else {"form": self.form}),
         }
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from eejax.common.errors import DataError
-from eejax.data import packing
+from eejax.data import packing, places
 from eejax.data.sources import name_hash
 from eejax.data.tokenizers import Tokenizer
 
@@ -71,8 +71,8 @@ def open_megatron(
       DataError: a file that is not there, damaged or of another kind, or tokens that are not of
         the tokenizer's vocabulary.
     """
-    packing.check_fraction(validation_fraction)
-    packing.require_end(tokenizer)
+    places.check_fraction(validation_fraction)
+    places.require_end(tokenizer)
     prefix = os.path.expanduser(os.fspath(prefix))
     try:
         dtype, bounds = _index(f"{prefix}.idx")

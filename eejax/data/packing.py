@@ -29,12 +29,12 @@ from absl import logging
 from eejax.common.errors import DataError, require
 from eejax.data import workers as processes
 from eejax.data import writing
+from eejax.data.places import FORMAT, packed_before, place
 from eejax.data.sources import Document, Source, is_supervised
 from eejax.data.tokenizer_files import load_tokenizer
 from eejax.data.tokenizers import Tokenizer
 
 SPLITS = ("train", "validation")
-FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -201,6 +201,7 @@ def pack(
     `workers` processes tokenize (1: this one), with the same result. However this ends, by
     an error, a full disk or SIGKILL, the same call with the same text goes on behind what was
     committed, a moment ago at most. While another process packs the same, this one waits.
+    Where the text itself is gone, what was packed of it before is opened, with a note.
     Memory: some chunks of 2^18 characters for each worker, or of one longer document.
     progress: called after every chunk; what it raises ends packing.
 
@@ -208,7 +209,14 @@ def pack(
       DataError: unreadable or too little text, a tokenizer without an end token, a full disk.
     """
     require(isinstance(workers, int) and workers > 0, "workers", workers, "must be an integer > 0")
-    spec, path = _place(source, tokenizer, root, validation_fraction, seed)
+    settings = (tokenizer, root, validation_fraction, seed)
+    try:
+        spec, path = place(source, *settings)
+    except DataError as error:
+        if (path := packed_before(source, *settings)) is None:
+            raise
+        logging.warning("%s What was packed of it is whole and goes on to be used: %s", error, path)
+        return open_packed(path)
     root, name = os.path.split(path)
     if os.path.isdir(path):
         with contextlib.suppress(OSError):  # others may have made it, for us to read only
@@ -235,7 +243,7 @@ def find_packed(
     seed: int = 0,
 ) -> PackedDataset | None:
     """What `pack` has made of the same arguments, verified; None where it has not."""
-    _, path = _place(source, tokenizer, root, validation_fraction, seed)
+    _, path = place(source, tokenizer, root, validation_fraction, seed)
     return open_packed(path) if os.path.isdir(path) else None
 
 
@@ -261,44 +269,6 @@ def open_packed(path: str | os.PathLike) -> PackedDataset:
     if not whole:
         raise DataError(f"{path} is damaged: what describes its tokens has changed: {fix}")
     return PackedDataset(path, meta)
-
-
-def require_end(tokenizer: Tokenizer) -> None:
-    """Raises `DataError` for a tokenizer without a token that ends documents."""
-    if tokenizer.eos_id is None:
-        raise DataError(
-            f"tokenizer {tokenizer.fingerprint} has no token that ends a document: load it with "
-            "eos= the name of one of its special tokens."
-        )
-
-
-def _place(
-    source: Source,
-    tokenizer: Tokenizer,
-    root: str | os.PathLike,
-    validation_fraction: float,
-    seed: int,
-) -> tuple[dict[str, Any], str]:
-    """What decides a data set, and the folder it has because of that."""
-    check_fraction(validation_fraction)
-    require_end(tokenizer)
-    spec = {
-        "format": FORMAT,
-        "source": source.describe(),
-        "tokenizer": tokenizer.fingerprint,
-        "validation_fraction": validation_fraction,
-        "seed": seed,
-    }
-    if is_supervised(spec["source"]):
-        spec["chat"] = tokenizer.chat
-    key = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
-    root = os.path.abspath(os.path.expanduser(os.fspath(root)))
-    return spec, os.path.join(root, f"{spec['source']['kind']}-{key}")
-
-
-def check_fraction(validation_fraction: float) -> None:
-    ok = 0.0 <= validation_fraction < 1.0
-    require(ok, "validation_fraction", validation_fraction, "must be at least 0 and below 1")
 
 
 def _fingerprint(path: str, meta: dict[str, Any]) -> str:

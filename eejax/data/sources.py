@@ -55,7 +55,11 @@ class Source(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """JSON that changes whenever the documents do; packed data is reused while it stays."""
+        """JSON that changes whenever the documents do; packed data is reused while it stays.
+
+        Raises `DataError` where the text is not there. A source may also have `settings`, the
+        part of it that needs no look at the text: by it, text that is gone is found as packed.
+        """
         ...
 
 
@@ -110,23 +114,24 @@ class TextFiles:
             raise DataError(f"every file of {', '.join(self.patterns)} is empty: nothing to read.")
 
     def describe(self) -> dict[str, Any]:
-        digest, total, count, fields = hashlib.sha256(), 0, 0, {}
+        digest, total, count, unused = hashlib.sha256(), 0, 0, {"text_field"}
         for name, path, _ in self._files():
             if records.reader(path) and self.form == TEXT:
-                fields = {"text_field": self.text_field}
+                unused = set()
             stat = os.stat(path)
             digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
             total, count = total + stat.st_size, count + 1
+        settings = {k: v for k, v in self.settings().items() if k not in unused}
+        return settings | {"files": count, "bytes": total, "digest": digest.hexdigest()}
+
+    def settings(self) -> dict[str, Any]:
         return {
             "kind": "text",
             "patterns": list(self.patterns),
             "separator": self.separator,
             "document_chars": self.document_chars,
             "max_bytes": self.max_bytes,
-            "files": count,
-            "bytes": total,
-            "digest": digest.hexdigest(),
-            **fields,
+            "text_field": self.text_field,
             **({} if self.form == TEXT else {"form": self.form}),
         }
 

@@ -10,6 +10,8 @@ import pathlib
 import shutil
 from collections.abc import Callable, Iterator
 
+from absl import logging
+
 from eejax import data
 from eejax.checkpoint.files import naming
 from eejax.common.errors import DataError
@@ -232,7 +234,13 @@ def _tokenizer(
                 "that setting, or use a new workdir."
             )
         return have
-    tokenizer = data.load_tokenizer(config.tokenizer)
+    try:
+        tokenizer = data.load_tokenizer(config.tokenizer)
+    except DataError as error:
+        if have is None or os.path.exists(os.path.expanduser(config.tokenizer)):
+            raise
+        logging.warning("%s The run's own copy of it is used: %s", error, saved)
+        return have
     if have is not None and have.fingerprint != tokenizer.fingerprint:
         raise DataError(
             f"data.tokenizer = {config.tokenizer!r} is {tokenizer.fingerprint}, but {workdir} "

@@ -36,6 +36,20 @@ def test_the_newest_finished_checkpoint_is_named(tmp_path):
     assert f"The checkpoint {tmp_path / 'checkpoints' / '100'} stays usable" in message
 
 
+@pytest.mark.parametrize(
+    "number, fix",
+    [
+        (errno.ENOSPC, "make room"),
+        (errno.EEXIST, "this is a file"),
+        (errno.ENOTDIR, "this is a file"),
+        (errno.EACCES, "a path that this user may use"),
+        (errno.EROFS, "a path that this user may use"),
+    ],
+)
+def test_the_fix_is_that_of_the_error(number, fix, tmp_path):
+    assert fix in str(unwritable(OSError(number, os.strerror(number), "x"), tmp_path))
+
+
 def test_one_process_at_a_time_uses_a_folder(tmp_path):
     held = f"""
 import os, time

@@ -245,3 +245,42 @@ def test_standard_library_packs_into_two_splits_of_text(tmp_path):
     assert len(train) > 5 * len(validation) > 5000
     assert not set(train.documents) & set(validation.documents)
     assert 0.99 < train.nbytes / len(train) < 1.0
+
+
+def write(folder, texts):
+    folder.mkdir(exist_ok=True)
+    for i, text in enumerate(texts):
+        (folder / f"{i}.txt").write_text(text)
+
+
+@pytest.mark.parametrize("pattern", ["*.txt", "0.txt"])
+def test_of_text_that_is_gone_what_was_packed_is_taken(pattern, tmp_path, caplog):
+    write(tmp_path / "text", ["a" * 40, "b" * 40, "c" * 40])
+    made = lambda **options: pack(
+        source(str(tmp_path / "text" / pattern), options.pop("max_bytes", None)), ByteTokenizer(),
+        tmp_path / "packed", validation_fraction=0.0, **options,
+    )  # fmt: skip
+    first = made()
+    for file in (tmp_path / "text").iterdir():
+        file.unlink()
+    again = made()
+    assert again.path == first.path and again.fingerprint == first.fingerprint
+    assert "goes on to be used" in caplog.text and first.path in caplog.text
+    for other in (dict(seed=1), dict(max_bytes=10)):  # of which nothing was packed
+        with pytest.raises(DataError, match="matches no file|does not exist"):
+            made(**other)
+    tokens = pathlib.Path(first.path) / "tokens.bin"
+    tokens.write_bytes(tokens.read_bytes()[::-1])
+    with pytest.raises(DataError, match="is damaged"):
+        made()
+
+
+def test_of_a_text_that_changed_and_is_gone_none_is_guessed(tmp_path):
+    for texts in (["a" * 40], ["b" * 40, "c"]):
+        write(tmp_path / "text", texts)
+        patterns = source(str(tmp_path / "text" / "*.txt"))
+        pack(patterns, ByteTokenizer(), tmp_path / "packed", validation_fraction=0.0)
+    for file in (tmp_path / "text").iterdir():
+        file.unlink()
+    with pytest.raises(DataError, match="matches no file"):
+        pack(patterns, ByteTokenizer(), tmp_path / "packed", validation_fraction=0.0)

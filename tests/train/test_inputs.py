@@ -220,3 +220,17 @@ def test_another_process_opens_what_the_first_has_made(text, megatron, tmp_path,
         shutil.rmtree(tmp_path / "run")
         with pytest.raises(DataError, match="must be a folder that all hosts share"):
             prepare()
+
+
+def test_text_and_tokenizer_may_be_gone_once_they_were_used(text, tmp_path, caplog):
+    trained = data.train_bpe(data.source(text.source).documents(), 300)
+    trained.save(tmp_path / "given")
+    settings = dataclasses.replace(text, tokenizer=str(tmp_path / "given"))
+    first = inputs.prepare(settings, 300, tmp_path / "run", FOLDER)
+    shutil.rmtree(tmp_path / "given")
+    shutil.rmtree(tmp_path / "text")
+    again = inputs.prepare(settings, 300, tmp_path / "run", FOLDER)
+    assert again.fingerprint == first.fingerprint
+    assert "The run's own copy of it is used" in caplog.text and "matches no file" in caplog.text
+    with pytest.raises(DataError):
+        inputs.prepare(settings, 300, tmp_path / "other", FOLDER)

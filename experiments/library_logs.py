@@ -1,0 +1,77 @@
+"""Tracebacks that libraries log and print of their failures, kept apart from a launcher's lines.
+
+A library that fails in its threads shows a traceback of each: hundreds of lines, the last of which
+is the launcher's own error. They go into a file instead, which that error names.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+import tempfile
+import threading
+import traceback
+from logging import LogRecord
+
+from absl import logging
+
+LIMIT = 1 << 20  # characters that are kept
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_OURS = (f"{_ROOT / 'eejax'}{os.sep}", f"{_ROOT / 'experiments'}{os.sep}")
+
+_held: list[str] = []
+_file: str | None = None
+
+
+def hold() -> None:
+    """Hold back, for the rest of this process, what libraries log and their threads print.
+
+    It is not given back at the end: their threads fail then, too.
+    """
+    sys.excepthook, threading.excepthook = _in_native_thread, _in_thread
+    logging.get_absl_handler().addFilter(_passes)
+
+
+def report() -> str:
+    """A sentence about the file with what was held, to follow another; empty where nothing was."""
+    global _file
+    if not _held:
+        return ""
+    if _file is None:
+        text = "\n".join(_held)
+        try:
+            with tempfile.NamedTemporaryFile(
+                "w", prefix="eejax-", suffix=".log", delete=False, encoding="utf-8"
+            ) as file:
+                file.write(text[:LIMIT])
+            _file = file.name
+        except OSError:  # the file system of temporary files may be the one that is full
+            return ""
+    return f" What the libraries said is in {_file}."
+
+
+def _hold(text: str) -> None:
+    if sum(map(len, _held)) < LIMIT:
+        _held.append(text)
+
+
+def _passes(record: LogRecord) -> bool:
+    if not record.exc_info or record.pathname.startswith(_OURS):
+        return True
+    _hold(logging.get_absl_handler().format(record))
+    return False
+
+
+def _in_native_thread(kind, error, trace) -> None:
+    """The hook is called by code in C++ for errors of its threads."""
+    if threading.current_thread() is threading.main_thread():
+        sys.__excepthook__(kind, error, trace)
+    else:
+        _hold("".join(traceback.format_exception(kind, error, trace)))
+
+
+def _in_thread(arguments: threading.ExceptHookArgs) -> None:
+    if arguments.exc_type is not SystemExit:
+        told = (arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
+        _hold("".join(traceback.format_exception(*told)))
