@@ -32,15 +32,18 @@ flags.mark_flags_as_required(["model", "workdir"])
 
 def main() -> None:
     from eejax.checkpoint.hf.load import fetched
+    from eejax.common import progress
     from eejax.common.trees import size
     from eejax.train.pretrained import import_pretrained
 
     path = fetched(_MODEL.value)
     text = {} if _SOURCE.value is None else {"source": tuple(_SOURCE.value)}
     text |= {} if _LENGTH.value is None else {"length": _LENGTH.value}
-    made = import_pretrained(
-        path, _WORKDIR.value, tokenizer=_TOKENIZER.value, dtype=_DTYPE.value, data=text
-    )
+    launch.say(f"importing {path} ...")
+    with progress.waiting("importing"):
+        made = import_pretrained(
+            path, _WORKDIR.value, tokenizer=_TOKENIZER.value, dtype=_DTYPE.value, data=text
+        )
     config = made.config
     if made.guessed:
         launch.say(made.guessed)

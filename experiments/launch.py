@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 
 from absl import app, flags, logging
+from tqdm import tqdm
 
 from eejax.common.errors import CheckpointError, ConfigError, DataError, remedy
 from experiments import config_errors, interrupts, library_logs
@@ -145,8 +146,9 @@ def configured(workdir: str | os.PathLike | None = None):
 
 
 def say(text: str) -> None:
-    """A line about what goes on, beside what is printed."""
-    print(text, file=sys.stderr, flush=True)
+    """A line about what goes on, beside what is printed, above a bar where there is one."""
+    tqdm.write(text, file=sys.stderr)
+    sys.stderr.flush()
 
 
 def numbers(flag: str, texts: list[str], kind: type = float) -> list:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from collections.abc import Callable
 from logging import LogRecord
 
 from absl import logging
@@ -29,7 +30,9 @@ def hold() -> None:
 
     It is not given back at the end: their threads fail then, too.
     """
-    sys.excepthook, threading.excepthook = _in_native_thread, _in_thread
+    sys.excepthook = _outside_the_main_thread(sys.excepthook)
+    sys.unraisablehook = _outside_the_main_thread(sys.unraisablehook)
+    threading.excepthook = _in_thread
     logging.get_absl_handler().addFilter(_passes)
 
 
@@ -63,12 +66,17 @@ def _passes(record: LogRecord) -> bool:
     return False
 
 
-def _in_native_thread(kind, error, trace) -> None:
-    """The hook is called by code in C++ for errors of its threads."""
-    if threading.current_thread() is threading.main_thread():
-        sys.__excepthook__(kind, error, trace)
-    else:
+def _outside_the_main_thread(hook: Callable) -> Callable:
+    """The hook, for errors of the main thread alone; code in C++ calls it for its own threads."""
+
+    def hold_or_show(*arguments) -> None:
+        if threading.current_thread() is threading.main_thread():
+            hook(*arguments)
+            return
+        kind, error, trace = arguments[0][:3] if len(arguments) == 1 else arguments
         _hold("".join(traceback.format_exception(kind, error, trace)))
+
+    return hold_or_show
 
 
 def _in_thread(arguments: threading.ExceptHookArgs) -> None:

@@ -24,6 +24,7 @@ from jax import lax
 from eejax.calibration.quality import auc, calibration_error, platt
 from eejax.calibration.states import States
 from eejax.checkpoint.arrays import read_arrays, write_arrays
+from eejax.common import progress
 from eejax.common.errors import ConfigError, DataError, require, require_count, require_one_of
 from eejax.common.trees import Tree
 from eejax.gates import router
@@ -258,26 +259,29 @@ def _fit(x, y, first, train, choose, config, options, folder, watch):
     if file is not None and file.is_file():
         state, losses = _resumed(file, state)
     choose = jnp.asarray(choose)
-    for epoch in range(len(losses), options.epochs):
-        order = np.random.default_rng((options.seed, epoch)).permutation(train)
-        order = jnp.asarray(order[: steps * size].reshape(steps, size))
-        trained, moments, best, least, chosen = state
-        trained, moments = _epoch(
-            trained, moments, x, y, order, config=config, options=options,
-            steps=steps * options.epochs,
-        )  # fmt: skip
-        loss = _losses(trained, x, y, choose, config=config)
-        better = loss < least
-        best = where_rows(better, trained, best)
-        chosen = jnp.where(better, epoch + 1, chosen)
-        state = trained, moments, best, jnp.where(better, loss, least), chosen
-        losses.append(np.asarray(loss))
-        if file is not None:
-            leaves = {f"{i:03d}": np.asarray(a) for i, a in enumerate(jax.tree.leaves(state))}
-            about = {"losses": json.dumps([row.tolist() for row in losses])}
-            write_arrays(file, leaves, about)
-        if watch is not None:
-            watch(epoch + 1, losses[-1])
+    with progress.steps("training routers", options.epochs, "epoch") as done:
+        done(len(losses))
+        for epoch in range(len(losses), options.epochs):
+            order = np.random.default_rng((options.seed, epoch)).permutation(train)
+            order = jnp.asarray(order[: steps * size].reshape(steps, size))
+            trained, moments, best, least, chosen = state
+            trained, moments = _epoch(
+                trained, moments, x, y, order, config=config, options=options,
+                steps=steps * options.epochs,
+            )  # fmt: skip
+            loss = _losses(trained, x, y, choose, config=config)
+            better = loss < least
+            best = where_rows(better, trained, best)
+            chosen = jnp.where(better, epoch + 1, chosen)
+            state = trained, moments, best, jnp.where(better, loss, least), chosen
+            losses.append(np.asarray(loss))
+            if file is not None:
+                leaves = {f"{i:03d}": np.asarray(a) for i, a in enumerate(jax.tree.leaves(state))}
+                about = {"losses": json.dumps([row.tolist() for row in losses])}
+                write_arrays(file, leaves, about)
+            if watch is not None:
+                watch(epoch + 1, losses[-1])
+            done(1)
     return state[2], np.asarray(state[4]), np.stack(losses)
 
 

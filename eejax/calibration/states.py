@@ -18,6 +18,7 @@ from eejax.calibration import memory
 from eejax.calibration.frontier import in_chunks
 from eejax.checkpoint.arrays import read_arrays, write_arrays
 from eejax.checkpoint.files import write_text
+from eejax.common import progress
 from eejax.common.errors import CheckpointError, DataError
 from eejax.common.trees import Tree
 from eejax.gates.confidence import cosine
@@ -95,12 +96,13 @@ def collect(
     done, n, asked = [], 0, most
     most = _held(most, config, folder)
     say = watch or (lambda text: None)
-    for part in _parts(params, config, batches, folder):
-        done.append(part)
-        n += part.n
-        say(f"{min(n, most)} of {asked} tokens seen")
-        if n >= most:
-            break
+    with progress.steps("running the model over text", most, "token") as seen:
+        for part in _parts(params, config, batches, folder, seen):
+            done.append(part)
+            n += part.n
+            say(f"{min(n, most)} of {asked} tokens seen")
+            if n >= most:
+                break
     if most < asked and n >= most:
         say(f"the first {most} of {asked} tokens: no more fit into a quarter of the free memory")
     if not n:
@@ -128,7 +130,7 @@ def _held(most: int, config: ModelConfig, folder: str | os.PathLike | None) -> i
     return most
 
 
-def _parts(params, config, batches, folder) -> Iterator[States]:
+def _parts(params, config, batches, folder, tell: Callable[[int], None]) -> Iterator[States]:
     """Parts of `PART` positions or some more, of batches in a row."""
     iterator, held, number, unit = iter(batches), [], 0, 0
     file = lambda i: (
@@ -139,9 +141,11 @@ def _parts(params, config, batches, folder) -> Iterator[States]:
         for _ in range(int(about["batches"])):
             unit += len(next(iterator)["labels"])
         number += 1
+        tell(arrays["labels"].size)
         yield States(**arrays)
     for seen in _seen(params, config, iterator, unit):
         held.append(seen)
+        tell(seen.n)
         if sum(part.n for part in held) >= PART:
             yield _kept(held, file(number))
             held, number = [], number + 1

@@ -12,6 +12,7 @@ from typing import Any
 from eejax import data
 from eejax.calibration import Calibrated, RouterOptions, calibrate_model
 from eejax.checkpoint.hf import save_pretrained
+from eejax.common import progress
 from eejax.common.errors import ConfigError, require_count
 from eejax.common.trees import Tree
 from eejax.data import Source, Tokenizer
@@ -50,7 +51,8 @@ def load(
     pretrained model is computed, float32 by default. A run has both, and takes neither. Raises
     CheckpointError for what is no model, or not whole, ConfigError as said.
     """
-    return Model(*open_model(source, tokenizer=tokenizer, dtype=dtype)[:3])
+    with progress.waiting(f"loading {source}"):
+        return Model(*open_model(source, tokenizer=tokenizer, dtype=dtype)[:3])
 
 
 def calibrate(
@@ -119,7 +121,8 @@ def generate(
     tokenizer = model.tokenizer
     ids = tokenizer.encode(prompt).tolist() if isinstance(prompt, str) else prompt
     options = {"stop_tokens": tokenizer.end_ids, "decode_text": tokenizer.decode} | options
-    result = generator.generate([ids], max_new_tokens, **options)
+    with progress.waiting("generating"):
+        result = generator.generate([ids], max_new_tokens, **options)
     return result.text(0, tokenizer.decode), result
 
 

@@ -13,6 +13,7 @@ import warnings
 from multiprocessing.connection import Connection
 from typing import Any
 
+from eejax.common import progress
 from eejax.common.errors import CheckpointError, ConfigError, DataError, require
 from eejax.inference.engine import CALL
 from eejax.inference.scheduler import Output, Scheduler
@@ -36,6 +37,7 @@ from eejax.serving.messages import (
     Submit,
 )
 
+LONG = 1.0  # seconds of a compilation that is told of
 IDLE = 0.5  # seconds between two signs of life of an engine that has nothing to do
 
 
@@ -54,9 +56,10 @@ def main(pipe: Connection, build: Build, steps: int = CALL) -> None:
     log.propagate = False  # some library may have made a handler for everything
     try:
         begin = time.perf_counter()
-        built = build()
-        worker = Worker(built, steps)
-        worker.warm_up()
+        with progress.compilations(_log_compilation):
+            built = build()
+            worker = Worker(built, steps)
+            worker.warm_up()
         log.removeHandler(tell)
         pipe.send(worker.ready(built, time.perf_counter() - begin))
         while True:
@@ -71,6 +74,11 @@ def main(pipe: Connection, build: Build, steps: int = CALL) -> None:
         pipe.send(Failed(str(error)))
     except BaseException:
         pipe.send(Failed(traceback.format_exc()))
+
+
+def _log_compilation(program: str, seconds: float) -> None:
+    if seconds >= LONG:
+        logging.getLogger(LOG).info("compiled %s in %.0f s", program, seconds)
 
 
 class _Tell(logging.Handler):

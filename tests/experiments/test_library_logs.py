@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import re
 import resource
 import subprocess
 import sys
@@ -24,6 +23,7 @@ def nothing_held(monkeypatch):
     monkeypatch.setattr(library_logs, "_held", [])
     monkeypatch.setattr(library_logs, "_file", None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     yield
     logging.get_absl_handler().removeFilter(library_logs._passes)
@@ -44,8 +44,6 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path, one_device):
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and last.startswith("error: saving the checkpoint of step 2 in ")
     assert "Traceback" not in done.stderr and done.stderr.count("\n") < 8, done.stderr
-    report = re.search(r"What the libraries said is in (\S+)\.$", last)[1]
-    assert "Traceback" in pathlib.Path(report).read_text()
 
 
 def test_errors_of_threads_and_of_libraries_are_held(tmp_path, monkeypatch, capfd):
