@@ -25,6 +25,9 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line
 flags.mark_flags_as_required(["config"])
 
 
+COSTLY = 0.2  # share of a step from which the heads of early exits are spoken of
+
+
 def main() -> None:
     from eejax.analysis import table
     from eejax.train import memory
@@ -39,8 +42,15 @@ def main() -> None:
     total = counted["total"]
     rows = [(name, f"{n:,}", f"{n / total:.1%}") for name, n in counted.items()]
     print(table(("parameters", "number", "share"), rows), end="\n\n")
-    number = lambda n: f"{n:,}" if isinstance(n, int) else f"{n:.3e}"
+    number = lambda n: f"{n:,}" if isinstance(n, int) else f"{n:.1%}" if n < 1 else f"{n:.3e}"
     print(table(("training", "number"), [(k, number(n)) for k, n in work.items()]), end="\n\n")
+    if work["their share"] > COSTLY and experiment.loss.exit_tokens == 1:
+        print(
+            "The heads of early exits are a large part of a step, as the vocabulary is large for "
+            "this model.\n--config.loss.exit_tokens=0.25 takes their loss at a quarter of the "
+            "tokens, drawn at each step.",
+            end="\n\n",
+        )
     print(table(("bytes per device", "GiB"), gibibytes(sizes)))
     if _COMPILE.value:
         compiled = memory.compiled_memory(memory.compile_step(experiment))
@@ -67,13 +77,17 @@ def parameters(model) -> dict[str, int]:
 
 def compute(experiment) -> dict[str, float]:
     """Tokens and model FLOPs, forward and backward (eejax.train.flops)."""
-    from eejax.train.flops import model_flops_per_token
+    from eejax.train.flops import exit_heads_flops_per_token, model_flops_per_token
 
     train, length = experiment.train, experiment.data.length
+    share = experiment.loss.exit_tokens
     tokens = train.batch_sizes.before(train.steps) * length
-    per_token = model_flops_per_token(experiment.model, length)
+    per_token = model_flops_per_token(experiment.model, length, share)
+    heads = exit_heads_flops_per_token(experiment.model, share)
     return {
         "FLOPs per token": per_token,
+        "heads of early exits": heads,
+        "their share": heads / per_token,
         "tokens per step": train.batch_size * length,
         "steps": train.steps,
         "tokens": tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ from eejax.losses.objective import CROSS_ENTROPY, Objective
 from eejax.models import exits, transformer
 from eejax.models.config import ModelConfig
 from eejax.sharding.spread import gathered
+
+TOKENS = 0x70C5  # folded into a sample's key: no layer's dropout has this number
 
 
 class ExitSums(NamedTuple):
@@ -69,9 +72,10 @@ def multi_exit_loss(
     their order, and layers above the deepest of them are not run, unless exits distil: a final exit
     that is not among them is run all the same, as their teacher. S_e is exit e's cross entropy and
     C_e what `objective` makes of it. With `sparse`, exits whose weight is 0 are left out at run
-    time and have the sum 0. Sums and not means: whoever accumulates over microbatches or devices
-    divides once, by the global count, and the result is that of one large batch. The second result
-    is for reporting and has no gradient.
+    time and have the sum 0. With `objective.exit_tokens` below 1, the tokens of early exits are
+    drawn by the dropout keys, and their S_e are estimates as their C_e are. Sums and not means:
+    whoever accumulates over microbatches or devices divides once, by the global count, and the
+    result is that of one large batch. The second result is for reporting and has no gradient.
 
     probes [e] float32, of any value: their gradient is the sum of squares of the gradient that
     exit e's loss sends into the hidden states at its boundary.
@@ -103,12 +107,27 @@ def multi_exit_loss(
     if taught:
         *hs, last = hs
         teacher = Teacher(last, gathered(exits.head(params, config, config.n_exits)))
+    drawn = None
+    if objective.exit_tokens < 1:
+        require(
+            dropout_keys is not None,
+            "objective.exit_tokens", objective.exit_tokens,
+            "needs dropout_keys to draw tokens by", "Give them, or set it to 1.",
+        )  # fmt: skip
+        drawn = draw_tokens(dropout_keys, labels.shape[1], objective.exit_tokens)
     count = jnp.sum(labels != IGNORE, dtype=jnp.int32)
     total, sums = exits_loss(
         params, config, hs, labels, weights, which, objective=objective, teacher=teacher,
-        sparse=sparse, axes=axes,
+        sparse=sparse, axes=axes, drawn=drawn,
     )  # fmt: skip
     return total, ExitSums(sums, count)
+
+
+def draw_tokens(keys: jax.Array, length: int, share: float) -> jax.Array:
+    """[b, k] positions of each sample, drawn by its key without replacement: k, at least one, is
+    the share of `length`."""
+    own = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, TOKENS), (length,)))
+    return lax.top_k(own(keys), max(1, round(share * length)))[1]
 
 
 def exits_loss(
@@ -123,12 +142,14 @@ def exits_loss(
     teacher: Teacher | None = None,
     sparse: bool = False,
     axes: Axes = LOCAL,
+    drawn: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(sum over exits of w_e C_e, the sums S_e [e]) of what the heads of the exits `which` read.
 
     hs: a state [b, t, d] for each of them, as `models.transformer.exit_states` gives; teacher: what
     early exits are distilled from, by default the final exit, which is then the last of `which`;
-    the rest as in `multi_exit_loss`.
+    drawn [b, k]: positions at which alone early exits have a loss, times t / k for the others; the
+    rest as in `multi_exit_loss`.
     """
     heads = [exits.head(params, config, e) for e in which]
     early = [e != config.n_exits for e in which]
@@ -140,22 +161,35 @@ def exits_loss(
         )  # fmt: skip
         teacher = Teacher(hs[-1], gathered(heads[-1]))
     total, sums = jnp.zeros((), jnp.float32), [None] * len(heads)
-    for group in exits_by_table(heads):
-        table = gathered(heads[group[0]].table)  # once, so that its gradient is one too
-        part, group_sums = exits_cross_entropy(
-            [hs[e] for e in group],
-            [heads[e]._replace(table=table, bias=gathered(heads[e].bias)) for e in group],
-            labels,
-            weights[jnp.array(group)],
-            objectives=[objectives[e] for e in group],
-            teacher=teacher,
-            sparse=sparse,
-            axis=axes.model,
-        )
-        total = total + part
-        for i, e in enumerate(group):
-            sums[e] = group_sums[i]
+    for same_table in exits_by_table(heads):
+        table = gathered(heads[same_table[0]].table)  # once, so that its gradient is one too
+        apart = [same_table]
+        if drawn is not None:  # exits of other tokens are a loss of their own
+            apart = [[e for e in same_table if early[e] == x] for x in (True, False)]
+        for group in filter(None, apart):
+            take, scale = lambda a: a, 1.0
+            if drawn is not None and early[group[0]]:
+                take = functools.partial(_at, positions=drawn)
+                scale = labels.shape[1] / drawn.shape[1]
+            part, group_sums = exits_cross_entropy(
+                [take(hs[e]) for e in group],
+                [heads[e]._replace(table=table, bias=gathered(heads[e].bias)) for e in group],
+                take(labels),
+                weights[jnp.array(group)] * scale,
+                objectives=[objectives[e] for e in group],
+                teacher=teacher and teacher._replace(h=take(teacher.h)),
+                sparse=sparse,
+                axis=axes.model,
+            )
+            total = total + part
+            for i, e in enumerate(group):
+                sums[e] = group_sums[i] * scale
     return total, jnp.stack(sums)
+
+
+def _at(a: jax.Array, positions: jax.Array) -> jax.Array:
+    """a [b, t, ...] at the positions [b, k] of each row."""
+    return jax.vmap(lambda row, i: row[i])(a, positions)
 
 
 def _final(objective: Objective) -> Objective:

@@ -22,12 +22,17 @@ class Objective:
     `confidence_weighted` the exit's highest probability, held constant: an exit spends its
     capacity on the tokens that will leave there (EE-Tuning, Pan et al. 2024). The final exit has
     c = 1 and no distillation. `z_loss` (PaLM: 1e-4) keeps log Z near 0, at every exit.
+
+    `exit_tokens`: the share of each sample's tokens at which early exits have a loss, drawn anew
+    at every step and scaled up by its inverse, so that losses and gradients keep their
+    expectations. With a large vocabulary the exits' heads are most of a step.
     """
 
     z_loss: float = 0.0
     confidence_weighted: bool = False
     distillation: float = 0.0
     distillation_temperature: float = 1.0
+    exit_tokens: float = 1.0
 
     def __post_init__(self):
         def number(field: str, ok, allowed: str) -> None:
@@ -40,6 +45,7 @@ class Objective:
         number(
             "distillation_temperature", lambda x: 0 < x < math.inf, "must be positive and finite"
         )
+        number("exit_tokens", lambda x: 0 < x <= 1, "must be above 0 and at most 1")
         require(
             isinstance(self.confidence_weighted, bool),
             "Objective.confidence_weighted", self.confidence_weighted, "must be True or False",

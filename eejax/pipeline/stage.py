@@ -57,6 +57,11 @@ class Pipeline:
             "loss.distillation", self.objective.distillation,
             "must be 0 where exits are tuned: the final exit is not run there",
         )  # fmt: skip
+        require(
+            self.objective.exit_tokens == 1,
+            "loss.exit_tokens", self.objective.exit_tokens,
+            "must be 1 on several stages, where heads of exits fill idle time",
+        )  # fmt: skip
 
     @property
     def distils(self) -> bool:

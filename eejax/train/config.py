@@ -325,6 +325,11 @@ class Experiment:
             "Distil with mesh.pipe = 1.",
         )  # fmt: skip
         require(
+            self.loss.exit_tokens == 1 or self.mesh.pipe == 1,
+            "loss.exit_tokens", self.loss.exit_tokens,
+            f"must be 1 on several stages (mesh.pipe = {self.mesh.pipe})",
+        )  # fmt: skip
+        require(
             not (tuned and self.train.layer_dropout),
             "train.layer_dropout", self.train.layer_dropout,
             whole_model + "the layers are not trained there",

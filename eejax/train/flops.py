@@ -25,19 +25,20 @@ PEAKS = {
 }
 
 
-def model_flops_per_token(config: ModelConfig, length: int) -> float:
+def model_flops_per_token(config: ModelConfig, length: int, exit_tokens: float = 1.0) -> float:
     """Model FLOPs of one training token (forward and backward) in sequences of `length`.
 
     6 N + 12 * sum over layers of n * h * s, the count of PaLM (Chowdhery et al. 2022, Appendix B):
     N is the number of weights a token is multiplied with, which includes every exit's parameters
     and counts a head's v * d once per exit that uses it, but not the embedding look-up; s is the
     mean number of positions a query sees, (length + 1) / 2 under a causal mask or less in a
-    sliding window. Rematerialisation does not count: it is not the model's work.
+    sliding window. Rematerialisation does not count: it is not the model's work. exit_tokens: the
+    share of the tokens at which early exits have a loss (`losses.objective`).
     """
     matrices = params.map_params(
         lambda p: math.prod(p.shape) if p.decay else 0, params.abstract(config)
     )
-    weights = (config.n_exits + 1) * config.padded_vocab * config.d_model
+    weights = (config.n_exits * exit_tokens + 1) * config.padded_vocab * config.d_model
     weights += sum(jax.tree.leaves(matrices["layers"]))
     for own in matrices["exits"].values():  # their heads are counted above, once per use
         weights += sum(jax.tree.leaves({k: v for k, v in own.items() if k != "head"}))
@@ -45,6 +46,11 @@ def model_flops_per_token(config: ModelConfig, length: int) -> float:
     windows += [config.exit_window(i) for i, e in enumerate(config.exits) if e.block]
     seen = sum(_mean_seen(length, w) for w in windows)
     return 6.0 * weights + 12.0 * config.n_heads * config.head_dim * seen
+
+
+def exit_heads_flops_per_token(config: ModelConfig, exit_tokens: float = 1.0) -> float:
+    """The part of `model_flops_per_token` that is the products with the heads of early exits."""
+    return 6.0 * config.n_exits * exit_tokens * config.padded_vocab * config.d_model
 
 
 def _mean_seen(length: int, window: int | None) -> float:

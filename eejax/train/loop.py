@@ -170,7 +170,9 @@ class _Run:
         if self.step < self.train.steps:  # else these settings train nothing
             settings = json.dumps(self.experiment.to_dict(), indent=1)
             distributed.by_first(lambda: write_text(workdir / CONFIG, settings))
-        self.flops_per_token = flops.model_flops_per_token(self.model, self.experiment.data.length)
+        self.flops_per_token = flops.model_flops_per_token(
+            self.model, self.experiment.data.length, self.experiment.loss.exit_tokens
+        )
         # The count is of training a whole model, with all of its exits at every step.
         devices = list(self.mesh.devices.flat)
         self.peak = None if self.scope.tuned else flops.peak_flops(devices)

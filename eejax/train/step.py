@@ -201,7 +201,7 @@ def gradient_sums(
         part = lambda a: a.reshape(microbatches, -1, *a.shape[1:])
         parts = jax.tree.map(part, dict(batch))
         keys = None
-        if config.dropout or rates is not None:
+        if config.dropout or rates is not None or objective.exit_tokens < 1:
             keys = part(_sample_keys(seed, step, batch["tokens"].shape[0]))
         # What each exit sends into the trunk comes out as the gradient of its probe.
         trained = params, None if scope.tuned else jnp.zeros_like(weights)

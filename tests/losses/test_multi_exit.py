@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from eejax.common.errors import ConfigError
+from eejax.losses import multi_exit
 from eejax.losses.cross_entropy import IGNORE
 from eejax.losses.multi_exit import exits_by_table, multi_exit_loss
+from eejax.losses.objective import Objective
 from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
 
@@ -150,3 +154,60 @@ def test_an_exit_adds_no_more_than_an_eighth_of_its_logits():
     growth = [(size - sizes[0]) / n for n, size in enumerate(sizes) if n]
     assert max(growth) <= 0.125 * b * t * v * 4, growth
     assert temporary(2 * v, 3) - temporary(2 * v, 0) == sizes[3] - sizes[0]
+
+
+def drawn_loss(config, share, **more):
+    """key -> (total, sums, gradient) of a batch with tokens of exits drawn by the key."""
+    p = params.init(config, jax.random.key(1))
+    tokens, labels = make_batch(config)
+    weights = jnp.asarray([0.25, 0.5, 0.75, 1.0][-config.n_exits - 1 :], jnp.float32)
+    objective = Objective(exit_tokens=share, **more)
+
+    def one(key):
+        loss = lambda p: multi_exit_loss(
+            p, config, tokens, labels, weights, objective=objective,
+            dropout_keys=jnp.broadcast_to(key, (len(tokens),)),
+        )  # fmt: skip
+        (total, sums), gradient = jax.value_and_grad(loss, has_aux=True)(p)
+        return total, sums.sums, gradient
+
+    return one
+
+
+@pytest.mark.parametrize("more", [{}, {"distillation": 0.5, "z_loss": 1e-3}], ids=["", "distilled"])
+@pytest.mark.parametrize("name", ["tied", "mixed"])
+def test_drawn_tokens_keep_the_expectation(name, more, monkeypatch):
+    # Every choice of two tokens of eight once, which is the exact expectation; all samples alike.
+    config, t = LAYOUTS[name], 8
+    pairs = jnp.asarray(list(itertools.combinations(range(t), 2)))
+    assert multi_exit.draw_tokens(jax.random.split(jax.random.key(0), 3), t, 0.25).shape == (3, 2)
+    draw = lambda keys, length, share: jnp.broadcast_to(
+        pairs[jax.random.key_data(keys)[0, -1]], (len(keys), 2)
+    )
+    monkeypatch.setattr(multi_exit, "draw_tokens", draw)
+    one = drawn_loss(config, 0.25, **more)
+    keys = jax.random.wrap_key_data(jnp.asarray([[0, i] for i in range(len(pairs))], jnp.uint32))
+    results = jax.jit(lambda keys: jax.lax.map(one, keys))(keys)
+    assert np.std(results[0]) > 0
+    mean = jax.tree.map(lambda a: np.asarray(a, np.float64).mean(0), results)
+    whole = jax.jit(drawn_loss(config, 1.0, **more))(jax.random.key(0))
+    for a, b in zip(jax.tree.leaves(mean), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * np.abs(b).max())
+
+
+def test_tokens_are_drawn_evenly_without_replacement_and_by_the_key_alone():
+    keys = jax.random.split(jax.random.key(3), 4000)
+    drawn = np.asarray(multi_exit.draw_tokens(keys, 10, 0.3))
+    assert drawn.shape == (4000, 3) and (np.diff(np.sort(drawn), axis=1) > 0).all()
+    counts = np.bincount(drawn.ravel(), minlength=10)
+    assert np.abs(counts - 1200).max() < 5 * np.sqrt(4000 * 0.3 * 0.7)
+    np.testing.assert_array_equal(multi_exit.draw_tokens(keys[7:9], 10, 0.3), drawn[7:9])
+
+
+def test_drawn_tokens_need_keys():
+    tokens, labels = make_batch(BASE)
+    with pytest.raises(ConfigError, match="objective.exit_tokens = 0.5: needs dropout_keys"):
+        multi_exit_loss(
+            params.init(BASE, jax.random.key(1)), BASE, tokens, labels, jnp.ones(1),
+            objective=Objective(exit_tokens=0.5),
+        )  # fmt: skip
