@@ -90,6 +90,15 @@ def test_exits_are_not_distilled_before_the_final_one_is_known(field, value):
     Experiment.from_dict(values | {"mesh": {"pipe": 2}, "pipeline": {"fill": "part2"}})
 
 
+def test_tokens_of_exits_are_not_drawn_on_several_stages():
+    values = {"model": SIZES, "loss": {"exit_tokens": 0.5}}
+    Experiment.from_dict(values)
+    with pytest.raises(ConfigError, match=r"loss.exit_tokens = 0.5: must be 1 on several stages"):
+        Experiment.from_dict(values | {"mesh": {"pipe": 2}})
+    with pytest.raises(ConfigError, match=r"exit_tokens = 0: must be above 0 and at most 1"):
+        Experiment.from_dict(values | {"loss": {"exit_tokens": 0}})
+
+
 def test_a_section_must_have_fields():
     with pytest.raises(ConfigError, match="config.train = 3: must be a section"):
         Experiment.from_dict({"model": SIZES, "train": 3})

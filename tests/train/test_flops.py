@@ -6,7 +6,7 @@ import pytest
 
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
-from eejax.train.flops import model_flops_per_token, peak_flops
+from eejax.train.flops import exit_heads_flops_per_token, model_flops_per_token, peak_flops
 
 PLAIN = ModelConfig(
     vocab_size=50, n_layers=3, d_model=8, n_heads=2, context_length=32, d_ff=24,
@@ -32,6 +32,16 @@ def test_an_exit_costs_its_head_once_whoever_owns_it(head):
     exit_ = PLAIN.replace(exits=(ExitConfig(1, head=head),))
     extra = model_flops_per_token(exit_, 16) - model_flops_per_token(PLAIN, 16)
     assert extra == pytest.approx(6 * 50 * 8)
+
+
+def test_heads_of_exits_cost_their_share_of_the_tokens():
+    two = PLAIN.replace(exits=(ExitConfig(1), ExitConfig(2, head="own")))
+    plain = model_flops_per_token(PLAIN, 16)
+    assert exit_heads_flops_per_token(two) == 2 * 6 * 50 * 8
+    for share in (0.25, 1.0):
+        extra = model_flops_per_token(two, 16, share) - plain
+        assert extra == pytest.approx(exit_heads_flops_per_token(two, share))
+        assert extra == pytest.approx(share * 2 * 6 * 50 * 8)
 
 
 def test_an_exit_block_costs_a_layer_more():

@@ -8,6 +8,7 @@ import pytest
 
 from eejax.common.errors import ConfigError
 from eejax.losses import schedules
+from eejax.losses.objective import Objective
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
@@ -137,3 +138,12 @@ def test_what_does_not_divide_is_refused_by_name():
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             step.make_eval_step(config, mesh)
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(data=2, model=2)], ids=str)
+def test_the_tokens_of_exits_are_drawn_alike_whatever_the_mesh(mesh):
+    recipe = dict(microbatches=2, remat="dots", objective=Objective(exit_tokens=0.25))
+    (_, ours, _), (_, theirs, _) = (run(m, steps=2, **recipe) for m in (mesh, MeshConfig()))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a["exit_losses"], b["exit_losses"], rtol=1e-4)
+        np.testing.assert_allclose(a["grad_norm"], b["grad_norm"], rtol=1e-3)
