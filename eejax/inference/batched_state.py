@@ -23,7 +23,8 @@ class BatchOptions:
     cap: most tokens of a request that may wait for deeper keys and values; with so many it runs
         through all layers before its next token.
     buckets: row counts that a segment is compiled for, ascending; the largest is at least the cap.
-        Empty: powers of two from a quarter of the slots up to all that they may have pending.
+        Empty: powers of two from a quarter of the slots up to all that they may have pending, and
+        one row, so that a request that is alone does not pay for the slots that are free.
     chunk: prompt tokens of a sweep.
     drafts: most tokens of a request that are drafted past one that no exit has decided yet; which
         may, and how many, is said by its `ExitPolicy.drafts`.
@@ -72,7 +73,9 @@ class BatchOptions:
         most = max(slots * min(max(self.drafts + 1, 2), self.cap), self.cap)
         least = max(slots // 4, 4)  # fewer take hardly less time
         powers = [1 << i for i in range((most - 1).bit_length() + 1) if 1 << i >= least]
-        return dataclasses.replace(self, buckets=tuple(powers or [1 << (most - 1).bit_length()]))
+        alone = (1,) if slots > 1 else ()  # one slot is run in place
+        buckets = (*alone, *(powers or [1 << (most - 1).bit_length()]))
+        return dataclasses.replace(self, buckets=buckets)
 
 
 @struct.dataclass

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eejax.common.errors import ConfigError
+from eejax.inference.batched_state import BatchOptions
 from eejax.inference.packing import HELD, IN_PLACE, PACKED, Plan, Standing, Wish, choose, wish
 
 SLOTS, BUCKETS, WIDTH = 6, (2, 4, 9), 2
@@ -101,3 +102,16 @@ def test_wishes():
 def test_plans_that_cannot_be(change, field):
     with pytest.raises(ConfigError, match=f"plan.{field}"):
         Plan.make(2, SLOTS, BUCKETS, **change)
+
+
+@pytest.mark.parametrize("slots", [2, 4, 16, 64])
+def test_a_request_that_is_alone_goes_with_one_row(slots):
+    buckets = BatchOptions().of_slots(slots).buckets
+    plan = Plan.make(1, slots, buckets)
+    alone = np.arange(slots) == slots - 1
+    none = np.zeros(slots, bool)
+    wished = Wish(alone, np.ones(slots, int), none, np.zeros((), bool))
+    chosen = choose(np, plan, 0, buckets, 4, wished, np.zeros(slots, int))
+    assert buckets[0] == 1 and chosen.way == PACKED
+    assert chosen.count.tolist() == alone.astype(int).tolist()
+    assert 1 not in BatchOptions().of_slots(1).buckets  # which is run in place
