@@ -7,8 +7,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from eejax.common.errors import CheckpointError
-from eejax.models.config import ModelConfig, RotaryConfig
+from eejax.common.errors import CheckpointError, require
+from eejax.models.config import ModelConfig
 
 REQUIRED = object()
 
@@ -25,15 +25,24 @@ NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Raw:
-    """The values of a config.json. Errors (CheckpointError) name the file and the field."""
+    """The values of a config.json. Errors (CheckpointError) name the file and the field.
+
+    seen: the fields that were asked for, which tells those that nothing reads.
+    """
 
     path: pathlib.Path
     values: Mapping[str, Any]
+    seen: set[str] = dataclasses.field(default_factory=set, compare=False)
+
+    def stored(self, name: str, default: Any = None) -> Any:
+        """A field's value as it is written, null too; the default where it is left out."""
+        self.seen.add(name)
+        return self.values.get(name, default)
 
     def __call__(self, name: str, default: Any = REQUIRED) -> Any:
         """A field's value; null counts as left out. One with a default that is a switch or a
         number must be one too."""
-        value = self.values.get(name)
+        value = self.stored(name)
         if value is not None:
             if isinstance(default, bool) and not isinstance(value, bool):
                 raise self.refuse(name, value, "must be true or false")
@@ -65,8 +74,7 @@ class Raw:
     def table(self, name: str) -> Mapping[str, Any]:
         """A field that is an object, {} where it is left out. name: a.b is b within a."""
         *outer, last = name.split(".")
-        inside = self.table(".".join(outer)) if outer else self.values
-        value = inside.get(last)
+        value = self.table(".".join(outer)).get(last) if outer else self.stored(last)
         if value is not None and not isinstance(value, dict):
             raise self.refuse(name, value, "must be an object {...}, or null")
         return value or {}
@@ -82,20 +90,34 @@ class Raw:
             raise self.refuse(name, value, f"must be among {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[value]
 
-    def windows(self, default: int | None, pattern) -> int | tuple[int | None, ...] | None:
-        """Sliding windows: of all layers, or of those that have one by `layer_types`, or else by
-        `pattern(i)`. Left out, a window is the default; null is none."""
-        window, n = self.values.get("sliding_window", default), self("num_hidden_layers")
+    def must_divide(self, name: str, whole: str) -> int:
+        """The quotient of two sizes, of which `name` is the divisor."""
+        rest = self.size(whole) % self.size(name)
+        if rest:
+            raise self.refuse(name, self(name), f"must divide {whole} ({self(whole)})")
+        return self(whole) // self(name)
+
+    def windows(self, default: int | None, pattern=None) -> int | tuple[int | None, ...] | None:
+        """Sliding windows: of the layers that have one by `layer_types`, or else by `pattern(i)`;
+        without a pattern of all layers. Left out, a window is the default; null is none."""
+        window, n = self.stored("sliding_window", default), self("num_hidden_layers")
         kinds = self("layer_types", None)
-        if kinds is None:
-            slides = [pattern(i) for i in range(n)]
-        else:
-            known = ("sliding_attention", "full_attention")
+        known = ("sliding_attention", "full_attention")
+        slides = [pattern is None or pattern(i) for i in range(n)]
+        if kinds is not None:
             if not isinstance(kinds, list) or len(kinds) != n or any(k not in known for k in kinds):
                 raise self.refuse("layer_types", kinds, f"must be one of {known} for each layer")
             slides = [kind == known[0] for kind in kinds]
+            if pattern is None and not all(slides) and window is not None:
+                raise self.refuse(
+                    "layer_types", kinds,
+                    f"cannot be represented: a {self('model_type')} has windows in all of its "
+                    "layers, or in none (sliding_window = null)",
+                )  # fmt: skip
         if window is None or not any(slides):
             return None
+        if type(window) is not int or window < 1:
+            raise self.refuse("sliding_window", window, "must be a positive whole number, or null")
         return window if all(slides) else tuple(window if s else None for s in slides)
 
 
@@ -104,94 +126,22 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
-SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+def write_windows(
+    config: ModelConfig, by_layer: bool = True, empty: int | None = None
+) -> dict[str, Any]:
+    """`sliding_window`, and `layer_types` where the family has windows by layer.
 
-
-def read_rotary(
-    raw: Raw, theta: float = 10000.0, fraction: float = 1.0, local: float | None = None, **fixed
-) -> RotaryConfig:
-    """Rotary settings in either of their forms: `rope_parameters`, or `rope_theta` and
-    `rope_scaling`; the numbers given are the family's defaults."""
-    where = "rope_parameters" if raw.table("rope_parameters") else "rope_scaling"
-    rope = raw.table(where)
-    own_local = raw("rope_local_base_freq", local)
-    if "full_attention" in rope or "sliding_attention" in rope:
-        sliding = raw.table(f"{where}.sliding_attention")
-        rope = raw.table(f"{where}.full_attention")
-        own_local = sliding.get("rope_theta", own_local)
-        if sliding.get("rope_type", "default") != "default":
-            raise raw.refuse(where, sliding, "sliding layers must have rope_type 'default'")
-
-    def needed(name: str) -> Any:
-        """What a scaling is nothing without: a default would load as another model."""
-        if rope.get(name) is None:
-            raise CheckpointError(
-                f"{raw.path}: {where}.{name} is missing: rope_type {kind!r} needs it."
-            )
-        return rope[name]
-
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in SCALINGS:
-        raise raw.refuse(f"{where}.rope_type", kind, f"must be among {', '.join(SCALINGS)}")
-    values: dict[str, Any] = dict(
-        theta=rope.get("rope_theta", raw("rope_theta", raw("rotary_emb_base", theta))),
-        fraction=rope.get(
-            "partial_rotary_factor", raw("partial_rotary_factor", raw("rotary_pct", fraction))
-        ),
-        scaling=SCALINGS[kind], **fixed,
-    )  # fmt: skip
-    if local is not None:
-        values["local_theta"] = own_local
-    if kind != "default":
-        values["factor"] = needed("factor")
-    if kind == "llama3":
-        values |= dict(
-            low_frequency=needed("low_freq_factor"), high_frequency=needed("high_freq_factor")
-        )
-    if kind in ("llama3", "yarn"):
-        values["original_context"] = rope.get(
-            "original_max_position_embeddings", raw("max_position_embeddings")
-        )
-    if kind == "yarn":
-        values |= dict(
-            beta_fast=rope.get("beta_fast") or 32.0, beta_slow=rope.get("beta_slow") or 1.0
-        )
-        for name, plain in (("attention_factor", None), ("mscale", None), ("truncate", True)):
-            if rope.get(name, plain) != plain:
-                raise raw.refuse(f"{where}.{name}", rope[name], "cannot be represented")
-    return RotaryConfig(**values)
-
-
-def write_rotary(config: ModelConfig, fraction: str | None = None) -> dict[str, Any]:
-    """The second form, which old and new versions read. fraction: what it is called there."""
-    rotary = config.rotary
-    out: dict[str, Any] = {"rope_theta": rotary.theta, "rope_scaling": None}
-    if fraction is not None:
-        out[fraction] = rotary.fraction
-    if rotary.local_theta is not None:
-        out["rope_local_base_freq"] = rotary.local_theta
-    kinds = {ours: theirs for theirs, ours in SCALINGS.items()}
-    if rotary.scaling != "none":
-        if rotary.scaling not in kinds:
-            return out  # told by the comparison of what comes back
-        scaling = {"rope_type": kinds[rotary.scaling], "factor": rotary.factor}
-        if rotary.original_context is not None:
-            scaling["original_max_position_embeddings"] = rotary.original_context
-        if rotary.scaling == "llama3":
-            scaling |= dict(
-                low_freq_factor=rotary.low_frequency, high_freq_factor=rotary.high_frequency
-            )
-        if rotary.scaling == "yarn":
-            scaling |= dict(beta_fast=rotary.beta_fast, beta_slow=rotary.beta_slow)
-        out["rope_scaling"] = scaling
-    return out
-
-
-def write_windows(config: ModelConfig) -> dict[str, Any]:
-    """`sliding_window` and `layer_types`."""
+    empty: written for a model without windows. Raises ConfigError for windows of several sizes, or
+    of some layers alone where the family has them in all.
+    """
     each = [config.window(i) for i in range(config.n_layers)]
     sizes = {w for w in each if w is not None}
-    return {
-        "sliding_window": min(sizes, default=None),
-        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in each],
-    }
+    mixed = len(set(each)) > 1 and not by_layer
+    require(
+        len(sizes) <= 1 and not mixed, "ModelConfig.sliding_window", config.sliding_window,
+        "must be the same in all layers" if mixed else "must be of one size",
+    )  # fmt: skip
+    values: dict[str, Any] = {"sliding_window": min(sizes, default=empty)}
+    if by_layer:
+        values["layer_types"] = ["sliding_attention" if w else "full_attention" for w in each]
+    return values

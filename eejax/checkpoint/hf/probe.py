@@ -16,8 +16,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from eejax.checkpoint.hf.families import Family
-from eejax.checkpoint.hf.fields import REQUIRED, Raw, read_rotary
+from eejax.checkpoint.hf.family import Family
+from eejax.checkpoint.hf.fields import REQUIRED, Raw
 from eejax.checkpoint.hf.layouts import (
     Rule,
     by_group,
@@ -30,6 +30,7 @@ from eejax.checkpoint.hf.layouts import (
     vector,
     vocabulary,
 )  # fmt: skip
+from eejax.checkpoint.hf.rope import read_rotary
 from eejax.common.errors import CheckpointError, ConfigError
 from eejax.common.trees import Tree
 from eejax.models import exits, params, transformer

@@ -110,8 +110,10 @@ def written(config: ModelConfig, name: str | None = None) -> tuple[Family, dict]
             differ = str(error)
         if not differ:
             return family, values
-        told.append((differ.count(" and not "), f"{family.model_type}: {differ}"))
-    least = min(told)[1]
+        told.append(
+            (max(1, differ.count(" and not ")), f"{family.model_type}: {differ.rstrip('.')}")
+        )
+    least = min(told, key=lambda one: one[0])[1]
     raise ConfigError(
         f"no model of {'family ' + name if name else 'any family'} is like this one. Nearest is "
         f"{least}. register_family() makes another known."

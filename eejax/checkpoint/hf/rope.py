@@ -1,0 +1,151 @@
+"""Rotary settings of a config.json, in both of their spellings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from eejax.checkpoint.hf.fields import Raw, is_number
+from eejax.common.errors import CheckpointError
+from eejax.models.config import ModelConfig, RotaryConfig
+
+SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+LAYERS = ("full_attention", "sliding_attention")
+
+
+def read_rotary(
+    raw: Raw,
+    theta: float = 10000.0,
+    *,
+    fraction: float | None = None,
+    local: float | None = None,
+    names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
+    scalings: Mapping[str, str] = SCALINGS,
+) -> RotaryConfig:
+    """Rotary settings: `rope_scaling`, or `rope_parameters`, and what stands beside them.
+
+    theta: the family's base. fraction: its rotated part of a head, None for families that turn all
+    of it. local: the base of its layers with a window, None where they have no other one. names: of
+    base and fraction beside the table. scalings: that the family has.
+
+    Precedence is that of transformers (modeling_rope_utils.py: convert_rope_params_to_dict,
+    standardize_rope_params). Raises CheckpointError for what cannot be represented.
+    """
+    given, scaling = raw.table("rope_parameters"), raw.table("rope_scaling")
+    where, rope = ("rope_scaling", scaling) if scaling else ("rope_parameters", given)
+    sliding: Mapping[str, Any] = {}
+    if local is None and _by_layer(rope):
+        raise raw.refuse(where, rope, "cannot be represented: must be the same for all layers")
+    if local is not None:
+        if _by_layer(scaling) or (given and not _by_layer(given)):
+            raise raw.refuse(
+                where, rope,
+                f"must be a rope_parameters that has an entry for each of {', '.join(LAYERS)}",
+            )  # fmt: skip
+        sliding = raw.table("rope_parameters.sliding_attention")
+        rope = raw.table("rope_parameters.full_attention") | scaling
+        if (kind := _kind(sliding)) != "default":
+            told = "rope_parameters.sliding_attention.rope_type"
+            raise raw.refuse(told, kind, "cannot be represented; must be 'default'")
+    kind = _kind(rope)
+    if not isinstance(kind, str) or kind not in scalings:
+        raise raw.refuse(f"{where}.rope_type", kind, f"must be among {', '.join(scalings)}")
+    beside = raw(names[1], None)
+    turned = rope.get("partial_rotary_factor", beside)
+    if fraction is None and turned not in (None, 1):
+        raise raw.refuse(names[1], turned, f"must be 1: a {raw('model_type')} turns whole heads")
+    values: dict[str, Any] = dict(
+        theta=rope.get("rope_theta", raw(names[0], theta)),
+        fraction=1.0 if fraction is None else fraction if turned is None else turned,
+        scaling=SCALINGS[kind],
+    )
+    if local is not None:
+        values["local_theta"] = sliding.get("rope_theta", raw("rope_local_base_freq", local))
+    return RotaryConfig(**values | _scaling(raw, rope, kind, where, local is None))
+
+
+def _by_layer(rope: Mapping[str, Any]) -> bool:
+    return any(layer in rope for layer in LAYERS)
+
+
+def _kind(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _scaling(raw: Raw, rope: Mapping[str, Any], kind: str, where: str, one: bool):
+    """The fields of `RotaryConfig` that a scaling has. one: all layers have the same positions."""
+
+    def needed(name: str) -> Any:
+        """What a scaling is nothing without: a default would load as another model."""
+        if rope.get(name) is None:
+            raise CheckpointError(
+                f"{raw.path}: {where}.{name} is missing: rope_type {kind!r} needs it."
+            )
+        return rope[name]
+
+    if kind == "default":
+        return {}
+    values = dict(factor=needed("factor"))
+    if kind == "llama3":
+        low, high = needed("low_freq_factor"), needed("high_freq_factor")
+        values |= dict(low_frequency=low, high_frequency=high)
+    if kind in ("llama3", "yarn"):
+        within = rope.get("original_max_position_embeddings")
+        beside = raw("original_max_position_embeddings", None) if one else None
+        either = within if beside is None else beside
+        values["original_context"] = raw("max_position_embeddings") if either is None else either
+    if kind == "yarn":
+        values |= dict(
+            beta_fast=rope.get("beta_fast") or 32.0, beta_slow=rope.get("beta_slow") or 1.0
+        )
+        _usual_yarn(raw, rope, where)
+    return values
+
+
+def _usual_yarn(raw: Raw, rope: Mapping[str, Any], where: str) -> None:
+    """Refuses an attention that is scaled by another number than Peng et al. 2023 (eq. 22) have,
+    and a range of frequencies that is not rounded."""
+    if rope.get("truncate", True) is not True:
+        raise raw.refuse(
+            f"{where}.truncate", rope["truncate"], "cannot be represented; must be true"
+        )
+    given = {n: rope.get(n) for n in ("factor", "attention_factor", "mscale", "mscale_all_dim")}
+    for name, value in given.items():
+        if value is not None and not is_number(value):
+            raise raw.refuse(f"{where}.{name}", value, "must be a number")
+    scale = lambda m: 1.0 if given["factor"] <= 1 else 0.1 * m * math.log(given["factor"]) + 1.0
+    name, found = "attention_factor", given["attention_factor"]
+    if found is None and given["mscale"] and given["mscale_all_dim"]:
+        name, found = "mscale", scale(given["mscale"]) / scale(given["mscale_all_dim"])
+    if found is not None and not math.isclose(found, scale(1.0), rel_tol=1e-6):
+        raise raw.refuse(
+            f"{where}.{name}", rope[name],
+            f"cannot be represented: attention is scaled by {found:.6g}, and not by the "
+            f"{scale(1.0):.6g} of factor {given['factor']}",
+        )  # fmt: skip
+
+
+def write_rotary(
+    config: ModelConfig, fraction: str | None = None, theta: str = "rope_theta"
+) -> dict[str, Any]:
+    """The older spelling, which old and new versions read. fraction, theta: names beside it."""
+    rotary = config.rotary
+    out: dict[str, Any] = {theta: rotary.theta, "rope_scaling": None}
+    if fraction is not None:
+        out[fraction] = rotary.fraction
+    if rotary.local_theta is not None:
+        out["rope_local_base_freq"] = rotary.local_theta
+    kinds = {ours: theirs for theirs, ours in SCALINGS.items()}
+    if rotary.scaling == "none" or rotary.scaling not in kinds:
+        return out  # what is not there is told by the comparison with what is read back
+    scaling = {"rope_type": kinds[rotary.scaling], "factor": rotary.factor}
+    if rotary.original_context is not None:
+        scaling["original_max_position_embeddings"] = rotary.original_context
+    if rotary.scaling == "llama3":
+        scaling |= dict(
+            low_freq_factor=rotary.low_frequency, high_freq_factor=rotary.high_frequency
+        )
+    if rotary.scaling == "yarn":
+        scaling |= dict(beta_fast=rotary.beta_fast, beta_slow=rotary.beta_slow)
+    return out | {"rope_scaling": scaling}
