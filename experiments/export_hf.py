@@ -26,6 +26,7 @@ flags.mark_flags_as_required(["workdir", "output"])
 def main() -> None:
     from eejax.checkpoint.hf import save_pretrained
     from eejax.checkpoint.hf.families import FAMILIES
+    from eejax.train.pretrained import generation_of
     from eejax.train.runs import open_run
 
     model = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value).model
@@ -34,7 +35,8 @@ def main() -> None:
     with launch.flags_named({}):
         family = save_pretrained(
             _OUTPUT.value, model.config, model.params, family=_FAMILY.value or known,
-            tokenizer=model.tokenizer, dtype=_DTYPE.value,
+            tokenizer=model.tokenizer, generation=generation_of(model.metadata),
+            dtype=_DTYPE.value,
         )  # fmt: skip
     print(f"{family}, {model.config.n_exits} early exits beside it, in {_OUTPUT.value}")
 

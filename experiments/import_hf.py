@@ -42,7 +42,12 @@ def main() -> None:
     launch.say(f"importing {path} ...")
     with progress.waiting("importing"):
         made = import_pretrained(
-            path, _WORKDIR.value, tokenizer=_TOKENIZER.value, dtype=_DTYPE.value, data=text
+            path,
+            _WORKDIR.value,
+            tokenizer=_TOKENIZER.value,
+            dtype=_DTYPE.value,
+            data=text,
+            watch=launch.say,
         )
     config = made.config
     if made.guessed:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from eejax import data
@@ -28,18 +28,22 @@ BATCH = 16
 class Model:
     """A model that can be calibrated and generate: configuration, parameters and tokenizer.
 
-    calibrated: how its routers came out, where `calibrate` made it.
+    calibrated: how its routers came out, where `calibrate` made it. generation: of
+    generation_config.json, which `save` writes back.
     """
 
     config: ModelConfig
     params: Tree = dataclasses.field(repr=False)
     tokenizer: Tokenizer = dataclasses.field(repr=False)
     calibrated: Calibrated | None = dataclasses.field(default=None, repr=False)
+    generation: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def save(self, path: str | os.PathLike) -> None:
         """As a folder that transformers opens, with exits and routers beside the weights, which
         `load` reads. Raises as `checkpoint.hf.save_pretrained`."""
-        save_pretrained(path, self.config, self.params, tokenizer=self.tokenizer)
+        save_pretrained(
+            path, self.config, self.params, tokenizer=self.tokenizer, generation=self.generation
+        )
 
 
 def load(
@@ -52,7 +56,8 @@ def load(
     CheckpointError for what is no model, or not whole, ConfigError as said.
     """
     with progress.waiting(f"loading {source}"):
-        return Model(*open_model(source, tokenizer=tokenizer, dtype=dtype)[:3])
+        found = open_model(source, tokenizer=tokenizer, dtype=dtype)
+    return Model(found.config, found.params, found.tokenizer, generation=found.generation)
 
 
 def calibrate(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
@@ -41,19 +42,20 @@ def import_pretrained(
     tokenizer: str | None = None,
     dtype: str = "float32",
     mesh: Mesh | None = None,
+    watch: Callable[[str], None] | None = None,
 ) -> Pretrained:
     """Writes a model of `load_pretrained` into `workdir`, as the checkpoint of step 0 of a run.
 
     data: of `DataConfig`, the text that it is evaluated and tuned on. tokenizer: "bytes", a file or
     a folder; the model's own by default. dtype: what the model is computed in;
-    parameters are float32. Raises CheckpointError where the workdir has checkpoints already, as
+    parameters are float32. watch: as `load_pretrained`'s. Raises CheckpointError where the workdir has checkpoints already, as
     `load_pretrained`, and where the model has no tokenizer; DataError for one that does not fit.
     """
     workdir = pathlib.Path(workdir).expanduser()
     if (workdir / CHECKPOINTS).exists():
         raise CheckpointError(f"{workdir} holds a run already: remove it, or name another workdir.")
     path = fetched(source)
-    loaded = load_pretrained(path, mesh=mesh)
+    loaded = load_pretrained(path, mesh=mesh, watch=watch)
     config = loaded.config.replace(dtype=dtype)
     chosen = tokenizer_of(path, loaded.raw, config.vocab_size, tokenizer)
     text = {
@@ -68,7 +70,11 @@ def import_pretrained(
     metadata = {
         "version": eejax.__version__, "model": config.to_dict(), "experiment": experiment.to_dict(),
         "tokenizer": chosen.fingerprint, "tokens": 0, "averaged": False, "data": {},
-        "pretrained": {"source": os.fspath(source), "family": loaded.family.model_type},
+        "pretrained": {
+            "source": os.fspath(source),
+            "family": loaded.family.model_type,
+            "generation": dict(loaded.generation),
+        },
     }  # fmt: skip
     checkpoints = Checkpoints(workdir / CHECKPOINTS)
     try:
@@ -80,12 +86,13 @@ def import_pretrained(
 
 
 class Opened(NamedTuple):
-    """A model, and the folder that it was read from."""
+    """A model, the folder that it was read from, and its generation_config.json."""
 
     config: ModelConfig
     params: Tree
     tokenizer: Tokenizer
     path: pathlib.Path
+    generation: Mapping[str, Any] = types.MappingProxyType({})
 
 
 def open_model(
@@ -94,20 +101,27 @@ def open_model(
     tokenizer: str | None = None,
     dtype: str | None = None,
     mesh: Mesh | None = None,
+    watch: Callable[[str], None] | None = None,
 ) -> Opened:
     """The model of a run's workdir, of a Hugging Face folder, or of a name on the Hub; arguments
-    and errors as `eejax.load`'s. mesh: over which a pretrained model is to be cut."""
+    and errors as `eejax.load`'s. mesh: over which a pretrained model is to be cut. watch: as
+    `load_pretrained`'s."""
     path = pathlib.Path(source).expanduser()
     if is_run(path):
         for name, value in (("tokenizer", tokenizer), ("dtype", dtype)):
             fix = "Leave it out."
             require(value is None, name, value, f"must be None: {path} is a run with its own", fix)
         run = load_model(path)
-        return Opened(run.config, run.params, run.tokenizer, path)
+        return Opened(run.config, run.params, run.tokenizer, path, generation_of(run.metadata))
     path = fetched(source)
-    found = load_pretrained(path, dtype=dtype or "float32", mesh=mesh)
+    found = load_pretrained(path, dtype=dtype or "float32", mesh=mesh, watch=watch)
     own = tokenizer_of(path, found.raw, found.config.vocab_size, tokenizer)
-    return Opened(found.config, found.params, own, path)
+    return Opened(found.config, found.params, own, path, found.generation)
+
+
+def generation_of(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The generation_config.json of the model that a run was imported from, {} for another run."""
+    return metadata.get("pretrained", {}).get("generation", {})
 
 
 def is_run(path: pathlib.Path) -> bool:

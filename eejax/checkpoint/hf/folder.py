@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,13 +32,15 @@ class Tensors(Protocol):
 class Folder:
     """All tensors of a folder. Files are opened once; values are read when they are asked for.
 
-    Raises CheckpointError where there are no weights, a shard is missing or cut off, or the index
-    and the shards do not tell of the same tensors.
+    absent: names that an index lists and their file lacks, with that file's path.
+
+    Raises CheckpointError where there are no weights, or a shard is missing or cut off.
     """
 
     def __init__(self, path: str | os.PathLike):
         self.path = pathlib.Path(path)
         self._of: dict[str, Tensors] = {}
+        self.absent: dict[str, pathlib.Path] = {}
         for name in FILES:
             index = self.path / f"{name}.index.json"
             if (self.path / name).is_file():
@@ -69,12 +71,19 @@ class Folder:
         for file in files:
             tensors = opened(self.path / file)
             wanted = {name for name, f in where.items() if f == file}
-            if absent := sorted(wanted - set(tensors.names())):
-                raise CheckpointError(
-                    f"{self.path / file}: has no {brief(absent)}, which {index.name} says lie "
-                    "there: the files are of different checkpoints."
-                )
-            self._of |= dict.fromkeys(wanted, tensors)
+            absent = wanted - set(tensors.names())
+            self.absent |= dict.fromkeys(absent, self.path / file)
+            self._of |= dict.fromkeys(wanted - absent, tensors)
+
+    def require_whole(self, spare: Collection[str] = ()) -> None:
+        """Raises CheckpointError where the index and its files do not tell of the same tensors, but
+        for those that are not needed."""
+        absent = sorted(set(self.absent) - set(spare))
+        if absent:
+            raise CheckpointError(
+                f"{self.absent[absent[0]]}: has no {brief(absent)}, which the index says lie "
+                "there: the files are of different checkpoints."
+            )
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

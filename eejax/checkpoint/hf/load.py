@@ -6,6 +6,7 @@ import math
 import os
 import pathlib
 import re
+import types
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from eejax.checkpoint.digest import digest, digest_of, same_model
-from eejax.checkpoint.hf import probe, sidecar
+from eejax.checkpoint.hf import compare, generation, probe, sidecar
 from eejax.checkpoint.hf.families import FAMILIES, Family
 from eejax.checkpoint.hf.fields import Raw
 from eejax.checkpoint.hf.folder import CONFIG, Folder, brief, read_json
@@ -60,8 +61,12 @@ class Leaf(NamedTuple):
 
 
 class Pretrained(NamedTuple):
-    """What `load_pretrained` gives. path: the folder; raw: what its config.json says; guessed: how
-    a model of an unknown type was recognised, '' for one of a known family."""
+    """A model that `load_pretrained` read.
+
+    path: the folder; raw: its config.json; guessed: how a model of an unknown type was recognised,
+    '' for one of a known family; generation: its generation_config.json, with
+    the ids that config.json alone has.
+    """
 
     config: ModelConfig
     params: Tree
@@ -69,10 +74,15 @@ class Pretrained(NamedTuple):
     path: pathlib.Path
     raw: Mapping[str, Any]
     guessed: str = ""
+    generation: Mapping[str, Any] = types.MappingProxyType({})
 
 
 def load_pretrained(
-    source: str | os.PathLike, *, mesh: Mesh | None = None, dtype: str = "float32"
+    source: str | os.PathLike,
+    *,
+    mesh: Mesh | None = None,
+    dtype: str = "float32",
+    watch: Callable[[str], None] | None = None,
 ) -> Pretrained:
     """The model of a folder with a config.json and weights, laid onto `mesh` (one device).
 
@@ -81,16 +91,17 @@ def load_pretrained(
     the model is computed too; norm scales, biases and routers stay float32. Every device's part is
     read for itself, a layer at a time. Exits that `save_pretrained` wrote beside the weights are
     loaded with them. A vocabulary that mesh.model does not divide gets rows of padding, which
-    `config.vocab_multiple` tells.
+    `config.vocab_multiple` tells. watch: is given a line for each step that takes long.
 
     A `model_type` of no known family is recognised by its tensors (`probe`), and compared with what
-    transformers computes where that is installed; where that tells too little, a warning tells of a
-    guess.
+    transformers computes (`compare`). Where nothing can be compared, a model is refused whose
+    tensors and keys do not tell all of it, and a warning tells of the guess that is left.
 
     Raises CheckpointError, naming file and field, where a file is missing, cut off or of another
     model, or the model is of a kind that cannot be represented.
     """
     require_one_of("dtype", dtype, DTYPES)
+    say = watch or (lambda line: None)
     path = fetched(source)
     raw = Raw(path / CONFIG, read_json(path / CONFIG))
     kind = raw("model_type")
@@ -103,10 +114,23 @@ def load_pretrained(
         )  # fmt: skip
     folder = Folder(path)
     _check_layers(raw, folder.shapes)
-    family = FAMILIES[kind] if kind in FAMILIES else probe.guess(raw, folder.shapes)
+    if kind in FAMILIES:
+        family = FAMILIES[kind]
+    else:
+        say(f"model_type {kind!r} is not known: looking at its {len(folder.shapes)} tensors")
+        family = probe.guess(raw, folder.shapes)
     base = family.read(raw).replace(dtype=dtype)
-    table = named(family.rules(base, raw), base)
+    if kind not in FAMILIES and (why := compare.incomparable(path, base)):
+        compare.require_told(raw, family.rules(base, raw), why)
     tied = raw("tie_word_embeddings", family.tied)
+    if tied and _has_unlike_head(folder, family, base, raw):
+        warnings.warn(
+            f"{path}: tie_word_embeddings is true, but its head is not its embedding: it is read "
+            "as a head of its own, as transformers has it since version 5.",
+            stacklevel=2,
+        )
+        base, tied = base.replace(head="own"), False
+    table = named(family.rules(base, raw), base)
     tensors = _Tensors(folder, family, base, table, tied)
     side = sidecar.opened(path, base)
     mesh = make_mesh(MeshConfig()) if mesh is None else mesh
@@ -114,6 +138,11 @@ def load_pretrained(
     # The files have a row for each token, the leaves those of padding too.
     base = base.replace(vocab_multiple=config.vocab_multiple)
     declared = _shapes(base)
+    for leaf, (rule, _) in leaves(table).items():
+        if leaf not in declared:
+            tensor = rule.theirs[0].format(i=0)
+            raise raw.refuse("model_type", kind, f"has {tensor}, for which there is no place")
+    say(f"reading {params.count(base):,} parameters of {path}")
     reads = {
         leaf: _reader(base, rule, j, tensors, declared) for leaf, (rule, j) in leaves(table).items()
     }
@@ -135,8 +164,10 @@ def load_pretrained(
         same_model(path / sidecar.WEIGHTS, side.digest, found, str(path))
     guessed = ""
     if family.model_type not in FAMILIES:
-        config, guessed = _compared(path, config, tree, family)
-    return Pretrained(config, tree, family, path, raw.values, guessed)
+        config, guessed = _compared(raw, config, tree, family, say)
+    return Pretrained(
+        config, tree, family, path, raw.values, guessed, generation.read(path, raw.values)
+    )
 
 
 def pretrained_config(path: pathlib.Path) -> tuple[ModelConfig, Mapping[str, Any]]:
@@ -197,9 +228,13 @@ def _kept(config: ModelConfig, dtype: str) -> Tree:
     )
 
 
-def _compared(path: pathlib.Path, config: ModelConfig, tree: Tree, family: Family):
+def _compared(raw: Raw, config: ModelConfig, tree: Tree, family: Family, say):
     """The model of a guess, and how sure that is."""
-    found = probe.verified(path, config, tree)
+    path = raw.path.parent
+    rules = family.rules(config, raw)
+    found = compare.verified(raw, config, tree, rules, say)
+    if found.why:
+        compare.require_told(raw, rules, found.why)
     about = f"{path}: model_type {family.model_type!r} is not known; by its tensors it"
     if found.sure:
         return found.config, f"{about} is a model {found.told}"
@@ -256,8 +291,29 @@ def leaves(table: Mapping[tuple[str, ...], Rule]) -> dict[str, tuple[Rule, int]]
     return found
 
 
+HEADS = ("lm_head.weight", "embed_out.weight")
+
+
+def _embedding(rules: list[Rule]) -> str:
+    """The name of the tokens' embedding."""
+    return next(rule.theirs[0] for rule in rules if "embed/tokens" in rule.ours)
+
+
+def _has_unlike_head(folder: Folder, family: Family, config: ModelConfig, raw: Raw) -> bool:
+    """Whether a model whose head is tied has another one among its tensors."""
+    tokens = _embedding(family.rules(config, raw))
+    heads = [name for name in HEADS if name in folder.shapes]
+    own = [n for n in (tokens, tokens.removeprefix(family.prefix)) if n in folder.shapes]
+    if config.head != "tied" or not heads or not own:
+        return False
+    return not np.array_equal(folder.read(heads[0]), folder.read(own[0]))
+
+
 class _Tensors:
-    """A folder's tensors by the names that the family's rules have for them."""
+    """A folder's tensors by the names that the family's rules have for them.
+
+    A tied pair is one tensor, under either name or both.
+    """
 
     def __init__(self, folder: Folder, family: Family, config: ModelConfig, table, tied: bool):
         self._folder = folder
@@ -271,10 +327,15 @@ class _Tensors:
                     self._names[known] = name
                     break
             else:
-                # What a file holds of a tied head is the embedding once more, also where the head
-                # is not tied to us (OPT's projections).
-                if not (tied and name in ("lm_head.weight", "embed_out.weight")):
+                # Also where the head is not tied to us (OPT's projections).
+                if not (tied and name in HEADS):
                     unexpected.append(name)
+        tokens = _embedding([*table.values()])
+        heads = [name for name in HEADS if name in folder.shapes]
+        if tied and heads:
+            self._names.setdefault(tokens, heads[0])
+        spare = (*HEADS, tokens, tokens.removeprefix(family.prefix)) if tied else ()
+        folder.require_whole(spare)
         missing = sorted(wanted - set(self._names))
         if missing or unexpected:
             told = [f"has no {brief(missing)}"] * bool(missing)
@@ -326,7 +387,9 @@ def _whole(name: str, reads: Mapping[str, Leaf], path: pathlib.Path) -> Leaf:
     try:
         return reads[name]
     except KeyError:
-        raise CheckpointError(f"{path}: tells nothing of {name}.") from None
+        raise CheckpointError(
+            f"{path}: has no tensor that is {name}, which a model of its config.json has."
+        ) from None
 
 
 def _placed(struct: jax.ShapeDtypeStruct, leaf: Leaf, dtype: Any) -> jax.Array:

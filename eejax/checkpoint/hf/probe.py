@@ -1,20 +1,14 @@
 """A model of an unknown `model_type`, recognised by the names and shapes of its tensors.
 
 What cannot be read off them (how residuals are joined, how rotary pairs lie, whether norms add 1)
-is guessed in the usual way, and found by comparison where transformers can run the model.
+is guessed in the usual way, and found by comparison (`compare`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import pathlib
 import re
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
-
-import jax
-import numpy as np
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from eejax.checkpoint.hf.family import Family
 from eejax.checkpoint.hf.fields import REQUIRED, Raw
@@ -32,22 +26,15 @@ from eejax.checkpoint.hf.layouts import (
 )  # fmt: skip
 from eejax.checkpoint.hf.rope import read_rotary
 from eejax.common.errors import CheckpointError, ConfigError
-from eejax.common.trees import Tree
-from eejax.models import exits, params, transformer
-from eejax.models.config import ModelConfig
+from eejax.models.config import RotaryConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-# Of the comparison with transformers: tokens that are compared, and at most; logits of how many of
-# them, at either end; and parameters of a model that is held twice for it.
-TOKENS, MOST_TOKENS, ROWS = 128, 1024, 16
-MOST_PARAMETERS = 2 * 10**9
 
 ALIASES = {
     "vocab_size": ("vocab_size",),
     "n_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "d_model": ("hidden_size", "n_embd", "d_model", "dim"),
-    "n_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "n_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
     "context_length": (
         "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length",
         "max_sequence_length",
@@ -66,8 +53,18 @@ REFUSED = {
         ("state_size", "ssm_state_size", "mamba_d_state", "conv_kernel"),
         r"\bA_log\b|\bx_proj\b|\bdt_proj\b|\bconv1d\b|time_decay|time_mix",
     ),
+    "a model with clipped queries, keys and values": (("clip_qkv", "attn_config.clip_qkv"), r"$^"),
     "an encoder and a decoder": (("is_encoder_decoder",), r"\bencoder\b.*\bdecoder\b|encoder_attn"),
 }
+NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+ROTARY = (("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct"))
+# Settings that tensors tell themselves, by their names and shapes.
+TOLD = (
+    "num_key_value_heads", "num_kv_heads", "multi_query", "head_dim", "kv_channels",
+    "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "expansion_ratio",
+    "tie_word_embeddings", "attention_bias", "attention_out_bias", "use_bias", "bias", "no_bias",
+    "mlp_bias", "use_qkv_bias", "qkv_bias", "use_qk_norm", "qk_layernorm",
+)  # fmt: skip
 # Of a layer's tensors: what a name's end, without .weight, says it is; the first that fits.
 PARTS = (
     ("attn/qkv", r"qkv(_proj)?|query_key_value|c_attn|wqkv|in_proj|att_proj"),
@@ -119,11 +116,12 @@ def guess(raw: Raw, shapes: Shapes) -> Family:
     fixed = outer | inner
     if fixed["position"] == "rotary":
         try:
-            fixed["rotary"] = read_rotary(raw)
+            fixed["rotary"] = _rotary(raw)
         except ConfigError as error:
             raise raw.refuse("model_type", raw("model_type"), f"as {error}".rstrip(".")) from error
     if raw("sliding_window", None) is not None and raw("use_sliding_window", True):
-        fixed["sliding_window"] = raw.windows(None, lambda i: True)
+        fixed["sliding_window"] = raw.windows(None, lambda i: i >= raw("max_window_layers", 0))
+    raw.seen.update(TOLD, ("layer_types", "max_window_layers", "use_sliding_window"))
     usual = "silu" if fixed["mlp_gated"] else "gelu_new"
     return Family(
         raw("model_type"), "", sizes, lambda config, _: [*rules, *more], fixed, (act, usual),
@@ -131,16 +129,38 @@ def guess(raw: Raw, shapes: Shapes) -> Family:
     )  # fmt: skip
 
 
+def _rotary(raw: Raw) -> RotaryConfig:
+    """Rotary settings under any of their names."""
+    names = [next((n for n in each if raw(n, None) is not None), each[0]) for each in ROTARY]
+    by_layer = "full_attention" in raw.table("rope_parameters")
+    return read_rotary(
+        raw, fraction=1.0, local=10000.0 if by_layer else None, names=(names[0], names[1])
+    )
+
+
 def refuse(raw: Raw, shapes: Shapes) -> None:
     """Raises CheckpointError for kinds of models that there is no place for, by their names."""
+    for name in NESTED:
+        if raw(name, None):
+            raise raw.refuse(
+                "model_type", raw("model_type"),
+                f"has the settings of its language model in a nested {name}: give a folder of the "
+                "language model alone",
+            )  # fmt: skip
     for kind, (settings, names) in REFUSED.items():
-        said = [n for n in settings if raw(n, None) not in (None, False, 0)]
+        said = [n for n in settings if setting(raw, n) not in (None, False, 0)]
         seen = [n for n in shapes if re.search(names, n)]
         if said or seen:
             raise raw.refuse(
                 "model_type", raw("model_type"),
                 f"is {kind} ({said[0] if said else seen[0]}), which cannot be represented",
             )  # fmt: skip
+
+
+def setting(raw: Raw, name: str) -> Any:
+    """A setting, null where it is left out. name: a.b is b within a."""
+    *outer, last = name.split(".")
+    return raw.table(".".join(outer)).get(last) if outer else raw(last, None)
 
 
 def alias(raw: Raw, ours: str) -> str:
@@ -205,6 +225,8 @@ def ends(raw: Raw, shapes: Shapes, stack: Stack, d: int) -> tuple[dict, list[Rul
     tables = [n for n, s in outside.items() if s == (v, d)]
     heads = [n for n in tables if re.search(r"head|output|embed_out|unembed", n)]
     tokens = [n for n in tables if n not in heads]
+    if raw("tie_word_embeddings", False) is True and not tokens:  # stored under the head's name
+        tokens, heads = heads, []
     norms = [n for n, s in outside.items() if s == (d,)]
     rows = [n for n, s in outside.items() if len(s) == 2 and n not in tables and s[1] == d]
     scales = [n for n in norms if not n.endswith("bias")]
@@ -229,7 +251,7 @@ def ends(raw: Raw, shapes: Shapes, stack: Stack, d: int) -> tuple[dict, list[Rul
         t = raw(alias(raw, "context_length"))
         settings["position"] = "learned"
         rules.append(positions(rows[0], "embed/positions", outside[rows[0]][0] - t))
-    elif raw("alibi", False):
+    elif setting(raw, "alibi") or setting(raw, "attn_config.alibi"):
         settings["position"] = "alibi"
     return settings, rules
 
@@ -262,6 +284,11 @@ def layer_rules(raw: Raw, stack: Stack, found: dict[str, str], d: int) -> tuple[
     else:
         n_kv = out(found["attn/k"]) // head_dim
     norms = [part for part in found if part.endswith("norm") or part == "post_attention"]
+    if not norms:
+        raise raw.refuse(
+            "model_type", raw("model_type"),
+            "has norms without weights, or none, in its layers, which cannot be represented",
+        )  # fmt: skip
     placement, residual, names = norm_places({n for n in norms if "/" not in n})
     layernorm = any(bias(found[n]) in shapes for n in norms)
     named = any("layer_norm" in key for key in raw.values)  # as layer_norm_eps
@@ -307,102 +334,3 @@ def norm_places(norms: set[str]) -> tuple[str, str, dict[str, str]]:
     if len(norms) == 4:
         return "pre_post", "sequential", after
     return "pre", "sequential", {"post_attention": "mlp_norm"}
-
-
-def variants(config: ModelConfig) -> Iterator[ModelConfig]:
-    """Models of the same tensors, the likeliest first."""
-    residuals = [config.residual] + ["parallel"] * (
-        config.residual == "sequential" and config.norm_placement == "pre"
-    )
-    turns = [False, True] if config.position == "rotary" else [False]
-    scales = [1.0, config.d_model**0.5]
-    for residual, plus, turned, scale in itertools.product(residuals, (False, True), turns, scales):
-        yield config.replace(
-            residual=residual, norm_plus_one=plus, embedding_scale=scale,
-            rotary=dataclasses.replace(config.rotary, interleaved=turned),
-        )  # fmt: skip
-
-
-class Found(NamedTuple):
-    """config: the variant that fits, or the likeliest; sure: whether a comparison tells that it is
-    the model; told: what was compared, or why nothing was."""
-
-    config: ModelConfig
-    sure: bool
-    told: str
-
-
-def verified(path: pathlib.Path, config: ModelConfig, tree: Tree, tolerance: float = 1e-3) -> Found:
-    """The variant that computes what transformers does, where that can be compared.
-
-    Both compute in float32, of parameters that are rounded alike. tolerance: of the largest logit.
-    Raises CheckpointError where no variant comes as near.
-    """
-    if params.count(config) > MOST_PARAMETERS:
-        why = f"it has more than {MOST_PARAMETERS:.0e} parameters, too many to be held twice"
-        return Found(config, False, f"which nothing was compared with ({why})")
-    try:
-        import torch
-        import transformers
-
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, trust_remote_code=False
-        ).eval()
-    except (ImportError, ValueError, OSError, KeyError, RuntimeError):
-        # Not installed, another version, code of its own, other tensors: there is no telling.
-        why = "transformers does not run it here"
-        return Found(config, False, f"which nothing was compared with ({why})")
-    reach = reach_of(config)
-    length = min(config.context_length, max(TOKENS, reach + ROWS), MOST_TOKENS)
-    asked = np.random.default_rng(0).integers(0, config.vocab_size, (1, length)).astype(np.int32)
-    with torch.no_grad():
-        for name, p in theirs.named_parameters():
-            if p.ndim > 1 and "norm" not in name:  # as ours are rounded (`params.for_compute`)
-                p.copy_(p.to(getattr(torch, config.dtype)))
-        want = theirs(torch.tensor(asked.astype(np.int64))).logits[0].numpy()
-    # Few tokens tell most variants; the last of many see windows and scaled positions.
-    start, end = slice(0, ROWS), slice(max(0, length - ROWS), length)
-    most, far = tolerance * float(np.abs(want[start]).max()), []
-    for model in variants(config.replace(dtype="float32")):
-        try:
-            off = _distance(tree, model, asked[:, :ROWS], start, want)
-            if off <= most:
-                off = max(off, _distance(tree, model, asked, end, want))
-        except ConfigError:
-            continue
-        if off <= most:
-            told = f"computes what transformers does over {length} tokens, to {off:.1e}"
-            sure = length > reach or length == config.context_length
-            if not sure:
-                told += f", but has a window or a scaling that only more than {reach} tokens tell"
-            return Found(model.replace(dtype=config.dtype), sure, f"which {told}")
-        far.append(off)
-    raise CheckpointError(
-        f"{path}: was recognised by its tensors, but computes something else than transformers: "
-        f"its logits are off by {min(far):.3g} at least. It cannot be represented, or needs a "
-        "Family."
-    )
-
-
-def reach_of(config: ModelConfig) -> int:
-    """Tokens over which a wrong window, or a wrong scaling of positions, may not be seen; 0 for a
-    model without."""
-    marks = [w for i in range(config.n_layers) if (w := config.window(i)) is not None]
-    if config.position == "rotary" and config.rotary.original_context is not None:
-        marks.append(config.rotary.original_context)
-    return max(marks, default=0)
-
-
-def _distance(
-    tree: Tree, config: ModelConfig, asked: np.ndarray, rows: slice, want: np.ndarray
-) -> float:
-    """Of the logits of some rows of a text from those wanted, [t, v] of all of it."""
-
-    @jax.jit
-    def run(tree, asked):
-        tree = jax.tree.map(lambda a: a.astype(np.float32), tree)
-        states = transformer.exit_states(tree, config, asked, which=(config.n_exits,))
-        return exits.logits(exits.head(tree, config, config.n_exits), states[-1][0, rows])
-
-    got = np.asarray(run(tree, asked))[:, : config.vocab_size]
-    return float(np.abs(got - want[rows]).max())

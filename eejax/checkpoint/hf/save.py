@@ -8,13 +8,16 @@ import pathlib
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from eejax.checkpoint import arrays
+from eejax.checkpoint.hf import generation as generations
 from eejax.checkpoint.hf import sidecar
 from eejax.checkpoint.hf.families import FAMILIES, Family
 from eejax.checkpoint.hf.fields import Raw
@@ -36,15 +39,17 @@ def save_pretrained(
     *,
     family: str | None = None,
     tokenizer: Tokenizer | None = None,
+    generation: Mapping[str, Any] = types.MappingProxyType({}),
     dtype: str = "float32",
     shard: int = SHARD,
 ) -> str:
     """Writes the folder `path`, which must not be there, and says of which family it is.
 
-    family: its `model_type`; by default the first one that has such models. dtype: of the weights
-    written. shard: bytes of a file of them. Exits lie beside the weights in files of their own,
-    which `load_pretrained` reads and transformers does not. The folder gets its name when all of it
-    is written. One layer at a time is brought to the host.
+    family: its `model_type`; by default the first one that has such models. generation: of
+    generation_config.json, as `Pretrained` has it; ids that the tokenizer knows are its. dtype: of
+    the weights written. shard: bytes of a file of them. Exits lie beside the weights in files of
+    their own, which `load_pretrained` reads and transformers does not. The folder gets its name
+    when all of it is written. One layer at a time is brought to the host.
 
     Raises ConfigError where no family has such a model, telling what none of them could say;
     CheckpointError where the folder is there already or cannot be written.
@@ -58,15 +63,13 @@ def save_pretrained(
     base = sidecar.plain(config)
     chosen, values = written(base, family)
     values["torch_dtype"] = dtype
-    for name in ("bos", "eos", "pad"):  # what is left out would be the family's
-        number = getattr(tokenizer, f"{name}_id", None)
-        has = number is not None and number < config.vocab_size
-        values[f"{name}_token_id"] = number if has else None
+    values |= (ids := generations.tokens(tokenizer, config.vocab_size, generation))
     part = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = _fresh(path)
         (part / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        generations.write(part, generation, ids)
         _write_weights(part, tensors(base, tree, chosen), dtype, shard)
         sidecar.write(part, config, tree, dtype)
         if tokenizer is not None:

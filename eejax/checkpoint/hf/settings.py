@@ -145,12 +145,14 @@ def smollm3_written(config: ModelConfig) -> Values:
     )
 
 
-def gemma_more(raw: Raw) -> Values:
+def gemma_more(raw: Raw, **rotary: float) -> Values:
     bias = raw("attention_bias", False)
     return dict(
-        embedding_scale=math.sqrt(raw("hidden_size")), rotary=read_rotary(raw), qkv_bias=bias,
+        embedding_scale=math.sqrt(raw("hidden_size")),
+        rotary=read_rotary(raw, **rotary),
+        qkv_bias=bias,
         o_bias=bias,
-    )  # fmt: skip
+    )
 
 
 def gemma1_more(raw: Raw) -> Values:
@@ -160,8 +162,8 @@ def gemma1_more(raw: Raw) -> Values:
     return gemma_more(raw) | (dict(activation="gelu_tanh") if legacy else {})
 
 
-def gemma2_more(raw: Raw) -> Values:
-    return gemma_more(raw) | dict(
+def gemma2_more(raw: Raw, **rotary: float) -> Values:
+    return gemma_more(raw, **rotary) | dict(
         attention_scale=raw.positive("query_pre_attn_scalar", 256) ** -0.5,
         sliding_window=raw.windows(4096, lambda i: i % 2 == 0),
         # null is no cap; left out, it is the family's
@@ -172,11 +174,10 @@ def gemma2_more(raw: Raw) -> Values:
 
 def gemma3_more(raw: Raw) -> Values:
     pattern = raw.positive("sliding_window_pattern", 6)
-    return gemma2_more(raw) | dict(
+    return gemma2_more(raw, theta=1e6, local=1e4) | dict(
         sliding_window=raw.windows(4096, lambda i: (i + 1) % pattern != 0),
         attention_softcap=raw("attn_logit_softcapping", None),
         logit_softcap=raw("final_logit_softcapping", None),
-        rotary=read_rotary(raw, theta=1e6, local=1e4),
     )
 
 

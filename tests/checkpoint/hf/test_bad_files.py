@@ -204,7 +204,7 @@ BREAKS = {
         "rope_scaling = False: must be an object",
     ),
     "rotary_of_kinds": (
-        lambda p: change(p, rope_parameters={"full_attention": "x"}),
+        lambda p: plain(p, model_type="gemma3_text", rope_parameters={"full_attention": "x"}),
         "rope_parameters.full_attention = 'x': must be an object",
     ),
     "rotary_kind": (

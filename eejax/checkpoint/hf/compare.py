@@ -1,0 +1,192 @@
+"""A model of an unknown `model_type` against what transformers computes of it.
+
+What its tensors do not tell is found by comparison. Where nothing can be compared, only a model
+is read of which tensors and keys tell everything that is not usual.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from eejax.checkpoint.hf.fields import Raw
+from eejax.checkpoint.hf.keys import unread, words
+from eejax.checkpoint.hf.layouts import Rule
+from eejax.checkpoint.hf.probe import setting
+from eejax.common.errors import CheckpointError, ConfigError
+from eejax.common.trees import Tree
+from eejax.models import exits, params, transformer
+from eejax.models.config import ModelConfig
+
+# Of the comparison with transformers: tokens that are compared, and at most; logits of how many of
+# them, at either end; and parameters of a model that is held twice for it.
+TOKENS, MOST_TOKENS, ROWS = 128, 1024, 16
+MOST_PARAMETERS = 2 * 10**9
+RUNS_NOT = "transformers does not run it here"
+NO_POSITIONS = "neither a table of positions nor rotary settings (sinusoidal positions?)"
+
+
+def variants(config: ModelConfig) -> Iterator[ModelConfig]:
+    """Models of the same tensors, the likeliest first."""
+    residuals = [config.residual] + ["parallel"] * (
+        config.residual == "sequential" and config.norm_placement == "pre"
+    )
+    turns = [False, True] if config.position == "rotary" else [False]
+    scales = [1.0, config.d_model**0.5]
+    for residual, plus, turned, scale in itertools.product(residuals, (False, True), turns, scales):
+        yield config.replace(
+            residual=residual, norm_plus_one=plus, embedding_scale=scale,
+            rotary=dataclasses.replace(config.rotary, interleaved=turned),
+        )  # fmt: skip
+
+
+class Found(NamedTuple):
+    """config: the variant that fits, or the likeliest; sure: whether a comparison tells that it is
+    the model; told: what was compared; why: the reason where nothing was."""
+
+    config: ModelConfig
+    sure: bool
+    told: str
+    why: str = ""
+
+
+def incomparable(path: pathlib.Path, config: ModelConfig) -> str:
+    """Why transformers cannot compute the model here, '' where nothing tells so yet."""
+    if params.count(config) > MOST_PARAMETERS:
+        return f"it has more than {MOST_PARAMETERS:.0e} parameters, too many to be held twice"
+    try:
+        import torch  # noqa: F401
+        from transformers import AutoConfig
+    except ImportError:
+        return "transformers and torch are not installed"
+    try:
+        AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception:  # of a type it does not know, or of its own validation
+        return RUNS_NOT
+    return ""
+
+
+def require_told(raw: Raw, rules: list[Rule], why: str) -> None:
+    """Raises CheckpointError for a model that is not told by its tensors and keys alone, where
+    nothing can be compared."""
+    fix = f"It was compared with nothing ({why}). Where transformers runs it, it can be read"
+    for rule in rules:
+        if len(rule.ours) > 1:
+            raise raw.refuse(
+                "model_type", raw("model_type"),
+                f"is not known, and the order within {rule.theirs[0].format(i=0)}, a fused "
+                f"projection, is never guessed. {fix}",
+            )  # fmt: skip
+    for name, value in unread(raw).items():
+        raise raw.refuse(
+            name, value, f"{words(name)}a setting that a {raw('model_type')}, which is not known, "
+            f"has, and nothing here reads. {fix}",
+        )  # fmt: skip
+    if _positions_untold(raw, rules):
+        raise raw.refuse(
+            "model_type", raw("model_type"), f"is not known, and has {NO_POSITIONS}. {fix}"
+        )
+
+
+def _positions_untold(raw: Raw, rules: list[Rule]) -> bool:
+    table = any("embed/positions" in rule.ours for rule in rules)
+    alibi = setting(raw, "alibi") or setting(raw, "attn_config.alibi")
+    return not (table or alibi or any(re.match("rope_|rotary_|partial_rot", k) for k in raw.values))
+
+
+def verified(
+    raw: Raw, config: ModelConfig, tree: Tree, rules: list[Rule], say=lambda line: None,
+    tolerance: float = 1e-3,
+) -> Found:  # fmt: skip
+    """The variant that computes what transformers does, where that can be compared.
+
+    Both compute in float32, of parameters that are rounded alike. say: is given a line for each
+    step. tolerance: of the largest logit. Raises CheckpointError where no variant comes as near.
+    """
+    path = raw.path.parent
+    if why := incomparable(path, config):
+        return Found(config, False, f"which nothing was compared with ({why})", why)
+    import torch
+    import transformers
+
+    say("opening it with transformers, to compare")
+    try:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=False
+        ).eval()
+    except (ImportError, ValueError, OSError, KeyError, RuntimeError):
+        # Another version, code of its own, other tensors: there is no telling.
+        return Found(config, False, f"which nothing was compared with ({RUNS_NOT})", RUNS_NOT)
+    reach = reach_of(config)
+    length = min(config.context_length, max(TOKENS, reach + ROWS), MOST_TOKENS)
+    asked = np.random.default_rng(0).integers(0, config.vocab_size, (1, length)).astype(np.int32)
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            if p.ndim > 1 and "norm" not in name:  # as ours are rounded (`params.for_compute`)
+                p.copy_(p.to(getattr(torch, config.dtype)))
+        want = theirs(torch.tensor(asked.astype(np.int64))).logits[0].numpy()
+    # Few tokens tell most variants; the last of many see windows and scaled positions.
+    start, end = slice(0, ROWS), slice(max(0, length - ROWS), length)
+    most, far = tolerance * float(np.abs(want[start]).max()), []
+    say(f"comparing the logits of {length} tokens")
+    for n, model in enumerate(variants(config.replace(dtype="float32"))):
+        try:
+            say(f"comparing variant {n + 1}: {_variant(model)}")
+            off = _distance(tree, model, asked[:, :ROWS], start, want)
+            if off <= most:
+                off = max(off, _distance(tree, model, asked, end, want))
+        except ConfigError:
+            continue
+        if off <= most:
+            told = f"computes what transformers does over {length} tokens, to {off:.1e}"
+            sure = length > reach or length == config.context_length
+            if not sure:
+                told += f", but has a window or a scaling that only more than {reach} tokens tell"
+            return Found(model.replace(dtype=config.dtype), sure, f"which {told}")
+        far.append(off)
+    suspects = [f"{name} = {value!r}" for name, value in unread(raw).items()]
+    suspects += [NO_POSITIONS] * _positions_untold(raw, rules)
+    cause = f" It has {', '.join(suspects)}, which nothing here reads." if suspects else ""
+    raise CheckpointError(
+        f"{path}: was recognised by its tensors, but computes something else than transformers: "
+        f"its logits are off by {min(far):.3g} at least.{cause} It cannot be represented, or needs "
+        "a Family."
+    )
+
+
+def _variant(config: ModelConfig) -> str:
+    pairs = "neighbouring" if config.rotary.interleaved else "distant"
+    plus = ", norms of 1 + w" * config.norm_plus_one
+    scale = f", embedding times {config.embedding_scale:.4g}" * (config.embedding_scale != 1)
+    return f"residual {config.residual}, {pairs} rotary pairs{plus}{scale}"
+
+
+def reach_of(config: ModelConfig) -> int:
+    """Tokens over which a wrong window, or a wrong scaling of positions, may not be seen; 0 for a
+    model without."""
+    marks = [w for i in range(config.n_layers) if (w := config.window(i)) is not None]
+    if config.position == "rotary" and config.rotary.original_context is not None:
+        marks.append(config.rotary.original_context)
+    return max(marks, default=0)
+
+
+def _distance(
+    tree: Tree, config: ModelConfig, asked: np.ndarray, rows: slice, want: np.ndarray
+) -> float:
+    """Of the logits of some rows of a text from those wanted, [t, v] of all of it."""
+
+    @jax.jit
+    def run(tree, asked):
+        tree = jax.tree.map(lambda a: a.astype(np.float32), tree)
+        states = transformer.exit_states(tree, config, asked, which=(config.n_exits,))
+        return exits.logits(exits.head(tree, config, config.n_exits), states[-1][0, rows])
+
+    got = np.asarray(run(tree, asked))[:, : config.vocab_size]
+    return float(np.abs(got - want[rows]).max())

@@ -1,0 +1,54 @@
+"""generation_config.json: how texts of a model are begun, ended and drawn by default."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from eejax.checkpoint.hf.folder import read_json
+from eejax.data.tokenizers import Tokenizer
+
+FILE = "generation_config.json"
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def read(path: pathlib.Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a folder's file, and ids that its config.json alone has.
+
+    Raises CheckpointError where the file is no object of JSON.
+    """
+    own = read_json(path / FILE) if (path / FILE).is_file() else {}
+    ids = {name: config.get(name) for name in IDS if own.get(name) is None}
+    return own | {name: value for name, value in ids.items() if value is not None}
+
+
+def tokens(
+    tokenizer: Tokenizer | None, vocab_size: int, generation: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The ids that begin, end and pad texts: every token that ends one, as the tokenizer has them.
+
+    Where it has none, those of `generation`. What is no token of the model is null, for what is
+    left out would be the family's.
+    """
+    ends = list(getattr(tokenizer, "end_ids", ()))
+    found = (getattr(tokenizer, "bos_id", None), ends or None, getattr(tokenizer, "pad_id", None))
+    return {
+        name: _of_model(generation.get(name) if value is None else value, vocab_size)
+        for name, value in zip(IDS, found, strict=True)
+    }
+
+
+def write(path: pathlib.Path, generation: Mapping[str, Any], ids: Mapping[str, Any]) -> None:
+    """The file, of what was read and a model's `tokens`."""
+    values = {**generation, **ids}
+    values = {name: value for name, value in values.items() if value is not None}
+    (path / FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def _of_model(ids: Any, vocab_size: int) -> Any:
+    if isinstance(ids, list):
+        kept = [i for i in ids if _of_model(i, vocab_size) is not None]
+        return kept[0] if len(kept) == 1 else kept or None
+    return ids if type(ids) is int and 0 <= ids < vocab_size else None
