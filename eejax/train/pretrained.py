@@ -48,8 +48,9 @@ def import_pretrained(
 
     data: of `DataConfig`, the text that it is evaluated and tuned on. tokenizer: "bytes", a file or
     a folder; the model's own by default. dtype: what the model is computed in;
-    parameters are float32. watch: as `load_pretrained`'s. Raises CheckpointError where the workdir has checkpoints already, as
-    `load_pretrained`, and where the model has no tokenizer; DataError for one that does not fit.
+    parameters are float32. watch: as `load_pretrained`'s. Raises CheckpointError where the workdir
+    has checkpoints already, as `load_pretrained`, and where the model has no tokenizer; DataError
+    for one that does not fit.
     """
     workdir = pathlib.Path(workdir).expanduser()
     if (workdir / CHECKPOINTS).exists():

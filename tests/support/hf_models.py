@@ -175,3 +175,24 @@ def theirs(model) -> tuple[np.ndarray, list[int]]:
         for _ in range(NEW):  # each over all of the text, with no cache to go wrong
             ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
     return logits, ids[0, PROMPT:].tolist()
+
+
+def config_keys(kind: str) -> list[str]:
+    """Keys of config.json that transformers has for a family: fields of its configuration, and
+    what the sources of its model and configuration read besides."""
+    import dataclasses
+    import inspect
+    import re
+    import sys
+
+    import transformers
+
+    config = transformers.CONFIG_MAPPING[kind]
+    model = transformers.AutoModelForCausalLM._model_mapping[config]
+    found = {f.name for f in dataclasses.fields(config)}
+    for cls in (model, config):
+        source = inspect.getsource(sys.modules[cls.__module__])
+        found |= set(re.findall(r"\bconfig\.(\w+)", source))
+        found |= set(re.findall(r"""getattr\((?:self\.)?config, "(\w+)\"""", source))
+        found |= set(re.findall(r"""kwargs\.(?:get|pop|setdefault)\(\s*"(\w+)\"""", source))
+    return sorted(key for key in found if not callable(getattr(config, key, None)))

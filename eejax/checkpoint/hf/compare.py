@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pathlib
-import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ import numpy as np
 from eejax.checkpoint.hf.fields import Raw
 from eejax.checkpoint.hf.keys import unread, words
 from eejax.checkpoint.hf.layouts import Rule
-from eejax.checkpoint.hf.probe import setting
+from eejax.checkpoint.hf.probe import ALIBI, setting
 from eejax.common.errors import CheckpointError, ConfigError
 from eejax.common.trees import Tree
 from eejax.models import exits, params, transformer
@@ -29,8 +28,8 @@ from eejax.models.config import ModelConfig
 # them, at either end; and parameters of a model that is held twice for it.
 TOKENS, MOST_TOKENS, ROWS = 128, 1024, 16
 MOST_PARAMETERS = 2 * 10**9
+MOST_KEYS = 4  # that a message names
 RUNS_NOT = "transformers does not run it here"
-NO_POSITIONS = "neither a table of positions nor rotary settings (sinusoidal positions?)"
 
 
 def variants(config: ModelConfig) -> Iterator[ModelConfig]:
@@ -76,33 +75,33 @@ def incomparable(path: pathlib.Path, config: ModelConfig) -> str:
 def require_told(raw: Raw, rules: list[Rule], why: str) -> None:
     """Raises CheckpointError for a model that is not told by its tensors and keys alone, where
     nothing can be compared."""
-    fix = f"It was compared with nothing ({why}). Where transformers runs it, it can be read"
-    for rule in rules:
-        if len(rule.ours) > 1:
-            raise raw.refuse(
-                "model_type", raw("model_type"),
-                f"is not known, and the order within {rule.theirs[0].format(i=0)}, a fused "
-                f"projection, is never guessed. {fix}",
-            )  # fmt: skip
-    for name, value in unread(raw).items():
+    reasons = untold(raw)
+    fused = [rule.theirs[0].format(i=0) for rule in rules if len(rule.ours) > 1]
+    reasons += [f"{name}, a fused projection whose order is never guessed" for name in fused[:1]]
+    if reasons:
         raise raw.refuse(
-            name, value, f"{words(name)}a setting that a {raw('model_type')}, which is not known, "
-            f"has, and nothing here reads. {fix}",
+            "model_type", raw("model_type"),
+            f"is not known, and nothing verifies what it is ({why}), while it has "
+            f"{'; '.join(reasons)}. Where transformers and torch run it, it is compared with them",
         )  # fmt: skip
-    if _positions_untold(raw, rules):
-        raise raw.refuse(
-            "model_type", raw("model_type"), f"is not known, and has {NO_POSITIONS}. {fix}"
-        )
 
 
-def _positions_untold(raw: Raw, rules: list[Rule]) -> bool:
-    table = any("embed/positions" in rule.ours for rule in rules)
-    alibi = setting(raw, "alibi") or setting(raw, "attn_config.alibi")
-    return not (table or alibi or any(re.match("rope_|rotary_|partial_rot", k) for k in raw.values))
+def untold(raw: Raw) -> list[str]:
+    """What a config.json says, or does not say, of logits that nothing here reads."""
+    told = [
+        f"ALiBi ({name} = true), whose slopes differ from family to family"
+        for name in ALIBI
+        if setting(raw, name)
+    ]
+    others = [(name, value) for name, value in unread(raw).items() if name not in ALIBI]
+    for name, value in others[:MOST_KEYS]:
+        about = f" ({words(name)})" if words(name) else ""
+        told.append(f"{name} = {value!r}{about}, which nothing here reads")
+    return told + [f"{len(others) - MOST_KEYS} such settings more"] * (len(others) > MOST_KEYS)
 
 
 def verified(
-    raw: Raw, config: ModelConfig, tree: Tree, rules: list[Rule], say=lambda line: None,
+    raw: Raw, config: ModelConfig, tree: Tree, say=lambda line: None,
     tolerance: float = 1e-3,
 ) -> Found:  # fmt: skip
     """The variant that computes what transformers does, where that can be compared.
@@ -151,9 +150,8 @@ def verified(
                 told += f", but has a window or a scaling that only more than {reach} tokens tell"
             return Found(model.replace(dtype=config.dtype), sure, f"which {told}")
         far.append(off)
-    suspects = [f"{name} = {value!r}" for name, value in unread(raw).items()]
-    suspects += [NO_POSITIONS] * _positions_untold(raw, rules)
-    cause = f" It has {', '.join(suspects)}, which nothing here reads." if suspects else ""
+    suspects = untold(raw)
+    cause = f" It has {'; '.join(suspects)}." if suspects else ""
     raise CheckpointError(
         f"{path}: was recognised by its tensors, but computes something else than transformers: "
         f"its logits are off by {min(far):.3g} at least.{cause} It cannot be represented, or needs "

@@ -15,13 +15,13 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read(path: pathlib.Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a folder's file, and ids that its config.json alone has.
+    """The values of a folder's file; without one, the ids that its config.json has.
 
     Raises CheckpointError where the file is no object of JSON.
     """
-    own = read_json(path / FILE) if (path / FILE).is_file() else {}
-    ids = {name: config.get(name) for name in IDS if own.get(name) is None}
-    return own | {name: value for name, value in ids.items() if value is not None}
+    if (path / FILE).is_file():
+        return read_json(path / FILE)
+    return {name: config[name] for name in IDS if config.get(name) is not None}
 
 
 def tokens(

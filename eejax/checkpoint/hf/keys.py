@@ -10,7 +10,7 @@ from eejax.checkpoint.hf.fields import Raw
 # Training, tokens and their generation, bookkeeping, other heads than that of a language model.
 _IDLE = re.compile(
     r"""
-    .*dropout.* | .*_pdrop | layerdrop | .*_token_ids? | .*_token_index | vocab_file
+    .*dropout.* | .*_pdrop | layerdrop | .*_token_ids? | token_type_ids | .*_token_index | vocab_file
     | initializer_.* | init_std | .*loss.* | .*gradient_checkpointing | ep_size
     | use_cache | cache_implementation | use_flash_attn.* | _?attn_implementation.*
     | _?experts_implementation.* | reorder_and_upcast_attn | pretraining_tp
@@ -29,10 +29,11 @@ _IDLE = re.compile(
     """,
     re.VERBOSE,
 )
+BOUNDS = "clip|softcap|soft_cap|logit_cap"
 _WORDS = (
     ("alibi", "ALiBi"),
     ("clip", "clipped queries, keys and values"),
-    ("softcap|soft_cap|logit_cap", "a soft cap"),
+    (BOUNDS, "a soft cap"),
     ("scal|multiplier", "a scale"),
 )
 
@@ -55,7 +56,7 @@ def unread(raw: Raw) -> dict[str, Any]:
 
 def words(name: str) -> str:
     """What a key is about, '' where its name tells nothing."""
-    found = [f"{word}, " for pattern, word in _WORDS if re.search(pattern, name)]
+    found = [word for pattern, word in _WORDS if re.search(pattern, name)]
     return found[0] if found else ""
 
 

@@ -64,8 +64,7 @@ class Pretrained(NamedTuple):
     """A model that `load_pretrained` read.
 
     path: the folder; raw: its config.json; guessed: how a model of an unknown type was recognised,
-    '' for one of a known family; generation: its generation_config.json, with
-    the ids that config.json alone has.
+    '' for one of a known family; generation: its generation_config.json.
     """
 
     config: ModelConfig
@@ -231,10 +230,9 @@ def _kept(config: ModelConfig, dtype: str) -> Tree:
 def _compared(raw: Raw, config: ModelConfig, tree: Tree, family: Family, say):
     """The model of a guess, and how sure that is."""
     path = raw.path.parent
-    rules = family.rules(config, raw)
-    found = compare.verified(raw, config, tree, rules, say)
+    found = compare.verified(raw, config, tree, say)
     if found.why:
-        compare.require_told(raw, rules, found.why)
+        compare.require_told(raw, family.rules(config, raw), found.why)
     about = f"{path}: model_type {family.model_type!r} is not known; by its tensors it"
     if found.sure:
         return found.config, f"{about} is a model {found.told}"

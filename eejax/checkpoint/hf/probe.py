@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from eejax.checkpoint.hf.family import Family
 from eejax.checkpoint.hf.fields import REQUIRED, Raw
+from eejax.checkpoint.hf.keys import BOUNDS, unread, words
 from eejax.checkpoint.hf.layouts import (
     Rule,
     by_group,
@@ -53,9 +54,9 @@ REFUSED = {
         ("state_size", "ssm_state_size", "mamba_d_state", "conv_kernel"),
         r"\bA_log\b|\bx_proj\b|\bdt_proj\b|\bconv1d\b|time_decay|time_mix",
     ),
-    "a model with clipped queries, keys and values": (("clip_qkv", "attn_config.clip_qkv"), r"$^"),
     "an encoder and a decoder": (("is_encoder_decoder",), r"\bencoder\b.*\bdecoder\b|encoder_attn"),
 }
+ALIBI = ("alibi", "attn_config.alibi")
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 ROTARY = (("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct"))
 # Settings that tensors tell themselves, by their names and shapes.
@@ -147,6 +148,9 @@ def refuse(raw: Raw, shapes: Shapes) -> None:
                 f"has the settings of its language model in a nested {name}: give a folder of the "
                 "language model alone",
             )  # fmt: skip
+    for name, value in unread(raw).items():
+        if re.search(BOUNDS, name):  # a comparison of logits that they seldom reach tells nothing
+            raise raw.refuse(name, value, f"{words(name)}, which cannot be represented")
     for kind, (settings, names) in REFUSED.items():
         said = [n for n in settings if setting(raw, n) not in (None, False, 0)]
         seen = [n for n in shapes if re.search(names, n)]
@@ -158,9 +162,10 @@ def refuse(raw: Raw, shapes: Shapes) -> None:
 
 
 def setting(raw: Raw, name: str) -> Any:
-    """A setting, null where it is left out. name: a.b is b within a."""
+    """A setting, None where it is left out. name: a.b is b within a."""
     *outer, last = name.split(".")
-    return raw.table(".".join(outer)).get(last) if outer else raw(last, None)
+    inside = raw.values.get(outer[0]) if outer else raw.values
+    return inside.get(last) if isinstance(inside, Mapping) else None
 
 
 def alias(raw: Raw, ours: str) -> str:
@@ -251,8 +256,14 @@ def ends(raw: Raw, shapes: Shapes, stack: Stack, d: int) -> tuple[dict, list[Rul
         t = raw(alias(raw, "context_length"))
         settings["position"] = "learned"
         rules.append(positions(rows[0], "embed/positions", outside[rows[0]][0] - t))
-    elif setting(raw, "alibi") or setting(raw, "attn_config.alibi"):
+    elif any(setting(raw, name) for name in ALIBI):
         settings["position"] = "alibi"
+    elif not any(re.match("rope|rotary|partial_rotary|rotation", key) for key in raw.values):
+        raise raw.refuse(
+            "model_type", raw("model_type"),
+            "has neither a table of positions nor settings of rotary ones or ALiBi: others "
+            "(sinusoidal, or none) are not read",
+        )  # fmt: skip
     return settings, rules
 
 

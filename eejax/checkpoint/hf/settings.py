@@ -213,6 +213,7 @@ def stablelm_written(config: ModelConfig) -> Values:
 
 
 def granite_more(raw: Raw) -> Values:
+    raw("residual_multiplier", 1.0)  # a number: `granite_rules` reads it
     return llama_more(raw) | dict(
         embedding_scale=raw("embedding_multiplier", 1.0), temperature=raw("logits_scaling", 1.0),
         attention_scale=raw("attention_multiplier", 1.0),

@@ -1,5 +1,5 @@
-"""Records what transformers computes of the tiny models (recorded.npz beside this file), and a
-file as PyTorch saves it (tensors.bin).
+"""Records what transformers computes of the tiny models (recorded.npz beside this file), a file as
+PyTorch saves it (tensors.bin), and which keys of config.json it reads (config_keys.json).
 
     python -P tests/checkpoint/hf/record.py
 
@@ -12,6 +12,8 @@ import sys
 import tempfile
 
 import numpy as np
+
+from eejax.checkpoint.hf.families import FAMILIES
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "support"))
 import hf_models  # noqa: E402
@@ -29,6 +31,12 @@ def _tensors_bin() -> None:
         "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3),
     }  # fmt: skip
     torch.save(tensors, pathlib.Path(__file__).with_name("tensors.bin"))
+
+
+def record_keys() -> None:
+    keys = {kind: hf_models.config_keys(kind) for kind in sorted(FAMILIES)}
+    text = json.dumps(keys, indent=1) + "\n"
+    pathlib.Path(__file__).with_name("config_keys.json").write_text(text)
 
 
 def _rounding(path: pathlib.Path, texts: np.ndarray) -> np.float32:
@@ -62,6 +70,7 @@ def main() -> None:
         found[f"{name}/bfloat16"] = rounding
         print(name, logits.std(), rounding, len(set(new)))
     _tensors_bin()
+    record_keys()
     np.savez_compressed(pathlib.Path(__file__).with_name("recorded.npz"), **found)
 
 

@@ -1,11 +1,14 @@
 """Live parity with transformers: imported models compute what it does, and it opens exports."""
 
+import json
+
 import hf_models
 import numpy as np
 import pytest
 from hf_models import MODELS, saved, theirs, tokens
 
 from eejax.checkpoint.hf import load_pretrained, save_pretrained
+from eejax.checkpoint.hf.families import FAMILIES
 from eejax.models import exits, transformer
 
 pytestmark = pytest.mark.slow
@@ -30,3 +33,11 @@ def test_logits_both_ways(name, tmp_path):
     save_pretrained(tmp_path / "ours", loaded.config, loaded.params, family=family)
     back, _ = theirs(hf_models.opened(tmp_path / "ours"))
     assert np.abs(back - want).max() <= 1e-4
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_keys_of_a_family_are_those_recorded(kind):
+    """`record.py` records them anew; test_families.py says which are read."""
+    pytest.importorskip("transformers", reason="make bench-env installs transformers")
+    recorded = json.loads(hf_models.FILE.with_name("config_keys.json").read_text())
+    assert hf_models.config_keys(kind) == recorded[kind]
