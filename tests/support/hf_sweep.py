@@ -319,5 +319,7 @@ def theirs(path: pathlib.Path, text: np.ndarray | None = None) -> Theirs:
             ids = torch.tensor(text)
         logits = model(ids, use_cache=False).logits[0].numpy()
     settings = model.generation_config.to_diff_dict()
-    own = ("transformers_version", "_from_model_config")
+    # What it takes of config.json where there is no such file; of no text another one comes.
+    own = ("transformers_version", "_from_model_config", "use_cache")
+    settings = {k: v for k, v in settings.items() if not k.startswith("output_")}
     return Theirs(ids.numpy(), logits, {k: v for k, v in settings.items() if k not in own})

@@ -10,8 +10,8 @@ from eejax.checkpoint.hf.fields import Raw
 # Training, tokens and their generation, bookkeeping, other heads than that of a language model.
 _IDLE = re.compile(
     r"""
-    .*dropout.* | .*_pdrop | layerdrop | .*_token_ids? | token_type_ids | .*_token_index | vocab_file
-    | initializer_.* | init_std | .*loss.* | .*gradient_checkpointing | ep_size
+    .*dropout.* | .*_pdrop | layerdrop | .*_token_ids? | token_type_ids | .*_token_index
+    | vocab_file | initializer_.* | init_std | .*loss.* | .*gradient_checkpointing | ep_size
     | use_cache | cache_implementation | use_flash_attn.* | _?attn_implementation.*
     | _?experts_implementation.* | reorder_and_upcast_attn | pretraining_tp
     | chunk_size_feed_forward
