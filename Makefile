@@ -2,7 +2,7 @@
 # make bench-env   the same, with the peers that benchmarks compare against
 # make quickstart  train, evaluate and generate with a small early-exit model; see runs/quickstart
 # make test        every test that guards correctness
-# make test-slow   soak, fuzz and live-parity tests
+# make test-slow   soak, fuzz and live-parity tests; those against transformers need make bench-env
 # make lint        ruff: rules and format
 
 VENV ?= .venv
