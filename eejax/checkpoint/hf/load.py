@@ -111,7 +111,10 @@ def load_pretrained(
             "quantization_config", how,
             "quantised weights are not read: give the model that it was made of",
         )  # fmt: skip
+    settings = generation.read(path, raw.values)
     folder = Folder(path)
+    if kind not in FAMILIES:
+        probe.refuse(raw, folder.shapes)
     _check_layers(raw, folder.shapes)
     if kind in FAMILIES:
         family = FAMILIES[kind]
@@ -164,9 +167,7 @@ def load_pretrained(
     guessed = ""
     if family.model_type not in FAMILIES:
         config, guessed = _compared(raw, config, tree, family, say)
-    return Pretrained(
-        config, tree, family, path, raw.values, guessed, generation.read(path, raw.values)
-    )
+    return Pretrained(config, tree, family, path, raw.values, guessed, settings)
 
 
 def pretrained_config(path: pathlib.Path) -> tuple[ModelConfig, Mapping[str, Any]]:
@@ -299,12 +300,17 @@ def _embedding(rules: list[Rule]) -> str:
 
 def _has_unlike_head(folder: Folder, family: Family, config: ModelConfig, raw: Raw) -> bool:
     """Whether a model whose head is tied has another one among its tensors."""
-    tokens = _embedding(family.rules(config, raw))
+    rules = family.rules(config, raw)
+    tokens = _embedding(rules)
     heads = [name for name in HEADS if name in folder.shapes]
-    own = [n for n in (tokens, tokens.removeprefix(family.prefix)) if n in folder.shapes]
-    if config.head != "tied" or not heads or not own:
+    if any(rule.ours == ("final/head",) for rule in rules):  # read as one of its own
         return False
-    return not np.array_equal(folder.read(heads[0]), folder.read(own[0]))
+    own = [n for n in (tokens, tokens.removeprefix(family.prefix)) if n in folder.shapes]
+    if not heads or not own or np.array_equal(folder.read(heads[0]), folder.read(own[0])):
+        return False
+    if config.head != "tied":  # OPT's projections
+        raise raw.refuse("tie_word_embeddings", True, f"must be false: {heads[0]} is another one")
+    return True
 
 
 class _Tensors:

@@ -99,9 +99,10 @@ class Stack(NamedTuple):
 
 
 def guess(raw: Raw, shapes: Shapes) -> Family:
-    """The family that a folder's tensors seem to be of. Raises CheckpointError, saying what it is
-    or which part of it could not be told."""
-    refuse(raw, shapes)
+    """The family that a folder's tensors seem to be of, of no kind that `refuse` refuses.
+
+    Raises CheckpointError, saying which part of it could not be told.
+    """
     for ours in ALIASES:
         raw.size(alias(raw, ours))
     stack = stack_of(raw, shapes)

@@ -104,7 +104,9 @@ CAUSES = {
         LLAMA,
         "neither a table of positions nor settings of rotary ones or ALiBi: others .sinusoidal",
     ),
-    "gemma3n": (dict(text_config=dict(SIZES)), LLAMA, "in a nested text_config"),
+    "gemma3n": (
+        dict.fromkeys(SIZES) | dict(text_config=SIZES), LLAMA, "in a nested text_config",
+    ),
     "persimmon": (
         dict(qk_layernorm=True),
         LLAMA | {

@@ -21,7 +21,7 @@ from eejax.common.errors import CheckpointError
 from eejax.models import exits, transformer
 
 pytestmark = pytest.mark.slow
-EACH = 20
+EACH = 17
 """Configurations of a family that transformers runs and that are compared, or refused by name."""
 NEEDS = "transformers and torch are not installed: make bench-env"
 
@@ -88,5 +88,5 @@ def test_drawn_configurations(family, tmp_path, capsys):
         number += 1
         assert number < 5 * EACH, f"transformers runs too few of them: {found}"
     with capsys.disabled():
-        print(f"\n{family}: {found}, {len(wrong)} wrong")
+        print(f"\n{family}: {found}, {len(wrong)} wrong", flush=True)
     assert not wrong, "\n".join(wrong)
