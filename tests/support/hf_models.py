@@ -104,6 +104,25 @@ UNKNOWN = {
 }  # fmt: skip
 
 
+# Of types that are refused, and the cause in the family's own words.
+REFUSED = {
+    "persimmon": ("PersimmonConfig", SIZE, "layernorm.bias, for which there is no place"),
+    "olmo": ("OlmoConfig", GQA, "norms without weights"),
+    "xglm": (
+        "XGLMConfig",
+        dict(
+            vocab_size=61, max_position_embeddings=96, d_model=32, ffn_dim=48, num_layers=2,
+            attention_heads=4, bos_token_id=0, eos_token_id=0, pad_token_id=1,
+        ),
+        "neither a table of positions nor settings of rotary ones or ALiBi: others .sinusoidal",
+    ),
+    "cohere": (
+        "CohereConfig", GQA | dict(logit_scale=0.25),
+        "computes something else than transformers.*logit_scale = 0.25 .a scale.",
+    ),
+}  # fmt: skip
+
+
 def weights(name: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """Numbers for tensors by name, the same everywhere, that make every part of a model matter."""
     made = {}
@@ -139,7 +158,7 @@ def saved(name: str, path: pathlib.Path) -> dict[str, np.ndarray]:
     from safetensors import safe_open
     from safetensors.numpy import save_file
 
-    kind, values = (MODELS | UNKNOWN)[name]
+    kind, values, *_ = (MODELS | UNKNOWN | REFUSED)[name]
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**values)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)

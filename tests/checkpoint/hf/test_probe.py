@@ -6,7 +6,7 @@ import hf_models
 import jax
 import numpy as np
 import pytest
-from hf_models import LENGTH, RECORDED, UNKNOWN, recorded, saved, theirs, tokens
+from hf_models import LENGTH, RECORDED, REFUSED, UNKNOWN, recorded, saved, theirs, tokens
 from safetensors.numpy import save_file
 
 from eejax.checkpoint.hf import compare, load_pretrained
@@ -187,3 +187,12 @@ def test_models_that_only_transformers_knows(name, tmp_path):
     loaded = load_pretrained(tmp_path / name)
     assert "computes what transformers does" in loaded.guessed
     assert np.abs(logits(loaded) - want).max() <= 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_of_transformers_that_are_refused(name, tmp_path):
+    pytest.importorskip("transformers", reason="make bench-env installs transformers")
+    saved(name, tmp_path / name)
+    with pytest.raises(CheckpointError, match=REFUSED[name][2]):
+        load_pretrained(tmp_path / name)
