@@ -108,8 +108,8 @@ SPACE: dict[str, tuple[dict, dict]] = {
             sliding_window_pattern=[ABSENT, 2],
             ROPE=[
                 {}, dict(rope_theta=500.0, rope_local_base_freq=20.0),
-                dict(rope_scaling=LINEAR, rope_theta=1e3),
-                ROTARY[-1].value,
+                dict(rope_scaling=dict(rope_type="linear", factor=2.0), rope_theta=1e3),
+                Odd(dict(rope_scaling=LINEAR), "rope_scaling.type"), ROTARY[-1].value,
                 dict(rope_parameters=dict(full_attention=LLAMA3 | OLD | dict(rope_theta=5e3))),
                 dict(rope_parameters=dict(full_attention=LLAMA3 | dict(rope_theta=5e3))) | OLD,
                 dict(rope_scaling=YARN | OLD),

@@ -43,6 +43,11 @@ def read_rotary(
                 where, rope,
                 f"must be a rope_parameters that has an entry for each of {', '.join(LAYERS)}",
             )  # fmt: skip
+        if scaling.get("type", "default") != "default" and "rope_type" not in scaling:
+            raise raw.refuse(
+                "rope_scaling.type", scaling["type"],
+                f"must be called rope_type: of a {raw('model_type')}, transformers does not read it",
+            )  # fmt: skip
         sliding = raw.table("rope_parameters.sliding_attention")
         rope = raw.table("rope_parameters.full_attention") | scaling
         if (kind := _kind(sliding)) != "default":

@@ -75,6 +75,11 @@ def test_a_size_of_heads_is_read_or_refused_by_name(family, tmp_path):
             dict(rope_scaling=dict(type="yarn", factor=4.0, attention_factor=[1])),
             "rope_scaling.attention_factor = .1.: must be a number",
         ),
+        # Whose scaling transformers overlooks (configuration_gemma3.py).
+        (
+            dict(model_type="gemma3_text", rope_scaling=dict(type="linear", factor=4.0)),
+            "rope_scaling.type = 'linear': must be called rope_type",
+        ),
         (dict(rope_scaling=dict(type="dynamic", factor=4.0)), "rope_scaling.rope_type = 'dynamic'"),
         (
             dict(rope_parameters=dict(full_attention=dict(rope_type="default"))),
@@ -84,7 +89,7 @@ def test_a_size_of_heads_is_read_or_refused_by_name(family, tmp_path):
 )
 def test_what_cannot_be_represented_is_named(values, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
-        one = raw(tmp_path, **{"kind": "llama"} | GQA | values | dict(kind="llama"))
+        one = raw(tmp_path, **dict(kind="llama") | GQA | values)
         FAMILIES[one("model_type")].read(one)
 
 
