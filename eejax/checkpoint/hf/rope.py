@@ -46,7 +46,7 @@ def read_rotary(
         if scaling.get("type", "default") != "default" and "rope_type" not in scaling:
             raise raw.refuse(
                 "rope_scaling.type", scaling["type"],
-                f"must be called rope_type: of a {raw('model_type')}, transformers does not read it",
+                f"must be called rope_type: transformers overlooks it in a {raw('model_type')}",
             )  # fmt: skip
         sliding = raw.table("rope_parameters.sliding_attention")
         rope = raw.table("rope_parameters.full_attention") | scaling
