@@ -269,7 +269,7 @@ def write(drawn: Drawn, path: pathlib.Path) -> None:
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     made = weights(drawn.config["model_type"], shapes)
     tensors = {name: torch.from_numpy(a) for name, a in made.items()}
-    head = "embed_out.weight" if drawn.config["model_type"] == "gpt_neox" else "lm_head.weight"
+    head = "lm_head.weight"
     tokens = next(n for n in tensors if re.search(r"embed_tokens|embed_in|wte|word_embeddings", n))
     tied, stored = head not in tensors, drawn.stored
     if tied and stored in ("both", "bin"):
