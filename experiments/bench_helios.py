@@ -110,7 +110,8 @@ class Bench:
         from eejax.inference import capacity
         from eejax.inference.engine import CALL
         from eejax.serving.fleet import Member
-        from eejax.serving.fleets import check_alike, encoded, room, warm_up, windows
+        from eejax.serving.fleets import check_alike, room, warm_up
+        from eejax.serving.measurements import encoded, windows
         from eejax.serving.models import batch_options
         from eejax.serving.profiles import measure
         from eejax.train.pretrained import open_model

@@ -157,7 +157,7 @@ class ByChance(Controller):
         self._drawn = np.random.default_rng(seed)
         super().__init__(*args, **own)
 
-    def _evaluate(self, why: str) -> None:
+    def _evaluate(self, why: str, names: Sequence[str] = ()) -> None:
         self._since = 0
         known = [Choice(m, d) for m, p in self.profiles.items() for d in range(1, p.exits + 1)]
         self._want("serve", known[self._drawn.integers(len(known))], "by chance")

@@ -72,12 +72,14 @@ _GRACE = flags.DEFINE_float(
     "grace", 30.0, "Seconds to answer what is under way at the end.", lower_bound=0.0
 )
 _OBJECTIVE = flags.DEFINE_enum(
-    "objective", None, ["throughput", "response_time", "accuracy", "energy", "goodput"],
+    "objective",
+    None,
+    ["throughput", "response_time", "accuracy", "perplexity", "energy", "goodput"],
     'Serve all models as one, "auto": the server chooses which, and how much of it is loaded.',
-)  # fmt: skip
+)
 _LIMITS = flags.DEFINE_list(
     "limits", [], "METRIC=VALUE,...: with --objective, what has to be kept: ttft, ttft_p99, tpot "
-    "(seconds at most), accuracy (share of tokens that are the whole model's, at least), ..."
+    "(seconds at most), accuracy (--quality of the answers, at least), perplexity (at most), ..."
 )  # fmt: skip
 _PROMPTS = flags.DEFINE_string(
     "prompts", None, "With --objective: a file of prompts like those to come, one a line, or JSON "
@@ -87,13 +89,26 @@ _BUDGET = flags.DEFINE_string(
     "budget", None, "With --objective: most bytes of weights and requests, as 500M or 2G; fewer "
     "layers leave room for more requests, up to --slots. Default: no limit."
 )  # fmt: skip
-_REPOSITORY = flags.DEFINE_string(
-    "repository", None, "With --objective: an SQLite file to keep what is measured in."
+_QUALITY = flags.DEFINE_string(
+    "quality",
+    None,
+    "With --objective: what accuracy is. best, or best:NAME: the share of tokens that the largest "
+    "model, or the one named, would have chosen; judge:PATH: by the perplexity of the answers "
+    "under a model that is not served; benchmark, or benchmark:TASK,...: scores that were imported "
+    "with experiments.repository. Default: best.",
 )
-_INTERVAL = flags.DEFINE_integer(
-    "interval", None, "With --objective: prompts between two reassessments. Default: 150.",
-    lower_bound=1,
-)  # fmt: skip
+_REPOSITORY = flags.DEFINE_string(
+    "repository",
+    None,
+    "With --objective: an SQLite file to keep what is measured in; a server "
+    "that starts again goes on from there.",
+)
+_REASSESS = flags.DEFINE_string(
+    "reassess",
+    None,
+    "With --objective: prompts between two reassessments, or auto: as many as it takes until they "
+    "cost no more than a twentieth of the time. Default: 150.",
+)
 _CANDIDATES = flags.DEFINE_integer(
     "candidates", None, "With --objective: models that are evaluated, the best by their "
     "benchmarks. Default: 2.", lower_bound=1,
@@ -171,9 +186,17 @@ def engines(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict,
     from eejax.sharding.mesh import MeshConfig
 
     own = [
-        _LIMITS, _PROMPTS, _BUDGET, _REPOSITORY, _INTERVAL, _CANDIDATES, _BREACHES, _AUDITS,
+        _LIMITS,
+        _PROMPTS,
+        _BUDGET,
+        _QUALITY,
+        _REPOSITORY,
+        _REASSESS,
+        _CANDIDATES,
+        _BREACHES,
+        _AUDITS,
         _GREEDY,
-    ]  # fmt: skip
+    ]
     if given := [flag.name for flag in own if flag.present]:
         raise ConfigError(f"--{given[0]}: goes with --objective, which names what is best.")
     mesh = MeshConfig(model=_SHARDS.value) if _SHARDS.value > 1 else None
@@ -198,8 +221,10 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
     for flag, least in ((_SHARDS, 1), (_DRAFTS, 0)):
         if flag.value > least:
             raise ConfigError(f"--{flag.name} = {flag.value}: does not go with --objective.")
-    given = dict(interval=_INTERVAL, candidates=_CANDIDATES, breaches=_BREACHES, greedy=_GREEDY)
+    given = dict(candidates=_CANDIDATES, breaches=_BREACHES, greedy=_GREEDY)
     given = {name: flag.value for name, flag in given.items() if flag.value is not None}
+    if (prompts := _REASSESS.value) is not None:
+        given["interval"] = int(prompts) if prompts.isdecimal() else prompts
     if _BUDGET.value is not None:
         given["budget"] = size("budget", _BUDGET.value)
     limits = named("limits", "METRIC=VALUE, or several with a comma between", _LIMITS.value)
@@ -207,16 +232,22 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
         metric: size(f"limits: {metric}", value) if metric == "memory" else number(metric, value)
         for metric, value in limits.items()
     }
-    with launch.flags_named(limit_flags()):
+    with launch.flags_named(limit_flags() | {"interval": "reassess"}):
+        more = {"audits": _AUDITS.value, "quality": _QUALITY.value}
         aims = Aims(
-            _OBJECTIVE.value, limits, ControllerOptions(**given), _REPOSITORY.value or ":memory:",
-            **({} if _AUDITS.value is None else {"audits": _AUDITS.value}),
-        )  # fmt: skip
+            _OBJECTIVE.value,
+            limits,
+            ControllerOptions(**given),
+            _REPOSITORY.value or ":memory:",
+            **{name: value for name, value in more.items() if value is not None},
+        )
     if _REPOSITORY.value is not None:  # told now, and not once models are measured
         if not _REPOSITORY.value:
             raise ConfigError("--repository = '': must name a file.")
         try:
-            Repository(_REPOSITORY.value).close()
+            kept = Repository(_REPOSITORY.value)
+            kept.check()
+            kept.close()
         except DataError as error:
             raise ConfigError(f"--repository: {error}") from error
     for name in [name for name in models if name not in thresholds]:

@@ -36,13 +36,15 @@ def weight_bytes(config: ModelConfig, depth: int) -> int:
 
 @cache
 def audit_bytes(config: ModelConfig, depth: int) -> int:
-    """What the rest of a model takes that is brought to look at an answer of its first `depth`
-    segments again: one layer after the other, and the final exit."""
+    """Bytes that are brought to the device while a model judges an answer, beside its first `depth`
+    segments: one layer after the other, and the final exit; with depth 0 the embeddings too."""
     if depth > config.n_exits:
         return 0
     whole = jax.eval_shape(partial(s.prepare, config=config), params.shapes(config))
     missing = [layer for segment in whole.segments[depth:] for layer in segment]
-    return max(map(nbytes, [*missing, whole.params["final"]]))
+    rest = {k: v for k, v in whole.params.items() if k not in ("exits", "final")}
+    most = max(map(nbytes, [*missing, whole.params["final"]]))
+    return most if depth else most + nbytes(rest)
 
 
 def request_bytes(

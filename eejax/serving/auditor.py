@@ -1,4 +1,4 @@
-"""A text that was answered, looked at again by the whole of a model.
+"""A text that was answered, judged by the whole of a model.
 
 It goes through the whole model once, as it stands: of each of its tokens that says whether the
 whole model would have gone on with it, and how likely it found it. Layers that are not loaded are
@@ -27,6 +27,7 @@ from eejax.models import layers, transformer
 from eejax.models.cache import kv_heads, unstack_segments
 from eejax.models.config import ModelConfig
 from eejax.serving.audits import Verdict
+from eejax.serving.quality import agreement_of, relative_to
 
 
 class Auditor:
@@ -36,11 +37,21 @@ class Auditor:
         """host: the training tree; as `on_host` made it, there is no second copy of it."""
         self._host, self.config = on_host(host, config), config
 
-    def judge(self, loaded: Weights, prompt: Sequence[int], tokens: Sequence[int]) -> Verdict:
-        """Of a text, by a model of which `loaded` has the first segments. One program is compiled
-        for each power of two of tokens, and for each kind of layers."""
+    def judge(
+        self, loaded: Weights | None, prompt: Sequence[int], tokens: Sequence[int]
+    ) -> Verdict:
+        """Judge the tokens behind a prompt.
+
+        One program is compiled for each power of two of tokens, and for each kind of layers.
+
+        Args:
+          loaded: the model's first segments, as far as they are on the device; None: not even its
+            embeddings are, which are brought as well.
+        """
         require(len(prompt) > 0, "prompt", prompt, "must have one token at least")
         config = self.config
+        if loaded is None:
+            loaded = Weights((), _brought(s.outside(self._host, config, 0)))
         text = [*prompt, *tokens]
         width = next(n for n in scoring.lengths(config.context_length + 1) if n >= len(text))
         padded = np.zeros((1, width), np.int32)
@@ -63,6 +74,28 @@ class Auditor:
         logprob, same = _read(params, x, padded, config=config)
         own = slice(len(prompt) - 1, len(text) - 1)
         return Verdict(np.asarray(same)[own], np.asarray(logprob)[own])
+
+
+class Reference:
+    """The model that judges the answers of all members of a fleet.
+
+    Attributes:
+      name: of the member that it is, which is judged by what is loaded of it; None: of none.
+      least: the lowest perplexity of the members' answers, over which an answer's own is its
+        quality; None: its quality is the share of tokens that this model would have chosen.
+    """
+
+    def __init__(
+        self, host: Tree, config: ModelConfig, name: str | None = None, least: float | None = None
+    ):
+        self.host, self.config = host, config
+        self.auditor = Auditor(host, config)
+        self.name, self.least = name, least
+
+    def quality(self, verdict: Verdict) -> float:
+        if self.least is None:
+            return agreement_of(verdict)
+        return relative_to(self.least, verdict)
 
 
 def _brought(tree: Tree) -> Tree:

@@ -16,20 +16,28 @@ FEWEST = 4  # answers that may differ from those before
 
 
 class Verdict(NamedTuple):
-    """Of a text's tokens behind its prompt [n]: whether the whole model goes on with each, and its
-    natural log-probability of them."""
+    """What a judge says of the n tokens of an answer.
+
+    Attributes:
+      same: [n] bool, whether the judge would have chosen the token, given the text before it.
+      logprob: [n] its natural log-probability under the judge.
+    """
 
     same: np.ndarray
     logprob: np.ndarray
 
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-float(np.mean(self.logprob))) if len(self.logprob) else math.nan
+
 
 class Audit:
     """What audits of a model said lately: of the last `window` answers, and of those alone that
-    came since their share of wrong tokens was seen to change.
+    came since their shortfall was seen to change.
 
-    Each answer counts as one, by the share of its tokens that are not the whole model's. low, high:
-    between which that share lies of answers like these, each with `confidence`, whenever it is
-    looked at, for as long as the window does not slide; of a window that does, at any one time.
+    Each answer counts as one, by what its quality lacks of 1. low, high: between which the mean
+    shortfall of answers like these lies, each with `confidence`, whenever it is looked at, for as
+    long as the window does not slide; of a window that does, at any one time.
     """
 
     def __init__(self, window: int = 400, confidence: float = 0.95):
@@ -40,9 +48,12 @@ class Audit:
         self._logprobs: collections.deque[tuple[float, int]] = collections.deque(maxlen=window)
         self.low, self.high = 0.0, 1.0
 
-    def add(self, verdict: Verdict) -> None:
+    def add(self, verdict: Verdict, quality: float | None = None) -> None:
+        """Count an answer. quality: in [0, 1]; by default the share of its tokens that the judge
+        would have chosen."""
         if len(verdict.same):
-            self._shares.append(1.0 - float(np.mean(verdict.same)))
+            quality = float(np.mean(verdict.same)) if quality is None else quality
+            self._shares.append(1.0 - quality)
             self._logprobs.append((float(np.sum(verdict.logprob)), len(verdict.logprob)))
             for _ in range(self.count - since_change(self._shares, 1 - self.confidence)):
                 self._shares.popleft()
@@ -59,7 +70,7 @@ class Audit:
 
     @property
     def share(self) -> float:
-        """Disagreement with the whole model, mean over answers; 0 of none."""
+        """Mean shortfall of the answers' quality; 0 of none."""
         return float(np.mean(self._shares)) if self._shares else 0.0
 
     def had_been(self, share: float) -> float:
@@ -70,7 +81,7 @@ class Audit:
 
     @property
     def perplexity(self) -> float:
-        """Of the answers, by the whole model; NaN of none."""
+        """Perplexity of the answers under the judge; NaN of none."""
         tokens = sum(n for _, n in self._logprobs)
         return math.exp(-sum(p for p, _ in self._logprobs) / tokens) if tokens else math.nan
 

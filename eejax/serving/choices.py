@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from eejax.common.errors import require, require_count
 from eejax.serving.objectives import Telemetry
 
+AUTO = "auto"
+REASSESS = f'must be a number of prompts, or "{AUTO}"'
 STRICTEST = 4  # steps of thresholds to 1, each half of the way that is left but for the last
 
 
 @dataclasses.dataclass(frozen=True)
 class ControllerOptions:
     """candidates: models that are evaluated; prompts: of an evaluation of one; interval: prompts
-    between two reassessments; window: tokens that breaches are counted in; breaches: most of them
-    in it, with any more something is decided; greedy: whether tokens may leave below their
-    threshold at all; gain: by which share another choice has to be better, so that none is left
-    for a whim; tokens: expected of an answer, until some were measured; budget: most bytes of a
-    model and its requests.
+    between two reassessments, or "auto", by what they cost (`Controller.interval`); window: tokens
+    that breaches are counted in; breaches: most of them in it, with any more something is decided;
+    greedy: whether tokens may leave below their threshold at all; gain: by which share another
+    choice has to be better, so that none is left for a whim; tokens: expected of an answer, until
+    some were measured; budget: most bytes of a model and its requests.
     """
 
     candidates: int = 2
     prompts: int = 5
-    interval: int = 150
+    interval: int | str = 150
     window: int = 100
     breaches: int = 50
     greedy: bool = True
@@ -33,12 +38,31 @@ class ControllerOptions:
     budget: float = float("inf")
 
     def __post_init__(self):
-        for name in ("candidates", "prompts", "interval", "window", "tokens"):
+        for name in ("candidates", "prompts", "window", "tokens"):
             require_count(name, getattr(self, name))
+        if self.interval != AUTO:
+            require(not isinstance(self.interval, str), "interval", self.interval, REASSESS)
+            require_count("interval", self.interval)
         require_count("breaches", self.breaches, least=0)
         require(self.breaches <= self.window, "breaches", self.breaches, "must fit the window")
         require(self.gain >= 0, "gain", self.gain, "must be at least 0")
         require(self.budget > 0, "budget", self.budget, "must be more than 0")
+
+
+# Fields of a profile that have a number for each segment, or each depth.
+SEGMENTWISE = (
+    "seconds",
+    "prefill",
+    "load",
+    "rebuild",
+    "bytes",
+    "energy",
+    "sure",
+    "unsure",
+    "slots",
+    "state",
+    "heads",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +78,15 @@ class Profile:
 
     By depth, not by segment: slots, requests that are served at a time, by which `seconds` were
     measured; state: bytes of what is kept for them. Where nobody asks for memory: none.
+
+    shares: of tokens by the exit that they leave by, as far as is known before anybody is served;
+    none where it is not.
+
+    quality, perplexity: of answers, as (agreement, value) pairs over the share of tokens that agree
+    with this model's own last exit; between the pairs they are interpolated (`quality_at`,
+    `perplexity_at`). The last pair is that of the whole model, at agreement 1. ceiling: the quality
+    of answers that cannot be improved by deeper exits or another model: 1 where each answer is
+    judged by one reference model for all, the whole model's quality where it is compared with that.
 
     saved: of the seconds that exits would save did a token take nothing above its own, the share
     that they do: keys and values above are made up for once another token goes there. spared: the
@@ -73,19 +106,33 @@ class Profile:
     heads: tuple[float, ...] = ()
     saved: float = 1.0
     spared: float = 1.0
+    quality: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+    perplexity: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+    ceiling: float = 1.0
+    shares: tuple[float, ...] = ()
 
     def __post_init__(self):
         n = len(self.seconds)
         require(n > 0, "seconds", self.seconds, "must have a number for each segment")
         for name, none in (("slots", (1,)), ("state", (0.0,)), ("heads", (0.0,))):
             object.__setattr__(self, name, tuple(getattr(self, name)) or none * n)
-        for name in ("saved", "spared"):
+        for name in ("saved", "spared", "ceiling"):
             value = getattr(self, name)
             require(0 <= value <= 1, name, value, "must lie in [0, 1]")
-        for field in dataclasses.fields(self)[:-2]:
-            values = getattr(self, field.name)
+        for name in SEGMENTWISE:
+            values = getattr(self, name)
             good = len(values) == n and all(v >= 0 for v in values)
-            require(good, field.name, values, f"must be {n} numbers from 0 on")
+            require(good, name, values, f"must be {n} numbers from 0 on")
+        told = f"must be none or {n} shares, 1 together"
+        whole = len(self.shares) == n and math.isclose(sum(self.shares), 1, rel_tol=1e-6)
+        require(not self.shares or whole, "shares", self.shares, told)
+        for name, least, most in (("quality", 0, 1), ("perplexity", 1, math.inf)):
+            pairs = getattr(self, name)
+            good = bool(pairs) and pairs[-1][0] == 1 and all(least <= v <= most for _, v in pairs)
+            shares = [share for share, _ in pairs]
+            good &= all(0 <= a < b for a, b in zip(shares, shares[1:], strict=False))
+            told = f"must be (agreement, value) pairs up to agreement 1, values in {least}..{most}"
+            require(good, name, pairs, told)
 
     @property
     def exits(self) -> int:
@@ -95,18 +142,42 @@ class Profile:
         """Bytes of the first `depth` segments, and of what is kept for requests in them."""
         return sum(self.bytes[:depth]) + self.state[depth - 1]
 
-    def serving(self, shares: Sequence[float], depth: int) -> Telemetry:
+    def quality_at(self, agreement: float) -> float:
+        """Quality of answers of which a share `agreement` of the tokens is the whole model's.
+
+        Below the least agreement that was measured it falls in proportion.
+        """
+        points = dict([(0.0, 0.0), *self.quality])
+        return float(np.interp(agreement, [*points], [*points.values()]))
+
+    def perplexity_at(self, agreement: float) -> float:
+        """Perplexity of such answers; its logarithm is interpolated."""
+        shares, values = zip(*self.perplexity, strict=True)
+        return math.exp(float(np.interp(agreement, shares, np.log(values))))
+
+    def agreement(self, shares: Sequence[float], depth: int, hope: float = 0.0) -> float:
+        """Share of tokens that are the whole model's, a share `hope` of the others counted too."""
+        found = sum(s * a for s, a in zip(shares[:depth], self.sure, strict=False))
+        found += breaches(shares, depth) * self.unsure[depth - 1]
+        return found * (1 - hope) + hope
+
+    def serving(self, shares: Sequence[float], depth: int, hope: float = 0.0) -> Telemetry:
         """With the first `depth` exits loaded, by the shares of tokens that would leave by each
         exit if all of them were: those above leave by the last that is loaded. First tokens come
-        as they do to a request by itself."""
+        as they do to a request by itself. hope: as `agreement` takes it."""
         seconds = max(_spent(self.seconds, shares, depth, self.saved), 1e-12)
-        accuracy = sum(s * a for s, a in zip(shares[:depth], self.sure, strict=False))
-        accuracy += breaches(shares, depth) * self.unsure[depth - 1]
+        agreement = self.agreement(shares, depth, hope)
         first = sum(self.prefill[:depth])
         return Telemetry(
-            1 / seconds, first, first, seconds * self.slots[depth - 1], accuracy, self.size(depth),
-            self.worked(shares, depth),
-        )  # fmt: skip
+            throughput=1 / seconds,
+            ttft=first,
+            ttft_p99=first,
+            tpot=seconds * self.slots[depth - 1],
+            accuracy=self.quality_at(agreement),
+            memory=self.size(depth),
+            energy=self.worked(shares, depth),
+            perplexity=self.perplexity_at(agreement),
+        )
 
     def worked(self, shares: Sequence[float], depth: int) -> float:
         """Energy of a token, as `serving`."""
@@ -133,6 +204,12 @@ def breaches(shares: Sequence[float], depth: int) -> float:
     return sum(shares[depth:])
 
 
+def apportioned(shares: Sequence[float], total: int) -> list[int]:
+    """Whole numbers in proportion to shares, `total` together."""
+    ends = np.rint(np.cumsum(shares) / sum(shares) * total).astype(int)
+    return np.diff(ends, prepend=0).tolist()
+
+
 class Choice(NamedTuple):
     """A model, and how many of its exits are loaded."""
 
@@ -140,7 +217,7 @@ class Choice(NamedTuple):
     depth: int
 
 
-class Given(NamedTuple):
+class Assignment(NamedTuple):
     """Where a prompt goes, and whether it is one of an evaluation."""
 
     choice: Choice
@@ -160,16 +237,23 @@ class Decision(NamedTuple):
 
 
 @dataclasses.dataclass
-class Seen:
-    """An evaluation under way: of `left` prompts that are to be given, `open` to be answered."""
+class RunningEvaluation:
+    """An evaluation under way, of `left` prompts that are to be given, `open` to be answered. Of
+    `emitted` tokens meanwhile `below` left below their threshold."""
 
-    model: str
+    choice: Choice
     left: int
     open: int = 0
     failed: int = 0
     begin: float = 0.0
     answers: list[Telemetry] = dataclasses.field(default_factory=list)
     exits: list[int] = dataclasses.field(default_factory=list)
+    below: int = 0
+    emitted: int = 0
+
+    @property
+    def model(self) -> str:
+        return self.choice.model
 
 
 def stricter(threshold: float, level: int) -> float:

@@ -16,21 +16,24 @@ from collections.abc import Callable, Mapping, Sequence
 from eejax.common.errors import ConfigError, DataError, require
 from eejax.serving.audits import Audit
 from eejax.serving.choices import (
+    AUTO,
     STRICTEST,
+    Assignment,
     Choice,
     ControllerOptions,
     Decision,
-    Given,
     Profile,
-    Seen,
+    RunningEvaluation,
+    apportioned,
     breaches,
 )
-from eejax.serving.lateness import Lateness
+from eejax.serving.expectations import Expectations
 from eejax.serving.objectives import Objective, Telemetry
 from eejax.serving.repository import Evaluation, Repository
 
 # Of the breaches that are borne: so much for a choice each time that it had more, up to so often.
 CALMER, CALMEST = 0.8, 4
+LONGEST = 5000  # prompts between two reassessments, where their number is found
 HOPE = 0.2  # of a model's tokens that may come to leave early from one assessment to the next
 
 
@@ -39,9 +42,9 @@ class Controller:
     what is wanted is there. `wanted` is what should be: the server loads and frees as it says, and
     until it has, prompts go where they went.
 
-    Evaluations take whole models, one after the other. A model that lost is evaluated again once it
-    may have become better than the one that serves, of which there is the more hope the more
-    assessments that is ago (`_may_be_better`). `profiles` may be changed where they are measured
+    The model that serves is evaluated as it is, others whole, one after the other, and only if
+    they may be better, of which there is the more hope the more assessments their last evaluation
+    is ago (`_may_be_better`). `profiles` may be changed where they are measured
     anew.
     """
 
@@ -52,8 +55,10 @@ class Controller:
         repository: Repository,
         options: ControllerOptions | None = None,
         *,
+        known: Mapping[str, Evaluation] | None = None,
         clock: Callable[[], float],
     ):
+        """known: evaluations from before that still hold, by model, which are not made again."""
         self.profiles, self.objective = dict(profiles), objective
         self.repository, self.options = repository, options or ControllerOptions()
         self.counted = "operations"  # what energy is measured by, as the server says
@@ -61,7 +66,6 @@ class Controller:
         self.current: Choice | None = None  # that serves
         self.wanted: Choice | None = None  # that is to serve, once it is loaded
         self.serving: str | None = None  # the model that was decided for last, but to evaluate it
-        self.shares: dict[str, tuple[float, ...]] = {}
         # Assessments since a model was evaluated last.
         self._age: dict[str, float] = dict.fromkeys(profiles, 0)
         self.least = dict.fromkeys(profiles, 1)  # depth, and
@@ -70,15 +74,13 @@ class Controller:
         self.failing: set[str] = set()  # models that were given up
         self._there: Mapping[str, int] = {}
         self._held = self.options.tokens
-        self._scale: dict[str, float] = {}  # energy as measured, over what the profile says, and
-        self._wrong: dict[str, float] = {}  # tokens that are not the whole model's
-        self._length = float(self.options.tokens)  # of answers, as evaluated last
+        self._expected = Expectations(self.profiles, float(self.options.tokens))
         self._rest = dict.fromkeys(profiles, 0)  # assessments before a model may be less strict
         self._failed = dict.fromkeys(profiles, 0)  # times that it was too little so
         self._bounds: dict[str, float] = {}
         self.below, self.emitted = 0, 0  # tokens below their threshold, and all
         self._clock = clock
-        self._lateness, self._begun = Lateness(), 0.0  # when what serves was there
+        self._begun = 0.0  # when what serves was there
         require(bool(profiles), "profiles", profiles, "must be of one model at least")
         for name, profile in self.profiles.items():
             size, budget = profile.size(profile.exits), self.options.budget
@@ -88,11 +90,59 @@ class Controller:
                     "has to be evaluated whole. Give more, or leave it out."
                 )
         self._window: collections.deque[bool] = collections.deque(maxlen=self.options.window)
+        self._interval: int | None = None  # as it was found last, if it is to be found
         self._since = 0  # prompts since the last decision, or since what serves is there
         self._errors = 0  # answers that ended so, since then
         self._broken: collections.Counter[Choice] = collections.Counter()  # times that was breached
-        self._plan: list[Seen] = []
-        self._evaluate("the server begins")
+        self._plan: list[RunningEvaluation] = []
+        self._start(known or {})
+
+    def _start(self, known: Mapping[str, Evaluation]) -> None:
+        """Serve the best of the candidates by their evaluations of before, or else by their
+        profiles; evaluate those of which neither tells where tokens leave."""
+        names = self._candidates()
+        for name in names:
+            if name in known:
+                self._expected.learn(known[name])
+            elif self.profiles[name].shares:
+                self.shares[name] = self.profiles[name].shares
+                self._age[name] = 1  # as if it were assessed once since
+        new = [name for name in names if name not in known]
+        if missing := [name for name in new if name not in self.shares]:
+            self._evaluate("the server begins", missing)
+            return
+        self._serve(
+            "it is best by its profile" if new else "it was the best when it was evaluated before"
+        )
+        others = [name for name in new if name != self.serving and self._may_be_better(name)]
+        own = [self.serving] if self.serving in new else []
+        if own or others:
+            self._evaluate("the server begins", [*own, *others])
+
+    @property
+    def interval(self) -> int:
+        """Prompts between two reassessments.
+
+        HELIOS §3.4.2 has it follow from the latency of the candidates and the cost of loading them.
+        "auto" is so many prompts that evaluating all other candidates whole takes a share `gain` of
+        the time in which they are served: what that costs is no more than what a change must bring.
+        """
+        if self.options.interval != AUTO:
+            return self.options.interval
+        if self._interval is None:
+            others = [m for m in self.shares if m != self.serving]
+            seconds = sum(self._evaluation_cost(model) for model in others)
+            told, _ = self._told(self.current or self.wanted)
+            each = self._expected.length / told.throughput
+            least = 10 * self.options.prompts
+            share = max(self.options.gain, 1e-3)
+            self._interval = min(max(math.ceil(seconds / (share * each)), least), LONGEST)
+        return self._interval
+
+    @property
+    def shares(self) -> dict[str, tuple[float, ...]]:
+        """Of tokens by the exit that they would leave by if all were loaded, by model."""
+        return self._expected.shares
 
     @property
     def evaluating(self) -> bool:
@@ -108,22 +158,22 @@ class Controller:
         requests under way. Until it is told: what serves, and one prompt."""
         self._there, self._held = dict(there), held
 
-    def choose(self) -> Given:
+    def choose(self) -> Assignment:
         """Where the next prompt goes. While another model is evaluated, the one that served goes on
         with what is not for that, if it is there."""
         self._since += 1
         if self._plan:
             seen = self._plan[0]
-            if self.wanted == self.current == self._whole(seen.model) and seen.left:
+            if self.wanted == self.current == seen.choice and seen.left:
                 seen.left -= 1
                 seen.open += 1
                 seen.begin = seen.begin or self._clock()
-                return Given(self.current, True)
+                return Assignment(self.current, True)
             if self.serving in self._there:
-                return Given(Choice(self.serving, self._there[self.serving]), False)
-        elif self._since > self.options.interval and self.wanted == self.current:
+                return Assignment(Choice(self.serving, self._there[self.serving]), False)
+        elif self._since > self.interval and self.wanted == self.current:
             self._assess()
-        return Given(self.current or self.wanted, False)
+        return Assignment(self.current or self.wanted, False)
 
     def loaded(self, choice: Choice) -> None:
         """What was wanted is there, and serves from now on."""
@@ -133,6 +183,7 @@ class Controller:
             self._since = self._errors = 0
             if not self._plan:
                 self.off &= {choice.model}
+                self._interval = None
 
     def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None:
         """Of tokens, in the order in which they came: whether they left below their threshold. Of a
@@ -140,6 +191,9 @@ class Controller:
         with an objective of its own."""
         self.below += sum(below)
         self.emitted += len(below)
+        if self._plan and self._plan[0].choice == self.current and model == self.current.model:
+            self._plan[0].below += 0 if own else sum(below)
+            self._plan[0].emitted += 0 if own else len(below)
         if own or self._plan or self.current is None or self.wanted != self.current:
             return
         if self.current.model != model:
@@ -161,7 +215,7 @@ class Controller:
         if seconds > since and since <= self.objective.limits.get("ttft_p99", math.inf):
             return
         told = self.profiles[model].serving(self.shares[model], self.current.depth)
-        self._lateness.add(self.current, min(seconds, since), told)
+        self._expected.lateness.add(self.current, min(seconds, since), told)
 
     def failed(self, model: str) -> None:
         """An answer that was not one of an evaluation ended in an error. As many of them as an
@@ -173,7 +227,7 @@ class Controller:
             if self._errors >= self.options.prompts:
                 self._evaluate("answers end in errors")
 
-    def _fails(self, seen: Seen) -> None:
+    def _fails(self, seen: RunningEvaluation) -> None:
         seen.failed += 1
         if seen.failed >= self.options.prompts:
             self.gives_up(seen.model, "its answers end in errors")
@@ -192,7 +246,7 @@ class Controller:
         if self.wanted.model != model:
             return True
         if self._plan:
-            self._want("evaluate", self._whole(self._plan[0].model), f"{model}: {why}")
+            self._want("evaluate", self._plan[0].choice, f"{model}: {why}")
         elif self.shares:
             self._serve()
         else:
@@ -244,10 +298,10 @@ class Controller:
         self._rest[model] = 2 ** min(self._failed[model], 6)
         if self.current.depth < self.profiles[model].exits:
             self.least[model] = self.current.depth + 1
-            wanted = self._expected(Choice(model, self.least[model]))
+            wanted = self._with_cost(Choice(model, self.least[model]))
         elif self.level(model) < STRICTEST:
             self.strictness[model] += 1
-            wanted = self._expected(self.current)
+            wanted = self._with_cost(self.current)
         else:
             return
         why = f"{audit.low:.1%} to {audit.high:.1%} of its tokens are not the whole model's"
@@ -266,30 +320,7 @@ class Controller:
     def _told(
         self, choice: Choice, shares: Sequence[float] | None = None, hope: float = 0.0
     ) -> tuple[Telemetry, bool]:
-        """What a choice is expected to bring by itself, by its own shares or others, where a share
-        `hope` of the wrong tokens is right; and whether without early exits: of a whole model where
-        that is better."""
-        profile = self.profiles[choice.model]
-        shares = self.shares[choice.model] if shares is None else shares
-        told = self._scaled(choice, profile.serving(shares, choice.depth))
-        told = dataclasses.replace(told, accuracy=told.accuracy * (1 - hope) + hope)
-        if choice.depth == profile.exits:
-            last = (*(0.0,) * (profile.exits - 1), 1.0)
-            without = self._scaled(choice, profile.serving(last, choice.depth))
-            if self.objective.rank(without) > self.objective.rank(told):
-                return without, True
-        return told, False
-
-    def _scaled(self, choice: Choice, told: Telemetry) -> Telemetry:
-        """By what was measured while serving: of energy, of tokens that are not the whole model's,
-        and of first ones."""
-        # Who has none of its own is in the unit of the others.
-        scale = self._scale.get(choice.model) or next(iter(self._scale.values()), 1.0)
-        wrong = min((1 - told.accuracy) * self._wrong.get(choice.model, 1.0), 1.0)
-        return dataclasses.replace(
-            told, ttft_p99=self._lateness.of(choice, told), energy=told.energy * scale,
-            accuracy=1 - wrong,
-        )  # fmt: skip
+        return self._expected.told(self.objective, choice, shares, hope)
 
     def best(self, weights: Mapping[str, float]) -> str | None:
         """Of models that are there, the one by other weights than the server's, within its limits;
@@ -303,8 +334,8 @@ class Controller:
         return Choice(model, self.profiles[model].exits)
 
     def _candidates(self) -> list[str]:
-        """Models to be evaluated; the one that serves comes last, so that it is there where it goes
-        on serving."""
+        """Models to be evaluated; the one that serves comes first, as its evaluation costs nothing
+        and tells which others could be better."""
         known = [model for model in self.profiles if model not in self.failing]
         try:
             names = self.repository.candidates(known, self.objective, self.options.candidates)
@@ -314,7 +345,7 @@ class Controller:
         if self.serving is None:
             return names
         others = [n for n in names if n != self.serving and self._may_be_better(n)]
-        return [*others, self.serving]
+        return [self.serving, *others]
 
     def _settled(self) -> bool:
         """Whether an assessment could change nothing: no model may be better than the one that
@@ -326,62 +357,102 @@ class Controller:
         """After an interval."""
         late = self._told(self.current)[0].ttft_p99
         limit = self.objective.limits.get("ttft_p99", math.inf)
-        self._lateness.forget(self.current, missed=late > limit)
+        self._expected.lateness.forget(self.current, missed=late > limit)
         self._broken.pop(self.current, None)  # for all of the interval it was not
         self._age = {model: age + 1 for model, age in self._age.items()}
         if self._settled():
             self._since = 0
         else:
-            self._evaluate(f"{self.options.interval} prompts were served")
+            self._evaluate(f"{self.interval} prompts were served")
 
-    def _evaluate(self, why: str) -> None:
-        o, names = self.options, self._candidates()
-        self._plan = [Seen(name, o.prompts) for name in names]
+    def _evaluate(self, why: str, names: Sequence[str] = ()) -> None:
+        """Evaluate models, one after the other: the one that serves as it is, others whole."""
+        names = names or self._candidates()
+        now = self.current if self.current == self.wanted else self.wanted
+        own = now if now is not None and now.model == self.serving else None
+        choices = [own if own and name == own.model else self._whole(name) for name in names]
+        self._plan = [RunningEvaluation(choice, self.options.prompts) for choice in choices]
         self._since = self._errors = 0
-        self._want("evaluate", self._whole(names[0]), why)
+        self._want("evaluate", choices[0], why)
 
     def _may_be_better(self, model: str) -> bool:
-        """Whether a model would be, by the gain, if with each assessment since it was evaluated a
-        share `HOPE` of its tokens, of those that did not, came to leave by the first exit and to be
-        right: all of them, of a model that never was, or not since breaches told of other texts."""
+        """Whether a model would be better than what serves, by the gain, if with each assessment
+        since it was evaluated a share `HOPE` of its tokens, of those that did not, came to leave by
+        the first exit and to be right: all of them, of a model that never was evaluated, or not
+        since breaches told of other texts. What it costs to evaluate it once more has to pay in as
+        many intervals as its last evaluation is ago (`_evaluation_cost`)."""
+        bar = [m for m in ([self.serving] if self.serving else self.shares) if m in self.shares]
+        if not bar:
+            return True
         known = self.shares.get(model)
         hope = 1.0 if known is None else 1 - (1 - HOPE) ** self._age[model]
         first = (1.0, *(0.0,) * (self.profiles[model].exits - 1))
         shares = [h * hope + s * (1 - hope) for h, s in zip(first, known or first, strict=True)]
         told, _ = self._told(Choice(model, self.greedy_depth(model, shares, hope)), shares, hope)
-        now = self.greedy_depth(self.serving)
-        excess, score = self.objective.rank(self._told(Choice(self.serving, now))[0])
+        if known is not None and self._age[model] < math.inf:
+            seconds = self._evaluation_cost(model)
+            energy = seconds * told.energy * told.throughput
+            prompts = self.interval * max(self._age[model], 1)
+            told = told.with_overhead(seconds, energy, prompts, self._expected.length)
+        now = [self._told(Choice(m, self.greedy_depth(m)))[0] for m in bar]
+        excess, score = max(self.objective.rank(t) for t in now)
         return self.objective.rank(told) > (excess, score + self.options.gain)
 
-    def _evaluated(self, seen: Seen) -> None:
+    def _evaluation_cost(self, model: str) -> float:
+        """Seconds in which nobody else is served for an evaluation: of bringing a whole model and
+        the one that serves back, where both have no room, and of an answer."""
+        profile, whole = self.profiles[model], self._whole(model)
+        seconds = self.cost(whole)
+        if self.current is not None and not self._fits_beside(whole):
+            seconds += sum(self.profiles[self.current.model].load[: self.current.depth])
+            seconds += self._held * sum(
+                self.profiles[self.current.model].rebuild[: self.current.depth]
+            )
+        last = [float(e == profile.exits - 1) for e in range(profile.exits)]
+        tpot = profile.serving(self.shares.get(model, last), profile.exits).tpot
+        return seconds + self._expected.length * tpot
+
+    def _evaluated(self, seen: RunningEvaluation) -> None:
         profile, n = self.profiles[seen.model], len(seen.answers)
         mean = lambda name: sum(getattr(a, name) for a in seen.answers) / n
         told = Telemetry(*(mean(field.name) for field in dataclasses.fields(Telemetry)))
         told = dataclasses.replace(told, ttft_p99=max(a.ttft_p99 for a in seen.answers))
         counts = [seen.exits.count(e) for e in range(profile.exits)]
-        total = sum(counts)
-        self.shares[seen.model] = tuple(count / total for count in counts)
-        self._age[seen.model] = 0
-        said = profile.worked(self.shares[seen.model], profile.exits)
-        if said and told.energy:
-            self._scale[seen.model] = told.energy / said
-        wrong = total - sum(c * s for c, s in zip(counts, profile.sure, strict=True))
-        self._wrong[seen.model] = ((1 - told.accuracy) * total + 1) / (wrong + 1)
-        self._length = total / n
+        if seen.choice.depth < profile.exits:
+            # Those below their threshold would go deeper, as many to each exit as was known before.
+            above = seen.below / max(seen.emitted, 1)
+            shares = [count / sum(counts) for count in counts]
+            shares = self._expected.spread(seen.model, seen.choice.depth, above, shares)
+            counts = apportioned(shares, sum(counts))
         row = Evaluation(
-            seen.begin, seen.model, profile.exits, n, total, tuple(counts), self.counted, told
-        )  # fmt: skip
+            time=seen.begin,
+            model=seen.model,
+            depth=seen.choice.depth,
+            prompts=n,
+            tokens=sum(counts),
+            exits=tuple(counts),
+            counted=self.counted,
+            telemetry=told,
+        )
+        self._expected.learn(row)
+        self._age[seen.model] = 0
         try:
             self.repository.add(row)
         except DataError as error:  # who is served does not depend on it
             warnings.warn(f"an evaluation is not kept: {error}", stacklevel=2)
         self._plan.pop(0)
+        unknown = lambda name: name == self.serving or name not in self.shares
+        self._plan = [
+            other
+            for other in self._plan
+            if unknown(other.model) or self._may_be_better(other.model)
+        ]
         if self._plan:
-            self._want("evaluate", self._whole(self._plan[0].model), "the next candidate")
+            self._want("evaluate", self._plan[0].choice, "the next candidate")
             return
         self._serve()
 
-    def _serve(self) -> None:
+    def _serve(self, why: str = "it is best for the objective") -> None:
         """The best of the candidates, each up to the exit by which most tokens leave."""
         self._since = 0
         for model, bound in self._bounds.items():
@@ -394,8 +465,8 @@ class Controller:
                     self.least[model] = max(1, self.least[model] - 1)
         self._bounds.clear()
         options = [Choice(model, self.greedy_depth(model)) for model in self.shares]
-        best, told, seconds = self._best(options)
-        self._want("serve", best, "it is best for the objective", seconds, told)
+        best, told, seconds = self._best(options, assessed=True)
+        self._want("serve", best, why, seconds, told)
 
     def greedy_depth(
         self, model: str, shares: Sequence[float] | None = None, hope: float = 0.0
@@ -419,15 +490,18 @@ class Controller:
         room *= CALMER ** min(self._broken[choice], CALMEST)
         return breaches(shares, choice.depth) <= room
 
-    def _best(self, options: Sequence[Choice]) -> tuple[Choice, Telemetry, float]:
+    def _best(
+        self, options: Sequence[Choice], assessed: bool = False
+    ) -> tuple[Choice, Telemetry, float]:
         """(choice, what it is expected to bring, seconds that it costs); what serves stays unless
         another is better by the gain, costs included. What it takes to go on with less of the model
-        that serves is not held against it: whoever comes in its place has to do so, too, once both
-        are evaluated again, and they would take turns."""
+        that serves is not held against it, nor, where models were `assessed`, what it takes to go
+        on with any part of it: whoever comes in its place has to do so, too, once both are
+        evaluated again, and they would take turns."""
         o, found = self.options, []
         for choice in options:
-            _, told, seconds = self._expected(choice)
-            if choice.model == self.serving and self._less(choice):
+            _, told, seconds = self._with_cost(choice)
+            if choice.model == self.serving and (assessed or self._less(choice)):
                 told, _ = self._told(choice)
             kept, score = self.objective.rank(told)  # 0, or less where limits are missed
             stays = o.gain if choice.model == self.serving else 0.0
@@ -440,12 +514,16 @@ class Controller:
         now = self.current
         return now is not None and now.model == choice.model and now.depth >= choice.depth
 
-    def _expected(self, choice: Choice) -> tuple[Choice, Telemetry, float]:
+    def _with_cost(self, choice: Choice) -> tuple[Choice, Telemetry, float]:
         """With what it is expected to bring until models are assessed again, and its cost."""
-        o, seconds = self.options, self.cost(choice)
+        seconds = self.cost(choice)
         told, _ = self._told(choice)
         energy = seconds * told.energy * told.throughput
-        return choice, told.with_overhead(seconds, energy, o.interval, self._length), seconds
+        return (
+            choice,
+            told.with_overhead(seconds, energy, self.interval, self._expected.length),
+            seconds,
+        )
 
     def cost(self, choice: Choice) -> float:
         """Seconds of loading what is not there, and of the keys and values of the requests under
@@ -458,10 +536,14 @@ class Controller:
         seconds = sum(profile.load[there : choice.depth])
         if same and there <= choice.depth:
             return seconds + held * sum(profile.rebuild[there : choice.depth])
+        beside = not same and self._fits_beside(choice)
+        return seconds + (0.0 if beside else held * sum(profile.rebuild[: choice.depth]))
+
+    def _fits_beside(self, choice: Choice) -> bool:
+        """Whether the budget holds a choice beside the other models that are there."""
         others = {m: d for m, d in self._there.items() if m != choice.model}
         others = sum(self.profiles[model].size(depth) for model, depth in others.items())
-        beside = not same and others + profile.size(choice.depth) <= self.options.budget
-        return seconds + (0.0 if beside else held * sum(profile.rebuild[: choice.depth]))
+        return others + self.profiles[choice.model].size(choice.depth) <= self.options.budget
 
     def _breached(self) -> None:
         """More layers, or another model: whichever is better, by what it costs."""
@@ -476,13 +558,10 @@ class Controller:
         self._age = dict.fromkeys(self._age, math.inf)
         # Tokens above are as many as were counted, spread as they were when all was loaded.
         shares = self.shares[model]
-        low, high = 1 - breaches(shares, depth), breaches(shares, depth)
-        above = max(seen, high)
-        part = lambda e: 1 / (profile.exits - depth) if high <= 0 else shares[e] / high
-        self.shares[model] = tuple(
-            (shares[e] / low * (1 - above) if low > 0 else 0.0) if e < depth else part(e) * above
-            for e in range(profile.exits)
-        )
+        above = max(seen, breaches(shares, depth))
+        low = 1 - breaches(shares, depth)
+        loaded = [s / low * (1 - above) if low > 0 else 0.0 for s in shares[:depth]]
+        self.shares[model] = (*loaded, *self._expected.above(model, depth, above))
         more = [Choice(model, d) for d in range(depth + 1, profile.exits + 1)]
         more = [c for c in more if self._calm(c, self.shares[model])] or more[-1:]
         others = [Choice(m, self.greedy_depth(m)) for m in self.shares if m != model]

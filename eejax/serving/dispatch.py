@@ -18,10 +18,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from eejax.serving.audits import Audit, Verdict
-from eejax.serving.choices import Choice, ControllerOptions, Decision, Given, Profile
+from eejax.serving.choices import Assignment, Choice, ControllerOptions, Decision, Profile
 from eejax.serving.objectives import NAMED, Telemetry
+from eejax.serving.timeline import Point, Timeline
 
+KEPT = 2000  # prompts of the timeline
 BEHIND = 32  # answers that may wait to be looked at again
+AUDITS = 0.05  # share of the time that audits may take beside those of evaluations
 
 
 class Policy(Protocol):
@@ -33,7 +36,7 @@ class Policy(Protocol):
     options: ControllerOptions
 
     def holds(self, there: Mapping[str, int], held: int) -> None: ...
-    def choose(self) -> Given: ...
+    def choose(self) -> Assignment: ...
     def best(self, weights: Mapping[str, float]) -> str | None: ...
     def loaded(self, choice: Choice) -> None: ...
     def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None: ...
@@ -103,11 +106,13 @@ class Dispatcher(abc.ABC):
         self.audits: dict[tuple[str, int, int], Audit] = {}  # by model, depth and strictness
         self._profiles, self._clock = profiles, clock
         self._queue: list[Any] = []  # in order
-        self._next: Given | None = None  # where the first of them goes
+        self._next: Assignment | None = None  # where the first of them goes
         self._loading: Coming | None = None
         self._too_deep: dict[str, int] = {}  # depths at which there was no room for a model
         self._sampled, self._share = np.random.default_rng(seed), share
         self._to_audit: list[Any] = []
+        self._audited, self._since = 0.0, clock()  # seconds of audits, and from when on
+        self.performance, self._marked = Timeline(KEPT), 0
 
     @abc.abstractmethod
     def _load(self, wanted: Choice) -> Coming:
@@ -150,7 +155,7 @@ class Dispatcher(abc.ABC):
 
     @abc.abstractmethod
     def _judge(self, job: Any) -> Verdict:
-        """Looks at an answer again, by the whole of the model that gave it, which is there."""
+        """Judge an answer again, by default by the whole of the model that gave it."""
 
     @property
     @abc.abstractmethod
@@ -259,7 +264,7 @@ class Dispatcher(abc.ABC):
             if job.objective is not None:
                 own = self.controller.best(NAMED[job.objective]) or current.model
                 if self.parts[own].room:
-                    self._place(job, Given(Choice(own, self.parts[own].depth), False))
+                    self._place(job, Assignment(Choice(own, self.parts[own].depth), False))
                 continue
             if full:
                 continue
@@ -274,7 +279,7 @@ class Dispatcher(abc.ABC):
             else:
                 full = True  # who came later does not overtake
 
-    def _place(self, job: Job, given: Given) -> None:
+    def _place(self, job: Job, given: Assignment) -> None:
         self._queue.remove(job)
         job.model, job.evaluated = given.choice.model, given.evaluated
         job.began, job.first = self._clock(), None
@@ -304,10 +309,25 @@ class Dispatcher(abc.ABC):
     ) -> None:
         """A request has its answer. whole: from one end to the other; judged: whether the whole
         model can be asked if it would say the same; failed: ended in an error."""
+        for decision in self.controller.decisions[self._marked :]:
+            self.performance.decides(decision)
+        self._marked = len(self.controller.decisions)
+        if job.exits and job.heard is not None:
+            self.performance.add(
+                Point(
+                    time=self._clock(),
+                    model=job.model,
+                    depth=self.parts[job.model].depth,
+                    tokens=len(job.exits),
+                    ttft=job.heard - job.came,
+                    seconds=self._clock() - job.came,
+                    perplexity=self._own_perplexity(job),
+                )
+            )
         whole &= not job.moved
         if whole and (job.evaluated or judged):
             job.telemetry = self._telemetry(job)
-            drawn = len(self._to_audit) < BEHIND and self._sampled.random() < self._share
+            drawn = self._may_audit() and self._sampled.random() < self._share
             if judged and (job.evaluated or drawn):
                 self._to_audit.append(job)
             elif job.evaluated:
@@ -317,25 +337,47 @@ class Dispatcher(abc.ABC):
         elif failed:
             self.controller.failed(job.model)
 
+    def _own_perplexity(self, job: Any) -> float | None:
+        """Perplexity of an answer under the model that gave it, as its tokens left; None where
+        their probabilities are not known."""
+        return None
+
+    def _may_audit(self) -> bool:
+        """Whether few answers wait to be judged, and that took little of the time so far."""
+        spent = self._audited <= AUDITS * (self._clock() - self._since)
+        return len(self._to_audit) < BEHIND and spent
+
     def _measured(
-        self, job: Job, beside: int, accuracy: float | None = None, energy: float | None = None
+        self, job: Job, beside: int, agreement: float | None = None, energy: float | None = None
     ) -> Telemetry:
-        """Of an answer that is there now, beside so many other requests; accuracy and energy are
-        what the profile says where they were not measured."""
+        """Of an answer that is there now, beside so many other requests; agreement with the whole
+        model and energy are what the profile says where they were not measured."""
         part, profile = self.parts[job.model], self._profiles[job.model]
         count, now = len(job.exits), self._clock()
         seconds = max(now - job.began, 1e-9)
         each = (now - job.first) / max(count - 1, 1)
-        if accuracy is None:
-            accuracy = float(np.mean([profile.sure[e] for e in job.exits]))
+        if agreement is None:
+            agreement = float(np.mean([profile.sure[e] for e in job.exits]))
         if energy is None:
             shares = [job.exits.count(e) / count for e in range(profile.exits)]
             energy = profile.worked(shares, part.depth)
         first = job.first - job.began
         return Telemetry(
-            count / seconds * (beside + 1), first, first, each, accuracy,
-            profile.size(part.depth), energy,
-        )  # fmt: skip
+            throughput=count / seconds * (beside + 1),
+            ttft=first,
+            ttft_p99=first,
+            tpot=each,
+            accuracy=profile.quality_at(agreement),
+            memory=profile.size(part.depth),
+            energy=energy,
+            perplexity=profile.perplexity_at(agreement),
+        )
+
+    def _judged(self, model: str, verdict: Verdict) -> tuple[float, float]:
+        """(quality, perplexity) of a model's answer by its whole."""
+        profile = self._profiles[model]
+        agreement = float(np.mean(verdict.same))
+        return profile.quality_at(agreement), profile.perplexity_at(agreement)
 
     def audit(self, choice: Choice) -> Audit:
         """What is known of a model's answers at a depth, by the thresholds that it has now."""
@@ -352,6 +394,7 @@ class Dispatcher(abc.ABC):
             if job.evaluated:
                 self.controller.dropped(model)
             return
+        begin = self._clock()
         try:
             verdict = self._judge(job)
         except (RuntimeError, MemoryError) as error:  # there may be no room for it
@@ -359,13 +402,15 @@ class Dispatcher(abc.ABC):
             if job.evaluated:
                 self.controller.answered(model, job.telemetry, job.exits)
             return
+        self._audited += self._clock() - begin
+        quality, perplexity = self._judged(model, verdict)
         if job.evaluated:
-            told = dataclasses.replace(job.telemetry, accuracy=float(np.mean(verdict.same)))
+            told = dataclasses.replace(job.telemetry, accuracy=quality, perplexity=perplexity)
             self.controller.answered(model, told, job.exits)
         if job.strictness != self._strictness(model):
             return
         audit = self.audit(Choice(model, self.parts[model].depth))
-        audit.add(verdict)
+        audit.add(verdict, quality)
         known = len(self.controller.decisions)
         self.controller.audited(model, audit)
         if len(self.controller.decisions) > known:

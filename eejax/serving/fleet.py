@@ -8,6 +8,7 @@ to go first are taken along, with the text that they have.
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ from eejax.inference.scheduler import Output, Stepped, Token, check_asked
 from eejax.inference.shaping import Shaping
 from eejax.inference.state import Request
 from eejax.models.config import ModelConfig
-from eejax.serving.auditor import Auditor
+from eejax.serving.auditor import Auditor, Reference
 from eejax.serving.audits import Audit, Verdict
 from eejax.serving.choices import STRICTEST, Choice, stricter
 from eejax.serving.controller import Controller
@@ -96,14 +97,16 @@ class Fleet(Dispatcher, Stepped):
     members: by name, of one vocabulary; controller: of the same names. slots: requests that each
     model serves at a time, or how many it serves at each of its depths (`capacity.slots`). A model
     stays loaded for as long as the controller's budget holds it. audits: share of the answers that
-    are looked at again by the whole of their model. Times are `clock`'s; meter: what energy is
-    measured by, without which it is what the profiles say.
+    are judged again by `reference`, or, without one, by the whole of their model, whose agreement
+    the profiles turn into quality. Times are `clock`'s; meter: what energy is measured by, without
+    which it is what the profiles say.
     """
 
     def __init__(
         self, members: Mapping[str, Member], controller: Controller, *,
         slots: int | Mapping[str, Sequence[int]], context: int | None = None, steps: int = CALL,
         audits: float = 0.1, seed: int = 0, meter: Meter | None = None,
+        reference: Reference | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):  # fmt: skip
         vocabularies = {member.config.vocab_size for member in members.values()}
@@ -128,7 +131,8 @@ class Fleet(Dispatcher, Stepped):
         if meter is not None:
             controller.counted = meter.name
         self.members = {name: member.ready() for name, member in members.items()}
-        self.audited = dict.fromkeys(members, 0)  # tokens that were looked at again
+        self.audited = dict.fromkeys(members, 0)  # tokens that a model judged
+        self._reference = reference
         self.taken_along = 0  # requests that went on in another model
         self.changes: list[Change] = []
         self._growing: dict[str, float] = {}  # since when
@@ -323,6 +327,9 @@ class Fleet(Dispatcher, Stepped):
         self._changed("free", model, self._clock(), 0)
 
     def _audit_room(self, depths: Mapping[str, int]) -> float:
+        reference = self._reference
+        if reference is not None:
+            return capacity.audit_bytes(reference.config, depths.get(reference.name, 0))
         config = lambda model: self.members[model].config
         return max(capacity.audit_bytes(config(model), depth) for model, depth in depths.items())
 
@@ -382,6 +389,10 @@ class Fleet(Dispatcher, Stepped):
         self._finished(job, whole, judged, failed=finish == "error")
         return [Output(job.number, tokens, finish)]
 
+    def _own_perplexity(self, job: _Job) -> float:
+        logprobs = [token.logprob for token in job.tokens]
+        return math.exp(min(-sum(logprobs) / len(logprobs), 700.0))
+
     def _spends(self, model: str | None) -> None:
         """What was counted since this was asked last; None: of nobody who serves."""
         if self._meter is not None:
@@ -399,17 +410,29 @@ class Fleet(Dispatcher, Stepped):
         return self._measured(job, beside, energy=energy)
 
     def _judge(self, job: _Job) -> Verdict:
-        part = self.parts[job.model]
-        if job.model not in self._auditors:
-            self._auditors[job.model] = Auditor(part.host, part.config)
-        auditor, ids = self._auditors[job.model], [t.id for t in job.tokens]
+        if self._reference is None:
+            part, name = self.parts[job.model], job.model
+            if name not in self._auditors:
+                self._auditors[name] = Auditor(part.host, part.config)
+            auditor = self._auditors[name]
+        else:
+            name, auditor = self._reference.name, self._reference.auditor
+            part = self.parts.get(name)
         # What is on its way has its room already, and would be waited for by all that is brought.
-        verdict = auditor.judge(part.weights, job.prompt, ids)
-        self.audited[job.model] += len(job.prompt) + len(job.tokens)
+        loaded = None if part is None else part.weights
+        verdict = auditor.judge(loaded, job.prompt, [t.id for t in job.tokens])
+        if name is not None:
+            self.audited[name] += len(job.prompt) + len(job.tokens)
         return verdict
 
-    def report(self, since: int = 0) -> FleetReport:
-        """What serves, or will first; with the decisions from number `since` on."""
+    def _judged(self, model: str, verdict: Verdict) -> tuple[float, float]:
+        if self._reference is None:
+            return super()._judged(model, verdict)
+        return self._reference.quality(verdict), verdict.perplexity
+
+    def report(self, since: int = 0, points: int = 0) -> FleetReport:
+        """What serves, or will first; with the decisions from number `since` on, and the answers
+        from number `points` on."""
         controller = self.controller
         model, depth = controller.current or controller.wanted
         audit = self.audits.get((model, depth, controller.level(model)), Audit())
@@ -417,5 +440,5 @@ class Fleet(Dispatcher, Stepped):
             model, depth, self.members[model].config.stops[depth - 1],
             self.slots, controller.below_share, audit.share if audit.count else None,
             audit.high if audit.count else None, audit.perplexity if audit.count else None,
-            controller.counted, tuple(controller.decisions[since:]),
+            controller.counted, tuple(controller.decisions[since:]), self.performance.since(points),
         )  # fmt: skip

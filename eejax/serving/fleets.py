@@ -12,13 +12,13 @@ import logging
 import math
 import os
 import time
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import jax
 import numpy as np
 
-from eejax.common.errors import ConfigError, DataError, require
+from eejax.common.errors import ConfigError, require, require_one_of
 from eejax.common.trees import nbytes
 from eejax.data import chat
 from eejax.data.tokenizers import Tokenizer
@@ -26,42 +26,48 @@ from eejax.inference import capacity, scoring
 from eejax.inference.deepening import on_host
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.sampling import Sampling
-from eejax.serving.auditor import Auditor
-from eejax.serving.choices import ControllerOptions, Profile
+from eejax.serving.auditor import Auditor, Reference
+from eejax.serving.choices import ControllerOptions
 from eejax.serving.controller import Controller
 from eejax.serving.energy import meter
 from eejax.serving.fleet import Fleet, Member
+from eejax.serving.measurements import Setup, kept, measured
 from eejax.serving.messages import LOG, Built, Template
 from eejax.serving.models import batch_options
 from eejax.serving.objectives import Objective
-from eejax.serving.profiles import measure
-from eejax.serving.repository import Repository
+from eejax.serving.quality import QualitySource, with_benchmarks, with_ratios
+from eejax.serving.repository import date
 from eejax.serving.worker import joined
 from eejax.train.pretrained import Opened, open_model
 
 log = logging.getLogger(LOG)
 
 THRESHOLD = 0.8  # of exits for which none is given
-TEXTS = 64  # most that models are measured on, of those given
-SAMPLES, SAMPLED = 16, 96  # texts that the largest model writes where none are, tokens of each
 LEAST = 32  # tokens of a context, in which models can be measured
-WINDOW, ROWS, BATCHES = 128, 8, 8  # of those texts: tokens of a window, windows of a batch, batches
 
 
 @dataclasses.dataclass(frozen=True)
 class Aims:
-    """What a fleet is to do. objective, limits: as `Objective.of`; options: of its `Controller`;
-    repository: an SQLite file; audits: share of the answers that are looked at again."""
+    """What a fleet is to do.
+
+    Attributes:
+      objective, limits: as `Objective.of` takes them.
+      options: of its `Controller`.
+      repository: an SQLite file, from which a fleet goes on that was measured before.
+      audits: share of the answers that are judged again.
+      quality: what `accuracy` is, as `QualitySource.parse` reads it.
+    """
 
     objective: str = "throughput"
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
     options: ControllerOptions = ControllerOptions()
     repository: str | os.PathLike = ":memory:"
     audits: float = 0.1
+    quality: str = "best"
 
     def __post_init__(self):
         require(0 <= self.audits <= 1, "audits", self.audits, "must lie in [0, 1]")
+        QualitySource.parse(self.quality)  # raises
         Objective.of(self.objective, **self.limits)  # raises
 
 
@@ -94,6 +100,12 @@ class ServedFleet:
             name: open_model(source, tokenizer=self.tokenizer, dtype=self.dtype)
             for name, source in self.sources.items()
         }
+        source, judge = QualitySource.parse(self.aims.quality), None
+        if source.kind == "judge":
+            (path,) = source.names
+            found = open_model(path, tokenizer=self.tokenizer, dtype=self.dtype)
+            check_alike(opened | {path: found})
+            judge = Member(jax.device_get(found.params), found.config)
         check_alike(opened)
         members = {}
         for name, model in opened.items():
@@ -107,9 +119,15 @@ class ServedFleet:
             members[name] = Member(params, model.config, rules, options)
         first = next(iter(opened.values()))
         return built(
-            members, first.tokenizer, self.aims, slots=self.slots, context=self.context,
-            prompts=self.prompts, template=template_of(opened),
-        )  # fmt: skip
+            members,
+            first.tokenizer,
+            self.aims,
+            slots=self.slots,
+            context=self.context,
+            prompts=self.prompts,
+            template=template_of(opened),
+            judge=judge,
+        )
 
 
 def check_alike(opened: Mapping[str, Opened]) -> None:
@@ -146,9 +164,15 @@ def template_of(opened: Mapping[str, Opened]) -> Template | None:
 def built(
     members: Mapping[str, Member], tokenizer: Tokenizer, aims: Aims, *, slots: int,
     context: int | None = None, prompts: Sequence[str] = (), template: Template | None = None,
+    judge: Member | None = None,
 ) -> Built:  # fmt: skip
-    """A fleet's, of models that lie on the host; they are measured here."""
+    """A fleet of models that lie on the host.
+
+    They are measured here, but for those of which the repository has what was measured under the
+    same conditions. judge: the model that judges their answers, where the quality is a judge's.
+    """
     members = {name: member.ready() for name, member in members.items()}
+    source = QualitySource.parse(aims.quality)
     configs = [member.config for member in members.values()]
     most = min(config.context_length for config in configs)
     context = most if context is None else context
@@ -167,36 +191,57 @@ def built(
             "Limit something else, or let this process read NVML or RAPL.",
         )  # fmt: skip
     budget = aims.options.budget
+    reference = reference_of(members, source, judge)
+
+    def beside(name: str) -> Callable[[int], float]:
+        """Bytes that judging an answer takes beside so many segments of a member."""
+        of = members[name].config if reference is None else reference.config
+        there = lambda depth: depth if reference is None or reference.name == name else 0
+        return lambda depth: capacity.audit_bytes(of, there(depth))
+
     # Of those that the budget is too small for the one that needs most is told of.
-    largest_first = sorted(members, key=lambda name: -least(members[name], context))
-    by_depth = {name: room(members[name], slots, context, budget, name) for name in largest_first}
-    if prompts:
-        texts = encoded(prompts, tokenizer)
-    else:
-        largest = max(members, key=lambda name: nbytes(members[name].params))
-        log.info("%s: writing texts to measure models on", largest)
-        own = dict(slots=by_depth[largest], context=context)
-        texts = sampled(members[largest], tokenizer, **own)
-    new = max(min(32, context // 8), 1)
-    texts = [text[: context // 2] for text in texts]  # there is room to go on
-    batches = windows(texts, context)
-    profiles = {}
-    for name, m in members.items():
-        own = dict(slots=by_depth[name], context=context, new=new)
-        log.info("%s: measuring it at %d depths", name, len(by_depth[name]))
-        try:
-            profiles[name] = measure(m, texts, batches, **own)
-        except DataError as error:
-            raise DataError(f"{name}: {error}") from error
+    needs = {name: least(members[name], context, beside(name)) for name in members}
+    largest_first = sorted(members, key=lambda name: -needs[name])
+    by_depth = {
+        name: room(members[name], slots, context, budget, name, beside(name))
+        for name in largest_first
+    }
+    setup = Setup(members, by_depth, context, tokenizer, tuple(prompts), reference)
+    repository = kept(aims.repository)
+    profiles = measured(setup, repository, source, "operations" if counts is None else counts.name)
+    if source.kind == "benchmark":
+        stops = {name: member.config.stops for name, member in members.items()}
+        profiles = with_benchmarks(profiles, stops, repository.scores(), source.names)
+        perplexity = aims.limits.get("perplexity") or aims.objective == "perplexity"
+        known = any(p.perplexity != ((1.0, 1.0),) for p in profiles.values())
+        told = "must have a score of perplexity, of a task that all models were scored on"
+        require(known or not perplexity, "quality", aims.quality, told, "Or take best or judge.")
+    elif source.kind == "judge":
+        profiles, reference.least = with_ratios(profiles)
+    for name, profile in profiles.items():
+        repository.put(name, profile.benchmark())
+        whole = profile.benchmark()[profile.exits]
+        more = "" if whole.perplexity == 1 else f", perplexity {whole.perplexity:.2f}"
+        log.info("%s: quality %.3f (%s)%s", name, whole.accuracy, aims.quality, more)
 
     def fleet(steps: int) -> Fleet:
         for name, member in members.items():
             warm_up(member, slots=by_depth[name], context=context, steps=steps, name=name)
-        repository = kept(aims.repository, profiles)
+        if judge is not None:
+            for length in audited_lengths(context):
+                reference.auditor.judge(None, [0], [0] * (length - 1))
+        known = {name: repository.evaluated(name) for name in members}
+        known = {name: row for name, row in known.items() if row is not None}
+        for name, row in known.items():
+            log.info("%s: not evaluated again, as it was at %s", name, date(row.time))
         controller = Controller(
-            profiles, Objective.of(aims.objective, **aims.limits), repository, aims.options,
+            profiles,
+            Objective.of(aims.objective, **aims.limits),
+            repository,
+            aims.options,
+            known=known,
             clock=time.time,
-        )  # fmt: skip
+        )
         made = Fleet(
             members,
             controller,
@@ -205,6 +250,7 @@ def built(
             steps=steps,
             meter=counts,
             audits=aims.audits,
+            reference=reference,
         )
         made.step()  # so that a model is there for who asks first
         return made
@@ -214,13 +260,14 @@ def built(
 
 
 def room(
-    member: Member, slots: int, context: int, budget: float, name: str = "model"
-) -> tuple[int, ...]:
+    member: Member, slots: int, context: int, budget: float, name: str = "model",
+    beside: Callable[[int], float] | None = None,
+) -> tuple[int, ...]:  # fmt: skip
     """Up to so many slots of a model at each of its depths, none more than at the one before; room
-    is left for what audits bring. Raises ConfigError where the budget does not hold the model with
-    one, at any depth."""
+    is left for what audits bring, `beside` bytes by depth, by default those of the model itself.
+    Raises ConfigError where the budget does not hold the model with one, at any depth."""
     options = dataclasses.replace(member.options, grows=True)
-    beside = lambda depth: capacity.audit_bytes(member.config, depth)
+    beside = beside or partial(capacity.audit_bytes, member.config)
     fit = lambda depth, options: capacity.slots(
         member.config, options, depth, context, budget - beside(depth), slots
     )
@@ -233,20 +280,21 @@ def room(
     found = tuple(np.minimum.accumulate(found).tolist())
     if not found[-1]:
         raise ConfigError(
-            f"budget = {budget:.0f}: must be {least(member, context)} bytes at least, which the "
-            f"whole of {name} takes with one request, or less of it with what audits bring."
+            f"budget = {budget:.0f}: must be {least(member, context, beside)} bytes at least, "
+            f"which the whole of {name} takes with one request, or less of it with what audits "
+            "bring."
         )
     return found
 
 
-def least(member: Member, context: int) -> int:
+def least(member: Member, context: int, beside: Callable[[int], float] | None = None) -> int:
     """Bytes of the model with one request, at the depth that takes most: the whole of it, but where
-    audits bring more than what is left out of less."""
+    audits bring more than what is left out of less. beside: as `room` takes it."""
+    beside = beside or partial(capacity.audit_bytes, member.config)
     options = dataclasses.replace(member.options, grows=True).of_slots(1)
     config = member.config
     return max(
-        math.ceil(capacity.engine_bytes(config, options, depth, context, 1))
-        + capacity.audit_bytes(config, depth)
+        math.ceil(capacity.engine_bytes(config, options, depth, context, 1)) + beside(depth)
         for depth in range(1, config.n_exits + 2)
     )
 
@@ -260,7 +308,7 @@ def warm_up(
     config, n = member.config, member.config.n_exits + 1
     host = on_host(member.params, config)
     auditor = Auditor(host, config)
-    lengths = [length for length in scoring.lengths(context) if length > 1]
+    lengths = audited_lengths(context)
     make = lambda depth: PartialModel(
         host, config, member.options, slots=slots, depth=depth, context=context, steps=steps
     )
@@ -296,55 +344,23 @@ def warm_up(
             grows(depth, deeper)
 
 
-def kept(path: str | os.PathLike, profiles: Mapping[str, Profile]) -> Repository:
-    """The repository in a file, with what was measured; in memory where that cannot be had now, as
-    who is served does not depend on it."""
-    try:
-        return Repository.of(profiles, path)
-    except DataError as error:
-        warnings.warn(f"measurements are not kept: {error}", stacklevel=2)
-        return Repository.of(profiles)
+def audited_lengths(context: int) -> list[int]:
+    """Lengths of text that programs of audits are compiled for."""
+    return [length for length in scoring.lengths(context) if length > 1]
 
 
-def encoded(prompts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Ids of the first texts. Raises DataError where nothing is in them."""
-    texts = [tokenizer.encode(text).tolist() for text in prompts[:TEXTS]]
-    texts = [ids for ids in texts if ids]
-    if not texts:
-        raise DataError("prompts: have no text to measure models on.")
-    return texts
-
-
-def sampled(
-    member: Member, tokenizer: Tokenizer, *, slots: Sequence[int], context: int
-) -> list[list[int]]:
-    """Texts as a model writes them, from the beginning of one, at temperature 1."""
-    starts = (tokenizer.bos_id, tokenizer.eos_id, 0)
-    start = next(token for token in starts if token is not None)
-    part = PartialModel(
-        member.params, member.config, member.options, slots=slots, context=context,
-        depth=member.config.n_exits + 1,
-    )  # fmt: skip
-    texts = {
-        part.scheduler.submit(
-            [start], min(SAMPLED, context - 1), sampling=Sampling.make(1, 1.0, seed=seed)
-        ): [start]
-        for seed in range(SAMPLES)
-    }
-    for number, tokens, _ in part.run():
-        texts[number] += [token.id for token in tokens]
-    return [*texts.values()]
-
-
-def windows(texts: Sequence[Sequence[int]], context: int) -> list[dict[str, np.ndarray]]:
-    """Texts, one after the other, as batches of `calibration.score`. Raises DataError for less than
-    two tokens."""
-    ids = np.fromiter(itertools.chain.from_iterable(texts), np.int32)
-    if len(ids) < 2:
-        raise DataError(f"prompts: have {len(ids)} tokens to measure models on, which is too few.")
-    width = min(WINDOW, context, len(ids) - 1)
-    rows = ids[: len(ids) // (width + 1) * (width + 1)].reshape(-1, width + 1)[: ROWS * BATCHES]
-    # All batches of one shape, for which one program is compiled.
-    count = len(rows) // ROWS * ROWS or len(rows)
-    batches = np.split(rows[:count], max(count // ROWS, 1))
-    return [dict(tokens=b[:, :-1], labels=b[:, 1:]) for b in batches]
+def reference_of(
+    members: Mapping[str, Member], source: QualitySource, judge: Member | None
+) -> Reference | None:
+    """The model that judges the members' answers; None where each is judged by its own whole."""
+    if source.kind == "benchmark":
+        return None
+    if source.kind == "judge":
+        told = "must be given to a fleet whose quality is a judge's"
+        require(judge is not None, "judge", judge, told)
+        return Reference(on_host(judge.params, judge.config), judge.config)
+    name = max(members, key=lambda name: nbytes(members[name].params))
+    if source.names:
+        (name,) = source.names
+        require_one_of("quality: best", name, tuple(members))
+    return Reference(members[name].params, members[name].config, name)

@@ -14,6 +14,7 @@ from eejax.inference.scoring import Scores
 from eejax.inference.shaping import Shaping
 from eejax.models.config import ModelConfig
 from eejax.serving.choices import Decision
+from eejax.serving.timeline import Point
 
 LOG = "eejax.serving"  # of what an engine does before it is ready, at level INFO
 CHOOSES = "the server chooses the model, and where its tokens leave"
@@ -77,7 +78,7 @@ class FleetReport(NamedTuple):
     model's tokens that were looked at again, the share that is not the whole model's; bound: above
     which that hardly is; perplexity: of them, by the whole model; all None where none was;
     counted: what stands for energy, joules by "nvml" or "rapl", or "operations"; decisions: those
-    since the last report."""
+    since the last report; points: of the answers since then."""
 
     model: str
     depth: int
@@ -89,6 +90,7 @@ class FleetReport(NamedTuple):
     perplexity: float | None
     counted: str
     decisions: tuple[Decision, ...]
+    points: tuple[Point, ...] = ()
 
 
 class Starting(NamedTuple):

@@ -47,11 +47,13 @@ class Metrics:
             "fleet_below_threshold_ratio", "Share of all tokens that left below their threshold."
         )
         self.disagreement = gauge(
-            "fleet_disagreement_ratio", "Of audited tokens: those that the whole member would not "
-            "have chosen; NaN where none was audited.",
-        )  # fmt: skip
+            "fleet_disagreement_ratio",
+            "What the mean quality of audited answers lacks of 1; NaN where none was audited.",
+        )
         self.bound = gauge("fleet_disagreement_bound_ratio", "What that is below with confidence.")
-        self.perplexity = gauge("fleet_perplexity", "Of those answers, by the whole model.")
+        self.perplexity = gauge(
+            "fleet_perplexity", "Of those answers, under the model that judges them."
+        )
         self.decisions = count("fleet_decisions", "Decisions of what is to serve.", "kind")
         self.first = times("time_to_first_token", "From a request to its first token.", FIRST)
         self.between = times("inter_token", "Between the tokens of a request.", BETWEEN)

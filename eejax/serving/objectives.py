@@ -8,16 +8,33 @@ from collections.abc import Mapping
 
 from eejax.common.errors import ConfigError, require
 
-METRICS = ("throughput", "ttft", "ttft_p99", "tpot", "accuracy", "memory", "energy")
+METRICS = (
+    "throughput",
+    "ttft",
+    "ttft_p99",
+    "tpot",
+    "accuracy",
+    "memory",
+    "energy",
+    "perplexity",
+)
 MORE = ("throughput", "accuracy")  # of which more is better; of the others less is
 
 
 @dataclasses.dataclass(frozen=True)
 class Telemetry:
-    """What a model does at a depth. throughput: tokens a second; ttft, tpot: seconds to the first
-    token, and for each one more, in the mean; ttft_p99: to the first one of all requests but one in
-    a hundred; accuracy: share of tokens that are the full model's, or of answers
-    that are right; memory: bytes; energy: joules a token, or what stands for them."""
+    """Performance of a model at a depth.
+
+    Attributes:
+      throughput: tokens per second.
+      ttft, tpot: mean seconds to the first token, and for each further token.
+      ttft_p99: 99th percentile of the seconds to the first token.
+      accuracy: quality of the answers in [0, 1], on a scale that compares models
+        (`quality.QualitySource`).
+      memory: bytes.
+      energy: joules per token, or what stands for them.
+      perplexity: of the answers under the model that judges them; 1 where none does.
+    """
 
     throughput: float
     ttft: float
@@ -26,6 +43,7 @@ class Telemetry:
     accuracy: float
     memory: float
     energy: float
+    perplexity: float = 1.0
 
     def __post_init__(self):
         for name in METRICS:
@@ -67,12 +85,14 @@ class Objective:
                 require(metric in METRICS, name, metric, f"must be of {known}")
                 ok = isinstance(value, int | float) and 0 < value < math.inf
                 require(ok, f"{name}.{metric}", value, "must be a number above 0")
+        perplexity = self.limits.get("perplexity", 1.0)
+        require(perplexity >= 1, "limits.perplexity", perplexity, "must be at least 1")
         accuracy = self.limits.get("accuracy", 1.0)
         require(accuracy <= 1, "limits.accuracy", accuracy, "must be a share, at most 1")
 
     @classmethod
     def of(cls, name: str, /, **limits: float) -> Objective:
-        """By a name: throughput, response_time, accuracy, energy or goodput."""
+        """Make the objective of a name in `NAMED`; `limits` are its limits by metric."""
         if name not in NAMED:
             raise ConfigError(f"objective = {name!r}: must be of {', '.join(NAMED)}.")
         missing = [m for m in ("ttft_p99", "accuracy") if m not in limits]
@@ -103,9 +123,12 @@ class Objective:
         return (-self.excess(telemetry), self.score(telemetry))
 
 
-# Of models that are right as often the faster one.
+# Among models of equal quality the faster one is preferred.
 NAMED: dict[str, Mapping[str, float]] = {
-    "throughput": {"throughput": 1.0}, "response_time": {"ttft": 1.0, "tpot": 1.0},
-    "accuracy": {"accuracy": 1.0, "throughput": 1e-3}, "energy": {"energy": 1.0},
+    "throughput": {"throughput": 1.0},
+    "response_time": {"ttft": 1.0, "tpot": 1.0},
+    "accuracy": {"accuracy": 1.0, "throughput": 1e-3},
+    "perplexity": {"perplexity": 1.0, "throughput": 1e-3},
+    "energy": {"energy": 1.0},
     "goodput": {"throughput": 1.0},
-}  # fmt: skip
+}

@@ -9,7 +9,7 @@ import numpy as np
 
 from eejax.common.errors import require, require_count
 from eejax.serving.audits import Audit
-from eejax.serving.choices import Choice, ControllerOptions, Decision, Given, Profile
+from eejax.serving.choices import Assignment, Choice, ControllerOptions, Decision, Profile
 from eejax.serving.controller import Controller
 from eejax.serving.dispatch import Policy
 from eejax.serving.objectives import Objective, Telemetry
@@ -38,14 +38,14 @@ class Scripted:
     def holds(self, there: Mapping[str, int], held: int) -> None:
         pass
 
-    def choose(self) -> Given:
+    def choose(self) -> Assignment:
         self._given += 1
         # What the next prompt needs is asked for now; until it is there, they go where they went.
         i = min(self._given // self._every, len(self._choices) - 1)
         if self._choices[i] != self.wanted:
             self.wanted = self._choices[i]
             self.decisions.append(Decision(self._clock(), "switch", self.wanted, "the script"))
-        return Given(self.current or self.wanted, False)
+        return Assignment(self.current or self.wanted, False)
 
     def best(self, weights: Mapping[str, float]) -> str | None:
         return None

@@ -86,6 +86,7 @@ def measure(
         rebuild=[rows[0].first / rows[0].given, *(row.filled for row in rows[1:])],
         bytes=np.array(sizes) + steps(outside), energy=layers, heads=heads,
         sure=[share(e, leaves == e) for e in range(n)],
+        shares=[float((leaves == e).mean()) for e in range(n)],
         unsure=[share(e, leaves > e) for e in range(n - 1)] + [1.0],
     )  # fmt: skip
     most = sum(told["seconds"])
@@ -97,6 +98,24 @@ def measure(
     )
     told = {name: tuple(map(float, values)) for name, values in told.items()}
     return Profile(**by_depth, **told, **parts)
+
+
+def written(
+    member: Member, texts: Sequence[Sequence[int]], *, slots: int | Sequence[int],
+    context: int | None = None, new: int = 32,
+) -> dict[int, list[tuple[Sequence[int], list[int]]]]:  # fmt: skip
+    """Answers of a model to texts, greedily, by how many of its exits are loaded, the last of which
+    all tokens leave by: (text, the `new` tokens behind it)."""
+    found = {}
+    for depth in range(1, member.config.n_exits + 2):
+        part = PartialModel(
+            member.params, member.config, member.options, slots=slots, depth=depth, context=context
+        )
+        asked = {part.scheduler.submit(text, new): (text, []) for text in texts}
+        for number, tokens, _ in part.run():
+            asked[number][1].extend(token.id for token in tokens)
+        found[depth] = [(text, ids) for text, ids in asked.values() if ids]
+    return found
 
 
 def _part(most: float, took: float, ideal: float) -> float:

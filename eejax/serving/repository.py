@@ -1,11 +1,16 @@
-"""What is known of models, on disk: benchmark telemetry, and how they did while serving.
+"""Measurements of models, on disk: profiles, benchmark scores, and how they did while serving.
 
-HELIOS (Kumar et al., 2025), section 4: the model repository and the performance history table.
+HELIOS (Kumar et al., 2025), §3.3.1 and §3.4: the model repository and the performance history
+table. A server that starts again goes on from what is here, as long as it was measured under the
+same conditions.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import datetime
+import itertools
 import json
 import os
 import sqlite3
@@ -13,9 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from eejax.common.errors import ConfigError, DataError
+from eejax.serving.choices import Profile
 from eejax.serving.objectives import METRICS, Objective, Telemetry
+from eejax.serving.quality import Score
 
-VERSION = 1  # of the tables
+VERSION = 2  # of the tables
 WAIT = 0.2  # seconds: whoever is served waits, too
 
 _SCHEMA = f"""
@@ -24,12 +31,58 @@ create table if not exists benchmark (
     primary key (model, depth)
 );
 create table if not exists history (
-    id integer primary key, time real not null, model text not null, depth integer not null,
-    prompts integer not null, tokens integer not null, exits text not null, counted text not null,
+    id integer primary key, time real not null, model text not null, conditions text not null,
+    depth integer not null, prompts integer not null, tokens integer not null,
+    exits text not null, counted text not null,
     {", ".join(f"{m} real not null" for m in METRICS)}
 );
 create index if not exists history_model on history (model, id);
+create table if not exists profile (
+    model text not null, conditions text not null, time real not null, profile text not null,
+    primary key (model, conditions)
+);
+create table if not exists score (
+    model text not null, layers integer not null, task text not null, metric text not null,
+    value real not null, primary key (model, layers, task, metric)
+);
 """
+
+
+class Conditions(NamedTuple):
+    """What a measurement of a model depends on. Another value of any makes it stale.
+
+    Attributes:
+      model: digest of its parameters and configuration.
+      device: kind of the accelerator, or of the processor with its number of cores.
+      jax, eejax: versions.
+      serving: the settings that matter, as JSON: slots, context, exits' rules, texts, quality.
+    """
+
+    model: str
+    device: str
+    jax: str
+    eejax: str
+    serving: str
+
+    @property
+    def key(self) -> str:
+        return json.dumps(self._asdict(), sort_keys=True)
+
+    def differs(self, key: str) -> str:
+        """What is not as it was when something was measured under the conditions of a key."""
+        before, now = json.loads(key), self._asdict()
+        parts = []
+        for name, value in now.items():
+            if value == before.get(name):
+                continue
+            if name == "serving":
+                old, new = json.loads(before[name]), json.loads(value)
+                parts += sorted(k for k in {*old, *new} if old.get(k) != new.get(k))
+            elif name == "model":
+                parts.append("its parameters")
+            else:
+                parts.append(f"{name} ({before.get(name)}, now {value})")
+        return ", ".join(parts)
 
 
 class Evaluation(NamedTuple):
@@ -51,10 +104,15 @@ class Evaluation(NamedTuple):
 class Repository:
     """An SQLite file; ":memory:" keeps nothing. Every method raises DataError for a file that is
     none, that has other tables than these, or that another process does not let go of for `WAIT`
-    seconds. One that is deleted meanwhile is made anew by what is written next."""
+    seconds. One that is deleted meanwhile is made anew by what is written next.
+
+    conditions: by model, those under which it is measured now (`profile`); its evaluations are
+    kept with them.
+    """
 
     def __init__(self, path: str | os.PathLike = ":memory:"):
         self.path = os.path.expanduser(os.fspath(path))
+        self.conditions: dict[str, Conditions] = {}
         with self._using("be used as a repository"):
             self._connection, self._file = opened(self.path), identity(self.path)
 
@@ -74,8 +132,8 @@ class Repository:
         try:
             yield
         except (sqlite3.Error, ValueError, ConfigError) as error:
-            told = f"cannot {what} ({error}). Give another file."
-            raise DataError(f"{self.path}: {told}") from error
+            fix = f"Give another file, or rebuild it: {REBUILD.format(self.path)}."
+            raise DataError(f"{self.path}: cannot {what} ({error}). {fix}") from error
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
@@ -121,22 +179,122 @@ class Repository:
 
     def add(self, row: Evaluation) -> None:
         told = (getattr(row.telemetry, m) for m in METRICS)
-        values = (*row[:5], json.dumps(row.exits), row.counted, *told)
+        values = (*row[:5], json.dumps(row.exits), row.counted, self._key(row.model), *told)
         marks = ", ".join("?" * len(values))
-        columns = f"time, model, depth, prompts, tokens, exits, counted, {', '.join(METRICS)}"
+        columns = (
+            f"time, model, depth, prompts, tokens, exits, counted, conditions, {', '.join(METRICS)}"
+        )
         with self._writing() as db:
             db.execute(f"insert into history ({columns}) values ({marks})", values)
 
-    def history(self, model: str, last: int = 1) -> list[Evaluation]:
-        """The last rows of a model, oldest first."""
+    def _key(self, model: str) -> str:
+        return self.conditions[model].key if model in self.conditions else ""
+
+    def check(self) -> None:
+        """Raise DataError unless every row can be read."""
+        with self._using("be used as a repository"):
+            found = [text for (text,) in self._connection.execute("pragma quick_check")]
+            if found != ["ok"]:
+                raise ValueError(f"it is damaged: {found[0]}")
+            for (text,) in self._connection.execute("select profile from profile").fetchall():
+                profile_of(text)
+        for model in self.models():
+            self.history(model, last=-1)
+        self.scores()
+
+    def profile(self, model: str, conditions: Conditions) -> tuple[Profile | None, str]:
+        """(profile of a model under these conditions, when it was measured); (None, why there is
+        none). From now on the model's evaluations are kept with these conditions."""
+        self.conditions[model] = conditions
+        with self._using("be read"):
+            rows = self._connection.execute(
+                "select conditions, time, profile from profile where model = ? order by time desc",
+                (model,),
+            ).fetchall()
+            for key, time, text in rows:
+                if key == conditions.key:
+                    return profile_of(text), date(time)
+            if not rows:
+                return None, "it was not measured before"
+            key, time, _ = rows[0]
+            return None, f"since {date(time)} there is a change of {conditions.differs(key)}"
+
+    def keep(self, model: str, profile: Profile, time: float) -> None:
+        """Keep a profile that was measured under the model's conditions."""
+        with self._writing() as db:
+            row = (model, self._key(model), time, json.dumps(dataclasses.asdict(profile)))
+            db.execute("insert or replace into profile values (?, ?, ?, ?)", row)
+
+    def evaluated(self, model: str) -> Evaluation | None:
+        """The last evaluation of a whole model under its conditions."""
+        key = self._key(model)
+        return next(iter(self.history(model, conditions=key)), None) if key else None
+
+    def import_scores(self, scores: Sequence[Score]) -> None:
+        """Benchmark scores, in place of those of the same model, layers, task and metric."""
+        with self._writing() as db:
+            db.executemany("insert or replace into score values (?, ?, ?, ?, ?)", scores)
+
+    def models(self) -> list[str]:
+        """Names of the models that were evaluated."""
+        with self._using("be read"):
+            rows = self._connection.execute("select distinct model from history order by model")
+            return [model for (model,) in rows]
+
+    def scores(self) -> list[Score]:
+        with self._using("be read"):
+            rows = self._connection.execute("select * from score order by model, layers, task")
+            return [Score(*row) for row in rows]
+
+    def history(self, model: str, last: int = 1, conditions: str | None = None) -> list[Evaluation]:
+        """The last rows of a model, oldest first; conditions: of these alone."""
+        where = "" if conditions is None else "and conditions = ?"
+        given = (model, last) if conditions is None else (model, conditions, last)
         made = lambda r: Evaluation(*r[:5], tuple(json.loads(r[5])), r[6], Telemetry(*r[7:]))
         with self._using("be read"):
             rows = self._connection.execute(
                 "select time, model, depth, prompts, tokens, exits, counted, "
-                f"{', '.join(METRICS)} from history where model = ? order by id desc limit ?",
-                (model, last),
+                f"{', '.join(METRICS)} from history where model = ? {where} "
+                "order by id desc limit ?",
+                given,
             ).fetchall()
             return [made(row) for row in reversed(rows)]
+
+
+REBUILD = "python -m experiments.repository --repository={} --rebuild"
+
+
+def date(time: float) -> str:
+    return datetime.datetime.fromtimestamp(time).isoformat(" ", "minutes")
+
+
+def profile_of(text: str) -> Profile:
+    """Read a profile that `Repository.keep` wrote. Raises ValueError for another text."""
+    frozen = lambda value: tuple(map(frozen, value)) if isinstance(value, list) else value
+    found = json.loads(text)
+    try:
+        return Profile(**{name: frozen(value) for name, value in found.items()})
+    except TypeError as error:
+        raise ValueError(f"a profile of other fields: {error}") from error
+
+
+def rebuild(path: str | os.PathLike) -> str | None:
+    """Rename a file that cannot be used aside, and make a new one in its place.
+
+    Returns:
+      Where the old one is now; None where there was none.
+    """
+    path = os.path.expanduser(os.fspath(path))
+    aside = None
+    if os.path.exists(path):
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        numbers = (f"{path}.old-{stamp}{'' if i == 0 else f'-{i}'}" for i in itertools.count())
+        aside = next(name for name in numbers if not os.path.exists(name))
+        for suffix in ("", "-journal", "-wal", "-shm"):  # what SQLite has of it beside the file
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(path + suffix, aside + suffix)
+    Repository(path).close()
+    return aside
 
 
 def opened(path: str, benchmarks: Sequence[tuple] = ()) -> sqlite3.Connection:

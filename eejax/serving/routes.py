@@ -85,9 +85,11 @@ def chosen(server: Server, name: str) -> dict:
         )
         for d in server.metrics.histories[name].decisions
     ]  # fmt: skip
-    told = dict(members=members(service), objectives=OWN, decisions=decisions)
+    timeline = server.metrics.histories[name].timeline.curves()
+    told = dict(members=members(service), objectives=OWN, decisions=decisions, timeline=timeline)
     if service.report is not None:
-        told |= service.report._replace(decisions=())._asdict() | dict(decisions=decisions)
+        report = service.report._asdict()
+        told |= {k: v for k, v in report.items() if k not in ("decisions", "points")}
     return told
 
 

@@ -285,7 +285,7 @@ class _Server(Dispatcher):
             self._come(self.now)
 
     def _telemetry(self, job: Prompt) -> Telemetry:
-        return self._measured(job, len(job.part.jobs), accuracy=job.agree / job.told)
+        return self._measured(job, len(job.part.jobs), agreement=job.agree / job.told)
 
     def _judge(self, job: Prompt) -> Verdict:
         part = self.parts[job.model]

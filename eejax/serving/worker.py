@@ -109,7 +109,7 @@ class Worker:
         self._own: dict[int, int] = {}  # the scheduler's, by who asked
         self._scores: list[Score] = []
         self._told: list[Refused] = []
-        self._decisions = 0  # of the fleet, that were told
+        self._decisions = self._points = 0  # of the fleet, that were told
 
     @property
     def slots(self) -> int:
@@ -207,8 +207,9 @@ class Worker:
     def _report(self) -> FleetReport | None:
         if self.fleet is None:
             return None
-        report = self.fleet.report(self._decisions)
+        report = self.fleet.report(self._decisions, self._points)
         self._decisions += len(report.decisions)
+        self._points += len(report.points)
         return report
 
 

@@ -65,8 +65,15 @@ def test_flags_of_a_controller(monkeypatch):
     monkeypatch.setattr(serve, "serve", lambda *_: asyncio.sleep(0))
     ask = lambda *flags: call("experiments.serve", "--model=a=/none", "--objective=energy", *flags)
     ask()
-    ask("--candidates=3", "--interval=7")
-    assert [(a.options.candidates, a.options.interval) for a in made] == [(2, 150), (3, 7)]
+    ask("--candidates=3", "--reassess=7")
+    ask("--reassess=auto", "--quality=best:a")
+    told = [(a.options.candidates, a.options.interval, a.quality) for a in made]
+    assert told == [(2, 150, "best"), (3, 7, "best"), (2, "auto", "best:a")]
+    for wrong in ("often", "-3", "0"):
+        with pytest.raises(ConfigError, match=f"--reassess = '?{wrong}'?: must be a"):
+            ask(f"--reassess={wrong}")
+    with pytest.raises(ConfigError, match="--quality = 'worst': must be one of 'best'"):
+        ask("--quality=worst")
 
 
 def test_a_limit_that_an_engine_refuses_is_named_as_its_flag(monkeypatch):

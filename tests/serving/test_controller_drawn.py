@@ -23,16 +23,21 @@ SHARES = st.lists(st.floats(0.01, 1), min_size=3, max_size=3).map(
 class Contrary(Controller):
     """Takes the other model whenever it decides."""
 
-    def _best(self, options):
+    def _best(self, options, assessed=False):
         others = [choice for choice in options if choice.model != self.serving]
-        return self._expected((others or options)[0])
+        return self._with_cost((others or options)[0])
 
 
 class Whimsical(Controller):
     """Takes what is best, be it by ever so little."""
 
-    def _best(self, options):
-        return max(map(self._expected, options), key=lambda row: self.objective.rank(row[1]))
+    def _best(self, options, assessed=False):
+        return max(map(self._with_cost, options), key=lambda row: self.objective.rank(row[1]))
+
+
+def asked(kind: type[Controller]) -> type[Controller]:
+    """One that evaluates the other model with every assessment, whatever it costs."""
+    return type(kind.__name__, (kind,), {"_may_be_better": lambda self, model: True})
 
 
 def changes(kind, scales, rounds, load=0.0, rebuild=0.0, **own) -> tuple[int, list[float]]:
@@ -42,11 +47,11 @@ def changes(kind, scales, rounds, load=0.0, rebuild=0.0, **own) -> tuple[int, li
     make = lambda scale: profile(scale, 3, load=(load,) * 3, rebuild=(rebuild,) * 3)
     profiles = {name: make(scale) for name, scale in zip("ab", scales, strict=True)}
     tokens = len(rounds[0][0])
-    c = kind(
+    c = asked(kind)(
         profiles, THROUGHPUT, Repository(), ControllerOptions(tokens=tokens, **own),
         clock=lambda: 0.0,
     )  # fmt: skip
-    speeds, served, gaps = {}, [], []
+    served, gaps = [], []
     for _ in range(len(rounds) * (c.options.interval + 1 + 2 * c.options.prompts)):
         if len(served) == len(rounds):
             break
@@ -58,16 +63,20 @@ def changes(kind, scales, rounds, load=0.0, rebuild=0.0, **own) -> tuple[int, li
         if not evaluated:
             continue
         told = profiles[model].serving((0.0, 0.0, 1.0), depth)
-        c.answered(model, told, exits)
-        # Most tokens decide how deep; of a segment each is the same share of a second.
-        counts = [exits.count(e) for e in range(3)]
-        deep = counts.index(max(counts)) + 1 if c.options.greedy else 3
-        passed = sum(min(e + 1, deep) for e in exits) / tokens
-        speeds[model] = -np.log(scales["ab".index(model)] * passed)
+        c.answered(model, told, [min(e, depth - 1) for e in exits])
         if not c.evaluating:
             served.append(c.serving)
-            gaps.append(speeds["b"] - speeds["a"])
+            speeds = [-np.log(scale * passed(c, m)) for m, scale in zip("ab", scales, strict=True)]
+            gaps.append(speeds[1] - speeds[0])
     return sum(a != b for a, b in itertools.pairwise(served)), gaps
+
+
+def passed(c: Controller, model: str) -> float:
+    """Segments that a token passes as far as is known; most tokens decide how deep. Of a segment
+    each is the same share of a second."""
+    shares = c.shares[model]
+    deep = max(range(3), key=lambda e: (round(shares[e], 9), -e)) + 1 if c.options.greedy else 3
+    return sum(share * min(e + 1, deep) for e, share in enumerate(shares))
 
 
 def most_changes(gaps: list[float], gain: float) -> int:

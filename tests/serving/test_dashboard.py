@@ -15,6 +15,7 @@ from eejax.serving.choices import Choice, Decision
 from eejax.serving.history import KEEP, SECONDS, History
 from eejax.serving.http import HttpOptions
 from eejax.serving.messages import FleetReport
+from eejax.serving.timeline import Point
 
 KEY = "secret"
 
@@ -149,7 +150,7 @@ def test_which_of_several_models_serves_and_why(opened):
             )),
             FleetReport("large", 3, 6, 4, 0.25, 0.01, 0.125, 7.5, "nvml", (
                 decide("switch", Choice("large", 3), "too many tokens"),
-            )),
+            ), tuple(Point(i, "large", 3, 5, 0.1, 0.2, 4.0) for i in range(4))),
         ):  # fmt: skip
             service.report = report
             service._watch("report", report)
@@ -160,11 +161,14 @@ def test_which_of_several_models_serves_and_why(opened):
         assert rows()[1].endswith("serve: small, 3 layers – <b>it is best</b>")
         assert page.inner_text("#members b") == "large 6 of 6"
         assert "below threshold 25.0 %" in page.inner_text("#watched")
-        assert "audited: 1.0 % not the whole model's, at most 12.5 %" in page.inner_text("#watched")
+        assert "audited quality 99.0 %, at least 87.5 %" in page.inner_text("#watched")
         assert page.inner_text("#watched").endswith("joules by nvml")
         drawn = lambda: [p.get_attribute("d") for p in page.query_selector_all("#serves path")]
         until(lambda: all(drawn()))  # of each model one line
         assert len(page.query_selector_all("#serves .mark")) == 3
+        lines = ("throughput", "requests", "ttft", "perplexity")
+        assert all("L" in page.get_attribute(f"#{name} path", "d") for name in lines)
+        assert len(page.query_selector_all("#ttft .mark")) == 2
         assert page.inner_text("#loaded") == "6" and page.is_hidden("#threshold")
         page.fill("#prompt", "abc")
         page.fill("#tokens", "5")

@@ -108,7 +108,8 @@ def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, see
         {"a": measured, "b": measured}, Objective.of("throughput"), Repository(),
         ControllerOptions(interval=10**6, budget=budget), clock=lambda: 0.0,
     )  # fmt: skip
-    controller._plan, controller.shares = [], dict.fromkeys("ab", (1.0, 0.0, 0.0))
+    controller._plan = []
+    controller.shares.update(dict.fromkeys("ab", (1.0, 0.0, 0.0)))
     member = Member(model.params, config, dict(threshold=0.0, prefill_exit=True), OPTIONS)
     fleet = Fleet(
         {"a": member, "b": member}, controller, slots={"a": slots, "b": slots}, context=96, steps=2

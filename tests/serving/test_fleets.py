@@ -288,7 +288,7 @@ def test_the_launcher_serves_runs_as_one(small_run, tmp_path):
     prompts.write_text("\n".join([*lines, "import os", ""]))
     flags = (
         f"--model=small={small_run}", f"--model=large={small_run}", "--objective=goodput",
-        "--limits=ttft_p99=100,accuracy=0.5", f"--prompts={prompts}", "--slots=2", "--interval=5",
+        "--limits=ttft_p99=100,accuracy=0.5", f"--prompts={prompts}", "--slots=2", "--reassess=5",
         f"--repository={tmp_path / 'helios.db'}", "--budget=1G", "--thresholds=small=0.3,0.5",
     )  # fmt: skip
     free = [flag for flag in flags if not flag.startswith("--budget")]

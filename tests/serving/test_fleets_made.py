@@ -17,7 +17,7 @@ from eejax.data.tokenizers import ByteTokenizer
 from eejax.inference import capacity
 from eejax.inference.partial import PartialModel
 from eejax.models.config import ExitConfig, ModelConfig
-from eejax.serving import fleets
+from eejax.serving import fleets, measurements
 from eejax.serving.choices import ControllerOptions
 from eejax.serving.messages import LOG
 from eejax.train.pretrained import Opened
@@ -30,11 +30,14 @@ def test_nothing_is_compiled_once_it_is_ready(compiled, caplog, monkeypatch):
     passes = [f"{what} depth {d} of 2" for what in ("compiling", "measuring") for d in (1, 2)]
     with caplog.at_level("INFO", LOG):
         made = TinyFleet(alike=True)().fleet(4)
-    assert [record.getMessage() for record in caplog.records if record.name == LOG] == [
+    told = [record.getMessage() for record in caplog.records if record.name == LOG]
+    assert [re.sub(r"(perplexity) [0-9.]+", r"\1", text) for text in told] == [
         "small: writing texts to measure models on",
         *itertools.chain.from_iterable(
-            [f"{name}: measuring it at 2 depths", *passes] for name in FLEET
+            [f"{name}: measuring it at 2 depths, as it was not measured before", *passes]
+            for name in FLEET
         ),
+        *(f"{name}: quality 1.000 (best), perplexity" for name in FLEET),
         *(
             f"{name}: compiling what else depth {depth} of 2 may need"
             for name in FLEET
@@ -208,11 +211,11 @@ def test_a_member_whose_answers_are_no_numbers_is_named():
 def test_texts_are_cut_into_windows():
     texts = [[*range(i, i + 30)] for i in range(9)]
     for context in (16, 300):
-        batches = fleets.windows(texts, context)
+        batches = measurements.windows(texts, context)
         (shape,) = {b["tokens"].shape for b in batches}
         assert shape[1] == min(context, 128)
         for batch in batches:
             assert (batch["tokens"][:, 1:] == batch["labels"][:, :-1]).all()
-    assert fleets.windows([[1, 2, 3]], 99)[0]["labels"].tolist() == [[2, 3]]
+    assert measurements.windows([[1, 2, 3]], 99)[0]["labels"].tolist() == [[2, 3]]
     with pytest.raises(DataError, match="have 1 tokens"):
-        fleets.windows([[1]], 99)
+        measurements.windows([[1]], 99)

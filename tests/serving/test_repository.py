@@ -13,7 +13,7 @@ from controlled import THROUGHPUT, World, profile, telemetry
 
 from eejax.common.errors import ConfigError, DataError
 from eejax.serving.choices import Choice
-from eejax.serving.fleets import kept
+from eejax.serving.measurements import kept
 from eejax.serving.objectives import Objective
 from eejax.serving.repository import Repository
 
@@ -52,7 +52,7 @@ def test_history_lasts(tmp_path):
     with sqlite3.connect(file) as other:
         other.execute("pragma user_version = 7")
     other.close()
-    with pytest.raises(DataError, match=r"are of version 7, these of 1\). Give another"):
+    with pytest.raises(DataError, match=r"are of version 7, these of 2\). Give another"):
         Repository(file)
     file.write_bytes(b"no database" * 100)
     with pytest.raises(DataError, match="cannot be used as a repository"):
@@ -78,7 +78,7 @@ def test_databases_of_other_tables(tmp_path, script, said):
     if not script.startswith("create"):
         Repository(file).close()
     with contextlib.closing(sqlite3.connect(file)) as other:
-        other.executescript(f"{script}; pragma user_version = 1;")
+        other.executescript(f"{script}; pragma user_version = 2;")
     before = file.read_bytes()
     with pytest.raises(DataError, match=rf"other.db: cannot be .*{said}.*Give another file"):
         Repository(file)
@@ -154,7 +154,7 @@ def test_a_repository_that_another_process_holds(tmp_path):
             world.prompt()
     assert world.served[-1] == Choice("m", 1)
     with pytest.warns(UserWarning, match="measurements are not kept: .*locked"):
-        assert kept(file, {"m": profile()}).benchmark("m")
+        kept(file).put("m", profile().benchmark())
     other.execute("rollback")
     with repository._connection as db:
         db.execute("update benchmark set throughput = -1")

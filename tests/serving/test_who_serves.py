@@ -54,7 +54,7 @@ def test_a_limit_holds_for_who_serves_until_another_one_is_there():
 def test_between_two_evaluations_who_served_goes_on():
     """And what takes long to load is not assessed for the prompts that others served meanwhile."""
     shares = dict.fromkeys("abc", (0.6, 0.2, 0.1, 0.1))
-    profiles = {"a": profile(1.0), "b": profile(0.9), "c": profile(0.95)}
+    profiles = {"a": profile(1.0), "b": profile(0.85), "c": profile(0.85)}
     world = World(profiles, shares, candidates=3, interval=20)
     c = world.controller
     while c.serving is None:
@@ -62,8 +62,15 @@ def test_between_two_evaluations_who_served_goes_on():
     c.serving = "a"
     c._want("serve", Choice("a", 1), "for the test")
     c.loaded(c.wanted)
+    for model in "bc":  # as if they were evaluated long ago
+        c._age[model] = 20
     c._evaluate("for the test")
-    assert [seen.model for seen in c._plan] == ["b", "c", "a"]
+    assert [seen.choice for seen in c._plan] == [Choice("a", 1), Choice("b", 4), Choice("c", 4)]
+    c.holds({"a": 1}, 0)
+    for _ in range(5):
+        assert c.choose() == (Choice("a", 1), True)
+        c.answered("a", profiles["a"].serving(shares["a"], 1), [0] * 10)
+    assert c.wanted == Choice("b", 4)
     c.holds({"a": 1, "b": 4}, 0)
     c.loaded(c.wanted)
     for _ in range(5):

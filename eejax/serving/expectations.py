@@ -1,0 +1,103 @@
+"""Expected performance of models, by their profiles and what evaluations found."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from eejax.serving.choices import Choice, Profile, breaches
+from eejax.serving.lateness import Lateness
+from eejax.serving.objectives import Objective, Telemetry
+from eejax.serving.repository import Evaluation
+
+
+class Expectations:
+    """What models are expected to bring at any depth.
+
+    Attributes:
+      profiles: by model.
+      shares: of tokens by the exit that they would leave by if all were loaded, of the models of
+        which that is known.
+      length: mean tokens of an answer.
+      lateness: of first tokens.
+    """
+
+    def __init__(self, profiles: Mapping[str, Profile], length: float):
+        self.profiles, self.length, self.lateness = profiles, length, Lateness()
+        self.shares: dict[str, tuple[float, ...]] = {}
+        # As measured, over what the profiles say.
+        self._scale: dict[str, float] = {}  # energy
+        self._wrong: dict[str, float] = {}  # what quality lacks of the profile's ceiling
+        self._perplexity: dict[str, float] = {}
+
+    def told(
+        self,
+        objective: Objective,
+        choice: Choice,
+        shares: Sequence[float] | None = None,
+        hope: float = 0.0,
+    ) -> tuple[Telemetry, bool]:
+        """What a choice is expected to bring by itself, and whether without early exits: of a whole
+        model where that is better by the objective.
+
+        Args:
+          shares: of tokens by exit, in place of those that are known.
+          hope: share of the wrong tokens that are taken to be right.
+        """
+        profile = self.profiles[choice.model]
+        shares = self.shares[choice.model] if shares is None else shares
+        told = self._corrected(choice, profile.serving(shares, choice.depth, hope))
+        if choice.depth == profile.exits:
+            last = (*(0.0,) * (profile.exits - 1), 1.0)
+            without = self._corrected(choice, profile.serving(last, choice.depth))
+            if objective.rank(without) > objective.rank(told):
+                return without, True
+        return told, False
+
+    def _corrected(self, choice: Choice, told: Telemetry) -> Telemetry:
+        """Correct an expectation by what was measured while serving: energy, the shortfall of
+        quality, perplexity, and seconds to the first token."""
+        # Who has none of its own is in the unit of the others.
+        scale = self._scale.get(choice.model) or next(iter(self._scale.values()), 1.0)
+        best = self.profiles[choice.model].ceiling
+        short = max(best - told.accuracy, 0.0) * self._wrong.get(choice.model, 1.0)
+        perplexity = told.perplexity * self._perplexity.get(choice.model, 1.0)
+        return dataclasses.replace(
+            told,
+            ttft_p99=self.lateness.of(choice, told),
+            energy=told.energy * scale,
+            accuracy=max(best - short, 0.0),
+            perplexity=max(perplexity, 1.0),
+        )
+
+    def learn(self, row: Evaluation) -> None:
+        """Expect of a model what an evaluation found."""
+        profile, model, told = self.profiles[row.model], row.model, row.telemetry
+        self.shares[model] = tuple(count / row.tokens for count in row.exits)
+        said = profile.worked(self.shares[model], row.depth)
+        if said and told.energy:
+            self._scale[model] = told.energy / said
+        agreement = profile.agreement(self.shares[model], row.depth)
+        short = lambda quality: (profile.ceiling - quality) * row.tokens
+        expected = max(short(profile.quality_at(agreement)), 0.0)
+        self._wrong[model] = (max(short(told.accuracy), 0.0) + 1) / (expected + 1)
+        self._perplexity[model] = told.perplexity / profile.perplexity_at(agreement)
+        self.length = row.tokens / row.prompts
+
+    def above(self, model: str, depth: int, above: float) -> list[float]:
+        """Shares of tokens by the exits that are not loaded, `above` together, as they were spread
+        when all was loaded; evenly where none of them were."""
+        shares, n = self.shares[model], self.profiles[model].exits
+        high = breaches(shares, depth)
+        return [
+            above * (shares[e] / high if high > 0 else 1 / (n - depth)) for e in range(depth, n)
+        ]
+
+    def spread(
+        self, model: str, depth: int, above: float, shares: Sequence[float]
+    ) -> tuple[float, ...]:
+        """Shares as they would be with all exits, of those with `depth` of them, of which a part
+        `above` left by the last one below its threshold."""
+        above = min(above, shares[depth - 1])
+        loaded = [*shares[: depth - 1], shares[depth - 1] - above]
+        return (*loaded, *self.above(model, depth, above))

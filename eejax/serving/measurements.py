@@ -1,0 +1,206 @@
+"""Profiles of the models of a fleet: measured at its start, or known from before."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import logging
+import os
+import platform
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+import eejax
+from eejax.checkpoint.digest import digest, digest_of
+from eejax.common.errors import DataError
+from eejax.common.trees import Tree, nbytes, path_name
+from eejax.data.tokenizers import Tokenizer
+from eejax.inference.partial import PartialModel
+from eejax.inference.sampling import Sampling
+from eejax.models.config import ModelConfig
+from eejax.serving.auditor import Reference
+from eejax.serving.choices import Profile
+from eejax.serving.fleet import Member
+from eejax.serving.messages import LOG
+from eejax.serving.profiles import measure, written
+from eejax.serving.quality import Answer, QualitySource, alone, with_verdicts
+from eejax.serving.repository import Conditions, Repository
+
+log = logging.getLogger(LOG)
+
+TEXTS = 64  # most that models are measured on, of those given
+JUDGED = 16  # of them, those to which answers are judged
+SAMPLES, SAMPLED = 16, 96  # texts that the largest model writes where none are, tokens of each
+WINDOW, ROWS, BATCHES = 128, 8, 8  # of those texts: tokens of a window, windows of a batch, batches
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What models are measured in. slots: by model, at each depth; prompts: texts, none where the
+    largest model is to write some; reference: that judges answers."""
+
+    members: Mapping[str, Member]
+    slots: Mapping[str, Sequence[int]]
+    context: int
+    tokenizer: Tokenizer
+    prompts: tuple[str, ...]
+    reference: Reference | None
+
+    def conditions(self, name: str, source: QualitySource, counted: str) -> Conditions:
+        """What a profile of a member depends on, and its evaluations. counted: what energy is."""
+        member, device, quality = self.members[name], jax.devices()[0], source.kind
+        if self.reference is not None:
+            quality = f"{quality} {parameters(self.reference.host, self.reference.config)}"
+        texts = hashlib.sha256("\0".join(self.prompts).encode()).hexdigest()[:16]
+        largest = max(self.members, key=lambda n: nbytes(self.members[n].params))
+        of = self.members[largest]
+        serving = dict(
+            slots=[*self.slots[name]],
+            context=self.context,
+            rules={k: np.asarray(v).tolist() for k, v in sorted(member.rules.items())},
+            options=dataclasses.asdict(member.options),
+            texts=texts if self.prompts else f"written by {parameters(of.params, of.config)}",
+            quality=quality,
+            energy=counted,
+            dtype=str(member.config.dtype),
+        )
+        kind = device.device_kind
+        if device.platform == "cpu":
+            kind = f"{platform.machine()} {os.cpu_count()} cores"
+        return Conditions(
+            parameters(member.params, member.config),
+            kind,
+            jax.__version__,
+            eejax.__version__,
+            json.dumps(serving, sort_keys=True),
+        )
+
+    def texts(self) -> list[list[int]]:
+        """Ids of the texts, cut so that there is room to go on."""
+        if self.prompts:
+            texts = encoded(self.prompts, self.tokenizer)
+        else:
+            largest = max(self.members, key=lambda name: nbytes(self.members[name].params))
+            log.info("%s: writing texts to measure models on", largest)
+            own = dict(slots=self.slots[largest], context=self.context)
+            texts = sampled(self.members[largest], self.tokenizer, **own)
+        return [text[: self.context // 2] for text in texts]
+
+
+def parameters(params: Tree, config: ModelConfig) -> str:
+    """Digest of a model, its exits included, which `checkpoint.digest` leaves out."""
+    leaves = jax.tree_util.tree_leaves_with_path({k: v for k, v in params.items() if k == "exits"})
+    found = {f"own {path_name(path)}": leaf for path, leaf in leaves}
+    shapes = {name: leaf.shape for name, leaf in found.items()}
+    exits = digest_of(config, shapes, lambda name, at: found[name][at])
+    about = json.dumps(config.to_dict(), sort_keys=True)
+    text = f"{digest(config, params)} {exits} {about}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def measured(
+    setup: Setup, repository: Repository, source: QualitySource, counted: str
+) -> dict[str, Profile]:
+    """Profiles of the members: from the repository where it has those of the same conditions, and
+    kept in it where they have to be measured. Says which, in a line each."""
+    found, missing = {}, {}
+    for name in setup.members:
+        conditions = setup.conditions(name, source, counted)
+        found[name], why = repository.profile(name, conditions)
+        if found[name] is None:
+            missing[name] = why
+        else:
+            log.info("%s: as measured at %s", name, why)
+    if not missing:
+        return found
+    texts = setup.texts()
+    batches = windows(texts, setup.context)
+    new = max(min(32, setup.context // 8), 1)
+    for name, why in missing.items():
+        member, reference = setup.members[name], setup.reference
+        own = dict(slots=setup.slots[name], context=setup.context, new=new)
+        log.info("%s: measuring it at %d depths, as %s", name, len(setup.slots[name]), why)
+        try:
+            profile = measure(member, texts, batches, **own)
+        except DataError as error:
+            raise DataError(f"{name}: {error}") from error
+        if reference is not None:
+            answers = []
+            for depth, texts_of in written(member, texts[:JUDGED], **own).items():
+                agreement = 1.0 if depth == profile.exits else alone(profile, depth)
+                answers += [
+                    Answer(agreement, reference.auditor.judge(None, prompt, ids))
+                    for prompt, ids in texts_of
+                ]
+            judged = with_verdicts(profile, answers)
+            own_judge = reference.name == name
+            quality = ((1.0, 1.0),) if own_judge else judged.quality
+            profile = dataclasses.replace(judged, quality=quality)
+        found[name] = profile
+        try:
+            repository.keep(name, profile, time.time())
+        except DataError as error:
+            warnings.warn(f"a measurement is not kept: {error}", stacklevel=2)
+    return found
+
+
+def kept(path: str | os.PathLike) -> Repository:
+    """The repository in a file; in memory where that cannot be used now, as who is served does not
+    depend on it."""
+    try:
+        repository = Repository(path)
+        repository.check()
+    except DataError as error:
+        warnings.warn(f"measurements are not kept: {error}", stacklevel=2)
+        return Repository()
+    return repository
+
+
+def encoded(prompts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Ids of the first texts. Raises DataError where nothing is in them."""
+    texts = [tokenizer.encode(text).tolist() for text in prompts[:TEXTS]]
+    texts = [ids for ids in texts if ids]
+    if not texts:
+        raise DataError("prompts: have no text to measure models on.")
+    return texts
+
+
+def sampled(
+    member: Member, tokenizer: Tokenizer, *, slots: Sequence[int], context: int
+) -> list[list[int]]:
+    """Texts as a model writes them, from the beginning of one, at temperature 1."""
+    starts = (tokenizer.bos_id, tokenizer.eos_id, 0)
+    start = next(token for token in starts if token is not None)
+    part = PartialModel(
+        member.params, member.config, member.options, slots=slots, context=context,
+        depth=member.config.n_exits + 1,
+    )  # fmt: skip
+    texts = {
+        part.scheduler.submit(
+            [start], min(SAMPLED, context - 1), sampling=Sampling.make(1, 1.0, seed=seed)
+        ): [start]
+        for seed in range(SAMPLES)
+    }
+    for number, tokens, _ in part.run():
+        texts[number] += [token.id for token in tokens]
+    return [*texts.values()]
+
+
+def windows(texts: Sequence[Sequence[int]], context: int) -> list[dict[str, np.ndarray]]:
+    """Texts, one after the other, as batches of `calibration.score`. Raises DataError for less than
+    two tokens."""
+    ids = np.fromiter(itertools.chain.from_iterable(texts), np.int32)
+    if len(ids) < 2:
+        raise DataError(f"prompts: have {len(ids)} tokens to measure models on, which is too few.")
+    width = min(WINDOW, context, len(ids) - 1)
+    rows = ids[: len(ids) // (width + 1) * (width + 1)].reshape(-1, width + 1)[: ROWS * BATCHES]
+    # All batches of one shape, for which one program is compiled.
+    count = len(rows) // ROWS * ROWS or len(rows)
+    batches = np.split(rows[:count], max(count // ROWS, 1))
+    return [dict(tokens=b[:, :-1], labels=b[:, 1:]) for b in batches]

@@ -1,0 +1,254 @@
+"""Quality of a model's answers, on a scale that compares models.
+
+HELIOS (Kumar et al., 2025), §3.3.1 and §3.4: models are shortlisted by benchmarks, and evaluated by
+metrics that need no reference answer, such as perplexity.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eejax.common.errors import ConfigError, DataError, require, require_one_of
+from eejax.serving.audits import Verdict
+from eejax.serving.choices import Profile
+
+KINDS = ("best", "judge", "benchmark")
+# Metrics in [0, 1] that stand for the quality of a task's answers, the first that a task has.
+SCORES = ("exact_match", "acc_norm", "acc", "f1", "rougeL", "rougeL_max", "rouge_l", "pass@1")
+PERPLEXITIES = ("perplexity", "word_perplexity", "byte_perplexity")
+
+
+@dataclasses.dataclass(frozen=True)
+class QualitySource:
+    """Which measurement is the quality of a model.
+
+    Attributes:
+      kind: "best": agreement of the answers' tokens with what the best model of the fleet would
+        have chosen; "judge": perplexity of the answers under a model that is not served, as the
+        ratio of the lowest one of the fleet to the model's own; "benchmark": the mean of imported
+        benchmark scores over the tasks that all models have.
+      names: of "best" the model, by default the one with the most parameters; of "judge" the
+        model's run, folder or name; of "benchmark" the tasks, by default all.
+    """
+
+    kind: str = "best"
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        require_one_of("quality", self.kind, KINDS)
+        if self.kind == "judge":
+            fix = "As in judge:runs/judge."
+            require(len(self.names) == 1, "quality", "judge", "must name one model", fix)
+        if self.kind == "best":
+            require(len(self.names) <= 1, "quality", self.names, "must name one model at most")
+
+    @classmethod
+    def parse(cls, text: str) -> QualitySource:
+        """Read KIND or KIND:NAME; the tasks of "benchmark" are separated by commas."""
+        kind, colon, rest = text.partition(":")
+        names = tuple(rest.split(",")) if kind == "benchmark" else (rest,)
+        if colon and not all(names):
+            raise ConfigError(f"quality = {text!r}: must have a name behind the colon.")
+        return cls(kind, names if colon else ())
+
+    def __str__(self) -> str:
+        return ":".join([self.kind, *([",".join(self.names)] if self.names else [])])
+
+
+class Score(NamedTuple):
+    """A benchmark result of a model. layers: below the exit that answered, 0 for the whole model;
+    metric: as the task names it, without a filter's name."""
+
+    model: str
+    layers: int
+    task: str
+    metric: str
+    value: float
+
+
+def read_scores(path: str | os.PathLike, model: str) -> list[Score]:
+    """Read the results of `experiments.score_tasks --json` or of lm-eval (0.4) for a model.
+
+    Of `score_tasks` the rows of single exits are read, not those of thresholds, and the last line
+    of a file that holds what the command printed.
+
+    Raises:
+      DataError: the file cannot be read or is neither of the two, naming what is missing.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}).") from error
+    for part in (text, text.rpartition("\n")[2]):
+        try:
+            found = json.loads(part)
+            break
+        except ValueError:
+            continue
+    else:
+        raise DataError(f"{path}: is no JSON. Give the output of score_tasks --json or of lm_eval.")
+    told = 'must have "rows" (score_tasks --json) or "results" (lm_eval --output_path)'
+    if not isinstance(found, dict) or not {"rows", "results"} & {*found}:
+        raise DataError(f"{path}: {told}.")
+    try:
+        if "results" in found:
+            scores = _task_scores(model, 0, found["results"])
+        else:
+            scores = []
+            for row in found["rows"]:
+                kind, _, boundary = row["name"].partition(" ")
+                if kind == "exit":
+                    layers = 0 if int(boundary) == found["layers"] else int(boundary)
+                    scores += _task_scores(model, layers, row["tasks"])
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{path}: {told} ({error!r}).") from error
+    if not any(score.layers == 0 for score in scores):
+        wanted = ", ".join((*SCORES, *PERPLEXITIES))
+        raise DataError(f"{path}: has no score of the whole model; wanted is one of {wanted}.")
+    return scores
+
+
+def _task_scores(model: str, layers: int, tasks: Mapping[str, Mapping[str, Any]]) -> list[Score]:
+    found: dict[tuple[str, str], Score] = {}
+    for task, values in tasks.items():
+        for name, value in values.items():
+            metric = name.partition(",")[0]  # behind the comma stands lm-eval's filter
+            known = metric in SCORES or metric in PERPLEXITIES
+            if not known or isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            # ROUGE is given in percent by some tasks.
+            value = value / 100 if metric.startswith("rouge") and value > 1 else float(value)
+            low, high = (0.0, 1.0) if metric in SCORES else (1.0, math.inf)
+            if not low <= value <= high:
+                raise DataError(f"{task} {metric} = {value}: must lie in [{low:g}, {high:g}].")
+            found.setdefault((task, metric), Score(model, layers, task, metric, value))
+    return [*found.values()]
+
+
+def with_benchmarks(
+    profiles: Mapping[str, Profile],
+    stops: Mapping[str, Sequence[int]],
+    scores: Sequence[Score],
+    tasks: Sequence[str] = (),
+) -> dict[str, Profile]:
+    """Profiles whose quality, and perplexity where it was scored, is that of benchmarks.
+
+    A whole model's quality is its mean score over the tasks; at a depth it was scored at as well,
+    where all tokens leave by the exit there, the score is a second point; between the points it is
+    interpolated over agreement with the whole model (`Profile.quality_at`).
+
+    Args:
+      stops: of each model, layers below each of its exits, the final one last.
+      tasks: to take the mean over; by default all that every model was scored on.
+
+    Raises:
+      ConfigError: a model was not scored, or not on such a task.
+    """
+    known = {name: _by_task(scores, name, 0, SCORES) for name in profiles}
+    missing = [name for name, found in known.items() if not found]
+    fix = (
+        "Import some: python -m experiments.repository --repository=FILE "
+        "--scores=NAME=RESULTS.json."
+    )
+    require(not missing, "quality", "benchmark", f"has no score of {', '.join(missing)}", fix)
+    common = set.intersection(*({*found} for found in known.values()))
+    lacking = sorted({*tasks} - common)
+    told = f"must be tasks that all models were scored on, of {', '.join(sorted(common))}"
+    require(not lacking, "quality", lacking, told, fix)
+    chosen = tuple(tasks) or tuple(sorted(common))
+    require(bool(chosen), "quality", "benchmark", "has no task that all were scored on", fix)
+    texts = set.intersection(*({*_by_task(scores, n, 0, PERPLEXITIES)} for n in profiles))
+    texts &= {*tasks} if tasks else texts
+    made = {}
+    for name, profile in profiles.items():
+        quality, perplexity = {}, {}
+        for depth, layers in enumerate(stops[name], 1):
+            whole = depth == profile.exits
+            agreement, at = (1.0, 0) if whole else (alone(profile, depth), layers)
+            found = _by_task(scores, name, at, SCORES)
+            if all(task in found for task in chosen):
+                quality[agreement] = float(np.mean([found[t] for t in chosen]))
+            found = _by_task(scores, name, at, PERPLEXITIES)
+            if texts and texts <= {*found}:
+                perplexity[agreement] = float(np.exp(np.mean([np.log(found[t]) for t in texts])))
+        made[name] = dataclasses.replace(
+            profile,
+            quality=curve(quality),
+            perplexity=curve(perplexity or {1.0: 1.0}),
+            ceiling=quality[1.0],
+        )
+    return made
+
+
+def _by_task(
+    scores: Sequence[Score], model: str, layers: int, metrics: Sequence[str]
+) -> dict[str, float]:
+    """Scores of a model by task, each by the first of `metrics` that it has."""
+    own = [s for s in scores if (s.model, s.layers) == (model, layers) and s.metric in metrics]
+    own.sort(key=lambda s: metrics.index(s.metric), reverse=True)
+    return {s.task: s.value for s in own}
+
+
+def alone(profile: Profile, depth: int) -> float:
+    """Agreement with the whole model where all tokens leave by the last of `depth` exits."""
+    return profile.agreement([float(e == depth - 1) for e in range(profile.exits)], depth)
+
+
+def curve(points: Mapping[float, float]) -> tuple[tuple[float, float], ...]:
+    return tuple(sorted(points.items()))
+
+
+class Answer(NamedTuple):
+    """An answer that was judged. agreement: expected of answers at its depth with those of the
+    whole model, 1 for an answer of that."""
+
+    agreement: float
+    verdict: Verdict
+
+
+def perplexities(answers: Sequence[Answer]) -> dict[float, float]:
+    """Perplexity of answers by their agreement, over all their tokens."""
+    pooled: dict[float, list[np.ndarray]] = {}
+    for answer in answers:
+        pooled.setdefault(answer.agreement, []).append(answer.verdict.logprob)
+    return {a: max(math.exp(-float(np.concatenate(x).mean())), 1.0) for a, x in pooled.items()}
+
+
+def with_verdicts(profile: Profile, answers: Sequence[Answer]) -> Profile:
+    """A profile whose quality is the agreement of answers with the model that judged them, and its
+    perplexity that under this model."""
+    found: dict[float, list[float]] = {}
+    for answer in answers:
+        found.setdefault(answer.agreement, []).append(agreement_of(answer.verdict))
+    points = {agreement: float(np.mean(values)) for agreement, values in found.items()}
+    return dataclasses.replace(
+        profile, quality=curve(points), perplexity=curve(perplexities(answers))
+    )
+
+
+def with_ratios(profiles: Mapping[str, Profile]) -> tuple[dict[str, Profile], float]:
+    """Profiles whose quality is the lowest perplexity of whole models over their own; and that."""
+    least = min(profile.perplexity[-1][1] for profile in profiles.values())
+    ratios = lambda p: tuple((share, min(1.0, least / value)) for share, value in p.perplexity)
+    made = {n: dataclasses.replace(p, quality=ratios(p)) for n, p in profiles.items()}
+    return made, least
+
+
+def agreement_of(verdict: Verdict) -> float:
+    """Share of an answer's tokens that the judge would have chosen."""
+    return float(np.mean(verdict.same))
+
+
+def relative_to(least: float, verdict: Verdict) -> float:
+    """The lowest perplexity of a fleet's models over that of an answer, at most 1."""
+    return min(1.0, least / verdict.perplexity)

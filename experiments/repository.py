@@ -1,0 +1,79 @@
+"""Measurements of models that are served by choice: what is in a repository, and benchmark scores.
+
+    python -m experiments.repository --repository=runs/helios.db --scores=small=small.json
+    python -m experiments.repository --repository=runs/helios.db
+    python -m experiments.repository --repository=runs/helios.db --rebuild
+
+--scores imports benchmark results for the model of a name, as `experiments.serve --model` has it:
+the output of `experiments.score_tasks --json`, or the results file of lm-eval. A server takes them
+for the quality of its models with --quality=benchmark. --rebuild renames a file that cannot be used
+aside, and makes a new one; nothing is deleted. Without either the content is shown.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+from absl import flags
+
+from eejax.common.errors import ConfigError
+from experiments import launch
+
+_REPOSITORY = flags.DEFINE_string("repository", None, "An SQLite file, as of experiments.serve.")
+_SCORES = flags.DEFINE_multi_string(
+    "scores", [], "NAME=RESULTS.json: benchmark results of a model, to be imported."
+)
+_REBUILD = flags.DEFINE_bool("rebuild", False, "Rename the file aside and make a new one.")
+flags.mark_flag_as_required("repository")
+
+
+def main() -> None:
+    from eejax.serving import repository
+    from eejax.serving.quality import read_scores
+
+    path = _REPOSITORY.value
+    if not path:
+        raise ConfigError("--repository = '': must name a file.")
+    if _REBUILD.value:
+        aside = repository.rebuild(path)
+        print(f"{path} is new" + (f"; what was there is in {aside}" if aside else ""))
+    found = []
+    for text in _SCORES.value:
+        name, equals, file = text.partition("=")
+        if not (name and equals and file):
+            raise ConfigError(f"--scores = {text!r}: must be NAME=RESULTS.json.")
+        found.append((name, file, read_scores(pathlib.Path(file).expanduser(), name)))
+    if not (found or _REBUILD.value) and not pathlib.Path(path).expanduser().exists():
+        raise ConfigError(f"--repository = {path!r}: there is no such file. --rebuild makes one.")
+    kept = repository.Repository(path)
+    for name, file, scores in found:
+        kept.import_scores(scores)
+        print(f"{name}: {len(scores)} scores of {len({s.task for s in scores})} tasks from {file}")
+    if not (found or _REBUILD.value):
+        print(shown(kept))
+    kept.close()
+
+
+def shown(kept) -> str:
+    """Tables of scores and of the last evaluation of each model."""
+    from eejax.analysis import table
+    from eejax.serving.objectives import METRICS
+    from eejax.serving.repository import date
+
+    scores = [
+        [s.model, str(s.layers or "all"), s.task, s.metric, f"{s.value:.4g}"] for s in kept.scores()
+    ]
+    rows = []
+    for model in kept.models():
+        for row in kept.history(model):
+            values = [f"{getattr(row.telemetry, metric):.4g}" for metric in METRICS]
+            rows.append([model, date(row.time), str(row.prompts), *values])
+    parts = [
+        table(["model", "layers", "task", "metric", "value"], scores) if scores else "no scores",
+        table(["model", "evaluated", "prompts", *METRICS], rows) if rows else "no evaluations",
+    ]
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    launch.run(main)

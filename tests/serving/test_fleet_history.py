@@ -1,0 +1,202 @@
+"""A fleet that starts again goes on from what was measured; what is not valid any more is measured
+again, and damaged history is refused without being lost."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import sqlite3
+
+import jax
+import pytest
+from controlled import profile
+from launchers import call
+from served import TinyFleet
+
+from eejax.common.errors import ConfigError, DataError
+from eejax.data.tokenizers import ByteTokenizer
+from eejax.serving import fleets, measurements
+from eejax.serving.choices import Choice, ControllerOptions
+from eejax.serving.fleet import Member
+from eejax.serving.messages import LOG
+from eejax.serving.repository import Conditions, Repository, rebuild
+
+OPTIONS = ControllerOptions(prompts=2, interval=10**6, tokens=8)
+NOW = Conditions("digest", "cpu", "0.10", "0.1", '{"context": 32, "slots": [2, 2]}')
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Models whose depths were measured, and which wrote answers to be judged, in order."""
+    found = []
+
+    def counted(name):
+        own = getattr(measurements, name)
+
+        def counting(member, *args, **more):
+            found.append((name, member.config.n_layers))
+            return own(member, *args, **more)
+
+        monkeypatch.setattr(measurements, name, counting)
+
+    counted("measure")
+    counted("written")
+    # What else may have to be compiled is not looked at here.
+    monkeypatch.setattr(fleets, "warm_up", lambda *args, **more: None)
+    return found
+
+
+def serves(fleet) -> Choice:
+    """What a fleet serves with once it has evaluated what it wants to."""
+    for i in range(20):
+        fleet.submit([65 + i, 66], 8)
+    fleet.run()
+    assert not fleet.controller.evaluating
+    return fleet.controller.current
+
+
+def cut(large: Member, small: Member) -> Member:
+    """The first layers of a model as one of its own, whose answers are now and then the same."""
+    params = dict(large.params) | {"exits": small.params["exits"]}
+    n = small.config.n_layers
+    params["layers"] = jax.tree.map(lambda a: a[:n], params["layers"])
+    return dataclasses.replace(small, params=params)
+
+
+def test_a_restart_measures_nothing_again(tmp_path, calls, caplog):
+    """The larger of two models is the best; the other one is its first layers."""
+    path, members = tmp_path / "helios.db", TinyFleet().members()
+    members["small"] = cut(members["large"], members["small"])
+    prompts = ("a few words to measure on", "and some others that are longer than those")
+
+    def started(objective: str, **limits: float):
+        calls.clear()
+        caplog.clear()
+        aims = fleets.Aims(objective, limits, OPTIONS, path, audits=0.0)
+        with caplog.at_level("INFO", LOG):
+            made = fleets.built(members, ByteTokenizer(), aims, slots=2, prompts=prompts).fleet(2)
+        return made, [record.getMessage() for record in caplog.records if record.name == LOG]
+
+    fleet, said = started("accuracy")
+    assert calls == [("measure", 2), ("written", 2), ("measure", 3), ("written", 3)]
+    assert sum("as it was not measured before" in line for line in said) == 2
+    small, large = (float(re.search(r"quality ([0-9.]+) \(best\)", s)[1]) for s in said[-2:])
+    assert 0.01 < small < 0.9 and large == 1.0
+    assert serves(fleet) == Choice("large", 2)
+    evaluated = [d.choice.model for d in fleet.controller.decisions if d.kind == "evaluate"]
+    assert {*evaluated} == {"small", "large"}
+    fleet.controller.repository.close()
+
+    fleet, said = started("accuracy")
+    assert not calls
+    for name in members:
+        assert sum(line.startswith(f"{name}: as measured at 20") for line in said) == 1
+        assert sum(line.startswith(f"{name}: not evaluated again") for line in said) == 1
+    (decision,) = fleet.controller.decisions
+    assert decision.kind == "serve" and "evaluated before" in decision.why
+    assert serves(fleet) == Choice("large", 2)
+
+    # As if they were measured on a machine on which the larger one takes three times as long.
+    repository, seconds = fleet.controller.repository, {"small": 1e-3, "large": 3e-3}
+    for name, found in fleet.controller.profiles.items():
+        found = dataclasses.replace(found, seconds=(seconds[name],) * 2, prefill=(1e-3,) * 2)
+        repository.keep(name, found, 0.0)
+    repository.close()
+    for objective, limits, model in (
+        ("throughput", {}, "small"),
+        ("goodput", dict(accuracy=0.01, ttft_p99=100.0), "small"),
+        ("goodput", dict(accuracy=0.97, ttft_p99=100.0), "large"),
+        ("perplexity", {}, None),
+    ):
+        fleet, _ = started(objective, **limits)
+        assert not calls
+        found = serves(fleet).model
+        if model is None:
+            perplexity = lambda m, c=fleet.controller: c.profiles[m].perplexity_at(1.0)
+            model = min(members, key=perplexity)
+        assert found == model
+        fleet.controller.repository.close()
+
+    members["small"] = dataclasses.replace(members["small"], rules=dict(threshold=0.3))
+    fleet, said = started("throughput")
+    assert calls == [("measure", 2), ("written", 2)]
+    assert any("small: measuring it at 2 depths" in s and "a change of rules" in s for s in said)
+    assert [d.kind for d in fleet.controller.decisions] == ["evaluate"]
+    assert fleet.controller.wanted == Choice("small", 2)
+    fleet.controller.repository.close()
+
+
+def test_exits_that_were_tuned_are_another_model():
+    member = TinyFleet().members()["small"]
+    own = measurements.parameters(member.params, member.config)
+    name = member.config.exits[0].name
+    exits = {name: {"norm": {"scale": member.params["exits"][name]["norm"]["scale"] * 2}}}
+    other = member.params | {"exits": member.params["exits"] | exits}
+    assert measurements.parameters(other, member.config) != own
+    assert measurements.parameters(dict(member.params), member.config) == own
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (dict(model="other"), "a change of its parameters"),
+        (dict(jax="0.11"), r"a change of jax \(0.10, now 0.11\)"),
+        (dict(device="H100", eejax="0.2"), r"device \(cpu, now H100\), eejax \(0.1, now 0.2\)"),
+        (dict(serving='{"context": 64, "slots": [2, 2]}'), "a change of context$"),
+    ],
+)
+def test_what_is_measured_again_and_why(tmp_path, changes, said):
+    repository = Repository(tmp_path / "models.db")
+    assert repository.profile("m", NOW) == (None, "it was not measured before")
+    own = dataclasses.replace(profile(), quality=((0.5, 0.25), (1.0, 0.75)), ceiling=0.75)
+    repository.keep("m", own, 1e9)
+    found, since = repository.profile("m", NOW)
+    assert found == own and since.startswith("2001-09")
+    other, why = repository.profile("m", NOW._replace(**changes))
+    assert other is None and re.search(said, why)
+    assert repository.evaluated("m") is None
+
+
+def test_history_that_cannot_be_read_is_refused_and_nothing_of_it_is_lost(tmp_path):
+    file = tmp_path / "models.db"
+    ask = lambda *flags: call(
+        "experiments.serve", "--model=a=/none", "--objective=energy", f"--repository={file}", *flags
+    )
+    repository = Repository(file)
+    repository.profile("m", NOW)
+    repository.keep("m", profile(), 1.0)
+    repository.close()
+    with contextlib.closing(sqlite3.connect(file)) as db, db:
+        db.execute("update profile set profile = '{\"seconds\": [1]}'")
+    whole = file.read_bytes()
+    pages = b"x" * 4096
+    for content, said in (
+        (whole, "a profile of other fields"),
+        (whole[:4096] + pages * (len(whole) // 4096 - 1), "malformed|damaged|not a database"),
+        (b"no database" * 100, "not a database"),
+    ):
+        file.write_bytes(content)
+        told = rf"--repository: .*models.db: cannot .*({said}).*--repository=.*models.db --rebuild"
+        with pytest.raises(ConfigError, match=told):
+            ask()
+        with pytest.warns(UserWarning, match="measurements are not kept: .*models.db"):
+            assert measurements.kept(file).path == ":memory:"
+        assert file.read_bytes() == content
+        aside = rebuild(file)
+        with open(aside, "rb") as old:
+            assert old.read() == content
+        Repository(file).check()
+    assert len({*tmp_path.iterdir()}) == 4
+
+
+def test_the_launcher_rebuilds_on_request(tmp_path, capsys):
+    file = tmp_path / "models.db"
+    file.write_bytes(b"something else")
+    with pytest.raises(DataError, match="models.db: cannot be used as a repository"):
+        call("experiments.repository", f"--repository={file}")
+    call("experiments.repository", f"--repository={file}", "--rebuild")
+    told = capsys.readouterr().out
+    assert re.search(r"models.db is new; what was there is in \S+models.db.old-", told)
+    Repository(file).check()
+    assert sorted(p.read_bytes()[:9] for p in tmp_path.iterdir())[1] == b"something"

@@ -1,0 +1,89 @@
+"""Performance over prompts: what a fleet and the dashboard keep of it, and its picture."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from launchers import call
+from simulations import PROFILES, THROUGHPUT, drawn, options, pace
+
+from eejax.common.errors import DataError
+from eejax.serving import policies
+from eejax.serving.choices import Choice, Decision
+from eejax.serving.history import History
+from eejax.serving.messages import FleetReport
+from eejax.serving.simulator import Setting, _Server
+from eejax.serving.timeline import WINDOW, Point, Timeline
+
+
+def point(i: int, **changes) -> Point:
+    own = dict(
+        time=0.5 * i, model="small", depth=1, tokens=8, ttft=0.1, seconds=0.4, perplexity=2.0
+    )
+    return Point(**(own | changes))
+
+
+def decide(kind: str) -> Decision:
+    return Decision(0.0, kind, Choice("large", 2), "for the test")
+
+
+def test_rates_are_of_the_last_answers_and_marks_of_the_next():
+    line = Timeline(kept=30)
+    for i in range(40):
+        if i in (15, 25):
+            line.decides(decide("evaluate"))
+        if i == 35:
+            line.decides(decide("switch"))
+            line.decides(decide("serve"))  # where the model stays, which is no mark
+        line.add(point(i, perplexity=float(i)))
+    found = line.curves()
+    assert found["prompt"] == [*range(11, 41)] and found["perplexity"] == [
+        *map(float, range(10, 40))
+    ]
+    assert found["throughput"][0] is None and found["throughput"][-1] == pytest.approx(16.0)
+    assert found["requests"][WINDOW:] == [pytest.approx(2.0)] * (30 - WINDOW)
+    marks = [(m["prompt"], m["kind"]) for m in found["marks"]]
+    assert marks == [(16, "reassessment"), (26, "reassessment"), (36, "SW")]
+    assert len(line.since(37)) == 3 and line.since(40) == () and len(line.since(0)) == 30
+
+
+def test_a_fleet_keeps_every_prompt_and_what_was_decided_between():
+    """A simulated one: the same class keeps it of one that serves."""
+    t = drawn()
+    paces = {"small": pace(1.0, slots=2), "large": pace(1.3, slots=2)}
+    make = policies.helios(PROFILES, THROUGHPUT, options())
+    server = _Server(t, PROFILES, paces, make, Setting(slots=2, steps=2))
+    got = server.run()
+    found = server.performance.curves()
+    assert found["prompt"] == [*range(1, len(t) + 1)]
+    assert sorted(found["ttft"]) == pytest.approx(sorted(got.first - got.arrived))
+    assert sorted(found["model"]) == sorted(got.models)
+    kinds = {"evaluate": "reassessment", "switch": "SW", "grow": "LD", "tighten": "LD"}
+    want = [kinds[d.kind] for d in got.decisions if d.kind in kinds and d.time <= got.ended.max()]
+    told = [mark["kind"] for mark in found["marks"]]
+    assert told == want[: len(told)] and len(told) >= len(want) - 1 > 3
+    assert [m["prompt"] for m in found["marks"]] == sorted(m["prompt"] for m in found["marks"])
+
+
+def test_it_is_drawn_by_one_command(tmp_path, capsys):
+    history = History()
+    report = FleetReport("small", 1, 2, 4, 0.0, None, None, None, "operations", (decide("grow"),))
+    points = tuple(point(i, perplexity=None if i == 3 else 2.0) for i in range(20))
+    history.serves(report._replace(points=points))
+    history.serves(report._replace(points=(point(20, model="large"),)))
+    source = tmp_path / "timeline.json"
+    source.write_text(json.dumps(history.timeline.curves()))
+    call("experiments.timeline", f"--source={source}", f"--output={tmp_path / 'drawn'}")
+    assert "21 prompts" in capsys.readouterr().out
+    assert (tmp_path / "drawn" / "timeline.png").read_bytes()[:4] == b"\x89PNG"
+    again = json.loads((tmp_path / "drawn" / "timeline.json").read_text())
+    assert [m["kind"] for m in again["marks"]] == ["LD", "LD"]
+    source.write_text("{}")
+    for wrong, said in (
+        (source, "is no timeline: it has no marks"),
+        (tmp_path / "none", "is no timeline"),
+        ("http://127.0.0.1:9", "does not answer as a server"),
+    ):
+        with pytest.raises(DataError, match=f"--source = '.*': {said}"):
+            call("experiments.timeline", f"--source={wrong}", f"--output={tmp_path}")
