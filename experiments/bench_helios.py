@@ -20,7 +20,9 @@ for later included; operations are not energy, nor are bytes, which are those of
 decoding reads, those of a step shared by all slots. Intervals are 95 % bootstraps over blocks. The
 larger model by itself, several times slower, takes part in --sampled blocks of the first order.
 Quality: tokens that are the whole model's given the same text (every --audited-th answer),
-perplexity by that model, and by a third one that was trained apart. at_equal_*: over the fastest
+perplexity by that model, and by a third one that was trained apart. frontier: of every
+policy of the controller its quality, by agreement, and its tokens a second over those of the
+fastest static one that is as good. at_equal_*: over the fastest
 that is as good, or worse by no more than a hundredth, which samples do not tell apart. regret: over
 the static one that was fastest in each block, whatever its answers are like.
 """
@@ -331,6 +333,7 @@ class Bench:
                 fastest = [min(r[b] for r in rates if b < len(r)) for b in range(_BLOCKS.value)]
                 result["orders"][order]["regret"] = sum(seconds(found["helios"])) / sum(fastest) - 1
                 result["orders"][order] |= equal(rows, [*statics])
+                result["orders"][order]["frontier"] = frontier(rows, [*statics])
             launch.say(f"{order}: {json.dumps(result['orders'][order])}")
         result |= self.response(statics, untruncated)
         first = result["orders"][_ORDERS.value[0]]
@@ -357,6 +360,20 @@ class Bench:
             "clients": clients, "response": rows, "response_static": better,
             "ttft_ratio": {"ratio": ratio.median, "interval": [ratio.low, ratio.high]},
         }  # fmt: skip
+
+
+def frontier(rows: dict, statics: list) -> list[dict]:
+    """Gain against quality: of every policy that chooses, the ratio of its tokens a second to those
+    of the fastest static one of no less agreement, by falling agreement; None where none is."""
+    found = []
+    for name in [name for name in rows if name not in statics]:
+        own = rows[name]
+        good = [n for n in statics if rows[n]["agreement"] >= own["agreement"] - NEAR]
+        best = max(good, key=lambda n: rows[n]["tokens_per_s"], default=None)
+        ratio = None if best is None else own["tokens_per_s"] / rows[best]["tokens_per_s"]
+        point = dict(policy=name, agreement=own["agreement"], tokens_per_s=own["tokens_per_s"])
+        found.append(point | dict(static=best, ratio=ratio))
+    return sorted(found, key=lambda point: -point["agreement"])
 
 
 def equal(rows: dict, statics: list) -> dict:

@@ -285,6 +285,20 @@ def test_operations_of_what_a_fleet_does_beside_answers():
     assert helios_runs.fleet_flops(members, fleet) == (30 + 2) * 4 * LAYER
 
 
+def test_the_frontier_has_the_gain_at_every_quality():
+    row = lambda rate, agreement: dict(tokens_per_s=rate, agreement=agreement)
+    rows = {
+        "whole": row(30.0, 1.0), "part": row(90.0, 0.7), "slow part": row(50.0, 0.8),
+        "helios": row(100.0, 0.7), "helios, 0.9": row(33.0, 0.95), "helios, 1": row(1.0, 1.2),
+    }  # fmt: skip
+    found = bench_helios.frontier(rows, ["whole", "part", "slow part"])
+    assert [(p["policy"], p["static"]) for p in found] == [
+        ("helios, 1", None), ("helios, 0.9", "whole"), ("helios", "part")
+    ]  # fmt: skip
+    ratios = [p["ratio"] for p in found]
+    assert ratios == [None, pytest.approx(1.1), pytest.approx(100 / 90)]
+
+
 def test_equally_good_is_the_fastest_of_those_that_are():
     row = lambda rate, agreement, judge: dict(
         tokens_per_s=rate, agreement=agreement, judge_perplexity=judge,
