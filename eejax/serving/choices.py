@@ -116,6 +116,8 @@ class Profile:
         require(n > 0, "seconds", self.seconds, "must have a number for each segment")
         for name, none in (("slots", (1,)), ("state", (0.0,)), ("heads", (0.0,))):
             object.__setattr__(self, name, tuple(getattr(self, name)) or none * n)
+        for name in ("quality", "perplexity"):  # of JSON, pairs are lists
+            object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
         for name in ("saved", "spared", "ceiling"):
             value = getattr(self, name)
             require(0 <= value <= 1, name, value, "must lie in [0, 1]")
