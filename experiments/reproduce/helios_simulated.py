@@ -18,7 +18,7 @@ EARLY = (0.9, 0.78, 0.6, 0.4, 0.2)  # Figure 17b: share of tokens that leave ear
 OBJECTIVES = {
     "throughput": "throughput",
     "response time": "response_time",
-    "accuracy": "accuracy",
+    "accuracy": "perplexity",
     "energy": "energy",
 }
 """The paper's service-level objectives (Table 5), and `Objective.of`'s names of them."""
@@ -50,6 +50,9 @@ class World:
         trace = measured.trace.ordered(task_order(measured.trace))
         limits = {n: evidence.threshold_for(m, early) for n, m in trace.models.items()}
         profiles = evidence.prices(measured.profiles, trace, limits)
+        for name, nats in measured.judged.items():  # the paper's accuracy (section 3.4)
+            judged = ((1.0, float(np.exp(-np.mean(nats)))),)
+            profiles[name] = dataclasses.replace(profiles[name], perplexity=judged)
         setting = Setting(slots=measured.slots, steps=steps, thresholds=limits)
         return cls(trace, profiles, paces, setting, limits)
 
