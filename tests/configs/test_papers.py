@@ -22,7 +22,7 @@ from eejax.train.flops import model_flops_per_token
 from eejax.train.memory import training_memory
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "configs"
-NO_MODEL = {"__init__", "common", "tune_exits"}
+NO_MODEL = {"__init__", "common", "finetune", "layerskip", "tune_exits"}
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in NO_MODEL)
 EE_LLM = [name for name in NAMES if name.startswith("ee_llm_")]
 HELIOS = ["helios_opt_1b3", "helios_opt_6b7"]
