@@ -243,7 +243,8 @@ def _config_file(argv: list[str]) -> str | None:
     if "config" not in flags.FLAGS:
         return None
     flag = flags.FLAGS["config"]
-    path = None if flag.default is None else flag.config_filename
+    # A default is read when the flag is defined, unless the command line names another file.
+    path = flag.default if isinstance(flag.default, str | None) else flag.config_filename
     for previous, argument in zip(["", *argv], argv, strict=False):
         if given := re.match(r"--?config=(.*)", argument):
             path = given[1]

@@ -178,7 +178,7 @@ def test_a_missing_flag_is_named(repo_root):
         (
             "from ml_collections import ConfigDict\n"
             "def get_config(): return ConfigDict({'train': {'steps': 1}})",
-            "Let it begin with eejax.train.config.default_config()",
+            "Let it begin from eejax.train.config.default_config()",
         ),
     ],
 )

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from unittest import mock
 
@@ -19,7 +20,9 @@ _FLAGS: dict[str, list[flags.Flag]] = {}  # of each launcher that was imported
 def functions_of(name: str) -> types.ModuleType:
     """The module of a launcher, its flags taken away again: launchers share names of flags, and
     absl allows each but once in a process."""
-    module = importlib.import_module(name)
+    with warnings.catch_warnings():  # ml_collections loads a default config in a deprecated way
+        warnings.simplefilter("ignore", DeprecationWarning)
+        module = importlib.import_module(name)
     if name not in _FLAGS:
         _FLAGS[name] = flags.FLAGS.get_flags_for_module(name)
         _remove(_FLAGS[name])
