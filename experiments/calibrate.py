@@ -121,11 +121,18 @@ def main() -> None:
 
 
 def experiment(run, config):
-    """The base's, of the model with its routers."""
-    from eejax.train.config import ExitWeights
+    """The base's experiment for the model with its routers.
+
+    It names no base of its own: the weights come from the overlay's run, and an experiment that
+    would train exits with routers is refused.
+    """
+    from eejax.train.config import ExitWeights, TuneConfig
 
     weights = ExitWeights((1.0,) * config.n_exits)
-    return dataclasses.replace(run.experiment, model=config, exit_weights=weights)
+    train = dataclasses.replace(run.experiment.train, base=None, base_step=None)
+    return dataclasses.replace(
+        run.experiment, model=config, exit_weights=weights, train=train, tune=TuneConfig()
+    )
 
 
 def text(run, workdir: pathlib.Path):

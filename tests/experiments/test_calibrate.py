@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -18,7 +19,9 @@ from eejax.checkpoint.manager import Checkpoints
 from eejax.checkpoint.model import CHECKPOINTS, load_metadata, load_model
 from eejax.checkpoint.overlay import opened, write_overlay
 from eejax.common.errors import CheckpointError, ConfigError, DataError
+from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
+from eejax.train.config import Experiment
 from eejax.train.pretrained import import_pretrained
 from eejax.train.runs import open_run
 
@@ -293,6 +296,23 @@ def test_what_cannot_be_calibrated_is_told(small_run, tmp_path, arguments, error
         load_model(tmp_path / "run")
     # Nothing is left that would be in the way of the command with what was asked for.
     assert not list((tmp_path / "run").glob("calibration/calibration.json"))
+
+
+@pytest.mark.parametrize("tune", [{"part": "all"}, {"part": "exits", "exits": [1]}])
+def test_a_run_with_a_base_is_calibrated(tune):
+    """Its experiment trains nothing of the base any more: exits with routers are not trained."""
+    model = dict(
+        vocab_size=257, n_layers=2, d_model=16, n_heads=2, context_length=16,
+        exits=[{"boundary": 1}],
+    )  # fmt: skip
+    values = {"model": model, "tune": tune, "exit_weights": {"weights": [0.5]}}
+    values |= {"train": {"base": "runs/a", "base_step": 3, "seed": 7}, "data": {"length": 16}}
+    run = types.SimpleNamespace(experiment=Experiment.from_dict(values))
+    routed = ModelConfig.from_dict(model | {"exits": [{"boundary": 1, "router": 8}]})
+    made = functions_of("experiments.calibrate").experiment(run, routed)
+    assert made.model == routed and made.tuned is None
+    assert (made.train.base, made.train.base_step, made.train.seed) == (None, None, 7)
+    assert Experiment.from_dict(made.to_dict()) == made
 
 
 def test_an_empty_text_is_no_text(small_run, tmp_path):
