@@ -50,7 +50,7 @@ class HubDataset:
         config, split = (*rest, "", "")[:2]
         return cls(name, config or None, split or "train", text_field, form=form)
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self) -> Iterator[Document | Record]:
         return limited(self._documents(), self.max_bytes)
 
     def describe(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class HubDataset:
             )
         return found[self.split]
 
-    def _documents(self) -> Iterator[Document]:
+    def _documents(self) -> Iterator[Document | Record]:
         self._files()  # says so where the split is not there
         # The last part of a folder's path, so that the split survives moving the folder.
         name = os.path.basename(os.path.abspath(self._path)) if self._local else self.name

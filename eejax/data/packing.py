@@ -30,7 +30,7 @@ from eejax.common.errors import DataError, require
 from eejax.data import workers as processes
 from eejax.data import writing
 from eejax.data.places import FORMAT, packed_before, place
-from eejax.data.sources import Document, Source, is_supervised
+from eejax.data.sources import Document, Record, Source, is_supervised
 from eejax.data.tokenizer_files import load_tokenizer
 from eejax.data.tokenizers import Tokenizer
 
@@ -338,7 +338,7 @@ def check_enough(documents: int, fraction: float) -> None:
         )
 
 
-def _behind(work: writing.Work, source: Source) -> tuple[Iterator[Document], Any]:
+def _behind(work: writing.Work, source: Source) -> tuple[Iterator[Document | Record], Any]:
     """The documents that are not committed yet, and the digest of those that are."""
     documents, digest = iter(source.documents()), hashlib.blake2b(digest_size=16)
     if not work.state.documents:
@@ -357,7 +357,7 @@ def _behind(work: writing.Work, source: Source) -> tuple[Iterator[Document], Any
     return _behind(work, source)
 
 
-def _chunks(documents: Iterator[Document], digest: Any) -> Iterator[processes.Chunk]:
+def _chunks(documents: Iterator[Document | Record], digest: Any) -> Iterator[processes.Chunk]:
     chunk, chars = [], 0
     for document in documents:
         _update(digest, document)
@@ -370,7 +370,7 @@ def _chunks(documents: Iterator[Document], digest: Any) -> Iterator[processes.Ch
         yield processes.Chunk(chunk, digest.hexdigest())
 
 
-def _update(digest: Any, document: Document) -> None:
+def _update(digest: Any, document: Document | Record) -> None:
     # Whether the text is Unicode text at all is for the tokenizer to say.
     for value in (document.name, document.text):
         data = value.encode(errors="surrogatepass")

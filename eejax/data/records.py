@@ -121,6 +121,17 @@ def fields_of(record: Any, form: str, where: str) -> str:
     return text
 
 
+def texts_in(record: str, form: str) -> tuple[str, ...]:
+    """The texts in a record that `fields_of` wrote: contents of messages, prompt and completion."""
+    fields = json.loads(record)
+    if form == COMPLETION:
+        return fields["prompt"], fields["completion"]
+    contents = [message.get("content") for message in fields["messages"]]
+    parts = itertools.chain.from_iterable(c if isinstance(c, list) else [c] for c in contents)
+    texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
+    return tuple(text for text in texts if isinstance(text, str))
+
+
 _WANTED = {
     CHAT: '{"messages": [{"role": "user", "content": "..."}, ...]}',
     COMPLETION: '{"prompt": "...", "completion": "..."}',
@@ -137,7 +148,7 @@ def _misshapen(messages: Any) -> str:
         if not isinstance(message.get("content"), str | list | None):
             return f"messages[{i}].content is {_kind(message['content'])}, no text"
         if message["role"] == "assistant" and not (
-            isinstance(message.get("content"), str) or message.get("tool_calls")
+            isinstance(message.get("content"), str | list) or message.get("tool_calls")
         ):
             return f"messages[{i}] is an assistant's, and has no content"
     return ""

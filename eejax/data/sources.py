@@ -38,6 +38,11 @@ class Document(NamedTuple):
     text: str
     form = TEXT
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What a tokenizer is trained on."""
+        return (self.text,)
+
 
 class Record(NamedTuple):
     """A `Document` of another form than text: `text` is the JSON that `records.fields_of` makes."""
@@ -46,11 +51,16 @@ class Record(NamedTuple):
     text: str
     form: str
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts in the fields, without the JSON around them."""
+        return records.texts_in(self.text, self.form)
+
 
 class Source(Protocol):
     """Documents in an order that is the same on every pass."""
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self) -> Iterator[Document | Record]:
         """Reads the documents one by one. Raises `DataError` for what cannot be read."""
         ...
 
@@ -97,10 +107,10 @@ class TextFiles:
         require(bool(self.text_field), "text_field", self.text_field, "must name a field")
         check_budget(self.max_bytes)
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self) -> Iterator[Document | Record]:
         return limited(self._documents(), self.max_bytes)
 
-    def _documents(self) -> Iterator[Document]:
+    def _documents(self) -> Iterator[Document | Record]:
         any_text = False
         for name, path, explicit in self._files():
             in_file = False
@@ -165,7 +175,7 @@ class TextFiles:
                 found.setdefault(os.path.realpath(path), (name, path, explicit))
         return list(found.values())
 
-    def _read(self, name: str, path: str) -> Iterator[Document]:
+    def _read(self, name: str, path: str) -> Iterator[Document | Record]:
         """The documents of one file that hold more than white space."""
         if read := records.reader(path):
             texts = read(path, self.text_field, self.form)
@@ -204,7 +214,7 @@ class PythonStdlib:
     def __post_init__(self) -> None:
         check_budget(self.max_bytes)
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self) -> Iterator[Document | Record]:
         for name, _, read in self._chosen():
             text = read()
             if text is not None and text.strip():
@@ -260,7 +270,7 @@ class Chain:
     def __post_init__(self) -> None:
         check_budget(self.max_bytes)
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self) -> Iterator[Document | Record]:
         parts = (each.documents() for each in self.sources)
         return limited(itertools.chain.from_iterable(parts), self.max_bytes)
 
@@ -322,7 +332,9 @@ def is_supervised(described: Any) -> bool:
     return False
 
 
-def limited(documents: Iterator[Document], max_bytes: int | None) -> Iterator[Document]:
+def limited(
+    documents: Iterator[Document | Record], max_bytes: int | None
+) -> Iterator[Document | Record]:
     """The first `max_bytes` bytes of text, cut between characters; all of it for None."""
     left = sys.maxsize if max_bytes is None else max_bytes
     for document in documents:

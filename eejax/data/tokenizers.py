@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from eejax.common.errors import DataError, require
-from eejax.data.sources import Document
+from eejax.data.sources import Document, Record
 from eejax.data.special import MARK, Splitter, parts
 from eejax.data.streams import PieceStream, TextStream
 
@@ -323,11 +324,12 @@ def begun(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
     return np.append(np.int32(tokenizer.bos_id), ids)
 
 
-def train_bpe(documents: Iterable[Document | str], vocab_size: int) -> JsonTokenizer:
+def train_bpe(documents: Iterable[Document | Record | str], vocab_size: int) -> JsonTokenizer:
     """Trains a byte-level BPE (Sennrich et al. 2016; GPT-2's byte alphabet) on documents.
 
-    The 256 bytes and the end-of-text token are always in it, so every text can be encoded; a
-    small corpus may run out of pairs and give fewer than `vocab_size` entries.
+    A `Record` gives the texts of its messages, or its prompt and completion. The 256 bytes and the
+    end-of-text token are always in it, so every text can be encoded; a small corpus may run out of
+    pairs and give fewer than `vocab_size` entries.
     """
     require(vocab_size >= 257, "vocab_size", vocab_size, "must be at least 257 (bytes + end)")
     from tokenizers import Tokenizer as Inner
@@ -342,8 +344,8 @@ def train_bpe(documents: Iterable[Document | str], vocab_size: int) -> JsonToken
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = (d.text if isinstance(d, Document) else d for d in documents)
-    inner.train_from_iterator(texts, trainer)
+    texts = ([d] if isinstance(d, str) else d.texts for d in documents)
+    inner.train_from_iterator(itertools.chain.from_iterable(texts), trainer)
     return JsonTokenizer(inner.to_str(), eos=END_OF_TEXT)
 
 

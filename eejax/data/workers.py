@@ -50,7 +50,7 @@ workers.main({replies})
 class Chunk(NamedTuple):
     """Neighbouring documents; `digest` is that of all documents up to the last of them."""
 
-    documents: list[Document]
+    documents: list[Document | Record]
     digest: str
 
 

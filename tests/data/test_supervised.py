@@ -20,6 +20,7 @@ from eejax.data import (
     pack,
     source,
     supervised,
+    train_bpe,
 )
 from eejax.data.sources import Record
 
@@ -254,6 +255,18 @@ def test_conversations_that_are_none_are_named(tmp_path, messages, message):
     path.write_text(json.dumps({"messages": messages}) + "\n")
     with pytest.raises(DataError, match=message):
         list(source(f"chat:{path}").documents())
+
+
+def test_a_bpe_of_records_is_that_of_their_texts(tmp_path):
+    asked, answer = "what is what is that", "that is that"
+    (tmp_path / "c.jsonl").write_text(json.dumps({"prompt": asked, "completion": answer}) + "\n")
+    parts = [{"type": "text", "text": answer}]
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": parts}]
+    turns.append({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]})
+    (tmp_path / "m.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    want = train_bpe([asked, answer], 280).definition
+    for name in ("completion:" + str(tmp_path / "c.jsonl"), "chat:" + str(tmp_path / "m.jsonl")):
+        assert train_bpe(source(name).documents(), 280).definition == want
 
 
 def test_text_is_no_record(tmp_path):
