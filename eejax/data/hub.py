@@ -120,6 +120,7 @@ class HubDataset:
                 rows = rows.select_columns(wanted)
             for number, row in enumerate(rows, 1):
                 where = f"data set {self.name!r}, split {self.split}, row {number}"
+                row = row if self.form == records.TEXT else records.without_nulls(row)
                 text = records.content_of(row, self.text_field, where, self.form)
                 if text.strip():
                     any_text, called = True, f"{name}#{number}"

@@ -19,9 +19,9 @@ _ROWS = 128
 _BUFFER_BYTES = 1 << 20
 
 TEXT, CHAT, COMPLETION = FORMS = ("text", "chat", "completion")
-"""What a record holds: text, a conversation, or a prompt and its completion."""
-COLUMNS = {CHAT: ("messages",), COMPLETION: ("prompt", "completion")}
-"""The fields of the forms that are no text."""
+"""Forms of a record: text, a conversation, or a prompt and its completion."""
+COLUMNS = {CHAT: ("messages", "tools"), COMPLETION: ("prompt", "completion")}
+"""The fields of the forms that are no text; `tools` may be left out."""
 
 _NOTHING = object()
 
@@ -85,6 +85,7 @@ def parquet(path: str, field: str, form: str = TEXT) -> Texts:
                 for batch in rows:
                     for row in batch.to_pylist():
                         number += 1
+                        row = row if form == TEXT else without_nulls(row)
                         where = f"{path}, row {number}"
                         yield number, content_of(row, field, where, form)
     except UnicodeDecodeError as error:
@@ -104,21 +105,32 @@ def content_of(record: Any, field: str, where: str, form: str = TEXT) -> str:
 def fields_of(record: Any, form: str, where: str) -> str:
     """The fields of a record of `form`, as JSON.
 
-    "chat": `messages`, a list of objects with a `role` and a `content`. "completion": the strings
-    `prompt` and `completion`. Raises `DataError`, beginning with `where`, for a record without.
+    "chat": `messages`, a list of objects with a `role` and a `content`, and where the record has
+    them `tools`, a list of objects. "completion": the strings `prompt` and `completion`. Raises
+    `DataError`, beginning with `where`, for a record without.
     """
     found = {name: record.get(name) for name in COLUMNS[form]}
     if form == COMPLETION:
         wrong = [name for name, value in found.items() if not isinstance(value, str)]
         problem = f"the field {wrong[0]!r} is {_kind(found[wrong[0]])}, no text" if wrong else ""
     else:
-        problem = _misshapen(found["messages"])
+        problem = _misshapen(found["messages"]) or _misshapen_tools(found["tools"])
+        if found["tools"] is None:
+            del found["tools"]
     text = json.dumps(found, ensure_ascii=False)
     if not problem and any("\ud800" <= c <= "\udfff" for c in text):
         problem = "a text has a lone surrogate, which is no Unicode text"
     if problem:
         raise DataError(f"{where}: {problem} ({form}: wants {_WANTED[form]}).")
     return text
+
+
+def without_nulls(value: Any) -> Any:
+    """A row without the fields that are null, at every depth: the structs of a table have every
+    field that any row has, which would come into the text that a template makes of `tools`."""
+    if isinstance(value, dict):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None}
+    return [without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def texts_in(record: str, form: str) -> tuple[str, ...]:
@@ -133,13 +145,20 @@ def texts_in(record: str, form: str) -> tuple[str, ...]:
 
 
 _WANTED = {
-    CHAT: '{"messages": [{"role": "user", "content": "..."}, ...]}',
+    CHAT: '{"messages": [{"role": "user", "content": "..."}, ...]}, "tools" beside them if any',
     COMPLETION: '{"prompt": "...", "completion": "..."}',
 }
 
 
+def _misshapen_tools(tools: Any) -> str:
+    """The problem with the functions that a conversation may call, '' for none."""
+    if tools is None or (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
+        return ""
+    return f"the field 'tools' is {_kind(tools)}, no list of objects"
+
+
 def _misshapen(messages: Any) -> str:
-    """What is wrong with a conversation, '' for nothing."""
+    """The problem with a conversation, '' for none."""
     if not isinstance(messages, list) or not messages:
         return f"the field 'messages' is {_kind(messages)}, no list of messages"
     for i, message in enumerate(messages):
@@ -177,7 +196,7 @@ def text_of(record: Any, field: str, where: str) -> str:
 
 
 def missing(field: str, kind: str | None, strings: list[str], where: str) -> DataError:
-    """What is wrong with a record or a table that has no string in `field`.
+    """The error for a record or a table that has no string in `field`.
 
     `kind`: what is there instead, None for nothing. `strings`: the fields that do hold text.
     """

@@ -32,7 +32,7 @@ def encode(tokenizer: Tokenizer, document: Record) -> tuple[np.ndarray, np.ndarr
     """
     try:
         if document.form == CHAT:
-            text, spans = conversation(tokenizer, json.loads(document.text)["messages"])
+            text, spans = conversation(tokenizer, **json.loads(document.text))
             ids, counted = _counted(tokenizer, tokenizer.encode_marked, text, spans)
             ids, counted = np.append(ids, tokenizer.eos_id), np.append(counted, False)
         else:
@@ -47,18 +47,22 @@ def encode(tokenizer: Tokenizer, document: Record) -> tuple[np.ndarray, np.ndarr
 
 
 def conversation(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text that the tokenizer's template makes of messages, for `Tokenizer.encode_marked`, and
-    where the assistant's parts begin and end in it.
+    """Write messages with the tokenizer's template and find the assistant's parts in the text.
+
+    Returns the text, for `Tokenizer.encode_marked`, and the (begin, end) of every part in
+    characters. `tools` are the functions that the template may describe to the model.
 
     A template with `{% generation %}` says itself which these are. With any other, a part begins
     where the template of the messages before it asks for a reply, and ends with its message.
 
     Raises:
       ConfigError: messages that the template refuses.
-      DataError: no template, no message of an assistant, or a template that writes a message in
-        another way once others follow it.
+      DataError: no template, no message of an assistant, a message with one of `chat.MARKS`, or a
+        template that writes a message in another way once others follow it.
     """
     if tokenizer.chat is None:
         raise DataError(
@@ -72,13 +76,17 @@ def conversation(
     replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     if not replies:
         raise DataError("messages: none is of the role 'assistant', so that none is learned.")
-    whole = template.render(messages, reply=False)
+    if template.marks:
+        for i, message in enumerate(messages):
+            _check_unmarked(message, f"messages[{i}]")
+        _check_unmarked(tools, "tools")
+    whole = template.render(messages, reply=False, tools=tools)
     if template.marks:
         return _marked(whole)
     spans = []
     for i in replies:
-        before = template.render(messages[:i], reply=True) if i else None
-        behind = template.render(messages[: i + 1], reply=False)
+        before = template.render(messages[:i], reply=True, tools=tools) if i else None
+        behind = template.render(messages[: i + 1], reply=False, tools=tools)
         if before is None or not (behind.startswith(before) and whole.startswith(behind)):
             raise DataError(
                 f"messages[{i}]: the model's chat template writes it in another way where it is "
@@ -90,6 +98,16 @@ def conversation(
     return whole, spans
 
 
+def _check_unmarked(value: Any, where: str) -> None:
+    """Raises `DataError` for a value of JSON with a character that marks the assistant's parts."""
+    text = json.dumps(value, ensure_ascii=False)
+    if found := [mark for mark in MARKS if mark in text]:
+        raise DataError(
+            f"{where}: has the character U+{ord(found[0]):04X}, which marks the assistant's part "
+            "of a text here and which Unicode keeps for programs' own use. Take it out."
+        )
+
+
 @functools.lru_cache(4)
 def _template(
     source: str, special: tuple[tuple[str, str], ...], control: tuple[str, ...]
@@ -98,7 +116,7 @@ def _template(
 
 
 def _marked(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """A text without the marks of `{% generation %}`, and where these were."""
+    """The text without the marks of `{% generation %}`, and the (begin, end) of each part."""
     begin, end = MARKS
     out, spans, at = [], [], 0
     for part in text.split(begin)[:1]:
@@ -118,7 +136,7 @@ def _counted(
     text: str,
     spans: Sequence[tuple[int, int]],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(ids [t], counted [t]) of a text of which the characters in `spans` are learned.
+    """(ids [t], counted [t]) for a text of which the characters in `spans` are learned.
 
     A token that is partly of the text before a span belongs to it. Behind the last token of a span
     that ends a text, what is white space is the template's, and is left out.
@@ -136,7 +154,7 @@ def _counted(
 
 
 def _shared(ids: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens two texts begin with alike."""
+    """Number of tokens that two texts share at their beginning."""
     n = min(len(ids), len(other))
     differ = np.flatnonzero(ids[:n] != other[:n])
     return int(differ[0]) if len(differ) else n

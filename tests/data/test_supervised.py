@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet as pq
 
 from eejax.common.errors import ConfigError, DataError
 from eejax.data import (
@@ -126,6 +128,32 @@ def test_a_template_says_itself_what_is_the_assistants():
     text, spans = supervised.conversation(tokenizer(GENERATION), turns)
     assert [text[a:b] for a, b in spans] == ["b.<|im_end|>", "d<|im_end|>"]
     assert text == _rendered(GENERATION, turns)
+
+
+@pytest.mark.parametrize("mark", ["\ufdd1", "\ufdd2"])
+def test_no_message_forges_the_marks_of_the_assistants_part(mark):
+    turns = [dict(role="user", content=f"a{mark}b"), dict(role="assistant", content="c")]
+    name = f"U\\+{ord(mark):04X}.* Take it out"
+    with pytest.raises(DataError, match=r"messages\[0\]: has the character " + name):
+        supervised.conversation(tokenizer(GENERATION), turns)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_the_template_is_given_a_records_tools(tmp_path, ending):
+    turns = [dict(role="user", content="a"), dict(role="assistant", content="b")]
+    rows = [{"messages": turns, "tools": [{"name": "f", "one": 1}]}]
+    rows += [{"messages": turns, "tools": [{"name": "g", "two": 2}]}, {"messages": turns}]
+    path = tmp_path / f"a.{ending}"
+    if ending == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    chat = tokenizer("{{ tools | tojson if tools else 'none' }}|" + CHATML)
+    texts = []
+    for record in source(f"chat:{path}").documents():
+        ids, _ = supervised.encode(chat, record)
+        texts.append(chat.decode(ids).split("|")[0])
+    assert texts == ['[{"name": "f", "one": 1}]', '[{"name": "g", "two": 2}]', "none"]
 
 
 def test_a_token_across_the_beginning_belongs_to_the_answer():
@@ -254,6 +282,14 @@ def test_conversations_that_are_none_are_named(tmp_path, messages, message):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": messages}) + "\n")
     with pytest.raises(DataError, match=message):
+        list(source(f"chat:{path}").documents())
+
+
+def test_tools_that_are_none_are_named(tmp_path):
+    turns = [{"role": "assistant", "content": "a"}]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": turns, "tools": "[]"}) + "\n")
+    with pytest.raises(DataError, match="the field 'tools' is a value of type str, no list"):
         list(source(f"chat:{path}").documents())
 
 
