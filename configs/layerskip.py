@@ -24,6 +24,7 @@ def get_config(base: str = "12") -> ConfigDict:
     layers, _, head = base.partition(",")
     layers, head = int(layers), head or "shared"
     boundaries = range(2, layers, 2)
+    config.model.n_layers = layers  # a base with another number of layers is refused
     config.model.exits = tuple({"boundary": n, "head": head} for n in boundaries)
     last = layers - 1 + E_SCALE * (layers - 2) * (layers - 1) / 2
     # The exit at boundary n is behind layer n - 1.

@@ -270,6 +270,10 @@ def test_layerskip_s_recipe_is_of_any_pretrained_model(tmp_path, layers, head):
     want = [scale(e.boundary - 1) / last for e in model.exits]
     np.testing.assert_allclose(experiment.exit_weights.weights, want, rtol=1e-12)
     assert experiment.train.layer_dropout == 0.1 and experiment.exit_weights.sparse
+    other = layerskip.get_config(f"{layers + 1},{head}")
+    other.train.base = str(tmp_path)
+    with pytest.raises(ConfigError, match=f"model.n_layers = {layers + 1}: must be the base's"):
+        bases.with_base(other)
 
 
 def test_another_tokenizer_than_the_base_s_is_refused(text, base, tmp_path):
