@@ -25,7 +25,9 @@ from eejax.checkpoint.digest import digest, digest_of
 from eejax.checkpoint.files import write_text
 from eejax.checkpoint.hf.load import Pretrained, fetched, load_pretrained, pretrained_config
 from eejax.checkpoint.model import (
+    CHECKPOINTS,
     TOKENIZER,
+    TUNING,
     load_metadata,
     load_model,
     load_run_tokenizer,
@@ -139,9 +141,11 @@ def with_base(
 
 
 def _keep(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
-    """Saves the tokenizer, unless it is there, or another one, which is named later on. One with
-    another chat template takes the place of what an attempt before has left."""
+    """Save the tokenizer, unless it is there, or another one, which is named later on. One with
+    another chat template replaces what an attempt before has left, but never that of a run."""
     if folder.is_dir():
+        if any((folder.parent / name).is_dir() for name in (CHECKPOINTS, TUNING)):
+            return
         old = load_tokenizer(folder)
         if old.fingerprint != tokenizer.fingerprint or old.chat == tokenizer.chat:
             return

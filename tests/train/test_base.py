@@ -15,6 +15,7 @@ from configs import layerskip
 from eejax.checkpoint.hf import save_pretrained
 from eejax.checkpoint.model import load_model
 from eejax.common.errors import CheckpointError, ConfigError, DataError
+from eejax.data import ByteTokenizer
 from eejax.losses import multi_exit_loss
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.train import base as bases
@@ -285,6 +286,19 @@ def test_another_tokenizer_than_the_base_s_is_refused(text, base, tmp_path):
     assert bases.with_base(config, given={"data.tokenizer"}).data.tokenizer == inputs.BASE
     with pytest.raises(ConfigError, match="must be another than train.base"):
         bases.with_base(config, base)
+
+
+@pytest.mark.parametrize("run", [True, False])
+def test_the_tokenizer_of_a_run_is_left_as_it_is(tmp_path, run):
+    folder = tmp_path / "tokenizer"
+    inputs.save_tokenizer(ByteTokenizer(), folder)
+    (folder / "kept").touch()
+    if run:
+        (tmp_path / "checkpoints").mkdir()
+    other = ByteTokenizer()
+    other.chat = "{{ messages }}"
+    bases._keep(other, folder)
+    assert (folder / "kept").exists() == run
 
 
 @pytest.mark.parametrize("tune", [{"part": "trunk"}, {"part": "all"}])
