@@ -23,8 +23,7 @@ def text_prompts(rows: np.ndarray, mixed: Sequence[str], model, n: int) -> list[
 
 def pieces_of(tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> list[str]:
     """What each token adds to the text; of a character of several, the last one has it."""
-    stream = tokenizer.stream()
-    stream.push(prompt)
+    stream = tokenizer.stream(prompt)
     pieces = [stream.push(i) for i in ids]
     return [*pieces[:-1], pieces[-1] + stream.flush()]
 
