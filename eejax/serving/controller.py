@@ -130,11 +130,14 @@ class Controller:
         if self.options.interval != AUTO:
             return self.options.interval
         if self._interval is None:
+            least = 10 * self.options.prompts
+            now = self.current or self.wanted
+            if now is None or now.model not in self.shares:
+                return least  # nothing is known yet of what serves; found anew when it is
             others = [m for m in self.shares if m != self.serving]
             seconds = sum(self._evaluation_cost(model) for model in others)
-            told, _ = self._told(self.current or self.wanted)
+            told, _ = self._told(now)
             each = self._expected.length / told.throughput
-            least = 10 * self.options.prompts
             share = max(self.options.gain, 1e-3)
             self._interval = min(max(math.ceil(seconds / (share * each)), least), LONGEST)
         return self._interval

@@ -524,6 +524,11 @@ def test_an_interval_that_follows_from_what_reassessing_costs():
     for _ in range(12):
         alone.prompt()
     assert alone.controller.interval == 50  # nothing is to be brought
+    # A server that begins with profiles has no model to serve yet when it first asks.
+    profiles = {"a": profile(shares=shares), "b": profile(3.0, shares=shares)}
+    known = World(profiles, {"a": shares, "b": shares}, interval="auto")
+    known.prompt()
+    assert known.controller.current is not None
     for wrong in ("often", 0, 2.5):
         with pytest.raises(ConfigError, match="interval = .*: must be a"):
             ControllerOptions(interval=wrong)
