@@ -96,7 +96,7 @@ def chat_model(tmp_path_factory):
     """A model of three tokens that end a text, and settings by which texts are drawn."""
     path = tmp_path_factory.mktemp("chat") / "m"
     tokenizer = train_bpe(["some text to learn from " * 20], 280)
-    n, made = tokenizer.vocab_size, json.loads(tokenizer._definition)
+    n, made = tokenizer.vocab_size, json.loads(tokenizer.definition)
     plain = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
     made["added_tokens"] += [dict(plain, id=n + i, content=c) for i, c in enumerate(ENDS)]
     config = CONFIG.replace(vocab_size=n + 3)
