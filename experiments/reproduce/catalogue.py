@@ -1,7 +1,8 @@
 """The catalogue of the three papers' claims, and which findings speak of each.
 
-A finding belongs to the claims of its paper and place that have its text. A place with a single
-claim has every finding of that place, so that a figure may have a finding for each of its curves.
+A finding with a key belongs to the claim of that key, and takes its place and words from there.
+One without belongs to the claims of its place that have its text. A place with a single claim
+has every finding of that place, so that a figure may have a finding for each of its curves.
 A finding that says something else of a place with several claims is shown there, and stands for
 none of them. A finding may name several places ("Section 3.2, Table 1"), or a part of one
 ("Figure 3(b)").
@@ -46,7 +47,13 @@ def finding(
     else:
         verdict = Verdict.HOLDS if holds else Verdict.FAILS
     why = "" if verdict is Verdict.HOLDS else why
-    return Finding(paper, one.place, one.text, one.theirs, ours, scale, verdict, why)
+    return Finding(paper, one.place, one.text, one.theirs, ours, scale, verdict, why, key)
+
+
+def key_of(paper: str, place: str, text: str) -> str:
+    """The key of the claim with this place and text; empty if there is none."""
+    found = (c.key for c in CATALOGUE.get(paper, ()) if (c.place, c.text) == (place, text))
+    return next(found, "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +103,14 @@ def collect(
     for one in findings:
         if one.paper in OTHER_PAPERS:
             others.append(one)
+            continue
+        if one.key:
+            own = next((c for c in claims.get(one.paper, ()) if c.key == one.key), None)
+            if own is None:
+                unknown.append(f"{one.paper}, {one.place}: no claim has the key {one.key!r}")
+            else:
+                one = dataclasses.replace(one, place=own.place, claim=own.text, theirs=own.theirs)
+                found.setdefault((one.paper, own.key), []).append(one)
             continue
         here = claims_at(one.place, claims.get(one.paper, ()))
         if not any(here):

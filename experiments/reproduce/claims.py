@@ -58,6 +58,7 @@ class Finding:
       scale: model, data and device of our value ("simulated", "9.5M parameters, 2 cores").
       verdict: whether the claim holds of our value.
       why: the reason where it does not hold or is not judged; empty otherwise.
+      key: of the claim in the catalogue, whose words the page then shows; empty for what has none.
     """
 
     paper: str
@@ -68,6 +69,7 @@ class Finding:
     scale: str
     verdict: Verdict
     why: str = ""
+    key: str = ""
 
     def __post_init__(self):
         known = (*PAPERS, *OTHER_PAPERS)

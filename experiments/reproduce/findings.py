@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from experiments.reproduce import catalogue
 from experiments.reproduce.claims import Finding, Verdict
 
 VERDICTS = {
@@ -45,7 +46,10 @@ class Findings:
         verdict = VERDICTS[None if holds is None else bool(holds)]
         why = "" if verdict is Verdict.HOLDS else why
         scale = scale or self._scale
-        self.found.append(Finding(self._paper, place, claim, theirs, ours, scale, verdict, why))
+        key = catalogue.key_of(self._paper, place, claim)
+        self.found.append(
+            Finding(self._paper, place, claim, theirs, ours, scale, verdict, why, key)
+        )
 
     def to_dicts(self) -> list[dict[str, str]]:
         return [finding.to_dict() for finding in self.found]

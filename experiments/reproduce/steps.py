@@ -49,7 +49,7 @@ class Step:
     def source_files(self) -> list[pathlib.Path]:
         """The reproduction's own source: its module and those beside it that it imports.
 
-        The catalogue is left out: what a claim is called changes no value.
+        The catalogue is left out: a claim's words are read from it when the page is written.
         """
         names, queue = set(), [self.module.removeprefix(MODULES)]
         while queue:

@@ -80,6 +80,16 @@ def test_findings_go_to_their_claims():
     assert collect([*WHOLE, other], SMALL).others == (other,)
 
 
+def test_a_finding_with_a_key_takes_its_words_from_the_catalogue():
+    old = Finding("EE-LLM", "Old", "Old.", "old", "ours", "tiny", Verdict.HOLDS, key="three")
+    (entry,) = [e for e in collect([old], SMALL).entries["EE-LLM"] if e.findings]
+    (got,) = entry.findings
+    assert entry.claim.key == "three" and got.ours == "ours"
+    assert (got.place, got.claim, got.theirs) == ("Section 2", "It is exact.", "equal")
+    gone = Finding("EE-LLM", "Old", "Old.", "old", "ours", "tiny", Verdict.HOLDS, key="four")
+    assert "key 'four'" in collect([gone], SMALL).unknown[0]
+
+
 @pytest.mark.parametrize(
     "place, labels",
     [
