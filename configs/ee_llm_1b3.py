@@ -5,7 +5,8 @@
 
 The exits are minimalistic, an output embedding and no norm, and all output embeddings are tied to
 the input embedding. Loss weights 1/4 and 1/2. 72,000 steps are the 300 billion tokens that the
-model was trained on (section 5.2). Settings as in configs/common.py; `python -m
+model, one of the two of section 5.2's inference experiments, was trained on. Settings as in
+configs/common.py; `python -m
 experiments.describe --config=configs/ee_llm_1b3.py` gives parameters, floating-point operations and
 memory. The paper finds the final exit's loss close to that of the same model without exits. Not run
 by us: we have no figure of our own to expect.

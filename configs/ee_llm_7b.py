@@ -4,8 +4,9 @@
         --config.data.source='/data/text/**/*.txt' --config.data.tokenizer=/data/tokenizer.json
 
 The exits are minimalistic, an output embedding and no norm, and no two embeddings are tied. Loss
-weights 0.1 and 0.2. This is the model of the paper's inference experiments. 36,000 steps are the
-150 billion tokens it was trained on; the authors' script goes on to 192,000 steps, 800 billion.
+weights 0.1 and 0.2. One of the two models of the paper's inference experiments (section 5.2).
+36,000 steps are the 150 billion tokens it was trained on; the authors' script goes on to
+192,000 steps, 800 billion.
 Settings as in configs/common.py. Without tensor or pipeline parallelism each device holds all of
 the parameters: `python -m experiments.describe --config=configs/ee_llm_7b.py` gives the memory,
 more than a GPU of 80 GB has. Not run by us: we have no figure of our own to expect.

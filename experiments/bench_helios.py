@@ -8,8 +8,8 @@ given: every policy serves the same prompts in the same order, block by block in
 slows the machine slows all. Memory is the same for all: a budget that holds the whole larger model
 and --slots requests of it; whoever loads less has more slots (`inference.capacity`), --most at
 most. Thresholds, one for all exits of a model, let a share --early of its tokens leave by the first
-exit; in the paper 74 % of OPT-1.3B's do, and 77 % of OPT-6.7B's. Everything is compiled before;
-what loading, filling in and running anew take is in the times, and on the timeline.
+exit; in the paper 74 % of OPT-1.3B's do, and 73.6 % of OPT-6.7B's (Table 5). Everything is compiled
+before; what loading, filling in and running anew take is in the times, and on the timeline.
 
 throughput_ratio: tokens a second of the controller (objective: throughput) over those of the
 smaller model, untruncated, with exits or without, whichever is better. ttft_ratio: seconds to the

@@ -68,7 +68,7 @@ def boundaries_for(config: ModelConfig, every: int) -> tuple[int, ...]:
 def with_exits(
     params: Tree, config: ModelConfig, boundaries: Sequence[int]
 ) -> tuple[Tree, ModelConfig]:
-    """The model with training-free exits at boundaries where it has none (TIDE, section 3.1).
+    """Add training-free exits at boundaries without one (TIDE, sections 3.1 and 3.3).
 
     They read the final exit's head, and a copy of its norm. A head that is the final exit's own
     becomes a shared one, the array as it is.

@@ -36,8 +36,8 @@ LABELS = {"top1": None, "cosine": 0.98, "kl": 0.1}
 """What a token must be to leave, and the default bound of that.
 
 top1: the exit's most likely token is the final one's. cosine: its state's cosine to the last
-layer's, both under the final norm, is at least the bound (TIDE's). kl: KL(final || exit) is at most
-the bound, in nats.
+layer's, both under the final norm, is at least the bound (TIDE: of raw states, Eq. 1).
+kl: KL(final || exit) is at most the bound, in nats.
 """
 
 SCHEDULES = ("cosine", "constant")

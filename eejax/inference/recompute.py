@@ -2,7 +2,8 @@
 
 A token that leaves at an exit waits at that boundary with its hidden state. The next token to go
 deeper carries the waiting ones along as extra rows, from their boundary and not from layer 0
-(Bae et al. 2023; EE-LLM section 4). Tokens, exits and keys and values equal `posthoc`'s.
+(Bae et al. 2023; EE-LLM's variant includes them in every pass, section 4). Tokens,
+exits and keys and values equal `posthoc`'s.
 """
 
 from __future__ import annotations

@@ -121,10 +121,10 @@ class RotaryConfig:
 class ExitConfig:
     """An early exit at a layer boundary: (mlp) -> (block) -> (norm) -> head -> / temperature.
 
-    `boundary` n reads the hidden state after n layers (0: the embedding), which is EE-LLM's
-    "post-exit at layer n" and "pre-exit at layer n + 1". `mlp` is a residual MLP with its own
-    norm, `block` a whole transformer block with positions, mask and a KV cache of its own,
-    `norm` a final norm of its own (EE-LLM, section 2 and Appendix D.1). `head`:
+    `boundary` n reads the hidden state after n layers (0: the embedding): in the code of
+    EE-LLM's authors "post-exit at layer n" and "pre-exit at layer n + 1". `mlp` is a residual MLP
+    with its own norm, `block` a whole transformer block with positions, mask and a KV cache of its
+    own, `norm` a final norm of its own (EE-LLM, section 2 and Appendix D.1). `head`:
     "tied" to the input embedding, "shared" with every other exit that says so (the final exit
     included), or its "own". Logits are divided by `temperature` wherever the exit is used.
     `router` is the bottleneck of a router network (`gates.router`) that says whether a token may

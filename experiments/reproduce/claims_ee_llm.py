@@ -24,7 +24,7 @@ CLAIMS = (
     ),
     Claim(
         "largest-model",
-        "Section 1",
+        "Section 5.1",
         "An early-exit model can be as large as the standard model that the same devices train.",
         "30B on 64 A100-80GB",
     ),
@@ -107,7 +107,9 @@ CLAIMS = (
     Claim(
         "peak-memory",
         "Section 3.2",
-        "The peak of memory over all stages is that of the standard model.",
+        "The peak of memory over all stages is that of the standard model, if logits of one "
+        "microbatch (s b V) take less than a stage's activations of one and the first stage has no "
+        "exit.",
         "unchanged",
     ),
     Claim(
@@ -231,7 +233,8 @@ CLAIMS = (
     Claim(
         "iteration-time",
         "Appendix A.3.1",
-        "An iteration takes at most the sum of all stages' times and M times the slowest stage.",
+        "An iteration takes at most the sum of the times of all stages but the last, and M times "
+        "the slowest stage.",
         "an upper bound",
     ),
     Claim(

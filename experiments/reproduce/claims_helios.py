@@ -130,8 +130,8 @@ CLAIMS = (
         "Accuracy without ground truth is measured by perplexity, SUPERT, ROUGE-C or BLANC.",
         "perplexity is used",
         cannot=(
-            "SUPERT, ROUGE-C and BLANC need pretrained models of their own; perplexity is in "
-            "Table 1 and Figure 16"
+            "SUPERT and BLANC need pretrained models of their own, and ROUGE-C needs none but is "
+            "not implemented; perplexity is in Table 1 and Figure 16"
         ),
     ),
     Claim(
@@ -149,7 +149,7 @@ CLAIMS = (
     Claim(
         "figure-11b",
         "Figure 11b",
-        "Of OPT-1.3B's late tokens many leave by OPT-6.7B's first exit.",
+        "Of OPT-1.3B's tokens past the first exit many leave by OPT-6.7B's first exit.",
         "57 %",
     ),
     Claim(

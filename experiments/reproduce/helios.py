@@ -15,7 +15,7 @@ Everything is done by this one command, and what is there already is not done ag
 "small" stands for OPT-1.3B and "large" for OPT-6.7B. One threshold for all exits of a model lets
 --early of its tokens leave before the last layer, as 77.7 % of OPT-1.3B's do (Table 5). Perplexity
 is that of each model's own probabilities at the exits that tokens leave by; Table 1 has it under
-the judge, too. Accuracy, as an objective, is agreement with the text of all layers. Operations
+the judge, too. Accuracy, as an objective, is perplexity under the judge. Operations
 stand for energy, which is not measured.
 
 --workdir is left with results.json, whose last field `findings` has the paper's value and ours for

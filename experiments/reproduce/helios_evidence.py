@@ -88,13 +88,15 @@ def complementary(trace, along, thresholds: Mapping[str, float]) -> list[dict]:
       along: (reader, writer) -> the reader's exits on the writer's text.
 
     Returns:
-      `late`: the reader's exit shares of the tokens that the writer takes to its last layer;
-      `early`: of the others. `either`: share of tokens that leave early in one model at least.
+      `past_first`: the reader's exit shares of the tokens that need more than the writer's first
+      exit ("High-Exit Tokens", section 3.4.1); `first`: of the others. `either`: share of tokens
+      that leave early in one model at least.
     """
     rows = []
     for (reader, writer), other in along.items():
         own = trace.models[writer]
-        leaves = own.leaves(thresholds[writer])[0] < own.exits - 1
+        leaves = own.leaves(thresholds[writer])[0]
+        past_first, early = leaves > 0, leaves < own.exits - 1
         exits = other.leaves(thresholds[reader])[0]
         shares = lambda which, exits=exits, n=other.exits: (
             np.bincount(exits[which], minlength=n) / which.sum() if which.any() else np.zeros(n)
@@ -104,10 +106,10 @@ def complementary(trace, along, thresholds: Mapping[str, float]) -> list[dict]:
                 "writer": writer,
                 "reader": reader,
                 "layers": list(other.stops),
-                "writer_early": float(leaves.mean()),
-                "late": shares(~leaves),
-                "early": shares(leaves),
-                "either": float((leaves | (exits < other.exits - 1)).mean()),
+                "writer_early": float(early.mean()),
+                "past_first": shares(past_first),
+                "first": shares(~past_first),
+                "either": float((early | (exits < other.exits - 1)).mean()),
             }
         )
     return rows

@@ -117,7 +117,7 @@ def unchanged(rows: Sequence[Mapping[str, Any]]):
 
 
 def complementary(own: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]):
-    """Figures 9 and 11b: one model's tokens, and its late ones in the other model."""
+    """Figures 9 and 11b: one model's tokens, and those past its first exit in the other model."""
     from eejax.analysis.bars import grouped_bars
 
     panels = {}
@@ -125,9 +125,9 @@ def complementary(own: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, 
         alone = next(r for r in own if r["model"] == row["reader"] and r["task"] == "all")
         panels[f"{row['reader']}: % of tokens"] = {
             "of its own text": [100 * share for share in alone["shares"]],
-            "late in the other": [100 * share for share in row["late"]],
+            "past the other's first exit": [100 * share for share in row["past_first"]],
         }
-    groups = [f"exit {e + 1}" for e in range(len(rows[0]["late"]))]
+    groups = [f"exit {e + 1}" for e in range(len(rows[0]["past_first"]))]
     return grouped_bars(panels, groups)
 
 

@@ -50,7 +50,7 @@ class World:
         trace = measured.trace.ordered(task_order(measured.trace))
         limits = {n: evidence.threshold_for(m, early) for n, m in trace.models.items()}
         profiles = evidence.prices(measured.profiles, trace, limits)
-        for name, nats in measured.judged.items():  # the paper's accuracy (section 3.4)
+        for name, nats in measured.judged.items():  # section 3.4 and 4.4; the judge is ours
             judged = ((1.0, float(np.exp(-np.mean(nats)))),)
             profiles[name] = dataclasses.replace(profiles[name], perplexity=judged)
         setting = Setting(slots=measured.slots, steps=steps, thresholds=limits)
