@@ -49,8 +49,3 @@ def stage_memory(p: int, n: Sequence[int], of: Mapping[str, Size]) -> np.ndarray
 def most_inserted(p: int, f: float, b: float) -> int:
     """K: microbatches that can be inserted into Part 1 or Part 2 (C.2.1)."""
     return math.floor((p - 1) / (f / b + 1))
-
-
-def backward_stages(p: int, i: int, f: float, b: float) -> int:
-    """Stages that the backward pass of the i-th microbatch of Part 2 goes through (C.2.1)."""
-    return math.floor(p - i * (f / b + 1))

@@ -22,7 +22,6 @@ ROUNDING = 0.005  # seconds and GB of Table 1 are printed with two decimals
 def of(efficiency: dict) -> list[Finding]:
     """All findings. efficiency: results by model, as results.json has them."""
     return [
-        *backpropagation(),
         *schedules(),
         *formulas(),
         *table1(efficiency),
@@ -39,70 +38,9 @@ def finding(
     return Finding("EE-LLM", place, claim, theirs, ours, scale, verdict, "" if holds else why)
 
 
-def backpropagation() -> Iterator[Finding]:
-    """Proposition 3.1 and section 3.1.2: gradients stage by stage against those of the whole."""
-    from eejax.pipeline.schedule import one_f_one_b
-
-    scale = "4 layers, d 16, 4 stages, 4 exits, float32"
-    for head, place, claim in (
-        ("own", "Eq. 2, Proposition 3.1", "stages' auxiliary losses give the gradient of the sum"),
-        ("tied", "Section 3.1.2", "tied embeddings: gradients of the copies are added up"),
-    ):
-        error = gradient_error(head)
-        yield finding(
-            place,
-            claim,
-            "exact",
-            f"largest relative difference {error:.1e}",
-            error < 1e-5,
-            scale,
-            "Rounding does not explain it.",
-        )
-    steps = {len(one_f_one_b(4, 6, exit_stages=stages).steps) for stages in ((), (1, 2))}
-    yield finding(
-        "Section 3.1.1",
-        "exits need no further communication between stages",
-        "none",
-        f"{max(steps) - min(steps)} more exchanges in an iteration",
-        len(steps) == 1,
-        "4 stages, 6 microbatches",
-        "Exits add steps.",
-    )
-
-
-def gradient_error(head: str) -> float:
-    """Largest difference of a parameter's gradients over the largest of its gradients."""
-    import jax
-    import jax.numpy as jnp
-
-    from eejax.losses.multi_exit import exits_loss
-    from eejax.models import params, transformer
-    from eejax.models.config import ExitConfig, ModelConfig
-    from eejax.pipeline.oracle import gradients
-    from eejax.pipeline.partition import partition
-
-    exits = tuple(ExitConfig(n, head=head) for n in (0, 1, 2))
-    config = ModelConfig(
-        vocab_size=32, n_layers=4, d_model=16, n_heads=2, context_length=8, head=head, exits=exits
-    )
-    tree = params.init(config, jax.random.key(0))
-    tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, config.vocab_size)
-    weights = jnp.array([0.1, 0.2, 0.3, 1.0])
-
-    def whole(tree):
-        states = transformer.exit_states(tree, config, tokens[:, :-1])
-        return exits_loss(tree, config, states, tokens[:, 1:], weights, range(len(states)))[0]
-
-    cut = partition(config, 4)
-    staged = lambda tree: gradients(cut, tree, tokens[:, :-1], tokens[:, 1:], weights)[1]
-    expected, got = jax.jit(lambda tree: (jax.grad(whole)(tree), staged(tree)))(tree)
-    error = lambda a, b: jnp.abs(a - b).max() / jnp.abs(a).max()
-    return float(max(jax.tree.leaves(jax.tree.map(error, expected, got))))
-
-
 def schedules() -> Iterator[Finding]:
-    """Figure 3 and Remark A.2, in Figure 3's proportions: a stage takes 2, an exit 1 forward."""
-    from eejax.pipeline.async_1f1b import EXIT_BACKWARD, EXIT_FORWARD, async_1f1b, most_kept
+    """Figure 3, in Figure 3's proportions: a stage takes 2, an exit 1 forward."""
+    from eejax.pipeline.async_1f1b import async_1f1b
     from eejax.pipeline.simulate import Work, stage_costs
 
     exit, m = Work(1, 2), 6
@@ -111,7 +49,7 @@ def schedules() -> Iterator[Finding]:
     more = lambda **how: async_1f1b(costs, m, **how).time - base
     scale, k = "4 stages, 6 microbatches, time units of Figure 3", 2
     yield finding(
-        "Section 3.2, Figure 3(b)",
+        "Figure 3(b)",
         "exits on k middle stages add k (f_EE + b_EE)",
         f"{k * exit.total}",
         f"{more(deferred=False)}",
@@ -120,34 +58,13 @@ def schedules() -> Iterator[Finding]:
         "The critical path differs.",
     )
     yield finding(
-        "Remark A.2, Figure 3(c)",
-        "with deferred exits it is still k (f_EE + b_EE)",
+        "Figure 3",
+        "with deferred exits the order alone changes, and it is still k (f_EE + b_EE)",
         f"{k * exit.total}",
         f"{more()}",
         more() == k * exit.total,
         scale,
         "The critical path differs.",
-    )
-    moved = more(exits_in_bubbles=True)
-    yield finding(
-        "Remark A.2",
-        "k b_EE, once exits of the cool-down run in front of the gradient",
-        f"{k * exit.backward}",
-        f"{moved}",
-        moved == k * exit.backward,
-        scale,
-        "The bubble is too small.",
-    )
-    kept = lambda **how: most_kept(async_1f1b(costs, m, **how), EXIT_FORWARD, EXIT_BACKWARD)
-    waiting, deferred = kept(deferred=False).tolist(), kept().tolist()
-    yield finding(
-        "Section 3.2, A.2",
-        "deferring keeps logits of 1 microbatch, not of P - i + 1",
-        "stages 2, 3: 3, 2 become 1, 1",
-        f"stages 2, 3: {waiting[1]}, {waiting[2]} become {deferred[1]}, {deferred[2]}",
-        waiting[1:3] == [3, 2] and deferred[1:3] == [1, 1],
-        scale,
-        "More logits are kept.",
     )
 
 
@@ -387,7 +304,7 @@ def figure9(efficiency: dict) -> Iterator[Finding]:
 
 
 def filling() -> Iterator[Finding]:
-    """Figure 4 and Appendix C.2: how many microbatches fit, and what they do to the gradient."""
+    """Figure 4 and Appendix C.2: how many microbatches fit."""
     from eejax.pipeline.schedule_fill import filled, most_inserted
     from eejax.pipeline.simulate import Work, stage_costs
 
@@ -404,71 +321,5 @@ def filling() -> Iterator[Finding]:
         ours,
         (found.part1, found.part2) == (k, k) and found.time <= found.alone * (1 + 1e-9),
         scale,
-        "A step of the lockstep table has room for fewer of Part 2.",
+        "Not explained: the table takes another number.",
     )
-    routes = found.schedule.routes[found.main + found.part1 :]
-    ways = sorted((p - route.bottom for route in routes), reverse=True)
-    expected = [ee_llm_formulas.backward_stages(p, i, f, b) for i in range(1, k + 1)]
-    yield finding(
-        "C.2.1",
-        "the i-th of Part 2 goes back through floor(p - i (f / b + 1)) stages",
-        f"{expected}",
-        f"{ways}",
-        ways == expected,
-        scale,
-        "Those that fit into the table.",
-    )
-    bias, variances = gradient_statistics(found)
-    yield finding(
-        "Claim C.1",
-        "with inserted microbatches the scaled gradient is unbiased and has less variance",
-        "unbiased, less",
-        f"bias at most {bias:.1f} standard errors, variance times "
-        f"{min(variances):.2f} to {max(variances):.2f}",
-        bias < 4 and max(variances) < 1 + 0.02 and min(variances) < 1,
-        f"{scale}, {NUMBERS}",
-        "The factors are wrong.",
-    )
-    measured, predicted = proposition_c2()
-    yield finding(
-        "Proposition C.2",
-        "var(e) - var(e+) = (var(a) + 2 cov(a, b)) / (N (N + 1))",
-        f"{predicted:.4f}",
-        f"{measured:.4f}",
-        abs(measured / predicted - 1) < 0.1,
-        f"N = 4, 400,000 draws, {NUMBERS}",
-        "The variances differ.",
-    )
-
-
-def gradient_statistics(found, draws: int = 20_000) -> tuple[float, list[float]]:
-    """(largest bias in standard errors, variance over that of whole microbatches alone) [stages].
-
-    Stands in for training: the gradient on stage s of the loss on stage j >= s of a microbatch is a
-    number with a mean of its own, and those of one microbatch are correlated.
-    """
-    rng, p = np.random.default_rng(0), found.schedule.stages
-    routes = found.schedule.routes
-    means = np.triu(rng.normal(size=(p, p)))
-    shared = rng.normal(size=(draws, len(routes), 1, 1))
-    values = np.triu(means + 0.5 * shared + rng.normal(size=(draws, len(routes), p, p)))
-    kept = np.zeros((len(routes), p, p))
-    for i, route in enumerate(routes):
-        part2 = i >= found.main + found.part1
-        losses = np.ones(p) if part2 else found.loss_factors
-        kept[i] = losses * (np.arange(p) <= route.top)
-        kept[i] *= (np.arange(p) >= route.bottom)[:, None]
-    sums = found.gradient_factors * np.einsum("nisj,isj->ns", values, kept)
-    plain = values[:, : found.main].sum((1, 3))
-    errors = np.abs(sums.mean(0) - found.main * means.sum(1)) / (sums.std(0) / np.sqrt(draws))
-    return float(errors.max()), (sums.var(0) / plain.var(0)).tolist()
-
-
-def proposition_c2(n: int = 4, draws: int = 400_000) -> tuple[float, float]:
-    """(measured, predicted) var(e) - var(e+) for correlated normal a and b."""
-    rng = np.random.default_rng(0)
-    a = rng.normal(1.0, 1.0, (draws, n + 1))
-    b = 0.6 * a[:, :n] + rng.normal(0.0, 0.8, (draws, n))
-    fewer = a[:, :n].mean(1) + b.mean(1)
-    more = a.mean(1) + b.mean(1)
-    return float(fewer.var() - more.var()), (1.0 + 2 * 0.6) / (n * (n + 1))

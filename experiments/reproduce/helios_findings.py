@@ -15,6 +15,8 @@ from experiments.reproduce.helios_evidence import LIMITS, LOW
 from experiments.reproduce.helios_paper import NEAR, SMALL_MODELS
 from experiments.reproduce.helios_simulated import of
 
+FITTED = "thresholds are fitted, so that the paper's share leaves before the last layer"
+
 
 def findings(result: Mapping[str, Any], lines: Mapping[str, Any], scale: str) -> list[dict]:
     """All findings, as dicts.
@@ -137,7 +139,8 @@ def _exits(found: Findings, result: Mapping[str, Any]) -> None:
         "Figure 7",
         "Most tokens leave by the first exit, at about a quarter of the depth.",
         "over 70 % in both models; about 20 % take all layers",
-        "; ".join(f"{m} after {r['layers']}: {shares(r)}" for m, r in every.items()),
+        "; ".join(f"{m} after {r['layers']}: {shares(r)}" for m, r in every.items())
+        + f"; {FITTED}",
         min(firsts) > 0.7 - NEAR,
         f"{SMALL_MODELS} Thresholds let as many leave early in all.",
     )
@@ -146,7 +149,7 @@ def _exits(found: Findings, result: Mapping[str, Any]) -> None:
         "Figure 11a",
         "OPT-1.3B's tokens leave after 6, 12 and 24 layers (also section 1).",
         " / ".join(f"{v:.0f} %" for v in paper.EXITS_1B3),
-        shares(every["small"]),
+        f"{shares(every['small'])}; {FITTED}",
         max(abs(a - b / 100) for a, b in zip(small, paper.EXITS_1B3, strict=True)) < NEAR,
         f"{SMALL_MODELS} Thresholds let as many leave early in all.",
     )
@@ -230,8 +233,8 @@ def _settings(found: Findings, result: Mapping[str, Any]) -> None:
         "Throughput is 1 / TPOT.",
         "1 / TPOT",
         f"{small['decoding']:.0f} tokens/s by 1 / TPOT, {small['throughput']:.0f} in all",
-        small["decoding"] >= small["throughput"],
-        "A token takes longer than its share.",
+        abs(small["decoding"] / small["throughput"] - 1) < 0.1,
+        "Prefilling and queueing are in the one and not in the other: more than 10 % apart.",
     )
     found.add(
         "Table 3",
@@ -269,7 +272,8 @@ def _settings(found: Findings, result: Mapping[str, Any]) -> None:
         "A token leaves at the first exit that is surer than the threshold.",
         "drawn",
         ", ".join(f"{m}: threshold {t:.3f}" for m, t in result["thresholds"].items())
-        + f", {percent(1 - small['exits']['small'][-1])} of small's tokens leave early",
+        + f", {percent(1 - small['exits']['small'][-1])} of small's tokens leave early, "
+        f"{FITTED}",
         small["exits"]["small"][-1] < 1,
         "No token leaves early.",
     )
@@ -297,6 +301,6 @@ def _settings(found: Findings, result: Mapping[str, Any]) -> None:
         "no synchronisation",
         f"{percent(fast['below'])} of the tokens left by the last loaded "
         "exit below their threshold",
-        fast["below"] > 0,
-        "No token was below its threshold.",
+        None,
+        "The simulation serves one request at a time: no token can wait for another.",
     )

@@ -21,8 +21,8 @@ def findings() -> list[Finding]:
     return [*overheads(), *memory(), *formulas(), *filling()]
 
 
-def judged(key: str, holds: bool, ours: str, why: str, scale: str = SCALE) -> Finding:
-    return finding("EE-LLM", key, ours, scale, bool(holds), why)
+def judged(key: str, holds: bool | None, ours: str, why: str, scale: str = SCALE) -> Finding:
+    return finding("EE-LLM", key, ours, scale, None if holds is None else bool(holds), why)
 
 
 def costs_of(stages, exits_on=(), forward: float = 2.0, exit_forward: float = 0.5):
@@ -37,7 +37,7 @@ def costs_of(stages, exits_on=(), forward: float = 2.0, exit_forward: float = 0.
 
 
 def overheads() -> Iterator[Finding]:
-    """Section 3.2, Remark A.2 and a rule of thumb."""
+    """Section 3.2 and Remark A.2."""
     from eejax.pipeline.async_1f1b import async_1f1b
     from eejax.pipeline.schedule import one_f_one_b
     from eejax.pipeline.simulate import simulate
@@ -67,19 +67,10 @@ def overheads() -> Iterator[Finding]:
     }
     yield judged(
         "remark-a2",
-        more["mixed"] <= len(middle) * 1.0 + 1e-9,
+        more["mixed"] <= len(middle) * 1.0 + 1e-9 and more["mixed"] < more["deferred"],
         f"k = 2, f = 0.5, b = 1: {more['mixed']:g} with forward passes of the last microbatches "
         f"moved, {more['deferred']:g} without",
         "moving the forward passes saves less than the paper says",
-    )
-    begin, end = (async_1f1b(costs, 16, exits_at_end=at_end).time for at_end in (False, True))
-    peaks = [model_peaks("ee_llm_7b", True, exits_at_end=one).max() / 1e9 for one in (False, True)]
-    yield judged(
-        "rules-of-thumb",
-        begin <= end and peaks[0] < peaks[1],
-        f"exits at the beginnings of stages 2 and 3: the 7B model's peak is {peaks[0]:.1f} GB, at "
-        f"the ends of stages 1 and 2 {peaks[1]:.1f} GB; time in equal stages {begin:g} and {end:g}",
-        "the end of a stage is no worse",
     )
 
 
@@ -135,10 +126,10 @@ def memory() -> Iterator[Finding]:
     )
     yield judged(
         "largest-model",
-        grown["30b"] <= 1 + 1e-9,
+        None,
         f"the fullest of 4 stages of the 30B model needs {grown['30b']:.3f} times the memory with "
-        "exits at 1/4 and 1/2; nothing of this size was run",
-        "the fullest stage grows",
+        "exits at 1/4 and 1/2",
+        "nothing of this size was run",
     )
 
 
@@ -156,34 +147,22 @@ def drawn_costs(rng: np.random.Generator):
 
 
 def formulas() -> Iterator[Finding]:
-    """Table 2 and Appendix A.3 beside the simulated schedule, over settings at random."""
+    """Table 2 beside the simulated schedule, over settings at random."""
     from eejax.pipeline.async_1f1b import async_1f1b
-    from eejax.pipeline.costs import Size, Sizes, iteration_time, peak_memory
+    from eejax.pipeline.costs import iteration_time
 
     rng = np.random.default_rng(0)
-    bounded = equal = slowest_last = memory_right = 0
+    equal = slowest_last = 0
     for _ in range(DRAWN):
         costs, m = drawn_costs(rng)
         p = costs.stages
         line = async_1f1b(costs, m)
         bound = iteration_time(costs, m)
-        bounded += line.time <= bound + 1e-9
         work = [costs.layers[i].total + costs.entry[i].total for i in range(p)]
         work[-1] += costs.final.total
         if work[-1] == max(work):
             slowest_last += 1
             equal += abs(line.time - bound) < 1e-9
-        draw = lambda: Size(*rng.integers(1, 99, 2).tolist())
-        entry = tuple(draw() if w.total else Size() for w in costs.entry)
-        sizes = Sizes(tuple(draw() for _ in range(p)), entry, (Size(),) * p, draw())
-        peaks = [peak_of(line, sizes, i) for i in range(p)]
-        memory_right += np.allclose(peaks, peak_memory(sizes, m))
-    yield judged(
-        "iteration-time",
-        bounded == DRAWN,
-        f"at most our tighter bound in {bounded} of {DRAWN} settings at random",
-        "the simulated time exceeds the bound",
-    )
     yield judged(
         "table-2",
         equal == slowest_last > 0,
@@ -191,29 +170,6 @@ def formulas() -> Iterator[Finding]:
         "whose last stage is the slowest",
         "the formula misses the simulated time",
     )
-    yield judged(
-        "eq-4-6",
-        memory_right == DRAWN,
-        f"equal to the most that the simulated schedule keeps at a time in {memory_right} of "
-        f"{DRAWN} settings",
-        "the formula misses the simulated memory",
-    )
-
-
-def peak_of(line, sizes, stage: int) -> float:
-    """Most bytes on a stage at a time, from the operations of a schedule."""
-    from eejax.pipeline.async_1f1b import EXIT_BACKWARD, EXIT_FORWARD
-    from eejax.pipeline.schedule import BACKWARD, FORWARD
-
-    exits = [sizes.entry[stage]] + [sizes.final] * (stage == line.stages - 1)
-    layers, kept = sizes.layers[stage].kept, sum(e.kept for e in exits)
-    now = peak = sizes.layers[stage].state + sum(e.state for e in exits)
-    ops = sorted([op for op in line.ops if op.stage == stage], key=lambda op: (op.begin, op.end))
-    for op in ops:
-        now += {FORWARD: layers, EXIT_FORWARD: kept}.get(op.kind, 0)
-        peak = max(peak, now)
-        now -= {BACKWARD: layers, EXIT_BACKWARD: kept}.get(op.kind, 0)
-    return peak
 
 
 def filling() -> Iterator[Finding]:
@@ -243,8 +199,7 @@ def filling() -> Iterator[Finding]:
         "inserted",
         all(k == a == b for *_, k, a, b in rows),
         told,
-        "the lockstep table has no room for all microbatches of part 2 with equal stages: a later "
-        "one would have to wait between two steps of its channel",
+        "not explained: the table takes another number",
     )
     yield judged(
         "backward-stages",
