@@ -19,7 +19,6 @@ import jax
 import numpy as np
 
 from eejax.common.errors import ConfigError, require, require_one_of
-from eejax.common.trees import nbytes
 from eejax.data import chat
 from eejax.data.tokenizers import Tokenizer
 from eejax.inference import capacity, scoring
@@ -31,7 +30,7 @@ from eejax.serving.choices import ControllerOptions
 from eejax.serving.controller import Controller
 from eejax.serving.energy import meter
 from eejax.serving.fleet import Fleet, Member
-from eejax.serving.measurements import Setup, kept, measured
+from eejax.serving.measurements import Setup, kept, largest, measured
 from eejax.serving.messages import LOG, Built, Template
 from eejax.serving.models import batch_options
 from eejax.serving.objectives import Objective
@@ -174,7 +173,8 @@ def built(
     members = {name: member.ready() for name, member in members.items()}
     source = QualitySource.parse(aims.quality)
     configs = [member.config for member in members.values()]
-    most = min(config.context_length for config in configs)
+    readers = configs if judge is None else [*configs, judge.config]  # the judge reads answers
+    most = min(config.context_length for config in readers)
     context = most if context is None else context
     require(
         LEAST <= context <= most, "context", context, f"must be in {LEAST}..{most}, for all models"
@@ -359,7 +359,7 @@ def reference_of(
         told = "must be given to a fleet whose quality is a judge's"
         require(judge is not None, "judge", judge, told)
         return Reference(on_host(judge.params, judge.config), judge.config)
-    name = max(members, key=lambda name: nbytes(members[name].params))
+    name = largest(members)
     if source.names:
         (name,) = source.names
         require_one_of("quality: best", name, tuple(members))

@@ -19,7 +19,7 @@ import numpy as np
 import eejax
 from eejax.checkpoint.digest import digest, digest_of
 from eejax.common.errors import DataError
-from eejax.common.trees import Tree, nbytes, path_name
+from eejax.common.trees import Tree, path_name
 from eejax.data.tokenizers import Tokenizer
 from eejax.inference.partial import PartialModel
 from eejax.inference.sampling import Sampling
@@ -58,8 +58,7 @@ class Setup:
         if self.reference is not None:
             quality = f"{quality} {parameters(self.reference.host, self.reference.config)}"
         texts = hashlib.sha256("\0".join(self.prompts).encode()).hexdigest()[:16]
-        largest = max(self.members, key=lambda n: nbytes(self.members[n].params))
-        of = self.members[largest]
+        of = self.members[largest(self.members)]
         serving = dict(
             slots=[*self.slots[name]],
             context=self.context,
@@ -86,11 +85,20 @@ class Setup:
         if self.prompts:
             texts = encoded(self.prompts, self.tokenizer)
         else:
-            largest = max(self.members, key=lambda name: nbytes(self.members[name].params))
-            log.info("%s: writing texts to measure models on", largest)
-            own = dict(slots=self.slots[largest], context=self.context)
-            texts = sampled(self.members[largest], self.tokenizer, **own)
+            name = largest(self.members)
+            log.info("%s: writing texts to measure models on", name)
+            own = dict(slots=self.slots[name], context=self.context)
+            texts = sampled(self.members[name], self.tokenizer, **own)
         return [text[: self.context // 2] for text in texts]
+
+
+def largest(members: Mapping[str, Member]) -> str:
+    """Return the name of the member with most parameters, whatever dtypes they are kept in."""
+    size = {
+        name: sum(leaf.size for leaf in jax.tree.leaves(member.params))
+        for name, member in members.items()
+    }
+    return max(size, key=size.__getitem__)
 
 
 def parameters(params: Tree, config: ModelConfig) -> str:
