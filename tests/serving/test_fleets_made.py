@@ -58,7 +58,7 @@ def test_nothing_is_compiled_once_it_is_ready(compiled, caplog, monkeypatch):
         for number, tokens, _ in made.step():
             found[number] += len(tokens)
     assert found == wanted
-    assert {d.choice for d in made.controller.decisions} > {("small", 2), ("large", 2)}
+    assert {d.choice for d in made.controller.decisions} > {("large", 2)}
     assert {"narrow", "grow"} <= {change.kind for change in made.changes}
     assert compiled[0] == before
 
@@ -164,15 +164,17 @@ def test_slots_by_what_a_budget_holds():
 def test_a_budget_too_small_is_told_what_all_models_need():
     members = {name: m for name, m in reversed(TinyFleet().members().items())}
     needs = {name: fleets.least(m, 32) for name, m in members.items()}
-    most = max(needs.values())
     aims = fleets.Aims(options=ControllerOptions(budget=1000))
-    with pytest.raises(ConfigError, match=f"budget = 1000: must be {most} bytes at least"):
+    with pytest.raises(ConfigError, match="budget = 1000: must be .* bytes at least") as error:
         fleets.built(members, ByteTokenizer(), aims, slots=2, context=32)
+    least = int(re.search(r"must be (\d+) bytes", str(error.value))[1])
+    # Audits bring layers of the best model, which may be more than a model's own missing ones.
+    assert least >= max(needs.values())
     for member in members.values():
-        assert fleets.room(member, 2, 32, most)[-1] >= 1
+        assert fleets.room(member, 2, 32, least)[-1] >= 1
     largest = max(needs, key=needs.get)
     with pytest.raises(ConfigError, match="bytes at least"):
-        fleets.room(members[largest], 2, 32, most - 1)
+        fleets.room(members[largest], 2, 32, needs[largest] - 1)
 
 
 @pytest.mark.parametrize("counts", [False, True])
