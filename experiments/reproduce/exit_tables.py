@@ -28,6 +28,22 @@ def pieces_of(tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> list[str]
     return [*pieces[:-1], pieces[-1] + stream.flush()]
 
 
+def pieces_in_place(
+    tokenizer, whole: Sequence[int], begin: int, predicted: Sequence[int]
+) -> list[str]:
+    """The text of each predicted token behind the tokens of `whole` before its place.
+
+    Args:
+      begin: index in `whole` of the first token that was predicted.
+    """
+    from eejax.data.streams import text_behind
+
+    return [
+        text_behind(tokenizer.decode, whole[: begin + i], [token])
+        for i, token in enumerate(predicted)
+    ]
+
+
 def texts_of(model, prompts: list[list[int]], thresholds: Sequence[float]) -> list[dict]:
     """Table 3: of each prompt, the text at each threshold by tokens, with the boundaries of their
     exits and their confidences."""
@@ -66,7 +82,10 @@ def exits_of(model, prompt: list[int]) -> dict:
         "prompt": tokenizer.decode(prompt), "ids": ids, "stops": model.config.stops,
         "pieces": pieces_of(tokenizer, prompt, ids),
         "predicted": scores.tokens.tolist(),
-        "predicted_pieces": [[tokenizer.decode([i]) for i in row] for row in scores.tokens],
+        "predicted_pieces": [
+            pieces_in_place(tokenizer, whole.tolist(), len(prompt), row.tolist())
+            for row in scores.tokens
+        ],
         "confidences": scores.confidences["max_probability"].tolist(),
     }  # fmt: skip
 

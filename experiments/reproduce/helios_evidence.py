@@ -89,8 +89,8 @@ def complementary(trace, along, thresholds: Mapping[str, float]) -> list[dict]:
 
     Returns:
       `past_first`: the reader's exit shares of the tokens that need more than the writer's first
-      exit ("High-Exit Tokens", section 3.4.1); `first`: of the others. `either`: share of tokens
-      that leave early in one model at least.
+      exit ("High-Exit Tokens", section 3.4.1); `first`: of the others; `last`: of those that need
+      all of the writer's layers. `either`: share of tokens that leave early in one model at least.
     """
     rows = []
     for (reader, writer), other in along.items():
@@ -109,6 +109,7 @@ def complementary(trace, along, thresholds: Mapping[str, float]) -> list[dict]:
                 "writer_early": float(early.mean()),
                 "past_first": shares(past_first),
                 "first": shares(~past_first),
+                "last": shares(~early),
                 "either": float((early | (exits < other.exits - 1)).mean()),
             }
         )

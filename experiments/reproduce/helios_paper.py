@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 NEAR = 0.1  # of a share, within which it is the paper's
-SMALL_MODELS = (
-    "Models of this size, trained for minutes, are rarely sure of a token, and the larger one is "
-    "hardly better than the smaller one."
-)
 
 MODELS = {"small": "OPT-1.3B", "large": "OPT-6.7B"}
 """The paper's model that each of ours stands for."""

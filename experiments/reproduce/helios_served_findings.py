@@ -7,12 +7,29 @@ from typing import Any
 
 from experiments.reproduce import helios_paper as paper
 from experiments.reproduce.findings import Findings, gain, percent
-from experiments.reproduce.helios_paper import NEAR, SMALL_MODELS
+from experiments.reproduce.helios_paper import NEAR
 from experiments.reproduce.helios_simulated import of
+
+
+def by_thresholds(result: Mapping[str, Any]) -> str:
+    """Reason from what both models do at the thresholds: exits, layers and perplexity."""
+    rows = result["simulated"]
+    told = []
+    for name, threshold in result["thresholds"].items():
+        exits = of(rows, f"{name} only")["exits"][name]
+        told.append(
+            f"at a threshold of {threshold:.2f} {percent(exits[0])} of {name}'s tokens leave by "
+            f"its first exit, {percent(exits[-1])} take all layers"
+        )
+    small, large = (of(rows, f"{name} only")["perplexity"] for name in paper.MODELS)
+    return (
+        f"{'; '.join(told)}. large's perplexity is {large / small:.2f} times small's.".capitalize()
+    )
 
 
 def add_gains(found: Findings, result: Mapping[str, Any], lines: Mapping[str, Any]) -> None:
     rows = result["simulated"]
+    reason = by_thresholds(result)
     small, large = of(rows, "small only"), of(rows, "large only")
     fast, first = of(rows, "HELIOS, throughput"), of(rows, "HELIOS, response time")
     right, spare = of(rows, "HELIOS, accuracy"), of(rows, "HELIOS, energy")
@@ -25,7 +42,7 @@ def add_gains(found: Findings, result: Mapping[str, Any], lines: Mapping[str, An
         f"{times[0]:.2f}x small, {times[1]:.2f}x large, loading included; by 1/TPOT "
         f"{decoding[0]:.2f}x, {decoding[1]:.2f}x",
         gain(1.48, times[0]) and gain(2.13, times[1]),
-        SMALL_MODELS,
+        reason,
     )
     found.add(
         "Figure 13c",
@@ -33,7 +50,12 @@ def add_gains(found: Findings, result: Mapping[str, Any], lines: Mapping[str, An
         "both occur",
         f"{fast['loads']} LD, {fast['switches']} SW",
         fast["loads"] > 0 and fast["switches"] > 0,
-        "One of our models is the faster one for every task, so that none is switched to.",
+        " and ".join(
+            f"no {what}"
+            for what, n in (("more layers", fast["loads"]), ("other model", fast["switches"]))
+            if not n
+        ).capitalize()
+        + f" in {fast['assessments']} evaluations of candidates.",
     )
     earliest = sum(own[0] for own in fast["exits"].values())
     found.add(
@@ -42,7 +64,7 @@ def add_gains(found: Findings, result: Mapping[str, Any], lines: Mapping[str, An
         "91 %",
         percent(earliest),
         earliest > 0.91 - NEAR,
-        SMALL_MODELS,
+        reason,
     )
     share = fast["exits"]["small"][0] / max(earliest, 1e-12)
     found.add(
@@ -51,7 +73,8 @@ def add_gains(found: Findings, result: Mapping[str, Any], lines: Mapping[str, An
         "77 %",
         percent(share),
         share > 0.77 - NEAR,
-        "Evaluations and switches give the larger model more of them.",
+        f"The larger model serves {percent(sum(fast['exits']['large']))} of all tokens, "
+        f"{fast['assessments']} evaluations of it among them.",
     )
     whole = sum(own[-1] for own in fast["exits"].values())
     least = min(small["exits"]["small"][-1], large["exits"]["large"][-1])
@@ -61,7 +84,7 @@ def add_gains(found: Findings, result: Mapping[str, Any], lines: Mapping[str, An
         "7.39 %, a third of either model alone",
         f"{percent(whole)}, {whole / max(least, 1e-12):.2f} of either model alone",
         whole < least / 2,
-        SMALL_MODELS,
+        reason,
     )
     work = [r["operations"] / fast["operations"] for r in (small, large)]
     found.add(
@@ -70,7 +93,7 @@ def add_gains(found: Findings, result: Mapping[str, Any], lines: Mapping[str, An
         "1.06x OPT-1.3B, 2.17x OPT-6.7B",
         f"{work[0]:.2f}x, {work[1]:.2f}x the operations",
         gain(1.06, work[0]) and gain(2.17, work[1]),
-        SMALL_MODELS,
+        reason,
     )
     off = fast["perplexity"] - small["perplexity"]
     found.add(
@@ -79,7 +102,7 @@ def add_gains(found: Findings, result: Mapping[str, Any], lines: Mapping[str, An
         "0.01 less",
         f"{off:+.2f} of {small['perplexity']:.2f}, by own probabilities",
         off < 0.05 * small["perplexity"],
-        "Tokens that leave below their threshold are those of which an exit is less sure.",
+        f"{percent(fast['below'])} of the tokens left below their threshold.",
     )
     _first_tokens(found, result, lines, small, large, first)
     found.add(
@@ -89,7 +112,7 @@ def add_gains(found: Findings, result: Mapping[str, Any], lines: Mapping[str, An
         f"{large['perplexity'] / small['perplexity']:.2f}x, by own probabilities; "
         f"HELIOS for accuracy {right['perplexity'] / small['perplexity']:.2f}x",
         large["perplexity"] < small["perplexity"],
-        SMALL_MODELS,
+        reason,
     )
     found.add(
         "Figure 16c",
@@ -98,7 +121,7 @@ def add_gains(found: Findings, result: Mapping[str, Any], lines: Mapping[str, An
         f"{right['switches']} switches; {percent(sum(right['exits']['large']))} of the tokens by "
         "the larger model",
         right["switches"] > 1,
-        SMALL_MODELS,
+        reason,
     )
     saved = small["operations"] / spare["operations"]
     found.add(
@@ -108,7 +131,7 @@ def add_gains(found: Findings, result: Mapping[str, Any], lines: Mapping[str, An
         f"{spare['operations'] / 1e9:.2f} billion operations of {small['operations'] / 1e9:.2f} "
         f"and {large['operations'] / 1e9:.2f}: {saved:.2f}x less than small",
         gain(1.10, saved),
-        SMALL_MODELS,
+        reason,
     )
     found.add(
         "Section 5.5",
@@ -116,7 +139,8 @@ def add_gains(found: Findings, result: Mapping[str, Any], lines: Mapping[str, An
         "58.3 %",
         percent(spare["partly_loaded"]),
         spare["partly_loaded"] > 0.583 - NEAR,
-        "Breaches bring the other layers, which stay until the next assessment.",
+        f"{spare['loads']} times breaches brought the other layers, which stay until the next of "
+        f"{spare['assessments']} assessments.",
     )
     saving = small["seconds"] - spare["seconds"]
     over = spare["loading"] / saving if saving > 0 else None
@@ -140,7 +164,7 @@ def _first_tokens(found, result, lines, small, large, first) -> None:
         "1.39x sooner than OPT-1.3B, 2.23x than OPT-6.7B",
         f"{times[0]:.2f}x small, {times[1]:.2f}x large, loading included",
         gain(1.39, times[0]) and gain(2.23, times[1]),
-        "Who comes while a candidate is loaded for its evaluation waits for it.",
+        f"{first['assessments']} evaluations and {first['loading']:.1f} s of loading are in it.",
     )
     found.add(
         "Section 5.3",
@@ -153,30 +177,38 @@ def _first_tokens(found, result, lines, small, large, first) -> None:
     tasks = result["order"]
     long = [i for i, task in enumerate(tasks) if task == "summarization"]
     ratio = lines["large only"].ttft / lines["HELIOS, response time"].ttft
-    most = float(ratio[long].max()) if long else None
+    at = int(ratio[long].argmax()) if long else 0
+    most = float(ratio[long[at]]) if long else None
     found.add(
         "Section 5.3",
         "For long prompts the gain over the larger model is largest.",
         "up to 30x (CNN/DailyMail, prompts 272 to 542)",
         "no long prompts" if most is None else f"up to {most:.1f}x (summarization)",
         None if most is None else most > 15,
-        "A prompt's pass has a fixed part, and our contexts end at 512 tokens: few layers of the "
-        "smaller model save at most what they are fewer.",
+        "no long prompts"
+        if most is None
+        else "At the largest gain "
+        f"{1e3 * lines['large only'].ttft[long[at]]:.0f} ms of the larger model are beside "
+        f"{1e3 * lines['HELIOS, response time'].ttft[long[at]]:.0f} ms.",
     )
 
 
 def add_table_5(found: Findings, result: Mapping[str, Any]) -> None:
-    rows = result["simulated"]
+    rows, reason = result["simulated"], by_thresholds(result)
     for name, theirs in paper.TABLE_5.items():
         row = of(rows, name)
         ours = [100 * s for model in paper.MODELS for s in row["exits"][model]]
+        (early, late, small), (least, most, theirs_small) = map(_split, (ours, theirs))
         found.add(
             "Table 5",
             f"Shares of tokens by exit: {name} (small is OPT-1.3B, large OPT-6.7B).",
             " / ".join(f"{v:g}" for v in theirs) + " %",
             " / ".join(f"{v:.1f}" for v in ours) + " %",
-            max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 100 * NEAR,
-            SMALL_MODELS,
+            early > least - 100 * NEAR
+            and late < most + 100 * NEAR
+            and abs(small - theirs_small) < 100 * NEAR,
+            f"{early:.1f} % by the first exits (theirs {least:.1f}), {late:.1f} % by all layers "
+            f"({most:.1f}), {small:.1f} % by the small model ({theirs_small:.1f}).",
         )
     get = lambda name: of(rows, f"HELIOS, {name}")["exits"]
     energy, static = (
@@ -193,16 +225,18 @@ def add_table_5(found: Findings, result: Mapping[str, Any]) -> None:
         f"{percent(energy['small'][-1])} and {percent(energy['large'][-1])}, alone "
         f"{percent(static[0])} and {percent(static[1])}",
         energy["small"][-1] + energy["large"][-1] < max(static),
-        SMALL_MODELS,
+        reason,
     )
     late = [sum(get(name)["large"]) for name in ("response time", "throughput")]
+    ttft = [1e3 * of(rows, f"{name} only")["ttft"]["mean"] for name in paper.MODELS]
     found.add(
         "Section 5.6",
         "For response time the larger model serves more.",
         "49.6 % of the tokens, for throughput 21.7 %",
         f"{percent(late[0])}, {percent(late[1])}",
         late[0] > late[1],
-        "A few layers of the smaller model bring the first token soonest here.",
+        f"Alone the smaller model's first token takes {ttft[0]:.0f} ms, the larger one's "
+        f"{ttft[1]:.0f} ms.",
     )
     first = [get(name)["large"][0] for name in ("accuracy", "energy")]
     found.add(
@@ -216,7 +250,14 @@ def add_table_5(found: Findings, result: Mapping[str, Any]) -> None:
     )
 
 
-def add_sensitivity(found: Findings, over: Mapping[str, Sequence[dict]]) -> None:
+def _split(shares: Sequence[float]) -> tuple[float, float, float]:
+    """Of the shares of a row of Table 5: by first exits, by all layers, by the small model."""
+    half = len(shares) // 2
+    return shares[0] + shares[half], shares[half - 1] + shares[-1], sum(shares[:half])
+
+
+def add_sensitivity(found: Findings, result: Mapping[str, Any]) -> None:
+    over = result["figure_17"]
     by = {r["value"]: r["throughput"] for r in over["interval"]}
     told = ", ".join(f"{n}: {v:.0f}" for n, v in by.items())
     found.add(
@@ -225,7 +266,7 @@ def add_sensitivity(found: Findings, over: Mapping[str, Sequence[dict]]) -> None
         "lower from an RI of 200 on",
         f"tokens/s by RI: {told}",
         max(by[n] for n in by if n >= 200) < max(by[n] for n in by if n < 200),
-        "Evaluations cost more than adapting brings.",
+        f"It is highest at an RI of {max(by, key=by.get)}.",
     )
     rows = over["early"]
     best = [max(r["static"].values()) for r in rows]
@@ -240,7 +281,7 @@ def add_sensitivity(found: Findings, over: Mapping[str, Sequence[dict]]) -> None
         "falls",
         f"tokens/s by threshold: {told}",
         falls[0] > falls[-1],
-        SMALL_MODELS,
+        by_thresholds(result),
     )
     found.add(
         "Figure 17b",
@@ -248,6 +289,10 @@ def add_sensitivity(found: Findings, over: Mapping[str, Sequence[dict]]) -> None
         "always",
         f"tokens/s by threshold: {told}",
         all(r["throughput"] > b for r, b in zip(rows, best, strict=True)),
-        "Where few tokens leave early, evaluations of the larger model cost more than partial "
-        "loading brings.",
+        "; ".join(
+            f"at {r['thresholds']['small']:.3f} it has {r['throughput'] / b:.2f} times the "
+            f"throughput of the better one alone, with {r['assessments']} evaluations"
+            for r, b in zip(rows, best, strict=True)
+            if r["throughput"] <= b
+        ).capitalize(),
     )

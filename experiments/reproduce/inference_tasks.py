@@ -94,7 +94,8 @@ def scored(
       speed: (traces of exits, threshold) -> times the full model's, simulated by engine.
 
     Returns:
-      Rows with the threshold, the mean score with its 95 % interval, and the simulated speeds.
+      Rows with the threshold, the mean score with its 95 % interval, the mean `change` of a
+      record's score from that at the first threshold with its interval, and the simulated speeds.
     """
     from eejax.analysis.intervals import mean_interval
     from eejax.inference import Generator
@@ -103,18 +104,20 @@ def scored(
     generator = Generator.make(model.params, model.config, "recompute")
     rows: dict[str, list[dict]] = {}
     for name, task in TASKS.items():
-        rows[name] = []
+        rows[name], first = [], None
         for threshold in thresholds:
             values, traces = [], []
             for ids, exits, references in _answers(generator, found[name], threshold):
                 answer = model.tokenizer.decode(ids).split("\n")[0].strip()
                 values.append(max(measure[task.metric](answer, one) for one in references))
                 traces.append(exits)
-            interval = mean_interval(np.array(values))
+            each = np.array(values)
+            first = each if first is None else first
             rows[name].append(
                 {
                     "threshold": threshold,
-                    "score": interval._asdict(),
+                    "score": mean_interval(each)._asdict(),
+                    "change": mean_interval(each - first)._asdict(),
                     "speed": speed(traces, threshold),
                 }
             )

@@ -24,7 +24,7 @@ input embedding reaches is fitted to one difference, what optimization 2 saves t
 
 In the cool-down the released code computes an exit before it waits for the gradient from the next
 stage, as Remark A.2 proposes; the paper says that its implementation does not. Rows with
-optimization 1 are given for both orders, and compared in the first: deferring alone saves no time.
+optimization 1 are judged by both orders, and by the 7B model's, to which no difference is fitted.
 
 Findings about each claim are printed and are part of the summary. Leaves results.json, fig3.png,
 fig4.png, fig7.png and fig9.png in --workdir.

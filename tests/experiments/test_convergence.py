@@ -196,8 +196,24 @@ def test_within_two_percent(ratio, holds):
     rows = convergence.compare(runs)
     assert [c["holds"] for c in convergence.judge(rows)] == [True, True, holds]
     found = convergence.findings(rows)
-    close = [f for f in found if "close to the standard" in f["claim"]]
-    assert [f["verdict"] for f in close] == ["holds" if holds else "does not hold"]
+    verdicts = {f["key"]: f["verdict"] for f in found}
+    assert verdicts["figure-6-final"] == ("holds" if holds else "does not hold")
+    assert verdicts["figure-6"] == "holds"
+
+
+def test_pace_is_the_share_of_the_fall_that_is_done():
+    straight, late = np.array([[9.0, 7, 5, 3, 1]]), np.array([[3.0, 3, 3, 2, 1]])
+    assert convergence.pace(straight, straight / 2 + 7) == 0  # of half the height, from above
+    # 50 % of the fall lie behind the straight one where the other has not begun.
+    assert convergence.pace(straight, late) == pytest.approx(0.5)
+    assert convergence.pace(straight, late[:, ::-1]) is None
+    rows = convergence.compare({
+        "standard_tied": [losses(straight[0], final=1.0)],
+        "fig6_tied": [losses(late[0], exit_2=1.1, final=1.0)],
+    })  # fmt: skip
+    (first, *_) = convergence.findings(rows)
+    assert (first["key"], first["verdict"]) == ("figure-6", "does not hold")
+    assert "exit_2 50.0, final 50.0" in first["ours"]
 
 
 def test_a_curve_that_rises_and_an_early_exit_that_is_better_are_named():

@@ -238,6 +238,7 @@ def test_evidence_worked_by_hand():
     (row,) = evidence.complementary(trace, along, limits | {"large": 0.5})
     assert row["writer_early"] == 0.5 and row["either"] == 0.75
     assert row["past_first"] == [0.5, 0.5] and row["first"] == [0.5, 0.5]
+    assert row["last"] == row["past_first"]
     # Of three exits, the middle one is past the first, too: leaves are 0, 1 and 0, 2.
     sure = np.array([[[0.9, 1, 1], [0.2, 0.9, 1]], [[0.8, 1, 1], [0.2, 0.3, 1]]], np.float32)
     tokens = np.repeat(small.tokens[..., -1:], 3, -1)
@@ -247,6 +248,8 @@ def test_evidence_worked_by_hand():
         dataclasses.replace(trace, models=models), along, limits | {"large": 0.25}
     )
     assert row["writer_early"] == 0.75 and row["past_first"] == [0.5, 0.5]
+    # The last token of the second text alone takes all three: 0.3, by the other's first exit.
+    assert row["last"] == [1.0, 0.0]
     for share, leave in ((0.25, 1), (0.5, 2), (1.0, 4)):
         threshold = evidence.threshold_for(small, share)
         assert (small.leaves(threshold)[0] == 0).sum() == leave

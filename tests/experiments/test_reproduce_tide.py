@@ -135,7 +135,7 @@ def summary():
     ratio = lambda middle: {"ratio": middle, "low": middle - 0.02, "high": middle + 0.02}
     speed = {"threshold": 0.5, "full_tokens_per_s": 100.0, "tokens_per_s": 110.0, "others": 0}
     near = {"nearer_than": {"0.95": 0.1, "0.9": 0.2}, "near": 0.01}
-    problem = {"rate": 0.0, "unique": 20, "correct": False, "by_exit": {}}
+    problem = {"rate": 0.0, "unique": 20, "correct": False, "by_exit": {}, "text": "a pear"}
     return {
         "layers": 12,
         "every": 4,
@@ -175,3 +175,4 @@ def test_a_finding_for_every_claim_follows_the_numbers():
     assert verdict({"throughput": slow}, "Table 4") == ["holds"] * 2 + ["does not hold"] * 2
     assert verdict({"layers": 13}, "Section 3.3") == ["does not hold"]
     assert set(verdict({}, "Table 5")) == {"not at this scale"}
+    assert all("'a pear'" in f["why"] for f in found if f["place"] == "Table 5")
