@@ -194,6 +194,18 @@ CLAIMS = (
         "2 times or more in many cases",
     ),
     Claim(
+        "figure-8-order",
+        "Figure 8",
+        "The speedup of each curve increases as the threshold falls.",
+        "from left to right",
+    ),
+    Claim(
+        "similar-methods",
+        "Section 5.2",
+        "The pipeline-based method and KV recomputation perform similarly (Appendix B.1).",
+        "similarly",
+    ),
+    Claim(
         "threshold-1",
         "Section 5.2, footnote 2",
         "At threshold 1 exits are off and latency is that of the standard model.",

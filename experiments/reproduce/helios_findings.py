@@ -34,6 +34,8 @@ def findings(result: Mapping[str, Any], lines: Mapping[str, Any], scale: str) ->
     served.add_table_5(found, result)
     served.add_sensitivity(found, result)
     _settings(found, result)
+    _gains_of_exits(found, result)
+    _evaluations(found, result, lines)
     for place, claim, theirs in paper.NOT_RUN:
         found.add(
             place,
@@ -308,4 +310,63 @@ def _settings(found: Findings, result: Mapping[str, Any]) -> None:
         "exit below their threshold",
         None,
         "The simulation serves one request at a time: no token can wait for another.",
+    )
+
+
+def _gains_of_exits(found: Findings, result: Mapping[str, Any]) -> None:
+    """Each model alone, with and without early exits."""
+    told, right = [], []
+    for name in paper.MODELS:
+        own, none = (of(result["simulated"], f"{name}{x}") for x in (" only", ", no early exits"))
+        faster, sooner = own["throughput"] / none["throughput"], own["latency"] / none["latency"]
+        told.append(
+            f"{name}: {faster:.2f}x the throughput, {sooner:.2f}x the latency, "
+            f"{percent(own['agreement'])} of the tokens as without exits"
+        )
+        right.append(faster > 1 > sooner and own["agreement"] >= 1 - NEAR)
+    found.add(
+        "Section 2.3",
+        "Early exits improve throughput and latency without less accuracy.",
+        "1.47x the latency for 1 % more of HellaSwag",
+        "; ".join(told) + f"; {FITTED}",
+        all(right),
+        f"{'; '.join(told)}: a speed is no better, or more than {NEAR:.0%} of the tokens are "
+        "others.",
+    )
+
+
+def _evaluations(found: Findings, result: Mapping[str, Any], lines: Mapping[str, Any]) -> None:
+    """Answers to the prompts of evaluations, and the switch back."""
+    name = "HELIOS, throughput"
+    row, line = of(result["simulated"], name), lines[name]
+    each = result["defaults"]["prompts"]
+    during = sorted({i for a in line.assessments for i in range(a, a + each)})
+    during = [i for i in during if i < len(line.ttft)]
+    others = [i for i in range(len(line.ttft)) if i not in set(during)]
+    later = line.ttft[during].mean() / line.ttft[others].mean() if during and others else None
+    found.add(
+        "Section 3.4",
+        "Tokens of evaluations are kept, and the first token is no later for them.",
+        "not impacted",
+        f"{row['answered']} of {result['prompts']} prompts are answered, "
+        + (
+            "and none is of an evaluation"
+            if later is None
+            else f"the first token {later:.2f} times as late in the {len(during)} prompts behind "
+            "the begin of an evaluation"
+        ),
+        None if later is None else row["answered"] == result["prompts"] and later < 1.1,
+        "no prompt is of an evaluation, or all are"
+        if later is None
+        else f"Of {row['seconds']:.1f} s {row['loading']:.1f} s go by with loading models.",
+    )
+    right = of(result["simulated"], "HELIOS, accuracy")
+    found.add(
+        "Section 5.4",
+        "HELIOS reverts to OPT-1.3B where it is as accurate and takes less energy.",
+        "mark 2 of Figure 16(c)",
+        f"{right['switches']} switches in {right['assessments']} evaluations; "
+        f"{percent(sum(right['exits']['small']))} of the tokens by the small model",
+        right["switches"] > 1,
+        f"{right['switches']} switches are too few to go and come back.",
     )

@@ -167,6 +167,7 @@ def row(name: str, simulated, timeline: Timeline, world: World) -> dict:
         "operations": simulated.flops * world.trace.new,
         "bytes": simulated.memory,
         "exits": {m: [n / total for n in own] for m, own in simulated.exits.items()},
+        "answered": int((simulated.tokens > 0).sum()),
         "partly_loaded": float(1 - timeline.whole.mean()),
         "loading": sum(e.seconds for e in events),
         "seconds": simulated.seconds,

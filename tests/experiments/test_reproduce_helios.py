@@ -34,7 +34,8 @@ PLACES = {
     *(f"Figure {n}" for n in (2, 5, "6a", "6b", 7, 8, 9, "11a", "11b", 12, 13, "13c", 14, 15)),
     *("Figure 16", "Figure 16c", "Figure 17a", "Figure 17b", "Figures 1 and 10, Algorithm 1"),
     *("Figures 3 and 4", "Sections 3.3.1 to 3.4.2", "Section 4.1", "Section 4.3", "Section 5.1"),
-    *("Section 5.2", "Section 5.3", "Section 5.5", "Section 5.6", "Section 6"),
+    *("Section 5.2", "Section 5.3", "Section 5.4", "Section 5.5", "Section 5.6", "Section 6"),
+    *("Section 2.3", "Section 3.4"),
 }
 """Everything of the paper that has a number or is drawn."""
 
@@ -103,7 +104,7 @@ def test_it_leaves_a_finding_for_every_claim(left):
 def verdicts(result, place):
     """Verdicts of a place's claims, from numbers that may have been changed."""
     lines = {
-        name: types.SimpleNamespace(ttft=np.array(line["ttft"]))
+        name: types.SimpleNamespace(ttft=np.array(line["ttft"]), assessments=line["assessments"])
         for name, line in result["timelines"].items()
     }
     found = helios_findings.findings(result, lines, "a test's")
@@ -137,6 +138,20 @@ def test_a_claim_that_does_not_hold_is_said_to_fail(left):
             row.update(shares=shares) for row in result["figure_7"]
         ]
         assert changed("Figure 11a", change) == [verdict]
+    # More by first exits than in the paper is no fault, fewer are.
+    for exits, verdict in (((0.95, 0.0, 0.05), HOLDS), ((0.6, 0.05, 0.35), FAILS)):
+        change = lambda _, rows, exits=exits: rows["small only"]["exits"].update(small=exits)
+        assert changed("Table 5", change)[0] == verdict
+    # Of tokens that take all layers, those that leave the other model early by any exit count.
+    for last, verdict in (((0.1, 0.5, 0.4), HOLDS), ((0.4, 0.0, 0.6), FAILS)):
+        change = lambda result, _, last=last: [row.update(last=last) for row in result["figure_9"]]
+        assert changed("Figure 9", change) == [verdict]
+    for answered, verdict in ((24, HOLDS), (23, FAILS)):
+        change = lambda result, rows, answered=answered: (
+            rows["HELIOS, throughput"].update(answered=answered),
+            result["timelines"]["HELIOS, throughput"].update(ttft=[0.1] * 24, assessments=[0]),
+        )
+        assert changed("Section 3.4", change) == [verdict]
     change = lambda result, _: [row.update(unchanged=[0.9] * 10) for row in result["figure_8"]]
     assert changed("Figure 8", change) == [HOLDS]
     change = lambda result, _: result["table_2"][0].update(layers=25)
