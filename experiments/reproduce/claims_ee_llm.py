@@ -145,6 +145,20 @@ CLAIMS = (
         "settings of all experiments",
     ),
     Claim(
+        "exit-settings",
+        "Section 5.1",
+        "The 1.3B model is tied, with exits at 1/4 and 1/2 of weights 1/4 and 1/2; the 7B model is "
+        "untied, of weights 0.1 and 0.2; no exit has a norm.",
+        "settings of Figure 6",
+    ),
+    Claim(
+        "hardware",
+        "Section 5.1",
+        "Models of 1.3B to 30B train on 64 A100-80GB, on a subset of Data-Juicer's data.",
+        "300 and 150 billion tokens for 1.3B and 7B",
+        cannot="needs these GPUs and data; the configurations are tested, not run",
+    ),
+    Claim(
         "figure-6",
         "Figure 6",
         "Training losses of all exits and of the standard model fall at a similar pace.",
@@ -244,6 +258,34 @@ CLAIMS = (
         "Appendix A.2",
         "Exits cost less at the beginning of a stage than at the end of the one before.",
         "rule of thumb",
+    ),
+    Claim(
+        "rule-few-exits",
+        "Appendix A.2",
+        "Many exits, such as one for each layer, cost more in training and inference than they "
+        "gain.",
+        "excessive overhead, marginal gain",
+    ),
+    Claim(
+        "rule-same-matrix",
+        "Appendix A.2",
+        "Exits of one stage may read one output matrix, and those of the first or last stage its "
+        "own one, which saves memory.",
+        "rule of thumb",
+    ),
+    Claim(
+        "remark-a3",
+        "Remark A.3",
+        "Larger exits and several of them on a stage cost more in training, and may in inference.",
+        "a higher overhead",
+    ),
+    Claim(
+        "larger-exits",
+        "Remark A.3, footnote 4",
+        "Whether larger or more exits speed inference up or slow it down has no clear answer.",
+        "no clear correlation",
+        cannot="needs a model trained with each kind and number of exits until its exits are sure "
+        "of tokens",
     ),
     Claim(
         "figure-9",
@@ -368,6 +410,18 @@ CLAIMS = (
         "up to the last stage with an exit",
     ),
     Claim(
+        "part-1-memory",
+        "Appendix C.2",
+        "Microbatches in part 1 take memory for activations in early stages.",
+        "remark (1)",
+    ),
+    Claim(
+        "untied-filling",
+        "Appendix C.2",
+        "With parameters tied across stages gradients of partial passes might harm training.",
+        "remark (1), in theory",
+    ),
+    Claim(
         "without-exits",
         "Appendix C.2",
         "Part 2 applies to models without early exits too.",
@@ -421,6 +475,22 @@ CLAIMS = (
         "Appendix F",
         "Copying the state of the exit to later layers deviates from the full model's keys.",
         "can harm the output",
+    ),
+    Claim(
+        "skip-decode",
+        "Appendix F",
+        "Exits that are set for each token beforehand (SkipDecode) leave no keys missing, and are "
+        "not chosen by token.",
+        "the ability to adapt is lost",
+        cannot="eejax has no engine whose exits are set beforehand: all choose token by token",
+    ),
+    Claim(
+        "contrastive",
+        "Appendix F",
+        "Early exits improve the outputs of the final one, and help to interpret layers.",
+        "named as other uses",
+        cannot="the paper only names it; better texts by contrast need a model that writes well, "
+        "of billions of parameters",
     ),
     Claim(
         "drafts",

@@ -6,8 +6,9 @@
 What needs no scale: gradients on pipeline stages beside autodiff of the whole loss (EE-LLM,
 Proposition 3.1), filled iterations over draws of text (Claim C.1), times and memory of schedules
 beside the closed forms (Appendix A.3, C.2), tokens of all inference methods beside each other
-(Section 4), routers and kernels beside float64 (TIDE, Section 3). Needs four devices, which may be
-fake ones as above; kernels run in Triton's interpreter. About 8 minutes on 2 cores.
+(Section 4), routers and kernels beside float64 (TIDE, Section 3), reassessments (HELIOS,
+Section 3.4.2). Needs four devices, which may be fake ones as above; kernels run in Triton's
+interpreter. About 8 minutes on 2 cores.
 
 With --json the last line is one JSON object; its `findings` are what `experiments.reproduce.all`
 puts on the page.
@@ -36,6 +37,7 @@ def main() -> None:
 
     from eejax.common.errors import require_one_of
     from experiments.reproduce import (
+        mechanisms_helios,
         mechanisms_inference,
         mechanisms_routers,
         mechanisms_schedules,
@@ -47,6 +49,7 @@ def main() -> None:
         "training": mechanisms_training,
         "inference": mechanisms_inference,
         "routers": mechanisms_routers,
+        "helios": mechanisms_helios,
     }
     for name in _PARTS.value or ():
         require_one_of("--parts", name, tuple(parts))

@@ -16,7 +16,33 @@ ROUNDING = {"float32": 2.0**-18, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 def findings() -> list[Finding]:
     """Every finding about routers and kernels."""
-    return [*routers(), *calibration(), *selection(), *kernels()]
+    return [*routers(), *calibration(), *selection(), *kernels(), *library()]
+
+
+def library() -> Iterator[Finding]:
+    """Which modules of eejax import transformers."""
+    import ast
+    import pathlib
+
+    import eejax
+
+    files = sorted(pathlib.Path(eejax.__file__).parent.rglob("*.py"))
+    found = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(name.split(".")[0] == "transformers" for name in names):
+                found.add(str(file.relative_to(pathlib.Path(eejax.__file__).parent)))
+    generating = [f for f in found if not f.startswith("checkpoint/hf/")]
+    yield judged(
+        "any-transformers",
+        not generating,
+        f"of {len(files)} modules {', '.join(sorted(found)) or 'none'} imports transformers, to "
+        "compare a checkpoint with it; none that generates does",
+        f"{', '.join(generating)} needs it to generate",
+        "eejax's own source",
+    )
 
 
 def judged(key: str, holds: bool | None, ours: str, why: str, scale: str = SCALE) -> Finding:
@@ -99,27 +125,36 @@ def calibration() -> Iterator[Finding]:
     states = collect(value, config, [{"tokens": tokens, "labels": tokens}], tokens.size)
     at = [e.boundary for e in config.exits] + [config.n_layers]
     hs = [np.asarray(h, np.float64) for h in _boundary_states(transformer, value, config, tokens)]
-    final = hs[-1].reshape(-1, config.d_model)
-    cosines = []
-    for h in hs[:-1]:
-        h = h.reshape(final.shape)
-        lengths = np.linalg.norm(h, axis=1) * np.linalg.norm(final, axis=1)
-        cosines.append((h * final).sum(1) / lengths)
-    want = np.stack(cosines)
-    bound = float(np.quantile(want, 0.6))
-    got = labels(states, RouterOptions(label="cosine", bound=bound))
-    clear = np.abs(want - bound) > 1e-5
-    right = (got == (want >= bound))[clear].mean()
+    hs = np.stack([h.reshape(-1, config.d_model) for h in hs])
+    scales = np.asarray(value["final"]["norm"]["scale"], np.float64)
+    normed = hs / np.sqrt((hs * hs).mean(-1, keepdims=True) + config.norm_eps) * scales
+    right = {}
+    for kind, own in (("raw states", hs), ("states under the final norm", normed)):
+        want = _cosines(own)
+        bound = float(np.quantile(want, 0.6))
+        got = labels(states, RouterOptions(label="cosine", bound=bound))
+        clear = np.abs(want - bound) > 1e-5
+        right[kind] = float((got == (want >= bound))[clear].mean())
+    told = ", ".join(f"{share:.1%} of {kind}" for kind, share in right.items())
+    raw, under = right.values()
     default = labels(states, RouterOptions(label="cosine")).mean()
     yield judged(
         "eq-1",
-        right == 1 and len(at) == len(hs),
-        f"{right:.1%} of {clear.sum()} labels are those of float64 cosines of raw states at a tau "
-        f"of {bound:.2f}; at the default of 0.98 {default:.0%} have converged in this untrained "
-        "model, whose final norm has scales other than 1",
+        raw == 1 and len(at) == len(hs),
+        f"labels that are those of float64 cosines: {told}, {want.size} tokens each and the tau "
+        f"that 40 % of them reach; at the default of 0.98 {default:.0%} have converged in this "
+        "untrained model, whose final norm has scales other than 1",
         "ours are cosines under the final norm, the paper's of raw states: with scales other than "
-        "1 they differ for some tokens",
+        "1 they differ for some tokens"
+        if under == 1
+        else "labels differ from the cosines under the norm too, which is a fault of ours",
     )
+
+
+def _cosines(states: np.ndarray) -> np.ndarray:
+    """[e, n] of each state of [e + 1, n, d] and the last one."""
+    unit = states / np.linalg.norm(states, axis=-1, keepdims=True)
+    return (unit[:-1] * unit[-1]).sum(-1)
 
 
 def _boundary_states(transformer, value, config, tokens):
@@ -221,6 +256,7 @@ def kernels() -> Iterator[Finding]:
         "a kernel differs from its reference by more than rounding",
         scale,
     )
+    yield from precision(scale)
     yield judged(
         "gpus",
         None,
@@ -229,6 +265,78 @@ def kernels() -> Iterator[Finding]:
         "no GPU is here, let alone each generation from V100 to Blackwell",
         scale,
     )
+
+
+def precision(scale: str) -> Iterator[Finding]:
+    """Sums in float32 under bfloat16 states, weights of routers, and what runs without a GPU."""
+    import jax
+    import jax.numpy as jnp
+
+    from eejax.kernels.norm_router.api import norm_router
+    from eejax.kernels.norms import NormOptions
+    from eejax.models import params
+
+    rng = np.random.default_rng(5)
+    n, d, r, options = 16, 512, 16, NormOptions()
+    half = lambda a: np.asarray(a, jnp.bfloat16)
+    x, scales = half(rng.normal(size=(n, d))), np.ones(d, np.float32)
+    down = rng.normal(0, d**-0.5, (d, r)).astype(np.float32)
+    up = rng.normal(size=r).astype(np.float32)
+    args = (x, scales, None, down, up, np.float32(0.1), np.full(n, 0.5, np.float32))
+    run = lambda how: np.asarray(
+        norm_router(*map(_array, args), options=options, implementation=how).confidence, np.float64
+    )
+    got = run("interpreter")
+    wide = np.asarray(x, np.float64)
+    h = half(wide / np.sqrt((wide * wide).mean(1, keepdims=True) + options.eps))
+    gate = lambda z, up: 1 / (1 + np.exp(-((z / (1 + np.exp(-z))) @ up + 0.1)))
+    exact = np.asarray(h, np.float64) @ np.asarray(half(down), np.float64)
+    want = gate(exact, np.asarray(half(up), np.float64))
+    narrow = half(np.zeros((n, r)))
+    for j in range(d):
+        narrow = half(narrow + half(h[:, j : j + 1] * half(down)[j]))
+    errors = [
+        float(np.abs(a - want).max())
+        for a in (got, gate(np.asarray(narrow, np.float64), np.asarray(half(up), np.float64)))
+    ]
+    yield judged(
+        "float32-sums",
+        errors[0] < errors[1] / 10,
+        f"bfloat16 states of width {d}: {errors[0]:.1e} from float64 at most, {errors[1]:.1e} with "
+        "sums in bfloat16",
+        "the kernel is no nearer to float64 than sums in bfloat16 are",
+        scale,
+    )
+    unrounded = gate(np.asarray(h, np.float64) @ down.astype(np.float64), up.astype(np.float64))
+    off = float(np.abs(got - unrounded).max())
+    kept = params.init(model(dtype="bfloat16"), jax.random.key(0))
+    dtypes = {str(a.dtype) for a in _arrays(kept, model(dtype="bfloat16")).values()}
+    yield judged(
+        "router-weights",
+        dtypes == {"float32"} and off <= errors[0],
+        f"kept in {', '.join(sorted(dtypes))}; with bfloat16 states a confidence is within "
+        f"{errors[0]:.1e} of that by weights in bfloat16, and within {off:.1e} of that by weights "
+        "in float32",
+        "products are in the type of the states, to which weights are rounded as in training"
+        if dtypes == {"float32"}
+        else "weights are kept in another type",
+        scale,
+    )
+    same = bool((run(None) == run("reference")).all())
+    yield judged(
+        "no-compiler",
+        same,
+        f"on a {jax.devices()[0].device_kind} without a GPU `norm_router` gives "
+        + ("the bits of its definition in XLA's operations" if same else "other values"),
+        "the definition is not what runs",
+        "no kernel",
+    )
+
+
+def _array(value):
+    import jax.numpy as jnp
+
+    return None if value is None else jnp.asarray(value)
 
 
 def _some(specs, each: int = 2):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from experiments.reproduce import ee_llm_formulas
 from experiments.reproduce.catalogue import finding
 from experiments.reproduce.claims import Finding
 
@@ -18,7 +19,7 @@ STATE_BYTES, LAYER_BYTES, LOGIT_BYTES = 18, 34, 4  # Megatron-LM's, per paramete
 
 def findings() -> list[Finding]:
     """Every finding about schedules."""
-    return [*overheads(), *memory(), *formulas(), *filling()]
+    return [*overheads(), *memory(), *formulas(), *filling(), *exits_of_choice()]
 
 
 def judged(key: str, holds: bool | None, ours: str, why: str, scale: str = SCALE) -> Finding:
@@ -170,12 +171,57 @@ def formulas() -> Iterator[Finding]:
         "whose last stage is the slowest",
         "the formula misses the simulated time",
     )
+    equal = sum(simulated_memory(rng) for _ in range(DRAWN))
+    yield judged(
+        "eq-4-6",
+        equal == DRAWN,
+        f"in {equal} of {DRAWN} settings the most bytes at a time, operation by operation of the "
+        "simulated schedule, are the formula's on every stage",
+        "the operations hold another number of bytes",
+    )
+
+
+def simulated_memory(rng: np.random.Generator) -> bool:
+    """Whether the operations of a schedule at random hold the bytes of Eq. 4 to 6 at most."""
+    from eejax.pipeline.async_1f1b import EXIT_BACKWARD, EXIT_FORWARD, async_1f1b
+    from eejax.pipeline.costs import Size
+    from eejax.pipeline.schedule import BACKWARD, FORWARD
+    from eejax.pipeline.simulate import Work, stage_costs
+
+    p = int(rng.integers(2, 7))
+    m = int(rng.integers(p, 20))  # the formula has no fewer microbatches than stages
+    n = rng.integers(0, 3, p).tolist()
+    work = lambda: Work(*rng.uniform(0.1, 2, 2))
+    costs = stage_costs((1,) * p, n, layer=work(), exit=work(), final=work(), embedding=work())
+    of = {part: Size(*rng.integers(0, 99, 2).tolist()) for part in ("IN", "BB", "EE", "FE")}
+    last = lambda i: i == p - 1
+    layers = [of["BB"].kept + (i == 0) * of["IN"].kept for i in range(p)]
+    exits = [n[i] * of["EE"].kept + last(i) * of["FE"].kept for i in range(p)]
+    kept = {FORWARD: layers, BACKWARD: layers, EXIT_FORWARD: exits, EXIT_BACKWARD: exits}
+    most = np.zeros(p)
+    for i in range(p):
+        changes = [
+            (op.begin, 1, kept[op.kind][i])
+            if op.kind in (FORWARD, EXIT_FORWARD)
+            else (op.end, -1, kept[op.kind][i])
+            for op in async_1f1b(costs, m).ops
+            if op.stage == i
+        ]
+        now = 0
+        for _, sign, nbytes in sorted(changes):  # what is freed makes room for what begins
+            now += sign * nbytes
+            most[i] = max(most[i], now)
+        state = of["BB"].state + (i == 0) * of["IN"].state
+        most[i] += state + n[i] * of["EE"].state + last(i) * of["FE"].state
+    return np.array_equal(most, ee_llm_formulas.stage_memory(p, n, of))
 
 
 def filling() -> Iterator[Finding]:
     """Appendix C.2 and Figure 12 in our lockstep table."""
+    from eejax.pipeline.async_1f1b import most_kept
+    from eejax.pipeline.schedule import BACKWARD, FORWARD
     from eejax.pipeline.schedule_fill import filled, filled_to, most_inserted
-    from eejax.pipeline.simulate import Work, stage_costs
+    from eejax.pipeline.simulate import Work, simulate, stage_costs
 
     equal = lambda p, ratio: stage_costs((1,) * p, layer=Work(1.0, ratio))
     rows, ways_right, stops_right, ways_seen = [], True, True, 0
@@ -228,6 +274,24 @@ def filling() -> Iterator[Finding]:
         f"{less.inserted} of 16 partial: {1 - less.time / base.time:.1%} less time",
         "partial passes save no time",
     )
+    most = {
+        part1: most_kept(
+            simulate(
+                filled(costs, 16, part1=part1, part2=0, inner_stages=range(p)).schedule, costs
+            ),
+            FORWARD,
+            BACKWARD,
+        )
+        for p, costs in ((STAGES, equal(STAGES, 2.0)),)
+        for part1 in (0, 2)
+    }
+    yield judged(
+        "part-1-memory",
+        most[2][0] > most[0][0],
+        f"microbatches whose activations a stage holds at most: {most[0].tolist()} without, "
+        f"{most[2].tolist()} with 2 in part 1",
+        "the first stage holds no more",
+    )
     counts = [filled(equal(8, r), 32, inner_stages=range(8)).inserted for r in (0.5, 1.0, 2.0, 3.0)]
     yield judged(
         "automatic",
@@ -244,3 +308,76 @@ def filling() -> Iterator[Finding]:
         "in part 2",
         "the ways are others",
     )
+
+
+def exits_of_choice() -> Iterator[Finding]:
+    """Appendix A.2's rules of thumb and Remark A.3, for the 7B model, by counted operations."""
+    plain = {"norm": False}
+    two, every = (overhead_7b(plain, at) for at in ((8, 16), range(1, 32)))
+    yield judged(
+        "rule-few-exits",
+        every[0] > 0.1 > 0.01 > two[0],
+        f"7B, an exit after each layer: {every[0]:+.1%} of an iteration and {every[1]:+.0%} of a "
+        f"pass; two exits: {two[0]:+.2%} and {two[1]:+.0%}. The gain of more exits is not measured",
+        "exits after each layer cost little more than two",
+        f"{SCALE}, {STAGES} stages, 64 microbatches",
+    )
+    places = {"on one stage": (10, 12), "on the first stage": (4,), "on the last stage": (28,)}
+    reused = {"on one stage": "shared", "on the first stage": "tied", "on the last stage": "shared"}
+    gb = {
+        place: [states_7b(at, head) for head in ("own", reused[place])]
+        for place, at in places.items()
+    }
+    yield judged(
+        "rule-same-matrix",
+        all(own.sum() > one.sum() and (own >= one).all() for own, one in gb.values()),
+        "7B, GB of parameters and their state that are saved by reading a matrix that is there: "
+        + ", ".join(f"{place} {(own - one).max():.1f}" for place, (own, one) in gb.items()),
+        "a stage holds no less",
+        "counted parameters",
+    )
+    kinds = {"head alone": plain, "with norm": {}, "with MLP": {"mlp": True}}
+    kinds["with a layer"] = {"block": True}
+    more = [overhead_7b(kind, (8, 16))[1] for kind in kinds.values()]
+    several = [overhead_7b(plain, tuple(range(8, 8 + n)))[0] for n in (1, 2, 4)]
+    yield judged(
+        "remark-a3",
+        more == sorted(more) and more[0] < more[-1] and several == sorted(set(several)),
+        "7B, operations of a pass with two exits: "
+        + ", ".join(f"{name} {x:+.1%}" for name, x in zip(kinds, more, strict=True))
+        + "; an iteration with 1, 2 and 4 exits on the second stage: "
+        + ", ".join(f"{x:+.1%}" for x in several),
+        "larger exits or more of them cost no more",
+        f"{SCALE}, {STAGES} stages, 64 microbatches",
+    )
+
+
+def model_7b(exit_: dict, boundaries, head: str = "own"):
+    import importlib
+
+    from eejax.models.config import ModelConfig
+
+    values = importlib.import_module("configs.ee_llm_7b").get_config().model.to_dict()
+    exits = [exit_ | {"boundary": n, "head": head} for n in boundaries]
+    return ModelConfig.from_dict(values | {"exits": exits, "head": head})
+
+
+def overhead_7b(exit_: dict, boundaries) -> tuple[float, float]:
+    """What exits add: (share of an iteration's time, share of a pass's operations)."""
+    from eejax.pipeline.async_1f1b import async_1f1b
+    from eejax.pipeline.costs import model_costs
+
+    costs = model_costs(model_7b(exit_, boundaries), (8,) * STAGES, 2, 2048)
+    base = costs.without_exits
+    forward = lambda c: sum(w.forward for w in (*c.layers, *c.entry, *c.inner, c.final))
+    more = async_1f1b(costs, 64).time / async_1f1b(base, 64).time
+    return more - 1, forward(costs) / forward(base) - 1
+
+
+def states_7b(boundaries, head: str) -> np.ndarray:
+    """GB of parameters and their state on each stage."""
+    from eejax.pipeline.costs import model_sizes, peak_memory
+
+    model = model_7b({"norm": False}, boundaries, head)
+    sizes = model_sizes(model, (8,) * STAGES, state_bytes=STATE_BYTES)
+    return peak_memory(sizes, 1) / 1e9
