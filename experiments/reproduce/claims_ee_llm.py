@@ -214,6 +214,14 @@ CLAIMS = (
         "from left to right",
     ),
     Claim(
+        "figure-8-standard",
+        "Figure 8",
+        "Scores at threshold 1 are beside those of a standard 7B model that was trained alike.",
+        "dotted lines, without numbers",
+        cannot=CORPUS
+        + " of 7B models with and without exits; losses of small ones are in Figure 6",
+    ),
+    Claim(
         "similar-methods",
         "Section 5.2",
         "The pipeline-based method and KV recomputation perform similarly (Appendix B.1).",
@@ -420,6 +428,13 @@ CLAIMS = (
         "Appendix C.2",
         "With parameters tied across stages gradients of partial passes might harm training.",
         "remark (1), in theory",
+    ),
+    Claim(
+        "data-use",
+        "Appendix C.2",
+        "Partial passes use data less efficiently, which hardly matters in pre-training.",
+        "remark (3)",
+        cannot="the paper gives a judgment, without a measurement",
     ),
     Claim(
         "without-exits",

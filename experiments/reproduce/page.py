@@ -53,7 +53,7 @@ def page(collection: Collection, machine: str, failed: Mapping[str, str], day: s
         "scale of ours, and whether the claim holds of it. A claim about large models or GPUs is "
         "not judged on small ones: then the row says what is missing. Values that are simulated "
         "come from models of cost, not from a clock. A gain such as 1.48x holds if ours is at "
-        "least half of it (1.24x), and a share if it is within 10 points or above.",
+        "least half of it (1.24x), and a share if it is within 10 points, or better.",
         f"Made on {day or datetime.date.today().isoformat()}: {machine}. Of all rows: {told}.",
     ]
     for paper, entries in collection.entries.items():
