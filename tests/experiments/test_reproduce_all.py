@@ -243,6 +243,22 @@ def test_every_claim_is_spoken_of():
             assert known or c.repeats or c.cannot, (paper, c.place, c.text)
 
 
+def test_keys_that_reproductions_name_are_claims():
+    """Else a step would end with an error after all of its work."""
+    known = {claim.key for claims in CATALOGUE.values() for claim in claims}
+    named = {
+        (path.stem, node.args[0].value)
+        for path in steps.HERE.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("judged", "exact")
+        and isinstance(node.args[0], ast.Constant)
+    }
+    assert len(named) > 60
+    assert {key for _, key in named} <= known
+
+
 def test_the_written_page_has_every_claim(repo_root):
     path = repo_root / "docs" / "REPRODUCTION.md"
     if not path.exists():
