@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import re
+import tokenize
 import traceback
+from collections.abc import Iterable
 
 BEGIN = "from eejax.train.config.default_config()"
 _COMMA = re.compile(r"object is not (callable|subscriptable)|indices must be integers")
+_STARTS = (tokenize.ENCODING, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)  # of a statement
 _TYPE = re.compile(
     r"Could not override field '(\w+)'.*\. (.*) is of original type <class '([\w.]+)'> and cannot "
     r"be casted to type <class '(\w+)'>",
@@ -35,19 +37,41 @@ def located(error: BaseException, path: str) -> str | None:
     return _of_the_whole(" ".join(map(str, chain)), path)
 
 
-def of_field(error: str, path: str) -> str:
-    """An error that begins with the name of a field, with the line of the file that sets it.
+def with_line(error: str, path: str, overridden: Iterable[str] = ()) -> str:
+    """Add the line of the file that sets a field to an error that begins with the field's name.
 
-    The error stays as it is where not exactly one line has the name.
+    The error stays as it is unless exactly one line has the name, as a word of the code or as a
+    string of its own, and where the file is not to blame: it lacks the field, or the command line
+    overrides it.
+
+    Args:
+      error: the message, as `train.steps = 0: must be ...`.
+      path: the config file.
+      overridden: fields that the command line sets, as `train.steps`.
     """
-    name = re.match(r"(?:\w+\.)*([A-Za-z_]\w*) ?[=:]", error)
-    try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
+    found = re.match(r"(?:\w+\.)*([A-Za-z_]\w*) ?[=:](?! missing\b)", error)
+    if found is None or found[1] in {field.rpartition(".")[2] for field in overridden}:
         return error
-    word = re.compile(rf"\b{name[1]}\b") if name else None
-    found = [n for n, line in enumerate(lines, 1) if word and word.search(line.split("#")[0])]
-    return f"{path}, line {found[0]}: {error}" if len(found) == 1 else error
+    lines = _lines_with(found[1], path)
+    return f"{path}, line {lines.pop()}: {error}" if len(lines) == 1 else error
+
+
+def _lines_with(name: str, path: str) -> set[int]:
+    """Return the lines of a Python file with a token that is the name, or a string of it."""
+    try:
+        with open(path, "rb") as file:
+            tokens = list(tokenize.tokenize(file.readline))
+    except (OSError, SyntaxError, UnicodeDecodeError, tokenize.TokenError):
+        return set()
+    code = [t for t in tokens if t.type not in (tokenize.COMMENT, tokenize.NL)]
+    lines = set()
+    for before, token, after in zip(code, code[1:], code[2:], strict=False):
+        docstring = before.type in _STARTS and after.type == tokenize.NEWLINE
+        if token.type == tokenize.NAME and token.string == name:
+            lines.add(token.start[0])
+        elif token.type == tokenize.STRING and token.string[1:-1] == name and not docstring:
+            lines.add(token.start[0])
+    return lines
 
 
 def returns(path: str, kind: str) -> str:

@@ -44,7 +44,7 @@ def main() -> None:
     print(table(("parameters", "number", "share"), rows), end="\n\n")
     number = lambda n: f"{n:,}" if isinstance(n, int) else f"{n:.1%}" if n < 1 else f"{n:.3e}"
     print(table(("training", "number"), [(k, number(n)) for k, n in work.items()]), end="\n\n")
-    if work["their share"] > COSTLY and experiment.loss.exit_tokens == 1:
+    if work["share of early-exit heads"] > COSTLY and experiment.loss.exit_tokens == 1:
         print(
             "The heads of early exits are a large part of a step, as the vocabulary is large for "
             "this model.\n--config.loss.exit_tokens=0.25 takes their loss at a quarter of the "
@@ -87,7 +87,7 @@ def compute(experiment) -> dict[str, float]:
     return {
         "FLOPs per token": per_token,
         "heads of early exits": heads,
-        "their share": heads / per_token,
+        "share of early-exit heads": heads / per_token,
         "tokens per step": train.batch_size * length,
         "steps": train.steps,
         "tokens": tokens,

@@ -15,11 +15,13 @@ import time
 from collections.abc import Iterator
 
 STATUS = 128 + signal.SIGINT
-ANSWERS = 0.5  # seconds in which Python answers a signal, unless the main thread is inside C code
+# Seconds in which Python answers a signal, unless the main thread is inside C code, and in which a
+# wrapper may deliver the same Ctrl-C once more.
+ANSWERS = 0.5
 
 _line = "interrupted"
 _raises = False  # whether an interrupt unwinds the main thread; else it ends the process
-_answered = -float("inf")  # when Python's handler last ran
+_answered = -float("inf")  # when Python's handler last ran for an interrupt of its own
 _ending = threading.Lock()
 
 
@@ -45,8 +47,9 @@ def install() -> None:
 def unwinding(line: str) -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGINT inside of the block, so that what is open is closed.
 
-    A second SIGINT ends the process at once if Python could not answer the first, as while the
-    main thread compiles. `line` is what it prints then.
+    A second SIGINT ends the process at once if Python left the first unanswered for `ANSWERS`
+    seconds, as while the main thread compiles. `line` is what it prints then. A SIGINT that comes
+    sooner after one that was answered is ignored, as it is the same Ctrl-C.
     """
     global _line, _raises
     before, _line, _raises = _line, line, True
@@ -87,7 +90,10 @@ def end(line: str) -> None:
 
 def _handle(number: int, frame: object) -> None:
     global _answered
-    _answered = time.monotonic()
+    now = time.monotonic()
+    if now - _answered < ANSWERS:
+        return
+    _answered = now
     if _raises:
         raise KeyboardInterrupt
     end(_line)
@@ -101,10 +107,14 @@ def _unraisable(unraisable) -> None:
 
 
 def _watch(read: int) -> None:
-    """Counts interrupts as the handler in C writes them, one byte for each signal."""
-    previous = -float("inf")
+    """Read interrupts as the handler in C writes them, one byte for each signal."""
+    first = None  # when the first one came that may still be unanswered
     while received := os.read(read, 1):
-        if received[0] == signal.SIGINT:
-            if previous - _answered > ANSWERS:
-                end(_line)
-            previous = time.monotonic()
+        if received[0] != signal.SIGINT:
+            continue
+        now = time.monotonic()
+        # Python's handler may have run before this thread read the byte.
+        if first is None or _answered > first - ANSWERS:
+            first = now
+        elif now - first > ANSWERS:
+            end(_line)

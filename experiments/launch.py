@@ -13,7 +13,7 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from absl import app, flags, logging
 from tqdm import tqdm
@@ -72,7 +72,7 @@ def run(
         if sys.stdin is None:
             sys.stdin = open(os.devnull)  # noqa: SIM115  (as long as the process)
         if flags.FLAGS["verbosity"].value < logging.INFO:
-            library_logs.hold()
+            library_logs.redirect()
         try:
             with interrupts.unwinding(interrupted):
                 _join()
@@ -182,10 +182,17 @@ def _mistake(error: Exception) -> str:
     if file is not None and (told := config_errors.located(error, file)):
         return told
     if file is not None and isinstance(error, ConfigError):
-        return config_errors.of_field(str(error), file)
+        return config_errors.with_line(str(error), file, _overridden())
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror.lower()}: {remedy(error)}."
     return str(error)
+
+
+def _overridden() -> Collection[str]:
+    """The fields of the config that the command line sets."""
+    from ml_collections import config_flags
+
+    return config_flags.get_override_values(flags.FLAGS["config"])
 
 
 def _interrupted(line: str) -> None:

@@ -21,14 +21,14 @@ LIMIT = 1 << 20  # characters that are kept
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _OURS = (f"{_ROOT / 'eejax'}{os.sep}", f"{_ROOT / 'experiments'}{os.sep}")
 
-_held: list[str] = []
+_texts: list[str] = []
 _file: str | None = None
 
 
-def hold() -> None:
-    """Hold back, for the rest of this process, what libraries log and their threads print.
+def redirect() -> None:
+    """Keep what libraries log and their threads print, for `report`, until this process ends.
 
-    It is not given back at the end: their threads fail then, too.
+    It is not undone before: threads of libraries fail at the end, too.
     """
     sys.excepthook = _outside_the_main_thread(sys.excepthook)
     sys.unraisablehook = _outside_the_main_thread(sys.unraisablehook)
@@ -37,12 +37,12 @@ def hold() -> None:
 
 
 def report() -> str:
-    """A sentence about the file with what was held, to follow another; empty where nothing was."""
+    """Write what was kept to a file and return a sentence that names it, empty if nothing was."""
     global _file
-    if not _held:
+    if not _texts:
         return ""
     if _file is None:
-        text = "\n".join(_held)
+        text = "\n".join(_texts)
         try:
             with tempfile.NamedTemporaryFile(
                 "w", prefix="eejax-", suffix=".log", delete=False, encoding="utf-8"
@@ -54,32 +54,32 @@ def report() -> str:
     return f" What the libraries said is in {_file}."
 
 
-def _hold(text: str) -> None:
-    if sum(map(len, _held)) < LIMIT:
-        _held.append(text)
+def _keep(text: str) -> None:
+    if sum(map(len, _texts)) < LIMIT:
+        _texts.append(text)
 
 
 def _passes(record: LogRecord) -> bool:
     if not record.exc_info or record.pathname.startswith(_OURS):
         return True
-    _hold(logging.get_absl_handler().format(record))
+    _keep(logging.get_absl_handler().format(record))
     return False
 
 
 def _outside_the_main_thread(hook: Callable) -> Callable:
     """The hook, for errors of the main thread alone; code in C++ calls it for its own threads."""
 
-    def hold_or_show(*arguments) -> None:
+    def keep_or_show(*arguments) -> None:
         if threading.current_thread() is threading.main_thread():
             hook(*arguments)
             return
         kind, error, trace = arguments[0][:3] if len(arguments) == 1 else arguments
-        _hold("".join(traceback.format_exception(kind, error, trace)))
+        _keep("".join(traceback.format_exception(kind, error, trace)))
 
-    return hold_or_show
+    return keep_or_show
 
 
 def _in_thread(arguments: threading.ExceptHookArgs) -> None:
     if arguments.exc_type is not SystemExit:
-        told = (arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
-        _hold("".join(traceback.format_exception(*told)))
+        error = (arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
+        _keep("".join(traceback.format_exception(*error)))

@@ -1,4 +1,4 @@
-"""Child processes that a terminal's Ctrl-C does not reach while they start."""
+"""Start child processes without letting a terminal's Ctrl-C interrupt their start."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
 @contextlib.contextmanager
-def signals_held_back() -> Iterator[None]:
-    """Hold back SIGINT and SIGTERM from this thread and from what it starts inside of the block.
+def block_signals() -> Iterator[None]:
+    """Block SIGINT and SIGTERM for this thread and for the processes it starts inside the block.
 
-    A terminal sends its signals to a whole job, also to children that have not come as far as
-    ignoring them. A child inherits the mask and keeps it; this process hears what came meanwhile
-    at the end of the block.
+    A terminal sends its signals to every process of a job, including children that have not yet
+    installed their handlers. A child inherits the mask and keeps it. This process receives the
+    signals that arrived meanwhile when the block ends.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:

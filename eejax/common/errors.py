@@ -56,4 +56,6 @@ def remedy(error: OSError) -> str:
         return "give a path that is there"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "give a path that this user may use"
-    return "make room, or give another folder"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "make room, or give another folder"
+    return "give another path"

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eejax.common.children import signals_held_back
+from eejax.common.children import block_signals
 from eejax.common.errors import DataError
 from eejax.data.records import TEXT
 from eejax.data.sources import Document, Record, name_hash
@@ -160,7 +160,7 @@ class _Worker:
         replies, theirs = os.pipe()
         self._replies = open(replies, "rb")  # noqa: SIM115
         try:
-            with signals_held_back():
+            with block_signals():
                 self.process = subprocess.Popen(
                     [sys.executable, "-c", _PROGRAM.format(path=sys.path, replies=theirs)],
                     stdin=subprocess.PIPE,

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from multiprocessing import resource_tracker
 from typing import Any, NamedTuple
 
-from eejax.common.children import signals_held_back
+from eejax.common.children import block_signals
 from eejax.common.errors import ConfigError, require, require_count
 from eejax.inference.engine import CALL
 from eejax.inference.scheduler import Token
@@ -367,7 +367,7 @@ class _Engine:
             target=worker.main, args=(theirs, build, steps), name="eejax-engine", daemon=True
         )
         resource_tracker.ensure_running()  # its start would let signals through again
-        with signals_held_back():
+        with block_signals():
             self.process.start()
         # It ignores signals: who forgot to stop a service would wait for it at their own end.
         atexit.register(self.process.kill)

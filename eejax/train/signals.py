@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import threading
+import time
 
 import jax
 from jax.sharding import Mesh
@@ -16,13 +17,15 @@ from jax.sharding import Mesh
 from eejax.sharding import distributed
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+REPEATS = 0.5  # seconds in which a wrapper may deliver the same Ctrl-C once more
 
 
 class StopRequest:
     """While entered, SIGINT and SIGTERM only set `signal`; a second SIGINT ends the process.
 
-    The second is noticed even while the main thread is inside a compilation, where Python runs no
-    handlers. Outside the main thread nothing is caught and `signal` stays None.
+    A second one within `REPEATS` seconds is the same Ctrl-C and is ignored. The second is noticed
+    even while the main thread is inside a compilation, where Python runs no handlers. Outside the
+    main thread nothing is caught and `signal` stays None.
     """
 
     def __init__(self):
@@ -51,12 +54,14 @@ class StopRequest:
         self.signal = self.signal or signal.Signals(number)
 
     def _watch(self) -> None:
-        """Counts interrupts as the C handler writes them, one byte for each signal."""
-        interrupts = 0
+        """Read interrupts as the C handler writes them, one byte for each signal."""
+        first = None
         with self._read:
-            while received := self._read.recv(16):
-                interrupts += received.count(signal.SIGINT)
-                if interrupts > 1:
+            while received := self._read.recv(1):
+                if received[0] != signal.SIGINT:
+                    continue
+                first = first or time.monotonic()
+                if time.monotonic() - first > REPEATS:
                     os.write(2, b"interrupted twice: ended without a checkpoint of this step\n")
                     os._exit(128 + signal.SIGINT)
 

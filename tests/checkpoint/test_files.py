@@ -39,7 +39,10 @@ def test_the_newest_finished_checkpoint_is_named(tmp_path):
 @pytest.mark.parametrize(
     "number, fix",
     [
-        (errno.ENOSPC, "make room"),
+        (errno.ENOSPC, "make room, or give another folder"),
+        (errno.EDQUOT, "make room, or give another folder"),
+        (errno.EFBIG, "make room, or give another folder"),
+        (errno.EIO, "; give another path, and"),
         (errno.EEXIST, "this is a file"),
         (errno.ENOTDIR, "this is a file"),
         (errno.EACCES, "a path that this user may use"),

@@ -6,9 +6,10 @@ import re
 
 import pytest
 
+from eejax.common.errors import ConfigError
 from eejax.train.config import Experiment
-from experiments import config_errors
-from tests.support.launchers import parse
+from experiments import config_errors, launch
+from tests.support.launchers import parse, parsed
 
 HEAD = """from eejax.train.config import default_config
 
@@ -85,11 +86,44 @@ def test_a_field_that_cannot_be_used_has_its_line(tmp_path):
     values = {"model": {"vocab_size": 257}, "train": {"stepz": 3}}
     with pytest.raises(ValueError) as caught:
         Experiment.from_dict(values)
-    text = config_errors.of_field(str(caught.value), str(path))
+    text = config_errors.with_line(str(caught.value), str(path))
     assert text.startswith(f"{path}, line 7: config.train.stepz = 3: no such field.")
-    path.write_text("x.stepz = 1\nx.stepz = 2\n")  # which of them it is nobody can say
-    assert config_errors.of_field(str(caught.value), str(path)) == str(caught.value)
-    assert config_errors.of_field("no field's name", str(path)) == "no field's name"
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("x.steps = 1\n", 1),
+        ("x.update(\n    steps=1,\n)\n", 2),
+        ('x = {"step": 1,\n     "steps": 2}\n', 2),
+        ('"""steps"""\n\ndef f():\n    "steps"\n    x.steps = 1  # steps\n', 5),
+        ('"""Run\nfor steps\n"""\n# steps\nx["few steps"] = stepsize\n', None),
+        ("x.steps = 1\nx.steps = 2\n", None),  # either may be the cause
+        ("x = [\n", None),
+        ("", None),
+    ],
+)
+def test_only_a_line_that_sets_the_field_is_named(text, line, tmp_path):
+    path, error = tmp_path / "config.py", "train.steps = 0: must be at least 1."
+    path.write_text(text)
+    expected = error if line is None else f"{path}, line {line}: {error}"
+    assert config_errors.with_line(error, str(path)) == expected
+    assert config_errors.with_line(error, str(path), ["data.length"]) == expected
+    # The command line, not the file, says what is wrong.
+    assert config_errors.with_line(error, str(path), ["train.steps"]) == error
+    for other in ("steps: missing. Name one.", "no field's name", "it has no steps = 3"):
+        assert config_errors.with_line(other, str(path)) == other
+
+
+def test_a_field_of_the_command_line_has_no_line_of_the_file(tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text(f"{HEAD}    config.train.steps = 2\n    return config\n")
+    flags = (f"--config={path}", "--workdir=x")
+    error = ConfigError("train.steps = 0: must be at least 1.")
+    with parsed("experiments.train", *flags, "--config.train.steps=0"):
+        assert launch._mistake(error) == str(error)
+    with parsed("experiments.train", *flags):
+        assert launch._mistake(error) == f"{path}, line 7: {error}"
 
 
 def test_of_no_file_nothing_is_said(tmp_path):

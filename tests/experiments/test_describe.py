@@ -32,6 +32,8 @@ def test_a_model_too_large_for_this_machine_is_described(repo_root):
     assert counted.pop("total") == sum(counted.values())
     work = result["compute"]
     assert work["tokens per step"] == 2048 * 2048 and work["tokens"] == 36_000 * 2048 * 2048
+    share = work["heads of early exits"] / work["FLOPs per token"]
+    assert work["share of early-exit heads"] == share
     assert work["FLOPs"] == pytest.approx(work["FLOPs per token"] * work["tokens"])
     sizes = result["memory"]
     assert sizes["total"] == sizes["state"] + sizes["temporary"] and "compiled" not in result

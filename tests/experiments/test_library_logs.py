@@ -19,8 +19,8 @@ ROOM = 24_000  # bytes of a file: enough for the text, too few for the embedding
 
 
 @pytest.fixture(autouse=True)
-def nothing_held(monkeypatch):
-    monkeypatch.setattr(library_logs, "_held", [])
+def nothing_kept(monkeypatch):
+    monkeypatch.setattr(library_logs, "_texts", [])
     monkeypatch.setattr(library_logs, "_file", None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
@@ -46,13 +46,13 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path, one_device):
     assert "Traceback" not in done.stderr and done.stderr.count("\n") < 8, done.stderr
 
 
-def test_errors_of_threads_and_of_libraries_are_held(tmp_path, monkeypatch, capfd):
+def test_errors_of_threads_and_of_libraries_are_kept(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(library_logs.tempfile, "tempdir", str(tmp_path))
 
     def fails():
         raise RuntimeError("in a thread")
 
-    library_logs.hold()
+    library_logs.redirect()
     thread = threading.Thread(target=fails)
     thread.start()
     thread.join()
@@ -72,5 +72,5 @@ def test_errors_of_threads_and_of_libraries_are_held(tmp_path, monkeypatch, capf
 
 def test_where_nothing_failed_nothing_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(library_logs.tempfile, "tempdir", str(tmp_path))
-    library_logs.hold()
+    library_logs.redirect()
     assert library_logs.report() == "" and not list(tmp_path.iterdir())

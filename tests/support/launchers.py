@@ -43,9 +43,17 @@ def call(name: str, *arguments: str) -> None:
 
 def parse(name: str, *arguments: str) -> None:
     """Parses a launcher's flags as it does, in this process. Raises SystemExit as it does."""
+    with parsed(name, *arguments):
+        pass
+
+
+@contextlib.contextmanager
+def parsed(name: str, *arguments: str) -> Iterator[None]:
+    """Keep a launcher's flags, parsed as it parses them, inside of the block."""
     sys.modules.pop("config_config", None)  # a file before this one, as ml_collections calls it
     with _flags_of(name), mock.patch.object(sys, "argv", [name, *arguments]):
         launch._parse(sys.argv)
+        yield
 
 
 @contextlib.contextmanager
