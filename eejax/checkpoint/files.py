@@ -64,11 +64,18 @@ def naming(path: str | os.PathLike) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
+def finished_steps(checkpoints: str | os.PathLike) -> list[int]:
+    """List the steps of the finished checkpoints in a folder, which may not exist.
+
+    Orbax gives a checkpoint its name, a number, when it is finished.
+    """
+    return sorted(int(p.name) for p in pathlib.Path(checkpoints).glob("*") if p.name.isdecimal())
+
+
 def unwritable(error: OSError, checkpoints: str | os.PathLike) -> OSError:
     """An error for people: what could not be written, and which checkpoint stays usable."""
     folder = pathlib.Path(checkpoints)
-    # Orbax gives a checkpoint its name, a number, when it is finished.
-    steps = [int(p.name) for p in folder.glob("*") if p.name.isdecimal()]
+    steps = finished_steps(folder)
     kept = (
         f"The checkpoint {folder / str(max(steps))} stays usable"
         if steps

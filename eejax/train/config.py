@@ -23,7 +23,7 @@ from eejax.pipeline.config import PIPELINE, PipelineConfig
 from eejax.sharding.mesh import MeshConfig
 from eejax.train import recipes
 from eejax.train.optimizer import OptimizerConfig
-from eejax.train.scope import PARTS
+from eejax.train.scope import TuneConfig
 
 
 def _positive(field: str, value: Any) -> None:
@@ -245,40 +245,6 @@ class TrainConfig:
     def batch_sizes(self) -> BatchSizes:
         """Those of the run."""
         return BatchSizes.of(self.batch_size, self.batch_rampup)
-
-
-STARTS = ("copy", "random")
-
-
-@dataclasses.dataclass(frozen=True)
-class TuneConfig:
-    """What of a model that begins with the weights of `train.base` is trained.
-
-    `part` is "all", or the part that is trained while the rest stays as it is: "trunk" (the
-    embedding and the layers), "heads" (the norms and output embeddings of all exits, a tied one
-    left out), or "exits" (the early exits, on layers that are run and not differentiated:
-    EE-Tuning, Pan et al. 2024). `exits` lists the boundaries of the exits that "exits" trains, ()
-    for all. An exit that the base has goes on from there; a new one starts as `start` says:
-    "copy" as the logit lens (`train.starts.copied_exit`), "random" with the initial values of
-    `train.seed`.
-    """
-
-    part: str = "all"
-    exits: tuple[int, ...] = ()
-    start: str = "copy"
-
-    def __post_init__(self):
-        object.__setattr__(self, "exits", tuple(self.exits))
-        ascending = list(self.exits) == sorted(set(self.exits))
-        require(ascending, "TuneConfig.exits", self.exits, "must be ascending, each boundary once")
-        require_one_of("TuneConfig.part", self.part, PARTS)
-        require_one_of("TuneConfig.start", self.start, STARTS)
-        require(
-            not self.exits or self.part == "exits",
-            "TuneConfig.exits", self.exits,
-            f"names exits that alone are trained, which tune.part = {self.part!r} does not say",
-            "Set tune.part to 'exits', or leave tune.exits empty.",
-        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

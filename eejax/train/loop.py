@@ -20,13 +20,12 @@ from eejax import data
 from eejax.checkpoint.files import only_user, unwritable, write_text
 from eejax.checkpoint.manager import Checkpoints
 from eejax.checkpoint.model import CHECKPOINTS, EMA, PARAMS, TOKENIZER, TUNING
-from eejax.common.errors import require
 from eejax.common.trees import Tree, join, size
 from eejax.data.prefetch import import_grain
 from eejax.sharding import distributed
 from eejax.sharding.mesh import make_mesh
 from eejax.train import base as bases
-from eejax.train import flops, inputs, profile, recipes
+from eejax.train import base_weights, flops, inputs, profile, recipes
 from eejax.train import state as states
 from eejax.train.config import Experiment
 from eejax.train.evaluate import Evaluation, evaluate_mixture
@@ -92,27 +91,22 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
 def _fit(experiment: Experiment, workdir: pathlib.Path, mesh: Mesh) -> Result:
     train = experiment.train
     if train.base is not None:
-        same = pathlib.Path(train.base).expanduser().resolve() == workdir.resolve()
-        require(not same, "workdir", str(workdir), "must be another than train.base")
+        bases.check_workdir(workdir, train.base)
     program = Program(experiment, mesh)
     program.check()
     folder = workdir / (TUNING if program.scope.tuned else CHECKPOINTS)
     checkpoints, base = Checkpoints(folder, keep=train.keep_checkpoints), None
     try:
         begins = not distributed.by_first(checkpoints.steps)
-        began = None
-        if train.base is not None and not begins:
-            began = bases.remembered(workdir, train.base)
-        if began is not None and train.base_step is None:
+        if train.base is not None and train.base_step is None and not begins:
             # Its very checkpoint, also when the base has gone on by the time this run resumes.
-            train = dataclasses.replace(train, base_step=began.step)
+            began = bases.remembered(workdir, train.base)
+            experiment = _with_step(experiment, began and began.step)
         if train.base is not None and (program.scope.tuned or begins):
-            experiment = dataclasses.replace(experiment, train=train)
-            base = bases.load_base(experiment, mesh, workdir)
-            train = dataclasses.replace(train, base_step=base.facts.step)
-        program = Program(dataclasses.replace(experiment, train=train), mesh)
+            base = base_weights.load_base(experiment, mesh, workdir)
+            experiment = _with_step(experiment, base.facts.step)
         dataset = inputs.prepare(experiment.data, experiment.model.vocab_size, workdir, TOKENIZER)
-        run = _Run(program, workdir, dataset, checkpoints, base)
+        run = _Run(program, experiment, workdir, dataset, checkpoints, base)
         base = None  # its weights are in the state
         with StopRequest() as stop:
             result = run.run(Stopping(stop, mesh))
@@ -133,6 +127,12 @@ def _fit(experiment: Experiment, workdir: pathlib.Path, mesh: Mesh) -> Result:
             folder.rmdir()  # nothing is in it where the run was refused
 
 
+def _with_step(experiment: Experiment, step: int | None) -> Experiment:
+    """Record the base's checkpoint that a run began with in its experiment."""
+    train = dataclasses.replace(experiment.train, base_step=step)
+    return dataclasses.replace(experiment, train=train)
+
+
 @dataclasses.dataclass
 class _Flight:
     """A step that was dispatched and whose metrics were not fetched yet."""
@@ -143,18 +143,22 @@ class _Flight:
 
 
 class _Run:
-    """The parts of one run and its counters."""
+    """The parts of one run and its counters.
+
+    `experiment` is the program's, with the checkpoint of its base.
+    """
 
     def __init__(
         self,
         program: Program,
+        experiment: Experiment,
         workdir: pathlib.Path,
         dataset: inputs.Dataset,
         checkpoints: Checkpoints,
-        base: bases.Base | None,
+        base: base_weights.Base | None,
     ):
         self.program, self.scope = program, program.scope
-        self.experiment, self.mesh = program.experiment, program.mesh
+        self.experiment, self.mesh = experiment, program.mesh
         self.model, self.train = self.experiment.model, self.experiment.train
         self.workdir, self.dataset, self.checkpoints = workdir, dataset, checkpoints
         names = exit_names(self.model)
@@ -179,7 +183,7 @@ class _Run:
         self.clock = _Clock()
         self.sizes: set[int] = set()  # batches whose program there is
 
-    def _begin_or_resume(self, base: bases.Base | None) -> tuple[states.TrainState, int]:
+    def _begin_or_resume(self, base: base_weights.Base | None) -> tuple[states.TrainState, int]:
         wanted = self.program.portable_state
 
         def check(metadata: dict[str, Any], folder: pathlib.Path) -> None:
@@ -206,7 +210,7 @@ class _Run:
             begin = jax.jit(self.program.begin, out_shardings=placed)
             return begin(base.first).replace(frozen=base.frozen), 0
         if base is not None:
-            bases.same_base(self.workdir, base.facts)
+            base_weights.same_base(self.workdir, base.facts)
         self.loader.restore(restored.metadata["data"])
         self.resumed_from = restored.metadata["experiment"]["train"]
         self.tokens = restored.metadata["tokens"]
@@ -377,7 +381,7 @@ class _Run:
                 state = self.program.to_portable(state)
                 tuned = {PARAMS: state.params} | ({EMA: state.ema} if state.ema else {})
                 trees = {
-                    name: bases.complete(self.experiment, tree["exits"], self.mesh)
+                    name: base_weights.complete(self.experiment, tree["exits"], self.mesh)
                     for name, tree in tuned.items()
                 }
                 whole.save(self.step, trees, self._metadata())

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from eejax.checkpoint.model import TOKENIZER, Model, load_model, saved_settings
 from eejax.common.errors import CheckpointError, DataError
 from eejax.train import inputs
+from eejax.train.base import same_source
 from eejax.train.config import Experiment
 
 # What may change when a run is resumed. But for the size of batches and the filling of bubbles,
@@ -108,8 +109,9 @@ def check_same_run(
             may = field in MAY_DIFFER.get(section, ())
             if (section, field) == ("train", "steps"):
                 may = not (_ends_with_the_run(saved) or _ends_with_the_run(wanted))
-            if (section, field) == ("train", "base"):  # which is read again: a digest is compared
-                may = saved.tuned is not None
+            if (section, field) == ("train", "base"):
+                # A run that trains exits alone reads it again and compares a digest.
+                may = saved.tuned is not None or same_source(old[section][field], value)
             if old[section][field] != value and not may:
                 differ.append(
                     f"{section}.{field}: {old[section][field]!r} in the checkpoint, {value!r} in "

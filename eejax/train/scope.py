@@ -1,4 +1,4 @@
-"""Which part of a model a run trains: all of it, a named part, or some exits on a fixed trunk."""
+"""The part of a model that a run trains: all, a named part, or some exits on a fixed trunk."""
 
 from __future__ import annotations
 
@@ -17,6 +17,38 @@ if TYPE_CHECKING:
     from eejax.train.config import Experiment
 
 PARTS = ("all", "trunk", "heads", "exits")
+STARTS = ("copy", "random")
+
+
+@dataclasses.dataclass(frozen=True)
+class TuneConfig:
+    """The part of a model that is trained, where it begins with the weights of `train.base`.
+
+    `part` is "all", or the part that is trained while the rest stays as it is: "trunk" (the
+    embedding and the layers), "heads" (the norms and output embeddings of all exits, a tied one
+    left out), or "exits" (the early exits, on layers that are run and not differentiated:
+    EE-Tuning, Pan et al. 2024). `exits` lists the boundaries of the exits that "exits" trains, ()
+    for all. An exit that the base has goes on from there; a new one starts as `start` says:
+    "copy" as the logit lens (`train.starts.copied_exit`), "random" with the initial values of
+    `train.seed`.
+    """
+
+    part: str = "all"
+    exits: tuple[int, ...] = ()
+    start: str = "copy"
+
+    def __post_init__(self):
+        object.__setattr__(self, "exits", tuple(self.exits))
+        ascending = list(self.exits) == sorted(set(self.exits))
+        require(ascending, "TuneConfig.exits", self.exits, "must be ascending, each boundary once")
+        require_one_of("TuneConfig.part", self.part, PARTS)
+        require_one_of("TuneConfig.start", self.start, STARTS)
+        require(
+            not self.exits or self.part == "exits",
+            "TuneConfig.exits", self.exits,
+            f"names exits that alone are trained, which tune.part = {self.part!r} does not say",
+            "Set tune.part to 'exits', or leave tune.exits empty.",
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +57,10 @@ class Scope:
 
     With part "exits", `tuned` names the exits that are trained while all else is frozen (EE-Tuning,
     Pan et al. 2024). The model then ends at the deepest of them: layers above it, the final exit
-    and other exits are neither held nor run, and the loss is that of the tuned exits alone. If they
-    are `taught` by the final exit, that and all layers are held and run, and still nobody else
-    trained. With any other part the whole model is held, run and differentiated, and the rest does
-    not move (`moved`).
+    and other exits are neither loaded nor run, and the loss is that of the tuned exits alone. If
+    the final exit teaches them (`taught`), it and all layers are loaded and run, but not trained.
+    With any other part the whole model is loaded, run and differentiated, and the rest does not
+    move (`moved`).
     """
 
     config: ModelConfig
@@ -38,7 +70,7 @@ class Scope:
 
     @classmethod
     def of(cls, experiment: Experiment) -> Scope:
-        """What of `experiment.model` is trained."""
+        """Return the scope of an experiment."""
         model, tuned = experiment.model, experiment.tuned
         if tuned is None:
             return cls(model, part=experiment.tune.part)
@@ -46,23 +78,33 @@ class Scope:
         return cls(model, names, taught=bool(experiment.loss.distillation), part="exits")
 
     def __post_init__(self):
-        require_one_of("part", self.part, PARTS)
+        require_one_of("tune.part", self.part, PARTS)
         if self.moved is not None:
             require(
-                any(np.any(a) for a in jax.tree.leaves(self.moved)), "part", self.part,
-                "must be a part with parameters, which this model does not have",
+                any(np.any(a) for a in jax.tree.leaves(self.moved)), "tune.part", self.part,
+                "must be a part that has parameters, and this model has none in it",
+                "Set tune.part to 'all' or 'trunk', or give the exits norms or heads of their own.",
             )  # fmt: skip
         if self.tuned is None:
             return
         names = [e.name for e in self.config.exits]
+        require(
+            len(self.tuned) > 0, "tune.exits", self.tuned,
+            f"must name at least one of the model's exits ({', '.join(names) or 'it has none'})",
+            "Add one to model.exits." if not names else "",
+        )  # fmt: skip
         for name in self.tuned:
-            require(name in names, "tuned", name, f"must be an exit of the model ({names})")
+            require(
+                name in names, "tune.exits", name,
+                f"must be one of the model's exits ({', '.join(names)})",
+                "Name one of them, or add it to model.exits.",
+            )  # fmt: skip
             own = params.abstract(self.config)["exits"][name]
             require(
-                bool(jax.tree.leaves(own)), "tuned", name,
-                "must have parameters of its own: give it a norm, a head, an mlp or a block",
+                bool(jax.tree.leaves(own)), "tune.exits", name,
+                "must be an exit with parameters of its own, and this one has none",
+                "Give it a norm, a head, an mlp or a block in model.exits, or leave it out.",
             )  # fmt: skip
-        require(len(self.tuned) > 0, "tuned", self.tuned, "must name at least one exit")
 
     @property
     def which(self) -> tuple[int, ...]:
@@ -80,8 +122,10 @@ class Scope:
 
     @property
     def moved(self) -> Tree | None:
-        """Which parameters of the model's tree move: 1.0 or 0.0 for a leaf, [l] for one of a stack
-        of layers. None where all that is trained does."""
+        """Mask of the parameters that move: 1.0 or 0.0 for a leaf, [l] for a stack of layers.
+
+        None where all trained parameters move.
+        """
         if self.part in ("all", "exits"):
             return None
         trunk = ("embed", "layers")
@@ -98,11 +142,11 @@ class Scope:
         )
 
     def trains(self, name: str) -> bool:
-        """Whether the leaf 'exits/exit_3/norm/scale' is among the trained parameters."""
+        """Tell whether a leaf, such as 'exits/exit_3/norm/scale', is trained."""
         return self.tuned is None or _exit(name) in self.tuned
 
-    def held(self, name: str) -> bool:
-        """Whether the leaf is read by the loss at all."""
+    def reads(self, name: str) -> bool:
+        """Tell whether the loss reads a leaf at all."""
         if self.tuned is None or self.trains(name):
             return True
         heads = {e.head for e in self.config.exits if e.name in self.tuned}
@@ -122,12 +166,12 @@ class Scope:
 
     def declarations(self) -> tuple[Tree, Tree]:
         """(trained, frozen) parameters as `models.params.abstract` declares them."""
-        held, _ = split(params.abstract(self.config), self.held)
-        trained, frozen = split(held, self.trains)
+        read, _ = split(params.abstract(self.config), self.reads)
+        trained, frozen = split(read, self.trains)
         return (trained, self.cut(frozen)) if self.tuned else (params.abstract(self.config), {})
 
     def parameters(self) -> Tree:
-        """Declaration of all that is held."""
+        """Declarations of all parameters that the loss reads."""
         return join(*self.declarations())
 
 

@@ -1,4 +1,4 @@
-"""How exits that a trained model does not have begin: as the logit lens, whatever they are made of.
+"""Initial values of exits that a trained model does not have: they begin as the logit lens.
 
 An exit's MLP or block stands on the residual stream. Copied alone, without the layers that it was
 trained between, it would be applied to states that it never saw, and nothing bounds the loss that

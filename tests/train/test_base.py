@@ -106,14 +106,14 @@ def test_it_resumes_bitwise_and_needs_its_base_no_more(text, base, trained, tmp_
     import shutil
 
     shutil.copytree(base, tmp_path / "base")
-    run = lambda: fit(
-        bases.with_base(configuration(text, tmp_path / "base"), tmp_path / "run"), tmp_path / "run"
+    run = lambda path="base": fit(
+        bases.with_base(configuration(text, tmp_path / path), tmp_path / "run"), tmp_path / "run"
     )
     small_runs.stop_at(monkeypatch, 3)
     assert run().stopped == signal.SIGTERM
     monkeypatch.undo()
     shutil.rmtree(tmp_path / "base")
-    assert run().step == 6
+    assert run("run/../base").step == 6  # the same path, written otherwise
     want, got = (named(load_model(folder).params) for folder in (trained[0], tmp_path / "run"))
     assert all(want[n].tobytes() == got[n].tobytes() for n in want)
     facts = bases.remembered(tmp_path / "run")
@@ -293,12 +293,63 @@ def test_the_tokenizer_of_a_run_is_left_as_it_is(tmp_path, run):
     folder = tmp_path / "tokenizer"
     inputs.save_tokenizer(ByteTokenizer(), folder)
     (folder / "kept").touch()
+    (tmp_path / "checkpoints").mkdir()  # empty after a kill before the first checkpoint
     if run:
-        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / "2").mkdir(parents=True)
     other = ByteTokenizer()
     other.chat = "{{ messages }}"
     bases._keep(other, folder)
     assert (folder / "kept").exists() == run
+
+
+@pytest.mark.parametrize("run", [True, False])
+def test_facts_count_where_there_is_a_checkpoint(text, base, trained, tmp_path, run):
+    facts = bases.remembered(trained[0])
+    other = facts._replace(config=facts.config.replace(temperature=9.0))
+    bases.remember(tmp_path, other)  # of an attempt with what the base was then
+    inputs.save_tokenizer(ByteTokenizer(), tmp_path / "tokenizer")
+    (tmp_path / "checkpoints" / ("2" if run else "2.orbax-checkpoint-tmp")).mkdir(parents=True)
+    found = bases.with_base(configuration(text, base), tmp_path).model
+    assert found == (other.config if run else load_model(base).config)
+    assert bases.base_model(str(base), workdir=tmp_path) == found
+
+
+def test_a_run_resumes_with_the_tokenizer_and_template_it_began_with(text, base, trained, tmp_path):
+    bases.remember(tmp_path, bases.remembered(trained[0]))
+    (tmp_path / "checkpoints" / "6").mkdir(parents=True)
+    mine, other = ByteTokenizer(), ByteTokenizer()
+    mine.chat, other.chat = "{{ messages }}", "{{ messages[0] }}"
+    inputs.save_tokenizer(mine, tmp_path / "tokenizer")
+    inputs.save_tokenizer(other, tmp_path / "other")
+    config = configuration(text, base)
+    for chosen in ("bytes", str(tmp_path / "tokenizer"), str(tmp_path / "deleted")):
+        config.data.tokenizer = chosen
+        assert bases.with_base(config, tmp_path).data.tokenizer == inputs.BASE
+    config.data.tokenizer = str(tmp_path / "other")
+    with pytest.raises(DataError) as caught:
+        bases.with_base(config, tmp_path)
+    for part in (f"data.tokenizer = '{tmp_path}/other'", mine.chat, other.chat, "Leave the field"):
+        assert part in str(caught.value)
+    config.data.tokenizer = "bpe"
+    with pytest.raises(DataError, match="data.tokenizer = 'bpe': must be the base's, bytes-257"):
+        bases.with_base(config, tmp_path)
+    config.data.tokenizer = "bytes"
+    bases.remember(tmp_path, bases.remembered(trained[0])._replace(tokenizer="bytes-300"))
+    with pytest.raises(CheckpointError, match="is bytes-257.*with bytes-300. Put that tokenizer"):
+        bases.with_base(config, tmp_path)
+
+
+@pytest.mark.parametrize("spec", ["bpe", "base"])
+def test_a_base_without_a_tokenizer_needs_the_one_it_was_trained_with(base, tmp_path, spec):
+    model = load_model(base)
+    save_pretrained(tmp_path, model.params, model.config)
+    config = default_config()
+    config.train.base, config.data.tokenizer = str(tmp_path), spec
+    message = (
+        f"data.tokenizer = '{spec}': must name the tokenizer that train.base = '{tmp_path}' was"
+    )
+    with pytest.raises(DataError, match=message):
+        bases.with_base(config)
 
 
 @pytest.mark.parametrize("tune", [{"part": "trunk"}, {"part": "all"}])
@@ -326,7 +377,9 @@ def test_runs_of_older_versions_are_read(base, tmp_path):
 
 def test_a_part_without_parameters_is_refused():
     config = ModelConfig(23, 2, 16, 2, 16, head="tied", final_norm=False)
-    with pytest.raises(ConfigError, match="part = 'heads': must be a part with parameters"):
+    with pytest.raises(
+        ConfigError, match="tune.part = 'heads': must be a part that has parameters"
+    ):
         Scope(config, part="heads")
     assert copied_exit({"final": {}}, config, ExitConfig(1)) == {}
 

@@ -22,7 +22,7 @@ from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
 from eejax.train import base as bases
-from eejax.train import inputs, optimizer, state, step
+from eejax.train import base_weights, inputs, optimizer, state, step
 from eejax.train.config import ExitWeights, Experiment, TuneConfig
 from eejax.train.loop import TUNING, fit
 from eejax.train.metrics import read_metrics
@@ -161,7 +161,7 @@ def test_a_copy_starts_at_the_logit_lens(base, tmp_path, head):
     else:
         experiment = tuned_experiment(base, new=EXITS[:1])
         model, mesh = experiment.model, make_mesh(MeshConfig())
-        first, frozen, _ = bases.load_base(experiment, mesh, tmp_path)
+        first, frozen, _ = base_weights.load_base(experiment, mesh, tmp_path)
         tree, whole = join(frozen, first), load_model(base).params
     short = model.replace(n_layers=2, exits=())
     lower = jax.tree.map(lambda a: a[:2], whole["layers"])
@@ -211,11 +211,11 @@ def test_no_more_is_read_than_the_loss_reads(base, tmp_path):
     train = dataclasses.replace(experiment.train, base=str(tmp_path / "base"))
     experiment = dataclasses.replace(experiment, train=train)
     mesh = make_mesh(MeshConfig())
-    first, frozen, _ = bases.load_base(experiment, mesh, tmp_path / "base")
+    first, frozen, _ = base_weights.load_base(experiment, mesh, tmp_path / "base")
     assert {a.shape[0] for a in jax.tree.leaves(frozen["layers"])} == {2}
     assert frozen.keys() == {"embed", "layers"} and first["exits"].keys() == {"exit_2"}
     with pytest.raises(CheckpointError, match="is missing"):
-        bases.load_base(tuned_experiment_of(experiment, EXITS), mesh, tmp_path / "base")
+        base_weights.load_base(tuned_experiment_of(experiment, EXITS), mesh, tmp_path / "base")
 
 
 def tuned_experiment_of(experiment, new):
@@ -297,7 +297,7 @@ def test_more_devices_give_the_same_exits(base, tuned, tmp_path):
 def test_an_exit_of_the_base_goes_on_from_where_it_is(base, tmp_path):
     run = open_run(base)
     experiment = tuned_experiment(base, new=(), boundaries=(1,), steps=1)
-    first, *_ = bases.load_base(experiment, make_mesh(MeshConfig()), tmp_path)
+    first, *_ = base_weights.load_base(experiment, make_mesh(MeshConfig()), tmp_path)
     for name, value in named(first).items():
         np.testing.assert_array_equal(value, named(run.model.params)[name])
 
@@ -315,7 +315,7 @@ def test_any_exit_on_any_base(tmp_path, text, head):
         experiment = tuned_experiment(tmp_path / "base", new=chosen, steps=2, eval_every=0)
         experiment = dataclasses.replace(experiment, loss=Objective(distillation=taught))
         workdir = tmp_path / f"tuned{len(chosen)}"
-        first, frozen, _ = bases.load_base(experiment, make_mesh(MeshConfig()), workdir)
+        first, frozen, _ = base_weights.load_base(experiment, make_mesh(MeshConfig()), workdir)
         whole = load_model(tmp_path / "base").params
         own = first["exits"]["exit_0"]
         table = whole["embed"]["tokens"] if head == "tied" else whole["shared_head"]
@@ -352,7 +352,7 @@ def test_another_tokenizer_in_the_workdir_is_refused(base, tmp_path):
 
 def test_random_exits_are_those_of_the_seed(base, tmp_path):
     experiment = tuned_experiment(base, start="random")
-    first, *_ = bases.load_base(experiment, make_mesh(MeshConfig()), tmp_path)
+    first, *_ = base_weights.load_base(experiment, make_mesh(MeshConfig()), tmp_path)
     fresh = params.init(experiment.model, jax.random.key(experiment.train.seed))
     for name, value in named(first).items():
         # Compiled and not: the last bit may differ.

@@ -1,0 +1,268 @@
+"""Weights of the model that a run begins with, and the exits that it adds to them.
+
+Where exits alone are trained (EE-Tuning, Pan et al. 2024), only the layers below the deepest of
+them are read and run, and only they have gradients and optimiser state.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from eejax.checkpoint import overlay
+from eejax.checkpoint.digest import digest, digest_of
+from eejax.checkpoint.hf.load import Pretrained, fetched, load_pretrained
+from eejax.checkpoint.model import (
+    TOKENIZER,
+    load_metadata,
+    load_model,
+    load_run_tokenizer,
+    model_config,
+)
+from eejax.common.axes import MODEL
+from eejax.common.errors import CheckpointError
+from eejax.common.trees import Tree, join, path_name, split
+from eejax.data.tokenizer_files import load_tokenizer
+from eejax.data.tokenizers import Tokenizer, check_vocabulary
+from eejax.models import params
+from eejax.models.config import ModelConfig
+from eejax.models.exits import head_name
+from eejax.sharding import distributed, rules
+from eejax.sharding.mesh import MeshConfig, make_mesh
+from eejax.train import inputs
+from eejax.train.base import FREE, Facts, naming_base, remembered
+from eejax.train.config import Experiment
+from eejax.train.placement import placement
+from eejax.train.pretrained import has_tokenizer, is_run, tokenizer_of
+from eejax.train.scope import Scope, first_layers
+from eejax.train.starts import copied_exit
+
+
+class Base(NamedTuple):
+    """The weights that a run begins with.
+
+    Attributes:
+      first: initial values of the trained parameters.
+      frozen: those that the loss reads and no step changes.
+      facts: what they are of.
+    """
+
+    first: Tree
+    frozen: Tree
+    facts: Facts
+
+
+def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> Base:
+    """Read the weights of `train.base`, add the exits of `experiment`, and lay them onto `mesh`.
+
+    The base's tokenizer becomes the workdir's. Where exits alone are trained, the layers that run
+    are read and, for initial values, the final norm and head; for a block that starts as a copy the
+    layers up to the last.
+
+    Raises:
+      CheckpointError: no usable model, one that differs from the experiment's in more than may
+        differ, or another tokenizer in the workdir.
+      DataError: a pretrained model without a tokenizer.
+    """
+    scope = Scope.of(experiment)
+    model, base = scope.config, _load(experiment, mesh, scope)
+    tokenizer = base.tokenizer or _tokenizer(base.pretrained, experiment, workdir)
+    if not (workdir / TOKENIZER).is_dir():
+        inputs.save_tokenizer(tokenizer, workdir / TOKENIZER)
+    # Another run's would give the model other tokens.
+    load_run_tokenizer(workdir, {"tokenizer": tokenizer.fingerprint})
+    # Compiled, so that the rest of the model is not drawn.
+    draw = jax.jit(lambda key: params.init(model, key)["exits"])
+    fresh = draw(jax.random.key(experiment.train.seed))
+    old, values = base.params.get("exits", {}), {}
+    for e in model.exits:
+        if scope.tuned is not None and e.name not in scope.tuned:
+            continue
+        values[e.name] = old.get(e.name, fresh[e.name])
+        if e.name not in old and experiment.tune.start == "copy":
+            values[e.name] = join(fresh[e.name], copied_exit(base.params, base.config, e))
+    tree = overlay.above(model, base.config, base.params)
+    if scope.tuned is None:
+        first, kept = tree | {"exits": values}, {}
+    else:
+        kept, _ = split(scope.cut(tree), lambda name: scope.reads(name) and not scope.trains(name))
+        first = {"exits": values}
+    places = placement(scope, mesh, experiment.pipeline)
+    place = lambda tree, declared: jax.tree.map(
+        lambda a, s: jax.device_put(jnp.asarray(a, s.dtype), s.sharding),
+        places.place(_fitted(tree, model)),
+        rules.structs(declared, mesh, experiment.mesh.params_over),
+    )
+    facts = Facts(
+        experiment.train.base, base.step, base.config, tokenizer.fingerprint,
+        _digest(base.config, base.params, mesh),
+    )  # fmt: skip
+    trained, frozen = places.declarations
+    return Base(place(first, trained), place(kept, frozen) if kept else {}, facts)
+
+
+def _tokenizer(found: Pretrained, experiment: Experiment, workdir: pathlib.Path) -> Tokenizer:
+    """Load a pretrained model's tokenizer: its own, the workdir's, or the configured one."""
+    saved, size = workdir / TOKENIZER, found.config.vocab_size
+    if has_tokenizer(found.path):
+        return tokenizer_of(found.path, found.raw, size)
+    if saved.is_dir():
+        tokenizer = load_tokenizer(saved)
+        check_vocabulary(tokenizer, size)
+        return tokenizer
+    spec = experiment.data.tokenizer
+    return tokenizer_of(found.path, found.raw, size, None if spec == inputs.BASE else spec)
+
+
+def complete(experiment: Experiment, exits: Tree, mesh: Mesh) -> Tree:
+    """Return all parameters of `experiment.model`: the base's, with the tuned `exits`."""
+    base, model = _load(experiment, mesh, None), experiment.model
+    names = params.abstract(model)["exits"]
+    both = base.params["exits"] | exits
+    tree = overlay.above(model, base.config, base.params)
+    return _fitted(tree | {"exits": {name: both.get(name, {}) for name in names}}, model)
+
+
+def _fitted(tree: Tree, model: ModelConfig) -> Tree:
+    """Pad or cut the vocabulary's rows of a part of `model`'s parameters to those it declares."""
+    declared = params.abstract(model)
+
+    def one(path, a):
+        p = declared
+        for key in path:
+            p = p[key.key]
+        for axis in (i for i, name in enumerate(p.axes) if name == "v"):
+            rows = jax.lax.slice_in_dim(a, 0, min(a.shape[axis], model.vocab_size), axis=axis)
+            more = p.shape[axis] - rows.shape[axis]
+            if a.shape[axis] != p.shape[axis]:
+                a = jnp.pad(rows, [(0, more if i == axis else 0) for i in range(a.ndim)])
+        return a
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+class _Read(NamedTuple):
+    """A base as it was read. pretrained: where it is no run of eejax."""
+
+    config: ModelConfig
+    params: Tree
+    step: int | None
+    tokenizer: Tokenizer | None
+    pretrained: Pretrained | None = None
+
+
+def _load(experiment: Experiment, mesh: Mesh, scope: Scope | None) -> _Read:
+    """Read the base: whole where `scope` is None, else what a run of that scope needs of it."""
+    train, path = experiment.train, pathlib.Path(experiment.train.base).expanduser()
+
+    def part(config: ModelConfig, everything: Tree) -> Tree:
+        check_base(config, experiment)
+        if scope is None or scope.tuned is None:
+            return everything
+        copies = experiment.tune.start == "copy"
+        return _read_by(scope, config, copies, everything, _mesh_for(config, mesh))
+
+    def load() -> _Read:
+        if is_run(path):
+            config = model_config(load_metadata(path, step=train.base_step))
+            run = load_model(path, step=train.base_step, mesh=_mesh_for(config, mesh), part=part)
+            return _Read(run.config, run.params, run.step, run.tokenizer)
+        found = load_pretrained(fetched(train.base), mesh=mesh)
+        return _Read(found.config, part(found.config, found.params), None, None, found)
+
+    return naming_base(train.base, load)
+
+
+def _mesh_for(config: ModelConfig, mesh: Mesh) -> Mesh:
+    """Return the mesh that a base is read onto.
+
+    It has no model axis where the base's vocabulary, padded otherwise than the run's, does not
+    divide by it.
+    """
+    if config.padded_vocab % mesh.shape[MODEL] == 0:
+        return mesh
+    return make_mesh(MeshConfig(data=jax.device_count() if distributed.several() else 1))
+
+
+def _read_by(scope: Scope, config: ModelConfig, copies: bool, everything: Tree, mesh: Mesh) -> Tree:
+    """Select the parameters of a base, or their shape structs, that training exits alone needs.
+
+    These are the ones that the loss reads, and where new exits are copies, their originals.
+    """
+    old = {e.name for e in config.exits}
+    new = [e for e in scope.config.exits if e.name in scope.tuned and e.name not in old]
+    copied = new if copies else []
+    # A head that becomes a shared one is the base's own.
+    own = config.head == "own" and scope.reads("shared_head")
+    read = lambda name: (
+        scope.reads(name)
+        or (bool(copied) and name.split("/")[0] == "final")
+        or (any(e.head == "own" for e in copied) and name == "shared_head")
+        or (own and name == "final/head")
+    )
+    tree, _ = split(everything, read)
+    depth = max(scope.depth, any(e.mlp for e in copied))
+    depth = config.n_layers if any(e.block for e in copied) else depth
+    if isinstance(jax.tree.leaves(everything)[0], jax.Array):
+        return tree | {"layers": jax.tree.map(lambda a: first_layers(a, depth), tree["layers"])}
+    # Fewer layers may not divide by the stages that all of them divide by.
+    lower = params.map_params(lambda p: first_layers(p, depth), params.abstract(config)["layers"])
+    return tree | {"layers": rules.structs(lower, mesh)}
+
+
+def check_base(config: ModelConfig, experiment: Experiment) -> None:
+    """Raise `CheckpointError` where the experiment's model is not the base's with more exits.
+
+    config: the base's. Fields of `FREE` may differ, and a head of its own may become a shared one.
+    """
+    model = experiment.model
+    old, new = config.to_dict(), model.to_dict()
+    free = (*FREE, *["head"] * ((config.head, model.head) == ("own", "shared")))
+    differ = [
+        f"{k}: {old[k]!r} in the base, {new[k]!r} wanted"
+        for k in new
+        if k not in free and old[k] != new[k]
+    ]
+    wanted = {e.boundary: e for e in model.exits}
+    differ += [
+        f"exit at {e.boundary}: {e} in the base, {wanted.get(e.boundary)} wanted"
+        for e in config.exits
+        if wanted.get(e.boundary) != e
+    ]
+    have = {e.boundary for e in config.exits}
+    heads = {head_name(model, model.n_exits), *(e.head for e in config.exits)}
+    differ += [
+        f"exit at {e.boundary}: its head is shared, and the base has no shared head"
+        for e in model.exits
+        if e.boundary not in have and e.head == "shared" and "shared" not in heads
+    ]
+    if differ:
+        raise CheckpointError(
+            "the model is not the base's with more exits:\n  " + "\n  ".join(differ)
+        )
+
+
+def same_base(workdir: pathlib.Path, found: Facts) -> None:
+    """Raise `CheckpointError` where a resumed run's base has other parameters than at its start."""
+    began = remembered(workdir)
+    if began is not None and began.digest != found.digest:
+        raise CheckpointError(
+            f"train.base = {found.source!r}: its parameters (digest {found.digest}) are not those "
+            f"that the run in {workdir} began with (digest {began.digest}, {began.source!r}). Put "
+            "that model back, or begin anew in another workdir."
+        )
+
+
+def _digest(config: ModelConfig, tree: Tree, mesh: Mesh) -> str:
+    """Digest parameters that may lie on the devices of several processes."""
+    if not distributed.several():
+        return digest(config, tree)
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = {path_name(path): leaf for path, leaf in found}
+    whole = rules.replicated(mesh)
+    values = lambda name, at: jax.jit(lambda a: a[at], out_shardings=whole)(leaves[name])
+    return digest_of(config, {name: a.shape for name, a in leaves.items()}, values)
