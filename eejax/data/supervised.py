@@ -1,8 +1,8 @@
-"""Records that hold a question and its answer, of which the answer alone is to be learned.
+"""Records that hold a question and its answer, where training learns the answer alone.
 
-A conversation is written by the model's own chat template, and the assistant's messages count, each
-with the token that ends its turn. Of a prompt and its completion the completion counts, and the end
-of the text.
+The model's own chat template writes a conversation. The assistant's messages are learned, each with
+the token that ends its turn. Of a prompt and its completion, training learns the completion and the
+end of the text.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from eejax.data.tokenizers import Tokenizer
 
 
 def encode(tokenizer: Tokenizer, document: Record) -> tuple[np.ndarray, np.ndarray]:
-    """(ids [t] int32, counted [t] bool) of a conversation, or of a prompt and its completion.
+    """Tokenize a conversation, or a prompt and its completion.
 
-    counted: which tokens a model is to predict. The token that ends documents is the last.
+    Returns:
+      ids: [t] int32, the tokens; the last is the one that ends documents.
+      counted: [t] bool, the tokens that a model is to predict.
 
     Raises:
-      DataError: a conversation that the template refuses, or of which it does not tell where the
-        assistant's part is; a tokenizer without a template.
+      DataError: a conversation that the template refuses, or whose assistant's parts it does not
+        show; a tokenizer without a template.
     """
     try:
         if document.form == CHAT:
@@ -99,7 +101,7 @@ def conversation(
 
 
 def _check_unmarked(value: Any, where: str) -> None:
-    """Raises `DataError` for a value of JSON with a character that marks the assistant's parts."""
+    """Raise `DataError` for a value of JSON with a character that marks the assistant's parts."""
     text = json.dumps(value, ensure_ascii=False)
     if found := [mark for mark in MARKS if mark in text]:
         raise DataError(
@@ -116,7 +118,7 @@ def _template(
 
 
 def _marked(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without the marks of `{% generation %}`, and the (begin, end) of each part."""
+    """Remove the marks of `{% generation %}`; return the text and the (begin, end) of each part."""
     begin, end = MARKS
     out, spans, at = [], [], 0
     for part in text.split(begin)[:1]:
@@ -136,10 +138,10 @@ def _counted(
     text: str,
     spans: Sequence[tuple[int, int]],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(ids [t], counted [t]) for a text of which the characters in `spans` are learned.
+    """Tokenize a text and mark the tokens of `spans`, (begin, end) in characters, as learned.
 
-    A token that is partly of the text before a span belongs to it. Behind the last token of a span
-    that ends a text, what is white space is the template's, and is left out.
+    A token that begins before a span and reaches into it belongs to the span. White space after the
+    token that ends a turn is the template's and is not learned.
     """
     ids = ids_of(text)
     counted = np.zeros(len(ids), bool)

@@ -1,4 +1,4 @@
-"""What a training run is: frozen dataclasses, read once from a config file and validated."""
+"""Settings of a training run: frozen dataclasses, read once from a config file and validated."""
 
 from __future__ import annotations
 
@@ -141,18 +141,18 @@ class ExitWeights:
 
     @property
     def sparse(self) -> bool:
-        """Whether exits are left out at some steps."""
+        """True where exits are left out at some steps."""
         return self.curriculum != "none"
 
     @property
     def ends_with_the_run(self) -> bool:
-        """Whether the weights at a step depend on the number of steps of the run."""
+        """True where the weights at a step depend on the number of steps of the run."""
         return self.curriculum == "gradual" or (self.kind != "constant" and not self.steps)
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """How long, how much at once, and how often to look.
+    """Length of a run, size of its batches, and intervals of its reports and checkpoints.
 
     `batch_size` is the global number of sequences per step, taken in `microbatches` parts one
     after the other; `remat` is the activation policy ("none", "dots", "full"). Every

@@ -40,7 +40,7 @@ class Placement:
 
     @property
     def parameters(self) -> Tree:
-        """Declaration of all that is held."""
+        """Declarations of all parameters that the loss reads."""
         return join(*self.declarations)
 
     def place(self, tree: Tree) -> Tree:

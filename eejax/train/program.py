@@ -40,12 +40,12 @@ class Program:
 
     @functools.cached_property
     def scope(self) -> Scope:
-        """What of the model is trained."""
+        """The part of the model that is trained."""
         return Scope.of(self.experiment)
 
     @functools.cached_property
     def placement(self) -> Placement:
-        """Where the parameters lie."""
+        """The places of the parameters on the mesh."""
         return placement(self.scope, self.mesh, self.experiment.pipeline)
 
     @functools.cached_property
@@ -58,7 +58,7 @@ class Program:
 
     @property
     def _extra(self) -> dict[str, Any]:
-        """What the state holds beside parameters and moments."""
+        """Settings of the state beside parameters and moments."""
         train, scaled = self.experiment.train, self.experiment.model.dtype == "float16"
         return {"ema": train.ema is not None, "loss_scale": train.loss_scale if scaled else None}
 

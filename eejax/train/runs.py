@@ -96,7 +96,7 @@ def _moved(saved: dict[str, Any]) -> dict[str, Any]:
 def check_same_run(
     metadata: dict[str, Any], wanted: Experiment, fingerprint: str, where: str | os.PathLike
 ) -> None:
-    """Raises `CheckpointError` naming every setting that makes `wanted` another run.
+    """Raise `CheckpointError` naming every setting that makes `wanted` another run.
 
     metadata: of the checkpoint in `where`. fingerprint: of the text that is there now. Settings
     of `MAY_DIFFER` may differ, and `train.steps` where no schedule reaches to the last step.
@@ -129,7 +129,7 @@ def check_same_run(
 
 
 def _ends_with_the_run(experiment: Experiment) -> bool:
-    """Whether what a step does depends on `train.steps`."""
+    """Return whether a step depends on `train.steps`."""
     train = experiment.train
     return (
         experiment.optimizer.schedule in ("cosine", "linear")
