@@ -20,12 +20,13 @@ from eejax.models.config import ExitConfig, ModelConfig
 from eejax.serving import fleets, measurements
 from eejax.serving.choices import ControllerOptions
 from eejax.serving.messages import LOG
+from eejax.serving.objectives import Objective
 from eejax.train.pretrained import Opened
 
 
 def test_nothing_is_compiled_once_it_is_ready(compiled, caplog, monkeypatch):
-    """Of models that serve fewer the more of them is loaded, and which takes its time to come."""
-    # A budget that is as tight holds one of them, and then none of them grows.
+    """Models have fewer slots the more of them is loaded, and loading takes a while. What is asked
+    for changes with every choice: the exits save time, and the last one is the most accurate."""
     monkeypatch.setattr(fleets, "room", lambda *args: (4, 2))
     passes = [f"{what} depth {d} of 2" for what in ("compiling", "measuring") for d in (1, 2)]
     with caplog.at_level("INFO", LOG):
@@ -54,12 +55,19 @@ def test_nothing_is_compiled_once_it_is_ready(compiled, caplog, monkeypatch):
     monkeypatch.setattr(PartialModel, "came", property(late))
     before, wanted = compiled[0], dict(map(ask, range(44)))
     found: collections.Counter = collections.Counter()
+    objectives = itertools.cycle(map(Objective.of, ("accuracy", "throughput")))
+    decisions, known = made.controller.decisions, len(made.controller.decisions)
     while not made.idle:
         for number, tokens, _ in made.step():
             found[number] += len(tokens)
+        if any(d.kind in ("serve", "switch") for d in decisions[known:]):
+            made.controller.objective = next(objectives)
+        known = len(decisions)
     assert found == wanted
-    assert {d.choice for d in made.controller.decisions} > {("large", 2)}
-    assert "load" in {change.kind for change in made.changes}
+    served = [d.choice for d in decisions if d.kind in ("serve", "switch")]
+    assert {choice.depth for choice in served} == {1, 2}
+    assert {d.choice.model for d in decisions} == {*FLEET}
+    assert {"load", "narrow", "grow"} <= {change.kind for change in made.changes}
     assert compiled[0] == before
 
 
