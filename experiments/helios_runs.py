@@ -60,7 +60,7 @@ def ordered(tasks: Sequence[str], order: str, seed: int = 0) -> np.ndarray:
 
 
 @dataclasses.dataclass
-class Answer:
+class TimedAnswer:
     """What came of a prompt: seconds at which it was sent, and its first and last token came;
     tokens as they came; placed: the models that it was given to, each with its depth and the number
     of tokens that were there already."""
@@ -95,7 +95,7 @@ class Static:
         )
         self.slots = self._part.engine.slots
 
-    def submit(self, answer: Answer, prompt: Sequence[int], limit: int) -> int:
+    def submit(self, answer: TimedAnswer, prompt: Sequence[int], limit: int) -> int:
         answer.placed.append((self.choice, 0))
         return self._part.scheduler.submit(prompt, limit, policy=self._policy)
 
@@ -123,7 +123,7 @@ class Chosen:
         self, members: Mapping[str, Member], controller: Controller, watch: Stopwatch, **making: Any
     ):
         self.watch = watch
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, TimedAnswer] = {}
         outer = self
 
         class Noted(Fleet):
@@ -136,7 +136,7 @@ class Chosen:
         self.controller = controller
         self.fleet = Noted(members, controller, clock=watch.now, **making)
 
-    def submit(self, answer: Answer, prompt: Sequence[int], limit: int) -> int:
+    def submit(self, answer: TimedAnswer, prompt: Sequence[int], limit: int) -> int:
         number = self.fleet.submit(prompt, limit)
         self._answers[number] = answer
         return number
@@ -172,7 +172,7 @@ class ByChance(Controller):
 def drive(
     server: Any, texts: Mapping[int, Sequence[int]], limit: int, clients: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> tuple[float, list[Answer]]:  # fmt: skip
+) -> tuple[float, list[TimedAnswer]]:  # fmt: skip
     """(seconds, answers) of prompts by their indices, in this order, of which `clients` are under
     way at a time; None: all come at once."""
     left, answers, open_ = [*texts][::-1], [], {}
@@ -182,7 +182,7 @@ def drive(
     begin = clock()
     while left or open_:
         while left and len(open_) < most:
-            answer = Answer(left.pop(), clock())
+            answer = TimedAnswer(left.pop(), clock())
             open_[server.submit(answer, texts[answer.index], limit)] = answer
             answers.append(answer)
         for number, tokens, finish in server.step():
@@ -199,7 +199,7 @@ def drive(
     return seconds, answers
 
 
-def answer_flops(members: Mapping[str, Member], answer: Answer, given: int) -> float:
+def answer_flops(members: Mapping[str, Member], answer: TimedAnswer, given: int) -> float:
     """Executed floating-point operations of layers and heads for an answer to a prompt of `given`
     tokens: of the prompt, and of a text that goes on in another model, through all layers that were
     loaded; of its tokens, at the time or later (`energy.segment_rows`). Rows of a batch that are
@@ -224,7 +224,7 @@ def heads(member: Member, exit: int) -> float:
 
 
 def answer_bytes(
-    members: Mapping[str, Member], answer: Answer, slots: Mapping[str, Sequence[int]]
+    members: Mapping[str, Member], answer: TimedAnswer, slots: Mapping[str, Sequence[int]]
 ) -> float:
     """Bytes of weights that were read for the tokens of an answer, up to the exits that they left
     by, which all slots share."""
@@ -290,7 +290,7 @@ class Judges:
     def _judge(self, name, prompt, tokens):
         return self._auditors[name].judge(self._parts[name].engine.weights, prompt, tokens)
 
-    def judge(self, answers: Sequence[Answer], texts) -> Judged:
+    def judge(self, answers: Sequence[TimedAnswer], texts) -> Judged:
         same, own, other, counts = [], [], [], []
         for answer in answers:
             text, ids = [*texts[answer.index]], [t.id for t in answer.tokens]

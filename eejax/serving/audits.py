@@ -15,6 +15,12 @@ from eejax.common.errors import require, require_count
 FEWEST = 4  # answers that may differ from those before
 
 
+def perplexity_of(nats: float, tokens: int) -> float:
+    """Perplexity of so many tokens, minus the sum of whose log-probabilities is `nats`; NaN of
+    none, and the exponent at most 700, so that it is finite."""
+    return math.exp(min(float(nats) / tokens, 700.0)) if tokens else math.nan
+
+
 class Verdict(NamedTuple):
     """What a judge says of the n tokens of an answer.
 
@@ -28,7 +34,7 @@ class Verdict(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        return math.exp(-float(np.mean(self.logprob))) if len(self.logprob) else math.nan
+        return perplexity_of(-np.sum(self.logprob), len(self.logprob))
 
 
 class Audit:
@@ -83,7 +89,7 @@ class Audit:
     def perplexity(self) -> float:
         """Perplexity of the answers under the judge; NaN of none."""
         tokens = sum(n for _, n in self._logprobs)
-        return math.exp(-sum(p for p, _ in self._logprobs) / tokens) if tokens else math.nan
+        return perplexity_of(-sum(p for p, _ in self._logprobs), tokens)
 
 
 def since_change(values: Sequence[float], delta: float) -> int:

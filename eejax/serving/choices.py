@@ -59,6 +59,7 @@ SEGMENTWISE = (
     "energy",
     "sure",
     "unsure",
+    "agrees",
     "slots",
     "state",
     "heads",
@@ -74,7 +75,8 @@ class Profile:
     itself; load: to bring it to the device, compiled; rebuild: of the keys and values of a token
     that it has not seen; bytes: of its weights; energy: of a token in its layers; heads: in the
     head behind them. sure: share of the tokens that leave by an exit as they may that are the full
-    model's; unsure: of those that leave below the threshold.
+    model's; unsure: of those that leave below the threshold; agrees: of all tokens, were all of
+    them to leave by it, by default as `sure`.
 
     By depth, not by segment: slots, requests that are served at a time, by which `seconds` were
     measured; state: bytes of what is kept for them. Where nobody asks for memory: none.
@@ -110,12 +112,14 @@ class Profile:
     perplexity: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     ceiling: float = 1.0
     shares: tuple[float, ...] = ()
+    agrees: tuple[float, ...] = ()
 
     def __post_init__(self):
         n = len(self.seconds)
         require(n > 0, "seconds", self.seconds, "must have a number for each segment")
         for name, none in (("slots", (1,)), ("state", (0.0,)), ("heads", (0.0,))):
             object.__setattr__(self, name, tuple(getattr(self, name)) or none * n)
+        object.__setattr__(self, "agrees", tuple(self.agrees) or tuple(self.sure))
         for name in ("quality", "perplexity"):  # of JSON, pairs are lists
             object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
         for name in ("saved", "spared", "ceiling"):
@@ -123,14 +127,15 @@ class Profile:
             require(0 <= value <= 1, name, value, "must lie in [0, 1]")
         for name in SEGMENTWISE:
             values = getattr(self, name)
-            good = len(values) == n and all(v >= 0 for v in values)
-            require(good, name, values, f"must be {n} numbers from 0 on")
+            good = len(values) == n and all(0 <= v < math.inf for v in values)
+            require(good, name, values, f"must be {n} finite numbers from 0 on")
         told = f"must be none or {n} shares, 1 together"
         whole = len(self.shares) == n and math.isclose(sum(self.shares), 1, rel_tol=1e-6)
         require(not self.shares or whole, "shares", self.shares, told)
         for name, least, most in (("quality", 0, 1), ("perplexity", 1, math.inf)):
             pairs = getattr(self, name)
-            good = bool(pairs) and pairs[-1][0] == 1 and all(least <= v <= most for _, v in pairs)
+            good = bool(pairs) and pairs[-1][0] == 1
+            good = good and all(least <= v <= most and v < math.inf for _, v in pairs)
             shares = [share for share, _ in pairs]
             good &= all(0 <= a < b for a, b in zip(shares, shares[1:], strict=False))
             told = f"must be (agreement, value) pairs up to agreement 1, values in {least}..{most}"
@@ -189,7 +194,8 @@ class Profile:
     def benchmark(self) -> dict[int, Telemetry]:
         """By depth, of tokens that all leave by the last exit that is loaded."""
         last = lambda depth: tuple(float(e == depth - 1) for e in range(self.exits))
-        return {depth: self.serving(last(depth), depth) for depth in range(1, self.exits + 1)}
+        every = dataclasses.replace(self, sure=self.agrees)
+        return {depth: every.serving(last(depth), depth) for depth in range(1, self.exits + 1)}
 
 
 def _spent(
@@ -236,26 +242,6 @@ class Decision(NamedTuple):
     why: str
     seconds: float = 0.0
     told: Telemetry | None = None
-
-
-@dataclasses.dataclass
-class RunningEvaluation:
-    """An evaluation under way, of `left` prompts that are to be given, `open` to be answered. Of
-    `emitted` tokens meanwhile `below` left below their threshold."""
-
-    choice: Choice
-    left: int
-    open: int = 0
-    failed: int = 0
-    begin: float = 0.0
-    answers: list[Telemetry] = dataclasses.field(default_factory=list)
-    exits: list[int] = dataclasses.field(default_factory=list)
-    below: int = 0
-    emitted: int = 0
-
-    @property
-    def model(self) -> str:
-        return self.choice.model
 
 
 def stricter(threshold: float, level: int) -> float:

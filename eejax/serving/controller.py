@@ -14,7 +14,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from eejax.common.errors import ConfigError, DataError, require
+from eejax.serving import evaluations, forecast, strictness
 from eejax.serving.audits import Audit
+from eejax.serving.breach_window import BreachWindow, cleared, counted
 from eejax.serving.choices import (
     AUTO,
     STRICTEST,
@@ -23,13 +25,14 @@ from eejax.serving.choices import (
     ControllerOptions,
     Decision,
     Profile,
-    RunningEvaluation,
-    apportioned,
     breaches,
 )
+from eejax.serving.evaluations import RunningEvaluation
 from eejax.serving.expectations import Expectations
+from eejax.serving.forecast import OnDevice
 from eejax.serving.objectives import Objective, Telemetry
 from eejax.serving.repository import Evaluation, Repository
+from eejax.serving.strictness import Strictness
 
 # Of the breaches that are borne: so much for a choice each time that it had more, up to so often.
 CALMER, CALMEST = 0.8, 4
@@ -68,15 +71,12 @@ class Controller:
         self.serving: str | None = None  # the model that was decided for last, but to evaluate it
         # Assessments since a model was evaluated last.
         self._age: dict[str, float] = dict.fromkeys(profiles, 0)
-        self.least = dict.fromkeys(profiles, 1)  # depth, and
-        self.strictness = dict.fromkeys(profiles, 0)  # of thresholds, as audits ask for
+        self.strictness = dict.fromkeys(profiles, Strictness())  # as audits ask for it
         self.off: set[str] = set()  # models whose exits a limit forbids
         self.failing: set[str] = set()  # models that were given up
         self._there: Mapping[str, int] = {}
         self._held = self.options.tokens
         self._expected = Expectations(self.profiles, float(self.options.tokens))
-        self._rest = dict.fromkeys(profiles, 0)  # assessments before a model may be less strict
-        self._failed = dict.fromkeys(profiles, 0)  # times that it was too little so
         self._bounds: dict[str, float] = {}
         self.below, self.emitted = 0, 0  # tokens below their threshold, and all
         self._clock = clock
@@ -89,7 +89,7 @@ class Controller:
                     f"budget = {budget:g}: holds no whole {name!r}, which has {size:g} bytes and "
                     "has to be evaluated whole. Give more, or leave it out."
                 )
-        self._window: collections.deque[bool] = collections.deque(maxlen=self.options.window)
+        self._window = BreachWindow(self.options.window, self.options.breaches)
         self._interval: int | None = None  # as it was found last, if it is to be found
         self._since = 0  # prompts since the last decision, or since what serves is there
         self._errors = 0  # answers that ended so, since then
@@ -168,9 +168,7 @@ class Controller:
         if self._plan:
             seen = self._plan[0]
             if self.wanted == self.current == seen.choice and seen.left:
-                seen.left -= 1
-                seen.open += 1
-                seen.begin = seen.begin or self._clock()
+                self._plan[0] = evaluations.given(seen, self._clock())
                 return Assignment(self.current, True)
             if self.serving in self._there:
                 return Assignment(Choice(self.serving, self._there[self.serving]), False)
@@ -182,7 +180,7 @@ class Controller:
         """What was wanted is there, and serves from now on."""
         if choice == self.wanted != self.current:
             self.current, self._begun = choice, self._clock()
-            self._window.clear()
+            self._window = cleared(self._window)
             self._since = self._errors = 0
             if not self._plan:
                 self.off &= {choice.model}
@@ -195,17 +193,14 @@ class Controller:
         self.below += sum(below)
         self.emitted += len(below)
         if self._plan and self._plan[0].choice == self.current and model == self.current.model:
-            self._plan[0].below += 0 if own else sum(below)
-            self._plan[0].emitted += 0 if own else len(below)
+            self._plan[0] = evaluations.emitting(self._plan[0], () if own else below)
         if own or self._plan or self.current is None or self.wanted != self.current:
             return
         if self.current.model != model:
             return
-        for one in below:
-            self._window.append(one)
-            if sum(self._window) > self.options.breaches:
-                self._breached()
-                return
+        self._window, seen = counted(self._window, below)
+        if seen is not None:
+            self._breached(seen)
 
     def waited(self, model: str, seconds: float) -> None:
         """A request had its first token so many seconds after it came. Who came before what serves
@@ -224,14 +219,14 @@ class Controller:
         """An answer that was not one of an evaluation ended in an error. As many of them as an
         evaluation has prompts ask for one."""
         if self._plan and self._plan[0].model == model:
-            self._fails(self._plan[0])
+            self._fails()
         elif not self._plan and self.current is not None and self.current.model == model:
             self._errors += 1
             if self._errors >= self.options.prompts:
                 self._evaluate("answers end in errors")
 
-    def _fails(self, seen: RunningEvaluation) -> None:
-        seen.failed += 1
+    def _fails(self) -> None:
+        seen = self._plan[0] = evaluations.failed(self._plan[0])
         if seen.failed >= self.options.prompts:
             self.gives_up(seen.model, "its answers end in errors")
 
@@ -260,15 +255,12 @@ class Controller:
         """A prompt of an evaluation was answered, as measured, its tokens by these exits."""
         if not self._plan or self._plan[0].model != model or not self._plan[0].open:
             return
-        seen = self._plan[0]
         exits = [e for e in exits if 0 <= e < self.profiles[model].exits]
         if not exits:  # which says nothing
             self.dropped(model)
             return
-        seen.open -= 1
-        seen.answers.append(telemetry)
-        seen.exits += exits
-        if not seen.left and not seen.open:
+        seen = self._plan[0] = evaluations.answered(self._plan[0], telemetry, exits)
+        if seen.done:
             self._evaluated(seen)
 
     def dropped(self, model: str, failed: bool = False) -> None:
@@ -276,18 +268,18 @@ class Controller:
         `failed` to, as often as an evaluation has prompts, is given up."""
         if not self._plan or self._plan[0].model != model or not self._plan[0].open:
             return
-        self._plan[0].open -= 1
-        self._plan[0].left += 1
+        self._plan[0] = evaluations.returned(self._plan[0])
         if failed:
-            self._fails(self._plan[0])
+            self._fails()
 
     def audited(self, model: str, audit: Audit) -> None:
         """Answers of the model that serves were looked at again, the last ones as `audit` has them.
 
         More wrong tokens than the limit on accuracy allows are too many where that is certain, and
         where it is so of as many answers as would have shown that the limit is kept, had they been
-        as was expected when this was chosen: then another segment is loaded, and where all are,
-        thresholds rise (`stricter`)."""
+        as was expected when this was chosen. Where the whole model would not keep the limit either,
+        and another one has a higher quality, that is evaluated. Else another segment is loaded, and
+        where all are, thresholds rise (`stricter`)."""
         ready = self.wanted == self.current and not self._plan and model == self.serving
         if not ready:
             return
@@ -297,18 +289,26 @@ class Controller:
         expected = 1 - self._told(self.current)[0].accuracy
         if audit.low <= self._allowed < audit.had_been(expected):
             return
-        self._failed[model] += 1
-        self._rest[model] = 2 ** min(self._failed[model], 6)
-        if self.current.depth < self.profiles[model].exits:
-            self.least[model] = self.current.depth + 1
-            wanted = self._with_cost(Choice(model, self.least[model]))
-        elif self.level(model) < STRICTEST:
-            self.strictness[model] += 1
-            wanted = self._with_cost(self.current)
-        else:
-            return
         why = f"{audit.low:.1%} to {audit.high:.1%} of its tokens are not the whole model's"
+        others = self._better_in_quality(model)
+        if others and self._expected.without_exits(model).accuracy < 1 - self._allowed:
+            self._evaluate(why, [model, *others])  # its own answers may be worse than expected
+            return
+        state = strictness.tightened(
+            self.strictness[model], self.current.depth, self.profiles[model].exits
+        )
+        if state is None:
+            return
+        self.strictness[model] = state
+        wanted = self._with_cost(Choice(model, max(state.least, self.current.depth)))
         self._want("tighten", wanted[0], why, wanted[2], wanted[1])
+
+    def _better_in_quality(self, model: str) -> list[str]:
+        """Other models whose answers are better than a model's own without exits, best first."""
+        quality = lambda m: self._expected.without_exits(m).accuracy
+        others = [m for m in self.profiles if m != model and m not in self.failing]
+        others = [m for m in others if quality(m) > quality(model)]
+        return sorted(others, key=quality, reverse=True)
 
     @property
     def _allowed(self) -> float:
@@ -318,7 +318,7 @@ class Controller:
     def level(self, model: str, evaluated: bool = False) -> int:
         """How strict a model's thresholds are now (`stricter`). What is evaluated shows where its
         tokens would leave, though a limit forbids it to the others."""
-        return STRICTEST if model in self.off and not evaluated else self.strictness[model]
+        return STRICTEST if model in self.off and not evaluated else self.strictness[model].level
 
     def _told(
         self, choice: Choice, shares: Sequence[float] | None = None, hope: float = 0.0
@@ -329,7 +329,7 @@ class Controller:
         """Of models that are there, the one by other weights than the server's, within its limits;
         None where none was evaluated yet."""
         objective = dataclasses.replace(self.objective, weights=weights)
-        told = lambda m: self._told(Choice(m, self._there[m]))[0]
+        told = lambda m: self._expected.told(objective, Choice(m, self._there[m]))[0]
         known = [m for m in self._there if m in self.shares]
         return max(known, key=lambda m: objective.rank(told(m)), default=None)
 
@@ -402,40 +402,16 @@ class Controller:
         return self.objective.rank(told) > (excess, score + self.options.gain)
 
     def _evaluation_cost(self, model: str) -> float:
-        """Seconds in which nobody else is served for an evaluation: of bringing a whole model and
-        the one that serves back, where both have no room, and of an answer."""
-        profile, whole = self.profiles[model], self._whole(model)
-        seconds = self.cost(whole)
-        if self.current is not None and not self._fits_beside(whole):
-            seconds += sum(self.profiles[self.current.model].load[: self.current.depth])
-            seconds += self._held * sum(
-                self.profiles[self.current.model].rebuild[: self.current.depth]
-            )
-        last = [float(e == profile.exits - 1) for e in range(profile.exits)]
-        tpot = profile.serving(self.shares.get(model, last), profile.exits).tpot
-        return seconds + self._expected.length * tpot
+        known, length = self.shares.get(model), self._expected.length
+        return forecast.evaluation_cost(self.profiles, self._on_device, model, known, length)
 
     def _evaluated(self, seen: RunningEvaluation) -> None:
-        profile, n = self.profiles[seen.model], len(seen.answers)
-        mean = lambda name: sum(getattr(a, name) for a in seen.answers) / n
-        told = Telemetry(*(mean(field.name) for field in dataclasses.fields(Telemetry)))
-        told = dataclasses.replace(told, ttft_p99=max(a.ttft_p99 for a in seen.answers))
-        counts = [seen.exits.count(e) for e in range(profile.exits)]
-        if seen.choice.depth < profile.exits:
-            # Those below their threshold would go deeper, as many to each exit as was known before.
-            above = seen.below / max(seen.emitted, 1)
-            shares = [count / sum(counts) for count in counts]
-            shares = self._expected.spread(seen.model, seen.choice.depth, above, shares)
-            counts = apportioned(shares, sum(counts))
-        row = Evaluation(
-            time=seen.begin,
-            model=seen.model,
-            depth=seen.choice.depth,
-            prompts=n,
-            tokens=sum(counts),
-            exits=tuple(counts),
-            counted=self.counted,
-            telemetry=told,
+        row = evaluations.history_row(
+            seen,
+            self.profiles[seen.model],
+            self._expected,
+            self.counted,
+            self.level(seen.model, evaluated=True),
         )
         self._expected.learn(row)
         self._age[seen.model] = 0
@@ -459,13 +435,8 @@ class Controller:
         """The best of the candidates, each up to the exit by which most tokens leave."""
         self._since = 0
         for model, bound in self._bounds.items():
-            self._rest[model] = max(0, self._rest[model] - 1)
-            if bound <= self._allowed / 2 and not self._rest[model]:
-                # It was stricter than it had to be; one step, the last one first.
-                if self.strictness[model]:
-                    self.strictness[model] -= 1
-                else:
-                    self.least[model] = max(1, self.least[model] - 1)
+            state = self.strictness[model]
+            self.strictness[model] = strictness.assessed(state, bound, self._allowed)
         self._bounds.clear()
         options = [Choice(model, self.greedy_depth(model)) for model in self.shares]
         best, told, seconds = self._best(options, assessed=True)
@@ -481,7 +452,7 @@ class Controller:
         if not self.options.greedy:
             return profile.exits
         first = max(range(profile.exits), key=lambda e: (shares[e], -e)) + 1
-        first = max(first, self.least[model])
+        first = max(first, self.strictness[model].least)
         depths = [Choice(model, d) for d in range(first, profile.exits + 1)]
         calm = [c.depth for c in depths if self._calm(c, shares) or c.depth == profile.exits]
         rank = lambda d: self.objective.rank(self._told(Choice(model, d), shares, hope)[0])
@@ -528,30 +499,18 @@ class Controller:
             seconds,
         )
 
+    @property
+    def _on_device(self) -> OnDevice:
+        return OnDevice(self._there, self._held, self.current, self.options.budget)
+
     def cost(self, choice: Choice) -> float:
-        """Seconds of loading what is not there, and of the keys and values of the requests under
-        way: in what is new of a model that grows, and in all of one that shrinks, or in whose place
-        the one that serves has to go."""
-        profile, current = self.profiles[choice.model], self.current
-        same = current is not None and current.model == choice.model
-        there, held = self._there.get(choice.model, 0), self._held
-        there = current.depth if same else there
-        seconds = sum(profile.load[there : choice.depth])
-        if same and there <= choice.depth:
-            return seconds + held * sum(profile.rebuild[there : choice.depth])
-        beside = not same and self._fits_beside(choice)
-        return seconds + (0.0 if beside else held * sum(profile.rebuild[: choice.depth]))
+        """Seconds that it takes to serve with a choice (`forecast.change_cost`)."""
+        return forecast.change_cost(self.profiles, self._on_device, choice)
 
-    def _fits_beside(self, choice: Choice) -> bool:
-        """Whether the budget holds a choice beside the other models that are there."""
-        others = {m: d for m, d in self._there.items() if m != choice.model}
-        others = sum(self.profiles[model].size(depth) for model, depth in others.items())
-        return others + self.profiles[choice.model].size(choice.depth) <= self.options.budget
-
-    def _breached(self) -> None:
-        """More layers, or another model: whichever is better, by what it costs."""
-        seen = sum(self._window) / len(self._window)
-        self._window.clear()
+    def _breached(self, seen: float) -> None:
+        """More layers, or another model: whichever is better, by what it costs; seen: the share of
+        tokens below their threshold."""
+        self._window = cleared(self._window)
         model, depth = self.current
         profile = self.profiles[model]
         if depth == profile.exits:  # nothing is below its threshold but at the end
@@ -585,5 +544,5 @@ class Controller:
             # Of another one that goes on until this is there nothing changes before it is.
             self.off = self.off | {choice.model} if off else self.off - {choice.model}
             self.serving = choice.model
-        self._window.clear()
+        self._window = cleared(self._window)
         self.decisions.append(Decision(self._clock(), kind, choice, why, seconds, told))

@@ -20,7 +20,7 @@ import numpy as np
 from eejax.serving.audits import Audit, Verdict
 from eejax.serving.choices import Assignment, Choice, ControllerOptions, Decision, Profile
 from eejax.serving.objectives import NAMED, Telemetry
-from eejax.serving.timeline import Point, Timeline
+from eejax.serving.timeline import AnswerTimeline, TimelinePoint, marks
 
 KEPT = 2000  # prompts of the timeline
 BEHIND = 32  # answers that may wait to be looked at again
@@ -75,7 +75,8 @@ class Job:
     its own; model: that has it; began, first: when that was given it, and when its first token from
     there came; heard: when the first one came at all; evaluated: whether it is one of an
     evaluation; moved: whether it was in another model before; strictness: of how many exits it may
-    take, 0 where that changed, and the level of its thresholds; exits: by which its tokens left."""
+    take, 0 where that changed, and the level of its thresholds; exits: by which its tokens left;
+    below: of each, whether that was below its threshold."""
 
     order: tuple[int, int]
     came: float
@@ -89,6 +90,7 @@ class Job:
     strictness: tuple[int, int] = (0, 0)
     telemetry: Telemetry | None = None
     exits: list[int] = dataclasses.field(default_factory=list)
+    below: list[bool] = dataclasses.field(default_factory=list)
 
 
 class Dispatcher(abc.ABC):
@@ -112,7 +114,7 @@ class Dispatcher(abc.ABC):
         self._sampled, self._share = np.random.default_rng(seed), share
         self._to_audit: list[Any] = []
         self._audited, self._since = 0.0, clock()  # seconds of audits, and from when on
-        self.performance, self._marked = Timeline(KEPT), 0
+        self.performance, self._marked = AnswerTimeline(KEPT), 0
 
     @abc.abstractmethod
     def _load(self, wanted: Choice) -> Coming:
@@ -309,12 +311,11 @@ class Dispatcher(abc.ABC):
     ) -> None:
         """A request has its answer. whole: from one end to the other; judged: whether the whole
         model can be asked if it would say the same; failed: ended in an error."""
-        for decision in self.controller.decisions[self._marked :]:
-            self.performance.decides(decision)
-        self._marked = len(self.controller.decisions)
         if job.exits and job.heard is not None:
+            new = self.controller.decisions[self._marked :]
+            self._marked += len(new)
             self.performance.add(
-                Point(
+                TimelinePoint(
                     time=self._clock(),
                     model=job.model,
                     depth=self.parts[job.model].depth,
@@ -322,6 +323,7 @@ class Dispatcher(abc.ABC):
                     ttft=job.heard - job.came,
                     seconds=self._clock() - job.came,
                     perplexity=self._own_perplexity(job),
+                    marks=marks(new),
                 )
             )
         whole &= not job.moved
@@ -357,7 +359,10 @@ class Dispatcher(abc.ABC):
         seconds = max(now - job.began, 1e-9)
         each = (now - job.first) / max(count - 1, 1)
         if agreement is None:
-            agreement = float(np.mean([profile.sure[e] for e in job.exits]))
+            left = zip(job.exits, job.below, strict=True)
+            agreement = float(
+                np.mean([(profile.unsure if b else profile.sure)[e] for e, b in left])
+            )
         if energy is None:
             shares = [job.exits.count(e) / count for e in range(profile.exits)]
             energy = profile.worked(shares, part.depth)

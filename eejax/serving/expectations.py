@@ -48,11 +48,16 @@ class Expectations:
         shares = self.shares[choice.model] if shares is None else shares
         told = self._corrected(choice, profile.serving(shares, choice.depth, hope))
         if choice.depth == profile.exits:
-            last = (*(0.0,) * (profile.exits - 1), 1.0)
-            without = self._corrected(choice, profile.serving(last, choice.depth))
+            without = self.without_exits(choice.model)
             if objective.rank(without) > objective.rank(told):
                 return without, True
         return told, False
+
+    def without_exits(self, model: str) -> Telemetry:
+        """What a whole model is expected to bring where no token leaves early."""
+        profile = self.profiles[model]
+        last = (*(0.0,) * (profile.exits - 1), 1.0)
+        return self._corrected(Choice(model, profile.exits), profile.serving(last, profile.exits))
 
     def _corrected(self, choice: Choice, told: Telemetry) -> Telemetry:
         """Correct an expectation by what was measured while serving: energy, the shortfall of

@@ -8,7 +8,6 @@ to go first are taken along, with the text that they have.
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from eejax.inference.shaping import Shaping
 from eejax.inference.state import Request
 from eejax.models.config import ModelConfig
 from eejax.serving.auditor import Auditor, Reference
-from eejax.serving.audits import Audit, Verdict
+from eejax.serving.audits import Audit, Verdict, perplexity_of
 from eejax.serving.choices import STRICTEST, Choice, stricter
 from eejax.serving.controller import Controller
 from eejax.serving.dispatch import Dispatcher, Job
@@ -374,7 +373,8 @@ class Fleet(Dispatcher, Stepped):
             job.exits += [t.exit for t in tokens]
             self._emitted[model] += len(tokens)
             n, least = self.members[model].config.n_exits, job.thresholds
-            below = [t.exit < n and t.confidence < least[t.exit] for t in tokens]
+            below = [t.exit < n and bool(t.confidence < least[t.exit]) for t in tokens]
+            job.below += below
             self.controller.tokens(model, below, own=job.objective is not None)
         if not finish:
             return [Output(job.number, tokens, "")]
@@ -390,8 +390,7 @@ class Fleet(Dispatcher, Stepped):
         return [Output(job.number, tokens, finish)]
 
     def _own_perplexity(self, job: _Job) -> float:
-        logprobs = [token.logprob for token in job.tokens]
-        return math.exp(min(-sum(logprobs) / len(logprobs), 700.0))
+        return perplexity_of(-sum(token.logprob for token in job.tokens), len(job.tokens))
 
     def _spends(self, model: str | None) -> None:
         """What was counted since this was asked last; None: of nobody who serves."""

@@ -30,12 +30,11 @@ from eejax.serving.choices import ControllerOptions
 from eejax.serving.controller import Controller
 from eejax.serving.energy import meter
 from eejax.serving.fleet import Fleet, Member
-from eejax.serving.measurements import Setup, kept, largest, measured
-from eejax.serving.messages import LOG, Built, Template
+from eejax.serving.measurements import Setup, evaluated, kept, largest, measured, with_profiles
+from eejax.serving.messages import LOG, Built, TemplateSource
 from eejax.serving.models import batch_options
 from eejax.serving.objectives import Objective
 from eejax.serving.quality import QualitySource, with_benchmarks, with_ratios
-from eejax.serving.repository import date
 from eejax.serving.worker import joined
 from eejax.train.pretrained import Opened, open_model
 
@@ -145,7 +144,7 @@ def check_alike(opened: Mapping[str, Opened]) -> None:
             )  # fmt: skip
 
 
-def template_of(opened: Mapping[str, Opened]) -> Template | None:
+def template_of(opened: Mapping[str, Opened]) -> TemplateSource | None:
     """The chat template of those models that have one. Raises ConfigError where they differ."""
     found = {name: chat.find(model.path, model.tokenizer) for name, model in opened.items()}
     found = {name: template for name, template in found.items() if template is not None}
@@ -156,13 +155,13 @@ def template_of(opened: Mapping[str, Opened]) -> Template | None:
         told = f"must be that of {first!r}"
         fix = "Put the same chat_template.jinja into their folders."
         require(template == own, f"chat template of {name!r}", template[0][:40], told, fix)
-    chat.Template(*own)  # one that is none is told before anybody asks
+    chat.TemplateSource(*own)  # one that is none is told before anybody asks
     return own
 
 
 def built(
     members: Mapping[str, Member], tokenizer: Tokenizer, aims: Aims, *, slots: int,
-    context: int | None = None, prompts: Sequence[str] = (), template: Template | None = None,
+    context: int | None = None, prompts: Sequence[str] = (), template: TemplateSource | None = None,
     judge: Member | None = None,
 ) -> Built:  # fmt: skip
     """A fleet of models that lie on the host.
@@ -218,8 +217,9 @@ def built(
         require(known or not perplexity, "quality", aims.quality, told, "Or take best or judge.")
     elif source.kind == "judge":
         profiles, reference.least = with_ratios(profiles)
+    known = evaluated(repository, profiles, source, reference)
+    repository = with_profiles(repository, profiles)
     for name, profile in profiles.items():
-        repository.put(name, profile.benchmark())
         whole = profile.benchmark()[profile.exits]
         more = "" if whole.perplexity == 1 else f", perplexity {whole.perplexity:.2f}"
         log.info("%s: quality %.3f (%s)%s", name, whole.accuracy, aims.quality, more)
@@ -230,10 +230,6 @@ def built(
         if judge is not None:
             for length in audited_lengths(context):
                 reference.auditor.judge(None, [0], [0] * (length - 1))
-        known = {name: repository.evaluated(name) for name in members}
-        known = {name: row for name, row in known.items() if row is not None}
-        for name, row in known.items():
-            log.info("%s: not evaluated again, as it was at %s", name, date(row.time))
         controller = Controller(
             profiles,
             Objective.of(aims.objective, **aims.limits),

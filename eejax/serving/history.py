@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from eejax.serving.choices import Decision
 from eejax.serving.messages import FleetReport
-from eejax.serving.timeline import Timeline
+from eejax.serving.timeline import AnswerTimeline
 
 SECONDS = 2.0  # of a span
 KEEP = 300  # spans
@@ -44,7 +44,7 @@ class History:
         self._told: collections.deque[dict] = collections.deque(maxlen=KEEP)
         self.members: set[str] = set()  # of a fleet, that served
         self.decisions: collections.deque[Decision] = collections.deque(maxlen=DECISIONS)
-        self.timeline = Timeline(KEEP)
+        self.timeline = AnswerTimeline(KEEP)
 
     def load(self, running: int, waiting: int, held: float) -> None:
         span = self._span()
@@ -66,8 +66,6 @@ class History:
         span.member, span.loaded = report.model, report.layers
         self.members.add(report.model)
         self.decisions += report.decisions
-        for decision in report.decisions:
-            self.timeline.decides(decision)
         for point in report.points:
             self.timeline.add(point)
 

@@ -12,6 +12,7 @@ import platform
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,8 +30,8 @@ from eejax.serving.choices import Profile
 from eejax.serving.fleet import Member
 from eejax.serving.messages import LOG
 from eejax.serving.profiles import measure, written
-from eejax.serving.quality import Answer, QualitySource, alone, with_verdicts
-from eejax.serving.repository import Conditions, Repository
+from eejax.serving.quality import BenchmarkScore, JudgedAnswer, QualitySource, with_verdicts
+from eejax.serving.repository import Conditions, Evaluation, Repository
 
 log = logging.getLogger(LOG)
 
@@ -141,9 +142,9 @@ def measured(
         if reference is not None:
             answers = []
             for depth, texts_of in written(member, texts[:JUDGED], **own).items():
-                agreement = 1.0 if depth == profile.exits else alone(profile, depth)
+                agreement = 1.0 if depth == profile.exits else profile.agrees[depth - 1]
                 answers += [
-                    Answer(agreement, reference.auditor.judge(None, prompt, ids))
+                    JudgedAnswer(agreement, reference.auditor.judge(None, prompt, ids))
                     for prompt, ids in texts_of
                 ]
             judged = with_verdicts(profile, answers)
@@ -156,6 +157,72 @@ def measured(
         except DataError as error:
             warnings.warn(f"a measurement is not kept: {error}", stacklevel=2)
     return found
+
+
+def judged_by(
+    conditions: Conditions,
+    profile: Profile,
+    source: QualitySource,
+    scores: Sequence[BenchmarkScore],
+    reference: Reference | None,
+) -> Conditions:
+    """Return the conditions of a member's evaluations: those of its profile, and what the quality
+    of its answers is compared with.
+
+    Args:
+      profile: as it is served, with the quality of benchmarks or of a judge.
+      scores: of all models, of which those count that `source` takes.
+    """
+    chosen = [s for s in scores if not source.names or s.task in source.names]
+    benchmark = source.kind == "benchmark"
+    return conditions.judged_by(
+        tasks=[*source.names] if benchmark else [],
+        scores=_short([*map(tuple, chosen)]) if benchmark else "",
+        lowest_perplexity=None if reference is None else reference.least,
+        profile=_short((profile.quality, profile.perplexity, profile.ceiling)),
+    )
+
+
+def _short(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def evaluated(
+    repository: Repository,
+    profiles: Mapping[str, Profile],
+    source: QualitySource,
+    reference: Reference | None,
+) -> dict[str, Evaluation]:
+    """Return evaluations from before that still hold, by model; say which hold and which do not.
+    From now on evaluations are kept with what their quality is compared with (`judged_by`)."""
+    found = {}
+    try:
+        scores = repository.scores()
+        for name, profile in profiles.items():
+            conditions = repository.conditions[name]
+            repository.judged[name] = judged_by(conditions, profile, source, scores, reference)
+            row, why = repository.evaluated(name)
+            if row is not None:
+                log.info("%s: not evaluated again, as it was at %s", name, why)
+                found[name] = row
+            elif why:
+                log.info("%s: evaluated again, as %s", name, why)
+    except DataError as error:
+        log.warning("models are evaluated again: %s", error)
+    return found
+
+
+def with_profiles(repository: Repository, profiles: Mapping[str, Profile]) -> Repository:
+    """Write the benchmarks of profiles, by which candidates are chosen. Where the repository cannot
+    be written one in memory takes its place, as who is served does not depend on it."""
+    try:
+        for name, profile in profiles.items():
+            repository.put(name, profile.benchmark())
+        return repository
+    except DataError as error:
+        log.warning("measurements are not kept: %s", error)
+    repository.close()
+    return Repository.of(profiles)
 
 
 def kept(path: str | os.PathLike) -> Repository:

@@ -14,7 +14,7 @@ from eejax.inference.scoring import Scores
 from eejax.inference.shaping import Shaping
 from eejax.models.config import ModelConfig
 from eejax.serving.choices import Decision
-from eejax.serving.timeline import Point
+from eejax.serving.timeline import TimelinePoint
 
 LOG = "eejax.serving"  # of what an engine does before it is ready, at level INFO
 CHOOSES = "the server chooses the model, and where its tokens leave"
@@ -36,8 +36,8 @@ class Ask:
     objective: str | None = None
 
 
-Template = tuple[str, dict[str, str]]
-"""The source of a chat template, and the special tokens it speaks of (`chat.Template`)."""
+TemplateSource = tuple[str, dict[str, str]]
+"""The source of a chat template, and the special tokens it speaks of (`chat.TemplateSource`)."""
 
 
 class Submit(NamedTuple):
@@ -49,7 +49,7 @@ class Cancel(NamedTuple):
     number: int
 
 
-class Score(NamedTuple):
+class ScoreRequest(NamedTuple):
     """Asks for the `Scores` of a text, by the exit of a number; None: the final one."""
 
     number: int
@@ -73,24 +73,31 @@ class Load(NamedTuple):
 
 
 class FleetReport(NamedTuple):
-    """What serves in a fleet: a model of which `depth` exits, and so many layers, are loaded, and
-    its slots. below: share of all tokens that left below their threshold; disagreement: of the
-    model's tokens that were looked at again, the share that is not the whole model's; bound: above
-    which that hardly is; perplexity: of them, by the whole model; all None where none was;
-    counted: what stands for energy, joules by "nvml" or "rapl", or "operations"; decisions: those
-    since the last report; points: of the answers since then."""
+    """What a fleet serves with.
+
+    Attributes:
+      model, depth, layers: the model, and how many of its exits and layers are loaded.
+      slots: of the model.
+      below: share of all tokens that left below their threshold.
+      shortfall: what the mean quality of the model's audited answers lacks of 1; None where none
+        was audited, as of the next two.
+      bound: what that is below with confidence.
+      perplexity: of those answers under their judge.
+      counted: what stands for energy, joules by "nvml" or "rapl", or "operations".
+      decisions, points: those since the last report, and the answers since then.
+    """
 
     model: str
     depth: int
     layers: int
     slots: int
     below: float
-    disagreement: float | None
+    shortfall: float | None
     bound: float | None
     perplexity: float | None
     counted: str
     decisions: tuple[Decision, ...]
-    points: tuple[Point, ...] = ()
+    points: tuple[TimelinePoint, ...] = ()
 
 
 class Starting(NamedTuple):
@@ -107,7 +114,7 @@ class Ready(NamedTuple):
 
     config: ModelConfig
     tokenizer: Tokenizer
-    template: Template | None
+    template: TemplateSource | None
     slots: int
     context: int
     depth: int
@@ -159,7 +166,7 @@ class Built(NamedTuple):
     engine: Any
     config: ModelConfig
     tokenizer: Tokenizer
-    template: Template | None = None
+    template: TemplateSource | None = None
     fleet: Callable[[int], Any] | None = None
 
 

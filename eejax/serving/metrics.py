@@ -46,11 +46,13 @@ class Metrics:
         self.below = gauge(
             "fleet_below_threshold_ratio", "Share of all tokens that left below their threshold."
         )
-        self.disagreement = gauge(
-            "fleet_disagreement_ratio",
+        self.shortfall = gauge(
+            "fleet_quality_shortfall_ratio",
             "What the mean quality of audited answers lacks of 1; NaN where none was audited.",
         )
-        self.bound = gauge("fleet_disagreement_bound_ratio", "What that is below with confidence.")
+        self.bound = gauge(
+            "fleet_quality_shortfall_bound_ratio", "What that is below with a confidence of 95 %."
+        )
         self.perplexity = gauge(
             "fleet_perplexity", "Of those answers, under the model that judges them."
         )
@@ -99,7 +101,7 @@ class Metrics:
         nan = float("nan")
         for gauge, value in (
             (self.depth, report.layers), (self.slots, report.slots), (self.below, report.below),
-            (self.disagreement, nan if report.disagreement is None else report.disagreement),
+            (self.shortfall, nan if report.shortfall is None else report.shortfall),
             (self.bound, nan if report.bound is None else report.bound),
             (self.perplexity, nan if report.perplexity is None else report.perplexity),
         ):  # fmt: skip

@@ -88,6 +88,7 @@ def measure(
         sure=[share(e, leaves == e) for e in range(n)],
         shares=[float((leaves == e).mean()) for e in range(n)],
         unsure=[share(e, leaves > e) for e in range(n - 1)] + [1.0],
+        agrees=[float(same[e].mean()) for e in range(n)],
     )  # fmt: skip
     most = sum(told["seconds"])
     ideal = sum(leaving.reach[e] * told["seconds"][e] for e in range(n))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eejax.common.errors import ConfigError, DataError, require, require_one_of
-from eejax.serving.audits import Verdict
+from eejax.serving.audits import Verdict, perplexity_of
 from eejax.serving.choices import Profile
 
 KINDS = ("best", "judge", "benchmark")
@@ -62,7 +62,7 @@ class QualitySource:
         return ":".join([self.kind, *([",".join(self.names)] if self.names else [])])
 
 
-class Score(NamedTuple):
+class BenchmarkScore(NamedTuple):
     """A benchmark result of a model. layers: below the exit that answered, 0 for the whole model;
     metric: as the task names it, without a filter's name."""
 
@@ -73,7 +73,7 @@ class Score(NamedTuple):
     value: float
 
 
-def read_scores(path: str | os.PathLike, model: str) -> list[Score]:
+def read_scores(path: str | os.PathLike, model: str) -> list[BenchmarkScore]:
     """Read the results of `experiments.score_tasks --json` or of lm-eval (0.4) for a model.
 
     Of `score_tasks` the rows of single exits are read, not those of thresholds, and the last line
@@ -118,8 +118,10 @@ def read_scores(path: str | os.PathLike, model: str) -> list[Score]:
     return scores
 
 
-def _task_scores(model: str, layers: int, tasks: Mapping[str, Mapping[str, Any]]) -> list[Score]:
-    found: dict[tuple[str, str], Score] = {}
+def _task_scores(
+    model: str, layers: int, tasks: Mapping[str, Mapping[str, Any]]
+) -> list[BenchmarkScore]:
+    found: dict[tuple[str, str], BenchmarkScore] = {}
     for task, values in tasks.items():
         for name, value in values.items():
             metric = name.partition(",")[0]  # behind the comma stands lm-eval's filter
@@ -131,14 +133,14 @@ def _task_scores(model: str, layers: int, tasks: Mapping[str, Mapping[str, Any]]
             low, high = (0.0, 1.0) if metric in SCORES else (1.0, math.inf)
             if not low <= value <= high:
                 raise DataError(f"{task} {metric} = {value}: must lie in [{low:g}, {high:g}].")
-            found.setdefault((task, metric), Score(model, layers, task, metric, value))
+            found.setdefault((task, metric), BenchmarkScore(model, layers, task, metric, value))
     return [*found.values()]
 
 
 def with_benchmarks(
     profiles: Mapping[str, Profile],
     stops: Mapping[str, Sequence[int]],
-    scores: Sequence[Score],
+    scores: Sequence[BenchmarkScore],
     tasks: Sequence[str] = (),
 ) -> dict[str, Profile]:
     """Profiles whose quality, and perplexity where it was scored, is that of benchmarks.
@@ -152,9 +154,10 @@ def with_benchmarks(
       tasks: to take the mean over; by default all that every model was scored on.
 
     Raises:
-      ConfigError: a model was not scored, or not on such a task.
+      ConfigError: a model was not scored, or not on such a task, or not by a metric that the others
+        have.
     """
-    known = {name: _by_task(scores, name, 0, SCORES) for name in profiles}
+    known = {name: _metrics_by_task(scores, name, SCORES) for name in profiles}
     missing = [name for name, found in known.items() if not found]
     fix = (
         "Import some: python -m experiments.repository --repository=FILE "
@@ -167,20 +170,28 @@ def with_benchmarks(
     require(not lacking, "quality", lacking, told, fix)
     chosen = tuple(tasks) or tuple(sorted(common))
     require(bool(chosen), "quality", "benchmark", "has no task that all were scored on", fix)
-    texts = set.intersection(*({*_by_task(scores, n, 0, PERPLEXITIES)} for n in profiles))
+    metrics = {task: _common_metric(known, task, SCORES) for task in chosen}
+    for task, metric in metrics.items():
+        own = "; ".join(f"{name} has {', '.join(sorted(known[name][task]))}" for name in known)
+        told = f"must have a metric that all models were scored by: {own}"
+        require(metric is not None, "quality: task", task, told, "Score them by one metric.")
+    likely = {name: _metrics_by_task(scores, name, PERPLEXITIES) for name in profiles}
+    texts = set.intersection(*({*found} for found in likely.values()))
     texts &= {*tasks} if tasks else texts
+    by_text = {task: _common_metric(likely, task, PERPLEXITIES) for task in texts}
+    by_text = {task: metric for task, metric in by_text.items() if metric is not None}
     made = {}
     for name, profile in profiles.items():
         quality, perplexity = {}, {}
         for depth, layers in enumerate(stops[name], 1):
             whole = depth == profile.exits
-            agreement, at = (1.0, 0) if whole else (alone(profile, depth), layers)
-            found = _by_task(scores, name, at, SCORES)
-            if all(task in found for task in chosen):
-                quality[agreement] = float(np.mean([found[t] for t in chosen]))
-            found = _by_task(scores, name, at, PERPLEXITIES)
-            if texts and texts <= {*found}:
-                perplexity[agreement] = float(np.exp(np.mean([np.log(found[t]) for t in texts])))
+            agreement, at = (1.0, 0) if whole else (profile.agrees[depth - 1], layers)
+            found = {(s.task, s.metric): s.value for s in scores if s[:2] == (name, at)}
+            if metrics.items() <= {*found}:
+                quality[agreement] = float(np.mean([found[key] for key in metrics.items()]))
+            if by_text and by_text.items() <= {*found}:
+                logs = [np.log(found[key]) for key in by_text.items()]
+                perplexity[agreement] = float(np.exp(np.mean(logs)))
         made[name] = dataclasses.replace(
             profile,
             quality=curve(quality),
@@ -190,25 +201,30 @@ def with_benchmarks(
     return made
 
 
-def _by_task(
-    scores: Sequence[Score], model: str, layers: int, metrics: Sequence[str]
-) -> dict[str, float]:
-    """Scores of a model by task, each by the first of `metrics` that it has."""
-    own = [s for s in scores if (s.model, s.layers) == (model, layers) and s.metric in metrics]
-    own.sort(key=lambda s: metrics.index(s.metric), reverse=True)
-    return {s.task: s.value for s in own}
+def _metrics_by_task(
+    scores: Sequence[BenchmarkScore], model: str, metrics: Sequence[str]
+) -> dict[str, set[str]]:
+    """Metrics, of these, that a whole model was scored by, by task."""
+    found: dict[str, set[str]] = {}
+    for score in scores:
+        if (score.model, score.layers) == (model, 0) and score.metric in metrics:
+            found.setdefault(score.task, set()).add(score.metric)
+    return found
 
 
-def alone(profile: Profile, depth: int) -> float:
-    """Agreement with the whole model where all tokens leave by the last of `depth` exits."""
-    return profile.agreement([float(e == depth - 1) for e in range(profile.exits)], depth)
+def _common_metric(
+    known: Mapping[str, Mapping[str, set[str]]], task: str, metrics: Sequence[str]
+) -> str | None:
+    """The first of `metrics` by which all models were scored on a task."""
+    common = set.intersection(*(found[task] for found in known.values()))
+    return next((metric for metric in metrics if metric in common), None)
 
 
 def curve(points: Mapping[float, float]) -> tuple[tuple[float, float], ...]:
     return tuple(sorted(points.items()))
 
 
-class Answer(NamedTuple):
+class JudgedAnswer(NamedTuple):
     """An answer that was judged. agreement: expected of answers at its depth with those of the
     whole model, 1 for an answer of that."""
 
@@ -216,15 +232,16 @@ class Answer(NamedTuple):
     verdict: Verdict
 
 
-def perplexities(answers: Sequence[Answer]) -> dict[float, float]:
+def perplexities(answers: Sequence[JudgedAnswer]) -> dict[float, float]:
     """Perplexity of answers by their agreement, over all their tokens."""
     pooled: dict[float, list[np.ndarray]] = {}
     for answer in answers:
         pooled.setdefault(answer.agreement, []).append(answer.verdict.logprob)
-    return {a: max(math.exp(-float(np.concatenate(x).mean())), 1.0) for a, x in pooled.items()}
+    told = {a: np.concatenate(logprobs) for a, logprobs in pooled.items()}
+    return {a: max(perplexity_of(-x.sum(), len(x)), 1.0) for a, x in told.items()}
 
 
-def with_verdicts(profile: Profile, answers: Sequence[Answer]) -> Profile:
+def with_verdicts(profile: Profile, answers: Sequence[JudgedAnswer]) -> Profile:
     """A profile whose quality is the agreement of answers with the model that judged them, and its
     perplexity that under this model."""
     found: dict[float, list[float]] = {}

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 from eejax.common.errors import ConfigError, DataError
 from eejax.serving.choices import Profile
 from eejax.serving.objectives import METRICS, Objective, Telemetry
-from eejax.serving.quality import Score
+from eejax.serving.quality import BenchmarkScore
+from eejax.serving.stored_rows import check_rows, profile_of
 
-VERSION = 2  # of the tables
+VERSION = 3  # of the tables
 WAIT = 0.2  # seconds: whoever is served waits, too
 
 _SCHEMA = f"""
@@ -33,7 +34,7 @@ create table if not exists benchmark (
 create table if not exists history (
     id integer primary key, time real not null, model text not null, conditions text not null,
     depth integer not null, prompts integer not null, tokens integer not null,
-    exits text not null, counted text not null,
+    exits text not null, counted text not null, strictness integer not null,
     {", ".join(f"{m} real not null" for m in METRICS)}
 );
 create index if not exists history_model on history (model, id);
@@ -55,7 +56,8 @@ class Conditions(NamedTuple):
       model: digest of its parameters and configuration.
       device: kind of the accelerator, or of the processor with its number of cores.
       jax, eejax: versions.
-      serving: the settings that matter, as JSON: slots, context, exits' rules, texts, quality.
+      serving: the settings that matter, as JSON: slots, context, exits' rules, texts, quality; of
+        evaluations, also what their quality is compared with (`judged_by`).
     """
 
     model: str
@@ -68,8 +70,16 @@ class Conditions(NamedTuple):
     def key(self) -> str:
         return json.dumps(self._asdict(), sort_keys=True)
 
+    def judged_by(self, **settings: Any) -> Conditions:
+        """Return the conditions of evaluations, whose quality depends on more settings than a
+        profile does."""
+        serving = json.loads(self.serving) | settings
+        return self._replace(serving=json.dumps(serving, sort_keys=True))
+
     def differs(self, key: str) -> str:
         """What is not as it was when something was measured under the conditions of a key."""
+        if not key:
+            return "conditions, which were not kept"
         before, now = json.loads(key), self._asdict()
         parts = []
         for name, value in now.items():
@@ -89,7 +99,7 @@ class Evaluation(NamedTuple):
     """A row of the history: what `prompts` prompts of `tokens` tokens were like, served by a model
     with `depth` of its exits loaded, which began at `time`. exits: tokens by the exit that they
     left by; counted: what the energy in `telemetry` is, joules by "nvml" or "rapl", or
-    "operations", which are no energy."""
+    "operations", which are no energy; strictness: level of the thresholds (`choices.stricter`)."""
 
     time: float
     model: str
@@ -99,6 +109,7 @@ class Evaluation(NamedTuple):
     exits: tuple[int, ...]
     counted: str
     telemetry: Telemetry
+    strictness: int = 0
 
 
 class Repository:
@@ -106,13 +117,14 @@ class Repository:
     none, that has other tables than these, or that another process does not let go of for `WAIT`
     seconds. One that is deleted meanwhile is made anew by what is written next.
 
-    conditions: by model, those under which it is measured now (`profile`); its evaluations are
-    kept with them.
+    conditions: by model, those under which it is measured now (`profile`); judged: those of its
+    evaluations, by default the same.
     """
 
     def __init__(self, path: str | os.PathLike = ":memory:"):
         self.path = os.path.expanduser(os.fspath(path))
         self.conditions: dict[str, Conditions] = {}
+        self.judged: dict[str, Conditions] = {}
         with self._using("be used as a repository"):
             self._connection, self._file = opened(self.path), identity(self.path)
 
@@ -179,28 +191,27 @@ class Repository:
 
     def add(self, row: Evaluation) -> None:
         told = (getattr(row.telemetry, m) for m in METRICS)
-        values = (*row[:5], json.dumps(row.exits), row.counted, self._key(row.model), *told)
+        conditions = self._judged(row.model)
+        key = "" if conditions is None else conditions.key
+        values = (*row[:5], json.dumps(row.exits), row.counted, row.strictness, key, *told)
         marks = ", ".join("?" * len(values))
         columns = (
-            f"time, model, depth, prompts, tokens, exits, counted, conditions, {', '.join(METRICS)}"
+            "time, model, depth, prompts, tokens, exits, counted, strictness, conditions, "
+            f"{', '.join(METRICS)}"
         )
         with self._writing() as db:
             db.execute(f"insert into history ({columns}) values ({marks})", values)
 
-    def _key(self, model: str) -> str:
-        return self.conditions[model].key if model in self.conditions else ""
+    def _judged(self, model: str) -> Conditions | None:
+        return self.judged.get(model) or self.conditions.get(model)
 
     def check(self) -> None:
-        """Raise DataError unless every row can be read."""
+        """Raise DataError, which names the row, unless every row can be read and used."""
         with self._using("be used as a repository"):
             found = [text for (text,) in self._connection.execute("pragma quick_check")]
             if found != ["ok"]:
                 raise ValueError(f"it is damaged: {found[0]}")
-            for (text,) in self._connection.execute("select profile from profile").fetchall():
-                profile_of(text)
-        for model in self.models():
-            self.history(model, last=-1)
-        self.scores()
+            check_rows(self._connection)
 
     def profile(self, model: str, conditions: Conditions) -> tuple[Profile | None, str]:
         """(profile of a model under these conditions, when it was measured); (None, why there is
@@ -222,15 +233,31 @@ class Repository:
     def keep(self, model: str, profile: Profile, time: float) -> None:
         """Keep a profile that was measured under the model's conditions."""
         with self._writing() as db:
-            row = (model, self._key(model), time, json.dumps(dataclasses.asdict(profile)))
+            key = self.conditions[model].key if model in self.conditions else ""
+            row = (model, key, time, json.dumps(dataclasses.asdict(profile)))
             db.execute("insert or replace into profile values (?, ?, ?, ?)", row)
 
-    def evaluated(self, model: str) -> Evaluation | None:
-        """The last evaluation of a whole model under its conditions."""
-        key = self._key(model)
-        return next(iter(self.history(model, conditions=key)), None) if key else None
+    def evaluated(self, model: str, strictness: int = 0) -> tuple[Evaluation | None, str]:
+        """(last evaluation of a model under its conditions, by thresholds as strict as these; when
+        it was); (None, why it does not hold), or (None, "") where there is none."""
+        conditions = self._judged(model)
+        if conditions is None:
+            return None, ""
+        with self._using("be read"):
+            asked = "select conditions, strictness from history where model = ? order by id desc"
+            found = self._connection.execute(asked, (model,)).fetchall()
+            if (conditions.key, strictness) in found:
+                (row,) = self.history(model, conditions=conditions.key, strictness=strictness)
+                return row, date(row.time)
+            if not found:
+                return None, ""
+            (last,) = self.history(model)
+            since, (key, level) = date(last.time), found[0]
+            if key == conditions.key:
+                return None, f"its thresholds were {level} levels stricter at {since}"
+            return None, f"since {since} there is a change of {conditions.differs(key)}"
 
-    def import_scores(self, scores: Sequence[Score]) -> None:
+    def import_scores(self, scores: Sequence[BenchmarkScore]) -> None:
         """Benchmark scores, in place of those of the same model, layers, task and metric."""
         with self._writing() as db:
             db.executemany("insert or replace into score values (?, ?, ?, ?, ?)", scores)
@@ -241,24 +268,36 @@ class Repository:
             rows = self._connection.execute("select distinct model from history order by model")
             return [model for (model,) in rows]
 
-    def scores(self) -> list[Score]:
+    def scores(self) -> list[BenchmarkScore]:
         with self._using("be read"):
             rows = self._connection.execute("select * from score order by model, layers, task")
-            return [Score(*row) for row in rows]
+            return [BenchmarkScore(*row) for row in rows]
 
-    def history(self, model: str, last: int = 1, conditions: str | None = None) -> list[Evaluation]:
-        """The last rows of a model, oldest first; conditions: of these alone."""
-        where = "" if conditions is None else "and conditions = ?"
-        given = (model, last) if conditions is None else (model, conditions, last)
-        made = lambda r: Evaluation(*r[:5], tuple(json.loads(r[5])), r[6], Telemetry(*r[7:]))
+    def history(
+        self,
+        model: str,
+        last: int = 1,
+        conditions: str | None = None,
+        strictness: int | None = None,
+    ) -> list[Evaluation]:
+        """The last rows of a model, oldest first; conditions, strictness: of these alone."""
+        wanted = dict(model=model, conditions=conditions, strictness=strictness)
+        wanted = {column: value for column, value in wanted.items() if value is not None}
+        where = " and ".join(f"{column} = ?" for column in wanted)
         with self._using("be read"):
             rows = self._connection.execute(
-                "select time, model, depth, prompts, tokens, exits, counted, "
-                f"{', '.join(METRICS)} from history where model = ? {where} "
-                "order by id desc limit ?",
-                given,
+                "select time, model, depth, prompts, tokens, exits, counted, strictness, "
+                f"{', '.join(METRICS)} from history where {where} order by id desc limit ?",
+                (*wanted.values(), last),
             ).fetchall()
-            return [made(row) for row in reversed(rows)]
+            return [_evaluation(row) for row in reversed(rows)]
+
+
+def _evaluation(row: Sequence[Any]) -> Evaluation:
+    time, model, depth, prompts, tokens, exits, counted, strictness, *told = row
+    exits = tuple(json.loads(exits))
+    own = (time, model, depth, prompts, tokens, exits, counted, Telemetry(*told), strictness)
+    return Evaluation(*own)
 
 
 REBUILD = "python -m experiments.repository --repository={} --rebuild"
@@ -266,16 +305,6 @@ REBUILD = "python -m experiments.repository --repository={} --rebuild"
 
 def date(time: float) -> str:
     return datetime.datetime.fromtimestamp(time).isoformat(" ", "minutes")
-
-
-def profile_of(text: str) -> Profile:
-    """Read a profile that `Repository.keep` wrote. Raises ValueError for another text."""
-    frozen = lambda value: tuple(map(frozen, value)) if isinstance(value, list) else value
-    found = json.loads(text)
-    try:
-        return Profile(**{name: frozen(value) for name, value in found.items()})
-    except TypeError as error:
-        raise ValueError(f"a profile of other fields: {error}") from error
 
 
 def rebuild(path: str | os.PathLike) -> str | None:

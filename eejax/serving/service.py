@@ -34,8 +34,8 @@ from eejax.serving.messages import (
     Progress,
     Ready,
     Refused,
-    Score,
     Scored,
+    ScoreRequest,
     Starting,
     Submit,
 )
@@ -195,7 +195,7 @@ class Service:
     ) -> Scores:  # fmt: skip
         """`inference.scoring.score` of a text. Raises as `ask`, Unavailable where the engine ends
         before it is done, and TimeoutError where it takes longer than `seconds`."""
-        asked = lambda number: Score(number, tuple(tokens), exit, likely)
+        asked = lambda number: ScoreRequest(number, tuple(tokens), exit, likely)
         request = self._admit(asked, seconds)
         try:
             told = await request.events.get()

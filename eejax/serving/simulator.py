@@ -268,6 +268,7 @@ class _Server(Dispatcher):
             job.agree += sum(same[job.told + k][e] for k, e in enumerate(exits))
             job.told += len(exits)
             job.exits += exits
+            job.below += below
             self.below[job.number] += sum(below)
             for e in exits:
                 self.exits[name][e] += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from eejax.serving.choices import Decision
@@ -18,7 +18,20 @@ MARKS = {"evaluate": "reassessment", "grow": "LD", "tighten": "LD", "switch": "S
 WINDOW = 10  # answers that a rate is of
 
 
-class Point(NamedTuple):
+class Mark(NamedTuple):
+    """A decision. kind: as in `MARKS`."""
+
+    kind: str
+    why: str
+
+
+def marks(decisions: Iterable[Decision]) -> tuple[Mark, ...]:
+    """Return the marks of those decisions that have one."""
+    told = lambda d: f"{d.choice.model}, {d.choice.depth} exits: {d.why}"
+    return tuple(Mark(MARKS[d.kind], told(d)) for d in decisions if d.kind in MARKS)
+
+
+class TimelinePoint(NamedTuple):
     """An answer.
 
     Attributes:
@@ -29,6 +42,7 @@ class Point(NamedTuple):
       seconds: from then to its end.
       perplexity: exp(-mean log-probability) of its tokens under the model that gave them, at the
         exits that they left by; None where that is not known.
+      marks: of the decisions since the answer before this one.
     """
 
     time: float
@@ -38,27 +52,21 @@ class Point(NamedTuple):
     ttft: float
     seconds: float
     perplexity: float | None
+    marks: tuple[Mark, ...] = ()
 
 
-class Timeline:
-    """The last answers, in order, and the decisions that came between them."""
+class AnswerTimeline:
+    """The last answers, in order, with the decisions that came between them."""
 
     def __init__(self, kept: int):
-        self._points: collections.deque[Point] = collections.deque(maxlen=kept)
-        self._marks: collections.deque[tuple[int, str, str]] = collections.deque(maxlen=kept)
+        self._points: collections.deque[TimelinePoint] = collections.deque(maxlen=kept)
         self.count = 0  # answers so far
 
-    def add(self, point: Point) -> None:
+    def add(self, point: TimelinePoint) -> None:
         self._points.append(point)
         self.count += 1
 
-    def decides(self, decision: Decision) -> None:
-        """Mark a decision at the answer that comes next."""
-        if decision.kind in MARKS:
-            told = f"{decision.choice.model}, {decision.choice.depth} exits: {decision.why}"
-            self._marks.append((self.count, MARKS[decision.kind], told))
-
-    def since(self, number: int) -> tuple[Point, ...]:
+    def since(self, number: int) -> tuple[TimelinePoint, ...]:
         """The answers from a number on, as far as they are kept."""
         new = min(self.count - number, len(self._points))
         return tuple(itertools.islice(self._points, len(self._points) - new, None))
@@ -66,19 +74,23 @@ class Timeline:
     def curves(self) -> dict[str, Any]:
         """The timeline as JSON: lists over prompts, rates over the last `WINDOW` of them."""
         points = [*self._points]
-        first = self.count - len(points)
+        first = self.count - len(points) + 1
         return dict(
-            prompt=[first + i + 1 for i in range(len(points))],
+            prompt=[first + i for i in range(len(points))],
             model=[p.model for p in points],
             throughput=rates(points, [p.tokens for p in points]),
             requests=rates(points, [1] * len(points)),
             ttft=[p.ttft for p in points],
             perplexity=[p.perplexity for p in points],
-            marks=[dict(prompt=n + 1, kind=k, why=w) for n, k, w in self._marks if n >= first],
+            marks=[
+                dict(prompt=prompt, kind=mark.kind, why=mark.why)
+                for prompt, point in enumerate(points, first)
+                for mark in point.marks
+            ],
         )
 
 
-def rates(points: Sequence[Point], amounts: Sequence[float]) -> list[float | None]:
+def rates(points: Sequence[TimelinePoint], amounts: Sequence[float]) -> list[float | None]:
     """Amounts per second over the last `WINDOW` answers; None for the first, and where no time
     went by."""
     found: list[float | None] = []

@@ -31,8 +31,8 @@ from eejax.serving.messages import (
     Progress,
     Ready,
     Refused,
-    Score,
     Scored,
+    ScoreRequest,
     Starting,
     Submit,
 )
@@ -107,7 +107,7 @@ class Worker:
         self.scheduler = self.fleet or Scheduler(built.engine, built.config, steps=steps)
         self._asked: dict[int, int] = {}  # by the scheduler's number
         self._own: dict[int, int] = {}  # the scheduler's, by who asked
-        self._scores: list[Score] = []
+        self._scores: list[ScoreRequest] = []
         self._told: list[Refused] = []
         self._decisions = self._points = 0  # of the fleet, that were told
 
@@ -142,7 +142,7 @@ class Worker:
         joined(self.scheduler, self.slots)
         if hasattr(self.engine, "weights"):  # else it scores nothing
             for n in lengths(self.engine.context):
-                self._scored(Score(0, (0,) * n, None, False))
+                self._scored(ScoreRequest(0, (0,) * n, None, False))
 
     def take(self, message: Any) -> None:
         """What is asked; the steps that follow do it."""
@@ -154,7 +154,7 @@ class Worker:
                 if number in self._own:
                     self.scheduler.cancel(self._own[number])
                 self._scores = [asked for asked in self._scores if asked.number != number]
-            case Score():
+            case ScoreRequest():
                 self._scores.append(message)
 
     def _submit(self, number: int, ask: Ask) -> None:
@@ -175,7 +175,7 @@ class Worker:
             return
         self._asked[own], self._own[number] = number, own
 
-    def _scored(self, asked: Score) -> Refused | Scored:
+    def _scored(self, asked: ScoreRequest) -> Refused | Scored:
         try:
             require(self.fleet is None, "prompt", "to be scored", f"cannot be: {CHOOSES}")
             # Of one program, whether the most likely ones are asked for or not.

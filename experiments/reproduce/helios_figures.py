@@ -16,7 +16,7 @@ TIMELINES = {
     "figure_14.png": ("ttft", "seconds to the first token", "response time"),
     "figure_16.png": ("perplexity", "perplexity, own probabilities", "accuracy"),
 }
-"""File -> (field of a `Timeline`, axis, objective that HELIOS serves under)."""
+"""File -> (field of a `PromptCurves`, axis, objective that HELIOS serves under)."""
 MOST = 0.995  # quantile above which a timeline is cut off, so that loading does not flatten it
 
 

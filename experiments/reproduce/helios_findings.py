@@ -24,7 +24,7 @@ def findings(result: Mapping[str, Any], lines: Mapping[str, Any], scale: str) ->
 
     Args:
       result: what `experiments.reproduce.helios` computed, by table and figure.
-      lines: `Timeline` by the name of a row.
+      lines: `PromptCurves` by the name of a row.
       scale: of everything that was run or simulated.
     """
     found = Findings("HELIOS", scale)

@@ -92,7 +92,7 @@ def served_depths(simulated, profiles: Mapping[str, Any]) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Timeline:
+class PromptCurves:
     """A simulation over prompts, as Figures 13, 14 and 16 draw it.
 
     Attributes:
@@ -112,7 +112,7 @@ class Timeline:
     changes: tuple[tuple[int, str], ...]
 
     @classmethod
-    def of(cls, simulated, world: World, thresholds=None) -> Timeline:
+    def of(cls, simulated, world: World, thresholds=None) -> PromptCurves:
         """Of a simulation at `thresholds`, by default the world's."""
         limits = world.thresholds if thresholds is None else thresholds
         depths = served_depths(simulated, world.profiles)
@@ -146,7 +146,7 @@ class Timeline:
         return {f.name: lists(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
 
-def row(name: str, simulated, timeline: Timeline, world: World) -> dict:
+def row(name: str, simulated, timeline: PromptCurves, world: World) -> dict:
     """Numbers of a simulation; `exits`: share of all tokens by model and exit, as in Table 5."""
     total = float(simulated.tokens.sum())
     events = [e for e in simulated.timeline if e.what in ("load", "grow", "grown")]
@@ -177,7 +177,7 @@ def row(name: str, simulated, timeline: Timeline, world: World) -> dict:
     }
 
 
-def compared(world: World) -> tuple[list[dict], dict[str, Timeline]]:
+def compared(world: World) -> tuple[list[dict], dict[str, PromptCurves]]:
     """Rows of Table 5 and sections 5.1 to 5.5, and the timelines of the figures, by name.
 
     Each model alone with its exits, each without them, HELIOS under every objective, and HELIOS for
@@ -188,7 +188,7 @@ def compared(world: World) -> tuple[list[dict], dict[str, Timeline]]:
     rows, lines = [], {}
 
     def add(name: str, simulated, thresholds=None) -> None:
-        lines[name] = Timeline.of(simulated, world, thresholds)
+        lines[name] = PromptCurves.of(simulated, world, thresholds)
         rows.append(row(name, simulated, lines[name], world))
 
     for model, profile in world.profiles.items():

@@ -27,7 +27,7 @@ from eejax.serving.fleet import Change
 from eejax.serving.repository import Repository
 from eejax.train.config import DataConfig, ExitWeights, Experiment
 from experiments import helios_runs
-from experiments.helios_runs import Answer, ByChance, Stopwatch, drive, fitted, ordered
+from experiments.helios_runs import ByChance, Stopwatch, TimedAnswer, drive, fitted, ordered
 
 bench_helios = functions_of("experiments.bench_helios")
 
@@ -52,7 +52,7 @@ def tokens(*ids: int, exit: int = 0) -> list[Token]:
     ],
 )
 def test_parts_of_an_answer_are_its_models(placed, count, parts):
-    answer = Answer(0, 1.0, first=3.5, tokens=tokens(*range(count)), placed=placed)
+    answer = TimedAnswer(0, 1.0, first=3.5, tokens=tokens(*range(count)), placed=placed)
     assert answer.parts() == parts and answer.ttft == 2.5
 
 
@@ -257,7 +257,7 @@ LAYER = 2 * (4 * 8 * 8 + 3 * 8 * 24)
 def test_operations_of_an_answer(placed, exits, layers, monkeypatch):
     monkeypatch.setattr(helios_runs, "heads", lambda member, exit: 10.0**6 * (exit + 1))
     member = types.SimpleNamespace(config=CONFIG, options=types.SimpleNamespace(cap=16))
-    answer = Answer(0, 0.0, placed=placed, tokens=[tokens(1, exit=e)[0] for e in exits])
+    answer = TimedAnswer(0, 0.0, placed=placed, tokens=[tokens(1, exit=e)[0] for e in exits])
     got = helios_runs.answer_flops(dict.fromkeys("ab", member), answer, 10)
     assert got == layers * LAYER + 10.0**6 * sum(e + 1 for e in exits)
 

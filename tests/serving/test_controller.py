@@ -13,6 +13,7 @@ from eejax.common.errors import ConfigError
 from eejax.serving.audits import Audit, Verdict
 from eejax.serving.choices import STRICTEST, Choice, ControllerOptions, breaches, stricter
 from eejax.serving.objectives import NAMED, Objective
+from eejax.serving.strictness import Strictness
 
 
 def test_candidates_are_evaluated_and_the_best_is_loaded_up_to_its_mode():
@@ -217,6 +218,62 @@ def test_audits_ask_for_more_layers_and_then_for_surer_tokens():
     assert without.kinds == ["evaluate", "serve"]
 
 
+def test_audits_that_no_tightening_can_help_bring_a_better_model():
+    """The whole small model keeps less of the limit than was thought, and the large one more."""
+    goal, shares = Objective.of("throughput", accuracy=0.75), (0.8, 0.1, 0.1)
+    own = {"small": (1.0, 0.7), "large": (3.0, 1.0), "bad": (0.5, 0.5)}
+    profiles = {
+        name: profile(scale, n=3, quality=((1.0, value),), ceiling=value)
+        for name, (scale, value) in own.items()
+    }
+
+    def begun(*names):
+        world = World({n: profiles[n] for n in names}, dict.fromkeys(names, shares), goal)
+        world.controller.serving = "small"
+        world.controller.wanted = world.controller.current = Choice("small", 3)
+        world.controller._plan = []
+        world.controller._expected.shares.update(dict.fromkeys(names, shares))
+        return world.controller
+
+    c = begun("small", "bad", "large")
+    c.audited("small", CERTAIN)
+    assert c.decisions[-1].kind == "evaluate" and c.decisions[-1].choice.model == "small"
+    assert [seen.model for seen in c._plan] == ["small", "large"]  # which tells of both
+    assert c.strictness["small"].level == 0
+    # Of none that is better, surer tokens are nearer to the limit at least.
+    c = begun("small", "bad")
+    c.audited("small", CERTAIN)
+    assert c.decisions[-1].kind == "tighten" and c.strictness["small"].level == 1
+
+
+def test_an_evaluation_pools_perplexity_over_tokens():
+    """Of two answers of 1 and 3 tokens: exp of the mean of all their negative log-probabilities."""
+    world = World({"m": profile(n=1)}, {"m": (1.0,)}, prompts=2)
+    c = world.controller
+    c.loaded(c.wanted)
+    for perplexity, tokens in ((16.0, 1), (2.0, 3)):
+        c.choose()
+        c.answered("m", telemetry(perplexity=perplexity), [0] * tokens)
+    (row,) = world.repository.history("m")
+    nats = [math.log(16.0)] + [math.log(2.0)] * 3
+    assert row.telemetry.perplexity == pytest.approx(math.exp(np.mean(nats)))
+    assert row.strictness == 0
+
+
+def test_a_request_of_its_own_objective_is_ranked_by_that():
+    """Whether exits are taken is also for its objective to say, not for the server's."""
+    fast = profile(1.0, n=2, sure=(0.2, 1.0), quality=((1.0, 0.8),), ceiling=0.8)
+    slow = profile(3.0, n=2, sure=(0.9, 1.0), quality=((1.0, 0.75),), ceiling=0.75)
+    shares = {"fast": (1.0, 0.0), "slow": (1.0, 0.0)}
+    world = World({"fast": fast, "slow": slow}, shares)
+    c = world.controller
+    c._expected.shares.update(shares)
+    c.holds({"fast": 2, "slow": 2}, 0)
+    assert c.best(NAMED["throughput"]) == "fast"
+    # Without exits the fast one's answers are the better ones; with them, by far the worse ones.
+    assert c.best(NAMED["accuracy"]) == "fast"
+
+
 def test_what_was_too_strict_is_taken_back_step_by_step_and_ever_more_rarely():
     goal = Objective.of("throughput", accuracy=0.75)
     world = World({"m": profile(n=3)}, {"m": (0.8, 0.1, 0.1)}, goal, interval=10)
@@ -233,11 +290,11 @@ def test_what_was_too_strict_is_taken_back_step_by_step_and_ever_more_rarely():
     reassessed()
     c.loaded(c.wanted)
     c.audited("m", CERTAIN)
-    assert c.least["m"] == 2
+    assert c.strictness["m"].least == 2
     turns = []
     for _ in range(4):
         n = 0
-        while c.least["m"] == 2:
+        while c.strictness["m"].least == 2:
             reassessed()
             n += 1
         turns.append(n)
@@ -246,10 +303,9 @@ def test_what_was_too_strict_is_taken_back_step_by_step_and_ever_more_rarely():
         assert world.kinds[-1] == "tighten"
     assert turns == [2, 4, 8, 16]
     c.loaded(c.wanted)
-    c.strictness["m"] = 1
-    c._failed["m"] = c._rest["m"] = 0
+    c.strictness["m"] = Strictness(least=2, level=1)
     reassessed()
-    assert (c.strictness["m"], c.least["m"]) == (0, 2)  # the last step first
+    assert (c.strictness["m"].level, c.strictness["m"].least) == (0, 2)  # the last step first
 
 
 def test_the_objective_says_how_deep():

@@ -15,7 +15,7 @@ from eejax.serving.choices import Choice, Decision
 from eejax.serving.history import KEEP, SECONDS, History
 from eejax.serving.http import HttpOptions
 from eejax.serving.messages import FleetReport
-from eejax.serving.timeline import Point
+from eejax.serving.timeline import TimelinePoint
 
 KEY = "secret"
 
@@ -150,7 +150,7 @@ def test_which_of_several_models_serves_and_why(opened):
             )),
             FleetReport("large", 3, 6, 4, 0.25, 0.01, 0.125, 7.5, "nvml", (
                 decide("switch", Choice("large", 3), "too many tokens"),
-            ), tuple(Point(i, "large", 3, 5, 0.1, 0.2, 4.0) for i in range(4))),
+            ), tuple(TimelinePoint(i, "large", 3, 5, 0.1, 0.2, 4.0) for i in range(4))),
         ):  # fmt: skip
             service.report = report
             service._watch("report", report)

@@ -7,10 +7,11 @@ import contextlib
 import dataclasses
 import re
 import sqlite3
+from types import SimpleNamespace
 
 import jax
 import pytest
-from controlled import profile
+from controlled import profile, telemetry
 from launchers import call
 from served import TinyFleet
 
@@ -20,7 +21,9 @@ from eejax.serving import fleets, measurements
 from eejax.serving.choices import Choice, ControllerOptions
 from eejax.serving.fleet import Member
 from eejax.serving.messages import LOG
-from eejax.serving.repository import Conditions, Repository, rebuild
+from eejax.serving.objectives import Objective
+from eejax.serving.quality import BenchmarkScore, QualitySource
+from eejax.serving.repository import Conditions, Evaluation, Repository, rebuild
 
 OPTIONS = ControllerOptions(prompts=2, interval=10**6, tokens=8)
 NOW = Conditions("digest", "cpu", "0.10", "0.1", '{"context": 32, "slots": [2, 2]}')
@@ -96,16 +99,19 @@ def test_a_restart_measures_nothing_again(tmp_path, calls, caplog):
     assert [d.kind for d in fleet.controller.decisions] == ["serve"]
     assert serves(fleet) == Choice("large", 2)
 
-    # As if they were measured on a machine on which the larger one takes three times as long.
+    # As if they were measured on a machine on which the larger one takes three times as long. No
+    # time that was measured here decides: programs are compiled while requests wait, and a limit on
+    # that would be missed on a busy machine.
     repository, seconds = fleet.controller.repository, {"small": 1e-3, "large": 3e-3}
     for name, found in fleet.controller.profiles.items():
-        found = dataclasses.replace(found, seconds=(seconds[name],) * 2, prefill=(1e-3,) * 2)
+        times = dict(prefill=(1e-3,) * 2, load=(0.0,) * 2, rebuild=(0.0,) * 2, saved=1.0)
+        found = dataclasses.replace(found, seconds=(seconds[name],) * 2, **times)
         repository.keep(name, found, 0.0)
     repository.close()
     for objective, limits, model in (
         ("throughput", {}, "small"),
-        ("goodput", dict(accuracy=0.01, ttft_p99=100.0), "small"),
-        ("goodput", dict(accuracy=0.97, ttft_p99=100.0), "large"),
+        ("goodput", dict(accuracy=0.01, ttft_p99=1e9), "small"),
+        ("goodput", dict(accuracy=0.97, ttft_p99=1e9), "large"),
         ("perplexity", {}, None),
     ):
         fleet, _ = started(objective, **limits)
@@ -152,7 +158,63 @@ def test_what_is_measured_again_and_why(tmp_path, changes, said):
     assert found == own and since.startswith("2001-09")
     other, why = repository.profile("m", NOW._replace(**changes))
     assert other is None and re.search(said, why)
-    assert repository.evaluated("m") is None
+    assert repository.evaluated("m") == (None, "")
+
+
+def test_what_is_evaluated_again_and_why(tmp_path, caplog):
+    """An evaluation holds for as long as what its quality is compared with."""
+    repository = Repository(tmp_path / "models.db")
+    profiles = {name: profile() for name in ("a", "b")}
+    source = QualitySource.parse("benchmark")
+    score = BenchmarkScore("a", 0, "sums", "acc", 0.5)
+
+    def again(profiles=profiles, source=source, reference=None) -> tuple[set[str], str]:
+        caplog.clear()
+        for name in profiles:
+            repository.profile(name, NOW._replace(model=name))
+        with caplog.at_level("INFO", LOG):
+            found = measurements.evaluated(repository, profiles, source, reference)
+        return {*found}, " ".join(caplog.messages)
+
+    repository.import_scores([score])
+    assert again() == (set(), "")
+    told = telemetry()
+    for name in profiles:
+        repository.add(Evaluation(1e9, name, 4, 2, 8, (8, 0, 0, 0), "operations", told))
+    found, said = again()
+    assert found == {"a", "b"} and said.count("not evaluated again, as it was at 2001-09") == 2
+    better = profiles | {"b": dataclasses.replace(profile(), quality=((1.0, 0.5),), ceiling=0.5)}
+    found, said = again(better)
+    assert found == {"a"} and "b: evaluated again, as since 2001-09" in said
+    assert "there is a change of profile" in said
+    for changed, why in (
+        (dict(source=QualitySource.parse("benchmark:sums")), "change of tasks"),
+        (dict(reference=SimpleNamespace(least=2.0)), "change of lowest_perplexity"),
+    ):
+        found, said = again(**changed)
+        assert not found and said.count(why) == 2
+    repository.import_scores([score._replace(value=0.6)])
+    found, said = again()
+    assert not found and said.count("change of scores") == 2
+    repository.import_scores([score])
+    row = Evaluation(1e9 + 1, "a", 4, 2, 8, (8, 0, 0, 0), "operations", told, strictness=2)
+    again()
+    repository.add(row)
+    assert again()[0] == {"a", "b"}  # by thresholds as they are at the beginning
+    assert repository.evaluated("a", strictness=2)[0] == row
+    assert repository.evaluated("b", strictness=1)[0] is None
+
+
+def test_who_is_served_does_not_depend_on_a_file_that_cannot_be_written(tmp_path, caplog):
+    repository = Repository(tmp_path / "models.db")
+    profiles = {"slow": profile(2.0), "fast": profile()}
+    assert measurements.with_profiles(repository, profiles) is repository
+    repository._connection.execute("pragma query_only = on")
+    made = measurements.with_profiles(repository, profiles)
+    (said,) = caplog.messages
+    assert re.match(r"measurements are not kept: .*models.db: cannot be written \(.*readonly", said)
+    order = made.candidates(["slow", "fast"], Objective.of("throughput"))
+    assert made.path == ":memory:" and order == ["fast", "slow"]
 
 
 def test_history_that_cannot_be_read_is_refused_and_nothing_of_it_is_lost(tmp_path):

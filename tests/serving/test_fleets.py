@@ -193,7 +193,9 @@ async def test_metrics_of_what_serves(fleet):
     left = {name: f'member="{name}",model="m"}}' for name in FLEET}
     assert any(f'eejax_exit_tokens_total{{layer="2",{labels}' in page for labels in left.values())
     # Answers are looked at again: those of evaluations, which never end here.
-    least, most = (value(f"fleet_disagreement{kind}_ratio", 'model="m"') for kind in ("", "_bound"))
+    least, most = (
+        value(f"fleet_quality_shortfall{kind}_ratio", 'model="m"') for kind in ("", "_bound")
+    )
     assert 0 <= least <= most <= 1 and value("fleet_perplexity", 'model="m"') >= 1
     own = told["fleet"]
     assert own["layers"] == told["loaded"] and own["decisions"][-1]["why"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import types
 
 import numpy as np
 import pytest
@@ -17,16 +18,17 @@ from eejax.common.errors import ConfigError, DataError
 from eejax.serving import quality
 from eejax.serving.audits import Verdict
 from eejax.serving.choices import Choice
+from eejax.serving.dispatch import Dispatcher, Job
 from eejax.serving.objectives import Objective
-from eejax.serving.quality import Answer, QualitySource, Score
+from eejax.serving.quality import BenchmarkScore, JudgedAnswer, QualitySource
 from eejax.serving.repository import Repository
 
 SHARES = (0.6, 0.2, 0.1, 0.1)
 STOPS = {"small": (2, 4, 6, 8), "large": (3, 6, 9, 12)}
 
 
-def scores(**whole: float) -> list[Score]:
-    return [Score(name, 0, "sums", "exact_match", value) for name, value in whole.items()]
+def scores(**whole: float) -> list[BenchmarkScore]:
+    return [BenchmarkScore(name, 0, "sums", "exact_match", value) for name, value in whole.items()]
 
 
 def world(objective: str, **limits: float) -> World:
@@ -140,14 +142,14 @@ def test_quality_between_measured_points(points, whole, agreement):
 def test_scores_at_exits_are_points_of_their_own():
     rows = [
         *scores(small=0.5, large=0.8),
-        Score("small", 2, "sums", "exact_match", 0.1),
-        Score("small", 5, "sums", "exact_match", 0.9),  # of no exit that it has
-        Score("small", 0, "lines", "word_perplexity", 8.0),
-        Score("large", 0, "lines", "word_perplexity", 4.0),
-        Score("large", 3, "lines", "word_perplexity", 9.0),
+        BenchmarkScore("small", 2, "sums", "exact_match", 0.1),
+        BenchmarkScore("small", 5, "sums", "exact_match", 0.9),  # of no exit that it has
+        BenchmarkScore("small", 0, "lines", "word_perplexity", 8.0),
+        BenchmarkScore("large", 0, "lines", "word_perplexity", 4.0),
+        BenchmarkScore("large", 3, "lines", "word_perplexity", 9.0),
     ]
     made = quality.with_benchmarks({n: profile() for n in STOPS}, STOPS, rows)
-    first = quality.alone(profile(), 1)
+    first = profile().agrees[0]
     assert made["small"].quality == ((first, 0.1), (1.0, 0.5)) and made["small"].ceiling == 0.5
     assert made["large"].quality == ((1.0, 0.8),)
     perplexity = made["large"].perplexity_at
@@ -159,10 +161,10 @@ def test_scores_at_exits_are_points_of_their_own():
 def test_the_mean_is_over_tasks_that_all_models_have():
     rows = [
         *scores(small=0.5, large=0.7),
-        Score("small", 0, "sums", "acc", 0.0),  # the exact match stands for the task
-        Score("small", 0, "facts", "acc", 0.3),
-        Score("large", 0, "facts", "acc", 0.9),
-        Score("small", 0, "own", "acc", 1.0),
+        BenchmarkScore("small", 0, "sums", "acc", 0.0),  # the exact match stands for the task
+        BenchmarkScore("small", 0, "facts", "acc", 0.3),
+        BenchmarkScore("large", 0, "facts", "acc", 0.9),
+        BenchmarkScore("small", 0, "own", "acc", 1.0),
     ]
     profiles = {name: profile() for name in STOPS}
     of = lambda *tasks: quality.with_benchmarks(profiles, STOPS, rows, tasks)["small"].ceiling
@@ -173,12 +175,55 @@ def test_the_mean_is_over_tasks_that_all_models_have():
         quality.with_benchmarks(profiles, STOPS, scores(small=0.5))
 
 
+def test_models_are_compared_by_one_metric():
+    """The first one that all of them have, at every depth; a task without one is refused."""
+    score = lambda model, metric, value, layers=0: BenchmarkScore(
+        model, layers, "sums", metric, value
+    )
+    rows = [
+        score("small", "exact_match", 0.9), score("small", "acc", 0.3), score("small", "f1", 0.2),
+        score("small", "exact_match", 0.8, layers=2), score("small", "acc", 0.1, layers=2),
+        score("large", "acc", 0.6), score("large", "f1", 0.1),
+    ]  # fmt: skip
+    profiles = {name: profile() for name in STOPS}
+    made = quality.with_benchmarks(profiles, STOPS, rows)
+    assert (made["small"].ceiling, made["large"].ceiling) == (0.3, 0.6)
+    assert made["small"].quality == ((profile().agrees[0], 0.1), (1.0, 0.3))
+    told = "quality: task = 'sums': must have a metric that all .*small has f1; large has acc"
+    with pytest.raises(ConfigError, match=told):
+        quality.with_benchmarks(profiles, STOPS, [rows[2], rows[5]])
+    # Perplexities of words and of bytes are not compared either: there is none then.
+    other = [score("small", "word_perplexity", 9.0), score("large", "byte_perplexity", 2.0)]
+    made = quality.with_benchmarks(profiles, STOPS, [*rows, *other])
+    assert made["large"].perplexity == ((1.0, 1.0),)
+
+
+def test_a_benchmark_is_of_all_tokens_by_one_exit():
+    """Confident tokens agree more often than all tokens do, and they are not asked alone."""
+    found = profile(n=2, sure=(0.9, 1.0), agrees=(0.6, 1.0), quality=((1.0, 0.5),))
+    by_depth = found.benchmark()
+    assert by_depth[1].accuracy == pytest.approx(0.5 * 0.6) and by_depth[2].accuracy == 0.5
+    assert found.serving((1.0, 0.0), 1).accuracy == pytest.approx(0.5 * 0.9)
+
+
+def test_tokens_below_their_threshold_are_not_expected_to_be_sure():
+    """Of a part of a model, whose last exit takes all that is left."""
+    known = profile(n=3, sure=(0.9, 0.9, 1.0), unsure=(0.3, 0.6, 1.0))
+    made = types.SimpleNamespace(
+        parts={"m": types.SimpleNamespace(depth=2)}, _profiles={"m": known}, _clock=lambda: 2.0
+    )
+    job = Job(order=(0, 0), came=0.0, model="m", began=0.5, first=1.0)
+    job.exits, job.below = [0, 1, 1, 1], [False, False, True, True]
+    told = Dispatcher._measured(made, job, beside=0)
+    assert told.accuracy == pytest.approx((0.9 + 0.9 + 0.6 + 0.6) / 4)
+
+
 def test_answers_that_a_model_judged():
     verdict = lambda same, p: Verdict(np.arange(10) < 10 * same, np.full(10, math.log(p)))
     answers = [
-        Answer(0.6, verdict(0.5, 0.25)),
-        Answer(0.6, verdict(0.7, 0.25)),
-        Answer(1.0, verdict(0.9, 0.5)),
+        JudgedAnswer(0.6, verdict(0.5, 0.25)),
+        JudgedAnswer(0.6, verdict(0.7, 0.25)),
+        JudgedAnswer(1.0, verdict(0.9, 0.5)),
     ]
     made = quality.with_verdicts(profile(), answers)
     assert made.quality == ((0.6, pytest.approx(0.6)), (1.0, 0.9)) and made.ceiling == 1.0
@@ -225,15 +270,15 @@ def test_results_are_imported_with_one_command(tmp_path, capsys):
     call("experiments.repository", f"--repository={path}", *flags)
     assert "small: 3 scores of 2 tasks from" in capsys.readouterr().out
     assert Repository(path).scores() == [
-        Score("large", 0, "arc_easy", "acc", 0.6),
-        Score("large", 0, "arc_easy", "acc_norm", 0.55),
-        Score("large", 0, "gsm8k", "exact_match", 0.31),
-        Score("large", 0, "wikitext", "byte_perplexity", 2.0),
-        Score("large", 0, "wikitext", "word_perplexity", 12.5),
-        Score("large", 0, "xsum", "rougeL", 0.215),
-        Score("small", 0, "lines", "perplexity", 7.5),
-        Score("small", 0, "sums", "exact_match", 0.5),
-        Score("small", 2, "sums", "exact_match", 0.2),
+        BenchmarkScore("large", 0, "arc_easy", "acc", 0.6),
+        BenchmarkScore("large", 0, "arc_easy", "acc_norm", 0.55),
+        BenchmarkScore("large", 0, "gsm8k", "exact_match", 0.31),
+        BenchmarkScore("large", 0, "wikitext", "byte_perplexity", 2.0),
+        BenchmarkScore("large", 0, "wikitext", "word_perplexity", 12.5),
+        BenchmarkScore("large", 0, "xsum", "rougeL", 0.215),
+        BenchmarkScore("small", 0, "lines", "perplexity", 7.5),
+        BenchmarkScore("small", 0, "sums", "exact_match", 0.5),
+        BenchmarkScore("small", 2, "sums", "exact_match", 0.2),
     ]
     call("experiments.repository", f"--repository={path}")
     shown = capsys.readouterr().out

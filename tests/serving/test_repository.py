@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
+import math
+import re
 import shutil
 import sqlite3
 import time
@@ -10,12 +14,19 @@ import warnings
 
 import pytest
 from controlled import THROUGHPUT, World, profile, telemetry
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launchers import functions_of
 
 from eejax.common.errors import ConfigError, DataError
 from eejax.serving.choices import Choice
+from eejax.serving.expectations import Expectations
 from eejax.serving.measurements import kept
 from eejax.serving.objectives import Objective
-from eejax.serving.repository import Repository
+from eejax.serving.quality import BenchmarkScore, with_benchmarks
+from eejax.serving.repository import Conditions, Evaluation, Repository
+
+shown = functions_of("experiments.repository").shown
 
 
 def test_a_repository_that_cannot_be_written_stops_nobody(tmp_path):
@@ -52,7 +63,7 @@ def test_history_lasts(tmp_path):
     with sqlite3.connect(file) as other:
         other.execute("pragma user_version = 7")
     other.close()
-    with pytest.raises(DataError, match=r"are of version 7, these of 2\). Give another"):
+    with pytest.raises(DataError, match=r"are of version 7, these of 3\). Give another"):
         Repository(file)
     file.write_bytes(b"no database" * 100)
     with pytest.raises(DataError, match="cannot be used as a repository"):
@@ -78,7 +89,7 @@ def test_databases_of_other_tables(tmp_path, script, said):
     if not script.startswith("create"):
         Repository(file).close()
     with contextlib.closing(sqlite3.connect(file)) as other:
-        other.executescript(f"{script}; pragma user_version = 2;")
+        other.executescript(f"{script}; pragma user_version = 3;")
     before = file.read_bytes()
     with pytest.raises(DataError, match=rf"other.db: cannot be .*{said}.*Give another file"):
         Repository(file)
@@ -160,6 +171,103 @@ def test_a_repository_that_another_process_holds(tmp_path):
         db.execute("update benchmark set throughput = -1")
     with pytest.raises(DataError, match="models.db: cannot be read .*throughput = -1"):
         repository.benchmark("m")
+
+
+GOOD_PROFILE = json.dumps(dataclasses.asdict(profile()))
+SERVING = Conditions("digest", "cpu", "0.10", "0.1", '{"context": 32}')
+COLUMNS = {
+    "profile": ("model", "conditions", "time", "profile"),
+    "history": (
+        "time", "model", "conditions", "depth", "prompts", "tokens", "exits", "counted",
+        "strictness", "throughput", "accuracy", "perplexity",
+    ),
+    "benchmark": ("model", "depth", "throughput"),
+    "score": ("model", "layers", "task", "metric", "value"),
+}  # fmt: skip
+VALUES = st.one_of(
+    st.integers(-9, 99),
+    st.floats(),
+    st.text(max_size=3),
+    st.binary(max_size=3),
+    st.sampled_from(["[8, 0, 0]", "[1]", "[8, 0, 0, 0]", "{}", "null", "NaN", "[[]]", SERVING.key]),
+    st.sampled_from([*dataclasses.asdict(profile())]).flatmap(
+        lambda field: st.sampled_from([None, [], [1], "x", {}, -1, math.inf, [[1, 2, 3]]]).map(
+            lambda value: json.dumps(json.loads(GOOD_PROFILE) | {field: value})
+        )
+    ),
+)
+
+
+def filled() -> Repository:
+    repository = Repository.of({"m": profile()})
+    repository.profile("m", SERVING)
+    repository.keep("m", profile(), 1e9)
+    repository.add(Evaluation(1e9, "m", 4, 2, 8, (8, 0, 0, 0), "operations", telemetry()))
+    repository.import_scores([BenchmarkScore("m", 0, "sums", "acc", 0.5)])
+    repository.check()
+    return repository
+
+
+def used(repository: Repository) -> None:
+    """All that a server does with a file when it starts again."""
+    found, _ = repository.profile("m", SERVING)
+    repository.profile("m", SERVING._replace(serving='{"context": 64}'))  # says what differs
+    repository.profile("m", SERVING)
+    row, _ = repository.evaluated("m")
+    if found is not None and row is not None:
+        Expectations({"m": found}, 8.0).learn(row)
+    repository.candidates(["m"], THROUGHPUT)
+    for model in repository.models():
+        shown(repository)
+        repository.history(model, last=-1)
+    if scores := repository.scores():
+        with contextlib.suppress(ConfigError):  # of other models, or on other tasks
+            with_benchmarks({"m": profile()}, {"m": (1, 2, 3, 4)}, scores)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([(t, c) for t, own in COLUMNS.items() for c in own]), VALUES)
+def test_a_row_is_refused_by_name_or_can_be_used(at, value):
+    """Whatever stands in one column of one row."""
+    (table, column), repository = at, filled()
+    try:
+        with repository._connection as db:
+            db.execute(
+                f"update {table} set {column} = ? where rowid = (select min(rowid) from {table})",
+                (value,),
+            )
+    except sqlite3.IntegrityError:  # which SQLite itself refuses
+        return
+    try:
+        repository.check()
+    except DataError as error:
+        assert re.search(rf"row \d+ of table {table}: .*--rebuild", str(error), re.DOTALL)
+    else:
+        used(repository)
+    repository.close()
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("history set tokens = 0", "row 1 of table history: tokens = 0: must be an integer of at"),
+        ("history set exits = '[4, 4]'", "of table history: depth = 4: must be at most 2, the ex"),
+        ("history set depth = 1, exits = '[4, 4]'", "history: exits = 2: must be 4, as in the mod"),
+        ("history set exits = '[4, 0, 0, 0]'", "history: exits = .*: must be 8 tokens together"),
+        ("history set exits = '7'", "history: exits = '7': must be a list of whole numbers"),
+        ("history set time = 'today'", "history: time = 'today': must be seconds since 1970"),
+        ("history set conditions = '[]'", "history: conditions = .*: must be an object with the"),
+        ("profile set profile = '[]'", "row 1 of table profile: a profile of other fields: 'list'"),
+        ("profile set profile = '{}'", "table profile: a profile of other fields: .*seconds"),
+        ("score set value = 'much'", "row 1 of table score: value = 'much': must be a number in"),
+    ],
+)
+def test_bad_rows_are_named(change, said):
+    repository = filled()
+    with repository._connection as db:
+        db.execute(f"update {change}")
+    with pytest.raises(DataError, match=said):
+        repository.check()
 
 
 def test_objectives():

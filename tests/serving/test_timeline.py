@@ -14,14 +14,14 @@ from eejax.serving.choices import Choice, Decision
 from eejax.serving.history import History
 from eejax.serving.messages import FleetReport
 from eejax.serving.simulator import Setting, _Server
-from eejax.serving.timeline import WINDOW, Point, Timeline
+from eejax.serving.timeline import WINDOW, AnswerTimeline, TimelinePoint, marks
 
 
-def point(i: int, **changes) -> Point:
+def point(i: int, **changes) -> TimelinePoint:
     own = dict(
         time=0.5 * i, model="small", depth=1, tokens=8, ttft=0.1, seconds=0.4, perplexity=2.0
     )
-    return Point(**(own | changes))
+    return TimelinePoint(**(own | changes))
 
 
 def decide(kind: str) -> Decision:
@@ -29,22 +29,19 @@ def decide(kind: str) -> Decision:
 
 
 def test_rates_are_of_the_last_answers_and_marks_of_the_next():
-    line = Timeline(kept=30)
+    line = AnswerTimeline(kept=30)
     for i in range(40):
-        if i in (15, 25):
-            line.decides(decide("evaluate"))
-        if i == 35:
-            line.decides(decide("switch"))
-            line.decides(decide("serve"))  # where the model stays, which is no mark
-        line.add(point(i, perplexity=float(i)))
+        # "serve" is where the model stays, which is no mark.
+        kinds = {15: ("evaluate",), 25: ("evaluate",), 35: ("switch", "serve")}.get(i, ())
+        line.add(point(i, perplexity=float(i), marks=marks(map(decide, kinds))))
     found = line.curves()
     assert found["prompt"] == [*range(11, 41)] and found["perplexity"] == [
         *map(float, range(10, 40))
     ]
     assert found["throughput"][0] is None and found["throughput"][-1] == pytest.approx(16.0)
     assert found["requests"][WINDOW:] == [pytest.approx(2.0)] * (30 - WINDOW)
-    marks = [(m["prompt"], m["kind"]) for m in found["marks"]]
-    assert marks == [(16, "reassessment"), (26, "reassessment"), (36, "SW")]
+    told = [(m["prompt"], m["kind"]) for m in found["marks"]]
+    assert told == [(16, "reassessment"), (26, "reassessment"), (36, "SW")]
     assert len(line.since(37)) == 3 and line.since(40) == () and len(line.since(0)) == 30
 
 
@@ -70,15 +67,17 @@ def test_it_is_drawn_by_one_command(tmp_path, capsys):
     history = History()
     report = FleetReport("small", 1, 2, 4, 0.0, None, None, None, "operations", (decide("grow"),))
     points = tuple(point(i, perplexity=None if i == 3 else 2.0) for i in range(20))
+    # A decision is told before the answer behind it comes, which has its mark.
     history.serves(report._replace(points=points))
-    history.serves(report._replace(points=(point(20, model="large"),)))
+    last = point(20, model="large", marks=marks(report.decisions))
+    history.serves(report._replace(points=(last,), decisions=()))
     source = tmp_path / "timeline.json"
     source.write_text(json.dumps(history.timeline.curves()))
     call("experiments.timeline", f"--source={source}", f"--output={tmp_path / 'drawn'}")
     assert "21 prompts" in capsys.readouterr().out
     assert (tmp_path / "drawn" / "timeline.png").read_bytes()[:4] == b"\x89PNG"
     again = json.loads((tmp_path / "drawn" / "timeline.json").read_text())
-    assert [m["kind"] for m in again["marks"]] == ["LD", "LD"]
+    assert [(m["prompt"], m["kind"]) for m in again["marks"]] == [(21, "LD")]
     source.write_text("{}")
     for wrong, said in (
         (source, "is no timeline: it has no marks"),

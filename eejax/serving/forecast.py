@@ -1,0 +1,72 @@
+"""What it costs to change the model that serves, in seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from eejax.serving.choices import Choice, Profile
+
+
+@dataclasses.dataclass(frozen=True)
+class OnDevice:
+    """What is on the device.
+
+    Attributes:
+      depths: exits that are loaded, by model.
+      held: tokens of the requests under way.
+      current: what serves; None before anything does.
+      budget: bytes that there may be.
+    """
+
+    depths: Mapping[str, int]
+    held: int
+    current: Choice | None
+    budget: float
+
+
+def fits_beside(profiles: Mapping[str, Profile], device: OnDevice, choice: Choice) -> bool:
+    """Whether the budget holds a choice beside the other models that are there."""
+    others = {m: d for m, d in device.depths.items() if m != choice.model}
+    size = sum(profiles[model].size(depth) for model, depth in others.items())
+    return size + profiles[choice.model].size(choice.depth) <= device.budget
+
+
+def change_cost(profiles: Mapping[str, Profile], device: OnDevice, choice: Choice) -> float:
+    """Seconds of loading what is not there, and of the keys and values of the requests under way:
+    in what is new of a model that grows, and in all of one that shrinks, or in whose place the one
+    that serves has to go."""
+    profile, current = profiles[choice.model], device.current
+    same = current is not None and current.model == choice.model
+    there = current.depth if same else device.depths.get(choice.model, 0)
+    seconds = sum(profile.load[there : choice.depth])
+    if same and there <= choice.depth:
+        return seconds + device.held * sum(profile.rebuild[there : choice.depth])
+    beside = not same and fits_beside(profiles, device, choice)
+    return seconds + (0.0 if beside else device.held * sum(profile.rebuild[: choice.depth]))
+
+
+def evaluation_cost(
+    profiles: Mapping[str, Profile],
+    device: OnDevice,
+    model: str,
+    shares: Sequence[float] | None,
+    length: float,
+) -> float:
+    """Seconds in which nobody else is served for an evaluation: of bringing a whole model and the
+    one that serves back, where both have no room, and of an answer.
+
+    Args:
+      shares: of the model's tokens by exit; None: all leave by the last one.
+      length: tokens of an answer.
+    """
+    profile = profiles[model]
+    whole, current = Choice(model, profile.exits), device.current
+    seconds = change_cost(profiles, device, whole)
+    if current is not None and not fits_beside(profiles, device, whole):
+        serving = profiles[current.model]
+        seconds += sum(serving.load[: current.depth])
+        seconds += device.held * sum(serving.rebuild[: current.depth])
+    last = [float(e == profile.exits - 1) for e in range(profile.exits)]
+    tpot = profile.serving(last if shares is None else shares, profile.exits).tpot
+    return seconds + length * tpot

@@ -1,0 +1,54 @@
+"""How strict audits make a model: the least depth at which it serves, and its thresholds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from eejax.serving.choices import STRICTEST
+
+LONGEST_REST = 6  # doublings of the assessments before a model may be less strict
+
+
+@dataclasses.dataclass(frozen=True)
+class Strictness:
+    """What audits have asked for of a model.
+
+    Attributes:
+      least: exits that are loaded at least.
+      level: of its thresholds (`choices.stricter`).
+      failed: audits so far that found too many wrong tokens.
+      rest: assessments before the model may be less strict.
+    """
+
+    least: int = 1
+    level: int = 0
+    failed: int = 0
+    rest: int = 0
+
+
+def tightened(state: Strictness, depth: int, exits: int) -> Strictness | None:
+    """Return the next step for a model of so many exits that serves with `depth` of them: another
+    exit, or, with all of them, thresholds one level stricter; None where neither is left."""
+    if depth == exits and state.level >= STRICTEST:
+        return None
+    failed = state.failed + 1
+    state = dataclasses.replace(state, failed=failed, rest=2 ** min(failed, LONGEST_REST))
+    if depth < exits:
+        return dataclasses.replace(state, least=depth + 1)
+    return dataclasses.replace(state, level=state.level + 1)
+
+
+def assessed(state: Strictness, bound: float, allowed: float) -> Strictness:
+    """Return the state after an assessment.
+
+    Args:
+      bound: on the share of wrong tokens, by audits since the last assessment.
+      allowed: that share; with at most half of it the model was stricter than it had to be, and
+        once it has rested one step is taken back, the last one first.
+    """
+    state = dataclasses.replace(state, rest=max(0, state.rest - 1))
+    if bound > allowed / 2 or state.rest:
+        return state
+    if state.level:
+        return dataclasses.replace(state, level=state.level - 1)
+    return dataclasses.replace(state, least=max(1, state.least - 1))
