@@ -13,8 +13,8 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
-from eejax.common.errors import ConfigError, DataError, require
-from eejax.serving import evaluations, forecast, strictness
+from eejax.common.errors import DataError
+from eejax.serving import evaluations, forecast, selection, strictness
 from eejax.serving.audits import Audit
 from eejax.serving.breach_window import BreachWindow, cleared, counted
 from eejax.serving.choices import (
@@ -25,7 +25,6 @@ from eejax.serving.choices import (
     ControllerOptions,
     Decision,
     Profile,
-    breaches,
 )
 from eejax.serving.evaluations import RunningEvaluation
 from eejax.serving.expectations import Expectations
@@ -33,11 +32,6 @@ from eejax.serving.forecast import OnDevice
 from eejax.serving.objectives import Objective, Telemetry
 from eejax.serving.repository import Evaluation, Repository
 from eejax.serving.strictness import Strictness
-
-# Of the breaches that are borne: so much for a choice each time that it had more, up to so often.
-CALMER, CALMEST = 0.8, 4
-LONGEST = 5000  # prompts between two reassessments, where their number is found
-HOPE = 0.2  # of a model's tokens that may come to leave early from one assessment to the next
 
 
 class Controller:
@@ -47,8 +41,7 @@ class Controller:
 
     The model that serves is evaluated as it is, others whole, one after the other, and only if
     they may be better, of which there is the more hope the more assessments their last evaluation
-    is ago (`_may_be_better`). `profiles` may be changed where they are measured
-    anew.
+    is ago (`_may_be_better`). `profiles` may be changed where they are measured anew.
     """
 
     def __init__(
@@ -74,25 +67,17 @@ class Controller:
         self.strictness = dict.fromkeys(profiles, Strictness())  # as audits ask for it
         self.off: set[str] = set()  # models whose exits a limit forbids
         self.failing: set[str] = set()  # models that were given up
-        self._there: Mapping[str, int] = {}
-        self._held = self.options.tokens
         self._expected = Expectations(self.profiles, float(self.options.tokens))
         self._bounds: dict[str, float] = {}
         self.below, self.emitted = 0, 0  # tokens below their threshold, and all
         self._clock = clock
         self._begun = 0.0  # when what serves was there
-        require(bool(profiles), "profiles", profiles, "must be of one model at least")
-        for name, profile in self.profiles.items():
-            size, budget = profile.size(profile.exits), self.options.budget
-            if size > budget:
-                raise ConfigError(
-                    f"budget = {budget:g}: holds no whole {name!r}, which has {size:g} bytes and "
-                    "has to be evaluated whole. Give more, or leave it out."
-                )
+        self._there, self._held = {}, self.options.tokens  # as `holds` is told
+        selection.check_models(self.profiles, self.options.budget)
         self._window = BreachWindow(self.options.window, self.options.breaches)
         self._interval: int | None = None  # as it was found last, if it is to be found
-        self._since = 0  # prompts since the last decision, or since what serves is there
-        self._errors = 0  # answers that ended so, since then
+        # Prompts, and answers that ended in errors, since the last decision or the last change.
+        self._since = self._errors = 0
         self._broken: collections.Counter[Choice] = collections.Counter()  # times that was breached
         self._plan: list[RunningEvaluation] = []
         self._start(known or {})
@@ -115,9 +100,8 @@ class Controller:
             "it is best by its profile" if new else "it was the best when it was evaluated before"
         )
         others = [name for name in new if name != self.serving and self._may_be_better(name)]
-        own = [self.serving] if self.serving in new else []
-        if own or others:
-            self._evaluate("the server begins", [*own, *others])
+        if names := [*([self.serving] if self.serving in new else []), *others]:
+            self._evaluate("the server begins", names)
 
     @property
     def interval(self) -> int:
@@ -136,10 +120,8 @@ class Controller:
                 return least  # nothing is known yet of what serves; found anew when it is
             others = [m for m in self.shares if m != self.serving]
             seconds = sum(self._evaluation_cost(model) for model in others)
-            told, _ = self._told(now)
-            each = self._expected.length / told.throughput
-            share = max(self.options.gain, 1e-3)
-            self._interval = min(max(math.ceil(seconds / (share * each)), least), LONGEST)
+            each = self._expected.length / self._told(now)[0].throughput
+            self._interval = forecast.interval(seconds, each, self.options.gain, least)
         return self._interval
 
     @property
@@ -194,20 +176,22 @@ class Controller:
         self.emitted += len(below)
         if self._plan and self._plan[0].choice == self.current and model == self.current.model:
             self._plan[0] = evaluations.emitting(self._plan[0], () if own else below)
-        if own or self._plan or self.current is None or self.wanted != self.current:
-            return
-        if self.current.model != model:
+        if own or not self._serves(model):
             return
         self._window, seen = counted(self._window, below)
         if seen is not None:
             self._breached(seen)
 
+    def _serves(self, model: str) -> bool:
+        """Whether a model serves, and neither a change nor an evaluation is under way."""
+        serving = self.current is not None and self.wanted == self.current and not self._plan
+        return serving and self.current.model == model
+
     def waited(self, model: str, seconds: float) -> None:
         """A request had its first token so many seconds after it came. Who came before what serves
         was there, or while a model is evaluated, waited for that; unless what it waited since then
         is more than the limit by itself."""
-        serves = self.current is not None and self.wanted == self.current and not self._plan
-        if not serves or model != self.current.model or model not in self.shares:
+        if not self._serves(model) or model not in self.shares:
             return
         since = self._clock() - self._begun
         if seconds > since and since <= self.objective.limits.get("ttft_p99", math.inf):
@@ -275,19 +259,14 @@ class Controller:
     def audited(self, model: str, audit: Audit) -> None:
         """Answers of the model that serves were looked at again, the last ones as `audit` has them.
 
-        More wrong tokens than the limit on accuracy allows are too many where that is certain, and
-        where it is so of as many answers as would have shown that the limit is kept, had they been
-        as was expected when this was chosen. Where the whole model would not keep the limit either,
-        and another one has a higher quality, that is evaluated. Else another segment is loaded, and
-        where all are, thresholds rise (`stricter`)."""
-        ready = self.wanted == self.current and not self._plan and model == self.serving
-        if not ready:
+        Where they have too many wrong tokens (`strictness.too_many`), another exit is loaded, or
+        thresholds rise; but where the whole model would not keep the limit either, better models
+        are evaluated, if there are any."""
+        if self.wanted != self.current or self._plan or model != self.serving:
             return
         self._bounds[model] = audit.high
-        if audit.share <= self._allowed:
-            return
         expected = 1 - self._told(self.current)[0].accuracy
-        if audit.low <= self._allowed < audit.had_been(expected):
+        if not strictness.too_many(audit, self._allowed, expected):
             return
         why = f"{audit.low:.1%} to {audit.high:.1%} of its tokens are not the whole model's"
         others = self._better_in_quality(model)
@@ -300,8 +279,9 @@ class Controller:
         if state is None:
             return
         self.strictness[model] = state
-        wanted = self._with_cost(Choice(model, max(state.least, self.current.depth)))
-        self._want("tighten", wanted[0], why, wanted[2], wanted[1])
+        wanted = Choice(model, max(state.least, self.current.depth))
+        told, seconds = self._with_cost(wanted)
+        self._want("tighten", wanted, why, seconds, told)
 
     def _better_in_quality(self, model: str) -> list[str]:
         """Other models whose answers are better than a model's own without exits, best first."""
@@ -332,9 +312,6 @@ class Controller:
         told = lambda m: self._expected.told(objective, Choice(m, self._there[m]))[0]
         known = [m for m in self._there if m in self.shares]
         return max(known, key=lambda m: objective.rank(told(m)), default=None)
-
-    def _whole(self, model: str) -> Choice:
-        return Choice(model, self.profiles[model].exits)
 
     def _candidates(self) -> list[str]:
         """Models to be evaluated; the one that serves comes first, as its evaluation costs nothing
@@ -373,24 +350,23 @@ class Controller:
         names = names or self._candidates()
         now = self.current if self.current == self.wanted else self.wanted
         own = now if now is not None and now.model == self.serving else None
-        choices = [own if own and name == own.model else self._whole(name) for name in names]
+        whole = lambda name: Choice(name, self.profiles[name].exits)
+        choices = [own if own and name == own.model else whole(name) for name in names]
         self._plan = [RunningEvaluation(choice, self.options.prompts) for choice in choices]
         self._since = self._errors = 0
         self._want("evaluate", choices[0], why)
 
     def _may_be_better(self, model: str) -> bool:
-        """Whether a model would be better than what serves, by the gain, if with each assessment
-        since it was evaluated a share `HOPE` of its tokens, of those that did not, came to leave by
-        the first exit and to be right: all of them, of a model that never was evaluated, or not
-        since breaches told of other texts. What it costs to evaluate it once more has to pay in as
-        many intervals as its last evaluation is ago (`_evaluation_cost`)."""
-        bar = [m for m in ([self.serving] if self.serving else self.shares) if m in self.shares]
+        """Whether a model would beat what serves by the gain, had its tokens come to leave by the
+        first exit and to be right as `forecast.hoped` assumes: all of them, of a model that never
+        was evaluated, or not since breaches told of other texts. What it costs to evaluate it once
+        more has to pay in as many intervals as its last evaluation is ago (`_evaluation_cost`).
+        """
+        bar = [m for m in self.shares if self.serving in (None, m)]
         if not bar:
             return True
         known = self.shares.get(model)
-        hope = 1.0 if known is None else 1 - (1 - HOPE) ** self._age[model]
-        first = (1.0, *(0.0,) * (self.profiles[model].exits - 1))
-        shares = [h * hope + s * (1 - hope) for h, s in zip(first, known or first, strict=True)]
+        hope, shares = forecast.hoped(known, self._age[model], self.profiles[model].exits)
         told, _ = self._told(Choice(model, self.greedy_depth(model, shares, hope)), shares, hope)
         if known is not None and self._age[model] < math.inf:
             seconds = self._evaluation_cost(model)
@@ -421,15 +397,11 @@ class Controller:
             warnings.warn(f"an evaluation is not kept: {error}", stacklevel=2)
         self._plan.pop(0)
         unknown = lambda name: name == self.serving or name not in self.shares
-        self._plan = [
-            other
-            for other in self._plan
-            if unknown(other.model) or self._may_be_better(other.model)
-        ]
+        self._plan = [n for n in self._plan if unknown(n.model) or self._may_be_better(n.model)]
         if self._plan:
             self._want("evaluate", self._plan[0].choice, "the next candidate")
-            return
-        self._serve()
+        else:
+            self._serve()
 
     def _serve(self, why: str = "it is best for the objective") -> None:
         """The best of the candidates, each up to the exit by which most tokens leave."""
@@ -447,22 +419,15 @@ class Controller:
     ) -> int:
         """Exits up to the one by which most tokens leave, and further where the objective, its
         limits, or the limit on breaches, ask for it; shares, hope: as `_told` takes them."""
-        profile = self.profiles[model]
-        shares = self.shares[model] if shares is None else shares
         if not self.options.greedy:
-            return profile.exits
-        first = max(range(profile.exits), key=lambda e: (shares[e], -e)) + 1
-        first = max(first, self.strictness[model].least)
-        depths = [Choice(model, d) for d in range(first, profile.exits + 1)]
-        calm = [c.depth for c in depths if self._calm(c, shares) or c.depth == profile.exits]
+            return self.profiles[model].exits
+        shares = self.shares[model] if shares is None else shares
         rank = lambda d: self.objective.rank(self._told(Choice(model, d), shares, hope)[0])
-        return max(calm, key=lambda d: (rank(d), -d))
+        calm = lambda d: self._calm(Choice(model, d), shares)
+        return selection.greedy_depth(shares, self.strictness[model].least, calm, rank)
 
     def _calm(self, choice: Choice, shares: Sequence[float]) -> bool:
-        """Whether breaches are not to be expected, the less so the more often there were some."""
-        room = self.options.breaches / self.options.window
-        room *= CALMER ** min(self._broken[choice], CALMEST)
-        return breaches(shares, choice.depth) <= room
+        return selection.calm(choice, shares, self.options, self._broken[choice])
 
     def _best(
         self, options: Sequence[Choice], assessed: bool = False
@@ -472,32 +437,22 @@ class Controller:
         that serves is not held against it, nor, where models were `assessed`, what it takes to go
         on with any part of it: whoever comes in its place has to do so, too, once both are
         evaluated again, and they would take turns."""
-        o, found = self.options, []
+        found = []
         for choice in options:
-            _, told, seconds = self._with_cost(choice)
-            if choice.model == self.serving and (assessed or self._less(choice)):
+            told, seconds = self._with_cost(choice)
+            if choice.model == self.serving and (assessed or self._on_device.has(choice)):
                 told, _ = self._told(choice)
-            kept, score = self.objective.rank(told)  # 0, or less where limits are missed
-            stays = o.gain if choice.model == self.serving else 0.0
-            found.append(((min(kept + stays, 0.0), score + stays), choice, told, seconds))
+            stays = self.options.gain if choice.model == self.serving else 0.0
+            rank = selection.favoured(self.objective.rank(told), stays)
+            found.append((rank, choice, told, seconds))
         _, choice, told, seconds = max(found, key=lambda row: row[0])
         return choice, told, seconds
 
-    def _less(self, choice: Choice) -> bool:
-        """Whether it is a part of what is there."""
-        now = self.current
-        return now is not None and now.model == choice.model and now.depth >= choice.depth
-
-    def _with_cost(self, choice: Choice) -> tuple[Choice, Telemetry, float]:
-        """With what it is expected to bring until models are assessed again, and its cost."""
-        seconds = self.cost(choice)
-        told, _ = self._told(choice)
+    def _with_cost(self, choice: Choice) -> tuple[Telemetry, float]:
+        """What a choice is expected to bring until models are assessed again, and its cost."""
+        seconds, (told, _) = self.cost(choice), self._told(choice)
         energy = seconds * told.energy * told.throughput
-        return (
-            choice,
-            told.with_overhead(seconds, energy, self.interval, self._expected.length),
-            seconds,
-        )
+        return told.with_overhead(seconds, energy, self.interval, self._expected.length), seconds
 
     @property
     def _on_device(self) -> OnDevice:
@@ -512,24 +467,19 @@ class Controller:
         tokens below their threshold."""
         self._window = cleared(self._window)
         model, depth = self.current
-        profile = self.profiles[model]
-        if depth == profile.exits:  # nothing is below its threshold but at the end
+        exits = self.profiles[model].exits
+        if depth == exits:  # nothing is below its threshold but at the end
             return
         self._broken[self.current] += 1
         # Texts are other ones than when models were evaluated: all may have become better.
         self._age = dict.fromkeys(self._age, math.inf)
-        # Tokens above are as many as were counted, spread as they were when all was loaded.
-        shares = self.shares[model]
-        above = max(seen, breaches(shares, depth))
-        low = 1 - breaches(shares, depth)
-        loaded = [s / low * (1 - above) if low > 0 else 0.0 for s in shares[:depth]]
-        self.shares[model] = (*loaded, *self._expected.above(model, depth, above))
-        more = [Choice(model, d) for d in range(depth + 1, profile.exits + 1)]
+        self._expected.breached(model, depth, seen)
+        more = [Choice(model, d) for d in range(depth + 1, exits + 1)]
         more = [c for c in more if self._calm(c, self.shares[model])] or more[-1:]
         others = [Choice(m, self.greedy_depth(m)) for m in self.shares if m != model]
         best, told, seconds = self._best([*more, *others])
-        kind = "grow" if best.model == model else "switch"
         self._since = 0
+        kind = "grow" if best.model == model else "switch"
         self._want(kind, best, "too many tokens left below their threshold", seconds, told)
 
     def _want(

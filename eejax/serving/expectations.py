@@ -89,6 +89,15 @@ class Expectations:
         self._perplexity[model] = told.perplexity / profile.perplexity_at(agreement)
         self.length = row.tokens / row.prompts
 
+    def breached(self, model: str, depth: int, seen: float) -> None:
+        """Expect at least a share `seen` of the tokens above a depth, spread as they were when all
+        was loaded."""
+        shares = self.shares[model]
+        above = max(seen, breaches(shares, depth))
+        low = 1 - breaches(shares, depth)
+        loaded = [s / low * (1 - above) if low > 0 else 0.0 for s in shares[:depth]]
+        self.shares[model] = (*loaded, *self.above(model, depth, above))
+
     def above(self, model: str, depth: int, above: float) -> list[float]:
         """Shares of tokens by the exits that are not loaded, `above` together, as they were spread
         when all was loaded; evenly where none of them were."""

@@ -3,9 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from eejax.serving.choices import Choice, Profile
+
+LONGEST = 5000  # prompts between two assessments, where their number is found
+HOPE = 0.2  # of a model's tokens that may come to leave early from one assessment to the next
+
+
+def interval(seconds: float, each: float, gain: float, least: int) -> int:
+    """Prompts of `each` seconds of which `seconds` of evaluations take a share `gain`; from `least`
+    to `LONGEST`."""
+    return min(max(math.ceil(seconds / (max(gain, 1e-3) * each)), least), LONGEST)
+
+
+def hoped(known: Sequence[float] | None, age: float, exits: int) -> tuple[float, tuple[float, ...]]:
+    """Return the share of a model's tokens that is assumed to leave by the first exit now, and the
+    shares of tokens by exit with it.
+
+    Args:
+      known: shares of the last evaluation; None where there was none.
+      age: assessments since then.
+    """
+    hope = 1.0 if known is None else 1 - (1 - HOPE) ** age
+    first = (1.0, *(0.0,) * (exits - 1))
+    mixed = zip(first, known or first, strict=True)
+    return hope, tuple(h * hope + s * (1 - hope) for h, s in mixed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +47,11 @@ class OnDevice:
     held: int
     current: Choice | None
     budget: float
+
+    def has(self, choice: Choice) -> bool:
+        """Whether a choice is a part of what serves."""
+        now = self.current
+        return now is not None and now.model == choice.model and now.depth >= choice.depth
 
 
 def fits_beside(profiles: Mapping[str, Profile], device: OnDevice, choice: Choice) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from eejax.serving.audits import Audit
 from eejax.serving.choices import STRICTEST
 
 LONGEST_REST = 6  # doublings of the assessments before a model may be less strict
@@ -24,6 +25,17 @@ class Strictness:
     level: int = 0
     failed: int = 0
     rest: int = 0
+
+
+def too_many(audit: Audit, allowed: float, expected: float) -> bool:
+    """Whether audited answers have a larger share of wrong tokens than is allowed.
+
+    Either that is certain, or as many answers with the share that was expected would have shown
+    that the limit is kept, and these do not.
+    """
+    if audit.share <= allowed:
+        return False
+    return audit.low > allowed or audit.had_been(expected) <= allowed
 
 
 def tightened(state: Strictness, depth: int, exits: int) -> Strictness | None:

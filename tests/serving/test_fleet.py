@@ -232,6 +232,7 @@ def test_a_measured_profile(model):
     scores = calibration.score(model.params, model.config, batches)
     same = (scores.tokens == scores.tokens[-1]).mean(1)
     first = scores.confidences["max_probability"][0] >= 0.5
+    assert found.agrees == pytest.approx(same)
     parts = first.mean() * found.sure[0] + (1 - first.mean()) * found.unsure[0]
     assert parts == pytest.approx(same[0]) and found.sure[-1] == found.unsure[-1] == 1.0
     told = found.serving((0.5, 0.25, 0.25), n)
