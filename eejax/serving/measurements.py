@@ -179,7 +179,7 @@ def judged_by(
         tasks=[*source.names] if benchmark else [],
         scores=_short([*map(tuple, chosen)]) if benchmark else "",
         lowest_perplexity=None if reference is None else reference.least,
-        profile=_short((profile.quality, profile.perplexity, profile.ceiling)),
+        profile_quality=_short((profile.quality, profile.perplexity, profile.ceiling)),
     )
 
 

@@ -1,0 +1,122 @@
+"""What audits make a controller do: more layers, higher thresholds, or a better model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from controlled import World, profile
+
+from eejax.serving.audits import Audit, Verdict
+from eejax.serving.choices import Choice, stricter
+from eejax.serving.objectives import Objective
+from eejax.serving.strictness import Strictness
+
+
+def looked_at(n: int, wrong: float) -> Audit:
+    """Of n answers, in each of which this share of the tokens is not the whole model's."""
+    audit = Audit()
+    for _ in range(n):
+        audit.add(Verdict(np.arange(100) >= 100 * wrong, np.zeros(100)))
+    return audit
+
+
+CERTAIN, FAULTLESS = looked_at(40, 0.5), looked_at(60, 0.0)
+
+
+def test_audits_ask_for_more_layers_and_then_for_surer_tokens():
+    goal = Objective.of("throughput", accuracy=0.75)
+    world = World({"m": profile(n=3)}, {"m": (0.8, 0.1, 0.1)}, goal, interval=30)
+    for _ in range(6):
+        world.prompt()
+    c = world.controller
+    assert c.current == Choice("m", 1)
+    expected = 1 - c.decisions[-1].told.accuracy
+    assert expected == pytest.approx(1 - 0.8 * 0.98 - 0.2 * 2 / 3)
+    few, good = looked_at(10, 0.1), looked_at(40, 0.1)
+    assert few.low < few.had_been(expected) < few.high and good.high < 0.25
+    c.audited("m", few)  # of as many that are as expected no more would be known
+    c.audited("m", good)  # as good as it has to be
+    assert world.kinds[-1] == "serve"
+    near, likely = looked_at(20, 0.24), looked_at(20, 0.3)
+    for audit in (near, likely):
+        assert audit.low < audit.had_been(expected) < 0.25 < audit.high and CERTAIN.low > 0.25
+    c.audited("m", near)  # it is not certain yet, but looks like it
+    assert world.kinds[-1] == "serve"
+    for depth, audit in ((2, likely), (3, CERTAIN)):
+        c.audited("m", audit)
+        assert world.kinds[-1] == "tighten" and c.wanted == Choice("m", depth)
+        c.audited("m", audit)  # while that is loaded nothing more is decided
+        assert c.wanted == Choice("m", depth)
+        c.loaded(c.wanted)
+    assert stricter(0.6, c.level("m")) == 0.6
+    for threshold in (0.8, 0.9, 0.95, 1.0, 1.0):
+        c.audited("m", CERTAIN)
+        assert stricter(0.6, c.level("m")) == pytest.approx(threshold)
+    assert world.kinds.count("tighten") == 6
+    without = World({"m": profile()}, {"m": (0.9, 0.1, 0.0, 0.0)})
+    for _ in range(6):
+        without.prompt()
+    without.controller.audited("m", CERTAIN)
+    assert without.kinds == ["evaluate", "serve"]
+
+
+def test_audits_that_no_tightening_can_help_bring_a_better_model():
+    """The whole small model keeps less of the limit than was thought, and the large one more."""
+    goal, shares = Objective.of("throughput", accuracy=0.75), (0.8, 0.1, 0.1)
+    own = {"small": (1.0, 0.7), "large": (3.0, 1.0), "bad": (0.5, 0.5)}
+    profiles = {
+        name: profile(scale, n=3, quality=((1.0, value),), ceiling=value)
+        for name, (scale, value) in own.items()
+    }
+
+    def begun(*names):
+        world = World({n: profiles[n] for n in names}, dict.fromkeys(names, shares), goal)
+        world.controller.serving = "small"
+        world.controller.wanted = world.controller.current = Choice("small", 3)
+        world.controller._plan = []
+        world.controller._expected.shares.update(dict.fromkeys(names, shares))
+        return world.controller
+
+    c = begun("small", "bad", "large")
+    c.audited("small", CERTAIN)
+    assert c.decisions[-1].kind == "evaluate" and c.decisions[-1].choice.model == "small"
+    assert [seen.model for seen in c._plan] == ["small", "large"]  # which tells of both
+    assert c.strictness["small"].level == 0
+    # Of none that is better, surer tokens are nearer to the limit at least.
+    c = begun("small", "bad")
+    c.audited("small", CERTAIN)
+    assert c.decisions[-1].kind == "tighten" and c.strictness["small"].level == 1
+
+
+def test_what_was_too_strict_is_taken_back_step_by_step_and_ever_more_rarely():
+    goal = Objective.of("throughput", accuracy=0.75)
+    world = World({"m": profile(n=3)}, {"m": (0.8, 0.1, 0.1)}, goal, interval=10)
+    c = world.controller
+
+    def reassessed():
+        n = world.kinds.count("serve")
+        while world.kinds.count("serve") == n:
+            world.prompt()
+            if not c.evaluating:
+                c.loaded(c.wanted)
+                c.audited("m", FAULTLESS)
+
+    reassessed()
+    c.loaded(c.wanted)
+    c.audited("m", CERTAIN)
+    assert c.strictness["m"].least == 2
+    turns = []
+    for _ in range(4):
+        n = 0
+        while c.strictness["m"].least == 2:
+            reassessed()
+            n += 1
+        turns.append(n)
+        c.loaded(c.wanted)
+        c.audited("m", CERTAIN)
+        assert world.kinds[-1] == "tighten"
+    assert turns == [2, 4, 8, 16]
+    c.loaded(c.wanted)
+    c.strictness["m"] = Strictness(least=2, level=1)
+    reassessed()
+    assert (c.strictness["m"].level, c.strictness["m"].least) == (0, 2)  # the last step first
