@@ -25,14 +25,16 @@ class Contrary(Controller):
 
     def _best(self, options, assessed=False):
         others = [choice for choice in options if choice.model != self.serving]
-        return self._with_cost((others or options)[0])
+        choice = (others or options)[0]
+        return choice, *self._with_cost(choice)
 
 
 class Whimsical(Controller):
     """Takes what is best, be it by ever so little."""
 
     def _best(self, options, assessed=False):
-        return max(map(self._with_cost, options), key=lambda row: self.objective.rank(row[1]))
+        found = [(choice, *self._with_cost(choice)) for choice in options]
+        return max(found, key=lambda row: self.objective.rank(row[1]))
 
 
 def asked(kind: type[Controller]) -> type[Controller]:
