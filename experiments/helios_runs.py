@@ -16,6 +16,7 @@ from eejax.common.errors import ConfigError, DataError
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
 from eejax.serving.auditor import Auditor
+from eejax.serving.breach_window import cleared
 from eejax.serving.choices import Choice
 from eejax.serving.controller import Controller
 from eejax.serving.energy import layer_flops, segment_rows, token_work
@@ -165,8 +166,8 @@ class ByChance(Controller):
     def _assess(self) -> None:
         self._evaluate("")
 
-    def _breached(self) -> None:
-        self._window.clear()
+    def _breached(self, seen: float) -> None:
+        self._window = cleared(self._window)
 
 
 def drive(
