@@ -22,9 +22,13 @@ def by_thresholds(result: Mapping[str, Any]) -> str:
             f"its first exit, {percent(exits[-1])} take all layers"
         )
     small, large = (of(rows, f"{name} only")["perplexity"] for name in paper.MODELS)
-    return (
-        f"{'; '.join(told)}. large's perplexity is {large / small:.2f} times small's.".capitalize()
-    )
+    compared = f"The perplexity of large is {large / small:.2f} times that of small."
+    return f"{sentence('; '.join(told))}. {compared}"
+
+
+def sentence(text: str) -> str:
+    """The text with a capital letter first; `str.capitalize` lowers all others."""
+    return text[:1].upper() + text[1:]
 
 
 def add_gains(found: Findings, result: Mapping[str, Any], lines: Mapping[str, Any]) -> None:
@@ -50,11 +54,13 @@ def add_gains(found: Findings, result: Mapping[str, Any], lines: Mapping[str, An
         "both occur",
         f"{fast['loads']} LD, {fast['switches']} SW",
         fast["loads"] > 0 and fast["switches"] > 0,
-        " and ".join(
-            f"no {what}"
-            for what, n in (("more layers", fast["loads"]), ("other model", fast["switches"]))
-            if not n
-        ).capitalize()
+        sentence(
+            " and ".join(
+                f"no {what}"
+                for what, n in (("more layers", fast["loads"]), ("other model", fast["switches"]))
+                if not n
+            )
+        )
         + f" in {fast['assessments']} evaluations of candidates.",
     )
     earliest = sum(own[0] for own in fast["exits"].values())
@@ -289,10 +295,13 @@ def add_sensitivity(found: Findings, result: Mapping[str, Any]) -> None:
         "always",
         f"tokens/s by threshold: {told}",
         all(r["throughput"] > b for r, b in zip(rows, best, strict=True)),
-        "; ".join(
-            f"at {r['thresholds']['small']:.3f} it has {r['throughput'] / b:.2f} times the "
-            f"throughput of the better one alone, with {r['assessments']} evaluations"
-            for r, b in zip(rows, best, strict=True)
-            if r["throughput"] <= b
-        ).capitalize(),
+        sentence(
+            "; ".join(
+                f"at {r['thresholds']['small']:.3f} it has {r['throughput'] / b:.2f} times the "
+                f"throughput of the better one alone, with {r['assessments']} evaluations"
+                for r, b in zip(rows, best, strict=True)
+                if r["throughput"] <= b
+            )
+        )
+        + ".",
     )

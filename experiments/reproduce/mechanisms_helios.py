@@ -87,9 +87,9 @@ def intervals() -> Iterator[Finding]:
 
 
 def overlaps() -> Iterator[Finding]:
-    """Who serves while another model that is wanted is not there yet."""
+    """The model that prompts go to while another one that is wanted is not there yet."""
     one = controller({"a": profile(1.0, 0.1), "b": profile(1.2, 0.1)}, interval=20)
-    served = []
+    before, served = "", []
     for _ in range(400):
         before = serve(one, 1)[0]
         if one.serving and one.wanted.model != before:
@@ -99,8 +99,8 @@ def overlaps() -> Iterator[Finding]:
     yield judged(
         "overlap",
         bool(served) and set(served) == {before},
-        f"{served.count(before)} of {len(served)} prompts that came while the next model was being "
-        "loaded went to the one that was there, on the same device",
+        f"the controller sends {served.count(before)} of {len(served)} prompts to the model that "
+        "is there while the next one is not; no time of loading is measured here",
         "prompts wait for the model that is loaded" if served else "no other model is loaded",
     )
 
