@@ -32,7 +32,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from eejax.checkpoint.files import write_text
-from eejax.common.errors import CheckpointError
+from eejax.common.errors import CheckpointError, remedy
 from eejax.common.trees import Tree, path_name
 from eejax.sharding import distributed
 
@@ -40,7 +40,9 @@ META = "meta"
 STACK = "layers"  # leaves below this name of a tree's first level are stacked by layer
 CHECKSUMS = "CHECKSUMS.json"
 DAMAGED = "damaged"
-UNFINISHED = ".orbax-checkpoint-tmp"  # how Orbax calls what it is still writing
+UNFINISHED = ".orbax-checkpoint-tmp"  # suffix of the folders that Orbax is still writing
+# System errors that are recognised by their text.
+QUOTED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class Restored(NamedTuple):
@@ -318,11 +320,12 @@ class Checkpoints:
             free = "free space unknown"
         good = [s for s in self.steps() if s != step]
         last = f"The last good checkpoint is that of step {good[-1]}" if good else "There is none"
-        no_room = os.strerror(errno.ENOSPC)
-        why = no_room if no_room in str(error) else _brief(error)
+        cause = _os_error(error)
+        why = _brief(error) if cause is None or cause.filename else cause.strerror
+        fix = "" if cause is None else f"{remedy(cause)}, and "
         return CheckpointError(
             f"saving the checkpoint of step {step} in {self.folder} failed ({free}): "
-            f"{why}. {last}; make room and start the same command again to resume."
+            f"{why}. {last}; {fix}start the same command again."
         )
 
 
@@ -403,6 +406,20 @@ def _checksum(path: pathlib.Path) -> list[int]:
 
 def _checksum_or_none(path: pathlib.Path) -> list[int] | None:
     return _checksum(path) if path.is_file() else None
+
+
+def _os_error(error: BaseException) -> OSError | None:
+    """Find the operating system's error behind one that Orbax or tensorstore raised.
+
+    tensorstore raises errors of its own, which only quote the text of the system's.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return cause
+        cause = cause.__cause__
+    found = next((n for n in QUOTED if os.strerror(n) in str(error)), None)
+    return None if found is None else OSError(found, os.strerror(found))
 
 
 def _brief(error: Exception) -> str:

@@ -1,3 +1,4 @@
+import errno
 import gc
 import json
 import os
@@ -267,10 +268,33 @@ def test_a_failed_write_says_so_and_leaves_the_last_good_checkpoint(tmp_path):
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert "saving the checkpoint of step 2" in run.stdout, run.stdout + run.stderr
-    assert "last good checkpoint is that of step 1" in run.stdout
+    assert "last good checkpoint is that of step 1; make room" in run.stdout
     want = lambda _: {"params": structs({"w": jnp.zeros(1000)})}
     assert read(tmp_path / "c", want).step == 1
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["1"]
+
+
+@pytest.mark.parametrize(
+    "error, fix",
+    [
+        (ValueError(f"tensorstore: {os.strerror(errno.ENOSPC)} [file=x]"), "make room, or "),
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "x"), "make room, or "),
+        (ValueError(f"tensorstore: {os.strerror(errno.EACCES)} [file=x]"), "this user may use"),
+        (OSError(errno.EIO, os.strerror(errno.EIO), "x"), "give another path, and "),
+        (ValueError("keys differ"), "There is none; start the same command again"),
+    ],
+)
+def test_only_a_full_disk_asks_for_room(error, fix, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    checkpoints = Checkpoints(tmp_path / "c")
+    monkeypatch.setattr(checkpoints._manager, "save", fail)
+    with pytest.raises(CheckpointError) as raised:
+        checkpoints.save(1, {"params": {}}, {})
+    checkpoints.close()
+    assert fix in str(raised.value)
+    assert ("make room" in fix) == ("make room" in str(raised.value))
 
 
 def test_checksums_cover_every_file(tmp_path):
