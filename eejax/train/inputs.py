@@ -1,4 +1,4 @@
-"""From a `DataConfig` to packed tokens and their tokenizer, made once per workdir."""
+"""Packed tokens and the tokenizer of a `DataConfig`, made once per workdir."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from eejax.sharding import distributed
 from eejax.train.config import DataConfig, Experiment
 
 BPE = "bpe"
-BASE = "base"  # the tokenizer of the model that the run begins with, which is the workdir's
+BASE = "base"  # the tokenizer of the run's base model, which is saved in the workdir
 MEGATRON = "megatron:"  # data.source = "megatron:PREFIX" names PREFIX.bin and PREFIX.idx
 
 Dataset = data.PackedDataset | data.MegatronDataset | data.Mixture
@@ -34,14 +34,16 @@ def prepare(
     workers: int = 1,
     progress: Callable[[data.PackProgress], None] | None = None,
 ) -> Dataset:
-    """The data set of a run, its tokenizer saved in the workdir's `tokenizer_folder`.
+    """Prepare the data set of a run and save its tokenizer in the workdir's `tokenizer_folder`.
 
-    A tokenizer found there is the run's, and must be the one configured; a trained one is not
-    trained again. `workers` and `progress` are `data.pack`'s; tokens that Megatron-LM prepared
-    are read where they lie. Of several processes, which share the workdir, the first makes all of
-    it and the others open what it has made; the text need be where the first is. Raises `DataError`
-    for unusable text, or a tokenizer that does not fit, and `OSError` where the tokenizer cannot
-    be written.
+    A tokenizer that is already saved there belongs to the run: it must be the configured one, and a
+    trained one is not trained again. `workers` and `progress` are passed to `data.pack`. Tokens
+    prepared by Megatron-LM are read in place. Several processes share the workdir: process 0
+    prepares everything and the others open the result, so only process 0 needs the text.
+
+    Raises:
+      DataError: the text is unusable, or the tokenizer does not fit.
+      OSError: the tokenizer cannot be written.
     """
     workdir, made = pathlib.Path(workdir), []
 
@@ -69,7 +71,7 @@ def _prepare(
         texts = (_source(part).documents() for part in _parts(config))
         tokenizer = data.train_bpe(itertools.chain.from_iterable(texts), vocab_size)
     data.check_vocabulary(tokenizer, vocab_size)
-    if trained:  # what took time is kept; another is, once the text was found to be readable
+    if trained:  # keep what took time; another tokenizer is saved once the text could be read
         save_tokenizer(tokenizer, saved)
 
     pack = functools.partial(data.pack, workers=workers, progress=progress)
@@ -86,7 +88,7 @@ def _open_shared(
     workdir: pathlib.Path,
     tokenizer_folder: str,
 ) -> Dataset:
-    """What process 0 prepared, opened in another one."""
+    """Open in another process what process 0 prepared."""
     opened = []
     for place in places:
         if megatron_prefix(config) is not None:
@@ -111,9 +113,9 @@ def _open_shared(
 
 
 def find(config: DataConfig, workdir: str | os.PathLike, tokenizer_folder: str) -> Dataset | None:
-    """What `prepare` gives, read anew and verified, if it is there; None where it is not.
+    """Read and verify the result of an earlier `prepare`; return None if there is none.
 
-    Raises `DataError` where it is damaged.
+    Raises `DataError` if it is damaged.
     """
     workdir = pathlib.Path(workdir)
     tokenizer = _tokenizer(config, workdir, workdir / tokenizer_folder)
@@ -125,7 +127,10 @@ def find(config: DataConfig, workdir: str | os.PathLike, tokenizer_folder: str) 
 def _open(
     config: DataConfig, tokenizer: data.Tokenizer, workdir: pathlib.Path, packed: Callable
 ) -> Dataset | None:
-    """Every part by `data.pack` or `data.find_packed`; None where one of them is not there."""
+    """Open every part with `packed`, which is `data.pack` or `data.find_packed`.
+
+    Returns None if a part is missing.
+    """
     made = []
     for part in _parts(config):
         split = _split(part)
@@ -146,9 +151,10 @@ def _split(config: DataConfig) -> dict[str, float | int]:
 def loader(
     experiment: Experiment, dataset: Dataset, shard: tuple[int, int] = (0, 1)
 ) -> data.Loader:
-    """The training batches of a run, from its beginning.
+    """Make the loader of a run's training batches, at its beginning.
 
-    shard: (index, count), the part of every batch's rows that is read.
+    Args:
+      shard: (index, count), the part of every batch's rows to read.
     """
     config, train = experiment.data, experiment.train
     whole = data.Loader(
@@ -161,10 +167,10 @@ def loader(
 def held_out(
     config: DataConfig, dataset: Dataset, batch_size: int, limit: int | None = None
 ) -> list[tuple[float, Iterator[data.Batch]]]:
-    """The validation text of every data set as (weight, batches for an evaluation step).
+    """List (weight, batches for an evaluation step) of every data set's validation split.
 
-    With `limit`, about that many batches, spread evenly over the split; of several, each has its
-    weight's part of them, and at least one.
+    `limit` caps the total number of batches, approximately. They are spread evenly over each split
+    and divided between the data sets by weight, with at least one for each.
     """
     splits = data.parts(dataset, "validation")
     weights, parts = config.weights or (1.0,), []
@@ -178,7 +184,7 @@ def held_out(
 
 
 def _parts(config: DataConfig) -> list[DataConfig]:
-    """One for each source that is packed apart."""
+    """Split a config into one for each source that is packed separately."""
     if config.weights is None:
         return [config]
     return [dataclasses.replace(config, source=s, weights=None) for s in config.source]
@@ -189,26 +195,26 @@ def _source(config: DataConfig) -> data.Source:
 
 
 def megatron_prefix(config: DataConfig) -> str | None:
-    """PREFIX of "megatron:PREFIX"; None for a source of text.
+    """Return the PREFIX of "megatron:PREFIX", or None for a source of text.
 
-    Raises `DataError` for settings that tokens already made cannot follow.
+    Raises `DataError` for settings that do not apply to tokens that are already prepared.
     """
     sources = (config.source,) if isinstance(config.source, str) else config.source
     if not any(s.startswith(MEGATRON) for s in sources):
         return None
     if len(sources) > 1:
         raise DataError(
-            f"data.source = {config.source!r}: tokens prepared by Megatron-LM stand alone; merge "
-            "them with its tools/merge_datasets.py, or name one."
+            f"data.source = {config.source!r}: tokens prepared by Megatron-LM must stand alone. "
+            "Merge them with its tools/merge_datasets.py, or name one source."
         )
     if config.tokenizer == BPE:
         raise DataError(
-            f"data.tokenizer = {BPE!r}: {sources[0]} holds tokens and no text to train on; give "
-            "the tokenizer they were made with."
+            f"data.tokenizer = {BPE!r}: {sources[0]} holds tokens, so a tokenizer cannot be "
+            "trained on it. Give the tokenizer that the tokens were made with."
         )
     if config.max_bytes is not None:
         raise DataError(
-            f"data.max_bytes = {config.max_bytes}: {sources[0]} is read whole; set it to None."
+            f"data.max_bytes = {config.max_bytes}: {sources[0]} is read whole. Set it to None."
         )
     return sources[0].removeprefix(MEGATRON)
 
@@ -216,21 +222,24 @@ def megatron_prefix(config: DataConfig) -> str | None:
 def _tokenizer(
     config: DataConfig, workdir: pathlib.Path, saved: pathlib.Path
 ) -> data.Tokenizer | None:
-    """The configured one, which must be that of the workdir; None where it is to be trained."""
+    """Load the configured tokenizer, which must match the workdir's.
+
+    Returns None if it is still to be trained.
+    """
     for part in _parts(config):
-        megatron_prefix(part)  # where the settings do not go together, that is what to say
+        megatron_prefix(part)  # report contradicting settings before anything else
     have = data.load_tokenizer(saved) if saved.is_dir() else None
     if config.tokenizer == BASE:
         if have is None:
             raise DataError(
-                f"data.tokenizer = {BASE!r}: {saved} is not there, where a run keeps the tokenizer "
-                "of its train.base. Name a tokenizer, or a base."
+                f"data.tokenizer = {BASE!r}: {saved} does not exist; a run keeps the tokenizer of "
+                "its train.base there. Set data.tokenizer to another one, or set train.base."
             )
         return have
     if config.tokenizer == BPE:
         if have is not None and not isinstance(have, data.JsonTokenizer):
             raise DataError(
-                f"data.tokenizer = {BPE!r}: {workdir} was begun with {have.fingerprint}: restore "
+                f"data.tokenizer = {BPE!r}: {workdir} was begun with {have.fingerprint}. Restore "
                 "that setting, or use a new workdir."
             )
         return have
@@ -244,18 +253,18 @@ def _tokenizer(
     if have is not None and have.fingerprint != tokenizer.fingerprint:
         raise DataError(
             f"data.tokenizer = {config.tokenizer!r} is {tokenizer.fingerprint}, but {workdir} "
-            f"was begun with {have.fingerprint}: restore that setting, or use a new workdir."
+            f"was begun with {have.fingerprint}. Restore that setting, or use a new workdir."
         )
     return tokenizer
 
 
 def save_tokenizer(tokenizer: data.Tokenizer, folder: pathlib.Path) -> None:
-    """All of the tokenizer's folder at once: a kill or a full disk leaves none.
+    """Save a tokenizer's folder atomically: a kill or a full disk leaves no partial folder.
 
-    Several processes may save the same one: the first that is done has.
+    Several processes may save the same tokenizer; the first to finish wins.
     """
     part = folder.with_name(f"{folder.name}.{distributed.index()}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of a run that was killed here
+    shutil.rmtree(part, ignore_errors=True)  # left by a run that was killed here
     try:
         with naming(folder):
             data.save_tokenizer(tokenizer, part)
@@ -272,7 +281,10 @@ def save_tokenizer(tokenizer: data.Tokenizer, folder: pathlib.Path) -> None:
 
 
 def strip(batch: data.Batch, document_masks: bool) -> data.Batch:
-    """Without document masks, segments and positions say nothing; leaving them out saves a mask."""
+    """Drop segments and positions from a batch that needs no document masks.
+
+    Without document masks they carry no information, and leaving them out saves a mask.
+    """
     if document_masks:
         return batch
     return {name: batch[name] for name in ("tokens", "labels")}

@@ -1,4 +1,4 @@
-"""A whole training run: begin or resume, step, evaluate, save, stop politely."""
+"""A whole training run: begin or resume, step, evaluate, save, stop on a signal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TRAINING = "training"
 
 
 class Result(NamedTuple):
-    """`stopped` is the signal that ended the run early, or None; `evaluation` the last one."""
+    """Result of a run: `evaluation` is the last one; `stopped` the signal that ended it early."""
 
     state: states.TrainState
     step: int
@@ -50,27 +50,27 @@ class Result(NamedTuple):
 
 
 def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
-    """Trains until `train.steps`, from the newest usable checkpoint in `workdir` if there is one.
+    """Train until `train.steps`, from the newest usable checkpoint in `workdir` if there is one.
 
     A resumed run is bitwise the uninterrupted one: parameters, optimiser, data position, dropout.
-    On SIGTERM or Ctrl-C the step under way is finished, a checkpoint saved, and `stopped` set; a
-    second Ctrl-C ends the process at once. The workdir holds config.json, tokenizer/, data/,
+    On SIGTERM or Ctrl-C, the current step is finished, a checkpoint is saved and `stopped` is set;
+    a second Ctrl-C ends the process at once. The workdir holds config.json, tokenizer/, data/,
     checkpoints/, metrics.jsonl and tensorboard/.
 
     A run with a `train.base` begins with its weights, evaluates them before the first step, and
-    keeps what it began with in base.json. Then it needs the base no more, unless it trains exits
-    alone: such a run keeps what it resumes from in tuning/, and leaves the whole model in
-    checkpoints/ at its end.
+    records the base in base.json. Afterwards it no longer needs the base, unless it trains only
+    exits: such a run keeps the checkpoints it resumes from in tuning/, and writes the whole model
+    to checkpoints/ at its end.
 
-    In a run of several processes (`sharding.distributed`) all call this with the same arguments
-    and share the workdir. Process 0 prepares the text, records and reports; a signal to any of
-    them stops all at the same step.
+    In a run of several processes (`sharding.distributed`), all of them call this with the same
+    arguments and share the workdir. Process 0 prepares the text, records and reports; a signal to
+    any process stops all of them at the same step.
 
     Raises:
-      ConfigError, DataError: settings or text that cannot be used, a workdir in use.
-      CheckpointError: checkpoints of another run (`runs.check_same_run`), none usable, or one
-        that cannot be written.
-      OSError: anything else that cannot be written, saying which checkpoint stays usable.
+      ConfigError, DataError: the settings or the text cannot be used, or the workdir is in use.
+      CheckpointError: the checkpoints are of another run (`runs.check_same_run`), none is usable,
+        or one cannot be written.
+      OSError: anything else cannot be written; the message names the checkpoint that stays usable.
     """
     mesh = make_mesh(experiment.mesh)
     distributed.check_mesh(mesh)
@@ -80,8 +80,8 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
     workdir = pathlib.Path(workdir).expanduser().absolute()
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as held:
-            distributed.by_first(lambda: held.enter_context(only_user(workdir)) is None)
+        with contextlib.ExitStack() as lock:
+            distributed.by_first(lambda: lock.enter_context(only_user(workdir)) is None)
             return _fit(experiment, workdir, mesh)
     except OSError as error:
         folder = CHECKPOINTS if experiment.tuned is None else TUNING
@@ -99,7 +99,7 @@ def _fit(experiment: Experiment, workdir: pathlib.Path, mesh: Mesh) -> Result:
     try:
         begins = not distributed.by_first(checkpoints.steps)
         if train.base is not None and train.base_step is None and not begins:
-            # Its very checkpoint, also when the base has gone on by the time this run resumes.
+            # Keep the same checkpoint, even if the base has trained on since this run began.
             began = bases.remembered(workdir, train.base)
             experiment = _with_step(experiment, began and began.step)
         if train.base is not None and (program.scope.tuned or begins):
@@ -118,13 +118,13 @@ def _fit(experiment: Experiment, workdir: pathlib.Path, mesh: Mesh) -> Result:
         checkpoints.close()
         return result
     except BaseException:
-        # What ended the run is told, and not what else fails because of it.
+        # Report what ended the run, not a failure that follows from it.
         with contextlib.suppress(Exception):
             checkpoints.close()
         raise
     finally:
         with contextlib.suppress(OSError):
-            folder.rmdir()  # nothing is in it where the run was refused
+            folder.rmdir()  # empty if the run was refused
 
 
 def _with_step(experiment: Experiment, step: int | None) -> Experiment:
@@ -135,7 +135,7 @@ def _with_step(experiment: Experiment, step: int | None) -> Experiment:
 
 @dataclasses.dataclass
 class _Flight:
-    """A step that was dispatched and whose metrics were not fetched yet."""
+    """A step that was dispatched and whose metrics are not fetched yet."""
 
     step: int
     metrics: dict[str, jax.Array]
@@ -143,9 +143,9 @@ class _Flight:
 
 
 class _Run:
-    """The parts of one run and its counters.
+    """Parts and counters of one run.
 
-    `experiment` is the program's, with the checkpoint of its base.
+    `experiment` is the program's, with the step of its base's checkpoint filled in.
     """
 
     def __init__(
@@ -171,17 +171,17 @@ class _Run:
         self.tokens = 0  # labels counted in the steps that were fetched
         self.skipped = 0
         self.state, self.step = self._begin_or_resume(base)
-        if self.step < self.train.steps:  # else these settings train nothing
+        if self.step < self.train.steps:  # otherwise there is nothing left to train
             settings = json.dumps(self.experiment.to_dict(), indent=1)
             distributed.by_first(lambda: write_text(workdir / CONFIG, settings))
         self.flops_per_token = flops.model_flops_per_token(
             self.model, self.experiment.data.length, self.experiment.loss.exit_tokens
         )
-        # The count is of training a whole model, with all of its exits at every step.
+        # The FLOPs are those of training a whole model, with all of its exits at every step.
         devices = list(self.mesh.devices.flat)
         self.peak = None if self.scope.tuned else flops.peak_flops(devices)
         self.clock = _Clock()
-        self.sizes: set[int] = set()  # batches whose program there is
+        self.sizes: set[int] = set()  # batch sizes whose program is compiled
 
     def _begin_or_resume(self, base: base_weights.Base | None) -> tuple[states.TrainState, int]:
         wanted = self.program.portable_state
@@ -194,7 +194,7 @@ class _Run:
             return _trees(wanted)
 
         if self.scope.tuned and (self.workdir / CHECKPOINTS).is_dir():
-            # Of this very run, or of another one whose place it is.
+            # They are of this run, or of another one that owns the workdir.
             whole = Checkpoints(self.workdir / CHECKPOINTS, read_only=True)
             try:
                 whole.restore(lambda metadata: check(metadata, whole.folder) or {})
@@ -241,7 +241,7 @@ class _Run:
                     batch = next(batches)
                     batch = inputs.strip(batch, self.loader.document_masks)
                     batch = put_batch(batch, self.mesh, self.shard)
-                    # A size of batch that is new is compiled now.
+                    # A new batch size is compiled at this call.
                     new = len(batch["tokens"]) not in self.sizes
                     with self.clock.paused() if new else contextlib.nullcontext():
                         self.state, metrics = self.train_step(self.state, batch)
@@ -275,7 +275,7 @@ class _Run:
         return Result(self.state, self.step, self.evaluation, stop.signal)
 
     def _batches(self):
-        """The loader's batches, made when they are asked for or some ahead."""
+        """Iterate over the loader's batches, made on demand or prefetched."""
         threads = self.experiment.data.prefetch
         if not threads:
             return contextlib.nullcontext(self.loader)
@@ -287,7 +287,7 @@ class _Run:
         return Profiler(self.workdir / profile.FOLDER, train.profile_begin, steps)
 
     def _report(self, flight: _Flight) -> None:
-        """Waits for a step and records it."""
+        """Wait for a step and record its metrics."""
         metrics = jax.device_get(flight.metrics)
         self.stop.count(flight.vote)
         self.tokens += int(metrics["tokens"])
@@ -330,7 +330,7 @@ class _Run:
         self.writer.write(flight.step, values)
 
     def _exit_values(self, metrics: dict[str, np.ndarray]) -> dict[str, float]:
-        """Of the exits that had a loss at this step."""
+        """Collect the metrics of the exits that had a loss at this step."""
         weights, values = metrics["exit_weights"], {}
         for i, name in enumerate(self.names):
             if weights[i] or not self.experiment.exit_weights.sparse:
@@ -356,8 +356,8 @@ class _Run:
         self.progress.say(f"step {self.step}: {what}  {shown}")
 
     def _evaluation(self, values: Tree) -> Evaluation:
-        """Of the trained parameters or their average, on the validation split."""
-        # In parts as the steps, for memory; the windows are those of whole batches.
+        """Evaluate the trained parameters or their average on the validation split."""
+        # Use microbatches to bound memory; the windows are those of whole batches.
         parts = self.train.microbatches // self.program.eval_microbatches
         limit = self.train.eval_batches
         batches = inputs.held_out(
@@ -374,7 +374,7 @@ class _Run:
         self.checkpoints.save(self.step, _trees(state), self._metadata())
 
     def save_whole_model(self, state: states.TrainState) -> None:
-        """The base with the tuned exits, as a run of its own that needs the base no more."""
+        """Save the base with the tuned exits as a complete run, which no longer needs the base."""
         whole = Checkpoints(self.workdir / CHECKPOINTS, keep=self.train.keep_checkpoints)
         try:
             if self.step not in whole.steps():
@@ -404,8 +404,8 @@ class _Run:
     def _announce(self, start: int) -> None:
         begin = f"resuming after step {start}" if start else "starting"
         if self.train.base is not None and not start:
-            of = "" if self.train.base_step is None else f", step {self.train.base_step}"
-            begin = f"starting with the weights of {self.train.base}{of}"
+            at = "" if self.train.base_step is None else f", step {self.train.base_step}"
+            begin = f"starting with the weights of {self.train.base}{at}"
         sizes = sorted({self.loader.sizes[0], self.loader.sizes[-1]})
         self.progress.say(
             f"{begin}: {size(self.program.portable_state.params):,} parameters, exits at "
@@ -417,12 +417,12 @@ class _Run:
         if self.train.microbatches < self.experiment.mesh.pipe:
             self.progress.say(
                 f"{self.train.microbatches} microbatches for {self.experiment.mesh.pipe} stages: "
-                "most of them wait; set train.microbatches to several times as many"
+                "most stages are idle. Set train.microbatches to several times as many"
             )
         if self.experiment.pipeline.fill != "none":
             self.progress.say(
                 f"bubbles filled with {self.program.inserted} of {self.train.microbatches} "
-                "microbatches; tokens are counted of the others"
+                "microbatches; tokens are counted in the others only"
             )
         before = (self.resumed_from or {}).get("batch_size", self.train.batch_size)
         if before != self.train.batch_size:
@@ -442,7 +442,7 @@ class _Run:
 
 
 class _Clock:
-    """Tokens per second over the last steps, evaluation and saving left out."""
+    """Tokens per second over the last steps, without evaluation and saving."""
 
     def __init__(self, smoothing: float = 0.9):
         self._begin = self._last = time.perf_counter()
@@ -450,7 +450,7 @@ class _Clock:
         self._warm = False
 
     def tick(self, tokens: int) -> None:
-        """A step with so many tokens was fetched; the first is left out, as it compiles."""
+        """Count a fetched step of `tokens` tokens; the first step is ignored, as it compiles."""
         now = time.perf_counter()
         if self._warm:
             keep = self._smoothing
@@ -482,7 +482,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _trees(state: states.TrainState) -> dict[str, Any]:
-    """A state as the items of a checkpoint; parameters apart, so that they can be read alone."""
+    """Split a state into the items of a checkpoint; parameters can then be read alone."""
     rest = {"step": state.step, "opt_state": state.opt_state, "skipped": state.skipped}
     if state.loss_scale is not None:
         rest |= {"scale": state.loss_scale.value, "clean": state.loss_scale.clean}
@@ -490,7 +490,7 @@ def _trees(state: states.TrainState) -> dict[str, Any]:
 
 
 def _scale_of(training: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a state from what `_trees` made of them."""
+    """Restore the fields of a state from the training item that `_trees` made."""
     if "scale" not in training:
         return training
     rest = {k: v for k, v in training.items() if k not in ("scale", "clean")}

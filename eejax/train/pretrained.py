@@ -1,4 +1,4 @@
-"""A pretrained model as a run: every launcher takes its workdir as that of a model trained here."""
+"""Pretrained models as runs: every launcher takes the workdir of an imported model."""
 
 from __future__ import annotations
 
@@ -44,17 +44,23 @@ def import_pretrained(
     mesh: Mesh | None = None,
     watch: Callable[[str], None] | None = None,
 ) -> Pretrained:
-    """Writes a model of `load_pretrained` into `workdir`, as the checkpoint of step 0 of a run.
+    """Write a pretrained model into `workdir`, as the checkpoint of step 0 of a run.
 
-    data: of `DataConfig`, the text that it is evaluated and tuned on. tokenizer: "bytes", a file or
-    a folder; the model's own by default. dtype: what the model is computed in;
-    parameters are float32. watch: as `load_pretrained`'s. Raises CheckpointError where the workdir
-    has checkpoints already, as `load_pretrained`, and where the model has no tokenizer; DataError
-    for one that does not fit.
+    Args:
+      source: as `load_pretrained` takes it.
+      data: fields of `DataConfig` for the text that the model is evaluated and tuned on.
+      tokenizer: "bytes", a file or a folder; by default the model's own.
+      dtype: dtype of the computation; parameters are float32.
+      watch: as `load_pretrained` takes it.
+
+    Raises:
+      CheckpointError: the workdir already has checkpoints, the model has no tokenizer, or
+        `load_pretrained` fails.
+      DataError: the tokenizer does not fit the model.
     """
     workdir = pathlib.Path(workdir).expanduser()
     if (workdir / CHECKPOINTS).exists():
-        raise CheckpointError(f"{workdir} holds a run already: remove it, or name another workdir.")
+        raise CheckpointError(f"{workdir} holds a run already. Remove it, or name another workdir.")
     path = fetched(source)
     loaded = load_pretrained(path, mesh=mesh, watch=watch)
     config = loaded.config.replace(dtype=dtype)
@@ -87,7 +93,7 @@ def import_pretrained(
 
 
 class Opened(NamedTuple):
-    """A model, the folder that it was read from, and its generation_config.json."""
+    """An opened model, the folder it was read from, and its generation_config.json."""
 
     config: ModelConfig
     params: Tree
@@ -104,9 +110,11 @@ def open_model(
     mesh: Mesh | None = None,
     watch: Callable[[str], None] | None = None,
 ) -> Opened:
-    """The model of a run's workdir, of a Hugging Face folder, or of a name on the Hub; arguments
-    and errors as `eejax.load`'s. mesh: over which a pretrained model is to be cut. watch: as
-    `load_pretrained`'s."""
+    """Open the model of a run's workdir, of a Hugging Face folder, or of a name on the Hub.
+
+    Arguments and errors are those of `eejax.load`; a pretrained model is sharded over `mesh`, and
+    `watch` is passed to `load_pretrained`.
+    """
     path = pathlib.Path(source).expanduser()
     if is_run(path):
         for name, value in (("tokenizer", tokenizer), ("dtype", dtype)):
@@ -121,36 +129,38 @@ def open_model(
 
 
 def generation_of(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The generation_config.json of the model that a run was imported from, {} for another run."""
+    """Return the generation_config.json of an imported run's model, {} for any other run."""
     return metadata.get("pretrained", {}).get("generation", {})
 
 
 def is_run(path: pathlib.Path) -> bool:
-    """Whether a folder is a run's workdir, of one that has not ended too, and no pretrained
-    model."""
+    """Return whether a folder is the workdir of a run, finished or not."""
     has = any((path / name).is_dir() for name in (CHECKPOINTS, TUNING))
     return has or opened(path) is not None
 
 
 def has_tokenizer(path: pathlib.Path) -> bool:
-    """Whether a pretrained model's folder has a tokenizer of its own."""
+    """Return whether a pretrained model's folder has its own tokenizer."""
     return any((path / name).is_file() for name in OWN)
 
 
 def tokenizer_of(
     path: pathlib.Path, raw: dict[str, Any], vocab_size: int, spec: str | None = None
 ) -> Tokenizer:
-    """The tokenizer `spec`, or that of the folder, with all tokens that end the model's texts by
-    its config.json and generation_config.json. A model of 256 bytes ends texts with the byte that
-    its config.json names.
+    """Load the tokenizer `spec`, or by default the folder's own.
 
-    Raises CheckpointError where there is none, DataError for one of more tokens than the model has,
-    or a `spec` whose end of text is none of those.
+    Its end-of-text tokens include those that the model's config.json and generation_config.json
+    name. A byte model with a vocabulary of 256 ends texts with the byte that its config.json names.
+
+    Raises:
+      CheckpointError: the folder has no tokenizer and `spec` is None.
+      DataError: the tokenizer has more tokens than the model, or `spec` ends texts with a token
+        that does not end the model's.
     """
     if spec is None and not has_tokenizer(path):
         raise CheckpointError(
-            f"{path}: has no tokenizer ({' or '.join(OWN[:2])}): name one, or 'bytes' for a model "
-            "of bytes."
+            f"{path}: has no tokenizer ({' or '.join(OWN[:2])}). Name one, or 'bytes' for a byte "
+            "model."
         )
     ends = _ends(path, raw, vocab_size)
     found = load_tokenizer(path if spec is None else spec, ends=ends)
@@ -160,26 +170,26 @@ def tokenizer_of(
         check_vocabulary(found, vocab_size)
     except DataError as error:
         raise DataError(
-            f"{path}: the tokenizer has {found.vocab_size} tokens, the model {vocab_size}: name "
+            f"{path}: the tokenizer has {found.vocab_size} tokens, the model {vocab_size}. Name "
             "the tokenizer the model was trained with."
         ) from error
     if spec not in (None, BYTES) and ends and found.eos_id not in ends:
         raise DataError(
             f"{spec}: its texts end with token {found.eos_id}, those of {path} with "
-            f"{' or '.join(map(str, ends))} (eos_token_id of config.json): name the tokenizer the "
+            f"{' or '.join(map(str, ends))} (eos_token_id of config.json). Name the tokenizer the "
             "model was trained with."
         )
     return found
 
 
 def _ends(path: pathlib.Path, raw: dict[str, Any], vocab_size: int) -> list[int]:
-    """Tokens that end a text by a folder's config.json and generation_config.json."""
-    said = [raw.get("eos_token_id")]
+    """List the end-of-text tokens that config.json and generation_config.json name."""
+    declared = [raw.get("eos_token_id")]
     file = path / "generation_config.json"
     if file.is_file():
         try:
-            said.append(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"))
+            declared.append(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"))
         except (OSError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{file}: cannot be read ({error}).") from error
-    ids = [i for each in said for i in (each if isinstance(each, list) else [each])]
+    ids = [i for each in declared for i in (each if isinstance(each, list) else [each])]
     return list(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < vocab_size))

@@ -1,4 +1,4 @@
-"""A run on disk: opening what it trained, and refusing to continue it as another run."""
+"""A run on disk: open its trained model, and refuse to resume it with other settings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from eejax.train import inputs
 from eejax.train.base import same_source
 from eejax.train.config import Experiment
 
-# What may change when a run is resumed. But for the size of batches and the filling of bubbles,
-# which a run may well change on its way, nothing of it moves the path the parameters take, save the
-# rounding of sums taken in another order. The text and its tokenizer may lie elsewhere; their
+# Settings that may change when a run is resumed. Except for the batch size and the filling of
+# bubbles, which a run may change deliberately, they leave the path of the parameters unchanged, up
+# to the rounding of sums in another order. The text and its tokenizer may be moved; their
 # fingerprints are compared instead.
 MAY_DIFFER = {
     "data": {"source", "tokenizer", "packed", "max_bytes", "text_field", "prefetch"},
     "train": {
-        # The data goes on at the very next sequence, in batches of another size.
+        # The data continues at the next sequence, in batches of another size.
         "batch_size",
         "batch_rampup",
         "microbatches",
@@ -47,10 +47,10 @@ class Run(NamedTuple):
     experiment: Experiment
 
     def dataset(self) -> inputs.Dataset:
-        """The run's packed text, which is packed again where it is gone.
+        """Return the run's packed text, packed again if it is gone.
 
-        Raises `DataError` where the text is no longer that of the training run: what is held
-        out now might have been trained on.
+        Raises `DataError` if the text has changed since the training run: the validation split
+        might then hold text that was trained on.
         """
         config = self.experiment.data
         dataset = inputs.prepare(config, self.model.config.vocab_size, self.workdir, TOKENIZER)
@@ -70,21 +70,21 @@ def open_run(
     mesh: Mesh | None = None,
     ema: bool = False,
 ) -> Run:
-    """The newest whole checkpoint of a run (or that of `step`), laid onto `mesh`.
+    """Open the newest whole checkpoint of a run (or that of `step`), sharded over `mesh`.
 
-    `ema`: its averaged parameters. Raises `CheckpointError` as `load_model` does.
+    `ema` selects the averaged parameters. Raises `CheckpointError` as `load_model` does.
     """
     model = load_model(workdir, step=step, mesh=mesh, ema=ema)
     return Run(pathlib.Path(workdir).expanduser(), model, saved_experiment(model.metadata))
 
 
 def saved_experiment(metadata: dict[str, Any]) -> Experiment:
-    """The experiment in a checkpoint's metadata."""
+    """Read the experiment from a checkpoint's metadata."""
     return saved_settings(metadata, "experiment", lambda saved: Experiment.from_dict(_moved(saved)))
 
 
 def _moved(saved: dict[str, Any]) -> dict[str, Any]:
-    """A saved experiment with the base of its exits where it is now."""
+    """Move the base from the section `tune`, where old checkpoints have it, to `train`."""
     tune = dict(saved.get("tune", {}))
     if "base" not in tune:
         return saved
@@ -98,8 +98,11 @@ def check_same_run(
 ) -> None:
     """Raise `CheckpointError` naming every setting that makes `wanted` another run.
 
-    metadata: of the checkpoint in `where`. fingerprint: of the text that is there now. Settings
-    of `MAY_DIFFER` may differ, and `train.steps` where no schedule reaches to the last step.
+    Settings in `MAY_DIFFER` may differ, and `train.steps` if no schedule depends on it.
+
+    Args:
+      metadata: of the checkpoint in the folder `where`.
+      fingerprint: of the text as it is now.
     """
     saved = saved_experiment(metadata)
     old, new = saved.to_dict(), wanted.to_dict()
@@ -110,7 +113,7 @@ def check_same_run(
             if (section, field) == ("train", "steps"):
                 may = not (_ends_with_the_run(saved) or _ends_with_the_run(wanted))
             if (section, field) == ("train", "base"):
-                # A run that trains exits alone reads it again and compares a digest.
+                # A run that trains only exits reads its base again and compares a digest.
                 may = saved.tuned is not None or same_source(old[section][field], value)
             if old[section][field] != value and not may:
                 differ.append(
@@ -121,7 +124,7 @@ def check_same_run(
     if differ:
         steps = "\nA schedule that ends with the run ties it to its train.steps."
         raise CheckpointError(
-            f"the checkpoints in {where} are of another run:\n  "
+            f"the checkpoints in {where} are of another run; these settings differ:\n  "
             + "\n  ".join(differ)
             + (steps if any(d.startswith("train.steps") for d in differ) else "")
             + "\nRestore these settings to resume, or give a new workdir to begin anew."
@@ -139,8 +142,9 @@ def _ends_with_the_run(experiment: Experiment) -> bool:
 
 
 def _other_text(metadata: dict[str, Any], experiment: Experiment, fingerprint: str) -> str | None:
+    """Describe a change of the text since the checkpoint, or return None."""
     trained = metadata.get("data", {}).get("dataset")
-    if trained in (None, fingerprint):  # of a pretrained model it is not known
+    if trained in (None, fingerprint):  # None for a pretrained model, whose text is unknown
         return None
     return (
         f"the text of data.source = {experiment.data.source!r}: fingerprint {trained} in the "
