@@ -145,7 +145,10 @@ def check_alike(opened: Mapping[str, Opened]) -> None:
 
 
 def template_of(opened: Mapping[str, Opened]) -> TemplateSource | None:
-    """The chat template of those models that have one. Raises ConfigError where they differ."""
+    """Return the chat template of the models that have one, None if none has.
+
+    Raises ConfigError if their templates differ or are invalid.
+    """
     found = {name: chat.find(model.path, model.tokenizer) for name, model in opened.items()}
     found = {name: template for name, template in found.items() if template is not None}
     if not found:
@@ -155,7 +158,7 @@ def template_of(opened: Mapping[str, Opened]) -> TemplateSource | None:
         told = f"must be that of {first!r}"
         fix = "Put the same chat_template.jinja into their folders."
         require(template == own, f"chat template of {name!r}", template[0][:40], told, fix)
-    chat.TemplateSource(*own)  # one that is none is told before anybody asks
+    chat.Template(*own)  # reject an invalid template before the first request
     return own
 
 

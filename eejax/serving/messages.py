@@ -37,7 +37,7 @@ class Ask:
 
 
 TemplateSource = tuple[str, dict[str, str]]
-"""The source of a chat template, and the special tokens it speaks of (`chat.TemplateSource`)."""
+"""Source of a chat template and the special tokens that it names, as `chat.Template` takes them."""
 
 
 class Submit(NamedTuple):

@@ -11,6 +11,7 @@ import re
 import signal
 import time
 from functools import wraps
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -22,6 +23,7 @@ from eejax.common.errors import ConfigError, DataError
 from eejax.data.tokenizers import ByteTokenizer
 from eejax.inference import Generator
 from eejax.inference.policy import ExitPolicy
+from eejax.serving.fleets import template_of
 from eejax.serving.messages import Ask
 from eejax.serving.repository import Repository
 from eejax.serving.service import READY, Service, ServiceOptions
@@ -366,6 +368,24 @@ async def test_a_server_of_one_model_chooses_nothing():
             pass
     assert not service.ready.chooses and service.report is None
     await service.stop()
+
+
+def test_models_share_one_valid_chat_template(tmp_path):
+    tokenizer = ByteTokenizer()
+    models = {name: SimpleNamespace(path=tmp_path / name, tokenizer=tokenizer) for name in "abc"}
+    for model in models.values():
+        model.path.mkdir()
+    assert template_of(models) is None
+    for name in "ab":
+        (tmp_path / name / "chat_template.jinja").write_text("{{ messages }}")
+    assert template_of(models) == ("{{ messages }}", dict(tokenizer.special))
+    (tmp_path / "b" / "chat_template.jinja").write_text("{{ messages[0] }}")
+    with pytest.raises(ConfigError, match="chat template of 'b' = .*must be that of 'a'"):
+        template_of(models)
+    for name in "ab":
+        (tmp_path / name / "chat_template.jinja").write_text("{{ messages")
+    with pytest.raises(ConfigError, match="chat_template"):
+        template_of(models)
 
 
 def test_prompts_of_a_file(tmp_path):
