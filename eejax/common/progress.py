@@ -1,7 +1,6 @@
-"""Progress of long work, shown where a person looks: in a terminal or a notebook.
+"""Progress of long work, shown in a terminal or a notebook.
 
-Elsewhere, in logs and pipes, nothing is shown; who wants lines there asks for them where the work
-is done.
+Nothing is shown in logs and pipes.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from collections.abc import Callable, Iterator
 import jax.monitoring
 from tqdm.auto import tqdm
 
-DELAY = 1.0  # seconds; work that is done sooner shows nothing
+DELAY = 1.0  # seconds; shorter work shows nothing
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _listeners: set[Callable[[str, float], None]] = set()
 
 
 def watched() -> bool:
-    """Whether standard error is a terminal, or this process the kernel of a notebook."""
+    """Return whether standard error is a terminal or this process is a notebook's kernel."""
     shell = sys.modules.get("IPython")
     shell = shell.get_ipython() if shell else None
     if shell is not None and "IPKernelApp" in shell.config:
@@ -32,7 +31,7 @@ def watched() -> bool:
 
 @contextlib.contextmanager
 def steps(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Show a bar with an estimate of the time left; call the function with what more is done."""
+    """Show a bar with an estimate of the time left; yield a function that adds finished units."""
     with tqdm(
         total=total, desc=what, unit=unit, unit_scale=True, dynamic_ncols=True, leave=False,
         disable=not watched(), file=sys.stderr,
@@ -42,7 +41,7 @@ def steps(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show how long work without steps takes, and how many programs JAX compiles for it."""
+    """Show the elapsed time of work without steps, and the number of programs that JAX compiles."""
     if not watched():
         yield
         return
@@ -69,23 +68,23 @@ def waiting(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compilations(tell: Callable[[str, float], None]) -> Iterator[None]:
-    """Call tell(name, seconds) for every program that JAX compiles inside of the block."""
+def compilations(listener: Callable[[str, float], None]) -> Iterator[None]:
+    """Call listener(name, seconds) for every program that JAX compiles inside the block."""
     _listen()
-    _listeners.add(tell)
+    _listeners.add(listener)
     try:
         yield
     finally:
-        _listeners.discard(tell)
+        _listeners.discard(listener)
 
 
 @functools.cache
 def _listen() -> None:
-    """JAX lets no listener go, so there is one, for all of them."""
+    """Register the only listener, once, because JAX cannot unregister listeners."""
     jax.monitoring.register_event_duration_secs_listener(_hear)
 
 
 def _hear(event: str, seconds: float, **about: str | int) -> None:
     if event == _COMPILED:
-        for tell in tuple(_listeners):
-            tell(str(about.get("fun_name", "a program")), seconds)
+        for listener in tuple(_listeners):
+            listener(str(about.get("fun_name", "a program")), seconds)

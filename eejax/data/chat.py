@@ -1,8 +1,8 @@
-"""Conversations as a model was trained to read them: its chat template, in a sandbox.
+"""Render conversations with a model's chat template, in a sandbox.
 
-A template is given what transformers gives it (`apply_chat_template`, 5.23), so that it writes the
-same text. Names of special tokens in what users say are marked (`data.special`): special tokens
-come from the template alone.
+A template gets the same variables as in transformers (`apply_chat_template`, 5.23), so that it
+writes the same text. Names of special tokens in text of users are marked (`data.special`), so that
+special tokens come only from the template.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from eejax.data.tokenizer_files import chat_template
 from eejax.data.tokenizers import Tokenizer
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Names under which messages have what a model thought; templates read the first or the second."""
+"""Fields that hold a message's reasoning; templates read the first or the second."""
 
 SPEAKING = ("system", "developer", "user", "tool")
-"""Roles whose messages have content, as OpenAI has them."""
+"""Roles whose messages must have content, as in OpenAI's API."""
 
 OPTIONS = "chat_template_kwargs"
 
 _END = "CONTINUE_FINAL_MESSAGE_TAG "
 
 MARKS = ("\ufdd1", "\ufdd2")
-"""Around the assistant's parts of a text. Unicode keeps these code points for programs' own use."""
+"""Delimiters of the assistant's parts of a text; Unicode reserves them code points for programs."""
 
 
 class Generation(Extension):
-    """`{% generation %}`, by which trainers find the model's part: what is in it, as it is, or
-    between `MARKS` where the environment's `marks` says so."""
+    """The tag `{% generation %}`, with which templates show trainers the model's part.
+
+    Its content is rendered as it is, or between `MARKS` if the environment's `marks` is set.
+    """
 
     tags = {"generation"}
 
@@ -54,7 +56,10 @@ class Generation(Extension):
 
 
 class Template:
-    """What makes one text of messages; written by whoever made the model, so it is not trusted."""
+    """A chat template, which renders messages as one text.
+
+    It comes with the model, so it is not trusted.
+    """
 
     def __init__(
         self,
@@ -64,11 +69,18 @@ class Template:
         *,
         marks: bool = False,
     ):
-        """special: names of special tokens by what templates call them. control: names of special
-        tokens that stay text where messages have them: they are marked in what is rendered, which
-        is then for `Tokenizer.encode_marked`. marks: whether `MARKS` are put around what a template
-        says is the assistant's; `self.marks` tells then whether it says so. Raises ConfigError for
-        what is no template."""
+        """Compile a template.
+
+        Args:
+          special: names of special tokens, by the variables that templates use for them.
+          control: names of special tokens that stay text in messages. They are marked in the
+            rendered text, which must be encoded with `Tokenizer.encode_marked`.
+          marks: put `MARKS` around the parts that the template declares as the assistant's;
+            `self.marks` is then whether it declares any.
+
+        Raises:
+          ConfigError: the source is not a valid template.
+        """
         self._special, self._shield = dict(special or {}), Shield(control) if control else None
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
@@ -81,7 +93,7 @@ class Template:
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
-            raise ConfigError(f"chat_template: is no template of Jinja ({error}).") from error
+            raise ConfigError(f"chat_template: is not a valid Jinja template ({error}).") from error
         self.marks = environment.marked
 
     def render(
@@ -94,32 +106,36 @@ class Template:
         documents: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of messages.
+        """Render messages as one text.
 
         Args:
           messages: as `plain` makes them.
-          reply: whether the text ends where the model's reply begins (`add_generation_prompt`).
-          go_on: whether it ends within the last message, which the model goes on with
+          reply: end the text where the model's reply begins (`add_generation_prompt`).
+          go_on: end the text within the last message, which the model continues
             (`continue_final_message`); without `reply`.
-          tools, documents: what the model may call and read, for templates that speak of them.
+          tools, documents: the functions the model may call and the documents it may read, for
+            templates that use them.
           options: other variables of the template.
 
-        Raises ConfigError for messages that the template refuses, naming the first of them.
+        Raises:
+          ConfigError: the template refuses the messages; the error names the first refused one.
         """
-        given = dict(messages=list(messages), tools=tools, documents=documents)
+        variables = dict(messages=list(messages), tools=tools, documents=documents)
         options = dict(options or {})
-        if taken := sorted({*given, "add_generation_prompt"} & {*options}):
-            raise ConfigError(f"{OPTIONS}: must have no {taken}, which the request says itself.")
+        if taken := sorted({*variables, "add_generation_prompt"} & {*options}):
+            raise ConfigError(
+                f"{OPTIONS}: must not have {taken}, which other fields of the request set."
+            )
         if self._shield is not None:
-            given = {name: self._shielded(name, value) for name, value in given.items()}
+            variables = {name: self._shielded(name, value) for name, value in variables.items()}
             options = self._shielded(OPTIONS, options)
-        messages = [_thoughtful(message) for message in given.pop("messages")]
-        rest = self._special | options | given | dict(add_generation_prompt=reply)
+        messages = [_thoughtful(message) for message in variables.pop("messages")]
+        rest = self._special | options | variables | dict(add_generation_prompt=reply)
         if go_on:
             return self._unfinished(messages, rest)
         try:
             return self._rendered(messages, rest)
-        except Exception as error:  # it is a program, and whoever wrote it is not known
+        except Exception as error:  # an untrusted program may raise anything
             number = self._first_bad(messages, rest, error)
             raise ConfigError(
                 f"messages: the model's chat template refuses them ({error}), the first time at "
@@ -133,7 +149,7 @@ class Template:
             raise ConfigError(f"{name}: {error}.") from error
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], rest: Mapping[str, Any]) -> str:
-        """By the first form of the messages that the template takes."""
+        """Render the first form of the messages that the template accepts."""
         failed = None
         for form in _forms(messages):
             try:
@@ -143,7 +159,7 @@ class Template:
         raise failed
 
     def _first_bad(self, messages, rest, error: Exception) -> int:
-        """Number of the message from which on the template fails, as it does with all of them."""
+        """Return the number of the first message with which the template raises the same error."""
         low, high = 1, len(messages)
         while low < high:
             mid = (low + high) // 2
@@ -156,11 +172,11 @@ class Template:
         return high - 1
 
     def _unfinished(self, messages: list[dict], rest: Mapping[str, Any]) -> str:
-        """Up to the end of the last message's content."""
+        """Render up to the end of the last message's content."""
         last = messages[-1].get("content")
         where = f"messages[{len(messages) - 1}].content"
         if not isinstance(last, str):
-            raise ConfigError(f"{where}: must be a text, which the model can go on with.")
+            raise ConfigError(f"{where}: must be a text, for the model to continue.")
         tagged = [*messages[:-1], messages[-1] | {"content": last + _END}]
         try:
             text = self._rendered(tagged, rest)
@@ -171,15 +187,18 @@ class Template:
         at = text.rfind(_END.strip())
         if at < 0 or last.strip() not in text:
             raise ConfigError(
-                f"{where}: cannot be gone on with, as the model's chat template changes it."
+                f"{where}: cannot be continued, because the model's chat template changes it."
             )
-        whole = text[at : at + len(_END)] == _END  # else the template cuts white space off
+        whole = text[at : at + len(_END)] == _END  # otherwise the template strips white space
         return text[:at] if whole else text[:at].rstrip()
 
 
 def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Messages as transformers gives them, and where a template fails of that: with an empty text
-    for content that is missing, then with arguments of tools as the JSON that OpenAI has."""
+    """Yield forms of messages to try in order.
+
+    The first is that of transformers. Templates that fail on it get an empty text for missing
+    content, then the arguments of tool calls as JSON text, as in OpenAI's API.
+    """
     messages = [dict(message) for message in messages]
     yield messages
     filled = [{**m, "content": m.get("content", "")} for m in messages]
@@ -207,7 +226,7 @@ def _with_calls(message: Mapping[str, Any], change) -> dict[str, Any]:
 
 
 def _thoughtful(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with what the model thought under the names that templates read."""
+    """Copy a message's reasoning to the fields that templates read."""
     found = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
     if found is None:
         return dict(message)
@@ -215,11 +234,14 @@ def _thoughtful(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(message: Mapping[str, Any], where: str = "messages") -> dict[str, Any]:
-    """A message of OpenAI's form as templates take it: its content a text, its tools' arguments
-    objects, and without fields that are null. Raises ConfigError, naming the field of `where`."""
+    """Convert a message of OpenAI's form to the one that templates take.
+
+    Its content becomes a text and the arguments of its tool calls become objects; null fields are
+    dropped. Raises ConfigError that names the field, within `where`.
+    """
     found = {key: value for key, value in message.items() if value is not None}
     if "content" not in found and (role := found.get("role")) in SPEAKING:
-        raise ConfigError(f"{where}.content: is required of the role {role!r}.")
+        raise ConfigError(f"{where}.content: is required for the role {role!r}.")
     if isinstance(content := found.get("content"), list):
         found["content"] = "".join(
             _text_of_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)
@@ -253,13 +275,13 @@ def _text_of_part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else part
     if kind != "text" or not isinstance(part.get("text"), str):
         raise ConfigError(
-            f"{where}.type = {kind!r}: must be 'text', as models here read nothing else."
+            f"{where}.type = {kind!r}: must be 'text', the only content that models here read."
         )
     return part["text"]
 
 
 def _json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """With the arguments that transformers' has."""
+    """Serialize a value for the filter `tojson`, with the arguments of the one in transformers."""
     text = json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -271,7 +293,10 @@ def _refuse(message: str) -> None:
 
 
 def find(folder: pathlib.Path, tokenizer: Tokenizer) -> tuple[str, dict[str, str]] | None:
-    """(source, special tokens) of a model's chat template: that of a file in its folder, else its
-    tokenizer's; None where it has none. Raises DataError for a file that cannot be read."""
+    """Find (source, special tokens) of a model's chat template.
+
+    A file in the folder comes before the tokenizer's own; None if there is neither. Raises
+    DataError for a file that cannot be read.
+    """
     source = chat_template(folder) or tokenizer.chat
     return None if source is None else (source, dict(tokenizer.special))

@@ -1,8 +1,7 @@
-"""Special tokens in text: those it names, and text of users that must not become them.
+"""Special tokens in text: recognise them in templates, and keep users from writing them.
 
-What a chat template writes may hold the names of special tokens, which then are these tokens. A
-`Shield` puts a `MARK` into every such name in the text of users, and `parts` takes the marks away
-once the template's own names were found.
+A chat template writes special tokens by their names. A `Shield` puts a `MARK` into every such name
+in text of users, and `parts` removes the marks once the template's own names were found.
 """
 
 from __future__ import annotations
@@ -12,32 +11,35 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 MARK = "\ufdd0"
-"""A code point that Unicode keeps for programs' own use, so that no text to be exchanged has it."""
+"""A code point that Unicode reserves for programs, so that no exchanged text should have it."""
 
 
 class Splitter:
-    """Cuts text at the names of tokens, as the library `tokenizers` does: the longest name at the
-    first place, with the white space beside it that the token takes in."""
+    """Splits text at the names of tokens, as the library `tokenizers` does.
+
+    The leftmost, longest name matches, with the white space around it that the token absorbs.
+    """
 
     def __init__(self, tokens: Mapping[int, Any]):
         """tokens: `tokenizers.AddedToken` by id."""
         from tokenizers import Tokenizer, models
 
-        self._inner = Tokenizer(models.WordLevel({MARK: 0}, unk_token=MARK))  # one word: the rest
+        # The only word stands for all text between the tokens.
+        self._inner = Tokenizer(models.WordLevel({MARK: 0}, unk_token=MARK))
         self._inner.add_tokens(list(tokens.values()))
         number = {token.content: i for i, token in tokens.items()}
         vocabulary = self._inner.get_vocab()
         self._ids = {vocabulary[name]: i for name, i in number.items()}
 
     def __call__(self, text: str) -> list[int | str]:
-        """Ids of tokens, and the texts between them."""
+        """Split a text into ids of tokens and the texts between them."""
         found = self._inner.encode(text)
         pairs = zip(found.ids, found.offsets, strict=True)
         return [self._ids.get(i, text[begin:end]) for i, (begin, end) in pairs]
 
 
 def parts(split: Splitter, text: str) -> list[int | str]:
-    """A text with marks in ids of special tokens, and texts without marks between them."""
+    """Split a marked text into ids of special tokens and the texts between them, unmarked."""
     pieces = [p.replace(MARK, "") if isinstance(p, str) else p for p in split(text)]
     return [p for p in pieces if p != ""]
 
@@ -45,9 +47,9 @@ def parts(split: Splitter, text: str) -> list[int | str]:
 class Shield:
     """Marks the names of special tokens in text of users.
 
-    A name may also come about where text of a user meets text of the template, or other text of a
-    user. So a text that begins with the end of a name, or ends with the beginning of one, is marked
-    there, unless it is one word: templates may make names of roles, as '<|' + role + '|>'.
+    A name may also arise where a user's text meets the template's, or another user's. So a text
+    that begins with the end of a name, or ends with the beginning of one, is marked there. Single
+    words are exempt, because templates may build names from roles, as in '<|' + role + '|>'.
     """
 
     def __init__(self, names: Iterable[str]):
@@ -57,7 +59,7 @@ class Shield:
         self._longest = max(map(len, self._names), default=0)
 
     def __call__(self, value: Any) -> Any:
-        """A value of JSON with its texts marked. Raises ValueError for one that has a mark."""
+        """Mark the texts of a JSON value. Raises ValueError if it already has a mark."""
         if isinstance(value, str):
             return self._text(value)
         if isinstance(value, Mapping):
@@ -68,7 +70,7 @@ class Shield:
 
     def _text(self, text: str) -> str:
         if MARK in text:
-            raise ValueError("has the character U+FDD0, which Unicode keeps for programs' own use")
+            raise ValueError("has the character U+FDD0, which Unicode reserves. Remove it")
         inside = [name for name in self._names if name in text]
         if inside:  # names may overlap
             at = re.compile(f"(?=(?:{'|'.join(map(re.escape, inside))}))(.)", re.DOTALL)

@@ -1,8 +1,9 @@
-"""Text behind a prompt: decoding token ids that go on after other ones, at once or as they come.
+"""Decoding of token ids that continue a prompt, all at once or as they arrive.
 
-Decoders of SentencePiece and Llama drop the space that begins a text, so that generated ids decoded
-alone lose the space between prompt and answer. Here decode(prompt) + text == decode(prompt + ids),
-except where a prompt ends within a character: then the text begins with the whole character.
+The decoders of SentencePiece and Llama drop the space that begins a text, so that generated ids
+decoded alone lose the space between prompt and answer. Here decode(prompt) + text ==
+decode(prompt + ids), except if a prompt ends within a character: then the text begins with the
+whole character.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from typing import Protocol
 import numpy as np
 
 UNKNOWN = "\ufffd"
-SEEN = 16  # tokens of a prompt that are decoded with what follows, if they have text
+SEEN = 16  # tokens of a prompt that are decoded with what follows, unless they have no text
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class TextStream(Protocol):
-    """Decodes ids as they arrive, never showing half a character."""
+    """Decodes ids as they arrive, and never returns half a character."""
 
     def push(self, ids: Sequence[int] | int) -> str:
-        """The text that became certain with these ids (often empty)."""
+        """Return the text that became certain with these ids (often empty)."""
         ...
 
     def flush(self) -> str:
-        """What is left at the end, incomplete characters as U+FFFD."""
+        """Return the rest at the end, incomplete characters as U+FFFD."""
         ...
 
     @property
@@ -37,8 +38,10 @@ class TextStream(Protocol):
 
 
 def ending(decode: Decode, prompt: Sequence[int]) -> tuple[list[int], str]:
-    """The last tokens of a prompt, which decode what follows as the whole prompt does, and their
-    text: they have some, and begin with a whole character."""
+    """Return a suffix of a prompt after which ids decode as after the whole prompt, and its text.
+
+    The text is not empty and begins with a whole character, if the prompt has such a suffix.
+    """
     n = SEEN
     while True:
         last = [int(i) for i in prompt[-n:]]
@@ -49,28 +52,28 @@ def ending(decode: Decode, prompt: Sequence[int]) -> tuple[list[int], str]:
 
 
 def text_behind(decode: Decode, prompt: Sequence[int], ids: Sequence[int]) -> str:
-    """The text of `ids` as they go on behind `prompt`."""
+    """Decode `ids` as the continuation of `prompt`."""
     context, before = ending(decode, prompt)
     return _after(before, decode([*context, *ids]))
 
 
 def _after(before: str, text: str) -> str:
-    """What a text has beyond the one before it, of which an incomplete character may change."""
+    """Return the part of a text after `before`, whose incomplete last character may change."""
     same = before if text.startswith(before) else os.path.commonprefix([before, text])
     return text[len(same) :]
 
 
 class PieceStream:
-    """Shows decode(context + new) beyond decode(context) once it does not end in U+FFFD.
+    """Returns what decode(context + new) adds to decode(context), once it ends in no U+FFFD.
 
-    Shown tokens are kept as context because decoders treat the beginning of a text differently:
-    they drop the first space or all of them. So it is the last group that has text there.
+    Returned tokens are kept as context because decoders treat the beginning of a text differently:
+    they drop the first space or all of them. The context is the last group of tokens with text.
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()):
         self._decode = decode
         self._ids, self._before = ending(decode, prompt)
-        self._shown = len(self._ids)  # the first ids of _ids whose text has been shown
+        self._shown = len(self._ids)  # number of ids whose text has been returned
         self._held = ""
 
     @property

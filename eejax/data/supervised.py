@@ -58,13 +58,13 @@ def conversation(
     Returns the text, for `Tokenizer.encode_marked`, and the (begin, end) of every part in
     characters. `tools` are the functions that the template may describe to the model.
 
-    A template with `{% generation %}` says itself which these are. With any other, a part begins
-    where the template of the messages before it asks for a reply, and ends with its message.
+    A template with `{% generation %}` declares these parts. With any other template, a part begins
+    where the rendered messages before it ask for a reply, and ends with its message.
 
     Raises:
       ConfigError: messages that the template refuses.
-      DataError: no template, no message of an assistant, a message with one of `chat.MARKS`, or a
-        template that writes a message in another way once others follow it.
+      DataError: no template, no assistant message, a message with one of `chat.MARKS`, or a
+        template that changes a message once others follow it.
     """
     if tokenizer.chat is None:
         raise DataError(
@@ -77,7 +77,7 @@ def conversation(
     messages = [plain(m, f"messages[{i}]") for i, m in enumerate(messages)]
     replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     if not replies:
-        raise DataError("messages: none is of the role 'assistant', so that none is learned.")
+        raise DataError("messages: none is of the role 'assistant', so none is learned. Add one.")
     if template.marks:
         for i, message in enumerate(messages):
             _check_unmarked(message, f"messages[{i}]")
@@ -91,10 +91,9 @@ def conversation(
         behind = template.render(messages[: i + 1], reply=False, tools=tools)
         if before is None or not (behind.startswith(before) and whole.startswith(behind)):
             raise DataError(
-                f"messages[{i}]: the model's chat template writes it in another way where it is "
-                "asked for or others follow it, or nobody asks for it, so that its place in the "
-                "text is not known. Put {% generation %} and {% endgeneration %} around the "
-                "assistant's part of the template."
+                f"messages[{i}]: its place in the text is not known, because no message comes "
+                "before it or the model's chat template changes it once others follow. Put {% "
+                "generation %} and {% endgeneration %} around the assistant's part of the template."
             )
         spans.append((len(before), len(behind)))
     return whole, spans
@@ -106,7 +105,7 @@ def _check_unmarked(value: Any, where: str) -> None:
     if found := [mark for mark in MARKS if mark in text]:
         raise DataError(
             f"{where}: has the character U+{ord(found[0]):04X}, which marks the assistant's part "
-            "of a text here and which Unicode keeps for programs' own use. Take it out."
+            "of a text here and which Unicode reserves for programs. Remove it."
         )
 
 
@@ -156,7 +155,7 @@ def _counted(
 
 
 def _shared(ids: np.ndarray, other: np.ndarray) -> int:
-    """Number of tokens that two texts share at their beginning."""
+    """Count the tokens that two texts share at their beginning."""
     n = min(len(ids), len(other))
     differ = np.flatnonzero(ids[:n] != other[:n])
     return int(differ[0]) if len(differ) else n

@@ -1,4 +1,4 @@
-"""Tokenizers as transformers opens them: a `tokenizer.json` and what lies beside it."""
+"""Export tokenizers for transformers: a `tokenizer.json` and the files beside it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from eejax.data.tokenizers import (
 )
 
 _SPACE = "\u2581"
-# Texts that tell conversions apart: spaces at either end, runs of them, what NFKC changes, bytes.
+# Texts that reveal a wrong conversion: outer and repeated spaces, characters that NFKC changes,
+# bytes.
 _ODD = (
     "", " ", "  a", "a ", "a  b", "a\n\tb", "\u2581a", "\ufb01\u2460\uff21", "\u00e9\U0001f642",
     "the king of the world, and 1234 more.", "\ufffd\0", "x" * 40,
@@ -29,10 +30,10 @@ _ODD = (
 
 
 def save_for_transformers(tokenizer: Tokenizer, path: str | os.PathLike, context: int) -> None:
-    """Writes the tokenizer into the folder `path`, for `load_tokenizer` and for transformers.
+    """Write a tokenizer into the folder `path`, for `load_tokenizer` and for transformers.
 
-    transformers gives texts the same ids; where the pieces of a `.model` cannot be written for it,
-    a warning says so. context: most tokens of a text.
+    transformers then gives texts the same ids; if the pieces of a `.model` cannot be written for
+    it, a warning is logged. `context` is the maximum number of tokens in a text.
     """
     tokenizer.save(path)
     definition = _definition(tokenizer)
@@ -51,7 +52,7 @@ def save_for_transformers(tokenizer: Tokenizer, path: str | os.PathLike, context
 
 
 def _beginning(definition: str, tokenizer: Tokenizer) -> str:
-    """A `tokenizer.json` whose own template puts before texts what the tokenizer does."""
+    """Make a `tokenizer.json`'s template begin texts with the same tokens as the tokenizer."""
     from tokenizers import Tokenizer as Inner
     from tokenizers import processors
 
@@ -67,7 +68,7 @@ def _beginning(definition: str, tokenizer: Tokenizer) -> str:
 
 
 def _definition(tokenizer: Tokenizer) -> str | None:
-    """A `tokenizer.json` that gives texts the same ids; None where there is none."""
+    """Make a `tokenizer.json` that gives texts the same ids; None if there is no such file."""
     if isinstance(tokenizer, JsonTokenizer):
         return tokenizer.definition
     if isinstance(tokenizer, ByteTokenizer):
@@ -100,7 +101,7 @@ def _end_of(tokenizer: ByteTokenizer) -> str:
 
 
 def bytes_definition(tokenizer: ByteTokenizer) -> str:
-    """Byte-level BPE without merges: every byte is the token of its number."""
+    """Make a `tokenizer.json` of byte-level BPE without merges, in which token ids are bytes."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Inner
 
@@ -112,7 +113,7 @@ def bytes_definition(tokenizer: ByteTokenizer) -> str:
 
 
 def _of_pieces(tokenizer: SentencePieceTokenizer) -> str:
-    """The pieces of a `.model`, and what its options do to text, for the library `tokenizers`."""
+    """Convert the pieces and options of a `.model` for the library `tokenizers`."""
     from sentencepiece import sentencepiece_model_pb2
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Inner
@@ -159,7 +160,7 @@ def _of_pieces(tokenizer: SentencePieceTokenizer) -> str:
 
 
 def _merges(pieces: list[tuple[str, float]], number: dict[str, int]) -> list[tuple[str, str]]:
-    """Merges of two pieces in the order in which SentencePiece prefers what they make."""
+    """List merges of two pieces in the order in which SentencePiece prefers their results."""
     found: list[tuple[Any, ...]] = []
     for name, score in pieces:
         for i in range(1, len(name)):

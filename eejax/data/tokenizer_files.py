@@ -1,5 +1,4 @@
-"""Tokenizers as they lie in files: what is read beside a vocabulary, and what is written for
-transformers."""
+"""Load tokenizers from files, with the settings that lie beside a vocabulary."""
 
 from __future__ import annotations
 
@@ -24,11 +23,11 @@ from eejax.data.tokenizers import (
 CONFIG, ADDED, NAMES = "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"
 
 NAMED = tuple(f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-"""What transformers calls special tokens by, in templates too."""
+"""Names of special tokens in transformers and its chat templates."""
 
-# Classes of a `tokenizer.model` whose ids are those of its pieces.
+# Classes whose ids are those of the pieces of a `tokenizer.model`.
 _LLAMA = ("LlamaTokenizer", "CodeLlamaTokenizer")
-_BEGUN = (*_LLAMA, "GemmaTokenizer")  # whose texts begin with `bos` by default
+_BEGUN = (*_LLAMA, "GemmaTokenizer")  # texts begin with `bos` by default
 _PIECES = (*_LLAMA, "GemmaTokenizer", "PreTrainedTokenizer", "TokenizersBackend")
 _LLAMA_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -41,20 +40,22 @@ def load_tokenizer(
     bos: str | None = None,
     ends: Sequence[int] = (),
 ) -> Tokenizer:
-    """`"bytes"`, a `tokenizer.json`, a SentencePiece `.model`, or a folder.
+    """Load the tokenizer `"bytes"`, a `tokenizer.json`, a SentencePiece `.model`, or a folder.
 
-    A folder holds a `tokenizer.json` or a `tokenizer.model` (the first where there are both) or
-    was written by `save`. Which tokens begin and end a document is read from `eos` and `bos`, else
-    from the folder's saved settings, else from a `tokenizer_config.json` or
-    `special_tokens_map.json` beside the file, else from the `.model`, or guessed from the usual
-    names; whether texts begin with `bos` from those settings, from `add_bos_token` of the config,
-    else from the `tokenizer.json`'s template. `ends`: ids that end a text too. A chat template and
-    the names of special tokens are read from the settings or the files beside it; for a `.model`
-    also tokens that were added to its pieces, and where a space is put before a text (`legacy`,
-    `add_prefix_space`).
+    A folder was written by `save`, or holds a `tokenizer.json` or a `tokenizer.model` (the first if
+    it holds both). The tokens that begin and end a document come from the first of: `eos` and
+    `bos`, the folder's saved settings, a `tokenizer_config.json` or `special_tokens_map.json`
+    beside the file, the `.model`, the usual names. Whether texts begin with `bos` comes from the
+    saved settings, `add_bos_token` of the config, or the template in the `tokenizer.json`. The chat
+    template and the names of special tokens come from the settings or the files beside it; for a
+    `.model`, so do the tokens added to its pieces and the position of a space before a text
+    (`legacy`, `add_prefix_space`).
+
+    Args:
+      ends: ids of further tokens that end a text.
 
     Raises:
-      DataError: nothing usable there, or a setting beside the file that would change ids and is
+      DataError: there is no usable tokenizer, or a setting beside the file would change ids and is
         not supported.
     """
     spec = os.fspath(spec)
@@ -93,16 +94,18 @@ def load_tokenizer(
         settings = {"definition": definition} | (
             _beside(file, definition) if saved is None else saved
         )
-        given = {"eos": eos or settings.get("eos"), "bos": bos or settings.get("bos")}
-        given["ends"] = [*ends, *settings.get("ends", ())]
-        return make(settings.pop("definition"), **settings | given)
+        tokens = {"eos": eos or settings.get("eos"), "bos": bos or settings.get("bos")}
+        tokens["ends"] = [*ends, *settings.get("ends", ())]
+        return make(settings.pop("definition"), **settings | tokens)
     except DataError as error:
         raise DataError(f"tokenizer {file}: {error}") from error
 
 
 def chat_template(folder: str | os.PathLike) -> str | None:
-    """The source of a folder's chat template: of its `chat_template.jinja`, else of its
-    `tokenizer_config.json`; None where there is none. Raises DataError for what cannot be read."""
+    """Read the chat template of a folder's `chat_template.jinja`, else its `tokenizer_config.json`.
+
+    Returns None if there is neither. Raises DataError for a file that cannot be read.
+    """
     own, config = (os.path.join(folder, name) for name in (CHAT, CONFIG))
     if os.path.isfile(own):
         try:
@@ -118,7 +121,7 @@ def chat_template(folder: str | os.PathLike) -> str | None:
 
 
 def _beside(file: str, definition: str | bytes) -> dict[str, Any]:
-    """Arguments of the tokenizer, from what lies beside its file, as transformers reads it."""
+    """Read a tokenizer's arguments from the files beside it, as transformers does."""
     folder = os.path.dirname(file)
     files = {name: os.path.join(folder, name) for name in (CONFIG, ADDED, NAMES)}
     read = {name: _read_json(p) if os.path.isfile(p) else {} for name, p in files.items()}
@@ -143,7 +146,7 @@ def _beside(file: str, definition: str | bytes) -> dict[str, Any]:
 def _added(
     config: Mapping[str, Any], others: Mapping[str, int], special: Mapping[str, str]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Tokens that were added to a vocabulary, by id."""
+    """Yield (id, token) for the tokens that were added to a vocabulary."""
     if "added_tokens_decoder" in config:
         for i, token in config["added_tokens_decoder"].items():
             flags = {name: bool(token.get(name, False)) for name in _FLAGS}
@@ -158,7 +161,7 @@ def _added(
 def _of_pieces(
     model: bytes, config: Mapping[str, Any], added: dict[int, dict], special: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What is to be known of a `.model`. Raises DataError for what its pieces do not say."""
+    """Collect the arguments of a `.model`. Raises DataError for settings that change its ids."""
     # Here, because that module builds on the same ones.
     from eejax.data.sentencepiece import parse_model
 
@@ -178,7 +181,7 @@ def _of_pieces(
                 f"token {i} = {token['content']!r} of {CONFIG}: must be the model's piece "
                 f"{pieces.id_to_piece(i)!r}. Save it with transformers, as tokenizer.json."
             )
-    # What these classes say of themselves, where a folder says nothing.
+    # Defaults of these classes, for settings that the folder lacks.
     adds = {"adds_bos": True} if config.get("add_bos_token") is None and kind in _BEGUN else {}
     if kind not in _LLAMA:
         return {"added": added} | adds
@@ -191,15 +194,17 @@ def _of_pieces(
 
 
 def _space(config: Mapping[str, Any]) -> str:
-    """Where the class Llama of transformers 5 puts a space before a text."""
+    """Return the position at which transformers 5's Llama class puts a space before a text."""
     if config.get("add_prefix_space") is False:
         return "never"
     return "always" if config.get("legacy") else "first"
 
 
 def _with_added(definition: str, added: dict[int, dict], names: Collection[str]) -> str:
-    """A tokenizer.json in which tokens are added ones that the files beside it say are. Raises
-    DataError for tokens that its vocabulary does not have."""
+    """Add the tokens that the files beside it declare to a tokenizer.json's added tokens.
+
+    Raises DataError for tokens that its vocabulary lacks.
+    """
     if not added and not names:
         return definition
     try:
@@ -208,7 +213,7 @@ def _with_added(definition: str, added: dict[int, dict], names: Collection[str])
         number = model if isinstance(model, dict) else {t[0]: i for i, t in enumerate(model)}
         own = {token["content"]: token["id"] for token in made.get("added_tokens", ())}
     except (ValueError, TypeError, KeyError, IndexError):
-        return definition  # which is told of where it is read
+        return definition  # its reader reports the error
     missing = []
     for i, token in added.items():
         have = own.get(token["content"], number.get(token["content"]))
@@ -220,11 +225,11 @@ def _with_added(definition: str, added: dict[int, dict], names: Collection[str])
             )
         if token["content"] not in own:
             missing.append({"id": i} | token)
-    told = {*own, *(token["content"] for token in missing)}
+    listed = {*own, *(token["content"] for token in missing)}
     missing += [
         {"id": number[name]} | _token(name, special=True)
         for name in dict.fromkeys(names)
-        if name in number and name not in told
+        if name in number and name not in listed
     ]
     if not missing:
         return definition
@@ -237,7 +242,7 @@ def _token(content: str, **flags: bool) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """tokenizer_config.json gives a token as a string or as an object with its content."""
+    """Return the content of a token, which tokenizer_config.json has as a string or an object."""
     return token.get("content") if isinstance(token, dict) else token
 
 

@@ -84,8 +84,8 @@ def test_nulls_and_calls_of_tools_are_rendered(source, want):
 @pytest.mark.parametrize(
     "message, told",
     [
-        (dict(role="user", content=None), r"messages\[1\].content: is required of the role 'user'"),
-        (dict(role="tool"), r"messages\[1\].content: is required of the role 'tool'"),
+        (dict(role="user", content=None), r"messages\[1\].content: is required for the role .user"),
+        (dict(role="tool"), r"messages\[1\].content: is required for the role 'tool'"),
         (dict(role="user", content=[dict(type="image_url", image_url={})]),
          r"messages\[1\].content\[0\].type = 'image_url': must be 'text'"),
         (dict(role="assistant", tool_calls=[CALL | dict(function=dict(name="f", arguments="{"))]),
@@ -109,7 +109,7 @@ def test_the_last_message_is_gone_on_with():
     said = [dict(role="user", content="Why?"), dict(role="assistant", content="As ")]
     go_on = dict(reply=False, go_on=True)
     assert rendered(source, dict(messages=said), **go_on) == "<user>Why?</><assistant>As"
-    with pytest.raises(ConfigError, match=r"messages\[1\].content: cannot be gone on with"):
+    with pytest.raises(ConfigError, match=r"messages\[1\].content: cannot be continued"):
         rendered("{{ messages[0].content }}", dict(messages=said), **go_on)
 
 
@@ -117,7 +117,7 @@ def test_other_variables_of_the_template():
     source = "{{ enable_thinking }} {{ messages[0].content }}"
     asked = dict(messages=[dict(role="user", content="a")])
     assert rendered(source, asked, options=dict(enable_thinking=False)) == "False a"
-    with pytest.raises(ConfigError, match=r"chat_template_kwargs: must have no \['messages'\]"):
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs: must not have \['messages'\]"):
         rendered(source, asked, options=dict(messages=[]))
 
 
@@ -168,5 +168,5 @@ def test_templates_run_in_a_sandbox():
     for source in ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ raise_exception('no') }}"):
         with pytest.raises(ConfigError, match="the model's chat template refuses them"):
             chat.Template(source).render([dict(role="user", content="hi")])
-    with pytest.raises(ConfigError, match="is no template of Jinja"):
+    with pytest.raises(ConfigError, match="is not a valid Jinja template"):
         chat.Template("{% if %}")
