@@ -30,11 +30,11 @@ def located(error: BaseException, path: str) -> str | None:
         error = error.__cause__ or error.__context__
     for cause in reversed(chain):
         if isinstance(cause, SyntaxError) and cause.filename and _same(cause.filename, path):
-            return _told(path, cause.lineno, cause.msg, cause.text)
+            return _message(path, cause.lineno, cause.msg, cause.text)
         frames = [f for f in traceback.extract_tb(cause.__traceback__) if _same(f.filename, path)]
         if frames:
-            return _told(path, frames[-1].lineno, _what(cause), frames[-1].line)
-    return _of_the_whole(" ".join(map(str, chain)), path)
+            return _message(path, frames[-1].lineno, _cause(cause), frames[-1].line)
+    return _file_error(" ".join(map(str, chain)), path)
 
 
 def with_line(error: str, path: str, overridden: Iterable[str] = ()) -> str:
@@ -75,21 +75,21 @@ def _lines_with(name: str, path: str) -> set[int]:
 
 
 def returns(path: str, kind: str) -> str:
-    """The error where `get_config` returns a value of this type."""
+    """Describe the error of a `get_config` that returns a value of this type."""
     kind = kind.replace("NoneType", "nothing")
     return f"{path}: get_config() returns {kind}, not a config. Let it end with: return config."
 
 
-def _told(path: str, line: int | None, what: str, code: str | None) -> str:
+def _message(path: str, line: int | None, what: str, code: str | None) -> str:
     end = "" if what.endswith((".", "?")) else "."
     shown = f" The line is: {' '.join(code.split())}" if code and code.strip() else ""
     return f"{path}, line {line}: {what}{end}{shown}"
 
 
-def _what(error: BaseException) -> str:
-    """Its message, with a fix where there is one."""
+def _cause(error: BaseException) -> str:
+    """Describe an error, with a fix if one is known."""
     argument = error.args[0] if len(error.args) == 1 else error
-    if isinstance(argument, BaseException):  # as ConfigDict has it for a name that is not there
+    if isinstance(argument, BaseException):  # as ConfigDict raises it for an unknown name
         argument = argument.args[0] if len(argument.args) == 1 else argument
     text = " ".join(str(argument).split())
     if found := _TYPE.search(text):
@@ -110,8 +110,8 @@ def _what(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _of_the_whole(text: str, path: str) -> str | None:
-    """Errors that no line of the file raises."""
+def _file_error(text: str, path: str) -> str | None:
+    """Describe an error that no line of the file raises, or return None."""
     define = f"Define it without arguments, let it begin {BEGIN}, and return that config."
     if "has no attribute 'get_config'" in text:
         return f"{path}: there is no function get_config. {define}"

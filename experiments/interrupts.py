@@ -60,7 +60,7 @@ def unwinding(line: str) -> Iterator[None]:
 
 
 def came_of_one(error: BaseException | None) -> bool:
-    """Whether an interrupt is the reason for an error.
+    """Return whether an error came from an interrupt.
 
     Libraries turn a KeyboardInterrupt that is raised in their callbacks into errors of their own.
     """
@@ -79,7 +79,7 @@ def end(line: str) -> None:
     a checkpoint that is half written has no name yet.
     """
     if not _ending.acquire(blocking=False):
-        return  # another thread does so, or the frame that this handler interrupted
+        return  # another thread, or the frame that this handler interrupted, is ending it
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # perhaps the very write that was interrupted
             stream.flush()
@@ -100,7 +100,7 @@ def _handle(number: int, frame: object) -> None:
 
 
 def _unraisable(unraisable) -> None:
-    """An interrupt in a callback whose errors nobody receives, such as that of a collector."""
+    """End on an interrupt raised in a callback whose errors Python only prints."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         end(_line)
     sys.__unraisablehook__(unraisable)

@@ -1,4 +1,4 @@
-"""Tracebacks that libraries log and print of their failures, kept apart from a launcher's lines.
+"""Keep the tracebacks that libraries log and print apart from a launcher's lines.
 
 A library that fails in its threads shows a traceback of each: hundreds of lines, the last of which
 is the launcher's own error. They go into a file instead, which that error names.
@@ -67,7 +67,7 @@ def _passes(record: LogRecord) -> bool:
 
 
 def _outside_the_main_thread(hook: Callable) -> Callable:
-    """The hook, for errors of the main thread alone; code in C++ calls it for its own threads."""
+    """Limit a hook to errors of the main thread, as C++ code calls it for its own threads too."""
 
     def keep_or_show(*arguments) -> None:
         if threading.current_thread() is threading.main_thread():

@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def shown(kept) -> str:
-    """Tables of scores and of the last evaluation of each model."""
+    """Format tables of the scores and of each model's last evaluation."""
     from eejax.analysis import table
     from eejax.serving.objectives import METRICS
     from eejax.serving.repository import date

@@ -180,7 +180,7 @@ def keys() -> tuple[str, ...]:
 
 
 def engines(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, dict]:
-    """(what makes each model's engine, how its tokens leave), by name."""
+    """Return two mappings by model name: builders of engines, and defaults of requests."""
     from eejax.serving.answers import Defaults
     from eejax.serving.models import Served
     from eejax.sharding.mesh import MeshConfig
@@ -212,7 +212,7 @@ def engines(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict,
 
 
 def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, dict]:
-    """As `engines`, of all models as one."""
+    """Return the mappings of `engines` for all models served as one."""
     from eejax.serving.answers import Defaults
     from eejax.serving.choices import ControllerOptions
     from eejax.serving.fleets import THRESHOLD, Aims, ServedFleet
@@ -241,7 +241,7 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
             _REPOSITORY.value or ":memory:",
             **{name: value for name, value in more.items() if value is not None},
         )
-    if _REPOSITORY.value is not None:  # told now, and not once models are measured
+    if _REPOSITORY.value is not None:  # fail now, before models are measured
         if not _REPOSITORY.value:
             raise ConfigError("--repository = '': must name a file.")
         try:
@@ -259,14 +259,14 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
 
 
 def limit_flags() -> dict[str, str]:
-    """What limits are called here, by their names as settings."""
+    """Map the names of limits as settings to their names on the command line."""
     from eejax.serving.objectives import METRICS
 
     return {f"limits.{metric}": f"limits: {metric}" for metric in METRICS}
 
 
 def engine_flags() -> dict:
-    """What every engine is made with."""
+    """Collect the settings that all engines share."""
     return dict(
         slots=_SLOTS.value, context=_CONTEXT.value, tokenizer=_TOKENIZER.value, dtype=_DTYPE.value
     )
@@ -280,15 +280,15 @@ def number(metric: str, text: str) -> float:
 
 
 def size(flag: str, text: str) -> float:
-    """Bytes, of a number with or without a suffix."""
+    """Parse a number of bytes, with or without a suffix."""
     number, power = text.upper().removesuffix("B"), 0
     if number and number[-1] in "KMGT":
         number, power = number[:-1], "KMGT".index(number[-1]) + 1
     try:
         found = float(number) * 1024**power
     except ValueError as error:
-        told = "must be a number of bytes, as 500M or 2G"
-        raise ConfigError(f"--{flag} = {text!r}: {told}.") from error
+        expected = "must be a number of bytes, as 500M or 2G"
+        raise ConfigError(f"--{flag} = {text!r}: {expected}.") from error
     return found
 
 
@@ -306,7 +306,7 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
     metrics = Metrics()
     with launch.flags_named({}):
         options = ServiceOptions(_WAITING.value, _STEPS.value, grace=_GRACE.value)
-    watch = lambda name: told(name, metrics.watch(name))
+    watch = lambda name: report(name, metrics.watch(name))
     services = {name: Service(build, options, watch=watch(name)) for name, build in builds.items()}
     http = HttpOptions(
         keys, _BODY.value, n=_N.value, defaults=defaults, allow_special=_ALLOW_SPECIAL.value
@@ -318,7 +318,7 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
     ended = asyncio.create_task(signals.get())
 
     async def unless_ended(work) -> bool:
-        """Whether work came to its end before a signal did."""
+        """Run work until a signal arrives; return whether it finished first."""
         task = asyncio.ensure_future(work)
         await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -379,9 +379,8 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
             await asyncio.gather(*(service.stop(0) for service in services.values()))
 
 
-def told(name: str, metrics: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
-    """Metrics, which are told of everything, and lines for what an engine does as it starts, and
-    for why it ended."""
+def report(name: str, metrics: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
+    """Return a callback that updates metrics and prints lines about an engine's start and end."""
 
     def watch(what: str, value: Any) -> None:
         metrics(what, value)
@@ -397,15 +396,15 @@ def told(name: str, metrics: Callable[[str, Any], None]) -> Callable[[str, Any],
 
 
 def bound(host: str, port: int):
-    """A socket at an address. Raises ConfigError for one that is not to be had."""
+    """Listen at an address. Raises ConfigError if that is not possible."""
     import socket
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, reuse_port=False)
     except OSError as error:
-        told = f"--host = {host!r}, --port = {port}: cannot be listened at ({error})."
-        raise ConfigError(told) from error
+        message = f"--host = {host!r}, --port = {port}: cannot be listened at ({error})."
+        raise ConfigError(message) from error
 
 
 def check_thresholds(name: str, config, thresholds) -> None:

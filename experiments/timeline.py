@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def timeline(source: str, model: str) -> dict:
-    """Curves of a server, or of a file. Raises DataError where there are none."""
+    """Read the curves of a server or a file. Raises DataError if there are none."""
     if not source.startswith(("http://", "https://")):
         try:
             found = json.loads(pathlib.Path(source).expanduser().read_text(encoding="utf-8"))
@@ -58,19 +58,19 @@ def timeline(source: str, model: str) -> dict:
     import httpx
 
     try:
-        told = httpx.get(f"{source.rstrip('/')}/dashboard", timeout=30).raise_for_status().json()
+        state = httpx.get(f"{source.rstrip('/')}/dashboard", timeout=30).raise_for_status().json()
     except (httpx.HTTPError, ValueError) as error:
         raise DataError(f"--source = {source!r}: does not answer as a server ({error}).") from error
-    if "fleet" not in told["models"].get(model, {}):
-        names = ", ".join(name for name, own in told["models"].items() if "fleet" in own) or "none"
+    if "fleet" not in state["models"].get(model, {}):
+        names = ", ".join(name for name, own in state["models"].items() if "fleet" in own) or "none"
         raise DataError(
             f"--model = {model!r}: must be one that the server chooses models for, of {names}."
         )
-    return told["models"][model]["fleet"]["timeline"]
+    return state["models"][model]["fleet"]["timeline"]
 
 
 def figure(found: dict):
-    """Four panels, a curve for each model that served, with marks."""
+    """Draw four panels with marks and a curve for each model that served."""
     from eejax import analysis
 
     names = [*dict.fromkeys(found["model"])]

@@ -23,7 +23,7 @@ def test_why_an_engine_ended_is_told_each_time(tmp_path, capsys):
     broken, heard = tmp_path / "broken", []
 
     async def run() -> None:
-        watch = serve.told("auto", lambda what, value: heard.append(what))
+        watch = serve.report("auto", lambda what, value: heard.append(what))
         options = ServiceOptions(first_pause=0.05)
         service = Service(Scripted(broken=str(broken)), options, watch=watch)
         await service.start()
