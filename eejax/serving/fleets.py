@@ -46,7 +46,7 @@ LEAST = 32  # tokens of a context, in which models can be measured
 
 @dataclasses.dataclass(frozen=True)
 class Aims:
-    """What a fleet is to do.
+    """Objective and options of a fleet.
 
     Attributes:
       objective, limits: as `Objective.of` takes them.
@@ -201,7 +201,7 @@ def built(
         there = lambda depth: depth if reference is None or reference.name == name else 0
         return lambda depth: capacity.audit_bytes(of, there(depth))
 
-    # Of those that the budget is too small for the one that needs most is told of.
+    # If the budget is too small for several models, report the one that needs most.
     needs = {name: least(members[name], context, beside(name)) for name in members}
     largest_first = sorted(members, key=lambda name: -needs[name])
     by_depth = {
@@ -251,7 +251,7 @@ def built(
             audits=aims.audits,
             reference=reference,
         )
-        made.step()  # so that a model is there for who asks first
+        made.step()  # load a model before the first request
         return made
 
     deepest = max(configs, key=lambda config: config.n_layers)

@@ -43,8 +43,13 @@ WINDOW, ROWS, BATCHES = 128, 8, 8  # of those texts: tokens of a window, windows
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What models are measured in. slots: by model, at each depth; prompts: texts, none where the
-    largest model is to write some; reference: that judges answers."""
+    """Setting in which models are measured.
+
+    Attributes:
+      slots: by model, the number at each depth.
+      prompts: texts; if empty, the largest model writes some.
+      reference: the model that judges answers, if one does.
+    """
 
     members: Mapping[str, Member]
     slots: Mapping[str, Sequence[int]]
@@ -54,7 +59,7 @@ class Setup:
     reference: Reference | None
 
     def conditions(self, name: str, source: QualitySource, counted: str) -> Conditions:
-        """What a profile of a member depends on, and its evaluations. counted: what energy is."""
+        """Return the conditions of a member's profile; `counted` is the unit of energy."""
         member, device, quality = self.members[name], jax.devices()[0], source.kind
         if self.reference is not None:
             quality = f"{quality} {parameters(self.reference.host, self.reference.config)}"
@@ -226,8 +231,10 @@ def with_profiles(repository: Repository, profiles: Mapping[str, Profile]) -> Re
 
 
 def kept(path: str | os.PathLike) -> Repository:
-    """The repository in a file; in memory where that cannot be used now, as who is served does not
-    depend on it."""
+    """Open the repository in a file, or one in memory if the file cannot be used now.
+
+    Serving does not depend on it.
+    """
     try:
         repository = Repository(path)
         repository.check()
@@ -249,7 +256,7 @@ def encoded(prompts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
 def sampled(
     member: Member, tokenizer: Tokenizer, *, slots: Sequence[int], context: int
 ) -> list[list[int]]:
-    """Texts as a model writes them, from the beginning of one, at temperature 1."""
+    """Sample texts from a model at temperature 1, each from its beginning."""
     starts = (tokenizer.bos_id, tokenizer.eos_id, 0)
     start = next(token for token in starts if token is not None)
     part = PartialModel(

@@ -1,4 +1,4 @@
-"""What models cost, measured: seconds of every segment, of loading it, and of filling in its cache.
+"""Measure what models cost: seconds to run every segment, to load it, and to fill its cache.
 
 All depths are run twice, and only the second pass counts, so that what is compiled is compiled.
 """
@@ -31,9 +31,10 @@ def measure(
     slots: int | Sequence[int], context: int | None = None, new: int = 32,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Profile:  # fmt: skip
-    """Of a model with all slots taken, as many as there are at each depth (`PartialModel`), by
-    requests of these texts and `new` tokens each; how often exits agree with the final one is
-    counted on `batches`, as those of `calibration.score`.
+    """Measure a model with all slots of each depth taken (`PartialModel`).
+
+    The requests have these texts and `new` tokens each. The agreement of exits with the final one
+    is counted on `batches`, which are those of `calibration.score`.
 
     Energy is not measured: operations of layers and heads stand for it (`token_work`).
     Raises DataError for a model whose logits are not finite.
@@ -120,13 +121,15 @@ def written(
 
 
 def _part(most: float, took: float, ideal: float) -> float:
-    """Of what might have been saved."""
+    """Return the share of the possible savings that was realised."""
     return float(np.clip((most - took) / (most - ideal), 0.0, 1.0)) if most > ideal else 1.0
 
 
 def spared(texts: Iterable[Sequence[int]], layers: Sequence[float], cap: int) -> float:
-    """Of the operations of layers, by the exits that the tokens of texts left by, where at most
-    `cap` wait (`Profile.spared`)."""
+    """Return the share of layer operations that is spared if at most `cap` tokens wait.
+
+    `texts` holds the exits that the tokens of each text left by (`Profile.spared`).
+    """
     n, texts = len(layers), [[*exits][1:] for exits in texts]  # the first is of the prompt's pass
     run = np.array([segment_rows(exits, n, cap) for exits in texts])
     reached = np.array([[sum(e >= s for e in exits) for s in range(n)] for exits in texts])

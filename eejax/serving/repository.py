@@ -50,7 +50,7 @@ create table if not exists score (
 
 
 class Conditions(NamedTuple):
-    """What a measurement of a model depends on. Another value of any makes it stale.
+    """Conditions of a measurement. A change of any of them makes it stale.
 
     Attributes:
       model: digest of its parameters and configuration.
@@ -77,7 +77,7 @@ class Conditions(NamedTuple):
         return self._replace(serving=json.dumps(serving, sort_keys=True))
 
     def differs(self, key: str) -> str:
-        """What is not as it was when something was measured under the conditions of a key."""
+        """Describe what changed since a measurement under the conditions of a key."""
         if not key:
             return "conditions, which were not kept"
         before, now = json.loads(key), self._asdict()
@@ -130,7 +130,7 @@ class Repository:
 
     @classmethod
     def of(cls, profiles: Mapping[str, Any], path: str | os.PathLike = ":memory:") -> Repository:
-        """With the benchmarks of profiles, by model."""
+        """Make a repository with the benchmarks of profiles, by model."""
         made = cls(path)
         for model, profile in profiles.items():
             made.put(model, profile.benchmark())
@@ -175,7 +175,7 @@ class Repository:
             db.executemany(f"insert into benchmark values ({marks})", rows)
 
     def benchmark(self, model: str) -> dict[int, Telemetry]:
-        """By depth."""
+        """Return the benchmark telemetry of a model by depth."""
         asked = f"select depth, {', '.join(METRICS)} from benchmark where model = ? order by depth"
         with self._using("be read"):
             rows = self._connection.execute(asked, (model,))
@@ -378,7 +378,7 @@ def tables(db: sqlite3.Connection) -> dict[str, list[str]]:
 
 
 def identity(path: str) -> tuple[int, int] | None:
-    """What tells a file from another one in its place; None where there is none."""
+    """Return the identity of a file, which changes if it is replaced; None if there is none."""
     try:
         found = os.stat(path)
     except OSError:
