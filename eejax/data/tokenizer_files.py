@@ -70,7 +70,7 @@ def load_tokenizer(
             saved = _read_json(marker)
             kind = saved.pop("kind", None)
             if kind == BYTES:
-                return ByteTokenizer(saved.get("eos_id", 256))
+                return ByteTokenizer(saved.get("eos_id", 256), saved.get("chat"))
             file = model if kind == SENTENCEPIECE else file
         elif os.path.isfile(model) and not os.path.isfile(file):
             file = model

@@ -112,8 +112,10 @@ class ByteTokenizer:
     control: Mapping[str, int] = {}
     fingerprint = "bytes-257"
 
-    def __init__(self, eos_id: int = 256):
+    def __init__(self, eos_id: int = 256, chat: str | None = None):
         require(0 <= eos_id <= 256, "eos_id", eos_id, "must be a byte, or 256")
+        if chat is not None:
+            self.chat = chat
         if eos_id != 256:  # else a subclass's own stay
             self.eos_id, self.vocab_size = eos_id, 256
             self.fingerprint = f"bytes-256-{eos_id}"
@@ -143,7 +145,8 @@ class ByteTokenizer:
 
     def save(self, path: str | os.PathLike) -> None:
         os.makedirs(path, exist_ok=True)
-        write_json(os.path.join(path, MARKER), {"kind": BYTES, "eos_id": self.eos_id})
+        template = {} if self.chat is None else {"chat": self.chat}
+        write_json(os.path.join(path, MARKER), {"kind": BYTES, "eos_id": self.eos_id} | template)
 
     def text_bytes(self, ids: Sequence[int]) -> bytes:
         ids = np.asarray(ids, np.int64).reshape(-1)

@@ -342,11 +342,12 @@ def test_a_run_resumes_with_the_tokenizer_and_template_it_began_with(text, base,
 @pytest.mark.parametrize("spec", ["bpe", "base"])
 def test_a_base_without_a_tokenizer_needs_the_one_it_was_trained_with(base, tmp_path, spec):
     model = load_model(base)
-    save_pretrained(tmp_path, model.params, model.config)
+    folder = tmp_path / "base"
+    save_pretrained(folder, model.config, model.params)
     config = default_config()
-    config.train.base, config.data.tokenizer = str(tmp_path), spec
+    config.train.base, config.data.tokenizer = str(folder), spec
     message = (
-        f"data.tokenizer = '{spec}': must name the tokenizer that train.base = '{tmp_path}' was"
+        f"data.tokenizer = '{spec}': must name the tokenizer that train.base = '{folder}' was"
     )
     with pytest.raises(DataError, match=message):
         bases.with_base(config)

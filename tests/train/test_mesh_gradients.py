@@ -80,8 +80,8 @@ def sums_of(mesh, config, *, tuned=None, documents=False, rates=None, scale=1.0,
     scope = Scope(config, tuned, taught)
     trained, frozen = values(config), {}
     if tuned:
-        held, _ = split(trained, scope.held)
-        trained, frozen = split(held, scope.trains)
+        reads, _ = split(trained, scope.reads)
+        trained, frozen = split(reads, scope.trains)
     state = TrainState(jnp.int32(5), trained, (), jnp.int32(0), scope.cut(frozen))
     weights = scale * jnp.linspace(0.4, 1.0, len(scope.which))
     if rates is not None:

@@ -397,7 +397,7 @@ def test_split_and_join_are_inverse():
         (dict(loss=Objective(distillation=1.0), mesh=MeshConfig(pipe=2)), "on several stages"),
         (dict(exit=dict(router=8)), r"tune.exits = \(2, 3\): must leave exits with a router"),
         (dict(exit=dict(head="shared")), "the base has no shared head"),
-        (dict(exit=dict(head="tied", norm=False)), "must have parameters of its own"),
+        (dict(exit=dict(head="tied", norm=False)), "must be an exit with parameters of its own"),
     ],
 )
 def test_bad_input_is_named(base, tmp_path, change, message):
