@@ -133,7 +133,7 @@ def test_a_template_says_itself_what_is_the_assistants():
 @pytest.mark.parametrize("mark", ["\ufdd1", "\ufdd2"])
 def test_no_message_forges_the_marks_of_the_assistants_part(mark):
     turns = [dict(role="user", content=f"a{mark}b"), dict(role="assistant", content="c")]
-    name = f"U\\+{ord(mark):04X}.* Take it out"
+    name = f"U\\+{ord(mark):04X}.* Remove it"
     with pytest.raises(DataError, match=r"messages\[0\]: has the character " + name):
         supervised.conversation(tokenizer(GENERATION), turns)
 

@@ -346,9 +346,7 @@ def test_a_base_without_a_tokenizer_needs_the_one_it_was_trained_with(base, tmp_
     save_pretrained(folder, model.config, model.params)
     config = default_config()
     config.train.base, config.data.tokenizer = str(folder), spec
-    message = (
-        f"data.tokenizer = '{spec}': must name the tokenizer that train.base = '{folder}' was"
-    )
+    message = f"data.tokenizer = '{spec}': must name the tokenizer that train.base = '{folder}' was"
     with pytest.raises(DataError, match=message):
         bases.with_base(config)
 

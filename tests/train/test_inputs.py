@@ -84,7 +84,10 @@ def test_tokens_of_megatron_are_read_where_they_lie(megatron, tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"tokenizer": "bpe"}, "data.tokenizer = 'bpe': megatron:.* no text to train on"),
+        (
+            {"tokenizer": "bpe"},
+            "data.tokenizer = 'bpe': megatron:.* a tokenizer cannot be trained on it",
+        ),
         ({"max_bytes": 5}, "data.max_bytes = 5: megatron:.* is read whole"),
         ({"source": ("megatron:a", "b.txt")}, "stand alone"),
         ({"source": "megatron:nowhere"}, "nowhere.idx cannot be read"),
