@@ -89,12 +89,17 @@ def for_cuda() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory):
     """Its folder: three layers with exits after the first two, over bytes, a context of 128."""
+    import shared
+
+    return shared.folder_once(tmp_path_factory, "run", train_small_run) / "run"
+
+
+def train_small_run(folder: pathlib.Path) -> None:
     import small_runs
 
     from eejax.train.config import Experiment
     from eejax.train.loop import fit
 
-    folder = tmp_path_factory.mktemp("run")
     small_runs.write_text(folder)
     values = small_runs.config(
         folder, microbatches=1, steps=250, eval_every=0, checkpoint_every=0, log_every=50
@@ -104,4 +109,3 @@ def small_run(tmp_path_factory):
     }  # fmt: skip
     values["exit_weights"] = {"weights": [0.5, 0.5]}
     fit(Experiment.from_dict(values), folder / "run")
-    return folder / "run"

@@ -1,5 +1,7 @@
 """A small model trained on real text: the standard library's own prose."""
 
+import functools
+import pickle
 import pydoc_data.topics
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import shared
 
 from eejax.losses.multi_exit import multi_exit_loss
 from eejax.models import params
@@ -40,15 +43,21 @@ def text_tokens() -> np.ndarray:
 
 
 @pytest.fixture(scope="session")
-def trained():
+def trained(tmp_path_factory):
     """(params, config) with exits at every boundary 0..5, about 2.5 nats a byte."""
+    folder = shared.folder_once(tmp_path_factory, "trained", train)
+    return jax.tree.map(jnp.asarray, pickle.loads((folder / "params").read_bytes())), CONFIG
+
+
+def train(folder):
     tokens = text_tokens()
     rng = np.random.default_rng(0)
     p = params.init(CONFIG, jax.random.key(0))
     optimizer = optax.adam(optax.linear_schedule(4e-3, 5e-4, 240))
     weights = jnp.full((CONFIG.n_exits + 1,), 0.5).at[-1].set(1.0)
 
-    @jax.jit
+    # It runs long enough for some optimisation to pay.
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
     def update(p, opt, x):
         def loss(p):
             total, sums = multi_exit_loss(p, CONFIG, x[:, :-1], x[:, 1:], weights)
@@ -65,7 +74,7 @@ def trained():
         starts = rng.integers(0, len(tokens) - 65, 8)
         p, opt, losses = update(p, opt, jnp.array([tokens[s : s + 65] for s in starts]))
     assert float(losses[-1]) < 2.9 < float(losses[0]) + 0.6  # it learned something, deep more
-    return p, CONFIG
+    (folder / "params").write_bytes(pickle.dumps(jax.device_get(p)))
 
 
 @pytest.fixture
