@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib.metadata
 import os
 import pathlib
 import shutil
@@ -14,6 +15,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=16".strip()
+# Programs that run once are compiled without the newer emitters, in pieces of one, in two thirds of
+# the time. jaxlib 0.11 and later have these emitters alone, and end at a flag they do not know.
+_FLAGS = os.environ["XLA_FLAGS"]
+_OLDER = tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11)
+if "--xla_backend_optimization_level=0" in _FLAGS and _OLDER and "fusion_emitters" not in _FLAGS:
+    _FLAGS += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = _FLAGS
 os.environ.setdefault("MPLBACKEND", "Agg")
 if os.environ["JAX_PLATFORMS"] == "cpu":  # kernels run in Triton's interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -132,7 +132,7 @@ def test_slots_compile_once(subset, prompts, compiled):
     assert not compiled
 
 
-@pytest.mark.parametrize("kind", ["recompute", "batched"])
+@pytest.mark.parametrize("kind", [pytest.param("recompute", marks=pytest.mark.slow), "batched"])
 def test_weights_of_a_checkpoint_are_compiled_for_once(kind, subset, prompts, compiled):
     """They are restored to a mesh of one device, and new states are not."""
     p, config = subset((1,))

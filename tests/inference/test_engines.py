@@ -42,7 +42,7 @@ def reference_greedy(p, config, prompt, n, thresholds):
 
 
 @pytest.mark.parametrize(
-    "engine", ["full", pytest.param("posthoc", marks=pytest.mark.slow), "recompute"]
+    "engine", [*(pytest.param(e, marks=pytest.mark.slow) for e in ("full", "posthoc")), "recompute"]
 )
 def test_engines_equal_uncached_float64(trained, prompts, engine):
     p, config = trained

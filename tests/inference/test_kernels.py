@@ -59,7 +59,7 @@ def want(model):
     return result
 
 
-@pytest.mark.parametrize("engine", ["recompute", "propagate"])
+@pytest.mark.parametrize("engine", ["recompute", pytest.param("propagate", marks=pytest.mark.slow)])
 def test_tokens_and_exits_are_those_without_kernels(engine, model, want, by_kernels):
     if engine == "propagate":  # its own, as its keys and values are approximations
         with call.implementation("reference"):

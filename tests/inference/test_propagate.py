@@ -117,7 +117,7 @@ def test_tokens_and_exits_are_the_uncached_references(trained, prompts, variant)
     assert (both.layers[:, 1:] == deepest[1:]).all()
 
 
-@pytest.mark.parametrize("variant", ["state", "mask"])
+@pytest.mark.parametrize("variant", [pytest.param("state", marks=pytest.mark.slow), "mask"])
 def test_threshold_one_is_the_full_model(subset, prompts, variant):
     p, config = subset((1, 2, 4))
     asked = prompts(3, [9, 4, 12])

@@ -175,7 +175,7 @@ def drawn_loss(config, share, **more):
 
 
 @pytest.mark.parametrize("more", [{}, {"distillation": 0.5, "z_loss": 1e-3}], ids=["", "distilled"])
-@pytest.mark.parametrize("name", ["tied", "mixed"])
+@pytest.mark.parametrize("name", [pytest.param("tied", marks=pytest.mark.slow), "mixed"])
 def test_drawn_tokens_keep_the_expectation(name, more, monkeypatch):
     # Every choice of two tokens of eight once, which is the exact expectation; all samples alike.
     config, t = LAYOUTS[name], 8

@@ -23,7 +23,8 @@ CASES = {
     "documents": dict(),
     "documents_window": dict(n_kv_heads=2, sliding_window=20, position="alibi"),
 }
-LENGTHS = [128, 200, 256]  # two blocks, three uneven ones, four
+# Two blocks, three uneven ones, four.
+LENGTHS = [128, 200, pytest.param(256, marks=pytest.mark.slow)]
 
 
 def setup(case, t, dtype="float32"):

@@ -36,7 +36,8 @@ def model(small_run):
 
 
 # Of the larger model: one at a time, or both.
-@pytest.mark.parametrize("room", [1.0, pytest.param(10.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [1.0, 10.0])
 def test_nobody_is_lost_while_models_and_depths_change(model, room):
     """Two models of the same weights, so that a text goes on alike wherever it goes; all tokens
     leave by the first exit. One counts as slow at first, and then as fast."""

@@ -86,9 +86,11 @@ CASES = [
     ("full", dict(layers=8, b=16, microbatches=2)),
     ("dots", dict(d_model=256, microbatches=4)),
     ("dots", dict(vocab_size=8192, t=64, b=16, data=2)),
-    ("dots", dict(t=512)),
+    pytest.param("dots", dict(t=512), marks=pytest.mark.slow),
     ("dots", dict(vocab_size=8192, t=64, b=16, distillation=0.5)),
-    ("dots", dict(vocab_size=8192, t=256, b=8, distillation=0.5)),
+    pytest.param(
+        "dots", dict(vocab_size=8192, t=256, b=8, distillation=0.5), marks=pytest.mark.slow
+    ),
 ]
 
 

@@ -81,9 +81,8 @@ def reference(texts, tmp_path_factory):
     return losses(workdir), result.evaluation
 
 
-@pytest.mark.parametrize("mesh", [
-    (2, 2, 2), *(pytest.param(m, marks=pytest.mark.slow) for m in ((1, 4, 2), (8, 1, 1))),
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 4, 2), (8, 1, 1)])
 def test_twenty_steps_have_the_same_losses_on_every_mesh(texts, reference, mesh, tmp_path, capfd):
     # Eight devices along data leave two sequences for each.
     parts = {"microbatches": 1} if mesh[0] == 8 else {}
@@ -125,7 +124,12 @@ def went_on(texts, saved, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "mesh, pipeline",
-    [((1, 4, 2), {}), ((8, 1, 1), {}), ((1, 1, 1), {}), ((2, 3, 1), {"layers": (1, 1, 2)})],
+    [
+        ((1, 4, 2), {}),
+        pytest.param((8, 1, 1), {}, marks=pytest.mark.slow),
+        pytest.param((1, 1, 1), {}, marks=pytest.mark.slow),
+        ((2, 3, 1), {"layers": (1, 1, 2)}),
+    ],
 )
 def test_a_checkpoint_is_restored_on_any_mesh(texts, saved, went_on, tmp_path, mesh, pipeline):
     got, _ = resumed(texts, saved, tmp_path / "other", mesh, **pipeline)

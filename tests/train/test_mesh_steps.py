@@ -64,7 +64,7 @@ def one_device():
 TWENTY = [
     MeshConfig(4, 1, 2),
     pytest.param(MeshConfig(8), marks=pytest.mark.slow),
-    MeshConfig(1, 1, 4, sequence=True),
+    pytest.param(MeshConfig(1, 1, 4, sequence=True), marks=pytest.mark.slow),
     pytest.param(MeshConfig(4, 1, 2, shard_optimizer=False), marks=pytest.mark.slow),
     MeshConfig(4, 1, 2, sequence=True, shard_params=True),
 ]
@@ -102,7 +102,9 @@ def assert_replicas_agree(tree):
             np.testing.assert_array_equal(same, shard.data)
 
 
-@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 1, 4)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [(2, 1, 2), pytest.param((1, 1, 4), marks=pytest.mark.slow)], ids=str
+)
 def test_a_step_that_is_not_finite_is_skipped_on_every_device(mesh):
     now, records, _ = run(MeshConfig(*mesh), steps=3, bad=1, **RECIPE)
     _, want, _ = run(MeshConfig(), steps=3, bad=1, **RECIPE)

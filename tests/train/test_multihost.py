@@ -114,6 +114,7 @@ def test_a_checkpoint_of_one_process_goes_on_in_two(text, one, tmp_path):
     same_losses(tmp_path / "run", one)
 
 
+@pytest.mark.slow
 def test_stopped_and_killed_processes_go_on_where_they_were(text, one, tmp_path):
     workdir = tmp_path / "run"
     reached = lambda step: lambda: max(losses(workdir), default=0) >= step

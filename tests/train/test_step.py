@@ -109,7 +109,9 @@ def test_steps_equal_autodiff_of_the_mean_loss_and_optax():
     assert [r["tokens"] for r in records] == [(b["labels"] >= 0).sum() for b in batches]
 
 
-@pytest.mark.parametrize("data, microbatches", [(1, 4), (4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    "data, microbatches", [(1, 4), pytest.param(4, 1, marks=pytest.mark.slow), (2, 2)]
+)
 def test_parts_and_devices_do_not_change_the_result(data, microbatches):
     batches = [batch_of(n) for n in range(5)]
     _, want = run(batches)
