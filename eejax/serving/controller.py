@@ -273,9 +273,8 @@ class Controller:
         if others and self._expected.without_exits(model).accuracy < 1 - self._allowed:
             self._evaluate(why, [model, *others])  # its own answers may be worse than expected
             return
-        state = strictness.tightened(
-            self.strictness[model], self.current.depth, self.profiles[model].exits
-        )
+        now, exits = self.strictness[model], self.profiles[model].exits
+        state = strictness.tightened(now, self.level(model), self.current.depth, exits)
         if state is None:
             return
         self.strictness[model] = state

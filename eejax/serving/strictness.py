@@ -38,10 +38,16 @@ def too_many(audit: Audit, allowed: float, expected: float) -> bool:
     return audit.low > allowed or audit.had_been(expected) <= allowed
 
 
-def tightened(state: Strictness, depth: int, exits: int) -> Strictness | None:
-    """Return the next step for a model of so many exits that serves with `depth` of them: another
-    exit, or, with all of them, thresholds one level stricter; None where neither is left."""
-    if depth == exits and state.level >= STRICTEST:
+def tightened(state: Strictness, level: int, depth: int, exits: int) -> Strictness | None:
+    """Return the next step for a model: another exit, or, with all of them, thresholds one level
+    stricter. None where neither is left, which is no failure: rest is for the next step, and every
+    audit that comes meanwhile would make it longer.
+
+    Args:
+      level: of the thresholds that it serves with, which a limit may have made the strictest.
+      depth: exits that are loaded, of so many.
+    """
+    if depth == exits and level >= STRICTEST:
         return None
     failed = state.failed + 1
     state = dataclasses.replace(state, failed=failed, rest=2 ** min(failed, LONGEST_REST))

@@ -60,6 +60,24 @@ def test_audits_ask_for_more_layers_and_then_for_surer_tokens():
     assert without.kinds == ["evaluate", "serve"]
 
 
+def test_audits_of_a_whole_model_without_exits_change_nothing():
+    """A limit forbids its exits already, so neither thresholds nor their rest have to rise."""
+    goal = Objective.of("throughput", accuracy=0.75)
+    world = World({"m": profile(n=3)}, {"m": (0.8, 0.1, 0.1)}, goal, interval=30)
+    for _ in range(6):
+        world.prompt()
+    c = world.controller
+    c.wanted = c.current = Choice("m", 3)
+    c.off, kinds = {"m"}, world.kinds
+    for _ in range(3):
+        c.audited("m", CERTAIN)
+    assert world.kinds == kinds and c.strictness["m"] == Strictness()
+    c.off = set()
+    c.audited("m", CERTAIN)
+    assert world.kinds == [*kinds, "tighten"]
+    assert c.strictness["m"] == Strictness(level=1, failed=1, rest=2)
+
+
 def test_audits_that_no_tightening_can_help_bring_a_better_model():
     """The whole small model keeps less of the limit than was thought, and the large one more."""
     goal, shares = Objective.of("throughput", accuracy=0.75), (0.8, 0.1, 0.1)
