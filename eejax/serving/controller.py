@@ -69,6 +69,7 @@ class Controller:
         self.failing: set[str] = set()  # models that were given up
         self._expected = Expectations(self.profiles, float(self.options.tokens))
         self._bounds: dict[str, float] = {}
+        self._compared: set[str] = set()  # models with better ones, as audits asked for it
         self.below, self.emitted = 0, 0  # tokens below their threshold, and all
         self._clock = clock
         self._begun = 0.0  # when what serves was there
@@ -261,7 +262,7 @@ class Controller:
 
         Where they have too many wrong tokens (`strictness.too_many`), another exit is loaded, or
         thresholds rise; but where the whole model would not keep the limit either, better models
-        are evaluated, if there are any."""
+        are evaluated, if there are any, once between two assessments."""
         if self.wanted != self.current or self._plan or model != self.serving:
             return
         self._bounds[model] = audit.high
@@ -269,8 +270,9 @@ class Controller:
         if not strictness.too_many(audit, self._allowed, expected):
             return
         why = f"{audit.low:.1%} to {audit.high:.1%} of its tokens are not the whole model's"
-        others = self._better_in_quality(model)
+        others = () if model in self._compared else self._better_in_quality(model)
         if others and self._expected.without_exits(model).accuracy < 1 - self._allowed:
+            self._compared.add(model)
             self._evaluate(why, [model, *others])  # its own answers may be worse than expected
             return
         now, exits = self.strictness[model], self.profiles[model].exits
@@ -285,9 +287,8 @@ class Controller:
     def _better_in_quality(self, model: str) -> list[str]:
         """Other models whose answers are better than a model's own without exits, best first."""
         quality = lambda m: self._expected.without_exits(m).accuracy
-        others = [m for m in self.profiles if m != model and m not in self.failing]
-        others = [m for m in others if quality(m) > quality(model)]
-        return sorted(others, key=quality, reverse=True)
+        found = (m for m in self.profiles if m not in self.failing and quality(m) > quality(model))
+        return sorted(found, key=quality, reverse=True)
 
     @property
     def _allowed(self) -> float:
@@ -338,6 +339,7 @@ class Controller:
         limit = self.objective.limits.get("ttft_p99", math.inf)
         self._expected.lateness.forget(self.current, missed=late > limit)
         self._broken.pop(self.current, None)  # for all of the interval it was not
+        self._compared.clear()
         self._age = {model: age + 1 for model, age in self._age.items()}
         if self._settled():
             self._since = 0

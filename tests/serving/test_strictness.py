@@ -23,6 +23,16 @@ def looked_at(n: int, wrong: float) -> Audit:
 CERTAIN, FAULTLESS = looked_at(40, 0.5), looked_at(60, 0.0)
 
 
+def begun(profiles, shares, goal, **options) -> World:
+    """A server in which the whole small model serves; shares: of the tokens of every model."""
+    world = World(profiles, dict.fromkeys(profiles, shares), goal, **options)
+    c = world.controller
+    c.serving, c._plan = "small", []
+    c.wanted = c.current = Choice("small", 3)
+    c._expected.shares.update(dict.fromkeys(profiles, shares))
+    return world
+
+
 def test_audits_ask_for_more_layers_and_then_for_surer_tokens():
     goal = Objective.of("throughput", accuracy=0.75)
     world = World({"m": profile(n=3)}, {"m": (0.8, 0.1, 0.1)}, goal, interval=30)
@@ -87,23 +97,46 @@ def test_audits_that_no_tightening_can_help_bring_a_better_model():
         for name, (scale, value) in own.items()
     }
 
-    def begun(*names):
-        world = World({n: profiles[n] for n in names}, dict.fromkeys(names, shares), goal)
-        world.controller.serving = "small"
-        world.controller.wanted = world.controller.current = Choice("small", 3)
-        world.controller._plan = []
-        world.controller._expected.shares.update(dict.fromkeys(names, shares))
-        return world.controller
-
-    c = begun("small", "bad", "large")
+    c = begun(profiles, shares, goal).controller
     c.audited("small", CERTAIN)
     assert c.decisions[-1].kind == "evaluate" and c.decisions[-1].choice.model == "small"
     assert [seen.model for seen in c._plan] == ["small", "large"]  # which tells of both
     assert c.strictness["small"].level == 0
     # Of none that is better, surer tokens are nearer to the limit at least.
-    c = begun("small", "bad")
+    del profiles["large"]
+    c = begun(profiles, shares, goal).controller
     c.audited("small", CERTAIN)
     assert c.decisions[-1].kind == "tighten" and c.strictness["small"].level == 1
+
+
+def test_better_models_are_evaluated_once_between_two_assessments():
+    """The other model's answers are better by less than what a change has to bring."""
+    goal, shares = Objective.of("throughput", accuracy=0.75), (0.8, 0.1, 0.1)
+    own = dict(n=3, sure=(1.0, 1.0, 1.0))
+    profiles = {
+        "small": profile(1.0, quality=((1.0, 0.70),), ceiling=0.70, **own),
+        "near": profile(3.0, quality=((1.0, 0.71),), ceiling=0.71, **own),
+    }
+    world = begun(profiles, shares, goal, interval=30)
+    c = world.controller
+
+    def evaluated():
+        while c.evaluating:
+            world.prompt()
+        c.loaded(c.wanted)
+        assert c.current == Choice("small", 3) and not c.off
+
+    for _ in range(2):
+        c.audited("small", CERTAIN)
+        assert world.kinds[-1] == "evaluate"
+        assert [seen.model for seen in c._plan] == ["small", "near"]
+        evaluated()  # which keeps it
+        level = c.strictness["small"].level
+        c.audited("small", CERTAIN)
+        assert world.kinds[-1] == "tighten" and c.strictness["small"].level == level + 1
+        while not c.evaluating:  # up to the next assessment
+            world.prompt()
+        evaluated()
 
 
 def test_what_was_too_strict_is_taken_back_step_by_step_and_ever_more_rarely():
