@@ -211,16 +211,18 @@ def built(
     setup = Setup(members, by_depth, context, tokenizer, tuple(prompts), reference)
     repository = kept(aims.repository)
     profiles = measured(setup, repository, source, "operations" if counts is None else counts.name)
+    scores = []
     if source.kind == "benchmark":
+        scores = repository.scores()
         stops = {name: member.config.stops for name, member in members.items()}
-        profiles = with_benchmarks(profiles, stops, repository.scores(), source.names)
+        profiles = with_benchmarks(profiles, stops, scores, source.names)
         perplexity = aims.limits.get("perplexity") or aims.objective == "perplexity"
         known = any(p.perplexity != ((1.0, 1.0),) for p in profiles.values())
         told = "must have a score of perplexity, of a task that all models were scored on"
         require(known or not perplexity, "quality", aims.quality, told, "Or take best or judge.")
     elif source.kind == "judge":
         profiles, reference.least = with_ratios(profiles)
-    known = evaluated(repository, profiles, source, reference)
+    known = evaluated(repository, profiles, source, scores, reference)
     repository = with_profiles(repository, profiles)
     for name, profile in profiles.items():
         whole = profile.benchmark()[profile.exits]

@@ -196,24 +196,25 @@ def evaluated(
     repository: Repository,
     profiles: Mapping[str, Profile],
     source: QualitySource,
+    scores: Sequence[BenchmarkScore],
     reference: Reference | None,
 ) -> dict[str, Evaluation]:
     """Return evaluations from before that still hold, by model; say which hold and which do not.
     From now on evaluations are kept with what their quality is compared with (`judged_by`)."""
     found = {}
-    try:
-        scores = repository.scores()
-        for name, profile in profiles.items():
-            conditions = repository.conditions[name]
-            repository.judged[name] = judged_by(conditions, profile, source, scores, reference)
+    for name, profile in profiles.items():
+        conditions = repository.conditions[name]
+        repository.judged[name] = judged_by(conditions, profile, source, scores, reference)
+        try:
             row, why = repository.evaluated(name)
-            if row is not None:
-                log.info("%s: not evaluated again, as it was at %s", name, why)
-                found[name] = row
-            elif why:
-                log.info("%s: evaluated again, as %s", name, why)
-    except DataError as error:
-        log.warning("models are evaluated again: %s", error)
+        except DataError as error:
+            log.warning("%s: evaluated again: %s", name, error)
+            continue
+        if row is not None:
+            log.info("%s: not evaluated again, as it was at %s", name, why)
+            found[name] = row
+        elif why:
+            log.info("%s: evaluated again, as %s", name, why)
     return found
 
 

@@ -237,24 +237,25 @@ class Repository:
             row = (model, key, time, json.dumps(dataclasses.asdict(profile)))
             db.execute("insert or replace into profile values (?, ?, ?, ?)", row)
 
-    def evaluated(self, model: str, strictness: int = 0) -> tuple[Evaluation | None, str]:
-        """(last evaluation of a model under its conditions, by thresholds as strict as these; when
-        it was); (None, why it does not hold), or (None, "") where there is none."""
+    def evaluated(self, model: str) -> tuple[Evaluation | None, str]:
+        """(last evaluation of a model under its conditions, by the thresholds of the start; when it
+        was); (None, why it does not hold), or (None, "") where there is none."""
         conditions = self._judged(model)
         if conditions is None:
             return None, ""
         with self._using("be read"):
             asked = "select conditions, strictness from history where model = ? order by id desc"
             found = self._connection.execute(asked, (model,)).fetchall()
-            if (conditions.key, strictness) in found:
-                (row,) = self.history(model, conditions=conditions.key, strictness=strictness)
+            if (conditions.key, 0) in found:
+                (row,) = self.history(model, conditions=conditions.key, strictness=0)
                 return row, date(row.time)
             if not found:
                 return None, ""
             (last,) = self.history(model)
             since, (key, level) = date(last.time), found[0]
             if key == conditions.key:
-                return None, f"its thresholds were {level} levels stricter at {since}"
+                levels = "1 level" if level == 1 else f"{level} levels"
+                return None, f"its thresholds were {levels} stricter at {since}"
             return None, f"since {since} there is a change of {conditions.differs(key)}"
 
     def import_scores(self, scores: Sequence[BenchmarkScore]) -> None:

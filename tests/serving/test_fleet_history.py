@@ -173,7 +173,8 @@ def test_what_is_evaluated_again_and_why(tmp_path, caplog):
         for name in profiles:
             repository.profile(name, NOW._replace(model=name))
         with caplog.at_level("INFO", LOG):
-            found = measurements.evaluated(repository, profiles, source, reference)
+            scores = repository.scores()
+            found = measurements.evaluated(repository, profiles, source, scores, reference)
         return {*found}, " ".join(caplog.messages)
 
     repository.import_scores([score])
@@ -201,8 +202,32 @@ def test_what_is_evaluated_again_and_why(tmp_path, caplog):
     again()
     repository.add(row)
     assert again()[0] == {"a", "b"}  # by thresholds as they are at the beginning
-    assert repository.evaluated("a", strictness=2)[0] == row
-    assert repository.evaluated("b", strictness=1)[0] is None
+    assert repository.history("a") == [row]
+    for level, levels in ((1, "1 level"), (2, "2 levels")):
+        name = f"new {level}"
+        again({name: profile()})
+        repository.add(row._replace(model=name, strictness=level))
+        found, said = again({name: profile()})
+        assert not found and f"its thresholds were {levels} stricter at 2001-09" in said
+
+
+def test_an_evaluation_that_cannot_be_read_is_of_one_model_alone(caplog):
+    """Those of the others hold, and new ones of all are kept with what they are compared with."""
+    repository, profiles = Repository(), {"a": profile(), "b": profile()}
+    source = QualitySource.parse("best")
+    again = lambda: measurements.evaluated(repository, profiles, source, [], None)
+    for name in profiles:
+        repository.profile(name, NOW._replace(model=name))
+    again()
+    for name in profiles:
+        row = Evaluation(1e9, name, 4, 2, 8, (8, 0, 0, 0), "operations", telemetry())
+        repository.add(row)
+    kept = dict(repository.judged)
+    with repository._connection as db:
+        db.execute("update history set exits = 'none' where model = 'a'")
+    repository.judged.clear()
+    assert again() == {"b": row} and repository.judged == kept
+    assert re.search("a: evaluated again: .*cannot be read", caplog.text)
 
 
 def test_who_is_served_does_not_depend_on_a_file_that_cannot_be_written(tmp_path, caplog):
