@@ -31,7 +31,7 @@ from eejax.serving.fleet import Member
 from eejax.serving.messages import LOG
 from eejax.serving.profiles import measure, written
 from eejax.serving.quality import BenchmarkScore, JudgedAnswer, QualitySource, with_verdicts
-from eejax.serving.repository import Conditions, Evaluation, Repository
+from eejax.serving.repository import Conditions, Evaluation, LockedError, Repository
 
 log = logging.getLogger(LOG)
 
@@ -126,7 +126,11 @@ def measured(
     found, missing = {}, {}
     for name in setup.members:
         conditions = setup.conditions(name, source, counted)
-        found[name], why = repository.profile(name, conditions)
+        try:
+            found[name], why = repository.profile(name, conditions)
+        except DataError as error:
+            warnings.warn(f"a measurement is not used: {error}", stacklevel=2)
+            found[name], why = None, "its measurement cannot be read"
         if found[name] is None:
             missing[name] = why
         else:
@@ -220,15 +224,18 @@ def evaluated(
 
 def with_profiles(repository: Repository, profiles: Mapping[str, Profile]) -> Repository:
     """Write the benchmarks of profiles, by which candidates are chosen. Where the repository cannot
-    be written one in memory takes its place, as who is served does not depend on it."""
-    try:
-        for name, profile in profiles.items():
+    be written one in memory takes its place, as who is served does not depend on it; one that is
+    only in use now keeps what it is given later."""
+    for name, profile in profiles.items():
+        try:
             repository.put(name, profile.benchmark())
-        return repository
-    except DataError as error:
-        log.warning("measurements are not kept: %s", error)
-    repository.close()
-    return Repository.of(profiles)
+        except LockedError as error:
+            log.warning("%s: its benchmark is not kept: %s", name, error)
+        except DataError as error:
+            log.warning("measurements are not kept: %s", error)
+            repository.close()
+            return Repository.of(profiles)
+    return repository
 
 
 def kept(path: str | os.PathLike) -> Repository:

@@ -112,10 +112,14 @@ class Evaluation(NamedTuple):
     strictness: int = 0
 
 
+class LockedError(DataError):
+    """Another process does not let go of a repository's file for `WAIT` seconds."""
+
+
 class Repository:
     """An SQLite file; ":memory:" keeps nothing. Every method raises DataError for a file that is
-    none, that has other tables than these, or that another process does not let go of for `WAIT`
-    seconds. One that is deleted meanwhile is made anew by what is written next.
+    none, or that has other tables than these, and LockedError for one that is in use. One that is
+    deleted meanwhile is made anew by what is written next.
 
     conditions: by model, those under which it is measured now (`profile`); judged: those of its
     evaluations, by default the same.
@@ -125,6 +129,7 @@ class Repository:
         self.path = os.path.expanduser(os.fspath(path))
         self.conditions: dict[str, Conditions] = {}
         self.judged: dict[str, Conditions] = {}
+        self._benchmarks: dict[str, dict[int, Telemetry]] = {}  # as they were put
         with self._using("be used as a repository"):
             self._connection, self._file = opened(self.path), identity(self.path)
 
@@ -144,8 +149,10 @@ class Repository:
         try:
             yield
         except (sqlite3.Error, ValueError, ConfigError) as error:
-            fix = f"Give another file, or rebuild it: {REBUILD.format(self.path)}."
-            raise DataError(f"{self.path}: cannot {what} ({error}). {fix}") from error
+            kind, fix = DataError, f"Give another file, or rebuild it: {REBUILD.format(self.path)}."
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+                kind, fix = LockedError, "Wait for the process that uses it, or give another file."
+            raise kind(f"{self.path}: cannot {what} ({error}). {fix}") from error
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
@@ -167,7 +174,8 @@ class Repository:
 
     def put(self, model: str, by_depth: Mapping[int, Telemetry]) -> None:
         """Benchmark telemetry of a model by how many of its exits are there, in place of all that
-        was there of it."""
+        was there of it. Candidates are chosen by it though the file cannot be written."""
+        self._benchmarks[model] = dict(by_depth)
         rows = [(model, d, *(getattr(t, m) for m in METRICS)) for d, t in by_depth.items()]
         marks = ", ".join("?" * (2 + len(METRICS)))
         with self._writing() as db:
@@ -184,7 +192,8 @@ class Repository:
     def candidates(self, models: Sequence[str], objective: Objective, k: int = 2) -> list[str]:
         """The k models that are best for an objective, by their benchmarks with all layers, best
         first. Who misses a limit comes after all who keep them; who was never measured, last."""
-        known = {model: self.benchmark(model) for model in models}
+        put = self._benchmarks
+        known = {m: put[m] if m in put else self.benchmark(m) for m in models}
         best = lambda m: objective.rank(known[m][max(known[m])])
         measured = sorted((m for m in models if known[m]), key=best, reverse=True)
         return [*measured, *(m for m in models if not known[m])][:k]

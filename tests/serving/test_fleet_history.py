@@ -242,6 +242,46 @@ def test_who_is_served_does_not_depend_on_a_file_that_cannot_be_written(tmp_path
     assert made.path == ":memory:" and order == ["fast", "slow"]
 
 
+def test_a_file_that_is_in_use_for_a_moment_is_used_once_it_is_free(tmp_path, caplog):
+    """Meanwhile candidates are chosen by what is in memory."""
+    file = tmp_path / "models.db"
+    repository, profiles = Repository(file), {"slow": profile(2.0), "fast": profile()}
+    with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as other:
+        other.execute("begin exclusive")
+        assert measurements.with_profiles(repository, profiles) is repository
+        assert [text.split(":")[0] for text in caplog.messages] == ["slow", "fast"]
+        assert "its benchmark is not kept: " in caplog.text and "locked" in caplog.text
+        order = repository.candidates(["slow", "fast"], Objective.of("throughput"))
+        assert order == ["fast", "slow"]
+    row = Evaluation(1e9, "slow", 4, 2, 8, (8, 0, 0, 0), "operations", telemetry())
+    repository.add(row)
+    assert Repository(file).history("slow") == [row]
+
+
+def test_profiles_that_cannot_be_read_are_measured(tmp_path, monkeypatch):
+    """The file comes to be in use between opening it and reading what is in it."""
+    file, found = tmp_path / "models.db", profile()
+    repository = Repository(file)
+    repository.profile("m", NOW)
+    repository.keep("m", found, 1e9)
+    setup = SimpleNamespace(
+        members={"m": None}, slots={"m": (2,)}, context=32, reference=None,
+        conditions=lambda *of: NOW, texts=lambda: [[1, 2, 3]],
+    )  # fmt: skip
+    again = lambda: measurements.measured(setup, repository, QualitySource.parse("best"), "nvml")
+    measured = []
+    monkeypatch.setattr(measurements, "measure", lambda *of, **own: measured.append(1) or found)
+    assert again() == {"m": found} and not measured
+    with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as other:
+        other.execute("begin exclusive")
+        with (
+            pytest.warns(UserWarning, match="a measurement is not used: .*locked"),
+            pytest.warns(UserWarning, match="a measurement is not kept: .*locked"),
+        ):
+            assert again() == {"m": found}
+    assert measured == [1]
+
+
 def test_history_that_cannot_be_read_is_refused_and_nothing_of_it_is_lost(tmp_path):
     file = tmp_path / "models.db"
     ask = lambda *flags: call(

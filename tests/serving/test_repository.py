@@ -24,7 +24,7 @@ from eejax.serving.expectations import Expectations
 from eejax.serving.measurements import kept
 from eejax.serving.objectives import Objective
 from eejax.serving.quality import BenchmarkScore, with_benchmarks
-from eejax.serving.repository import Conditions, Evaluation, Repository
+from eejax.serving.repository import Conditions, Evaluation, LockedError, Repository
 
 shown = functions_of("experiments.repository").shown
 
@@ -145,15 +145,18 @@ def test_a_repository_that_another_process_holds(tmp_path):
     file = tmp_path / "models.db"
     repository = Repository(file)
     repository.put("m", profile().benchmark())
+    repository.close()
+    repository = Repository(file)
     other = sqlite3.connect(file, isolation_level=None)
     other.execute("begin exclusive")
     begin = time.monotonic()
     for call in (
         lambda: repository.benchmark("m"), lambda: repository.history("m"),
-        lambda: repository.put("m", {}), lambda: repository.candidates(["m"], THROUGHPUT),
+        lambda: repository.candidates(["m"], THROUGHPUT),
+        lambda: repository.import_scores([BenchmarkScore("m", 0, "sums", "acc", 0.5)]),
         lambda: Repository(file),
     ):  # fmt: skip
-        with pytest.raises(DataError, match="models.db: cannot be .*locked"):
+        with pytest.raises(LockedError, match="models.db: cannot be .*locked.*Wait for"):
             call()
     assert time.monotonic() - begin < 4
     with (
@@ -216,7 +219,7 @@ def used(repository: Repository) -> None:
     row, _ = repository.evaluated("m")
     if found is not None and row is not None:
         Expectations({"m": found}, 8.0).learn(row)
-    repository.candidates(["m"], THROUGHPUT)
+    repository.benchmark("m")
     for model in repository.models():
         shown(repository)
         repository.history(model, last=-1)
