@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from eejax.common.errors import ConfigError
 from eejax.data.special import MARK, Shield
-from eejax.data.tokenizer_files import chat_template
+from eejax.data.tokenizer_files import TemplateSource, chat_template
 from eejax.data.tokenizers import Tokenizer
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -292,11 +292,11 @@ def _refuse(message: str) -> None:
     raise TemplateError(message)
 
 
-def find(folder: pathlib.Path, tokenizer: Tokenizer) -> tuple[str, dict[str, str]] | None:
-    """Find (source, special tokens) of a model's chat template.
+def find(folder: pathlib.Path, tokenizer: Tokenizer) -> TemplateSource | None:
+    """Find a model's chat template.
 
     A file in the folder comes before the tokenizer's own; None if there is neither. Raises
     DataError for a file that cannot be read.
     """
     source = chat_template(folder) or tokenizer.chat
-    return None if source is None else (source, dict(tokenizer.special))
+    return None if source is None else TemplateSource(source, dict(tokenizer.special))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from eejax.common.errors import DataError
 from eejax.data.tokenizers import (
@@ -99,6 +99,18 @@ def load_tokenizer(
         return make(settings.pop("definition"), **settings | tokens)
     except DataError as error:
         raise DataError(f"tokenizer {file}: {error}") from error
+
+
+class TemplateSource(NamedTuple):
+    """A chat template as `chat.Template` takes it.
+
+    Attributes:
+      source: text of the template.
+      special: names of special tokens by what the template calls them.
+    """
+
+    source: str
+    special: dict[str, str]
 
 
 def chat_template(folder: str | os.PathLike) -> str | None:

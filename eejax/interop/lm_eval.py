@@ -28,6 +28,7 @@ from eejax import calibration
 from eejax.calibration import Scores
 from eejax.common.errors import ConfigError, require, require_count
 from eejax.data import text_behind
+from eejax.data.tokenizer_files import TemplateSource
 from eejax.data.tokenizers import begun
 from eejax.inference import ExitPolicy, Generator
 from eejax.inference.generate import power_of_two
@@ -191,7 +192,7 @@ class EarlyExitLM(TemplateLM):
             return template.render(chat_history)
         return template.render(chat_history, reply=False, go_on=True)
 
-    def _template(self) -> tuple[str, dict[str, str]] | None:
+    def _template(self) -> TemplateSource | None:
         from eejax.data import chat  # needs Jinja, which lm_eval brings
 
         return chat.find(self.model.path, self.model.tokenizer)

@@ -20,6 +20,7 @@ import numpy as np
 
 from eejax.common.errors import ConfigError, require, require_one_of
 from eejax.data import chat
+from eejax.data.tokenizer_files import TemplateSource
 from eejax.data.tokenizers import Tokenizer
 from eejax.inference import capacity, scoring
 from eejax.inference.deepening import on_host
@@ -31,7 +32,7 @@ from eejax.serving.controller import Controller
 from eejax.serving.energy import meter
 from eejax.serving.fleet import Fleet, Member
 from eejax.serving.measurements import Setup, evaluated, kept, largest, measured, with_profiles
-from eejax.serving.messages import LOG, Built, TemplateSource
+from eejax.serving.messages import LOG, Built
 from eejax.serving.models import batch_options
 from eejax.serving.objectives import Objective
 from eejax.serving.quality import QualitySource, with_benchmarks, with_ratios
@@ -157,7 +158,7 @@ def template_of(opened: Mapping[str, Opened]) -> TemplateSource | None:
     for name, template in others:
         told = f"must be that of {first!r}"
         fix = "Put the same chat_template.jinja into their folders."
-        require(template == own, f"chat template of {name!r}", template[0][:40], told, fix)
+        require(template == own, f"chat template of {name!r}", template.source[:40], told, fix)
     chat.Template(*own)  # reject an invalid template before the first request
     return own
 

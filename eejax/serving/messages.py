@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from eejax.data.tokenizer_files import TemplateSource
 from eejax.data.tokenizers import Tokenizer
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import Sampling
@@ -34,10 +35,6 @@ class Ask:
     stop_tokens: tuple[int, ...] = ()
     priority: int = 0
     objective: str | None = None
-
-
-TemplateSource = tuple[str, dict[str, str]]
-"""Source of a chat template and the special tokens that it names, as `chat.Template` takes them."""
 
 
 class Submit(NamedTuple):
