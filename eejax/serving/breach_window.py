@@ -17,11 +17,12 @@ class BreachWindow:
     recent: tuple[bool, ...] = ()
 
 
-def cleared(window: BreachWindow) -> BreachWindow:
+def clear(window: BreachWindow) -> BreachWindow:
+    """Forget the tokens."""
     return dataclasses.replace(window, recent=())
 
 
-def counted(window: BreachWindow, below: Sequence[bool]) -> tuple[BreachWindow, float | None]:
+def count_tokens(window: BreachWindow, below: Sequence[bool]) -> tuple[BreachWindow, float | None]:
     """Count tokens, in the order in which they came.
 
     Returns:

@@ -14,9 +14,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from eejax.common.errors import DataError
-from eejax.serving import evaluations, forecast, selection, strictness
+from eejax.serving import breach_window, evaluations, forecast, selection, strictness
 from eejax.serving.audits import Audit
-from eejax.serving.breach_window import BreachWindow, cleared, counted
+from eejax.serving.breach_window import BreachWindow
 from eejax.serving.choices import (
     AUTO,
     STRICTEST,
@@ -151,7 +151,7 @@ class Controller:
         if self._plan:
             seen = self._plan[0]
             if self.wanted == self.current == seen.choice and seen.left:
-                self._plan[0] = evaluations.given(seen, self._clock())
+                self._plan[0] = evaluations.assign_prompt(seen, self._clock())
                 return Assignment(self.current, True)
             if self.serving in self._there:
                 return Assignment(Choice(self.serving, self._there[self.serving]), False)
@@ -163,7 +163,7 @@ class Controller:
         """What was wanted is there, and serves from now on."""
         if choice == self.wanted != self.current:
             self.current, self._begun = choice, self._clock()
-            self._window = cleared(self._window)
+            self._window = breach_window.clear(self._window)
             self._since = self._errors = 0
             if not self._plan:
                 self.off &= {choice.model}
@@ -176,10 +176,10 @@ class Controller:
         self.below += sum(below)
         self.emitted += len(below)
         if self._plan and self._plan[0].choice == self.current and model == self.current.model:
-            self._plan[0] = evaluations.emitting(self._plan[0], () if own else below)
+            self._plan[0] = evaluations.count_tokens(self._plan[0], () if own else below)
         if own or not self._serves(model):
             return
-        self._window, seen = counted(self._window, below)
+        self._window, seen = breach_window.count_tokens(self._window, below)
         if seen is not None:
             self._breached(seen)
 
@@ -211,7 +211,7 @@ class Controller:
                 self._evaluate("answers end in errors")
 
     def _fails(self) -> None:
-        seen = self._plan[0] = evaluations.failed(self._plan[0])
+        seen = self._plan[0] = evaluations.record_failure(self._plan[0])
         if seen.failed >= self.options.prompts:
             self.gives_up(seen.model, "its answers end in errors")
 
@@ -244,7 +244,7 @@ class Controller:
         if not exits:  # which says nothing
             self.dropped(model)
             return
-        seen = self._plan[0] = evaluations.answered(self._plan[0], telemetry, exits)
+        seen = self._plan[0] = evaluations.record_answer(self._plan[0], telemetry, exits)
         if seen.done:
             self._evaluated(seen)
 
@@ -253,7 +253,7 @@ class Controller:
         `failed` to, as often as an evaluation has prompts, is given up."""
         if not self._plan or self._plan[0].model != model or not self._plan[0].open:
             return
-        self._plan[0] = evaluations.returned(self._plan[0])
+        self._plan[0] = evaluations.return_prompt(self._plan[0])
         if failed:
             self._fails()
 
@@ -466,7 +466,7 @@ class Controller:
     def _breached(self, seen: float) -> None:
         """More layers, or another model: whichever is better, by what it costs; seen: the share of
         tokens below their threshold."""
-        self._window = cleared(self._window)
+        self._window = breach_window.clear(self._window)
         model, depth = self.current
         exits = self.profiles[model].exits
         if depth == exits:  # nothing is below its threshold but at the end
@@ -495,5 +495,5 @@ class Controller:
             # Of another one that goes on until this is there nothing changes before it is.
             self.off = self.off | {choice.model} if off else self.off - {choice.model}
             self.serving = choice.model
-        self._window = cleared(self._window)
+        self._window = breach_window.clear(self._window)
         self.decisions.append(Decision(self._clock(), kind, choice, why, seconds, told))

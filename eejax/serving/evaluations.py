@@ -47,32 +47,34 @@ class RunningEvaluation:
         return not self.left and not self.open
 
 
-def given(seen: RunningEvaluation, now: float) -> RunningEvaluation:
-    """Give it a prompt."""
+def assign_prompt(seen: RunningEvaluation, now: float) -> RunningEvaluation:
+    """Count a prompt that is given to it at a time."""
     return dataclasses.replace(
         seen, left=seen.left - 1, open=seen.open + 1, begin=seen.begin or now
     )
 
 
-def returned(seen: RunningEvaluation) -> RunningEvaluation:
+def return_prompt(seen: RunningEvaluation) -> RunningEvaluation:
     """Take a prompt back that will not be answered."""
     return dataclasses.replace(seen, left=seen.left + 1, open=seen.open - 1)
 
 
-def failed(seen: RunningEvaluation) -> RunningEvaluation:
+def record_failure(seen: RunningEvaluation) -> RunningEvaluation:
+    """Count an answer that ended in an error."""
     return dataclasses.replace(seen, failed=seen.failed + 1)
 
 
-def emitting(seen: RunningEvaluation, below: Sequence[bool]) -> RunningEvaluation:
+def count_tokens(seen: RunningEvaluation, below: Sequence[bool]) -> RunningEvaluation:
     """Count tokens by whether they left below their threshold."""
     return dataclasses.replace(
         seen, below=seen.below + sum(below), emitted=seen.emitted + len(below)
     )
 
 
-def answered(
+def record_answer(
     seen: RunningEvaluation, telemetry: Telemetry, exits: Sequence[int]
 ) -> RunningEvaluation:
+    """Add an answer, as it was measured, and the exits that its tokens left by."""
     return dataclasses.replace(
         seen,
         open=seen.open - 1,

@@ -1,4 +1,4 @@
-"""What it costs to change the model that serves, in seconds."""
+"""Costs of changing the model that serves, in seconds."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 
 from eejax.serving.choices import Choice, Profile
 
-LONGEST = 5000  # prompts between two assessments, where their number is found
+LONGEST_INTERVAL = 5000  # prompts between two assessments, where their number is found
 HOPE = 0.2  # of a model's tokens that may come to leave early from one assessment to the next
 
 
 def interval(seconds: float, each: float, gain: float, least: int) -> int:
     """Prompts of `each` seconds of which `seconds` of evaluations take a share `gain`; from `least`
-    to `LONGEST`."""
-    return min(max(math.ceil(seconds / (max(gain, 1e-3) * each)), least), LONGEST)
+    to `LONGEST_INTERVAL`."""
+    return min(max(math.ceil(seconds / (max(gain, 1e-3) * each)), least), LONGEST_INTERVAL)
 
 
 def hoped(known: Sequence[float] | None, age: float, exits: int) -> tuple[float, tuple[float, ...]]:
@@ -34,7 +34,7 @@ def hoped(known: Sequence[float] | None, age: float, exits: int) -> tuple[float,
 
 @dataclasses.dataclass(frozen=True)
 class OnDevice:
-    """What is on the device.
+    """Models and requests on the device.
 
     Attributes:
       depths: exits that are loaded, by model.
@@ -49,13 +49,13 @@ class OnDevice:
     budget: float
 
     def has(self, choice: Choice) -> bool:
-        """Whether a choice is a part of what serves."""
+        """Return whether a choice is a part of what serves."""
         now = self.current
         return now is not None and now.model == choice.model and now.depth >= choice.depth
 
 
 def fits_beside(profiles: Mapping[str, Profile], device: OnDevice, choice: Choice) -> bool:
-    """Whether the budget holds a choice beside the other models that are there."""
+    """Return whether the budget holds a choice beside the other models that are there."""
     others = {m: d for m, d in device.depths.items() if m != choice.model}
     size = sum(profiles[model].size(depth) for model, depth in others.items())
     return size + profiles[choice.model].size(choice.depth) <= device.budget

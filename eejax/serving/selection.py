@@ -1,4 +1,4 @@
-"""Which depth of a model is considered, and which of two choices is preferred."""
+"""Depths of a model that are considered, and the order of preference of choices."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def greedy_depth(
 
 
 def calm(choice: Choice, shares: Sequence[float], options: ControllerOptions, broken: int) -> bool:
-    """Whether breaches are not expected of a choice, the less so the more often (`broken`) there
-    were some."""
+    """Return whether breaches are not expected of a choice, the less so the more often (`broken`)
+    there were some."""
     room = options.breaches / options.window * CALMER ** min(broken, CALMEST)
     return breaches(shares, choice.depth) <= room
 

@@ -1,4 +1,4 @@
-"""How strict audits make a model: the least depth at which it serves, and its thresholds."""
+"""Strictness of a model as audits ask for it: its least depth, and its thresholds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONGEST_REST = 6  # doublings of the assessments before a model may be less stri
 
 @dataclasses.dataclass(frozen=True)
 class Strictness:
-    """What audits have asked for of a model.
+    """The least depth and the thresholds that audits ask for.
 
     Attributes:
       least: exits that are loaded at least.
@@ -28,7 +28,7 @@ class Strictness:
 
 
 def too_many(audit: Audit, allowed: float, expected: float) -> bool:
-    """Whether audited answers have a larger share of wrong tokens than is allowed.
+    """Return whether audited answers have a larger share of wrong tokens than is allowed.
 
     Either that is certain, or as many answers with the share that was expected would have shown
     that the limit is kept, and these do not.

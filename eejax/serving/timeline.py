@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from eejax.serving.choices import Decision
 
-MARKS = {"evaluate": "reassessment", "grow": "LD", "tighten": "LD", "switch": "SW"}
+EVENT_KINDS = {"evaluate": "reassessment", "grow": "LD", "tighten": "LD", "switch": "SW"}
 WINDOW = 10  # answers that a rate is of
 
 
 class Mark(NamedTuple):
-    """A decision. kind: as in `MARKS`."""
+    """A decision. kind: as in `EVENT_KINDS`."""
 
     kind: str
     why: str
@@ -28,7 +28,7 @@ class Mark(NamedTuple):
 def marks(decisions: Iterable[Decision]) -> tuple[Mark, ...]:
     """Return the marks of those decisions that have one."""
     told = lambda d: f"{d.choice.model}, {d.choice.depth} exits: {d.why}"
-    return tuple(Mark(MARKS[d.kind], told(d)) for d in decisions if d.kind in MARKS)
+    return tuple(Mark(EVENT_KINDS[d.kind], told(d)) for d in decisions if d.kind in EVENT_KINDS)
 
 
 class TimelinePoint(NamedTuple):
