@@ -171,9 +171,12 @@ class ByChance(Controller):
 
 
 def drive(
-    server: Any, texts: Mapping[int, Sequence[int]], limit: int, clients: int | None = None,
+    server: Any,
+    texts: Mapping[int, Sequence[int]],
+    limit: int,
+    clients: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> tuple[float, list[TimedAnswer]]:  # fmt: skip
+) -> tuple[float, list[TimedAnswer]]:
     """(seconds, answers) of prompts by their indices, in this order, of which `clients` are under
     way at a time; None: all come at once."""
     left, answers, open_ = [*texts][::-1], [], {}

@@ -9,8 +9,13 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class BreachWindow:
-    """The last `size` tokens at most, oldest first: whether each left below its threshold. More
-    than `most` such tokens are too many."""
+    """The last tokens of the model that serves.
+
+    Attributes:
+      size: tokens that are kept at most.
+      most: tokens below their threshold that are allowed among them.
+      recent: whether each token left below its threshold, oldest first.
+    """
 
     size: int
     most: int
@@ -30,9 +35,11 @@ def count_tokens(window: BreachWindow, below: Sequence[bool]) -> tuple[BreachWin
       where they are not. Tokens behind that are not counted.
     """
     recent = collections.deque(window.recent, maxlen=window.size)
+    total = sum(recent)
     for one in below:
+        total += one - (len(recent) == window.size and recent[0])
         recent.append(one)
-        if sum(recent) > window.most:
+        if total > window.most:
             found = dataclasses.replace(window, recent=tuple(recent))
-            return found, sum(recent) / len(recent)
+            return found, total / len(recent)
     return dataclasses.replace(window, recent=tuple(recent)), None

@@ -184,7 +184,7 @@ class Controller:
             self._breached(seen)
 
     def _serves(self, model: str) -> bool:
-        """Whether a model serves, and neither a change nor an evaluation is under way."""
+        """Return whether a model serves and neither a change nor an evaluation is under way."""
         serving = self.current is not None and self.wanted == self.current and not self._plan
         return serving and self.current.model == model
 
@@ -358,10 +358,10 @@ class Controller:
         self._want("evaluate", choices[0], why)
 
     def _may_be_better(self, model: str) -> bool:
-        """Whether a model would beat what serves by the gain, had its tokens come to leave by the
-        first exit and to be right as `forecast.hoped` assumes: all of them, of a model that never
-        was evaluated, or not since breaches told of other texts. What it costs to evaluate it once
-        more has to pay in as many intervals as its last evaluation is ago (`_evaluation_cost`).
+        """Return whether a model might beat the one that serves by the gain.
+
+        Its tokens leave and are right as `forecast.hoped` assumes. The cost of another evaluation
+        has to pay off in as many intervals as have passed since its last one.
         """
         bar = [m for m in self.shares if self.serving in (None, m)]
         if not bar:
@@ -450,7 +450,7 @@ class Controller:
         return choice, told, seconds
 
     def _with_cost(self, choice: Choice) -> tuple[Telemetry, float]:
-        """What a choice is expected to bring until models are assessed again, and its cost."""
+        """Return what a choice is expected to bring until the next assessment, and its cost."""
         seconds, (told, _) = self.cost(choice), self._told(choice)
         energy = seconds * told.energy * told.throughput
         return told.with_overhead(seconds, energy, self.interval, self._expected.length), seconds

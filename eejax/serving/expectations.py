@@ -37,8 +37,8 @@ class Expectations:
         shares: Sequence[float] | None = None,
         hope: float = 0.0,
     ) -> tuple[Telemetry, bool]:
-        """What a choice is expected to bring by itself, and whether without early exits: of a whole
-        model where that is better by the objective.
+        """Return what a choice is expected to bring by itself, and whether without early exits,
+        which a whole model does without where that is better by the objective.
 
         Args:
           shares: of tokens by exit, in place of those that are known.
@@ -54,7 +54,7 @@ class Expectations:
         return told, False
 
     def without_exits(self, model: str) -> Telemetry:
-        """What a whole model is expected to bring where no token leaves early."""
+        """Return what a whole model is expected to bring if no token leaves early."""
         profile = self.profiles[model]
         last = (*(0.0,) * (profile.exits - 1), 1.0)
         return self._corrected(Choice(model, profile.exits), profile.serving(last, profile.exits))

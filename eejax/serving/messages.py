@@ -70,7 +70,7 @@ class Load(NamedTuple):
 
 
 class FleetReport(NamedTuple):
-    """What a fleet serves with.
+    """State of a serving fleet.
 
     Attributes:
       model, depth, layers: the model, and how many of its exits and layers are loaded.

@@ -274,9 +274,11 @@ def check_workdir(workdir: pathlib.Path, source: str) -> None:
     """Raise `ConfigError` where a run would be written into its base."""
     require(
         not same_source(str(workdir), source),
-        "workdir", str(workdir), f"must be another than train.base ({source!r})",
+        "workdir",
+        str(workdir),
+        f"must be another than train.base ({source!r})",
         "Give a workdir of its own.",
-    )  # fmt: skip
+    )
 
 
 def same_source(a: str | None, b: str | None) -> bool:

@@ -98,9 +98,12 @@ def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> Base
         rules.structs(declared, mesh, experiment.mesh.params_over),
     )
     facts = Facts(
-        experiment.train.base, base.step, base.config, tokenizer.fingerprint,
+        experiment.train.base,
+        base.step,
+        base.config,
+        tokenizer.fingerprint,
         _digest(base.config, base.params, mesh),
-    )  # fmt: skip
+    )
     trained, frozen = places.declarations
     return Base(place(first, trained), place(kept, frozen) if kept else {}, facts)
 

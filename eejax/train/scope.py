@@ -45,10 +45,11 @@ class TuneConfig:
         require_one_of("TuneConfig.start", self.start, STARTS)
         require(
             not self.exits or self.part == "exits",
-            "TuneConfig.exits", self.exits,
+            "TuneConfig.exits",
+            self.exits,
             f"names exits that alone are trained, which tune.part = {self.part!r} does not say",
             "Set tune.part to 'exits', or leave tune.exits empty.",
-        )  # fmt: skip
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,16 +90,20 @@ class Scope:
             return
         names = [e.name for e in self.config.exits]
         require(
-            len(self.tuned) > 0, "tune.exits", self.tuned,
+            len(self.tuned) > 0,
+            "tune.exits",
+            self.tuned,
             f"must name at least one of the model's exits ({', '.join(names) or 'it has none'})",
             "Add one to model.exits." if not names else "",
-        )  # fmt: skip
+        )
         for name in self.tuned:
             require(
-                name in names, "tune.exits", name,
+                name in names,
+                "tune.exits",
+                name,
                 f"must be one of the model's exits ({', '.join(names)})",
                 "Name one of them, or add it to model.exits.",
-            )  # fmt: skip
+            )
             own = params.abstract(self.config)["exits"][name]
             require(
                 bool(jax.tree.leaves(own)), "tune.exits", name,

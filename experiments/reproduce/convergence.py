@@ -326,21 +326,30 @@ def findings(rows: list[dict]) -> list[dict]:
             f"{name} {'-' if pace is None else f'{100 * pace:.1f}'}" for name, pace in paces.items()
         )
         alike = all(pace is not None and pace <= SIMILAR for pace in paces.values())
-        add("figure-6", title,
+        add(
+            "figure-6",
+            title,
             f"{falling}; points of the whole fall apart from the standard model's, at most: "
             f"{apart} (similar: up to {100 * SIMILAR:.0f})",
-            alike and all(row["falls"] for row in mine))  # fmt: skip
+            alike and all(row["falls"] for row in mine),
+        )
         early = [row for row in mine if row is not final]
         losses = ", ".join(f"{row['loss']['mean']:.3f}" for row in mine)
         ratios = [row["loss"]["mean"] / final["loss"]["mean"] for row in early]
         over = ", ".join(f"{r:.2f}" for r in ratios)
-        add("figure-6-early", title,
+        add(
+            "figure-6-early",
+            title,
             f"held-out {losses} nats per byte, {over} times the final exit's",
-            all(1 < r <= SLIGHTLY for r in ratios))  # fmt: skip
+            all(1 < r <= SLIGHTLY for r in ratios),
+        )
         ratio = Spread(**final["ratio"])
-        add("figure-6-final", title,
+        add(
+            "figure-6-final",
+            title,
             f"held-out {ratio.mean - 1:+.2%} ({ratio.low - 1:+.2%} to {ratio.high - 1:+.2%})",
-            abs(ratio.mean - 1) <= TOLERANCE)  # fmt: skip
+            abs(ratio.mean - 1) <= TOLERANCE,
+        )
     return found
 
 

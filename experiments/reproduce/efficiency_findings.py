@@ -132,7 +132,7 @@ def reason(name: str, why: str) -> str:
 
 
 def each_order(told) -> str:
-    """What `told` says of the extra time of each order; once if it is the same."""
+    """Text of `told` for the extra time of each order; once if both are the same."""
     texts = {text: told(key) for key, text in ORDERS.items()}
     if len(set(texts.values())) == 1:
         return f"{next(iter(texts.values()))} in both orders of the cool-down"

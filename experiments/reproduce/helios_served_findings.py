@@ -257,7 +257,7 @@ def add_table_5(found: Findings, result: Mapping[str, Any]) -> None:
 
 
 def _split(shares: Sequence[float]) -> tuple[float, float, float]:
-    """Of the shares of a row of Table 5: by first exits, by all layers, by the small model."""
+    """Shares of a row of Table 5 by first exits, by all layers and by the small model."""
     half = len(shares) // 2
     return shares[0] + shares[half], shares[half - 1] + shares[-1], sum(shares[:half])
 

@@ -45,9 +45,12 @@ def controller(profiles, **options):
     from eejax.serving.repository import Repository
 
     return Controller(
-        profiles, Objective.of("throughput"), Repository(), ControllerOptions(**options),
+        profiles,
+        Objective.of("throughput"),
+        Repository(),
+        ControllerOptions(**options),
         clock=lambda: 0.0,
-    )  # fmt: skip
+    )
 
 
 def serve(one, prompts: int, tokens: int = 20) -> list[str]:

@@ -334,7 +334,7 @@ def precision(scale: str) -> Iterator[Finding]:
 
 
 def _loads_triton() -> bool:
-    """Whether a process of its own that calls `norm_router` as it is loads Triton."""
+    """Return whether `norm_router`, called in a process of its own, loads Triton."""
     script = """
 import sys
 import jax.numpy as jnp

@@ -182,7 +182,7 @@ def formulas() -> Iterator[Finding]:
 
 
 def simulated_memory(rng: np.random.Generator) -> bool:
-    """Whether the operations of a schedule at random hold the bytes of Eq. 4 to 6 at most."""
+    """Compare the bytes that operations of drawn schedules hold at most with Eq. 4 to 6."""
     from eejax.pipeline.async_1f1b import EXIT_BACKWARD, EXIT_FORWARD, async_1f1b
     from eejax.pipeline.costs import Size
     from eejax.pipeline.schedule import BACKWARD, FORWARD
@@ -363,7 +363,7 @@ def model_7b(exit_: dict, boundaries, head: str = "own"):
 
 
 def overhead_7b(exit_: dict, boundaries) -> tuple[float, float]:
-    """What exits add: (share of an iteration's time, share of a pass's operations)."""
+    """Cost of exits: (share of an iteration's time, share of a pass's operations)."""
     from eejax.pipeline.async_1f1b import async_1f1b
     from eejax.pipeline.costs import model_costs
 

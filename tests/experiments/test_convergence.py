@@ -207,10 +207,12 @@ def test_pace_is_the_share_of_the_fall_that_is_done():
     # 50 % of the fall lie behind the straight one where the other has not begun.
     assert convergence.pace(straight, late) == pytest.approx(0.5)
     assert convergence.pace(straight, late[:, ::-1]) is None
-    rows = convergence.compare({
-        "standard_tied": [losses(straight[0], final=1.0)],
-        "fig6_tied": [losses(late[0], exit_2=1.1, final=1.0)],
-    })  # fmt: skip
+    rows = convergence.compare(
+        {
+            "standard_tied": [losses(straight[0], final=1.0)],
+            "fig6_tied": [losses(late[0], exit_2=1.1, final=1.0)],
+        }
+    )
     (first, *_) = convergence.findings(rows)
     assert (first["key"], first["verdict"]) == ("figure-6", "does not hold")
     assert "exit_2 50.0, final 50.0" in first["ours"]

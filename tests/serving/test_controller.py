@@ -169,7 +169,7 @@ def test_while_another_is_evaluated_the_one_that_served_goes_on():
 
 
 def test_an_evaluation_pools_perplexity_over_tokens():
-    """Of two answers of 1 and 3 tokens: exp of the mean of all their negative log-probabilities."""
+    """Two answers of 1 and 3 tokens pool as exp of the mean of all negative log-probabilities."""
     world = World({"m": profile(n=1)}, {"m": (1.0,)}, prompts=2)
     c = world.controller
     c.loaded(c.wanted)
@@ -183,7 +183,7 @@ def test_an_evaluation_pools_perplexity_over_tokens():
 
 
 def test_a_request_of_its_own_objective_is_ranked_by_that():
-    """Whether exits are taken is also for its objective to say, not for the server's."""
+    """Its own objective, not the server's, also decides whether exits are taken."""
     fast = profile(1.0, n=2, sure=(0.2, 1.0), quality=((1.0, 0.8),), ceiling=0.8)
     slow = profile(3.0, n=2, sure=(0.9, 1.0), quality=((1.0, 0.75),), ceiling=0.75)
     shares = {"fast": (1.0, 0.0), "slow": (1.0, 0.0)}

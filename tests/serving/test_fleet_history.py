@@ -265,9 +265,13 @@ def test_profiles_that_cannot_be_read_are_measured(tmp_path, monkeypatch):
     repository.profile("m", NOW)
     repository.keep("m", found, 1e9)
     setup = SimpleNamespace(
-        members={"m": None}, slots={"m": (2,)}, context=32, reference=None,
-        conditions=lambda *of: NOW, texts=lambda: [[1, 2, 3]],
-    )  # fmt: skip
+        members={"m": None},
+        slots={"m": (2,)},
+        context=32,
+        reference=None,
+        conditions=lambda *of: NOW,
+        texts=lambda: [[1, 2, 3]],
+    )
     again = lambda: measurements.measured(setup, repository, QualitySource.parse("best"), "nvml")
     measured = []
     monkeypatch.setattr(measurements, "measure", lambda *of, **own: measured.append(1) or found)

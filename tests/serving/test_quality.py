@@ -181,10 +181,14 @@ def test_models_are_compared_by_one_metric():
         model, layers, "sums", metric, value
     )
     rows = [
-        score("small", "exact_match", 0.9), score("small", "acc", 0.3), score("small", "f1", 0.2),
-        score("small", "exact_match", 0.8, layers=2), score("small", "acc", 0.1, layers=2),
-        score("large", "acc", 0.6), score("large", "f1", 0.1),
-    ]  # fmt: skip
+        score("small", "exact_match", 0.9),
+        score("small", "acc", 0.3),
+        score("small", "f1", 0.2),
+        score("small", "exact_match", 0.8, layers=2),
+        score("small", "acc", 0.1, layers=2),
+        score("large", "acc", 0.6),
+        score("large", "f1", 0.1),
+    ]
     profiles = {name: profile() for name in STOPS}
     made = quality.with_benchmarks(profiles, STOPS, rows)
     assert (made["small"].ceiling, made["large"].ceiling) == (0.3, 0.6)
@@ -207,7 +211,7 @@ def test_a_benchmark_is_of_all_tokens_by_one_exit():
 
 
 def test_tokens_below_their_threshold_are_not_expected_to_be_sure():
-    """Of a part of a model, whose last exit takes all that is left."""
+    """A part of a model, whose last exit takes all that is left."""
     known = profile(n=3, sure=(0.9, 0.9, 1.0), unsure=(0.3, 0.6, 1.0))
     made = types.SimpleNamespace(
         parts={"m": types.SimpleNamespace(depth=2)}, _profiles={"m": known}, _clock=lambda: 2.0

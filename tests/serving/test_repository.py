@@ -181,12 +181,22 @@ SERVING = Conditions("digest", "cpu", "0.10", "0.1", '{"context": 32}')
 COLUMNS = {
     "profile": ("model", "conditions", "time", "profile"),
     "history": (
-        "time", "model", "conditions", "depth", "prompts", "tokens", "exits", "counted",
-        "strictness", "throughput", "accuracy", "perplexity",
+        "time",
+        "model",
+        "conditions",
+        "depth",
+        "prompts",
+        "tokens",
+        "exits",
+        "counted",
+        "strictness",
+        "throughput",
+        "accuracy",
+        "perplexity",
     ),
     "benchmark": ("model", "depth", "throughput"),
     "score": ("model", "layers", "task", "metric", "value"),
-}  # fmt: skip
+}
 VALUES = st.one_of(
     st.integers(-9, 99),
     st.floats(),

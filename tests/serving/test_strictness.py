@@ -1,4 +1,4 @@
-"""What audits make a controller do: more layers, higher thresholds, or a better model."""
+"""Audits make a controller load more layers, raise thresholds or take a better model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eejax.serving.strictness import Strictness
 
 
 def looked_at(n: int, wrong: float) -> Audit:
-    """Of n answers, in each of which this share of the tokens is not the whole model's."""
+    """An audit of n answers, each with this share of tokens that the whole model does not write."""
     audit = Audit()
     for _ in range(n):
         audit.add(Verdict(np.arange(100) >= 100 * wrong, np.zeros(100)))
