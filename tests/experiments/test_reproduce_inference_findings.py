@@ -1,0 +1,125 @@
+"""Findings of the reproduction of EE-LLM's inference, from results made by hand."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+from launchers import functions_of
+
+from eejax.inference.latency import ForwardTimes
+from eejax.models.config import ExitConfig, ModelConfig
+from experiments import decode_times
+from experiments.reproduce import inference_findings
+
+inference = functions_of("experiments.reproduce.inference")
+
+
+def test_speeds_are_ratios_of_the_pairs():
+    base = np.array([1.0, 2.0, 4.0])
+    full, ratios = 3 * base, [1.0, 1.5, 3.0]
+    seconds = np.stack([full, *(full / r for r in ratios)])
+    got = decode_times.measured(seconds)
+    assert [row["speed"]["ratio"] for row in got] == pytest.approx(ratios)
+    assert [row["over_first"]["ratio"] for row in got] == pytest.approx(ratios)
+    assert [row["over_above"]["ratio"] for row in got] == pytest.approx([1.0, 1.5, 2.0])
+    assert all(r["low"] == r["high"] == r["ratio"] for row in got for r in row.values())
+
+
+def test_simulated_speeds_worked_by_hand():
+    config = ModelConfig(
+        vocab_size=7, n_layers=4, d_model=8, n_heads=2, context_length=8, exits=(ExitConfig(1),)
+    )
+    times, factors = ForwardTimes((1.0,) * 4, (0.5, 0.5)), {1: 1.0, 2: 1.25, 4: 2.0}
+    run = lambda traces, threshold: decode_times.simulate(
+        traces, config, 4, times, factors, threshold, 16
+    )
+    # Two tokens leave after layer 1 and its exit, 1.5 each; the third goes on with three rows, at
+    # the price of four: 1.5 + 3 · 2 + 0.5. A full token takes 4.5.
+    got = run([[0, 0, 1]], 0.5)
+    assert got["recompute"] == pytest.approx(3 * 4.5 / (1.5 + 1.5 + 8.0))
+    # On four stages of one layer nobody waits: 1.5, 1.5 and 5.
+    assert got["pipelined"] == pytest.approx(3 * 4.5 / 8.0)
+    # Of two texts the times add up.
+    two = run([[0, 0, 1], [1]], 0.5)
+    assert two["pipelined"] == pytest.approx(4 * 4.5 / 13.0)
+    assert run([[1, 1], [1]], 1.0) == {"recompute": 1.0, "pipelined": 1.0}
+
+
+def task_rows(full, changes, speeds):
+    """Scores' intervals are wide, those of paired changes 0.02 and 0.1 to either side."""
+    score = lambda x: {"score": x, "low": x - 0.3, "high": x + 0.3}
+    return [
+        {"threshold": t, "score": score(full + c),
+         "change": {"score": c, "low": c - half, "high": c + half}, "speed": {"pipelined": v}}
+        for t, c, half, v in zip((1.0, 0.5, 0.2), changes, (0, 0.02, 0.1), speeds, strict=True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "full, changes, speeds, verdict, told",
+    [
+        (0.5, (0, -0.02, -0.4), (1.0, 2.5, 4.0), "holds", "down to 0.5, 2.50 times"),
+        (0.5, (0, -0.1, -0.4), (1.0, 2.5, 4.0), "does not hold", "down to 1, 1.00 times"),
+        (0.5, (0, -0.1, 0.0), (1.0, 2.5, 4.0), "not at this scale", "down to 1, 1.00 times"),
+        (0.5, (0, -0.02, -0.4), (1.0, 1.5, 1.9), "does not hold", "down to 0.5, 1.50 times"),
+        (0.01, (0, 0.1, 0.2), (1.0, 2.5, 4.0), "not at this scale", "down to 0.2, 4.00 times"),
+    ],
+)
+def test_a_task_is_judged_by_paired_changes_where_the_full_model_does_it(
+    full, changes, speeds, verdict, told
+):
+    """Twice as fast at a score that is surely at most a tenth lower."""
+    point = {
+        "threshold": 1.0,
+        "perplexity": 5.0,
+        "agreement": 1.0,
+        "more_than_full": {"perplexity": {"score": 0.0, "low": 0.0, "high": 0.0}},
+        "simulated": {"pipelined": 1.0},
+        "speed": {"ratio": 1.0, "low": 0.9, "high": 1.1},
+    }
+    summary = {
+        "tasks": {"boolq": task_rows(full, changes, speeds)}, "stages": 4, "thresholds": [point],
+        "full": {"perplexity": {"score": 5.0, "low": 4.9, "high": 5.1}},
+    }  # fmt: skip
+    first, *_, last = inference_findings.figure_8(summary, "tiny")
+    assert (first.place, str(first.verdict)) == ("Figure 8", verdict) and told in first.ours
+    assert last.place == "Section 5.2, footnote 2" and last.verdict == "holds"
+
+
+def test_a_claim_that_does_not_hold_is_said_to_fail():
+    ratio = lambda x, w=0.01: {"ratio": x, "low": x - w, "high": x + w}
+    more = {k: {"score": 0.1, "low": 0.0, "high": 0.2} for k in ("word_loss", "perplexity")}
+    row = lambda t, speed, above, loss: {
+        "threshold": t, "accuracy": {"score": 0.5}, "word_loss": loss, "perplexity": loss,
+        "more_than_full": more, "speed": ratio(speed), "over_first": ratio(speed),
+        "over_above": ratio(above), "simulated": {"recompute": speed, "pipelined": speed},
+    }  # fmt: skip
+    found = [row(1.0, 1.0, 1.0, 3.0), row(0.9, 1.1, 1.1, 3.05), row(0.5, 1.5, 1.36, 3.5)]
+    whole = {"score": 3.0, "low": 2.9, "high": 3.1}
+    full = {"accuracy": {"score": 0.5, "low": 0.4, "high": 0.6}, "word_loss": whole,
+            "perplexity": whole}  # fmt: skip
+    check = {"tokens": 9, "differ": 3, "near_ties": 1, "others": 0}
+    held = lambda f=found, c=check: [x["holds"] for x in inference.judge(f, full, c)]
+    assert held() == [True] * 6 and held(c=None) == [True] * 5
+    assert "within that down to 0.9" in inference.judge(found, full, check)[2]["claim"]
+
+    def failing(change, check=check):
+        changed = copy.deepcopy(found)
+        change(changed)
+        return [i for i, holds in enumerate(held(changed, check)) if not holds]
+
+    def slower(rows):
+        rows[2]["over_above"] = ratio(0.9)
+
+    def no_faster(rows):
+        rows[2]["over_first"] = ratio(1.005)
+
+    assert failing(slower) == failing(no_faster) == [0]
+    assert failing(lambda rows: rows[1].update(accuracy={"score": 0.3})) == [1]
+    assert failing(lambda rows: rows[1].update(word_loss=3.2)) == [2]
+    assert failing(lambda rows: rows[1].update(perplexity=2.8)) == [3]
+    assert failing(lambda rows: rows[2].update(perplexity=9.9)) == []  # not among the highest
+    assert failing(lambda rows: rows[2]["simulated"].update(pipelined=1.4)) == [4]
+    assert failing(lambda rows: None, check | {"others": 1}) == [5]
