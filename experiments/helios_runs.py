@@ -16,7 +16,7 @@ from eejax.common.errors import ConfigError, DataError
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
 from eejax.serving.auditor import Auditor
-from eejax.serving.breach_window import cleared
+from eejax.serving.breach_window import clear
 from eejax.serving.choices import Choice
 from eejax.serving.controller import Controller
 from eejax.serving.energy import layer_flops, segment_rows, token_work
@@ -167,7 +167,7 @@ class ByChance(Controller):
         self._evaluate("")
 
     def _breached(self, seen: float) -> None:
-        self._window = cleared(self._window)
+        self._window = clear(self._window)
 
 
 def drive(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import importlib.util
 import pathlib
 import subprocess
 import sys
@@ -124,6 +125,26 @@ def test_a_wrong_arrow_is_found(source, package):
 )
 def test_a_right_arrow_passes(source, package):
     assert wrong_arrows(source, package) == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised as Ray is imported
+def test_every_name_that_is_imported_from_eejax_exists():
+    """Launchers import most names where they use them, so that a test may never come by."""
+    missing = []
+    files = [f for room in ("eejax", *EDGE) for f in (ROOT / room).rglob("*.py")]
+    for file in files:
+        for name in imported(file.read_text(), file.relative_to(ROOT).parent.parts):
+            if name[0] == "eejax" and len(name) > 1 and not exists(name):
+                missing.append(f"{file.relative_to(ROOT)}: {'.'.join(name)}")
+    assert files and not missing
+
+
+def exists(name: tuple[str, ...]) -> bool:
+    """Return whether a dotted name is a module, or a value in one."""
+    module = importlib.import_module(".".join(name[:-1]))
+    if hasattr(module, name[-1]):
+        return True
+    return hasattr(module, "__path__") and importlib.util.find_spec(".".join(name)) is not None
 
 
 def test_every_package_is_installed():
