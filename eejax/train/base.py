@@ -48,7 +48,7 @@ class Facts(NamedTuple):
     """The part of an experiment that a base fixes.
 
     Attributes:
-      source: the value of `train.base`.
+      source: the value of `train.base`: the whole path of a folder, or a name.
       step: the checkpoint of a run; None for a pretrained model.
       config: the base's model.
       tokenizer: its fingerprint.
@@ -103,9 +103,9 @@ def with_base(
     plain = lambda v: v.to_dict() if hasattr(v, "to_dict") else dict(v)
     values = {name: plain(section) for name, section in plain(values).items()}
     train = values.get("train", {})
-    source = train.get("base")
-    if source is None:
+    if train.get("base") is None:
         return Experiment.from_dict(values)
+    source = _located(train["base"])
     data = values.setdefault("data", {})
     spec = data.get("tokenizer", DataConfig.tokenizer)
     chosen = spec if spec != DataConfig.tokenizer or "data.tokenizer" in given else None
@@ -119,6 +119,7 @@ def with_base(
             distributed.by_first(lambda: _keep(tokenizer, workdir / TOKENIZER))
     else:
         _check_resumed_tokenizer(chosen, facts, workdir)
+    train["base"] = facts.source
     values["model"] = _model(values.get("model", {}), facts, given)
     data["tokenizer"] = inputs.BASE
     weights = values.setdefault("exit_weights", {})
@@ -126,6 +127,12 @@ def with_base(
         chosen = values.get("tune", {}).get("exits") or values["model"]["exits"]
         weights["weights"] = (1.0,) * len(chosen)
     return Experiment.from_dict(values)
+
+
+def _located(source: str) -> str:
+    """Return the whole path of a folder, so that a run may resume anywhere, or a name as it is."""
+    path = pathlib.Path(source).expanduser()
+    return str(path.resolve()) if path.is_dir() else source
 
 
 def _keep(tokenizer: Tokenizer, folder: pathlib.Path) -> None:

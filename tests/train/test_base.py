@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 
 import jax
@@ -103,8 +104,6 @@ def test_it_begins_with_the_base_s_loss_and_trains_all_of_it(base, trained):
 
 
 def test_it_resumes_bitwise_and_needs_its_base_no_more(text, base, trained, tmp_path, monkeypatch):
-    import shutil
-
     shutil.copytree(base, tmp_path / "base")
     run = lambda path="base": fit(
         bases.with_base(configuration(text, tmp_path / path), tmp_path / "run"), tmp_path / "run"
@@ -123,6 +122,28 @@ def test_it_resumes_bitwise_and_needs_its_base_no_more(text, base, trained, tmp_
     other = configuration(text, base)
     with pytest.raises(CheckpointError, match="train.base: .*/base' in the checkpoint"):
         fit(bases.with_base(other, tmp_path / "run"), tmp_path / "run")
+
+
+def test_a_run_remembers_where_its_base_lies(text, base, tmp_path, monkeypatch):
+    there, elsewhere = tmp_path / "there", tmp_path / "elsewhere"
+    shutil.copytree(base, there / "base")
+    elsewhere.mkdir()
+
+    def run(source, folder, steps):
+        monkeypatch.chdir(folder)
+        config = configuration(text, source, steps=steps, checkpoint_every=1)
+        config.optimizer.schedule = "constant"
+        return fit(bases.with_base(config, tmp_path / "run"), tmp_path / "run")
+
+    run("base", there, 1)
+    run("../there/base", elsewhere, 2)
+    shutil.rmtree(there / "base")
+    run("base", there, 3)
+    assert run(str(there / "base"), elsewhere, 4).step == 4
+    metadata = load_model(tmp_path / "run").metadata
+    assert metadata["experiment"]["train"]["base"] == str(there / "base")
+    with pytest.raises(CheckpointError, match="train.base = 'base'"):
+        run("base", elsewhere, 5)  # no folder here, and no name
 
 
 def test_exits_are_added_and_a_head_becomes_shared(text, base, tmp_path):
