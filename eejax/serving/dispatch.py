@@ -19,12 +19,13 @@ import numpy as np
 
 from eejax.serving.audits import Audit, Verdict
 from eejax.serving.choices import Assignment, Choice, ControllerOptions, Decision, Profile
-from eejax.serving.objectives import NAMED, Telemetry
+from eejax.serving.objectives import NAMED, Objective, Telemetry
 from eejax.serving.timeline import AnswerTimeline, TimelinePoint, marks
 
 KEPT = 2000  # prompts of the timeline
 BEHIND = 32  # answers that may wait to be looked at again
 AUDITS = 0.05  # share of the time that audits may take beside those of evaluations
+REPORTED = 0.01  # the same where no decision reads them
 
 
 class Policy(Protocol):
@@ -34,6 +35,7 @@ class Policy(Protocol):
     wanted: Choice | None
     decisions: list[Decision]
     options: ControllerOptions
+    objective: Objective | None
 
     def holds(self, there: Mapping[str, int], held: int) -> None: ...
     def choose(self) -> Assignment: ...
@@ -346,7 +348,9 @@ class Dispatcher(abc.ABC):
 
     def _may_audit(self) -> bool:
         """Whether few answers wait to be judged, and that took little of the time so far."""
-        spent = self._audited <= AUDITS * (self._clock() - self._since)
+        objective = self.controller.objective
+        share = AUDITS if objective is not None and objective.reads_quality else REPORTED
+        spent = self._audited <= share * (self._clock() - self._since)
         return len(self._to_audit) < BEHIND and spent
 
     def _measured(

@@ -103,6 +103,11 @@ class Objective:
             )
         return cls(NAMED[name], limits)
 
+    @property
+    def reads_quality(self) -> bool:
+        """Whether the quality of answers is weighed or limited."""
+        return bool({"accuracy", "perplexity"} & {*self.weights, *self.limits})
+
     def score(self, telemetry: Telemetry) -> float:
         """Of two, the better one's is the greater; their difference is the log of a ratio."""
         value = lambda metric: math.log(max(getattr(telemetry, metric), 1e-12))

@@ -24,6 +24,8 @@ Make = Callable[[Callable[[], float]], Policy]
 class Scripted:
     """Choices, each for `every` prompts, the last for all that follow: nothing is looked at."""
 
+    objective = None
+
     def __init__(
         self, choices: Sequence[Choice], every: int = 1, *, clock: Callable[[], float]
     ):  # fmt: skip

@@ -225,6 +225,21 @@ def test_audits_tighten_where_accuracy_is_asked_for():
     assert "tighten" in kinds[True][0] and kinds[True][1] > 0.6
 
 
+def test_audits_that_no_decision_reads_take_a_hundredth_of_the_time():
+    t = trace(model([[0] * 20] * 400))
+    profiles, found = {"small": cheap(1.0)}, {}
+    paces = {"small": dataclasses.replace(pace(1.0, slots=2), chunk=(20.0,) * 3)}
+    for limits in ({}, {"accuracy": 0.5}, {"perplexity": 2.0}):
+        make = policies.helios(profiles, Objective({"throughput": 1.0}, limits), options())
+        took = [
+            simulate(t, profiles, paces, make, Setting(slots=2, steps=2, audits=share)).seconds
+            for share in (0.0, 1.0)
+        ]
+        found[",".join(limits)] = took[1] / took[0] - 1
+    assert 0.002 < found[""] < 0.012, found
+    assert 0.03 < found["accuracy"] < 0.06 and 0.03 < found["perplexity"] < 0.06, found
+
+
 def test_hindsight_takes_what_is_best_for_each_stretch():
     early = drawn()
     # Tokens that leave before the last layer are wrong with a third of the prompts.
