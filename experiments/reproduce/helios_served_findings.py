@@ -245,14 +245,15 @@ def add_table_5(found: Findings, result: Mapping[str, Any]) -> None:
         f"{ttft[1]:.0f} ms.",
     )
     first = [get(name)["large"][0] for name in ("accuracy", "energy")]
+    judged = next(row for row in result["table_1"] if row["measure"] == "judge")["before"]
     found.add(
         "Section 5.6",
         "For accuracy the larger model's first exit serves more than for energy.",
         "34.6 % of the tokens, 2.26x",
         f"{percent(first[0])}, for energy {percent(first[1])}",
         first[0] > first[1],
-        f"The judge's perplexity gives the larger one {percent(sum(get('accuracy')['large']))} in "
-        "all; not explained further.",
+        "To the judge, which decides here, the smaller model's answers have a perplexity of "
+        f"{judged['small']:.1f}, and the larger one's {judged['large']:.1f}.",
     )
 
 

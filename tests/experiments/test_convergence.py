@@ -69,6 +69,8 @@ def test_it_leaves_what_it_promises(reproduced):
         "standard_tied": ("final",),
         "fig6_tied": ("exit_2", "exit_4", "final"),
         "fig11_three": ("exit_1", "exit_3", "exit_5", "final"),
+        "standard_tied_2": ("final",),
+        "standard_tied_4": ("final",),
     }
     expected = [(variant, e) for variant, names in of.items() for e in names]
     assert [(row["variant"], row["exit"]) for row in results["exits"]] == expected
@@ -91,12 +93,12 @@ def test_it_leaves_what_it_promises(reproduced):
 def test_a_second_call_trains_nothing_and_a_falsified_claim_gives_status_1(launch, reproduced):
     workdir = reproduced[0]
     before = {p: p.read_text() for p in workdir.glob(f"*/{METRICS}")}
-    assert len(before) == 3
+    assert len(before) == 5
 
     change_held_out(workdir, lambda run: {"loss/final": 2.0})
     code, out, err = launch(workdir, *SOME)
     assert code == 0, out + err
-    assert err.count(f"resuming after step {STEPS}") == 3 and "validation loss" not in err
+    assert err.count(f"resuming after step {STEPS}") == 5 and "validation loss" not in err
     assert [p.read_text().splitlines()[:-1] for p in before] == [
         text.splitlines()[:-1] for text in before.values()
     ]
@@ -128,7 +130,7 @@ def test_variants_are_the_published_ones():
             (e["boundary"] / convergence.LAYERS, e["norm"], e.get("mlp", False), w)
             for e, w in zip(v.exits, v.weights, strict=True)
         ])
-        for name, v in convergence.VARIANTS.items()
+        for name, v in convergence.VARIANTS.items() if v.layers == convergence.LAYERS
     }  # fmt: skip
     tied, own = ("tied", "standard_tied"), ("own", "standard_own")
     assert got == {
@@ -144,12 +146,19 @@ def test_variants_are_the_published_ones():
     }
     for v in convergence.VARIANTS.values():
         assert {e["head"] for e in v.exits} <= {v.head}
+    for name in convergence.COMPARED:
+        alone = [convergence.VARIANTS[n] for n in convergence.VARIANTS[name].alone]
+        variant = convergence.VARIANTS[name]
+        assert [v.layers for v in alone] == [e["boundary"] for e in variant.exits]
+        assert {(v.head, v.exits) for v in alone} == {(variant.head, ())}
 
 
 def test_variants_differ_in_nothing_but_their_exits(tmp_path):
     runs = {n: convergence.experiment(n, 1, 100, tmp_path) for n in convergence.VARIANTS}
     for name, run in runs.items():
+        layers = convergence.VARIANTS[name].layers
         standard = runs[convergence.VARIANTS[name].standard]
+        standard = dataclasses.replace(standard, model=standard.model.replace(n_layers=layers))
         plain = dataclasses.replace(
             run, model=run.model.replace(exits=()), exit_weights=standard.exit_weights
         )
@@ -216,6 +225,22 @@ def test_pace_is_the_share_of_the_fall_that_is_done():
     (first, *_) = convergence.findings(rows)
     assert (first["key"], first["verdict"]) == ("figure-6", "does not hold")
     assert "exit_2 50.0, final 50.0" in first["ours"]
+
+
+def test_an_exit_far_off_is_compared_with_a_model_of_as_few_layers():
+    make = lambda **held_out: [losses([4, 3, 2, 1], **held_out)]
+    runs = {
+        "standard_tied": make(final=1.0),
+        "fig6_tied": make(exit_2=2.0, exit_4=1.5, final=1.0),
+        "standard_tied_2": make(final=1.75),
+        "standard_tied_4": [losses([4, 1, 1, 1], final=1.1)],
+    }
+    why = {f["key"]: f["why"] for f in convergence.findings(convergence.compare(runs))}
+    assert "2 layers ends at 1.750, 75% of the distance" in why["figure-6-early"]
+    assert "4 layers ends at 1.100, 20% of the distance" in why["figure-6-early"]
+    del runs["standard_tied_2"], runs["standard_tied_4"]
+    why = {f["key"]: f["why"] for f in convergence.findings(convergence.compare(runs))}
+    assert why["figure-6-early"].endswith("was not run")
 
 
 def test_a_curve_that_rises_and_an_early_exit_that_is_better_are_named():
