@@ -80,6 +80,7 @@ class Controller:
         # Prompts, and answers that ended in errors, since the last decision or the last change.
         self._since = self._errors = 0
         self._broken: collections.Counter[Choice] = collections.Counter()  # times that was breached
+        self._lasted: Choice | None = None  # what served for a whole interval
         self._plan: list[RunningEvaluation] = []
         self._start(known or {})
 
@@ -140,13 +141,11 @@ class Controller:
         return self.below / self.emitted if self.emitted else 0.0
 
     def holds(self, there: Mapping[str, int], held: int) -> None:
-        """What is on the device: models, with how many of their exits, and so many tokens of the
-        requests under way. Until it is told: what serves, and one prompt."""
+        """Note models on the device, with how many of their exits, and tokens of requests there."""
         self._there, self._held = dict(there), held
 
     def choose(self) -> Assignment:
-        """Where the next prompt goes. While another model is evaluated, the one that served goes on
-        with what is not for that, if it is there."""
+        """Return where the next prompt goes: while another is evaluated, to what served before."""
         self._since += 1
         if self._plan:
             seen = self._plan[0]
@@ -249,8 +248,7 @@ class Controller:
             self._evaluated(seen)
 
     def dropped(self, model: str, failed: bool = False) -> None:
-        """A prompt of an evaluation will not be answered: another one takes its place. A model that
-        `failed` to, as often as an evaluation has prompts, is given up."""
+        """Give an evaluation another prompt; a model that `failed` too often is given up."""
         if not self._plan or self._plan[0].model != model or not self._plan[0].open:
             return
         self._plan[0] = evaluations.return_prompt(self._plan[0])
@@ -339,6 +337,7 @@ class Controller:
         limit = self.objective.limits.get("ttft_p99", math.inf)
         self._expected.lateness.forget(self.current, missed=late > limit)
         self._broken.pop(self.current, None)  # for all of the interval it was not
+        self._lasted = self.current
         self._compared.clear()
         self._age = {model: age + 1 for model, age in self._age.items()}
         if self._settled():
@@ -472,8 +471,9 @@ class Controller:
         if depth == exits:  # nothing is below its threshold but at the end
             return
         self._broken[self.current] += 1
-        # Texts are other ones than when models were evaluated: all may have become better.
-        self._age = dict.fromkeys(self._age, math.inf)
+        if self._lasted == self.current:  # texts are other ones now: all may have become better
+            self._age = dict.fromkeys(self._age, math.inf)
+        self._lasted = None
         self._expected.breached(model, depth, seen)
         more = [Choice(model, d) for d in range(depth + 1, exits + 1)]
         more = [c for c in more if self._calm(c, self.shares[model])] or more[-1:]

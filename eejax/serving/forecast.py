@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from eejax.serving.choices import Choice, Profile
 
 LONGEST_INTERVAL = 5000  # prompts between two assessments, where their number is found
-HOPE = 0.2  # of a model's tokens that may come to leave early from one assessment to the next
+HOPE = 0.1  # of a model's tokens that may come to leave early from one assessment to the next
 
 
 def interval(seconds: float, each: float, gain: float, least: int) -> int:

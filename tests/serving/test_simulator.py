@@ -150,7 +150,7 @@ def test_models_that_do_not_fit_are_freed_and_texts_go_on_elsewhere(budget):
 def test_decisions_are_those_of_a_controller_driven_by_hand():
     """One slot and steps of one: the simulator tells tokens as they come, and answers in turn. What
     is wanted is there at once."""
-    t, objective = drawn(), THROUGHPUT
+    t, objective = drawn(1), THROUGHPUT
     make = policies.helios(PROFILES, objective, options())
     got = run(t, make, profiles=PROFILES, setting=Setting(slots=1, steps=1, free=True))
     repository = Repository()
