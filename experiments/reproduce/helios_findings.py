@@ -13,10 +13,8 @@ from experiments.reproduce import helios_paper as paper
 from experiments.reproduce import helios_served_findings as served
 from experiments.reproduce.findings import Findings, gain, percent
 from experiments.reproduce.helios_evidence import LIMITS, LOW
-from experiments.reproduce.helios_paper import NEAR
+from experiments.reproduce.helios_paper import FITTED, NEAR
 from experiments.reproduce.helios_simulated import of
-
-FITTED = "thresholds are fitted, so that the paper's share leaves before the last layer"
 
 
 def findings(result: Mapping[str, Any], lines: Mapping[str, Any], scale: str) -> list[dict]:
@@ -142,19 +140,18 @@ def _exits(found: Findings, result: Mapping[str, Any]) -> None:
         "Figure 7",
         "Most tokens leave by the first exit, at about a quarter of the depth.",
         "over 70 % in both models; about 20 % take all layers",
-        "; ".join(f"{m} after {r['layers']}: {shares(r)}" for m, r in every.items())
-        + f"; {FITTED}",
-        min(firsts) > 0.7 - NEAR,
-        served.by_thresholds(result),
+        "; ".join(f"{m} after {r['layers']}: {shares(r)}" for m, r in every.items()),
+        None,
+        f"{FITTED}; how many of them leave by the first exit, {percent(min(firsts))} at least, "
+        "follows from that.",
     )
-    small = every["small"]["shares"]
     found.add(
         "Figure 11a",
         "OPT-1.3B's tokens leave after 6, 12 and 24 layers (also section 1).",
         " / ".join(f"{v:.0f} %" for v in paper.EXITS_1B3),
-        f"{shares(every['small'])}; {FITTED}",
-        small[0] > paper.EXITS_1B3[0] / 100 - NEAR and small[-1] < paper.EXITS_1B3[-1] / 100 + NEAR,
-        served.by_thresholds(result),
+        shares(every["small"]),
+        None,
+        f"{FITTED}.",
     )
     both = {row["writer"]: row for row in result["figure_9"]}
     beyond = both["small"]["past_first"][0]
@@ -176,20 +173,36 @@ def _exits(found: Findings, result: Mapping[str, Any]) -> None:
         "Figure 9",
         "Tokens that need many layers in one model need fewer in the other.",
         "drawn, no numbers",
-        told,
+        f"{told} (needed: more than half of the former)",
         min(1 - r["last"][-1] for r in both.values()) > 0.5,
         "One way at least, most of them take all layers of the other model too.",
     )
     rows = [r for r in result["figure_8"] if r["model"] == "large" and r["task"] != "all"]
     stays = {r["task"]: r["unchanged"][-1] for r in rows}
-    least = min(v for r in rows for v in r["unchanged"] if v is not None)
+    least, limit, task = min(
+        (share, limit, r["task"])
+        for r in rows
+        for limit, share in zip(LIMITS, r["unchanged"], strict=True)
+        if share is not None
+    )
+    every_token = next(
+        r["unchanged"][-1]
+        for r in result["figure_8"]
+        if (r["model"], r["task"]) == ("large", "all")
+    )
+    unsure = (
+        f"Of all tokens, however sure, {percent(every_token)} are final at the larger model's "
+        "first exit, so that few of the unsure ones can be."
+    )
     found.add(
         "Figure 8",
         "The token of the first exit is the final one, whatever the threshold.",
         "85 % at least, four data sets, OPT-6.7B",
-        "at threshold 1: " + ", ".join(f"{t} {percent(s)}" for t, s in stays.items()),
+        "at threshold 1: "
+        + ", ".join(f"{t} {percent(s)}" for t, s in stays.items())
+        + f"; least of all: {percent(least)} ({task}, at {limit:g})",
         least >= 0.85,
-        f"The least share is {percent(least)}.",
+        unsure,
     )
     row = next((r for r in rows if r["task"] == "summarization"), rows[0])
     low = row["unchanged"][LIMITS.index(LOW)]
@@ -199,9 +212,7 @@ def _exits(found: Findings, result: Mapping[str, Any]) -> None:
         "92.1 % (CNN/DailyMail)",
         "no such token" if low is None else f"{percent(low)} ({row['task']})",
         None if low is None else low > 0.921 - NEAR,
-        "No token is kept by so low a threshold."
-        if low is None
-        else f"{percent(1 - low)} of them change in later layers.",
+        "No token is kept by so low a threshold." if low is None else unsure,
     )
     own = result["table_1_choices"]["own"]
     first = result["table_1"][0]
@@ -271,16 +282,18 @@ def _settings(found: Findings, result: Mapping[str, Any]) -> None:
         "drawn",
         f"{fast['assessments']} evaluations of candidates, {percent(fast['partly_loaded'])} of the "
         f"prompts by part of a model, {fast['loads']} LD, {fast['switches']} SW",
-        fast["assessments"] > 1 and fast["partly_loaded"] > 0,
-        "The controller never did so.",
+        fast["assessments"] > 1
+        and fast["partly_loaded"] > 0
+        and fast["loads"] + fast["switches"] > 0,
+        "The controller never did one of these.",
     )
     found.add(
         "Figures 3 and 4",
         "A token leaves at the first exit that is surer than the threshold.",
         "drawn",
         ", ".join(f"{m}: threshold {t:.3f}" for m, t in result["thresholds"].items())
-        + f", {percent(1 - small['exits']['small'][-1])} of small's tokens leave early, "
-        f"{FITTED}",
+        + f", {percent(1 - small['exits']['small'][-1])} of small's tokens leave early. "
+        f"{FITTED}.",
         small["exits"]["small"][-1] < 1,
         "No token leaves early.",
     )
@@ -328,10 +341,10 @@ def _gains_of_exits(found: Findings, result: Mapping[str, Any]) -> None:
         "Section 2.3",
         "Early exits improve throughput and latency without less accuracy.",
         "said, without a number",
-        "; ".join(told) + f"; {FITTED}",
+        "; ".join(told) + f". {FITTED}.",
         all(right),
-        f"{'; '.join(told)}: a speed is no better, or more than {NEAR:.0%} of the tokens are "
-        "others.",
+        "At these thresholds exits keep tokens that later layers would change: more than "
+        f"{NEAR:.0%} of them, or no speed is gained.",
     )
 
 
@@ -339,11 +352,14 @@ def _evaluations(found: Findings, result: Mapping[str, Any], lines: Mapping[str,
     """Answers to the prompts of evaluations, and the switch back."""
     name = "HELIOS, throughput"
     row, line = of(result["simulated"], name), lines[name]
+    right = of(result["simulated"], "HELIOS, accuracy")
+    ttft = [of(result["simulated"], f"{m} only")["ttft"]["mean"] for m in paper.MODELS]
+    slower = ttft[1] / ttft[0]
     each = result["defaults"]["prompts"]
     during = sorted({i for a in line.assessments for i in range(a, a + each)})
     during = [i for i in during if i < len(line.ttft)]
-    others = [i for i in range(len(line.ttft)) if i not in set(during)]
-    later = line.ttft[during].mean() / line.ttft[others].mean() if during and others else None
+    alone = lines["small only"].ttft  # the same prompts, as long ones take longer anyway
+    later = line.ttft[during].mean() / alone[during].mean() if during else None
     found.add(
         "Section 3.4",
         "Tokens of evaluations are kept, and the first token is no later for them.",
@@ -352,15 +368,15 @@ def _evaluations(found: Findings, result: Mapping[str, Any], lines: Mapping[str,
         + (
             "and none is of an evaluation"
             if later is None
-            else f"the first token {later:.2f} times as late in the {len(during)} prompts behind "
-            "the begin of an evaluation"
+            else f"the first token of the {len(during)} prompts behind the begin of an evaluation "
+            f"comes after {later:.2f} times what the smaller model alone takes (up to 1.1)"
         ),
         None if later is None else row["answered"] == result["prompts"] and later < 1.1,
-        "no prompt is of an evaluation, or all are"
+        "no prompt is of an evaluation"
         if later is None
-        else f"Of {row['seconds']:.1f} s {row['loading']:.1f} s go by with loading models.",
+        else "A prompt of an evaluation waits for the whole of its candidate: the larger model's "
+        f"first token takes {slower:.1f} times as long as the smaller one's.",
     )
-    right = of(result["simulated"], "HELIOS, accuracy")
     found.add(
         "Section 5.4",
         "HELIOS reverts to OPT-1.3B where it is as accurate and takes less energy.",
@@ -368,5 +384,5 @@ def _evaluations(found: Findings, result: Mapping[str, Any], lines: Mapping[str,
         f"{right['switches']} switches in {right['assessments']} evaluations; "
         f"{percent(sum(right['exits']['small']))} of the tokens by the small model",
         right["switches"] > 1,
-        f"{right['switches']} switches are too few to go and come back.",
+        f"{served.by_judge(result)} So nothing speaks for the larger one, from which to revert.",
     )

@@ -111,7 +111,7 @@ def verdicts(result, place):
     return [f["verdict"] for f in found if f["place"] == place]
 
 
-HOLDS, FAILS = "holds", "does not hold"
+HOLDS, FAILS, UNJUDGED = "holds", "does not hold", "not at this scale"
 
 
 def test_a_claim_that_does_not_hold_is_said_to_fail(left):
@@ -133,15 +133,16 @@ def test_a_claim_that_does_not_hold_is_said_to_fail(left):
     for saved, verdict in ((0.225, HOLDS), (0.3, FAILS)):
         change = lambda result, _, saved=saved: result["table_4"][1].update(saved=saved)
         assert changed("Table 4", change) == [HOLDS, verdict, HOLDS]
-    for shares, verdict in (((0.73, 0.05, 0.22), HOLDS), ((0.5, 0.28, 0.22), FAILS)):
-        change = lambda result, _, shares=shares: [
-            row.update(shares=shares) for row in result["figure_7"]
-        ]
-        assert changed("Figure 11a", change) == [verdict]
+    # Thresholds are fitted to the share of a model alone, which shows nothing.
+    for place in ("Figure 7", "Figure 11a"):
+        assert verdicts(read(), place) == [UNJUDGED]
+    assert verdicts(read(), "Table 5")[:2] == [UNJUDGED, UNJUDGED]
     # More by first exits than in the paper is no fault, fewer are.
-    for exits, verdict in (((0.95, 0.0, 0.05), HOLDS), ((0.6, 0.05, 0.35), FAILS)):
-        change = lambda _, rows, exits=exits: rows["small only"]["exits"].update(small=exits)
-        assert changed("Table 5", change)[0] == verdict
+    for exits, verdict in (((0.75, 0.0, 0.05), HOLDS), ((0.4, 0.05, 0.35), FAILS)):
+        change = lambda _, rows, exits=exits: rows["HELIOS, energy"].update(
+            exits={"small": exits, "large": (0.2, 0.0, 0.0)}
+        )
+        assert changed("Table 5", change)[-1] == verdict
     # Of tokens that take all layers, those that leave the other model early by any exit count.
     for last, verdict in (((0.1, 0.5, 0.4), HOLDS), ((0.4, 0.0, 0.6), FAILS)):
         change = lambda result, _, last=last: [row.update(last=last) for row in result["figure_9"]]
@@ -150,6 +151,7 @@ def test_a_claim_that_does_not_hold_is_said_to_fail(left):
         change = lambda result, rows, answered=answered: (
             rows["HELIOS, throughput"].update(answered=answered),
             result["timelines"]["HELIOS, throughput"].update(ttft=[0.1] * 24, assessments=[0]),
+            result["timelines"]["small only"].update(ttft=[0.1] * 24),
         )
         assert changed("Section 3.4", change) == [verdict]
     change = lambda result, _: [row.update(unchanged=[0.9] * 10) for row in result["figure_8"]]
@@ -162,7 +164,7 @@ def test_a_claim_that_does_not_hold_is_said_to_fail(left):
         exits={"small": [0.743, 0.018, 0.079], "large": [0.153, 0.001, 0.006]}
     )
     assert changed("Table 5", paper_row)[-1] == HOLDS
-    assert verdicts(read(), "Figure 5") == ["not at this scale"]
+    assert verdicts(read(), "Figure 5") == [UNJUDGED]
 
 
 def test_table_5_has_every_token_once_and_a_model_alone_its_own(world):
