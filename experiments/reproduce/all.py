@@ -186,7 +186,7 @@ def recorded(step: Step, workdir: pathlib.Path) -> list[Finding]:
 
 
 def show(collection: catalogue.Collection, failed: Mapping[str, str]) -> None:
-    print(", ".join(f"{n} {verdict}" for verdict, n in page.count(collection).items()))
+    print(f"Of the rows {page.told(page.count(collection))}.")
     for name, reason in failed.items():
         print(f"FAILED   {name}: {reason}")
     for text in collection.missing:

@@ -17,7 +17,10 @@ OTHER_PAPERS = ("CALM", "LayerSkip")
 
 
 class Verdict(enum.StrEnum):
-    """Outcome of a reproduction: a claim that needs a scale we do not have is not judged."""
+    """Outcome of a reproduction for our value at our scale.
+
+    The last one stands where our value can show neither of the others.
+    """
 
     HOLDS = "holds"
     FAILS = "does not hold"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import functools
 import os
 import pathlib
 import platform
@@ -10,15 +12,25 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from experiments.reproduce.catalogue import Collection, Entry
-from experiments.reproduce.claims import Claim, Finding, Verdict
+from experiments.reproduce.claims import Finding, Verdict
 
 TITLES = {
     "EE-LLM": "EE-LLM (Chen et al., ICML 2024)",
     "HELIOS": "HELIOS (Kumar et al., 2025)",
     "TIDE": "TIDE (Jaber and Jaber, 2026)",
 }
-HEADER = ("place", "claim", "theirs", "ours", "scale", "verdict")
+HEADER = ("row", "place", "claim", "theirs", "ours", "scale", "verdict")
 MISSING = "missing"
+RULES = (
+    "A row for each table, figure, equation and claim of three papers: their value, ours, the "
+    "scale of ours, and a verdict. Reasons stand below the tables, by the numbers of the rows. "
+    "A verdict is about our value at our scale: that a claim does not hold of a small model says "
+    'nothing about the paper\'s. "Not at this scale" stands where ours can show neither, as there '
+    "is no GPU, the model has nothing to lose, a value was fitted, or nothing was run. Values that "
+    "are simulated come from models of cost, not from a clock. A gain such as 1.48x holds if ours "
+    "is at least half of it (1.24x), and a share if it is within 10 points, or better; where a row "
+    "states another bound, that bound decides."
+)
 COMMAND = "EEJAX_DATA=DATA python -m experiments.reproduce.all --json"
 
 
@@ -45,33 +57,17 @@ def page(collection: Collection, machine: str, failed: Mapping[str, str], day: s
       failed: reproductions that ended without findings, with the reason.
       day: date of the page; today by default.
     """
-    counts = count(collection)
-    told = ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)
-    parts = [
-        "# What the papers claim, and what we find",
-        "A row for each table, figure, equation and claim of three papers: their value, ours, the "
-        "scale of ours, and whether the claim holds of it. A claim about large models or GPUs is "
-        "not judged on small ones: then the row says what is missing. Values that are simulated "
-        "come from models of cost, not from a clock. A gain such as 1.48x holds if ours is at "
-        "least half of it (1.24x), and a share if it is within 10 points, or better.",
-        f"Made on {day or datetime.date.today().isoformat()}: {machine}. Of all rows: {told}.",
-    ]
-    for paper, entries in collection.entries.items():
-        parts += [f"## {TITLES[paper]}", table(rows_of(entries))]
-    if collection.others:
-        parts += ["## Other papers", table([_cells(f, f.paper) for f in collection.others])]
-    findings = [
-        *(
-            f
-            for rows in collection.entries.values()
-            for e in rows
-            for f in (*e.findings, *e.besides)
-        ),
-        *collection.others,
-    ]
-    parts += ["## What does not hold, and why", listed(reasons(findings, Verdict.FAILS))]
-    beyond = reasons(findings, Verdict.NOT_AT_THIS_SCALE) | not_run(collection)
-    parts += ["## What this scale cannot show", listed(beyond)]
+    made = f"Made on {day or datetime.date.today().isoformat()}: {machine}."
+    parts = ["# What the papers claim, and what we find", RULES]
+    parts += [f"{made} Of the rows {told(count(collection))}."]
+    numbered: list[tuple[int, Row]] = []
+    for title, rows in tables(collection).items():
+        here = list(enumerate(rows, len(numbered) + 1))
+        numbered += here
+        parts += [f"## {title}", table(here)]
+    parts += ["## What does not hold, and why", reasons(numbered, str(Verdict.FAILS))]
+    beyond = str(Verdict.NOT_AT_THIS_SCALE)
+    parts += ["## What this scale cannot show", reasons(numbered, beyond)]
     broken = [f"- {name}: {why}" for name, why in failed.items()]
     broken += [f"- no finding: {text}" for text in collection.missing]
     broken += [f"- {text}" for text in collection.unknown]
@@ -86,53 +82,102 @@ def page(collection: Collection, machine: str, failed: Mapping[str, str], day: s
     return "\n\n".join(parts) + "\n"
 
 
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of a table.
+
+    Attributes:
+      paper: short name; empty where the place names it.
+      place, claim, theirs: of the claim, as the paper has them.
+      ours: our value, or where it stands.
+      scale: of our value; empty where there is none.
+      verdict: of `Verdict`, or `MISSING`; empty where another row has it.
+      why: the reason for a verdict that is not `Verdict.HOLDS`; empty otherwise.
+    """
+
+    paper: str
+    place: str
+    claim: str
+    theirs: str
+    ours: str
+    scale: str = ""
+    verdict: str = ""
+    why: str = ""
+
+
+def tables(collection: Collection) -> dict[str, list[Row]]:
+    """Rows of each table of the page, by its title."""
+    found = {TITLES[paper]: rows_of(paper, e) for paper, e in collection.entries.items()}
+    others = [
+        dataclasses.replace(_row(one), paper="", place=f"{one.paper}, {one.place}")
+        for one in collection.others
+    ]
+    return found | ({"Other papers": others} if others else {})
+
+
 def count(collection: Collection) -> dict[str, int]:
-    """Number of rows by verdict, without those that repeat another row."""
-    counts = dict.fromkeys([*map(str, Verdict), MISSING], 0)
-    for entries in collection.entries.values():
-        told = dict.fromkeys(f for e in entries for f in (*e.findings, *e.besides))
-        for finding in told:
-            counts[str(finding.verdict)] += 1
-        for claim in (e.claim for e in entries if not e.findings and not e.claim.repeats):
-            counts[str(Verdict.NOT_AT_THIS_SCALE) if claim.cannot else MISSING] += 1
+    """Number of rows by verdict; "" stands for those that point to another row."""
+    counts = dict.fromkeys([*map(str, Verdict), MISSING, ""], 0)
+    for row in (row for rows in tables(collection).values() for row in rows):
+        counts[row.verdict] += 1
     return counts
 
 
-def rows_of(entries: Sequence[Entry]) -> list[list[str]]:
-    """Cells of each row of a paper's table, in the order of the paper."""
+def told(counts: Mapping[str, int]) -> str:
+    """A clause about the counts: "113 hold, 53 do not, 54 are not judged at this scale"."""
+    verbs = {
+        str(Verdict.HOLDS): ("holds", "hold"),
+        str(Verdict.FAILS): ("does not", "do not"),
+        str(Verdict.NOT_AT_THIS_SCALE): (
+            "is not judged at this scale",
+            "are not judged at this scale",
+        ),
+        MISSING: ("has no finding", "have no finding"),
+        "": ("points to another row", "point to another row"),
+    }
+    always = set(map(str, Verdict))
+    return ", ".join(
+        f"{counts[kind]} {one if counts[kind] == 1 else several}"
+        for kind, (one, several) in verbs.items()
+        if counts[kind] or kind in always
+    )
+
+
+def rows_of(paper: str, entries: Sequence[Entry]) -> list[Row]:
+    """Rows of a paper's table, in the order of the paper."""
     places = {e.claim.key: e.claim.place for e in entries}
     shown: dict[Finding, str] = {}  # where a finding that speaks of several claims is told
     rows = []
     for entry in entries:
         one = entry.claim
+        plain = functools.partial(Row, paper, one.place, one.text, one.theirs)
         for finding in entry.findings:
             if finding in shown:
-                rows.append([*_start(one), f"see {shown[finding]}", "", ""])
+                rows.append(plain(f"see {shown[finding]}"))
             else:
                 shown[finding] = finding.place
-                rows.append(_cells(finding))
+                rows.append(_row(finding))
         if one.repeats and not entry.findings:
-            rows.append([*_start(one), f"see {places[one.repeats]}", "", ""])
+            rows.append(plain(f"see {places[one.repeats]}"))
+        elif one.cannot and not entry.findings:
+            rows.append(plain("not run", "", str(Verdict.NOT_AT_THIS_SCALE), one.cannot))
         elif not entry.findings:
-            verdict = str(Verdict.NOT_AT_THIS_SCALE) if one.cannot else MISSING
-            rows.append([*_start(one), "not run", "", f"**{verdict}**"])
-        rows += [_cells(finding) for finding in entry.besides]
+            rows.append(plain("not run", "", MISSING))
+        rows += [_row(finding) for finding in entry.besides]
     return rows
 
 
-def _start(claim: Claim) -> list[str]:
-    return [claim.place, claim.text, claim.theirs]
+def _row(f: Finding) -> Row:
+    return Row(f.paper, f.place, f.claim, f.theirs, f.ours, f.scale, str(f.verdict), f.why)
 
 
-def _cells(f: Finding, paper: str = "") -> list[str]:
-    place = f"{paper}, {f.place}" if paper else f.place
-    verdict = str(f.verdict) if f.verdict is Verdict.HOLDS else f"**{f.verdict}**"
-    return [place, f.claim, f.theirs, f.ours, f.scale, verdict]
-
-
-def table(rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = [HEADER, ["---"] * len(HEADER), *rows]
+def table(rows: Iterable[tuple[int, Row]]) -> str:
+    """A table in Markdown, of rows and their numbers."""
+    lines: list[Sequence[str]] = [HEADER, ["---"] * len(HEADER)]
+    for number, r in rows:
+        bold = r.verdict and r.verdict != str(Verdict.HOLDS)
+        verdict = f"**{r.verdict}**" if bold else r.verdict
+        lines.append([str(number), r.place, r.claim, r.theirs, r.ours, r.scale, verdict])
     return "\n".join(f"| {' | '.join(map(_escaped, line))} |" for line in lines)
 
 
@@ -140,27 +185,17 @@ def _escaped(cell: str) -> str:
     return " ".join(cell.split()).replace("|", "\\|")
 
 
-def reasons(findings: Sequence[Finding], verdict: Verdict) -> dict[str, list[str]]:
-    """Places of the claims of a verdict, by reason."""
-    found: dict[str, list[str]] = {}
-    for f in findings:
-        if f.verdict is verdict:
-            found.setdefault(f.why, []).append(f"{f.paper}, {f.place}")
-    return found
-
-
-def not_run(collection: Collection) -> dict[str, list[str]]:
-    """Places of the claims that no reproduction speaks of, by reason."""
-    found: dict[str, list[str]] = {}
-    for paper, entries in collection.entries.items():
-        for claim in (e.claim for e in entries if e.claim.cannot and not e.findings):
-            found.setdefault(claim.cannot, []).append(f"{paper}, {claim.place}")
-    return found
-
-
-def listed(by_reason: Mapping[str, Sequence[str]]) -> str:
-    lines = [
-        f"- {'; '.join(dict.fromkeys(places))}: {_escaped(why)}"
-        for why, places in by_reason.items()
-    ]
+def reasons(numbered: Iterable[tuple[int, Row]], verdict: str) -> str:
+    """A list of the reasons for a verdict, each with the rows that have it, sorted by row."""
+    found: dict[str, list[tuple[int, Row]]] = {}
+    for number, row in numbered:
+        if row.verdict == verdict:
+            found.setdefault(row.why, []).append((number, row))
+    lines = []
+    for why, having in found.items():
+        numbers = ", ".join(str(number) for number, _ in having)
+        named = (", ".join(filter(None, (row.paper, row.place))) for _, row in having)
+        places = "; ".join(dict.fromkeys(named))
+        rows = "Row" if len(having) == 1 else "Rows"
+        lines.append(f"- {rows} {numbers} ({places}): {_escaped(why)}")
     return "\n".join(lines) or "Nothing."

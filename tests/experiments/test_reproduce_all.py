@@ -117,8 +117,8 @@ def test_a_finding_may_name_several_places_or_a_part():
     assert len(entries["one"]) == 2 and entries["three"] == (both,)
     several = found("Table 1, Figure 9", "Both.")
     collection = collect([several], SMALL)
-    rows = page.rows_of(collection.entries["EE-LLM"])
-    assert [row[3] for row in rows if row[0] in ("Table 1, Figure 9", "Figure 9")] == [
+    rows = page.rows_of("EE-LLM", collection.entries["EE-LLM"])
+    assert [row.ours for row in rows if row.place in ("Table 1, Figure 9", "Figure 9")] == [
         "ours", "see Table 1, Figure 9",
     ]  # fmt: skip
     assert page.count(collection)["holds"] == 1
@@ -136,20 +136,67 @@ def test_findings_of_the_catalogue():
         catalogue.claim("EE-LLM", "eq-9")
 
 
+def table_rows(text: str) -> list[list[str]]:
+    """Cells of all rows of a page's tables, without headers."""
+    lines = (line for line in text.splitlines() if re.match(r"\| \d+ ", line))
+    return [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in lines]
+
+
+def listed(text: str, heading: str) -> list[str]:
+    """Lines of the list below a heading."""
+    part = text.split(f"## {heading}", 1)[1].split("\n## ", 1)[0]
+    return [line for line in part.splitlines() if line.startswith("- ")]
+
+
+FAILED, BEYOND = "What does not hold, and why", "What this scale cannot show"
+
+
 def test_the_page_has_a_row_for_every_claim():
     collection = collect(WHOLE, SMALL)
     text = page.page(collection, "a machine", {}, "2026-01-01")
-    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    rows = table_rows(text)
     assert len(rows) == 6  # two findings of Table 1, and one row for each other claim
-    assert "**does not hold**" in rows[1] and rows[1].count(" | ") == 5
-    assert "see Table 1" in rows[4] and "not run" in rows[5]
-    assert r"- EE-LLM, Table 1: too small \| noisy" in text
-    assert "- EE-LLM, Figure 9: needs 64 GPUs" in text and "missing from this page" not in text
-    assert page.count(collection) == {
-        "holds": 2, "does not hold": 1, "not at this scale": 2, "missing": 0,
-    }  # fmt: skip
+    assert rows[1][-1] == "**does not hold**" and len(rows[1]) == len(page.HEADER)
+    assert rows[4][4] == "see Table 1" and rows[5][4] == "not run"
+    assert listed(text, FAILED) == [r"- Row 2 (EE-LLM, Table 1): too small \| noisy"]
+    assert listed(text, BEYOND) == [
+        "- Row 4 (EE-LLM, Section 2): needs a GPU",
+        "- Row 6 (EE-LLM, Figure 9): needs 64 GPUs",
+    ]
+    assert "missing from this page" not in text
     broken = page.page(collect(WHOLE[2:3], SMALL), "a machine", {"tide": "exit status 2"})
     assert "- tide: exit status 2" in broken and "- no finding: EE-LLM, Table 1" in broken
+    assert "1 holds, 0 do not, 1 is not judged at this scale, 2 have no finding" in broken
+
+
+def test_rows_are_numbered_over_the_page_and_reasons_name_them():
+    slow = [found("Table 1", f"Curve {n}.", Verdict.FAILS, "slow") for n in "ab"]
+    other = found("Section 4", "Kept.", Verdict.FAILS, "slow", paper="CALM")
+    last = found("Section 2", "It is small.", Verdict.FAILS, "large")
+    text = page.page(collect([other, last, *slow], SMALL), "a machine", {}, "2026-01-01")
+    rows = table_rows(text)
+    assert [int(row[0]) for row in rows] == list(range(1, len(rows) + 1))
+    assert listed(text, FAILED) == [
+        "- Rows 1, 2, 7 (EE-LLM, Table 1; CALM, Section 4): slow",
+        "- Row 3 (EE-LLM, Section 2): large",
+    ]
+    failing = {row[0] for row in rows if "does not hold" in row[-1]}
+    named = re.findall(r"\d+", " ".join(line.split(" (")[0] for line in listed(text, FAILED)))
+    assert failing == set(named)
+
+
+def test_the_page_counts_the_rows_that_it_shows():
+    other = found("Section 4", "Kept.", paper="CALM")
+    collection = collect([*WHOLE, WHOLE[0], other], SMALL)
+    text = page.page(collection, "a machine", {}, "2026-01-01")
+    shown = [row[-1].strip("*| ") for row in table_rows(text)]
+    counts = page.count(collection)
+    assert [counts[v] for v in map(str, Verdict)] == [shown.count(v) for v in map(str, Verdict)]
+    assert counts == {
+        "holds": 3, "does not hold": 1, "not at this scale": 2, "missing": 0, "": 2,
+    }  # fmt: skip
+    told = "3 hold, 1 does not, 2 are not judged at this scale, 2 point to another row."
+    assert f"Of the rows {told}" in text
 
 
 def script(tmp_path: pathlib.Path, monkeypatch, findings: list[dict], status: int = 0) -> None:
