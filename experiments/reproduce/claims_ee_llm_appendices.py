@@ -29,9 +29,8 @@ CLAIMS = (
     Claim(
         "rule-few-exits",
         "Appendix A.2",
-        "Many exits, such as one for each layer, cost more in training and inference than they "
-        "gain.",
-        "excessive overhead, marginal gain",
+        "Many exits, such as one for each layer, cost much in training and inference.",
+        "excessive overhead; the gain might be marginal",
     ),
     Claim(
         "rule-same-matrix",

@@ -109,7 +109,8 @@ def main() -> None:
     seconds, results = decode_times.measure(model, thresholds, prompts, new, _PAIRS.value)
     for row, speeds, texts in zip(found, decode_times.measured(seconds), results[1:], strict=True):
         layers = np.concatenate([r.layers[0, 1:] for r in texts])
-        row |= speeds | {"layers": float(layers.mean())}
+        early = inference_tasks.early_share([r.exits[0, 1:] for r in texts], config.n_exits)
+        row |= speeds | {"layers": float(layers.mean()), "early": early}
     say(4, "timing layers and heads")
     options = EngineOptions()
     times, factors = step_costs.of_layers(model.params, config, options.widths)

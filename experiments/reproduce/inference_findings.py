@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from experiments.reproduce.claims import Finding
 from experiments.reproduce.inference_tasks import MEANINGFUL, TASKS
 
 COMPARABLE = 0.1  # of the full model's score or perplexity: so much worse is comparable
+SAME = 0.9  # of the tokens: so many change little
+HIGH = 0.5  # agreement and confidence that are high
 SIMILAR = 1.25  # times as fast: so far two methods may be apart
 FAST = 2  # times the full model's speed
 NOISY = (
@@ -45,14 +47,37 @@ def judged(key: str, holds: bool | None, ours: str, scale: str, why: str) -> Fin
     return finding("EE-LLM", key, ours, scale, None if holds is None else bool(holds), why)
 
 
+class Point(NamedTuple):
+    """A point of a curve of Figure 8.
+
+    Attributes:
+      threshold: its confidence threshold.
+      speed: times the full model's.
+      low, high: interval of the paired change of the score.
+      early: share of the tokens that leave early.
+    """
+
+    threshold: float
+    speed: float
+    low: float
+    high: float
+    early: float
+
+
 def figure_8(summary: Mapping[str, Any], scale: str) -> Iterator[Finding]:
-    """A finding for each task, and for the scores that a small model has."""
+    """A finding for each task, one for held-out text, and those of the curves' speeds."""
     simulated = f"{scale}; speed simulated, {summary['stages']} stages"
     for name, rows in summary["tasks"].items():
         task, full = TASKS[name], rows[0]["score"]
         margin = COMPARABLE * full["score"]
         points = [
-            (r["threshold"], r["speed"]["pipelined"], r["change"]["low"], r["change"]["high"])
+            Point(
+                r["threshold"],
+                r["speed"]["pipelined"],
+                r["change"]["low"],
+                r["change"]["high"],
+                r["early"],
+            )
             for r in rows
         ]
         fastest = fastest_comparable(points, margin)
@@ -60,8 +85,8 @@ def figure_8(summary: Mapping[str, Any], scale: str) -> Iterator[Finding]:
         ours = (
             f"{task.title}, {task.metric}: {full['score']:.3f} "
             f"({full['low']:.3f}-{full['high']:.3f}) at threshold 1; comparable (at most "
-            f"{margin:.3f} less, record by record) down to {fastest[0]:g}, {fastest[1]:.2f} times "
-            "as fast; "
+            f"{margin:.3f} less, record by record) down to {fastest.threshold:g}, "
+            f"{fastest.speed:.2f} times as fast (at least {FAST}); "
             f"{change['score']:+.3f} ({change['low']:+.3f} to {change['high']:+.3f}) at "
             f"{low['threshold']:g}, {low['speed']['pipelined']:.2f} times"
         )
@@ -69,24 +94,9 @@ def figure_8(summary: Mapping[str, Any], scale: str) -> Iterator[Finding]:
             why = "the full model itself hardly scores: there is nothing to lose"
             yield judged("figure-8", None, ours, simulated, why)
         else:
-            yield judged("figure-8", *fast_and_comparable(points, margin, ours, simulated))
-    rows, full = summary["thresholds"], summary["full"]
-    more = lambda r: r["more_than_full"]["perplexity"]
-    points = [
-        (r["threshold"], r["simulated"]["pipelined"], -more(r)["high"], -more(r)["low"])
-        for r in rows
-    ]
-    threshold, *_ = fastest_comparable(points, COMPARABLE)
-    best = next(r for r in rows if r["threshold"] == threshold)
-    ours = (
-        f"perplexity of held-out text: {full['perplexity']['score']:.2f} by the full model, "
-        f"{best['perplexity']:.2f} at {threshold:g} ({more(best)['score']:+.1%}, "
-        f"{more(best)['low']:+.1%} to {more(best)['high']:+.1%}, text by text), "
-        f"{best['agreement']:.1%} of the tokens the same; {best['speed']['ratio']:.2f} times as "
-        f"fast by KV recomputation (measured), {best['simulated']['pipelined']:.2f} times on "
-        "stages (simulated)"
-    )
-    yield judged("figure-8", *fast_and_comparable(points, COMPARABLE, ours, simulated))
+            holds, why = fast_and_comparable(points, margin)
+            yield judged("figure-8", holds, ours, simulated, why)
+    yield held_out_text(summary, simulated)
     yield judged(
         "figure-8",
         None,
@@ -94,60 +104,141 @@ def figure_8(summary: Mapping[str, Any], scale: str) -> Iterator[Finding]:
         "no run",
         "neither data set is at hand",
     )
-    curves = summary["tasks"] | {"held-out text": [r | {"speed": r["simulated"]} for r in rows]}
-    slower = {
-        name: f"{a['threshold']:g} to {b['threshold']:g}"
+    yield order_of_speeds(summary, simulated)
+    yield threshold_1(summary, scale)
+
+
+def held_out_text(summary: Mapping[str, Any], scale: str) -> Finding:
+    """Perplexity over speed, which a small model has and the paper does not show."""
+    rows, full = summary["thresholds"], summary["full"]
+    more = lambda r: r["more_than_full"]["perplexity"]
+    points = [
+        Point(
+            r["threshold"],
+            r["simulated"]["pipelined"],
+            -more(r)["high"],
+            -more(r)["low"],
+            r["early"],
+        )
+        for r in rows
+    ]
+    threshold = fastest_comparable(points, COMPARABLE).threshold
+    best = next(r for r in rows if r["threshold"] == threshold)
+    return judged(
+        "figure-8",
+        None,
+        f"perplexity of held-out text: {full['perplexity']['score']:.2f} by the full model, "
+        f"{best['perplexity']:.2f} at {threshold:g} ({more(best)['score']:+.1%}, "
+        f"{more(best)['low']:+.1%} to {more(best)['high']:+.1%}, text by text), "
+        f"{best['agreement']:.1%} of the tokens the same; {best['speed']['ratio']:.2f} times as "
+        f"fast by KV recomputation (measured), {best['simulated']['pipelined']:.2f} times on "
+        "stages (simulated)",
+        scale,
+        "held-out text is none of the paper's six tasks",
+    )
+
+
+def order_of_speeds(summary: Mapping[str, Any], scale: str) -> Finding:
+    """Whether every step down of the threshold makes every curve faster."""
+    text = [r | {"speed": r["simulated"]} for r in summary["thresholds"]]
+    curves = {TASKS[name].title: rows for name, rows in summary["tasks"].items()}
+    curves["held-out text"] = text
+    slower = [
+        (name, a["threshold"], b)
         for name, curve in curves.items()
         for a, b in itertools.pairwise(curve)
         if b["speed"]["pipelined"] < a["speed"]["pipelined"] - 1e-9
-    }
-    yield judged(
+    ]
+    without_first = {name for name, above, _ in slower if above < 1}
+    count = lambda names: len(curves) - len(set(names))
+    last = text[-1]["threshold"]
+    return judged(
         "figure-8-order",
         not slower,
-        f"{len(curves) - len(slower)} of {len(curves)} curves are the faster the lower the "
-        f"threshold, from {rows[0]['threshold']:g} to {rows[-1]['threshold']:g}",
-        simulated,
-        "slower: " + ", ".join(f"{name} from {where}" for name, where in slower.items()),
+        f"{count(name for name, *_ in slower)} of {len(curves)} curves are the faster the lower "
+        f"the threshold, from 1 to {last:g}, {count(without_first)} from {text[1]['threshold']:g} "
+        f"to {last:g} (no step may be slower)",
+        scale,
+        "; ".join(reasons_for_slower(slower, summary["costs"])),
     )
-    speed = rows[0]["speed"]
+
+
+def reasons_for_slower(
+    slower: Sequence[tuple[str, float, Mapping[str, Any]]], costs: Mapping[str, Any]
+) -> list[str]:
+    """A reason for the steps from threshold 1, and one for all others.
+
+    Args:
+      slower: (curve, threshold above, row below) of each step that is slower.
+      costs: measured seconds of "layers" and "exits".
+    """
+    found = []
+    if first := [(name, row) for name, above, row in slower if above == 1]:
+        gates = sum(costs["exits"][:-1])
+        share = gates / (sum(costs["layers"]) + costs["exits"][-1])
+        early = [row["early"] for _, row in first]
+        found.append(
+            f"Below 1 a token that does not leave pays for all exits, {share:.1%} of a full pass "
+            f"here; at {first[0][1]['threshold']:g} only {min(early):.1%} to {max(early):.1%} of "
+            f"the tokens leave early ({', '.join(name for name, _ in first)})"
+        )
+    if others := [(name, above, row) for name, above, row in slower if above != 1]:
+        steps = ", ".join(f"{name} {above:g} to {r['threshold']:g}" for name, above, r in others)
+        found.append(f"not explained: slower from {steps}")
+    return found
+
+
+def threshold_1(summary: Mapping[str, Any], scale: str) -> Finding:
+    """The engine at threshold 1 beside the one that knows no exits."""
+    speed, costs = summary["thresholds"][0]["speed"], summary["costs"]
     apart = speed["low"] > 1.02 or speed["high"] < 0.98
     near = abs(speed["ratio"] - 1) <= 0.02
-    yield judged(
+    full = sum(costs["layers"]) + costs["exits"][-1]
+    why = "these runs cannot be timed to 2 % here"
+    if apart and speed["ratio"] < 1:
+        why = (
+            "No exit is read at threshold 1. KV recomputation still stores hidden states and has a "
+            f"conditional between segments: about {1e6 * full * (1 / speed['ratio'] - 1):.0f} us "
+            f"of a token, whose {len(costs['layers'])} small layers take {1e3 * full:.1f} ms."
+        )
+    elif apart:
+        why = "Not explained: it is faster than without exits."
+    return judged(
         "threshold-1",
         False if apart else near or None,
         f"KV recomputation at threshold 1 is {speed['ratio']:.3f} "
-        f"({speed['low']:.3f}-{speed['high']:.3f}) times as fast as without exits",
+        f"({speed['low']:.3f}-{speed['high']:.3f}) times as fast as without exits (within 2 %)",
         scale,
-        "more than 2 % apart" if apart else "these runs cannot be timed to 2 % here",
+        why,
     )
-
-
-Point = tuple[float, float, float, float]
-"""A threshold, its speed over the full model's, and the interval of the score's paired change."""
 
 
 def fastest_comparable(points: Sequence[Point], margin: float) -> Point:
     """Find the fastest point whose score is surely at most `margin` lower; else the first."""
-    fine = [p for p in points if p[2] >= -margin]
-    return max(fine, key=lambda p: p[1], default=points[0])
+    fine = [p for p in points if p.low >= -margin]
+    return max(fine, key=lambda p: p.speed, default=points[0])
 
 
-def fast_and_comparable(
-    points: Sequence[Point], margin: float, ours: str, scale: str
-) -> tuple[bool | None, str, str, str]:
-    """Judge whether a point is `FAST` times as fast and comparable; arguments of `judged`."""
-    fast = [p for p in points if p[1] >= FAST]
-    holds = any(p[2] >= -margin for p in fast)
-    unsure = not holds and any(p[3] >= -margin for p in fast)
-    best = max(p[1] for p in points)
-    why = (
-        NOISY
-        if unsure
-        else f"no threshold is {FAST} times as fast, {best:.2f} times at most"
-        if not fast
-        else f"from {max(p[0] for p in fast):g} down, where it is, more than {margin:.3f} is lost"
+def fast_and_comparable(points: Sequence[Point], margin: float) -> tuple[bool | None, str]:
+    """Judge whether a point is `FAST` times as fast and comparable; the reason if none is."""
+    fast = [p for p in points if p.speed >= FAST]
+    if any(p.low >= -margin for p in fast):
+        return True, ""
+    if any(p.high >= -margin for p in fast):
+        return None, NOISY
+    if not fast:
+        best = max(points, key=lambda p: p.speed)
+        return False, (
+            f"no threshold is {FAST} times as fast, {best.speed:.2f} times at most: at "
+            f"{best.threshold:g} {best.early:.0%} of the tokens leave early, and all others take "
+            "every layer"
+        )
+    first = max(fast, key=lambda p: p.threshold)
+    return False, (
+        f"from {first.threshold:g} down, where it is, more than {margin:.3f} is lost: "
+        f"{first.early:.0%} of the tokens leave early there, some of them with another token than "
+        "the final exit's"
     )
-    return (None if unsure else holds), ours, scale, why
 
 
 def figure_10(summary: Mapping[str, Any], scale: str) -> Iterator[Finding]:
@@ -157,9 +248,10 @@ def figure_10(summary: Mapping[str, Any], scale: str) -> Iterator[Finding]:
         "figure-10",
         min(ratios) > 1,
         f"pipelined over KV recomputation at TP = 1, thresholds {rows[0]['threshold']:g} to "
-        f"{rows[-1]['threshold']:g}: {min(ratios):.2f} to {max(ratios):.2f} times as fast",
+        f"{rows[-1]['threshold']:g}: {min(ratios):.2f} to {max(ratios):.2f} times as fast "
+        "(above 1)",
         f"{scale}; simulated from its exits and measured times, {summary['stages']} stages",
-        "it is no faster at "
+        "not explained: it is no faster at "
         + ", ".join(f"{r['threshold']:g}" for r, x in zip(rows, ratios, strict=True) if x <= 1),
     )
     yield judged(
@@ -168,7 +260,7 @@ def figure_10(summary: Mapping[str, Any], scale: str) -> Iterator[Finding]:
         f"pipelined over KV recomputation at TP = 1: {min(ratios):.2f} to {max(ratios):.2f} times "
         f"as fast below threshold 1 (similar: up to {SIMILAR:g} times apart)",
         f"{scale}; simulated from its exits and measured times, {summary['stages']} stages",
-        "they are further apart at "
+        "not explained: they are further apart at "
         + ", ".join(
             f"{r['threshold']:g}"
             for r, x in zip(rows, ratios, strict=True)
@@ -189,11 +281,11 @@ def figure_10(summary: Mapping[str, Any], scale: str) -> Iterator[Finding]:
     yield judged(
         "figure-10",
         not slower,
-        f"KV recomputation at TP = 4: {'; '.join(told)}",
+        f"KV recomputation at TP = 4: {'; '.join(told)} (faster in all)",
         f"simulated: this model's exits, layers of the 7B model on A100-40GB, all-reduces of "
         f"{1e6 * ALL_REDUCE:.0f} us twice a layer, hops of {1e6 * HOP:.0f} us",
         "; ".join(
-            f"with {1e6 * float(launch):.0f} us a layer it is slower at "
+            f"not explained: with {1e6 * float(launch):.0f} us a layer it is slower at "
             + ", ".join(f"{r['threshold']:g}" for r in slow)
             for launch, slow in slower.items()
         ),
@@ -281,25 +373,53 @@ def tables(table3, table4, scale: str) -> Iterator[Finding]:
     told = ", ".join(f"{share:.0%} at {threshold:g}" for threshold, share in means.items())
     yield judged(
         "table-3",
-        means[min(means)] >= 0.9 if means else None,  # the lowest threshold, which is the fastest
+        means[min(means)] >= SAME if means else None,  # the lowest threshold, the fastest
         f"tokens that are those of the text at threshold 1, place by place: {told or 'none asked'} "
         f"({len(table3)} texts; one other token may change all behind it); judged "
-        "at the lowest threshold",
+        f"at the lowest threshold (at least {SAME:.0%})",
         scale,
-        f"{1 - means[min(means)]:.0%} of the tokens are others at {min(means):g}"
-        if means
-        else "texts at one threshold alone",
+        why_texts_change(table3) if means else "texts at one threshold alone",
     )
-    rows = [r for r in exit_tables.agreeing(table4) if None not in (r["agreeing"], r["others"])]
+    rows = exit_tables.agreeing(table4)
+    number = lambda x: "-" if x is None else f"{x:.2f}"
     told = "; ".join(
         f"exit {r['boundary']}: {r['agreement']:.0%} as the final one, mean confidence "
-        f"{r['agreeing']:.2f} there, {r['others']:.2f} elsewhere"
+        f"{number(r['agreeing'])} there, {number(r['others'])} elsewhere"
         for r in rows
     )
+    *early, final = np.array(table4["confidences"])
     yield judged(
         "table-4",
-        bool(rows) and all(r["agreeing"] > r["others"] for r in rows),
-        told or "every exit predicts all tokens as the final one does",
+        all(r["agreement"] >= HIGH and high(r["agreeing"], r["others"]) for r in rows),
+        f"{told} (at least {HIGH:.0%}, {HIGH:.2f}, and more than elsewhere)",
         scale,
-        "confidence does not tell the tokens that an exit predicts rightly",
+        f"The final exit itself is {final.mean():.2f} sure on average; of the tokens "
+        f"{np.mean(np.max(early, 0) >= HIGH):.1%} have an early exit that is {HIGH:.2f} sure.",
+    )
+
+
+def high(agreeing: float | None, others: float | None) -> bool:
+    """Whether confidence is high in tokens predicted as the final exit does, and higher there."""
+    return agreeing is not None and agreeing >= HIGH and (others is None or agreeing > others)
+
+
+def why_texts_change(table3) -> str:
+    """The reason why texts at the lowest threshold differ, by the first token that does."""
+    upto, sure, early = 0, [], []
+    for text in table3:
+        first, other = text["texts"][0], text["texts"][-1]
+        exits = np.array(other["exits"])
+        early += (exits < max(first["exits"])).tolist()
+        pairs = zip(first["ids"], other["ids"], strict=False)
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        upto += len(other["ids"]) if place is None else place + 1
+        if place is not None:
+            sure.append(other["confidences"][place])
+    if not sure:
+        return "Not explained: no token differs, and a text is shorter."
+    low = table3[0]["texts"][-1]["threshold"]
+    return (
+        f"At {low:g} {np.mean(early):.0%} of the tokens leave early. Up to the first other one "
+        f"{len(sure)} of {upto} tokens differ, from exits that are {min(sure):.2f} to "
+        f"{max(sure):.2f} sure, and what is written behind them differs with them."
     )

@@ -38,6 +38,12 @@ TASKS = {
 }
 
 
+def early_share(traces: Sequence[np.ndarray], n_exits: int) -> float:
+    """Compute the share of tokens that leave by an early exit, from the exits of each text's."""
+    exits = np.concatenate(traces)
+    return float((exits < n_exits).mean()) if len(exits) else 0.0
+
+
 class Record(NamedTuple):
     """A prompt's last tokens, what counts as an answer, and its most tokens."""
 
@@ -95,7 +101,8 @@ def scored(
 
     Returns:
       Rows with the threshold, the mean score with its 95 % interval, the mean `change` of a
-      record's score from that at the first threshold with its interval, and the simulated speeds.
+      record's score from that at the first threshold with its interval, the simulated speeds, and
+      the share of tokens that leave `early`.
     """
     from eejax.analysis.intervals import mean_interval
     from eejax.inference import Generator
@@ -119,6 +126,7 @@ def scored(
                     "score": mean_interval(each)._asdict(),
                     "change": mean_interval(each - first)._asdict(),
                     "speed": speed(traces, threshold),
+                    "early": early_share(traces, model.config.n_exits),
                 }
             )
     return rows

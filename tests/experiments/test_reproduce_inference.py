@@ -140,11 +140,15 @@ def test_it_leaves_what_it_promises(reproduced, workdir):
     for rows in results["tasks"].values():
         assert [row["threshold"] for row in rows] == THRESHOLDS
         assert rows[0]["speed"]["pipelined"] == pytest.approx(1.0)
+    for rows in (*results["tasks"].values(), results["thresholds"]):
+        assert rows[0]["early"] == 0 and all(0 <= row["early"] <= 1 for row in rows)
+    assert results["thresholds"][-1]["early"] > 0
     collection = catalogue.collect(map(claims.Finding.from_dict, results["findings"]))
     assert not collection.unknown
     spoken = {e.claim.key for e in collection.entries["EE-LLM"] if e.findings}
     assert spoken == {
-        "figure-8", "threshold-1", "figure-10", "same-output", "table-3", "table-4"
+        "figure-8", "figure-8-order", "threshold-1", "figure-10", "similar-methods",
+        "same-output", "table-3", "table-4",
     }  # fmt: skip
 
 

@@ -29,6 +29,21 @@ def test_memory_is_counted_operation_by_operation(monkeypatch):
     assert verdicts(mechanisms_schedules.formulas())["eq-4-6"] is Verdict.FAILS
 
 
+def test_moved_forward_passes_leave_the_backward_passes_alone():
+    """Remark A.2: k (f + b) = 3 becomes k b = 2."""
+    found = {one.key: one for one in mechanisms_schedules.overheads()}
+    assert {one.verdict for one in found.values()} == {Verdict.HOLDS}
+    assert "b = 1: 2 with" in found["remark-a2"].ours and "3 without" in found["remark-a2"].ours
+
+
+def test_the_peak_of_memory_is_judged_under_the_papers_condition(monkeypatch):
+    """A microbatch's logits take 4 V bytes a token, a stage's layers 34 d each."""
+    assert mechanisms_schedules.logits_share("ee_llm_1b3") == 4 * 32_000 / (34 * 2048 * 6)
+    assert verdicts(mechanisms_schedules.memory())["peak-memory"] is Verdict.HOLDS
+    monkeypatch.setattr(mechanisms_schedules, "logits_share", lambda name: 1.5)
+    assert verdicts(mechanisms_schedules.memory())["peak-memory"] is Verdict.FAILS
+
+
 def test_exits_of_the_7b_model_cost_what_their_matrices_do():
     """A table of 32,000 x 4,096 with 18 bytes of state a parameter is read, not held twice; an
     exit's logits are the product with it, a layer's 4 d d + 3 d f weights the rest."""

@@ -152,6 +152,19 @@ def test_every_finding_of_the_tables_and_a_verdict_that_changes(results):
     assert sum(k.startswith("figure-7") for k in keys) == 3
     assert sum(k.startswith("figure-9") for k in keys) == 3
     assert all(f.verdict is Verdict.HOLDS for f in found if f.place.startswith("Figure"))
+    times = {f.ours.split(":")[0]: f for f in found if f.key == "table-1-time"}
+    told = lambda row: (str(times[f"7B, {row}"].verdict), times[f"7B, {row}"].ours)
+    # Deferring alone saves nothing (Remark A.2); about 1 % and what optimization 2 saves are seen.
+    assert [told(row)[0] for row in (WITHOUT, ONE, TWO, BOTH)] == [
+        "holds",
+        "does not hold",
+        "holds",
+        "holds",
+    ]
+    assert "about 1 %: 0.5% to 1.5%" in told(WITHOUT)[1] and "0.00 points less" in told(ONE)[1]
+    assert "released code's order" in told(ONE)[1] and "20 ms less" in times[f"7B, {ONE}"].why
+    both = next(f for f in found if f.key == "table-1" and f.ours.startswith("7B"))
+    assert both.verdict is times[f"7B, {BOTH}"].verdict
     # A constant is fitted to differences of the 1.3B model's rows: times are judged by 7B alone.
     fitted = [f for f in found if f.ours.startswith("1.3B") and f.key != "table-1-memory"]
     assert len(fitted) == 7 and {f.verdict for f in fitted} == {Verdict.NOT_AT_THIS_SCALE}
@@ -164,12 +177,19 @@ def test_every_finding_of_the_tables_and_a_verdict_that_changes(results):
             *efficiency_findings.figure7(changed),
             *efficiency_findings.figure9(changed),
         ]
-        return {f.verdict for f in judged if f.key == key and f not in fitted}
+        mine = lambda f: f.key == key and f.scale != efficiency_findings.FITTED["1.3B"]
+        return [f.verdict for f in judged if mine(f)]
 
     def slower(changed):
-        for name in efficiency.TABLE1:
-            for row in changed[name]["table1"][1:]:
-                row["more_time"] += 0.02
+        changed["7B"]["table1"][1]["more_time_waiting"] += 0.02
+
+    def released_slower(changed):
+        for row in changed["7B"]["table1"][1:]:
+            row["more_time"] += 0.02
+
+    def deferral_saves(changed):
+        for row, less in zip(changed["7B"]["table1"][2::2], (0.0006, 0.0001), strict=True):
+            row["more_time_waiting"] -= less
 
     def flat(changed):
         for row in changed["13B"]["figure7"]["1 x 8"]:
@@ -181,12 +201,18 @@ def test_every_finding_of_the_tables_and_a_verdict_that_changes(results):
     def slower_waiting(changed):
         changed["7B"]["table1"][-1]["more_time_waiting"] = 0.02
 
-    table = lambda change, key: verdict(change, key) - {Verdict.NOT_AT_THIS_SCALE}
-    assert table(slower, "table-1-time") == {Verdict.FAILS}
-    assert table(lambda changed: None, "table-1") == {Verdict.HOLDS}
-    assert table(slower_waiting, "table-1") == {Verdict.FAILS}
-    assert verdict(flat, "figure-7-whole") == {Verdict.FAILS}
-    assert verdict(moved, "figure-9-memory") == {Verdict.FAILS}
+    holds, fails = Verdict.HOLDS, Verdict.FAILS
+    assert verdict(slower, "table-1-time") == [fails, holds, holds, holds]
+    # The order of the paper's text decides, not that of the released code.
+    for change in (lambda changed: None, released_slower):
+        assert verdict(change, "table-1") == [holds]
+        assert verdict(change, "table-1-order") == [fails]
+    # Half of the 0.11 points that the paper's deferral saves suffice.
+    assert verdict(deferral_saves, "table-1-time") == [holds] * 4
+    assert verdict(deferral_saves, "table-1-order") == [holds]
+    assert verdict(slower_waiting, "table-1") == [fails]
+    assert verdict(flat, "figure-7-whole") == [fails]
+    assert verdict(moved, "figure-9-memory") == [fails]
 
 
 def test_findings_of_schedules_formulas_and_fillings():
