@@ -209,8 +209,8 @@ class _Run:
             placed = jax.tree.map(lambda a: a.sharding, placed)
             begin = jax.jit(self.program.begin, out_shardings=placed)
             return begin(base.first).replace(frozen=base.frozen), 0
-        if base is not None:
-            base_weights.same_base(self.workdir, base.facts)
+        if self.train.base is not None:
+            base_weights.same_base(self.workdir, restored.metadata, base and base.facts)
         self.loader.restore(restored.metadata["data"])
         self.resumed_from = restored.metadata["experiment"]["train"]
         self.tokens = restored.metadata["tokens"]
