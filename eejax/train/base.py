@@ -130,9 +130,15 @@ def with_base(
 
 
 def _located(source: str) -> str:
-    """Return the whole path of a folder, so that a run may resume anywhere, or a name as it is."""
+    """Return the whole path of a folder, so that a run may resume anywhere, or a name as it is.
+
+    Links stay in the path, so that the same path finds the run's facts when they are gone.
+    """
     path = pathlib.Path(source).expanduser()
-    return str(path.resolve()) if path.is_dir() else source
+    if not path.is_dir():
+        return source
+    whole, real = os.path.abspath(path), os.path.realpath(path)
+    return whole if os.path.realpath(whole) == real else real  # ".." behind a link
 
 
 def _keep(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
