@@ -29,6 +29,7 @@ from eejax.checkpoint.model import (
     model_config,
 )
 from eejax.common.errors import CheckpointError, DataError, require
+from eejax.common.paths import expanded
 from eejax.data.tokenizer_files import load_tokenizer
 from eejax.data.tokenizers import Tokenizer
 from eejax.models.config import ModelConfig
@@ -71,7 +72,7 @@ def base_model(
     """
     if (facts := _resumed(workdir, source)) is not None:
         return facts.config
-    path = pathlib.Path(source).expanduser()
+    path = expanded(source)
     if is_run(path):
         return naming_base(source, lambda: model_config(load_metadata(path, step=step)))
     return naming_base(source, lambda: pretrained_config(fetched(source))[0])
@@ -110,7 +111,7 @@ def with_base(
     spec = data.get("tokenizer", DataConfig.tokenizer)
     chosen = spec if spec != DataConfig.tokenizer or "data.tokenizer" in given else None
     if workdir is not None:
-        workdir = pathlib.Path(workdir).expanduser()
+        workdir = expanded(workdir)
         check_workdir(workdir, source)
     facts = _resumed(workdir, source)
     if facts is None:
@@ -134,7 +135,7 @@ def _located(source: str) -> str:
 
     Links stay in the path, so that the same path finds the run's facts when they are gone.
     """
-    path = pathlib.Path(source).expanduser()
+    path = expanded(source)
     if not path.is_dir():
         return source
     whole, real = os.path.abspath(path), os.path.realpath(path)
@@ -215,7 +216,7 @@ def _facts(source: str, step: int | None, spec: str, chosen: str | None) -> tupl
       spec: the configured tokenizer, for a base without one of its own.
       chosen: a tokenizer that the user asks for; it must be the base's. None: not asked for.
     """
-    path = pathlib.Path(source).expanduser()
+    path = expanded(source)
     if is_run(path):
         metadata = naming_base(source, lambda: load_metadata(path, step=step))
         tokenizer = naming_base(source, lambda: load_run_tokenizer(path, metadata))
@@ -271,7 +272,7 @@ def _check_resumed_tokenizer(chosen: str | None, facts: Facts, workdir: pathlib.
     try:
         other = _chosen_tokenizer(chosen, facts)
     except DataError as error:
-        if chosen == inputs.BPE or pathlib.Path(chosen).expanduser().exists():
+        if chosen == inputs.BPE or expanded(chosen).exists():
             raise
         logging.warning("%s The run's own copy of it is used: %s", error, workdir / TOKENIZER)
         return
@@ -296,7 +297,7 @@ def check_workdir(workdir: pathlib.Path, source: str) -> None:
 
 def same_source(a: str | None, b: str | None) -> bool:
     """Compare two values of `train.base`, as paths however they are written."""
-    resolved = [s and pathlib.Path(s).expanduser().resolve() for s in (a, b)]
+    resolved = [s and expanded(s).resolve() for s in (a, b)]
     return resolved[0] == resolved[1]
 
 
@@ -307,7 +308,7 @@ def has_checkpoint(workdir: pathlib.Path) -> bool:
 
 def _resumed(workdir: str | os.PathLike | None, source: str) -> Facts | None:
     """Read the facts of a run that resumes; None where it begins, whatever lies in the workdir."""
-    if workdir is None or not has_checkpoint(pathlib.Path(workdir).expanduser()):
+    if workdir is None or not has_checkpoint(expanded(workdir)):
         return None
     return remembered(workdir, source)
 
@@ -318,7 +319,7 @@ def remembered(workdir: str | os.PathLike | None, source: str | None = None) -> 
     Returns None where it began without one, or with another than `source`. Raises `CheckpointError`
     for a file that cannot be read.
     """
-    file = None if workdir is None else pathlib.Path(workdir).expanduser() / BASE
+    file = None if workdir is None else expanded(workdir) / BASE
     if file is None or not file.is_file():
         return None
     try:

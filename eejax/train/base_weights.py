@@ -26,6 +26,7 @@ from eejax.checkpoint.model import (
 )
 from eejax.common.axes import MODEL
 from eejax.common.errors import CheckpointError
+from eejax.common.paths import expanded
 from eejax.common.trees import Tree, join, path_name, split
 from eejax.data.tokenizer_files import load_tokenizer
 from eejax.data.tokenizers import Tokenizer, check_vocabulary
@@ -161,7 +162,7 @@ class _Read(NamedTuple):
 
 def _load(experiment: Experiment, mesh: Mesh, scope: Scope | None) -> _Read:
     """Read the base: whole where `scope` is None, else what a run of that scope needs of it."""
-    train, path = experiment.train, pathlib.Path(experiment.train.base).expanduser()
+    train, path = experiment.train, expanded(experiment.train.base)
 
     def part(config: ModelConfig, everything: Tree) -> Tree:
         check_base(config, experiment)

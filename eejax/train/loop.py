@@ -20,6 +20,7 @@ from eejax import data
 from eejax.checkpoint.files import only_user, unwritable, write_text
 from eejax.checkpoint.manager import Checkpoints
 from eejax.checkpoint.model import CHECKPOINTS, EMA, PARAMS, TOKENIZER, TUNING
+from eejax.common.paths import expanded
 from eejax.common.trees import Tree, join, size
 from eejax.data.prefetch import import_grain
 from eejax.sharding import distributed
@@ -77,7 +78,7 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
     check_batches(experiment.train, mesh)
     if experiment.data.prefetch:
         import_grain()  # before all the text is packed
-    workdir = pathlib.Path(workdir).expanduser().absolute()
+    workdir = expanded(workdir).absolute()
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as lock:
