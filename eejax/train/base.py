@@ -28,14 +28,14 @@ from eejax.checkpoint.model import (
     load_run_tokenizer,
     model_config,
 )
-from eejax.common.errors import CheckpointError, DataError, require
+from eejax.common.errors import CheckpointError, DataError, require, require_count
 from eejax.common.paths import expanded
 from eejax.data.tokenizer_files import load_tokenizer
 from eejax.data.tokenizers import Tokenizer
 from eejax.models.config import ModelConfig
 from eejax.sharding import distributed
 from eejax.train import inputs
-from eejax.train.config import DataConfig, Experiment
+from eejax.train.config import DataConfig, Experiment, typed_sections
 from eejax.train.pretrained import has_tokenizer, is_run, tokenizer_of
 
 T = TypeVar("T")
@@ -96,13 +96,12 @@ def with_base(
         base's even where they have their default.
 
     Raises:
-      ConfigError: a field that contradicts the base.
+      ConfigError: a field that contradicts the base, or is of another type than it must be.
       CheckpointError: a base that is no model, or a run whose tokenizer is not the one it began
         with.
       DataError: another tokenizer than the base's, or another chat template than the run's.
     """
-    plain = lambda v: v.to_dict() if hasattr(v, "to_dict") else dict(v)
-    values = {name: plain(section) for name, section in plain(values).items()}
+    values = typed_sections(values)
     train = values.get("train", {})
     if train.get("base") is None:
         return Experiment.from_dict(values)
@@ -180,16 +179,15 @@ def _model(wanted: Mapping[str, Any], facts: Facts, given: Collection[str]) -> d
         )  # fmt: skip
     exits = {e["boundary"]: e for e in base["exits"]}
     for e in map(dict, _plain(wanted.get("exits") or ())):
-        boundary = e.get("boundary")
         e = {"temperature": base["temperature"]} | e
-        have = exits.get(boundary)
         full = dataclasses.asdict(ModelConfig.from_dict(base | {"exits": [e]}).exits[0])
+        have = exits.get(full["boundary"])
         require(
             have is None or full == have, "model.exits", full,
             f"must be the base's at that boundary, {have!r} (train.base = {facts.source!r})",
             "Leave it out: exits of the base stay.",
         )  # fmt: skip
-        exits[boundary] = full
+        exits[full["boundary"]] = full
     own["exits"] = [e for _, e in sorted(exits.items())]
     if base["head"] == "own" and any(e["head"] == "shared" for e in own["exits"]):
         own["head"] = "shared"  # the same table under another name
@@ -320,16 +318,22 @@ def remembered(workdir: str | os.PathLike | None, source: str | None = None) -> 
     for a file that cannot be read.
     """
     file = None if workdir is None else expanded(workdir) / BASE
-    if file is None or not file.is_file():
+    if file is None or not os.path.lexists(file):
         return None
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         facts = Facts(**values | {"config": ModelConfig.from_dict(values["config"])})
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        for name in ("source", "tokenizer", "digest"):
+            value = getattr(facts, name)
+            require(isinstance(value, str), name, value, "must be a string")
+        if facts.step is not None:
+            require_count("step", facts.step, 0)
+        known = same_source(facts.source if source is None else source, facts.source)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
             f"{file}: cannot be read ({error}). Put it back, or begin anew in another workdir."
         ) from error
-    return facts if source is None or same_source(source, facts.source) else None
+    return facts if known else None
 
 
 def remember(workdir: pathlib.Path, facts: Facts) -> None:

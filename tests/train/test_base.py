@@ -146,59 +146,6 @@ def test_a_run_remembers_where_its_base_lies(text, base, tmp_path, monkeypatch):
         run("base", elsewhere, 5)  # no folder here, and no name
 
 
-FACTS = bases.Facts("", 6, ModelConfig(23, 2, 16, 2, 16), ByteTokenizer().fingerprint, "0" * 32)
-
-
-def resumable(workdir, source=None, begun=FACTS):
-    """Make `workdir` that of a run with a checkpoint; `source`: of the base that it began with."""
-    (workdir / "checkpoints" / "2").mkdir(parents=True)
-    inputs.save_tokenizer(ByteTokenizer(), workdir / "tokenizer")
-    if source is not None:
-        bases.remember(workdir, begun._replace(source=bases._located(source)))
-
-
-def on(source, **sections):
-    """Configure a run with this `train.base`, and these fields of sections."""
-    config = default_config()
-    config.train.base, config.data.length = source, 16
-    return config.to_dict() | {k: config[k].to_dict() | v for k, v in sections.items()}
-
-
-@pytest.mark.parametrize(
-    "begun, change, resumed",
-    [
-        ("a:base", None, "b:../a/base"),
-        ("a:base", "base", "a:base"),
-        ("a:base", "base", "b:../a/base"),
-        ("a:link", None, "a:base"),
-        ("a:base", None, "a:link"),
-        ("a:link", "link", "a:link"),
-        ("a:link", "link", "b:../a/link"),
-        ("a:link", "base", "a:link"),
-        ("a:far/../base", "far", "b:base"),  # behind a link, ".." is of the folder it leads to
-        ("a:owner/name", None, "b:owner/name"),
-    ],
-)
-def test_a_base_is_known_by_its_path_however_it_is_written(
-    tmp_path, monkeypatch, begun, change, resumed
-):
-    for folder in ("a/base", "b/base", "b/near"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "a" / "link").symlink_to("base")
-    (tmp_path / "a" / "far").symlink_to("../b/near")
-    folder, source = begun.split(":")
-    monkeypatch.chdir(tmp_path / folder)
-    resumable(tmp_path / "run", source)
-    if change is not None:
-        path = tmp_path / "a" / change
-        path.unlink() if path.is_symlink() else path.rmdir()
-    folder, source = resumed.split(":")
-    monkeypatch.chdir(tmp_path / folder)
-    found = bases.with_base(on(source), tmp_path / "run")
-    assert found.train.base == bases.remembered(tmp_path / "run").source
-    assert found.model == FACTS.config
-
-
 def test_exits_are_added_and_a_head_becomes_shared(text, base, tmp_path):
     config = configuration(text, base, steps=1, checkpoint_every=0)
     config.model.exits = (
