@@ -172,6 +172,7 @@ class _Run:
         self.tokens = 0  # labels counted in the steps that were fetched
         self.skipped = 0
         self.state, self.step = self._begin_or_resume(base)
+        self.origin = {} if self.train.base is None else {"base": bases.origin(workdir)}
         if self.step < self.train.steps:  # otherwise there is nothing left to train
             settings = json.dumps(self.experiment.to_dict(), indent=1)
             distributed.by_first(lambda: write_text(workdir / CONFIG, settings))
@@ -399,7 +400,7 @@ class _Run:
             "tokenizer": self.dataset.tokenizer.fingerprint,
             "tokens": self.tokens,
             "averaged": self.train.ema is not None,
-            **({} if self.train.base is None else {"base": bases.origin(self.workdir)}),
+            **self.origin,
         }
 
     def _announce(self, start: int) -> None:
