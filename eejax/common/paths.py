@@ -18,6 +18,6 @@ def expanded(path: str | os.PathLike) -> pathlib.Path:
     except RuntimeError:
         name = pathlib.Path(path).parts[0]
         raise ConfigError(
-            f"{os.fspath(path)!r}: there is no home folder {name}. Name an existing user, or give the "
-            "whole path of a folder of that name."
+            f"{os.fspath(path)!r}: there is no home folder {name}. Name an existing user, or give "
+            "the whole path of a folder of that name."
         ) from None
