@@ -29,6 +29,7 @@ import time
 import numpy as np
 from absl import flags
 
+from eejax.common.paths import expanded
 from experiments import launch
 
 _BASE = flags.DEFINE_string("base", None, "The run whose model gets routers.")
@@ -67,7 +68,7 @@ def main() -> None:
     options = calibration.RouterOptions(
         width=_WIDTH.value, label=_LABEL.value, bound=bound, epochs=_EPOCHS.value, seed=_SEED.value
     )
-    workdir = pathlib.Path(_WORKDIR.value).expanduser()
+    workdir = expanded(_WORKDIR.value)
     if reason := overlay.spoilt(workdir, _BASE.value):
         raise ConfigError(f"--workdir = {_WORKDIR.value!r} with --base = {_BASE.value!r}: {reason}")
     run = open_run(_BASE.value, step=_STEP.value)

@@ -24,6 +24,7 @@ import pathlib
 from absl import flags
 from ml_collections import config_flags
 
+from eejax.common.paths import expanded
 from experiments import launch
 from experiments.stages import Stages
 
@@ -46,7 +47,7 @@ def main() -> None:
     result = plan(experiment, limit, parts)
     show(result)
     if _OUT.value:
-        print(f"\nlook at {picture(experiment, parts, pathlib.Path(_OUT.value).expanduser())}")
+        print(f"\nlook at {picture(experiment, parts, expanded(_OUT.value))}")
     if _JSON.value:
         print(json.dumps(result))
 

@@ -21,6 +21,7 @@ from absl import flags
 from ml_collections import config_flags
 from tqdm import tqdm
 
+from eejax.common.paths import expanded
 from experiments import launch
 
 config_flags.DEFINE_config_file("config", None, "The experiment, a file of configs/.")
@@ -45,7 +46,7 @@ def main() -> None:
     from eejax.train import inputs
 
     experiment = launch.configured(_WORKDIR.value)
-    config, workdir = experiment.data, os.path.expanduser(_WORKDIR.value)
+    config, workdir = experiment.data, expanded(_WORKDIR.value)
     bar = None
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
+from eejax.common.paths import expanded
 from experiments import launch
 
 _OUT = flags.DEFINE_string("out", "report", "The folder of the report; made if it is not there.")
@@ -89,7 +90,7 @@ def main(folders: list[str]) -> None:
     from eejax.checkpoint.files import write_text
 
     runs = read_runs(folders)
-    out = pathlib.Path(_OUT.value).expanduser()
+    out = expanded(_OUT.value)
     out.mkdir(parents=True, exist_ok=True)
     pictures = {}
     for file, (title, figure) in figures(runs).items():
@@ -121,7 +122,7 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
         raise DataError("no run given: name the --workdir of one training run or of several.")
     once = {}
     for folder in folders:
-        path = pathlib.Path(os.path.abspath(pathlib.Path(folder).expanduser()))
+        path = pathlib.Path(os.path.abspath(expanded(folder)))
         once.setdefault(path.resolve(), path)
     runs = []
     for name, path in zip(short_names(list(once.values())), once.values(), strict=True):

@@ -12,11 +12,10 @@ aside, and makes a new one; nothing is deleted. Without either the content is sh
 
 from __future__ import annotations
 
-import pathlib
-
 from absl import flags
 
 from eejax.common.errors import ConfigError
+from eejax.common.paths import expanded
 from experiments import launch
 
 _REPOSITORY = flags.DEFINE_string("repository", None, "An SQLite file, as of experiments.serve.")
@@ -42,8 +41,8 @@ def main() -> None:
         name, equals, file = text.partition("=")
         if not (name and equals and file):
             raise ConfigError(f"--scores = {text!r}: must be NAME=RESULTS.json.")
-        found.append((name, file, read_scores(pathlib.Path(file).expanduser(), name)))
-    if not (found or _REBUILD.value) and not pathlib.Path(path).expanduser().exists():
+        found.append((name, file, read_scores(expanded(file), name)))
+    if not (found or _REBUILD.value) and not expanded(path).exists():
         raise ConfigError(f"--repository = {path!r}: there is no such file. --rebuild makes one.")
     kept = repository.Repository(path)
     for name, file, scores in found:

@@ -23,6 +23,7 @@ import numpy as np
 from absl import flags
 
 from eejax.common.errors import ConfigError, DataError, require, require_one_of
+from eejax.common.paths import expanded
 from experiments import held_out, launch, step_costs
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
@@ -72,7 +73,7 @@ def main() -> None:
             f"--exits = {chosen}, --min_depth = {_MIN_DEPTH.value}: leave no early exit active of "
             f"this model's, at {[e.boundary for e in config.exits]}."
         )
-    out = pathlib.Path(_OUT.value or pathlib.Path(_WORKDIR.value).expanduser() / "sweep.png")
+    out = pathlib.Path(_OUT.value or expanded(_WORKDIR.value) / "sweep.png")
     if out.suffix not in SUFFIXES or out.is_dir():
         raise ConfigError(
             f"--out = {_OUT.value!r}: must be a file ending in {', '.join(SUFFIXES)}."

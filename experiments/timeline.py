@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import json
 import math
-import pathlib
 
 from absl import flags
 
 from eejax.common.errors import DataError
+from eejax.common.paths import expanded
 from experiments import launch
 
 _SOURCE = flags.DEFINE_string("source", None, "A server's address, or a timeline.json.")
@@ -38,7 +38,7 @@ def main() -> None:
     from eejax.checkpoint.files import write_text
 
     found = timeline(_SOURCE.value, _MODEL.value)
-    folder = pathlib.Path(_OUTPUT.value).expanduser()
+    folder = expanded(_OUTPUT.value)
     analysis.save(figure(found), folder / "timeline.png")
     write_text(folder / "timeline.json", json.dumps(found))
     print(f"{len(found['prompt'])} prompts: {folder / 'timeline.png'}")
@@ -48,7 +48,7 @@ def timeline(source: str, model: str) -> dict:
     """Read the curves of a server or a file. Raises DataError if there are none."""
     if not source.startswith(("http://", "https://")):
         try:
-            found = json.loads(pathlib.Path(source).expanduser().read_text(encoding="utf-8"))
+            found = json.loads(expanded(source).read_text(encoding="utf-8"))
             missing = {"prompt", "model", "marks", *PANELS} - {*found}
         except (OSError, ValueError, TypeError) as error:
             raise DataError(f"--source = {source!r}: is no timeline ({error}).") from error

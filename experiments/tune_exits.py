@@ -21,6 +21,7 @@ import sys
 from absl import flags
 from ml_collections import config_flags
 
+from eejax.common.paths import expanded
 from experiments import launch
 
 for _argument in sys.argv[1:]:  # before the file, which does not have these sections, is read
@@ -94,7 +95,7 @@ def text(base) -> dict:
     from eejax.train.pretrained import is_run
     from eejax.train.runs import saved_experiment
 
-    if is_run(pathlib.Path(_BASE.value).expanduser()):
+    if is_run(expanded(_BASE.value)):
         metadata = load_metadata(_BASE.value, step=_BASE_STEP.value)
         values = dataclasses.asdict(saved_experiment(metadata).data)
         if not _SOURCE.value:

@@ -33,6 +33,7 @@ from absl import logging
 
 from eejax.checkpoint.files import write_text
 from eejax.common.errors import CheckpointError, remedy
+from eejax.common.paths import expanded
 from eejax.common.trees import Tree, path_name
 from eejax.sharding import distributed
 
@@ -77,7 +78,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | os.PathLike, *, keep: int = 3, read_only: bool = False):
-        self.folder = pathlib.Path(folder).expanduser().absolute()
+        self.folder = expanded(folder).absolute()
         if read_only and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: no such folder of checkpoints.")
         if self.folder.exists() and not self.folder.is_dir():

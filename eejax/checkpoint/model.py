@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from eejax.checkpoint import overlay
 from eejax.checkpoint.manager import Checkpoints, Restored, Targets
 from eejax.common.errors import CheckpointError, ConfigError, DataError
+from eejax.common.paths import expanded
 from eejax.common.trees import Tree
 from eejax.data.tokenizer_files import load_tokenizer
 from eejax.data.tokenizers import Tokenizer, check_vocabulary
@@ -58,7 +59,7 @@ def load_model(
       CheckpointError: no checkpoint there, none usable, one of another program version, or one
         without averaged parameters where these are wanted.
     """
-    workdir = pathlib.Path(workdir).expanduser()
+    workdir = expanded(workdir)
     mesh = make_mesh(MeshConfig()) if mesh is None else mesh
     if (over := _overlay(workdir, step)) is not None:
         return _overlaid(over, mesh, part, ema)
@@ -86,9 +87,9 @@ def load_metadata(workdir: str | os.PathLike, *, step: int | None = None) -> dic
 
     Raises `CheckpointError` where there is none whose description is whole.
     """
-    if (over := _overlay(pathlib.Path(workdir).expanduser(), step)) is not None:
+    if (over := _overlay(expanded(workdir), step)) is not None:
         return over.metadata
-    return _restore(pathlib.Path(workdir).expanduser(), lambda _: {}, step).metadata
+    return _restore(expanded(workdir), lambda _: {}, step).metadata
 
 
 def _overlay(workdir: pathlib.Path, step: int | None) -> overlay.Overlay | None:

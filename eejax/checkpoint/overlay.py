@@ -22,6 +22,7 @@ from eejax.checkpoint.files import write_text
 from eejax.checkpoint.hf import sidecar
 from eejax.checkpoint.hf.folder import read_json
 from eejax.common.errors import CheckpointError, ConfigError
+from eejax.common.paths import expanded
 from eejax.common.trees import Tree, path_name
 from eejax.models.config import ModelConfig
 
@@ -74,11 +75,11 @@ def write_overlay(
     """
     if reason := spoilt(workdir, base):
         raise ConfigError(f"workdir = '{workdir}' with base = '{base}': {reason}")
-    workdir = pathlib.Path(workdir).expanduser()
+    workdir = expanded(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     sidecar.write_exits(workdir, config, {"exits": jax.device_get(params["exits"])})
     # Of resolved paths: ".." leads out of the folder that a link names, not out of the link's.
-    beneath = os.path.relpath(pathlib.Path(base).expanduser().resolve(), workdir.resolve())
+    beneath = os.path.relpath(expanded(base).resolve(), workdir.resolve())
     values = {
         "model": config.to_dict(), "digest": digest(config, params),
         "base": {"workdir": beneath, "step": step},
@@ -92,7 +93,7 @@ def spoilt(workdir: str | os.PathLike, base: str | os.PathLike) -> str:
     """Why an overlay of `base` cannot be kept in `workdir`, '' where it can: an overlay is what
     a folder is taken for before all else, so a run that is there would be shadowed. Raises
     CheckpointError for overlays beneath the base that are no model."""
-    workdir, base = (pathlib.Path(path).expanduser() for path in (workdir, base))
+    workdir, base = (expanded(path) for path in (workdir, base))
     if workdir.resolve() == base.resolve():
         return "the run that is made cannot replace the one it is made of; give it a new folder."
     if workdir.resolve() in beneath_overlays(base):

@@ -13,7 +13,6 @@ import asyncio
 import dataclasses
 import json
 import os
-import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,6 +25,7 @@ from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eejax.common.errors import ConfigError, require
+from eejax.common.paths import expanded
 from eejax.serving.answers import Defaults
 from eejax.serving.app import app
 from eejax.serving.http import HttpOptions
@@ -218,7 +218,7 @@ def described(model: Any) -> Any:
     """A model's fields. Replicas work in folders of their own: a path must not depend on it."""
     fields = {"source": model} if isinstance(model, str) else model
     if isinstance(fields, Mapping) and isinstance(source := fields.get("source"), str):
-        path = pathlib.Path(source).expanduser()
+        path = expanded(source)
         return {**fields, "source": str(path.resolve()) if path.exists() else source}
     return fields
 

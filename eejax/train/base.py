@@ -28,13 +28,14 @@ from eejax.checkpoint.model import (
     load_run_tokenizer,
     model_config,
 )
-from eejax.common.errors import CheckpointError, DataError, require
+from eejax.common.errors import CheckpointError, DataError, require, require_count
+from eejax.common.paths import expanded
 from eejax.data.tokenizer_files import load_tokenizer
 from eejax.data.tokenizers import Tokenizer
 from eejax.models.config import ModelConfig
 from eejax.sharding import distributed
 from eejax.train import inputs
-from eejax.train.config import DataConfig, Experiment
+from eejax.train.config import DataConfig, Experiment, typed_sections
 from eejax.train.pretrained import has_tokenizer, is_run, tokenizer_of
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ def base_model(
     """
     if (facts := _resumed(workdir, source)) is not None:
         return facts.config
-    path = pathlib.Path(source).expanduser()
+    path = expanded(source)
     if is_run(path):
         return naming_base(source, lambda: model_config(load_metadata(path, step=step)))
     return naming_base(source, lambda: pretrained_config(fetched(source))[0])
@@ -95,13 +96,12 @@ def with_base(
         base's even where they have their default.
 
     Raises:
-      ConfigError: a field that contradicts the base.
+      ConfigError: a field that contradicts the base, or is of another type than it must be.
       CheckpointError: a base that is no model, or a run whose tokenizer is not the one it began
         with.
       DataError: another tokenizer than the base's, or another chat template than the run's.
     """
-    plain = lambda v: v.to_dict() if hasattr(v, "to_dict") else dict(v)
-    values = {name: plain(section) for name, section in plain(values).items()}
+    values = typed_sections(values)
     train = values.get("train", {})
     if train.get("base") is None:
         return Experiment.from_dict(values)
@@ -110,7 +110,7 @@ def with_base(
     spec = data.get("tokenizer", DataConfig.tokenizer)
     chosen = spec if spec != DataConfig.tokenizer or "data.tokenizer" in given else None
     if workdir is not None:
-        workdir = pathlib.Path(workdir).expanduser()
+        workdir = expanded(workdir)
         check_workdir(workdir, source)
     facts = _resumed(workdir, source)
     if facts is None:
@@ -130,9 +130,15 @@ def with_base(
 
 
 def _located(source: str) -> str:
-    """Return the whole path of a folder, so that a run may resume anywhere, or a name as it is."""
-    path = pathlib.Path(source).expanduser()
-    return str(path.resolve()) if path.is_dir() else source
+    """Return the whole path of a folder, so that a run may resume anywhere, or a name as it is.
+
+    Links stay in the path, so that the same path finds the run's facts when they are gone.
+    """
+    path = expanded(source)
+    if not path.is_dir():
+        return source
+    whole, real = os.path.abspath(path), os.path.realpath(path)
+    return whole if os.path.realpath(whole) == real else real  # ".." behind a link
 
 
 def _keep(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
@@ -173,16 +179,15 @@ def _model(wanted: Mapping[str, Any], facts: Facts, given: Collection[str]) -> d
         )  # fmt: skip
     exits = {e["boundary"]: e for e in base["exits"]}
     for e in map(dict, _plain(wanted.get("exits") or ())):
-        boundary = e.get("boundary")
         e = {"temperature": base["temperature"]} | e
-        have = exits.get(boundary)
         full = dataclasses.asdict(ModelConfig.from_dict(base | {"exits": [e]}).exits[0])
+        have = exits.get(full["boundary"])
         require(
             have is None or full == have, "model.exits", full,
             f"must be the base's at that boundary, {have!r} (train.base = {facts.source!r})",
             "Leave it out: exits of the base stay.",
         )  # fmt: skip
-        exits[boundary] = full
+        exits[full["boundary"]] = full
     own["exits"] = [e for _, e in sorted(exits.items())]
     if base["head"] == "own" and any(e["head"] == "shared" for e in own["exits"]):
         own["head"] = "shared"  # the same table under another name
@@ -209,7 +214,7 @@ def _facts(source: str, step: int | None, spec: str, chosen: str | None) -> tupl
       spec: the configured tokenizer, for a base without one of its own.
       chosen: a tokenizer that the user asks for; it must be the base's. None: not asked for.
     """
-    path = pathlib.Path(source).expanduser()
+    path = expanded(source)
     if is_run(path):
         metadata = naming_base(source, lambda: load_metadata(path, step=step))
         tokenizer = naming_base(source, lambda: load_run_tokenizer(path, metadata))
@@ -265,7 +270,7 @@ def _check_resumed_tokenizer(chosen: str | None, facts: Facts, workdir: pathlib.
     try:
         other = _chosen_tokenizer(chosen, facts)
     except DataError as error:
-        if chosen == inputs.BPE or pathlib.Path(chosen).expanduser().exists():
+        if chosen == inputs.BPE or expanded(chosen).exists():
             raise
         logging.warning("%s The run's own copy of it is used: %s", error, workdir / TOKENIZER)
         return
@@ -290,7 +295,7 @@ def check_workdir(workdir: pathlib.Path, source: str) -> None:
 
 def same_source(a: str | None, b: str | None) -> bool:
     """Compare two values of `train.base`, as paths however they are written."""
-    resolved = [s and pathlib.Path(s).expanduser().resolve() for s in (a, b)]
+    resolved = [s and expanded(s).resolve() for s in (a, b)]
     return resolved[0] == resolved[1]
 
 
@@ -301,7 +306,7 @@ def has_checkpoint(workdir: pathlib.Path) -> bool:
 
 def _resumed(workdir: str | os.PathLike | None, source: str) -> Facts | None:
     """Read the facts of a run that resumes; None where it begins, whatever lies in the workdir."""
-    if workdir is None or not has_checkpoint(pathlib.Path(workdir).expanduser()):
+    if workdir is None or not has_checkpoint(expanded(workdir)):
         return None
     return remembered(workdir, source)
 
@@ -312,17 +317,23 @@ def remembered(workdir: str | os.PathLike | None, source: str | None = None) -> 
     Returns None where it began without one, or with another than `source`. Raises `CheckpointError`
     for a file that cannot be read.
     """
-    file = None if workdir is None else pathlib.Path(workdir).expanduser() / BASE
-    if file is None or not file.is_file():
+    file = None if workdir is None else expanded(workdir) / BASE
+    if file is None or not os.path.lexists(file):
         return None
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         facts = Facts(**values | {"config": ModelConfig.from_dict(values["config"])})
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        for name in ("source", "tokenizer", "digest"):
+            value = getattr(facts, name)
+            require(isinstance(value, str), name, value, "must be a string")
+        if facts.step is not None:
+            require_count("step", facts.step, 0)
+        known = same_source(facts.source if source is None else source, facts.source)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
             f"{file}: cannot be read ({error}). Put it back, or begin anew in another workdir."
         ) from error
-    return facts if source is None or same_source(source, facts.source) else None
+    return facts if known else None
 
 
 def remember(workdir: pathlib.Path, facts: Facts) -> None:

@@ -7,7 +7,8 @@ them are read and run, and only they have gradients and optimiser state.
 from __future__ import annotations
 
 import pathlib
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from eejax.checkpoint.model import (
 )
 from eejax.common.axes import MODEL
 from eejax.common.errors import CheckpointError
+from eejax.common.paths import expanded
 from eejax.common.trees import Tree, join, path_name, split
 from eejax.data.tokenizer_files import load_tokenizer
 from eejax.data.tokenizers import Tokenizer, check_vocabulary
@@ -34,7 +36,7 @@ from eejax.models.exits import head_name
 from eejax.sharding import distributed, rules
 from eejax.sharding.mesh import MeshConfig, make_mesh
 from eejax.train import inputs
-from eejax.train.base import FREE, Facts, naming_base, remembered
+from eejax.train.base import BASE, FREE, Facts, naming_base, origin, remember
 from eejax.train.config import Experiment
 from eejax.train.placement import placement
 from eejax.train.pretrained import has_tokenizer, is_run, tokenizer_of
@@ -160,7 +162,7 @@ class _Read(NamedTuple):
 
 def _load(experiment: Experiment, mesh: Mesh, scope: Scope | None) -> _Read:
     """Read the base: whole where `scope` is None, else what a run of that scope needs of it."""
-    train, path = experiment.train, pathlib.Path(experiment.train.base).expanduser()
+    train, path = experiment.train, expanded(experiment.train.base)
 
     def part(config: ModelConfig, everything: Tree) -> Tree:
         check_base(config, experiment)
@@ -249,14 +251,32 @@ def check_base(config: ModelConfig, experiment: Experiment) -> None:
         )
 
 
-def same_base(workdir: pathlib.Path, found: Facts) -> None:
-    """Raise `CheckpointError` where a resumed run's base has other parameters than at its start."""
-    began = remembered(workdir)
-    if began is not None and began.digest != found.digest:
+def same_base(workdir: pathlib.Path, metadata: Mapping[str, Any], found: Facts | None) -> None:
+    """Compare the base of a run that resumes with the one that it began with.
+
+    Args:
+      metadata: of the checkpoint that the run resumes from.
+      found: facts of the base, where the run reads it again.
+
+    Raises `CheckpointError` where base.json does not say what the checkpoint says, and where the
+    base has other parameters than at the run's start.
+    """
+    kept = origin(workdir)
+    if "base" in metadata and (kept is None or kept != metadata["base"]):
+        raise CheckpointError(
+            f"{workdir / BASE}: must say what the run's checkpoints say, {metadata['base']}, and "
+            f"{'is missing' if kept is None else f'says {kept}'}. Put it back (the same command "
+            "writes it into a new workdir), or begin anew in another workdir."
+        )
+    if found is None:
+        return
+    if kept is None:  # older versions wrote none
+        remember(workdir, found)
+    elif kept["digest"] != found.digest:
         raise CheckpointError(
             f"train.base = {found.source!r}: its parameters (digest {found.digest}) are not those "
-            f"that the run in {workdir} began with (digest {began.digest}, {began.source!r}). Put "
-            "that model back, or begin anew in another workdir."
+            f"that the run in {workdir} began with (digest {kept['digest']}, {kept['source']!r}). "
+            "Put that model back, or begin anew in another workdir."
         )
 
 

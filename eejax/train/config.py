@@ -351,11 +351,7 @@ class Experiment:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Experiment:
         """From a config file's ConfigDict or `to_dict`; unknown fields raise `ConfigError`."""
-        values = _plain(values)
-        for name in values:
-            _require_known(name, "config", SECTIONS, "section")
-        for name, section in values.items():
-            _check_types(SECTIONS[name], section, f"config.{name}")
+        values = typed_sections(values)
         # Fields without a default, which `default_config` holds as None until they are set.
         model = {k: v for k, v in values.get("model", {}).items() if v is not None}
         if not model:
@@ -383,6 +379,19 @@ SECTIONS = {
     "pipeline": PipelineConfig,
     "tune": TuneConfig,
 }
+
+
+def typed_sections(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the sections of a config file's ConfigDict, or of `to_dict`, as plain values.
+
+    Raises `ConfigError` for an unknown section and for a value that is not of its field's type.
+    """
+    values = _plain(values)
+    for name in values:
+        _require_known(name, "config", SECTIONS, "section")
+    for name, section in values.items():
+        _check_types(SECTIONS[name], section, f"config.{name}")
+    return values
 
 
 def default_config() -> ConfigDict:

@@ -20,6 +20,7 @@ from eejax import data
 from eejax.checkpoint.files import only_user, unwritable, write_text
 from eejax.checkpoint.manager import Checkpoints
 from eejax.checkpoint.model import CHECKPOINTS, EMA, PARAMS, TOKENIZER, TUNING
+from eejax.common.paths import expanded
 from eejax.common.trees import Tree, join, size
 from eejax.data.prefetch import import_grain
 from eejax.sharding import distributed
@@ -77,7 +78,7 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
     check_batches(experiment.train, mesh)
     if experiment.data.prefetch:
         import_grain()  # before all the text is packed
-    workdir = pathlib.Path(workdir).expanduser().absolute()
+    workdir = expanded(workdir).absolute()
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as lock:
@@ -171,6 +172,7 @@ class _Run:
         self.tokens = 0  # labels counted in the steps that were fetched
         self.skipped = 0
         self.state, self.step = self._begin_or_resume(base)
+        self.origin = {} if self.train.base is None else {"base": bases.origin(workdir)}
         if self.step < self.train.steps:  # otherwise there is nothing left to train
             settings = json.dumps(self.experiment.to_dict(), indent=1)
             distributed.by_first(lambda: write_text(workdir / CONFIG, settings))
@@ -209,8 +211,8 @@ class _Run:
             placed = jax.tree.map(lambda a: a.sharding, placed)
             begin = jax.jit(self.program.begin, out_shardings=placed)
             return begin(base.first).replace(frozen=base.frozen), 0
-        if base is not None:
-            base_weights.same_base(self.workdir, base.facts)
+        if self.train.base is not None:
+            base_weights.same_base(self.workdir, restored.metadata, base and base.facts)
         self.loader.restore(restored.metadata["data"])
         self.resumed_from = restored.metadata["experiment"]["train"]
         self.tokens = restored.metadata["tokens"]
@@ -398,7 +400,7 @@ class _Run:
             "tokenizer": self.dataset.tokenizer.fingerprint,
             "tokens": self.tokens,
             "averaged": self.train.ema is not None,
-            **({} if self.train.base is None else {"base": bases.origin(self.workdir)}),
+            **self.origin,
         }
 
     def _announce(self, start: int) -> None:

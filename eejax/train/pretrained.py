@@ -18,6 +18,7 @@ from eejax.checkpoint.manager import Checkpoints
 from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER, TUNING, load_model
 from eejax.checkpoint.overlay import opened
 from eejax.common.errors import CheckpointError, DataError, require
+from eejax.common.paths import expanded
 from eejax.common.trees import Tree
 from eejax.data.tokenizer_files import load_tokenizer
 from eejax.data.tokenizers import (
@@ -58,7 +59,7 @@ def import_pretrained(
         `load_pretrained` fails.
       DataError: the tokenizer does not fit the model.
     """
-    workdir = pathlib.Path(workdir).expanduser()
+    workdir = expanded(workdir)
     if (workdir / CHECKPOINTS).exists():
         raise CheckpointError(f"{workdir} holds a run already. Remove it, or name another workdir.")
     path = fetched(source)
@@ -115,7 +116,7 @@ def open_model(
     Arguments and errors are those of `eejax.load`; a pretrained model is sharded over `mesh`, and
     `watch` is passed to `load_pretrained`.
     """
-    path = pathlib.Path(source).expanduser()
+    path = expanded(source)
     if is_run(path):
         for name, value in (("tokenizer", tokenizer), ("dtype", dtype)):
             fix = "Leave it out."

@@ -11,6 +11,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
+from eejax.common.errors import require
 from eejax.common.trees import Tree
 from eejax.models import params
 from eejax.pipeline.plan import plan
@@ -77,7 +78,17 @@ class Program:
         )
 
     def check(self) -> None:
-        """Raises `ConfigError` where the model does not fit the mesh, before any work is done."""
+        """Raises `ConfigError` where the model does not fit the mesh, before any work is done.
+
+        A run that is only read needs no stages, so its experiment may ask to fill their idle time.
+        """
+        e = self.experiment
+        require(
+            e.pipeline.fill == "none" or e.mesh.pipe > 1,
+            "pipeline.fill", e.pipeline.fill,
+            f"must be 'none' on one stage (mesh.pipe = {e.mesh.pipe}), which is never idle",
+            "Set pipeline.fill to 'none', or mesh.pipe to the number of stages.",
+        )  # fmt: skip
         _ = self.abstract_state
 
     @functools.cached_property

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from eejax.checkpoint.model import TOKENIZER, Model, load_model, saved_settings
 from eejax.common.errors import CheckpointError, DataError
+from eejax.common.paths import expanded
 from eejax.train import inputs
 from eejax.train.base import same_source
 from eejax.train.config import Experiment
@@ -75,7 +76,7 @@ def open_run(
     `ema` selects the averaged parameters. Raises `CheckpointError` as `load_model` does.
     """
     model = load_model(workdir, step=step, mesh=mesh, ema=ema)
-    return Run(pathlib.Path(workdir).expanduser(), model, saved_experiment(model.metadata))
+    return Run(expanded(workdir), model, saved_experiment(model.metadata))
 
 
 def saved_experiment(metadata: dict[str, Any]) -> Experiment:

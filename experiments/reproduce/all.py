@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
+from eejax.common.paths import expanded
 from experiments import launch
 from experiments.reproduce import catalogue, page
 from experiments.reproduce.claims import Finding
@@ -48,7 +49,7 @@ def main() -> None:
     names = [step.name for step in STEPS]
     for flag, values in (("only", _ONLY.value or []), ("again", _AGAIN.value)):
         check_names(flag, values, names)
-    workdir = pathlib.Path(_WORKDIR.value).expanduser().absolute()
+    workdir = expanded(_WORKDIR.value).absolute()
     chosen = chosen_steps(STEPS, _ONLY.value)
     data = os.environ.get("EEJAX_DATA")
     begin = time.perf_counter()
@@ -159,7 +160,7 @@ def data_files(data: str | None) -> str:
     """Names and sizes of the files in the data folder."""
     if not data:
         return ""
-    root = pathlib.Path(data).expanduser()
+    root = expanded(data)
     rows = [(str(p.relative_to(root)), p.stat().st_size) for p in root.rglob("*") if p.is_file()]
     return json.dumps(sorted(rows))
 

@@ -39,6 +39,7 @@ import numpy as np
 from absl import flags
 
 from eejax.common.errors import require_one_of
+from eejax.common.paths import expanded
 from experiments import launch
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/convergence", "Where everything is left.")
@@ -199,7 +200,7 @@ def main() -> None:
     wanted |= {VARIANTS[name].standard for name in wanted}
     names = [name for name in VARIANTS if name in wanted]
     steps = _STEPS.value or (8 if _TINY.value else STEPS)
-    workdir = pathlib.Path(_WORKDIR.value).expanduser()
+    workdir = expanded(_WORKDIR.value)
     begin = time.perf_counter()
     runs: dict[str, list[Losses]] = {name: [] for name in names}
     # Seed by seed, so that the first comparison is there after a third of the time.

@@ -33,6 +33,7 @@ from typing import Any
 
 from absl import flags
 
+from eejax.common.paths import expanded
 from experiments import launch
 from experiments.reproduce import helios_evidence, helios_models, helios_shapes, helios_simulated
 
@@ -62,7 +63,7 @@ def main() -> None:
     from eejax.checkpoint.files import write_text
     from experiments.reproduce import helios_figures, helios_findings
 
-    workdir = pathlib.Path(_WORKDIR.value).expanduser()
+    workdir = expanded(_WORKDIR.value)
     measured, models = prepare(workdir)
     world = lambda early=_EARLY.value: helios_simulated.World.make(
         measured, helios_models.paces(measured), early, _STEPS.value

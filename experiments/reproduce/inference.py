@@ -52,6 +52,7 @@ import numpy as np
 from absl import flags
 
 from eejax.common.errors import DataError, require
+from eejax.common.paths import expanded
 from experiments import decode_times, held_out, launch, step_costs
 from experiments.reproduce import exit_tables, inference_findings, inference_tasks
 from experiments.reproduce.inference_tasks import BATCH, MIXED
@@ -158,7 +159,7 @@ def main() -> None:
     scale = f"{model.config.n_layers} layers of width {config.d_model}, step {model.step}, one CPU"
     summary["findings"] = inference_findings.findings(summary, table3, table4, config, scale)
     whole = summary | {"table3": table3, "table4": table4}
-    out = pathlib.Path(_OUT.value or pathlib.Path(_WORKDIR.value) / "inference").expanduser()
+    out = expanded(_OUT.value or pathlib.Path(_WORKDIR.value) / "inference")
     drawn = [*draw(out, found, full, stages), draw_tasks(out, tasks)]
     page = exit_tables.page_of(table3, table4)
     for name, content in (("tables.html", page), ("results.json", json.dumps(whole, indent=1))):
@@ -197,7 +198,7 @@ def data_folder() -> pathlib.Path:
     value = os.environ.get("EEJAX_DATA")
     if not value:
         raise DataError(f"EEJAX_DATA is not set: set it to the folder that has {LAMBADA}.")
-    return pathlib.Path(value).expanduser()
+    return expanded(value)
 
 
 def read(path: pathlib.Path, field: str) -> Iterator[tuple[int, str]]:

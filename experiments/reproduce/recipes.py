@@ -21,6 +21,7 @@ import sys
 import numpy as np
 from absl import flags
 
+from eejax.common.paths import expanded
 from experiments import launch
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/recipes", "Where everything is left.")
@@ -88,7 +89,7 @@ def main() -> None:
     for name in _RECIPES.value or ():
         require_one_of("--recipes", name, tuple(RECIPES))
     names = [name for name in RECIPES if name in (PLAIN, *(_RECIPES.value or RECIPES))]
-    workdir = pathlib.Path(_WORKDIR.value).expanduser().absolute()
+    workdir = expanded(_WORKDIR.value).absolute()
     results: dict[str, list[dict]] = {name: [] for name in names}
     for seed in range(_SEEDS.value):
         for name in names:

@@ -32,13 +32,13 @@ every claim. What this project claims of itself is checked, and the exit status 
 from __future__ import annotations
 
 import json
-import pathlib
 import sys
 import time
 
 import numpy as np
 from absl import flags
 
+from eejax.common.paths import expanded
 from experiments import launch
 from experiments.reproduce import tide_findings, tide_model, tide_paper, tide_problem
 from experiments.windows import batches, cut, divided, prompts
@@ -66,7 +66,7 @@ def main() -> None:
     import eejax
     from eejax import analysis
 
-    workdir = pathlib.Path(_WORKDIR.value).expanduser()
+    workdir = expanded(_WORKDIR.value)
     folder, text, tokenizer = tide_model.checkpoint(
         _MODEL.value, _TEXT.value, workdir, _UNSEEN.value
     )

@@ -40,6 +40,7 @@ import pathlib
 
 from absl import flags
 
+from eejax.common.paths import expanded
 from experiments import launch
 from experiments.reproduce import megatron
 
@@ -322,7 +323,7 @@ def main() -> None:
     from eejax.checkpoint.files import write_text
     from experiments.reproduce import efficiency_findings
 
-    workdir = pathlib.Path(_WORKDIR.value).expanduser()
+    workdir = expanded(_WORKDIR.value)
     workdir.mkdir(parents=True, exist_ok=True)
     gpus = fit()
     efficiency = {name: {"figure7": figure7(name, gpu)} for name, gpu in gpus.items()}

@@ -16,6 +16,7 @@ from eejax.common.errors import ConfigError
 from eejax.inference import Generator
 from eejax.losses import Objective
 from eejax.models import params
+from eejax.pipeline.config import FILLS
 from eejax.sharding.mesh import make_mesh
 from eejax.train.config import ExitWeights, Experiment
 from eejax.train.loop import fit
@@ -264,3 +265,17 @@ def test_filling_is_refused_where_nothing_waits(texts):
     values["train"]["base"] = "runs/base"
     with pytest.raises(ConfigError, match="pipeline.fill = 'both': must be 'none'"):
         Experiment.from_dict(values)
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1)])
+def test_one_stage_has_no_bubbles_to_fill(texts, fill, mesh):
+    run = experiment(texts, mesh, {"fill": fill})
+    program = Program(run, make_mesh(run.mesh))
+    if fill == "none":
+        program.check()
+        return
+    with pytest.raises(
+        ConfigError, match=f"pipeline.fill = {fill!r}: must be 'none' on one stage.*Set pipeline"
+    ):
+        program.check()

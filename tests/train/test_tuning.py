@@ -19,7 +19,7 @@ from eejax.data.sources import Document
 from eejax.losses import multi_exit_loss
 from eejax.losses.objective import Objective
 from eejax.models import exits, params, transformer
-from eejax.models.config import ExitConfig
+from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
 from eejax.train import base as bases
 from eejax.train import base_weights, inputs, optimizer, state, step
@@ -278,13 +278,47 @@ def test_a_tuning_goes_on_from_the_checkpoint_it_began_with(base, tmp_path, monk
     shutil.copytree(steps / "60", steps / "80")  # the base has gone on
     began = bases.remembered(tmp_path / "tuned")
     assert began.step == 60 and began.config == open_run(base).model.config
-    # A base of other parameters is noticed.
-    bases.remember(tmp_path / "tuned", began._replace(digest="0" * 32))
-    with pytest.raises(CheckpointError, match="are not those that the run in .* began with"):
-        fit(moved(), tmp_path / "tuned")
-    bases.remember(tmp_path / "tuned", began)
+    (tmp_path / "tuned" / "base.json").rename(tmp_path / "base.json")
+    with pytest.raises(CheckpointError, match="tuned/base.json: must say .* and is missing. Put"):
+        fit(moved(base_step=60), tmp_path / "tuned")
+    (tmp_path / "base.json").rename(tmp_path / "tuned" / "base.json")
     (tmp_path / "base").rename(tmp_path / "elsewhere")
     assert fit(moved("elsewhere", base_step=60), tmp_path / "tuned").step == 40
+
+
+FACTS = bases.Facts("/a", 6, ModelConfig(23, 2, 16, 2, 16), "bytes-257", "0" * 32)
+SAVED = {"base": {"source": "/a", "step": 6, "digest": "0" * 32}}
+
+
+@pytest.mark.parametrize("read_again", [True, False])
+@pytest.mark.parametrize(
+    "saved, kept, message",
+    [
+        (SAVED, FACTS, None),
+        (SAVED, None, "base.json: must say .*'/a'.* and is missing"),
+        (SAVED, FACTS._replace(source="/b"), "base.json: must say .*'/a'.* and says .*'/b'"),
+        (SAVED, FACTS._replace(step=7), "base.json: must say .*6.* and says .*7"),
+        (SAVED, FACTS._replace(digest="1" * 32), "base.json: must say"),
+        ({"base": None}, None, "base.json: must say .*None, and is missing"),
+        ({}, FACTS, None),  # saved by an older version
+    ],
+)
+def test_a_run_resumes_with_the_base_of_its_checkpoints(tmp_path, saved, kept, message, read_again):
+    if kept is not None:
+        bases.remember(tmp_path, kept)
+    check = lambda found: base_weights.same_base(tmp_path, saved, found)
+    if message is None:
+        check(FACTS if read_again else None)
+        with pytest.raises(CheckpointError, match="are not those that the run in .* began with"):
+            check(FACTS._replace(digest="2" * 32))
+        return
+    with pytest.raises(CheckpointError, match=message):
+        check(FACTS if read_again else None)
+
+
+def test_a_tuning_of_an_older_version_remembers_its_base_from_now_on(tmp_path):
+    base_weights.same_base(tmp_path, {}, FACTS)
+    assert bases.remembered(tmp_path) == FACTS
 
 
 def test_more_devices_give_the_same_exits(base, tuned, tmp_path):

@@ -23,6 +23,7 @@ from eejax.checkpoint.hf.folder import CONFIG, Folder, brief, read_json
 from eejax.checkpoint.hf.layouts import Rule
 from eejax.common.axes import MODEL
 from eejax.common.errors import CheckpointError, require_one_of
+from eejax.common.paths import expanded
 from eejax.common.trees import Tree, path_name
 from eejax.models import params
 from eejax.models.config import DTYPES, ModelConfig
@@ -249,7 +250,7 @@ def _compared(raw: Raw, config: ModelConfig, tree: Tree, family: Family, say):
 
 def fetched(source: str | os.PathLike) -> pathlib.Path:
     """The local folder of `source`. Raises CheckpointError."""
-    path = pathlib.Path(source).expanduser()
+    path = expanded(source)
     if (path / CONFIG).is_file():
         return path
     if path.exists():

@@ -24,6 +24,7 @@ from eejax.checkpoint.hf.fields import Raw
 from eejax.checkpoint.hf.folder import CONFIG
 from eejax.checkpoint.hf.layouts import Rule
 from eejax.common.errors import CheckpointError, ConfigError, require_one_of
+from eejax.common.paths import expanded
 from eejax.common.trees import Tree
 from eejax.data.tokenizer_export import save_for_transformers
 from eejax.data.tokenizers import Tokenizer
@@ -57,7 +58,7 @@ def save_pretrained(
     from safetensors import SafetensorError  # what it makes of a full disk
 
     require_one_of("dtype", dtype, DTYPES)
-    path = pathlib.Path(path).expanduser()
+    path = expanded(path)
     if path.exists():
         raise CheckpointError(f"{path}: is there already: remove it, or name another folder.")
     base = sidecar.plain(config)

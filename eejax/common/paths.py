@@ -1,0 +1,23 @@
+"""Paths as people write them."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+from eejax.common.errors import ConfigError
+
+
+def expanded(path: str | os.PathLike) -> pathlib.Path:
+    """Return a path with the home folder in the place of its `~` or `~user`.
+
+    Raises `ConfigError` naming the path where that folder is not known.
+    """
+    try:
+        return pathlib.Path(path).expanduser()
+    except RuntimeError:
+        name = pathlib.Path(path).parts[0]
+        raise ConfigError(
+            f"{os.fspath(path)!r}: there is no home folder {name}. Name an existing user, or give "
+            "the whole path of a folder of that name."
+        ) from None
