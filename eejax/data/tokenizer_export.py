@@ -8,7 +8,7 @@ from typing import Any
 from absl import logging
 
 from eejax.data.sentencepiece import SentencePieceTokenizer
-from eejax.data.tokenizer_files import CONFIG
+from eejax.data.tokenizer_settings import CONFIG
 from eejax.data.tokenizers import (
     CHAT,
     END_OF_TEXT,
@@ -44,7 +44,10 @@ def save_for_transformers(tokenizer: Tokenizer, path: str | os.PathLike, context
         definition = _beginning(definition, tokenizer)
         with open(os.path.join(path, JSON), "w", encoding="utf-8") as file:
             file.write(definition)
-    names = dict(tokenizer.special) or {"eos_token": _end_of(tokenizer)}
+    special = dict(tokenizer.special) or {"eos_token": _end_of(tokenizer)}
+    names = {name: special.pop(name) for name in [*special] if name.endswith("_token")}
+    if special:
+        names["extra_special_tokens"] = special
     write_json(os.path.join(path, CONFIG), values | names)
     if tokenizer.chat is not None:
         with open(os.path.join(path, CHAT), "w", encoding="utf-8") as file:
@@ -80,7 +83,8 @@ def _definition(tokenizer: Tokenizer) -> str | None:
         logging.warning("no tokenizer.json is written for transformers: %s", error)
         return None
     other = JsonTokenizer(definition, eos=tokenizer.eos, bos=tokenizer.bos, adds_bos=False)
-    for text in [*_ODD, *(f"a{name} b" for name in tokenizer.control)]:
+    names = {*tokenizer.control, *(token["content"] for token in tokenizer.added.values())}
+    for text in [*_ODD, *(f"a{name} b" for name in sorted(names))]:
         ours, theirs = (
             t.encode(text, allow_special=True, begins=False).tolist() for t in (tokenizer, other)
         )
@@ -154,7 +158,7 @@ def _of_pieces(tokenizer: SentencePieceTokenizer) -> str:
         i: dict(content=piece.piece, special=piece.type == kinds.CONTROL, normalized=False)
         for i, piece in enumerate(proto.pieces)
         if piece.type in (kinds.CONTROL, kinds.USER_DEFINED)
-    } | tokenizer.added
+    } | {i: token | {"normalized": False} for i, token in tokenizer.added.items()}
     inner.add_tokens([AddedToken(**added[i]) for i in sorted(added)])
     return inner.to_str()
 

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from eejax.common.errors import DataError
+from eejax.data.tokenizer_settings import (
+    CONFIG,
+    Check,
+    Settings,
+    read_json,
+    read_saved,
+    read_settings,
+    require,
+    token,
+)
 from eejax.data.tokenizers import (
     BYTES,
     CHAT,
@@ -20,17 +30,15 @@ from eejax.data.tokenizers import (
     Tokenizer,
 )
 
-CONFIG, ADDED, NAMES = "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"
-
-NAMED = tuple(f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-"""Names of special tokens in transformers and its chat templates."""
-
 # Classes whose ids are those of the pieces of a `tokenizer.model`.
 _LLAMA = ("LlamaTokenizer", "CodeLlamaTokenizer")
 _BEGUN = (*_LLAMA, "GemmaTokenizer")  # texts begin with `bos` by default
 _PIECES = (*_LLAMA, "GemmaTokenizer", "PreTrainedTokenizer", "TokenizersBackend")
 _LLAMA_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_TEMPLATE = Check(
+    'a text, null, or a list of {"name": "...", "template": "..."}',
+    lambda v: v is None or isinstance(v, str) or _named_templates(v) is not None,
+)
 
 
 def load_tokenizer(
@@ -67,8 +75,8 @@ def load_tokenizer(
         marker, file = os.path.join(spec, MARKER), os.path.join(spec, JSON)
         model = os.path.join(spec, MODEL)
         if os.path.exists(marker):
-            saved = _read_json(marker)
-            kind = saved.pop("kind", None)
+            saved = read_saved(marker)
+            kind = saved.pop("kind")
             if kind == BYTES:
                 return ByteTokenizer(saved.get("eos_id", 256), saved.get("chat"))
             file = model if kind == SENTENCEPIECE else file
@@ -125,145 +133,119 @@ def chat_template(folder: str | os.PathLike) -> str | None:
                 return file.read()
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{own} cannot be read: {error}.") from error
-    source = _read_json(config).get("chat_template") if os.path.isfile(config) else None
-    if isinstance(source, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
-        source = named.get("default")
-    return source if isinstance(source, str) else None
+    if not os.path.isfile(config):
+        return None
+    source = read_json(config).get("chat_template")
+    require(config, "chat_template", source, _TEMPLATE)
+    if source is None or isinstance(source, str):
+        return source
+    return _named_templates(source).get("default")
+
+
+def _named_templates(value: Any) -> dict[str, str] | None:
+    """Return templates by name; None for a value that is no list of them."""
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        return None
+    pairs = [(one.get("name"), one.get("template")) for one in value]
+    texts = all(isinstance(name, str) and isinstance(text, str) for name, text in pairs)
+    return dict(pairs) if texts else None
 
 
 def _beside(file: str, definition: str | bytes) -> dict[str, Any]:
     """Read a tokenizer's arguments from the files beside it, as transformers does."""
     folder = os.path.dirname(file)
-    files = {name: os.path.join(folder, name) for name in (CONFIG, ADDED, NAMES)}
-    read = {name: _read_json(p) if os.path.isfile(p) else {} for name, p in files.items()}
-    config = read[CONFIG]
-    if "added_tokens_decoder" not in config:
-        config = config | read[NAMES]
-    special = {k: _content(config.get(k)) for k in NAMED}
-    special = {k: v for k, v in special.items() if v is not None}
-    added = dict(_added(config, read[ADDED], special))
+    settings = read_settings(folder)
     found = dict(
-        eos=special.get("eos_token"),
-        bos=special.get("bos_token"),
-        adds_bos=config.get("add_bos_token"),
+        eos=settings.special.get("eos_token"),
+        bos=settings.special.get("bos_token"),
+        adds_bos=settings.config.get("add_bos_token"),
         chat=chat_template(folder),
-        special=special,
+        special=settings.special,
     )
     if isinstance(definition, bytes):
-        return found | _of_pieces(definition, config, added, special)
-    return found | {"definition": _with_added(definition, added, special.values())}
+        return found | _of_pieces(definition, settings)
+    return found | {"definition": _with_added(definition, settings)}
 
 
-def _added(
-    config: Mapping[str, Any], others: Mapping[str, int], special: Mapping[str, str]
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (id, token) for the tokens that were added to a vocabulary."""
-    if "added_tokens_decoder" in config:
-        for i, token in config["added_tokens_decoder"].items():
-            flags = {name: bool(token.get(name, False)) for name in _FLAGS}
-            yield int(i), _token(token["content"], **flags)
-        return
-    more = [*(config.get("additional_special_tokens") or ())]
-    names = {*special.values(), *map(_content, more)}
-    for name, i in others.items():
-        yield i, _token(name, special=name in names)
-
-
-def _of_pieces(
-    model: bytes, config: Mapping[str, Any], added: dict[int, dict], special: Mapping[str, str]
-) -> dict[str, Any]:
+def _of_pieces(model: bytes, settings: Settings) -> dict[str, Any]:
     """Collect the arguments of a `.model`. Raises DataError for settings that change its ids."""
     # Here, because that module builds on the same ones.
     from eejax.data.sentencepiece import parse_model
 
-    kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
+    config = settings.config
+    kind = (config.get("tokenizer_class") or "").removesuffix("Fast")
     if kind and kind not in _PIECES:
         raise DataError(
             f"tokenizer_class = {config['tokenizer_class']!r}: must be one of {list(_PIECES)}, as "
             "others may give pieces other ids. Save it with transformers, as tokenizer.json."
         )
-    if not kind:
-        return {"added": added}
     pieces = parse_model(model)
     number = {pieces.id_to_piece(i): i for i in range(pieces.vocab_size())}
-    for i, token in added.items():
-        if i < len(number) and pieces.id_to_piece(i) != token["content"]:
+    added, special, named = dict(settings.added), settings.special, settings.named
+    for i, one in added.items() if kind else ():
+        if i < len(number) and pieces.id_to_piece(i) != one["content"]:
             raise DataError(
-                f"token {i} = {token['content']!r} of {CONFIG}: must be the model's piece "
+                f"token {i} = {one['content']!r} of {CONFIG}: must be the model's piece "
                 f"{pieces.id_to_piece(i)!r}. Save it with transformers, as tokenizer.json."
             )
+    if kind in _LLAMA:
+        special = _LLAMA_NAMES | special
+        named = {name: token(name, special=True) for name in special.values()} | named
+    there = {one["content"] for one in added.values()}
+    for name in named.keys() & number.keys() - there:
+        # Control pieces are special tokens anyway.
+        if kind in _LLAMA or not pieces.is_control(number[name]):
+            added[number[name]] = named[name] | {"normalized": False}
+    found = {"added": dict(sorted(added.items())), "special": special}
     # Defaults of these classes, for settings that the folder lacks.
-    adds = {"adds_bos": True} if config.get("add_bos_token") is None and kind in _BEGUN else {}
-    if kind not in _LLAMA:
-        return {"added": added} | adds
-    special = _LLAMA_NAMES | special
-    there = {token["content"] for token in added.values()}
-    for name in special.values():
-        if name in number and name not in there:
-            added[number[name]] = _token(name, special=True)
-    return {"added": added, "special": special, "space": _space(config)} | adds
+    if config.get("add_bos_token") is None and kind in _BEGUN:
+        found["adds_bos"] = True
+    return found | ({"space": _space(settings)} if kind in _LLAMA else {})
 
 
-def _space(config: Mapping[str, Any]) -> str:
+def _space(settings: Settings) -> str:
     """Return the position at which transformers 5's Llama class puts a space before a text."""
-    if config.get("add_prefix_space") is False:
+    if settings.config.get("add_prefix_space") is False:
         return "never"
-    return "always" if config.get("legacy") else "first"
+    return "always" if settings.config.get("legacy") else "first"
 
 
-def _with_added(definition: str, added: dict[int, dict], names: Collection[str]) -> str:
+def _with_added(definition: str, settings: Settings) -> str:
     """Add the tokens that the files beside it declare to a tokenizer.json's added tokens.
 
-    Raises DataError for tokens that its vocabulary lacks.
+    Tokens that the files name as special ones become special. Raises DataError for tokens that were
+    added to another vocabulary.
     """
-    if not added and not names:
+    if not settings.added and not settings.named:
         return definition
     try:
         made = json.loads(definition)
         model = made["model"]["vocab"]
         number = model if isinstance(model, dict) else {t[0]: i for i, t in enumerate(model)}
-        own = {token["content"]: token["id"] for token in made.get("added_tokens", ())}
-    except (ValueError, TypeError, KeyError, IndexError):
+        own = {one["content"]: one for one in made.get("added_tokens", ())}
+        ids = number | {name: one["id"] for name, one in own.items()}
+        if not all(type(i) is int for i in ids.values()):
+            raise TypeError
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         return definition  # its reader reports the error
-    missing = []
-    for i, token in added.items():
-        have = own.get(token["content"], number.get(token["content"]))
+    tokens = dict(own)
+    for i, one in settings.added.items():
+        name, have = one["content"], ids.get(one["content"])
         if have != i:
             raise DataError(
-                f"token {i} = {token['content']!r} of the files beside it: "
+                f"token {i} = {name!r} of the files beside it: "
                 f"{'has the id ' + str(have) if have is not None else 'is not in its vocabulary'}."
                 " Save both again with transformers."
             )
-        if token["content"] not in own:
-            missing.append({"id": i} | token)
-    listed = {*own, *(token["content"] for token in missing)}
-    missing += [
-        {"id": number[name]} | _token(name, special=True)
-        for name in dict.fromkeys(names)
-        if name in number and name not in listed
-    ]
-    if not missing:
+        if name not in own or settings.replaces:
+            tokens[name] = {"id": i} | one
+    for name in filter(None, settings.named.keys() & ids.keys()):
+        tokens[name] = tokens.get(name) or {"id": ids[name]} | settings.named[name]
+        tokens[name] = tokens[name] | {"special": True}
+    for name, one in own.items():  # special tokens stay so
+        if one.get("special"):
+            tokens[name] = tokens[name] | {"special": True}
+    if tokens == own:
         return definition
-    made["added_tokens"] = sorted([*made.get("added_tokens", ()), *missing], key=lambda t: t["id"])
+    made["added_tokens"] = sorted(tokens.values(), key=lambda one: one["id"])
     return json.dumps(made, ensure_ascii=False)
-
-
-def _token(content: str, **flags: bool) -> dict[str, Any]:
-    return {"content": content} | dict.fromkeys(_FLAGS, False) | flags
-
-
-def _content(token: Any) -> str | None:
-    """Return the content of a token, which tokenizer_config.json has as a string or an object."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _read_json(path: str) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}.") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path}: must be a JSON object.")
-    return found

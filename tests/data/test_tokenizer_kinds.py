@@ -217,6 +217,29 @@ def test_what_lies_beside_a_model_is_read_as_transformers_does(tmp_path):
     assert tokenizer.decode([297, 297]) == " world world"
 
 
+@pytest.mark.parametrize("kind", [None, "GemmaTokenizer", "LlamaTokenizer"])
+def test_pieces_that_a_file_names_are_special_ones(kind, tmp_path):
+    model = pieces(user_defined_symbols="<tool>,<text>")
+    number = sentencepiece.SentencePieceProcessor(model_proto=model).piece_to_id
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(tokenizer_class=kind)))
+    named = dict(additional_special_tokens=["<tool>", "<none>"])
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.save(tmp_path / "saved")
+    for one in (
+        tokenizer,
+        load_tokenizer(tmp_path / "saved"),
+        pickle.loads(pickle.dumps(tokenizer)),
+    ):
+        assert one.control["<tool>"] == number("<tool>") and not {"<text>", "<none>"} & {
+            *one.control
+        }
+        ids = one.encode("a<tool><text>b", allow_special=True)
+        assert number("<tool>") in ids
+        assert "<text>" in one.decode(ids) and "<tool>" not in one.decode(ids)
+
+
 def test_what_would_change_ids_is_refused_by_name(tmp_path):
     folder = llama_folder(tmp_path / "a", False)
     config = json.loads((folder / "tokenizer_config.json").read_text())

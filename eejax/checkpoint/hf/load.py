@@ -104,9 +104,7 @@ def load_pretrained(
     say = watch or (lambda line: None)
     path = fetched(source)
     raw = Raw(path / CONFIG, read_json(path / CONFIG))
-    kind = raw("model_type")
-    if not isinstance(kind, str):
-        raise raw.refuse("model_type", kind, "must be a text, such as 'llama'")
+    kind = _model_type(raw)
     if (how := raw("quantization_config", None)) is not None:
         raise raw.refuse(
             "quantization_config", how,
@@ -177,12 +175,20 @@ def pretrained_config(path: pathlib.Path) -> tuple[ModelConfig, Mapping[str, Any
     Raises as `load_pretrained`.
     """
     raw = Raw(path / CONFIG, read_json(path / CONFIG))
-    if raw("model_type") not in FAMILIES:
+    kind = _model_type(raw)
+    if kind not in FAMILIES:
         found = load_pretrained(path)
         return found.config, found.raw
-    base = FAMILIES[raw("model_type")].read(raw)
+    base = FAMILIES[kind].read(raw)
     side = sidecar.opened(path, base)
     return base if side is None else side.config, raw.values
+
+
+def _model_type(raw: Raw) -> str:
+    kind = raw("model_type")
+    if not isinstance(kind, str):
+        raise raw.refuse("model_type", kind, "must be a text, such as 'llama'")
+    return kind
 
 
 def _check_layers(raw: Raw, shapes: Mapping[str, tuple[int, ...]]) -> None:

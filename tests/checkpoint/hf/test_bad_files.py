@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from eejax.checkpoint.hf import load_pretrained, save_pretrained
+from eejax.checkpoint.hf.load import pretrained_config
 from eejax.checkpoint.hf.torch_file import TorchFile
 from eejax.common.errors import CheckpointError, ConfigError
 from eejax.models import params
@@ -273,6 +274,14 @@ def test_what_is_wrong_is_named(model, name):
     spoil(model)
     with pytest.raises(CheckpointError, match=message):
         load_pretrained(model)
+
+
+@pytest.mark.parametrize("read", [load_pretrained, pretrained_config])
+def test_type_must_be_a_text_for_every_reader(model, read):
+    for kind in (["llama"], {"a": 1}, 5, True):
+        change(model, model_type=kind)
+        with pytest.raises(CheckpointError, match="config.json: model_type = .*: must be a text"):
+            read(model)
 
 
 def test_exits_come_back(model):
