@@ -42,8 +42,10 @@ def main() -> None:
         if not (name and equals and file):
             raise ConfigError(f"--scores = {text!r}: must be NAME=RESULTS.json.")
         found.append((name, file, read_scores(expanded(file), name)))
-    if not (found or _REBUILD.value) and not expanded(path).exists():
-        raise ConfigError(f"--repository = {path!r}: there is no such file. --rebuild makes one.")
+    target = expanded(path)
+    if not (found or _REBUILD.value) and not target.exists():
+        fix = "--rebuild makes one." if target.parent.is_dir() else repository.advice(str(target))
+        raise ConfigError(f"--repository = {path!r}: there is no such file. {fix}")
     kept = repository.Repository(path)
     for name, file, scores in found:
         kept.import_scores(scores)
@@ -54,11 +56,15 @@ def main() -> None:
 
 
 def shown(kept) -> str:
-    """Format tables of the scores and of each model's last evaluation."""
+    """Format tables of the scores and of each model's last evaluation.
+
+    Raises DataError, which names the row, where one cannot be used.
+    """
     from eejax.analysis import table
     from eejax.serving.objectives import METRICS
     from eejax.serving.repository import date
 
+    kept.check()
     scores = [
         [s.model, str(s.layers or "all"), s.task, s.metric, f"{s.value:.4g}"] for s in kept.scores()
     ]

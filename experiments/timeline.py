@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 from absl import flags
 
-from eejax.common.errors import DataError
+from eejax.common.errors import ConfigError, DataError, require
 from eejax.common.paths import expanded
 from experiments import launch
 
@@ -46,27 +47,77 @@ def main() -> None:
 
 def timeline(source: str, model: str) -> dict:
     """Read the curves of a server or a file. Raises DataError if there are none."""
-    if not source.startswith(("http://", "https://")):
+    if source.startswith(("http://", "https://")):
+        found = served(source, model)
+    else:
         try:
             found = json.loads(expanded(source).read_text(encoding="utf-8"))
-            missing = {"prompt", "model", "marks", *PANELS} - {*found}
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise DataError(f"--source = {source!r}: is no timeline ({error}).") from error
-        if missing:
-            raise DataError(f"--source = {source!r}: is no timeline: it has no {min(missing)}.")
-        return found
+    try:
+        check(found)
+    except ConfigError as error:
+        raise DataError(f"--source = {source!r}: is no timeline: {error}") from error
+    return found
+
+
+def served(source: str, model: str) -> Any:
+    """Return the timeline that a server has of a model. Raises DataError if there is none."""
     import httpx
 
     try:
         state = httpx.get(f"{source.rstrip('/')}/dashboard", timeout=30).raise_for_status().json()
-    except (httpx.HTTPError, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError, OverflowError) as error:
         raise DataError(f"--source = {source!r}: does not answer as a server ({error}).") from error
-    if "fleet" not in state["models"].get(model, {}):
-        names = ", ".join(name for name, own in state["models"].items() if "fleet" in own) or "none"
+    models = state.get("models") if isinstance(state, dict) else None
+    if not isinstance(models, dict):
+        raise DataError(
+            f"--source = {source!r}: does not answer as a server: its /dashboard has no models. "
+            "Give the address of experiments.serve."
+        )
+    fleets = {
+        name: own["fleet"]
+        for name, own in models.items()
+        if isinstance(own, dict) and isinstance(own.get("fleet"), dict)
+    }
+    if model not in fleets:
+        names = ", ".join(fleets) or "none"
         raise DataError(
             f"--model = {model!r}: must be one that the server chooses models for, of {names}."
         )
-    return state["models"][model]["fleet"]["timeline"]
+    return fleets[model].get("timeline")
+
+
+def check(found: Any) -> None:
+    """Raise ConfigError, which names the column and the value, for what is no timeline."""
+    from eejax.serving.timeline import EVENT_KINDS
+
+    require(isinstance(found, dict), "timeline", type(found).__name__, "must be an object")
+    for name in ("prompt", "model", *PANELS, "marks"):
+        own = found.get(name)
+        require(isinstance(own, list), name, own, "must be a list")
+    count = len(found["prompt"])
+    for name in ("model", *PANELS):
+        own = len(found[name])
+        require(own == count, f"len({name})", own, f"must be {count}, as of prompt")
+    for value in found["prompt"]:
+        require(_is_prompt(value), "prompt", value, "must be a number of a prompt, from 1 on")
+    for value in found["model"]:
+        require(isinstance(value, str), "model", value, "must be a text")
+    for name in PANELS:
+        for value in found[name]:
+            good = isinstance(value, float | None) or (type(value) is int and abs(value) < 2**53)
+            require(good, name, value, "must be a number or null")
+    kinds = sorted({*EVENT_KINDS.values()})
+    for mark in found["marks"]:
+        good = (
+            isinstance(mark, dict) and mark.get("kind") in kinds and _is_prompt(mark.get("prompt"))
+        )
+        require(good, "marks", mark, f"must have a prompt, and a kind of {', '.join(kinds)}")
+
+
+def _is_prompt(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**53
 
 
 def figure(found: dict):

@@ -62,8 +62,7 @@ class Controller:
         self.current: Choice | None = None  # that serves
         self.wanted: Choice | None = None  # that is to serve, once it is loaded
         self.serving: str | None = None  # the model that was decided for last, but to evaluate it
-        # Assessments since a model was evaluated last.
-        self._age: dict[str, float] = dict.fromkeys(profiles, 0)
+        self._age: dict[str, float] = dict.fromkeys(profiles, 0)  # assessments since evaluated
         self.strictness = dict.fromkeys(profiles, Strictness())  # as audits ask for it
         self.off: set[str] = set()  # models whose exits a limit forbids
         self.failing: set[str] = set()  # models that were given up
@@ -496,4 +495,5 @@ class Controller:
             self.off = self.off | {choice.model} if off else self.off - {choice.model}
             self.serving = choice.model
         self._window = breach_window.clear(self._window)
+        why = self.objective.reason(why, told)
         self.decisions.append(Decision(self._clock(), kind, choice, why, seconds, told))

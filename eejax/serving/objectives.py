@@ -116,16 +116,39 @@ class Objective:
 
     def excess(self, telemetry: Telemetry) -> float:
         """By how much limits are missed, as the log of the worst ratio; 0 where all are kept."""
-        worst = 0.0
-        for metric, limit in self.limits.items():
-            value = max(getattr(telemetry, metric), 1e-12)
-            over = math.log(value) - math.log(limit)
-            worst = max(worst, -over if metric in MORE else over)
-        return worst
+        return max((0.0, *(self._over(metric, telemetry) for metric in self.limits)))
+
+    def _over(self, metric: str, telemetry: Telemetry) -> float:
+        """By how much the limit of a metric is missed, as a log; 0 or less where it is kept."""
+        value = max(getattr(telemetry, metric), 1e-12)
+        over = math.log(value) - math.log(self.limits[metric])
+        return -over if metric in MORE else over
+
+    def missed(self, telemetry: Telemetry | None) -> str:
+        """Name the limits that are missed, with value and limit; empty where all are kept, and
+        where nothing is known."""
+        found = []
+        for metric, limit in self.limits.items() if telemetry is not None else ():
+            if self._over(metric, telemetry) > 0:
+                value, bound = getattr(telemetry, metric), "least" if metric in MORE else "most"
+                told = _told_apart(value, limit)
+                found.append(f"{metric}: {told} where at {bound} {limit} is allowed")
+        return " and ".join(found)
+
+    def reason(self, why: str, telemetry: Telemetry | None) -> str:
+        """Add to the reason for a choice which limits it misses."""
+        missed = self.missed(telemetry)
+        return f"{why}; it misses {missed}" if missed else why
 
     def rank(self, telemetry: Telemetry) -> tuple[float, float]:
         """Greater is better: what keeps limits before what does not, then by score."""
         return (-self.excess(telemetry), self.score(telemetry))
+
+
+def _told_apart(value: float, limit: float) -> str:
+    """A number with as many digits as tell it from another, 3 at least."""
+    texts = lambda n: (f"{value:.{n}g}", f"{limit:.{n}g}")
+    return next((a for a, b in map(texts, range(3, 17)) if a != b), repr(value))
 
 
 # Among models of equal quality the faster one is preferred.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eejax.common.errors import ConfigError, DataError, require, require_one_of
+from eejax.common.errors import ConfigError, DataError, require, require_count, require_one_of
 from eejax.serving.audits import Verdict, perplexity_of
 from eejax.serving.choices import Profile
 
@@ -73,6 +73,22 @@ class BenchmarkScore(NamedTuple):
     value: float
 
 
+def check_score(score: BenchmarkScore) -> None:
+    """Raise ConfigError for a score that cannot be kept or used."""
+    for name, text in (("model", score.model), ("task", score.task)):
+        good = isinstance(text, str) and text != ""
+        good = good and text.encode(errors="ignore").decode() == text  # no half of a surrogate pair
+        require(good, name, text, "must be a text")
+    require_count("layers", score.layers, least=0)
+    require(score.layers < 2**31, "layers", score.layers, "must be less than 2**31")
+    metric, value = score.metric, score.value
+    known = metric in SCORES or metric in PERPLEXITIES
+    require(known, "metric", metric, f"must be of {', '.join((*SCORES, *PERPLEXITIES))}")
+    low, high, told = (0, 1, "[0, 1]") if metric in SCORES else (1, math.inf, "[1, inf)")
+    good = isinstance(value, float) and math.isfinite(value) and low <= value <= high
+    require(good, "value", value, f"must be a number in {told}")
+
+
 def read_scores(path: str | os.PathLike, model: str) -> list[BenchmarkScore]:
     """Read the results of `experiments.score_tasks --json` or of lm-eval (0.4) for a model.
 
@@ -91,7 +107,7 @@ def read_scores(path: str | os.PathLike, model: str) -> list[BenchmarkScore]:
         try:
             found = json.loads(part)
             break
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
     else:
         raise DataError(f"{path}: is no JSON. Give the output of score_tasks --json or of lm_eval.")
@@ -108,7 +124,7 @@ def read_scores(path: str | os.PathLike, model: str) -> list[BenchmarkScore]:
                 if kind == "exit":
                     layers = 0 if int(boundary) == found["layers"] else int(boundary)
                     scores += _task_scores(model, layers, row["tasks"])
-    except DataError as error:
+    except ConfigError as error:
         raise DataError(f"{path}: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{path}: {told} ({error!r}).") from error
@@ -128,12 +144,18 @@ def _task_scores(
             known = metric in SCORES or metric in PERPLEXITIES
             if not known or isinstance(value, bool) or not isinstance(value, int | float):
                 continue
+            try:
+                value = float(value)
+            except OverflowError:
+                value = math.inf
             # ROUGE is given in percent by some tasks.
-            value = value / 100 if metric.startswith("rouge") and value > 1 else float(value)
-            low, high = (0.0, 1.0) if metric in SCORES else (1.0, math.inf)
-            if not low <= value <= high:
-                raise DataError(f"{task} {metric} = {value}: must lie in [{low:g}, {high:g}].")
-            found.setdefault((task, metric), BenchmarkScore(model, layers, task, metric, value))
+            value = value / 100 if metric.startswith("rouge") and value > 1 else value
+            score = BenchmarkScore(model, layers, task, metric, value)
+            try:
+                check_score(score)
+            except ConfigError as error:
+                raise ConfigError(f"{task} {metric}: {error}") from error
+            found.setdefault((task, metric), score)
     return [*found.values()]
 
 

@@ -149,7 +149,7 @@ class Repository:
         try:
             yield
         except (sqlite3.Error, ValueError, ConfigError) as error:
-            kind, fix = DataError, f"Give another file, or rebuild it: {REBUILD.format(self.path)}."
+            kind, fix = DataError, advice(self.path)
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
                 kind, fix = LockedError, "Wait for the process that uses it, or give another file."
             raise kind(f"{self.path}: cannot {what} ({error}). {fix}") from error
@@ -317,15 +317,32 @@ def date(time: float) -> str:
     return datetime.datetime.fromtimestamp(time).isoformat(" ", "minutes")
 
 
+def advice(path: str) -> str:
+    """The thing to do about a path that cannot be used as a repository."""
+    folder = os.path.dirname(path) or os.curdir
+    if os.path.isdir(path):
+        return "Give a file, as this is a folder."
+    if not os.path.isdir(folder):
+        return f"Make the folder {folder}, or give another file."
+    if os.path.isfile(path):
+        return f"Give another file, or rebuild it: {REBUILD.format(path)}."
+    return "Give another file."
+
+
 def rebuild(path: str | os.PathLike) -> str | None:
     """Rename a file that cannot be used aside, and make a new one in its place.
 
     Returns:
       Where the old one is now; None where there was none.
+
+    Raises:
+      DataError: there is something else than a file, or no folder for one; nothing is renamed.
     """
     path = os.path.expanduser(os.fspath(path))
     aside = None
     if os.path.exists(path):
+        if not os.path.isfile(path):
+            raise DataError(f"{path}: cannot be rebuilt, as it is no file. {advice(path)}")
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         numbers = (f"{path}.old-{stamp}{'' if i == 0 else f'-{i}'}" for i in itertools.count())
         aside = next(name for name in numbers if not os.path.exists(name))

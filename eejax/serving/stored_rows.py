@@ -11,7 +11,7 @@ from typing import Any
 from eejax.common.errors import require, require_count
 from eejax.serving.choices import STRICTEST, Profile
 from eejax.serving.objectives import METRICS, Telemetry
-from eejax.serving.quality import PERPLEXITIES, SCORES
+from eejax.serving.quality import BenchmarkScore, check_score
 
 CONDITIONS = ("model", "device", "jax", "eejax", "serving")  # fields of `repository.Conditions`
 # What a bad value of a row may raise while it is read.
@@ -38,16 +38,9 @@ def check_rows(db: sqlite3.Connection) -> None:
             _check_text("model", model)
             require_count("depth", depth)
             Telemetry(*told)
-    for number, model, layers, task, metric, value in _rows(db, "score", _SCORE):
+    for number, *row in _rows(db, "score", ", ".join(BenchmarkScore._fields)):
         with _Named("score", number):
-            _check_text("model", model)
-            _check_text("task", task)
-            require_count("layers", layers, least=0)
-            known = metric in SCORES or metric in PERPLEXITIES
-            require(known, "metric", metric, f"must be of {', '.join((*SCORES, *PERPLEXITIES))}")
-            low, high = (0, 1) if metric in SCORES else (1, math.inf)
-            good = isinstance(value, float) and math.isfinite(value) and low <= value <= high
-            require(good, "value", value, f"must be a number in [{low}, {high}]")
+            check_score(BenchmarkScore(*row))
 
 
 _METRICS = ", ".join(METRICS)
@@ -55,7 +48,6 @@ _PROFILE = "model, conditions, time, profile"
 _HISTORY = (
     f"time, model, conditions, depth, prompts, tokens, exits, counted, strictness, {_METRICS}"
 )
-_SCORE = "model, layers, task, metric, value"
 
 
 def _rows(db: sqlite3.Connection, table: str, columns: str) -> list[tuple[Any, ...]]:

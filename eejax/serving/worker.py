@@ -18,6 +18,7 @@ from eejax.common.errors import CheckpointError, ConfigError, DataError, require
 from eejax.inference.engine import CALL
 from eejax.inference.scheduler import Output, Scheduler
 from eejax.inference.scoring import lengths, score
+from eejax.serving.choices import Choice
 from eejax.serving.messages import (
     CHOOSES,
     LOG,
@@ -110,6 +111,7 @@ class Worker:
         self._scores: list[ScoreRequest] = []
         self._told: list[Refused] = []
         self._decisions = self._points = 0  # of the fleet, that were told
+        self._missing: set[Choice] = set()  # choices of which it was said that they miss limits
 
     @property
     def slots(self) -> int:
@@ -208,6 +210,13 @@ class Worker:
         if self.fleet is None:
             return None
         report = self.fleet.report(self._decisions, self._points)
+        for decision in report.decisions:
+            if decision.told is None or decision.choice in self._missing:
+                continue
+            if missed := self.fleet.controller.objective.missed(decision.told):
+                self._missing.add(decision.choice)
+                (model, depth), told = decision.choice, f"is chosen, though it misses {missed}"
+                warnings.warn(f"{model!r} with {depth} of its exits {told}", stacklevel=2)
         self._decisions += len(report.decisions)
         self._points += len(report.points)
         return report

@@ -25,19 +25,20 @@ import pathlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from absl import flags
 
 from eejax.common.paths import expanded
 from experiments import launch
 from experiments.reproduce import catalogue, page
-from experiments.reproduce.claims import Finding
+from experiments.reproduce.claims import MALFORMED, Finding
 from experiments.reproduce.steps import STEPS, Step, execute
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/reproduce", "Where everything is left.")
 _OUTPUT = flags.DEFINE_string("output", None, "The page; docs/REPRODUCTION.md by default.")
 _ONLY = flags.DEFINE_list("only", None, f"Only these, of {', '.join(s.name for s in STEPS)}.")
-_AGAIN = flags.DEFINE_list("again", [], "Run these anew, whatever their records say.")
+_AGAIN = flags.DEFINE_list("again", None, "Run these anew, whatever their records say.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
 
 SHOWN = 15  # last lines of the log of a failed step
@@ -45,21 +46,22 @@ SHOWN = 15  # last lines of the log of a failed step
 
 def main() -> None:
     from eejax.checkpoint.files import write_text
+    from eejax.common.errors import require
 
     names = [step.name for step in STEPS]
-    for flag, values in (("only", _ONLY.value or []), ("again", _AGAIN.value)):
+    for flag, values in (("only", _ONLY.value), ("again", _AGAIN.value)):
         check_names(flag, values, names)
+    for flag, value in (("workdir", _WORKDIR.value), ("output", _OUTPUT.value)):
+        require(value != "", f"--{flag}", value, "must be a path")
     workdir = expanded(_WORKDIR.value).absolute()
+    page_in = pathlib.Path("docs") if _ONLY.value is None else workdir
+    output = writable(_OUTPUT.value or page_in / "REPRODUCTION.md")
     chosen = chosen_steps(STEPS, _ONLY.value)
     data = os.environ.get("EEJAX_DATA")
     begin = time.perf_counter()
-    failed = run_all(chosen, workdir, data, again=_AGAIN.value)
+    failed = run_all(chosen, workdir, data, again=_AGAIN.value or ())
     found = [one for s in STEPS if s.name not in failed for one in recorded(s, workdir)]
     collection = catalogue.collect(found)
-    output = pathlib.Path(
-        _OUTPUT.value or (workdir / "REPRODUCTION.md" if _ONLY.value else "docs/REPRODUCTION.md")
-    )
-    output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, page.page(collection, page.machine(), failed))
     show(collection, failed)
     print(f"\nthe page: {output}", flush=True)
@@ -74,22 +76,41 @@ def main() -> None:
             "page": str(output),
         }
         print(json.dumps(summary))
-    whole = collection.complete or (_ONLY.value and not collection.unknown)
+    whole = collection.complete or (_ONLY.value is not None and not collection.unknown)
     sys.exit(0 if whole and not failed else 1)
 
 
-def check_names(flag: str, values: Sequence[str], names: Sequence[str]) -> None:
-    from eejax.common.errors import require_one_of
+def check_names(flag: str, values: Sequence[str] | None, names: Sequence[str]) -> None:
+    """Raise ConfigError for a flag that is given and names no step, or something else."""
+    from eejax.common.errors import require, require_one_of
 
-    for value in values:
+    told, fix = f"must be of {', '.join(names)}, one at least", "Or leave the flag out."
+    require(values != [], f"--{flag}", "", told, fix)
+    for value in values or ():
         require_one_of(f"--{flag}", value, tuple(names))
 
 
+def writable(path: str | os.PathLike) -> pathlib.Path:
+    """Make the folder of a file that is to be written later.
+
+    Raises ConfigError for a folder, and OSError where the file could not be written.
+    """
+    from eejax.common.errors import require
+
+    path = expanded(path)
+    require(not path.is_dir(), "--output", str(path), "must be a file, and is a folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    probe = path.with_name(f"{path.name}.part")
+    probe.touch()
+    probe.unlink()
+    return path
+
+
 def chosen_steps(steps: Sequence[Step], only: Sequence[str] | None) -> list[Step]:
-    """The steps named, with those that they need, in order; all if none is named."""
+    """The steps named, with those that they need, in order; all if only is None."""
     by_name = {step.name: step for step in steps}
     wanted: set[str] = set()
-    queue = list(only or by_name)
+    queue = list(by_name if only is None else only)
     while queue:
         name = queue.pop()
         if name not in wanted:
@@ -103,11 +124,7 @@ def run_all(
 ) -> dict[str, str]:
     """Run what has no valid record. Returns the reason for each step that failed, by name."""
     digests = digests_of(STEPS, workdir, data)
-    to_do = [
-        s
-        for s in steps
-        if s.name in again or record_of(s, workdir).get("digest") != digests[s.name]
-    ]
+    to_do = [s for s in steps if s.name in again or record_of(s, workdir).digest != digests[s.name]]
     failed: dict[str, str] = {}
     spent = expected = 0.0
     for number, step in enumerate(steps, 1):
@@ -165,10 +182,25 @@ def data_files(data: str | None) -> str:
     return json.dumps(sorted(rows))
 
 
-def record_of(step: Step, workdir: pathlib.Path) -> dict:
-    """The record of a step that finished; empty if there is none."""
+class StepRecord(NamedTuple):
+    """A step that finished: a digest of what its result depends on, and its findings."""
+
+    digest: str = ""
+    findings: tuple[Finding, ...] = ()
+
+
+def record_of(step: Step, workdir: pathlib.Path) -> StepRecord:
+    """The record of a step that finished; empty if there is none, or a damaged one, which is
+    said."""
     path = workdir / "records" / f"{step.name}.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    if not path.is_file():
+        return StepRecord()
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return StepRecord(values["digest"], tuple(map(Finding.from_dict, values["findings"])))
+    except (OSError, *MALFORMED) as error:
+        launch.say(f"{path}: is damaged ({error!r}) and counts as none: the step has to run again")
+        return StepRecord()
 
 
 def write_record(
@@ -183,7 +215,7 @@ def write_record(
 
 
 def recorded(step: Step, workdir: pathlib.Path) -> list[Finding]:
-    return [Finding.from_dict(values) for values in record_of(step, workdir).get("findings", ())]
+    return [*record_of(step, workdir).findings]
 
 
 def show(collection: catalogue.Collection, failed: Mapping[str, str]) -> None:

@@ -85,4 +85,12 @@ class Finding:
 
     @classmethod
     def from_dict(cls, values: dict[str, str]) -> Finding:
-        return cls(**{**values, "verdict": Verdict(values["verdict"])})
+        """Read a finding that was written as JSON. Raises one of `MALFORMED` for what is none."""
+        made = cls(**{**values, "verdict": Verdict(values["verdict"])})
+        for name, value in values.items():
+            require(isinstance(value, str), name, value, "must be a text")
+        return made
+
+
+MALFORMED = (TypeError, ValueError, KeyError, RecursionError)
+"""Errors that reading JSON of findings raises where it is damaged."""

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from experiments.reproduce.claims import Finding
+from experiments.reproduce.claims import MALFORMED, Finding
 
 HERE = pathlib.Path(__file__).parent
 MODULES = "experiments.reproduce."
@@ -161,7 +161,7 @@ def findings_of(lines: Sequence[str]) -> tuple[tuple[Finding, ...], str]:
     last = next((line for line in reversed(lines) if line.startswith("{")), "null")
     try:
         summary = json.loads(last)
-    except ValueError:
+    except MALFORMED:
         summary = None
     if not isinstance(summary, dict):
         return (), "ended without a JSON object"
@@ -169,5 +169,5 @@ def findings_of(lines: Sequence[str]) -> tuple[tuple[Finding, ...], str]:
         return (), "ended without findings"
     try:
         return tuple(Finding.from_dict(values) for values in summary["findings"]), ""
-    except (TypeError, ValueError, KeyError) as error:
+    except MALFORMED as error:
         return (), f"has a finding that is malformed: {error}"

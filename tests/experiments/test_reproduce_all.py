@@ -8,7 +8,7 @@ import pathlib
 import re
 
 import pytest
-from launchers import functions_of
+from launchers import call, functions_of
 
 from eejax.common.errors import ConfigError
 from experiments.reproduce import catalogue, page, steps
@@ -228,6 +228,74 @@ def test_what_is_done_is_not_run_again(tmp_path, monkeypatch):
     changed = steps.Step("one", "fake_reproduction", ("--size=2",), 1)
     monkeypatch.setattr(everything, "STEPS", (changed, two))
     assert everything.run_all([changed, two], tmp_path, None) == {} and runs() == 5
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        '{"digest": "0", "find',
+        "[]",
+        "5",
+        "null",
+        '{"digest": "0"}',
+        '{"digest": "0", "findings": 5}',
+        '{"digest": "0", "findings": [{}]}',
+        '{"digest": "0", "findings": [5]}',
+        '{"digest": "0", "findings": [{"verdict": []}]}',
+        json.dumps({"digest": "0", "findings": [WHOLE[0].to_dict() | {"ours": 5}]}),
+        json.dumps({"digest": "0", "findings": [WHOLE[0].to_dict() | {"scope": "x"}]}),
+        "[" * 100_000,
+        "\udcff",
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_damaged_record_counts_as_none(tmp_path, monkeypatch, capsys, record):
+    """The digest would match: only what is damaged has the step run again."""
+    steps_of_all = [steps.Step(name, "none", (), 1) for name in ("one", "two")]
+    ran = []
+    finish = lambda step, *_: ran.append(step.name) or steps.Outcome([WHOLE[1]], [])
+    monkeypatch.setattr(everything, "STEPS", steps_of_all)
+    monkeypatch.setattr(everything, "digests_of", lambda *_: {"one": "0", "two": "0"})
+    monkeypatch.setattr(everything, "execute", finish)
+    for step in steps_of_all:
+        everything.write_record(step, tmp_path, "0", [WHOLE[0]], 1.0)
+        assert everything.recorded(step, tmp_path) == [WHOLE[0]]
+        file = tmp_path / "records" / f"{step.name}.json"
+        file.write_bytes(record.encode(errors="surrogateescape"))
+    output = tmp_path / "page.md"
+    with pytest.raises(SystemExit):
+        call(
+            "experiments.reproduce.all", f"--workdir={tmp_path}", "--only=one",
+            f"--output={output}", "--json",
+        )  # fmt: skip
+    told = capsys.readouterr()
+    assert ran == ["one"] and json.loads(told.out.splitlines()[-1])["failed"] == {}
+    assert output.exists()
+    for name in ("one", "two"):  # said once each; the step that was not chosen does no harm
+        assert told.err.count(f"{name}.json: is damaged") == 1
+    assert everything.recorded(steps_of_all[0], tmp_path) == [WHOLE[1]]
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--only="], "--only = '': must be of training_efficiency, .*, one at least"),
+        (["--again="], "--again = '': must be of training_efficiency, .*, one at least"),
+        (["--only=helios,"], "--only = '': must be one of 'training_efficiency'"),
+        (["--output="], "--output = '': must be a path"),
+        (["--workdir="], "--workdir = '': must be a path"),
+        (["--output={}"], "--output = .*: must be a file, and is a folder"),
+        (["--output={}/file/page.md"], "exists|Not a directory"),
+        (["--output={}/" + "x" * 300], "too long"),
+    ],
+)
+def test_what_cannot_end_well_does_not_begin(tmp_path, monkeypatch, flags, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(everything, "run_all", lambda *_, **__: pytest.fail("steps were run"))
+    (tmp_path / "file").touch()
+    with pytest.raises((ConfigError, OSError), match=said):
+        call("experiments.reproduce.all", *(flag.format(tmp_path) for flag in flags))
+    assert not (tmp_path / "docs" / "REPRODUCTION.md").exists()
 
 
 def test_a_failure_does_not_stop_the_others(tmp_path, monkeypatch):

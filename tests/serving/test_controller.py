@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+import types
+import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ from controlled import THROUGHPUT, World, profile, telemetry
 from eejax.common.errors import ConfigError
 from eejax.serving.choices import STRICTEST, Choice, ControllerOptions, breaches, stricter
 from eejax.serving.objectives import NAMED, Objective
+from eejax.serving.worker import Worker
 
 
 def test_candidates_are_evaluated_and_the_best_is_loaded_up_to_its_mode():
@@ -35,6 +40,57 @@ def test_large_serves_where_its_tokens_leave_so_early_that_it_is_faster():
     )
     served = [world.prompt() for _ in range(12)]
     assert served[-1] == Choice("large", 1)
+
+
+def test_limits_that_nothing_keeps_are_told_of():
+    """In the reason of each choice, and once in the log; models that keep them are as before."""
+    models = {"small": profile(), "large": profile(3.0)}
+    shares = {"small": (0.1, 0.7, 0.1, 0.1), "large": (0.6, 0.2, 0.1, 0.1)}
+    pattern = r"(ttft|accuracy): (\S+) where at (most|least) (\S+) is allowed"
+    for limits in (
+        dict(ttft=1e-6, accuracy=1.0),
+        dict(ttft=1e-6, accuracy=0.01),
+        dict(ttft=1e3, accuracy=0.01),
+    ):
+        world = World(models, shares, Objective.of("throughput", **limits), interval=20)
+        for _ in range(60):
+            world.prompt()
+        controller = world.controller
+        chosen = [d for d in controller.decisions if d.kind != "evaluate"]
+        assert len(chosen) > 1
+        for decision in controller.decisions:
+            found = re.findall(pattern, decision.why)
+            wanted, told = [], decision.told
+            if told is not None:
+                wanted += ["ttft"] if told.ttft > limits["ttft"] else []
+                wanted += ["accuracy"] if told.accuracy < limits["accuracy"] else []
+            assert [metric for metric, *_ in found] == wanted, decision
+            for metric, value, bound, limit in found:
+                assert float(limit) == limits[metric]
+                assert float(value) == pytest.approx(getattr(decision.told, metric), rel=5e-3)
+                assert (float(value) > limits[metric]) is (bound == "most")
+        report = types.SimpleNamespace(decisions=controller.decisions, points=())
+        fleet = mock.Mock(controller=controller, **{"report.return_value": report})
+        built = mock.Mock(**{"fleet.return_value": fleet})
+        worker = Worker(built)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            worker._report()
+            worker._report()
+        assert len(said) == (len({d.choice for d in chosen}) if limits["ttft"] < 1 else 0)
+        assert all(re.search(f"though it misses {pattern}", str(w.message)) for w in said)
+
+
+def test_a_value_that_misses_a_limit_by_little_is_told_from_it():
+    for metric, value in (("ttft", 0.5), ("accuracy", 0.9), ("memory", 2e9)):
+        towards = 0.0 if metric == "accuracy" else math.inf
+        for off in (math.nextafter(value, towards), value * (1 + math.copysign(1e-5, towards - 1))):
+            objective = Objective.of("energy", **{metric: value})
+            if objective.excess(telemetry(**{metric: off})) == 0:
+                continue  # so little that its log is the same
+            told = objective.missed(telemetry(**{metric: off}))
+            assert (float(told.split()[1]) > value) is (towards > 0), told
+        assert objective.missed(telemetry(**{metric: value})) == ""
 
 
 def test_a_window_of_breaches_and_not_their_sum():

@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 from controlled import World, profile
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from launchers import call
 
@@ -295,7 +295,22 @@ def test_results_are_imported_with_one_command(tmp_path, capsys):
         ("no JSON", "is no JSON. Give the output of score_tasks --json or of lm_eval"),
         ("[1]", 'must have "rows" .* or "results"'),
         ('{"rows": [{"name": "exit 2"}]}', 'must have "rows" .*KeyError'),
-        ('{"results": {"sums": {"acc,none": 1.5}}}', r"sums acc = 1.5: must lie in \[0, 1\]"),
+        ("[" * 100_000, "is no JSON"),
+        ('{"results": {"a": {"acc,none": 1.5}}}', r"a acc: value = 1.5: must be .* in \[0, 1\]"),
+        ('{"results": {"a": {"acc": %s}}}' % ("9" * 400), r"a acc: value = inf: .* in \[0, 1\]"),
+        ('{"results": {"a": {"rougeL": %s}}}' % ("9" * 400), "a rougeL: value = inf: "),
+        ('{"results": {"a": {"acc": NaN}}}', "a acc: value = nan: "),
+        ('{"results": {"a": {"perplexity": Infinity}}}', r"a perplexity: .* in \[1, inf\)"),
+        ('{"results": {"": {"acc": 0.5}}}', " acc: task = '': must be a text"),
+        ('{"results": {"\\ud800": {"acc": 0.5}}}', ".* acc: task = .*: must be a text"),
+        (
+            '{"rows": [{"name": "exit -1", "tasks": {"a": {"acc": 0}}}], "layers": 2}',
+            "a acc: layers",
+        ),
+        (
+            '{"rows": [{"name": "exit %s", "tasks": {"a": {"acc": 0}}}], "layers": 2}' % 2**70,
+            ".*layers = 1180591620717411303424: must be less than",
+        ),
         ('{"results": {"sums": {"bleu,none": 1.5}}}', "has no score of the whole model; wanted"),
     ],
 )
@@ -304,6 +319,32 @@ def test_results_that_are_none(tmp_path, text, said):
     file.write_text(text)
     with pytest.raises(DataError, match=f"results.json: {said}"):
         quality.read_scores(file, "small")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text(max_size=3),
+    st.sampled_from(["acc", "acc,none", "rougeL", "perplexity"]),
+    st.one_of(st.floats(), st.integers(), st.sampled_from([10**400, -(10**400), True, None, "x"])),
+    st.sampled_from([None, -1, 0, 1, 2, 3, 2**31, 2**70]),
+)
+def test_scores_that_are_read_can_be_kept_and_used(tmp_path_factory, task, metric, value, boundary):
+    """Whatever a file holds is refused when it is imported, and not by the next server."""
+    tasks = {task: {metric: value}, "sums": {"acc": 0.5}}
+    rows = [dict(name=f"exit {b}", tasks=tasks) for b in (2, boundary) if b is not None]
+    file = tmp_path_factory.getbasetemp() / "results.json"
+    for content in ({"results": tasks}, {"rows": rows, "layers": 2}):
+        file.write_text(json.dumps(content))
+        try:
+            found = quality.read_scores(file, "small")
+        except DataError as error:
+            assert str(error).startswith(f"{file}: ")
+            continue
+        repository = Repository()
+        repository.import_scores(found)
+        repository.check()
+        assert repository.scores()
+        repository.close()
 
 
 def test_sources_of_quality():

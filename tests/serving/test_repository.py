@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
+import pathlib
 import re
 import shutil
 import sqlite3
@@ -24,7 +26,14 @@ from eejax.serving.expectations import Expectations
 from eejax.serving.measurements import kept
 from eejax.serving.objectives import Objective
 from eejax.serving.quality import BenchmarkScore, with_benchmarks
-from eejax.serving.repository import Conditions, Evaluation, LockedError, Repository
+from eejax.serving.repository import (
+    Conditions,
+    Evaluation,
+    LockedError,
+    Repository,
+    advice,
+    rebuild,
+)
 
 shown = functions_of("experiments.repository").shown
 
@@ -37,6 +46,41 @@ def test_a_repository_that_cannot_be_written_stops_nobody(tmp_path):
         for _ in range(7):
             world.prompt()
     assert world.served[-1] == Choice("m", 1)
+
+
+@pytest.mark.parametrize(
+    "name, fix",
+    [
+        ("runs", "Give a file, as this is a folder"),
+        ("link", "Give a file, as this is a folder"),
+        ("none/models.db", "Make the folder .*none, or give another file"),
+        ("runs/one/models.db", "Make the folder .*one, or give another file"),
+        ("pipe", "Give another file"),
+        ("text", "Give another file, or rebuild it: .*--repository=.*text --rebuild"),
+    ],
+)
+def test_a_rebuild_is_advised_where_it_can_work(tmp_path, name, fix):
+    """Whatever stands at the path: only a file may be renamed aside."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "model.txt").write_text("days of training")
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    (tmp_path / "text").write_text("no database")
+    os.mkfifo(tmp_path / "pipe")
+    before, path = sorted(tmp_path.rglob("*")), str(tmp_path / name)
+    if name == "pipe":  # SQLite would read of it until something is written
+        assert re.fullmatch(f"{fix}.", advice(path))
+    else:
+        with pytest.raises(DataError, match=rf"cannot be used as a repository .*\. {fix}\.$"):
+            Repository(path)
+    if "rebuild" in fix:
+        assert pathlib.Path(rebuild(path)).read_text() == "no database"
+        return
+    with pytest.raises(DataError, match=rf"{fix}\.$"):
+        rebuild(path)
+    assert sorted(tmp_path.rglob("*")) == before
+    if "Make" in fix:
+        os.makedirs(os.path.dirname(path))
+        Repository(path).check()
 
 
 def test_history_lasts(tmp_path):
@@ -254,7 +298,9 @@ def test_a_row_is_refused_by_name_or_can_be_used(at, value):
     try:
         repository.check()
     except DataError as error:
-        assert re.search(rf"row \d+ of table {table}: .*--rebuild", str(error), re.DOTALL)
+        assert re.search(rf"row \d+ of table {table}: ", str(error))
+        with pytest.raises(DataError, match=re.escape(str(error))):
+            shown(repository)
     else:
         used(repository)
     repository.close()

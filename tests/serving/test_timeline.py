@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 
+import httpx
 import pytest
-from launchers import call
+from launchers import call, functions_of
 from simulations import PROFILES, THROUGHPUT, drawn, options, pace
 
 from eejax.common.errors import DataError
@@ -80,9 +82,63 @@ def test_it_is_drawn_by_one_command(tmp_path, capsys):
     assert [(m["prompt"], m["kind"]) for m in again["marks"]] == [(21, "LD")]
     source.write_text("{}")
     for wrong, said in (
-        (source, "is no timeline: it has no marks"),
+        (source, "is no timeline: prompt = None: must be a list"),
         (tmp_path / "none", "is no timeline"),
         ("http://127.0.0.1:9", "does not answer as a server"),
+        ("http://127.0.0.1:99999", "does not answer as a server"),
+        ("http://[::1", "does not answer as a server"),
     ):
         with pytest.raises(DataError, match=f"--source = '.*': {said}"):
             call("experiments.timeline", f"--source={wrong}", f"--output={tmp_path}")
+
+
+GOOD = dict(
+    prompt=[1, 2], model=["a", "b"], throughput=[None, 1.0], requests=[None, 2], ttft=[0.1, 0.2],
+    perplexity=[1.0, 2.0], marks=[dict(prompt=1, kind="SW", why="x")],
+)  # fmt: skip
+WRONG = [
+    {}, [*GOOD], "prompt", 5, None,
+    *(GOOD | {name: wrong} for name in GOOD for wrong in (3, "x", None, {}, [[1], [2]], [True])),
+    *(GOOD | {name: value[:1]} for name, value in GOOD.items() if name != "marks"),
+    GOOD | {"ttft": ["x", "y"]}, GOOD | {"ttft": [1, 10**400]}, GOOD | {"model": [1, 2]},
+    GOOD | {"prompt": [1, 10**400]}, GOOD | {"prompt": [1, 1.5]}, GOOD | {"prompt": [1, None]},
+    *(GOOD | {"marks": [mark]} for mark in (
+        {}, "SW", dict(prompt=1, kind="$x"), dict(prompt=1, kind=[]), dict(prompt="x", kind="SW"),
+        dict(kind="LD"),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("served", [False, True], ids=["file", "server"])
+def test_what_is_no_timeline_is_refused_from_either_source(tmp_path, monkeypatch, served):
+    """Every value is either refused by a name, or drawn."""
+    file, body = tmp_path / "timeline.json", []
+    launcher = functions_of("experiments.timeline")
+    request = httpx.Request("GET", "http://server/dashboard")
+    answer = lambda *_, **__: httpx.Response(200, content=body[-1], request=request)
+    monkeypatch.setattr(httpx, "get", answer)
+
+    def read(text: str) -> dict:
+        file.write_text(text)
+        body.append('{"models": {"auto": {"fleet": {"timeline": ' + text + "}}}}")
+        return launcher.timeline("http://server" if served else str(file), "auto")
+
+    nothing = {name: [] for name in GOOD}
+    unknown = GOOD | {name: [math.nan, None] for name in ("throughput", "requests", "perplexity")}
+    for good in (GOOD, nothing, unknown):
+        found = read(json.dumps(good))
+        assert found["prompt"] == good["prompt"]
+    for wrong in map(json.dumps, WRONG):
+        with pytest.raises(DataError, match="--source = .*: is no timeline: .* = .*: must "):
+            read(wrong)
+    with pytest.raises(DataError, match="is no timeline|does not answer as a server"):
+        read("[" * 100_000)
+    if served:
+        for text in ("[]", "{}", "5", "null", '{"models": []}', '{"models": null}'):
+            body.append(text)
+            with pytest.raises(DataError, match="does not answer as a server: .* no models"):
+                launcher.timeline("http://server", "auto")
+        for own in ("5", "null", "[]", "{}", '"fleet"', '{"fleet": null}', '{"fleet": []}'):
+            body.append(f'{{"models": {{"auto": {own}}}}}')
+            with pytest.raises(DataError, match="--model = 'auto': must be one .* of none"):
+                launcher.timeline("http://server", "auto")
