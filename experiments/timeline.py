@@ -60,7 +60,10 @@ def timeline(source: str, model: str) -> dict:
     try:
         state = httpx.get(f"{source.rstrip('/')}/dashboard", timeout=30).raise_for_status().json()
     except (httpx.HTTPError, ValueError) as error:
-        raise DataError(f"--source = {source!r}: does not answer as a server ({error}).") from error
+        raise DataError(
+            f"--source = {source!r}: does not answer as a server ({error}), or it still compiles: "
+            "try again once it says that it listens."
+        ) from error
     if "fleet" not in state["models"].get(model, {}):
         names = ", ".join(name for name, own in state["models"].items() if "fleet" in own) or "none"
         raise DataError(

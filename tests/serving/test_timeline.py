@@ -82,7 +82,7 @@ def test_it_is_drawn_by_one_command(tmp_path, capsys):
     for wrong, said in (
         (source, "is no timeline: it has no marks"),
         (tmp_path / "none", "is no timeline"),
-        ("http://127.0.0.1:9", "does not answer as a server"),
+        ("http://127.0.0.1:9", "does not answer as a server .* or it still compiles: try"),
     ):
         with pytest.raises(DataError, match=f"--source = '.*': {said}"):
             call("experiments.timeline", f"--source={wrong}", f"--output={tmp_path}")
