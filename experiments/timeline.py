@@ -68,7 +68,10 @@ def served(source: str, model: str) -> Any:
     try:
         state = httpx.get(f"{source.rstrip('/')}/dashboard", timeout=30).raise_for_status().json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError, OverflowError) as error:
-        raise DataError(f"--source = {source!r}: does not answer as a server ({error}).") from error
+        raise DataError(
+            f"--source = {source!r}: does not answer as a server ({error}), or it still compiles: "
+            "try again once it says that it listens."
+        ) from error
     models = state.get("models") if isinstance(state, dict) else None
     if not isinstance(models, dict):
         raise DataError(

@@ -317,24 +317,28 @@ def _tokenize(
         for chunk in encoded:
             work.append(chunk)
             report()
+    most = spec["source"].get("max_bytes")
+    used_up = most is not None and work.state.bytes > most - 4  # cut between characters
     try:
-        check_enough(work.state.documents, spec["validation_fraction"])
+        check_enough(work.state.documents, spec["validation_fraction"], most if used_up else None)
     except DataError:
         work.begin_anew()  # going on would come to the same end
         raise
     work.commit()
 
 
-def check_enough(documents: int, fraction: float) -> None:
+def check_enough(documents: int, fraction: float, most: int | None = None) -> None:
+    """Raise `DataError` for too few documents. `most` is the `max_bytes` that cut the text."""
     if not documents:
         raise DataError(
             "the source has no document with text: give more text, or a larger max_bytes."
         )
     if documents == 1 and fraction > 0.0:
+        cut = "" if most is None else f"raise data.max_bytes = {most}, which cut the text, "
         raise DataError(
-            "the text is a single document and cannot be split into train and validation: give "
-            "more files, or set validation_fraction = 0 and hold nothing out. (In Python, a "
-            "TextFiles with a separator makes several documents of one file.)"
+            "the text is a single document and cannot be split into train and validation: "
+            f"{cut}give more files, or set data.validation_fraction = 0 and hold nothing out. (In "
+            "Python, a TextFiles with a separator makes several documents of one file.)"
         )
 
 

@@ -57,7 +57,8 @@ def load_tokenizer(
     saved settings, `add_bos_token` of the config, or the template in the `tokenizer.json`. The chat
     template and the names of special tokens come from the settings or the files beside it; for a
     `.model`, so do the tokens added to its pieces and the position of a space before a text
-    (`legacy`, `add_prefix_space`).
+    (`legacy`, `add_prefix_space`). A folder's `chat_template.jinja` overrides the template of its
+    saved settings.
 
     Args:
       ends: ids of further tokens that end a text.
@@ -76,6 +77,8 @@ def load_tokenizer(
         model = os.path.join(spec, MODEL)
         if os.path.exists(marker):
             saved = read_saved(marker)
+            if (own := _own_template(spec)) is not None:
+                saved["chat"] = own
             kind = saved.pop("kind")
             if kind == BYTES:
                 return ByteTokenizer(saved.get("eos_id", 256), saved.get("chat"))
@@ -126,13 +129,9 @@ def chat_template(folder: str | os.PathLike) -> str | None:
 
     Returns None if there is neither. Raises DataError for a file that cannot be read.
     """
-    own, config = (os.path.join(folder, name) for name in (CHAT, CONFIG))
-    if os.path.isfile(own):
-        try:
-            with open(own, encoding="utf-8") as file:
-                return file.read()
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{own} cannot be read: {error}.") from error
+    if (own := _own_template(folder)) is not None:
+        return own
+    config = os.path.join(folder, CONFIG)
     if not os.path.isfile(config):
         return None
     source = read_json(config).get("chat_template")
@@ -149,6 +148,18 @@ def _named_templates(value: Any) -> dict[str, str] | None:
     pairs = [(one.get("name"), one.get("template")) for one in value]
     texts = all(isinstance(name, str) and isinstance(text, str) for name, text in pairs)
     return dict(pairs) if texts else None
+
+
+def _own_template(folder: str | os.PathLike) -> str | None:
+    """Read a folder's `chat_template.jinja`, None if it has none. Raises DataError."""
+    file = os.path.join(folder, CHAT)
+    if not os.path.isfile(file):
+        return None
+    try:
+        with open(file, encoding="utf-8") as opened:
+            return opened.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read: {error}.") from error
 
 
 def _beside(file: str, definition: str | bytes) -> dict[str, Any]:

@@ -231,8 +231,9 @@ def built(
         log.info("%s: quality %.3f (%s)%s", name, whole.accuracy, aims.quality, more)
 
     def fleet(steps: int) -> Fleet:
-        for name, member in members.items():
-            warm_up(member, slots=by_depth[name], context=context, steps=steps, name=name)
+        for i, (name, member) in enumerate(members.items(), 1):
+            at = f"{name}, model {i} of {len(members)}"
+            warm_up(member, slots=by_depth[name], context=context, steps=steps, name=at)
         if judge is not None:
             for length in audited_lengths(context):
                 reference.auditor.judge(None, [0], [0] * (length - 1))
@@ -339,10 +340,13 @@ def warm_up(
         part.exchange()
         part.run()
 
-    for depth in range(1, n + 1):
-        log.info("%s: compiling what else depth %d of %d may need", name, depth, n)
-        at(depth)  # and there is room for the next one
-        for deeper in range(depth + 1, n + 1):
+    parts = [(depth, deeper) for depth in range(1, n + 1) for deeper in range(depth, n + 1)]
+    for i, (depth, deeper) in enumerate(parts, 1):
+        to = f", and on to {deeper}" if deeper > depth else ""
+        log.info("%s: compiling part %d of %d, depth %d%s", name, i, len(parts), depth, to)
+        if deeper == depth:
+            at(depth)  # and there is room for the next one
+        else:
             grows(depth, deeper)
 
 

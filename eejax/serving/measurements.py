@@ -140,10 +140,11 @@ def measured(
     texts = setup.texts()
     batches = windows(texts, setup.context)
     new = max(min(32, setup.context // 8), 1)
-    for name, why in missing.items():
+    for i, (name, why) in enumerate(missing.items(), 1):
         member, reference = setup.members[name], setup.reference
         own = dict(slots=setup.slots[name], context=setup.context, new=new)
-        log.info("%s: measuring it at %d depths, as %s", name, len(setup.slots[name]), why)
+        at = f"{name}, model {i} of {len(missing)}"
+        log.info("%s: measuring it at %d depths, as %s", at, len(setup.slots[name]), why)
         try:
             profile = measure(member, texts, batches, **own)
         except DataError as error:

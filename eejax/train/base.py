@@ -13,7 +13,7 @@ import os
 import pathlib
 import reprlib
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from absl import logging
@@ -126,7 +126,24 @@ def with_base(
     if not weights.get("weights"):
         chosen = values.get("tune", {}).get("exits") or values["model"]["exits"]
         weights["weights"] = (1.0,) * len(chosen)
+    elif values.get("tune", {}).get("part", "all") != "exits":
+        _check_weights(weights["weights"], facts, values["model"]["exits"])
     return Experiment.from_dict(values)
+
+
+def _check_weights(weights: Any, facts: Facts, exits: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `ConfigError` where weights leave out exits that came with the base."""
+    n, own = len(exits), tuple(e.boundary for e in facts.config.exits)
+    new = tuple(e["boundary"] for e in exits if e["boundary"] not in own)
+    added = f", and the configuration's, after layers {new}" if new else ""
+    require(
+        not own or not isinstance(weights, list | tuple) or len(weights) == n,
+        "exit_weights.weights", weights,
+        f"must have one weight for each of the model's {n} early exits: the base's, after layers "
+        f"{own}{added}",
+        f"Set --config.exit_weights.weights to a tuple of {n} in the order of the layers, or to () "
+        "for 1 everywhere.",
+    )  # fmt: skip
 
 
 def _located(source: str) -> str:

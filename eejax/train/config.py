@@ -312,6 +312,7 @@ class Experiment:
             or self.model.position in ("alibi", "none"),
             "data.length", self.data.length,
             f"must fit the model's context_length ({self.model.context_length})",
+            f"Set --config.data.length to at most {self.model.context_length}.",
         )  # fmt: skip
 
         shards = self.mesh.model if self.mesh.sequence else 1
@@ -354,7 +355,8 @@ class Experiment:
         values = typed_sections(values)
         # Fields without a default, which `default_config` holds as None until they are set.
         model = {k: v for k, v in values.get("model", {}).items() if v is not None}
-        if not model:
+        fields = dataclasses.fields(ModelConfig)
+        if not any(f.name in model for f in fields if f.default is dataclasses.MISSING):
             raise ConfigError(
                 "config.model: missing. Name a configuration that has one "
                 "(--config=configs/quickstart.py) or a model to begin with "

@@ -21,13 +21,15 @@ class Evaluation:
     """Per exit, the final one last: `losses` in nats per token; `tokens` labels were counted.
 
     `nbytes`: UTF-8 bytes of text these labels stand for (`Tokenizer.byte_lengths`). An end of a
-    document is a token without bytes: predicting it is paid for.
+    document is a token without bytes: predicting it is paid for. `step` is that of the run, where
+    one made the evaluation.
     """
 
     names: tuple[str, ...]
     losses: tuple[float, ...]
     tokens: int
     nbytes: int
+    step: int | None = None
 
     @property
     def perplexities(self) -> tuple[float, ...]:
@@ -55,7 +57,8 @@ class Evaluation:
 
     def table(self) -> str:
         """A few lines for people."""
-        lines = [f"{'exit':<10} {'loss':>8} {'perplexity':>11} {'bits/byte':>10}"]
+        lines = [] if self.step is None else [f"last evaluation: step {self.step}"]
+        lines += [f"{'exit':<10} {'loss':>8} {'perplexity':>11} {'bits/byte':>10}"]
         rows = zip(self.names, self.losses, self.perplexities, self.bits_per_byte, strict=True)
         lines += [f"{n:<10} {x:8.4f} {p:11.3f} {b:10.4f}" for n, x, p, b in rows]
         return "\n".join([*lines, f"{self.tokens} tokens"])

@@ -267,14 +267,15 @@ class _Run:
                                 self._save()
             if flight is not None:
                 self._report(flight)
-            if stop.signal is not None:
+            stopped = stop.signal if self.step < train.steps else None  # after the last: done
+            if stopped is not None:
                 self._save()
             self.checkpoints.wait()
-            self._say_goodbye(stop.signal)
+            self._say_goodbye(stopped)
         finally:
             self.progress.close()
             self.writer.close()
-        return Result(self.state, self.step, self.evaluation, stop.signal)
+        return Result(self.state, self.step, self.evaluation, stopped)
 
     def _batches(self):
         """Iterate over the loader's batches, made on demand or prefetched."""
@@ -344,7 +345,7 @@ class _Run:
     def _evaluate(self) -> None:
         if not self.experiment.data.validation_fraction:
             return
-        self.evaluation = self._evaluation(self.state.params)
+        self.evaluation = dataclasses.replace(self._evaluation(self.state.params), step=self.step)
         self.writer.write(self.step, self.evaluation.metrics() | {"tokens_seen": self.tokens})
         self._say_losses("validation loss", self.evaluation)
         if self.state.ema:

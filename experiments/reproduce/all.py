@@ -13,7 +13,8 @@ others; one that is stopped continues where it was, if it can.
 The page has a row for each claim of the catalogue (`experiments.reproduce.catalogue`). The exit
 status is 1 where a claim has no finding, a finding belongs to no claim, or a reproduction fails;
 that a claim does not hold is a finding, and no failure. With --only the page is written to the
-folder --workdir and may lack rows. Steps that read prompts fail without the folder $EEJAX_DATA.
+folder --workdir and may lack rows. Steps that read prompts fail without the folder $EEJAX_DATA;
+docs/BENCHMARKS.md, "Data", says what lies in it and where to get it.
 """
 
 from __future__ import annotations

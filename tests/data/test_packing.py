@@ -200,9 +200,15 @@ def test_damage_is_noticed(tmp_path):
 def test_what_cannot_be_packed(tmp_path):
     with pytest.raises(DataError, match="no document with text"):
         pack(Texts(()), ByteTokenizer(), tmp_path)
-    with pytest.raises(DataError, match="single document.*validation_fraction = 0"):
+    with pytest.raises(DataError, match="validation: give .*data.validation_fraction = 0"):
         pack(Texts(("ab",)), ByteTokenizer(), tmp_path)
     assert os.listdir(tmp_path) == []
+    (tmp_path / "a.txt").write_text("éé" * 50)
+    few = source(str(tmp_path / "a.txt"), max_bytes=99)
+    with pytest.raises(DataError, match="raise data.max_bytes = 99, which cut .*, give more files"):
+        pack(few, ByteTokenizer(), tmp_path / "few")
+    with pytest.raises(DataError, match="validation: give more files"):
+        pack(dataclasses.replace(few, max_bytes=999), ByteTokenizer(), tmp_path / "all")
     with pytest.raises(ConfigError, match="workers = 0: must be an integer > 0"):
         pack(Texts(("ab", "cd")), ByteTokenizer(), tmp_path, workers=0)
     only = pack(Texts(("ab",)), ByteTokenizer(), tmp_path, validation_fraction=0.0)

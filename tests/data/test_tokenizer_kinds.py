@@ -25,7 +25,7 @@ from eejax.data import (
 )
 from eejax.data.special import MARK, Shield
 from eejax.data.tokenizer_export import save_for_transformers
-from eejax.data.tokenizers import MARKER
+from eejax.data.tokenizers import CHAT, MARKER
 
 NAMES = ("<|im_start|>", "<|im_end|>")
 KINDS = ("bytes", "bytes-0", "bpe", "metaspace", "pieces", "unigram", "llama", "llama-legacy")
@@ -262,6 +262,17 @@ def test_what_would_change_ids_is_refused_by_name(tmp_path):
     # A token of the vocabulary that the files beside it make a special one is one.
     (bpe / "tokenizer_config.json").write_text(json.dumps(dict(bos_token="h")))
     assert load_tokenizer(bpe).control["h"] == load_tokenizer(bpe).bos_id
+
+
+def test_a_template_file_overrides_that_of_a_saved_folder(tokenizer, tmp_path):
+    first, again = tmp_path / "first", tmp_path / "again"
+    tokenizer.save(first)
+    assert load_tokenizer(first).chat == tokenizer.chat
+    (first / CHAT).write_text("{{ own }} é", encoding="utf-8")
+    changed = load_tokenizer(first)
+    changed.save(again)
+    for found in (changed, load_tokenizer(again)):
+        assert (found.chat, found.fingerprint) == ("{{ own }} é", tokenizer.fingerprint)
 
 
 @settings(max_examples=25, deadline=None)

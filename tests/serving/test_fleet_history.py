@@ -126,7 +126,8 @@ def test_a_restart_measures_nothing_again(tmp_path, calls, caplog):
     members["small"] = dataclasses.replace(members["small"], rules=dict(threshold=0.3))
     fleet, said = started("throughput")
     assert calls == [("measure", 2), ("written", 2)]
-    assert any("small: measuring it at 2 depths" in s and "a change of rules" in s for s in said)
+    again = "small, model 1 of 1: measuring it at 2 depths"
+    assert any(again in s and "a change of rules" in s for s in said)
     fleet.controller.repository.close()
 
 

@@ -32,17 +32,18 @@ def test_nothing_is_compiled_once_it_is_ready(compiled, caplog, monkeypatch):
     with caplog.at_level("INFO", LOG):
         made = TinyFleet(alike=True)().fleet(4)
     told = [record.getMessage() for record in caplog.records if record.name == LOG]
+    numbered = [f"{name}, model {i} of 2" for i, name in enumerate(FLEET, 1)]
     assert [re.sub(r"(perplexity) [0-9.]+", r"\1", text) for text in told] == [
         "small: writing texts to measure models on",
         *itertools.chain.from_iterable(
-            [f"{name}: measuring it at 2 depths, as it was not measured before", *passes]
-            for name in FLEET
+            [f"{at}: measuring it at 2 depths, as it was not measured before", *passes]
+            for at in numbered
         ),
         *(f"{name}: quality 1.000 (best), perplexity" for name in FLEET),
         *(
-            f"{name}: compiling what else depth {depth} of 2 may need"
-            for name in FLEET
-            for depth in (1, 2)
+            f"{at}: compiling part {part}"
+            for at in numbered
+            for part in ("1 of 3, depth 1", "2 of 3, depth 1, and on to 2", "3 of 3, depth 2")
         ),
     ]
     ask = lambda i: (made.submit([65 + i % 9] * (1 + i % 12), 1 + i % 19), 1 + i % 19)

@@ -84,7 +84,7 @@ def test_it_is_drawn_by_one_command(tmp_path, capsys):
     for wrong, said in (
         (source, "is no timeline: prompt = None: must be a list"),
         (tmp_path / "none", "is no timeline"),
-        ("http://127.0.0.1:9", "does not answer as a server"),
+        ("http://127.0.0.1:9", "does not answer as a server .* or it still compiles: try"),
         ("http://127.0.0.1:99999", "does not answer as a server"),
         ("http://[::1", "does not answer as a server"),
     ):

@@ -270,6 +270,19 @@ def test_a_base_gives_a_configuration_what_it_leaves_out(text, base, tmp_path):
     assert bases.with_base(config).exit_weights.weights == (1.0,)
 
 
+def test_weights_must_count_the_base_s_exits_too(text, base):
+    config = configuration(text, base)
+    config.model.exits = ({"boundary": 2},)
+    told = r"the base's, after layers \(1,\), and the configuration's, after layers \(2,\)\. Set "
+    with pytest.raises(ConfigError, match=rf"= \(0.5,\): must have .* 2 early exits: {told}"):
+        bases.with_base(config)
+    config.exit_weights.weights = (0.0, 0.5)
+    assert bases.with_base(config).exit_weights.weights == (0.0, 0.5)
+    config.exit_weights.weights = (0.5,)
+    config.tune.update(part="exits", exits=(2,))
+    assert bases.with_base(config).tuned == (2,)
+
+
 @pytest.mark.parametrize("layers, head", [(12, "shared"), (7, "tied")])
 def test_layerskip_s_recipe_is_of_any_pretrained_model(tmp_path, layers, head):
     """Its weights are those of LayerSkip's section 4.1, relative to the last layer's; what the

@@ -35,6 +35,12 @@ def test_a_field_that_must_be_given_is_missed():
         Experiment.from_dict(config)
     with pytest.raises(ConfigError, match="config.model: missing"):
         Experiment.from_dict({"train": {"steps": 3}})
+    with pytest.raises(ConfigError, match="config.model: missing.*--config.train.base=RUN"):
+        Experiment.from_dict(default_config())  # as configs/finetune.py has it without a base
+    with pytest.raises(ConfigError, match=r"data.length = 512: .* --config.data.length to at most"):
+        config = configured()
+        config.data.length = 512
+        Experiment.from_dict(config)
 
 
 def test_optional_fields_take_their_type_and_none():

@@ -86,8 +86,13 @@ def test_a_stopped_run_saves_and_resumes_to_the_same_bits(
     assert (result.stopped, result.step) == (number, step + 1)
     assert load_model(tmp_path).step == step + 1
     assert "checkpoint saved, the same command resumes" in capfd.readouterr().err
-    result = fit(Experiment.from_dict(config(text)), tmp_path)
+    if step > 7:  # it evaluates every 7 steps
+        assert result.evaluation.table().startswith("last evaluation: step 7\n")
+    with monkeypatch.context() as patched:
+        stop_at(patched, STEPS - 1, number)  # with nothing left to do behind that step
+        result = fit(Experiment.from_dict(config(text)), tmp_path)
     assert (result.step, result.stopped) == (STEPS, None)
+    assert f"done: step {STEPS} in" in capfd.readouterr().err
     same(tmp_path, uninterrupted)
     assert fit(Experiment.from_dict(config(text)), tmp_path).step == STEPS  # nothing left to do
     same(tmp_path, uninterrupted)
