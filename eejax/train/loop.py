@@ -416,7 +416,6 @@ class _Run:
             f"layers, {self.train.steps} steps of {' to '.join(map(str, sizes))} x "
             f"{self.experiment.data.length} tokens, in {self.workdir}"
         )
-
         if self.train.microbatches < self.experiment.mesh.pipe:
             self.progress.say(
                 f"{self.train.microbatches} microbatches for {self.experiment.mesh.pipe} stages: "
