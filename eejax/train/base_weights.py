@@ -210,7 +210,7 @@ def _read_by(scope: Scope, config: ModelConfig, copies: bool, everything: Tree, 
         or (own and name == "final/head")
     )
     tree, _ = split(everything, read)
-    depth = max(scope.depth, any(e.mlp for e in copied))
+    depth = max(scope.depth, int(any(e.mlp for e in copied)))  # the lowest, whose MLP is copied
     depth = config.n_layers if any(e.block for e in copied) else depth
     if isinstance(jax.tree.leaves(everything)[0], jax.Array):
         return tree | {"layers": jax.tree.map(lambda a: first_layers(a, depth), tree["layers"])}

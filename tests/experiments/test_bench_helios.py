@@ -426,7 +426,7 @@ def test_the_benchmark_runs_to_its_end(tmp_path, one_device):
     for name, cut in (("small", 1), ("large", 2)):
         least, most = (rows[f"{name}{how}"] for how in (f" up to {cut}", " without exits"))
         assert least["flops_per_token"] < most["flops_per_token"]
-    assert rows["chance"]["timeline"] and rows["helios"]["timeline"][0][1] == "evaluate"
+    assert rows["chance"]["timeline"] and rows["helios"]["timeline"][0][1] == "serve"
     assert "evaluate" not in {row[1] for row in rows["chance"]["timeline"]}
     assert {row[3] for row in rows["helios, never below"]["timeline"]} == {2}
     assert rows["helios, never below"]["below_share"] == 0

@@ -43,7 +43,8 @@ def trained(repo_root, tmp_path_factory):
 
 def test_training_ends_with_a_table_of_the_exits(trained):
     workdir, out, err = trained
-    assert [line.split()[0] for line in out.splitlines()[:3]] == ["exit", "exit_1", "final"]
+    assert out.startswith("last evaluation: step 12\n")
+    assert [line.split()[0] for line in out.splitlines()[1:4]] == ["exit", "exit_1", "final"]
     assert "starting:" in err and "done: step 12" in err
     assert "checkpoint_manager" not in err, "Orbax chatters"
 
@@ -55,7 +56,7 @@ def test_exits_are_tuned_and_the_result_is_evaluated(repo_root, trained, tmp_pat
     )  # fmt: skip
     code, out, err = finish(launch(repo_root, "tune_exits", *arguments))
     assert code == 0, err
-    assert [line.split()[0] for line in out.splitlines()[:3]] == ["exit", "exit_1", "exit_2"]
+    assert [line.split()[0] for line in out.splitlines()[1:4]] == ["exit", "exit_1", "exit_2"]
     code, out, err = finish(launch(repo_root, "evaluate", f"--workdir={tmp_path}", "--batches=1"))
     assert code == 0, err
     names = [line.split()[0] for line in out.splitlines()[1:5]]

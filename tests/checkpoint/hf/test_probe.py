@@ -152,11 +152,10 @@ def test_what_is_compared_is_told(tmp_path, monkeypatch):
     assert "computes what transformers does over 96 tokens" in loaded.guessed
     assert loaded.config.dtype == "bfloat16"
     raw = Raw(path / "config.json", loaded.raw)
-    rules = loaded.family.rules(loaded.config, raw)
     with monkeypatch.context() as patch:
         patch.setattr(compare, "variants", lambda config: [config.replace(sliding_window=17)])
         with pytest.raises(CheckpointError, match="computes something else"):
-            compare.verified(raw, loaded.config, loaded.params, rules)
+            compare.verified(raw, loaded.config, loaded.params)
     for name, most, told in (
         ("MOST_TOKENS", 12, "over 12 tokens, to .* only more than 16 tokens tell"),
         ("MOST_PARAMETERS", 1000, "nothing was compared with .it has more than 1e.03 parameters"),
