@@ -16,8 +16,11 @@ import jax.monitoring
 from tqdm.auto import tqdm
 
 DELAY = 1.0  # seconds; shorter work shows nothing
+EVERY = 10.0  # seconds between two reports
 _COMPILED = "/jax/core/compile/backend_compile_duration"
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # what compiles next
 _listeners: set[Callable[[str, float], None]] = set()
+_compiling: dict[int, str] = {}  # by thread
 
 
 def watched() -> bool:
@@ -68,6 +71,29 @@ def waiting(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def reports(say: Callable[[str], None], every: float = EVERY) -> Iterator[None]:
+    """Say every few seconds how long the block has taken and what JAX compiles at the moment.
+
+    `say` is called from another thread.
+    """
+    begin, programs, ended = time.monotonic(), [], threading.Event()
+
+    def report() -> None:
+        while not ended.wait(every):
+            now = ", compiling " + ", ".join(sorted({*_compiling.values()})) if _compiling else ""
+            say(f"{time.monotonic() - begin:.0f} s, {len(programs)} programs compiled{now} ...")
+
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
+    try:
+        with compilations(lambda *about: programs.append(about)):
+            yield
+    finally:
+        ended.set()
+        reporter.join()
+
+
+@contextlib.contextmanager
 def compilations(listener: Callable[[str, float], None]) -> Iterator[None]:
     """Call listener(name, seconds) for every program that JAX compiles inside the block."""
     _listen()
@@ -85,6 +111,10 @@ def _listen() -> None:
 
 
 def _hear(event: str, seconds: float, **about: str | int) -> None:
-    if event == _COMPILED:
+    name = str(about.get("fun_name", "a program"))
+    if event == _LOWERED:
+        _compiling[threading.get_ident()] = name
+    elif event == _COMPILED:
+        _compiling.pop(threading.get_ident(), None)
         for listener in tuple(_listeners):
-            listener(str(about.get("fun_name", "a program")), seconds)
+            listener(name, seconds)

@@ -57,7 +57,8 @@ def main(pipe: Connection, build: Build, steps: int = CALL) -> None:
     log.propagate = False  # some library may have made a handler for everything
     try:
         begin = time.perf_counter()
-        with progress.compilations(_log_compilation):
+        say = logging.getLogger(LOG).info
+        with progress.compilations(_log_compilation), progress.reports(say):
             built = build()
             worker = Worker(built, steps)
             worker.warm_up()

@@ -56,3 +56,22 @@ def test_every_program_is_told_of_inside_of_the_block_alone():
             compiled()
     mine = [seconds for name, seconds in told if "lambda" in name]
     assert len(mine) == 2 and all(seconds > 0 for seconds in mine)
+
+
+def test_what_compiles_is_reported_while_it_does():
+    def slow(x):
+        for i in range(200):
+            x = jnp.sin(x @ x.T) @ x * i
+        return x * np.float32(time.time())
+
+    said = []
+    with progress.reports(said.append, every=0.01):
+        jax.jit(slow)(jnp.ones((8, 8)))
+    assert any("compiling" in line and "slow" in line for line in said)
+    count = len(said)
+    time.sleep(0.05)
+    assert len(said) == count  # it ends with the block
+    said.clear()
+    with progress.reports(said.append, every=0.01):
+        time.sleep(0.05)
+    assert said and all(line.endswith("0 programs compiled ...") for line in said)
