@@ -48,9 +48,8 @@ def waiting(what: str) -> Iterator[None]:
     if not watched():
         yield
         return
-    begin, programs, ended = time.monotonic(), [], threading.Event()
 
-    def show() -> None:
+    def show(begin: float, programs: list, ended: threading.Event) -> None:
         if ended.wait(DELAY):
             return
         with tqdm(bar_format="{desc}", leave=False, file=sys.stderr) as bar:
@@ -60,14 +59,8 @@ def waiting(what: str) -> Iterator[None]:
                 if ended.wait(0.5):
                     return
 
-    shown = threading.Thread(target=show, daemon=True)
-    shown.start()
-    try:
-        with compilations(lambda *about: programs.append(about)):
-            yield
-    finally:
-        ended.set()
-        shown.join()
+    with _alongside(show):
+        yield
 
 
 @contextlib.contextmanager
@@ -76,21 +69,32 @@ def reports(say: Callable[[str], None], every: float = EVERY) -> Iterator[None]:
 
     `say` is called from another thread.
     """
-    begin, programs, ended = time.monotonic(), [], threading.Event()
 
-    def report() -> None:
+    def report(begin: float, programs: list, ended: threading.Event) -> None:
         while not ended.wait(every):
             now = ", compiling " + ", ".join(sorted({*_compiling.values()})) if _compiling else ""
             say(f"{time.monotonic() - begin:.0f} s, {len(programs)} programs compiled{now} ...")
 
-    reporter = threading.Thread(target=report, daemon=True)
-    reporter.start()
+    with _alongside(report):
+        yield
+
+
+@contextlib.contextmanager
+def _alongside(show: Callable[[float, list, threading.Event], None]) -> Iterator[None]:
+    """Call `show` in a thread while the block runs.
+
+    It is given when the block began, the programs compiled since, a list that grows, and an event
+    of the block's end, upon which it returns.
+    """
+    programs, ended = [], threading.Event()
+    shown = threading.Thread(target=show, args=(time.monotonic(), programs, ended), daemon=True)
+    shown.start()
     try:
         with compilations(lambda *about: programs.append(about)):
             yield
     finally:
         ended.set()
-        reporter.join()
+        shown.join()
 
 
 @contextlib.contextmanager

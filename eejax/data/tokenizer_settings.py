@@ -28,7 +28,7 @@ class Check(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What the files beside a vocabulary say.
+    """Settings in the files beside a vocabulary.
 
     Tokens are arguments of `tokenizers.AddedToken`.
 

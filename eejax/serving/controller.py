@@ -140,7 +140,7 @@ class Controller:
         return self.below / self.emitted if self.emitted else 0.0
 
     def holds(self, there: Mapping[str, int], held: int) -> None:
-        """Note models on the device, with how many of their exits, and tokens of requests there."""
+        """Note exits by model and tokens on the device: until then, what serves and one prompt."""
         self._there, self._held = dict(there), held
 
     def choose(self) -> Assignment:

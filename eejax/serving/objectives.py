@@ -105,7 +105,7 @@ class Objective:
 
     @property
     def reads_quality(self) -> bool:
-        """Whether the quality of answers is weighed or limited."""
+        """True where the quality of answers is weighed or limited."""
         return bool({"accuracy", "perplexity"} & {*self.weights, *self.limits})
 
     def score(self, telemetry: Telemetry) -> float:
@@ -119,7 +119,7 @@ class Objective:
         return max((0.0, *(self._over(metric, telemetry) for metric in self.limits)))
 
     def _over(self, metric: str, telemetry: Telemetry) -> float:
-        """By how much the limit of a metric is missed, as a log; 0 or less where it is kept."""
+        """Return the log of the ratio by which a limit is missed; 0 or less where it is kept."""
         value = max(getattr(telemetry, metric), 1e-12)
         over = math.log(value) - math.log(self.limits[metric])
         return -over if metric in MORE else over
@@ -146,9 +146,11 @@ class Objective:
 
 
 def _told_apart(value: float, limit: float) -> str:
-    """A number with as many digits as tell it from another, 3 at least."""
-    texts = lambda n: (f"{value:.{n}g}", f"{limit:.{n}g}")
-    return next((a for a, b in map(texts, range(3, 17)) if a != b), repr(value))
+    """Format a number with as many digits as tell it from another, 3 at least."""
+    for digits in range(3, 17):
+        if (text := f"{value:.{digits}g}") != f"{limit:.{digits}g}":
+            return text
+    return repr(value)
 
 
 # Among models of equal quality the faster one is preferred.

@@ -318,7 +318,7 @@ def date(time: float) -> str:
 
 
 def advice(path: str) -> str:
-    """The thing to do about a path that cannot be used as a repository."""
+    """Say what to do about a path that cannot be used as a repository."""
     folder = os.path.dirname(path) or os.curdir
     if os.path.isdir(path):
         return "Give a file, as this is a folder."

@@ -138,12 +138,13 @@ def _check_weights(weights: Any, facts: Facts, exits: Sequence[Mapping[str, Any]
     added = f", and the configuration's, after layers {new}" if new else ""
     require(
         not own or not isinstance(weights, list | tuple) or len(weights) == n,
-        "exit_weights.weights", weights,
+        "exit_weights.weights",
+        weights,
         f"must have one weight for each of the model's {n} early exits: the base's, after layers "
         f"{own}{added}",
         f"Set --config.exit_weights.weights to a tuple of {n} in the order of the layers, or to () "
         "for 1 everywhere.",
-    )  # fmt: skip
+    )
 
 
 def _located(source: str) -> str:

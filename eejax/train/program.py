@@ -85,10 +85,11 @@ class Program:
         e = self.experiment
         require(
             e.pipeline.fill == "none" or e.mesh.pipe > 1,
-            "pipeline.fill", e.pipeline.fill,
+            "pipeline.fill",
+            e.pipeline.fill,
             f"must be 'none' on one stage (mesh.pipe = {e.mesh.pipe}), which is never idle",
             "Set pipeline.fill to 'none', or mesh.pipe to the number of stages.",
-        )  # fmt: skip
+        )
         _ = self.abstract_state
 
     @functools.cached_property

@@ -139,7 +139,7 @@ def held_out_text(summary: Mapping[str, Any], scale: str) -> Finding:
 
 
 def order_of_speeds(summary: Mapping[str, Any], scale: str) -> Finding:
-    """Whether every step down of the threshold makes every curve faster."""
+    """Return whether every step down of the threshold makes every curve faster."""
     text = [r | {"speed": r["simulated"]} for r in summary["thresholds"]]
     curves = {TASKS[name].title: rows for name, rows in summary["tasks"].items()}
     curves["held-out text"] = text
@@ -399,7 +399,7 @@ def tables(table3, table4, scale: str) -> Iterator[Finding]:
 
 
 def high(agreeing: float | None, others: float | None) -> bool:
-    """Whether confidence is high in tokens predicted as the final exit does, and higher there."""
+    """Return whether confidence is high where the final exit agrees, and higher than elsewhere."""
     return agreeing is not None and agreeing >= HIGH and (others is None or agreeing > others)
 
 

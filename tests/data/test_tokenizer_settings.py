@@ -21,9 +21,15 @@ IM_END = NAMES[0]
 VOCABULARY = {c: i for i, c in enumerate("abcdefgh< >|")} | {IM_END: 12, END: 13, "<unk>": 14}
 VOCABULARY |= {"<|a|>": 15, "<|B|>": 16}
 TEXTS = (
-    "ab<|im_end|>b", "a </s> b", " ab ", "a<|im_end|> b", "", "a <|a|> <|b|> b", "a<|B|>b",
+    "ab<|im_end|>b",
+    "a </s> b",
+    " ab ",
+    "a<|im_end|> b",
+    "",
+    "a <|a|> <|b|> b",
+    "a<|B|>b",
     "A <|A|>b",
-)  # fmt: skip
+)
 CONFIG, NAMED, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 flags = st.fixed_dictionaries({}, optional={flag: st.booleans() for flag in FLAGS})
@@ -69,7 +75,8 @@ WAYS = {
     "4s_list_in_map": (None, {NAMED: {"additional_special_tokens": [IM_END]}}),
     "objects": (None, {NAMED: {"additional_special_tokens": [{"content": IM_END}]}}),
     "4s_beside_5s": (
-        None, {CONFIG: {"additional_special_tokens": [IM_END], "extra_special_tokens": {}}},
+        None,
+        {CONFIG: {"additional_special_tokens": [IM_END], "extra_special_tokens": {}}},
     ),
     "5s_list": (None, {CONFIG: {"extra_special_tokens": [IM_END]}}),
     "5s_object": ("im_end", {CONFIG: {"extra_special_tokens": {"im_end": IM_END}}}),
@@ -78,7 +85,7 @@ WAYS = {
     "of_a_model_in_map": ("image_token", {NAMED: {"image_token": {"content": IM_END}}}),
     "standard": ("pad_token", {CONFIG: {"pad_token": IM_END}}),
     "standard_object": ("pad_token", {CONFIG: {"pad_token": {"content": IM_END, "lstrip": False}}}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -98,7 +105,7 @@ def test_a_token_that_a_file_names_is_a_special_one(way, tmp_path):
 @settings(max_examples=40, deadline=None)
 @given(own=st.none() | flags, ours=flags, special=st.booleans(), named=st.booleans())
 def test_flags_of_the_config_replace_those_of_the_tokenizer_json(own, ours, special, named):
-    """By the library, to which the token is added with the config's flags."""
+    """Encode by the library, to which the token is added with the config's flags."""
     from tokenizers import AddedToken, normalizers
 
     start = inner(normalizers.Lowercase(), **({} if own is None else {"<|B|>": own}))
@@ -138,10 +145,13 @@ def test_ids_are_those_of_transformers(tmp_path_factory):
 
     @settings(max_examples=12, deadline=None)
     @given(
-        st.dictionaries(st.sampled_from(NAMES), flags, max_size=2), st.none() | decoders,
-        naming, in_map, st.lists(st.sampled_from(NAMES), max_size=2),
+        st.dictionaries(st.sampled_from(NAMES), flags, max_size=2),
+        st.none() | decoders,
+        naming,
+        in_map,
+        st.lists(st.sampled_from(NAMES), max_size=2),
         st.sampled_from([None, normalizers.Lowercase()]),
-    )  # fmt: skip
+    )
     def same(own, decoder, config, named, added, normalizer):
         folder = tmp_path_factory.mktemp("made")
         config = config | {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
@@ -172,7 +182,9 @@ BAD = {
     "decoder_a_text": bad("added_tokens_decoder", {"0": "a"}, "added_tokens_decoder.0 = 'a'"),
     "decoder_no_content": bad("added_tokens_decoder", {"0": {}}, "added_tokens_decoder.0 = {}"),
     "decoder_no_switch": bad(
-        "added_tokens_decoder", {"0": {"content": "a", "lstrip": 1}}, "added_tokens_decoder.0 .*",
+        "added_tokens_decoder",
+        {"0": {"content": "a", "lstrip": 1}},
+        "added_tokens_decoder.0 .*",
     ),
     "eos_a_list": bad("eos_token", [END], r"eos_token = \['</s>'\]"),
     "eos_empty": bad("eos_token", {}, "eos_token = {}"),
@@ -182,7 +194,9 @@ BAD = {
     "class_a_number": bad("tokenizer_class", 5, "tokenizer_class = 5"),
     "template_a_number": bad("chat_template", 5, "chat_template = 5"),
     "template_name_a_list": bad(
-        "chat_template", [{"name": ["x"], "template": "a"}], "chat_template = .*",
+        "chat_template",
+        [{"name": ["x"], "template": "a"}],
+        "chat_template = .*",
     ),
     "config_deep": (CONFIG, DEEP, "tokenizer_config.json cannot be read as JSON: .*recursion"),
     "map_a_list": (NAMED, {"eos_token": [END]}, "special_tokens_map.json: eos_token = .*must be"),
@@ -197,9 +211,11 @@ BAD = {
     "saved_ends_large": (MARKER, {"kind": "json", "ends": [2**31]}, "ends = .*: must be a list"),
     "saved_special": (MARKER, {"kind": "json", "special": 5}, "special = 5: must be an object of"),
     "saved_added": (
-        MARKER, {"kind": "sentencepiece", "added": {"0": {"content": "a"}}}, "added = .*special",
+        MARKER,
+        {"kind": "sentencepiece", "added": {"0": {"content": "a"}}},
+        "added = .*special",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)

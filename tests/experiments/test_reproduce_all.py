@@ -193,8 +193,12 @@ def test_the_page_counts_the_rows_that_it_shows():
     counts = page.count(collection)
     assert [counts[v] for v in map(str, Verdict)] == [shown.count(v) for v in map(str, Verdict)]
     assert counts == {
-        "holds": 3, "does not hold": 1, "not at this scale": 2, "missing": 0, "": 2,
-    }  # fmt: skip
+        "holds": 3,
+        "does not hold": 1,
+        "not at this scale": 2,
+        "missing": 0,
+        "": 2,
+    }
     told = "3 hold, 1 does not, 2 are not judged at this scale, 2 point to another row."
     assert f"Of the rows {told}" in text
 
@@ -265,9 +269,12 @@ def test_a_damaged_record_counts_as_none(tmp_path, monkeypatch, capsys, record):
     output = tmp_path / "page.md"
     with pytest.raises(SystemExit):
         call(
-            "experiments.reproduce.all", f"--workdir={tmp_path}", "--only=one",
-            f"--output={output}", "--json",
-        )  # fmt: skip
+            "experiments.reproduce.all",
+            f"--workdir={tmp_path}",
+            "--only=one",
+            f"--output={output}",
+            "--json",
+        )
     told = capsys.readouterr()
     assert ran == ["one"] and json.loads(told.out.splitlines()[-1])["failed"] == {}
     assert output.exists()

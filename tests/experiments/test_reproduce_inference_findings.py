@@ -140,13 +140,19 @@ def test_threshold_1_is_as_fast_as_no_exits_within_2_percent(ratio, width, verdi
 def table3_of(*texts):
     """A text at threshold 1, and at 0.2 one whose first and third token left early."""
     return [
-        {"texts": [
-            {"threshold": 1.0, "ids": [1, 2, 3, 4], "exits": [2] * 4, "confidences": [0.5] * 4},
-            {"threshold": 0.2, "ids": ids, "exits": [0, 2, 1, 2],
-             "confidences": [0.3, 0.9, 0.25, 0.8]},
-        ]}
+        {
+            "texts": [
+                {"threshold": 1.0, "ids": [1, 2, 3, 4], "exits": [2] * 4, "confidences": [0.5] * 4},
+                {
+                    "threshold": 0.2,
+                    "ids": ids,
+                    "exits": [0, 2, 1, 2],
+                    "confidences": [0.3, 0.9, 0.25, 0.8],
+                },
+            ]
+        }
         for ids in texts
-    ]  # fmt: skip
+    ]
 
 
 def table4_of(confidence):

@@ -93,20 +93,40 @@ def test_it_is_drawn_by_one_command(tmp_path, capsys):
 
 
 GOOD = dict(
-    prompt=[1, 2], model=["a", "b"], throughput=[None, 1.0], requests=[None, 2], ttft=[0.1, 0.2],
-    perplexity=[1.0, 2.0], marks=[dict(prompt=1, kind="SW", why="x")],
-)  # fmt: skip
+    prompt=[1, 2],
+    model=["a", "b"],
+    throughput=[None, 1.0],
+    requests=[None, 2],
+    ttft=[0.1, 0.2],
+    perplexity=[1.0, 2.0],
+    marks=[dict(prompt=1, kind="SW", why="x")],
+)
 WRONG = [
-    {}, [*GOOD], "prompt", 5, None,
+    {},
+    [*GOOD],
+    "prompt",
+    5,
+    None,
     *(GOOD | {name: wrong} for name in GOOD for wrong in (3, "x", None, {}, [[1], [2]], [True])),
     *(GOOD | {name: value[:1]} for name, value in GOOD.items() if name != "marks"),
-    GOOD | {"ttft": ["x", "y"]}, GOOD | {"ttft": [1, 10**400]}, GOOD | {"model": [1, 2]},
-    GOOD | {"prompt": [1, 10**400]}, GOOD | {"prompt": [1, 1.5]}, GOOD | {"prompt": [1, None]},
-    *(GOOD | {"marks": [mark]} for mark in (
-        {}, "SW", dict(prompt=1, kind="$x"), dict(prompt=1, kind=[]), dict(prompt="x", kind="SW"),
-        dict(kind="LD"),
-    )),
-]  # fmt: skip
+    GOOD | {"ttft": ["x", "y"]},
+    GOOD | {"ttft": [1, 10**400]},
+    GOOD | {"model": [1, 2]},
+    GOOD | {"prompt": [1, 10**400]},
+    GOOD | {"prompt": [1, 1.5]},
+    GOOD | {"prompt": [1, None]},
+    *(
+        GOOD | {"marks": [mark]}
+        for mark in (
+            {},
+            "SW",
+            dict(prompt=1, kind="$x"),
+            dict(prompt=1, kind=[]),
+            dict(prompt="x", kind="SW"),
+            dict(kind="LD"),
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize("served", [False, True], ids=["file", "server"])

@@ -1,4 +1,4 @@
-"""What a run remembers of its base, and what of a configuration is read before the base is."""
+"""Facts that a run remembers of its base, and settings that are read before the base is."""
 
 from __future__ import annotations
 

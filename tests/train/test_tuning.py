@@ -336,7 +336,7 @@ def test_an_exit_of_the_base_goes_on_from_where_it_is(base, tmp_path):
         np.testing.assert_array_equal(value, named(run.model.params)[name])
 
 
-@pytest.mark.parametrize("head", ["tied", pytest.param("shared", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head", [pytest.param("tied", marks=pytest.mark.slow), "shared"])
 def test_any_exit_on_any_base(tmp_path, text, head):
     """A base without exits, heads that lie elsewhere; at 0 there is no layer below."""
     values = base_config(text, head)
