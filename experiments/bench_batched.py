@@ -256,7 +256,7 @@ def on_gpu(model, threshold: float, prompts) -> dict:
     shares = np.diff([0, *model.config.stops]) * 24 // model.config.n_layers
     result = {}
     for slots in GPU_BATCHES:
-        options = BatchOptions(drafts=_DRAFTS.value).of_slots(slots)
+        options = BatchOptions(drafts=_DRAFTS.value, chunk=64).of_slots(slots)
         costs = roofline(shares.tolist(), sizes=(slots, *options.buckets), **BILLION, **A100)
         rest = dict(cap=options.cap, chunk=options.chunk, span=4, prompt_span=32)
         own = [spoken[i % len(spoken)] for i in range(slots)]

@@ -87,7 +87,7 @@ def op(kernel: Callable, reference: Callable, implementation: str | None = None)
 
 def require_gpu() -> None:
     """Raises RuntimeError where nothing is compiled for a GPU."""
-    if _capability.value is None and jax.default_backend() != "gpu":
+    if not for_gpu():
         raise RuntimeError(
             "implementation = 'triton': there is no GPU of NVIDIA's that JAX can use. Ask for "
             "'reference', or for nothing, which takes what there is; 'interpreter' is for tests."
@@ -146,6 +146,7 @@ def available() -> bool:
     return True
 
 
+@functools.cache
 def _of_gpu() -> int | None:
     """Compute capability of this machine's first GPU."""
     if jax.default_backend() != "gpu":
@@ -153,12 +154,23 @@ def _of_gpu() -> int | None:
     return int(float(jax.local_devices()[0].compute_capability) * 10 + 0.5)
 
 
+def for_gpu() -> bool:
+    """Whether programs that are traced now are compiled for a GPU."""
+    return capability() is not None
+
+
+def capability() -> int | None:
+    """Return the compute capability that programs are compiled for, such as 90; None without a
+    GPU."""
+    return _capability.value or _of_gpu()
+
+
 def by_kernels() -> bool:
     """Whether ops that are not asked for an implementation may be run by their kernels. Where not,
     a program may hold what serves XLA better than an op's reference."""
     if _default.value is not None:
         return _default.value != "reference"
-    return (_capability.value is not None or jax.default_backend() == "gpu") and available()
+    return for_gpu() and available()
 
 
 def launch(
@@ -194,7 +206,7 @@ def precision(dtype: Any) -> str:
 def shared_memory() -> int:
     """Bytes that a block has on the GPUs that programs are compiled for; an A100's where there is
     none, and nothing is compiled."""
-    return SHARED_MEMORY.get(_capability.value or _of_gpu() or 80, LEAST_SHARED_MEMORY)
+    return SHARED_MEMORY.get(capability() or 80, LEAST_SHARED_MEMORY)
 
 
 def implementation(name: str | None) -> contextlib.AbstractContextManager:

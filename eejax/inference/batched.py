@@ -37,6 +37,7 @@ from eejax.inference.state import Record, Weights
 from eejax.kernels.compact.api import compact
 from eejax.kernels.scatter.api import scatter
 from eejax.models import transformer
+from eejax.models.branches import run_way
 from eejax.models.cache import KVCache, run_packed, run_segment
 from eejax.models.config import ModelConfig
 from eejax.models.mixing import Packed
@@ -60,7 +61,7 @@ def flatten(
     ends = jnp.cumsum(count)
     begins = ends - count
     row = jnp.arange(size, dtype=jnp.int32)
-    i = jnp.minimum(jnp.searchsorted(ends, row, side="right"), slots - 1)
+    i = jnp.minimum(jnp.sum(ends[None] <= row[:, None], -1, dtype=jnp.int32), slots - 1)
     real = row < ends[-1]
     slot = jnp.where(real, order[i], slots)
     behind = row - begins[i]
@@ -113,9 +114,8 @@ def _look(weights, config, state, e, slot, position, allowed, x, h, before) -> P
     return jax.tree.map(lambda a, b: a.at[slot, place].set(b, mode="drop"), pending, own)
 
 
-def _in_place(weights, config, state, e, count, carry):
-    """One row of every slot through segment e; a branch of a conditional."""
-    pending, below, above, kvs, block = carry
+def _in_place(weights, config, state, e, count, below, pending, above, kvs, block):
+    """Run one row of every slot through segment e; a branch of a conditional."""
     start, slot = state.cache.filled[:, e], jnp.arange(state.token.shape[0])
     if e == 0:
         x = transformer.embed(
@@ -132,12 +132,11 @@ def _in_place(weights, config, state, e, count, carry):
         weights, config, state.replace(pending=pending), e, slot, start, count > 0, x[:, 0],
         h[:, 0], before[:, 0],
     )  # fmt: skip
-    return pending, below, above, kvs, block
+    return pending, above, kvs, block
 
 
-def _packed(weights, config, state, e, size, chosen, carry):
-    """The chosen rows through segment e, as `size` flat ones; a branch of a conditional."""
-    pending, below, above, kvs, block = carry
+def _packed(weights, config, state, e, size, chosen, below, pending, above, kvs, block):
+    """Run the chosen rows through segment e, as `size` flat ones; a branch of a conditional."""
     most = min(size, state.waiting[0].shape[1] if state.waiting else 1)
     start = state.cache.filled[:, e]
     packed = flatten(chosen.count, chosen.order, start, size, SPAN, most)
@@ -157,7 +156,7 @@ def _packed(weights, config, state, e, size, chosen, carry):
     pending = _look_flat(
         weights, config, state.replace(pending=pending), e, packed, None, x, h, before
     )
-    return pending, below, above, kvs, block
+    return pending, above, kvs, block
 
 
 def _look_flat(weights, config, state, e, packed, allowed, x, h, before) -> Pending:
@@ -308,14 +307,12 @@ def _turn(weights, config, options, state, e) -> BatchedState:
     below = state.waiting[e - 1] if e else no_ring
     top = no_ring if state.boundary is None else state.boundary
     above = state.waiting[e] if e < n else top
-    carry = state.pending, below, above, state.cache.segments[e], state.cache.blocks[e]
-    ways = {IN_PLACE: partial(_in_place, weights, config, state, e, chosen.count)}
-    for i, size in enumerate(options.buckets):
-        ways[PACKED + i] = partial(_packed, weights, config, state, e, size, chosen)
-    for way, run in ways.items():  # conditionals of two branches each: see `recompute`
-        which = (chosen.way == way).astype(jnp.int32)
-        carry = lax.switch(which, [lambda c: c, run], carry)
-    pending, _, above, kvs, block = carry
+    # HELD, IN_PLACE, PACKED and so on, as `packing` numbers them.
+    ways = [partial(_in_place, weights, config, state, e, chosen.count, below)]
+    for size in options.buckets:
+        ways.append(partial(_packed, weights, config, state, e, size, chosen, below))
+    carry = state.pending, above, state.cache.segments[e], state.cache.blocks[e]
+    pending, above, kvs, block = run_way(chosen.way, ways, carry)
     swap = lambda tree, new: (*tree[:e], new, *tree[e + 1 :])
     state = settle(state.replace(
         cache=KVCache(

@@ -150,7 +150,8 @@ class BatchedEngine(Slots):
             options is None or isinstance(options, BatchOptions), "options", options,
             "must be BatchOptions",
         )  # fmt: skip
-        options = (BatchOptions() if options is None else options).of_slots(slots)
+        options = BatchOptions() if options is None else options
+        options = options.of_slots(slots).of_context(context)
         most, n = config.context_length, config.n_exits + 1
         require(
             options.max_depth is None or options.max_depth <= n, "max_depth", options.max_depth,

@@ -12,8 +12,13 @@ from eejax.common.errors import require, require_count
 from eejax.inference.packing import Plan, Standing
 from eejax.inference.shaping import Likely, Shaping
 from eejax.inference.state import Request, Weights
+from eejax.kernels import call
 from eejax.models.cache import KVCache, init_cache
 from eejax.models.config import ModelConfig
+
+CHUNKS = {"cpu": 64, "gpu": 512}
+"""Prompt tokens of a sweep by default. Every chunk reads the whole model: a GPU needs some hundreds
+of rows for their products to take as long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +30,8 @@ class BatchOptions:
     buckets: row counts that a segment is compiled for, ascending; the largest is at least the cap.
         Empty: powers of two from a quarter of the slots up to all that they may have pending, and
         one row, so that a request that is alone does not pay for the slots that are free.
-    chunk: prompt tokens of a sweep.
+    chunk: prompt tokens of a sweep. None: as many as the device takes well together (`CHUNKS`), and
+        at most the engine's context.
     drafts: most tokens of a request that are drafted past one that no exit has decided yet; which
         may, and how many, is said by its `ExitPolicy.drafts`.
     max_depth: segments to load, from the bottom; None: all.
@@ -36,7 +42,7 @@ class BatchOptions:
 
     cap: int = 16
     buckets: tuple[int, ...] = ()
-    chunk: int = 64
+    chunk: int | None = None
     drafts: int = 4
     max_depth: int | None = None
     shaping: bool = False
@@ -48,8 +54,9 @@ class BatchOptions:
         for w in self.buckets:
             require_count("buckets", w)
         object.__setattr__(self, "buckets", tuple(sorted({*self.buckets})))
-        for name in ("cap", "chunk"):
-            require_count(name, getattr(self, name))
+        require_count("cap", self.cap)
+        if self.chunk is not None:
+            require_count("chunk", self.chunk)
         require_count("drafts", self.drafts, least=0)
         if self.max_depth is not None:
             require_count("max_depth", self.max_depth)
@@ -65,6 +72,13 @@ class BatchOptions:
     @property
     def leaves_early(self) -> bool:
         return True
+
+    def of_context(self, context: int) -> BatchOptions:
+        """Choose the chunk for requests of so many tokens where none is given."""
+        if self.chunk is not None:
+            return self
+        most = CHUNKS["gpu" if call.for_gpu() else "cpu"]
+        return dataclasses.replace(self, chunk=min(most, context))
 
     def of_slots(self, slots: int) -> BatchOptions:
         """With the buckets there are for so many slots."""

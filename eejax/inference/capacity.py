@@ -97,7 +97,7 @@ def _state_bytes(config, options, depth, context, n) -> int:
     def start(p):
         engine = BatchedEngine.make(p, config, options, slots=n, context=context)
         # As `BatchedEngine.start`, which looks where its weights lie, and here they lie nowhere.
-        behind = max(SPAN, options.cap, min(PROMPT_SPAN, options.chunk))
+        behind = max(SPAN, options.cap, min(PROMPT_SPAN, engine.options.chunk))
         return blank(
             engine.weights, engine.plan, config=config, options=engine.options, slots=n,
             length=engine.context + behind, context=engine.context,

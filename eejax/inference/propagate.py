@@ -14,12 +14,12 @@ from __future__ import annotations
 from functools import partial
 
 import jax.numpy as jnp
-from jax import lax
 
 from eejax.gates import router
 from eejax.gates.confidence import Memory
 from eejax.inference import state as s
 from eejax.inference.policy import Look, conclude, consider
+from eejax.models.branches import run_way
 from eejax.models.cache import propagate_segment, run_segment
 from eejax.models.config import ModelConfig
 
@@ -49,20 +49,15 @@ def step(
             goes = live & (emission.exit < 0)
             some = jnp.any(goes)
             seen = newest | (state.reach >= e) if masks else None
-            run = partial(_run, weights, config, e, start, goes, seen)
-            # Two branches each, the first passing everything through: see `recompute`. x and h are
-            # one array, as nothing reads the last segment's x: where that is dropped from among the
-            # results, XLA's CPU backend copies the caches beside it.
-            both = jnp.concatenate([x, h], 1)
-            both, segments[e], blocks[e] = lax.switch(
-                some.astype(jnp.int32), [lambda *c: c, run], both, segments[e], blocks[e]
-            )
-            x, h = both[:, :1], both[:, 1:]
+            ways = [partial(_run, weights, config, e, start, goes, seen)]
             if not masks:
-                fill = partial(_fill, weights, config, e, start, x)
-                segments[e], blocks[e] = lax.switch(
-                    (~some).astype(jnp.int32), [lambda *c: c, fill], segments[e], blocks[e]
-                )
+                ways.append(partial(_fill, weights, config, e, start))
+            # x and h are one array, as nothing reads the last segment's x: where that is dropped
+            # from among the results, XLA's CPU backend copies the caches beside it.
+            carried = jnp.concatenate([x, h], 1), segments[e], blocks[e]
+            way = jnp.where(some, 1, 0 if masks else 2)
+            both, segments[e], blocks[e] = run_way(way, ways, carried)
+            x, h = both[:, :1], both[:, 1:]
             depth = jnp.where(some, config.stops[e], depth)
         head = s.reader(weights, config, e, h[:, 0])
         look = Look(
@@ -96,8 +91,9 @@ def _run(weights, config, e, start, goes, seen, both, kvs, block):
     return jnp.concatenate([x, h], 1), kvs, block
 
 
-def _fill(weights, config, e, start, x, kvs, block):
-    """Segment e's keys and values of states x from below; a branch of a conditional."""
-    return propagate_segment(
-        weights.params, weights.segments[e], config, e, x, start, kvs, block, weights.axes
+def _fill(weights, config, e, start, both, kvs, block):
+    """Write segment e's keys and values of the states from below; a branch of a conditional."""
+    kvs, block = propagate_segment(
+        weights.params, weights.segments[e], config, e, both[:, :1], start, kvs, block, weights.axes
     )
+    return both, kvs, block

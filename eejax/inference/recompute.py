@@ -12,12 +12,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from eejax.gates import router
 from eejax.gates.confidence import Memory
 from eejax.inference import state as s
 from eejax.inference.policy import Look, conclude, consider
+from eejax.models.branches import bucket, run_way
 from eejax.models.cache import KVCache, run_segment
 from eejax.models.config import ModelConfig
 
@@ -68,15 +68,10 @@ def step(
             backlog = jnp.max(jnp.where(goes, filled[:, e - 1] - filled[:, e], 0))
             after = waiting[e] if e < n else jnp.zeros_like(x, shape=(b, 0, config.d_model))
             carried = (x, h, filled, segments[e], blocks[e], after)
-            fewer = 0
-            # One conditional of two branches for each width, the first passing everything
-            # through: XLA's CPU backend copies all carried caches where there are three or more.
-            for width in options.widths:
-                run = partial(_deeper, weights, config, e, width, live, goes, waiting[e - 1])
-                runs = (fewer < backlog) & (backlog <= width)
-                carried = lax.switch(runs.astype(jnp.int32), [lambda *c: c, run], *carried)
-                fewer = width
-            x, h, filled, segments[e], blocks[e], after = carried
+            deeper = partial(_deeper, weights, config, e)
+            ways = [partial(deeper, w, live, goes, waiting[e - 1]) for w in options.widths]
+            way = jnp.where(backlog > 0, 1 + bucket(options.widths, backlog), 0)
+            x, h, filled, segments[e], blocks[e], after = run_way(way, ways, carried)
             if e < n:
                 waiting[e] = after
             depth = jnp.where(backlog > 0, config.stops[e], depth)

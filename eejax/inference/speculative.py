@@ -23,6 +23,7 @@ from eejax.inference import state as s
 from eejax.inference.policy import log_probability
 from eejax.inference.sampling import argmax, draft, verify
 from eejax.models import exits, params, transformer
+from eejax.models.branches import bucket, run_way
 from eejax.models.cache import run_segment, varying
 from eejax.models.config import ModelConfig
 
@@ -77,13 +78,12 @@ def step(
     zero = varying(jnp.zeros((b, most), jnp.float32), weights.axes.data)
     verdict = Verdict(count, drafts.tokens, zero, zero)
     carried = (verdict, cache.segments[1], cache.blocks[1])
-    fewer = 0
-    for width in options.widths:  # two branches each, see `recompute`
-        runs = (fewer < deepest + 1) & (deepest + 1 <= width)
-        run = partial(_verify, weights, config, width, drafts, count, position, request.sampling)
-        carried = lax.switch(runs.astype(jnp.int32), [lambda *c: c, run], *carried)
-        fewer = width
-    verdict, above, _ = carried
+    verification = partial(_verify, weights, config)
+    ways = [
+        partial(verification, width, drafts, count, position, request.sampling)
+        for width in options.widths
+    ]
+    verdict, above, _ = run_way(1 + bucket(options.widths, deepest + 1), ways, carried)
 
     # What is emitted ends with the first stop token.
     order = jnp.arange(most)[None]

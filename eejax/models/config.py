@@ -166,7 +166,8 @@ class ModelConfig:
 
     Sizes: `vocab_size` tokens, `n_layers` layers of width `d_model`, `n_heads` query heads and
     `n_kv_heads` key/value heads (default: as many; 1 is multi-query) of `head_dim`
-    (default d_model / n_heads), feed-forward width `d_ff` (default 4 d_model, gated: 8/3),
+    (default d_model / n_heads), feed-forward width `d_ff` (default 4 d_model, gated: 8/3,
+    rounded up to a multiple of 8, from d_model 1024 on of 64),
     `context_length` positions. `vocab_multiple` pads the rows of embedding and heads; padded
     tokens are masked out everywhere.
 
@@ -253,7 +254,11 @@ class ModelConfig:
             )
             set_("head_dim", self.d_model // self.n_heads)
         if self.d_ff is None:
-            set_("d_ff", 8 * -(-self.d_model // 3) if self.mlp_gated else 4 * self.d_model)
+            # From some width on as matrix products on GPUs want it: XLA pads what is no multiple of
+            # 64, and copies the weights each time to do so.
+            multiple = 64 if self.d_model >= 1024 else 8
+            third = -(-8 * self.d_model // (3 * multiple)) * multiple
+            set_("d_ff", third if self.mlp_gated else 4 * self.d_model)
         _require_sizes(self, "head_dim", "d_ff")
 
         require_one_of("ModelConfig.norm", self.norm, NORMS)

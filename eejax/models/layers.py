@@ -10,6 +10,7 @@ With a sequence axis the residual stream is [b, t/shards, d] between `leave` and
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jax import lax
 
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.trees import Tree
-from eejax.kernels import norms
+from eejax.kernels import call, norms
 from eejax.models import mixing
 from eejax.models.config import GLOBAL, UNTURNED, ModelConfig, RotaryConfig
 from eejax.models.config import LOCAL as LOCAL_ROPE
@@ -41,6 +42,7 @@ class Context(NamedTuple):
     """What every layer of one pass shares.
 
     mask: [b or 1, t, s] True where attention is allowed, by causality and documents.
+    documents: [b, t] int32 ids that attention is confined to, None where there is one a sequence.
     distance: [b or 1, t, s] int32 query minus key position, None where no layer needs it.
     rope, local_rope: cos and sin, each [b or 1, t, r/2] float32, or None.
     dropout_keys: [b] one key per sample, or None.
@@ -57,6 +59,7 @@ class Context(NamedTuple):
     start: jax.Array | None = None
     reach: jax.Array | None = None
     packed: mixing.Packed | None = None
+    documents: jax.Array | None = None
 
 
 def norm(
@@ -118,7 +121,7 @@ def make_context(
     needs_distance = config.position == "alibi" or config.sliding_window is not None
     return Context(
         mask, distance if needs_distance else None, rope, local_rope, dropout_keys, start, reach,
-        packed,
+        packed, segment_ids,
     )  # fmt: skip
 
 
@@ -180,7 +183,14 @@ def attention(
             slopes = lax.dynamic_slice_in_dim(slopes, lax.axis_index(axes.model) * n, n)
         slopes = slopes.reshape(n_kv, n // n_kv)
     distance = context.distance if slopes is not None else None
-    if cache is None:
+    if cache is None and mixing.by_library(q, slopes, config):
+        # The library knows causality and windows of a fixed size by itself.
+        fixed = window is None or isinstance(window, int)
+        known = fixed and context.documents is None
+        out = mixing.library_mix(
+            q, k, v, None if known else mask, window if known else None, config
+        )
+    elif cache is None:
         flat = (jnp.swapaxes(a, 1, 2).reshape(b * n_kv, t, -1) for a in (k, v))
         out = mixing.causal_mix(q, *flat, mask, distance, slopes, config)
     elif context.packed is not None:
@@ -238,9 +248,24 @@ def _product(rows: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
     transpose: its kernel takes columns in fours, and what is repacked is w's rows either way.
     """
     w2 = w.reshape(rows.shape[1], -1)
+    if call.for_gpu():
+        y = two_rows(lambda rows: rows @ w2, rows)
+        return y.reshape(len(rows), *w.shape[contracted:])
     few = 1 < len(rows) <= FEW_ROWS
     y = lax.dot_general(w2, rows, (((0,), (1,)), ((), ()))).T if few else rows @ w2
     return y.reshape(len(rows), *w.shape[contracted:])
+
+
+def two_rows(product: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
+    """Form a product of rows [r, i] on a GPU: of one row as of two.
+
+    XLA makes a product of one row a sum of products, for which it writes out the rounded products
+    of the whole matrix: three times the bytes, and other roundings than those of several rows.
+    """
+    if len(rows) > 1:
+        return product(rows)
+    # A barrier, as XLA would take the product of the rows that are read alone.
+    return lax.optimization_barrier(product(jnp.concatenate([rows, rows])))[:1]
 
 
 def _rows(x: jax.Array) -> jax.Array:
@@ -256,10 +281,36 @@ def fuse(p: Tree) -> Tree:
     of "qkv" are q's, k's and v's, those of "gate_up" gate's and up's.
     """
     attn, mlp = p["attn"], p["mlp"]
+    if call.for_gpu():
+        mlp = padded(mlp)
     return p | {
         "attn": _joined(attn, ("q", "k", "v"), "qkv", 2) if "q" in attn else attn,
         "mlp": _joined(mlp, ("gate", "up"), "gate_up", 1) if "gate" in mlp else mlp,
     }
+
+
+WIDTH_MULTIPLE = 64
+
+
+def padded(mlp: Tree) -> Tree:
+    """Widen an MLP's tree with zeros to a multiple of `WIDTH_MULTIPLE`, which changes no result.
+
+    XLA's GPU backend pads what is no such multiple at every step, by a copy of the matrix.
+    """
+    width = mlp["down"].shape[-2]
+    more = -width % WIDTH_MULTIPLE
+    if not more or "gate_up" in mlp:
+        return mlp
+
+    def widen(name: str, a: jax.Array) -> jax.Array:
+        own = np if isinstance(a, np.ndarray) else jnp
+        columns = (*[(0, 0)] * (a.ndim - 1), (0, more))
+        rows = (*[(0, 0)] * (a.ndim - 2), (0, more), (0, 0))
+        if name == "down_bias":
+            return a
+        return own.pad(a, rows if name == "down" else columns)
+
+    return {name: widen(name, a) for name, a in mlp.items()}
 
 
 def flat_heads(p: Tree) -> Tree:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from eejax.kernels import call
+from eejax.models.branches import bucket
 from eejax.models.config import ModelConfig
 
 NEGATIVE = -1e30  # masks scores and logits; finite, so that fully masked rows stay finite
@@ -81,8 +83,7 @@ def cache_mix(q, k, v, mask, distance, slopes, config: ModelConfig, reach: jax.A
     branches = [partial(first, n) for n in lengths]
     if len(lengths) == 1:
         return branches[0](q, k, v, mask, distance)
-    bucket = jnp.searchsorted(jnp.asarray(lengths), reach)
-    return lax.switch(bucket, branches, q, k, v, mask, distance)
+    return lax.switch(bucket(lengths, reach), branches, q, k, v, mask, distance)
 
 
 QUERY_BLOCKS, MIN_QUERY_BLOCK = 4, 64
@@ -149,6 +150,52 @@ def causal_mix(q, k, v, mask, distance, slopes, config: ModelConfig) -> jax.Arra
         for cut in itertools.pairwise(cuts)
     ]
     return blocks[0] if n == 1 else jnp.concatenate(blocks, 1)
+
+
+def by_library(q: jax.Array, slopes: jax.Array | None, config: ModelConfig) -> bool:
+    """Whether cuDNN's attention takes queries [b, t, k, g, h]: on a GPU, half precision, without a
+    soft cap or ALiBi, heads of up to 128 (256 from compute capability 9.0 on)."""
+    capability = call.capability()
+    if capability is None or q.dtype not in (jnp.bfloat16, jnp.float16):
+        return False
+    plain = slopes is None and not config.attention_softcap
+    h, t = q.shape[-1], q.shape[1]
+    return plain and h % 8 == 0 and h <= (256 if capability >= 90 else 128) and t % 2 == 0
+
+
+def library_mix(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    window: int | None,
+    config: ModelConfig,
+) -> jax.Array:
+    """Mix values by causal attention in cuDNN's fused kernels, which write no scores.
+
+    Args:
+      q: [b, t, k, g, h] queries.
+      k: [b, t, k, h] keys.
+      v: [b, t, k, h] values.
+      mask: [b or 1, t, t] where attention is allowed besides; None: wherever it is causal.
+      window: positions that a query sees, its own included; None: all before it.
+      config: the model's.
+
+    Returns:
+      [b, t, k, g, h].
+    """
+    b, t, n_kv, g, h = q.shape
+    out = jax.nn.dot_product_attention(
+        q.reshape(b, t, n_kv * g, h),
+        k,
+        v,
+        mask=None if mask is None else mask[:, None],
+        scale=config.attention_scale or h**-0.5,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+    )
+    return out.reshape(q.shape)
 
 
 class Packed(NamedTuple):
@@ -238,8 +285,8 @@ def _by_span(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packe
             return _mix(q[None], k, v, mask[None, :, :n], near, slopes, config)[0]
 
         branches = [partial(first_positions, n) for n in lengths]
-        bucket = jnp.searchsorted(jnp.asarray(lengths), start + width)
-        y = lax.switch(jnp.minimum(bucket, len(lengths) - 1), branches, q, mask, distance, *buffers)
+        which = jnp.minimum(bucket(lengths, start + width), len(lengths) - 1)
+        y = lax.switch(which, branches, q, mask, distance, *buffers)
         return lax.dynamic_update_slice_in_dim(out, y, first, 0), *buffers
 
     # Rows of nobody come out as they went in.

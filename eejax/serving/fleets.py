@@ -87,7 +87,7 @@ class ServedFleet:
     dtype: str | None = None
     slots: int = 16
     context: int | None = None
-    chunk: int = 64
+    chunk: int | None = None
 
     def __post_init__(self):
         require(bool(self.sources), "sources", self.sources, "must name a model at least")

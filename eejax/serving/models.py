@@ -29,7 +29,7 @@ class Served:
     slots: int = 16
     context: int | None = None
     drafts: int = 0
-    chunk: int = 64
+    chunk: int | None = None
     mesh: MeshConfig | None = None
 
     def __post_init__(self):
@@ -49,10 +49,11 @@ class Served:
         return Built(engine, config, opened.tokenizer, template)
 
 
-def batch_options(config: ModelConfig, chunk: int, drafts: int = 0) -> BatchOptions:
+def batch_options(config: ModelConfig, chunk: int | None, drafts: int = 0) -> BatchOptions:
     """For any requests to a server, as far as the model has room."""
     most = config.context_length
+    chunk = None if chunk is None else min(chunk, most)
     return BatchOptions(
-        drafts=min(drafts, most) if config.n_exits else 0, chunk=min(chunk, most),
+        drafts=min(drafts, most) if config.n_exits else 0, chunk=chunk,
         cap=min(BatchOptions.cap, most), shaping=True,
     )  # fmt: skip
