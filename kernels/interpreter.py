@@ -79,7 +79,7 @@ def launch(
             results[aliases[i]] if i in aliases else np.array(a, order="C")
             for i, a in enumerate(arrays)
         ]
-        with _one:
+        with _one, np.errstate(all="ignore"):  # a GPU does not warn of what is not finite
             kernel[grid](*map(Tensor, [*given, *results]), **constants)
         return results
 

@@ -16,7 +16,7 @@ from eejax.kernels.specs import Spec, normal
 SMALL = (
     ((1,), 40, 2, 1, 16, 1, 0, 0, {}),
     ((1, 0, 1), 70, 1, 3, 20, 4, 3, 2, dict(softcap=20.0)),
-    ((3, 0, 9, 1), 150, 2, 2, 24, 4, 2, 3, dict(window=21)),
+    ((3, 0, 9, 1), 150, 2, 2, 40, 4, 2, 3, dict(window=21)),
     ((40, 21), 130, 1, 4, 16, 32, 3, 1, dict(slopes=True)),
     ((2, 2), 64, 3, 1, 33, 2, 1, 1, dict(window=1, softcap=5.0, slopes=True)),
 )

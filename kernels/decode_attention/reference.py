@@ -58,7 +58,8 @@ def decode_attention(
 
     The cache of each span's slot is gathered whole, so memory grows with the number of spans.
     """
-    (r, n_kv, g, h), s, wide = q.shape, keys.shape[1], jnp.promote_types(q.dtype, jnp.float32)
+    (r, n_kv, g, h), s = q.shape, keys.shape[1]
+    wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     slots = keys.shape[0] // n_kv if n_kv else 0
     if not (q.size and keys.size and first.size):
         return jnp.zeros_like(q), keys, values

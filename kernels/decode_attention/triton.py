@@ -31,8 +31,8 @@ LEAST, MOST_PARTS = 64, 64
 """Positions of a part at the least, where all slots are full, and parts at the most."""
 
 MOST_ROWS = 64  # query rows of a program
-TILE = 2**13  # bytes of a tile of keys, and as many of values; LOADED of them are on their way
-LOADED = 2**16
+TILE = 2**13  # bytes of a tile of keys, and as many of values
+MEMORY = 80 * 2**10  # bytes of queries, and of tiles that are on their way
 
 _NEVER = tl.constexpr(-float("inf"))
 _LEAST = tl.constexpr(-1e30)
@@ -286,15 +286,15 @@ def sizes(
     least = lambda a: max(16, triton.next_power_of_2(a))
     bh, rows = least(h), options.width * g
     bm = min(MOST_ROWS if size == 2 else 16 if exact else MOST_ROWS // 2, least(rows))
-    bn = min(max(16, TILE // (bh * size)), 128, least(s))
+    bn = min(max(16, TILE // (bh * size)), 64, least(s))
     blocks, bo = triton.cdiv(rows, bm), min(16, bn)
     reach = s if options.window is None else min(s, options.window + options.width)
     programs = spans * blocks * n_kv
     parts = min(PROGRAMS // programs, triton.cdiv(reach, LEAST))
     if reach > LONG * max(1, parts):
         parts = max(parts, min(2 * PROGRAMS // programs, triton.cdiv(reach, LONG)))
-    wide = bm * bh > 2**13 if size == 2 else exact or bh <= 128
-    stages = 1 + LOADED // (2 * bn * bh * size)
+    wide = bm * bh > 2**13 if size == 2 else exact or bm > 16 or bh == 128
+    stages = 1 + (MEMORY - bm * bh * size) // (2 * bn * bh * size)
     return dict(
         BLOCKS=blocks, PARTS=max(1, min(parts, MOST_PARTS)), BM=bm, BN=bn, BO=bo, BH=bh,
         OWN_STAGES=1 if options.most <= bo else 2, stages=max(2, min(stages, 4)),
