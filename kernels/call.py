@@ -225,9 +225,10 @@ def compute_capability(number: int) -> contextlib.AbstractContextManager:
 
 def _vary(results: Any, args: Any) -> Any:
     """Results that differ along every axis of a mesh along which some argument does: inside of a
-    `shard_map` it is not known of what a kernel makes."""
+    `shard_map` it is not known of what a kernel makes. They keep their bits: -0 less 0 is -0."""
     zero = varying_zero(args)
-    return jax.tree.map(lambda a: a + zero.astype(a.dtype), results)
+    same = lambda a: a ^ (zero > 0) if a.dtype == bool else a - zero.astype(a.dtype)
+    return jax.tree.map(same, results)
 
 
 def folded(run: Callable, rows: tuple[int, ...]) -> Callable:

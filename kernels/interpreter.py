@@ -2,7 +2,8 @@
 
 Set TRITON_INTERPRET=1 before Triton is imported. What it cannot show are races, and the error of
 TF32. Triton 3.6 multiplies bfloat16 matrices as if they were integers and cuts float32 off where it
-makes bfloat16 of it; both are put right here.
+makes bfloat16 of it; and its loops take no bound that is known at run time, since numpy 2.4 makes
+an integer of an array without axes alone. All three are put right here.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def launch(
             results[aliases[i]] if i in aliases else np.array(a, order="C")
             for i, a in enumerate(arrays)
         ]
-        with _one:
+        with _one, np.errstate(all="ignore"):  # a GPU does not warn of what is not finite
             kernel[grid](*map(Tensor, [*given, *results]), **constants)
         return results
 
@@ -93,7 +94,7 @@ def _unset(dtype: Any) -> Any:
 
 @functools.cache
 def patch() -> None:
-    """Puts the interpreter's bfloat16 right. Raises RuntimeError where Triton compiles."""
+    """Put the interpreter's bfloat16 and loops right. Raises RuntimeError where Triton compiles."""
     import triton
     import triton.language as tl
     from triton.runtime import interpreter
@@ -105,6 +106,7 @@ def patch() -> None:
         )
     builder = interpreter.InterpreterBuilder
     dot, cast = builder.create_dot, builder.cast_impl
+    tensor_methods = interpreter._patch_lang_tensor
 
     def wide(handle):
         if handle.dtype.scalar != tl.bfloat16:
@@ -118,5 +120,10 @@ def patch() -> None:
             return interpreter.TensorHandle(near.view(np.uint16), tl.bfloat16)
         return cast(self, source, to)
 
+    def patch_tensor(tensor, scope):
+        tensor_methods(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor
     builder.create_dot = lambda self, a, b, *rest: dot(self, wide(a), wide(b), *rest)
     builder.cast_impl = cast_impl

@@ -60,6 +60,39 @@ def test_bfloat16_is_right_where_it_is_mended_alone(how, right, interpreted, tmp
     assert done.stdout.split() == [str(right)] * 2
 
 
+LOOP = """
+import sys, numpy as np, triton, triton.language as tl
+from eejax.kernels.interpreter import Tensor, patch
+
+@triton.jit
+def add(bounds_ptr, out_ptr):
+    total = 0
+    for i in range(tl.load(bounds_ptr), tl.load(bounds_ptr + 1), 3):
+        total += i
+    for i in tl.range(tl.load(bounds_ptr), tl.load(bounds_ptr + 1), num_stages=2):
+        total += i
+    tl.store(out_ptr, total)
+
+if sys.argv[1] == "mended":
+    patch()
+out = np.zeros(1, np.int32)
+add[(1,)](Tensor(np.array([4, 9], np.int32)), Tensor(out))
+assert out.tolist() == [4 + 7 + 4 + 5 + 6 + 7 + 8]
+"""
+
+
+@pytest.mark.parametrize("how, right", [("mended", True), ("as it is", False)])
+def test_loops_with_bounds_known_at_run_time_have_to_be_mended(how, right, interpreted, tmp_path):
+    """A canary: where Triton takes numpy's arrays as bounds, that patch is to go."""
+    if np.lib.NumpyVersion(np.__version__) < "2.4.0":
+        pytest.skip("numpy < 2.4 makes an integer of any array of one element")
+    file = tmp_path / "loop.py"
+    file.write_text(LOOP)
+    done = subprocess.run([sys.executable, "-P", str(file), how], capture_output=True, text=True)
+    assert (done.returncode == 0) == right
+    assert right or "only 0-dimensional arrays can be converted" in done.stderr
+
+
 def test_what_a_kernel_leaves_out_shows(interpreted):
     import triton
     import triton.language as tl
