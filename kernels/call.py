@@ -134,9 +134,10 @@ def available() -> bool:
         triton_call.load()
     except ImportError as error:
         if jax.default_backend() == "gpu":
+            extra = "gpu13" if importlib.util.find_spec("jax_cuda13_plugin") else "gpu"
             raise ImportError(
                 f"there is a GPU, and jax-triton cannot be imported ({error}). Install it, with "
-                f"pip install -e '.[gpu]' in the clone, or set {VARIABLE}=reference."
+                f"pip install -e '.[{extra}]' in the clone, or set {VARIABLE}=reference."
             ) from error
         return False
     if (number := _of_gpu()) is not None and number < OLDEST:
