@@ -2,7 +2,8 @@
 
 Set TRITON_INTERPRET=1 before Triton is imported. What it cannot show are races, and the error of
 TF32. Triton 3.6 multiplies bfloat16 matrices as if they were integers and cuts float32 off where it
-makes bfloat16 of it; both are put right here.
+makes bfloat16 of it; 3.9 takes a scalar's comparison, made a block, for numbers and not for a mask.
+All three are put right here.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _unset(dtype: Any) -> Any:
 
 @functools.cache
 def patch() -> None:
-    """Puts the interpreter's bfloat16 right. Raises RuntimeError where Triton compiles."""
+    """Put the interpreter's bfloat16 and masks right. Raises RuntimeError where Triton compiles."""
     import triton
     import triton.language as tl
     from triton.runtime import interpreter
@@ -104,7 +105,7 @@ def patch() -> None:
             "starts with: this one compiles kernels"
         )
     builder = interpreter.InterpreterBuilder
-    dot, cast = builder.create_dot, builder.cast_impl
+    dot, cast, splat = builder.create_dot, builder.cast_impl, builder.create_splat
 
     def wide(handle):
         if handle.dtype.scalar != tl.bfloat16:
@@ -118,5 +119,12 @@ def patch() -> None:
             return interpreter.TensorHandle(near.view(np.uint16), tl.bfloat16)
         return cast(self, source, to)
 
+    def create_splat(self, to, scalar):
+        block = splat(self, to, scalar)
+        if scalar.data.dtype == np.bool_:
+            block = interpreter.TensorHandle(block.data.astype(np.bool_), block.dtype)
+        return block
+
+    builder.create_splat = create_splat
     builder.create_dot = lambda self, a, b, *rest: dot(self, wide(a), wide(b), *rest)
     builder.cast_impl = cast_impl
