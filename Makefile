@@ -3,6 +3,8 @@
 # make quickstart  train, evaluate and generate with a small early-exit model; see runs/quickstart
 # make test        every test that guards correctness
 # make test-slow   soak, fuzz and live-parity tests; those against transformers need make bench-env
+# make test-stacks the fast tests on Python 3.11, 3.12 and 3.13 with an older and the newest JAX;
+#                  STACKS=newest names some, STACKS=--skip-missing goes without a Python that is not there
 # make lint        ruff: rules and format
 
 VENV ?= .venv
@@ -14,11 +16,11 @@ CONSTRAINTS ?= constraints.txt
 JOBS ?= 2
 PYTEST := $(BIN)/python -P -m pytest
 
-.PHONY: env bench-env quickstart test test-slow lint format clean
+.PHONY: env bench-env quickstart test test-slow test-stacks lint format clean
 
 env: $(VENV)/.env-stamp
 
-$(VENV)/.env-stamp: pyproject.toml setup.cfg constraints.txt
+$(VENV)/.env-stamp: pyproject.toml setup.cfg $(wildcard constraints*.txt)
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "eejax needs Python 3.11 or newer; this is %d.%d. Set PYTHON=..." % v[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
@@ -47,6 +49,10 @@ test: env
 test-slow: env
 	$(PYTEST) -n $(JOBS) --dist loadfile --durations=30 -m slow
 
+# Environments and tests of each stack are the script's.
+test-stacks:
+	JOBS=$(JOBS) tests/stacks.sh $(STACKS)
+
 lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -57,4 +63,4 @@ format: env
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

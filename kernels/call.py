@@ -1,4 +1,4 @@
-"""Where an op runs, and the one module that touches jax-triton.
+"""Where an op runs: by its reference, or by its Triton kernel.
 
 An op is defined by its reference, a function of JAX. Its Triton kernel takes the reference's place
 where a program is compiled for CUDA, and both are traced wherever jax-triton can be imported: what
@@ -21,6 +21,7 @@ from jax import lax
 
 from eejax.common.errors import require, require_one_of
 from eejax.common.trees import varying_zero
+from eejax.kernels import triton_call
 
 IMPLEMENTATIONS = ("reference", "triton", "interpreter")
 """reference: JAX's own operations. triton: the kernel, compiled; for CUDA alone. interpreter: the
@@ -51,6 +52,7 @@ if _said is not None:
 
 _capability = jax.make_user_context(default_value=None)
 _default = jax.make_user_context(default_value=_said)
+_legacy = jax.make_user_context(default_value=False)
 
 
 def op(kernel: Callable, reference: Callable, implementation: str | None = None) -> Callable:
@@ -129,12 +131,13 @@ def available() -> bool:
     if not any(map(importlib.util.find_spec, PLUGINS)):  # no GPU, and Triton takes long to import
         return False
     try:
-        import jax_triton  # noqa: F401
+        triton_call.load()
     except ImportError as error:
         if jax.default_backend() == "gpu":
+            extra = "gpu13" if importlib.util.find_spec("jax_cuda13_plugin") else "gpu"
             raise ImportError(
                 f"there is a GPU, and jax-triton cannot be imported ({error}). Install it, with "
-                f"pip install -e '.[gpu]' in the clone, or set {VARIABLE}=reference."
+                f"pip install -e '.[{extra}]' in the clone, or set {VARIABLE}=reference."
             ) from error
         return False
     if (number := _of_gpu()) is not None and number < OLDEST:
@@ -185,13 +188,12 @@ def launch(
 ) -> list[jax.Array]:
     """Runs a Triton kernel that takes `args`, then pointers to what is `out`, then `constants`.
 
-    aliases: {number of an argument: number of the result that takes its place}.
+    aliases: {number of an argument: number of the result that takes its place}. The kernel's
+    pointer to that result may be None, and then is the argument's.
     """
-    import jax_triton
-
-    return jax_triton.triton_call(
-        *args, kernel=kernel, grid=grid, out_shape=list(out), num_warps=warps, num_stages=stages,
-        compute_capability=_capability.value, input_output_aliases=aliases or {}, **constants,
+    return triton_call.triton_call(
+        *args, kernel=kernel, grid=grid, out=out, aliases=aliases or {}, warps=warps, stages=stages,
+        capability=_capability.value or _of_gpu(), legacy=_legacy.value, constants=constants,
     )  # fmt: skip
 
 
@@ -221,6 +223,12 @@ def compute_capability(number: int) -> contextlib.AbstractContextManager:
     """Inside of it, programs are compiled for GPUs of this compute capability (80, 90) whether
     there is one or not."""
     return _capability(number)
+
+
+def legacy_calls() -> contextlib.AbstractContextManager:
+    """Inside of it, kernels are called in the form before XLA's FFI, which CUDA graphs do not take,
+    so that the two can be compared. With jax-triton 0.4 launching raises RuntimeError there."""
+    return _legacy(True)
 
 
 def _vary(results: Any, args: Any) -> Any:

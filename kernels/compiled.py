@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from eejax.kernels import call
+from eejax.kernels import call, triton_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +63,22 @@ def kernels(run: Callable, *args: Any, capability: int) -> list[Kernel]:
         module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
     found = []
     for op in _operations(module.operation):
-        own = op.name == "stablehlo.custom_call"
-        if own and op.attributes["call_target_name"].value == "triton_kernel_call":
-            found.append(_kernel(zlib.decompress(op.attributes["backend_config"].value_bytes)))
+        if (packed := _packed(op)) is not None:
+            found.append(_kernel(zlib.decompress(packed)))
     return found
+
+
+def _packed(op: Any) -> bytes | None:
+    """Kernel of a custom call of either form, or None for another operation."""
+    if op.name != "stablehlo.custom_call":
+        return None
+    target, config = op.attributes["call_target_name"].value, op.attributes["backend_config"]
+    if target == triton_call.FFI:
+        # JAX keeps attributes apart, where StableHLO's verifier expects a string.
+        apart = "mhlo.backend_config"
+        config = op.attributes[apart] if apart in op.attributes else config
+        return config["opaque"].value_bytes
+    return config.value_bytes if target == triton_call.LEGACY else None
 
 
 def _operations(op: Any) -> Iterator[Any]:

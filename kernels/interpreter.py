@@ -2,8 +2,9 @@
 
 Set TRITON_INTERPRET=1 before Triton is imported. What it cannot show are races, and the error of
 TF32. Triton 3.6 multiplies bfloat16 matrices as if they were integers and cuts float32 off where it
-makes bfloat16 of it; and its loops take no bound that is known at run time, since numpy 2.4 makes
-an integer of an array without axes alone. All three are put right here.
+makes bfloat16 of it; its loops take no bound that is known at run time, since numpy 2.4 makes an
+integer of an array without axes alone; and 3.9 takes a scalar's comparison, made a block, for
+numbers and not for a mask. All four are put right here.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def _unset(dtype: Any) -> Any:
 
 @functools.cache
 def patch() -> None:
-    """Put the interpreter's bfloat16 and loops right. Raises RuntimeError where Triton compiles."""
+    """Put the interpreter's bfloat16, loops and masks right. Raises RuntimeError where Triton
+    compiles."""
     import triton
     import triton.language as tl
     from triton.runtime import interpreter
@@ -105,7 +107,7 @@ def patch() -> None:
             "starts with: this one compiles kernels"
         )
     builder = interpreter.InterpreterBuilder
-    dot, cast = builder.create_dot, builder.cast_impl
+    dot, cast, splat = builder.create_dot, builder.cast_impl, builder.create_splat
     tensor_methods = interpreter._patch_lang_tensor
 
     def wide(handle):
@@ -125,5 +127,13 @@ def patch() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_tensor
+
+    def create_splat(self, to, scalar):
+        block = splat(self, to, scalar)
+        if scalar.data.dtype == np.bool_:
+            block = interpreter.TensorHandle(block.data.astype(np.bool_), block.dtype)
+        return block
+
+    builder.create_splat = create_splat
     builder.create_dot = lambda self, a, b, *rest: dot(self, wide(a), wide(b), *rest)
     builder.cast_impl = cast_impl

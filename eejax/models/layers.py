@@ -28,8 +28,27 @@ from eejax.models.mixing import NEGATIVE as NEGATIVE  # of masked logits too
 from eejax.models.positions import alibi_slopes, rotary_tables, rotate
 from eejax.models.shards import enter, leave, own_kv_head, own_positions
 
+
+@jax.custom_jvp
+def gelu(x: jax.Array) -> jax.Array:
+    """Exact GELU, x times the normal distribution's cumulative probability at x.
+
+    Its derivative is written out: jax 0.12's derivative of erfc cannot be traced inside of a
+    `shard_map`, where its polynomials' coefficients vary along no axis and their argument does.
+    """
+    return jax.nn.gelu(x, approximate=False)
+
+
+@gelu.defjvp
+def _gelu_derivative(primals, tangents):
+    (x,), (x_dot,) = primals, tangents
+    cumulative = 0.5 * lax.erfc(-x * np.sqrt(0.5).astype(x.dtype))
+    density = jnp.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+    return gelu(x), x_dot * (cumulative + x * density)
+
+
 ACTIVATION = {
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu": gelu,
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu_quick": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,

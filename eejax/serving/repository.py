@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import sqlite3
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -131,7 +132,12 @@ class Repository:
         self.judged: dict[str, Conditions] = {}
         self._benchmarks: dict[str, dict[int, Telemetry]] = {}  # as they were put
         with self._using("be used as a repository"):
-            self._connection, self._file = opened(self.path), identity(self.path)
+            self._use(opened(self.path))
+
+    def _use(self, connection: sqlite3.Connection) -> None:
+        self._connection, self._file = connection, identity(self.path)
+        # From Python 3.13 on a connection warns where nobody closed it.
+        weakref.finalize(self, _close, connection).atexit = False
 
     @classmethod
     def of(cls, profiles: Mapping[str, Any], path: str | os.PathLike = ":memory:") -> Repository:
@@ -168,8 +174,7 @@ class Repository:
         old, rows = self._connection, []
         with contextlib.suppress(sqlite3.Error):  # without them, rather than not at all
             rows = old.execute("select * from benchmark").fetchall()
-        new = opened(self.path, rows)
-        self._connection, self._file = new, identity(self.path)
+        self._use(opened(self.path, rows))
         old.close()
 
     def put(self, model: str, by_depth: Mapping[int, Telemetry]) -> None:
@@ -351,6 +356,12 @@ def rebuild(path: str | os.PathLike) -> str | None:
                 os.rename(path + suffix, aside + suffix)
     Repository(path).close()
     return aside
+
+
+def _close(connection: sqlite3.Connection) -> None:
+    """Close a connection, unless another thread than this one opened it."""
+    with contextlib.suppress(sqlite3.ProgrammingError):
+        connection.close()
 
 
 def opened(path: str, benchmarks: Sequence[tuple] = ()) -> sqlite3.Connection:

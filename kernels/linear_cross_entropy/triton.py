@@ -126,6 +126,8 @@ def gradient_kernel(
     N: tl.constexpr, V: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """A block of rows by a tile of columns; g takes the place of what was kept."""
+    if g_ptr is None:
+        g_ptr = kept_ptr
     tiles: tl.constexpr = (V + BV - 1) // BV
     tile, block = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     row, column = block * BN + tl.arange(0, BN), tile * BV + tl.arange(0, BV)

@@ -16,6 +16,8 @@ def scatter_kernel(
     BIAS: tl.constexpr, PLUS_ONE: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """A row. out is into's memory, or a copy of it."""
+    if out_ptr is None:
+        out_ptr = into_ptr
     row, i = tl.program_id(0), tl.arange(0, BD)
     inside = i < D
     place = tl.load(place_ptr + row)

@@ -93,6 +93,22 @@ def test_loops_with_bounds_known_at_run_time_have_to_be_mended(how, right, inter
     assert right or "only 0-dimensional arrays can be converted" in done.stderr
 
 
+def test_a_mask_may_be_a_scalars_comparison(interpreted):
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def below(x_ptr, m_ptr, out_ptr, N: tl.constexpr):
+        i, m = tl.arange(0, N), tl.load(m_ptr)
+        tl.store(out_ptr + i, tl.load(x_ptr + i), mask=(i < N - 1) & ((m > 0) & (m < 5)))
+
+    shape = jax.ShapeDtypeStruct((8,), jnp.float32)
+    for m, written in ((4, 7), (5, 0)):
+        args = jnp.ones(8), jnp.asarray([m], jnp.int32)
+        (out,) = interpreter.launch(*args, kernel=below, grid=(1,), out=[shape], N=8)
+        assert np.isnan(out).sum() == 8 - written
+
+
 def test_what_a_kernel_leaves_out_shows(interpreted):
     import triton
     import triton.language as tl

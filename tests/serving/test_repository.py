@@ -214,6 +214,7 @@ def test_a_repository_that_another_process_holds(tmp_path):
     with pytest.warns(UserWarning, match="measurements are not kept: .*locked"):
         kept(file).put("m", profile().benchmark())
     other.execute("rollback")
+    other.close()
     with repository._connection as db:
         db.execute("update benchmark set throughput = -1")
     with pytest.raises(DataError, match="models.db: cannot be read .*throughput = -1"):
