@@ -292,7 +292,6 @@ def estimate(
     computation: str,
     rates: Rates,
     branch: Branch = dearest,
-    called: Mapping[str, float] | None = None,
 ) -> Cost:
     """Estimate the work of a computation, and of what it runs once.
 
@@ -303,9 +302,8 @@ def estimate(
       computation: its name.
       rates: what the device does.
       branch: chooses the branch that every conditional takes.
-      called: bytes of custom calls that read less than their operands, by a part of their name.
     """
-    cost = functools.partial(_cost, program, rates, called or {})
+    cost = functools.partial(_cost, program, rates)
     memo: dict[str, Cost] = {}
 
     def of(name: str) -> Cost:
@@ -331,16 +329,16 @@ def estimate(
     return of(computation)
 
 
-def _cost(program: Program, rates: Rates, called, computation: str, i: Instruction) -> Cost:
+def _cost(program: Program, rates: Rates, computation: str, i: Instruction) -> Cost:
     """An instruction's own."""
     types = {j.name: j.type for j in program.computations[computation]}
     operands = [types.get(name, "") for name in i.operands]
     if i.op == "fusion":
         moved, flops = _fusion(program, i.called[0], operands, i.type)
+        for inner in program.computations[i.called[0]]:  # a call, and what cuts out its operands
+            moved -= _aliased(inner) if inner.op == "custom-call" else 0
     elif i.op == "custom-call":
-        moved = sum(map(nbytes, operands)) + nbytes(i.type)
-        for part, n in called.items():
-            moved = n if part in i.name + i.rest else moved
+        moved = sum(map(nbytes, operands)) + nbytes(i.type) - _aliased(i)
         flops = _called_flops(i, operands)
     elif i.op in SLICES:
         moved, flops = 2 * nbytes(i.type), 0.0
@@ -351,6 +349,13 @@ def _cost(program: Program, rates: Rates, called, computation: str, i: Instructi
         flops = _dot(i, operands) if i.op == "dot" else 0.0
     seconds = max(moved / rates.bandwidth, flops / rates.flops) + rates.launch
     return Cost(moved, flops, 1, 0, seconds)
+
+
+def _aliased(i: Instruction) -> int:
+    """Bytes of a call's results that take an operand's place, of which it changes a part."""
+    parts = [f"{element}[{sizes}]" for element, sizes in _ARRAY.findall(i.type)]
+    found = re.findall(r"\{(\d+)\}: \(\d+", i.rest.split("metadata")[0])
+    return sum(nbytes(parts[int(n)]) for n in found)
 
 
 def _fusion(program: Program, name: str, operands: list[str], out: str) -> tuple[float, float]:

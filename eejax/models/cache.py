@@ -16,6 +16,7 @@ from jax import lax
 
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.trees import Tree, unstack
+from eejax.kernels import call
 from eejax.models import exits, layers, mixing, shards
 from eejax.models.config import ModelConfig
 
@@ -118,6 +119,8 @@ def run_segment(
     context = _context(config, x, start, kvs, block)
     if seen is not None:
         context = context._replace(mask=context.mask & seen[:, None])
+    elif call.by_kernels():
+        context = context._replace(kernel_rows=mixing.spans(start, x.shape[1]))
     return _run(params, segment, config, e, x, context, kvs, block, goes, axes)
 
 
@@ -138,6 +141,8 @@ def run_packed(
     context = layers.make_context(
         config, packed.position[:, None], key_positions=keys, packed=packed
     )
+    if call.by_kernels():
+        context = context._replace(kernel_rows=packed)
     return _run(params, segment, config, e, x, context, kvs, block, None, axes)
 
 

@@ -68,6 +68,8 @@ class Context(NamedTuple):
     start: [b] first position of the rows in the KV cache, or None without a cache.
     reach: scalar, positions of a KV cache that somebody attends to, from its first; None without.
     packed: where in a KV cache of slots rows of several requests [t, 1] lie, in place of `start`.
+    kernel_rows: where the rows lie in a KV cache that a kernel attends to, whatever is in `mask`;
+        None where XLA's own operations do.
     """
 
     mask: jax.Array
@@ -79,6 +81,7 @@ class Context(NamedTuple):
     reach: jax.Array | None = None
     packed: mixing.Packed | None = None
     documents: jax.Array | None = None
+    kernel_rows: mixing.Packed | None = None
 
 
 def norm(
@@ -212,6 +215,8 @@ def attention(
     elif cache is None:
         flat = (jnp.swapaxes(a, 1, 2).reshape(b * n_kv, t, -1) for a in (k, v))
         out = mixing.causal_mix(q, *flat, mask, distance, slopes, config)
+    elif context.kernel_rows is not None:
+        out, (k, v) = mixing.kernel_mix(q, k, v, cache, slopes, window, config, context.kernel_rows)
     elif context.packed is not None:
         out, (k, v) = mixing.packed_mix(
             q, k, v, cache, mask, distance, slopes, config, context.packed
@@ -251,7 +256,11 @@ def heads(
         if config.no_rope_layers:
             cos = jnp.where(rope == UNTURNED, 1.0, cos)
             sin = jnp.where(rope == UNTURNED, 0.0, sin)
-        q, k = (rotate(a, (cos, sin), config.rotary.interleaved) for a in (q, k))
+        turn = lambda a: rotate(a, (cos, sin), config.rotary.interleaved)
+        if call.for_gpu():  # heads of both in one launch
+            q, k = jnp.split(turn(jnp.concatenate([q, k], 2)), (q.shape[2],), 2)
+        else:
+            q, k = turn(q), turn(k)
     return q, k, v
 
 
@@ -284,7 +293,7 @@ def two_rows(product: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.
     if len(rows) > 1:
         return product(rows)
     # A barrier, as XLA would take the product of the rows that are read alone.
-    return lax.optimization_barrier(product(jnp.concatenate([rows, rows])))[:1]
+    return lax.optimization_barrier(product(jnp.broadcast_to(rows, (2, rows.shape[1]))))[:1]
 
 
 def _rows(x: jax.Array) -> jax.Array:

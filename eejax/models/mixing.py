@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from eejax.kernels import call
+from eejax.kernels.decode_attention.api import decode_attention
+from eejax.kernels.decode_attention.reference import AttentionOptions
 from eejax.models.branches import bucket
 from eejax.models.config import ModelConfig
 
@@ -219,6 +221,73 @@ class Packed(NamedTuple):
     spans: jax.Array
     width: int
     most: int | None = None
+
+
+KERNEL_SPAN = 64
+
+
+def spans(start: jax.Array, t: int) -> Packed:
+    """Lay out t rows of every sequence for `kernel_mix`.
+
+    Args:
+      start: [b] int32 position of each sequence's first row.
+      t: rows of each.
+    """
+    b, width = start.shape[0], min(t, KERNEL_SPAN)
+    row = jnp.arange(t, dtype=jnp.int32)
+    begin = jnp.arange(b, dtype=jnp.int32)[:, None] * t
+    first = (begin + row[None, ::width]).reshape(-1)
+    return Packed(
+        slot=jnp.repeat(jnp.arange(b, dtype=jnp.int32), t),
+        position=(start[:, None] + row[None]).reshape(-1),
+        first=first,
+        spans=jnp.int32(len(first)),
+        width=width,
+        most=t,
+    )
+
+
+def kernel_mix(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: tuple[jax.Array, jax.Array],
+    slopes: jax.Array | None,
+    window: int | None,
+    config: ModelConfig,
+    packed: Packed,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Mix rows with a KV cache by one kernel, which writes their keys and values into it.
+
+    Args:
+      q: [b, t, k, g, h] queries of b t rows, in the order of `packed`.
+      k: [b, t, k, h] keys.
+      v: [b, t, k, h] values.
+      cache: keys and values, [slots * k, s, h] each.
+      slopes: [k, g] of ALiBi, or None.
+      window: positions that a query sees; None: all before it.
+      config: the model's.
+      packed: where the rows lie.
+
+    Returns:
+      [b, t, k, g, h], and the cache.
+    """
+    flat = lambda a: a.reshape(-1, *a.shape[2:])
+    rows = packed.slot.shape[0]
+    some = jnp.arange(packed.first.shape[0]) < packed.spans
+    options = AttentionOptions(
+        width=packed.width,
+        most=packed.most or rows,
+        window=window,
+        softcap=config.attention_softcap,
+        scale=config.attention_scale or q.shape[-1] ** -0.5,
+    )
+    y, keys, values = decode_attention(
+        flat(q), *(flat(a).astype(c.dtype) for a, c in zip((k, v), cache, strict=True)), *cache,
+        packed.slot, packed.position, jnp.where(some, packed.first, rows), options=options,
+        slopes=slopes,
+    )  # fmt: skip
+    return y.reshape(q.shape), (keys, values)
 
 
 def packed_mix(q, k, v, cache, mask, distance, slopes, config: ModelConfig, packed: Packed):

@@ -37,8 +37,8 @@ def decode_attention(
     Scores are softcap(scale * q . k) - slope * (p - j) in float32, weights are rounded to q's dtype
     before they meet values, and sums are divided at the end. Whatever lies in the caches at
     positions that a row does not attend to, NaN included, does not reach it; a NaN key that it does
-    attend to makes it NaN. Write finite values (`models.mixing.sealed`): others count as NaN keys,
-    or make NaN of their own column alone.
+    attend to makes it NaN. A row whose values are not all finite counts as one with NaN keys, and
+    is written as such, with zeros as values.
 
     Args:
       q: [r, n_kv, g, h], queries; g of them share a head of keys and values.

@@ -70,6 +70,8 @@ def decode_attention(
         split = split.at[slot, :, position].set(rows.astype(cache.dtype), mode="drop")
         return split.reshape(cache.shape)
 
+    finite = jnp.all(jnp.isfinite(v), -1, keepdims=True)
+    k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
     keys, values = write(keys, k), write(values, v)
     row, real = span_rows(options, slot, first, slots)
     own = jnp.minimum(row, r - 1)

@@ -106,15 +106,22 @@ def _write(
     k_ptr, v_ptr, keys_ptr, values_ptr, place, count,
     N_KV: tl.constexpr, H: tl.constexpr, S: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Write `count` rows of k and v to the positions `place` on of a slot's caches."""
+    """Write `count` rows of k and v to the positions `place` on of a slot's caches.
+
+    A row with values that are not finite writes NaN keys and no values.
+    """
     n, i = tl.arange(0, 16), tl.arange(0, BH)
     for c in range(0, count, 16):
         row = c + n
         both = ((row < count) & (place + row < S))[:, None] & (i < H)[None, :]
         at = row[:, None] * (N_KV * H) + i[None, :]
         to = (place + row)[:, None] * H + i[None, :]
-        tl.store(keys_ptr + to, tl.load(k_ptr + at, mask=both), mask=both)
-        tl.store(values_ptr + to, tl.load(v_ptr + at, mask=both), mask=both)
+        k = tl.load(k_ptr + at, mask=both)
+        v = tl.load(v_ptr + at, mask=both, other=0.0)
+        finite = (tl.sum(v.to(tl.float32) * 0.0, 1) == 0.0)[:, None]
+        k = tl.where(finite, k.to(tl.float32), _NAN).to(k.dtype)
+        tl.store(keys_ptr + to, k, mask=both)
+        tl.store(values_ptr + to, tl.where(finite, v, 0.0), mask=both)
 
 
 @triton.jit
