@@ -284,7 +284,7 @@ def measured(card, name: str, made: Compiled) -> dict[str, Any]:
     floor = made.floor / card.bandwidth
     found |= dict(
         launches=cost.launches,
-        launches_a_layer=cost.launches / made.config.n_layers,
+        launches_a_layer=hlo.between(program, body, lambda i: hlo.changes_operand(program, i)),
         ms=cost.seconds * 1e3,
         floor_ms=floor * 1e3,
         share_of_floor=floor / cost.seconds,

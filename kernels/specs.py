@@ -10,9 +10,13 @@ import jax
 import jax.numpy as jnp
 
 OPS = (
-    "compact", "decode_attention", "head_confidence", "linear_cross_entropy", "norm_router",
+    "compact",
+    "decode_attention",
+    "head_confidence",
+    "linear_cross_entropy",
+    "norm_router",
     "scatter",
-)  # fmt: skip
+)
 """Names of the ops: each is a package `eejax.kernels.<name>`, with `SPECS` in its `arg_specs`."""
 
 DTYPES = ("float32", "float16", "bfloat16")

@@ -154,6 +154,20 @@ def launches(program: Program, computation: str) -> int:
     return sum(i.op not in FREE | NESTED for i in program.computations[computation])
 
 
+def between(program: Program, computation: str, marks: Callable[[Instruction], bool]) -> float:
+    """Count launches from one marked instruction to the next, in the mean; 0 with fewer than two."""
+    started = [i for i in program.computations[computation] if i.op not in FREE | NESTED]
+    at = [n for n, i in enumerate(started) if marks(i)]
+    return (at[-1] - at[0]) / (len(at) - 1) if len(at) > 1 else 0.0
+
+
+def changes_operand(program: Program, i: Instruction) -> bool:
+    """Whether an instruction is a call that changes an operand in its place."""
+    if i.op == "fusion":
+        return any(changes_operand(program, j) for j in program.computations[i.called[0]])
+    return i.op == "custom-call" and _aliased(i) > 0
+
+
 def copies(program: Program, least: int = 0, inside: str = "conditional") -> dict[str, int]:
     """Find the bytes that each computation copies where it is a part of a conditional or a loop.
 

@@ -274,7 +274,10 @@ def kernel_mix(
     """
     flat = lambda a: a.reshape(-1, *a.shape[2:])
     rows = packed.slot.shape[0]
-    some = jnp.arange(packed.first.shape[0]) < packed.spans
+    # The kernel starts programs for all spans that there are places for.
+    most = rows // packed.width + cache[0].shape[0] // k.shape[2]
+    first = packed.first[: min(len(packed.first), most)]
+    first = jnp.where(jnp.arange(len(first)) < packed.spans, first, rows)
     options = AttentionOptions(
         width=packed.width,
         most=packed.most or rows,
@@ -284,8 +287,7 @@ def kernel_mix(
     )
     y, keys, values = decode_attention(
         flat(q), *(flat(a).astype(c.dtype) for a, c in zip((k, v), cache, strict=True)), *cache,
-        packed.slot, packed.position, jnp.where(some, packed.first, rows), options=options,
-        slopes=slopes,
+        packed.slot, packed.position, first, options=options, slopes=slopes,
     )  # fmt: skip
     return y.reshape(q.shape), (keys, values)
 

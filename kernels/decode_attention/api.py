@@ -66,9 +66,11 @@ def decode_attention(
     require(q.ndim == 4, "q", q.shape, "must be queries [r, n_kv, g, h]", "Reshape them.")
     r, n_kv, g, h = q.shape
     require(
-        isinstance(options, AttentionOptions), "options", options,
+        isinstance(options, AttentionOptions),
+        "options",
+        options,
         "must be `kernels.decode_attention.reference.AttentionOptions`",
-    )  # fmt: skip
+    )
     for name, a in dict(q=q, k=k, v=v, keys=keys, values=values).items():
         call.require_floating(name, a)
     for name, a in dict(k=k, v=v).items():
@@ -76,8 +78,10 @@ def decode_attention(
         require(fits, name, a.shape, f"must be of shape {(r, n_kv, h)} beside q of {q.shape}")
     fits = keys.ndim == 3 and keys.shape[2] == h and not (n_kv and keys.shape[0] % n_kv)
     require(fits, "keys", keys.shape, f"must be of shape [slots * {n_kv}, s, {h}]")
-    for what, given, wanted in (("shape", values.shape, keys.shape),
-                                ("dtype", values.dtype, keys.dtype)):  # fmt: skip
+    for what, given, wanted in (
+        ("shape", values.shape, keys.shape),
+        ("dtype", values.dtype, keys.dtype),
+    ):
         require(given == wanted, "values", given, f"must be of the keys' {what}, {wanted}")
     integers = lambda a, shape: a.shape == shape and jnp.issubdtype(a.dtype, jnp.integer)
     for name, a in dict(slot=slot, position=position).items():
@@ -90,10 +94,12 @@ def decode_attention(
         slopes = slopes.astype(jnp.float32)
     covered = {a.dtype for a in (q, k, v, keys)} in [{jnp.dtype(t)} for t in DTYPES]
     implementation = call.chosen(
-        "decode_attention", implementation, covered and h <= MOST_WIDTH,
+        "decode_attention",
+        implementation,
+        covered and h <= MOST_WIDTH,
         f"{q.dtype} rows beside {keys.dtype} caches, heads of {h}",
         empty=not (q.size and keys.size and first.size),
-    )  # fmt: skip
+    )
     slot, position, first = map(_int32, (slot, position, first))
     return _run(options, implementation)(q, k, v, keys, values, slot, position, first, slopes)
 

@@ -52,9 +52,19 @@ def layout(counts, starts, width: int, nobody: int, no_span: int) -> tuple[np.nd
 
 
 def draw(
-    key, counts, s: int, n_kv: int, g: int, h: int, width: int, nobody: int, no_span: int,
-    slopes: bool, dtype: str, full: bool = False,
-) -> tuple:  # fmt: skip
+    key,
+    counts,
+    s: int,
+    n_kv: int,
+    g: int,
+    h: int,
+    width: int,
+    nobody: int,
+    no_span: int,
+    slopes: bool,
+    dtype: str,
+    full: bool = False,
+) -> tuple:
     """Rows and caches, of which a random part is filled, or as much as there is room for."""
     make, rng = partial(normal, key, dtype=dtype), np.random.default_rng(len(counts) + s)
     starts = [s - c if full else int(rng.integers(0, s - c + 1)) for c in counts]
@@ -62,14 +72,20 @@ def draw(
     r, slots = len(slot), len(counts)
     own, cache = (r, n_kv, h), (slots * n_kv, s, h)
     return (
-        make(0, (r, n_kv, g, h)), make(1, own), make(2, own), make(3, cache), make(4, cache),
-        slot, position, first,
+        make(0, (r, n_kv, g, h)),
+        make(1, own),
+        make(2, own),
+        make(3, cache),
+        make(4, cache),
+        slot,
+        position,
+        first,
         2.0 ** -jnp.arange(1.0, n_kv * g + 1).reshape(n_kv, g) if slopes else None,
-    )  # fmt: skip
+    )
 
 
 def run(*args, options: AttentionOptions, implementation: str | None = None):
-    """`decode_attention` of what `draw` gives."""
+    """Call `decode_attention` with what `draw` gives."""
     *own, slopes = args
     return decode_attention(*own, options=options, slopes=slopes, implementation=implementation)
 

@@ -8,8 +8,16 @@ from eejax.kernels.decode_attention.arg_specs import spec
 from eejax.kernels.specs import Case
 
 
-def case(counts: tuple[int, ...], s: int, n_kv: int, g: int, h: int, width: int, dtype: str,
-         tiny: bool = False) -> Case:  # fmt: skip
+def case(
+    counts: tuple[int, ...],
+    s: int,
+    n_kv: int,
+    g: int,
+    h: int,
+    width: int,
+    dtype: str,
+    tiny: bool = False,
+) -> Case:
     own = spec(dtype, (counts, s, n_kv, g, h, width, 0, 0, {}), tiny, full=True)
     slots, rows = len(counts), sum(counts)
     sizes = dict(dtype=dtype, slots=slots, s=s, n_kv=n_kv, g=g, h=h, rows=rows)

@@ -42,11 +42,27 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _tile(
-    q, acc, top, total, keys_ptr, values_ptr, at, j, real, place, slope,
-    H: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr,
-    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, GUARD: tl.constexpr, PRECISION: tl.constexpr,
+    q,
+    acc,
+    top,
+    total,
+    keys_ptr,
+    values_ptr,
+    at,
+    j,
+    real,
+    place,
+    slope,
+    H: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SLOPES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    GUARD: tl.constexpr,
+    PRECISION: tl.constexpr,
     BH: tl.constexpr,
-):  # fmt: skip
+):
     """Sums of query rows at positions `place` [BM], with a tile of positions j [BN], where `real`,
     whose keys and values are rows `at` [BN] in memory.
 
@@ -83,10 +99,18 @@ def _tile(
 
 @triton.jit
 def _clear(
-    out_ptr, slot_ptr, begin, end, head,
-    N_KV: tl.constexpr, G: tl.constexpr, H: tl.constexpr, SLOTS: tl.constexpr, EACH: tl.constexpr,
+    out_ptr,
+    slot_ptr,
+    begin,
+    end,
+    head,
+    N_KV: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    SLOTS: tl.constexpr,
+    EACH: tl.constexpr,
     BH: tl.constexpr,
-):  # fmt: skip
+):
     """Write zeros as y of the rows of nobody among begin, ..., end - 1, EACH at most."""
     n, i = tl.arange(0, 16), tl.arange(0, BH)
     for c in range(0, EACH, 16):
@@ -103,9 +127,17 @@ def _clear(
 
 @triton.jit
 def _write(
-    k_ptr, v_ptr, keys_ptr, values_ptr, place, count,
-    N_KV: tl.constexpr, H: tl.constexpr, S: tl.constexpr, BH: tl.constexpr,
-):  # fmt: skip
+    k_ptr,
+    v_ptr,
+    keys_ptr,
+    values_ptr,
+    place,
+    count,
+    N_KV: tl.constexpr,
+    H: tl.constexpr,
+    S: tl.constexpr,
+    BH: tl.constexpr,
+):
     """Write `count` rows of k and v to the positions `place` on of a slot's caches.
 
     A row with values that are not finite writes NaN keys and no values.
@@ -126,15 +158,43 @@ def _write(
 
 @triton.jit
 def decode_attention_kernel(
-    q_ptr, k_ptr, v_ptr, old_keys_ptr, old_values_ptr, slot_ptr, position_ptr, first_ptr,
-    slopes_ptr, out_ptr, sums_ptr, keys_ptr, values_ptr,
-    R: tl.constexpr, N_KV: tl.constexpr, G: tl.constexpr, H: tl.constexpr, S: tl.constexpr,
-    SLOTS: tl.constexpr, SPANS: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr, SLOPES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCKS: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BO: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    old_keys_ptr,
+    old_values_ptr,
+    slot_ptr,
+    position_ptr,
+    first_ptr,
+    slopes_ptr,
+    out_ptr,
+    sums_ptr,
+    keys_ptr,
+    values_ptr,
+    R: tl.constexpr,
+    N_KV: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    S: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SPANS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SLOPES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BO: tl.constexpr,
+    BH: tl.constexpr,
+    BS: tl.constexpr,
+    BW: tl.constexpr,
+    BR: tl.constexpr,
     OWN_STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """A block of a span's rows, a head and a part of the positions.
 
     out: y [R, N_KV, G, H], or acc [PARTS, R, N_KV, G, H] float32 beside sums [2, PARTS, R, N_KV, G]
@@ -144,9 +204,18 @@ def decode_attention_kernel(
     if PARTS == 1:  # the merge does it otherwise
         each: tl.constexpr = (R + SPANS * BLOCKS - 1) // (SPANS * BLOCKS)
         _clear(
-            out_ptr, slot_ptr, block * each, tl.minimum(block * each + each, R), head,
-            N_KV, G, H, SLOTS, each, BH,
-        )  # fmt: skip
+            out_ptr,
+            slot_ptr,
+            block * each,
+            tl.minimum(block * each + each, R),
+            head,
+            N_KV,
+            G,
+            H,
+            SLOTS,
+            each,
+            BH,
+        )
 
     # The span's rows: begin, ..., begin + count - 1, from position p on.
     begin = tl.load(first_ptr + block // BLOCKS)
@@ -199,17 +268,52 @@ def decode_attention_kernel(
     old = tl.minimum(high, start)
     for c in tl.range(low, old, BN):
         acc, top, total = _tile(
-            q, acc, top, total, keys_ptr, values_ptr, (c + n) * H, c + n, c + n < old, place, slope,
-            H, SCALE, SOFTCAP, SLOPES, WINDOW, False, WINDOW > 0 and WIDTH > 1, PRECISION, BH,
-        )  # fmt: skip
+            q,
+            acc,
+            top,
+            total,
+            keys_ptr,
+            values_ptr,
+            (c + n) * H,
+            c + n,
+            c + n < old,
+            place,
+            slope,
+            H,
+            SCALE,
+            SOFTCAP,
+            SLOPES,
+            WINDOW,
+            False,
+            WINDOW > 0 and WIDTH > 1,
+            PRECISION,
+            BH,
+        )
     o = tl.arange(0, BO)
     own = ((begin - before).to(tl.int64) * N_KV + head) * H
     for c in tl.range(tl.maximum(low, start), high, BO, num_stages=OWN_STAGES):
         acc, top, total = _tile(
-            q, acc, top, total, k_ptr + own, v_ptr + own, (c + o - start) * (N_KV * H), c + o,
-            c + o < high, place, slope,
-            H, SCALE, SOFTCAP, SLOPES, WINDOW, True, True, PRECISION, BH,
-        )  # fmt: skip
+            q,
+            acc,
+            top,
+            total,
+            k_ptr + own,
+            v_ptr + own,
+            (c + o - start) * (N_KV * H),
+            c + o,
+            c + o < high,
+            place,
+            slope,
+            H,
+            SCALE,
+            SOFTCAP,
+            SLOPES,
+            WINDOW,
+            True,
+            True,
+            PRECISION,
+            BH,
+        )
     if PARTS == 1:
         y = acc / tl.where(real, total, 1.0)[:, None]
         tl.store(out_ptr + to, y.to(out_ptr.dtype.element_ty), mask=both)
@@ -224,10 +328,18 @@ def decode_attention_kernel(
 
 @triton.jit
 def decode_attention_merge_kernel(
-    acc_ptr, sums_ptr, slot_ptr, y_ptr,
-    ROWS: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, SLOTS: tl.constexpr,
-    PARTS: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
-):  # fmt: skip
+    acc_ptr,
+    sums_ptr,
+    slot_ptr,
+    y_ptr,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    H: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BP: tl.constexpr,
+    BH: tl.constexpr,
+):
     """A query row of ROWS, of HEADS for each row: y of its parts, zeros for a row of nobody."""
     row, part, i = tl.program_id(0), tl.arange(0, BP), tl.arange(0, BH)
     slot = tl.load(slot_ptr + row // HEADS)
@@ -249,7 +361,7 @@ def decode_attention_merge_kernel(
 def decode_attention(
     launch, options: AttentionOptions, q, k, v, keys, values, slot, position, first, slopes
 ):
-    """As `reference.decode_attention`, by kernels that `launch` runs."""
+    """Run `reference.decode_attention` by kernels that `launch` starts."""
     (r, n_kv, g, h), s, spans = q.shape, keys.shape[1], first.shape[0]
     precision = call.precision(q.dtype)
     if precision == "ieee":  # without tensor cores a tile's products do not fit the registers
@@ -262,29 +374,68 @@ def decode_attention(
     sums = of(1) if parts == 1 else of(2, parts, r, n_kv, g)
     caches = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (keys, values)]
     out, sums, keys, values = launch(
-        q, k, v, keys, values, slot, position, first, q if slopes is None else slopes,
-        kernel=decode_attention_kernel, grid=(spans * own["BLOCKS"], n_kv, parts),
-        out=[out, sums, *caches], aliases={3: 2, 4: 3}, R=r, N_KV=n_kv, G=g, H=h, S=s, SLOTS=slots,
-        SPANS=spans, WIDTH=options.width, SCALE=options.scale, SOFTCAP=options.softcap or 0.0,
-        SLOPES=slopes is not None, WINDOW=options.window or 0, PRECISION=precision,
-        BS=triton.next_power_of_2(spans), BW=triton.next_power_of_2(options.width),
-        BR=triton.next_power_of_2(min(r, options.most)), **own,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        keys,
+        values,
+        slot,
+        position,
+        first,
+        q if slopes is None else slopes,
+        kernel=decode_attention_kernel,
+        grid=(spans * own["BLOCKS"], n_kv, parts),
+        out=[out, sums, *caches],
+        aliases={3: 2, 4: 3},
+        R=r,
+        N_KV=n_kv,
+        G=g,
+        H=h,
+        S=s,
+        SLOTS=slots,
+        SPANS=spans,
+        WIDTH=options.width,
+        SCALE=options.scale,
+        SOFTCAP=options.softcap or 0.0,
+        SLOPES=slopes is not None,
+        WINDOW=options.window or 0,
+        PRECISION=precision,
+        BS=triton.next_power_of_2(spans),
+        BW=triton.next_power_of_2(options.width),
+        BR=triton.next_power_of_2(min(r, options.most)),
+        **own,
+    )
     if parts == 1:
         return out, keys, values
     (y,) = launch(
-        out, sums, slot, kernel=decode_attention_merge_kernel, grid=(r * n_kv * g,),
-        out=[jax.ShapeDtypeStruct(q.shape, q.dtype)], ROWS=r * n_kv * g, HEADS=n_kv * g, H=h,
-        SLOTS=slots, PARTS=parts, BP=triton.next_power_of_2(parts), BH=own["BH"],
+        out,
+        sums,
+        slot,
+        kernel=decode_attention_merge_kernel,
+        grid=(r * n_kv * g,),
+        out=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        ROWS=r * n_kv * g,
+        HEADS=n_kv * g,
+        H=h,
+        SLOTS=slots,
+        PARTS=parts,
+        BP=triton.next_power_of_2(parts),
+        BH=own["BH"],
         warps=4 if parts * h <= 2**13 else 8,
-    )  # fmt: skip
+    )
     return y, keys, values
 
 
 def sizes(
-    options: AttentionOptions, spans: int, n_kv: int, g: int, h: int, s: int, size: int,
+    options: AttentionOptions,
+    spans: int,
+    n_kv: int,
+    g: int,
+    h: int,
+    s: int,
+    size: int,
     exact: bool = False,
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     """Sizes of tiles, numbers of blocks and parts, and how the loop over s positions is run.
 
     size: bytes of a number. exact: whether products of float32 are, of which registers hold fewer.
@@ -303,7 +454,13 @@ def sizes(
     wide = bm * bh > 2**13 if size == 2 else exact or bm > 16 or bh == 128
     stages = 1 + (MEMORY - bm * bh * size) // (2 * bn * bh * size)
     return dict(
-        BLOCKS=blocks, PARTS=max(1, min(parts, MOST_PARTS)), BM=bm, BN=bn, BO=bo, BH=bh,
-        OWN_STAGES=1 if options.most <= bo else 2, stages=max(2, min(stages, 4)),
+        BLOCKS=blocks,
+        PARTS=max(1, min(parts, MOST_PARTS)),
+        BM=bm,
+        BN=bn,
+        BO=bo,
+        BH=bh,
+        OWN_STAGES=1 if options.most <= bo else 2,
+        stages=max(2, min(stages, 4)),
         warps=8 if wide else 4,
-    )  # fmt: skip
+    )

@@ -96,17 +96,24 @@ def calls(draw):
     slot, position = (a or [b] for a, b in ((slot, slots), (position, 0)))
     first = draw(st.permutations(first + [len(slot), len(slot) + 9]))
     options = AttentionOptions(
-        width, most + draw(st.integers(0, 1)), h**-0.5, draw(st.sampled_from([None, 1, 5, 70])),
+        width,
+        most + draw(st.integers(0, 1)),
+        h**-0.5,
+        draw(st.sampled_from([None, 1, 5, 70])),
         draw(st.sampled_from([None, 3.0])),
-    )  # fmt: skip
+    )
     rng, r = np.random.default_rng(draw(st.integers(0, 99))), len(slot)
     make = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.dtype(dtype))
     slopes = jnp.asarray(rng.uniform(0, 0.5, (n_kv, g)), jnp.float32)
     return options, (
-        make(r, n_kv, g, h), make(r, n_kv, h), make(r, n_kv, h), make(slots * n_kv, s, h),
-        make(slots * n_kv, s, h), *(jnp.asarray(a, jnp.int32) for a in (slot, position, first)),
+        make(r, n_kv, g, h),
+        make(r, n_kv, h),
+        make(r, n_kv, h),
+        make(slots * n_kv, s, h),
+        make(slots * n_kv, s, h),
+        *(jnp.asarray(a, jnp.int32) for a in (slot, position, first)),
         draw(st.sampled_from([None, slopes])),
-    )  # fmt: skip
+    )
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="which")
@@ -131,9 +138,18 @@ def arguments(dtype="float32", starts=(70, 30, 100), s=200, window=None, slopes=
     """Options and arguments of three slots of 3, 6 and 2 rows from `starts` on, and 2 of nobody."""
     counts, (n_kv, g, h) = (3, 6, 2), (2, 2, 16)
     args = draw(
-        jax.random.key(1), counts, s, n_kv, g, h, width=4, nobody=2, no_span=1, slopes=slopes,
+        jax.random.key(1),
+        counts,
+        s,
+        n_kv,
+        g,
+        h,
+        width=4,
+        nobody=2,
+        no_span=1,
+        slopes=slopes,
         dtype=dtype,
-    )  # fmt: skip
+    )
     rows = map(jnp.asarray, layout(counts, starts, 4, 2, 1))
     return AttentionOptions(4, 6, h**-0.5, window), (*args[:5], *rows, args[8])
 
@@ -157,8 +173,9 @@ def test_garbage_that_nobody_attends_to_does_not_leak(dtype, window, which, inte
     for a in (keys, values):
         junk = np.array([np.nan, np.inf, -np.inf, -0.0], a.dtype)
         a[~kept] = np.resize(junk, (int((~kept).sum()), a.shape[2]))
-    got, *caches = attend(options, *args[:3], jnp.asarray(keys), jnp.asarray(values), *args[5:],
-                          which=which)  # fmt: skip
+    got, *caches = attend(
+        options, *args[:3], jnp.asarray(keys), jnp.asarray(values), *args[5:], which=which
+    )
     assert (as_bits(got) == as_bits(want)).all()
     for now, before in zip(caches, (keys, values), strict=True):
         assert (as_bits(now)[~written] == as_bits(before)[~written]).all()
@@ -218,9 +235,18 @@ def test_no_rows_and_no_spans_are_the_references(interpreted):
     options, (q, k, v, keys, values, slot, position, first, slopes) = arguments()
     for which in (None, *BOTH):
         y, *caches = attend(
-            options, q[:0], k[:0], v[:0], keys, values, slot[:0], position[:0], first, slopes,
+            options,
+            q[:0],
+            k[:0],
+            v[:0],
+            keys,
+            values,
+            slot[:0],
+            position[:0],
+            first,
+            slopes,
             which=which,
-        )  # fmt: skip
+        )
         assert y.shape == (0, *q.shape[1:])
         assert all((a == b).all() for a, b in zip(caches, (keys, values), strict=True))
         y, *_ = attend(
@@ -240,9 +266,17 @@ def test_decoding_in_a_loop_is_attention_to_all_that_came(which, interpreted):
     def step(order, carry):
         i, out, keys, values = carry
         y, keys, values = decode_attention(
-            q[i][order], k[i][order], v[i][order], keys, values, order, jnp.full((2,), i), rows,
-            options=options, implementation=which,
-        )  # fmt: skip
+            q[i][order],
+            k[i][order],
+            v[i][order],
+            keys,
+            values,
+            order,
+            jnp.full((2,), i),
+            rows,
+            options=options,
+            implementation=which,
+        )
         return i + 1, out.at[i, order].set(y), keys, values
 
     def body(carry):
@@ -274,10 +308,11 @@ def test_in_a_shard_map_with_heads_spread(which, interpreted):
         return jax.lax.fori_loop(0, 2, again, (q * 0, keys, values))
 
     sharded = jax.shard_map(
-        run, mesh=mesh,
+        run,
+        mesh=mesh,
         in_specs=(heads, heads, heads, spread, spread, spread, P(), P(), P()),
         out_specs=(heads, spread, spread),
-    )  # fmt: skip
+    )
     got = jax.jit(sharded)(q, k, v, split(keys), split(values), slopes, *rows)
     y, *caches = attend(options, q, k, v, keys, values, *rows, slopes, which="reference")
     np.testing.assert_allclose(got[0], 2 * y, rtol=1e-5, atol=1e-5)
@@ -288,9 +323,14 @@ def test_in_a_shard_map_with_heads_spread(which, interpreted):
 def test_it_is_what_the_engine_mixes(interpreted):
     """Beside `models.mixing.packed_mix`, for what both define."""
     config = ModelConfig(
-        vocab_size=8, n_layers=1, d_model=64, n_heads=4, n_kv_heads=2, context_length=200,
+        vocab_size=8,
+        n_layers=1,
+        d_model=64,
+        n_heads=4,
+        n_kv_heads=2,
+        context_length=200,
         attention_softcap=4.0,
-    )  # fmt: skip
+    )
     options, (q, k, v, keys, values, slot, position, first, slopes) = arguments(slopes=True)
     options = AttentionOptions(options.width, options.most, 16**-0.5, softcap=4.0)
     first = first[:-1]
@@ -298,9 +338,16 @@ def test_it_is_what_the_engine_mixes(interpreted):
     j = jnp.arange(keys.shape[1])[None, None]
     distance = position[:, None, None] - j
     want, cache = mixing.packed_mix(
-        q[:, None], k[:, None], v[:, None], (keys, values), distance >= 0, distance, slopes, config,
+        q[:, None],
+        k[:, None],
+        v[:, None],
+        (keys, values),
+        distance >= 0,
+        distance,
+        slopes,
+        config,
         packed,
-    )  # fmt: skip
+    )
     real = np.asarray(slot) < 3
     for which in BOTH:
         y, *caches = attend(
@@ -314,9 +361,17 @@ def test_it_is_what_the_engine_mixes(interpreted):
                 assert (np.asarray(a)[own] == np.asarray(b)[own]).all()
 
 
-@pytest.mark.parametrize("slots, s, parts", [
-    (1, 640, 10), (1, 4096, 13), (8, 640, 1), (8, 4096, 3), (64, 640, 1), (64, 4096, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "slots, s, parts",
+    [
+        (1, 640, 10),
+        (1, 4096, 13),
+        (8, 640, 1),
+        (8, 4096, 3),
+        (64, 640, 1),
+        (64, 4096, 1),
+    ],
+)
 def test_few_programs_are_cut_into_parts(slots, s, parts, interpreted):
     triton = importlib.import_module("eejax.kernels.decode_attention.triton")
     options = AttentionOptions(width=4, most=4, scale=1.0)
@@ -367,25 +422,45 @@ def test_integers_beyond_32_bits_belong_to_nobody(interpreted):
         for of in (2**32, -(2**63)):
             for which in BOTH:
                 y, *_ = attend(
-                    options, *own, jnp.full(slot.shape, of, jnp.int64), position,
-                    first.astype(jnp.int64), slopes, which=which,
-                )  # fmt: skip
+                    options,
+                    *own,
+                    jnp.full(slot.shape, of, jnp.int64),
+                    position,
+                    first.astype(jnp.int64),
+                    slopes,
+                    which=which,
+                )
                 assert not np.asarray(y).any()
 
 
-@pytest.mark.parametrize("name, change, message", [
-    ("q", lambda a: a[0], r"q = \(2, 2, 16\): must be queries \[r, n_kv, g, h\]"),
-    ("q", lambda a: a.astype(jnp.int32), "q = .*int32.*: must be of a floating dtype"),
-    ("k", lambda a: a[1:], r"k = \(12, 2, 16\): must be of shape \(13, 2, 16\)"),
-    ("v", lambda a: a[..., 1:], r"v = \(13, 2, 15\): must be of shape \(13, 2, 16\)"),
-    ("keys", lambda a: a[1:], r"keys = \(5, 200, 16\): must be of shape \[slots \* 2, s, 16\]"),
-    ("values", lambda a: a[:, 1:], r"values = \(6, 199, 16\): must be of the keys' shape"),
-    ("values", lambda a: a.astype(jnp.float16), "values = .*float16.*: must be of the keys' dtype"),
-    ("slot", lambda a: a[1:], r"slot = \(\(12,\), 'int32'\): must be integers of shape \(13,\)"),
-    ("position", lambda a: a.astype(jnp.float32), r"position = .*'float32'\): must be integers"),
-    ("first", lambda a: a[None], r"first = \(\(1, 5\), 'int32'\): must be integers \[n\]"),
-    ("slopes", lambda a: jnp.ones(2), r"slopes = \(2,\): must be of shape \(2, 2\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("q", lambda a: a[0], r"q = \(2, 2, 16\): must be queries \[r, n_kv, g, h\]"),
+        ("q", lambda a: a.astype(jnp.int32), "q = .*int32.*: must be of a floating dtype"),
+        ("k", lambda a: a[1:], r"k = \(12, 2, 16\): must be of shape \(13, 2, 16\)"),
+        ("v", lambda a: a[..., 1:], r"v = \(13, 2, 15\): must be of shape \(13, 2, 16\)"),
+        ("keys", lambda a: a[1:], r"keys = \(5, 200, 16\): must be of shape \[slots \* 2, s, 16\]"),
+        ("values", lambda a: a[:, 1:], r"values = \(6, 199, 16\): must be of the keys' shape"),
+        (
+            "values",
+            lambda a: a.astype(jnp.float16),
+            "values = .*float16.*: must be of the keys' dtype",
+        ),
+        (
+            "slot",
+            lambda a: a[1:],
+            r"slot = \(\(12,\), 'int32'\): must be integers of shape \(13,\)",
+        ),
+        (
+            "position",
+            lambda a: a.astype(jnp.float32),
+            r"position = .*'float32'\): must be integers",
+        ),
+        ("first", lambda a: a[None], r"first = \(\(1, 5\), 'int32'\): must be integers \[n\]"),
+        ("slopes", lambda a: jnp.ones(2), r"slopes = \(2,\): must be of shape \(2, 2\)"),
+    ],
+)
 def test_what_does_not_fit_is_named(name, change, message):
     options, args = arguments()
     fields = ("q", "k", "v", "keys", "values", "slot", "position", "first", "slopes")
@@ -395,13 +470,16 @@ def test_what_does_not_fit_is_named(name, change, message):
         decode_attention(**given, options=options)
 
 
-@pytest.mark.parametrize("given, message", [
-    (dict(width=0), "AttentionOptions.width = 0: must be an integer of at least 1"),
-    (dict(most=1.5), "AttentionOptions.most = 1.5: must be an integer"),
-    (dict(window=0), "AttentionOptions.window = 0: must be an integer of at least 1"),
-    (dict(softcap=0.0), "AttentionOptions.softcap = 0.0: must be above 0"),
-    (dict(scale=-1.0), "AttentionOptions.scale = -1.0: must be above 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(width=0), "AttentionOptions.width = 0: must be an integer of at least 1"),
+        (dict(most=1.5), "AttentionOptions.most = 1.5: must be an integer"),
+        (dict(window=0), "AttentionOptions.window = 0: must be an integer of at least 1"),
+        (dict(softcap=0.0), "AttentionOptions.softcap = 0.0: must be above 0"),
+        (dict(scale=-1.0), "AttentionOptions.scale = -1.0: must be above 0"),
+    ],
+)
 def test_options_that_cannot_be_are_named(given, message):
     with pytest.raises(ConfigError, match=message):
         AttentionOptions(**dict(width=4, most=4, scale=1.0) | given)
