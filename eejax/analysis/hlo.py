@@ -155,7 +155,7 @@ def launches(program: Program, computation: str) -> int:
 
 
 def between(program: Program, computation: str, marks: Callable[[Instruction], bool]) -> float:
-    """Count launches from one marked instruction to the next, in the mean; 0 with fewer than two."""
+    """Count launches from a marked instruction to the next in the mean; 0 with fewer than two."""
     started = [i for i in program.computations[computation] if i.op not in FREE | NESTED]
     at = [n for n, i in enumerate(started) if marks(i)]
     return (at[-1] - at[0]) / (len(at) - 1) if len(at) > 1 else 0.0
