@@ -3,6 +3,7 @@
 # make quickstart  train, evaluate and generate with a small early-exit model; see runs/quickstart
 # make test        every test that guards correctness
 # make test-slow   soak, fuzz and live-parity tests; those against transformers need make bench-env
+# make test-gpu-aot  what programs compiled for GPUs hold, without a GPU; in an environment of its own
 # make test-stacks the fast tests on Python 3.11, 3.12 and 3.13 with an older and the newest JAX;
 #                  STACKS=newest names some, STACKS=--skip-missing goes without a Python that is not there
 # make lint        ruff: rules and format
@@ -16,7 +17,7 @@ CONSTRAINTS ?= constraints.txt
 JOBS ?= 2
 PYTEST := $(BIN)/python -P -m pytest
 
-.PHONY: env bench-env quickstart test test-slow test-stacks lint format clean
+.PHONY: env bench-env quickstart test test-slow test-gpu-aot test-stacks lint format clean
 
 env: $(VENV)/.env-stamp
 
@@ -25,8 +26,10 @@ $(VENV)/.env-stamp: pyproject.toml setup.cfg $(wildcard constraints*.txt)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	# By itself, where JAX does not look for it: tests lower programs for CUDA and run none of them.
-	if [ "$$(uname -s)" = Linux ]; then $(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/lowering \
-	  "jax-cuda12-plugin==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)')"; fi
+	# The second is XLA's compiler for GPUs, for programs that no GPU runs.
+	if [ "$$(uname -s)" = Linux ]; then version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)'); \
+	  $(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/lowering \
+	  "jax-cuda12-plugin==$$version" "jax-cuda12-pjrt==$$version"; fi
 	$(BIN)/python -P -c 'import eejax.kernels'
 	touch $@
 
@@ -50,6 +53,10 @@ test-slow: env
 	$(PYTEST) -n $(JOBS) --dist loadfile --durations=30 -m slow
 
 # Environments and tests of each stack are the script's.
+# Their compiler is that of jax 0.11, which needs Python 3.12: without it they are skipped.
+test-gpu-aot:
+	TESTS=tests/kernels/test_gpu_programs.py tests/stacks.sh --skip-missing jax0.11
+
 test-stacks:
 	JOBS=$(JOBS) tests/stacks.sh $(STACKS)
 

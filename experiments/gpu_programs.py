@@ -85,6 +85,7 @@ class Compiled:
       floor: bytes that a step must move: weights, keys and values once.
       flops: operations that a training step must do.
       config: the model's.
+      length: positions that attention reads, of texts or of a cache.
     """
 
     text: str
@@ -92,6 +93,7 @@ class Compiled:
     floor: float
     flops: float
     config: Any
+    length: int
 
 
 def decoding(
@@ -133,7 +135,7 @@ def decoding(
     made = aot.compiled(card, run, *map(place, args), compiler_options=GRAPHS, mesh=None, **static)
     floor = nbytes(weights.segments) + nbytes(state.cache)
     floor += np.prod(weights.params["embed"]["tokens"].shape) * 2
-    return Compiled(made.as_text(), made.memory_analysis(), float(floor), 0.0, config)
+    return Compiled(made.as_text(), made.memory_analysis(), float(floor), 0.0, config, cache)
 
 
 def slots(card, config, *, slots: int, cache: int, **options: Any):
@@ -163,7 +165,7 @@ def slots(card, config, *, slots: int, cache: int, **options: Any):
     static = dict(config=config, options=chosen, size=8, mesh=None)
     made = aot.compiled(card, batched_slots.decode, *args, compiler_options=GRAPHS, **static)
     floor = float(nbytes(weights.segments) + nbytes(state.cache))
-    return Compiled(made.as_text(), made.memory_analysis(), floor, 0.0, config)
+    return Compiled(made.as_text(), made.memory_analysis(), floor, 0.0, config, cache + 64)
 
 
 def training(card, config, *, batch: int, remat: str = "dots", microbatches: int = 1):
@@ -203,14 +205,14 @@ def training(card, config, *, batch: int, remat: str = "dots", microbatches: int
     heads = (config.n_exits + 1) * config.padded_vocab * config.d_model
     attention = config.n_layers * config.d_model * length  # causal: half of t^2, both products
     flops = 6.0 * batch * length * (weights + heads + attention)
-    return Compiled(made.as_text(), made.memory_analysis(), 0.0, flops, config)
+    return Compiled(made.as_text(), made.memory_analysis(), 0.0, flops, config, length)
 
 
 def programs(small: bool) -> Iterator[tuple[str, Callable[[Any], Compiled]]]:
     """Yield each (name, function of the card that compiles it)."""
     model, medium = (SMALL, SMALL) if small else (BILLION, MEDIUM)
     config = model.config(2048)
-    cache, prompt, length = (640, 512, 2048) if not small else (160, 64, 256)
+    cache, prompt, length = (640, 512, 2048) if not small else (176, 48, 352)
     for batch in (1, 8, 64):
         for engine in ("full", "recompute"):
             one = dict(engine=engine, batch=batch, cache=cache)
@@ -257,6 +259,22 @@ def branches(batch: int, leaves: bool) -> Callable:
     return choose
 
 
+def scores(program, length: int) -> int:
+    """Find the bytes of the largest float32 array that may be attention's scores: its last
+    dimension is `length`, or a quarter, half or three quarters of it."""
+    from eejax.analysis import hlo
+
+    of_blocks = {length * n // 4 for n in range(1, 5)}
+    found = [
+        n
+        for type_, n in hlo.temporaries(program).items()
+        if type_.startswith("f32")
+        and len(hlo.shape(type_)) > 1
+        and hlo.shape(type_)[-1] in of_blocks
+    ]
+    return max(found, default=0)
+
+
 def measured(card, name: str, made: Compiled) -> dict[str, Any]:
     """Read a compiled program."""
     from eejax.analysis import hlo
@@ -264,8 +282,9 @@ def measured(card, name: str, made: Compiled) -> dict[str, Any]:
     program = hlo.parse(made.text)
     rates = hlo.Rates(card.bandwidth, 0.7 * card.flops)
     found: dict[str, Any] = dict(
-        copied_in_conditionals=sum(hlo.copies(program, 4096).values()),
+        copied_in_conditionals=sum(hlo.copies(program, 2**16).values()),
         temporary=made.memory.temp_size_in_bytes,
+        scores=scores(program, made.length),
         host_decisions=hlo.on_host(program),
     )
     body = program.loops()[0] if not made.flops and program.loops() else program.entry
@@ -286,6 +305,7 @@ def measured(card, name: str, made: Compiled) -> dict[str, Any]:
         launches=cost.launches,
         launches_a_layer=hlo.between(program, body, lambda i: hlo.changes_operand(program, i)),
         ms=cost.seconds * 1e3,
+        floor_bytes=made.floor,
         floor_ms=floor * 1e3,
         share_of_floor=floor / cost.seconds,
     )

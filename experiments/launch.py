@@ -19,7 +19,7 @@ from absl import app, flags, logging
 from tqdm import tqdm
 
 from eejax.common.errors import CheckpointError, ConfigError, DataError, remedy
-from experiments import config_errors, interrupts, library_logs
+from experiments import config_errors, gpu_settings, interrupts, library_logs
 
 MISTAKES = (ConfigError, DataError, CheckpointError, OSError, FloatingPointError)
 
@@ -60,6 +60,7 @@ def run(
     prints `interrupted`.
     """
     interrupts.install()
+    gpu_settings.apply()
 
     def guarded(argv: list[str]) -> None:
         if len(argv) > 1 and not positional:

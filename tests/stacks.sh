@@ -6,7 +6,7 @@
 # `make env` makes a stack's environment, .venv-stacks/NAME. Its Python is $PYTHON_3_11 ($PYTHON_3_12,
 # $PYTHON_3_13) if that is set, else python3.11 of the PATH, else the newest 3.11 of pyenv. A stack whose Python is
 # missing is skipped, and the exit status is then 1, or with --skip-missing that of the others.
-# JOBS (2) is the number of workers.
+# JOBS (2) is the number of workers, TESTS what to run in place of the fast tests.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -36,6 +36,8 @@ FAST=(
   tests/experiments/test_train_evaluate.py tests/test_imports.py
 )
 
+read -ra tests <<<"${TESTS:-${FAST[*]}}"
+
 # The first of the candidates that starts and is of the version: a python3.11 of the PATH may be
 # pyenv's shim, which starts nothing where that version is not chosen.
 find_python() {
@@ -61,7 +63,7 @@ from importlib.metadata import version
 names = "jax", "jaxlib", "jax-triton", "triton", "flax", "numpy"
 print(*(f"{name} {version(name)}" for name in names), sep=", ")'
   XLA_FLAGS=--xla_backend_optimization_level=0 \
-    "$venv/bin/python" -P -m pytest -q -n "${JOBS:-2}" --dist loadfile --durations=20 "${FAST[@]}"
+    "$venv/bin/python" -P -m pytest -q -n "${JOBS:-2}" --dist loadfile --durations=20 "${tests[@]}"
 }
 
 skip_missing=

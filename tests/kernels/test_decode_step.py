@@ -9,10 +9,13 @@ import sys
 EXITS, WAYS, BUCKETS = 2, 3, 2  # ways to run a segment in a sweep: in place, and two buckets
 
 HEADS = EXITS + 1  # the final one's too
+LAYERS, FIRST, WIDTHS = 4, 1, 2  # layers below the first exit; row counts of the segments behind it
 STEP = {
+    "decode_attention_kernel": FIRST + (LAYERS - FIRST) * WIDTHS,
     "norm_router_kernel": EXITS, "head_statistics_kernel": HEADS, "head_merge_kernel": HEADS,
 }  # fmt: skip
 SWEEP = {
+    "decode_attention_kernel": LAYERS * (WAYS + 1),
     # Each way through a segment, and a chunk of prompts, looks at the exit above it.
     "norm_router_kernel": EXITS * (WAYS + 1),
     "head_statistics_kernel": HEADS * (WAYS + 1),

@@ -1,0 +1,43 @@
+"""What launchers set where programs are compiled for GPUs, before JAX starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import sys
+from collections.abc import MutableMapping
+
+PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+GRAPHS = "--xla_gpu_enable_command_buffer"
+CACHE = "JAX_COMPILATION_CACHE_DIR"
+
+
+def apply(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Make loops parts of CUDA graphs, and keep compiled programs, unless the user says otherwise.
+
+    Nothing is set where JAX has no plugin for GPUs of NVIDIA's, or is told to use another platform.
+
+    `$XLA_FLAGS` gains `--xla_gpu_enable_command_buffer=+WHILE`, by which a decoding loop is one
+    graph and the host decides nothing in it. Compiled programs go to `$JAX_COMPILATION_CACHE_DIR`,
+    by default `eejax/compiled` below `$XDG_CACHE_HOME` or `~/.cache`: an engine for many slots
+    compiles for minutes.
+    """
+    platforms = environ.get("JAX_PLATFORMS", "cuda").split(",")
+    if not {"cuda", "gpu"} & {*platforms} or not any(map(_found, PLUGINS)):
+        return
+    given = environ.get("XLA_FLAGS", "")
+    if GRAPHS not in given:
+        environ["XLA_FLAGS"] = f"{given} {GRAPHS}=+WHILE".strip()
+    if CACHE not in environ:
+        home = environ.get("XDG_CACHE_HOME") or "~/.cache"
+        environ[CACHE] = str(pathlib.Path(home).expanduser() / "eejax" / "compiled")
+        if environ is os.environ and "jax" in sys.modules:  # it has read the environment by now
+            sys.modules["jax"].config.update("jax_compilation_cache_dir", environ[CACHE])
+
+
+def _found(plugin: str) -> bool:
+    try:
+        return importlib.util.find_spec(plugin) is not None
+    except ModuleNotFoundError:  # no plugin at all
+        return False
