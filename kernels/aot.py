@@ -7,10 +7,15 @@ so kernels of products can be others there.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import functools
 import importlib
+import importlib.util
+import pathlib
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -155,6 +160,24 @@ def _cudnn(card: Card) -> Iterator[None]:
         yield
 
 
+@functools.cache
+def _toolkit() -> dict[str, str]:
+    """Point XLA to an assembler and to libdevice, by compiler options.
+
+    Triton has both. A CUDA toolkit is not asked for, as most machines without a GPU have none.
+    """
+    spec = importlib.util.find_spec("triton")
+    if spec is None:
+        return {}
+    own = pathlib.Path(spec.origin).parent / "backends" / "nvidia"
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="eejax-cuda-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for place, source in (("bin", own / "bin"), ("nvvm/libdevice", own / "lib")):
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        (folder / place).symlink_to(source, target_is_directory=True)
+    return {"xla_gpu_cuda_data_dir": str(folder)}
+
+
 def compiled(
     card: Card,
     run: Callable,
@@ -173,4 +196,4 @@ def compiled(
     """
     with call.compute_capability(card.capability), _cudnn(card):
         lowered = run.trace(*args, **static).lower(lowering_platforms=("cuda",))
-    return lowered.compile(compiler_options=OPTIONS | (compiler_options or {}))
+    return lowered.compile(compiler_options=OPTIONS | _toolkit() | (compiler_options or {}))
