@@ -261,14 +261,18 @@ def branches(batch: int, leaves: bool) -> Callable:
 
 def scores(program, length: int) -> int:
     """Find the bytes of the largest float32 array that may be attention's scores: its last
-    dimension is `length`, or a quarter, half or three quarters of it."""
+    dimension is `length`, or a quarter, half or three quarters of it. Not what cuDNN's attention
+    says of each row's softmax."""
     from eejax.analysis import hlo
 
     of_blocks = {length * n // 4 for n in range(1, 5)}
+    calls = [i for part in program.computations.values() for i in part if i.op == "custom-call"]
+    known = " ".join(i.type for i in calls if (i.target or "").startswith(hlo.ATTENTION))
     found = [
         n
         for type_, n in hlo.temporaries(program).items()
         if type_.startswith("f32")
+        and type_ not in known
         and len(hlo.shape(type_)) > 1
         and hlo.shape(type_)[-1] in of_blocks
     ]
