@@ -1,0 +1,1 @@
+"""Checks and measurements for one GPU, stage after stage: see `__main__`."""

@@ -1,0 +1,77 @@
+"""Check and measure the project on one GPU, stage after stage.
+
+    python -m experiments.gpu_check --stages=smoke,decode --out=runs/gpu [--seconds=300]
+    JAX_PLATFORMS=cpu python -m experiments.gpu_check --dry_run --out=runs/dry [--card=a100]
+
+It needs no workdir and no network. Each stage runs in processes of its own, and prints one JSON
+line when it ends: its name, whether all went well, seconds, and figures, or the error beside what
+was measured before it. Results and logs go to --out. docs/GPU.md says what the figures decide.
+
+smoke: versions, rates of copies and products, kernels beside float64. decode: engines beside their
+oracle; time, launches and copies of a token. train: time and memory of a step, beside PyTorch.
+batch: continuous batching with exits and without. serve: a server with clients. helios: two models
+under a controller, and their energy.
+
+--dry_run compiles every program of the stages for a card that is not there, and runs the stages
+with tiny models on the CPU. Its figures of time say nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+from absl import flags
+
+from eejax.common.errors import ConfigError
+from experiments import launch
+from experiments.gpu_check import stages
+
+_STAGES = flags.DEFINE_list("stages", ["all"], "Names of stages, in order; all: each of them.")
+_OUT = flags.DEFINE_string("out", None, "The folder of results and logs.")
+_SECONDS = flags.DEFINE_float("seconds", 300.0, "Time limit of a stage.", lower_bound=1.0)
+_SMALL = flags.DEFINE_bool("small", False, "Tiny models, for a trial.")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Compile without a GPU, and try out on the CPU.")
+_CARD = flags.DEFINE_enum("card", "h100", ("a100", "h100"), "The GPU that --dry_run compiles for.")
+flags.mark_flags_as_required(["out"])
+
+LONG = ("names", "threads", "log", "errors")
+"""Fields of results that are in their files alone."""
+
+
+def main() -> None:
+    settings = stages.Settings(
+        pathlib.Path(_OUT.value), _SECONDS.value, _SMALL.value, _DRY_RUN.value, _CARD.value
+    )
+    failed = 0
+    for result in stages.run(chosen(_STAGES.value), settings):
+        print(json.dumps(brief(result)), flush=True)
+        failed += not result["ok"]
+    if failed:
+        raise SystemExit(1)
+
+
+def brief(value: Any) -> Any:
+    """Leave out of a result what only its file has, and round numbers."""
+    if isinstance(value, dict):
+        return {k: brief(v) for k, v in value.items() if k not in LONG}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def chosen(names: list[str]) -> list[stages.Stage]:
+    """Find stages by their names.
+
+    Raises:
+      ConfigError: for a name there is not.
+    """
+    known = {stage.name: stage for stage in stages.STAGES}
+    if names == ["all"]:
+        return [*known.values()]
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"--stages = {','.join(unknown)}: must be among {', '.join(known)}.")
+    return [known[name] for name in names]
+
+
+if __name__ == "__main__":
+    launch.run(main)

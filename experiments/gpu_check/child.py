@@ -1,0 +1,73 @@
+"""One process of a stage: `python -m experiments.gpu_check.child JSON`, begun by `stages`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pathlib
+import sys
+import time
+
+from experiments.gpu_check.check import Check
+
+
+def main(text: str) -> None:
+    begin, own = time.monotonic(), json.loads(text)
+    check = Check(
+        part=own["part"],
+        out=pathlib.Path(own["out"]),
+        name=own["name"],
+        small=own["small"],
+        card=own["card"],
+        deadline=begin + own["seconds"],
+    )
+    check.write()
+    module = importlib.import_module(own["module"])
+    if own["mode"] == "compile":
+        compile_all(check, module)
+    else:
+        if getattr(module, "HOLDS_DEVICE", True):  # else its server does, alone
+            check.figures["device"] = _device()
+        module.run(check)
+    check.write()
+
+
+def _device() -> str:
+    import jax
+
+    return jax.devices()[0].device_kind
+
+
+def compile_all(check: Check, module) -> None:
+    """Compile each of a stage's programs for the card."""
+    from eejax.kernels import aot
+
+    card = aot.CARDS[check.card]
+    try:
+        aot.device(card)
+    except RuntimeError as error:
+        check.figures["skipped"] = str(error)
+        check.errors["compiler"] = str(error)
+        return
+    check.figures["card"] = card.name
+    for name, build in module.programs(check):
+        check.measure(name, lambda build=build: _told(build(card)))
+
+
+def _told(made) -> dict[str, float]:
+    """Describe a program: how much memory it takes, and what the host decides in it."""
+    from eejax.analysis import hlo
+    from experiments import gpu_programs
+
+    own = isinstance(made, gpu_programs.Compiled)
+    program = hlo.parse(made.text if own else made.as_text())
+    memory = made.memory if own else made.memory_analysis()
+    return dict(
+        temporary=memory.temp_size_in_bytes,
+        arguments=memory.argument_size_in_bytes,
+        host_decisions=hlo.on_host(program),
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

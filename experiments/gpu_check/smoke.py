@@ -1,0 +1,228 @@
+"""What is there, how fast the card copies and multiplies, and whether kernels compute right."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from eejax.kernels.specs import OPS
+from experiments.gpu_check import exact
+from experiments.gpu_check.check import Check, copy_rate, on_gpu, product_rate
+
+BOUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}
+"""Most of |result - float64's| / |float64's|, by the dtype of the states; TF32 is off."""
+
+FARTHER = 2.0
+"""Times as far from float64 as XLA's own operations are, from which on a kernel is wrong."""
+
+MOST_WORK = 2e10
+"""Operations of the largest case that the host computes in float64."""
+
+FORM = ("norm_router", "scatter", "head_confidence")
+"""Ops that are called in both forms of the custom call."""
+
+PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch", "nvidia-ml-py", "fastapi", "eejax")
+
+
+def run(check: Check) -> None:
+    check.measure("versions", versions)
+    check.measure("copy_bytes_per_second", lambda: copy_rate(check))
+    check.measure("product_flops_per_second", lambda: product_rate(check))
+    check.measure("forms", lambda: forms(check))
+    for op in OPS:
+        check.measure(op, lambda op=op: kernels(check, op))
+    check.measure("memcheck", lambda: memcheck(check))
+
+
+def programs(check: Check) -> Iterator[tuple[str, Callable]]:
+    """Yield each kernel in programs of its own, and calls of the older form."""
+    for op in OPS:
+        for spec in specs(op, check.small):
+            yield f"{op} {spec.name}", partial(_compiled, spec)
+    for op in FORM:
+        yield f"{op} in the older form", partial(_compiled, specs(op, True)[0], legacy=True)
+
+
+def specs(op: str, small: bool) -> list:
+    """Return what an op is asked for; one case of each dtype where `small`."""
+    found = importlib.import_module(f"eejax.kernels.{op}.arg_specs").SPECS
+    if not small:
+        return list(found)
+    by_dtype: dict[Any, list] = {}
+    for spec in found:
+        if spec.small:
+            by_dtype.setdefault(spec.shapes[0].dtype, []).append(spec)
+    return [own[len(own) // 2] for own in by_dtype.values()]
+
+
+def _compiled(spec, card, legacy: bool = False):
+    import jax
+
+    from eejax.kernels import aot, call
+
+    program = jax.jit(partial(spec.run, implementation="triton"))
+    with call.legacy_calls() if legacy else contextlib.nullcontext():
+        return aot.compiled(card, program, *aot.shapes(card, spec.shapes))
+
+
+def versions() -> dict[str, Any]:
+    import jax
+
+    found: dict[str, Any] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not there"
+    found["devices"] = [d.device_kind for d in jax.devices()]
+    found["ptxas"] = shutil.which("ptxas") or "not there"
+    found["platform_version"] = jax.devices()[0].client.platform_version
+    for name in ("XLA_FLAGS", "EEJAX_KERNELS"):
+        found[name] = os.environ.get(name, "")
+    if shutil.which("nvidia-smi"):
+        asked = "--query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm"
+        command = ["nvidia-smi", asked, "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        found["nvidia-smi"] = (done.stdout or done.stderr).strip()
+    return found
+
+
+def forms(check: Check) -> dict[str, str] | str:
+    """Call kernels by FFI and in the form before it; both must give the same bits."""
+    import jax
+
+    from eejax.kernels import call
+
+    if not on_gpu():
+        return "no GPU"
+    found = {}
+    for op in FORM:
+        spec = specs(op, True)[0]
+        args = spec.args(7)
+        by_ffi = jax.device_get(jax.jit(partial(spec.run, implementation="triton"))(*args))
+        try:
+            with call.legacy_calls():
+                program = jax.jit(lambda *a, spec=spec: spec.run(*a, implementation="triton"))
+                before = jax.device_get(program(*args))
+        except RuntimeError as error:
+            if "jax-triton" not in str(error):
+                raise
+            found[op] = f"FFI alone: {error}"  # as jax-triton 0.4 has it
+            continue
+        pairs = zip(*map(jax.tree.leaves, (by_ffi, before)), strict=True)
+        same = all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+        found[op] = "the same bits" if same else "DIFFERENT"
+    if "DIFFERENT" in found.values():
+        raise AssertionError(f"the two forms of calls differ: {found}")
+    return found
+
+
+def kernels(check: Check, op: str) -> dict[str, Any]:
+    """Compare an op's kernel with float64, on inputs drawn anew in each run.
+
+    Raises:
+      AssertionError: where a case is wrong, with the cases.
+    """
+    seed = int.from_bytes(os.urandom(3), "little")
+    worst: dict[str, float] = {}
+    wrong, larger, cases = [], 0, 0
+    for spec in specs(op, check.small):
+        if check.left <= 0:
+            check.not_measured.append(f"{op} {spec.name}")
+            continue
+        dtype = np.dtype(spec.shapes[0].dtype).name
+        found = compared(spec, op, seed)
+        cases += 1
+        larger += found["beside"] == "float32"
+        if found["error"] > worst.get(dtype, -1.0):
+            worst[dtype] = found["error"]
+        bound = max(BOUNDS.get(dtype, 0.0), FARTHER * found["reference_error"])
+        # A bound that is not reached by NaN either.
+        if not (found["error"] <= bound and found["unlike"] <= found["reference_unlike"] + 0.02):
+            wrong.append(dict(case=spec.name, bound=bound) | found)
+    result = dict(cases=cases, seed=seed, worst=worst, beside_float32=larger)
+    if wrong:
+        raise AssertionError(f"{len(wrong)} of {cases} cases are wrong: {wrong[:4]}")
+    return result
+
+
+def compared(spec, op: str, seed: int) -> dict[str, Any]:
+    """Errors of an op by its kernel, and by its definition, on arguments drawn from a seed.
+
+    A case too large for the host has XLA's float32 in float64's place.
+    """
+    import jax
+
+    by = lambda which: jax.jit(partial(spec.run, implementation=which))
+    args = spec.args(seed)
+    host = exact.work(op, args) <= MOST_WORK
+    exactly = spec.shapes[0].dtype == np.float32
+    with jax.default_matmul_precision("highest" if exactly or not host else None):
+        plain = jax.device_get(by("reference")(*args))
+        got = jax.device_get(by("triton")(*args)) if on_gpu() else plain
+        if not host:
+            floating = lambda a: jax.numpy.issubdtype(a.dtype, jax.numpy.floating)
+            more = lambda a: a.astype("float32") if floating(a) else a
+            want = jax.tree.leaves(jax.device_get(by("reference")(*jax.tree.map(more, args))))
+    if host:
+        want = getattr(exact, op)(spec.options.get("options"), *jax.device_get(args))
+    error, unlike = difference(got, want)
+    reference_error, reference_unlike = difference(plain, want)
+    return dict(
+        error=error,
+        unlike=unlike,
+        reference_error=reference_error,
+        reference_unlike=reference_unlike,
+        beside="float64" if host else "float32",
+    )
+
+
+def difference(got: Any, want: Any) -> tuple[float, float]:
+    """Return the largest |got - want| / |want| of floating results, and the share of others that
+    are not the same."""
+    import jax
+
+    worst, unlike, count = 0.0, 0, 0
+    for a, b in zip(jax.tree.leaves(got), want, strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        if not np.issubdtype(b.dtype, np.floating) and b.dtype != jax.numpy.bfloat16:
+            unlike, count = unlike + int((a != b).sum()), count + a.size
+            continue
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        norm = float(np.linalg.norm(b))
+        error = float(np.linalg.norm(a - b)) / norm if norm else float(np.linalg.norm(a))
+        worst = error if math.isnan(error) else max(worst, error)
+    return worst, unlike / max(1, count)
+
+
+def memcheck(check: Check) -> str:
+    """Run the kernels' small cases under compute-sanitizer."""
+    command = shutil.which("compute-sanitizer")
+    if command is None or not on_gpu():
+        return "not there" if command is None else "no GPU"
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    once = [sys.executable, "-m", "experiments.bench_kernels", "--once", f"--ops={','.join(OPS)}"]
+    done = subprocess.run(
+        [command, "--tool=memcheck", "--error-exitcode=9", *once],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=max(1.0, check.left),
+    )
+    said = [line for line in done.stdout.splitlines() if line.startswith("=====")]
+    last = said[-1] if said else done.stderr[-500:]
+    if done.returncode:
+        raise AssertionError(f"status {done.returncode}: {last}")
+    return last

@@ -1,0 +1,190 @@
+"""Run stages in processes of their own, each within its time, and merge what their parts found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+GRAPHS = "--xla_gpu_enable_command_buffer"
+SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+"""For stages in which several processes use the GPU."""
+
+TAIL = 2000
+"""Characters of a log that stand for a process which left no result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A module with `run(check)` and `programs(check)`, run once for each of its parts.
+
+    Attributes:
+      name: as `--stages` has it.
+      module: the module's dotted name.
+      parts: environment variables of each part, by the part's name.
+    """
+
+    name: str
+    module: str
+    parts: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=lambda: {"": {}})
+
+
+_HERE = "experiments.gpu_check"
+STAGES = (
+    Stage("smoke", f"{_HERE}.smoke"),
+    Stage(
+        "decode",
+        f"{_HERE}.decode",
+        {
+            "engines": {},
+            "loops_in_graphs": {"XLA_FLAGS": f"{GRAPHS}=+WHILE"},
+            "default_graphs": {"XLA_FLAGS": ""},
+            "no_graphs": {"XLA_FLAGS": f"{GRAPHS}="},
+        },
+    ),
+    Stage("train", f"{_HERE}.train", {"350M": {}, "1.3B": {}, "torch": {}}),
+    Stage("batch", f"{_HERE}.batch", {"8": {}, "64": {}}),
+    Stage("serve", f"{_HERE}.serve", {"": SHARED}),
+    Stage("helios", f"{_HERE}.helios"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What all stages of a run share.
+
+    Attributes:
+      out: the folder of results and logs.
+      seconds: the time limit of a stage.
+      small: use tiny models.
+      dry_run: compile for `card` without a GPU, and try the stage out on the CPU.
+      card: a name in `kernels.aot.CARDS`.
+    """
+
+    out: pathlib.Path
+    seconds: float = 300.0
+    small: bool = False
+    dry_run: bool = False
+    card: str = "h100"
+
+
+def run(stages: Sequence[Stage], settings: Settings) -> Iterator[dict[str, Any]]:
+    """Yield the result of each stage as it ends, whatever became of the one before."""
+    settings.out.mkdir(parents=True, exist_ok=True)
+    for stage in stages:
+        try:
+            result = _stage(stage, settings)
+        except Exception as error:  # such as a full disk: the other stages go on
+            result = dict(stage=stage.name, ok=False, seconds=0.0, error=repr(error))
+        yield result
+
+
+def _stage(stage: Stage, settings: Settings) -> dict[str, Any]:
+    begin = time.monotonic()
+    log = settings.out / f"{stage.name}.txt"
+    log.unlink(missing_ok=True)
+    tasks = [*_tasks(stage, settings)]
+    results = {}
+    for n, (name, mode, environment) in enumerate(tasks):
+        left = settings.seconds - (time.monotonic() - begin)
+        part = dict(stage=stage, mode=mode, part=name, environment=environment)
+        results[name] = _part(settings, left / (len(tasks) - n), log, **part)
+    seconds = round(time.monotonic() - begin, 1)
+    errors = {k: r["error"] for k, r in results.items() if r.get("error")}
+    result: dict[str, Any] = dict(stage=stage.name, ok=not errors, seconds=seconds)
+    if errors:
+        result["error"] = "; ".join(f"{k}: {e}" if k else e for k, e in errors.items())
+    if len(results) == 1 and "" in results:
+        result |= {k: v for k, v in results[""].items() if k != "error"}
+    else:
+        result["parts"] = results
+    (settings.out / f"{stage.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _tasks(stage: Stage, settings: Settings) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Yield (name, what to do, environment) of each process of a stage."""
+    if not settings.dry_run:
+        for name, environment in stage.parts.items():
+            yield name, "run", dict(environment)
+        return
+    yield "compile", "compile", _compiling()
+    flags_differ = False
+    for name, environment in stage.parts.items():
+        # XLA's flags for GPUs mean nothing to a CPU: of parts that they tell apart one is enough.
+        if "XLA_FLAGS" not in environment or not flags_differ:
+            yield f"rehearse {name}".strip(), "run", _rehearsing()
+        flags_differ |= "XLA_FLAGS" in environment
+
+
+def _compiling() -> dict[str, str]:
+    """Return an environment in which JAX's CUDA plugin is found, and no device is started."""
+    paths = [os.environ.get("PYTHONPATH"), os.path.join(sys.prefix, "lowering")]
+    known = [p for p in paths if p and (os.pathsep in p or os.path.isdir(p))]
+    return {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(known), "XLA_FLAGS": ""}
+
+
+def _rehearsing() -> dict[str, str]:
+    """Return an environment in which programs run on the CPU, and are compiled in haste."""
+    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+
+def _part(settings: Settings, seconds: float, log: pathlib.Path, **task: Any) -> dict[str, Any]:
+    """Run one process of a stage, and end it at its time limit."""
+    stage, part, mode = task["stage"], task["part"], task["mode"]
+    name = "_".join([stage.name, *part.split()])
+    found = settings.out / f"{name}.partial.json"
+    found.unlink(missing_ok=True)
+    own = dict(
+        module=stage.module,
+        part=part.removeprefix("rehearse").strip(),
+        mode=mode,
+        out=str(settings.out),
+        name=name,
+        small=settings.small or (settings.dry_run and mode == "run"),
+        card=settings.card,
+        # What is under way then may end by itself, and the rest is left out.
+        seconds=seconds - min(30.0, 0.2 * seconds),
+    )
+    safe = ["-P"] if sys.flags.safe_path else []
+    command = [sys.executable, *safe, "-m", "experiments.gpu_check.child", json.dumps(own)]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"} | task["environment"]
+    with log.open("a") as file:
+        print(f"== {stage.name} {part} {task['environment']}", file=file, flush=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            status = process.wait(max(1.0, seconds))
+            error = "" if status == 0 else f"the process ended with status {status}"
+        except subprocess.TimeoutExpired:
+            error = f"ended at its time limit of {seconds:.0f} s"
+        finally:
+            _end(process)
+    result = json.loads(found.read_text()) if found.exists() else {}
+    found.unlink(missing_ok=True)
+    if error:
+        said = log.read_text(errors="replace")[-TAIL:]
+        result["error"] = f"{error} (see {log.name})"
+        result.setdefault("log", said)
+    elif wrong := result.get("errors"):
+        result["error"] = "; ".join(f"{k}: {e}" for k, e in wrong.items())
+    elif result.get("not_measured"):
+        result["error"] = f"no time was left for {', '.join(result['not_measured'])}"
+    return result
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a process and those that it started, which are a session of their own."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()

@@ -1,0 +1,196 @@
+"""Training steps with up to three exits, and PyTorch's beside them: time, use of the card, memory.
+
+Each size is a process of its own, as JAX counts the most memory of a process. Exits come in
+ascending order, so that the most so far is that of the last step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from experiments import gpu_programs
+from experiments.gpu_check import torch_peer
+from experiments.gpu_check.check import Check, on_gpu, product_rate
+
+MOST_EXITS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is trained: models by name, sequences of a batch and their length, and timed steps."""
+
+    models: dict[str, gpu_programs.Size]
+    batch: int = 8
+    length: int = 2048
+    repeats: int = 8
+
+
+BILLIONS = {"350M": gpu_programs.MEDIUM, "1.3B": gpu_programs.BILLION}
+
+
+def sizes(check: Check) -> Sizes:
+    if not check.small:
+        return Sizes(BILLIONS)
+    tiny = dataclasses.replace(gpu_programs.SMALL, width=64, inner=176, vocabulary=256)
+    return Sizes(dict.fromkeys(BILLIONS, tiny), batch=2, length=64, repeats=2)
+
+
+def run(check: Check) -> None:
+    own = sizes(check)
+    if check.part == "torch":
+        why = torch_peer.not_there(cuda=not check.small)
+        if why:
+            check.figures["torch"] = why
+            return
+        if torch_device(check) == "cpu" and on_gpu():
+            raise RuntimeError("JAX is on a GPU and PyTorch is not: they cannot be compared")
+        for name, size in own.models.items():
+            one = partial(torch_peer.trained, size, own.batch, own.length, own.repeats)
+            check.measure(name, partial(one, torch_device(check)))
+        return
+    size = own.models[check.part]
+    products = check.measure("product_flops_per_second", lambda: product_rate(check))
+    plain = None
+    for exits in range(MOST_EXITS + 1):
+        one = partial(step, size, own, exits, products or float("nan"), plain)
+        found = check.measure(f"{exits} exits", one)
+        plain = plain or found
+
+
+def torch_device(check: Check) -> str:
+    """PyTorch's device: that of JAX, or the CPU in a trial without a GPU."""
+    return "cpu" if torch_peer.not_there() and check.small else "cuda"
+
+
+def programs(check: Check) -> Iterator[tuple[str, Callable]]:
+    """Yield the training steps."""
+    own = sizes(check)
+    for name, size in own.models.items():
+        for exits in range(MOST_EXITS + 1):
+            config = configured(size, own.length, exits)
+            yield f"{name} {exits} exits", partial(_compiled, config=config, batch=own.batch)
+
+
+def configured(size: gpu_programs.Size, length: int, exits: int):
+    """Configure a model with so many exits, evenly spread."""
+    return size.config(length, tuple(size.layers * (i + 1) // 4 for i in range(exits)))
+
+
+def training(config, mesh):
+    """Make a step of AdamW: (function of a state and a batch, optimiser)."""
+    from eejax.losses import schedules
+    from eejax.models import params
+    from eejax.train import optimizer
+    from eejax.train import step as steps
+
+    settings = optimizer.OptimizerConfig(
+        learning_rate=3e-4,
+        schedule="constant",
+        warmup_steps=0,
+        b1=0.9,
+        b2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+    )
+    adamw = optimizer.transformation(settings, params.decays(config))
+    rate = optimizer.learning_rate(settings, 1)
+    weights = schedules.constant((0.5,) * config.n_exits)
+    made = steps.make_train_step(config, adamw, rate, weights, mesh, clip_norm=1.0, remat="dots")
+    return made, adamw
+
+
+def _compiled(card, config, batch: int):
+    import jax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from eejax.kernels import aot
+    from eejax.sharding import mesh as meshes
+    from eejax.train import state
+
+    mesh = aot.mesh(card, meshes.known_mesh(meshes.MeshConfig()))
+    program, adamw = training(config, mesh)
+    placed = NamedSharding(mesh, P("data"))
+    tokens = jax.ShapeDtypeStruct((batch, config.context_length), np.int32, sharding=placed)
+    given = state.abstract(config, adamw, mesh), {"tokens": tokens, "labels": tokens}
+    return aot.compiled(card, program, *given)
+
+
+def step(
+    size: gpu_programs.Size, own: Sizes, exits: int, products: float, plain: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Time training steps.
+
+    Returns:
+      ms; tokens_per_second; mfu, of the data sheet, and of the product that was measured; peak and
+      temporary bytes; overhead of the exits, in time and in temporary bytes; losses.
+    """
+    import jax
+
+    from eejax.sharding.mesh import MeshConfig, make_mesh
+    from eejax.train import state
+    from eejax.train import step as steps
+
+    config, mesh = configured(size, own.length, exits), make_mesh(MeshConfig())
+    program, adamw = training(config, mesh)
+    train_state = state.create(config, adamw, 0, mesh)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (own.batch, own.length))
+    tokens = tokens.astype(np.int32)
+    batch = steps.put_batch({"tokens": tokens, "labels": np.roll(tokens, -1, 1)}, mesh)
+    begin, losses = time.perf_counter(), []
+    made = program.lower(train_state, batch).compile()
+    compiled = time.perf_counter() - begin
+    seconds = []
+    for _ in range(own.repeats + 2):
+        begin = time.perf_counter()
+        train_state, metrics = made(train_state, batch)
+        losses.append(float(metrics["loss"]))  # waits for the device
+        seconds.append(time.perf_counter() - begin)
+    took = float(np.median(seconds[2:]))
+    flops = operations(config, train_state, own)
+    stats = jax.devices()[0].memory_stats() or {}
+    temporary = made.memory_analysis().temp_size_in_bytes
+    found = dict(
+        ms=1e3 * took,
+        tokens_per_second=own.batch * own.length / took,
+        flops=flops,
+        share_of_products=flops / took / products,
+        peak_bytes=stats.get("peak_bytes_in_use"),
+        temporary_bytes=temporary,
+        compile_seconds=compiled,
+        losses=losses,
+    )
+    if peak := data_sheet():
+        found["mfu"] = flops / took / peak
+    if plain is not None:
+        found["time_over_no_exits"] = found["ms"] / plain["ms"]
+        found["temporary_over_no_exits"] = temporary / max(1, plain["temporary_bytes"])
+    return found
+
+
+def operations(config, train_state, own: Sizes) -> float:
+    """Count a step's operations: six a weight and token, heads of all exits, causal attention."""
+    from eejax.common.trees import size
+
+    weights = size(train_state.params["layers"])
+    heads = (config.n_exits + 1) * config.padded_vocab * config.d_model
+    attention = config.n_layers * config.d_model * own.length
+    return 6.0 * own.batch * own.length * (weights + heads + attention)
+
+
+def data_sheet() -> float | None:
+    """Operations a second of bfloat16 by the card's data sheet; None for a card not known."""
+    import jax
+
+    from eejax.kernels import aot
+
+    kind = jax.devices()[0].device_kind
+    known = {name: card.flops for name, card in aot.CARDS.items()}
+    known["h200"] = known["h100"]  # it differs in memory alone
+    return next((flops for name, flops in known.items() if name in kind.lower()), None)
