@@ -114,7 +114,7 @@ async def measure(address: str, pipe, requests, loads) -> dict:
     import httpx
 
     from eejax.analysis import median_ratio
-    from experiments.serving_runs import arriving, closed_loop
+    from experiments.serving_runs import arriving, closed_loop, times_of
 
     n = _CLIENTS.value
     clients = [requests[i::n] for i in range(n)]
@@ -167,17 +167,6 @@ async def measure(address: str, pipe, requests, loads) -> dict:
         _, came = await http()
         result["load"][f"{n} clients"] = times_of(came)
     return result
-
-
-def times_of(answers) -> dict:
-    """Milliseconds, 50th and 99th percentile."""
-    pair = lambda values: [1e3 * float(np.percentile(values, p)) for p in (50, 99)]
-    gaps = np.concatenate([a.gaps for a in answers])
-    return {
-        "first_token_ms": pair([a.first for a in answers]),
-        "between_tokens_ms": pair(gaps),
-        "between_parts_ms": pair(gaps[gaps > 0]),
-    }
 
 
 if __name__ == "__main__":

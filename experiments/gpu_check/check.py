@@ -1,4 +1,4 @@
-"""What a part of a stage is told, and how it reports: figures are kept as soon as they are known."""
+"""What a part of a stage is told, and how it reports figures as soon as they are known."""
 
 from __future__ import annotations
 

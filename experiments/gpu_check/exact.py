@@ -90,7 +90,7 @@ def linear_cross_entropy(options, h, table, bias, labels, weights) -> tuple[np.n
 
 def decode_attention(options, q, k, v, keys, values, slot, position, _, slopes):
     q, k, v, keys, values = map(wide, (q, k, v, keys, values))
-    (_, n_kv, g, _), y = q.shape, np.zeros(q.shape)
+    n_kv, y = q.shape[1], np.zeros(q.shape)
     slot, position = np.asarray(slot), np.asarray(position)
     rows = np.flatnonzero((slot >= 0) & (slot < len(keys) // n_kv))
     heads = lambda i: slice(slot[i] * n_kv, (slot[i] + 1) * n_kv)

@@ -15,7 +15,10 @@ from typing import Any
 
 GRAPHS = "--xla_gpu_enable_command_buffer"
 SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-"""For stages in which several processes use the GPU."""
+"""For processes beside which others use the GPU."""
+
+ALONE = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+"""For training steps, which need more than the part of the memory that JAX takes by default."""
 
 TAIL = 2000
 """Characters of a log that stand for a process which left no result."""
@@ -49,7 +52,7 @@ STAGES = (
             "no_graphs": {"XLA_FLAGS": f"{GRAPHS}="},
         },
     ),
-    Stage("train", f"{_HERE}.train", {"350M": {}, "1.3B": {}, "torch": {}}),
+    Stage("train", f"{_HERE}.train", {"350M": ALONE, "1.3B": ALONE, "torch": SHARED}),
     Stage("batch", f"{_HERE}.batch", {"8": {}, "64": {}}),
     Stage("serve", f"{_HERE}.serve", {"": SHARED}),
     Stage("helios", f"{_HERE}.helios"),
@@ -175,7 +178,8 @@ def _part(settings: Settings, seconds: float, log: pathlib.Path, **task: Any) ->
         result["error"] = f"{error} (see {log.name})"
         result.setdefault("log", said)
     elif wrong := result.get("errors"):
-        result["error"] = "; ".join(f"{k}: {e}" for k, e in wrong.items())
+        last = {k: e.strip().splitlines()[-1] for k, e in wrong.items()}
+        result["error"] = "; ".join(f"{k}: {e}" for k, e in last.items())
     elif result.get("not_measured"):
         result["error"] = f"no time was left for {', '.join(result['not_measured'])}"
     return result

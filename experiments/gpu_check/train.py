@@ -18,17 +18,16 @@ from experiments import gpu_programs
 from experiments.gpu_check import torch_peer
 from experiments.gpu_check.check import Check, on_gpu, product_rate
 
-MOST_EXITS = 3
-
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is trained: models by name, sequences of a batch and their length, and timed steps."""
+    """What is trained: models by name, a batch and its length, timed steps, and most exits."""
 
     models: dict[str, gpu_programs.Size]
     batch: int = 8
     length: int = 2048
     repeats: int = 8
+    most_exits: int = 3
 
 
 BILLIONS = {"350M": gpu_programs.MEDIUM, "1.3B": gpu_programs.BILLION}
@@ -38,7 +37,7 @@ def sizes(check: Check) -> Sizes:
     if not check.small:
         return Sizes(BILLIONS)
     tiny = dataclasses.replace(gpu_programs.SMALL, width=64, inner=176, vocabulary=256)
-    return Sizes(dict.fromkeys(BILLIONS, tiny), batch=2, length=64, repeats=2)
+    return Sizes(dict.fromkeys(BILLIONS, tiny), batch=2, length=64, repeats=2, most_exits=1)
 
 
 def run(check: Check) -> None:
@@ -57,7 +56,7 @@ def run(check: Check) -> None:
     size = own.models[check.part]
     products = check.measure("product_flops_per_second", lambda: product_rate(check))
     plain = None
-    for exits in range(MOST_EXITS + 1):
+    for exits in range(own.most_exits + 1):
         one = partial(step, size, own, exits, products or float("nan"), plain)
         found = check.measure(f"{exits} exits", one)
         plain = plain or found
@@ -72,7 +71,7 @@ def programs(check: Check) -> Iterator[tuple[str, Callable]]:
     """Yield the training steps."""
     own = sizes(check)
     for name, size in own.models.items():
-        for exits in range(MOST_EXITS + 1):
+        for exits in range(own.most_exits + 1):
             config = configured(size, own.length, exits)
             yield f"{name} {exits} exits", partial(_compiled, config=config, batch=own.batch)
 

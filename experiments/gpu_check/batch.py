@@ -1,0 +1,168 @@
+"""Continuous batching: requests that leave by exits drawn beforehand, beside ones that never leave.
+
+Each request has an exit of its own, drawn from a seed, by which all of its tokens leave: gates are
+"fixed", and thresholds turn the other exits off. Text and rounding change nothing of the work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from experiments import gpu_programs
+from experiments.batch_runs import Steady
+from experiments.gpu_check.check import Check
+from experiments.gpu_check.decode import prompts, weights
+
+SHARES = (0.5, 0.25, 0.25)
+"""Of requests that leave by the first exit, by the second, and by the final one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is decoded.
+
+    Attributes:
+      model: the model.
+      context, prompt, new: tokens.
+      chunks: prompt tokens of a sweep, of which each is measured.
+      calls: calls that costs are fitted to.
+      repeats: timed runs.
+    """
+
+    model: gpu_programs.Size = gpu_programs.BILLION
+    context: int = 2048
+    prompt: int = 512
+    new: int = 64
+    chunks: tuple[int, ...] = (64, 256, 512)
+    calls: int = 120
+    repeats: int = 5
+
+
+SMALL = Sizes(gpu_programs.SMALL, 64, 24, 8, (8, 16), 40, 2)
+
+
+def sizes(check: Check) -> Sizes:
+    return SMALL if check.small else Sizes()
+
+
+def run(check: Check) -> None:
+    own, slots = sizes(check), 2 if check.small else int(check.part)
+    config = own.model.config(own.context)
+    params = weights(config)
+    check.measure("full", lambda: full(own, params, slots))
+    for chunk in reversed(own.chunks):
+        check.measure(f"chunk {chunk}", partial(batched, own, params, slots, chunk))
+    check.measure("costs", lambda: costs(own, params, slots))
+
+
+def programs(check: Check) -> Iterator[tuple[str, Callable]]:
+    """Yield the engine's loop for every number of slots and chunk."""
+    own = sizes(check)
+    config = own.model.config(own.context)
+    for slots in (2,) if check.small else (8, 64):
+        for chunk in own.chunks:
+            one = dict(config=config, slots=slots, cache=own.context, chunk=chunk, drafts=0)
+            yield f"batched {slots} slots, chunk {chunk}", partial(gpu_programs.slots, **one)
+
+
+def drawn(config, slots: int, seed: int = 0) -> np.ndarray:
+    """Draw thresholds [slots, exits]: each request leaves by one exit, or by the final one."""
+    rng = np.random.default_rng(seed)
+    chosen = rng.permutation(np.arange(slots) % len(SHARES)) if slots < 4 else _apportioned(slots)
+    chosen = rng.permutation(chosen)
+    return (chosen[:, None] != np.arange(config.n_exits)[None]).astype(float)
+
+
+def _apportioned(slots: int) -> np.ndarray:
+    """Return exits of so many requests, as near to `SHARES` as whole numbers are."""
+    ends = np.round(np.cumsum(SHARES) * slots).astype(int)
+    return np.repeat(np.arange(len(SHARES)), np.diff([0, *ends]))
+
+
+def engine(own: Sizes, params, slots: int, chunk: int | None = None):
+    from eejax.inference.batched_slots import BatchedEngine
+    from eejax.inference.batched_state import BatchOptions
+
+    config = own.model.config(own.context)
+    return BatchedEngine.make(params, config, BatchOptions(chunk=chunk, drafts=0), slots=slots)
+
+
+def timed(steady: Steady, repeats: int) -> tuple[float, float]:
+    """Return seconds of all prompts up to their first tokens, and of a token behind them."""
+    import time
+
+    begun, each = [], []
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        steady.start()
+        begun.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        steady.finish()
+        each.append((time.perf_counter() - begin) / steady.tokens[-1])
+    return float(np.median(begun[1:])), float(np.median(each[1:]))
+
+
+def full(own: Sizes, params, slots: int) -> dict[str, float]:
+    """Time the engine `full`, with as many slots."""
+    from eejax.inference.engine import SlotEngine
+
+    config = own.model.config(own.context)
+    made = SlotEngine.make(params, config, "full", slots=slots)
+    texts = prompts(config, slots, own.prompt)
+    begun, each = timed(Steady(made, texts, slots * own.new), own.repeats)
+    return dict(prompts_ms=1e3 * begun, tokens_per_second=1 / each)
+
+
+def batched(own: Sizes, params, slots: int, chunk: int) -> dict[str, Any]:
+    """Time the engine `batched` at a chunk, with exits and without."""
+    made = engine(own, params, slots, chunk)
+    texts = prompts(made.config, slots, own.prompt)
+    without = Steady(made, texts, slots * own.new)
+    exits = drawn(made.config, slots)
+    leaving = Steady(made, texts, slots * own.new, exits, gate="fixed")
+    begun, each = timed(without, own.repeats)
+    _, each_leaving = timed(leaving, own.repeats)
+    stops = np.array(made.config.stops)
+    depth = np.where((exits == 0).any(1), stops[(exits == 0).argmax(1)], stops[-1]).mean()
+    by_layers = float(made.config.n_layers / depth)
+    return dict(
+        prompts_ms=1e3 * begun,
+        prompt_tokens_per_second=slots * own.prompt / begun,
+        tokens_per_second=1 / each,
+        leaving_tokens_per_second=1 / each_leaving,
+        speedup=each / each_leaving,
+        speedup_by_layers=by_layers,
+        exit_efficiency=each / each_leaving / by_layers,
+    )
+
+
+def costs(own: Sizes, params, slots: int) -> dict[str, Any]:
+    """Fit the costs of the engine's work, and compare the plan that they suggest with none."""
+    from eejax.inference import batch_costs
+    from eejax.inference.batch_simulator import best_plan
+
+    made = engine(own, params, slots)
+    texts = prompts(made.config, slots, own.prompt)
+    fitted = batch_costs.measure(made, texts, calls=own.calls)
+    exits = drawn(made.config, slots)
+    traces = batch_costs.watch(made, texts, own.new, threshold=exits, gate="fixed")
+    found = best_plan(traces, fitted, **batch_costs.settings(made))
+    planned = dataclasses.replace(made, plan=found.plan)
+    seconds = {}
+    for name, one in (("no plan", made), ("planned", planned)):
+        steady = Steady(one, texts, slots * own.new, exits, gate="fixed")
+        seconds[name] = timed(steady, own.repeats)[1]
+    return dict(
+        fitted=dataclasses.asdict(fitted),
+        chunk=made.options.chunk,
+        fill=np.asarray(found.plan.fill).tolist(),
+        patience=np.asarray(found.plan.patience).tolist(),
+        simulated_tokens_per_second=found.simulated.tokens / found.simulated.seconds,
+        tokens_per_second={k: 1 / s for k, s in seconds.items()},
+        speedup_of_plan=seconds["no plan"] / seconds["planned"],
+    )

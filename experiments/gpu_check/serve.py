@@ -1,0 +1,196 @@
+"""A server of a random model in this machine, beside the same engine without a server.
+
+The engine's process alone holds the device: this one has the server and its clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from experiments import gpu_programs
+from experiments.gpu_check.check import Check, not_there
+
+HOLDS_DEVICE = False
+NEEDED = ("fastapi", "uvicorn", "httpx")
+START = 300.0
+"""Most seconds for an engine to be compiled."""
+
+BYTES = 257
+"""Vocabulary of the tokenizer of bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is served.
+
+    Attributes:
+      model: the model.
+      context: most tokens of a request.
+      clients: how many ask at once; there are as many slots.
+      requests: of each client.
+      prompt, limit: tokens of prompts and answers, from and to.
+      steps: of the engine between two looks at what came.
+    """
+
+    model: gpu_programs.Size = dataclasses.replace(gpu_programs.MEDIUM, vocabulary=BYTES)
+    context: int = 1024
+    clients: int = 16
+    requests: int = 4
+    prompt: tuple[int, int] = (64, 512)
+    limit: tuple[int, int] = (60, 160)
+    steps: int = 4
+
+
+TINY = dataclasses.replace(gpu_programs.SMALL, width=64, inner=192, vocabulary=BYTES)
+SMALL = Sizes(TINY, 64, 2, 1, (4, 16), (4, 8))
+
+
+@dataclasses.dataclass(frozen=True)
+class Random:
+    """Build the engine of a model with random weights, in whatever process it is called."""
+
+    sizes: Sizes
+
+    def __call__(self):
+        from eejax.data.tokenizers import ByteTokenizer
+        from eejax.inference.batched_slots import BatchedEngine
+        from eejax.serving.messages import Built
+        from eejax.serving.models import batch_options
+        from experiments.gpu_check.decode import weights
+
+        own = self.sizes
+        config = own.model.config(own.context)
+        options = batch_options(config, None)
+        engine = BatchedEngine.make(weights(config), config, options, slots=own.clients)
+        return Built(engine, config, ByteTokenizer())
+
+
+def sizes(check: Check) -> Sizes:
+    return SMALL if check.small else Sizes()
+
+
+def run(check: Check) -> None:
+    if why := not_there(*NEEDED):
+        check.figures["skipped"] = why
+        return
+    own = sizes(check)
+    for name, threshold in (("no exits", 1.0), ("half leave early", 0.0)):
+        check.measure(name, partial(served, own, threshold, check.left))
+    check.measure("engine", lambda: alone(own))
+
+
+def programs(check: Check) -> Iterator[tuple[str, Callable]]:
+    """Yield the engine's loop."""
+    own = sizes(check)
+    config = own.model.config(own.context)
+    one = dict(config=config, slots=own.clients, cache=own.context, shaping=True, drafts=0)
+    yield f"served {own.clients} slots", partial(gpu_programs.slots, **one)
+
+
+def workload(own: Sizes) -> list[list[tuple[tuple[int, ...], int]]]:
+    """Draw (prompt, tokens to generate) of each client's requests."""
+    rng = np.random.default_rng(0)
+    draw = lambda pair: int(rng.integers(pair[0], pair[1] + 1))
+    ask = lambda: (tuple(rng.integers(32, 127, draw(own.prompt)).tolist()), draw(own.limit))
+    return [[ask() for _ in range(own.requests)] for _ in range(own.clients)]
+
+
+def served(own: Sizes, threshold: float, seconds: float) -> dict[str, Any]:
+    """Ask a server from as many clients as it has slots.
+
+    At threshold 0 every other client's tokens leave by the first exit, and the others' by none.
+    """
+    import httpx
+
+    from experiments.serving_runs import closed_loop, times_of
+
+    clients = workload(own)
+
+    async def ask(address: str):
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=address, timeout=600, limits=limits) as client:
+            fields = {"model": "m", "thresholds": threshold}
+            whole = {"model": "m", "thresholds": 1.0}
+            parts = [(clients[0::2], fields), (clients[1::2], whole)]
+            loops = [closed_loop(client, part, own) for part, own in parts if part]
+            return sum(await asyncio.gather(*loops), [])
+
+    with serving(Random(own), own.steps, min(seconds, START)) as address:
+        asyncio.run(ask(address))  # warms up
+        begin = time.perf_counter()
+        answers = asyncio.run(ask(address))
+        took = time.perf_counter() - begin
+    tokens = sum(len(a.times) for a in answers)
+    return dict(tokens_per_second=tokens / took, requests=len(answers), **times_of(answers))
+
+
+def alone(own: Sizes) -> dict[str, float]:
+    """Put the same requests through the engine's scheduler without a server."""
+    from eejax.inference.policy import ExitPolicy
+    from eejax.inference.scheduler import Scheduler
+    from experiments.serving_runs import through_scheduler
+
+    built, clients = Random(own)(), workload(own)
+    policy = ExitPolicy.make(built.config, 1)
+    tokens = sum(limit for client in clients for _, limit in client)
+    for _ in range(2):  # the first one compiles
+        scheduler = Scheduler(built.engine, built.config, steps=own.steps)
+        seconds, _ = through_scheduler(scheduler, clients, policy)
+    return dict(tokens_per_second=tokens / seconds)
+
+
+@contextlib.contextmanager
+def serving(build: Random, steps: int, wait: float) -> Iterator[str]:
+    """Serve a model as "m" in a thread, its engine in a process of its own; yield the address.
+
+    Raises:
+      RuntimeError: where it does not come up within `wait` seconds.
+    """
+    import uvicorn
+
+    from eejax.serving.app import app
+    from eejax.serving.metrics import Metrics
+    from eejax.serving.service import Service, ServiceOptions
+
+    found, begun = {}, threading.Event()
+
+    async def serve() -> None:
+        metrics = Metrics()
+        options = ServiceOptions(steps=steps, grace=1.0)
+        service = Service(build, options, watch=metrics.watch("m"))
+        try:
+            await service.start()
+            api = app({"m": service}, None, metrics)
+            config = uvicorn.Config(api, port=0, log_level="error", lifespan="off")
+            server = uvicorn.Server(config)
+            server.capture_signals = contextlib.nullcontext  # signals are the main thread's
+            running = asyncio.create_task(server.serve())
+            while not server.started:
+                await asyncio.sleep(0.01)
+            port = server.servers[0].sockets[0].getsockname()[1]
+            found.update(address=f"http://127.0.0.1:{port}", server=server)
+            begun.set()
+            await running
+        finally:
+            await service.stop()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    until = time.monotonic() + wait
+    while not begun.wait(0.1):
+        if not thread.is_alive() or time.monotonic() > until:
+            raise RuntimeError("the server did not start; the log says why, or time was up")
+    try:
+        yield found["address"]
+    finally:
+        found["server"].should_exit = True
+        thread.join(60)
