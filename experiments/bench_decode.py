@@ -4,7 +4,8 @@
 
 needs the peers of `make bench-env`. GPT-2-small's shape with random weights, float32, batch 1,
 greedy. Both libraries hold the same weights (checked: they generate the same tokens) and use the
-same cores; runs alternate in one process.
+same cores, or the same GPU where JAX is on one (`peer_device`; without TF32); runs alternate in one
+process.
 
 Reported: `decode_vs_transformers`, tokens/s of the engine "full" over transformers' `generate`,
 whole calls, prompt included; `exit_efficiency`, the smaller over exits at 1/4 and 1/2 depth of
@@ -22,6 +23,8 @@ import time
 import numpy as np
 from absl import app, flags
 
+from experiments import peer_device
+
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 _PAIRS = flags.DEFINE_integer("pairs", 15, "Pairs of runs to time.", lower_bound=2)
 _PROMPT = flags.DEFINE_integer("prompt", 64, "Tokens of the prompt.", lower_bound=1)
@@ -37,12 +40,14 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     cores = sorted(os.sched_getaffinity(0))[: _THREADS.value]
     os.sched_setaffinity(0, cores)  # before JAX starts: it makes a thread for each core it sees
+    device = peer_device.torch_device() if _PEER.value else None
     config, params = build()
     prompt = np.random.default_rng(1).integers(0, config.vocab_size, _PROMPT.value).tolist()
     result = {"threads": len(cores), "prompt": _PROMPT.value, "new": _NEW.value}
     result |= exits(config, params, prompt)
-    if _PEER.value:
-        result |= against_transformers(config, params, prompt, len(cores))
+    if device is not None:
+        with peer_device.exact_products(device):
+            result |= against_transformers(config, params, prompt, len(cores), device)
     for name, value in result.items():
         print(f"{name:32s} {value}")
     if _JSON.value:
@@ -135,7 +140,7 @@ def bytes_per_token(params, config, depth: int, length: int) -> int:
     return nbytes(slice_layers(params["layers"], 0, depth)) + head + cache
 
 
-def against_transformers(config, params, prompt, threads: int) -> dict:
+def against_transformers(config, params, prompt, threads: int, device: str) -> dict:
     """Whole calls of the engine "full" and of transformers' `generate`."""
     import torch
 
@@ -143,8 +148,8 @@ def against_transformers(config, params, prompt, threads: int) -> dict:
     from eejax.inference import Generator
 
     torch.set_num_threads(threads)
-    model = peer(params)
-    ids = torch.tensor([prompt])
+    model = peer(params).to(device)
+    ids = torch.tensor([prompt], device=device)
     full = Generator.make(params, config, "full")
 
     def ours():
@@ -170,6 +175,7 @@ def against_transformers(config, params, prompt, threads: int) -> dict:
         "decode_vs_transformers_interval": [ratio.low, ratio.high],
         "tokens_per_second": _NEW.value / float(np.median(times[1])),
         "transformers_tokens_per_second": _NEW.value / float(np.median(times[0])),
+        "peer_device": peer_device.described(device),
     }
 
 

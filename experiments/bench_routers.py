@@ -32,7 +32,7 @@ import numpy as np
 from absl import flags
 
 from eejax.common.errors import ConfigError
-from experiments import launch
+from experiments import launch, peer_device
 from experiments.windows import BATCH, LENGTH, batches, cut, divided, given, prompts
 
 _MODEL = flags.DEFINE_string("model", None, "A checkpoint of bytes; tinylm by default.")
@@ -80,6 +80,7 @@ def main() -> None:
         timed["tuned"] = decoder(tuned.params, tuned.config, "recompute", asked, **point)
     if _TIDE.value:
         peer = Tide(folder)
+        result["peer_device"] = peer_device.described(peer.device)
         launch.say("calibrating TIDE ...")
         result["tide_calibration_seconds"] = peer.calibrate(windows)
         launch.say(f"... {result['tide_calibration_seconds']:.1f} s; judging ...")
@@ -219,9 +220,9 @@ class Tide:
 
         self.torch, self.transformers = torch, transformers
         torch.set_num_threads(os.cpu_count())
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32
-        ).eval()
+        self.device = peer_device.torch_device()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = self.model.eval().to(self.device)
         self.runtime = None
 
     def calibrate(self, windows: np.ndarray) -> float:
@@ -246,7 +247,7 @@ class Tide:
         return seconds
 
     def _tokenize(self, texts, **_):
-        ids = self.torch.tensor([[ord(c) for c in text] for text in texts])
+        ids = self.torch.tensor([[ord(c) for c in text] for text in texts], device=self.device)
         return self.transformers.BatchEncoding(
             {"input_ids": ids, "attention_mask": self.torch.ones_like(ids)}
         )
@@ -261,13 +262,14 @@ class Tide:
         with torch.no_grad():
             for begin in range(0, len(windows), BATCH):
                 ids = torch.tensor(windows[begin : begin + BATCH, :-1].astype(np.int64))
-                seen = self.model(ids, output_hidden_states=True)
+                seen = self.model(ids.to(self.device), output_hidden_states=True)
                 hidden = seen.hidden_states
-                top = lambda h: runtime._lm_head(h).argmax(-1).reshape(-1).numpy()
+                top = lambda h: runtime._lm_head(h).argmax(-1).reshape(-1).cpu().numpy()
                 exits = [hidden[layer] for layer in range(1, n_layers)]
-                row = [runtime._score_router(h, i).reshape(-1).numpy() for i, h in enumerate(exits)]
+                row = [runtime._score_router(h, i).reshape(-1) for i, h in enumerate(exits)]
+                row = [scores.cpu().numpy() for scores in row]
                 said.append(np.stack([*row, np.zeros_like(row[0])]))
-                final = seen.logits.argmax(-1).reshape(-1).numpy()
+                final = seen.logits.argmax(-1).reshape(-1).cpu().numpy()
                 tokens.append(np.stack([*(top(runtime._final_norm(h)) for h in exits), final]))
                 twice.append(top(runtime._final_norm(hidden[-1])))
         tokens = np.concatenate(tokens, 1).astype(np.int32)
@@ -284,7 +286,7 @@ class Tide:
         self.runtime.config.exit_threshold = threshold
 
         def run(i: int) -> int:
-            ids = self.torch.tensor([prompts[i % len(prompts)]])
+            ids = self.torch.tensor([prompts[i % len(prompts)]], device=self.device)
             out = self.runtime.generate(ids, max_new_tokens=_NEW.value, temperature=0.0)
             return out.shape[1] - ids.shape[1]
 

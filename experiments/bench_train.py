@@ -4,7 +4,8 @@
 
 needs the peers of `make bench-env`. Both train the same Llama in float32 on the same batch:
 forward, backward, clipping by global norm, AdamW. Steps alternate in one process on the same
-cores, after a check that both models compute the same loss from the same weights.
+cores, after a check that both models compute the same loss from the same weights. Where JAX is on a
+GPU, so is PyTorch (`peer_device`), and neither multiplies in TF32.
 
 Reported: `train_vs_transformers`, the ratio of tokens/s, exits off (median over pairs of steps,
 with a 95 % bootstrap interval); `exit_temp_bytes_ratio`, the largest growth of XLA's temporary
@@ -19,6 +20,8 @@ import time
 
 import numpy as np
 from absl import app, flags
+
+from experiments import peer_device
 
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 _PAIRS = flags.DEFINE_integer("pairs", 20, "Pairs of steps to time.", lower_bound=2)
@@ -36,10 +39,12 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     cores = sorted(os.sched_getaffinity(0))[: _THREADS.value]
     os.sched_setaffinity(0, cores)  # before JAX starts: it makes a thread for each core it sees
+    device = peer_device.torch_device()
     sizes = [temporary_bytes(n) for n in range(_MAX_EXITS.value + 1)]
     logits = BATCH * LENGTH * VOCAB * 4
     growth = [(size - sizes[0]) / n / logits for n, size in enumerate(sizes) if n]
-    ours, theirs, losses = time_pairs(len(cores))
+    with peer_device.exact_products(device):
+        ours, theirs, losses = time_pairs(len(cores), device)
     result = summary(ours, theirs) | {
         "exit_temp_bytes_ratio": max(growth),
         "exit_temp_bytes_ratios": growth,
@@ -47,6 +52,7 @@ def main(argv: list[str]) -> None:
         "first_losses": losses,
         "threads": len(cores),
         "remat": _REMAT.value,
+        "peer_device": peer_device.described(device),
     }
     low, high = result["train_vs_transformers_interval"]
     print(f"eejax {result['tokens_per_second']:.0f}, transformers "
@@ -101,7 +107,7 @@ def temporary_bytes(exits: int) -> int:
     return train_step.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
 
-def time_pairs(threads: int) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
+def time_pairs(threads: int, device: str) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
     """Seconds of our steps and theirs, pair by pair, and each side's loss before its first."""
     import jax
     import torch
@@ -117,11 +123,11 @@ def time_pairs(threads: int) -> tuple[np.ndarray, np.ndarray, tuple[float, float
     batch = step.put_batch({"tokens": tokens, "labels": labels}, mesh)
 
     torch.set_num_threads(threads)
-    model = peer(train_state.params)
+    model = peer(train_state.params).to(device)
     adam = torch.optim.AdamW(
         model.parameters(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True
     )
-    ids = torch.tensor(tokens, dtype=torch.long)
+    ids = torch.tensor(tokens, dtype=torch.long, device=device)
 
     def ours():
         nonlocal train_state

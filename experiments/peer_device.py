@@ -1,0 +1,49 @@
+"""Where PyTorch runs when it is timed beside JAX: on the kind of device that JAX is on."""
+
+from __future__ import annotations
+
+import contextlib
+
+from eejax.common.errors import ConfigError
+
+
+def torch_device() -> str:
+    """Return PyTorch's name of the device that JAX computes on: "cuda" or "cpu".
+
+    Raises:
+      ConfigError: where JAX is on a GPU and PyTorch cannot be.
+    """
+    import jax
+
+    if jax.default_backend() != "gpu":
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    raise ConfigError(
+        f"JAX computes on {jax.devices()[0].device_kind}, and this PyTorch ({torch.__version__}) "
+        "has no CUDA: a GPU beside a CPU compares nothing. Install PyTorch for CUDA, set "
+        "JAX_PLATFORMS=cpu, or leave the peer out where the command has a flag for that."
+    )
+
+
+def described(device: str) -> str:
+    """Name a device of PyTorch's for a result."""
+    if device != "cuda":
+        return device
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def exact_products(device: str) -> contextlib.AbstractContextManager:
+    """Have JAX multiply float32 as PyTorch does by default, which is not in TF32.
+
+    On a CPU both do so anyway.
+    """
+    if device != "cuda":
+        return contextlib.nullcontext()
+    import jax
+
+    return jax.default_matmul_precision("highest")

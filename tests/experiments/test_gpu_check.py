@@ -1,0 +1,209 @@
+"""experiments.gpu_check, as far as it goes without a GPU."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+from launchers import call, functions_of
+
+from eejax.common.errors import ConfigError
+from experiments.gpu_check import stages, torch_peer, traces
+from experiments.gpu_check.check import Check
+from experiments.gpu_check.stages import STAGES, Settings, Stage
+
+CHECK = "experiments.gpu_check.__main__"
+
+RAISING = """
+HOLDS_DEVICE = False
+
+def run(check):
+    check.measure("before", lambda: 1)
+    check.measure("wrong", lambda: 1 / 0)
+    check.measure("behind", lambda: 2)
+    raise ValueError("the stage itself")
+"""
+
+SLOW = """
+import time
+
+HOLDS_DEVICE = False
+
+def run(check):
+    check.measure("first", lambda: 1)
+    check.measure("second", lambda: time.sleep(SECONDS))
+    check.measure("third", lambda: 3)
+"""
+
+ONE_PROGRAM = """
+from functools import partial
+
+from experiments.gpu_check import smoke
+
+def programs(check):
+    yield "scatter", partial(smoke._compiled, smoke.specs("scatter", True)[0])
+
+def run(check):
+    check.measure("rehearsed", lambda: check.small)
+"""
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """A function that writes a module where the stages' processes find it."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def write(name: str, text: str) -> Stage:
+        (tmp_path / f"{name}.py").write_text(text)
+        return Stage(name, name)
+
+    return write
+
+
+def settings(tmp_path, **own) -> Settings:
+    return Settings(tmp_path / "out", **(dict(seconds=120.0, small=True) | own))
+
+
+def test_smoke_and_training_on_a_cpu(tmp_path, monkeypatch, capsys, one_device):
+    monkeypatch.setenv("XLA_FLAGS", one_device)
+    call(CHECK, "--stages=smoke,train", "--small", f"--out={tmp_path}", "--seconds=200")
+    smoke, train = map(json.loads, capsys.readouterr().out.splitlines())
+    assert smoke["ok"] and train["ok"], (smoke.get("error"), train.get("error"))
+    figures = smoke["figures"]
+    assert figures["device"] == "cpu" and figures["copy_bytes_per_second"] > 0
+    assert figures["norm_router"]["worst"]["float32"] < 1e-4
+    assert figures["head_confidence"]["worst"]["bfloat16"] < 1e-2
+    for name in ("350M", "1.3B"):
+        own = train["parts"][name]["figures"]
+        assert own["1 exits"]["time_over_no_exits"] > 0 and own["0 exits"]["ms"] > 0
+        losses = own["0 exits"]["losses"]
+        assert losses[-1] < losses[0]
+    expected = torch_peer.not_there(cuda=False)
+    assert train["parts"]["torch"]["figures"].get("torch") == expected
+    whole = json.loads((tmp_path / "train.json").read_text())
+    assert whole["parts"].keys() == train["parts"].keys()
+    assert not [*tmp_path.glob("*.partial.json")]
+
+
+def test_a_stage_that_raises_ends_with_its_line_and_others_go_on(tmp_path, modules):
+    pair = modules("raising", RAISING), modules("also", RAISING.replace("1 / 0", "3"))
+    first, second = stages.run(pair, settings(tmp_path))
+    for result in (first, second):
+        assert not result["ok"] and result["figures"]["before"] == 1
+        assert result["figures"]["behind"] == 2
+        assert "status 1" in result["error"]
+    assert "ZeroDivisionError" in first["errors"]["wrong"]
+    said = (tmp_path / "out" / "raising.txt").read_text()
+    assert "ZeroDivisionError" in said and "the stage itself" in said
+
+
+def test_a_stage_ends_at_its_time_limit_with_what_it_has(tmp_path, modules):
+    slow = modules("slow", SLOW.replace("SECONDS", "60"))
+    (result,) = stages.run([slow], settings(tmp_path, seconds=6.0))
+    assert not result["ok"] and "time limit of 6 s" in result["error"]
+    assert result["figures"] == {"first": 1} and result["seconds"] < 20
+
+
+def test_what_no_time_is_left_for_is_named(tmp_path):
+    check = Check("", tmp_path, "own", True, "h100", deadline=-math.inf)
+    assert check.measure("late", lambda: 1) is None
+    told = json.loads((tmp_path / "own.partial.json").read_text())
+    assert told == {"not_measured": ["late"]}
+
+
+def test_a_dry_run_compiles_and_rehearses(tmp_path, modules, for_cuda, monkeypatch):
+    one = modules("one_program", ONE_PROGRAM)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    (result,) = stages.run([one], settings(tmp_path, small=False, dry_run=True))
+    assert result["ok"], result
+    compiled, rehearsed = result["parts"]["compile"], result["parts"]["rehearse"]
+    assert compiled["figures"]["card"].startswith("NVIDIA H100")
+    assert compiled["figures"]["scatter"]["host_decisions"] == 0
+    assert rehearsed["figures"] == {"device": "cpu", "rehearsed": True}
+
+
+def test_a_dry_run_says_that_the_compiler_is_missing(tmp_path, modules, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))  # where no plugin lies
+    one = modules("one_program", ONE_PROGRAM)
+    (result,) = stages.run([one], settings(tmp_path, dry_run=True))
+    assert not result["ok"]
+    assert "jax-cuda12-pjrt" in result["parts"]["compile"]["figures"]["skipped"]
+    assert result["parts"]["rehearse"]["figures"]["rehearsed"] is True
+
+
+def test_an_unknown_stage_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="--stages = smoek: must be among smoke, decode"):
+        call(CHECK, "--stages=smoek", f"--out={tmp_path}")
+    chosen = functions_of(CHECK).chosen
+    assert chosen(["all"]) == [*STAGES]
+    assert [stage.name for stage in chosen(["train", "smoke"])] == ["train", "smoke"]
+
+
+def test_stages_have_what_is_run_of_them():
+    for stage in STAGES:
+        module = functions_of(stage.module)
+        assert callable(module.run) and callable(module.programs)
+
+
+def event(name: str, tid: int, ts: float, dur: float, pid: int = 1) -> dict:
+    return dict(ph="X", pid=pid, tid=tid, name=name, ts=ts, dur=dur)
+
+
+def test_a_trace_of_a_gpu_is_read(tmp_path):
+    named = lambda kind, name, tid=0, pid=1: dict(
+        ph="M", pid=pid, tid=tid, name=kind, args={"name": name}
+    )
+    events = [
+        named("process_name", "/device:GPU:0"),
+        named("process_name", "/host:CPU", pid=2),
+        named("thread_name", "Stream #13(Compute)", 13),
+        named("thread_name", "Stream #14(MemcpyD2H)", 14),
+        named("thread_name", "XLA Ops", 15),
+        event("fusion_1", 13, 0, 10),
+        event("fusion_1", 13, 20, 10),
+        event("gemm", 13, 40, 5),
+        event("MemcpyD2H", 14, 42, 8),
+        event("fusion_1", 15, 0, 10),  # the same again, by operation
+        event("Buffer::Await", 1, 0, 50, pid=2),
+    ]
+    path = tmp_path / "t.trace.json.gz"
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    found = traces.of_events(traces.read(path))
+    assert found["kernels"] == 3 and found["host_waits"] == 1
+    assert found["copies"] == {"MemcpyD2H": 1, "MemcpyH2D": 0, "MemcpyD2D": 0}
+    assert found["busy_ms"] == pytest.approx(0.030)
+    assert found["names"] == {"fusion_1": [2, 0.02], "gemm": [1, 0.005]}
+
+
+def test_texts_are_compared_up_to_their_first_difference():
+    decode = functions_of("experiments.gpu_check.decode")
+    fields = dict(
+        tokens=np.array([[1, 2, 3], [4, 5, 6]]),
+        exits=np.array([[0, 0, 1], [1, 1, 1]]),
+        margins=np.array([[1.0, 1e-6, 2.0], [1.0, 0.5, 2.0]]),
+    )
+    oracle = type("Oracle", (), fields)
+    tokens = np.array([[1, 9, 3], [4, 7, 6]])
+    found = decode.differences(oracle, tokens, oracle.exits, 1e-4)
+    assert found == dict(tokens=2, near_ties=1, others=1, margins=[1e-6, 0.5])
+
+
+def test_exits_are_apportioned():
+    batch = functions_of("experiments.gpu_check.batch")
+    config = batch.SMALL.model.config(64)
+    for slots in (8, 64):
+        leaving = batch.drawn(config, slots) == 0
+        assert leaving.sum(0).tolist() == [slots // 2, slots // 4]
+
+
+def test_a_peer_trains():
+    pytest.importorskip("torch")
+    size = functions_of("experiments.gpu_programs").Size(2, 32, 2, 64, 96)
+    found = torch_peer.trained(size, 2, 16, 3, "cpu")
+    assert found["losses"][-1] < found["losses"][0]
+    assert found["peer_device"] == "cpu"
