@@ -50,7 +50,7 @@ class Sizes:
     steps: int = 4
 
 
-TINY = dataclasses.replace(gpu_programs.SMALL, width=64, inner=192, vocabulary=BYTES)
+TINY = gpu_programs.Size(layers=2, width=64, heads=2, inner=192, vocabulary=BYTES, exits=(1,))
 SMALL = Sizes(TINY, 64, 2, 1, (4, 16), (4, 8))
 
 
@@ -82,9 +82,13 @@ def run(check: Check) -> None:
     if why := not_there(*NEEDED):
         check.figures["skipped"] = why
         return
-    own = sizes(check)
-    for name, threshold in (("no exits", 1.0), ("half leave early", 0.0)):
-        check.measure(name, partial(served, own, threshold, check.left))
+    own, server = sizes(check), contextlib.ExitStack()
+    with server:
+        up = lambda: server.enter_context(serving(Random(own), own.steps, min(check.left, START)))
+        address = check.measure("address", up)
+        if address is not None:
+            for name, threshold in (("no exits", 1.0), ("half leave early", 0.0)):
+                check.measure(name, partial(asked, own, address, threshold))
     check.measure("engine", lambda: alone(own))
 
 
@@ -104,7 +108,7 @@ def workload(own: Sizes) -> list[list[tuple[tuple[int, ...], int]]]:
     return [[ask() for _ in range(own.requests)] for _ in range(own.clients)]
 
 
-def served(own: Sizes, threshold: float, seconds: float) -> dict[str, Any]:
+def asked(own: Sizes, address: str, threshold: float) -> dict[str, Any]:
     """Ask a server from as many clients as it has slots.
 
     At threshold 0 every other client's tokens leave by the first exit, and the others' by none.
@@ -115,20 +119,19 @@ def served(own: Sizes, threshold: float, seconds: float) -> dict[str, Any]:
 
     clients = workload(own)
 
-    async def ask(address: str):
+    async def ask():
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=address, timeout=600, limits=limits) as client:
             fields = {"model": "m", "thresholds": threshold}
             whole = {"model": "m", "thresholds": 1.0}
             parts = [(clients[0::2], fields), (clients[1::2], whole)]
-            loops = [closed_loop(client, part, own) for part, own in parts if part]
+            loops = [closed_loop(client, part, rules) for part, rules in parts if part]
             return sum(await asyncio.gather(*loops), [])
 
-    with serving(Random(own), own.steps, min(seconds, START)) as address:
-        asyncio.run(ask(address))  # warms up
-        begin = time.perf_counter()
-        answers = asyncio.run(ask(address))
-        took = time.perf_counter() - begin
+    asyncio.run(ask())  # warms up
+    begin = time.perf_counter()
+    answers = asyncio.run(ask())
+    took = time.perf_counter() - begin
     tokens = sum(len(a.times) for a in answers)
     return dict(tokens_per_second=tokens / took, requests=len(answers), **times_of(answers))
 

@@ -69,7 +69,7 @@ def settings(tmp_path, **own) -> Settings:
 
 
 def test_smoke_and_training_on_a_cpu(tmp_path, monkeypatch, capsys, one_device):
-    monkeypatch.setenv("XLA_FLAGS", one_device)
+    monkeypatch.setenv("XLA_FLAGS", f"{one_device} --xla_backend_optimization_level=0")
     call(CHECK, "--stages=smoke,train", "--small", f"--out={tmp_path}", "--seconds=200")
     smoke, train = map(json.loads, capsys.readouterr().out.splitlines())
     assert smoke["ok"] and train["ok"], (smoke.get("error"), train.get("error"))
