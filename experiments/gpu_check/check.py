@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import pathlib
@@ -96,10 +97,12 @@ def on_gpu() -> bool:
 
 def not_there(*modules: str) -> str | None:
     """Return a sentence naming the first module that cannot be imported, None if all can."""
-    import importlib.util
-
-    missing = [m for m in modules if importlib.util.find_spec(m) is None]
-    return f"{missing[0]}: not there" if missing else None
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            return f"{name}: not there ({error})"
+    return None
 
 
 def median_seconds(run: Callable[[], Any], repeats: int, before: Callable[[], Any] = lambda: None):
