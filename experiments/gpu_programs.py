@@ -273,7 +273,7 @@ def scores(program, length: int) -> int:
         for type_, n in hlo.temporaries(program).items()
         if type_.startswith("f32")
         and type_ not in known
-        and len(hlo.shape(type_)) > 1
+        and len(hlo.shape(type_)) > 2
         and hlo.shape(type_)[-1] in of_blocks
     ]
     return max(found, default=0)
