@@ -273,7 +273,7 @@ def scores(program, length: int) -> int:
         for type_, n in hlo.temporaries(program).items()
         if type_.startswith("f32")
         and type_ not in known
-        and len(hlo.shape(type_)) > 1
+        and len(hlo.shape(type_)) > 2
         and hlo.shape(type_)[-1] in of_blocks
     ]
     return max(found, default=0)
@@ -321,6 +321,7 @@ def measured(card, name: str, made: Compiled) -> dict[str, Any]:
 
 def main() -> None:
     import pathlib
+    import time
 
     from eejax.analysis import table
     from eejax.kernels import aot
@@ -330,8 +331,10 @@ def main() -> None:
     for name, make in programs(_SMALL.value):
         if _ONLY.value and not any(name.startswith(n) for n in _ONLY.value):
             continue
+        begin = time.perf_counter()
         made = make(card)
-        result[name] = measured(card, name, made)
+        seconds = time.perf_counter() - begin
+        result[name] = measured(card, name, made) | {"compiled_in_s": seconds}
         if _TEXT.value:
             folder = pathlib.Path(_TEXT.value)
             folder.mkdir(parents=True, exist_ok=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import pathlib
 import sys
 from collections.abc import MutableMapping
+
+from eejax.common.paths import expanded
 
 PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 GRAPHS = "--xla_gpu_enable_command_buffer"
@@ -31,7 +32,7 @@ def apply(environ: MutableMapping[str, str] = os.environ) -> None:
         environ["XLA_FLAGS"] = f"{given} {GRAPHS}=+WHILE".strip()
     if CACHE not in environ:
         home = environ.get("XDG_CACHE_HOME") or "~/.cache"
-        environ[CACHE] = str(pathlib.Path(home).expanduser() / "eejax" / "compiled")
+        environ[CACHE] = str(expanded(home) / "eejax" / "compiled")
         if environ is os.environ and "jax" in sys.modules:  # it has read the environment by now
             sys.modules["jax"].config.update("jax_compilation_cache_dir", environ[CACHE])
 

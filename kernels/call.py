@@ -149,7 +149,6 @@ def available() -> bool:
     return True
 
 
-@functools.cache
 def _of_gpu() -> int | None:
     """Compute capability of this machine's first GPU."""
     if jax.default_backend() != "gpu":

@@ -20,12 +20,16 @@ BYTES = {
 
 FREE = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id",
-    "replica-id", "copy-done", "all-reduce-done", "async-done", "opt-barrier", "add-dependency",
+    "replica-id", "copy-done", "all-reduce-done", "async-done", "fusion-done", "opt-barrier",
+    "add-dependency",
 }  # fmt: skip
 """Instructions that start nothing on the device."""
 
 NESTED = {"conditional", "while", "call"}
 SLICES = {"dynamic-slice", "slice", "gather"}
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+"""Operations whose result may take an operand's place, and the number of what they write."""
+
 GEMMS = ("__cublas$gemm", "__cublas$lt$matmul")
 ATTENTION = "__cudnn$fmha"
 UNGRAPHED = ("triton_kernel_call",)
@@ -347,8 +351,8 @@ def _cost(program: Program, rates: Rates, computation: str, i: Instruction) -> C
     """An instruction's own."""
     types = {j.name: j.type for j in program.computations[computation]}
     operands = [types.get(name, "") for name in i.operands]
-    if i.op == "fusion":
-        moved, flops = _fusion(program, i.called[0], operands, i.type)
+    if i.op in ("fusion", "fusion-start"):
+        moved, flops = _fusion(program, i.called[0])
         for inner in program.computations[i.called[0]]:  # a call, and what cuts out its operands
             moved -= _aliased(inner) if inner.op == "custom-call" else 0
     elif i.op == "custom-call":
@@ -372,48 +376,63 @@ def _aliased(i: Instruction) -> int:
     return sum(nbytes(parts[int(n)]) for n in found)
 
 
-def _fusion(program: Program, name: str, operands: list[str], out: str) -> tuple[float, float]:
+def _fusion(program: Program, name: str) -> tuple[float, float]:
     """(bytes, operations) of a fusion: of an operand that it slices only what it takes."""
     body = program.computations[name]
     types = {j.name: j.type for j in body}
-    source = {j.name: j.operands[0] for j in body if j.op in ("bitcast", "reshape") and j.operands}
+    reads, written = _reads(program, name)
+    moved = sum(min(n, nbytes(types[parameter])) for parameter, n in reads.items())
+    return moved + written, _products(program, name)
+
+
+def _reads(program: Program, name: str) -> tuple[dict[str, float], float]:
+    """(bytes read of each parameter, infinite for all of it; bytes written) of a fusion's body."""
+    body = program.computations[name]
+    types = {j.name: j.type for j in body}
+    same = {j.name: j.operands[0] for j in body if j.op in ("bitcast", "reshape") and j.operands}
 
     def origin(n: str) -> str:
-        while n in source:
-            n = source[n]
+        while n in same:
+            n = same[n]
         return n
 
-    flops, updated, moved = 0.0, set(), 0.0
-    reads: dict[str, float] = {}
+    reads = {j.name: 0.0 for j in body if j.op == "parameter"}
     root = next(j for j in body if j.root)
     results = {origin(n) for n in (root.operands if root.op == "tuple" else (root.name,))}
-    written = float(nbytes(out))
+    written = float(nbytes(root.type))
     for j in body:
-        if j.op == "dot":
-            flops += _dot(j, [types.get(n, "") for n in j.operands])
-        elif j.op == "fusion":
-            inner = [types.get(n, "") for n in j.operands]
-            flops += _fusion(program, j.called[0], inner, j.type)[1]
-        if j.op in source.values() or j.op in ("bitcast", "reshape", "parameter", "tuple"):
+        if j.op in ("bitcast", "reshape", "parameter", "tuple"):
             continue
-        for k, n in enumerate(j.operands):
+        inner: dict[str, float] = {}
+        if j.op == "fusion":
+            inner, _ = _reads(program, j.called[0])
+        for k, (n, own) in enumerate(zip(j.operands, inner or j.operands, strict=False)):
             base = origin(n)
-            if j.op in SLICES and k == 0:
-                reads[base] = reads.get(base, 0.0) + nbytes(j.type)
-            elif j.op in ("dynamic-update-slice", "scatter") and k == 0 and j.name in results:
-                update = types.get(j.operands[1 if j.op == "dynamic-update-slice" else 2], "")
-                written += nbytes(update) - nbytes(j.type)
-                updated.add(base)
+            if base not in reads:
+                continue
+            if j.op == "fusion":
+                reads[base] += inner[own]
+            elif j.op in SLICES and k == 0:
+                reads[base] += nbytes(j.type)
+            elif j.op in UPDATES and k == 0 and j.name in results:
+                continue  # the result takes its place
             else:
                 reads[base] = math.inf
-    for j in body:
-        if j.op == "parameter":
-            whole = nbytes(j.type)
-            if j.name in reads:
-                moved += min(reads[j.name], whole)
-            elif j.name not in updated:
-                moved += whole
-    return moved + max(written, 0.0), flops
+        if j.op in UPDATES and j.name in results:
+            written += nbytes(types.get(j.operands[UPDATES[j.op]], "")) - nbytes(j.type)
+    return reads, max(written, 0.0)
+
+
+def _products(program: Program, name: str) -> float:
+    """Operations of a fusion's products."""
+    types = {j.name: j.type for j in program.computations[name]}
+    total = 0.0
+    for j in program.computations[name]:
+        if j.op == "dot":
+            total += _dot(j, [types.get(n, "") for n in j.operands])
+        elif j.op == "fusion":
+            total += _products(program, j.called[0])
+    return total
 
 
 def _dot(i: Instruction, operands: list[str]) -> float:

@@ -51,6 +51,7 @@ class PartialModel(Stepped):
         self.host = on_host(params, config)
         # With the same buckets at every depth: each has one program then, however it came to be.
         options = (options or BatchOptions()).of_slots(self.slots[0])
+        options = options.of_context(context or config.context_length)
         self._options = dataclasses.replace(options, grows=True)
         options = dataclasses.replace(self._options, max_depth=depth)
         engine = BatchedEngine.make(

@@ -1,0 +1,95 @@
+"""Engines traced for a GPU and run on a CPU: other forms with the same tokens."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from near_ties import assert_same
+
+from eejax.inference import Generator
+from eejax.inference.batched_slots import BatchedEngine
+from eejax.inference.policy import ExitPolicy
+from eejax.inference.scheduler import Scheduler
+from eejax.kernels import call
+from eejax.models import layers, mixing, params
+from eejax.models.config import ExitConfig, ModelConfig
+
+# A feed-forward width of no multiple of 64, and windows and fewer heads of keys in some layers.
+CONFIG = ModelConfig(
+    vocab_size=61, n_layers=3, d_model=32, n_heads=4, n_kv_heads=2, d_ff=40, context_length=64,
+    sliding_window=(None, 6, None), head="own",
+    exits=(ExitConfig(1, head="own"), ExitConfig(2, mlp=True, block=True, head="own")),
+)  # fmt: skip
+NEW = 8
+PROMPTS = [np.random.default_rng(i).integers(0, 61, n).tolist() for i, n in enumerate((3, 9, 5))]
+RULES = dict(gate="max_probability", threshold=[0.3, 0.2])
+
+
+@pytest.fixture(scope="module")
+def model():
+    p = params.init(CONFIG, jax.random.key(5))
+    return jax.tree.map_with_path(
+        lambda path, a: a * 6.0 if "head" in jax.tree_util.keystr(path) else a, p
+    )
+
+
+@pytest.fixture(params=["operations", "kernels"])
+def for_gpu(request, monkeypatch):
+    """Forms for a GPU, with XLA's attention or that of the kernel, by its reference here."""
+    monkeypatch.setattr(call, "by_kernels", lambda: request.param == "kernels")
+    with call.compute_capability(90), call.implementation("reference"):
+        yield
+
+
+def run(model, engine: str, prompts=PROMPTS):
+    own = dict(threshold=1.0) if engine in ("full", "speculative") else RULES
+    return Generator.make(model, CONFIG, engine).generate(prompts, NEW, **own)
+
+
+@pytest.fixture(scope="module")
+def want(model):
+    return {name: run(model, name) for name in ("full", "posthoc", "propagate")}
+
+
+@pytest.mark.parametrize("engine", ["full", "recompute", "propagate", "speculative"])
+def test_tokens_are_those_of_a_cpu(engine, model, want, for_gpu):
+    got = run(model, engine)
+    if engine == "recompute":
+        assert assert_same(want["posthoc"], got) <= 1
+    else:
+        tokens = want.get(engine, want["full"]).tokens
+        np.testing.assert_array_equal(got.tokens, tokens)
+
+
+@pytest.mark.parametrize("engine", ["full", "recompute"])
+def test_one_row_is_multiplied_as_two(engine, model, want, for_gpu):
+    got = run(model, engine, PROMPTS[:1])
+    tokens = want["full" if engine == "full" else "posthoc"].tokens[:1]
+    np.testing.assert_array_equal(got.tokens, tokens)
+
+
+def test_slots(model, want, for_gpu):
+    engine = BatchedEngine.make(model, CONFIG, slots=2)
+    assert engine.options.chunk == CONFIG.context_length  # and at most 512
+    scheduler = Scheduler(engine, CONFIG)
+    policy = ExitPolicy.make(CONFIG, 1, [RULES["threshold"]], gate=RULES["gate"])
+    numbers = [scheduler.submit(prompt, NEW, policy=policy) for prompt in PROMPTS]
+    outputs = scheduler.run()
+    got = [[t.id for o in outputs if o.number == n for t in o.tokens] for n in numbers]
+    assert got == want["posthoc"].tokens.tolist()
+
+
+def test_a_wider_mlp_says_the_same(model):
+    p = jax.tree.map(lambda a: a[0], model["layers"])["mlp"]
+    wide = layers.padded(p)
+    assert wide["down"].shape[0] == wide["gate"].shape[1] == 64
+    x = jax.random.normal(jax.random.key(0), (2, 3, CONFIG.d_model))
+    np.testing.assert_array_equal(layers.mlp(wide, x, CONFIG), layers.mlp(p, x, CONFIG))
+
+
+def test_spans_cover_every_row():
+    packed = mixing.spans(np.array([5, 0], np.int32), 100)
+    assert packed.width == 64 and packed.first.tolist() == [0, 64, 100, 164]
+    assert packed.slot.tolist() == [0] * 100 + [1] * 100
+    assert packed.position.tolist() == [*range(5, 105), *range(100)]
