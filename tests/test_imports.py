@@ -139,6 +139,21 @@ def test_every_name_that_is_imported_from_eejax_exists():
     assert files and not missing
 
 
+def test_no_launcher_is_imported():
+    """A launcher defines flags, and absl has one set of them in a process."""
+    sources = {f: f.read_text() for f in (ROOT / "experiments").rglob("*.py")}
+    own = {f: (*f.relative_to(ROOT).parent.parts, f.stem) for f in sources}
+    launchers = {own[f] for f, text in sources.items() if "launch.run(main" in text}
+    tests = {f: f.read_text() for f in (ROOT / "tests").rglob("*.py")}
+    wrong = [
+        f"{file.relative_to(ROOT)}: {'.'.join(name)}"
+        for file, text in (sources | tests).items()
+        for name in imported(text, file.relative_to(ROOT).parent.parts)
+        if name in launchers or name[:-1] in launchers
+    ]
+    assert len(launchers) > 20 and not wrong
+
+
 def exists(name: tuple[str, ...]) -> bool:
     """Return whether a dotted name is a module, or a value in one."""
     module = importlib.import_module(".".join(name[:-1]))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import gpu_programs
+from experiments import card_programs
 from experiments.batch_runs import Steady
 from experiments.gpu_check.check import Check
 from experiments.gpu_check.decode import prompts, weights
@@ -34,7 +34,7 @@ class Sizes:
       repeats: timed runs.
     """
 
-    model: gpu_programs.Size = gpu_programs.BILLION
+    model: card_programs.Size = card_programs.BILLION
     context: int = 2048
     prompt: int = 512
     new: int = 64
@@ -43,7 +43,7 @@ class Sizes:
     repeats: int = 5
 
 
-SMALL = Sizes(gpu_programs.SMALL, 64, 24, 8, (8, 16), 40, 2)
+SMALL = Sizes(card_programs.SMALL, 64, 24, 8, (8, 16), 40, 2)
 
 
 def sizes(check: Check) -> Sizes:
@@ -67,7 +67,7 @@ def programs(check: Check) -> Iterator[tuple[str, Callable]]:
     for slots in (2,) if check.small else (8, 64):
         for chunk in own.chunks:
             one = dict(config=config, slots=slots, cache=own.context, chunk=chunk, drafts=0)
-            yield f"batched {slots} slots, chunk {chunk}", partial(gpu_programs.slots, **one)
+            yield f"batched {slots} slots, chunk {chunk}", partial(card_programs.slots, **one)
 
 
 def drawn(config, slots: int, seed: int = 0) -> np.ndarray:

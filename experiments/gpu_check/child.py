@@ -57,9 +57,9 @@ def compile_all(check: Check, module) -> None:
 def _told(made) -> dict[str, float]:
     """Describe a program: how much memory it takes, and what the host decides in it."""
     from eejax.analysis import hlo
-    from experiments import gpu_programs
+    from experiments import card_programs
 
-    own = isinstance(made, gpu_programs.Compiled)
+    own = isinstance(made, card_programs.Compiled)
     program = hlo.parse(made.text if own else made.as_text())
     memory = made.memory if own else made.memory_analysis()
     return dict(

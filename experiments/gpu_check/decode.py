@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import gpu_programs
+from experiments import card_programs
 from experiments.gpu_check import traces
 from experiments.gpu_check.check import Check, copy_rate, median_seconds, on_gpu
 
@@ -36,8 +36,8 @@ class Sizes:
       width: a factor of random weights: texts of larger ones vary, and are seldom nearly tied.
     """
 
-    model: gpu_programs.Size = gpu_programs.BILLION
-    compared: gpu_programs.Size = gpu_programs.MEDIUM
+    model: card_programs.Size = card_programs.BILLION
+    compared: card_programs.Size = card_programs.MEDIUM
     context: int = 2048
     prompt: int = 512
     new: int = 64
@@ -45,7 +45,7 @@ class Sizes:
     width: float = 4.0
 
 
-SMALL = Sizes(gpu_programs.SMALL, gpu_programs.SMALL, 192, 24, 8, (1, 2))
+SMALL = Sizes(card_programs.SMALL, card_programs.SMALL, 192, 24, 8, (1, 2))
 
 
 def sizes(check: Check) -> Sizes:
@@ -67,22 +67,22 @@ def programs(check: Check) -> Iterator[tuple[str, Callable]]:
     for batch in own.batches:
         one = dict(config=config, batch=batch, cache=cache)
         for engine in ("full", "recompute"):
-            yield f"{engine} {batch}", partial(gpu_programs.decoding, engine=engine, **one)
+            yield f"{engine} {batch}", partial(card_programs.decoding, engine=engine, **one)
         yield f"full {batch} older calls", partial(_within, "legacy", engine="full", **one)
         yield f"full {batch} reference", partial(_within, "reference", engine="full", **one)
         more = dict(engine="full", prompt=own.prompt)
-        yield f"prompts {batch}", partial(gpu_programs.decoding, **one, **more)
+        yield f"prompts {batch}", partial(card_programs.decoding, **one, **more)
     for dtype in TIES:
         config = own.compared.config(own.context, dtype=dtype)
         for engine in ("posthoc", "recompute", "speculative"):
             one = dict(engine=engine, config=config, batch=4, cache=cache)
             yield f"{engine} {dtype}", partial(_within, "exact", **one)
-        yield f"batched {dtype}", partial(gpu_programs.slots, config=config, slots=4, cache=cache)
+        yield f"batched {dtype}", partial(card_programs.slots, config=config, slots=4, cache=cache)
 
 
 def _within(way: str, card, **what):
     with settings_of(way):
-        return gpu_programs.decoding(card, **what)
+        return card_programs.decoding(card, **what)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import gpu_programs
+from experiments import card_programs
 from experiments.gpu_check.check import Check, not_there
 from experiments.gpu_check.decode import prompts, weights
 
@@ -29,8 +29,8 @@ class Sizes:
       most: most slots of a model.
     """
 
-    small: gpu_programs.Size
-    large: gpu_programs.Size
+    small: card_programs.Size
+    large: card_programs.Size
     context: int = 512
     new: int = 100
     requests: int = 256
@@ -40,10 +40,10 @@ class Sizes:
 
 VOCABULARY = 512
 FULL = Sizes(
-    dataclasses.replace(gpu_programs.MEDIUM, vocabulary=VOCABULARY, exits=(6, 12)),
-    dataclasses.replace(gpu_programs.BILLION, vocabulary=VOCABULARY, exits=(6, 12)),
+    dataclasses.replace(card_programs.MEDIUM, vocabulary=VOCABULARY, exits=(6, 12)),
+    dataclasses.replace(card_programs.BILLION, vocabulary=VOCABULARY, exits=(6, 12)),
 )
-_TINY = dataclasses.replace(gpu_programs.SMALL, width=64, inner=192, vocabulary=VOCABULARY)
+_TINY = dataclasses.replace(card_programs.SMALL, width=64, inner=192, vocabulary=VOCABULARY)
 SMALL = Sizes(
     dataclasses.replace(_TINY, layers=2, exits=(1,)),
     dataclasses.replace(_TINY, layers=4, exits=(2,)),
@@ -81,7 +81,7 @@ def programs(check: Check) -> Iterator[tuple[str, Callable]]:
         config = size.config(own.context)
         one = dict(config=config, slots=own.slots, cache=own.context, shaping=True, grows=True)
         for depth in range(1, config.n_exits + 2):
-            build = partial(gpu_programs.slots, **one, drafts=0, max_depth=depth)
+            build = partial(card_programs.slots, **one, drafts=0, max_depth=depth)
             yield f"{name} to depth {depth}", build
 
 

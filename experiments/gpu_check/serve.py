@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import gpu_programs
+from experiments import card_programs
 from experiments.gpu_check.check import Check, not_there
 
 HOLDS_DEVICE = False
@@ -41,7 +41,7 @@ class Sizes:
       steps: of the engine between two looks at what came.
     """
 
-    model: gpu_programs.Size = dataclasses.replace(gpu_programs.MEDIUM, vocabulary=BYTES)
+    model: card_programs.Size = dataclasses.replace(card_programs.MEDIUM, vocabulary=BYTES)
     context: int = 1024
     clients: int = 16
     requests: int = 4
@@ -50,7 +50,7 @@ class Sizes:
     steps: int = 4
 
 
-TINY = gpu_programs.Size(layers=2, width=64, heads=2, inner=192, vocabulary=BYTES, exits=(1,))
+TINY = card_programs.Size(layers=2, width=64, heads=2, inner=192, vocabulary=BYTES, exits=(1,))
 SMALL = Sizes(TINY, 64, 2, 1, (4, 16), (4, 8))
 
 
@@ -97,7 +97,7 @@ def programs(check: Check) -> Iterator[tuple[str, Callable]]:
     own = sizes(check)
     config = own.model.config(own.context)
     one = dict(config=config, slots=own.clients, cache=own.context, shaping=True, drafts=0)
-    yield f"served {own.clients} slots", partial(gpu_programs.slots, **one)
+    yield f"served {own.clients} slots", partial(card_programs.slots, **one)
 
 
 def workload(own: Sizes) -> list[list[tuple[tuple[int, ...], int]]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import gpu_programs
+from experiments import card_programs
 from experiments.gpu_check import torch_peer
 from experiments.gpu_check.check import Check, on_gpu, product_rate
 
@@ -23,20 +23,20 @@ from experiments.gpu_check.check import Check, on_gpu, product_rate
 class Sizes:
     """What is trained: models by name, a batch and its length, timed steps, and most exits."""
 
-    models: dict[str, gpu_programs.Size]
+    models: dict[str, card_programs.Size]
     batch: int = 8
     length: int = 2048
     repeats: int = 8
     most_exits: int = 3
 
 
-BILLIONS = {"350M": gpu_programs.MEDIUM, "1.3B": gpu_programs.BILLION}
+BILLIONS = {"350M": card_programs.MEDIUM, "1.3B": card_programs.BILLION}
 
 
 def sizes(check: Check) -> Sizes:
     if not check.small:
         return Sizes(BILLIONS)
-    tiny = dataclasses.replace(gpu_programs.SMALL, width=64, inner=176, vocabulary=256)
+    tiny = dataclasses.replace(card_programs.SMALL, width=64, inner=176, vocabulary=256)
     return Sizes(dict.fromkeys(BILLIONS, tiny), batch=2, length=64, repeats=2, most_exits=1)
 
 
@@ -76,7 +76,7 @@ def programs(check: Check) -> Iterator[tuple[str, Callable]]:
             yield f"{name} {exits} exits", partial(_compiled, config=config, batch=own.batch)
 
 
-def configured(size: gpu_programs.Size, length: int, exits: int):
+def configured(size: card_programs.Size, length: int, exits: int):
     """Configure a model with so many exits, evenly spread."""
     return size.config(length, tuple(size.layers * (i + 1) // 4 for i in range(exits)))
 
@@ -122,7 +122,7 @@ def _compiled(card, config, batch: int):
 
 
 def step(
-    size: gpu_programs.Size, own: Sizes, exits: int, products: float, plain: dict[str, Any] | None
+    size: card_programs.Size, own: Sizes, exits: int, products: float, plain: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Time training steps.
 

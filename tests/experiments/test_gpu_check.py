@@ -12,6 +12,7 @@ import pytest
 from launchers import call, functions_of
 
 from eejax.common.errors import ConfigError
+from experiments import card_programs
 from experiments.gpu_check import stages, torch_peer, traces
 from experiments.gpu_check.check import Check
 from experiments.gpu_check.stages import STAGES, Settings, Stage
@@ -203,7 +204,7 @@ def test_exits_are_apportioned():
 
 def test_a_peer_trains():
     pytest.importorskip("torch")
-    size = functions_of("experiments.gpu_programs").Size(2, 32, 2, 64, 96)
+    size = card_programs.Size(2, 32, 2, 64, 96)
     found = torch_peer.trained(size, 2, 16, 3, "cpu")
     assert found["losses"][-1] < found["losses"][0]
     assert found["peer_device"] == "cpu"

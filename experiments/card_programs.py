@@ -1,0 +1,304 @@
+"""Programs for a GPU, compiled without one, and what their text says of them.
+
+They need the compiler in JAX's CUDA plugin. `gpu_programs` prints what they hold, `gpu_check` runs
+their like on a card.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+GRAPHS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,"
+    "DYNAMIC_SLICE_FUSION,WHILE"
+}
+"""XLA's option by which loops, too, become parts of CUDA graphs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A model's size and its exits.
+
+    Attributes:
+      layers, width, heads, inner, vocabulary: as `ModelConfig`'s n_layers, d_model, n_heads, d_ff
+        and vocab_size.
+      exits: boundaries of the early exits.
+      kv_heads: heads of keys and values; None: as many as heads.
+    """
+
+    layers: int = 24
+    width: int = 2048
+    heads: int = 16
+    inner: int = 5464
+    vocabulary: int = 50304
+    exits: tuple[int, ...] = (6, 12)
+    kv_heads: int | None = None
+
+    def config(self, context: int, exits: tuple[int, ...] | None = None, dtype: str = "bfloat16"):
+        from eejax.models.config import ExitConfig, ModelConfig
+
+        exits = self.exits if exits is None else exits
+        return ModelConfig(
+            vocab_size=self.vocabulary,
+            n_layers=self.layers,
+            d_model=self.width,
+            n_heads=self.heads,
+            n_kv_heads=self.kv_heads,
+            d_ff=self.inner,
+            context_length=context,
+            dtype=dtype,
+            head="tied",
+            exits=tuple(ExitConfig(n) for n in exits),
+        )
+
+
+BILLION = Size()
+SMALL = Size(layers=4, width=256, heads=4, inner=696, vocabulary=1024, exits=(1, 2))
+MEDIUM = Size(layers=24, width=1024, heads=16, inner=2816)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A program compiled for a card.
+
+    Attributes:
+      text: the compiled program's.
+      memory: XLA's figures.
+      floor: bytes that a step must move: weights, keys and values once.
+      flops: operations that a training step must do.
+      config: the model's.
+      length: positions that attention reads, of texts or of a cache.
+    """
+
+    text: str
+    memory: Any
+    floor: float
+    flops: float
+    config: Any
+    length: int
+
+
+def decoding(
+    card, config, *, engine: str, batch: int, cache: int, prompt: int = 0, threshold: float = 0.5
+):
+    """Compile a decoding loop, or the pass of prompts of `prompt` tokens where it is given."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from eejax.common.trees import nbytes
+    from eejax.inference import generate
+    from eejax.inference.policy import ExitPolicy
+    from eejax.inference.sampling import Sampling
+    from eejax.inference.state import EngineOptions, Request, engine_config, prepare
+    from eejax.kernels import aot, call
+    from eejax.models import params
+
+    options = EngineOptions(engine)
+    config = engine_config(config, options)
+    with call.compute_capability(card.capability):
+        own = jax.eval_shape(partial(params.init, config), jax.random.key(0))
+        weights = jax.eval_shape(partial(prepare, config=config), own)
+        policy = ExitPolicy.make(config, batch, threshold if config.n_exits else 1.0)
+        tokens = jax.ShapeDtypeStruct((batch, prompt or 16), jnp.int32)
+        given = Request.make(
+            config, [tokens.shape[1]] * batch, [64] * batch, policy, Sampling.make(batch)
+        )
+        static = dict(config=config, options=options)
+        first = partial(generate.prefill, length=cache, **static)
+        state = jax.eval_shape(first, weights, tokens, given)[0]
+    place = partial(aot.shapes, card)
+    if prompt:
+        run, args = generate.prefill, (weights, tokens, given)
+        static |= dict(length=cache)
+    else:
+        run, args = generate.decode, (weights, state)
+        static |= dict(n=16)
+    made = aot.compiled(card, run, *map(place, args), compiler_options=GRAPHS, mesh=None, **static)
+    floor = nbytes(weights.segments) + nbytes(state.cache)
+    floor += np.prod(weights.params["embed"]["tokens"].shape) * 2
+    return Compiled(made.as_text(), made.memory_analysis(), float(floor), 0.0, config, cache)
+
+
+def slots(card, config, *, slots: int, cache: int, **options: Any):
+    """Compile the loop of the engine `batched`."""
+    import jax
+    import jax.numpy as jnp
+
+    from eejax.common.trees import nbytes
+    from eejax.inference import batched_slots
+    from eejax.inference.batched_state import BatchOptions, blank
+    from eejax.inference.packing import Plan
+    from eejax.inference.state import prepare
+    from eejax.kernels import aot, call
+    from eejax.models import params
+
+    with call.compute_capability(card.capability):
+        chosen = BatchOptions(**options).of_slots(slots).of_context(cache)
+        own = jax.eval_shape(partial(params.init, config), jax.random.key(0))
+        weights = jax.eval_shape(partial(prepare, config=config), own)
+        plan = Plan.make(config.n_exits + 1, slots, chosen.buckets)
+        start = partial(
+            blank, plan=plan, config=config, options=chosen, slots=slots, length=cache + 64,
+            context=cache,
+        )  # fmt: skip
+        state = jax.eval_shape(start, weights)
+    args = aot.shapes(card, (weights, state, jax.ShapeDtypeStruct((), jnp.int32)))
+    static = dict(config=config, options=chosen, size=8, mesh=None)
+    made = aot.compiled(card, batched_slots.decode, *args, compiler_options=GRAPHS, **static)
+    floor = float(nbytes(weights.segments) + nbytes(state.cache))
+    return Compiled(made.as_text(), made.memory_analysis(), floor, 0.0, config, cache + 64)
+
+
+def training(card, config, *, batch: int, remat: str = "dots", microbatches: int = 1):
+    """Compile a training step of AdamW."""
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from eejax.common.trees import size
+    from eejax.kernels import aot
+    from eejax.losses import schedules
+    from eejax.models import params
+    from eejax.sharding import mesh as meshes
+    from eejax.train import optimizer, state, step
+
+    known = meshes.known_mesh(meshes.MeshConfig())
+    mesh = aot.mesh(card, known)
+    settings = optimizer.OptimizerConfig(
+        learning_rate=3e-4, schedule="constant", warmup_steps=0, b1=0.9, b2=0.95, eps=1e-8,
+        weight_decay=0.1,
+    )  # fmt: skip
+    adamw = optimizer.transformation(settings, params.decays(config))
+    run = step.make_train_step(
+        config, adamw, optimizer.learning_rate(settings, 1),
+        schedules.constant((0.5,) * config.n_exits), mesh, clip_norm=1.0, remat=remat,
+        microbatches=microbatches,
+    )  # fmt: skip
+    length = config.context_length
+    tokens = jax.ShapeDtypeStruct(
+        (batch, length), np.int32, sharding=NamedSharding(mesh, P("data"))
+    )
+    given = state.abstract(config, adamw, mesh)
+    made = aot.compiled(card, run, given, {"tokens": tokens, "labels": tokens})
+    # Six operations a weight and token (Kaplan et al. 2020), heads for each exit, and attention.
+    weights = size(given.params["layers"])
+    heads = (config.n_exits + 1) * config.padded_vocab * config.d_model
+    attention = config.n_layers * config.d_model * length  # causal: half of t^2, both products
+    flops = 6.0 * batch * length * (weights + heads + attention)
+    return Compiled(made.as_text(), made.memory_analysis(), 0.0, flops, config, length)
+
+
+def programs(small: bool) -> Iterator[tuple[str, Callable[[Any], Compiled]]]:
+    """Yield each (name, function of the card that compiles it)."""
+    model, medium = (SMALL, SMALL) if small else (BILLION, MEDIUM)
+    config = model.config(2048)
+    cache, prompt, length = (640, 512, 2048) if not small else (176, 48, 352)
+    for batch in (1, 8, 64):
+        for engine in ("full", "recompute"):
+            one = dict(engine=engine, batch=batch, cache=cache)
+            yield f"{engine} batch {batch}", partial(decoding, config=config, **one)
+    one = dict(engine="speculative", batch=1, cache=cache)
+    yield "speculative batch 1", partial(decoding, config=config, **one)
+    for n in (8, 64):
+        yield f"batched {n} slots", partial(slots, config=config, slots=n, cache=cache)
+    one = dict(engine="full", batch=8, cache=cache, prompt=prompt)
+    yield "prompts of 512 batch 8", partial(decoding, config=config, **one)
+    for name, size in (("1.3B", model), ("350M", medium)):
+        for exits in range(4):
+            at = tuple(size.layers * (i + 1) // 4 for i in range(exits))
+            run = partial(training, config=size.config(length, at), batch=8)
+            yield f"training {name} {exits} exits", run
+
+
+def branches(batch: int, leaves: bool) -> Callable:
+    """Choose what a step takes when everybody goes on with one row, or leaves by the first exit.
+
+    A conditional with nothing in its first branch is passed by or run: that of a segment by
+    `leaves`, that of an exit's head until somebody has left. Every other one takes its dearest
+    branch.
+    """
+    from eejax.analysis import hlo
+
+    gone = [False]
+
+    def choose(_: hlo.Instruction, costs: list[hlo.Cost]) -> int:
+        first, *rest = costs
+        if first.flops or not any(c.flops for c in rest):
+            return hlo.dearest(_, costs)
+        least = min(rest, key=lambda c: c.flops)
+        rows = least.flops / max(least.bytes, 1.0)
+        layers = len(rest) != 2 and least.launches > 40
+        if layers or len(rest) == 1 and least.launches > 40:
+            few = rows <= 1.5 * max(batch, 2)
+            return costs.index(least) if few and not leaves else 0
+        if gone[0] and leaves:
+            return 0
+        gone[0] = True
+        return 1 + min(range(len(rest)), key=lambda n: rest[n].seconds)
+
+    return choose
+
+
+def scores(program, length: int) -> int:
+    """Find the bytes of the largest float32 array that may be attention's scores: its last
+    dimension is `length`, or a quarter, half or three quarters of it. Not what cuDNN's attention
+    says of each row's softmax."""
+    from eejax.analysis import hlo
+
+    of_blocks = {length * n // 4 for n in range(1, 5)}
+    calls = [i for part in program.computations.values() for i in part if i.op == "custom-call"]
+    known = " ".join(i.type for i in calls if (i.target or "").startswith(hlo.ATTENTION))
+    found = [
+        n
+        for type_, n in hlo.temporaries(program).items()
+        if type_.startswith("f32")
+        and type_ not in known
+        and len(hlo.shape(type_)) > 2
+        and hlo.shape(type_)[-1] in of_blocks
+    ]
+    return max(found, default=0)
+
+
+def measured(card, name: str, made: Compiled) -> dict[str, Any]:
+    """Read a compiled program."""
+    from eejax.analysis import hlo
+
+    program = hlo.parse(made.text)
+    rates = hlo.Rates(card.bandwidth, 0.7 * card.flops)
+    found: dict[str, Any] = dict(
+        copied_in_conditionals=sum(hlo.copies(program, 2**16).values()),
+        temporary=made.memory.temp_size_in_bytes,
+        scores=scores(program, made.length),
+        host_decisions=hlo.on_host(program),
+    )
+    body = program.loops()[0] if not made.flops and program.loops() else program.entry
+    if name.startswith("training"):
+        cost = hlo.estimate(program, program.entry, rates)
+        return found | dict(
+            launches=cost.launches,
+            ms=cost.seconds * 1e3,
+            mfu=made.flops / cost.seconds / card.flops,
+            largest=max(hlo.temporaries(program).items(), key=lambda kv: kv[1])[0],
+        )
+    if name.startswith("prompts"):
+        body = program.entry
+    batch = int(name.split()[2 if "slots" not in name else 1]) if "prompts" not in name else 8
+    cost = hlo.estimate(program, body, rates, branches(batch, leaves=False))
+    floor = made.floor / card.bandwidth
+    found |= dict(
+        launches=cost.launches,
+        launches_a_layer=hlo.between(program, body, lambda i: hlo.changes_operand(program, i)),
+        ms=cost.seconds * 1e3,
+        floor_bytes=made.floor,
+        floor_ms=floor * 1e3,
+        share_of_floor=floor / cost.seconds,
+    )
+    if "recompute" in name:
+        least = hlo.estimate(program, body, rates, branches(batch, leaves=True))
+        found |= dict(leaving_ms=least.seconds * 1e3, leaving_launches=least.launches)
+    return found
