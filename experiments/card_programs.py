@@ -137,7 +137,7 @@ def slots(card, config, *, slots: int, cache: int, **options: Any):
     from eejax.models import params
 
     with call.compute_capability(card.capability):
-        chosen = BatchOptions(**options).of_slots(slots).of_context(cache)
+        chosen = BatchOptions(**options).of_slots(slots).of_model(config)
         own = jax.eval_shape(partial(params.init, config), jax.random.key(0))
         weights = jax.eval_shape(partial(prepare, config=config), own)
         plan = Plan.make(config.n_exits + 1, slots, chosen.buckets)

@@ -124,40 +124,57 @@ def require_floating(name: str, a: jax.Array) -> None:
     require(jnp.issubdtype(a.dtype, jnp.floating), name, a.dtype, "must be of a floating dtype")
 
 
-@functools.cache
 def available() -> bool:
     """Whether jax-triton can be imported, and the GPU, if there is one, is not older than `OLDEST`,
     which is warned of. Raises ImportError where there is a GPU and it cannot be imported."""
+    return _available(_of_gpu())
+
+
+@functools.cache
+def _available(number: int | None) -> bool:
+    """`available` beside a GPU of this compute capability, or none."""
     if not any(map(importlib.util.find_spec, PLUGINS)):  # no GPU, and Triton takes long to import
         return False
     try:
         triton_call.load()
     except ImportError as error:
-        if jax.default_backend() == "gpu":
+        if number is not None:
             extra = "gpu13" if importlib.util.find_spec("jax_cuda13_plugin") else "gpu"
             raise ImportError(
                 f"there is a GPU, and jax-triton cannot be imported ({error}). Install it, with "
                 f"pip install -e '.[{extra}]' in the clone, or set {VARIABLE}=reference."
             ) from error
         return False
-    if (number := _of_gpu()) is not None and number < OLDEST:
+    if number is not None and number < OLDEST:
         warnings.warn(
             f"the GPU's compute capability is {number // 10}.{number % 10}: kernels need "
-            f"{OLDEST // 10}.0, and XLA's own operations take their place", stacklevel=2,
+            f"{OLDEST // 10}.0, and XLA's own operations take their place", stacklevel=3,
         )  # fmt: skip
         return False
     return True
 
 
 def _of_gpu() -> int | None:
-    """Compute capability of this machine's first GPU."""
-    if jax.default_backend() != "gpu":
+    """Compute capability of the default device; None where it is no GPU of NVIDIA's."""
+    device = jax.config.jax_default_device
+    if device is None:
+        if jax.default_backend() != "gpu":
+            return None
+        device = jax.local_devices()[0]
+    elif isinstance(device, str):
+        device = jax.local_devices(backend=device)[0]
+    try:  # AMD's have names, such as gfx942
+        return int(float(device.compute_capability) * 10 + 0.5)
+    except (AttributeError, ValueError):
         return None
-    return int(float(jax.local_devices()[0].compute_capability) * 10 + 0.5)
 
 
 def for_gpu() -> bool:
-    """Whether programs that are traced now are compiled for a GPU."""
+    """Return whether programs that are traced now are compiled for a GPU.
+
+    A program's form follows the default device, not where its arguments lie: on a machine with a
+    GPU, work on its CPU within `jax.default_device`.
+    """
     return capability() is not None
 
 
@@ -165,6 +182,11 @@ def capability() -> int | None:
     """Return the compute capability that programs are compiled for, such as 90; None without a
     GPU."""
     return _capability.value or _of_gpu()
+
+
+def prefers_reference() -> bool:
+    """Return whether every op is to run by its reference, kernels or not."""
+    return _default.value == "reference"
 
 
 def by_kernels() -> bool:

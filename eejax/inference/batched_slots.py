@@ -151,7 +151,7 @@ class BatchedEngine(Slots):
             "must be BatchOptions",
         )  # fmt: skip
         options = BatchOptions() if options is None else options
-        options = options.of_slots(slots).of_context(context)
+        options = options.of_slots(slots).of_model(config)
         most, n = config.context_length, config.n_exits + 1
         require(
             options.max_depth is None or options.max_depth <= n, "max_depth", options.max_depth,

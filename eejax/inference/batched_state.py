@@ -73,12 +73,12 @@ class BatchOptions:
     def leaves_early(self) -> bool:
         return True
 
-    def of_context(self, context: int) -> BatchOptions:
-        """Choose the chunk for requests of so many tokens where none is given."""
+    def of_model(self, config: ModelConfig) -> BatchOptions:
+        """Choose the chunk where none is given; one request's context is no bound for it."""
         if self.chunk is not None:
             return self
         most = CHUNKS["gpu" if call.for_gpu() else "cpu"]
-        return dataclasses.replace(self, chunk=min(most, context))
+        return dataclasses.replace(self, chunk=min(most, config.context_length))
 
     def of_slots(self, slots: int) -> BatchOptions:
         """With the buckets there are for so many slots."""

@@ -23,7 +23,7 @@ from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchedState
 from eejax.inference.packing import Plan
 from eejax.inference.state import Weights
-from eejax.models import layers
+from eejax.models import exits, layers
 from eejax.models.cache import KVCache, init_cache, run_segment, unstack_segments
 from eejax.models.config import ModelConfig
 
@@ -33,7 +33,8 @@ def on_host(params: Tree, config: ModelConfig) -> Tree:
     be before it goes to the device. It is one still, and may be given wherever one is taken; what
     was made so before is returned as it is."""
     params = s.for_compute(jax.device_get(params), config.dtype)
-    return params | {"layers": layers.fuse(params["layers"])}
+    own = dict(layers=layers.fuse(params["layers"]), exits=exits.padded(params["exits"]))
+    return params | own
 
 
 def more_weights(weights: Weights, host: Tree, config: ModelConfig, depth: int) -> Weights:

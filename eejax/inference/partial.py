@@ -50,8 +50,7 @@ class PartialModel(Stepped):
         require(depth <= n, "depth", depth, f"must be at most {n}, the segments of this model")
         self.host = on_host(params, config)
         # With the same buckets at every depth: each has one program then, however it came to be.
-        options = (options or BatchOptions()).of_slots(self.slots[0])
-        options = options.of_context(context or config.context_length)
+        options = (options or BatchOptions()).of_slots(self.slots[0]).of_model(config)
         self._options = dataclasses.replace(options, grows=True)
         options = dataclasses.replace(self._options, max_depth=depth)
         engine = BatchedEngine.make(

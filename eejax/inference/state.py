@@ -173,7 +173,9 @@ def prepare(
     """
     n = max_depth or config.n_exits + 1
     params = for_compute(params, config.dtype)
-    return Weights(unstack_segments(params, config, n, axes), outside(params, config, n), axes)
+    rest = outside(params, config, n)
+    rest["exits"] = exits.padded(rest["exits"])
+    return Weights(unstack_segments(params, config, n, axes), rest, axes)
 
 
 def outside(params: Tree, config: ModelConfig, n: int) -> Tree:

@@ -16,7 +16,6 @@ from jax import lax
 
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.trees import Tree, unstack
-from eejax.kernels import call
 from eejax.models import exits, layers, mixing, shards
 from eejax.models.config import ModelConfig
 
@@ -116,11 +115,7 @@ def run_segment(
     the keys and values of each layer written for them (`propagate_segment`'s). seen [b, s]:
     positions of the buffers that may be attended to. By default all.
     """
-    context = _context(config, x, start, kvs, block)
-    if seen is not None:
-        context = context._replace(mask=context.mask & seen[:, None])
-    elif call.by_kernels():
-        context = context._replace(kernel_rows=mixing.spans(start, x.shape[1]))
+    context = _context(config, x, start, kvs, block, seen)
     return _run(params, segment, config, e, x, context, kvs, block, goes, axes)
 
 
@@ -141,8 +136,6 @@ def run_packed(
     context = layers.make_context(
         config, packed.position[:, None], key_positions=keys, packed=packed
     )
-    if call.by_kernels():
-        context = context._replace(kernel_rows=packed)
     return _run(params, segment, config, e, x, context, kvs, block, None, axes)
 
 
@@ -201,11 +194,11 @@ def propagate_segment(
     return written, block
 
 
-def _context(config, x, start, kvs, block) -> layers.Context:
+def _context(config, x, start, kvs, block, seen=None) -> layers.Context:
     """Of rows x [b, w, d] at positions start [b] onward, beside the buffers."""
     positions = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     keys = jnp.arange(_positions(kvs, block), dtype=jnp.int32)[None]
-    return layers.make_context(config, positions, key_positions=keys, start=start)
+    return layers.make_context(config, positions, key_positions=keys, start=start, seen=seen)
 
 
 def _positions(kvs, block) -> int:

@@ -134,6 +134,13 @@ def after_mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) ->
     return x + layers.mlp(p["mlp"], h, config, axes)
 
 
+def padded(exits: Tree) -> Tree:
+    """Widen the MLPs of exits' trees, and of their blocks, as `layers.padded` does."""
+    widen = lambda p: p | {"mlp": layers.padded(p["mlp"])} if "mlp" in p else p
+    blocks = lambda p: p | {"block": widen(p["block"])} if "block" in p else p
+    return {name: blocks(widen(p)) for name, p in exits.items()}
+
+
 def state(
     params: Tree,
     config: ModelConfig,

@@ -61,13 +61,13 @@ class Context(NamedTuple):
     """What every layer of one pass shares.
 
     mask: [b or 1, t, s] True where attention is allowed, by causality and documents.
-    documents: [b, t] int32 ids that attention is confined to, None where there is one a sequence.
     distance: [b or 1, t, s] int32 query minus key position, None where no layer needs it.
     rope, local_rope: cos and sin, each [b or 1, t, r/2] float32, or None.
     dropout_keys: [b] one key per sample, or None.
     start: [b] first position of the rows in the KV cache, or None without a cache.
     reach: scalar, positions of a KV cache that somebody attends to, from its first; None without.
     packed: where in a KV cache of slots rows of several requests [t, 1] lie, in place of `start`.
+    documents: [b, t] int32 ids that attention is confined to, None where there is one a sequence.
     kernel_rows: where the rows lie in a KV cache that a kernel attends to, whatever is in `mask`;
         None where XLA's own operations do.
     """
@@ -117,11 +117,19 @@ def make_context(
     dropout_keys: jax.Array | None = None,
     start: jax.Array | None = None,
     packed: mixing.Packed | None = None,
+    seen: jax.Array | None = None,
 ) -> Context:
-    """The shared inputs of a pass over query `positions` [b or 1, t].
+    """Make the shared inputs of a pass over rows.
 
-    `key_positions` [b or 1, s] default to the queries' own; `segment_ids` [b, t] confine
-    attention to equal ids (documents).
+    Args:
+      config: the model's.
+      positions: [b or 1, t], the rows'.
+      key_positions: [b or 1, s], a KV cache's; by default the rows' own.
+      segment_ids: [b, t] ids of documents, to which attention is confined.
+      dropout_keys, start, packed: as in `Context`. With one of the latter two, one kernel attends
+        where there is one for it (`mixing.by_kernel`).
+      seen: [b, s] positions of a KV cache that may be attended to, which no kernel knows of; by
+        default all.
     """
     keys = positions if key_positions is None else key_positions
     distance = positions[:, :, None] - keys[:, None, :]  # [b, t, s]
@@ -133,6 +141,11 @@ def make_context(
         mask = distance >= 0
     if segment_ids is not None:
         mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    if seen is not None:
+        mask = mask & seen[:, None]
+    kernel_rows = None
+    if seen is None and (start is not None or packed is not None) and mixing.by_kernel(config):
+        kernel_rows = mixing.spans(start, positions.shape[1]) if packed is None else packed
     reach = None if key_positions is None else jnp.max(positions) + 1
     rope = local_rope = None
     if config.position == "rotary":
@@ -143,7 +156,7 @@ def make_context(
     needs_distance = config.position == "alibi" or config.sliding_window is not None
     return Context(
         mask, distance if needs_distance else None, rope, local_rope, dropout_keys, start, reach,
-        packed, segment_ids,
+        packed, segment_ids, kernel_rows,
     )  # fmt: skip
 
 
@@ -205,10 +218,9 @@ def attention(
             slopes = lax.dynamic_slice_in_dim(slopes, lax.axis_index(axes.model) * n, n)
         slopes = slopes.reshape(n_kv, n // n_kv)
     distance = context.distance if slopes is not None else None
-    if cache is None and mixing.by_library(q, slopes, config):
-        # The library knows causality and windows of a fixed size by itself.
-        fixed = window is None or isinstance(window, int)
-        known = fixed and context.documents is None
+    # The library knows causality and windows of a fixed size by itself.
+    known = context.documents is None and (window is None or isinstance(window, int))
+    if cache is None and mixing.by_library(q, slopes, not known, config):
         out = mixing.library_mix(
             q, k, v, None if known else mask, window if known else None, config
         )
@@ -285,10 +297,17 @@ def _product(rows: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
 
 
 def two_rows(product: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
-    """Form a product of rows [r, i] on a GPU: of one row as of two.
+    """Form a product of rows on a GPU: of one row as of two.
 
     XLA makes a product of one row a sum of products, for which it writes out the rounded products
     of the whole matrix: three times the bytes, and other roundings than those of several rows.
+
+    Args:
+      product: maps rows [n, i] to [n, o].
+      rows: [r, i].
+
+    Returns:
+      [r, o].
     """
     if len(rows) > 1:
         return product(rows)
@@ -303,14 +322,12 @@ def _rows(x: jax.Array) -> jax.Array:
 
 def fuse(p: Tree) -> Tree:
     """A layer's tree, stacked or not, with q, k, v as one product, and gate and up as one, unless
-    they are already.
+    they are already. On a GPU the MLP is `padded` first.
 
     For decoding, where starting a product costs more than its small result is worth. The columns
     of "qkv" are q's, k's and v's, those of "gate_up" gate's and up's.
     """
-    attn, mlp = p["attn"], p["mlp"]
-    if call.for_gpu():
-        mlp = padded(mlp)
+    attn, mlp = p["attn"], padded(p["mlp"])
     return p | {
         "attn": _joined(attn, ("q", "k", "v"), "qkv", 2) if "q" in attn else attn,
         "mlp": _joined(mlp, ("gate", "up"), "gate_up", 1) if "gate" in mlp else mlp,
@@ -321,13 +338,19 @@ WIDTH_MULTIPLE = 64
 
 
 def padded(mlp: Tree) -> Tree:
-    """Widen an MLP's tree with zeros to a multiple of `WIDTH_MULTIPLE`, which changes no result.
+    """Widen an MLP with zeros for a GPU, which changes no result.
 
-    XLA's GPU backend pads what is no such multiple at every step, by a copy of the matrix.
+    XLA's GPU backend pads what is no multiple of 64 at every step, by a copy of the matrix.
+
+    Args:
+      mlp: an MLP's tree, stacked or not: down [..., f, d], up and gate [..., d, f], biases.
+
+    Returns:
+      The tree with f a multiple of `WIDTH_MULTIPLE`; without a GPU, and where gate and up are one
+      already, the tree as it was given.
     """
-    width = mlp["down"].shape[-2]
-    more = -width % WIDTH_MULTIPLE
-    if not more or "gate_up" in mlp:
+    more = -mlp["down"].shape[-2] % WIDTH_MULTIPLE
+    if not more or "gate_up" in mlp or not call.for_gpu():
         return mlp
 
     def widen(name: str, a: jax.Array) -> jax.Array:

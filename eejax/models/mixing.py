@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from eejax.kernels import call
-from eejax.kernels.decode_attention.api import decode_attention
+from eejax.kernels.decode_attention.api import covers, decode_attention
 from eejax.kernels.decode_attention.reference import AttentionOptions
 from eejax.models.branches import bucket
 from eejax.models.config import ModelConfig
@@ -154,15 +154,32 @@ def causal_mix(q, k, v, mask, distance, slopes, config: ModelConfig) -> jax.Arra
     return blocks[0] if n == 1 else jnp.concatenate(blocks, 1)
 
 
-def by_library(q: jax.Array, slopes: jax.Array | None, config: ModelConfig) -> bool:
-    """Whether cuDNN's attention takes queries [b, t, k, g, h]: on a GPU, half precision, without a
-    soft cap or ALiBi, heads of up to 128 (256 from compute capability 9.0 on)."""
+def by_library(q: jax.Array, slopes: jax.Array | None, masked: bool, config: ModelConfig) -> bool:
+    """Return whether cuDNN's attention takes a pass.
+
+    It takes half precision without a soft cap or ALiBi, on GPUs from `call.OLDEST` on, heads of
+    multiples of 8 up to 128 (256 from compute capability 9.0 on), and with a mask even numbers of
+    positions. `EEJAX_KERNELS=reference` turns it off, as it does kernels.
+
+    Args:
+      q: [b, t, k, g, h] queries.
+      slopes: [k, g] of ALiBi, or None.
+      masked: whether a mask is given that the library does not know by itself.
+      config: the model's.
+    """
     capability = call.capability()
-    if capability is None or q.dtype not in (jnp.bfloat16, jnp.float16):
+    if capability is None or capability < call.OLDEST or call.prefers_reference():
         return False
-    plain = slopes is None and not config.attention_softcap
-    h, t = q.shape[-1], q.shape[1]
-    return plain and h % 8 == 0 and h <= (256 if capability >= 90 else 128) and t % 2 == 0
+    if slopes is not None or config.attention_softcap:
+        return False
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or masked and q.shape[1] % 2:
+        return False
+    return q.shape[-1] % 8 == 0 and q.shape[-1] <= (256 if capability >= 90 else 128)
+
+
+def by_kernel(config: ModelConfig) -> bool:
+    """Return whether one kernel attends to a KV cache and writes it (`kernel_mix`)."""
+    return call.by_kernels() and covers(config.dtype, config.head_dim)
 
 
 def library_mix(
@@ -210,9 +227,10 @@ class Packed(NamedTuple):
     slot, position [t]: of each row; those beyond the last span belong to nobody. first [n]: of each
     span the first row, ascending; spans: how many there are. The cache has room for width - 1
     positions more than any row's.
-    most: rows that a slot has at most, where there may be many spans: then, on anything but a CPU,
-    all slots are attended to at once, as starting many small kernels would take longer than reading
-    what nobody asked for. None where there are few spans, as of prompts.
+    most: rows that a slot has at most, where there may be many spans: then XLA's own operations, on
+    anything but a CPU, attend to all slots at once, as starting many small kernels would take
+    longer than reading what nobody asked for. None where there are few spans, as of prompts. One
+    kernel takes all spans either way (`kernel_mix`).
     """
 
     slot: jax.Array

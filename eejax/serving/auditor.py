@@ -109,7 +109,7 @@ def _embedded(params, tokens, *, config):
 
 @partial(jax.jit, static_argnames=("config", "window", "rope"))
 def _through(layer, x, *, config, window, rope):
-    # With the buffers of keys and values that who serves has: it is to say what that would.
+    # With buffers of keys and values, and so by the very kernel, as whoever serves.
     positions = jnp.arange(x.shape[1])[None]
     context = layers.make_context(
         config, positions, key_positions=positions, start=jnp.zeros((1,), jnp.int32)

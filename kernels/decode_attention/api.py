@@ -92,16 +92,31 @@ def decode_attention(
     if slopes is not None:
         require(slopes.shape == (n_kv, g), "slopes", slopes.shape, f"must be of shape {(n_kv, g)}")
         slopes = slopes.astype(jnp.float32)
-    covered = {a.dtype for a in (q, k, v, keys)} in [{jnp.dtype(t)} for t in DTYPES]
-    implementation = call.chosen(
-        "decode_attention",
+    implementation = _chosen(
+        {a.dtype for a in (q, k, v, keys)},
+        h,
         implementation,
-        covered and h <= MOST_WIDTH,
-        f"{q.dtype} rows beside {keys.dtype} caches, heads of {h}",
         empty=not (q.size and keys.size and first.size),
     )
     slot, position, first = map(_int32, (slot, position, first))
     return _run(options, implementation)(q, k, v, keys, values, slot, position, first, slopes)
+
+
+def covers(dtype: jax.typing.DTypeLike, width: int) -> bool:
+    """Return whether the kernel takes rows and caches of a dtype, and heads of a width.
+
+    It warns once where the kernel would run and does not.
+    """
+    return _chosen({jnp.dtype(dtype)}, width, None) is None
+
+
+def _chosen(
+    dtypes: set[jnp.dtype], width: int, implementation: str | None, empty: bool = False
+) -> str | None:
+    names = " and ".join(sorted(d.name for d in dtypes))
+    covered = dtypes in [{jnp.dtype(t)} for t in DTYPES] and width <= MOST_WIDTH
+    what = f"rows and caches of {names}, heads of {width}"
+    return call.chosen("decode_attention", implementation, covered, what, empty)
 
 
 def _int32(a: jax.Array) -> jax.Array:

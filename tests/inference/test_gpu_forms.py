@@ -12,7 +12,7 @@ from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.scheduler import Scheduler
 from eejax.kernels import call
-from eejax.models import layers, mixing, params
+from eejax.models import exits, layers, mixing, params
 from eejax.models.config import ExitConfig, ModelConfig
 
 # A feed-forward width of no multiple of 64, and windows and fewer heads of keys in some layers.
@@ -70,8 +70,9 @@ def test_one_row_is_multiplied_as_two(engine, model, want, for_gpu):
 
 
 def test_slots(model, want, for_gpu):
+    short = BatchedEngine.make(model, CONFIG, slots=2, context=16)
+    assert short.options.chunk == CONFIG.context_length  # of several requests, and at most 512
     engine = BatchedEngine.make(model, CONFIG, slots=2)
-    assert engine.options.chunk == CONFIG.context_length  # and at most 512
     scheduler = Scheduler(engine, CONFIG)
     policy = ExitPolicy.make(CONFIG, 1, [RULES["threshold"]], gate=RULES["gate"])
     numbers = [scheduler.submit(prompt, NEW, policy=policy) for prompt in PROMPTS]
@@ -82,10 +83,45 @@ def test_slots(model, want, for_gpu):
 
 def test_a_wider_mlp_says_the_same(model):
     p = jax.tree.map(lambda a: a[0], model["layers"])["mlp"]
-    wide = layers.padded(p)
+    assert layers.padded(p) is p
+    with call.compute_capability(80):
+        wide = layers.padded(p)
+        block = exits.padded(model["exits"])[CONFIG.exits[1].name]["block"]
+    assert block["mlp"]["down"].shape[0] == 64
     assert wide["down"].shape[0] == wide["gate"].shape[1] == 64
     x = jax.random.normal(jax.random.key(0), (2, 3, CONFIG.d_model))
     np.testing.assert_array_equal(layers.mlp(wide, x, CONFIG), layers.mlp(p, x, CONFIG))
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, width, t, masked, softcap, wanted",
+    [
+        (80, "bfloat16", 128, 7, False, None, True),
+        (90, "float16", 256, 8, True, None, True),
+        (75, "bfloat16", 128, 8, False, None, False),
+        (None, "bfloat16", 128, 8, False, None, False),
+        (80, "bfloat16", 256, 8, False, None, False),
+        (80, "float32", 128, 8, False, None, False),
+        (80, "bfloat16", 128, 7, True, None, False),
+        (80, "bfloat16", 128, 8, False, 30.0, False),
+        (80, "bfloat16", 20, 8, False, None, False),
+    ],
+)
+def test_the_library_attends_where_it_can(capability, dtype, width, t, masked, softcap, wanted):
+    q = jax.ShapeDtypeStruct((1, t, 2, 2, width), dtype)
+    config = CONFIG.replace(attention_softcap=softcap)
+    with call.compute_capability(capability):
+        assert mixing.by_library(q, None, masked, config) == wanted
+        assert not mixing.by_library(q, np.ones((2, 2)), masked, config)
+        with call.implementation("reference"):
+            assert not mixing.by_library(q, None, masked, config)
+
+
+def test_the_kernel_attends_where_it_can(monkeypatch):
+    monkeypatch.setattr(call, "by_kernels", lambda: True)
+    assert mixing.by_kernel(CONFIG)
+    with pytest.warns(UserWarning, match="decode_attention: no kernel covers .* heads of 512"):
+        assert not mixing.by_kernel(CONFIG.replace(head_dim=512))
 
 
 def test_spans_cover_every_row():

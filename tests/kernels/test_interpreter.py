@@ -153,11 +153,30 @@ def test_a_call_outside_of_a_program_goes_where_its_arguments_are(interpreted, m
     assert call.op(never, lambda x: x + 1)(jnp.ones(2)).tolist() == [2.0, 2.0]
 
 
-def test_a_gpu_without_jax_triton_raises(monkeypatch):
-    call.available.cache_clear()
+def pretend_gpu(monkeypatch, capability: str):
+    """Let this machine seem to have a GPU of NVIDIA's, or of another maker, and its plugin."""
+    cpus, gpu = jax.local_devices(), types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: cpus if backend else [gpu])
+    monkeypatch.setattr(call, "PLUGINS", ("jax",))
+
+
+def test_programs_are_for_the_default_device(monkeypatch):
+    pretend_gpu(monkeypatch, "9.0")
+    assert call.capability() == 90
+    for device in ("cpu", jax.devices("cpu")[0]):
+        with jax.default_device(device):
+            assert call.capability() is None
+            with call.compute_capability(80):
+                assert call.capability() == 80
+    pretend_gpu(monkeypatch, "gfx942")
+    assert not call.for_gpu()
+
+
+def test_a_gpu_without_jax_triton_raises(monkeypatch):
+    call._available.cache_clear()
+    pretend_gpu(monkeypatch, "8.0")
     monkeypatch.setitem(sys.modules, "jax_triton", None)
-    monkeypatch.setattr(call, "PLUGINS", ("jax",))  # as if one were installed
     try:
         with pytest.raises(
             ImportError, match=r"pip install -e '.\[gpu\]' .* EEJAX_KERNELS=reference"
@@ -166,7 +185,7 @@ def test_a_gpu_without_jax_triton_raises(monkeypatch):
         x = call.op(lambda *_: 0, lambda x: x, "reference")(jnp.ones(2))
         assert x.sum() == 2
     finally:
-        call.available.cache_clear()
+        call._available.cache_clear()
 
 
 @pytest.mark.parametrize("op", ["norm_router", "head_confidence", "linear_cross_entropy"])
@@ -205,19 +224,15 @@ def test_a_variable_turns_kernels_off(value):
 
 
 def test_an_old_gpu_is_warned_of_and_goes_without(monkeypatch):
-    call.available.cache_clear()
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(call, "PLUGINS", ("jax",))  # as if one were installed
+    call._available.cache_clear()
+    pretend_gpu(monkeypatch, "7.5")
     monkeypatch.setitem(sys.modules, "jax_triton", types.ModuleType("jax_triton"))
-    monkeypatch.setattr(
-        jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability="7.5")]
-    )
     try:
         with pytest.warns(UserWarning, match="compute capability is 7.5: kernels need 8.0"):
             assert not call.by_kernels()
         assert call.op(lambda *_: 0, lambda x: x)(jnp.ones(2)).sum() == 2
     finally:
-        call.available.cache_clear()
+        call._available.cache_clear()
 
 
 def test_what_another_thread_traces_is_its_own(interpreted):
