@@ -395,7 +395,7 @@ def test_float64_is_the_references_with_a_warning(interpreted):
     with jax.enable_x64(True):
         options, args = arguments()
         args = [a.astype(jnp.float64) for a in args[:5]] + list(args[5:])
-        with pytest.warns(UserWarning, match="no kernel covers float64 rows beside float64 caches"):
+        with pytest.warns(UserWarning, match="no kernel covers rows and caches of float64, heads"):
             y, *_ = attend(options, *args)
         want, *_ = exact_wide(options, args)
         assert np.abs(np.asarray(y) - want).max() < 1e-13
@@ -409,7 +409,9 @@ def exact_wide(options, args):
 def test_caches_of_another_dtype_are_the_references_with_a_warning(interpreted):
     options, (q, k, v, keys, values, *rest) = arguments("bfloat16")
     caches = keys.astype(jnp.float32), values.astype(jnp.float32)
-    with pytest.warns(UserWarning, match="bfloat16 rows beside float32 caches, heads of 16; the"):
+    with pytest.warns(
+        UserWarning, match="rows and caches of bfloat16 and float32, heads of 16; the"
+    ):
         y, *got = attend(options, q, k, v, *caches, *rest)
     want, *_ = attend(options, q, k, v, keys, values, *rest, which="reference")
     assert [a.dtype for a in got] == [jnp.float32] * 2
