@@ -37,7 +37,7 @@ from eejax.inference.state import Record, Weights
 from eejax.kernels.compact.api import compact
 from eejax.kernels.scatter.api import scatter
 from eejax.models import transformer
-from eejax.models.branches import run_way
+from eejax.models.branches import run_branch
 from eejax.models.cache import KVCache, run_packed, run_segment
 from eejax.models.config import ModelConfig
 from eejax.models.mixing import Packed
@@ -312,7 +312,7 @@ def _turn(weights, config, options, state, e) -> BatchedState:
     for size in options.buckets:
         ways.append(partial(_packed, weights, config, state, e, size, chosen, below))
     carry = state.pending, above, state.cache.segments[e], state.cache.blocks[e]
-    pending, above, kvs, block = run_way(chosen.way, ways, carry)
+    pending, above, kvs, block = run_branch(chosen.way, ways, carry)
     swap = lambda tree, new: (*tree[:e], new, *tree[e + 1 :])
     state = settle(state.replace(
         cache=KVCache(

@@ -31,7 +31,7 @@ from eejax.inference.state import (
     Weights,
     beside,
 )
-from eejax.models.branches import bucket
+from eejax.models.branches import first_bucket
 from eejax.models.cache import init_cache, varying
 from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig, check_batch, mesh_axes
@@ -232,7 +232,9 @@ def at_width(run: Callable[[jax.Array], Any], tokens: jax.Array, start: jax.Arra
     widths = [MIN_WIDTH << i for i in range(context.bit_length()) if MIN_WIDTH << i < context]
     widths.append(context)
     cut = lambda width: lambda tokens: run(tokens[:, :width])
-    return lax.switch(bucket(widths, jnp.max(start)), [cut(width) for width in widths], tokens)
+    return lax.switch(
+        first_bucket(widths, jnp.max(start)), [cut(width) for width in widths], tokens
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from eejax.gates import router
 from eejax.gates.confidence import Memory
 from eejax.inference import state as s
 from eejax.inference.policy import Look, conclude, consider
-from eejax.models.branches import run_way
+from eejax.models.branches import run_branch
 from eejax.models.cache import propagate_segment, run_segment
 from eejax.models.config import ModelConfig
 
@@ -56,7 +56,7 @@ def step(
             # from among the results, XLA's CPU backend copies the caches beside it.
             carried = jnp.concatenate([x, h], 1), segments[e], blocks[e]
             way = jnp.where(some, 1, 0 if masks else 2)
-            both, segments[e], blocks[e] = run_way(way, ways, carried)
+            both, segments[e], blocks[e] = run_branch(way, ways, carried)
             x, h = both[:, :1], both[:, 1:]
             depth = jnp.where(some, config.stops[e], depth)
         head = s.reader(weights, config, e, h[:, 0])

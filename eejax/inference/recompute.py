@@ -17,7 +17,7 @@ from eejax.gates import router
 from eejax.gates.confidence import Memory
 from eejax.inference import state as s
 from eejax.inference.policy import Look, conclude, consider
-from eejax.models.branches import bucket, run_way
+from eejax.models.branches import first_bucket, run_branch
 from eejax.models.cache import KVCache, run_segment
 from eejax.models.config import ModelConfig
 
@@ -70,8 +70,8 @@ def step(
             carried = (x, h, filled, segments[e], blocks[e], after)
             deeper = partial(_deeper, weights, config, e)
             ways = [partial(deeper, w, live, goes, waiting[e - 1]) for w in options.widths]
-            way = jnp.where(backlog > 0, 1 + bucket(options.widths, backlog), 0)
-            x, h, filled, segments[e], blocks[e], after = run_way(way, ways, carried)
+            way = jnp.where(backlog > 0, 1 + first_bucket(options.widths, backlog), 0)
+            x, h, filled, segments[e], blocks[e], after = run_branch(way, ways, carried)
             if e < n:
                 waiting[e] = after
             depth = jnp.where(backlog > 0, config.stops[e], depth)

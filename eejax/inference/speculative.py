@@ -23,7 +23,7 @@ from eejax.inference import state as s
 from eejax.inference.policy import log_probability
 from eejax.inference.sampling import argmax, draft, verify
 from eejax.models import exits, params, transformer
-from eejax.models.branches import bucket, run_way
+from eejax.models.branches import first_bucket, run_branch
 from eejax.models.cache import run_segment, varying
 from eejax.models.config import ModelConfig
 
@@ -83,7 +83,7 @@ def step(
         partial(verification, width, drafts, count, position, request.sampling)
         for width in options.widths
     ]
-    verdict, above, _ = run_way(1 + bucket(options.widths, deepest + 1), ways, carried)
+    verdict, above, _ = run_branch(1 + first_bucket(options.widths, deepest + 1), ways, carried)
 
     # What is emitted ends with the first stop token.
     order = jnp.arange(most)[None]

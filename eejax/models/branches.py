@@ -12,35 +12,41 @@ from jax import lax
 from eejax.kernels import call
 
 
-def run_way(number: jax.Array, ways: Sequence[Callable], carry: tuple) -> tuple[Any, ...]:
-    """Run the way of this number on what is carried; 0 carries it on as it is.
+def run_branch(
+    index: jax.Array, branches: Sequence[Callable], carry: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Run one of several branches on a carry, or none.
 
     XLA's CPU backend copies every carried buffer in a conditional of three or more branches. Its
     GPU backend copies them in the empty branch of every conditional behind the first. So there is
     a chain of two-branch conditionals for the one and a single conditional for the other.
 
     Args:
-      number: [] int32 in 0..len(ways).
-      ways: functions of the carried values that return as many of the same types.
+      index: [] int32 in 0..len(branches). 0 returns the carry unchanged, i runs branches[i - 1].
+      branches: functions of the carried values that return as many of the same types.
       carry: the values.
 
     Returns:
-      the values that the chosen way returns.
+      The values that the branch returns.
     """
     unchanged = lambda *carried: carried
     if call.for_gpu():
-        return lax.switch(number, [unchanged, *ways], *carry)
-    for i, way in enumerate(ways, 1):
-        carry = lax.switch((number == i).astype(jnp.int32), [unchanged, way], *carry)
+        return lax.switch(index, [unchanged, *branches], *carry)
+    for i, branch in enumerate(branches, 1):
+        carry = lax.switch((index == i).astype(jnp.int32), [unchanged, branch], *carry)
     return carry
 
 
-def bucket(sizes: Sequence[int], least: jax.Array) -> jax.Array:
-    """Find the first of ascending sizes that is at least `least` [].
+def first_bucket(sizes: Sequence[int], count: jax.Array) -> jax.Array:
+    """Find the first bucket that holds a count.
 
-    Comparisons with all of them, as a binary search is a loop, which a GPU's host decides.
+    It compares with all sizes, as a binary search is a loop, which a GPU's host decides.
+
+    Args:
+      sizes: of buckets, ascending.
+      count: [] integer.
 
     Returns:
-      [] int32 index; len(sizes) where none is.
+      [] int32 index; len(sizes) where no bucket holds it.
     """
-    return jnp.sum(jnp.asarray(sizes) < least, dtype=jnp.int32)
+    return jnp.sum(jnp.asarray(sizes) < count, dtype=jnp.int32)

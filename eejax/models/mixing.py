@@ -13,7 +13,7 @@ from jax import lax
 from eejax.kernels import call
 from eejax.kernels.decode_attention.api import covers, decode_attention
 from eejax.kernels.decode_attention.reference import AttentionOptions
-from eejax.models.branches import bucket
+from eejax.models.branches import first_bucket
 from eejax.models.config import ModelConfig
 
 NEGATIVE = -1e30  # masks scores and logits; finite, so that fully masked rows stay finite
@@ -85,7 +85,7 @@ def cache_mix(q, k, v, mask, distance, slopes, config: ModelConfig, reach: jax.A
     branches = [partial(first, n) for n in lengths]
     if len(lengths) == 1:
         return branches[0](q, k, v, mask, distance)
-    return lax.switch(bucket(lengths, reach), branches, q, k, v, mask, distance)
+    return lax.switch(first_bucket(lengths, reach), branches, q, k, v, mask, distance)
 
 
 QUERY_BLOCKS, MIN_QUERY_BLOCK = 4, 64
@@ -374,7 +374,7 @@ def _by_span(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packe
             return _mix(q[None], k, v, mask[None, :, :n], near, slopes, config)[0]
 
         branches = [partial(first_positions, n) for n in lengths]
-        which = jnp.minimum(bucket(lengths, start + width), len(lengths) - 1)
+        which = jnp.minimum(first_bucket(lengths, start + width), len(lengths) - 1)
         y = lax.switch(which, branches, q, mask, distance, *buffers)
         return lax.dynamic_update_slice_in_dim(out, y, first, 0), *buffers
 
