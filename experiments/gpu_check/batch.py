@@ -187,7 +187,7 @@ def batched(own: BatchSizes, params, slots: int, chunk: int) -> dict[str, Any]:
         leaving_tokens_per_second=1 / each_leaving,
         speedup=each / each_leaving,
         speedup_by_layers=by_layers,
-        exit_efficiency=each / each_leaving / by_layers,
+        share_of_layer_ratio=each / each_leaving / by_layers,
     )
 
 

@@ -49,13 +49,15 @@ def growth(card, config, slots: int, context: int, before, after):
     Args:
       before, after: the engine's options, with `max_depth`, before it grows and then.
     """
+    import jax
+
     from eejax.inference import deepening
     from eejax.kernels import aot
 
     shapes = partial(card_programs.slot_shapes, card, config, slots, context)
     _, state, _ = shapes(before)
     weights, _, _ = shapes(after)
-    args = weights, state.boundary, state.cache.filled[:, -1]
+    args = weights, state.boundary, jax.ShapeDtypeStruct((slots,), np.int32)
     return aot.compiled(
         card,
         deepening._filled,
