@@ -19,7 +19,7 @@ from experiments.gpu_check.check import StageCheck
 from experiments.gpu_check.decode import prompts, weights
 
 SHARES = (0.5, 0.25, 0.25)
-"""Of requests that leave by the first exit, by the second, and by the final one."""
+"""Shares of requests that leave by the first exit, by the second, and by the final one."""
 
 
 @dataclasses.dataclass(frozen=True)

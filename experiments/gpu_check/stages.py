@@ -78,7 +78,7 @@ STAGES = (
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-    """What all stages of a run share.
+    """Settings that all stages of a run share.
 
     Attributes:
       out: the folder of results and logs.
