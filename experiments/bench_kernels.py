@@ -32,10 +32,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import shutil
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -44,6 +40,7 @@ from absl import flags
 from eejax.common.errors import ConfigError
 from eejax.kernels.specs import OPS
 from experiments import launch
+from experiments.gpu_check import sanitizer as tools
 
 DECODE_STEP = "decode_step"
 _OPS = flags.DEFINE_list(
@@ -159,21 +156,14 @@ def once() -> None:
 
 def sanitizer() -> dict[str, str]:
     """How compute-sanitizer's tools end, by name; none of them where it is not installed."""
-    command = shutil.which("compute-sanitizer")
-    if command is None:
-        return {}
-    said = {}
+    found = {}
     for tool in ("memcheck", "racecheck"):
-        done = subprocess.run(
-            [command, f"--tool={tool}", "--error-exitcode=9", sys.executable, "-P", "-m",
-             "experiments.bench_kernels", "--once", f"--ops={','.join(kernel_ops())}"],
-            env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-            capture_output=True, text=True,
-        )  # fmt: skip
-        lines = [line for line in done.stdout.splitlines() if line.startswith("=====")]
-        last = lines[-1] if lines else done.stderr[-500:]
-        said[tool] = last if done.returncode in (0, 9) else f"status {done.returncode}: {last}"
-    return said
+        report = tools.run(tool, kernel_ops())
+        if report is None:
+            return {}
+        known = report.status in (0, tools.ERROR)
+        found[tool] = report.summary if known else f"status {report.status}: {report.summary}"
+    return found
 
 
 def copy_bandwidth() -> float:

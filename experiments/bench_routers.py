@@ -50,6 +50,15 @@ PROMPT, WIDTH = 64, 128
 
 
 def main() -> None:
+    with peer_device.exact_products():
+        result = measured()
+    print(table(result))
+    if _JSON.value:
+        print(json.dumps(result))
+
+
+def measured() -> dict:
+    """Calibrate, judge and time the routers, without TF32 on either side."""
     import eejax
     from eejax import calibration
 
@@ -94,10 +103,7 @@ def main() -> None:
             a >= b for a, b in zip(result["auc"], result["tide_auc"], strict=True)
         )
         timed["tide"] = peer.decoder(asked, result["tide"]["mended"]["thresholds"]["0.05"])
-    result |= speeds(timed)
-    print(table(result))
-    if _JSON.value:
-        print(json.dumps(result))
+    return result | speeds(timed)
 
 
 def routers(params, config, windows: np.ndarray, every: int):

@@ -19,9 +19,9 @@ import os
 import time
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
-from experiments import peer_device
+from experiments import launch, peer_device
 
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 _PAIRS = flags.DEFINE_integer("pairs", 20, "Pairs of steps to time.", lower_bound=2)
@@ -34,17 +34,15 @@ LAYERS, D, HEADS, D_FF, VOCAB, BATCH, LENGTH = 6, 384, 6, 1024, 8192, 8, 256
 RATE, BETAS, EPS, DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+def main() -> None:
     cores = sorted(os.sched_getaffinity(0))[: _THREADS.value]
     os.sched_setaffinity(0, cores)  # before JAX starts: it makes a thread for each core it sees
     device = peer_device.torch_device()
-    sizes = [temporary_bytes(n) for n in range(_MAX_EXITS.value + 1)]
+    with peer_device.exact_products(device):
+        sizes = [temporary_bytes(n) for n in range(_MAX_EXITS.value + 1)]
+        ours, theirs, losses = time_pairs(len(cores), device)
     logits = BATCH * LENGTH * VOCAB * 4
     growth = [(size - sizes[0]) / n / logits for n, size in enumerate(sizes) if n]
-    with peer_device.exact_products(device):
-        ours, theirs, losses = time_pairs(len(cores), device)
     result = summary(ours, theirs) | {
         "exit_temp_bytes_ratio": max(growth),
         "exit_temp_bytes_ratios": growth,
@@ -198,4 +196,4 @@ def summary(ours: np.ndarray, theirs: np.ndarray) -> dict:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    launch.run(main)

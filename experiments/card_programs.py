@@ -82,9 +82,24 @@ class Compiled:
 
 
 def decoding(
-    card, config, *, engine: str, batch: int, cache: int, prompt: int = 0, threshold: float = 0.5
+    card,
+    config,
+    *,
+    batch: int,
+    cache: int,
+    engine: str = "full",
+    options: Any = None,
+    prompt: int = 0,
+    steps: int = 16,
+    threshold: float = 0.5,
 ):
-    """Compile a decoding loop, or the pass of prompts of `prompt` tokens where it is given."""
+    """Compile a decoding loop, or the pass of prompts of `prompt` tokens where it is given.
+
+    Args:
+      cache: positions of the caches.
+      engine, options: an engine's name, or its `EngineOptions`.
+      steps: steps of the loop.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -97,7 +112,7 @@ def decoding(
     from eejax.kernels import aot, call
     from eejax.models import params
 
-    options = EngineOptions(engine)
+    options = EngineOptions(engine) if options is None else options
     config = engine_config(config, options)
     with call.compute_capability(card.capability):
         own = jax.eval_shape(partial(params.init, config), jax.random.key(0))
@@ -116,41 +131,99 @@ def decoding(
         static |= dict(length=cache)
     else:
         run, args = generate.decode, (weights, state)
-        static |= dict(n=16)
+        static |= dict(n=steps)
     made = aot.compiled(card, run, *map(place, args), compiler_options=GRAPHS, mesh=None, **static)
     floor = nbytes(weights.segments) + nbytes(state.cache)
     floor += np.prod(weights.params["embed"]["tokens"].shape) * 2
     return Compiled(made.as_text(), made.memory_analysis(), float(floor), 0.0, config, cache)
 
 
-def slots(card, config, *, slots: int, cache: int, **options: Any):
-    """Compile the loop of the engine `batched`."""
+def slot_shapes(card, config, slots: int, context: int, options: Any) -> tuple[Any, Any, Any]:
+    """Return the weights and the state of the engine `batched` as shapes, and its options.
+
+    Args:
+      context: most tokens of a request.
+      options: `BatchOptions`, in which what depends on slots, model and card may be open.
+    """
+    import jax
+
+    from eejax.inference.batched import PROMPT_SPAN, SPAN
+    from eejax.inference.batched_state import blank
+    from eejax.inference.packing import Plan
+    from eejax.inference.state import prepare
+    from eejax.kernels import call
+    from eejax.models import params
+
+    with call.compute_capability(card.capability):
+        options = options.of_slots(slots).of_model(config)
+        own = jax.eval_shape(partial(params.init, config), jax.random.key(0))
+        prepared = partial(prepare, config=config, max_depth=options.max_depth)
+        weights = jax.eval_shape(prepared, own)
+        start = partial(
+            blank,
+            plan=Plan.make(len(weights.segments), slots, options.buckets),
+            config=config,
+            options=options,
+            slots=slots,
+            # As `BatchedEngine.start`.
+            length=context + max(SPAN, options.cap, min(PROMPT_SPAN, options.chunk)),
+            context=context,
+        )
+        return weights, jax.eval_shape(start, weights), options
+
+
+def slots(card, config, *, slots: int, cache: int, options: Any = None):
+    """Compile the loop of the engine `batched`.
+
+    Args:
+      cache: most tokens of a request.
+      options: `BatchOptions`; None: the default ones.
+    """
     import jax
     import jax.numpy as jnp
 
     from eejax.common.trees import nbytes
     from eejax.inference import batched_slots
-    from eejax.inference.batched_state import BatchOptions, blank
-    from eejax.inference.packing import Plan
-    from eejax.inference.state import prepare
-    from eejax.kernels import aot, call
-    from eejax.models import params
+    from eejax.inference.batched_state import BatchOptions
+    from eejax.kernels import aot
 
-    with call.compute_capability(card.capability):
-        chosen = BatchOptions(**options).of_slots(slots).of_model(config)
-        own = jax.eval_shape(partial(params.init, config), jax.random.key(0))
-        weights = jax.eval_shape(partial(prepare, config=config), own)
-        plan = Plan.make(config.n_exits + 1, slots, chosen.buckets)
-        start = partial(
-            blank, plan=plan, config=config, options=chosen, slots=slots, length=cache + 64,
-            context=cache,
-        )  # fmt: skip
-        state = jax.eval_shape(start, weights)
+    options = BatchOptions() if options is None else options
+    weights, state, options = slot_shapes(card, config, slots, cache, options)
     args = aot.shapes(card, (weights, state, jax.ShapeDtypeStruct((), jnp.int32)))
-    static = dict(config=config, options=chosen, size=8, mesh=None)
+    static = dict(config=config, options=options, size=8, mesh=None)
     made = aot.compiled(card, batched_slots.decode, *args, compiler_options=GRAPHS, **static)
     floor = float(nbytes(weights.segments) + nbytes(state.cache))
-    return Compiled(made.as_text(), made.memory_analysis(), floor, 0.0, config, cache + 64)
+    length = state.cache.length
+    return Compiled(made.as_text(), made.memory_analysis(), floor, 0.0, config, length)
+
+
+def train_step(config, mesh, remat: str = "dots", microbatches: int = 1):
+    """Make a step of AdamW: (function of a state and a batch, optimiser)."""
+    from eejax.losses import schedules
+    from eejax.models import params
+    from eejax.train import optimizer, step
+
+    settings = optimizer.OptimizerConfig(
+        learning_rate=3e-4,
+        schedule="constant",
+        warmup_steps=0,
+        b1=0.9,
+        b2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+    )
+    adamw = optimizer.transformation(settings, params.decays(config))
+    run = step.make_train_step(
+        config,
+        adamw,
+        optimizer.learning_rate(settings, 1),
+        schedules.constant((0.5,) * config.n_exits),
+        mesh,
+        clip_norm=1.0,
+        remat=remat,
+        microbatches=microbatches,
+    )
+    return run, adamw
 
 
 def training(card, config, *, batch: int, remat: str = "dots", microbatches: int = 1):
@@ -160,36 +233,20 @@ def training(card, config, *, batch: int, remat: str = "dots", microbatches: int
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from eejax.common.trees import size
     from eejax.kernels import aot
-    from eejax.losses import schedules
-    from eejax.models import params
     from eejax.sharding import mesh as meshes
-    from eejax.train import optimizer, state, step
+    from eejax.train import state
+    from eejax.train.flops import model_flops_per_token
 
-    known = meshes.known_mesh(meshes.MeshConfig())
-    mesh = aot.mesh(card, known)
-    settings = optimizer.OptimizerConfig(
-        learning_rate=3e-4, schedule="constant", warmup_steps=0, b1=0.9, b2=0.95, eps=1e-8,
-        weight_decay=0.1,
-    )  # fmt: skip
-    adamw = optimizer.transformation(settings, params.decays(config))
-    run = step.make_train_step(
-        config, adamw, optimizer.learning_rate(settings, 1),
-        schedules.constant((0.5,) * config.n_exits), mesh, clip_norm=1.0, remat=remat,
-        microbatches=microbatches,
-    )  # fmt: skip
+    mesh = aot.mesh(card, meshes.known_mesh(meshes.MeshConfig()))
+    run, adamw = train_step(config, mesh, remat, microbatches)
     length = config.context_length
     tokens = jax.ShapeDtypeStruct(
         (batch, length), np.int32, sharding=NamedSharding(mesh, P("data"))
     )
     given = state.abstract(config, adamw, mesh)
     made = aot.compiled(card, run, given, {"tokens": tokens, "labels": tokens})
-    # Six operations a weight and token (Kaplan et al. 2020), heads for each exit, and attention.
-    weights = size(given.params["layers"])
-    heads = (config.n_exits + 1) * config.padded_vocab * config.d_model
-    attention = config.n_layers * config.d_model * length  # causal: half of t^2, both products
-    flops = 6.0 * batch * length * (weights + heads + attention)
+    flops = batch * length * model_flops_per_token(config, length)
     return Compiled(made.as_text(), made.memory_analysis(), 0.0, flops, config, length)
 
 

@@ -1,4 +1,4 @@
-"""What launchers set where programs are compiled for GPUs, before JAX starts."""
+"""Set CUDA graphs and a folder of compiled programs, before JAX starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from collections.abc import MutableMapping
 from eejax.common.paths import expanded
 
 PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
-GRAPHS = "--xla_gpu_enable_command_buffer"
+GRAPHS_FLAG = "--xla_gpu_enable_command_buffer"
+"""XLA's flag in `$XLA_FLAGS` for what may become part of CUDA graphs."""
+
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 
 
@@ -24,12 +26,12 @@ def apply(environ: MutableMapping[str, str] = os.environ) -> None:
     by default `eejax/compiled` below `$XDG_CACHE_HOME` or `~/.cache`: an engine for many slots
     compiles for minutes.
     """
-    platforms = environ.get("JAX_PLATFORMS", "cuda").split(",")
+    platforms = (environ.get("JAX_PLATFORMS") or "cuda").split(",")
     if not {"cuda", "gpu"} & {*platforms} or not any(map(_found, PLUGINS)):
         return
     given = environ.get("XLA_FLAGS", "")
-    if GRAPHS not in given:
-        environ["XLA_FLAGS"] = f"{given} {GRAPHS}=+WHILE".strip()
+    if GRAPHS_FLAG not in given:
+        environ["XLA_FLAGS"] = f"{given} {GRAPHS_FLAG}=+WHILE".strip()
     if CACHE not in environ:
         home = environ.get("XDG_CACHE_HOME") or "~/.cache"
         environ[CACHE] = str(expanded(home) / "eejax" / "compiled")

@@ -1,4 +1,4 @@
-"""Where PyTorch runs when it is timed beside JAX: on the kind of device that JAX is on."""
+"""The device of PyTorch when it is timed beside JAX: of the kind that JAX is on."""
 
 from __future__ import annotations
 
@@ -37,13 +37,18 @@ def described(device: str) -> str:
     return torch.cuda.get_device_name()
 
 
-def exact_products(device: str) -> contextlib.AbstractContextManager:
+def exact_products(device: str | None = None) -> contextlib.AbstractContextManager:
     """Have JAX multiply float32 as PyTorch does by default, which is not in TF32.
 
     On a CPU both do so anyway.
+
+    Args:
+      device: PyTorch's, as `torch_device` names it; None: whichever JAX is on.
     """
-    if device != "cuda":
-        return contextlib.nullcontext()
     import jax
 
+    if device is None:
+        device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    if device != "cuda":
+        return contextlib.nullcontext()
     return jax.default_matmul_precision("highest")

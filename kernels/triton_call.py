@@ -34,6 +34,17 @@ def load() -> ModuleType:
     return jax_triton
 
 
+def knows_legacy() -> bool:
+    """Return whether jax-triton can write the older form of the custom call, as 0.3 can.
+
+    False where jax-triton cannot be imported.
+    """
+    try:
+        return not _takes_references()
+    except ImportError:
+        return False
+
+
 def triton_call(
     *args: jax.Array,
     kernel: Any,
@@ -56,11 +67,16 @@ def triton_call(
     Raises:
       RuntimeError: `legacy`, with a jax-triton that does not know that form.
     """
-    call = _by_references if hasattr(load(), "TensorDescriptor") else _by_pairs
+    call = _by_references if _takes_references() else _by_pairs
     return call(
         args, out, aliases, legacy, kernel=kernel, grid=grid, num_warps=warps, num_stages=stages,
         compute_capability=capability, **constants,
     )  # fmt: skip
+
+
+def _takes_references() -> bool:
+    """Return whether this is jax-triton 0.4."""
+    return hasattr(load(), "TensorDescriptor")
 
 
 def _by_pairs(args, out, aliases, legacy, **how) -> list[jax.Array]:

@@ -1,11 +1,12 @@
 """Check and measure the project on one GPU, stage after stage.
 
-    python -m experiments.gpu_check --stages=smoke,decode --out=runs/gpu [--seconds=300]
+    python -m experiments.gpu_check --stages=smoke,decode:engines --out=runs/gpu [--seconds=300]
     JAX_PLATFORMS=cpu python -m experiments.gpu_check --dry_run --out=runs/dry [--card=a100]
 
 It needs no workdir and no network. Each stage runs in processes of its own, and prints one JSON
 line when it ends: its name, whether all went well, seconds, and figures, or the error beside what
-was measured before it. Results and logs go to --out. docs/GPU.md says what the figures decide.
+was measured before it. The parts of a stage share its time, but for a part that is named by itself,
+as STAGE:PART. Results and logs go to --out. docs/GPU.md says what the figures decide.
 
 smoke: versions, rates of copies and products, kernels beside float64. decode: engines beside their
 oracle; time, launches and copies of a token. train: time and memory of a step, beside PyTorch.
@@ -28,9 +29,13 @@ from eejax.common.errors import ConfigError
 from experiments import launch
 from experiments.gpu_check import stages
 
-_STAGES = flags.DEFINE_list("stages", ["all"], "Names of stages, in order; all: each of them.")
+_STAGES = flags.DEFINE_list(
+    "stages", ["all"], "Names of stages, or STAGE:PART, in order; all: each of the stages."
+)
 _OUT = flags.DEFINE_string("out", None, "The folder of results and logs.")
-_SECONDS = flags.DEFINE_float("seconds", 300.0, "Time limit of a stage.", lower_bound=1.0)
+_SECONDS = flags.DEFINE_float(
+    "seconds", 300.0, "Time limit of each stage or part that is named.", lower_bound=1.0
+)
 _SMALL = flags.DEFINE_bool("small", False, "Tiny models, for a trial.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Compile without a GPU, and try out on the CPU.")
 _CARD = flags.DEFINE_enum("card", "h100", ("a100", "h100"), "The GPU that --dry_run compiles for.")
@@ -41,7 +46,7 @@ LONG = ("names", "threads", "log", "errors")
 
 
 def main() -> None:
-    settings = stages.Settings(
+    settings = stages.RunSettings(
         pathlib.Path(_OUT.value), _SECONDS.value, _SMALL.value, _DRY_RUN.value, _CARD.value
     )
     failed = 0
@@ -59,15 +64,17 @@ def brief(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def chosen(names: list[str]) -> list[stages.Stage]:
-    """Find stages by their names.
+def chosen(names: list[str]) -> list[stages.GpuStage]:
+    """Find stages, and parts of stages, by their names.
 
     Raises:
       ConfigError: for a name there is not.
     """
-    known = {stage.name: stage for stage in stages.STAGES}
     if names == ["all"]:
-        return [*known.values()]
+        return [*stages.STAGES]
+    known = {stage.name: stage for stage in stages.STAGES}
+    for stage in stages.STAGES:
+        known |= {f"{stage.name}:{part}": stage.only(part) for part in stage.parts if part}
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--stages = {','.join(unknown)}: must be among {', '.join(known)}.")
     return [known[name] for name in names]

@@ -15,16 +15,16 @@ import numpy as np
 
 from experiments import card_programs
 from experiments.batch_runs import Steady
-from experiments.gpu_check.check import Check
+from experiments.gpu_check.check import StageCheck
 from experiments.gpu_check.decode import prompts, weights
 
 SHARES = (0.5, 0.25, 0.25)
-"""Of requests that leave by the first exit, by the second, and by the final one."""
+"""Shares of requests that leave by the first exit, by the second, and by the final one."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What is decoded.
+class BatchSizes:
+    """Model and tokens of the stage.
 
     Attributes:
       model: the model.
@@ -43,14 +43,14 @@ class Sizes:
     repeats: int = 5
 
 
-SMALL = Sizes(card_programs.SMALL, 64, 24, 8, (8, 16), 40, 2)
+SMALL = BatchSizes(card_programs.SMALL, 64, 24, 8, (8, 16), 40, 2)
 
 
-def sizes(check: Check) -> Sizes:
-    return SMALL if check.small else Sizes()
+def sizes(check: StageCheck) -> BatchSizes:
+    return SMALL if check.small else BatchSizes()
 
 
-def run(check: Check) -> None:
+def run(check: StageCheck) -> None:
     own, slots = sizes(check), 2 if check.small else int(check.part)
     config = own.model.config(own.context)
     params = weights(config)
@@ -60,14 +60,65 @@ def run(check: Check) -> None:
     check.measure("costs", lambda: costs(own, params, slots))
 
 
-def programs(check: Check) -> Iterator[tuple[str, Callable]]:
-    """Yield the engine's loop for every number of slots and chunk."""
+def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
+    """Yield the engines' loops for every number of slots and chunk, and the prompts' of `full`."""
+    from eejax.inference.batched_state import CHUNKS
+    from eejax.inference.engine import CALL
+
     own = sizes(check)
     config = own.model.config(own.context)
-    for slots in (2,) if check.small else (8, 64):
-        for chunk in own.chunks:
-            one = dict(config=config, slots=slots, cache=own.context, chunk=chunk, drafts=0)
+    named = (int(check.part),) if check.part else (8, 64)
+    for slots in (2,) if check.small else named:
+        one = dict(config=config, batch=slots, options=full_options(), steps=CALL)
+        cache = own.context + full_options().most_rows
+        yield f"full {slots} slots", partial(card_programs.decoding, cache=cache, **one)
+        joining = dict(config=config, slots=slots, context=own.context)
+        yield f"prompts full {slots} slots", partial(_prompts, **joining)
+        default = min(CHUNKS["gpu"], own.context)
+        for chunk in dict.fromkeys((*own.chunks, default)):
+            one = dict(config=config, slots=slots, cache=own.context, options=batch_options(chunk))
             yield f"batched {slots} slots, chunk {chunk}", partial(card_programs.slots, **one)
+
+
+def _prompts(card, config, slots: int, context: int):
+    """Compile the pass in which prompts join as many slots of the engine `full`."""
+    import jax
+
+    from eejax.inference import engine as slot_engine
+    from eejax.inference import generate, state
+    from eejax.kernels import aot, call
+    from eejax.models import params
+
+    options = full_options()
+    config = state.engine_config(config, options)
+    rows = generate.power_of_two(slots)
+    with call.compute_capability(card.capability):
+        own = jax.eval_shape(partial(params.init, config), jax.random.key(0))
+        weights = jax.eval_shape(partial(state.prepare, config=config), own)
+    args = weights, np.zeros((rows, context), np.int32), state.Request.blank(config, rows)
+    return aot.compiled(
+        card,
+        slot_engine._prefill,
+        *aot.shapes(card, args),
+        compiler_options=card_programs.GRAPHS,
+        config=config,
+        options=options,
+        mesh=None,
+    )
+
+
+def full_options():
+    """Return the options of the engine `full`."""
+    from eejax.inference import EngineOptions
+
+    return EngineOptions("full")
+
+
+def batch_options(chunk: int | None):
+    """Return the options of the engine `batched` at a chunk, or at its default one."""
+    from eejax.inference.batched_state import BatchOptions
+
+    return BatchOptions(chunk=chunk, drafts=0)
 
 
 def drawn(config, slots: int, seed: int = 0) -> np.ndarray:
@@ -84,12 +135,11 @@ def _apportioned(slots: int) -> np.ndarray:
     return np.repeat(np.arange(len(SHARES)), np.diff([0, *ends]))
 
 
-def engine(own: Sizes, params, slots: int, chunk: int | None = None):
+def engine(own: BatchSizes, params, slots: int, chunk: int | None = None):
     from eejax.inference.batched_slots import BatchedEngine
-    from eejax.inference.batched_state import BatchOptions
 
     config = own.model.config(own.context)
-    return BatchedEngine.make(params, config, BatchOptions(chunk=chunk, drafts=0), slots=slots)
+    return BatchedEngine.make(params, config, batch_options(chunk), slots=slots)
 
 
 def timed(steady: Steady, repeats: int) -> tuple[float, float]:
@@ -107,18 +157,18 @@ def timed(steady: Steady, repeats: int) -> tuple[float, float]:
     return float(np.median(begun[1:])), float(np.median(each[1:]))
 
 
-def full(own: Sizes, params, slots: int) -> dict[str, float]:
+def full(own: BatchSizes, params, slots: int) -> dict[str, float]:
     """Time the engine `full`, with as many slots."""
     from eejax.inference.engine import SlotEngine
 
     config = own.model.config(own.context)
-    made = SlotEngine.make(params, config, "full", slots=slots)
+    made = SlotEngine.make(params, config, full_options(), slots=slots)
     texts = prompts(config, slots, own.prompt)
     begun, each = timed(Steady(made, texts, slots * own.new), own.repeats)
     return dict(prompts_ms=1e3 * begun, tokens_per_second=1 / each)
 
 
-def batched(own: Sizes, params, slots: int, chunk: int) -> dict[str, Any]:
+def batched(own: BatchSizes, params, slots: int, chunk: int) -> dict[str, Any]:
     """Time the engine `batched` at a chunk, with exits and without."""
     made = engine(own, params, slots, chunk)
     texts = prompts(made.config, slots, own.prompt)
@@ -137,11 +187,11 @@ def batched(own: Sizes, params, slots: int, chunk: int) -> dict[str, Any]:
         leaving_tokens_per_second=1 / each_leaving,
         speedup=each / each_leaving,
         speedup_by_layers=by_layers,
-        exit_efficiency=each / each_leaving / by_layers,
+        share_of_layer_ratio=each / each_leaving / by_layers,
     )
 
 
-def costs(own: Sizes, params, slots: int) -> dict[str, Any]:
+def costs(own: BatchSizes, params, slots: int) -> dict[str, Any]:
     """Fit the costs of the engine's work, and compare the plan that they suggest with none."""
     from eejax.inference import batch_costs
     from eejax.inference.batch_simulator import best_plan

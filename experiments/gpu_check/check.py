@@ -1,4 +1,4 @@
-"""What a part of a stage is told, and how it reports figures as soon as they are known."""
+"""A part of a stage that is under way, whose figures are reported as soon as they are known."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 
 
 @dataclasses.dataclass
-class Check:
+class StageCheck:
     """A part of a stage that is under way.
 
     Attributes:
@@ -95,14 +95,21 @@ def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def not_there(*modules: str) -> str | None:
+def missing_module(*modules: str) -> str | None:
     """Return a sentence naming the first module that cannot be imported, None if all can."""
     for name in modules:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            return f"{name}: not there ({error})"
+            return f"{name}: cannot be imported ({error})"
     return None
+
+
+def call_forms() -> list[str]:
+    """Return the forms in which kernels can be called here: "ffi", and maybe "legacy"."""
+    from eejax.kernels import triton_call
+
+    return ["ffi", "legacy"] if triton_call.knows_legacy() else ["ffi"]
 
 
 def median_seconds(run: Callable[[], Any], repeats: int, before: Callable[[], Any] = lambda: None):
@@ -116,7 +123,7 @@ def median_seconds(run: Callable[[], Any], repeats: int, before: Callable[[], An
     return float(np.median(seconds[1:]))
 
 
-def copy_rate(check: Check) -> float:
+def copy_rate(check: StageCheck) -> float:
     """Return the bytes that copies larger than any cache read and write in a second."""
     import jax
 
@@ -133,7 +140,7 @@ def copy_rate(check: Check) -> float:
     return 2 * 4 * size * calls / median_seconds(many, 5)
 
 
-def product_rate(check: Check) -> float:
+def product_rate(check: StageCheck) -> float:
     """Return the operations a second of large matrix products of bfloat16."""
     import jax
     import jax.numpy as jnp

@@ -8,12 +8,12 @@ import pathlib
 import sys
 import time
 
-from experiments.gpu_check.check import Check
+from experiments.gpu_check.check import StageCheck
 
 
 def main(text: str) -> None:
     begin, own = time.monotonic(), json.loads(text)
-    check = Check(
+    check = StageCheck(
         part=own["part"],
         out=pathlib.Path(own["out"]),
         name=own["name"],
@@ -38,7 +38,7 @@ def _device() -> str:
     return jax.devices()[0].device_kind
 
 
-def compile_all(check: Check, module) -> None:
+def compile_all(check: StageCheck, module) -> None:
     """Compile each of a stage's programs for the card."""
     from eejax.kernels import aot
 
@@ -51,11 +51,11 @@ def compile_all(check: Check, module) -> None:
         return
     check.figures["card"] = card.name
     for name, build in module.programs(check):
-        check.measure(name, lambda build=build: _told(build(card)))
+        check.measure(name, lambda build=build: program_figures(build(card)))
 
 
-def _told(made) -> dict[str, float]:
-    """Describe a program: how much memory it takes, and what the host decides in it."""
+def program_figures(made) -> dict[str, float]:
+    """Return the bytes that a program takes, and the number of decisions that the host makes."""
     from eejax.analysis import hlo
     from experiments import card_programs
 

@@ -1,7 +1,8 @@
-"""Engines beside their oracle, and what a decoded token takes: time, bytes, launches, copies.
+"""Engines beside their oracle, and the time, bytes, launches and copies of a decoded token.
 
-Part "engines" holds each engine to the post-hoc pass. The other parts time the same programs under
-three settings of CUDA graphs.
+Part "engines" holds each engine to the post-hoc pass. Part "calls" times tokens with the kernels
+and without, in all forms of calls. The other parts time tokens at full depth, and forced out by
+each exit, under three settings of CUDA graphs.
 """
 
 from __future__ import annotations
@@ -16,17 +17,25 @@ import numpy as np
 
 from experiments import card_programs
 from experiments.gpu_check import traces
-from experiments.gpu_check.check import Check, copy_rate, median_seconds, on_gpu
+from experiments.gpu_check.check import (
+    StageCheck,
+    call_forms,
+    copy_rate,
+    median_seconds,
+    on_gpu,
+)
 
 TIES = {"float32": 1e-4, "bfloat16": 0.1}
 """Margins of the oracle, of logits or of confidence to threshold, below which rounding decides."""
 
 REPEATS = 5
+COMPARED_ROWS = 4
+"""Texts for which engines are compared."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What is decoded.
+class DecodeSizes:
+    """Models and tokens of the stage.
 
     Attributes:
       model: the model, with exits after 1/4 and 1/2 of its layers.
@@ -45,44 +54,115 @@ class Sizes:
     width: float = 4.0
 
 
-SMALL = Sizes(card_programs.SMALL, card_programs.SMALL, 192, 24, 8, (1, 2))
+SMALL = DecodeSizes(card_programs.SMALL, card_programs.SMALL, 192, 24, 8, (1, 2))
 
 
-def sizes(check: Check) -> Sizes:
-    return SMALL if check.small else Sizes()
+def sizes(check: StageCheck) -> DecodeSizes:
+    return SMALL if check.small else DecodeSizes()
 
 
-def run(check: Check) -> None:
+def run(check: StageCheck) -> None:
     if check.part == "engines":
-        for dtype in ("float32", "bfloat16"):
+        for dtype in TIES:
             check.measure(f"engines {dtype}", lambda d=dtype: engines(sizes(check), d))
+    elif check.part == "calls":
+        calls(check)
     else:
         times(check)
 
 
-def programs(check: Check) -> Iterator[tuple[str, Callable]]:
-    """Yield the decoding loops, and the pass of prompts, in every form that is measured."""
+def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
+    """Yield the decoding loops, and the passes of prompts, in every form that is measured."""
     own = sizes(check)
-    config, cache = own.model.config(own.context), cache_length(own)
+    if check.part in ("", "engines"):
+        yield from _compared_programs(own)
+    if check.part == "engines":
+        return
+    check.figures["call_forms"] = call_forms()
+    config = own.model.config(own.context)
     for batch in own.batches:
-        one = dict(config=config, batch=batch, cache=cache)
-        for engine in ("full", "recompute"):
-            yield f"{engine} {batch}", partial(card_programs.decoding, engine=engine, **one)
-        yield f"full {batch} older calls", partial(_within, "legacy", engine="full", **one)
-        yield f"full {batch} reference", partial(_within, "reference", engine="full", **one)
-        more = dict(engine="full", prompt=own.prompt)
-        yield f"prompts {batch}", partial(card_programs.decoding, **one, **more)
+        one = partial(_generation, "", config, batch, own.prompt, own.new + 1)
+        if check.part != "calls":
+            yield from one("recompute", token_options(own, "recompute"), own.new)
+        yield from one("full", token_options(own, "full"), own.new)
+        if check.part in ("", "calls"):
+            for way in call_ways():
+                one = partial(_generation, way, config, batch, own.prompt, own.new + 1)
+                yield from one("full", token_options(own, "full"), own.new)
+
+
+def _compared_programs(own: DecodeSizes) -> Iterator[tuple[str, Callable]]:
+    from eejax.inference.generate import power_of_two
+
+    steps = power_of_two(own.new)
     for dtype in TIES:
-        config = own.compared.config(own.context, dtype=dtype)
-        for engine in ("posthoc", "recompute", "speculative"):
-            one = dict(engine=engine, config=config, batch=4, cache=cache)
-            yield f"{engine} {dtype}", partial(_within, "exact", **one)
-        yield f"batched {dtype}", partial(card_programs.slots, config=config, slots=4, cache=cache)
+        config, way = own.compared.config(own.context, dtype=dtype), exactness(dtype)
+        one = partial(_generation, way, config, COMPARED_ROWS, compared_prompt(own), own.new)
+        for engine, options in compared_options().items():
+            for name, build in one(engine, options, steps):
+                yield f"{name} {dtype}", build
+        slots = dict(slots=COMPARED_ROWS, cache=own.context, options=compared_batch_options())
+        build = partial(card_programs.slots, config=config, **slots)
+        yield f"batched {dtype}", partial(_within, way, build)
 
 
-def _within(way: str, card, **what):
+def _generation(
+    way: str, config, batch: int, prompt: int, new: int, engine: str, options, steps: int
+) -> Iterator[tuple[str, Callable]]:
+    """Yield the two programs of a generation of `new` tokens in calls of `steps`."""
+    one = dict(config=config, batch=batch, options=options)
+    one |= dict(cache=cache_length(prompt, new, options), steps=steps)
+    for name, width in ((engine, 0), (f"prompts {engine}", prompt_width(prompt))):
+        build = partial(card_programs.decoding, prompt=width, **one)
+        yield f"{name} {batch} {way}".strip(), partial(_within, way, build)
+
+
+def _within(way: str, build: Callable, card):
     with settings_of(way):
-        return card_programs.decoding(card, **what)
+        return build(card)
+
+
+def call_ways() -> list[str]:
+    """Return the ways of `settings_of` in which kernels are left out, or called by other means."""
+    return ["reference", *(form for form in call_forms() if form == "legacy")]
+
+
+def exactness(dtype: str) -> str:
+    """Return the way of `settings_of` in which engines of a dtype are compared."""
+    return "exact" if dtype == "float32" else ""
+
+
+def token_options(own: DecodeSizes, engine: str):
+    """Return the options of an engine that is timed.
+
+    Nobody goes deeper, as the cap lies above the tokens. Caches of all engines have one length.
+    """
+    from eejax.inference import EngineOptions
+
+    return EngineOptions(engine, cap=own.new + 8, buckets=(1,))
+
+
+def compared_options() -> dict[str, Any]:
+    """Return the options of the oracle and of the engines that are held to it, by name."""
+    from eejax.inference import EngineOptions
+
+    return {
+        "posthoc": EngineOptions("posthoc"),
+        "recompute": EngineOptions("recompute", cap=4, buckets=(1,)),
+        "speculative": EngineOptions("speculative"),
+    }
+
+
+def compared_batch_options():
+    """Return the options of the engine `batched` that is held to the oracle."""
+    from eejax.inference.batched_state import BatchOptions
+
+    return BatchOptions(cap=4, drafts=0)
+
+
+def compared_prompt(own: DecodeSizes) -> int:
+    """Return the tokens of prompts for which engines are compared."""
+    return own.prompt // 4
 
 
 @contextlib.contextmanager
@@ -102,11 +182,24 @@ def settings_of(way: str) -> Iterator[None]:
         yield
 
 
-def cache_length(own: Sizes) -> int:
-    """Positions of the caches that a generation allocates, those behind its end included."""
+def prompt_width(prompt: int) -> int:
+    """Return the tokens to which a `Generator` pads prompts."""
+    from eejax.inference.generate import power_of_two
+
+    return max(16, power_of_two(prompt))
+
+
+def cache_length(prompt: int, new: int, options) -> int:
+    """Return the positions that a generation of `new` tokens allocates."""
     from eejax.inference.generate import LENGTH_STEP
 
-    return -(-(own.prompt + own.new + 1 + own.new + 8) // LENGTH_STEP) * LENGTH_STEP
+    rows = max(prompt_width(prompt), prompt + new) + options.most_rows
+    return -(-rows // LENGTH_STEP) * LENGTH_STEP
+
+
+def positions_read(prompt: int, new: int) -> float:
+    """Return the positions, on average, that attention reads in `new` steps behind a prompt."""
+    return prompt + (new + 1) / 2
 
 
 def weights(config, factor: float = 1.0) -> Any:
@@ -127,7 +220,7 @@ def prompts(config, batch: int, length: int, seed: int = 1) -> list[list[int]]:
     return rng.integers(0, config.vocab_size, (batch, length)).tolist()
 
 
-def engines(own: Sizes, dtype: str) -> dict[str, Any]:
+def engines(own: DecodeSizes, dtype: str) -> dict[str, Any]:
     """Compare the texts of engines with those of the post-hoc pass.
 
     Returns:
@@ -137,23 +230,22 @@ def engines(own: Sizes, dtype: str) -> dict[str, Any]:
     Raises:
       AssertionError: in float32, where a difference is no near-tie.
     """
-    from eejax.inference import EngineOptions, Generator
+    from eejax.inference import Generator
 
     config, found = own.compared.config(own.context, dtype=dtype), {}
-    with settings_of("exact" if dtype == "float32" else ""):
+    with settings_of(exactness(dtype)):
         params = weights(config, own.width)
-        texts = prompts(config, 4, own.prompt // 4)
-        oracle = Generator.make(params, config, "posthoc")
+        texts = prompts(config, COMPARED_ROWS, compared_prompt(own))
+        made = {n: Generator.make(params, config, o) for n, o in compared_options().items()}
+        oracle = made["posthoc"]
         seen = oracle.generate(texts, own.new, threshold=0.0, gate="max_probability")
         # By such a threshold half of the tokens of the first exit leave there.
         threshold = float(np.median(seen.confidences))
         right = oracle.generate(texts, own.new, threshold=threshold)
         whole = oracle.generate(texts, own.new)
-        recompute = Generator.make(params, config, EngineOptions("recompute", cap=4, buckets=(1,)))
-        speculative = Generator.make(params, config, "speculative")
         others = {
-            "recompute": (right, recompute.generate(texts, own.new, threshold=threshold)),
-            "speculative": (whole, speculative.generate(texts, own.new)),
+            "recompute": (right, made["recompute"].generate(texts, own.new, threshold=threshold)),
+            "speculative": (whole, made["speculative"].generate(texts, own.new)),
         }
         for name, (oracle_result, result) in others.items():
             exits = name != "speculative"
@@ -173,12 +265,10 @@ def engines(own: Sizes, dtype: str) -> dict[str, Any]:
 def batched(params, config, texts, new: int, threshold: float) -> tuple[np.ndarray, np.ndarray]:
     """Return tokens and exits [texts, new] of the engine `batched`."""
     from eejax.inference.batched_slots import BatchedEngine
-    from eejax.inference.batched_state import BatchOptions
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.scheduler import Scheduler
 
-    options = BatchOptions(cap=4, drafts=0)
-    engine = BatchedEngine.make(params, config, options, slots=len(texts))
+    engine = BatchedEngine.make(params, config, compared_batch_options(), slots=len(texts))
     scheduler = Scheduler(engine, config)
     policy = ExitPolicy.make(config, 1, threshold)
     numbers = [scheduler.submit(text, new, policy=policy) for text in texts]
@@ -208,8 +298,8 @@ def differences(oracle, tokens: np.ndarray, exits: np.ndarray | None, tie: float
     return found
 
 
-def times(check: Check) -> None:
-    """Time tokens at full depth in all forms of calls, and forced out by each exit."""
+def times(check: StageCheck) -> None:
+    """Time tokens at full depth, and forced out by each exit."""
     own = sizes(check)
     config = own.model.config(own.context)
     params = weights(config)
@@ -221,16 +311,23 @@ def times(check: Check) -> None:
         for n, boundary in enumerate(own.model.exits):
             one = partial(timed, batch, copied, exit=n, full=full)
             check.measure(f"exit {boundary} {batch}", one)
-    if check.part != "loops_in_graphs":
-        return
+
+
+def calls(check: StageCheck) -> None:
+    """Time tokens at full depth by kernels in all forms of calls, and without kernels."""
+    own = sizes(check)
+    params = weights(own.model.config(own.context))
+    check.figures["call_forms"] = call_forms()
+    copied = check.measure("copy_bytes_per_second", lambda: copy_rate(check)) or float("nan")
+    timed = partial(token, check, own, params)
     for batch in own.batches:
-        for way in ("legacy", "reference"):
-            check.measure(f"full {batch} {way}", partial(timed, batch, copied, way=way))
+        for way in ("", *call_ways()):
+            check.measure(f"full {batch} {way}".strip(), partial(timed, batch, copied, way=way))
 
 
 def token(
-    check: Check,
-    own: Sizes,
+    check: StageCheck,
+    own: DecodeSizes,
     params: Any,
     batch: int,
     copied: float,
@@ -242,21 +339,20 @@ def token(
     """Time a decoding step at full depth, or where all tokens leave by one exit.
 
     Returns:
-      ms_per_step; tokens_per_second; share_of_floor: the time of copying as many bytes as a step
-      has to read, over its own; traced: launches and copies of a step; and for an exit the
-      speed-up, that by layers, and the ratio of both, exit_efficiency.
+      ms_per_step; tokens_per_second; floor_bytes: those that a step has to read; allocated_bytes:
+      the same with whole caches; share_of_floor: the time of copying `floor_bytes`, over the
+      step's; launches and copies of a step, from a trace; and for an exit what `exit_gain` returns.
     """
-    from eejax.inference import EngineOptions, Generator
+    from eejax.inference import Generator
 
     config = own.model.config(own.context)
-    # Nobody goes deeper: the cap lies above the tokens. Caches of all engines have one length.
-    options = dict(cap=own.new + 8, buckets=(1,))
     engine, rules = "full", {}
     if exit is not None:
         engine = "recompute"
         rules = dict(gate="fixed", threshold=0.5, exits=[own.model.exits[exit]])
     with settings_of(way):
-        generator = Generator.make(params, config, EngineOptions(engine, **options))
+        options = token_options(own, engine)
+        generator = Generator.make(params, config, options)
         texts, under_way = prompts(config, batch, own.prompt), {}
 
         def start() -> None:
@@ -274,12 +370,15 @@ def token(
     depth = config.n_layers if exit is None else own.model.exits[exit]
     if layers != depth:
         raise AssertionError(f"{layers} layers ran in place of {depth}")
-    floor = bytes_read(generator.weights, config, depth, batch, cache_length(own))
+    read = partial(bytes_read, generator.weights, config)
+    positions = positions_read(own.prompt, own.new)
+    floor = read(depth, batch, positions)
     each = lambda value: round(value / own.new, 3)
     found = dict(
         ms_per_step=1e3 * seconds / own.new,
         tokens_per_second=batch * own.new / seconds,
         floor_bytes=floor,
+        allocated_bytes=read(depth, batch, cache_length(own.prompt, own.new + 1, options)),
         share_of_floor=floor / copied / (seconds / own.new),
         launches_per_step=each(traced["kernels"]),
         copies_per_step={k: each(n) for k, n in traced["copies"].items()},
@@ -289,16 +388,35 @@ def token(
     if not on_gpu():
         found["threads"] = traced["threads"]
     if full is not None:
-        gain, layered = full / found["ms_per_step"], config.n_layers / depth
-        found |= dict(speedup=gain, speedup_by_layers=layered, exit_efficiency=gain / layered)
+        spared = read(config.n_layers, batch, positions) / floor
+        found |= exit_gain(full / found["ms_per_step"], spared, config.n_layers / depth)
     return found
 
 
-def bytes_read(own, config, depth: int, batch: int, length: int) -> float:
-    """Return the bytes that a step reads once: layers and caches up to a depth, and the head."""
+def exit_gain(speedup: float, by_bytes: float, by_layers: float) -> dict[str, float]:
+    """Compare the speed-up of a step that leaves early with the bytes and layers that it spares.
+
+    Args:
+      speedup: time of a step at full depth, over that of the step.
+      by_bytes, by_layers: bytes read, and layers run, at full depth over those of the step.
+    """
+    return dict(
+        speedup=speedup,
+        speedup_by_bytes=by_bytes,
+        exit_efficiency=speedup / by_bytes,
+        share_of_layer_ratio=speedup / by_layers,
+    )
+
+
+def bytes_read(own, config, depth: int, batch: int, positions: float) -> float:
+    """Return the bytes that a step reads once: layers and caches up to a depth, and the head.
+
+    Args:
+      positions: those of each cache that are read.
+    """
     from eejax.common.trees import nbytes
 
     layers = [layer for segment in own.segments for layer in segment][:depth]
     size = np.dtype(config.dtype).itemsize
-    cache = 2 * depth * batch * length * config.n_kv_heads * config.head_dim * size
+    cache = 2 * depth * batch * positions * config.n_kv_heads * config.head_dim * size
     return float(nbytes(layers) + cache + nbytes(own.params["embed"]["tokens"]))

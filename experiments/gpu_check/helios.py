@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from experiments import card_programs
-from experiments.gpu_check.check import Check, not_there
+from experiments.gpu_check import helios_programs
+from experiments.gpu_check.check import StageCheck, missing_module
 from experiments.gpu_check.decode import prompts, weights
 
 EARLY = 0.75
@@ -18,8 +19,8 @@ EARLY = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What is served.
+class HeliosSizes:
+    """Models and requests of the stage.
 
     Attributes:
       small, large: the models.
@@ -39,12 +40,12 @@ class Sizes:
 
 
 VOCABULARY = 512
-FULL = Sizes(
+FULL = HeliosSizes(
     dataclasses.replace(card_programs.MEDIUM, vocabulary=VOCABULARY, exits=(6, 12)),
     dataclasses.replace(card_programs.BILLION, vocabulary=VOCABULARY, exits=(6, 12)),
 )
 _TINY = dataclasses.replace(card_programs.SMALL, width=64, inner=192, vocabulary=VOCABULARY)
-SMALL = Sizes(
+SMALL = HeliosSizes(
     dataclasses.replace(_TINY, layers=2, exits=(1,)),
     dataclasses.replace(_TINY, layers=4, exits=(2,)),
     context=64,
@@ -55,16 +56,16 @@ SMALL = Sizes(
 )
 
 
-def sizes(check: Check) -> Sizes:
+def sizes(check: StageCheck) -> HeliosSizes:
     return SMALL if check.small else FULL
 
 
-def run(check: Check) -> None:
+def run(check: StageCheck) -> None:
     made: list[Models] = []
 
     def measured() -> dict[str, Any]:
         made.append(Models(sizes(check)))
-        return made[0].told()
+        return made[0].figures()
 
     if check.measure("models", measured) is None:
         return
@@ -74,43 +75,70 @@ def run(check: Check) -> None:
         check.measure(f"controller: {objective}", partial(made[0].controlled, objective))
 
 
-def programs(check: Check) -> Iterator[tuple[str, Callable]]:
-    """Yield both models' loops at all of their depths."""
-    own = sizes(check)
-    for name, size in (("small", own.small), ("large", own.large)):
-        config = size.config(own.context)
-        one = dict(config=config, slots=own.slots, cache=own.context, shaping=True, grows=True)
-        for depth in range(1, config.n_exits + 2):
-            build = partial(card_programs.slots, **one, drafts=0, max_depth=depth)
-            yield f"{name} to depth {depth}", build
+def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
+    """Yield both models' loops at all depths and slots, growth, audits, and the pass of scores."""
+    from eejax.kernels import aot, call
+
+    own, described = sizes(check), members(sizes(check))
+    _, few = request_texts(own)
+    with call.compute_capability(aot.CARDS[check.card].capability):
+        _, counts = slot_counts(own, described)
+    for name, member in described.items():
+        for what, build in helios_programs.of_member(member, counts[name], own.context):
+            yield f"{name} {what}", build
+        scored = dict(config=member.config, texts=few, context=own.context)
+        yield f"{name} scores", partial(helios_programs.scores, **scored)
+
+
+def members(own: HeliosSizes) -> dict[str, Any]:
+    """Return the models by their names, without parameters."""
+    from eejax.serving.fleet import Member
+    from eejax.serving.models import batch_options
+
+    configs = {name: getattr(own, name).config(own.context) for name in ("small", "large")}
+    return {n: Member(None, c, options=batch_options(c, None)) for n, c in configs.items()}
+
+
+def slot_counts(own: HeliosSizes, described: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """Return the budget, and by model how many requests it holds at each depth.
+
+    They follow from shapes alone, whatever memory the card has.
+    """
+    from eejax.inference import capacity
+    from eejax.serving.fleets import room
+
+    large = described["large"]
+    depth = large.config.n_exits + 1
+    size = capacity.engine_bytes(large.config, large.options, depth, own.context, own.slots)
+    budget = 1.05 * size
+    return budget, {n: room(m, own.most, own.context, budget) for n, m in described.items()}
+
+
+def request_texts(own: HeliosSizes) -> tuple[list[list[int]], list[list[int]]]:
+    """Return all prompts, and those on which models are measured."""
+    texts = prompts(own.small.config(own.context), own.requests, own.context // 4)
+    return texts, texts[: max(2, len(texts) // 8)]
 
 
 class Models:
-    """Models, what they cost, and prompts."""
+    """Models, their costs, and prompts."""
 
-    def __init__(self, own: Sizes):
-        from eejax.inference import capacity
+    def __init__(self, own: HeliosSizes):
         from eejax.inference.engine import CALL
-        from eejax.serving.fleet import Member
-        from eejax.serving.fleets import room, warm_up
+        from eejax.serving.fleets import warm_up
         from eejax.serving.measurements import windows
-        from eejax.serving.models import batch_options
         from eejax.serving.profiles import measure
 
-        self.own, self.members, self.slots, self.profiles = own, {}, {}, {}
-        configs = {name: getattr(own, name).config(own.context) for name in ("small", "large")}
-        texts = prompts(configs["small"], own.requests, own.context // 4)
+        self.own, self.profiles = own, {}
+        described = members(own)
+        self.budget, self.slots = slot_counts(own, described)
+        texts, few = request_texts(own)
         self.texts = dict(enumerate(texts))
-        for name, config in configs.items():
-            params = weights(config, 4.0)
-            options = batch_options(config, None)
-            self.members[name] = Member(params, config, options=options).ready()
-        config, options = configs["large"], self.members["large"].options
-        depth = config.n_exits + 1
-        self.budget = 1.05 * capacity.engine_bytes(config, options, depth, own.context, own.slots)
-        few = texts[: max(2, len(texts) // 8)]
-        for name, member in self.members.items():
-            self.slots[name] = room(member, own.most, own.context, self.budget)
+        self.members = {
+            name: dataclasses.replace(member, params=weights(member.config, 4.0)).ready()
+            for name, member in described.items()
+        }
+        for name, member in [*self.members.items()]:
             rules = {"threshold": self.threshold(name, few)}
             self.members[name] = member = dataclasses.replace(member, rules=rules)
             given = dict(slots=self.slots[name], context=own.context)
@@ -119,8 +147,8 @@ class Models:
             )
             warm_up(member, steps=CALL, **given)
 
-    def told(self) -> dict[str, Any]:
-        """Return what was measured of the models."""
+    def figures(self) -> dict[str, Any]:
+        """Return the models' slots, thresholds and profiles, and the budget."""
         return dict(
             slots={name: list(slots) for name, slots in self.slots.items()},
             thresholds={name: m.rules["threshold"] for name, m in self.members.items()},
@@ -188,6 +216,6 @@ class Models:
             ttft_p99=float(np.percentile(ttft, 99)),
         )
         if counter is None:
-            return found | dict(joules=not_there("pynvml") or "no meter")
+            return found | dict(joules=missing_module("pynvml") or "no meter")
         joules = counter.read() - before
         return found | dict(joules=joules, joules_per_token=joules / tokens, meter=counter.name)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from experiments import card_programs
-from experiments.gpu_check.check import Check, not_there
+from experiments.gpu_check.check import StageCheck, missing_module
 
 HOLDS_DEVICE = False
 NEEDED = ("fastapi", "uvicorn", "httpx")
@@ -29,8 +29,8 @@ BYTES = 257
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What is served.
+class ServeSizes:
+    """Model, clients and requests of the stage.
 
     Attributes:
       model: the model.
@@ -51,56 +51,62 @@ class Sizes:
 
 
 TINY = card_programs.Size(layers=2, width=64, heads=2, inner=192, vocabulary=BYTES, exits=(1,))
-SMALL = Sizes(TINY, 64, 2, 1, (4, 16), (4, 8))
+SMALL = ServeSizes(TINY, 64, 2, 1, (4, 16), (4, 8))
 
 
 @dataclasses.dataclass(frozen=True)
-class Random:
+class RandomModelBuilder:
     """Build the engine of a model with random weights, in whatever process it is called."""
 
-    sizes: Sizes
+    sizes: ServeSizes
 
     def __call__(self):
         from eejax.data.tokenizers import ByteTokenizer
         from eejax.inference.batched_slots import BatchedEngine
         from eejax.serving.messages import Built
-        from eejax.serving.models import batch_options
         from experiments.gpu_check.decode import weights
 
         own = self.sizes
         config = own.model.config(own.context)
-        options = batch_options(config, None)
+        options = engine_options(config)
         engine = BatchedEngine.make(weights(config), config, options, slots=own.clients)
         return Built(engine, config, ByteTokenizer())
 
 
-def sizes(check: Check) -> Sizes:
-    return SMALL if check.small else Sizes()
+def sizes(check: StageCheck) -> ServeSizes:
+    return SMALL if check.small else ServeSizes()
 
 
-def run(check: Check) -> None:
-    if why := not_there(*NEEDED):
+def run(check: StageCheck) -> None:
+    if why := missing_module(*NEEDED):
         check.figures["skipped"] = why
         return
     own, server = sizes(check), contextlib.ExitStack()
     with server:
-        up = lambda: server.enter_context(serving(Random(own), own.steps, START * check.left))
-        address = check.measure("address", up)
+        served = serving(RandomModelBuilder(own), own.steps, START * check.left)
+        address = check.measure("address", lambda: server.enter_context(served))
         if address is not None:
             for name, threshold in (("no exits", 1.0), ("half leave early", 0.0)):
                 check.measure(name, partial(asked, own, address, threshold))
     check.measure("engine", lambda: alone(own))
 
 
-def programs(check: Check) -> Iterator[tuple[str, Callable]]:
+def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
     """Yield the engine's loop."""
     own = sizes(check)
     config = own.model.config(own.context)
-    one = dict(config=config, slots=own.clients, cache=own.context, shaping=True, drafts=0)
+    one = dict(config=config, slots=own.clients, cache=own.context, options=engine_options(config))
     yield f"served {own.clients} slots", partial(card_programs.slots, **one)
 
 
-def workload(own: Sizes) -> list[list[tuple[tuple[int, ...], int]]]:
+def engine_options(config):
+    """Return the options of the engine that is served."""
+    from eejax.serving.models import batch_options
+
+    return batch_options(config, None)
+
+
+def workload(own: ServeSizes) -> list[list[tuple[tuple[int, ...], int]]]:
     """Draw (prompt, tokens to generate) of each client's requests."""
     rng = np.random.default_rng(0)
     draw = lambda pair: int(rng.integers(pair[0], pair[1] + 1))
@@ -108,7 +114,7 @@ def workload(own: Sizes) -> list[list[tuple[tuple[int, ...], int]]]:
     return [[ask() for _ in range(own.requests)] for _ in range(own.clients)]
 
 
-def asked(own: Sizes, address: str, threshold: float) -> dict[str, Any]:
+def asked(own: ServeSizes, address: str, threshold: float) -> dict[str, Any]:
     """Ask a server from as many clients as it has slots.
 
     At threshold 0 every other client's tokens leave by the first exit, and the others' by none.
@@ -136,13 +142,13 @@ def asked(own: Sizes, address: str, threshold: float) -> dict[str, Any]:
     return dict(tokens_per_second=tokens / took, requests=len(answers), **times_of(answers))
 
 
-def alone(own: Sizes) -> dict[str, float]:
+def alone(own: ServeSizes) -> dict[str, float]:
     """Put the same requests through the engine's scheduler without a server."""
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.scheduler import Scheduler
     from experiments.serving_runs import through_scheduler
 
-    built, clients = Random(own)(), workload(own)
+    built, clients = RandomModelBuilder(own)(), workload(own)
     policy = ExitPolicy.make(built.config, 1)
     tokens = sum(limit for client in clients for _, limit in client)
     for _ in range(2):  # the first one compiles
@@ -152,7 +158,7 @@ def alone(own: Sizes) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def serving(build: Random, steps: int, wait: float) -> Iterator[str]:
+def serving(build: RandomModelBuilder, steps: int, wait: float) -> Iterator[str]:
     """Serve a model as "m" in a thread, its engine in a process of its own; yield the address.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What is there, how fast the card copies and multiplies, and whether kernels compute right."""
+"""Installed versions, the card's rates of copies and products, and kernels beside float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -18,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from eejax.kernels.specs import OPS
-from experiments.gpu_check import exact
-from experiments.gpu_check.check import Check, copy_rate, on_gpu, product_rate
+from experiments.gpu_check import exact, sanitizer
+from experiments.gpu_check.check import StageCheck, call_forms, copy_rate, on_gpu, product_rate
 
 BOUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}
 """Most of |result - float64's| / |float64's|, by the dtype of the states; TF32 is off."""
@@ -30,13 +29,13 @@ FARTHER = 2.0
 MOST_WORK = 2e10
 """Operations of the largest case that the host computes in float64."""
 
-FORM = ("norm_router", "scatter", "head_confidence")
+COMPARED_FORMS = ("norm_router", "scatter", "head_confidence")
 """Ops that are called in both forms of the custom call."""
 
 PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch", "nvidia-ml-py", "fastapi", "eejax")
 
 
-def run(check: Check) -> None:
+def run(check: StageCheck) -> None:
     check.measure("versions", versions)
     check.measure("copy_bytes_per_second", lambda: copy_rate(check))
     check.measure("product_flops_per_second", lambda: product_rate(check))
@@ -46,12 +45,13 @@ def run(check: Check) -> None:
     check.measure("memcheck", lambda: memcheck(check))
 
 
-def programs(check: Check) -> Iterator[tuple[str, Callable]]:
-    """Yield each kernel in programs of its own, and calls of the older form."""
+def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
+    """Yield each kernel in programs of its own, and calls of the older form where there are any."""
+    check.figures["call_forms"] = call_forms()
     for op in OPS:
         for spec in specs(op, check.small):
             yield f"{op} {spec.name}", partial(_compiled, spec)
-    for op in FORM:
+    for op in COMPARED_FORMS if "legacy" in call_forms() else ():
         yield f"{op} in the older form", partial(_compiled, specs(op, True)[0], legacy=True)
 
 
@@ -85,9 +85,9 @@ def versions() -> dict[str, Any]:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not there"
+            found[name] = "not installed"
     found["devices"] = [d.device_kind for d in jax.devices()]
-    found["ptxas"] = shutil.which("ptxas") or "not there"
+    found["ptxas"] = shutil.which("ptxas") or "not installed"
     found["platform_version"] = jax.devices()[0].client.platform_version
     for name in ("XLA_FLAGS", "EEJAX_KERNELS"):
         found[name] = os.environ.get(name, "")
@@ -99,28 +99,28 @@ def versions() -> dict[str, Any]:
     return found
 
 
-def forms(check: Check) -> dict[str, str] | str:
-    """Call kernels by FFI and in the form before it; both must give the same bits."""
+def forms(check: StageCheck) -> dict[str, str] | str:
+    """Call kernels by FFI and in the form before it; both must give the same bits.
+
+    Raises:
+      AssertionError: where they do not.
+    """
     import jax
 
     from eejax.kernels import call
 
     if not on_gpu():
         return "no GPU"
+    if "legacy" not in call_forms():
+        return "FFI calls only: this jax-triton does not write the form before it"
     found = {}
-    for op in FORM:
+    for op in COMPARED_FORMS:
         spec = specs(op, True)[0]
         args = spec.args(7)
         by_ffi = jax.device_get(jax.jit(partial(spec.run, implementation="triton"))(*args))
-        try:
-            with call.legacy_calls():
-                program = jax.jit(lambda *a, spec=spec: spec.run(*a, implementation="triton"))
-                before = jax.device_get(program(*args))
-        except RuntimeError as error:
-            if "jax-triton" not in str(error):
-                raise
-            found[op] = f"FFI alone: {error}"  # as jax-triton 0.4 has it
-            continue
+        with call.legacy_calls():
+            program = jax.jit(lambda *a, spec=spec: spec.run(*a, implementation="triton"))
+            before = jax.device_get(program(*args))
         pairs = zip(*map(jax.tree.leaves, (by_ffi, before)), strict=True)
         same = all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
         found[op] = "the same bits" if same else "DIFFERENT"
@@ -129,7 +129,7 @@ def forms(check: Check) -> dict[str, str] | str:
     return found
 
 
-def kernels(check: Check, op: str) -> dict[str, Any]:
+def kernels(check: StageCheck, op: str) -> dict[str, Any]:
     """Compare an op's kernel with float64, on inputs drawn anew in each run.
 
     Raises:
@@ -207,22 +207,17 @@ def difference(got: Any, want: Any) -> tuple[float, float]:
     return worst, unlike / max(1, count)
 
 
-def memcheck(check: Check) -> str:
-    """Run the kernels' small cases under compute-sanitizer."""
-    command = shutil.which("compute-sanitizer")
-    if command is None or not on_gpu():
-        return "not there" if command is None else "no GPU"
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    once = [sys.executable, "-m", "experiments.bench_kernels", "--once", f"--ops={','.join(OPS)}"]
-    done = subprocess.run(
-        [command, "--tool=memcheck", "--error-exitcode=9", *once],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=max(1.0, check.left),
-    )
-    said = [line for line in done.stdout.splitlines() if line.startswith("=====")]
-    last = said[-1] if said else done.stderr[-500:]
-    if done.returncode:
-        raise AssertionError(f"status {done.returncode}: {last}")
-    return last
+def memcheck(check: StageCheck) -> str:
+    """Run the kernels' small cases under compute-sanitizer.
+
+    Raises:
+      AssertionError: where it finds anything, or cannot run.
+    """
+    if not on_gpu():
+        return "no GPU"
+    report = sanitizer.run("memcheck", OPS, seconds=max(1.0, check.left))
+    if report is None:
+        return "compute-sanitizer: not installed"
+    if report.status:
+        raise AssertionError(f"status {report.status}: {report.summary}")
+    return report.summary

@@ -13,7 +13,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-GRAPHS = "--xla_gpu_enable_command_buffer"
+from experiments.gpu_settings import GRAPHS_FLAG
+
 SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 """For processes beside which others use the GPU."""
 
@@ -25,43 +26,59 @@ TAIL = 2000
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class GpuStage:
     """A module with `run(check)` and `programs(check)`, run once for each of its parts.
 
     Attributes:
-      name: as `--stages` has it.
+      name: as `--stages` has it, "STAGE" or "STAGE:PART".
       module: the module's dotted name.
       parts: environment variables of each part, by the part's name.
+      rehearsed: parts that a dry run tries out; None: all.
     """
 
     name: str
     module: str
     parts: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=lambda: {"": {}})
+    rehearsed: tuple[str, ...] | None = None
+
+    @property
+    def file(self) -> str:
+        """Stem of the names of its files."""
+        return self.name.replace(":", "_")
+
+    def only(self, part: str) -> GpuStage:
+        """Return a stage of one of the parts, which has all of the time."""
+        name, parts = f"{self.name}:{part}", {part: self.parts[part]}
+        return dataclasses.replace(self, name=name, parts=parts, rehearsed=None)
 
 
 _HERE = "experiments.gpu_check"
+_LOOPS = {"XLA_FLAGS": f"{GRAPHS_FLAG}=+WHILE"}
 STAGES = (
-    Stage("smoke", f"{_HERE}.smoke"),
-    Stage(
+    GpuStage("smoke", f"{_HERE}.smoke"),
+    GpuStage(
         "decode",
         f"{_HERE}.decode",
         {
             "engines": {},
-            "loops_in_graphs": {"XLA_FLAGS": f"{GRAPHS}=+WHILE"},
+            "loops_in_graphs": _LOOPS,
+            "calls": _LOOPS,
             "default_graphs": {"XLA_FLAGS": ""},
-            "no_graphs": {"XLA_FLAGS": f"{GRAPHS}="},
+            "no_graphs": {"XLA_FLAGS": f"{GRAPHS_FLAG}="},
         },
+        # XLA's flags for GPUs mean nothing to a CPU.
+        rehearsed=("engines", "loops_in_graphs", "calls"),
     ),
-    Stage("train", f"{_HERE}.train", {"350M": ALONE, "1.3B": ALONE, "torch": SHARED}),
-    Stage("batch", f"{_HERE}.batch", {"8": {}, "64": {}}),
-    Stage("serve", f"{_HERE}.serve", {"": SHARED}),
-    Stage("helios", f"{_HERE}.helios"),
+    GpuStage("train", f"{_HERE}.train", {"350M": ALONE, "1.3B": ALONE, "torch": SHARED}),
+    GpuStage("batch", f"{_HERE}.batch", {"8": {}, "64": {}}),
+    GpuStage("serve", f"{_HERE}.serve", {"": SHARED}),
+    GpuStage("helios", f"{_HERE}.helios"),
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """What all stages of a run share.
+class RunSettings:
+    """Settings that all stages of a run share.
 
     Attributes:
       out: the folder of results and logs.
@@ -78,7 +95,7 @@ class Settings:
     card: str = "h100"
 
 
-def run(stages: Sequence[Stage], settings: Settings) -> Iterator[dict[str, Any]]:
+def run(stages: Sequence[GpuStage], settings: RunSettings) -> Iterator[dict[str, Any]]:
     """Yield the result of each stage as it ends, whatever became of the one before."""
     settings.out.mkdir(parents=True, exist_ok=True)
     for stage in stages:
@@ -89,9 +106,9 @@ def run(stages: Sequence[Stage], settings: Settings) -> Iterator[dict[str, Any]]
         yield result
 
 
-def _stage(stage: Stage, settings: Settings) -> dict[str, Any]:
+def _stage(stage: GpuStage, settings: RunSettings) -> dict[str, Any]:
     begin = time.monotonic()
-    log = settings.out / f"{stage.name}.txt"
+    log = settings.out / f"{stage.file}.txt"
     log.unlink(missing_ok=True)
     tasks = [*_tasks(stage, settings)]
     results = {}
@@ -108,23 +125,20 @@ def _stage(stage: Stage, settings: Settings) -> dict[str, Any]:
         result |= {k: v for k, v in results[""].items() if k != "error"}
     else:
         result["parts"] = results
-    (settings.out / f"{stage.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (settings.out / f"{stage.file}.json").write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 
-def _tasks(stage: Stage, settings: Settings) -> Iterator[tuple[str, str, dict[str, str]]]:
+def _tasks(stage: GpuStage, settings: RunSettings) -> Iterator[tuple[str, str, dict[str, str]]]:
     """Yield (name, what to do, environment) of each process of a stage."""
     if not settings.dry_run:
         for name, environment in stage.parts.items():
             yield name, "run", dict(environment)
         return
-    yield "compile", "compile", _compiling()
-    flags_differ = False
-    for name, environment in stage.parts.items():
-        # XLA's flags for GPUs mean nothing to a CPU: of parts that they tell apart one is enough.
-        if "XLA_FLAGS" not in environment or not flags_differ:
-            yield f"rehearse {name}".strip(), "run", _rehearsing()
-        flags_differ |= "XLA_FLAGS" in environment
+    only = next(iter(stage.parts)) if len(stage.parts) == 1 else ""
+    yield f"compile {only}".strip(), "compile", _compiling()
+    for name in stage.parts if stage.rehearsed is None else stage.rehearsed:
+        yield f"rehearse {name}".strip(), "run", _rehearsing()
 
 
 def _compiling() -> dict[str, str]:
@@ -139,15 +153,15 @@ def _rehearsing() -> dict[str, str]:
     return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
-def _part(settings: Settings, seconds: float, log: pathlib.Path, **task: Any) -> dict[str, Any]:
+def _part(settings: RunSettings, seconds: float, log: pathlib.Path, **task: Any) -> dict[str, Any]:
     """Run one process of a stage, and end it at its time limit."""
     stage, part, mode = task["stage"], task["part"], task["mode"]
-    name = "_".join([stage.name, *part.split()])
+    name = "_".join([stage.file, *part.split()])
     found = settings.out / f"{name}.partial.json"
     found.unlink(missing_ok=True)
     own = dict(
         module=stage.module,
-        part=part.removeprefix("rehearse").strip(),
+        part=part.removeprefix("compile").removeprefix("rehearse").strip(),
         mode=mode,
         out=str(settings.out),
         name=name,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 
-def not_there(cuda: bool = True) -> str | None:
+def unavailable(cuda: bool = True) -> str | None:
     """Say why PyTorch cannot be a peer; None where it can."""
     try:
         import torch
     except ImportError:
-        return "torch: not there"
+        return "torch: not installed"
     if cuda and not torch.cuda.is_available():
         return "torch: without CUDA"
     return None

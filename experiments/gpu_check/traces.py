@@ -1,4 +1,4 @@
-"""What a trace of JAX's profiler says a program did on the GPU: kernels, copies, seconds."""
+"""Kernels, copies and seconds of a program on the GPU, read from a trace of JAX's profiler."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 COPIES = ("MemcpyD2H", "MemcpyH2D", "MemcpyD2D")
 MOST = 15
-"""Names of kernels that are told."""
+"""Kernels whose names are reported."""
 
 
 def of_run(folder: pathlib.Path, run: Callable[[], Any]) -> dict[str, Any]:
-    """Trace a run into a folder, and return what the trace holds; `of_events` says of what form."""
+    """Trace a run into a folder, and return what the trace holds, as `of_events` does."""
     import jax
 
     shutil.rmtree(folder, ignore_errors=True)

@@ -16,12 +16,12 @@ import numpy as np
 
 from experiments import card_programs
 from experiments.gpu_check import torch_peer
-from experiments.gpu_check.check import Check, on_gpu, product_rate
+from experiments.gpu_check.check import StageCheck, on_gpu, product_rate
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What is trained: models by name, a batch and its length, timed steps, and most exits."""
+class TrainSizes:
+    """Models by their names, a batch and its length, timed steps, and most exits."""
 
     models: dict[str, card_programs.Size]
     batch: int = 8
@@ -33,17 +33,17 @@ class Sizes:
 BILLIONS = {"350M": card_programs.MEDIUM, "1.3B": card_programs.BILLION}
 
 
-def sizes(check: Check) -> Sizes:
+def sizes(check: StageCheck) -> TrainSizes:
     if not check.small:
-        return Sizes(BILLIONS)
+        return TrainSizes(BILLIONS)
     tiny = dataclasses.replace(card_programs.SMALL, width=64, inner=176, vocabulary=256)
-    return Sizes(dict.fromkeys(BILLIONS, tiny), batch=2, length=64, repeats=2, most_exits=1)
+    return TrainSizes(dict.fromkeys(BILLIONS, tiny), batch=2, length=64, repeats=2, most_exits=1)
 
 
-def run(check: Check) -> None:
+def run(check: StageCheck) -> None:
     own = sizes(check)
     if check.part == "torch":
-        why = torch_peer.not_there(cuda=not check.small)
+        why = torch_peer.unavailable(cuda=not check.small)
         if why:
             check.figures["torch"] = why
             return
@@ -62,18 +62,19 @@ def run(check: Check) -> None:
         plain = plain or found
 
 
-def torch_device(check: Check) -> str:
+def torch_device(check: StageCheck) -> str:
     """PyTorch's device: that of JAX, or the CPU in a trial without a GPU."""
-    return "cpu" if torch_peer.not_there() and check.small else "cuda"
+    return "cpu" if torch_peer.unavailable() and check.small else "cuda"
 
 
-def programs(check: Check) -> Iterator[tuple[str, Callable]]:
+def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
     """Yield the training steps."""
     own = sizes(check)
     for name, size in own.models.items():
-        for exits in range(own.most_exits + 1):
+        for exits in range(own.most_exits + 1) if check.part in ("", name) else ():
             config = configured(size, own.length, exits)
-            yield f"{name} {exits} exits", partial(_compiled, config=config, batch=own.batch)
+            one = partial(card_programs.training, config=config, batch=own.batch)
+            yield f"{name} {exits} exits", one
 
 
 def configured(size: card_programs.Size, length: int, exits: int):
@@ -81,63 +82,29 @@ def configured(size: card_programs.Size, length: int, exits: int):
     return size.config(length, tuple(size.layers * (i + 1) // 4 for i in range(exits)))
 
 
-def training(config, mesh):
-    """Make a step of AdamW: (function of a state and a batch, optimiser)."""
-    from eejax.losses import schedules
-    from eejax.models import params
-    from eejax.train import optimizer
-    from eejax.train import step as steps
-
-    settings = optimizer.OptimizerConfig(
-        learning_rate=3e-4,
-        schedule="constant",
-        warmup_steps=0,
-        b1=0.9,
-        b2=0.95,
-        eps=1e-8,
-        weight_decay=0.1,
-    )
-    adamw = optimizer.transformation(settings, params.decays(config))
-    rate = optimizer.learning_rate(settings, 1)
-    weights = schedules.constant((0.5,) * config.n_exits)
-    made = steps.make_train_step(config, adamw, rate, weights, mesh, clip_norm=1.0, remat="dots")
-    return made, adamw
-
-
-def _compiled(card, config, batch: int):
-    import jax
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    from eejax.kernels import aot
-    from eejax.sharding import mesh as meshes
-    from eejax.train import state
-
-    mesh = aot.mesh(card, meshes.known_mesh(meshes.MeshConfig()))
-    program, adamw = training(config, mesh)
-    placed = NamedSharding(mesh, P("data"))
-    tokens = jax.ShapeDtypeStruct((batch, config.context_length), np.int32, sharding=placed)
-    given = state.abstract(config, adamw, mesh), {"tokens": tokens, "labels": tokens}
-    return aot.compiled(card, program, *given)
-
-
 def step(
-    size: card_programs.Size, own: Sizes, exits: int, products: float, plain: dict[str, Any] | None
+    size: card_programs.Size,
+    own: TrainSizes,
+    exits: int,
+    products: float,
+    plain: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Time training steps.
 
     Returns:
-      ms; tokens_per_second; mfu, of the data sheet, and of the product that was measured; peak and
-      temporary bytes; overhead of the exits, in time and in temporary bytes; losses.
+      ms; tokens_per_second; mfu, of the card's peak, and share_of_products, of the product that was
+      measured; peak and temporary bytes; overhead of the exits, in time and in temporary bytes;
+      losses.
     """
     import jax
 
     from eejax.sharding.mesh import MeshConfig, make_mesh
     from eejax.train import state
     from eejax.train import step as steps
+    from eejax.train.flops import model_flops_per_token, peak_flops
 
     config, mesh = configured(size, own.length, exits), make_mesh(MeshConfig())
-    program, adamw = training(config, mesh)
+    program, adamw = card_programs.train_step(config, mesh)
     train_state = state.create(config, adamw, 0, mesh)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (own.batch, own.length))
     tokens = tokens.astype(np.int32)
@@ -152,7 +119,7 @@ def step(
         losses.append(float(metrics["loss"]))  # waits for the device
         seconds.append(time.perf_counter() - begin)
     took = float(np.median(seconds[2:]))
-    flops = operations(config, train_state, own)
+    flops = own.batch * own.length * model_flops_per_token(config, own.length)
     stats = jax.devices()[0].memory_stats() or {}
     temporary = made.memory_analysis().temp_size_in_bytes
     found = dict(
@@ -165,31 +132,9 @@ def step(
         compile_seconds=compiled,
         losses=losses,
     )
-    if peak := data_sheet():
+    if peak := peak_flops(jax.devices()[:1]):
         found["mfu"] = flops / took / peak
     if plain is not None:
         found["time_over_no_exits"] = found["ms"] / plain["ms"]
         found["temporary_over_no_exits"] = temporary / max(1, plain["temporary_bytes"])
     return found
-
-
-def operations(config, train_state, own: Sizes) -> float:
-    """Count a step's operations: six a weight and token, heads of all exits, causal attention."""
-    from eejax.common.trees import size
-
-    weights = size(train_state.params["layers"])
-    heads = (config.n_exits + 1) * config.padded_vocab * config.d_model
-    attention = config.n_layers * config.d_model * own.length
-    return 6.0 * own.batch * own.length * (weights + heads + attention)
-
-
-def data_sheet() -> float | None:
-    """Operations a second of bfloat16 by the card's data sheet; None for a card not known."""
-    import jax
-
-    from eejax.kernels import aot
-
-    kind = jax.devices()[0].device_kind
-    known = {name: card.flops for name, card in aot.CARDS.items()}
-    known["h200"] = known["h100"]  # it differs in memory alone
-    return next((flops for name, flops in known.items() if name in kind.lower()), None)

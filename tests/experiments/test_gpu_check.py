@@ -5,17 +5,21 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import pathlib
 import sys
+import types
 
 import numpy as np
 import pytest
 from launchers import call, functions_of
 
 from eejax.common.errors import ConfigError
+from eejax.kernels import aot, triton_call
+from eejax.train.flops import peak_flops
 from experiments import card_programs
 from experiments.gpu_check import stages, torch_peer, traces
-from experiments.gpu_check.check import Check
-from experiments.gpu_check.stages import STAGES, Settings, Stage
+from experiments.gpu_check.check import StageCheck
+from experiments.gpu_check.stages import STAGES, GpuStage, RunSettings
 
 CHECK = "experiments.gpu_check.__main__"
 
@@ -58,15 +62,15 @@ def modules(tmp_path, monkeypatch):
     """A function that writes a module where the stages' processes find it."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    def write(name: str, text: str) -> Stage:
+    def write(name: str, text: str) -> GpuStage:
         (tmp_path / f"{name}.py").write_text(text)
-        return Stage(name, name)
+        return GpuStage(name, name)
 
     return write
 
 
-def settings(tmp_path, **own) -> Settings:
-    return Settings(tmp_path / "out", **(dict(seconds=120.0, small=True) | own))
+def settings(tmp_path, **own) -> RunSettings:
+    return RunSettings(tmp_path / "out", **(dict(seconds=120.0, small=True) | own))
 
 
 def test_smoke_and_training_on_a_cpu(tmp_path, monkeypatch, capsys, one_device):
@@ -83,7 +87,7 @@ def test_smoke_and_training_on_a_cpu(tmp_path, monkeypatch, capsys, one_device):
         assert own["1 exits"]["time_over_no_exits"] > 0 and own["0 exits"]["ms"] > 0
         losses = own["0 exits"]["losses"]
         assert losses[-1] < losses[0]
-    expected = torch_peer.not_there(cuda=False)
+    expected = torch_peer.unavailable(cuda=False)
     assert train["parts"]["torch"]["figures"].get("torch") == expected
     whole = json.loads((tmp_path / "train.json").read_text())
     assert whole["parts"].keys() == train["parts"].keys()
@@ -110,7 +114,7 @@ def test_a_stage_ends_at_its_time_limit_with_what_it_has(tmp_path, modules):
 
 
 def test_what_no_time_is_left_for_is_named(tmp_path):
-    check = Check("", tmp_path, "own", True, "h100", deadline=-math.inf)
+    check = StageCheck("", tmp_path, "own", True, "h100", deadline=-math.inf)
     assert check.measure("late", lambda: 1) is None
     told = json.loads((tmp_path / "own.partial.json").read_text())
     assert told == {"not_measured": ["late"]}
@@ -121,6 +125,7 @@ def test_a_dry_run_compiles_and_rehearses(tmp_path, modules, for_cuda, monkeypat
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     (result,) = stages.run([one], settings(tmp_path, small=False, dry_run=True))
     assert result["ok"], result
+    assert (tmp_path / "out" / "one_program.json").exists()
     compiled, rehearsed = result["parts"]["compile"], result["parts"]["rehearse"]
     assert compiled["figures"]["card"].startswith("NVIDIA H100")
     assert compiled["figures"]["scatter"]["host_decisions"] == 0
@@ -144,10 +149,62 @@ def test_an_unknown_stage_is_named(tmp_path):
     assert [stage.name for stage in chosen(["train", "smoke"])] == ["train", "smoke"]
 
 
+def test_a_part_of_a_stage_is_named():
+    chosen = functions_of(CHECK).chosen
+    (part,) = chosen(["decode:no_graphs"])
+    assert (part.name, part.file) == ("decode:no_graphs", "decode_no_graphs")
+    assert part.parts == {"no_graphs": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}}
+    tasks = lambda dry_run: [*stages._tasks(part, RunSettings(pathlib.Path(), dry_run=dry_run))]
+    assert [name for name, *_ in tasks(False)] == ["no_graphs"]
+    assert [name for name, *_ in tasks(True)] == ["compile no_graphs", "rehearse no_graphs"]
+    with pytest.raises(ConfigError, match="--stages = decode:graphs: must be among"):
+        chosen(["decode:graphs"])
+
+
 def test_stages_have_what_is_run_of_them():
     for stage in STAGES:
         module = functions_of(stage.module)
         assert callable(module.run) and callable(module.programs)
+
+
+def test_calls_that_cannot_be_written_are_left_out(monkeypatch, tmp_path):
+    for known in (True, False):
+        monkeypatch.setattr(triton_call, "knows_legacy", lambda known=known: known)
+        found = {}
+        for name in ("decode", "smoke"):
+            module = functions_of(f"experiments.gpu_check.{name}")
+            check = StageCheck("", tmp_path, name, True, "h100", deadline=0.0)
+            found[name] = [program for program, _ in module.programs(check)]
+            assert check.figures["call_forms"] == (["ffi", "legacy"] if known else ["ffi"])
+        assert ("full 1 legacy" in found["decode"]) == known
+        assert "full 1 reference" in found["decode"]
+        assert any("older form" in program for program in found["smoke"]) == known
+
+
+def test_a_step_reads_what_is_filled():
+    """Each of `new` steps attends to the prompt, to what came since, and to its own position."""
+    decode = functions_of("experiments.gpu_check.decode")
+    each = [512 + step + 1 for step in range(64)]
+    assert decode.positions_read(512, 64) == np.mean(each)
+    layer = np.zeros((3, 5), np.float16)
+    own = types.SimpleNamespace(
+        segments=((layer, layer), (layer,)), params={"embed": {"tokens": np.zeros(7, np.int8)}}
+    )
+    config = types.SimpleNamespace(dtype="float16", n_kv_heads=2, head_dim=4)
+    cache = 2 * 2 * 8 * 544.5 * 2 * 4 * 2  # keys and values of 2 layers, 8 texts and 2 heads of 4
+    assert decode.bytes_read(own, config, 2, 8, 544.5) == 2 * 30 + cache + 7
+
+
+def test_exit_efficiency_is_by_bytes():
+    decode = functions_of("experiments.gpu_check.decode")
+    found = decode.exit_gain(3.0, by_bytes=2.5, by_layers=4.0)
+    assert found["exit_efficiency"] == 1.2 and found["share_of_layer_ratio"] == 0.75
+
+
+def test_cards_have_the_peaks_of_training():
+    for card in aot.CARDS.values():
+        device = types.SimpleNamespace(device_kind=card.name, platform="gpu")
+        assert peak_flops([device]) == card.flops
 
 
 def event(name: str, tid: int, ts: float, dur: float, pid: int = 1) -> dict:

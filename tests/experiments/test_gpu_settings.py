@@ -28,8 +28,9 @@ def test_nothing_is_set_without_a_plugin(monkeypatch):
     assert environ == {"HOME": "/home/ada"}
 
 
-def test_graphs_and_the_folder_are_set(plugin):
-    environ = {"XLA_FLAGS": "--xla_a=1", "XDG_CACHE_HOME": "/cache"}
+@pytest.mark.parametrize("platforms", [{}, {"JAX_PLATFORMS": ""}, {"JAX_PLATFORMS": "cuda,cpu"}])
+def test_graphs_and_the_folder_are_set(plugin, platforms):
+    environ = {"XLA_FLAGS": "--xla_a=1", "XDG_CACHE_HOME": "/cache", **platforms}
     gpu_settings.apply(environ)
     assert environ["XLA_FLAGS"] == "--xla_a=1 --xla_gpu_enable_command_buffer=+WHILE"
     assert environ["JAX_COMPILATION_CACHE_DIR"] == "/cache/eejax/compiled"

@@ -1,0 +1,114 @@
+"""Programs of the stage "helios", compiled for a card that is not there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from experiments import card_programs
+
+
+def of_member(
+    member, counts: Sequence[int], context: int
+) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """Yield a model's loops, the programs by which it grows, and those of audits.
+
+    Args:
+      member: a `Member`, whose parameters are not looked at.
+      counts: requests at each depth, as `PartialModel` takes them.
+      context: most tokens of a request.
+    """
+    from eejax.serving.fleets import audited_lengths
+
+    config, n = member.config, member.config.n_exits + 1
+    # As `PartialModel`: the buckets of all depths are those of the first one's slots.
+    options = dataclasses.replace(member.options.of_slots(counts[0]), grows=True)
+    at = lambda depth: dataclasses.replace(options, max_depth=depth)
+    for depth in range(1, n + 1):
+        # A model that is to grow has as few slots as it will have then.
+        for slots in sorted({*counts[depth - 1 :]}, reverse=True):
+            one = dict(config=config, slots=slots, cache=context, options=at(depth))
+            yield f"to depth {depth}, {slots} slots", partial(card_programs.slots, **one)
+        for deeper in range(depth + 1, n + 1):
+            one = dict(config=config, slots=counts[deeper - 1], context=context)
+            one |= dict(before=at(depth), after=at(deeper))
+            yield f"from depth {depth} to {deeper}", partial(growth, **one)
+    for length in audited_lengths(context):
+        for part in ("embedded", "layer", "read"):
+            build = partial(audit, config=config, part=part, length=length)
+            yield f"audit of {length} tokens, {part}", build
+
+
+def growth(card, config, slots: int, context: int, before, after):
+    """Compile the program that fills in keys and values of more segments.
+
+    Args:
+      before, after: the engine's options, with `max_depth`, before it grows and then.
+    """
+    import jax
+
+    from eejax.inference import deepening
+    from eejax.kernels import aot
+
+    shapes = partial(card_programs.slot_shapes, card, config, slots, context)
+    _, state, _ = shapes(before)
+    weights, _, _ = shapes(after)
+    args = weights, state.boundary, jax.ShapeDtypeStruct((slots,), np.int32)
+    return aot.compiled(
+        card,
+        deepening._filled,
+        *aot.shapes(card, args),
+        have=before.max_depth,
+        config=config,
+        keep=after.max_depth <= config.n_exits,
+    )
+
+
+def audit(card, config, part: str, length: int):
+    """Compile a part of the whole model's pass over a text: "embedded", "layer" or "read"."""
+    import jax
+
+    from eejax.inference.state import prepare
+    from eejax.kernels import aot, call
+    from eejax.models import params
+    from eejax.serving import auditor
+
+    with call.compute_capability(card.capability):
+        weights = jax.eval_shape(partial(prepare, config=config), params.shapes(config))
+    outer = {k: v for k, v in weights.params.items() if k != "exits"}
+    tokens = jax.ShapeDtypeStruct((1, length), np.int32)
+    x = jax.eval_shape(partial(auditor._embedded, config=config), outer, tokens)
+    run, args, static = {
+        "embedded": (auditor._embedded, (outer, tokens), {}),
+        "layer": (
+            auditor._through,
+            (weights.segments[0][0], x),
+            dict(window=config.window(0), rope=config.rope(0)),
+        ),
+        "read": (auditor._read, (outer, x, tokens), {}),
+    }[part]
+    return aot.compiled(card, run, *aot.shapes(card, args), config=config, **static)
+
+
+def scores(card, config, texts: Sequence[Sequence[int]], context: int):
+    """Compile the pass in which the exits of a model are compared."""
+    import jax
+
+    from eejax.calibration import frontier
+    from eejax.inference.state import for_compute
+    from eejax.kernels import aot, call
+    from eejax.models import layers, params
+    from eejax.serving.measurements import windows
+
+    def on_host(tree):
+        tree = for_compute(tree, config.dtype)
+        return tree | {"layers": layers.fuse(tree["layers"])}
+
+    with call.compute_capability(card.capability):
+        own = jax.eval_shape(on_host, params.shapes(config))
+    own, batch = aot.shapes(card, (own, windows(texts, context)[0]))
+    return aot.compiled(card, frontier._score, own, config=config, batch=batch)
