@@ -89,23 +89,29 @@ def parameter_shapes(config: Any) -> frozenset[tuple[int, ...]]:
     return frozenset(found)
 
 
-def are_scores(shape: Sequence[int], length: int, config: Any) -> bool:
+def are_scores(shape: Sequence[int], length: int, config: Any, one_query: bool = False) -> bool:
     """Tell whether an array may hold attention's scores [..., queries, keys].
 
     Keys are all `length` positions, or a quarter, half or three quarters of them. In front of the
     queries are heads, of any number of sequences. Parameters' shapes do not count.
+
+    Args:
+      shape: the array's.
+      length: positions that attention reads.
+      config: the model's.
+      one_query: whether [..., keys] counts, too, as where each sequence has one query.
     """
-    if len(shape) < 3:
+    if len(shape) < (2 if one_query else 3):
         return False
-    *heads, _, keys = shape
+    heads, keys = shape[: -1 if one_query else -2], shape[-1]
     of_attention = keys in {length * n // 4 for n in range(1, 5)}
     of_heads = math.prod(heads) % config.n_kv_heads == 0
     known = tuple(n for n in shape if n > 1) in parameter_shapes(config)
     return of_attention and of_heads and not known
 
 
-def scores(program: Any, length: int, config: Any) -> int:
-    """Find the bytes of the largest float32 array that may be attention's scores.
+def scores(program: Any, length: int, config: Any, one_query: bool = False) -> int:
+    """Find the bytes of the largest float32 array that may be attention's (`are_scores`).
 
     What cuDNN's attention says of each row's softmax is none.
     """
@@ -119,7 +125,7 @@ def scores(program: Any, length: int, config: Any) -> int:
             for type_, n in hlo.temporaries(program).items()
             if type_.startswith("f32")
             and type_ not in known
-            and are_scores(hlo.shape(type_), length, config)
+            and are_scores(hlo.shape(type_), length, config, one_query)
         ),
         default=0,
     )
@@ -152,11 +158,12 @@ def measured(card: Any, one: CardProgram, made: Compiled) -> dict[str, Any]:
     from eejax.analysis import hlo, hlo_cost
 
     program = hlo.parse(made.text)
+    loops = one.kind not in ("prompts", "training")
     rates = hlo_cost.Rates(card.bandwidth, 0.7 * card.flops)
     found: dict[str, Any] = dict(
         copied_in_conditionals=sum(hlo.copies(program, 2**16).values()),
         temporary=made.memory.temp_size_in_bytes,
-        scores=scores(program, made.length, made.config),
+        scores=scores(program, made.length, made.config, one_query=loops),
         host_decisions=hlo.on_host(program),
     )
     if one.kind == "training":
@@ -168,7 +175,7 @@ def measured(card: Any, one: CardProgram, made: Compiled) -> dict[str, Any]:
             largest=max(hlo.temporaries(program).items(), key=lambda kv: kv[1])[0],
         )
     body, cache = program.entry, cache_type(made.config, one.batch, made.length)
-    if one.kind != "prompts":
+    if loops:
         loop, body = next((i, b) for i, b in program.loops() if hlo.like(i.type, cache))
         found["loop"] = loop.name
     estimate = lambda leaves: hlo_cost.estimate(

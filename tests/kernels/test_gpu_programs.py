@@ -124,6 +124,13 @@ def test_scores_are_told_from_parameters(shape, holds):
     assert card_figures.are_scores(shape, 2048, config) == holds
 
 
+@pytest.mark.parametrize("shape", [(128, 640), (8, 16, 640), (8, 16, 1, 1, 640)])
+def test_scores_of_one_query_have_no_dimension_for_it(shape):
+    config = card_programs.BILLION.config(2048)
+    assert card_figures.are_scores(shape, 640, config, one_query=True)
+    assert not card_figures.are_scores((8, 640), 640, config, one_query=True)
+
+
 def test_a_step_copies_no_weights(compiled):
     """The MLPs of exits among them, whose width is no multiple of 64 here."""
     found, _ = compiled
