@@ -1,7 +1,7 @@
-"""Programs for a GPU, compiled without one, and what their text says of them.
+"""Programs for a GPU, compiled without one.
 
-They need the compiler in JAX's CUDA plugin. `gpu_programs` prints what they hold, `gpu_check` runs
-their like on a card.
+They need the compiler in JAX's CUDA plugin. `card_figures` reads them, `gpu_programs` prints what
+they hold, `gpu_check` runs their like on a card.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GRAPHS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Size:
+class ModelSize:
     """A model's size and its exits.
 
     Attributes:
@@ -55,9 +55,10 @@ class Size:
         )
 
 
-BILLION = Size()
-SMALL = Size(layers=4, width=256, heads=4, inner=696, vocabulary=1024, exits=(1, 2))
-MEDIUM = Size(layers=24, width=1024, heads=16, inner=2816)
+Size = ModelSize
+BILLION = ModelSize()
+SMALL = ModelSize(layers=4, width=256, heads=4, inner=696, vocabulary=1024, exits=(1, 2))
+MEDIUM = ModelSize(layers=24, width=1024, heads=16, inner=2816)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,112 +251,77 @@ def training(card, config, *, batch: int, remat: str = "dots", microbatches: int
     return Compiled(made.as_text(), made.memory_analysis(), 0.0, flops, config, length)
 
 
-def programs(small: bool) -> Iterator[tuple[str, Callable[[Any], Compiled]]]:
-    """Yield each (name, function of the card that compiles it)."""
+def documents(card, config, *, batch: int):
+    """Compile the gradient of the loss of texts that hold several documents (`segment_ids`)."""
+    import jax
+    import jax.numpy as jnp
+
+    from eejax.kernels import aot
+    from eejax.losses.multi_exit import multi_exit_loss
+    from eejax.models import params
+
+    length = config.context_length
+
+    def loss(own, tokens, labels, segment_ids):
+        weights = jnp.ones(config.n_exits + 1)
+        return multi_exit_loss(
+            own, config, tokens, labels, weights, segment_ids=segment_ids, remat="dots"
+        )[0]
+
+    own = jax.eval_shape(partial(params.init, config), jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    args = aot.shapes(card, (own, tokens, tokens, tokens))
+    made = aot.compiled(card, jax.jit(jax.grad(loss)), *args)
+    return Compiled(made.as_text(), made.memory_analysis(), 0.0, 0.0, config, length)
+
+
+@dataclasses.dataclass(frozen=True)
+class CardProgram:
+    """A program to compile for a card.
+
+    Attributes:
+      name: what it is called where it is shown.
+      kind: an engine's name for its decoding loop, "prompts" or "training".
+      batch: sequences, or slots.
+      build: function of the card that compiles it.
+    """
+
+    name: str
+    kind: str
+    batch: int
+    build: Callable[[Any], Compiled]
+
+
+def programs(small: bool) -> Iterator[CardProgram]:
+    """Yield the programs of full-size models, or of small ones."""
     model, medium = (SMALL, SMALL) if small else (BILLION, MEDIUM)
     config = model.config(2048)
     cache, prompt, length = (640, 512, 2048) if not small else (176, 48, 352)
+
+    def loop(engine: str, batch: int, config: Any = config, of: str = "") -> CardProgram:
+        run = partial(decoding, config=config, engine=engine, batch=batch, cache=cache)
+        return CardProgram(f"{engine}{of} batch {batch}", engine, batch, run)
+
     for batch in (1, 8, 64):
-        for engine in ("full", "recompute"):
-            one = dict(engine=engine, batch=batch, cache=cache)
-            yield f"{engine} batch {batch}", partial(decoding, config=config, **one)
-    one = dict(engine="speculative", batch=1, cache=cache)
-    yield "speculative batch 1", partial(decoding, config=config, **one)
+        yield from (loop(engine, batch) for engine in ("full", "recompute"))
+    yield from (loop("propagate", batch) for batch in (1, 8))
+    yield loop("speculative", 1)
+    own = tuple(dataclasses.replace(e, mlp=True) for e in config.exits)
+    with_mlps = dataclasses.replace(config, exits=own)
+    yield from (loop("recompute", batch, with_mlps, " with MLPs") for batch in (1, 8))
     for n in (8, 64):
-        yield f"batched {n} slots", partial(slots, config=config, slots=n, cache=cache)
-    one = dict(engine="full", batch=8, cache=cache, prompt=prompt)
-    yield "prompts of 512 batch 8", partial(decoding, config=config, **one)
+        run = partial(slots, config=config, slots=n, cache=cache)
+        yield CardProgram(f"batched {n} slots", "batched", n, run)
+    run = partial(decoding, config=config, engine="full", batch=8, cache=cache, prompt=prompt)
+    yield CardProgram(f"prompts of {prompt} batch 8", "prompts", 8, run)
     for name, size in (("1.3B", model), ("350M", medium)):
         for exits in range(4):
             at = tuple(size.layers * (i + 1) // 4 for i in range(exits))
             run = partial(training, config=size.config(length, at), batch=8)
-            yield f"training {name} {exits} exits", run
-
-
-def branches(batch: int, leaves: bool) -> Callable:
-    """Choose what a step takes when everybody goes on with one row, or leaves by the first exit.
-
-    A conditional with nothing in its first branch is passed by or run: that of a segment by
-    `leaves`, that of an exit's head until somebody has left. Every other one takes its dearest
-    branch.
-    """
-    from eejax.analysis import hlo
-
-    gone = [False]
-
-    def choose(_: hlo.Instruction, costs: list[hlo.Cost]) -> int:
-        first, *rest = costs
-        if first.flops or not any(c.flops for c in rest):
-            return hlo.dearest(_, costs)
-        least = min(rest, key=lambda c: c.flops)
-        rows = least.flops / max(least.bytes, 1.0)
-        layers = len(rest) != 2 and least.launches > 40
-        if layers or len(rest) == 1 and least.launches > 40:
-            few = rows <= 1.5 * max(batch, 2)
-            return costs.index(least) if few and not leaves else 0
-        if gone[0] and leaves:
-            return 0
-        gone[0] = True
-        return 1 + min(range(len(rest)), key=lambda n: rest[n].seconds)
-
-    return choose
-
-
-def scores(program, length: int) -> int:
-    """Find the bytes of the largest float32 array that may be attention's scores: its last
-    dimension is `length`, or a quarter, half or three quarters of it. Not what cuDNN's attention
-    says of each row's softmax."""
-    from eejax.analysis import hlo
-
-    of_blocks = {length * n // 4 for n in range(1, 5)}
-    calls = [i for part in program.computations.values() for i in part if i.op == "custom-call"]
-    known = " ".join(i.type for i in calls if (i.target or "").startswith(hlo.ATTENTION))
-    found = [
-        n
-        for type_, n in hlo.temporaries(program).items()
-        if type_.startswith("f32")
-        and type_ not in known
-        and len(hlo.shape(type_)) > 2
-        and hlo.shape(type_)[-1] in of_blocks
-    ]
-    return max(found, default=0)
-
-
-def measured(card, name: str, made: Compiled) -> dict[str, Any]:
-    """Read a compiled program."""
-    from eejax.analysis import hlo
-
-    program = hlo.parse(made.text)
-    rates = hlo.Rates(card.bandwidth, 0.7 * card.flops)
-    found: dict[str, Any] = dict(
-        copied_in_conditionals=sum(hlo.copies(program, 2**16).values()),
-        temporary=made.memory.temp_size_in_bytes,
-        scores=scores(program, made.length),
-        host_decisions=hlo.on_host(program),
-    )
-    body = program.loops()[0] if not made.flops and program.loops() else program.entry
-    if name.startswith("training"):
-        cost = hlo.estimate(program, program.entry, rates)
-        return found | dict(
-            launches=cost.launches,
-            ms=cost.seconds * 1e3,
-            mfu=made.flops / cost.seconds / card.flops,
-            largest=max(hlo.temporaries(program).items(), key=lambda kv: kv[1])[0],
-        )
-    if name.startswith("prompts"):
-        body = program.entry
-    batch = int(name.split()[2 if "slots" not in name else 1]) if "prompts" not in name else 8
-    cost = hlo.estimate(program, body, rates, branches(batch, leaves=False))
-    floor = made.floor / card.bandwidth
-    found |= dict(
-        launches=cost.launches,
-        launches_a_layer=hlo.between(program, body, lambda i: hlo.changes_operand(program, i)),
-        ms=cost.seconds * 1e3,
-        floor_bytes=made.floor,
-        floor_ms=floor * 1e3,
-        share_of_floor=floor / cost.seconds,
-    )
-    if "recompute" in name:
-        least = hlo.estimate(program, body, rates, branches(batch, leaves=True))
-        found |= dict(leaving_ms=least.seconds * 1e3, leaving_launches=least.launches)
-    return found
+            yield CardProgram(f"training {name} {exits} exits", "training", 8, run)
+    config = medium.config(length, ())
+    run = partial(documents, config=config, batch=8)
+    yield CardProgram("training 350M of documents", "training", 8, run)
+    windows = tuple(length // 4 if i % 2 else None for i in range(config.n_layers))
+    run = partial(training, config=dataclasses.replace(config, sliding_window=windows), batch=8)
+    yield CardProgram("training 350M of windows", "training", 8, run)

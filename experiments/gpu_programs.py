@@ -1,11 +1,12 @@
-"""What programs for a GPU hold, compiled without one: launches, copies, memory, estimated time.
+"""Compile programs for a GPU without one; print their launches, copies, memory, estimated time.
 
     python -m experiments.gpu_programs [--card=h100] [--only=full,recompute] [--json]
 
 It needs the compiler in JAX's CUDA plugin, and no GPU. Bytes, launches and temporaries are XLA's
 own. Milliseconds are estimates, from the bytes and products of every instruction at the data
 sheet's rates, and a fixed time between launches. The floor is the time that weights, keys and
-values take to be read once. With --json the last line is one JSON object.
+values take to be read once. With --json the last line is one JSON object. The standard error has a
+line "program: NAME" before what XLA logs of each.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments import card_programs, launch
+from experiments import card_figures, card_programs, launch
 
 _CARD = flags.DEFINE_enum("card", "h100", ("a100", "h100"), "The GPU to compile for.")
 _ONLY = flags.DEFINE_list("only", [], "Names of programs, or their beginnings; by default all.")
@@ -26,6 +27,7 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line
 
 def main() -> None:
     import pathlib
+    import sys
     import time
 
     from eejax.analysis import table
@@ -33,13 +35,15 @@ def main() -> None:
 
     card = aot.CARDS[_CARD.value]
     result: dict[str, Any] = {"card": card.name, "estimates": True}
-    for name, make in card_programs.programs(_SMALL.value):
+    for one in card_programs.programs(_SMALL.value):
+        name = one.name
         if _ONLY.value and not any(name.startswith(n) for n in _ONLY.value):
             continue
+        print(f"program: {name}", file=sys.stderr, flush=True)
         begin = time.perf_counter()
-        made = make(card)
+        made = one.build(card)
         seconds = time.perf_counter() - begin
-        result[name] = card_programs.measured(card, name, made) | {"compiled_in_s": seconds}
+        result[name] = card_figures.measured(card, one, made) | {"compiled_in_s": seconds}
         if _TEXT.value:
             folder = pathlib.Path(_TEXT.value)
             folder.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ from eejax.common.trees import Tree
 from eejax.kernels import call
 
 OPTIONS = {"xla_gpu_autotune_level": "0"}
-"""Compiler options without which a compiler wants a device."""
+"""Options that let XLA compile without a device."""
 
 
 CUDNN = 91200

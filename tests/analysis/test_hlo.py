@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eejax.analysis import hlo
+from eejax.analysis import hlo, hlo_cost
 
 TEXT = """HloModule jit_run, is_scheduled=true
 
@@ -73,10 +73,156 @@ ENTRY %main (a: bf16[4,16]) -> bf16[4,32] {
   ROOT %dot.1 = bf16[4,32]{1,0} dot(%a, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }
 """
-CACHE, RATES = 100 * 64 * 4, hlo.Rates(1e9, 1e12, launch=0.0, decision=0.0)
+BUFFER = "f32[4,16,8]"
+LAYERS = {
+    "kernels": """
+  %call.0 = (f32[4,8]{1,0}, f32[4,16,8]{2,1,0}, f32[4,16,8]{2,1,0}) custom-call(%b.0, %b.1)
+  %y.0 = f32[4,8]{1,0} get-tuple-element(%call.0), index=0
+  %b.10 = f32[4,16,8]{2,1,0} get-tuple-element(%call.0), index=1
+  %work.0 = f32[4,8]{1,0} add(%y.0, %y.0)
+  %call.1 = (f32[4,8]{1,0}, f32[4,16,8]{2,1,0}, f32[4,16,8]{2,1,0}) custom-call(%b.2, %b.3)
+  %y.1 = f32[4,8]{1,0} get-tuple-element(%call.1), index=0
+  %work.1 = f32[4,8]{1,0} add(%y.1, %y.1)
+  %call.2 = (f32[4,8]{1,0}, f32[4,16,8]{2,1,0}, f32[4,16,8]{2,1,0}) custom-call(%b.4, %b.5)
+""",
+    "updates": """
+  %key.0 = f32[4,16,8]{2,1,0} dynamic-update-slice(%b.0, %r, %i, %i, %i)
+  %key.00 = f32[4,16,8]{2,1,0} fusion(%key.0, %r, %i), kind=kLoop, calls=%rows
+  %value.0 = f32[4,16,8]{2,1,0} dynamic-update-slice(%b.1, %r, %i, %i, %i)
+  %work.0 = f32[4,8]{1,0} conditional(%i, %key.00, %value.0), branch_computations={%two, %one}
+  %copy.0 = f32[4,16,8]{2,1,0} copy(%b.2)
+  %key.1 = f32[4,16,8]{2,1,0} dynamic-update-slice(%copy.0, %r, %i, %i, %i)
+  %key.2 = f32[4,16,8]{2,1,0} bitcast(%key.1)
+  %key.3 = f32[4,16,8]{2,1,0} dynamic-update-slice(%key.2, %r, %i, %i, %i)
+  %value.1 = f32[4,16,8]{2,1,0} scatter(%b.3, %i, %r)
+  %key.4 = f32[4,16,8]{2,1,0} dynamic-update-slice(%b.4, %r, %i, %i, %i)
+""",
+}
 
 
-def program(kernel: str = "triton_kernel_call_ffi") -> hlo.Program:
+def layers(kind: str) -> hlo.HloProgram:
+    taken = [
+        f"  %b.{n} = {BUFFER}{{2,1,0}} get-tuple-element(%caches), index={n}" for n in range(6)
+    ]
+    branches = """
+%two (t: f32[4,16,8]) -> f32[4,8] {
+  %t = f32[4,16,8]{2,1,0} parameter(0)
+  %t.0 = f32[4,8]{1,0} slice(%t)
+  ROOT %t.1 = f32[4,8]{1,0} add(%t.0, %t.0)
+}
+
+%one (o: f32[4,16,8]) -> f32[4,8] {
+  %o = f32[4,16,8]{2,1,0} parameter(0)
+  ROOT %o.0 = f32[4,8]{1,0} slice(%o)
+}
+
+ENTRY %main (caches: (f32[4,16,8])) -> f32[] {
+"""
+    return hlo.parse(branches + "\n".join(taken) + LAYERS[kind] + "}\n")
+
+
+@pytest.mark.parametrize(
+    "kind, first, mean",
+    [
+        ("kernels", ("call.0", "call.1", "call.2"), (2 + 2) / 2),
+        # Three writes and a branch of two; a copy, two writes and a scatter.
+        ("updates", ("key.0", "key.1", "key.4"), (3 + 2 + 1 + 3) / 2),
+    ],
+)
+def test_a_layer_begins_where_its_cache_is_written_first(kind, first, mean):
+    found = layers(kind)
+    assert hlo.first_writes(found, "main", BUFFER) == first
+    assert hlo.between(found, "main", lambda i: i.name in first) == mean
+    assert hlo.between(found, "main", lambda i: i.name == first[0]) == 0.0
+    assert hlo.first_writes(found, "main", "bf16[4,16,8]") == ()
+
+
+STACKS = """HloModule jit_step, is_scheduled=true
+
+%read (p0: f32[24,8,64], p1: s32[], p2: f32[8,64]) -> f32[8,64] {
+  %p0 = f32[24,8,64]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = f32[8,64]{1,0} parameter(2)
+  %slice = f32[1,8,64]{2,1,0} dynamic-slice(%p0, %p1, %p1, %p1), dynamic_slice_sizes={1,8,64}
+  %one = f32[8,64]{1,0} bitcast(%slice)
+  ROOT %sum = f32[8,64]{1,0} add(%one, %p2)
+}
+
+%write (u0: f32[24,8,64], u1: f32[8,64], u2: s32[]) -> f32[24,8,64] {
+  %u0 = f32[24,8,64]{2,1,0} parameter(0)
+  %u1 = f32[8,64]{1,0} parameter(1)
+  %u2 = s32[] parameter(2)
+  %row = f32[1,8,64]{2,1,0} bitcast(%u1)
+  ROOT %update = f32[24,8,64]{2,1,0} dynamic-update-slice(%u0, %row, %u2, %u2, %u2)
+}
+
+%nested (n0: f32[24,8,64], n1: f32[8,64], n2: s32[]) -> f32[24,8,64] {
+  %n0 = f32[24,8,64]{2,1,0} parameter(0)
+  %n1 = f32[8,64]{1,0} parameter(1)
+  %n2 = s32[] parameter(2)
+  ROOT %inner = f32[24,8,64]{2,1,0} fusion(%n0, %n1, %n2), kind=kLoop, calls=%write
+}
+
+%goes (c: STATE) -> pred[] {
+  %c = STATE parameter(0)
+  %c.0 = s32[] get-tuple-element(%c), index=0
+  ROOT %less = pred[] compare(%c.0, %c.0), direction=LT
+}
+
+%layer (b: STATE) -> STATE {
+  %b = STATE parameter(0)
+  %b.0 = s32[] get-tuple-element(%b), index=0
+  %weights = f32[24,8,64]{2,1,0} get-tuple-element(%b), index=1
+  %gradient = f32[24,8,64]{2,1,0} get-tuple-element(%b), index=2
+  %x = f32[8,64]{1,0} get-tuple-element(%b), index=3
+  STEP
+  ROOT %tuple = STATE tuple(%b.0, %weights, %gradient, %x)
+}
+
+ENTRY %main (a: STATE) -> STATE {
+  %a = STATE parameter(0)
+  ROOT %while = STATE while(%a), condition=%goes, body=%layer, KNOWN
+}
+"""
+ONE = 8 * 64 * 4
+INDEX = 4
+
+
+@pytest.mark.parametrize(
+    "step, moved",
+    [
+        # A layer of the stack read, x read, the sum written.
+        (
+            "%y = f32[8,64]{1,0} fusion(%weights, %b.0, %x), kind=kLoop, calls=%read",
+            3 * ONE + INDEX,
+        ),
+        ("%y = f32[1,8,64]{2,1,0} dynamic-slice(%weights, %b.0, %b.0, %b.0)", 2 * ONE),
+        # x read, a layer of the stack written.
+        (
+            "%y = f32[24,8,64]{2,1,0} fusion(%gradient, %x, %b.0), kind=kLoop, calls=%write",
+            2 * ONE + INDEX,
+        ),
+        (
+            "%y = f32[24,8,64]{2,1,0} fusion(%gradient, %x, %b.0), kind=kLoop, calls=%nested",
+            2 * ONE + INDEX,
+        ),
+        ("%y = f32[24,8,64]{2,1,0} dynamic-update-slice(%gradient, %x, %b.0, %b.0, %b.0)", 2 * ONE),
+    ],
+)
+def test_a_loop_over_layers_moves_each_layer_of_a_stack_once(step, moved):
+    state = "(s32[], f32[24,8,64]{2,1,0}, f32[24,8,64]{2,1,0}, f32[8,64]{1,0})"
+    known = 'backend_config={"known_trip_count":{"n":"24"}}'
+    text = STACKS.replace("STEP", step).replace("STATE", state).replace("KNOWN", known)
+    found = hlo_cost.estimate(hlo.parse(text), "main", RATES)
+    assert found.launches == found.decisions == 24
+    assert found.bytes == pytest.approx(24 * moved, rel=0, abs=24 * INDEX)
+    assert found.seconds == pytest.approx(found.bytes / RATES.bandwidth)
+
+
+CACHE, RATES = 100 * 64 * 4, hlo_cost.Rates(1e9, 1e12, launch=0.0, decision=0.0)
+
+
+def program(kernel: str = "triton_kernel_call_ffi") -> hlo.HloProgram:
     called = f'custom_call_target="{kernel}", output_to_operand_aliasing={{{{0}}: (0, {{}})}}'
     known = 'backend_config={"known_trip_count":{"n":"3"}}'
     return hlo.parse(TEXT.replace("CALLED", called).replace("KNOWN", known))
@@ -93,14 +239,11 @@ def test_copies_count_where_they_are_a_conditionals():
     assert hlo.copies(program(), inside="while") == {"stays": CACHE}
 
 
-def test_launches_are_those_of_a_computation_alone():
+def test_launches_are_those_of_a_computation_and_of_what_it_runs():
     found = program()
-    assert hlo.launches(found, "main") == 3 and hlo.launches(found, "works") == 2
-    assert found.loops() == ["body"]
-    changes = [i.name for i in found.computations["works"] if hlo.changes_operand(found, i)]
-    assert changes == ["call.1", "call.2"]
-    assert hlo.between(found, "works", lambda i: hlo.changes_operand(found, i)) == 1.0
-    assert hlo.between(found, "main", lambda i: hlo.changes_operand(found, i)) == 0.0
+    assert [(i.name, body) for i, body in found.loops()] == [("while.1", "body")]
+    # Three, and the loop three times: its conditional's dearer branch makes two calls.
+    assert hlo.launches(found, "works") == 2 and hlo.launches(found, "main") == 3 + 3 * 2
 
 
 @pytest.mark.parametrize("kernel, decisions", [
@@ -114,13 +257,13 @@ def test_a_slice_reads_and_an_update_writes_a_part():
     found = program()
     for name, moved in (("fusion.1", 2 * 8 * 64 * 4 + 4), ("fusion.2", 2 * 64 * 4 + 4)):
         (i,) = [i for i in found.computations["main"] if i.name == name]
-        assert hlo._cost(found, RATES, "main", i).bytes == pytest.approx(moved, abs=8)
+        assert hlo_cost._cost(found, RATES, "main", i).bytes == pytest.approx(moved, abs=8)
 
 
 def test_a_loop_counts_as_often_as_it_is_known_to_run():
     found = program()
-    least = hlo.estimate(found, "main", RATES, hlo.cheapest)
-    most = hlo.estimate(found, "main", RATES, hlo.dearest)
+    least = hlo_cost.estimate(found, "main", RATES, hlo_cost.cheapest)
+    most = hlo_cost.estimate(found, "main", RATES, hlo_cost.dearest)
     dot = 2 * 4 * 16 * 32
     assert least.flops == most.flops == dot
     # The conditional's branches: a copy reads and writes the cache; calls change it in place.

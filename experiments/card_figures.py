@@ -1,0 +1,198 @@
+"""Figures of a program that was compiled for a GPU, read out of its text."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from experiments.card_programs import CardProgram, Compiled
+
+ELEMENTS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+"""XLA's names of dtypes."""
+
+
+def cache_type(config: Any, batch: int, length: int) -> str:
+    """XLA's type of a layer's keys or values of `length` positions, of `batch` sequences."""
+    sizes = batch * config.n_kv_heads, length, config.head_dim
+    return f"{ELEMENTS[config.dtype]}[{','.join(map(str, sizes))}]"
+
+
+def branches(kind: str, batch: int, cache: str, leaves: bool) -> Callable:
+    """Choose what a step takes when everybody goes on with one row, or leaves by the first exit.
+
+    Of a conditional whose first branch has no products the first is to do nothing. One that gives
+    caches is of a segment, which is run unless all have left; `propagate` then fills its caches.
+    Any other is of an exit's head, which is run until somebody has left. Every other conditional
+    takes its dearest branch.
+
+    Args:
+      kind: as `CardProgram.kind`.
+      batch: rows of a step.
+      cache: type of a cache's buffer.
+      leaves: whether everybody leaves by the first exit.
+
+    Returns:
+      a function for `hlo_cost.estimate`.
+    """
+    from eejax.analysis import hlo, hlo_cost
+
+    gone = [False]
+
+    def choose(i: hlo.Instruction, costs: list[hlo_cost.Cost]) -> int:
+        first, *rest = costs
+        if first.flops or not any(c.flops for c in rest):
+            return hlo_cost.dearest(i, costs)
+        if hlo.like(i.type, cache):
+            by_flops = sorted(range(1, len(costs)), key=lambda n: costs[n].flops)
+            if kind == "propagate":
+                return by_flops[0 if leaves else -1]
+            least = costs[by_flops[0]]
+            # A chain of conditionals, one for each number of rows: the fewest are one's own.
+            few = len(rest) > 1 or least.flops / max(least.bytes, 1.0) <= 1.5 * max(batch, 2)
+            return by_flops[0] if few and not leaves else 0
+        if gone[0] and leaves:
+            return 0
+        gone[0] = True
+        return 1 + hlo_cost.cheapest(i, rest)
+
+    return choose
+
+
+def regrouped(shape: Sequence[int]) -> set[tuple[int, ...]]:
+    """All shapes of an array whose axes are put in any order and then merged with neighbours."""
+    found = set()
+    for order in itertools.permutations(n for n in shape if n > 1):
+        for cuts in itertools.product((False, True), repeat=max(len(order) - 1, 0)):
+            ends = [n for n, cut in enumerate(cuts, 1) if cut]
+            parts = itertools.pairwise([0, *ends, len(order)])
+            found.add(tuple(math.prod(order[a:b]) for a, b in parts))
+    return found
+
+
+@functools.cache
+def parameter_shapes(config: Any) -> frozenset[tuple[int, ...]]:
+    """Shapes that a parameter, its gradient or its moments can have: stacked, or one layer's."""
+    import jax
+
+    from eejax.models import params
+
+    found: set[tuple[int, ...]] = set()
+    declared = params.abstract(config)
+    for p in jax.tree.leaves(declared, is_leaf=lambda x: isinstance(x, params.Param)):
+        found |= regrouped(p.shape)
+        if p.axes[0] == "l":
+            found |= regrouped(p.shape[1:])
+    return frozenset(found)
+
+
+def are_scores(shape: Sequence[int], length: int, config: Any, one_query: bool = False) -> bool:
+    """Tell whether an array may hold attention's scores [..., queries, keys].
+
+    Keys are all `length` positions, or a quarter, half or three quarters of them. In front of the
+    queries are heads, of any number of sequences. Parameters' shapes do not count.
+
+    Args:
+      shape: the array's.
+      length: positions that attention reads.
+      config: the model's.
+      one_query: whether [..., keys] counts, too, as where each sequence has one query.
+    """
+    if len(shape) < (2 if one_query else 3):
+        return False
+    heads, keys = shape[: -1 if one_query else -2], shape[-1]
+    of_attention = keys in {length * n // 4 for n in range(1, 5)}
+    of_heads = math.prod(heads) % config.n_kv_heads == 0
+    known = tuple(n for n in shape if n > 1) in parameter_shapes(config)
+    return of_attention and of_heads and not known
+
+
+def scores(program: Any, length: int, config: Any, one_query: bool = False) -> int:
+    """Find the bytes of the largest float32 array that may be attention's (`are_scores`).
+
+    What cuDNN's attention says of each row's softmax is none.
+    """
+    from eejax.analysis import hlo
+
+    calls = [i for part in program.computations.values() for i in part if i.op == "custom-call"]
+    known = " ".join(i.type for i in calls if (i.target or "").startswith(hlo.ATTENTION))
+    return max(
+        (
+            n
+            for type_, n in hlo.temporaries(program).items()
+            if type_.startswith("f32")
+            and type_ not in known
+            and are_scores(hlo.shape(type_), length, config, one_query)
+        ),
+        default=0,
+    )
+
+
+def weights_written(program: Any, body: str, config: Any) -> int:
+    """Find the bytes that a step writes in shapes of MLPs' matrices.
+
+    They are copies: a matrix put in another order, or padded to a multiple of 64 columns or rows,
+    which is to be done once, where a model is loaded.
+    """
+    from eejax.analysis import hlo
+
+    d, f = config.d_model, config.d_ff
+    widths = {n * k for n in (f, -(-f // 64) * 64) for k in (1, 2)}  # gate and up may be one
+    known = {order for n in widths for order in ((d, n), (n, d))}
+    return sum(
+        n
+        for type_, n in hlo.temporaries(program, [body]).items()
+        if tuple(m for m in hlo.shape(type_) if m > 1) in known
+    )
+
+
+def measured(card: Any, one: CardProgram, made: Compiled) -> dict[str, Any]:
+    """Read a compiled program.
+
+    Returns:
+      figures by name: bytes, numbers of launches, and estimates in ms.
+    """
+    from eejax.analysis import hlo, hlo_cost
+
+    program = hlo.parse(made.text)
+    loops = one.kind not in ("prompts", "training")
+    rates = hlo_cost.Rates(card.bandwidth, 0.7 * card.flops)
+    found: dict[str, Any] = dict(
+        copied_in_conditionals=sum(hlo.copies(program, 2**16).values()),
+        temporary=made.memory.temp_size_in_bytes,
+        scores=scores(program, made.length, made.config, one_query=loops),
+        host_decisions=hlo.on_host(program),
+    )
+    if one.kind == "training":
+        cost = hlo_cost.estimate(program, program.entry, rates)
+        return found | dict(
+            launches=cost.launches,
+            ms=cost.seconds * 1e3,
+            mfu=made.flops / cost.seconds / card.flops if made.flops else None,
+            largest=max(hlo.temporaries(program).items(), key=lambda kv: kv[1])[0],
+        )
+    body, cache = program.entry, cache_type(made.config, one.batch, made.length)
+    if loops:
+        loop, body = next((i, b) for i, b in program.loops() if hlo.like(i.type, cache))
+        found["loop"] = loop.name
+    estimate = lambda leaves: hlo_cost.estimate(
+        program, body, rates, branches(one.kind, one.batch, cache, leaves)
+    )
+    cost, floor = estimate(False), made.floor / card.bandwidth
+    begins = hlo.first_writes(program, body, cache)
+    found |= dict(
+        weights_written=weights_written(program, body, made.config),
+        launches=cost.launches,
+        launches_a_layer=hlo.between(program, body, lambda i: i.name in begins),
+        ms=cost.seconds * 1e3,
+        floor_bytes=made.floor,
+        floor_ms=floor * 1e3,
+        share_of_floor=floor / cost.seconds,
+    )
+    if one.kind in ("recompute", "propagate"):
+        least = estimate(True)
+        found |= dict(leaving_ms=least.seconds * 1e3, leaving_launches=least.launches)
+    return found
