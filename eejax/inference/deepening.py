@@ -33,7 +33,7 @@ def on_host(params: Tree, config: ModelConfig) -> Tree:
     be before it goes to the device. It is one still, and may be given wherever one is taken; what
     was made so before is returned as it is."""
     params = s.for_compute(jax.device_get(params), config.dtype)
-    own = dict(layers=layers.fuse(params["layers"]), exits=exits.padded(params["exits"]))
+    own = dict(layers=layers.fuse(params["layers"]), exits=exits.fuse(params["exits"], config))
     return params | own
 
 

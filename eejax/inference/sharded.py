@@ -21,7 +21,7 @@ from eejax.common.axes import PIPE, Axes
 from eejax.common.errors import require
 from eejax.common.trees import Tree
 from eejax.inference.state import PIPELINED, DecodeState, Weights, outside, prepare
-from eejax.models import layers
+from eejax.models import exits, layers
 from eejax.models.cache import KVCache
 from eejax.models.config import ModelConfig
 from eejax.models.params import abstract, layer, map_params
@@ -55,15 +55,29 @@ def place(params: Tree, config: ModelConfig, max_depth: int | None, mesh: Mesh) 
 
 def weights(config: ModelConfig, max_depth: int | None, mesh: Mesh) -> Weights:
     """Partition specs of what `place` makes; what it fuses is cut by columns."""
-    axes, declared = mesh_axes(mesh), layer(config)
-    specs = rules.specs(declared, mesh)
-    if config.qk_norm == "full":  # `place` leaves each shard its own heads alone
-        specs["attn"]["k_norm"]["scale"] = P(axes.model, None)
-    shapes = map_params(lambda p: jax.ShapeDtypeStruct(p.shape, config.dtype), declared)
-    fused = _derived(jax.eval_shape(layers.fuse, shapes), specs, axes.model)
-    segments = config.segments[: max_depth or config.n_exits + 1]
+    axes, model = mesh_axes(mesh), abstract(config)
+
+    def derived(fuse: Callable, declared: Tree) -> Tree:
+        shapes = map_params(lambda p: jax.ShapeDtypeStruct(p.shape, config.dtype), declared)
+        return _derived(jax.eval_shape(fuse, shapes), rules.specs(declared, mesh), axes.model)
+
+    fused = _own_heads(derived(layers.fuse, layer(config)), config, axes.model)
     rest = {k: v for k, v in _given(config, max_depth, mesh).items() if k != "layers"}
+    if rest["exits"]:
+        named = {name: model["exits"][name] for name in rest["exits"]}
+        rest["exits"] = derived(lambda p: exits.fuse(p, config), named)
+        for p in rest["exits"].values():
+            if "block" in p:
+                _own_heads(p["block"], config, axes.model)
+    segments = config.segments[: max_depth or config.n_exits + 1]
     return Weights(tuple((fused,) * (end - start) for start, end in segments), rest, axes)
+
+
+def _own_heads(specs: Tree, config: ModelConfig, axis: str | None) -> Tree:
+    """A layer's specs, where fusing leaves each shard the norm of its own heads' keys alone."""
+    if config.qk_norm == "full" and "qkv" in specs["attn"]:
+        specs["attn"]["k_norm"]["scale"] = P(axis, None)
+    return specs
 
 
 def state(axes: Axes) -> DecodeState:

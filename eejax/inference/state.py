@@ -174,7 +174,7 @@ def prepare(
     n = max_depth or config.n_exits + 1
     params = for_compute(params, config.dtype)
     rest = outside(params, config, n)
-    rest["exits"] = exits.padded(rest["exits"])
+    rest["exits"] = exits.fuse(rest["exits"], config, axes)
     return Weights(unstack_segments(params, config, n, axes), rest, axes)
 
 

@@ -134,11 +134,27 @@ def after_mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) ->
     return x + layers.mlp(p["mlp"], h, config, axes)
 
 
-def padded(exits: Tree) -> Tree:
-    """Widen the MLPs of exits' trees, and of their blocks, as `layers.padded` does."""
-    widen = lambda p: p | {"mlp": layers.padded(p["mlp"])} if "mlp" in p else p
-    blocks = lambda p: p | {"block": widen(p["block"])} if "block" in p else p
-    return {name: blocks(widen(p)) for name, p in exits.items()}
+def fuse(exits: Tree, config: ModelConfig, axes: Axes = LOCAL) -> Tree:
+    """Exits' trees by name with their MLPs and blocks fused for a GPU (`layers.fuse`).
+
+    XLA joins products of the same rows there, and would copy their matrices at each step. On a CPU
+    the trees stay as they are given. On a mesh they are this shard's.
+    """
+    if not call.for_gpu():
+        return exits
+
+    def fused(p: Tree) -> Tree:
+        p = dict(p)
+        if "mlp" in p:
+            p["mlp"] = layers.fuse_mlp(p["mlp"])
+        if "block" in p:
+            block = p["block"]
+            if "q" in block["attn"]:
+                block = block | {"attn": shards.own_kv_head(block["attn"], config, axes)}
+            p["block"] = layers.fuse(block)
+        return p
+
+    return {name: fused(p) for name, p in exits.items()}
 
 
 def state(

@@ -327,11 +327,15 @@ def fuse(p: Tree) -> Tree:
     For decoding, where starting a product costs more than its small result is worth. The columns
     of "qkv" are q's, k's and v's, those of "gate_up" gate's and up's.
     """
-    attn, mlp = p["attn"], padded(p["mlp"])
-    return p | {
-        "attn": _joined(attn, ("q", "k", "v"), "qkv", 2) if "q" in attn else attn,
-        "mlp": _joined(mlp, ("gate", "up"), "gate_up", 1) if "gate" in mlp else mlp,
-    }
+    attn = p["attn"]
+    attn = _joined(attn, ("q", "k", "v"), "qkv", 2) if "q" in attn else attn
+    return p | {"attn": attn, "mlp": fuse_mlp(p["mlp"])}
+
+
+def fuse_mlp(mlp: Tree) -> Tree:
+    """The part of `fuse` that an MLP's tree takes."""
+    mlp = padded(mlp)
+    return _joined(mlp, ("gate", "up"), "gate_up", 1) if "gate" in mlp else mlp
 
 
 WIDTH_MULTIPLE = 64

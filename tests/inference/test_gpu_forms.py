@@ -86,7 +86,7 @@ def test_a_wider_mlp_says_the_same(model):
     assert layers.padded(p) is p
     with call.compute_capability(80):
         wide = layers.padded(p)
-        block = exits.padded(model["exits"])[CONFIG.exits[1].name]["block"]
+        block = exits.fuse(model["exits"], CONFIG)[CONFIG.exits[1].name]["block"]
     assert block["mlp"]["down"].shape[0] == 64
     assert wide["down"].shape[0] == wide["gate"].shape[1] == 64
     x = jax.random.normal(jax.random.key(0), (2, 3, CONFIG.d_model))

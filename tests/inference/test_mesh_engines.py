@@ -19,6 +19,7 @@ from eejax.inference.engine import SlotEngine
 from eejax.inference.policy import ExitPolicy, gates_of
 from eejax.inference.sampling import Sampling
 from eejax.inference.state import Request
+from eejax.kernels import call as kernels
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
@@ -101,6 +102,21 @@ def test_engines_equal_those_of_one_device(engine, mesh):
         if MESHES[mesh][0] == 1 and same == engine:  # otherwise fewer requests share a step
             np.testing.assert_array_equal(got.layers, want.layers)
     assert exits == ({0, 1} if ENGINES[engine].leaves_early else {g.config.n_exits})
+
+
+@pytest.mark.parametrize("mesh", ["1x2", "1x4"])
+def test_forms_for_a_gpu_equal_those_of_one_cpu(mesh):
+    """On the second mesh, exits' blocks and layers take the KV head that a shard needs."""
+    shape = MeshConfig(data=MESHES[mesh][0], model=MESHES[mesh][1])
+    with kernels.compute_capability(90), kernels.implementation("reference"):
+        g = Generator.make(weights(CONFIG), CONFIG, ENGINES["recompute"], shape)
+        got = g.generate(ASKED, STEPS, **CALLS[0])
+    exit_ = next(iter(g.weights.params["exits"].values()))
+    assert "qkv" in exit_["block"]["attn"] and "gate_up" in exit_["mlp"]
+    want = on_one_device("posthoc")[0]
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    np.testing.assert_array_equal(got.exits, want.exits)
+    np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
 
 
 def test_data_shards_go_their_own_ways():
