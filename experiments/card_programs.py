@@ -55,7 +55,6 @@ class ModelSize:
         )
 
 
-Size = ModelSize
 BILLION = ModelSize()
 SMALL = ModelSize(layers=4, width=256, heads=4, inner=696, vocabulary=1024, exits=(1, 2))
 MEDIUM = ModelSize(layers=24, width=1024, heads=16, inner=2816)

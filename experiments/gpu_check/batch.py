@@ -34,7 +34,7 @@ class BatchSizes:
       repeats: timed runs.
     """
 
-    model: card_programs.Size = card_programs.BILLION
+    model: card_programs.ModelSize = card_programs.BILLION
     context: int = 2048
     prompt: int = 512
     new: int = 64

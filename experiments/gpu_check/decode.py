@@ -45,8 +45,8 @@ class DecodeSizes:
       width: a factor of random weights: texts of larger ones vary, and are seldom nearly tied.
     """
 
-    model: card_programs.Size = card_programs.BILLION
-    compared: card_programs.Size = card_programs.MEDIUM
+    model: card_programs.ModelSize = card_programs.BILLION
+    compared: card_programs.ModelSize = card_programs.MEDIUM
     context: int = 2048
     prompt: int = 512
     new: int = 64

@@ -30,8 +30,8 @@ class HeliosSizes:
       most: most slots of a model.
     """
 
-    small: card_programs.Size
-    large: card_programs.Size
+    small: card_programs.ModelSize
+    large: card_programs.ModelSize
     context: int = 512
     new: int = 100
     requests: int = 256

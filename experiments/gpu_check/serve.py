@@ -41,7 +41,7 @@ class ServeSizes:
       steps: of the engine between two looks at what came.
     """
 
-    model: card_programs.Size = dataclasses.replace(card_programs.MEDIUM, vocabulary=BYTES)
+    model: card_programs.ModelSize = dataclasses.replace(card_programs.MEDIUM, vocabulary=BYTES)
     context: int = 1024
     clients: int = 16
     requests: int = 4
@@ -50,7 +50,7 @@ class ServeSizes:
     steps: int = 4
 
 
-TINY = card_programs.Size(layers=2, width=64, heads=2, inner=192, vocabulary=BYTES, exits=(1,))
+TINY = card_programs.ModelSize(layers=2, width=64, heads=2, inner=192, vocabulary=BYTES, exits=(1,))
 SMALL = ServeSizes(TINY, 64, 2, 1, (4, 16), (4, 8))
 
 

@@ -17,7 +17,7 @@ def unavailable(cuda: bool = True) -> str | None:
 
 
 def build(size, device: str) -> Any:
-    """Make the model of a `card_programs.Size`, its head tied, with random weights."""
+    """Make the model of a `card_programs.ModelSize`, its head tied, with random weights."""
     import torch
     from torch import nn
     from torch.nn import functional as F

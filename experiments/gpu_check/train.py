@@ -23,7 +23,7 @@ from experiments.gpu_check.check import StageCheck, on_gpu, product_rate
 class TrainSizes:
     """Models by their names, a batch and its length, timed steps, and most exits."""
 
-    models: dict[str, card_programs.Size]
+    models: dict[str, card_programs.ModelSize]
     batch: int = 8
     length: int = 2048
     repeats: int = 8
@@ -77,13 +77,13 @@ def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
             yield f"{name} {exits} exits", one
 
 
-def configured(size: card_programs.Size, length: int, exits: int):
+def configured(size: card_programs.ModelSize, length: int, exits: int):
     """Configure a model with so many exits, evenly spread."""
     return size.config(length, tuple(size.layers * (i + 1) // 4 for i in range(exits)))
 
 
 def step(
-    size: card_programs.Size,
+    size: card_programs.ModelSize,
     own: TrainSizes,
     exits: int,
     products: float,

@@ -261,7 +261,7 @@ def test_exits_are_apportioned():
 
 def test_a_peer_trains():
     pytest.importorskip("torch")
-    size = card_programs.Size(2, 32, 2, 64, 96)
+    size = card_programs.ModelSize(2, 32, 2, 64, 96)
     found = torch_peer.trained(size, 2, 16, 3, "cpu")
     assert found["losses"][-1] < found["losses"][0]
     assert found["peer_device"] == "cpu"
