@@ -2,7 +2,8 @@
 
     python -m experiments.gpu_programs [--card=h100] [--only=full,recompute] [--json]
 
-It needs the compiler in JAX's CUDA plugin, and no GPU. Bytes, launches and temporaries are XLA's
+It needs no GPU, but the compiler in JAX's CUDA plugin: `make env` puts it into `.venv/lowering`;
+elsewhere, name its folder in PYTHONPATH. Bytes, launches and temporaries are XLA's
 own. Milliseconds are estimates, from the bytes and products of every instruction at the data
 sheet's rates, and a fixed time between launches. The floor is the time that weights, keys and
 values take to be read once. With --json the last line is one JSON object. The standard error has a
@@ -26,16 +27,26 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line
 
 
 def main() -> None:
+    import os
     import pathlib
     import sys
     import time
 
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    sys.path.append(os.path.join(sys.prefix, "lowering"))  # where JAX starts no plugin by itself
     from eejax.analysis import table
+    from eejax.common.errors import require
     from eejax.kernels import aot
 
     card = aot.CARDS[_CARD.value]
+    programs = list(card_programs.programs(_SMALL.value))
+    for given in _ONLY.value:
+        known = [one.name for one in programs]
+        begins = any(name.startswith(given) for name in known)
+        require(begins, "--only", given, f"must begin the name of a program: {', '.join(known)}")
+    aot.device(card)
     result: dict[str, Any] = {"card": card.name, "estimates": True}
-    for one in card_programs.programs(_SMALL.value):
+    for one in programs:
         name = one.name
         if _ONLY.value and not any(name.startswith(n) for n in _ONLY.value):
             continue

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import MutableMapping
 
+from eejax.common.errors import ConfigError
 from eejax.common.paths import expanded
 
 PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
@@ -24,19 +25,30 @@ def apply(environ: MutableMapping[str, str] = os.environ) -> None:
     `$XLA_FLAGS` gains `--xla_gpu_enable_command_buffer=+WHILE`, by which a decoding loop is one
     graph and the host decides nothing in it. Compiled programs go to `$JAX_COMPILATION_CACHE_DIR`,
     by default `eejax/compiled` below `$XDG_CACHE_HOME` or `~/.cache`: an engine for many slots
-    compiles for minutes.
+    compiles for minutes. Where that folder cannot be made, they are not kept. `$XLA_FLAGS` that
+    names a file of flags stays as it is.
     """
     platforms = (environ.get("JAX_PLATFORMS") or "cuda").split(",")
     if not {"cuda", "gpu"} & {*platforms} or not any(map(_found, PLUGINS)):
         return
-    given = environ.get("XLA_FLAGS", "")
-    if GRAPHS_FLAG not in given:
+    given = environ.get("XLA_FLAGS", "").strip()
+    in_a_file = given and not given.startswith("--")  # whose name must stand alone
+    if GRAPHS_FLAG not in given and not in_a_file:
         environ["XLA_FLAGS"] = f"{given} {GRAPHS_FLAG}=+WHILE".strip()
-    if CACHE not in environ:
-        home = environ.get("XDG_CACHE_HOME") or "~/.cache"
-        environ[CACHE] = str(expanded(home) / "eejax" / "compiled")
+    if CACHE not in environ and (folder := _folder(environ.get("XDG_CACHE_HOME") or "~/.cache")):
+        environ[CACHE] = folder
         if environ is os.environ and "jax" in sys.modules:  # it has read the environment by now
             sys.modules["jax"].config.update("jax_compilation_cache_dir", environ[CACHE])
+
+
+def _folder(home: str) -> str | None:
+    """Make a folder of compiled programs; None where it cannot be made or written to."""
+    try:
+        folder = expanded(home) / "eejax" / "compiled"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (ConfigError, OSError):
+        return None
+    return str(folder) if os.access(folder, os.W_OK) else None
 
 
 def _found(plugin: str) -> bool:

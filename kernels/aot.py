@@ -25,6 +25,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from eejax.common.errors import ConfigError
 from eejax.common.trees import Tree
 from eejax.kernels import call
 
@@ -115,16 +116,17 @@ def device(card: Card) -> Any:
     """Return a device of the card to place shapes on.
 
     Raises:
-      RuntimeError: where JAX's CUDA plugin cannot be found.
+      ConfigError: where JAX's CUDA plugin cannot be found.
     """
     try:
         return topologies.get_topology_desc(
             platform="cuda", target_config=card.description, topology="1x1x1"
         ).devices[0]
     except Exception as error:
-        raise RuntimeError(
+        raise ConfigError(
             "the compiler for GPUs cannot be had: it comes with jax-cuda12-pjrt or jax-cuda13-pjrt"
-            f" of JAX's own version, {jax.__version__} ({error})"
+            f" of JAX's own version, {jax.__version__}. `make env` puts them into .venv/lowering; "
+            f"elsewhere, name their folder in PYTHONPATH. ({error})"
         ) from error
 
 

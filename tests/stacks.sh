@@ -70,7 +70,7 @@ skip_missing=
 [[ ${1:-} == --skip-missing ]] && skip_missing=1 && shift
 wanted=" ${*:-} " told=() status=0
 for name in "$@"; do
-  printf '%s\n' "${STACKS[@]}" | grep -q "^$name " || {
+  printf '%s\n' "${STACKS[@]}" | cut -d' ' -f1 | grep -Fxq -- "$name" || {
     echo "there is no stack $name; there are: $(printf '%s\n' "${STACKS[@]}" | cut -d' ' -f1 | xargs)" >&2
     exit 2
   }

@@ -40,12 +40,13 @@ def _device() -> str:
 
 def compile_all(check: StageCheck, module) -> None:
     """Compile each of a stage's programs for the card."""
+    from eejax.common.errors import ConfigError
     from eejax.kernels import aot
 
     card = aot.CARDS[check.card]
     try:
         aot.device(card)
-    except RuntimeError as error:
+    except ConfigError as error:
         check.figures["skipped"] = str(error)
         check.errors["compiler"] = str(error)
         return

@@ -29,16 +29,25 @@ def test_nothing_is_set_without_a_plugin(monkeypatch):
 
 
 @pytest.mark.parametrize("platforms", [{}, {"JAX_PLATFORMS": ""}, {"JAX_PLATFORMS": "cuda,cpu"}])
-def test_graphs_and_the_folder_are_set(plugin, platforms):
-    environ = {"XLA_FLAGS": "--xla_a=1", "XDG_CACHE_HOME": "/cache", **platforms}
+def test_graphs_and_the_folder_are_set(plugin, platforms, tmp_path):
+    environ = {"XLA_FLAGS": "--xla_a=1", "XDG_CACHE_HOME": str(tmp_path), **platforms}
     gpu_settings.apply(environ)
     assert environ["XLA_FLAGS"] == "--xla_a=1 --xla_gpu_enable_command_buffer=+WHILE"
-    assert environ["JAX_COMPILATION_CACHE_DIR"] == "/cache/eejax/compiled"
+    assert environ["JAX_COMPILATION_CACHE_DIR"] == f"{tmp_path}/eejax/compiled"
+
+
+@pytest.mark.parametrize("home", ["~nobody_here", "{tmp_path}/file", "/proc"])
+def test_nothing_is_kept_where_there_is_no_folder(plugin, tmp_path, home):
+    (tmp_path / "file").write_text("")
+    environ = {"XDG_CACHE_HOME": home.format(tmp_path=tmp_path)}
+    gpu_settings.apply(environ)
+    assert "JAX_COMPILATION_CACHE_DIR" not in environ
 
 
 @pytest.mark.parametrize("given", [
     {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=", "JAX_COMPILATION_CACHE_DIR": "mine"},
     {"JAX_PLATFORMS": "cpu"},
+    {"XLA_FLAGS": "/etc/flags", "JAX_COMPILATION_CACHE_DIR": "mine"},
 ])  # fmt: skip
 def test_what_the_user_says_stays(plugin, given):
     environ = dict(given)

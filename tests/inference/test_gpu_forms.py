@@ -38,8 +38,10 @@ def model():
 def for_gpu(request, monkeypatch):
     """Forms for a GPU, with XLA's attention or that of the kernel, by its reference here."""
     monkeypatch.setattr(call, "by_kernels", lambda: request.param == "kernels")
+    jax.clear_caches()  # programs are told apart by contexts, and not by what a test replaces
     with call.compute_capability(90), call.implementation("reference"):
         yield
+    jax.clear_caches()
 
 
 def run(model, engine: str, prompts=PROMPTS):
