@@ -45,7 +45,8 @@ def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array
     """
     b, t, k, h = rows.shape
     rows = jnp.swapaxes(rows, 1, 2).astype(cache.dtype)  # [b, k, t, h]
-    if b <= UNROLLED_WRITES:  # slice updates stay in place; a scatter costs more
+    # On a CPU slice updates stay in place, and a scatter costs more. A GPU starts one for each.
+    if b <= (1 if call.for_gpu() else UNROLLED_WRITES):
         for i in range(b):
             cache = lax.dynamic_update_slice(cache, rows[i], (i * k, start[i], 0))
         return cache
