@@ -1,17 +1,12 @@
-"""Standard tasks by lm-eval: in this process, through the server, and by its own models."""
+"""Standard tasks by lm-eval, in this process."""
 
 from __future__ import annotations
 
 import functools
 import json
 import math
-import os
 import re
 import shutil
-import socket
-import subprocess
-import sys
-import threading
 
 import numpy as np
 import pytest
@@ -19,21 +14,20 @@ import pytest
 lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval, of the extra 'eval'")
 
 from launchers import call  # noqa: E402
-from lm_eval.api.instance import Instance  # noqa: E402
-from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # noqa: E402
+from lm_eval_tasks import END, answers, asked, ids, rolled, run, scored, written  # noqa: E402
 from reference_model import exit_logits, tree64  # noqa: E402
 
-import eejax  # noqa: E402
 from eejax.common.errors import ConfigError  # noqa: E402
 from eejax.inference import Generator  # noqa: E402
 from eejax.inference.scoring import score  # noqa: E402
 from eejax.inference.state import prepare  # noqa: E402
 from eejax.interop.lm_eval import EarlyExitLM  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("nobody_else")
+
 TIE = 1e-3  # a gap below which float32 may decide otherwise than float64
-END = 256  # of texts of bytes
 
 PAIRS = (
     ("exit layer", " token"),
@@ -44,100 +38,6 @@ PAIRS = (
     ("token " * 30, "early loss"),  # a context longer than the model's, which is 128
     ("layer", " depth" * 40),  # a continuation longer than that
 )
-TASKS = {
-    "choice": dict(
-        output_type="multiple_choice", doc_to_text="{{query}}", doc_to_choice="{{choices}}",
-        doc_to_target="gold", metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}],
-    ),
-    "word": dict(
-        output_type="loglikelihood", doc_to_text="{{context}}", doc_to_target=" {{continuation}}",
-        metric_list=[{"metric": "perplexity"}, {"metric": "acc"}],
-    ),
-    "whole": dict(
-        output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{context}}",
-        metric_list=[{"metric": "word_perplexity"}],
-    ),
-    "write": dict(
-        output_type="generate_until", doc_to_text="{{context}}", doc_to_target="{{continuation}}",
-        generation_kwargs={"until": ["t ", "."], "max_gen_toks": 24, "do_sample": False},
-        metric_list=[{"metric": "exact_match"}],
-    ),
-}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def nobody_else(monkeypatch):
-    """No connection leaves this machine."""
-    connect = socket.socket.connect
-
-    def local(own, address):
-        if own.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1",):
-            raise AssertionError(f"a connection to {address}")
-        return connect(own, address)
-
-    monkeypatch.setattr(socket.socket, "connect", local)
-
-
-@pytest.fixture(scope="module")
-def lm(small_run):
-    return EarlyExitLM(small_run, batch_size=4)
-
-
-@pytest.fixture(scope="module")
-def own_tasks(eejax_data, tmp_path_factory):
-    """A folder of tasks over records of real data sets."""
-    folder = tmp_path_factory.mktemp("tasks")
-    lines = lambda name: (eejax_data / name).read_text(encoding="utf-8").splitlines()
-    records = {
-        "choice": lines("openbookqa/test.jsonl")[:12],
-        "word": lines("lambada/lambada_openai.jsonl")[:8],
-        "whole": sorted(lines("lambada/lambada_openai.jsonl")[:40], key=len)[-3:],
-        "write": [json.dumps({"context": f"{a} layer ", "continuation": "x"}) for a in "abcde"],
-    }
-    for name, task in TASKS.items():
-        file = folder / f"{name}.jsonl"
-        file.write_text("\n".join(records[name]) + "\n", encoding="utf-8")
-        own = dict(data_files={"test": str(file)}, cache_dir=str(folder / "cache"))
-        about = dict(task=name, dataset_path="json", dataset_kwargs=own, test_split="test")
-        # YAML reads JSON.
-        (folder / f"{name}.yaml").write_text(json.dumps(about | task), encoding="utf-8")
-    return folder
-
-
-def run(folder, model, tasks=tuple(TASKS), **args):
-    """{task: samples in order}, and the results, by lm-eval itself."""
-    manager = TaskManager(include_path=str(folder), include_defaults=False)
-    found = lm_eval.simple_evaluate(
-        model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, **args
-    )
-    samples = {t: sorted(found["samples"][t], key=lambda s: s["doc_id"]) for t in tasks}
-    return samples, found["results"]
-
-
-def answers(samples) -> list:
-    """All responses of a task's samples: one or more of each."""
-    return [answer for s in samples for (answer,) in s["resps"]]
-
-
-def asked(kind, *args):
-    return Instance(kind, {}, args, 0)
-
-
-def scored(lm, pairs=PAIRS):
-    return lm.loglikelihood([asked("loglikelihood", *p) for p in pairs], disable_tqdm=True)
-
-
-def rolled(lm, texts):
-    return lm.loglikelihood_rolling([asked("rolling", t) for t in texts], disable_tqdm=True)
-
-
-def written(lm, contexts, **settings):
-    requests = [asked("generate_until", c, settings) for c in contexts]
-    return lm.generate_until(requests, disable_tqdm=True)
-
-
-def ids(text):
-    return list(text.encode())
 
 
 def windows(lm, pair):
@@ -210,11 +110,11 @@ def test_every_exit_scores_as_float64_does(lm, reference):
     for e, boundary in enumerate((1, 2, 3)):
         one = lm.at(exit=boundary)
         want, layers = expected(lm, reference, PAIRS, lambda y, e=e: np.full(y.shape[1], e))
-        agree(scored(one), want)
+        agree(scored(one, PAIRS), want)
         assert one.depth == boundary and len(layers) == one._tokens
         totals.add(round(want[0][0], 3))
     assert len(totals) == 3  # exits differ
-    assert scored(lm) == scored(lm.at(exit=3))  # the default
+    assert scored(lm, PAIRS) == scored(lm.at(exit=3), PAIRS)  # the default
 
 
 def test_the_first_exit_that_is_confident_answers(lm, reference):
@@ -227,12 +127,14 @@ def test_the_first_exit_that_is_confident_answers(lm, reference):
 
     one = lm.at(thresholds="0.6/0.45")
     want, layers = expected(lm, reference, PAIRS, leaves)
-    agree(scored(one), want)
+    agree(scored(one, PAIRS), want)
     assert set(layers) == {1, 2, 3} and one.depth == pytest.approx(np.mean(layers))
-    agree(scored(lm.at(thresholds=[0.6, 0.45], gate="max_probability")), want)
-    assert scored(lm.at(thresholds=1.0)) == scored(lm)
-    assert scored(lm.at(thresholds=0)) == scored(lm.at(exit=1)) != scored(lm)
-    assert scored(lm.at(thresholds=0.5, gate="margin")) != scored(lm.at(thresholds=0.5))
+    agree(scored(lm.at(thresholds=[0.6, 0.45], gate="max_probability"), PAIRS), want)
+    assert scored(lm.at(thresholds=1.0), PAIRS) == scored(lm, PAIRS)
+    assert scored(lm.at(thresholds=0), PAIRS) == scored(lm.at(exit=1), PAIRS) != scored(lm, PAIRS)
+    assert scored(lm.at(thresholds=0.5, gate="margin"), PAIRS) != scored(
+        lm.at(thresholds=0.5), PAIRS
+    )
 
 
 def test_whole_texts_are_scored_in_windows(lm, reference):
@@ -421,113 +323,3 @@ def test_the_launcher(own_tasks, lm, small_run, capsys, monkeypatch):
         given = [f"--model={small_run}", "--tasks=choice", f"--include_path={own_tasks}", wrong]
         with pytest.raises(ConfigError, match=re.escape(told)):
             call("experiments.score_tasks", *given)
-
-
-@pytest.fixture(scope="module")
-def server(small_run):
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "experiments.serve", f"--model=m={small_run}", "--port=0",
-         "--slots=4"],
-        stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
-    said = []
-    for line in process.stderr:
-        said.append(line)
-        if found := re.search(r"listening at (http://\S+)", line):
-            break
-    else:
-        raise AssertionError("".join(said))
-    rest = threading.Thread(target=process.stderr.read, daemon=True)
-    rest.start()
-    yield found[1]
-    process.terminate()
-    assert process.wait(60) == 0
-    rest.join()
-    process.stderr.close()
-
-
-def test_the_server_answers_lm_evals_own_client(server, own_tasks, small_run):
-    for package in ("aiohttp", "tenacity"):
-        pytest.importorskip(package, reason="needs lm-eval's extra 'api'")
-    # It asks the server for tokens, and keeps two of the context: one that is generated, and one
-    # for that one.
-    client = dict(
-        model="m", base_url=f"{server}/v1/completions", max_length=128, custom_prefix_token_id=END,
-        max_retries=1,
-    )  # fmt: skip
-    theirs, by_client = run(own_tasks, "local-completions", model_args=client)
-    lm = EarlyExitLM(small_run, batch_size=4, max_length=126)
-    own, in_process = run(own_tasks, lm)
-    follows(get_model("local-completions")(**client), lm)
-    counts = {}
-    for task in ("choice", "word"):
-        a, b = answers(theirs[task]), answers(own[task])
-        np.testing.assert_allclose([x for x, _ in a], [x for x, _ in b], rtol=1e-5, atol=1e-3)
-        assert [x for _, x in a] == [x for _, x in b]
-        counts[task] = len(a)
-    a, b = answers(theirs["whole"]), answers(own["whole"])
-    np.testing.assert_allclose(a, b, rtol=1e-5)
-    longest = max(len(s["doc"]["context"]) for s in own["whole"])
-    assert longest > 2 * 128  # more than one window
-    assert answers(theirs["write"]) == answers(own["write"]) != [""] * 5
-    assert counts == {"choice": 48, "word": 8} and len(a) == 3
-    for task, metrics in in_process.items():
-        for name, value in metrics.items():
-            if isinstance(value, float):
-                assert by_client[task][name] == pytest.approx(value, rel=1e-3), (task, name)
-
-
-def follows(theirs, lm):
-    """What the model would write itself is greedy, and nothing else is."""
-    contexts = ["exit layer tok", "early depth", "gate"]
-    texts = written(lm, contexts, until=[], max_gen_toks=16)
-    other = [text[:-1] + ("a" if text[-1] != "a" else "b") for text in texts]
-    pairs = [*zip(contexts, texts, strict=True), *zip(contexts, other, strict=True)]
-    a, b = scored(theirs, pairs), scored(lm, pairs)
-    np.testing.assert_allclose([x for x, _ in a], [x for x, _ in b], rtol=1e-5, atol=1e-3)
-    assert [x for _, x in a] == [x for _, x in b] == [True] * 3 + [False] * 3
-
-
-def bytes_tokenizer(folder):
-    """For tinylm, whose tokens are bytes, in the form that transformers reads."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    # GPT-2's alphabet: bytes that can be shown are themselves, the others follow from 256 on.
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = iter(range(256, 512))
-    letters = [chr(b) if b in shown else chr(next(rest)) for b in range(256)]
-    inner = Tokenizer(models.BPE({letter: b for b, letter in enumerate(letters)}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.save(str(folder / "tokenizer.json"))
-    about = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=letters[2])
-    (folder / "tokenizer_config.json").write_text(json.dumps(about))
-
-
-@pytest.mark.slow
-def test_it_agrees_with_lm_evals_model_of_transformers(eejax_data, own_tasks, tmp_path):
-    for package in ("torch", "transformers", "accelerate"):
-        pytest.importorskip(package, reason="needs the peers that benchmarks compare against")
-    folder = tmp_path / "tinylm"
-    shutil.copytree(eejax_data / "models" / "tinylm", folder, copy_function=shutil.copyfile)
-    folder.chmod(0o755)
-    bytes_tokenizer(folder)
-    text = "Ünïcode “quoted” text\n"
-    assert eejax.load(folder).tokenizer.encode(text).tolist() == ids(text)
-    args = dict(pretrained=str(folder), dtype="float32", device="cpu", batch_size=4)
-    theirs, by_torch = run(own_tasks, "hf", model_args=args)
-    lm = EarlyExitLM(folder, batch_size=4)
-    own, in_process = run(own_tasks, lm)
-    follows(get_model("hf")(**args), lm)
-    for task in ("choice", "word"):
-        a, b = answers(theirs[task]), answers(own[task])
-        np.testing.assert_allclose([x for x, _ in b], [x for x, _ in a], rtol=1e-5, atol=1e-3)
-        assert [x for _, x in b] == [x for _, x in a]
-    a, b = answers(theirs["whole"]), answers(own["whole"])
-    np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-3)
-    assert len(a) == 3 and min(a) < -100
-    assert answers(own["write"]) == answers(theirs["write"]) != [""] * 5
-    for task, metrics in by_torch.items():
-        for name, value in metrics.items():
-            if isinstance(value, float):
-                assert in_process[task][name] == pytest.approx(value, rel=1e-3), (task, name)
