@@ -169,7 +169,7 @@ def _started(program: HloProgram, i: Instruction) -> int:
 
 
 def trips(i: Instruction) -> int:
-    """How often an instruction runs the computation that it calls, as far as XLA knows."""
+    """Return how often an instruction runs the computation that it calls, as far as XLA knows."""
     known = re.search(r'known_trip_count":\{"n":"(\d+)"', i.rest)
     return int(known[1]) if known else 1
 

@@ -51,7 +51,7 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What an estimate takes a device to do.
+    """A device's rates, as an estimate takes them.
 
     Attributes:
       bandwidth: bytes a second.
@@ -105,6 +105,7 @@ def estimate(
     def of(name: str) -> Cost:
         if name not in memo:
             total = Cost()
+            types = {i.name: i.type for i in program.computations[name]}
             for i in program.computations[name]:
                 if i.op == "conditional":
                     costs = [of(inner) for inner in i.branches]
@@ -116,16 +117,15 @@ def estimate(
                 elif i.op == "call":
                     total += of(i.called[0])
                 elif i.op not in hlo.FREE:
-                    total += cost(name, i)
+                    total += cost(types, i)
             memo[name] = total
         return memo[name]
 
     return of(computation)
 
 
-def _cost(program: hlo.HloProgram, rates: Rates, computation: str, i: hlo.Instruction) -> Cost:
-    """An instruction's own."""
-    types = {j.name: j.type for j in program.computations[computation]}
+def _cost(program: hlo.HloProgram, rates: Rates, types: dict[str, str], i: hlo.Instruction) -> Cost:
+    """An instruction's own; types: those of its computation's instructions by name."""
     operands = [types.get(name, "") for name in i.operands]
     if i.op in ("fusion", "fusion-start"):
         moved, flops = _fusion(program, i.called[0])
