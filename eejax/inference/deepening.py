@@ -32,7 +32,12 @@ def on_host(params: Tree, config: ModelConfig) -> Tree:
     """A training tree in host memory, cast and its projections fused, so that no part of it has to
     be before it goes to the device. It is one still, and may be given wherever one is taken; what
     was made so before is returned as it is."""
-    params = s.for_compute(jax.device_get(params), config.dtype)
+    return fused(jax.device_get(params), config)
+
+
+def fused(params: Tree, config: ModelConfig) -> Tree:
+    """Cast a training tree and fuse its projections."""
+    params = s.for_compute(params, config.dtype)
     own = dict(layers=layers.fuse(params["layers"]), exits=exits.fuse(params["exits"], config))
     return params | own
 

@@ -74,7 +74,7 @@ def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
         yield f"full {slots} slots", partial(card_programs.decoding, cache=cache, **one)
         joining = dict(config=config, slots=slots, context=own.context)
         yield f"prompts full {slots} slots", partial(_prompts, **joining)
-        default = min(CHUNKS["gpu"], own.context)
+        default = min(CHUNKS["gpu"], config.context_length)
         for chunk in dict.fromkeys((*own.chunks, default)):
             one = dict(config=config, slots=slots, cache=own.context, options=batch_options(chunk))
             yield f"batched {slots} slots, chunk {chunk}", partial(card_programs.slots, **one)

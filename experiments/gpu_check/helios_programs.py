@@ -99,16 +99,12 @@ def scores(card, config, texts: Sequence[Sequence[int]], context: int):
     import jax
 
     from eejax.calibration import frontier
-    from eejax.inference.state import for_compute
+    from eejax.inference.deepening import fused
     from eejax.kernels import aot, call
-    from eejax.models import layers, params
+    from eejax.models import params
     from eejax.serving.measurements import windows
 
-    def on_host(tree):
-        tree = for_compute(tree, config.dtype)
-        return tree | {"layers": layers.fuse(tree["layers"])}
-
     with call.compute_capability(card.capability):
-        own = jax.eval_shape(on_host, params.shapes(config))
+        own = jax.eval_shape(partial(fused, config=config), params.shapes(config))
     own, batch = aot.shapes(card, (own, windows(texts, context)[0]))
     return aot.compiled(card, frontier._score, own, config=config, batch=batch)
