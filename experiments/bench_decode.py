@@ -42,7 +42,7 @@ def main() -> None:
     config, params = build()
     prompt = np.random.default_rng(1).integers(0, config.vocab_size, _PROMPT.value).tolist()
     result = {"threads": len(cores), "prompt": _PROMPT.value, "new": _NEW.value}
-    with peer_device.exact_products(device):
+    with peer_device.exact_products():
         result |= exits(config, params, prompt)
         if device is not None:
             result |= against_transformers(config, params, prompt, len(cores), device)

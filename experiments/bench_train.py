@@ -38,7 +38,7 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))[: _THREADS.value]
     os.sched_setaffinity(0, cores)  # before JAX starts: it makes a thread for each core it sees
     device = peer_device.torch_device()
-    with peer_device.exact_products(device):
+    with peer_device.exact_products():
         sizes = [temporary_bytes(n) for n in range(_MAX_EXITS.value + 1)]
         ours, theirs, losses = time_pairs(len(cores), device)
     logits = BATCH * LENGTH * VOCAB * 4

@@ -37,18 +37,13 @@ def described(device: str) -> str:
     return torch.cuda.get_device_name()
 
 
-def exact_products(device: str | None = None) -> contextlib.AbstractContextManager:
+def exact_products() -> contextlib.AbstractContextManager:
     """Have JAX multiply float32 as PyTorch does by default, which is not in TF32.
 
     On a CPU both do so anyway.
-
-    Args:
-      device: PyTorch's, as `torch_device` names it; None: whichever JAX is on.
     """
     import jax
 
-    if device is None:
-        device = "cuda" if jax.default_backend() == "gpu" else "cpu"
-    if device != "cuda":
+    if jax.default_backend() != "gpu":
         return contextlib.nullcontext()
     return jax.default_matmul_precision("highest")

@@ -23,7 +23,7 @@ def torch_with(monkeypatch, *, cuda: bool) -> None:
 
 def test_beside_jax_on_a_cpu():
     assert peer_device.torch_device() == peer_device.described("cpu") == "cpu"
-    with peer_device.exact_products("cpu"):
+    with peer_device.exact_products():
         assert jax.config.jax_default_matmul_precision is None
 
 
@@ -31,7 +31,7 @@ def test_beside_jax_on_a_gpu(monkeypatch):
     torch_with(monkeypatch, cuda=True)
     assert peer_device.torch_device() == "cuda"
     assert peer_device.described("cuda") == "NVIDIA H100 80GB HBM3"
-    with peer_device.exact_products("cuda"):
+    with peer_device.exact_products():
         assert jax.config.jax_default_matmul_precision == "highest"
 
 
