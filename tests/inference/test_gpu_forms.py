@@ -37,11 +37,14 @@ def model():
 @pytest.fixture(params=["operations", "kernels"])
 def for_gpu(request, monkeypatch):
     """Forms for a GPU, with XLA's attention or that of the kernel, by its reference here."""
+    traced, own = [], mixing.kernel_mix
+    monkeypatch.setattr(mixing, "kernel_mix", lambda *a, **k: traced.append(1) or own(*a, **k))
     monkeypatch.setattr(call, "by_kernels", lambda: request.param == "kernels")
     jax.clear_caches()  # programs are told apart by contexts, and not by what a test replaces
     with call.compute_capability(90), call.implementation("reference"):
         yield
     jax.clear_caches()
+    assert bool(traced) == (request.param == "kernels")
 
 
 def run(model, engine: str, prompts=PROMPTS):
