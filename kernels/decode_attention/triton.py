@@ -193,13 +193,16 @@ def decode_attention_kernel(
     BS: tl.constexpr,
     BW: tl.constexpr,
     BR: tl.constexpr,
-    OWN_STAGES: tl.constexpr,
 ):
     """A block of a span's rows, a head and a part of the positions.
 
     out: y [R, N_KV, G, H], or acc [PARTS, R, N_KV, G, H] float32 beside sums [2, PARTS, R, N_KV, G]
     of maxima and totals. keys, values: the caches' memory, or copies.
     """
+    if keys_ptr is None:
+        keys_ptr = old_keys_ptr
+    if values_ptr is None:
+        values_ptr = old_values_ptr
     block, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PARTS == 1:  # the merge does it otherwise
         each: tl.constexpr = (R + SPANS * BLOCKS - 1) // (SPANS * BLOCKS)
@@ -291,7 +294,8 @@ def decode_attention_kernel(
         )
     o = tl.arange(0, BO)
     own = ((begin - before).to(tl.int64) * N_KV + head) * H
-    for c in tl.range(tl.maximum(low, start), high, BO, num_stages=OWN_STAGES):
+    # Two stages even where it runs once: with one, Triton 3.6 spills a register on sm_90.
+    for c in tl.range(tl.maximum(low, start), high, BO, num_stages=2):
         acc, top, total = _tile(
             q,
             acc,
@@ -444,7 +448,7 @@ def sizes(
     least = lambda a: max(16, triton.next_power_of_2(a))
     bh, rows = least(h), options.width * g
     bm = min(MOST_ROWS if size == 2 else 16 if exact else MOST_ROWS // 2, least(rows))
-    bn = min(max(16, TILE // (bh * size)), 64, least(s))
+    bn = min(max(16, TILE // (bh * size)), 128 // size, least(s))
     blocks, bo = triton.cdiv(rows, bm), min(16, bn)
     reach = s if options.window is None else min(s, options.window + options.width)
     programs = spans * blocks * n_kv
@@ -460,7 +464,6 @@ def sizes(
         BN=bn,
         BO=bo,
         BH=bh,
-        OWN_STAGES=1 if options.most <= bo else 2,
         stages=max(2, min(stages, 4)),
         warps=8 if wide else 4,
     )
