@@ -3,7 +3,7 @@
 The two versions differ in three ways:
 
 - A result that takes an argument's place. 0.3 passes its memory twice, as the argument and as the
-  result. 0.4 passes it once, by a reference, and the kernel's parameter for the result is None.
+  result. 0.4 passes it once, and the kernel's parameter for the result is None.
   Kernels with such a result therefore begin with `if out_ptr is None: out_ptr = in_ptr`.
 - The form of XLA's custom call. 0.4 writes the FFI form, 0.3 the one before it. XLA's CUDA graphs
   take only the FFI form, so 0.3's calls are rewritten where JAX's plugin can run it.
@@ -14,13 +14,14 @@ The two versions differ in three ways:
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import jax
 from jax.extend.mlir import ir
-from jax.interpreters import mlir
+from jax.interpreters import mlir, partial_eval
 from jaxlib import plugin_support
 
 LEGACY, FFI = "triton_kernel_call", "triton_kernel_call_ffi"
@@ -40,7 +41,7 @@ def knows_legacy() -> bool:
     False where jax-triton cannot be imported.
     """
     try:
-        return not _takes_references()
+        return not _takes_out_type()
     except ImportError:
         return False
 
@@ -67,14 +68,14 @@ def triton_call(
     Raises:
       RuntimeError: `legacy`, with a jax-triton that does not know that form.
     """
-    call = _by_references if _takes_references() else _by_pairs
+    call = _by_out_type if _takes_out_type() else _by_pairs
     return call(
         args, out, aliases, legacy, kernel=kernel, grid=grid, num_warps=warps, num_stages=stages,
         compute_capability=capability, **constants,
     )  # fmt: skip
 
 
-def _takes_references() -> bool:
+def _takes_out_type() -> bool:
     """Return whether this is jax-triton 0.4."""
     return hasattr(load(), "TensorDescriptor")
 
@@ -91,26 +92,42 @@ def _by_pairs(args, out, aliases, legacy, **how) -> list[jax.Array]:
     )
 
 
-def _by_references(args, out, aliases, legacy, *, compute_capability, **how) -> list[jax.Array]:
+def _by_out_type(args, out, aliases, legacy, *, compute_capability, **how) -> list[jax.Array]:
     """Call by jax-triton 0.4."""
     if legacy:
         raise RuntimeError("jax-triton 0.4 writes the FFI form alone; 0.3 knows both")
     pointers = [p.name for p in how["kernel"].params if not p.is_constexpr]
     passed = {pointers[len(args) + o]: None for o in aliases.values()}
-    refs = {i: jax.new_ref(args[i]) for i in aliases}
     options = {"enable_fp_fusion": True}  # as 0.3
     if compute_capability is not None:
         options["ptx_version"] = ptx_version(compute_capability)
-    fresh = load().triton_call(
-        *(refs.get(i, a) for i, a in enumerate(args)),
-        out_type=[o for i, o in enumerate(out) if i not in aliases.values()],
-        compute_capability=compute_capability,
-        backend_options=options,
-        **passed,
-        **how,
-    )
-    fresh, places = iter(fresh), {o: i for i, o in aliases.items()}
-    return [jax.freeze(refs[places[o]]) if o in places else next(fresh) for o in range(len(out))]
+    _let_unused_results_go()
+    with warnings.catch_warnings():
+        # It asks for references of JAX's in place of aliases, but what a kernel wrote to one does
+        # not vary along a mesh's axes inside of a `shard_map`, as jax 0.12 wants it to.
+        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+        return load().triton_call(
+            *args,
+            out_type=list(out),
+            input_output_aliases=dict(aliases),
+            compute_capability=compute_capability,
+            backend_options=options,
+            **passed,
+            **how,
+        )
+
+
+@functools.cache
+def _let_unused_results_go() -> None:
+    """Let jax 0.12 look for unused results of calls by jax-triton 0.4.
+
+    That jax gives a rule the equation behind two lists, and 0.4.1's takes one list alone. The rule
+    here does the same in either way: a call uses all of its arguments.
+    """
+    from jax_triton import triton_lib
+
+    keep = lambda *given: ([True] * len(given[-1].invars), given[-1])
+    partial_eval.dce_rules[triton_lib.triton_kernel_call_p] = keep
 
 
 def ptx_version(capability: int) -> int:
