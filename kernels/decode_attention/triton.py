@@ -455,7 +455,7 @@ def sizes(
     parts = min(PROGRAMS // programs, triton.cdiv(reach, LEAST))
     if reach > LONG * max(1, parts):
         parts = max(parts, min(2 * PROGRAMS // programs, triton.cdiv(reach, LONG)))
-    wide = bm * bh > 2**13 if size == 2 else exact or bm > 16 or bh == 128
+    wide = bm * bh > 2**13 if size == 2 else exact or bh == 128 or (bm > 16 and bh != 256)
     stages = 1 + (MEMORY - bm * bh * size) // (2 * bn * bh * size)
     return dict(
         BLOCKS=blocks,
