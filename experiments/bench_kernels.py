@@ -125,7 +125,7 @@ def attempt(case, copied: float, failed: list[str]) -> dict | None:
 
 
 def wrong_cases(result: dict) -> list[str]:
-    """What cannot be: runs that differ, and errors far beyond those of XLA's operations."""
+    """Return complaints: runs that differ, and errors far beyond those of XLA's operations."""
     said = []
     for op in kernel_ops():
         for c in result[op]:
@@ -155,7 +155,7 @@ def once() -> None:
 
 
 def sanitizer() -> dict[str, str]:
-    """How compute-sanitizer's tools end, by name; none of them where it is not installed."""
+    """Return how compute-sanitizer's tools end, by name; none of them where it is not installed."""
     found = {}
     for tool in ("memcheck", "racecheck"):
         report = tools.run(tool, kernel_ops())

@@ -67,7 +67,7 @@ class Card:
 
     @property
     def description(self) -> str:
-        """What XLA's compiler is told: a GpuTargetConfigProto as text."""
+        """The description for XLA's compiler: a GpuTargetConfigProto as text."""
         major, minor = divmod(self.capability, 10)
         return f"""
 gpu_device_info {{

@@ -125,8 +125,13 @@ def require_floating(name: str, a: jax.Array) -> None:
 
 
 def available() -> bool:
-    """Whether jax-triton can be imported, and the GPU, if there is one, is not older than `OLDEST`,
-    which is warned of. Raises ImportError where there is a GPU and it cannot be imported."""
+    """Return whether jax-triton can be imported and the GPU, if there is one, runs its kernels.
+
+    Warns of a GPU older than `OLDEST`, which does not.
+
+    Raises:
+      ImportError: there is a GPU, and jax-triton cannot be imported.
+    """
     return _available(_of_gpu())
 
 
@@ -190,8 +195,10 @@ def prefers_reference() -> bool:
 
 
 def by_kernels() -> bool:
-    """Whether ops that are not asked for an implementation may be run by their kernels. Where not,
-    a program may hold what serves XLA better than an op's reference."""
+    """Return whether kernels may run ops that are not asked for an implementation.
+
+    Where not, a program may hold what serves XLA better than an op's reference.
+    """
     if _default.value is not None:
         return _default.value != "reference"
     return for_gpu() and available()

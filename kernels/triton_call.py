@@ -143,7 +143,7 @@ def ptx_version(capability: int) -> int:
 
 @functools.cache
 def _rewritten() -> bool:
-    """Whether calls with the target `FFI` are written in the FFI form, from now on.
+    """Return whether calls with the target `FFI` are written in the FFI form, from now on.
 
     jax-triton 0.3 lets the caller name the target but writes the older form always. Its own
     lowering runs here as it is, and the call that it made is then replaced by one that

@@ -104,7 +104,7 @@ def norm(
 
 
 def norm_options(config: ModelConfig) -> norms.NormOptions:
-    """What kernels have to know of the model's norms."""
+    """Return what kernels have to know of the model's norms."""
     return norms.NormOptions(config.norm, config.norm_eps, config.norm_plus_one)
 
 

@@ -67,7 +67,7 @@ def cache_lengths(length: int) -> list[int]:
 
 
 def span_lengths(length: int) -> list[int]:
-    """As `cache_lengths`, for the attention of one sequence: finer, as each has its own."""
+    """Return `cache_lengths` for the attention of one sequence: finer, as each has its own."""
     lengths = [SHORTEST // 2]
     while 2 * lengths[-1] < length:
         lengths.append(2 * lengths[-1])
@@ -219,7 +219,7 @@ def library_mix(
 
 
 class Packed(NamedTuple):
-    """How rows [t] of several requests, one after the other, lie in a KV cache of slots.
+    """Rows [t] of several requests, one after the other, and their places in a cache of slots.
 
     Rows of a slot follow each other in position and are cut into spans of at most `width`, which
     attention takes one by one: it reads the keys and values of those slots alone that have rows, as

@@ -89,7 +89,7 @@ def _plain(value: Any) -> Any:
 
 
 def on_gpu() -> bool:
-    """Whether JAX computes on a GPU."""
+    """Return whether JAX computes on a GPU."""
     import jax
 
     return jax.default_backend() == "gpu"
