@@ -67,7 +67,9 @@ def graphed(log: str) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for part in re.split(r"^program: ", log, flags=re.MULTILINE)[1:]:
         name, _, rest = part.partition("\n")
-        lists = re.findall(r"Creating command buffer thunk with the following thunks: (.*)", rest)
+        # From jax 0.12 on, a graph has a name there.
+        graph = r"Creating command buffer thunk (?:\S+ )?with the following thunks: (.*)"
+        lists = re.findall(graph, rest)
         found[name] = {one for names in lists for one in names.split(", ")}
     return found
 
@@ -88,7 +90,8 @@ def test_the_host_decides_nothing_while_decoding(compiled):
 
 def test_a_log_is_read_by_program():
     log = "program: one\nat: Creating command buffer thunk with the following thunks: a, while.4\n"
-    log += "else\nprogram: two\nat: Creating command buffer thunk with the following thunks: b\n"
+    log += "else\nprogram: two\n"
+    log += "at: Creating command buffer thunk command_buffer_1 with the following thunks: b\n"
     assert graphed(log) == {"one": {"a", "while.4"}, "two": {"b"}}
 
 
