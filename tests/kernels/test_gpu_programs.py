@@ -15,6 +15,8 @@ import pytest
 
 from experiments import card_figures, card_programs
 
+pytestmark = pytest.mark.timeout(3600)  # about 18 programs for each card, which take minutes
+
 LAUNCHES = {"full batch 1": 16, "full batch 8": 14, "full batch 64": 14}
 """The most launches from one layer's attention to the next's."""
 
