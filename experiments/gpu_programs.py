@@ -1,6 +1,6 @@
 """Compile programs for a GPU without one; print their launches, copies, memory, estimated time.
 
-    python -m experiments.gpu_programs [--card=h100] [--only=full,recompute] [--json]
+    python -P -m experiments.gpu_programs [--card=h100] [--only=full,recompute] [--json]
 
 It needs no GPU, but the compiler in JAX's CUDA plugin: `make env` puts it into `.venv/lowering`;
 elsewhere, name its folder in PYTHONPATH. Bytes, launches and temporaries are XLA's
@@ -45,7 +45,11 @@ def main() -> None:
         begins = any(name.startswith(given) for name in known)
         require(begins, "--only", given, f"must begin the name of a program: {', '.join(known)}")
     aot.device(card)
-    result: dict[str, Any] = {"card": card.name, "estimates": True}
+    versions = aot.versions()
+    print(card.name, *(f"{name} {version}" for name, version in versions.items()), sep=", ")
+    if complaint := aot.complaint():
+        print(f"warning: {complaint}", file=sys.stderr)
+    result: dict[str, Any] = {"card": card.name, "versions": versions, "estimates": True}
     for one in programs:
         name = one.name
         if _ONLY.value and not any(name.startswith(n) for n in _ONLY.value):

@@ -17,6 +17,7 @@ import pathlib
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from typing import Any
 from unittest import mock
 
@@ -32,6 +33,8 @@ from eejax.kernels import call
 OPTIONS = {"xla_gpu_autotune_level": "0"}
 """Options that let XLA compile without a device."""
 
+LEAST_JAX = (0, 11)
+"""The first JAX whose XLA does not copy what a conditional carries on a GPU."""
 
 CUDNN = 91200
 """The cuDNN that programs are compiled for, as its library gives its version."""
@@ -128,6 +131,25 @@ def device(card: Card) -> Any:
             f" of JAX's own version, {jax.__version__}. `make env` puts them into .venv/lowering; "
             f"elsewhere, name their folder in PYTHONPATH. ({error})"
         ) from error
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what compiles: of JAX and its CUDA plugin, by package."""
+    found = {"jax": jax.__version__}
+    for name in ("jax-cuda12-pjrt", "jax-cuda13-pjrt"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def complaint() -> str | None:
+    """Return why programs of this JAX are not those that a GPU should run, None if they are."""
+    if tuple(map(int, jax.__version__.split(".")[:2])) >= LEAST_JAX:
+        return None
+    return (
+        f"jax {jax.__version__} copies the KV caches that a conditional carries, and a GPU should "
+        "run jax 0.11 or newer: compile by that one (docs/GPU.md)."
+    )
 
 
 def shapes(card: Card, tree: Tree) -> Tree:

@@ -1,7 +1,7 @@
 """Check and measure the project on one GPU, stage after stage.
 
-    python -m experiments.gpu_check --stages=smoke,decode:engines --out=runs/gpu [--seconds=300]
-    JAX_PLATFORMS=cpu python -m experiments.gpu_check --dry_run --out=runs/dry [--card=a100]
+    python -P -m experiments.gpu_check --stages=smoke,decode:engines --out=runs/gpu
+    JAX_PLATFORMS=cpu python -P -m experiments.gpu_check --dry_run --out=runs/dry
 
 It needs no workdir and no network. Each stage runs in processes of its own, and prints one JSON
 line when it ends: its name, whether all went well, seconds, and figures, or the error beside what
@@ -34,7 +34,10 @@ _STAGES = flags.DEFINE_list(
 )
 _OUT = flags.DEFINE_string("out", None, "The folder of results and logs.")
 _SECONDS = flags.DEFINE_float(
-    "seconds", 300.0, "Time limit of each stage or part that is named.", lower_bound=1.0
+    "seconds",
+    None,
+    "Time limit of each stage or part that is named; by default 300, and 3600 with --dry_run.",
+    lower_bound=1.0,
 )
 _SMALL = flags.DEFINE_bool("small", False, "Tiny models, for a trial.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Compile without a GPU, and try out on the CPU.")
@@ -46,11 +49,18 @@ LONG = ("names", "threads", "log", "errors")
 
 
 def main() -> None:
+    seconds = _SECONDS.value or (3600.0 if _DRY_RUN.value else 300.0)
     settings = stages.RunSettings(
-        pathlib.Path(_OUT.value), _SECONDS.value, _SMALL.value, _DRY_RUN.value, _CARD.value
+        pathlib.Path(_OUT.value), seconds, _SMALL.value, _DRY_RUN.value, _CARD.value
     )
+    named = chosen(_STAGES.value)
+    if not (settings.small or settings.dry_run) and (why := stages.missing_gpu()):
+        raise ConfigError(
+            f"there is no GPU to check: {why}. See docs/GPU.md for what a GPU needs. "
+            "--small tries stages out on the CPU; --dry_run compiles them for a GPU without one."
+        )
     failed = 0
-    for result in stages.run(chosen(_STAGES.value), settings):
+    for result in stages.run(named, settings):
         print(json.dumps(brief(result)), flush=True)
         failed += not result["ok"]
     if failed:
@@ -68,10 +78,13 @@ def chosen(names: list[str]) -> list[stages.GpuStage]:
     """Find stages, and parts of stages, by their names.
 
     Raises:
-      ConfigError: for a name there is not.
+      ConfigError: for a name there is not, for none, and for others beside all.
     """
     if names == ["all"]:
         return [*stages.STAGES]
+    if not names or "all" in names:
+        given = ",".join(names)
+        raise ConfigError(f"--stages = {given!r}: must name stages, or be all and nothing else.")
     known = {stage.name: stage for stage in stages.STAGES}
     for stage in stages.STAGES:
         known |= {f"{stage.name}:{part}": stage.only(part) for part in stage.parts if part}

@@ -50,7 +50,9 @@ def compile_all(check: StageCheck, module) -> None:
         check.figures["skipped"] = str(error)
         check.errors["compiler"] = str(error)
         return
-    check.figures["card"] = card.name
+    check.figures |= dict(card=card.name, versions=aot.versions())
+    if complaint := aot.complaint():
+        check.figures["complaint"] = complaint
     for name, build in module.programs(check):
         check.measure(name, lambda build=build: program_figures(build(card)))
 

@@ -20,7 +20,7 @@ from experiments import card_programs
 from experiments.gpu_check.check import StageCheck, missing_module
 
 HOLDS_DEVICE = False
-NEEDED = ("fastapi", "uvicorn", "httpx")
+NEEDED = ("fastapi", "uvicorn", "httpx", "prometheus_client")
 START = 0.8
 """Most of the time that is left for an engine to be compiled."""
 
@@ -78,17 +78,22 @@ def sizes(check: StageCheck) -> ServeSizes:
 
 
 def run(check: StageCheck) -> None:
+    own = sizes(check)
     if why := missing_module(*NEEDED):
-        check.figures["skipped"] = why
-        return
-    own, server = sizes(check), contextlib.ExitStack()
-    with server:
+        check.errors["server"] = why
+    else:
+        by_server(check, own)
+    check.measure("engine", lambda: alone(own))
+
+
+def by_server(check: StageCheck, own: ServeSizes) -> None:
+    """Measure what clients of a server see."""
+    with contextlib.ExitStack() as server:
         served = serving(RandomModelBuilder(own), own.steps, START * check.left)
         address = check.measure("address", lambda: server.enter_context(served))
         if address is not None:
             for name, threshold in (("no exits", 1.0), ("half leave early", 0.0)):
                 check.measure(name, partial(asked, own, address, threshold))
-    check.measure("engine", lambda: alone(own))
 
 
 def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:

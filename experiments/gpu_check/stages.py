@@ -24,6 +24,9 @@ ALONE = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 TAIL = 2000
 """Characters of a log that stand for a process which left no result."""
 
+COMPILE_SHARE = 10
+"""In a dry run, the time to compile in units of that of one rehearsal."""
+
 
 @dataclasses.dataclass(frozen=True)
 class GpuStage:
@@ -82,7 +85,8 @@ class RunSettings:
 
     Attributes:
       out: the folder of results and logs.
-      seconds: the time limit of a stage.
+      seconds: the time limit of a stage. Its parts have equal shares of it; in a dry run, the
+        programs have `COMPILE_SHARE` times that of each rehearsal.
       small: use tiny models.
       dry_run: compile for `card` without a GPU, and try the stage out on the CPU.
       card: a name in `kernels.aot.CARDS`.
@@ -112,10 +116,11 @@ def _stage(stage: GpuStage, settings: RunSettings) -> dict[str, Any]:
     log.unlink(missing_ok=True)
     tasks = [*_tasks(stage, settings)]
     results = {}
+    shares = [COMPILE_SHARE if mode == "compile" else 1 for _, mode, _ in tasks]
     for n, (name, mode, environment) in enumerate(tasks):
         left = settings.seconds - (time.monotonic() - begin)
         part = dict(stage=stage, mode=mode, part=name, environment=environment)
-        results[name] = _part(settings, left / (len(tasks) - n), log, **part)
+        results[name] = _part(settings, left * shares[n] / sum(shares[n:]), log, **part)
     seconds = round(time.monotonic() - begin, 1)
     errors = {k: r["error"] for k, r in results.items() if r.get("error")}
     result: dict[str, Any] = dict(stage=stage.name, ok=not errors, seconds=seconds)
@@ -187,16 +192,35 @@ def _part(settings: RunSettings, seconds: float, log: pathlib.Path, **task: Any)
             _end(process)
     result = json.loads(found.read_text()) if found.exists() else {}
     found.unlink(missing_ok=True)
+    said = [f"{error} (see {log.name})"] if error else []
     if error:
-        said = log.read_text(errors="replace")[-TAIL:]
-        result["error"] = f"{error} (see {log.name})"
-        result.setdefault("log", said)
-    elif wrong := result.get("errors"):
-        last = {k: e.strip().splitlines()[-1] for k, e in wrong.items()}
-        result["error"] = "; ".join(f"{k}: {e}" for k, e in last.items())
-    elif result.get("not_measured"):
-        result["error"] = f"no time was left for {', '.join(result['not_measured'])}"
+        result.setdefault("log", log.read_text(errors="replace")[-TAIL:])
+    if error and not result.get("errors"):
+        said += [_last_line(result["log"])] if process.returncode > 0 else []
+    said += [f"{k}: {_last_line(e)}" for k, e in result.get("errors", {}).items()]
+    if not said and (late := result.get("not_measured")):
+        said = [f"no time was left for {', '.join(late)}"]
+    if said:
+        result["error"] = "; ".join(said)
     return result
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1].strip()
+
+
+def missing_gpu() -> str | None:
+    """Return why JAX computes on no GPU, or None where it does.
+
+    A process of its own asks, as one that has found a GPU keeps memory there.
+    """
+    code = "import jax; print(jax.default_backend())"
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, env=os.environ | SHARED, capture_output=True, text=True)
+    if done.returncode:
+        return f"JAX does not start: {_last_line(done.stderr)}"
+    backend = _last_line(done.stdout)
+    return None if backend == "gpu" else f"JAX has the {backend.upper()} only"
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -28,7 +28,8 @@ def build(size, device: str) -> Any:
             self.weight = nn.Parameter(torch.ones(size.width))
 
         def forward(self, x):
-            return F.rms_norm(x, (size.width,), self.weight, 1e-5)
+            # PyTorch fuses it only for one dtype.
+            return F.rms_norm(x, (size.width,), self.weight.to(x.dtype), 1e-5)
 
     class Layer(nn.Module):
         def __init__(self):

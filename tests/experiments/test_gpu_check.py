@@ -113,6 +113,50 @@ def test_a_stage_ends_at_its_time_limit_with_what_it_has(tmp_path, modules):
     assert result["figures"] == {"first": 1} and result["seconds"] < 20
 
 
+def test_a_time_limit_hides_no_error(tmp_path, modules):
+    wrong = SLOW.replace("lambda: 1)", "lambda: 1 / 0)").replace("SECONDS", "60")
+    (result,) = stages.run([modules("wrong", wrong)], settings(tmp_path, seconds=6.0))
+    assert "time limit of 6 s" in result["error"]
+    assert "first: ZeroDivisionError: division by zero" in result["error"]
+
+
+def test_without_a_gpu_nothing_is_measured_in_its_place(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="no GPU to check: JAX has the CPU only"):
+        call(CHECK, "--stages=smoke", f"--out={tmp_path}")
+    assert not [*tmp_path.iterdir()]
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setenv("PYTHONPATH", "")  # of no plugin
+    assert stages.missing_gpu().startswith("JAX does not start: ")
+
+
+def test_programs_have_most_of_the_time_of_a_dry_run(tmp_path, monkeypatch):
+    given = {}
+    record = lambda settings, seconds, log, part, **_: given.update({part: round(seconds)}) or {}
+    monkeypatch.setattr(stages, "_part", record)
+    decode = next(stage for stage in STAGES if stage.name == "decode")
+    [*stages.run([decode], settings(tmp_path, seconds=1300.0, dry_run=True))]
+    assert given["compile"] == 1000
+    # What one does not take is the next ones'.
+    assert given["rehearse engines"] == pytest.approx(1300 / 3, abs=2)
+
+
+def test_a_server_that_cannot_be_is_an_error_and_the_engine_is_timed(tmp_path, monkeypatch):
+    serve = functions_of("experiments.gpu_check.serve")
+    monkeypatch.setattr(serve, "missing_module", lambda *names: "httpx: cannot be imported")
+    monkeypatch.setattr(serve, "alone", lambda own: {"tokens_per_second": 1.0})
+    check = StageCheck("", tmp_path, "own", True, "h100", deadline=math.inf)
+    serve.run(check)
+    assert check.errors == {"server": "httpx: cannot be imported"}
+    assert check.figures == {"engine": {"tokens_per_second": 1.0}}
+
+
+def test_a_jax_that_copies_caches_on_a_gpu_is_complained_of(monkeypatch):
+    for version, good in (("0.10.2", False), ("0.11.0", True), ("0.12.0.1", True)):
+        monkeypatch.setattr(aot.jax, "__version__", version)
+        assert (aot.complaint() is None) == good
+        assert aot.versions()["jax"] == version
+
+
 def test_what_no_time_is_left_for_is_named(tmp_path):
     check = StageCheck("", tmp_path, "own", True, "h100", deadline=-math.inf)
     assert check.measure("late", lambda: 1) is None
@@ -145,6 +189,9 @@ def test_an_unknown_stage_is_named(tmp_path):
     with pytest.raises(ConfigError, match="--stages = smoek: must be among smoke, decode"):
         call(CHECK, "--stages=smoek", f"--out={tmp_path}")
     chosen = functions_of(CHECK).chosen
+    for names in ([], ["all", "smoke"]):
+        with pytest.raises(ConfigError, match="must name stages, or be all and nothing else"):
+            chosen(names)
     assert chosen(["all"]) == [*STAGES]
     assert [stage.name for stage in chosen(["train", "smoke"])] == ["train", "smoke"]
 

@@ -10,9 +10,9 @@ import re
 import subprocess
 import sys
 
-import jax
 import pytest
 
+from eejax.kernels import aot
 from experiments import card_figures, card_programs
 
 pytestmark = pytest.mark.timeout(3600)  # about 18 programs for each card, which take minutes
@@ -40,10 +40,8 @@ ALL = (*DECODING, *SLOTS, *PROMPTS, *TRAINING, *MASKED)
 @pytest.fixture(scope="module", params=["a100", "h100"])
 def compiled(request, for_cuda, repo_root):
     """(figures by program, the names of what became parts of CUDA graphs by program)."""
-    if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11):
-        pytest.skip(
-            "needs jax 0.11, whose XLA does not copy what a conditional carries: make test-gpu-aot"
-        )
+    if complaint := aot.complaint():
+        pytest.skip(f"{complaint} See make test-gpu-aot.")
     folder = pathlib.Path(for_cuda["PYTHONPATH"].split(os.pathsep)[0])
     if not (folder / "jax_plugins").is_dir():
         pytest.skip(f"needs the compiler of JAX's CUDA plugin in {folder}; see `make env`")
