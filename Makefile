@@ -50,7 +50,7 @@ test: env
 	XLA_FLAGS=--xla_backend_optimization_level=0 $(PYTEST) -n $(JOBS) --dist loadfile --durations=30
 
 test-slow: env
-	$(PYTEST) -n $(JOBS) --dist loadfile --durations=30 -m slow
+	$(PYTEST) -n $(JOBS) --dist loadfile --durations=30 --timeout=3600 -m slow
 
 # Environments and tests of each stack are the script's.
 # Their compiler is that of jax 0.11, which needs Python 3.12: without it they are skipped.

@@ -36,7 +36,7 @@ _OUT = flags.DEFINE_string("out", None, "The folder of results and logs.")
 _SECONDS = flags.DEFINE_float(
     "seconds",
     None,
-    "Time limit of each stage or part that is named; by default 300, and 3600 with --dry_run.",
+    "Time limit of each stage or part that is named; by default 300, and 7200 with --dry_run.",
     lower_bound=1.0,
 )
 _SMALL = flags.DEFINE_bool("small", False, "Tiny models, for a trial.")
@@ -49,7 +49,7 @@ LONG = ("names", "threads", "log", "errors")
 
 
 def main() -> None:
-    seconds = _SECONDS.value or (3600.0 if _DRY_RUN.value else 300.0)
+    seconds = _SECONDS.value or (7200.0 if _DRY_RUN.value else 300.0)
     settings = stages.RunSettings(
         pathlib.Path(_OUT.value), seconds, _SMALL.value, _DRY_RUN.value, _CARD.value
     )
