@@ -49,6 +49,7 @@ quickstart: env
 test: env
 	XLA_FLAGS=--xla_backend_optimization_level=0 $(PYTEST) -n $(JOBS) --dist loadfile --durations=30
 
+# Each test may take an hour: some compile 80 engines, on a machine that may be busy.
 test-slow: env
 	$(PYTEST) -n $(JOBS) --dist loadfile --durations=30 --timeout=3600 -m slow
 

@@ -24,6 +24,9 @@ ALONE = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 TAIL = 2000
 """Characters of a log that stand for a process which left no result."""
 
+START = 120.0
+"""Seconds in which JAX must have found the GPU."""
+
 COMPILE_SHARE = 10
 """In a dry run, the time to compile in units of that of one rehearsal."""
 
@@ -195,8 +198,8 @@ def _part(settings: RunSettings, seconds: float, log: pathlib.Path, **task: Any)
     said = [f"{error} (see {log.name})"] if error else []
     if error:
         result.setdefault("log", log.read_text(errors="replace")[-TAIL:])
-    if error and not result.get("errors"):
-        said += [_last_line(result["log"])] if process.returncode > 0 else []
+        if process.returncode > 0:  # it raised, and was not ended here
+            said.append(_last_line(result["log"]))
     said += [f"{k}: {_last_line(e)}" for k, e in result.get("errors", {}).items()]
     if not said and (late := result.get("not_measured")):
         said = [f"no time was left for {', '.join(late)}"]
@@ -216,7 +219,13 @@ def missing_gpu() -> str | None:
     """
     code = "import jax; print(jax.default_backend())"
     command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, env=os.environ | SHARED, capture_output=True, text=True)
+    environment = os.environ | SHARED
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=START
+        )
+    except subprocess.TimeoutExpired:
+        return f"JAX has not started within {START:.0f} s"
     if done.returncode:
         return f"JAX does not start: {_last_line(done.stderr)}"
     backend = _last_line(done.stdout)

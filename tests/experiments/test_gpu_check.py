@@ -100,7 +100,7 @@ def test_a_stage_that_raises_ends_with_its_line_and_others_go_on(tmp_path, modul
     for result in (first, second):
         assert not result["ok"] and result["figures"]["before"] == 1
         assert result["figures"]["behind"] == 2
-        assert "status 1" in result["error"]
+        assert "status 1" in result["error"] and "ValueError: the stage" in result["error"]
     assert "ZeroDivisionError" in first["errors"]["wrong"]
     said = (tmp_path / "out" / "raising.txt").read_text()
     assert "ZeroDivisionError" in said and "the stage itself" in said
@@ -121,12 +121,15 @@ def test_a_time_limit_hides_no_error(tmp_path, modules):
 
 
 def test_without_a_gpu_nothing_is_measured_in_its_place(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     with pytest.raises(ConfigError, match="no GPU to check: JAX has the CPU only"):
         call(CHECK, "--stages=smoke", f"--out={tmp_path}")
     assert not [*tmp_path.iterdir()]
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setenv("PYTHONPATH", "")  # of no plugin
     assert stages.missing_gpu().startswith("JAX does not start: ")
+    monkeypatch.setattr(stages, "START", 0.01)
+    assert stages.missing_gpu() == "JAX has not started within 0 s"
 
 
 def test_programs_have_most_of_the_time_of_a_dry_run(tmp_path, monkeypatch):

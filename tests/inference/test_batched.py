@@ -156,7 +156,6 @@ def test_batched_equals_posthoc(subset, prompts, layout, cap, drafts, slots, chu
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @settings(max_examples=16)
 @given(**GEOMETRY)
 def test_batched_equals_posthoc_widely(

@@ -86,7 +86,6 @@ def test_recompute_equals_posthoc(trained, subset, prompts, layout, cap, buckets
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)  # 80 engines are compiled, on a machine that may be busy
 @settings(max_examples=80)
 @given(**GEOMETRY)
 def test_recompute_equals_posthoc_widely(

@@ -269,7 +269,6 @@ def test_any_model_on_a_mesh_equals_posthoc_on_one_device(case):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @settings(max_examples=12)
 @given(drawn())
 def test_any_model_on_a_mesh_equals_posthoc_on_one_device_widely(case):

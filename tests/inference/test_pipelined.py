@@ -99,7 +99,6 @@ def test_any_stages_equal_posthoc(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)  # 80 engines are compiled, on a machine that may be busy
 @settings(max_examples=40)
 @given(**GEOMETRY)
 def test_any_stages_equal_posthoc_widely(

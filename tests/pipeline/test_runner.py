@@ -139,7 +139,6 @@ def test_gradients_equal_autodiff_of_the_whole_loss(**case):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @settings(max_examples=80)
 @given(**cases)
 @example(model="llama", head="shared", layout="blocks", mesh=MeshConfig(pipe=4, model=2),
