@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 
-class Steady:
+class SteadyBatch:
     """A batch whose slots are all taken: `start` takes the prompts up to their first tokens,
     `finish` decodes until `quota` tokens more have come.
 
@@ -24,14 +24,14 @@ class Steady:
 
     def _request(self):
         from eejax.inference.policy import ExitPolicy
-        from eejax.inference.sampling import Sampling
+        from eejax.inference.sampling import SamplingParams
         from eejax.inference.state import Request
 
         config, n = self.engine.config, len(self.prompts)
         lengths = [len(p) for p in self.prompts]
         policy = ExitPolicy.make(config, n, **self.rules)
         room = [self.engine.context - length for length in lengths]
-        return Request.make(config, lengths, room, policy, Sampling.make(n))
+        return Request.make(config, lengths, room, policy, SamplingParams.make(n))
 
     def start(self) -> None:
         import jax
@@ -40,7 +40,7 @@ class Steady:
         self.state = self.engine.insert(self.engine.start(), rows, range(len(self.prompts)))
         # Who has its prompt done waits for the others at a step a token.
         self._pause(True)
-        while hasattr(self.state, "standing") and np.asarray(self.state.standing.prompting).any():
+        while hasattr(self.state, "progress") and np.asarray(self.state.progress.in_prefill).any():
             self._call(1)
         self._pause(False)
         jax.block_until_ready(self.state)
@@ -61,23 +61,23 @@ class Steady:
         return int((np.asarray(record.exit) >= 0).sum())
 
     def finish(self) -> None:
-        from eejax.inference.engine import CALL
+        from eejax.inference.engine import STEPS_PER_CALL
 
         came = 0
         while came < self.quota and np.asarray(self.state.live).any():
-            came += self._call(CALL)
+            came += self._call(STEPS_PER_CALL)
         self.tokens.append(came)
 
     def tell(self) -> None:
         """After a `finish`: what was run."""
         if self.before is not None:
-            from eejax.inference.batch_costs import counts
+            from eejax.inference.batch_costs import work_between
 
-            self.works.append(counts(self._work(), self.before))
+            self.works.append(work_between(self._work(), self.before))
 
 
 @dataclasses.dataclass
-class Served:
+class ServedBatch:
     """Requests through a scheduler's queue. seconds: of all of them; tokens: theirs; gaps: seconds
     between a request's tokens, as they are told; first: from the start to a request's first token.
     """
@@ -112,21 +112,29 @@ def serve(engine, prompts, limits, threshold, drafts: int, payoff=None, **kwargs
             gaps += [0.0] * (len(new) - 1)
             last[number] = now
     seconds = time.perf_counter() - begin
-    return Served(seconds, tokens, np.array(gaps), np.array([*first.values()]))
+    return ServedBatch(seconds, tokens, np.array(gaps), np.array([*first.values()]))
 
 
 def roofline(
-    layers: Sequence[int], d: int, vocab: int, context: int, sizes: Sequence[int], *,
-    bandwidth: float, flops: float, start: float, size: int = 2,
-):  # fmt: skip
-    """`Costs` of a decoder of width d on a device: whichever takes longer, bytes or products.
+    layers: Sequence[int],
+    d: int,
+    vocab: int,
+    context: int,
+    sizes: Sequence[int],
+    *,
+    bandwidth: float,
+    flops: float,
+    start: float,
+    size: int = 2,
+):
+    """`StepCosts` of a decoder of width d on a device: whichever takes longer, bytes or products.
 
     layers: of each segment; sizes: rows of all slots in place, then of each bucket; bandwidth in
     bytes, flops in products a second, as far as they are reached; start: seconds to start a layer's
     kernels; size: bytes of a number. Attention reads the keys and values of half a context, those
     of a slot once for a span, or in place for all slots.
     """
-    from eejax.inference.batch_simulator import Costs
+    from eejax.inference.batch_simulator import StepCosts
 
     weights, table, cache = 12 * d * d * size, vocab * d * size, context * d * size
     rows = np.asarray(sizes, float)
@@ -135,7 +143,12 @@ def roofline(
     layer[0] += rows[0] * cache / bandwidth
     look = start + time_of(table)
     chunk = sum(layers) * (start + max(weights / bandwidth, 64 * weights / size * 2 / flops))
-    return Costs(
-        start, tuple(layer.tolist()), tuple(look.tolist()), cache / bandwidth, chunk, 0.0,
+    return StepCosts(
+        start,
+        tuple(layer.tolist()),
+        tuple(look.tolist()),
+        cache / bandwidth,
+        chunk,
+        0.0,
         tuple(layers),
-    )  # fmt: skip
+    )

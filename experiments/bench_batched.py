@@ -15,7 +15,7 @@ the scheduler's queue, of unlike lengths, with exits turned off where they do no
 through the same queue, beside `batched` with exits and without (what its prompts in chunks are
 worth); and seconds between tokens there. `simulator_error`: simulated over measured
 seconds of a token, less 1, the median of all that was timed. `ideal`: the best simulated plan where
-a sweep costs nothing and no row is padding. `time`: where it goes, by the fitted costs.
+the step itself costs nothing and no row is padding. `time`: where it goes, by the fitted costs.
 
 `gpu_simulated`: no measurement. The same traces through the simulator with the times of a decoder
 of 1.2 billion parameters by bytes and products, at 80 % of an A100's bandwidth and half its bf16
@@ -32,7 +32,7 @@ import numpy as np
 from absl import flags
 
 from experiments import held_out, launch
-from experiments.batch_runs import Steady, roofline, serve
+from experiments.batch_runs import SteadyBatch, roofline, serve
 from experiments.decode_times import with_layers_of
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
@@ -119,7 +119,7 @@ def of_batch(model, slots: int, threshold: float, agreement: dict, prompts) -> d
     launch.say("planning ...")
     spoken = {}
     for t in sorted({threshold, *CURVE, 1.0}):
-        spoken[t] = batch_costs.watch(batched, texts, SEEN, threshold=t)
+        spoken[t] = batch_costs.trace_requests(batched, texts, SEEN, threshold=t)
         for name, most in ((f"{t}", known["drafts"]), (f"{t} undrafted", 0)):
             if most == 0 and t != threshold:
                 continue
@@ -128,7 +128,7 @@ def of_batch(model, slots: int, threshold: float, agreement: dict, prompts) -> d
             )
             plan = dataclasses.replace(batched, plan=chosen[name].plan)
             settings[name] = (plan, t, chosen[name].drafts)
-    timed = {name: Steady(e, texts, quota, t, d) for name, (e, t, d) in settings.items()}
+    timed = {name: SteadyBatch(e, texts, quota, t, d) for name, (e, t, d) in settings.items()}
     launch.say(f"timing {_PAIRS.value} pairs of {len(timed)} ...")
     runs, names = list(timed.values()), list(timed)
 
@@ -151,10 +151,12 @@ def of_batch(model, slots: int, threshold: float, agreement: dict, prompts) -> d
     def speed(name):
         ratio = median_ratio(each["full"], each[name])
         return {
-            "ratio": ratio.median, "interval": [ratio.low, ratio.high],
-            "drafts": settings[name][2], "fill": chosen[name].plan.fill.tolist(),
+            "ratio": ratio.median,
+            "interval": [ratio.low, ratio.high],
+            "drafts": settings[name][2],
+            "fill": chosen[name].plan.fill.tolist(),
             "patience": chosen[name].plan.patience.tolist(),
-        }  # fmt: skip
+        }
 
     result: dict = {"tokens_per_second": {n: 1 / float(np.median(s)) for n, s in each.items()}}
     ratio = median_ratio(each["threshold 1"], each["full"])
@@ -167,7 +169,7 @@ def of_batch(model, slots: int, threshold: float, agreement: dict, prompts) -> d
     }
 
     def steady(found):
-        """Seconds of a token once all prompts are done, as a `Steady` run has it."""
+        """Seconds of a token once all prompts are done, as a `SteadyBatch` run has it."""
         begin = max(times[0] for times in found.emitted)
         came = np.sort([t for times in found.emitted for t in times if t > begin])
         return (came[min(quota, len(came)) - 1] - begin) / min(quota, len(came))
@@ -184,15 +186,17 @@ def of_batch(model, slots: int, threshold: float, agreement: dict, prompts) -> d
     exact = tuple(range(1, known["buckets"][-1] + 1))
     sizes = (slots, *known["buckets"])
     fine = lambda a: (a[0], *np.interp(exact, sizes[1:], a[1:]).tolist())
-    free = dataclasses.replace(costs, sweep=0.0, layer=fine(costs.layer), look=fine(costs.look))
+    free = dataclasses.replace(
+        costs, step=0.0, layer=fine(costs.layer), exit_check=fine(costs.exit_check)
+    )
     found = best_plan(
         spoken[threshold], free, slots=slots, buckets=exact, drafts=known["drafts"], **rest
     ).simulated
     result["ideal"] = float(np.median(each["full"])) / steady(found)
     work, took = timed[f"{threshold}"].works[-1], costs.seconds
     parts = {
-        "sweeps": dataclasses.replace(work, runs=0 * work.runs, spans=0 * work.spans),
-        "attention of spans": dataclasses.replace(work, runs=0 * work.runs, sweeps=0),
+        "steps": dataclasses.replace(work, runs=0 * work.runs, spans=0 * work.spans),
+        "attention of spans": dataclasses.replace(work, runs=0 * work.runs, steps=0),
     }
     shares = {name: took(part) / took(work) for name, part in parts.items()}
     result["time"] = shares | {"layers and heads": 1 - sum(shares.values())}
@@ -238,30 +242,32 @@ def queues(model, slots: int, full, setting, prompts) -> dict:
         one = serve(e, texts, limits, t, d, steps=1)
         low, high = np.quantile(one.gaps, (0.5, 0.99))
         result[f"latency {name}"] = {
-            "p50": float(low), "p99": float(high), "mean": float(one.gaps.mean()),
+            "p50": float(low),
+            "p99": float(high),
+            "mean": float(one.gaps.mean()),
             "first_p50": float(np.median(one.first)),
-        }  # fmt: skip
+        }
     return result
 
 
 def on_gpu(model, threshold: float, prompts) -> dict:
     """Simulated: how many times as many tokens as without exits, by batch size."""
     from eejax.inference import batch_costs
-    from eejax.inference.batch_simulator import Trace, best_plan, simulate
+    from eejax.inference.batch_simulator import RequestTrace, best_plan, simulate
     from eejax.inference.batched_state import BatchOptions
 
     _, engine = make_engines(model, max(_BATCHES.value))
     texts = prompts(engine.slots)
-    spoken = batch_costs.watch(engine, texts, SEEN, threshold=threshold)
-    shares = np.diff([0, *model.config.stops]) * 24 // model.config.n_layers
+    spoken = batch_costs.trace_requests(engine, texts, SEEN, threshold=threshold)
+    shares = np.diff([0, *model.config.exit_boundaries]) * 24 // model.config.n_layers
     result = {}
     for slots in GPU_BATCHES:
-        options = BatchOptions(drafts=_DRAFTS.value, chunk=64).of_slots(slots)
+        options = BatchOptions(drafts=_DRAFTS.value, chunk=64).resolve_buckets(slots)
         costs = roofline(shares.tolist(), sizes=(slots, *options.buckets), **BILLION, **A100)
         rest = dict(cap=options.cap, chunk=options.chunk, span=4, prompt_span=32)
         own = [spoken[i % len(spoken)] for i in range(slots)]
         last = len(shares) - 1
-        without = [Trace(t.prompt, (last,) * len(t.exits), t.right) for t in own]
+        without = [RequestTrace(t.prompt, (last,) * len(t.exits), t.accepted) for t in own]
         plan = costs.plan(options.buckets, slots)
         base = simulate(
             without, plan, costs, slots=slots, buckets=options.buckets, drafts=0, **rest

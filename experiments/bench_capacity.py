@@ -1,4 +1,4 @@
-"""How many requests fit beside a part of a model, and how many beside all of it.
+"""Count requests that fit beside a part of a model, and beside all of it.
 
     python -P -m experiments.bench_capacity --json
 
@@ -12,8 +12,8 @@ and `part` are the requests themselves.
 
 By shapes alone (eejax.inference.capacity), so without the models or the card. A card of "40 GB" has
 40 GiB, 42.9e9 bytes; of these the default of 40e9 leaves some 7 % for CUDA and for what a step
-takes while it runs, which is not counted. With --grows, as a fleet of models has it, the part also
-keeps the states behind its last layer, from which more layers fill in their keys and values.
+takes while it runs, which is not counted. With --can_deepen, as a fleet of models has it, the part
+also keeps the states behind its last layer, from which more layers fill in their keys and values.
 
 `check`: a model of Llama-2-13B's proportions, small, in a budget as much smaller, is built with the
 slots that are said to fit, and serves; then with one more. `held`: bytes of its weights and state;
@@ -39,7 +39,9 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line
 _BUDGET = flags.DEFINE_float("budget", 40e9, "Bytes for weights and requests.", lower_bound=1.0)
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of both.")
 _CONTEXTS = flags.DEFINE_list("contexts", ["512", "1024", "2048"], "Tokens of a request.")
-_GROWS = flags.DEFINE_bool("grows", True, "Whether layers may be added while requests run.")
+_CAN_DEEPEN = flags.DEFINE_bool(
+    "can_deepen", True, "Whether layers may be added while requests run."
+)
 _CHECK = flags.DEFINE_bool("check", True, "Build a small model at its budget, too.")
 
 # A fifth of the layers of Llama-2-13B and a fortieth of its width, up to as large a part of them.
@@ -59,29 +61,32 @@ def main() -> None:
     own = lambda config: config.replace(dtype=_DTYPE.value)
     rows = [
         {"model": name}
-        | requests_that_fit(own(config), layer, context, _BUDGET.value, _GROWS.value)
+        | requests_that_fit(own(config), layer, context, _BUDGET.value, _CAN_DEEPEN.value)
         for name, (layer, config) in models().items()
         for context in contexts
     ]
     mean = lambda found: math.exp(np.mean([math.log(r["ratio"]) for r in found]))
     held = [r for r in rows if r["whole"] and r["part"]]
     result: dict = {
-        "budget": _BUDGET.value, "dtype": _DTYPE.value, "grows": _GROWS.value,
+        "budget": _BUDGET.value,
+        "dtype": _DTYPE.value,
+        "can_deepen": _CAN_DEEPEN.value,
         "batch_ratio": mean(held) if held else None,
         "by_model": {
             name: mean(each)
-            for name in models() if (each := [r for r in held if r["model"] == name])
+            for name in models()
+            if (each := [r for r in held if r["model"] == name])
         },
         "least": min((r["ratio"] for r in held), default=None),
         "most": max((r["ratio"] for r in held), default=None),
         "rows": rows,
-    }  # fmt: skip
+    }
     print(capacities(table, rows), end="\n\n")
     rest = {k: v for k, v in result.items() if k != "rows"}
     print(table(("", ""), launch.lines(rest)))
     if _CHECK.value:
         layer, size = SMALL
-        result["check"] = check(own(llama(layer, size)), layer, 64, _GROWS.value)
+        result["check"] = check(own(llama(layer, size)), layer, 64, _CAN_DEEPEN.value)
         print("\n" + table(("small", ""), launch.lines(result["check"])))
     if _JSON.value:
         print(json.dumps(result))
@@ -89,27 +94,39 @@ def main() -> None:
 
 def capacities(table, rows: list[dict]) -> str:
     names = (
-        "model", "layers", "context", "weights, GB", "part, GB", "request, MB", "part, MB",
-        "requests", "part", "ratio",
-    )  # fmt: skip
+        "model",
+        "layers",
+        "context",
+        "weights, GB",
+        "part, GB",
+        "request, MB",
+        "part, MB",
+        "requests",
+        "part",
+        "ratio",
+    )
     one = lambda r: (
-        r["model"], "{} of {}".format(*r["layers"]), str(r["context"]),
+        r["model"],
+        "{} of {}".format(*r["layers"]),
+        str(r["context"]),
         *(f"{r[f'{w}_weights'] / 1e9:.3f}" for w in ("whole", "part")),
         *(f"{r[f'{w}_request'] / 1e6:.1f}" for w in ("whole", "part")),
-        str(r["whole"]), str(r["part"]), f"{r['ratio']:.2f}" if r["ratio"] else "none fits",
-    )  # fmt: skip
+        str(r["whole"]),
+        str(r["part"]),
+        f"{r['ratio']:.2f}" if r["ratio"] else "none fits",
+    )
     return table(names, [one(r) for r in rows])
 
 
-def check(config, layer: int, context: int, grows: bool) -> dict:
-    """What really lies in memory at a budget, of a model: whole, and its part up to a layer."""
+def check(config, layer: int, context: int, can_deepen: bool) -> dict:
+    """Measure the memory that a model takes at a budget: whole, and its part up to a layer."""
     import jax
 
     from eejax.inference import capacity
     from eejax.inference.batched_state import BatchOptions
     from eejax.models import params
 
-    options = BatchOptions(cap=4, buckets=(8,), chunk=16, drafts=1, grows=grows)
+    options = BatchOptions(cap=4, buckets=(8,), chunk=16, drafts=1, can_deepen=can_deepen)
     host = jax.device_get(params.init(config, jax.random.key(0)))
     budget = capacity.weight_bytes(config, config.n_exits + 1) / SHARE
     result: dict = {"budget": budget}
@@ -117,13 +134,19 @@ def check(config, layer: int, context: int, grows: bool) -> dict:
         launch.say(f"building the {name} at {budget / 1e6:.2f} MB ...")
         n = capacity.slots(config, options, depth, context, budget)
         predicted = capacity.engine_bytes(config, options, depth, context, n)
-        found = serve(host, config, dataclasses.replace(options, max_depth=depth), n, context)
-        more = serve(host, config, dataclasses.replace(options, max_depth=depth), n + 1, context, 0)
+        found = serve(host, config, dataclasses.replace(options, num_segments=depth), n, context)
+        more = serve(
+            host, config, dataclasses.replace(options, num_segments=depth), n + 1, context, 0
+        )
         result[name] = {
-            "slots": n, "predicted": predicted, **found, "error": predicted / found["held"] - 1,
+            "slots": n,
+            "predicted": predicted,
+            **found,
+            "error": predicted / found["held"] - 1,
             "fits": max(found["held"], found["live"]) <= budget,
-            "one_more": more["held"], "one_more_fits": more["held"] <= budget,
-        }  # fmt: skip
+            "one_more": more["held"],
+            "one_more_fits": more["held"] <= budget,
+        }
     return result | {"ratio": result["part"]["slots"] / result["whole"]["slots"]}
 
 

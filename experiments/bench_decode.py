@@ -60,11 +60,21 @@ def build():
     from eejax.models.config import ExitConfig, ModelConfig
 
     config = ModelConfig(
-        vocab_size=50257, n_layers=12, d_model=768, n_heads=12, context_length=1024,
-        norm="layernorm", position="learned", mlp_gated=False, activation="gelu_tanh",
-        qkv_bias=True, o_bias=True, mlp_bias=True, head="tied",
+        vocab_size=50257,
+        n_layers=12,
+        d_model=768,
+        n_heads=12,
+        context_length=1024,
+        norm="layernorm",
+        position="learned",
+        mlp_gated=False,
+        activation="gelu_tanh",
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        head="tied",
         exits=tuple(ExitConfig(n, norm=False) for n in DEPTHS),
-    )  # fmt: skip
+    )
     rng = np.random.default_rng(0)
     draw = lambda p: jnp.asarray(rng.standard_normal(p.shape, np.float32) * (p.std or 0) + p.fill)
     return config, params.map_params(draw, params.abstract(config))
@@ -163,9 +173,14 @@ def against_transformers(config, params, prompt, threads: int, device: str) -> d
     def theirs():
         with torch.inference_mode():
             out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=_NEW.value,
-                min_new_tokens=_NEW.value, do_sample=False, use_cache=True, pad_token_id=0,
-            )  # fmt: skip
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=_NEW.value,
+                min_new_tokens=_NEW.value,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=0,
+            )
         return out[0, len(prompt) :].tolist()
 
     a, b = ours(), theirs()

@@ -1,5 +1,4 @@
-"""What the engines of one device make of a trained model: speed, agreement, and whether skipping
-explains it.
+"""Engines of one device on a trained model: speed, agreement, and whether skipping explains it.
 
     python -P -m experiments.train --config=configs/quickstart_wide.py --workdir=runs/wide
     python -P -m experiments.bench_engines --workdir=runs/wide --json
@@ -35,7 +34,7 @@ import numpy as np
 from absl import flags
 
 from experiments import held_out, launch, step_costs
-from experiments.decode_times import Timed, with_layers_of
+from experiments.decode_times import TimedDecoding, with_layers_of
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
@@ -69,9 +68,14 @@ def main() -> None:
     chosen = {target: calibration.fastest(points, target) for target in TARGETS}
     result = measure(model, chosen, prompts, _PAIRS.value)
     result["frontier"] = [
-        {"threshold": p.threshold, "agreement": p.agreement, "depth": p.depth,
-         "perplexity": p.perplexity} for p in points
-    ]  # fmt: skip
+        {
+            "threshold": p.threshold,
+            "agreement": p.agreement,
+            "depth": p.depth,
+            "perplexity": p.perplexity,
+        }
+        for p in points
+    ]
     plain = {k: v for k, v in result.items() if k != "frontier"}
     print(table(("", ""), launch.lines(plain)))
     if _JSON.value:
@@ -94,15 +98,13 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
     # A cap above the tokens generated: nobody is ever forced deeper.
     free = dict(cap=new + 8, buckets=(1,))
     forced, length = make("recompute", **free), PROMPT + new + usual.options.most_rows
-    new_timed = lambda generator, **kwargs: Timed(generator, prompts, new, **kwargs)
+    new_timed = lambda generator, **kwargs: TimedDecoding(generator, prompts, new, **kwargs)
     chosen_at, only = chosen[TARGETS[0]].threshold, lambda e: [float(i != e) for i in range(n)]
     # What is compared stands together in the turns, and nothing that is at an end of them, where
     # one run follows another of its own.
     timed = {f"exit {e}": new_timed(forced, threshold=only(e)) for e in range(n)}
     timed["full, long cache"] = new_timed(make("full", **free))
-    timed |= {
-        f"{a:.0%}": new_timed(usual, threshold=p.threshold) for a, p in chosen.items()
-    }  # fmt: skip
+    timed |= {f"{a:.0%}": new_timed(usual, threshold=p.threshold) for a, p in chosen.items()}
     timed["full"], timed["threshold 1"] = new_timed(make("full")), new_timed(usual)
     timed["speculative"] = new_timed(
         make("speculative", gamma=_GAMMA.value, draft_exit=_DRAFT_EXIT.value)
@@ -127,9 +129,11 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
     listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
     jax.monitoring.register_event_duration_secs_listener(listen)
     seconds = interleave(
-        [*(lambda _, t=t: t.finish() for t in timed.values()), *segments], pairs,
-        time.perf_counter, before=lambda r: r < len(names) and timed[names[r]].start(),
-    )  # fmt: skip
+        [*(lambda _, t=t: t.finish() for t in timed.values()), *segments],
+        pairs,
+        time.perf_counter,
+        before=lambda r: r < len(names) and timed[names[r]].start(),
+    )
     ask_otherwise(usual, prompts, new)
     jax.monitoring.unregister_event_duration_listener(listen)
     of = dict(zip(names, seconds, strict=False))
@@ -140,35 +144,41 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
         ratio = median_ratio(of[over], of[name])
         return {"ratio": ratio.median, "interval": [ratio.low, ratio.high]}
 
-    result: dict = {"pairs": pairs, "new_tokens": new, "tokens_per_second": {
-        name: new / float(np.median(s)) for name, s in of.items()
-    }}  # fmt: skip
+    result: dict = {
+        "pairs": pairs,
+        "new_tokens": new,
+        "tokens_per_second": {name: new / float(np.median(s)) for name, s in of.items()},
+    }
     texts = lambda name: [r.ids(0) for r in timed[name].results]
     for agreement, point in chosen.items():
         name = f"{agreement:.0%}"
         result[f"recompute_{name}"] = speed(name) | {
-            "threshold": point.threshold, "agreement": point.agreement, "depth": point.depth,
+            "threshold": point.threshold,
+            "agreement": point.agreement,
+            "depth": point.depth,
             "executed_layers": executed_layers(timed[name]),
             "own_output": own_output(model, timed[name]),
-        }  # fmt: skip
+        }
     result["recompute_speedup"] = result[f"recompute_{TARGETS[0]:.0%}"]["ratio"]
     result["full_own_output"] = own_output(model, timed["full"])
     drafts = timed["speculative"].results
     result["speculative"] = speed("speculative") | {
         "different_tokens": sum(
-            a != b for x, y in zip(texts("full"), texts("speculative"), strict=True)
+            a != b
+            for x, y in zip(texts("full"), texts("speculative"), strict=True)
             for a, b in zip(x, y, strict=True)
         ),
-        "accepted": float(sum(r.accepted.sum() for r in drafts) / max(1, sum(
-            r.drafted.sum() for r in drafts))),
-    }  # fmt: skip
+        "accepted": float(
+            sum(r.accepted.sum() for r in drafts) / max(1, sum(r.drafted.sum() for r in drafts))
+        ),
+    }
     result["speculative_speedup"] = result["speculative"]["ratio"]
     ratio = median_ratio(of["threshold 1"], of["full"])
     result["no_exit_overhead"] = ratio.median - 1
     result["no_exit_overhead_interval"] = [ratio.low - 1, ratio.high - 1]
     spared = bytes_ratios(model.params, config, PROMPT + new + free["cap"])
     efficiency = {
-        config.stops[e]: speed(f"exit {e}", "full, long cache")["ratio"] / spared[e]
+        config.exit_boundaries[e]: speed(f"exit {e}", "full, long cache")["ratio"] / spared[e]
         for e in range(n)
     }
     result["exit_efficiency"] = min(efficiency.values())
@@ -193,20 +203,28 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
 
 def ask_otherwise(generator, prompts: list, new: int) -> None:
     """Prompts of other lengths, other gates, thresholds and sampling: what must compile nothing."""
-    from eejax.inference.policy import gates_of
+    from eejax.inference.policy import available_gates
 
     rng = np.random.default_rng(0)
-    for prompt, gate in zip(itertools.cycle(prompts), gates_of(generator.config), strict=False):
+    for prompt, gate in zip(
+        itertools.cycle(prompts), available_gates(generator.config), strict=False
+    ):
         shorter = int(rng.integers(0, PROMPT // 2))  # one that is padded to the same
         stream = generator.stream(
-            [prompt[shorter:]], new + 1 + shorter, chunk=new, gate=gate, seed=shorter,
-            threshold=rng.random(), temperature=rng.random(), top_k=int(rng.integers(0, 9)),
-        )  # fmt: skip
+            [prompt[shorter:]],
+            new + 1 + shorter,
+            chunk=new,
+            gate=gate,
+            seed=shorter,
+            threshold=rng.random(),
+            temperature=rng.random(),
+            top_k=int(rng.integers(0, 9)),
+        )
         list(stream)
 
 
-def own_output(model, timed: Timed) -> dict:
-    """Of the texts written: agreement with the full model, perplexity, distinct 1- to 3-grams."""
+def own_output(model, timed: TimedDecoding) -> dict:
+    """Evaluate texts: agreement with the full model, perplexity, distinct 1- to 3-grams."""
     import jax
     import jax.numpy as jnp
 
@@ -243,7 +261,7 @@ def bytes_ratios(params, config, length: int) -> list[float]:
     from eejax.models import exits
 
     def read(e):
-        depth = config.stops[e]
+        depth = config.exit_boundaries[e]
         size = np.dtype(config.dtype).itemsize
         cache = 2 * depth * length * config.n_kv_heads * config.head_dim * size
         head = nbytes(exits.head(params, config, e).table)
@@ -254,7 +272,7 @@ def bytes_ratios(params, config, length: int) -> list[float]:
     return [whole / read(e) for e in range(config.n_exits)]
 
 
-def executed_layers(timed: Timed) -> float:
+def executed_layers(timed: TimedDecoding) -> float:
     """Mean of a step, the first token's prefill left out."""
     return float(np.mean([r.layers[0, 1:].mean() for r in timed.results]))
 
@@ -270,7 +288,7 @@ def accounted(results, config, widths, rows, heads) -> np.ndarray:
         waiting = np.zeros(config.n_exits + 1, int)
         for layers, exit in zip(r.layers[0, 1:], r.exits[0, 1:], strict=True):
             waiting += 1
-            ran = np.flatnonzero(np.asarray(config.stops) <= layers)
+            ran = np.flatnonzero(np.asarray(config.exit_boundaries) <= layers)
             width = np.searchsorted(widths, waiting[ran])
             explained[i] += rows[width, ran].sum() + heads[: exit + 1].sum()
             waiting[ran] = 0

@@ -51,14 +51,19 @@ _SLOTS = flags.DEFINE_integer(
 )
 _MOST = flags.DEFINE_integer("most", 32, "Most slots of a model.", lower_bound=1)
 _EARLY = flags.DEFINE_float(
-    "early", 0.75, "Share of a model's tokens that may leave by its first exit.", lower_bound=0.0,
+    "early",
+    0.75,
+    "Share of a model's tokens that may leave by its first exit.",
+    lower_bound=0.0,
     upper_bound=1.0,
-)  # fmt: skip
+)
 _CURVE = flags.DEFINE_list("curve", ["0.7", "0.9"], "Limits on agreement of the curve.")
 _LATE = flags.DEFINE_float(
-    "late", 4.0, "Goodput's limit on the 99th percentile of seconds to the first token; on "
+    "late",
+    4.0,
+    "Goodput's limit on the 99th percentile of seconds to the first token; on "
     "agreement it has the first of --curve.",
-)  # fmt: skip
+)
 _BLOCKS = flags.DEFINE_integer(
     "blocks", 10, "Parts of the work that policies do in turn.", lower_bound=1
 )
@@ -67,9 +72,11 @@ _AUDITED = flags.DEFINE_integer(
     "audited", 8, "Of as many answers one is looked at again.", lower_bound=1
 )
 _SAMPLED = flags.DEFINE_integer(
-    "sampled", 2, "Blocks in which the larger model serves by itself: it is several times slower.",
+    "sampled",
+    2,
+    "Blocks in which the larger model serves by itself: it is several times slower.",
     lower_bound=1,
-)  # fmt: skip
+)
 _CLIENTS = flags.DEFINE_integer(
     "clients", None, "For ttft_ratio; default: the better's slots.", lower_bound=1
 )
@@ -89,7 +96,7 @@ def main() -> None:
 
 
 def check_flags() -> None:
-    """Raises ConfigError for values that are of no use, before any model is opened."""
+    """Raise ConfigError for useless values, before any model is opened."""
     from experiments.helios_runs import ORDERS
 
     told = f"must be of {', '.join(ORDERS)}, one at least"
@@ -109,22 +116,24 @@ class Bench:
     """The models, what they cost, and the prompts."""
 
     def __init__(self):
+        from eejax.checkpoint.language_model import load
         from eejax.inference import capacity
-        from eejax.inference.engine import CALL
-        from eejax.serving.fleet import Member
+        from eejax.inference.engine import STEPS_PER_CALL
+        from eejax.serving.fleet import FleetMember
         from eejax.serving.fleets import check_alike, room, warm_up
         from eejax.serving.measurements import encoded, windows
         from eejax.serving.models import batch_options
         from eejax.serving.profiles import measure
-        from eejax.train.pretrained import open_model
         from experiments.helios_runs import Judges, fitted, prompts
 
         paths = {"small": _SMALL.value, "large": _LARGE.value}
         if _JUDGE.value:
             paths["judge"] = _JUDGE.value
-        opened = {name: open_model(path) for name, path in paths.items()}
+        opened = {name: load(path) for name, path in paths.items()}
         check_alike(opened)
-        make = lambda m: Member(m.params, m.config, options=batch_options(m.config, 64)).ready()
+        make = lambda m: FleetMember(
+            m.params, m.config, options=batch_options(m.config, 64)
+        ).ready()
         self.members = {name: make(model) for name, model in opened.items()}
         self.judges = Judges(
             {n: m for n, m in self.members.items() if n != "judge"}, self.members.pop("judge", None)
@@ -157,18 +166,25 @@ class Bench:
             member = dataclasses.replace(member, rules={"threshold": threshold})
             self.members[name] = member
             self.profiles[name] = measure(
-                member, own, windows(own, self.context), slots=self.slots[name],
-                context=self.context, new=32,
-            )  # fmt: skip
-            warm_up(member, slots=self.slots[name], context=self.context, steps=CALL)
+                member,
+                own,
+                windows(own, self.context),
+                slots=self.slots[name],
+                context=self.context,
+                new=32,
+            )
+            warm_up(member, slots=self.slots[name], context=self.context, steps=STEPS_PER_CALL)
         self.compiled = time.perf_counter() - begin
 
     def threshold(self, name: str, texts: list) -> float:
-        """Of all exits of a model: the one that a share --early of the tokens reach which it writes
-        with its first exit alone."""
-        from experiments.helios_runs import Static, drive
+        """Return one threshold for all exits of a model.
 
-        first = Static(name, self.members[name], 1, 1.0, **self.making(name))
+        It is the one that a share --early of the tokens reach which the model writes with its first
+        exit alone.
+        """
+        from experiments.helios_runs import StaticModel, drive
+
+        first = StaticModel(name, self.members[name], 1, 1.0, **self.making(name))
         _, answers = drive(first, dict(enumerate(texts)), _NEW.value)
         sure = [token.confidence for answer in answers for token in answer.tokens]
         return float(np.quantile(sure, 1 - _EARLY.value))
@@ -178,16 +194,20 @@ class Bench:
 
     def statics(self) -> dict:
         """Policies that do not choose: (server, slots) by name."""
-        from experiments.helios_runs import Static
+        from experiments.helios_runs import StaticModel
 
         found = {}
         for name, member in self.members.items():
             whole = member.config.n_exits + 1
             for depth in range(1, whole + 1):
                 for exits in (True, False) if depth == whole else (True,):
-                    part = "" if depth == whole else f" up to {member.config.stops[depth - 1]}"
+                    part = (
+                        ""
+                        if depth == whole
+                        else f" up to {member.config.exit_boundaries[depth - 1]}"
+                    )
                     label = f"{name}{part}" + ("" if exits else " without exits")
-                    found[label] = lambda n=name, m=member, d=depth, e=exits: Static(
+                    found[label] = lambda n=name, m=member, d=depth, e=exits: StaticModel(
                         n, m, d, m.rules["threshold"] if e else 1.0, **self.making(n)
                     )
         return found
@@ -195,17 +215,21 @@ class Bench:
     def chosen(self, objective: str, limits: dict | None = None, kind=None, **options):
         from eejax.serving.choices import ControllerOptions
         from eejax.serving.controller import Controller
-        from eejax.serving.objectives import Objective
+        from eejax.serving.objectives import ServiceObjective
         from eejax.serving.repository import Repository
-        from experiments.helios_runs import Chosen, Stopwatch
+        from experiments.helios_runs import ControlledFleet, Stopwatch
 
         repository, watch = Repository.of(self.profiles), Stopwatch()
         controller = (kind or Controller)(
-            self.profiles, Objective.of(objective, **(limits or {})), repository,
+            self.profiles,
+            ServiceObjective.of(objective, **(limits or {})),
+            repository,
             ControllerOptions(budget=self.budget, tokens=_NEW.value, **options),
             clock=watch.now,
-        )  # fmt: skip
-        return Chosen(self.members, controller, watch, slots=self.slots, context=self.context)
+        )
+        return ControlledFleet(
+            self.members, controller, watch, slots=self.slots, context=self.context
+        )
 
     def through(self, policies: dict, order: str, blocks: int, clients: int | None = None) -> dict:
         """{policy: [(seconds, answers) of each block]}, policies in turn."""
@@ -230,7 +254,7 @@ class Bench:
         return found
 
     def told(self, name: str, rows: list) -> dict:
-        """Of a policy's blocks."""
+        """Return the result of a policy's blocks."""
         from experiments.helios_runs import answer_bytes, answer_flops, fleet_flops
 
         answers = [a for _, more in rows for a in more]
@@ -239,32 +263,37 @@ class Bench:
         ttft = np.array([a.ttft for a in answers])
         judged = self.judges.judge(answers[:: _AUDITED.value], self.texts)
         given = lambda answer: len(self.texts[answer.index])
-        flops = np.array([
-            sum(answer_flops(self.members, a, given(a)) for a in more) for _, more in rows
-        ])  # fmt: skip
+        flops = np.array(
+            [sum(answer_flops(self.members, a, given(a)) for a in more) for _, more in rows]
+        )
         fleet = getattr(self.servers[name], "fleet", None)
         if fleet is not None:  # which is not told block by block
             flops += fleet_flops(self.members, fleet) / len(flops)
         read = sum(answer_bytes(self.members, a, self.slots) for a in answers)
         return {
-            "tokens_per_s": tokens / seconds, "seconds": seconds, "blocks": [s for s, _ in rows],
-            "ttft": {"mean": float(ttft.mean()), **{
-                f"p{p}": float(np.percentile(ttft, p)) for p in (50, 99)
-            }},
-            "flops_per_token": flops.sum() / tokens, "bytes_per_token": read / tokens,
-            "flops": flops.tolist(), **judged.told(),
-        }  # fmt: skip
+            "tokens_per_s": tokens / seconds,
+            "seconds": seconds,
+            "blocks": [s for s, _ in rows],
+            "ttft": {
+                "mean": float(ttft.mean()),
+                **{f"p{p}": float(np.percentile(ttft, p)) for p in (50, 99)},
+            },
+            "flops_per_token": flops.sum() / tokens,
+            "bytes_per_token": read / tokens,
+            "flops": flops.tolist(),
+            **judged.told(),
+        }
 
     def controlled(self, name: str) -> dict:
-        """What a fleet decided, and did."""
+        """Return what a fleet decided and did."""
         server = self.servers[name]
         c, fleet = server.controller, server.fleet
         ends = [*(d.time for d in c.decisions[1:]), server.watch.now()]
         return {
-            "below_share": c.below_share, "taken_along": fleet.taken_along,
+            "below_share": c.below_share,
+            "taken_along": fleet.taken_along,
             "audited": {
-                f"{m} {d} {k}": [a.count, a.share, a.high]
-                for (m, d, k), a in fleet.audits.items()
+                f"{m} {d} {k}": [a.count, a.share, a.high] for (m, d, k), a in fleet.audits.items()
             },
             "load_seconds": sum(x.seconds for x in fleet.changes if x.kind == "load"),
             "grow_seconds": sum(x.seconds for x in fleet.changes if x.kind == "grow"),
@@ -272,24 +301,35 @@ class Bench:
             "narrow_seconds": sum(x.seconds for x in fleet.changes if x.kind == "narrow"),
             "shrink_seconds": sum(x.seconds for x in fleet.changes if x.kind == "shrink"),
             "timeline": [
-                [round(d.time, 2), d.kind, d.choice.model, d.choice.depth,
-                 self.slots[d.choice.model][d.choice.depth - 1], round(end - d.time, 2), d.why]
+                [
+                    round(d.time, 2),
+                    d.kind,
+                    d.choice.model,
+                    d.choice.depth,
+                    self.slots[d.choice.model][d.choice.depth - 1],
+                    round(end - d.time, 2),
+                    d.why,
+                ]
                 for d, end in zip(c.decisions, ends, strict=True)
             ],
-        }  # fmt: skip
+        }
 
     def run(self) -> dict:
         from eejax.analysis import total_ratio
-        from experiments.helios_runs import ByChance
+        from experiments.helios_runs import RandomPolicy
 
         interval = lambda r: {"ratio": r.median, "interval": [r.low, r.high]}
         seconds = lambda rows: [s for s, _ in rows]
         result: dict = {
-            "prompts": len(self.texts), "cut": self.cut, "slots": self.slots,
+            "prompts": len(self.texts),
+            "cut": self.cut,
+            "slots": self.slots,
             "thresholds": {n: m.rules["threshold"] for n, m in self.members.items()},
-            "budget_bytes": self.budget, "compile_and_measure_seconds": self.compiled,
-            "profiles": {n: vars(p) for n, p in self.profiles.items()}, "orders": {},
-        }  # fmt: skip
+            "budget_bytes": self.budget,
+            "compile_and_measure_seconds": self.compiled,
+            "profiles": {n: vars(p) for n, p in self.profiles.items()},
+            "orders": {},
+        }
         statics = self.statics()
         untruncated = [name for name in statics if "up to" not in name]
         cheap = [name for name in untruncated if not name.startswith("large")]
@@ -298,7 +338,7 @@ class Bench:
             names = statics if first else {name: statics[name] for name in cheap}
             policies = dict(names) | {
                 "helios": lambda: self.chosen("throughput"),
-                "chance": lambda: self.chosen("throughput", kind=ByChance),
+                "chance": lambda: self.chosen("throughput", kind=RandomPolicy),
             }
             if first:
                 policies |= {
@@ -357,9 +397,11 @@ class Bench:
         waited = lambda rows: [sum(a.ttft for a in answers) for _, answers in rows]
         ratio = total_ratio(waited(found[better]), waited(found["helios"]))
         return {
-            "clients": clients, "response": rows, "response_static": better,
+            "clients": clients,
+            "response": rows,
+            "response_static": better,
             "ttft_ratio": {"ratio": ratio.median, "interval": [ratio.low, ratio.high]},
-        }  # fmt: skip
+        }
 
 
 def frontier(rows: dict, statics: list) -> list[dict]:
@@ -395,8 +437,10 @@ def equal(rows: dict, statics: list) -> dict:
         n = len(rows[best]["blocks"])  # the larger model serves in fewer
         ratio = total_ratio(rows[best]["blocks"], own["blocks"][:n])
         found[f"at_equal_{kind}"] = {
-            "static": best, "ratio": ratio.median, "interval": [ratio.low, ratio.high]
-        }  # fmt: skip
+            "static": best,
+            "ratio": ratio.median,
+            "interval": [ratio.low, ratio.high],
+        }
     return found
 
 

@@ -83,8 +83,10 @@ def main() -> None:
     if _ONCE.value:
         return once()
     result = {
-        "device": jax.devices()[0].device_kind, "jax": jax.__version__, "smoke": _SMOKE.value,
-    }  # fmt: skip
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "smoke": _SMOKE.value,
+    }
     result["copy_bytes_per_second"] = copied = copy_bandwidth()
     launch.say(f"{result['device']}: copies {copied / 1e9:.0f} GB/s")
     result["failed"] = []
@@ -295,7 +297,7 @@ def decode_step(batch: int) -> dict:
     from eejax import analysis
     from eejax.inference import Generator, generate
     from eejax.inference.policy import ExitPolicy
-    from eejax.inference.sampling import Sampling
+    from eejax.inference.sampling import SamplingParams
     from eejax.inference.state import Request
     from eejax.kernels import call
     from eejax.models import params
@@ -309,7 +311,7 @@ def decode_step(batch: int) -> dict:
     prompt = np.arange(batch * 32, dtype=np.int32).reshape(batch, 32) % config.vocab_size
     # Routers that were not trained say about a half.
     policy = ExitPolicy.make(config, batch, 0.5, gate="router")
-    request = Request.make(config, [32] * batch, [NEW] * batch, policy, Sampling.make(batch))
+    request = Request.make(config, [32] * batch, [NEW] * batch, policy, SamplingParams.make(batch))
     begin = lambda: generate.prefill(weights, prompt, request, length=128, **own)[0]
     programs, told = [], dict(batch=batch)
     for which in (kernel() if _SMOKE.value else None, "reference"):
@@ -339,12 +341,13 @@ def decode_table(rows: list[dict]) -> str:
 
     cells = [
         [
-            str(r["batch"]), f"{r['tokens_per_s']:.0f} : {r['reference_tokens_per_s']:.0f}",
+            str(r["batch"]),
+            f"{r['tokens_per_s']:.0f} : {r['reference_tokens_per_s']:.0f}",
             " : ".join(f"{n:.2f}" for n in r["layers_run"]),
             ratio(r["speedup"]),
         ]
         for r in rows
-    ]  # fmt: skip
+    ]
     heads = ("batch", "tokens/s : without kernels", "layers run", "times")
     return f"\ndecoding steps with router gates\n{analysis.table(heads, cells)}"
 
@@ -369,10 +372,15 @@ def claims(result: dict) -> dict:
     least("linear_cross_entropy_speedup", "linear_cross_entropy", over_logits, lambda c: True)
     grown = []
     for case in result.get("linear_cross_entropy", []):
-        alike = [c for c in result["linear_cross_entropy"]
-                 if all(c[k] == case[k] for k in ("dtype", "rows", "d"))]  # fmt: skip
-        own = [c["temporary"] - 4 * c["vocab"] * c["d"]
-               for c in sorted(alike, key=lambda c: c["vocab"])]  # fmt: skip
+        alike = [
+            c
+            for c in result["linear_cross_entropy"]
+            if all(c[k] == case[k] for k in ("dtype", "rows", "d"))
+        ]
+        own = [
+            c["temporary"] - 4 * c["vocab"] * c["d"]
+            for c in sorted(alike, key=lambda c: c["vocab"])
+        ]
         grown.append(own[-1] / max(1, own[0]))
     if grown:
         found["linear_cross_entropy_memory"] = max(grown)
@@ -387,13 +395,15 @@ def table(op: str, rows: list[dict]) -> str:
     ratios = {name: head for name, head in ratios.items() if name in rows[0]}
     cells = [
         [
-            *(str(r[k]) for k in sizes), f"{r['seconds'] * 1e6:.1f}",
-            *(ratio(r[name]) for name in ratios), f"{r['bandwidth']:.2f}",
+            *(str(r[k]) for k in sizes),
+            f"{r['seconds'] * 1e6:.1f}",
+            *(ratio(r[name]) for name in ratios),
+            f"{r['bandwidth']:.2f}",
             f"{r['error']:.1e} : {r['reference_error']:.1e}",
             "yes" if r["identical"] else "NO",
         ]
         for r in rows
-    ]  # fmt: skip
+    ]
     heads = (*sizes, "us", *ratios.values(), "of a copy", "error : XLA's", "same bits")
     return f"\n{op}\n{analysis.table(heads, cells)}"
 
@@ -403,10 +413,15 @@ def ratio(of: dict) -> str:
 
 
 FIGURES = (
-    "differ", "error", "reference_error", "identical", "bandwidth", "speedup",
-    "speedup_over_logits", *(f"{who}{what}" for who in ("", "reference_", "logits_")
-                             for what in ("temporary", "seconds")),
-)  # fmt: skip
+    "differ",
+    "error",
+    "reference_error",
+    "identical",
+    "bandwidth",
+    "speedup",
+    "speedup_over_logits",
+    *(f"{who}{what}" for who in ("", "reference_", "logits_") for what in ("temporary", "seconds")),
+)
 
 
 if __name__ == "__main__":

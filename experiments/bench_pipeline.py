@@ -1,4 +1,4 @@
-"""What early exits cost a pipeline in memory and time, and how far the simulator is to be trusted.
+"""Cost of early exits on a pipeline in memory and time, and the error of its simulator.
 
     python -P -m experiments.bench_pipeline --json
 
@@ -102,11 +102,19 @@ def model_config(scale: int, boundaries: tuple[int, ...], stages: int, dtype: st
 
     d = 2048 // scale
     return ModelConfig(
-        vocab_size=50304 // scale, n_layers=stages * LAYERS, d_model=d, n_heads=max(1, d // 128),
-        context_length=2048 // scale, d_ff=4 * d, mlp_gated=False, activation="gelu",
-        norm="layernorm", head="own", dtype=dtype,
+        vocab_size=50304 // scale,
+        n_layers=stages * LAYERS,
+        d_model=d,
+        n_heads=max(1, d // 128),
+        context_length=2048 // scale,
+        d_ff=4 * d,
+        mlp_gated=False,
+        activation="gelu",
+        norm="layernorm",
+        head="own",
+        dtype=dtype,
         exits=tuple(ExitConfig(n, norm=False, head="own") for n in boundaries),
-    )  # fmt: skip
+    )
 
 
 def policies(scale: int, parts) -> list[dict]:
@@ -126,14 +134,16 @@ def policies(scale: int, parts) -> list[dict]:
             model, layers, MICROBATCHES, 1, 2048 // scale, remat=remat, exits=exits
         )
         base = compiled(remat, "mixed", ())
-        rows.append({
-            "remat": remat,
-            "exits": exits,
-            "memory": compiled(remat, exits, boundaries) / base - 1,
-            "time": time_overhead(parts, remat, exits),
-            "gib": base / 2**30,
-            "memory_vs_1f1b": float(ours.total.max() / theirs.total.max()),
-        })  # fmt: skip
+        rows.append(
+            {
+                "remat": remat,
+                "exits": exits,
+                "memory": compiled(remat, exits, boundaries) / base - 1,
+                "time": time_overhead(parts, remat, exits),
+                "gib": base / 2**30,
+                "memory_vs_1f1b": float(ours.total.max() / theirs.total.max()),
+            }
+        )
     return rows
 
 
@@ -155,16 +165,22 @@ def device_bytes(scale: int, remat: str, exits: str, boundaries: tuple[int, ...]
     layout = StageLayout(partition(model, STAGES))
     pipeline = Pipeline(layout, make_mesh(MeshConfig(pipe=STAGES)), remat=remat)
     table = one_f_one_b(
-        STAGES, MICROBATCHES, exit_stages=layout.partition.input_exit_stages, exits=exits,
+        STAGES,
+        MICROBATCHES,
+        exit_stages=layout.partition.input_exit_stages,
+        exits=exits,
         recompute=remat == "full",
-    )  # fmt: skip
+    )
     struct = functools.partial(jax.ShapeDtypeStruct, (MICROBATCHES, 2048 // scale), jnp.int32)
     tokens = struct(sharding=NamedSharding(pipeline.mesh, PartitionSpec("data")))
     arguments = (
-        rules.structs(layout.declarations()[0], pipeline.mesh), {},
-        jax.ShapeDtypeStruct((len(boundaries) + 1,), jnp.float32), None,
-        {"tokens": tokens, "labels": tokens}, jax.ShapeDtypeStruct((), jnp.int32),
-    )  # fmt: skip
+        rules.structs(layout.declarations()[0], pipeline.mesh),
+        {},
+        jax.ShapeDtypeStruct((len(boundaries) + 1,), jnp.float32),
+        None,
+        {"tokens": tokens, "labels": tokens},
+        jax.ShapeDtypeStruct((), jnp.int32),
+    )
     return memory(jax.jit(runner.gradients(pipeline, table)).lower(*arguments).compile())
 
 
@@ -210,7 +226,7 @@ def timings(scale: int, pairs: int) -> dict:
 
 
 def one_microbatch(parts) -> float:
-    """What the operations and exchanges of a microbatch take on three stages, one after another."""
+    """Return the time of a microbatch's operations and exchanges on three stages, one by one."""
     from experiments import slot_costs
 
     n = slot_costs.STAGES
@@ -220,7 +236,7 @@ def one_microbatch(parts) -> float:
 
 
 def resampled(slots: dict, remat: str = "none") -> list:
-    """`Parts` of repetitions drawn anew (bootstrap)."""
+    """`MicrobatchCosts` of repetitions drawn anew (bootstrap)."""
     from experiments import slot_costs
 
     n = len(slots[None])
@@ -232,7 +248,7 @@ def resampled(slots: dict, remat: str = "none") -> list:
 
 
 def time_overhead(parts, remat: str, exits: str) -> float:
-    """Of the simulated step on four stages."""
+    """Return the overhead in time of the simulated step on four stages."""
     from eejax.pipeline.schedule import one_f_one_b
     from eejax.pipeline.simulate import exit_time_overhead
 
@@ -243,7 +259,7 @@ def time_overhead(parts, remat: str, exits: str) -> float:
 
 
 def on_processes(work, *arguments) -> list:
-    """What `work((rank, port, *arguments))` returns, [rank], in two new processes.
+    """Return what `work((rank, port, *arguments))` returns in two new processes, [rank].
 
     Raises what the first of them raises; the other, which would wait for it, is ended.
     """
@@ -268,8 +284,11 @@ def start(rank: int, devices: int) -> None:
 
 
 def alone(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
-    """What a process does by itself, from (rank, port, scale, pairs): its rank, and the seconds of
-    `slot_tables` and of the executor and the plain step on one stage."""
+    """Measure what a process does by itself, from (rank, port, scale, pairs).
+
+    Returns its rank, and the seconds of `slot_tables` and of the executor and the plain step on one
+    stage.
+    """
     rank, _, scale, pairs = arguments
     start(rank, devices=3)
 
@@ -295,7 +314,7 @@ def together(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 
     from eejax.analysis import interleave
-    from eejax.pipeline.schedule import Step, one_f_one_b
+    from eejax.pipeline.schedule import ScheduleStep, one_f_one_b
     from eejax.sharding.mesh import MeshConfig
     from experiments import slot_costs
 
@@ -308,11 +327,14 @@ def together(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
         runs[exits], compiled = run(table)
         sizes[exits] = memory(compiled)
         if not exits:
-            idle = (Step(((), ())),) * MORE
+            idle = (ScheduleStep(((), ())),) * MORE
             runs["exchange"], _ = run(dataclasses.replace(table, steps=idle + table.steps))
     seconds = interleave(list(runs.values()), pairs, time.perf_counter, slot_costs.barrier)
-    return rank, {"steps": dict(zip(runs, seconds, strict=True)), "bytes": sizes,
-                  "load": os.getloadavg()[0]}  # fmt: skip
+    return rank, {
+        "steps": dict(zip(runs, seconds, strict=True)),
+        "bytes": sizes,
+        "load": os.getloadavg()[0],
+    }
 
 
 def single(scale: int, pairs: int) -> tuple[dict[str, np.ndarray], float]:
@@ -336,10 +358,17 @@ def single(scale: int, pairs: int) -> tuple[dict[str, np.ndarray], float]:
     )
     table = one_f_one_b(1, TIMED_MICROBATCHES)
     executor, _ = slot_costs.run_of(pipeline, parameters, table, 1, length)
-    plain = jax.jit(step.gradient_sums(
-        Scope(model), pipeline.mesh, microbatches=TIMED_MICROBATCHES, remat="none", seed=0,
-        objective=CROSS_ENTROPY, sparse=False,
-    ))  # fmt: skip
+    plain = jax.jit(
+        step.gradient_sums(
+            Scope(model),
+            pipeline.mesh,
+            microbatches=TIMED_MICROBATCHES,
+            remat="none",
+            seed=0,
+            objective=CROSS_ENTROPY,
+            sparse=False,
+        )
+    )
     zero = jnp.zeros((), jnp.int32)
     state = TrainState(
         step=zero, params=pipeline.layout.from_stages(parameters), opt_state=(), skipped=zero
@@ -359,36 +388,52 @@ def show(result: dict) -> None:
 
     percent = lambda x: f"{x:.3%}"
     rows = [
-        (f"{r['remat']}, {r['exits']}", percent(r["memory"]), percent(r["time"]),
-         f"{r['gib']:.2f}", f"{r['memory_vs_1f1b']:.2f}")
+        (
+            f"{r['remat']}, {r['exits']}",
+            percent(r["memory"]),
+            percent(r["time"]),
+            f"{r['gib']:.2f}",
+            f"{r['memory_vs_1f1b']:.2f}",
+        )
         for r in result["policies"]
-    ]  # fmt: skip
+    ]
     header = ("activations, exits", "more memory", "more time", "GiB without", "memory vs 1F1B")
     print(table(header, rows), end="\n\n")
     parts = result["parts"]
-    rows = [(k, *(f"{1e3 * t:.2f}" for t in parts[k]))
-            for k in ("layer", "exit", "final", "embedding")]  # fmt: skip
+    rows = [
+        (k, *(f"{1e3 * t:.2f}" for t in parts[k])) for k in ("layer", "exit", "final", "embedding")
+    ]
     print(table(("ms of a microbatch", "forward", "backward"), rows), end="\n\n")
     spread = ", ".join(f"{k} {v:.0%}" for k, v in parts["spread"].items())
-    print(f"exchange between steps {1e3 * parts['exchange']:.2f} ms; quartile distance of each "
-          f"operation: {spread}")  # fmt: skip
+    print(
+        f"exchange between steps {1e3 * parts['exchange']:.2f} ms; quartile distance of each "
+        f"operation: {spread}"
+    )
     low, high = result["exit_time_overhead_interval"]
     print(f"exit_time_overhead {result['exit_time_overhead']:.3%} [{low:.3%}, {high:.3%}]")
     got = result["measured"]
     low, high = got["exit_time_overhead_interval"]
-    print(f"two stages, an exit on stage 0: {got['exit_time_overhead']:.2%} [{low:.2%}, {high:.2%}]"
-          f" more time ({got['exit_time_overhead_simulated']:.2%} simulated), "
-          f"{got['exit_memory_overhead']:.2%} more memory")  # fmt: skip
+    print(
+        f"two stages, an exit on stage 0: {got['exit_time_overhead']:.2%} [{low:.2%}, {high:.2%}]"
+        f" more time ({got['exit_time_overhead_simulated']:.2%} simulated), "
+        f"{got['exit_memory_overhead']:.2%} more memory"
+    )
     for kind, error in got["error"].items():
-        print(f"a step {kind}: {got['seconds'][kind]:.3f} s, simulated "
-              f"{got['simulated_seconds'][kind]:.3f} s, {error:.1%} off")  # fmt: skip
+        print(
+            f"a step {kind}: {got['seconds'][kind]:.3f} s, simulated "
+            f"{got['simulated_seconds'][kind]:.3f} s, {error:.1%} off"
+        )
     low, high = result["schedule_overhead_interval"]
-    print(f"the executor on one stage: {result['schedule_overhead']:.2%} [{low:.2%}, {high:.2%}] "
-          "over the plain step's gradients")  # fmt: skip
+    print(
+        f"the executor on one stage: {result['schedule_overhead']:.2%} [{low:.2%}, {high:.2%}] "
+        "over the plain step's gradients"
+    )
     if result["load"] > 2.5 or result["core_share"] < 0.9:
-        print(f"others were busy here (load {result['load']:.1f}, a process had its core "
-              f"{result['core_share']:.0%} of the time): steps of two stages, and simulator_error, "
-              "say nothing")  # fmt: skip
+        print(
+            f"others were busy here (load {result['load']:.1f}, a process had its core "
+            f"{result['core_share']:.0%} of the time): steps of two stages, and simulator_error, "
+            "say nothing"
+        )
 
 
 if __name__ == "__main__":

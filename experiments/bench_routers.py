@@ -70,7 +70,7 @@ def measured() -> dict:
     result = {"windows": len(windows), "judged": judged.size, "threads": os.cpu_count()}
     launch.say("calibrating ...")
     begin = time.perf_counter()
-    found = routers(model.params, model.config, windows, every=1)
+    found = routers(model, windows, every=1)
     result["calibration_seconds"] = time.perf_counter() - begin
     launch.say(f"... {result['calibration_seconds']:.1f} s; judging ...")
     scores = calibration.score(found.params, found.config, batches(judged))
@@ -80,8 +80,10 @@ def measured() -> dict:
     result["auc"] = aucs(scores, "router")
     limit = result["thresholds"]["0.05"]
     mine = {"threshold": limit, "gate": "router"}
-    timed = {"ours": decoder(found.params, found.config, "recompute", asked, **mine),
-             "full": decoder(model.params, model.config, "full", asked)}  # fmt: skip
+    timed = {
+        "ours": decoder(found.params, found.config, "recompute", asked, **mine),
+        "full": decoder(model.params, model.config, "full", asked),
+    }
     if _TUNED.value:
         tuned, judged_tuned = of_tuned(judged)
         result |= {f"tuned_{k}": v for k, v in judged_tuned.items()}
@@ -106,14 +108,18 @@ def measured() -> dict:
     return result | speeds(timed)
 
 
-def routers(params, config, windows: np.ndarray, every: int):
+def routers(model, windows: np.ndarray, every: int):
     from eejax import calibration
 
     options = calibration.RouterOptions(width=WIDTH, epochs=_EPOCHS.value)
     return calibration.calibrate_model(
-        params, config, batches(windows), options, every=every, tokens=windows.size,
+        model,
+        batches(windows),
+        options,
+        every=every,
+        tokens=windows.size,
         watch=launch.say,
-    )  # fmt: skip
+    )
 
 
 def frontier(scores, gate: str) -> dict:
@@ -139,7 +145,7 @@ def transferred(found, scores) -> dict:
 
     told = {}
     for agreement in (0.96, 0.95, 0.91, 0.9):
-        chosen = found.point(agreement).threshold
+        chosen = found.calibration.point(agreement).threshold
         point = calibration.at_threshold(scores, chosen, gate="router")
         told[str(agreement)] = {"disagreement": 1 - point.agreement, "depth": point.depth}
     return told
@@ -148,7 +154,7 @@ def transferred(found, scores) -> dict:
 def oracle(scores) -> float:
     """Depth if every token left where it first is the full model's."""
     right = scores.tokens == scores.tokens[-1]
-    return float(np.asarray(scores.config.stops)[right.argmax(0)].mean())
+    return float(np.asarray(scores.config.exit_boundaries)[right.argmax(0)].mean())
 
 
 def aucs(scores, gate: str) -> list[float]:
@@ -160,13 +166,13 @@ def aucs(scores, gate: str) -> list[float]:
 
 def of_tuned(judged: np.ndarray):
     from eejax import calibration
-    from eejax.checkpoint.model import load_model
-    from eejax.inference.policy import gates_of
+    from eejax.checkpoint.model import load_run
+    from eejax.inference.policy import available_gates
 
-    run = load_model(_TUNED.value)
+    run = load_run(_TUNED.value)
     if not run.config.exits:
         raise ConfigError(f"--tuned = {_TUNED.value}: has no exits. Run experiments.tune_exits.")
-    gate = "router" if "router" in gates_of(run.config) else "max_probability"
+    gate = "router" if "router" in available_gates(run.config) else "max_probability"
     scores = calibration.score(run.params, run.config, batches(judged))
     told = {"gate": gate, "auc": aucs(scores, gate), "oracle_depth": oracle(scores)}
     return run, frontier(scores, gate) | told
@@ -240,9 +246,11 @@ class Tide:
 
         texts = ["".join(map(chr, row[:-1])) for row in windows]
         config = TIDEConfig(
-            checkpoint_interval=1, min_layers=0, calibration_samples=len(texts),
+            checkpoint_interval=1,
+            min_layers=0,
+            calibration_samples=len(texts),
             router_bottleneck_dim=WIDTH,
-        )  # fmt: skip
+        )
         module._load_calibration_texts = lambda name, n: texts
         with tempfile.TemporaryDirectory() as folder:
             path = f"{folder}/router.pt"
@@ -259,8 +267,8 @@ class Tide:
         )
 
     def scores(self, windows: np.ndarray, ours) -> dict:
-        """What its routers and exits say of windows: {"mended": ..., "as_it_is": ...}."""
-        from eejax.calibration import Scores
+        """Return scores of its routers on windows: {"mended": ..., "as_it_is": ...}."""
+        from eejax.calibration import ExitScores
 
         torch, runtime = self.torch, self.runtime
         n_layers = ours.config.n_layers
@@ -283,7 +291,7 @@ class Tide:
         labels = windows[:, 1:].reshape(-1)
         units = np.repeat(np.arange(len(windows)), LENGTH)
         said = {"router": np.concatenate(said, 1)}
-        mended = Scores(ours.config, labels, units, tokens, nothing, said)
+        mended = ExitScores(ours.config, labels, units, tokens, nothing, said)
         # As it is, who never leaves gets a token of the state normed twice. Agreement is with the
         # last row, so that such a token is made wrong for all exits that do not say it.
         return {"mended": mended, "as_it_is": twice_normed(mended, np.concatenate(twice))}
@@ -313,10 +321,12 @@ def twice_normed(scores, twice: np.ndarray):
     add = lambda a, row: np.concatenate([a[:-1], row[None], a[-1:]])
     sure = np.full(twice.shape, 0.9999, np.float32)
     return dataclasses.replace(
-        scores, config=whole, tokens=add(scores.tokens, twice),
+        scores,
+        config=whole,
+        tokens=add(scores.tokens, twice),
         nlls=add(scores.nlls, scores.nlls[-1]),
         confidences={"router": add(scores.confidences["router"], sure)},
-    )  # fmt: skip
+    )
 
 
 def table(result: dict) -> str:
@@ -325,16 +335,20 @@ def table(result: dict) -> str:
     rows = [["ours", f"{result['depth_at_5']:.2f}", f"{result['depth_at_10']:.2f}"]]
     if "tuned_depth_at_5" in result:
         rows.append(
-            ["tuned exits", f"{result['tuned_depth_at_5']:.2f}",
-             f"{result['tuned_depth_at_10']:.2f}"]
-        )  # fmt: skip
+            [
+                "tuned exits",
+                f"{result['tuned_depth_at_5']:.2f}",
+                f"{result['tuned_depth_at_10']:.2f}",
+            ]
+        )
     for name, one in result.get("tide", {}).items():
         rows.append([f"TIDE, {name}", f"{one['depth_at_5']:.2f}", f"{one['depth_at_10']:.2f}"])
     lines = [analysis.table(["routers", "depth at 5 %", "depth at 10 %"], rows), ""]
     rows = [
         [name, f"{result[f'{name}_tokens_per_s']:.0f}"]
-        for name in ("ours", "full", "tuned", "tide") if f"{name}_tokens_per_s" in result
-    ]  # fmt: skip
+        for name in ("ours", "full", "tuned", "tide")
+        if f"{name}_tokens_per_s" in result
+    ]
     lines += [analysis.table(["decoding", "tokens/s"], rows), ""]
     for name in ("speedup_over_full", "tuned_speedup_over_full", "tokens_per_s_vs_tide"):
         if name in result:

@@ -1,4 +1,4 @@
-"""What the server costs: tokens a second through HTTP beside the engine's own, and latency by load.
+"""Cost of the server: tokens a second through HTTP beside the engine's own, and latency by load.
 
     python -P -m experiments.train --config=configs/quickstart_wide.py --workdir=runs/wide
     python -P -m experiments.bench_serving --workdir=runs/wide --json
@@ -48,15 +48,18 @@ def main() -> None:
     loads = launch.numbers("loads", _LOADS.value)
     requests = workload(_CLIENTS.value * _REQUESTS.value)
     flags_of_server = (
-        f"--model=m={_WORKDIR.value}", f"--slots={_CLIENTS.value}", f"--drafts={_DRAFTS.value}",
-        f"--thresholds=m={_THRESHOLD.value}", f"--steps={_STEPS.value}",
-    )  # fmt: skip
+        f"--model=m={_WORKDIR.value}",
+        f"--slots={_CLIENTS.value}",
+        f"--drafts={_DRAFTS.value}",
+        f"--thresholds=m={_THRESHOLD.value}",
+        f"--steps={_STEPS.value}",
+    )
     launch.say("starting the server and the engine ...")
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     own = dict(
         slots=_CLIENTS.value, threshold=_THRESHOLD.value, drafts=_DRAFTS.value, steps=_STEPS.value
-    )  # fmt: skip
+    )
     engine = context.Process(target=engine_process, args=(theirs, _WORKDIR.value, own), daemon=True)
     engine.start()
     theirs.close()
@@ -86,18 +89,20 @@ def workload(n: int) -> list[tuple[tuple[int, ...], int]]:
 
 
 def engine_process(pipe, workdir: str, own: dict) -> None:
-    """Runs what comes through the pipe, (steps, requests of clients), and tells seconds and tokens,
-    until the other end closes it."""
-    from eejax.inference.engine import CALL
+    """Run (steps, requests of clients) from the pipe, and send seconds and tokens back.
+
+    It ends when the other end closes the pipe.
+    """
+    from eejax.inference.engine import STEPS_PER_CALL
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.scheduler import Scheduler
-    from eejax.serving.models import Served
-    from eejax.serving.worker import Worker
+    from eejax.serving.models import ServedModel
+    from eejax.serving.worker import EngineWorker
     from experiments.serving_runs import through_scheduler
 
-    built = Served(workdir, slots=own["slots"], drafts=own["drafts"])()
-    for steps in {own["steps"], CALL}:
-        Worker(built, steps).warm_up()
+    built = ServedModel(workdir, slots=own["slots"], drafts=own["drafts"])()
+    for steps in {own["steps"], STEPS_PER_CALL}:
+        EngineWorker(built, steps).warm_up()
     policy = ExitPolicy.make(built.config, 1, own["threshold"], drafts=own["drafts"])
     pipe.send(None)
     while True:
@@ -105,7 +110,7 @@ def engine_process(pipe, workdir: str, own: dict) -> None:
             steps, clients = pipe.recv()
         except EOFError:
             return
-        scheduler = Scheduler(built.engine, built.config, steps=steps or CALL)
+        scheduler = Scheduler(built.engine, built.config, steps=steps or STEPS_PER_CALL)
         seconds, found = through_scheduler(scheduler, clients, policy)
         pipe.send((seconds, [built.tokenizer.decode(tokens) for tokens in found]))
 

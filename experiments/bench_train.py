@@ -53,11 +53,15 @@ def main() -> None:
         "peer_device": peer_device.described(device),
     }
     low, high = result["train_vs_transformers_interval"]
-    print(f"eejax {result['tokens_per_second']:.0f}, transformers "
-          f"{result['transformers_tokens_per_second']:.0f} tokens/s on {len(cores)} cores: "
-          f"ratio {result['train_vs_transformers']:.3f} [{low:.3f}, {high:.3f}]")  # fmt: skip
-    print(f"temporary memory with 0, 1, ... early exits: {[s >> 20 for s in sizes]} MiB; "
-          f"at most {max(growth):.4f} of the logits' size per exit")  # fmt: skip
+    print(
+        f"eejax {result['tokens_per_second']:.0f}, transformers "
+        f"{result['transformers_tokens_per_second']:.0f} tokens/s on {len(cores)} cores: "
+        f"ratio {result['train_vs_transformers']:.3f} [{low:.3f}, {high:.3f}]"
+    )
+    print(
+        f"temporary memory with 0, 1, ... early exits: {[s >> 20 for s in sizes]} MiB; "
+        f"at most {max(growth):.4f} of the logits' size per exit"
+    )
     if _JSON.value:
         print(json.dumps(result))
 
@@ -67,9 +71,15 @@ def model_config(exits: int):
     from eejax.models.config import ExitConfig, ModelConfig
 
     return ModelConfig(
-        vocab_size=VOCAB, n_layers=LAYERS, d_model=D, n_heads=HEADS, d_ff=D_FF,
-        context_length=LENGTH, head="tied", exits=tuple(ExitConfig(n + 1) for n in range(exits)),
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        n_layers=LAYERS,
+        d_model=D,
+        n_heads=HEADS,
+        d_ff=D_FF,
+        context_length=LENGTH,
+        head="tied",
+        exits=tuple(ExitConfig(n + 1) for n in range(exits)),
+    )
 
 
 def build(exits: int):
@@ -81,9 +91,14 @@ def build(exits: int):
 
     config, mesh = model_config(exits), make_mesh(MeshConfig())
     settings = optimizer.OptimizerConfig(
-        learning_rate=RATE, schedule="constant", warmup_steps=0, b1=BETAS[0], b2=BETAS[1],
-        eps=EPS, weight_decay=DECAY,
-    )  # fmt: skip
+        learning_rate=RATE,
+        schedule="constant",
+        warmup_steps=0,
+        b1=BETAS[0],
+        b2=BETAS[1],
+        eps=EPS,
+        weight_decay=DECAY,
+    )
     adamw = optimizer.transformation(settings, params.decays(config))
     rate = optimizer.learning_rate(settings, 1)
     weights = schedules.constant((0.5,) * exits)
@@ -155,11 +170,19 @@ def peer(params):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCAB, hidden_size=D, intermediate_size=D_FF, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, max_position_embeddings=LENGTH, tie_word_embeddings=True,
-        rms_norm_eps=1e-5, rope_theta=10000.0,
-    )).train()  # fmt: skip
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=D,
+            intermediate_size=D_FF,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            max_position_embeddings=LENGTH,
+            tie_word_embeddings=True,
+            rms_norm_eps=1e-5,
+            rope_theta=10000.0,
+        )
+    ).train()
 
     def copy(weight, value):  # torch keeps linear weights as [out, in]
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Gives a trained or imported model routers, which decide for every token where it may leave.
+"""Train routers for a trained or imported model; they decide for every token where it may leave.
 
     python -m experiments.import_hf --model=models/tinylm --tokenizer=bytes --workdir=runs/tinylm \\
         --source='texts/*.txt'
@@ -77,22 +77,28 @@ def main() -> None:
     with only_user(workdir):
         batches, fingerprint = text(run, workdir)
         try:
-            found = calibration.calibrate_model(
-                model.params, model.config, batches, options, every=_EVERY.value,
-                boundaries=boundaries and sorted(boundaries), tokens=_TOKENS.value,
-                folder=workdir / "calibration", about={"text": fingerprint, "step": model.step},
+            routed = calibration.calibrate_model(
+                model,
+                batches,
+                options,
+                every=_EVERY.value,
+                boundaries=boundaries and sorted(boundaries),
+                tokens=_TOKENS.value,
+                folder=workdir / "calibration",
+                about={"text": fingerprint, "step": model.step},
                 watch=launch.say,
-            )  # fmt: skip
+            )
         except DataError:  # more text or another label is another calibration
             shutil.rmtree(workdir / "calibration", ignore_errors=True)
             raise
         save_tokenizer(model.tokenizer, workdir / "tokenizer")
-        metadata = model.metadata | {"experiment": experiment(run, found.config).to_dict()}
+        metadata = model.metadata | {"experiment": experiment(run, routed.config).to_dict()}
         overlay.write_overlay(
-            workdir, _BASE.value, model.step, found.config, found.params, metadata
+            workdir, _BASE.value, model.step, routed.config, routed.params, metadata
         )
         shutil.rmtree(workdir / "calibration")
     seconds = time.monotonic() - begun
+    found = routed.calibration
     points = {a: found.point(a) for a in AGREEMENTS}
     promise = calibration.calibrate(found.scores, DELTA, EPSILON, gate="router")
     kept = calibration.at_threshold(found.scores, promise.threshold, gate="router")
@@ -101,24 +107,36 @@ def main() -> None:
     if promise.threshold < 1:
         print(f"\n{held}: --threshold={exact(promise.threshold)}, depth {kept.depth:.2f}")
     else:
-        print(f"\n{held}: {promise.units} windows are too few to promise it of any threshold at "
-              "which tokens leave; give more --tokens")  # fmt: skip
+        print(
+            f"\n{held}: {promise.units} windows are too few to promise it of any threshold at "
+            "which tokens leave; give more --tokens"
+        )
     drawn = draw(found, points, workdir)
     print(f"\ndrawn: {', '.join(map(str, drawn))}")
     thresholds = ",".join(map(exact, found.thresholds(points[0.95])))
-    print(f"{found.states.n} tokens, {seconds:.0f} s. Now, for about 95 % agreement:\n"
-          f"  python -m experiments.generate --workdir={_WORKDIR.value} --gate=router "
-          f"--threshold={thresholds} --prompt='...'")  # fmt: skip
+    print(
+        f"{found.states.n} tokens, {seconds:.0f} s. Now, for about 95 % agreement:\n"
+        f"  python -m experiments.generate --workdir={_WORKDIR.value} --gate=router "
+        f"--threshold={thresholds} --prompt='...'"
+    )
     if _JSON.value:
-        print(json.dumps({
-            "tokens": found.states.n, "seconds": seconds,
-            "exits": [clean(dataclasses.asdict(q)) for q in found.qualities],
-            "points": {str(a): dataclasses.asdict(p) for a, p in points.items()},
-            "promise": {
-                "delta": DELTA, "epsilon": EPSILON, "windows": promise.units,
-                "threshold": promise.threshold, "depth": kept.depth,
-            },
-        }))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "tokens": found.states.n,
+                    "seconds": seconds,
+                    "exits": [clean(dataclasses.asdict(q)) for q in found.qualities],
+                    "points": {str(a): dataclasses.asdict(p) for a, p in points.items()},
+                    "promise": {
+                        "delta": DELTA,
+                        "epsilon": EPSILON,
+                        "windows": promise.units,
+                        "threshold": promise.threshold,
+                        "depth": kept.depth,
+                    },
+                }
+            )
+        )
 
 
 def experiment(run, config):
@@ -170,8 +188,11 @@ def text(run, workdir: pathlib.Path):
 
 
 def exact(threshold: float) -> str:
-    """As short as can be, yet read as the float32 that it is: rounded, 0.99997 would be 1, at which
-    nobody leaves, and others would let go of more than was judged."""
+    """Return the shortest text that is read as the same float32.
+
+    Rounded, 0.99997 would be 1, at which no token leaves, and other values would let more tokens
+    leave than were judged.
+    """
     return np.format_float_positional(np.float32(threshold), unique=True, trim="-")
 
 
@@ -193,23 +214,35 @@ def show(found, points, n_layers: int) -> str:
         if q.boundary in alone:
             says = scores.confidences["router"][alone[q.boundary]]
             leave = f"{(says >= 0.95).mean():.1%}"
-        rows.append([
-            str(q.boundary), f"{q.positives:.1%}", number(q.auc, ".4f"), number(q.error, ".4f"),
-            leave, f"{n_layers / q.boundary:.2f}" if q.boundary else "", q.refused or f"{q.epoch}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                str(q.boundary),
+                f"{q.positives:.1%}",
+                number(q.auc, ".4f"),
+                number(q.error, ".4f"),
+                leave,
+                f"{n_layers / q.boundary:.2f}" if q.boundary else "",
+                q.refused or f"{q.epoch}",
+            ]
+        )
     header = ["boundary", "may leave", "AUC", "error", "sure (0.95)", "their speed", "epoch"]
     parts = [analysis.table(header, rows), ""]
     rows = [
-        [f"{a:.0%}", f"{p.agreement:.2%}", f"{p.depth:.2f}", f"{n_layers / p.depth:.2f}",
-         ",".join(map(exact, p.threshold))]
+        [
+            f"{a:.0%}",
+            f"{p.agreement:.2%}",
+            f"{p.depth:.2f}",
+            f"{n_layers / p.depth:.2f}",
+            ",".join(map(exact, p.threshold)),
+        ]
         for a, p in points.items()
-    ]  # fmt: skip
+    ]
     header = ["wanted", "agreement", f"depth of {n_layers}", "speed at most", "thresholds"]
     return "\n".join([*parts, analysis.table(header, rows)])
 
 
 def draw(found, points, workdir: pathlib.Path) -> list[pathlib.Path]:
-    """How states converge over depth (TIDE, section 5.5), and where tokens leave."""
+    """Draw the convergence of states over depth (TIDE, section 5.5), and the exits of tokens."""
     from eejax import analysis
 
     picture = analysis.convergence_by_depth(
@@ -218,7 +251,7 @@ def draw(found, points, workdir: pathlib.Path) -> list[pathlib.Path]:
         found.states.tokens[:-1] == found.states.tokens[-1],
     )
     shares = {f"{a:.0%} agreement": p.shares for a, p in points.items()}
-    histogram = analysis.exit_histogram(shares, found.scores.config.stops)
+    histogram = analysis.exit_histogram(shares, found.scores.config.exit_boundaries)
     return [
         analysis.save(picture, workdir / "convergence_by_depth.png"),
         analysis.save(histogram, workdir / "exits.png"),

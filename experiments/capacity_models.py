@@ -21,7 +21,7 @@ SIZES = {
 
 
 def models() -> dict:
-    """By name, the layer up to which HELIOS loads a model (its Table 4), and its configuration.
+    """Return, by name, the layer up to which HELIOS loads a model (Table 4), and its config.
 
     Table 4 gives Llama2-13B 32 layers. It has 40, and the saving in the table is that of 40.
     """
@@ -44,21 +44,21 @@ def llama(layer: int, size: dict):
 
 def depths(config, layer: int) -> dict[str, int]:
     """Number of segments of the whole model, and of the part that ends at a layer."""
-    return {"whole": config.n_exits + 1, "part": config.stops.index(layer) + 1}
+    return {"whole": config.n_exits + 1, "part": config.exit_boundaries.index(layer) + 1}
 
 
-def requests_that_fit(config, layer: int, context: int, budget: float, grows: bool) -> dict:
+def requests_that_fit(config, layer: int, context: int, budget: float, can_deepen: bool) -> dict:
     """Bytes of the whole model and of its part up to a layer, and the requests beside each.
 
     Args:
       context: tokens that a request has room for.
       budget: bytes for weights and requests.
-      grows: whether the part keeps what it needs to be given more layers while requests run.
+      can_deepen: whether the part keeps what it needs to be given more layers while requests run.
     """
     from eejax.inference import capacity
     from eejax.inference.batched_state import BatchOptions
 
-    options = BatchOptions(grows=grows)
+    options = BatchOptions(can_deepen=can_deepen)
     row: dict = {"layers": [layer, config.n_layers], "context": context}
     for which, depth in depths(config, layer).items():
         row[f"{which}_weights"] = capacity.weight_bytes(config, depth)

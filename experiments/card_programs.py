@@ -107,7 +107,7 @@ def decoding(
     from eejax.common.trees import nbytes
     from eejax.inference import generate
     from eejax.inference.policy import ExitPolicy
-    from eejax.inference.sampling import Sampling
+    from eejax.inference.sampling import SamplingParams
     from eejax.inference.state import EngineOptions, Request, engine_config, prepare
     from eejax.kernels import aot, call
     from eejax.models import params
@@ -120,7 +120,7 @@ def decoding(
         policy = ExitPolicy.make(config, batch, threshold if config.n_exits else 1.0)
         tokens = jax.ShapeDtypeStruct((batch, prompt or 16), jnp.int32)
         given = Request.make(
-            config, [tokens.shape[1]] * batch, [64] * batch, policy, Sampling.make(batch)
+            config, [tokens.shape[1]] * batch, [64] * batch, policy, SamplingParams.make(batch)
         )
         static = dict(config=config, options=options)
         first = partial(generate.prefill, length=cache, **static)
@@ -149,19 +149,19 @@ def slot_shapes(card, config, slots: int, context: int, options: Any) -> tuple[A
 
     from eejax.inference.batched import PROMPT_SPAN, SPAN
     from eejax.inference.batched_state import blank
-    from eejax.inference.packing import Plan
+    from eejax.inference.schedule import BatchPlan
     from eejax.inference.state import prepare
     from eejax.kernels import call
     from eejax.models import params
 
     with call.compute_capability(card.capability):
-        options = options.of_slots(slots).of_model(config)
+        options = options.resolve_buckets(slots).resolve_chunk(config)
         own = jax.eval_shape(partial(params.init, config), jax.random.key(0))
-        prepared = partial(prepare, config=config, max_depth=options.max_depth)
+        prepared = partial(prepare, config=config, num_segments=options.num_segments)
         weights = jax.eval_shape(prepared, own)
         start = partial(
             blank,
-            plan=Plan.make(len(weights.segments), slots, options.buckets),
+            plan=BatchPlan.make(len(weights.segments), slots, options.buckets),
             config=config,
             options=options,
             slots=slots,

@@ -1,4 +1,4 @@
-"""How fast engines decode: timed in interleaved pairs, and simulated from the times of layers."""
+"""Speeds of engines: timed in interleaved pairs, and simulated from the times of layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHECKED = 2  # prompts that the real `pipelined` goes on from
 TIE = 1e-4  # the oracle's margin below which rounding may decide
 
 
-class Timed:
+class TimedDecoding:
     """Decoding alone: `start` takes a prompt up to its first token, `finish` does the rest."""
 
     def __init__(self, generator, prompts, new: int, **kwargs):
@@ -48,18 +48,22 @@ def measure(
 
     make = lambda engine: Generator.make(model.params, model.config, engine)
     full, recompute = make("full"), make("recompute")
-    timed = [Timed(full, prompts, new)]
-    timed += [Timed(recompute, prompts, new, threshold=t, gate=gate) for t in thresholds]
+    timed = [TimedDecoding(full, prompts, new)]
+    timed += [TimedDecoding(recompute, prompts, new, threshold=t, gate=gate) for t in thresholds]
     seconds = interleave(
-        [lambda _, t=t: t.finish() for t in timed], pairs, time.perf_counter,
+        [lambda _, t=t: t.finish() for t in timed],
+        pairs,
+        time.perf_counter,
         before=lambda r: timed[r].start(),
-    )  # fmt: skip
+    )
     return seconds, [t.results[: len(prompts)] for t in timed]
 
 
 def measured(seconds: np.ndarray) -> list[dict]:
-    """Of every threshold, from seconds [1 + thresholds, pairs]: how many times as fast as `full`,
-    as threshold 1, and as the threshold above."""
+    """Return speeds of every threshold, from seconds [1 + thresholds, pairs].
+
+    They are relative to `full`, to threshold 1, and to the threshold above.
+    """
     from eejax.analysis import median_ratio
 
     full, *rest = seconds
@@ -71,10 +75,15 @@ def measured(seconds: np.ndarray) -> list[dict]:
 
 
 def simulate(
-    traces: Sequence[Sequence[int]], config, stages: int, times, factors: dict[int, float],
-    threshold: float, cap: int,
-) -> dict[str, float]:  # fmt: skip
-    """How many times as fast as `full` the texts come whose tokens left by these exits."""
+    traces: Sequence[Sequence[int]],
+    config,
+    stages: int,
+    times,
+    factors: dict[int, float],
+    threshold: float,
+    cap: int,
+) -> dict[str, float]:
+    """Return the speed relative to `full` of texts whose tokens left by these exits."""
     from eejax.inference import latency
     from eejax.pipeline.partition import EVEN, partition
 
@@ -92,11 +101,11 @@ def simulate(
 
 
 def compared(model, stages: int, prompts: list, results, thresholds: Sequence[float]) -> dict:
-    """What the real `pipelined` writes beside `recompute`'s texts at every threshold.
+    """Compare texts of the real `pipelined` with `recompute`'s at every threshold.
 
     differ: tokens that are not the same from the same exit. near_ties: texts that differ where
-    rounding may have decided, as the oracle's own margin is below `TIE` at the first token that one
-    of the two has otherwise than it; others: the rest.
+    rounding may have decided, as the oracle's own margin is below `TIE` at the first token that
+    differs from it. others: the rest.
     """
     from eejax.inference import Generator, PipelinedGenerator
     from eejax.sharding.mesh import MeshConfig

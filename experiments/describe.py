@@ -1,4 +1,4 @@
-"""What an experiment is made of and what it would take, without running it.
+"""Describe an experiment and what it would take, without running it.
 
     python -m experiments.describe --config=configs/ee_llm_7b.py [--compile] [--json]
 

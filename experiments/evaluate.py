@@ -35,7 +35,7 @@ def main() -> None:
     from eejax.train import evaluate, inputs, metrics, step
     from eejax.train.runs import open_run
 
-    mesh = make_mesh(MeshConfig(data=jax.device_count() if distributed.several() else 1))
+    mesh = make_mesh(MeshConfig(data=jax.device_count() if distributed.is_multiprocess() else 1))
     check_batch(_BATCH_SIZE.value, mesh, field="--batch_size")
     run = open_run(_WORKDIR.value, step=_STEP.value, mesh=mesh, ema=_EMA.value)
     model, config = run.model, run.experiment.data
@@ -44,9 +44,12 @@ def main() -> None:
             source = data.source(_TEXT.value, text_field=config.text_field)
             packed = data.pack(source, model.tokenizer, folder, validation_fraction=0.0)
             batches = data.batches(
-                packed.split("train"), _BATCH_SIZE.value, config.length,
-                document_masks=config.document_masks, limit=_BATCHES.value,
-            )  # fmt: skip
+                packed.split("train"),
+                _BATCH_SIZE.value,
+                config.length,
+                document_masks=config.document_masks,
+                limit=_BATCHES.value,
+            )
             batches = [(1.0, (inputs.strip(batch, config.document_masks) for batch in batches))]
         else:
             launch.check_own_text(model.metadata, config.source, _WORKDIR.value, "text")

@@ -1,4 +1,4 @@
-"""Writes the model of a run as a folder that transformers opens.
+"""Write the model of a run as a folder that transformers opens.
 
     python -m experiments.export_hf --workdir=runs/quickstart --output=models/quickstart
 
@@ -26,7 +26,6 @@ flags.mark_flags_as_required(["workdir", "output"])
 def main() -> None:
     from eejax.checkpoint.hf import save_pretrained
     from eejax.checkpoint.hf.families import FAMILIES
-    from eejax.train.pretrained import generation_of
     from eejax.train.runs import open_run
 
     model = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value).model
@@ -34,10 +33,14 @@ def main() -> None:
     known = known if known in FAMILIES else None  # one that was recognised is written as another
     with launch.flags_named({}):
         family = save_pretrained(
-            _OUTPUT.value, model.config, model.params, family=_FAMILY.value or known,
-            tokenizer=model.tokenizer, generation=generation_of(model.metadata),
+            _OUTPUT.value,
+            model.config,
+            model.params,
+            family=_FAMILY.value or known,
+            tokenizer=model.tokenizer,
+            generation=model.generation,
             dtype=_DTYPE.value,
-        )  # fmt: skip
+        )
     print(f"{family}, {model.config.n_exits} early exits beside it, in {_OUTPUT.value}")
 
 

@@ -1,4 +1,4 @@
-"""Generates text with a trained model, each token in the color of the exit it left by.
+"""Generate text with a trained model, each token in the color of the exit it left by.
 
     python -m experiments.generate --workdir=runs/quickstart --prompt='def main(' --threshold=0.8
     python -m experiments.generate --workdir=runs/quickstart --prompt_file=a.txt --engine=full
@@ -19,7 +19,7 @@ printed at the end.
 Two programs are compiled, one that reads the prompt and one that generates a chunk of tokens; the
 speed printed leaves out what comes before both are there. Other text, thresholds, gates, exits,
 sampling or seeds need no new program; another number of prompts, --engine, --mesh, --cap, --gamma,
---draft_exit or --max_depth does, and now and then a longer prompt or a larger --max_new_tokens.
+--draft_exit or --num_segments does, and now and then a longer prompt or a larger --max_new_tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LEAVING = ("posthoc", "recompute", "pipelined", "propagate", "auto")
 USED_BY = {
     flag: engines
     for names, engines in (
-        ("threshold gate exits min_depth decay prefill_exit max_depth", LEAVING),
+        ("threshold gate exits min_exit_layer decay prefill_exit num_segments", LEAVING),
         ("cap", ("recompute", "pipelined", "auto")),
         ("gamma draft_exit adapt", ("speculative", "auto_speculative")),
         ("propagate", ("propagate",)),
@@ -63,16 +63,19 @@ _INTERACTIVE = flags.DEFINE_bool("interactive", False, "Answer prompts line by l
 _ENGINE = flags.DEFINE_enum("engine", "recompute", ENGINES, "Decoder.")
 _THRESHOLD = flags.DEFINE_list("threshold", ["0.9"], "Confidence to leave at; one, or one an exit.")
 _GATE = flags.DEFINE_string(
-    "gate", "max_probability",
+    "gate",
+    "max_probability",
     "What a token's confidence is: max_probability, margin, entropy, patience, saturation, fixed, "
     "router.",
-)  # fmt: skip
+)
 _EXITS = flags.DEFINE_list("exits", None, "Boundaries of the active exits; all by default.")
-_MIN_DEPTH = flags.DEFINE_integer("min_depth", 0, "Exits below so many layers are not active.")
+_MIN_EXIT_LAYER = flags.DEFINE_integer(
+    "min_exit_layer", 0, "Exits below so many layers are not active."
+)
 _DECAY = flags.DEFINE_float("decay", None, "How fast thresholds fall along a text; not at all.")
 _PREFILL_EXIT = flags.DEFINE_bool("prefill_exit", False, "May the first token leave early too?")
-_MAX_DEPTH = flags.DEFINE_integer(
-    "max_depth", None, "Segments to load, the last one's exit emitting what is left; all."
+_NUM_SEGMENTS = flags.DEFINE_integer(
+    "num_segments", None, "Segments to load, the last one's exit emitting what is left; all."
 )
 _CAP = flags.DEFINE_integer("cap", 16, "Most tokens that may wait for deeper layers.")
 _GAMMA = flags.DEFINE_integer("gamma", 4, "Most tokens drafted in a step (speculative).")
@@ -81,9 +84,11 @@ _ADAPT = flags.DEFINE_bool(
     "adapt", True, "Draft fewer tokens where few are accepted (speculative)."
 )
 _PROPAGATE = flags.DEFINE_enum(
-    "propagate", "state", ["state", "mask"],
+    "propagate",
+    "state",
+    ["state", "mask"],
     "What layers above an exit keep of a token: keys and values of its state, or none (propagate).",
-)  # fmt: skip
+)
 _MESH = {
     axis: flags.DEFINE_integer(f"mesh.{axis}", 1, what, lower_bound=1)
     for axis, what in (
@@ -117,7 +122,7 @@ FLAG_OF = {
 
 
 def note_unused() -> None:
-    """Says which of the flags given make no difference."""
+    """Print which of the given flags have no effect."""
     given = [f for f in USED_BY if flags.FLAGS[f].present and _ENGINE.value not in USED_BY[f]]
     if given:
         listed = ", ".join(f"--{f}" for f in given)
@@ -163,7 +168,7 @@ def make_generator(model):
     from eejax.sharding.mesh import MeshConfig
 
     engine, params, config = _ENGINE.value, model.params, model.config
-    own = (_CAP, _GAMMA, _DRAFT_EXIT, _MAX_DEPTH, _ADAPT, _PROPAGATE)
+    own = (_CAP, _GAMMA, _DRAFT_EXIT, _NUM_SEGMENTS, _ADAPT, _PROPAGATE)
     used = {flag.name: flag.value for flag in own if engine in USED_BY[flag.name]}
     options = EngineOptions(AUTO.get(engine, engine), **used)
     mesh = MeshConfig(**{axis: flag.value for axis, flag in _MESH.items()})
@@ -176,7 +181,7 @@ def make_generator(model):
     return make(params, config, options, mesh=mesh if mesh.size > 1 else None)
 
 
-class Pace:
+class StreamPace:
     """Tokens and seconds of one stream after its second result: both programs have run then."""
 
     def __init__(self):
@@ -191,7 +196,7 @@ class Pace:
         self._number += 1
 
 
-def rate(paces: list[Pace]) -> float | None:
+def rate(paces: list[StreamPace]) -> float | None:
     """Tokens per second; None where there were too few to time."""
     tokens = sum(pace.tokens for pace in paces)
     return tokens / sum(pace.seconds for pace in paces) if tokens else None
@@ -202,7 +207,7 @@ def per_second(value: float | None) -> str:
 
 
 class Screen:
-    """Shows the tokens of a request as they come."""
+    """Writer of a request's tokens as they come."""
 
     def __init__(self, tokenizer, prompt: list[int], colors: bool):
         self._text, self._shown, self._colors = tokenizer.stream(prompt), 0, colors
@@ -216,7 +221,7 @@ class Screen:
         sys.stdout.flush()
 
     def end(self) -> None:
-        """Shows what is left of the text, and ends the line."""
+        """Show what is left of the text, and end the line."""
         print(self._text.flush())
 
 
@@ -224,7 +229,7 @@ def answer(ask: Callable, texts: list[str], tokenizer, colors: bool) -> tuple:
     """(result, tokens per second) of a batch; a single prompt is shown as it grows."""
     ids = [tokenizer.encode(text).tolist() for text in texts]
     waits()
-    screen, pace = Screen(tokenizer, ids[0], colors) if len(texts) == 1 else None, Pace()
+    screen, pace = Screen(tokenizer, ids[0], colors) if len(texts) == 1 else None, StreamPace()
     for number, result in enumerate(ask(ids)):
         pace.add(result)
         if screen:
@@ -263,7 +268,7 @@ def converse(ask: Callable, tokenizer, colors: bool) -> Iterator[tuple]:
             import readline  # noqa: F401  (lines can be edited and come back)
         print("Ctrl-C ends an answer; at the prompt it ends the session, as Ctrl-D does.")
     while (text := read_line()) is not None:
-        result, pace, stopped = None, Pace(), False
+        result, pace, stopped = None, StreamPace(), False
         try:
             ids = tokenizer.encode(text).tolist()
             screen = Screen(tokenizer, ids, colors)
@@ -289,7 +294,7 @@ def converse(ask: Callable, tokenizer, colors: bool) -> Iterator[tuple]:
 
 
 def verdict(payoff, what: str) -> str:
-    """What an engine that times itself has found of exits, or drafts."""
+    """Return what an engine that times itself found of exits, or drafts."""
     if payoff.ratio is None:
         return f"{what} were left on: too few tokens to measure whether they pay"
     if payoff.exits:
@@ -334,14 +339,23 @@ def main() -> None:
     exits = None if _EXITS.value is None else launch.numbers("exits", _EXITS.value, int)
     model = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value).model
     tokenizer, generator = model.tokenizer, make_generator(model)
-    stops = [*_STOP_TOKEN.value, *tokenizer.end_ids]
+    stop_tokens = [*_STOP_TOKEN.value, *tokenizer.end_ids]
     settings = dict(
-        threshold=threshold[0] if len(threshold) == 1 else threshold, exits=exits,
-        prefill_exit=_PREFILL_EXIT.value, gate=_GATE.value, min_depth=_MIN_DEPTH.value,
-        decay=_DECAY.value, temperature=_TEMPERATURE.value, top_k=_TOP_K.value,
-        top_p=_TOP_P.value, min_p=_MIN_P.value, seed=_SEED.value,
-        stop_tokens=stops, stop_strings=_STOP.value, decode_text=tokenizer.decode,
-    )  # fmt: skip
+        threshold=threshold[0] if len(threshold) == 1 else threshold,
+        exits=exits,
+        prefill_exit=_PREFILL_EXIT.value,
+        gate=_GATE.value,
+        min_exit_layer=_MIN_EXIT_LAYER.value,
+        decay=_DECAY.value,
+        temperature=_TEMPERATURE.value,
+        top_k=_TOP_K.value,
+        top_p=_TOP_P.value,
+        min_p=_MIN_P.value,
+        seed=_SEED.value,
+        stop_tokens=stop_tokens,
+        stop_strings=_STOP.value,
+        decode_text=tokenizer.decode,
+    )
     if _INTERACTIVE.value and _ENGINE.value not in AUTO:  # which times calls of more steps
         settings["chunk"] = FEW
     ask = lambda ids, **change: generator.stream(ids, _NEW.value, **settings | change)

@@ -1,4 +1,4 @@
-"""Completes many prompts with a trained model, a batch at a time: every token exits by itself.
+"""Complete many prompts with a trained model, a batch at a time: every token exits by itself.
 
     python -m experiments.generate_batch --workdir=runs/quickstart --input=prompts.txt \\
         --output=texts.jsonl --threshold=0.5
@@ -72,15 +72,15 @@ class Line(NamedTuple):
 
 
 def main() -> None:
-    from eejax.train.runs import load_model
+    from eejax.train.runs import load_run
 
     given = prompt_files.read("input", _INPUT.value)
     lines = [parsed(i, text) for i, text in enumerate(given, 1) if text.strip()]
     require(bool(lines), "input", _INPUT.value, "must have a line that is not empty")
     if _RESUME.value and _OUTPUT.value is None:
         raise ConfigError("--resume: goes on with an --output: name the file.")
-    model = load_model(_WORKDIR.value, step=_STEP.value)
-    engine, stops = engine_of(model)  # and what is wrong with flags, before a file is touched
+    model = load_run(_WORKDIR.value, step=_STEP.value)
+    engine, stop_tokens = engine_of(model)  # and what is wrong with flags, before a file is touched
     with contextlib.ExitStack() as stack:
         out = sys.stdout
         if _OUTPUT.value is not None:
@@ -89,7 +89,7 @@ def main() -> None:
             if done:
                 launch.say(f"{len(done)} of {len(lines)} lines are done already")
             lines = [line for line in lines if line.number not in done]
-        failed = complete(model, engine, stops, lines, out) if lines else 0
+        failed = complete(model, engine, stop_tokens, lines, out) if lines else 0
     if failed:
         raise SystemExit(1)
 
@@ -116,8 +116,10 @@ def opened(path: str, lines: list[Line]) -> tuple[TextIO, set[int]]:
 
 
 def told_before(path: str, data: bytes, lines: list[Line]) -> dict[int, bytes]:
-    """What an earlier run told of which lines, which must be of the same input; those that could
-    not be run are to be run again."""
+    """Read which lines an earlier run of the same input finished.
+
+    Lines that could not be run are run again.
+    """
     prompts = {line.number: line.wants.get("prompt") for line in lines}
     done = {}
     for i, text in enumerate(data.splitlines(keepends=True), 1):
@@ -166,17 +168,17 @@ def encoded(lines: list[Line], tokenizer) -> tuple[list[Line], dict[int, list[in
     return told, ids
 
 
-def complete(model, engine, stops: list[int], lines: list[Line], out) -> int:
-    """Runs the lines; how many could not be."""
+def complete(model, engine, stop_tokens: list[int], lines: list[Line], out) -> int:
+    """Run the lines, and return how many could not be."""
     from eejax.data import text_behind
     from eejax.inference.payoff import Payoff
     from eejax.inference.policy import ExitPolicy
-    from eejax.inference.sampling import Sampling
+    from eejax.inference.sampling import SamplingParams
     from eejax.inference.scheduler import Scheduler
 
     tokenizer = model.tokenizer
     lines, ids = encoded(lines, tokenizer)
-    engine, drafts = tuned(engine, [*ids.values()], stops)
+    engine, drafts = tuned(engine, [*ids.values()], stop_tokens)
     payoff = Payoff() if _ENGINE.value == "auto" else None
     scheduler = Scheduler(engine, engine.config, payoff=payoff)
     of: dict[int, Line] = {}
@@ -191,20 +193,26 @@ def complete(model, engine, stops: list[int], lines: list[Line], out) -> int:
             require(not line.error, f"line {line.number}", line.wants, line.error)
             want = lambda name, flag, line=line: line.wants.get(name, flag.value)
             policy = ExitPolicy.make(
-                model.config, 1, want("threshold", _THRESHOLD), gate=_GATE.value,
+                model.config,
+                1,
+                want("threshold", _THRESHOLD),
+                gate=_GATE.value,
                 drafts=line.wants.get("drafts", drafts),
-            )  # fmt: skip
+            )
             if _ENGINE.value == "full":
                 policy = ExitPolicy.make(engine.config, 1)
-            sampling = Sampling.make(
+            sampling = SamplingParams.make(
                 1,
                 want("temperature", _TEMPERATURE),
                 seed=line.wants.get("seed", _SEED.value + line.number - 1),
             )
             number = scheduler.submit(
-                ids[line.number], want("max_new_tokens", _NEW), policy=policy, sampling=sampling,
-                stop_tokens=stops,
-            )  # fmt: skip
+                ids[line.number],
+                want("max_new_tokens", _NEW),
+                policy=policy,
+                sampling=sampling,
+                stop_tokens=stop_tokens,
+            )
             of[number] = line
         except ConfigError as error:
             failed += 1
@@ -225,10 +233,13 @@ def complete(model, engine, stops: list[int], lines: list[Line], out) -> int:
             failed += finish == "error"
             exits = np.bincount([t.exit for t in mine], minlength=engine.config.n_exits + 1)
             told(
-                line, prompt=line.wants["prompt"],
+                line,
+                prompt=line.wants["prompt"],
                 text=text_behind(tokenizer.decode, ids[line.number], [t.id for t in mine]),
-                finish=finish, tokens=len(mine), exits=exits.tolist(),
-            )  # fmt: skip
+                finish=finish,
+                tokens=len(mine),
+                exits=exits.tolist(),
+            )
         now = time.perf_counter()
         if now - shown > 5:
             shown = now
@@ -249,22 +260,22 @@ def engine_of(model):
     from eejax.inference.batched_state import BatchOptions
     from eejax.inference.engine import SlotEngine
     from eejax.inference.policy import ExitPolicy
-    from eejax.inference.sampling import Sampling
+    from eejax.inference.sampling import SamplingParams
     from eejax.inference.state import Request
 
-    config, stops = model.config, sorted({*model.tokenizer.end_ids, *_STOP_TOKEN.value})
+    config, stop_tokens = model.config, sorted({*model.tokenizer.end_ids, *_STOP_TOKEN.value})
     kwargs = dict(slots=_SLOTS.value, context=_CONTEXT.value)
     with launch.flags_named({"stop_tokens": "stop_token"}):
         policy = ExitPolicy.make(config, 1, _THRESHOLD.value, gate=_GATE.value)
-        sampling = Sampling.make(1, _TEMPERATURE.value, seed=_SEED.value)
-        Request.make(config, [1], [1], policy, sampling, stops)
+        sampling = SamplingParams.make(1, _TEMPERATURE.value, seed=_SEED.value)
+        Request.make(config, [1], [1], policy, sampling, stop_tokens)
         if _ENGINE.value == "full":
-            return SlotEngine.make(model.params, config, "full", **kwargs), stops
+            return SlotEngine.make(model.params, config, "full", **kwargs), stop_tokens
         options = BatchOptions(drafts=_DRAFTS.value)
-        return BatchedEngine.make(model.params, config, options, **kwargs), stops
+        return BatchedEngine.make(model.params, config, options, **kwargs), stop_tokens
 
 
-def tuned(engine, prompts: list, stops: list[int]):
+def tuned(engine, prompts: list, stop_tokens: list[int]):
     """The engine with a plan, and the drafts that requests are to have."""
     from eejax.inference import batch_costs
 
@@ -275,9 +286,13 @@ def tuned(engine, prompts: list, stops: list[int]):
         return engine, _DRAFTS.value
     launch.say("measuring and planning ...")
     found = batch_costs.tune(
-        engine, fit[:64], new=min(64, _NEW.value), stop_tokens=stops, gate=_GATE.value,
+        engine,
+        fit[:64],
+        new=min(64, _NEW.value),
+        stop_tokens=stop_tokens,
+        gate=_GATE.value,
         threshold=_THRESHOLD.value,
-    )  # fmt: skip
+    )
     launch.say(
         f"plan: {found.drafts} drafts, fill {found.engine.plan.fill.tolist()}, patience"
         f" {found.engine.plan.patience.tolist()}"

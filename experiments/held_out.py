@@ -13,7 +13,7 @@ BATCH = 16
 
 
 def batches(run, tokens: int) -> Iterator[Mapping[str, np.ndarray]]:
-    """Of a run's held-out text, about so many tokens of it, spread evenly."""
+    """Return batches of a run's held-out text, about so many tokens, spread evenly."""
     from eejax.train import inputs
 
     config = run.experiment.data
@@ -25,7 +25,7 @@ def batches(run, tokens: int) -> Iterator[Mapping[str, np.ndarray]]:
 def padded(
     texts: Sequence[tuple[Sequence[int], int]], length: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Of texts (ids, the first that counts, from 1), each cut to `length` tokens to predict."""
+    """Pad texts (ids, the first that counts, from 1), each cut to `length` tokens to predict."""
     for begin in range(0, len(texts), BATCH):
         tokens = np.zeros((BATCH, length), np.int32)
         labels = np.full((BATCH, length), -1, np.int32)

@@ -15,12 +15,12 @@ from eejax.analysis.intervals import mean_interval
 from eejax.common.errors import ConfigError, DataError
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
-from eejax.serving.auditor import Auditor
+from eejax.serving.auditor import AnswerVerifier
 from eejax.serving.breach_window import clear
-from eejax.serving.choices import Choice
+from eejax.serving.choices import ModelDepth
 from eejax.serving.controller import Controller
 from eejax.serving.energy import layer_flops, segment_rows, token_work
-from eejax.serving.fleet import Fleet, Member
+from eejax.serving.fleet import Fleet, FleetMember
 
 ORDERS = ("blocked", "shuffled", "drifting")
 SPREAD = 0.3  # of a task's prompts around its time, as a share of all, where tasks drift
@@ -62,16 +62,21 @@ def ordered(tasks: Sequence[str], order: str, seed: int = 0) -> np.ndarray:
 
 @dataclasses.dataclass
 class TimedAnswer:
-    """What came of a prompt: seconds at which it was sent, and its first and last token came;
-    tokens as they came; placed: the models that it was given to, each with its depth and the number
-    of tokens that were there already."""
+    """Times of an answer.
+
+    Attributes:
+      sent, first, done: seconds at which the prompt was sent, and the first and last token came.
+      tokens: tokens as they came.
+      placed: the models that it was given to, each with its depth and the number of tokens that
+        were there already.
+    """
 
     index: int
     sent: float
     first: float = 0.0
     done: float = 0.0
     tokens: list = dataclasses.field(default_factory=list)
-    placed: list[tuple[Choice, int]] = dataclasses.field(default_factory=list)
+    placed: list[tuple[ModelDepth, int]] = dataclasses.field(default_factory=list)
 
     @property
     def ttft(self) -> float:
@@ -84,11 +89,11 @@ class TimedAnswer:
         return [(choice.model, a, b) for (choice, _), a, b in spans if b > a]
 
 
-class Static:
+class StaticModel:
     """One model at one depth."""
 
-    def __init__(self, name: str, member: Member, depth: int, threshold: Any, **making: Any):
-        self.choice = Choice(name, depth)
+    def __init__(self, name: str, member: FleetMember, depth: int, threshold: Any, **making: Any):
+        self.choice = ModelDepth(name, depth)
         rules = {**member.rules, "threshold": threshold}
         self._policy = ExitPolicy.make(member.config, 1, **rules)
         self._part = PartialModel(
@@ -117,25 +122,29 @@ class Stopwatch:
         self._total, self._begin = self.now(), self._clock() if on else None
 
 
-class Chosen:
+class ControlledFleet:
     """A fleet, by whatever its controller says. watch: the clock of both."""
 
     def __init__(
-        self, members: Mapping[str, Member], controller: Controller, watch: Stopwatch, **making: Any
+        self,
+        members: Mapping[str, FleetMember],
+        controller: Controller,
+        watch: Stopwatch,
+        **making: Any,
     ):
         self.watch = watch
         self._answers: dict[int, TimedAnswer] = {}
         outer = self
 
-        class Noted(Fleet):
+        class NotedRequest(Fleet):
             def _place(self, job, given):
                 super()._place(job, given)
                 model = given.choice.model
-                choice = Choice(model, self.parts[model].depth)
+                choice = ModelDepth(model, self.parts[model].depth)
                 outer._answers[job.number].placed.append((choice, len(job.tokens)))
 
         self.controller = controller
-        self.fleet = Noted(members, controller, clock=watch.now, **making)
+        self.fleet = NotedRequest(members, controller, clock=watch.now, **making)
 
     def submit(self, answer: TimedAnswer, prompt: Sequence[int], limit: int) -> int:
         number = self.fleet.submit(prompt, limit)
@@ -145,13 +154,13 @@ class Chosen:
     def step(self):
         return self.fleet.step()
 
-    def settle(self) -> None:
-        """What was begun is ended in its own time, and not in that of whoever is next."""
+    def drain(self) -> None:
+        """Finish changes that have begun in this server's own time, not in that of the next one."""
         while not self.fleet.settled:
             self.fleet.step()
 
 
-class ByChance(Controller):
+class RandomPolicy(Controller):
     """Another model and depth after every interval, whatever they are worth."""
 
     def __init__(self, *args: Any, seed: int = 0, **own: Any):
@@ -160,7 +169,7 @@ class ByChance(Controller):
 
     def _evaluate(self, why: str, names: Sequence[str] = ()) -> None:
         self._since = 0
-        known = [Choice(m, d) for m, p in self.profiles.items() for d in range(1, p.exits + 1)]
+        known = [ModelDepth(m, d) for m, p in self.profiles.items() for d in range(1, p.exits + 1)]
         self._want("serve", known[self._drawn.integers(len(known))], "by chance")
 
     def _assess(self) -> None:
@@ -196,14 +205,14 @@ def drive(
                 answer.tokens += tokens
             if finish:
                 open_.pop(number).done = now
-    if hasattr(server, "settle"):
-        server.settle()
+    if hasattr(server, "drain"):
+        server.drain()
     seconds = clock() - begin
     watch.run(False)
     return seconds, answers
 
 
-def answer_flops(members: Mapping[str, Member], answer: TimedAnswer, given: int) -> float:
+def answer_flops(members: Mapping[str, FleetMember], answer: TimedAnswer, given: int) -> float:
     """Executed floating-point operations of layers and heads for an answer to a prompt of `given`
     tokens: of the prompt, and of a text that goes on in another model, through all layers that were
     loaded; of its tokens, at the time or later (`energy.segment_rows`). Rows of a batch that are
@@ -222,13 +231,13 @@ def answer_flops(members: Mapping[str, Member], answer: TimedAnswer, given: int)
     return float(total)
 
 
-def heads(member: Member, exit: int) -> float:
+def heads(member: FleetMember, exit: int) -> float:
     """Operations of the heads by which a token is read that leaves by an exit."""
     return token_work(member.config, exit).flops - sum(layer_flops(member.config)[: exit + 1])
 
 
 def answer_bytes(
-    members: Mapping[str, Member], answer: TimedAnswer, slots: Mapping[str, Sequence[int]]
+    members: Mapping[str, FleetMember], answer: TimedAnswer, slots: Mapping[str, Sequence[int]]
 ) -> float:
     """Bytes of weights that were read for the tokens of an answer, up to the exits that they left
     by, which all slots share."""
@@ -240,8 +249,8 @@ def answer_bytes(
     return total
 
 
-def fleet_flops(members: Mapping[str, Member], fleet: Fleet) -> float:
-    """Of what a fleet fills in, runs anew, and looks at again."""
+def fleet_flops(members: Mapping[str, FleetMember], fleet: Fleet) -> float:
+    """Return the operations of what a fleet fills in, runs anew, and audits."""
     layers = {n: np.cumsum(layer_flops(m.config)).tolist() for n, m in members.items()}
     total, before = 0.0, {}
     for change in fleet.changes:
@@ -260,10 +269,12 @@ def fleet_flops(members: Mapping[str, Member], fleet: Fleet) -> float:
 
 
 @dataclasses.dataclass
-class Judged:
-    """Of answers, token by token: whether the whole model that gave it would have, its
-    log-probability by that model, and by a model that has no part in it. counts: tokens of each
-    answer, in their order."""
+class JudgedAnswers:
+    """Verdicts on answers, token by token.
+
+    They are whether the whole model that gave it would have chosen it, its log-probability by that
+    model, and by a model that has no part in it. counts: tokens of each answer, in order.
+    """
 
     same: np.ndarray
     own: np.ndarray
@@ -275,26 +286,28 @@ class Judged:
         mean = mean_interval(np.array([a.sum() for a in each]), self.counts)
         perplexity = lambda a: float(np.exp(-a.mean())) if a.size else float("nan")
         return {
-            "agreement": mean.score, "agreement_interval": [mean.low, mean.high],
-            "perplexity": perplexity(self.own), "judge_perplexity": perplexity(self.other),
-        }  # fmt: skip
+            "agreement": mean.score,
+            "agreement_interval": [mean.low, mean.high],
+            "perplexity": perplexity(self.own),
+            "judge_perplexity": perplexity(self.other),
+        }
 
 
 class Judges:
     """Whole models, which look at answers again."""
 
-    def __init__(self, members: Mapping[str, Member], other: Member | None = None):
+    def __init__(self, members: Mapping[str, FleetMember], other: FleetMember | None = None):
         everybody = dict(members) | ({} if other is None else {None: other})
         self._parts = {
             name: PartialModel(m.params, m.config, m.options, slots=1, depth=m.config.n_exits + 1)
             for name, m in everybody.items()
         }
-        self._auditors = {n: Auditor(p.host, p.config) for n, p in self._parts.items()}
+        self._auditors = {n: AnswerVerifier(p.host, p.config) for n, p in self._parts.items()}
 
     def _judge(self, name, prompt, tokens):
         return self._auditors[name].judge(self._parts[name].engine.weights, prompt, tokens)
 
-    def judge(self, answers: Sequence[TimedAnswer], texts) -> Judged:
+    def judge(self, answers: Sequence[TimedAnswer], texts) -> JudgedAnswers:
         same, own, other, counts = [], [], [], []
         for answer in answers:
             text, ids = [*texts[answer.index]], [t.id for t in answer.tokens]
@@ -306,4 +319,4 @@ class Judges:
             if None in self._parts and ids:
                 other.append(self._judge(None, text, ids).logprob)
         joined = lambda parts: np.concatenate(parts) if parts else np.zeros(0)
-        return Judged(joined(same), joined(own), joined(other), np.array(counts))
+        return JudgedAnswers(joined(same), joined(own), joined(other), np.array(counts))

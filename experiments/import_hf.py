@@ -1,4 +1,4 @@
-"""Makes a run of a pretrained model: every other launcher takes it by its --workdir.
+"""Import a pretrained model as a run, which every other launcher takes by its --workdir.
 
     python -m experiments.import_hf --model=models/tinylm --tokenizer=bytes --workdir=runs/tinylm \\
         --source='texts/*.txt'

@@ -1,4 +1,4 @@
-"""How every launcher starts: whatever a user can do wrong ends in one line, `error: ...`.
+"""Start of every launcher: whatever a user can do wrong ends in one line, `error: ...`.
 
 Launchers that can run as several processes call `define_processes()` beside their own flags.
 """
@@ -22,6 +22,12 @@ from eejax.common.errors import CheckpointError, ConfigError, DataError, remedy
 from experiments import config_errors, gpu_settings, interrupts, library_logs
 
 MISTAKES = (ConfigError, DataError, CheckpointError, OSError, FloatingPointError)
+RENAMED_FLAGS = {
+    "grows": "can_deepen",
+    "nogrows": "nocan_deepen",
+    "max_depth": "num_segments",
+    "min_depth": "min_exit_layer",
+}
 
 
 flags.disclaim_key_flags()  # --help lists flags under the launcher that defines them
@@ -30,15 +36,17 @@ flags.disclaim_key_flags()  # --help lists flags under the launcher that defines
 def define_processes() -> None:
     """Flags of a launcher that can run as several processes, off by default."""
     flags.DEFINE_bool(
-        "distributed", False,
+        "distributed",
+        False,
         "This is one of several processes, which the cluster describes: Slurm, Open MPI, "
         "Kubernetes or Cloud TPU.",
-    )  # fmt: skip
+    )
     flags.DEFINE_string(
-        "coordinator", None,
+        "coordinator",
+        None,
         "HOST:PORT of process 0: this is one of several processes, described by this flag, "
         "--processes and --process.",
-    )  # fmt: skip
+    )
     flags.DEFINE_integer("processes", None, "How many processes there are.")
     flags.DEFINE_integer("process", None, "The number of this process, from 0.")
     flags.DEFINE_integer(
@@ -52,9 +60,9 @@ def define_processes() -> None:
 def run(
     main: Callable[..., None], *, interrupted: str = "interrupted", positional: bool = False
 ) -> None:
-    """Parses the flags, calls `main()` and ends the process.
+    """Parse the flags, call `main()` and end the process.
 
-    With `positional`, `main` takes a list: the arguments that are no flags. Else they are refused.
+    With `positional`, `main` takes a list: the arguments that are not flags. Else they are refused.
 
     Exit status: that of `main`, 1 after an error that the message names, 130 after Ctrl-C, which
     prints `interrupted`.
@@ -96,7 +104,7 @@ def run(
 
 
 def _join() -> None:
-    """Makes this process one of several, where the flags say so."""
+    """Make this process one of several, where the flags say so."""
     if "coordinator" not in flags.FLAGS:
         return
     values = flags.FLAGS.flag_values_dict()
@@ -161,13 +169,13 @@ def numbers(flag: str, texts: list[str], kind: type = float) -> list:
 
 
 def _joined() -> bool:
-    """Whether this process is one of several, however many."""
+    """Return whether this process is one of several, however many."""
     jax = sys.modules.get("jax")
     return jax is not None and jax.distributed.is_initialized()
 
 
 def _end(error: BaseException, message: str) -> None:
-    """Prints the message and ends the process, one of several without waiting for the others."""
+    """Print the message and end the process, one of several without waiting for the others."""
     if not _joined():
         sys.exit(message)
     from eejax.sharding import distributed
@@ -197,7 +205,7 @@ def _overridden() -> Collection[str]:
 
 
 def _interrupted(line: str) -> None:
-    """Ends the process after Ctrl-C, one of several beside the others, which got it too."""
+    """End the process after Ctrl-C, one of several together with the others, which got it too."""
     if _joined():
         from eejax.sharding import distributed
 
@@ -230,6 +238,9 @@ def _parse(argv: list[str]) -> list[str]:
                 f"is to be set. Let it begin {config_errors.BEGIN}, and set in the file what lies "
                 "in model.exits."
             )
+        if isinstance(error, flags.UnrecognizedFlagError) and error.flagname in RENAMED_FLAGS:
+            name = error.flagname
+            sys.exit(f"error: --{name}: is called --{RENAMED_FLAGS[name]} now.")
         if isinstance(error, flags.Error | OSError | TypeError | ValueError):
             sys.exit(f"error: {_one_line(error)}")
         raise
@@ -262,7 +273,7 @@ def _config_file(argv: list[str]) -> str | None:
 
 
 def _check_config(argv: list[str], file: str | None) -> None:
-    """Raises `ConfigError` for --config.* that is no field, or a --config that is no file."""
+    """Raise `ConfigError` for --config.* that is no field, or a --config that is no file."""
     if "config" not in flags.FLAGS:
         return
     for argument in argv:
@@ -276,7 +287,7 @@ def _check_config(argv: list[str], file: str | None) -> None:
 
 
 def _check_result(file: str) -> None:
-    """Raises `ConfigError` where the file's `get_config` returns something else than a config."""
+    """Raise `ConfigError` where the file's `get_config` does not return a config."""
     value = flags.FLAGS["config"].value
     if not hasattr(value, "to_dict"):
         raise ConfigError(config_errors.returns(file, type(value).__name__))
@@ -304,8 +315,11 @@ def _shown(value) -> str:
 def check_own_text(
     metadata: Mapping[str, object], source: object, workdir: object, flag: str = "source"
 ) -> None:
-    """Raises ConfigError where the text of a run is nobody's choice: that of a model which was
-    imported without one, for which the default is Python's own library."""
+    """Raise ConfigError where no text was chosen for a run.
+
+    That is so for a model which was imported without one, for which the default is Python's own
+    library.
+    """
     from eejax import data
 
     if "pretrained" in metadata and source == data.PYTHON_STDLIB:

@@ -1,4 +1,4 @@
-"""What a pipelined run would take on each stage, and what would make it faster; nothing is run.
+"""Plan a pipelined run: what each stage takes, and what would make it faster; nothing is run.
 
     python -m experiments.plan --config=configs/ee_llm_7b.py --config.mesh.pipe=4 [--memory_gib=80]
 
@@ -26,7 +26,7 @@ from ml_collections import config_flags
 
 from eejax.common.paths import expanded
 from experiments import launch
-from experiments.stages import Stages
+from experiments.stages import ExperimentStages
 
 config_flags.DEFINE_config_file("config", None, "The experiment, a file of configs/.")
 _MEMORY = flags.DEFINE_float("memory_gib", None, "Memory of a device.", lower_bound=0)
@@ -55,24 +55,33 @@ def main() -> None:
 def measured(experiment):
     from experiments import slot_costs
 
-    stages = Stages.of(experiment)
+    stages = ExperimentStages.of(experiment)
     mesh = dataclasses.replace(experiment.mesh, data=1)
     return slot_costs.measure(
-        experiment.model, stages.partition.most, stages.rows, experiment.data.length,
-        mesh=mesh, remat=experiment.train.remat,
-    )  # fmt: skip
+        experiment.model,
+        stages.partition.most,
+        stages.rows,
+        experiment.data.length,
+        mesh=mesh,
+        remat=experiment.train.remat,
+    )
 
 
 def plan(experiment, limit: int | None = None, parts=None) -> dict:
     """Everything that is shown, as JSON values. limit: bytes of a device; parts: measured times."""
     from eejax.pipeline.costs import memory_vs_1f1b
 
-    now = Stages.of(experiment, parts)
+    now = ExperimentStages.of(experiment, parts)
     p = now.partition
     ours, theirs = memory_vs_1f1b(
-        experiment.model, p.layers, now.microbatches, now.rows, experiment.data.length,
-        remat=now.remat, exits=now.exits,
-    )  # fmt: skip
+        experiment.model,
+        p.layers,
+        now.microbatches,
+        now.rows,
+        experiment.data.length,
+        remat=now.remat,
+        exits=now.exits,
+    )
     policies = [
         {"remat": way.remat, "exits": way.exits, "step": way.step, "bytes": way.bytes}
         for way in (now.replace(remat=r, exits=e) for r in REMATS for e in now.exit_policies)
@@ -81,7 +90,10 @@ def plan(experiment, limit: int | None = None, parts=None) -> dict:
     return {
         "unit": "seconds at 1 TFLOP/s" if parts is None else "seconds, measured",
         "stages": [
-            {"layers": p.layers[i], "boundaries": [experiment.model.stops[x.exit] for x in p.on(i)]}
+            {
+                "layers": p.layers[i],
+                "boundaries": [experiment.model.exit_boundaries[x.exit] for x in p.on(i)],
+            }
             | now.work(i)
             for i in range(p.stages)
         ],
@@ -98,7 +110,7 @@ def plan(experiment, limit: int | None = None, parts=None) -> dict:
     }
 
 
-def suggested(now: Stages, limit: int | None) -> dict:
+def suggested(now: ExperimentStages, limit: int | None) -> dict:
     """The settings that are fastest here, of those that fit.
 
     Of equally fast ones: the one that keeps most of its activations where the memory is known, else
@@ -141,7 +153,7 @@ def suggested(now: Stages, limit: int | None) -> dict:
     }
 
 
-def few_bubbles(now: Stages, fits) -> int | None:
+def few_bubbles(now: ExperimentStages, fits) -> int | None:
     """The smallest number of microbatches, of those that divide the batch, with a bubble below
     `BUBBLE`; where none has, the one with the smallest. None where nothing fits."""
     each = now.experiment.train.batch_size // now.experiment.mesh.data
@@ -152,32 +164,38 @@ def few_bubbles(now: Stages, fits) -> int | None:
     return next(low, least.microbatches if least else None)
 
 
-def free_boundaries(now: Stages) -> list[int]:
-    """For each early exit its boundary, or where it makes a step longer the nearest beginning of a
-    stage on which it would not, if there is one."""
+def free_boundaries(now: ExperimentStages) -> list[int]:
+    """Return for each early exit a boundary at which it makes no step longer, if there is one.
+
+    It is its own boundary or, where that makes a step longer, the nearest beginning of a stage
+    where it would not.
+    """
     p, model = now.partition, now.experiment.model
     loads = without_early(now)
     most, found = max(loads) * (1 + 1e-9), []
-    for e in sorted(p.which, key=lambda e: model.stops[e]):
+    for e in sorted(p.which, key=lambda e: model.exit_boundaries[e]):
         if e == model.n_exits:
             continue
         own = next(x.stage for x in p.places if x.exit == e)
         one = (now.work(own)["total"] - loads[own]) / sum(x.exit < model.n_exits for x in p.on(own))
         stages = [i for i in range(p.stages) if loads[i] + one <= most]
-        taken = {*found, *(model.stops[x] for x in p.which if x not in (e, model.n_exits))}
-        free = [p.starts[i] for i in stages if p.starts[i] or model.stops[e] == 0]
+        taken = {
+            *found,
+            *(model.exit_boundaries[x] for x in p.which if x not in (e, model.n_exits)),
+        }
+        free = [p.starts[i] for i in stages if p.starts[i] or model.exit_boundaries[e] == 0]
         free = [n for n in free if n not in taken]
         if own not in stages and free:
-            boundary = min(free, key=lambda n: abs(n - model.stops[e]))
+            boundary = min(free, key=lambda n: abs(n - model.exit_boundaries[e]))
             own = p.starts.index(boundary)
         else:
-            boundary = model.stops[e]
+            boundary = model.exit_boundaries[e]
         loads[own] += one
         found.append(boundary)
     return found
 
 
-def without_early(now: Stages) -> list[float]:
+def without_early(now: ExperimentStages) -> list[float]:
     """[stages] time of a microbatch without the early exits."""
     costs, kinds = now.costs.without_exits, ("forward", "exits", "backward")
     return [
@@ -185,7 +203,7 @@ def without_early(now: Stages) -> list[float]:
     ]
 
 
-def filling(now: Stages) -> dict | None:
+def filling(now: ExperimentStages) -> dict | None:
     """Microbatches that fit into the bubbles (EE-LLM, Appendix C.2), or None where none can."""
     from eejax.pipeline.partition import INSIDE
     from eejax.pipeline.schedule_fill import filled
@@ -197,30 +215,42 @@ def filling(now: Stages) -> dict | None:
     few = min(now.microbatches, 4 * p.stages)
     part1 = 0 if now.experiment.loss.distillation else None  # it never meets the final exit
     found = filled(
-        now.costs, few, part1=part1, exit_stages=p.input_exit_stages, exits="deferred",
-        inner_stages=[i for i in range(p.stages) if p.on(i, INSIDE)], recompute=now.recompute,
-    )  # fmt: skip
-    return {"part1": found.part1, "part2": found.part2,
-            "more": found.inserted / now.microbatches}  # fmt: skip
+        now.costs,
+        few,
+        part1=part1,
+        exit_stages=p.input_exit_stages,
+        exits="deferred",
+        inner_stages=[i for i in range(p.stages) if p.on(i, INSIDE)],
+        recompute=now.recompute,
+    )
+    return {"part1": found.part1, "part2": found.part2, "more": found.inserted / now.microbatches}
 
 
-def warnings(now: Stages, limit: int | None) -> list[str]:
+def warnings(now: ExperimentStages, limit: int | None) -> list[str]:
     p, found, model = now.partition, [], now.experiment.model
     most = max(without_early(now)) * (1 + 1e-9)
     for i in range(p.stages):
-        early = [str(model.stops[x.exit]) for x in p.on(i) if x.exit < model.n_exits]
+        early = [str(model.exit_boundaries[x.exit]) for x in p.on(i) if x.exit < model.n_exits]
         if early and (load := now.work(i)["total"]) > most:
-            found.append(f"stage {i} is slower than any without its exit at {', '.join(early)}, "
-                         f"by {load / most - 1:.1%} of each microbatch")  # fmt: skip
+            found.append(
+                f"stage {i} is slower than any without its exit at {', '.join(early)}, "
+                f"by {load / most - 1:.1%} of each microbatch"
+            )
     if not p.even:
-        found.append(f"the {p.depth} layers do not divide by {p.stages} stages: every device holds "
-                     f"and keeps what {p.most} layers need")  # fmt: skip
+        found.append(
+            f"the {p.depth} layers do not divide by {p.stages} stages: every device holds "
+            f"and keeps what {p.most} layers need"
+        )
     if now.microbatches < p.stages:
-        found.append(f"{now.microbatches} microbatches for {p.stages} stages: some stages always "
-                     "wait. Set train.microbatches higher.")  # fmt: skip
+        found.append(
+            f"{now.microbatches} microbatches for {p.stages} stages: some stages always "
+            "wait. Set train.microbatches higher."
+        )
     if now.experiment.loss.distillation:
-        found.append("distillation: times leave out that each early exit computes the final exit's "
-                     "logits, too")  # fmt: skip
+        found.append(
+            "distillation: times leave out that each early exit computes the final exit's "
+            "logits, too"
+        )
     if limit is not None and now.bytes > limit:
         found.append(f"{now.bytes / GIB:.1f} GiB do not fit into {limit / GIB:.1f}")
     return found
@@ -230,9 +260,16 @@ def show(result: dict) -> None:
     from eejax.analysis import table
 
     number = lambda t: f"{t:.4g}"
-    rows = [(str(i), str(s["layers"]), " ".join(map(str, s["boundaries"])) or "-",
-             *(number(s[k]) for k in ("forward", "backward", "exits", "total")),
-             f"{s['share of exits']:.1%}") for i, s in enumerate(result["stages"])]  # fmt: skip
+    rows = [
+        (
+            str(i),
+            str(s["layers"]),
+            " ".join(map(str, s["boundaries"])) or "-",
+            *(number(s[k]) for k in ("forward", "backward", "exits", "total")),
+            f"{s['share of exits']:.1%}",
+        )
+        for i, s in enumerate(result["stages"])
+    ]
     header = (
         "stage",
         "layers",
@@ -248,22 +285,29 @@ def show(result: dict) -> None:
     gib = lambda n: f"{n / GIB:.2f}"
     print(table(("memory of a device", "GiB"), [(k, gib(n)) for k, n in result["memory"].items()]))
     print(f"memory_vs_1f1b {result['memory_vs_1f1b']:.3f}\n")
-    print(f"a step of {result['microbatches']} microbatches {number(result['step'])}, bubbles "
-          f"{result['bubble']:.1%}")  # fmt: skip
+    print(
+        f"a step of {result['microbatches']} microbatches {number(result['step'])}, bubbles "
+        f"{result['bubble']:.1%}"
+    )
     if result["filling"]:
         f = result["filling"]
-        print(f"filling: {f['part1']} + {f['part2']} microbatches could be added in the bubbles, "
-              f"{f['more']:.1%} more for the same time (pipeline.fill)")  # fmt: skip
-    rows = [(f"{r['remat']}, {r['exits']}", number(r["step"]), gib(r["bytes"]))
-            for r in result["policies"]]  # fmt: skip
+        print(
+            f"filling: {f['part1']} + {f['part2']} microbatches could be added in the bubbles, "
+            f"{f['more']:.1%} more for the same time (pipeline.fill)"
+        )
+    rows = [
+        (f"{r['remat']}, {r['exits']}", number(r["step"]), gib(r["bytes"]))
+        for r in result["policies"]
+    ]
     print("\n" + table(("activations, exits", "step", "GiB"), rows))
     best = result["suggested"]
-    print(f"\nsuggested: pipeline.layers={tuple(best['layers'])}, placement={best['placement']}, "
-          f"exits={best['exits']}, train.remat={best['remat']}, "
-          f"microbatches={best['microbatches']}\n"
-          f"  a step {number(best['step'])}, bubbles {best['bubble']:.1%}, "
-          f"{gib(best['bytes'])} GiB" + (", which does not fit" if best["fits"] is False else "")
-          )  # fmt: skip
+    print(
+        f"\nsuggested: pipeline.layers={tuple(best['layers'])}, placement={best['placement']}, "
+        f"exits={best['exits']}, train.remat={best['remat']}, "
+        f"microbatches={best['microbatches']}\n"
+        f"  a step {number(best['step'])}, bubbles {best['bubble']:.1%}, "
+        f"{gib(best['bytes'])} GiB" + (", which does not fit" if best["fits"] is False else "")
+    )
     if best["boundaries"]:
         print(f"  exits at {', '.join(map(str, best['boundaries']))}")
     for line in result["warnings"]:
@@ -276,7 +320,7 @@ def picture(experiment, parts, folder: pathlib.Path) -> pathlib.Path:
     from eejax.analysis.gantt import gantt
     from eejax.pipeline.simulate import simulate
 
-    now = Stages.of(experiment, parts)
+    now = ExperimentStages.of(experiment, parts)
     few = min(now.microbatches, 2 * now.partition.stages)
     ways = {e: simulate(now.replace(exits=e).table(few), now.costs) for e in now.exit_policies}
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Tokenizes the text of an experiment as `experiments.train` would, with several processes.
+"""Tokenize the text of an experiment as `experiments.train` would, with several processes.
 
     python -m experiments.prepare_data --config=configs/quickstart.py --workdir=runs/mine \\
         --config.data.source='/data/text/**/*.txt' --workers=8
@@ -61,17 +61,21 @@ def main() -> None:
             bar = _Bar()
             with only_user(workdir):
                 dataset = inputs.prepare(
-                    config, experiment.model.vocab_size, workdir, TOKENIZER,
-                    workers=_WORKERS.value or _cores(), progress=bar.update,
-                )  # fmt: skip
+                    config,
+                    experiment.model.vocab_size,
+                    workdir,
+                    TOKENIZER,
+                    workers=_WORKERS.value or _cores(),
+                    progress=bar.update,
+                )
     except _Stopped as stopped:
         print("stopped: the same command goes on from here", file=sys.stderr)
         sys.exit(128 + stopped.args[0])
     finally:
         if bar is not None:
             bar.close()
-    several = getattr(dataset, "datasets", (dataset,))
-    results = [_summary(one) for one in several]
+    parts = getattr(dataset, "datasets", (dataset,))
+    results = [_summary(one) for one in parts]
     if _JSON.value:
         print(json.dumps(results[0] if len(results) == 1 else results))
     else:
@@ -85,7 +89,7 @@ def _stop(number: int, _: object) -> NoReturn:
 
 
 def _cores() -> int:
-    """Those this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -106,10 +110,13 @@ def _table(result: dict) -> str:
     from eejax.analysis.tables import table
 
     rows = [
-        [name, *(f"{split[k]:,}" for k in ("documents", "tokens", "bytes")),
-         f"{split['bytes_per_token']:.3f}"]
+        [
+            name,
+            *(f"{split[k]:,}" for k in ("documents", "tokens", "bytes")),
+            f"{split['bytes_per_token']:.3f}",
+        ]
         for name, split in result["splits"].items()
-    ]  # fmt: skip
+    ]
     shown = table(["split", "documents", "tokens", "bytes", "bytes/token"], rows)
     return f"{shown}\n\nfolder       {result['folder']}\nfingerprint  {result['fingerprint']}"
 
@@ -129,9 +136,13 @@ class _Bar:
             self._begin = self._last = now
             self._first = progress
             self._bar = tqdm(
-                total=progress.total_bytes, initial=progress.bytes, unit="B", unit_scale=True,
-                dynamic_ncols=True, disable=not self._terminal,
-            )  # fmt: skip
+                total=progress.total_bytes,
+                initial=progress.bytes,
+                unit="B",
+                unit_scale=True,
+                dynamic_ncols=True,
+                disable=not self._terminal,
+            )
         self._seen = progress.bytes
         seconds = max(now - self._begin, 1e-9)
         speed = f"{(progress.tokens - self._first.tokens) / seconds:,.0f} tokens/s"

@@ -22,8 +22,10 @@ def read(flag: str, path: str) -> list[str]:
 
 
 def fields(line: str) -> dict[str, Any]:
-    """Of a line: one that begins with a brace is a JSON object, any other a prompt. Raises
-    ValueError for what is no such object."""
+    """Return the fields of a line: a JSON object if it begins with a brace, else a prompt.
+
+    Raises ValueError for a line that begins with a brace and is no JSON object.
+    """
     if not line.lstrip().startswith("{"):
         return {"prompt": line}
     try:

@@ -1,4 +1,4 @@
-"""Trains a small early-exit model on the standard library, and shows what early exit buys.
+"""Train a small early-exit model on the standard library, and show what early exit buys.
 
     python -m experiments.quickstart            (or: make quickstart)
     python -m experiments.quickstart --tiny     (shows only that everything works)
@@ -53,7 +53,7 @@ def tiny(experiment):
             d_ff=64,
             context_length=128,
             exits=exits,
-        ),  # fmt: skip
+        ),
         exit_weights=change(experiment.exit_weights, weights=(0.5, 0.5)),
         data=change(experiment.data, length=128, max_bytes=300_000),
         optimizer=change(experiment.optimizer, learning_rate=1e-2, warmup_steps=5),
@@ -177,21 +177,26 @@ def measure(model, points, starts, pairs: int):
 
         seconds = analysis.interleave(
             [lambda i: full.generate([starts[i % len(starts)]], new), generate_early],
-            pairs, time.perf_counter,
-        )  # fmt: skip
+            pairs,
+            time.perf_counter,
+        )
         ratio = analysis.median_ratio(*seconds)
         exits = np.concatenate([r.exits[0] for r in last])
-        rows.append({
-            "threshold": threshold,
-            "agreement": point.agreement,
-            "depth": point.depth,
-            "executed_layers": float(np.mean(np.concatenate([r.layers[0, 1:] for r in last]))),
-            "speedup": ratio.median, "low": ratio.low, "high": ratio.high,
-            "tokens_per_second": new / float(np.median(seconds[1])),
-            "full_tokens_per_second": new / float(np.median(seconds[0])),
-            "shares": [float(np.mean(exits == e)) for e in range(model.config.n_exits + 1)],
-            "held_out_shares": list(point.shares),
-        })  # fmt: skip
+        rows.append(
+            {
+                "threshold": threshold,
+                "agreement": point.agreement,
+                "depth": point.depth,
+                "executed_layers": float(np.mean(np.concatenate([r.layers[0, 1:] for r in last]))),
+                "speedup": ratio.median,
+                "low": ratio.low,
+                "high": ratio.high,
+                "tokens_per_second": new / float(np.median(seconds[1])),
+                "full_tokens_per_second": new / float(np.median(seconds[0])),
+                "shares": [float(np.mean(exits == e)) for e in range(model.config.n_exits + 1)],
+                "held_out_shares": list(point.shares),
+            }
+        )
         results[threshold] = last[-1]
     return rows, (starts[(pairs - 1) % len(starts)], results[rows[-1]["threshold"]])
 
@@ -212,7 +217,7 @@ def draw(workdir: pathlib.Path, model, summary: dict, sample) -> None:
     fast = measured[-1]
     shares = {"held-out text": fast["held_out_shares"], "generated": fast["shares"]}
     title = f"Where tokens leave (threshold {fast['threshold']:g})"
-    histogram = analysis.exit_histogram(shares, model.config.stops, title=title)
+    histogram = analysis.exit_histogram(shares, model.config.exit_boundaries, title=title)
     analysis.save(histogram, workdir / "exits.png")
     prompt, result = sample
     text = model.tokenizer.decode(prompt) + result.colored(0, model.tokenizer.decode)
@@ -235,13 +240,15 @@ def show(workdir: pathlib.Path, model, summary: dict, sample) -> None:
     )
     rows = [
         [
-            f"threshold {m['threshold']:g}", f"{m['agreement']:.1%}", f"{m['depth']:.2f}",
+            f"threshold {m['threshold']:g}",
+            f"{m['agreement']:.1%}",
+            f"{m['depth']:.2f}",
             f"{m['executed_layers']:.2f}",
             f"{m['tokens_per_second']:.0f} : {m['full_tokens_per_second']:.0f}",
             f"{m['speedup']:.2f} ({m['low']:.2f}-{m['high']:.2f})",
         ]
         for m in summary["measured"]
-    ]  # fmt: skip
+    ]
     layers = f"{model.config.n_layers:.2f}"
     rows.insert(0, ["full", "100.0%", layers, layers, "", "1"])
     header = [

@@ -38,8 +38,8 @@ NONE = "-"
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """What a run left behind: config.json and the records of metrics.jsonl."""
+class RunRecord:
+    """Files of a run: config.json and the records of metrics.jsonl."""
 
     name: str
     folder: pathlib.Path
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def steps(self) -> int | None:
-        """How many were asked for."""
+        """Number of steps that were asked for."""
         train = self.config.get("train")
         return train.get("steps") if isinstance(train, Mapping) else None
 
@@ -109,7 +109,7 @@ def main(folders: list[str]) -> None:
         print(json.dumps(summary(runs, differ, out, pictures)))
 
 
-def read_runs(folders: Sequence[str]) -> list[Run]:
+def read_runs(folders: Sequence[str]) -> list[RunRecord]:
     """Each run once, under its folder's name, with the folders above where that is not enough.
 
     Raises `DataError` where there is none, or a folder is no run.
@@ -136,12 +136,12 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
             raise DataError(f"{path / CONFIG} is no JSON ({error}).") from error
         if not isinstance(config, dict):
             raise DataError(f"{path / CONFIG} holds no settings but {type(config).__name__}.")
-        runs.append(Run(name, path, config, read_metrics(path)))
+        runs.append(RunRecord(name, path, config, read_metrics(path)))
     return runs
 
 
 def short_names(paths: Sequence[pathlib.Path]) -> list[str]:
-    """As many last parts of each of these different paths as no other one has."""
+    """Shorten different paths to as many last parts as tell each from the others."""
     parts = [1] * len(paths)
     while True:
         names = ["/".join(p.parts[-n:]) for p, n in zip(paths, parts, strict=True)]
@@ -151,7 +151,7 @@ def short_names(paths: Sequence[pathlib.Path]) -> list[str]:
         parts = [n + (count[name] > 1) for n, name in zip(parts, names, strict=True)]
 
 
-def exits_of(runs: Sequence[Run], *prefixes: str) -> list[str]:
+def exits_of(runs: Sequence[RunRecord], *prefixes: str) -> list[str]:
     """The exits that any of the runs has a metric PREFIX/NAME of, by depth, the final one last."""
     found = {
         k[len(prefix) + 1 :]
@@ -165,7 +165,7 @@ def exits_of(runs: Sequence[Run], *prefixes: str) -> list[str]:
     return sorted(found, key=lambda name: (name == "final", number(name), name))
 
 
-def figures(runs: Sequence[Run]) -> dict[str, tuple[str, Any]]:
+def figures(runs: Sequence[RunRecord]) -> dict[str, tuple[str, Any]]:
     """File -> title and figure, None where no run recorded any of it."""
     from eejax.analysis import Panel, compare, exit_label
 
@@ -233,47 +233,56 @@ def figures(runs: Sequence[Run]) -> dict[str, tuple[str, Any]]:
     }
 
 
-def overview(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+def overview(runs: Sequence[RunRecord]) -> tuple[list[str], list[list[str]]]:
     """Header and rows: how far each run has come, and how fast."""
     header = ["run", "step", "of", "tokens", "skipped steps", "tokens/s", "MFU"]
     rows = []
     for run in runs:
         mfu = run.typical("mfu")
-        rows.append([
-            run.name,
-            f"{run.step:,}",
-            _count(run.steps),
-            _count(total_tokens(run)),
-            _count(run.last("skipped")),
-            _count(run.typical("tokens_per_second")),
-            NONE if mfu is None else f"{mfu:.1%}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                run.name,
+                f"{run.step:,}",
+                _count(run.steps),
+                _count(total_tokens(run)),
+                _count(run.last("skipped")),
+                _count(run.typical("tokens_per_second")),
+                NONE if mfu is None else f"{mfu:.1%}",
+            ]
+        )
     return header, rows
 
 
-def evaluations(runs: Sequence[Run]) -> list[tuple[str, list[str], list[list[str]]]]:
+def evaluations(runs: Sequence[RunRecord]) -> list[tuple[str, list[str], list[list[str]]]]:
     """Title, header and rows of a table for each unit: every run's last evaluation."""
     tables = []
     for unit, label in HELD_OUT.items():
-        found = [(run, which, run.evaluation(prefix))
-                 for run in runs for prefix, which in EVALUATIONS.items()]  # fmt: skip
+        found = [
+            (run, which, run.evaluation(prefix))
+            for run in runs
+            for prefix, which in EVALUATIONS.items()
+        ]
         kept = [f for f in found if any(k.startswith(f"{unit}/") for k in f[2])]
         exits = exits_of(runs, *(f"{prefix}/{unit}" for prefix in EVALUATIONS))
         if not kept:
             continue
         header = ["run", "step", *exits]
         rows = [
-            [run.name + which, _count(last["step"]), *(
-                f"{last[key]:.4f}" if (key := f"{unit}/{exit}") in last else NONE
-                for exit in exits
-            )]
+            [
+                run.name + which,
+                _count(last["step"]),
+                *(
+                    f"{last[key]:.4f}" if (key := f"{unit}/{exit}") in last else NONE
+                    for exit in exits
+                ),
+            ]
             for run, which, last in kept
-        ]  # fmt: skip
+        ]
         tables.append((f"held-out text, {label}", header, rows))
     return tables
 
 
-def total_tokens(run: Run) -> float | None:
+def total_tokens(run: RunRecord) -> float | None:
     return float(run.tokens([run.step])[0]) if len(run.series("tokens_seen")[0]) else None
 
 

@@ -60,7 +60,7 @@ def main() -> None:
         _MODEL.value, batch_size=_BATCH_SIZE.value, tokenizer=_TOKENIZER.value, dtype=_DTYPE.value
     )
     rows = []
-    for name, chosen in choices(lm.config.stops).items():
+    for name, chosen in choices(lm.config.exit_boundaries).items():
         rows.append((name, lm.at(**chosen)))  # what is wrong is said before the work is done
     if not rows:
         raise ConfigError("--exits = '': leaves nothing to score without --thresholds.")
@@ -90,11 +90,11 @@ def manager():
     return found
 
 
-def choices(stops: tuple[int, ...]) -> dict[str, dict]:
-    """By the name of a row, how tokens are answered: exits from the first on, then thresholds."""
+def choices(boundaries: tuple[int, ...]) -> dict[str, dict]:
+    """Return settings by the name of a row: exits from the first on, then thresholds."""
     exits = _EXITS.value
     if exits == ["all"]:
-        exits = sorted(set(stops))
+        exits = sorted(set(boundaries))
     found = {f"exit {e}": {"exit": e} for e in launch.numbers("exits", exits, int)}
     for threshold in _THRESHOLDS.value:
         found[f"threshold {threshold}"] = {"thresholds": threshold, "gate": _GATE.value}
@@ -109,25 +109,33 @@ def scored(lm, tasks) -> dict[str, dict[str, float]]:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it would say of each row what it assumes
     with contextlib.redirect_stdout(sys.stderr):
         results = lm_eval.simple_evaluate(
-            model=lm, tasks=_TASKS.value, task_manager=tasks, limit=_LIMIT.value,
-            num_fewshot=_FEWSHOT.value, bootstrap_iters=DRAWS, log_samples=False,
-        )["results"]  # fmt: skip
+            model=lm,
+            tasks=_TASKS.value,
+            task_manager=tasks,
+            limit=_LIMIT.value,
+            num_fewshot=_FEWSHOT.value,
+            bootstrap_iters=DRAWS,
+            log_samples=False,
+        )["results"]
     return {
         task: {
             metric.removesuffix(",none"): value
-            for metric, value in values.items() if isinstance(value, float | int)
+            for metric, value in values.items()
+            if isinstance(value, float | int)
         }
         for task, values in results.items()
-    }  # fmt: skip
+    }
 
 
 def show(rows: list[dict], n_layers: int) -> str:
     from eejax import analysis
 
     columns = [
-        (task, metric) for task, values in rows[0]["tasks"].items() for metric in values
+        (task, metric)
+        for task, values in rows[0]["tasks"].items()
+        for metric in values
         if "_stderr" not in metric and metric != "sample_len"
-    ]  # fmt: skip
+    ]
     header = ["", f"depth of {n_layers}", *(f"{task} {metric}" for task, metric in columns)]
     lines = [
         [row["name"], f"{row['depth']:.2f}", *(f"{row['tasks'][t][m]:.4g}" for t, m in columns)]

@@ -1,4 +1,4 @@
-"""Serves models behind OpenAI's interface.
+"""Serve models behind OpenAI's interface.
 
     python -m experiments.serve --model=mine=runs/mine
     python -m experiments.serve --model=llama=~/models/Llama-3.2-1B --thresholds=llama=0.8
@@ -36,9 +36,12 @@ _THRESHOLDS = flags.DEFINE_multi_string(
 )
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at.")
 _PORT = flags.DEFINE_integer(
-    "port", 8000, "Port; 0 takes any that is free.", lower_bound=0,
+    "port",
+    8000,
+    "Port; 0 takes any that is free.",
+    lower_bound=0,
     upper_bound=65535,
-)  # fmt: skip
+)
 _SLOTS = flags.DEFINE_integer(
     "slots", 16, "Requests that a model works on at a time.", lower_bound=1
 )
@@ -47,9 +50,12 @@ _WAITING = flags.DEFINE_integer(
     "waiting", 256, "Most requests that wait for a model.", lower_bound=0
 )
 _STEPS = flags.DEFINE_integer(
-    "steps", 4, "Steps of an engine between two looks at what came: fewer answer sooner, more "
-    "bring more tokens a second.", lower_bound=1,
-)  # fmt: skip
+    "steps",
+    4,
+    "Steps of an engine between two looks at what came: fewer answer sooner, more "
+    "bring more tokens a second.",
+    lower_bound=1,
+)
 _SHARDS = flags.DEFINE_integer(
     "mesh.model", 1, "Devices over which each model's matrices are cut.", lower_bound=1
 )
@@ -59,15 +65,19 @@ _TOKENIZER = flags.DEFINE_string(
 )
 _DTYPE = flags.DEFINE_string("dtype", None, "What pretrained models are computed in.")
 _KEYS = flags.DEFINE_string(
-    "keys", None, "A file of keys, one a line, of which clients must bring one. Default: those of "
-    "$EEJAX_KEYS, separated by commas; without either nobody is asked."
-)  # fmt: skip
+    "keys",
+    None,
+    "A file of keys, one a line, of which clients must bring one. Default: those of "
+    "$EEJAX_KEYS, separated by commas; without either nobody is asked.",
+)
 _BODY = flags.DEFINE_integer("max_body", 4 * 2**20, "Most bytes of a request.", lower_bound=1)
 _N = flags.DEFINE_integer("max_n", 16, "Most choices of a prompt.", lower_bound=1)
 _ALLOW_SPECIAL = flags.DEFINE_bool(
-    "allow_special", False, "Names of special tokens in text of clients, as <|im_end|>, are these "
-    "tokens. By default they are text, and special tokens come from the chat template alone."
-)  # fmt: skip
+    "allow_special",
+    False,
+    "Names of special tokens in text of clients, as <|im_end|>, are these "
+    "tokens. By default they are text, and special tokens come from the chat template alone.",
+)
 _GRACE = flags.DEFINE_float(
     "grace", 30.0, "Seconds to answer what is under way at the end.", lower_bound=0.0
 )
@@ -78,17 +88,23 @@ _OBJECTIVE = flags.DEFINE_enum(
     'Serve all models as one, "auto": the server chooses which, and how much of it is loaded.',
 )
 _LIMITS = flags.DEFINE_list(
-    "limits", [], "METRIC=VALUE,...: with --objective, what has to be kept: ttft, ttft_p99, tpot "
-    "(seconds at most), accuracy (--quality of the answers, at least), perplexity (at most), ..."
-)  # fmt: skip
+    "limits",
+    [],
+    "METRIC=VALUE,...: with --objective, what has to be kept: ttft, ttft_p99, tpot "
+    "(seconds at most), accuracy (--quality of the answers, at least), perplexity (at most), ...",
+)
 _PROMPTS = flags.DEFINE_string(
-    "prompts", None, "With --objective: a file of prompts like those to come, one a line, or JSON "
-    'lines with "prompt", to measure models on. Default: what the largest model writes itself.'
-)  # fmt: skip
+    "prompts",
+    None,
+    "With --objective: a file of prompts like those to come, one a line, or JSON "
+    'lines with "prompt", to measure models on. Default: what the largest model writes itself.',
+)
 _BUDGET = flags.DEFINE_string(
-    "budget", None, "With --objective: most bytes of weights and requests, as 500M or 2G; fewer "
-    "layers leave room for more requests, up to --slots. Default: no limit."
-)  # fmt: skip
+    "budget",
+    None,
+    "With --objective: most bytes of weights and requests, as 500M or 2G; fewer "
+    "layers leave room for more requests, up to --slots. Default: no limit.",
+)
 _QUALITY = flags.DEFINE_string(
     "quality",
     None,
@@ -110,22 +126,33 @@ _REASSESS = flags.DEFINE_string(
     "cost no more than a twentieth of the time. Default: 150.",
 )
 _CANDIDATES = flags.DEFINE_integer(
-    "candidates", None, "With --objective: models that are evaluated, the best by their "
-    "benchmarks. Default: 2.", lower_bound=1,
-)  # fmt: skip
+    "candidates",
+    None,
+    "With --objective: models that are evaluated, the best by their benchmarks. Default: 2.",
+    lower_bound=1,
+)
 _BREACHES = flags.DEFINE_integer(
-    "breaches", None, "With --objective: of 100 tokens, most that may leave below their threshold "
-    "before more layers or another model are considered. Default: 50.", lower_bound=0,
+    "breaches",
+    None,
+    "With --objective: of 100 tokens, most that may leave below their threshold "
+    "before more layers or another model are considered. Default: 50.",
+    lower_bound=0,
     upper_bound=100,
-)  # fmt: skip
+)
 _AUDITS = flags.DEFINE_float(
-    "audits", None, "With --objective: share of the answers that the whole of their model looks at "
-    "again. Default: 0.1.", lower_bound=0.0, upper_bound=1.0,
-)  # fmt: skip
+    "audits",
+    None,
+    "With --objective: share of the answers that the whole of their model looks at "
+    "again. Default: 0.1.",
+    lower_bound=0.0,
+    upper_bound=1.0,
+)
 _GREEDY = flags.DEFINE_bool(
-    "greedy", None, "With --objective: whether models may be loaded in part, so that tokens leave "
-    "below their threshold. Default: they may."
-)  # fmt: skip
+    "greedy",
+    None,
+    "With --objective: whether models may be loaded in part, so that tokens leave "
+    "below their threshold. Default: they may.",
+)
 
 AUTO = "auto"  # the name of all models as one
 FLUSH = 5  # seconds for clients to read the rest of what they were sent
@@ -181,8 +208,8 @@ def keys() -> tuple[str, ...]:
 
 def engines(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, dict]:
     """Return two mappings by model name: builders of engines, and defaults of requests."""
-    from eejax.serving.answers import Defaults
-    from eejax.serving.models import Served
+    from eejax.serving.answers import ExitDefaults
+    from eejax.serving.models import ServedModel
     from eejax.sharding.mesh import MeshConfig
 
     own = [
@@ -201,11 +228,11 @@ def engines(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict,
         raise ConfigError(f"--{given[0]}: goes with --objective, which names what is best.")
     mesh = MeshConfig(model=_SHARDS.value) if _SHARDS.value > 1 else None
     builds = {
-        name: Served(path, drafts=_DRAFTS.value, mesh=mesh, **engine_flags())
+        name: ServedModel(path, drafts=_DRAFTS.value, mesh=mesh, **engine_flags())
         for name, path in models.items()
     }
     defaults = {
-        name: Defaults(t[0] if len(t) == 1 else t, drafts=_DRAFTS.value)
+        name: ExitDefaults(t[0] if len(t) == 1 else t, drafts=_DRAFTS.value)
         for name, t in ({n: (1.0,) for n in models} | thresholds).items()
     }
     return builds, defaults
@@ -213,9 +240,9 @@ def engines(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict,
 
 def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, dict]:
     """Return the mappings of `engines` for all models served as one."""
-    from eejax.serving.answers import Defaults
+    from eejax.serving.answers import ExitDefaults
     from eejax.serving.choices import ControllerOptions
-    from eejax.serving.fleets import THRESHOLD, Aims, ServedFleet
+    from eejax.serving.fleets import THRESHOLD, FleetConfig, ServedFleet
     from eejax.serving.repository import Repository
 
     for flag, least in ((_SHARDS, 1), (_DRAFTS, 0)):
@@ -234,7 +261,7 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
     }
     with launch.flags_named(limit_flags() | {"interval": "reassess"}):
         more = {"audits": _AUDITS.value, "quality": _QUALITY.value}
-        aims = Aims(
+        aims = FleetConfig(
             _OBJECTIVE.value,
             limits,
             ControllerOptions(**given),
@@ -255,7 +282,7 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
     prompts = prompt_files.texts("prompts", _PROMPTS.value) if _PROMPTS.value else ()
     given = {name: t[0] if len(t) == 1 else t for name, t in thresholds.items()}
     build = ServedFleet(models, aims, given, tuple(prompts), **engine_flags())
-    return {AUTO: build}, {AUTO: Defaults()}
+    return {AUTO: build}, {AUTO: ExitDefaults()}
 
 
 def limit_flags() -> dict[str, str]:
@@ -300,10 +327,10 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
 
     from eejax.serving.app import app
     from eejax.serving.http import HttpOptions
-    from eejax.serving.metrics import Metrics
+    from eejax.serving.metrics import ServerMetrics
     from eejax.serving.service import Service, ServiceOptions
 
-    metrics = Metrics()
+    metrics = ServerMetrics()
     with launch.flags_named({}):
         options = ServiceOptions(_WAITING.value, _STEPS.value, grace=_GRACE.value)
     watch = lambda name: report(name, metrics.watch(name))
@@ -350,9 +377,14 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
                 if ended.result() == signal.SIGINT:
                     raise KeyboardInterrupt
                 sys.exit(128 + ended.result())
-            server = uvicorn.Server(uvicorn.Config(
-                api, log_level="warning", lifespan="off", timeout_graceful_shutdown=FLUSH,
-            ))  # fmt: skip
+            server = uvicorn.Server(
+                uvicorn.Config(
+                    api,
+                    log_level="warning",
+                    lifespan="off",
+                    timeout_graceful_shutdown=FLUSH,
+                )
+            )
             # Requests under way are answered before the server closes their connections.
             server.capture_signals = contextlib.nullcontext
             running = asyncio.create_task(server.serve([listening]))

@@ -24,8 +24,10 @@ def server(*flags: str, wait: float = 60.0) -> Iterator[tuple[subprocess.Popen, 
     `wait` seconds for it. Raises RuntimeError, with what it said, where it does not come up."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "experiments.serve", "--port=0", *flags],
-        stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
     said: collections.deque[str] = collections.deque(maxlen=100)
     address = None
     for line in process.stderr:
@@ -56,9 +58,12 @@ def server(*flags: str, wait: float = 60.0) -> Iterator[tuple[subprocess.Popen, 
 
 
 @dataclasses.dataclass
-class Answered:
-    """What came of a request. begin: seconds at which it was sent; times: at which each token came;
-    text: of all of them."""
+class AnsweredRequest:
+    """An answered request.
+
+    begin: seconds at which it was sent. times: seconds at which each token came. text: of all
+    tokens.
+    """
 
     begin: float
     times: list[float]
@@ -73,15 +78,19 @@ class Answered:
         return np.diff(self.times)
 
 
-async def ask(client, wanted, fields: dict) -> Answered:
+async def ask(client, wanted, fields: dict) -> AnsweredRequest:
     """Streams a completion through an `httpx.AsyncClient`. Raises RuntimeError for what is no
     answer."""
     prompt, limit = wanted
     asked = fields | dict(
-        prompt=list(prompt), max_tokens=limit, temperature=0, ignore_eos=True, stream=True,
+        prompt=list(prompt),
+        max_tokens=limit,
+        temperature=0,
+        ignore_eos=True,
+        stream=True,
         return_exits=True,
-    )  # fmt: skip
-    answered = Answered(time.perf_counter(), [])
+    )
+    answered = AnsweredRequest(time.perf_counter(), [])
     async with client.stream("POST", "/v1/completions", json=asked) as answer:
         if answer.status_code != 200:
             raise RuntimeError(f"{answer.status_code}: {(await answer.aread()).decode()}")
@@ -97,16 +106,18 @@ async def ask(client, wanted, fields: dict) -> Answered:
     return answered
 
 
-async def closed_loop(client, clients: Sequence[Sequence], fields: dict) -> list[Answered]:
+async def closed_loop(client, clients: Sequence[Sequence], fields: dict) -> list[AnsweredRequest]:
     """All requests of all clients, each of which asks one after the other."""
 
-    async def one(own) -> list[Answered]:
+    async def one(own) -> list[AnsweredRequest]:
         return [await ask(client, wanted, fields) for wanted in own]
 
     return sum(await asyncio.gather(*map(one, clients)), [])
 
 
-async def arriving(client, requests: Sequence, rate: float, seed: int, fields) -> list[Answered]:
+async def arriving(
+    client, requests: Sequence, rate: float, seed: int, fields
+) -> list[AnsweredRequest]:
     """Requests that come by chance, so many a second (Poisson), whoever else is waiting."""
     rng = np.random.default_rng(seed)
     tasks = []

@@ -1,4 +1,4 @@
-"""What a pipeline's operations take on the devices at hand, measured with the executor itself.
+"""Costs of a pipeline's operations on the devices at hand, measured with the executor itself.
 
 A model of three stages with an early exit on what enters the second has every part of a pipeline on
 its own: the first stage embeds, the last one has the final exit, and each holds as many layers and
@@ -19,11 +19,16 @@ import numpy as np
 STAGES = 3
 IDLE = ("idle", 0)
 SLOTS = (
-    ("forward", 0), ("forward", 1), ("exits", 1), ("exits", 2), ("backward", 0), ("backward", 1),
-)  # fmt: skip
+    ("forward", 0),
+    ("forward", 1),
+    ("exits", 1),
+    ("exits", 2),
+    ("backward", 0),
+    ("backward", 1),
+)
 
 
-class Parts(NamedTuple):
+class MicrobatchCosts(NamedTuple):
     """Seconds of a microbatch: one layer, one early exit, the final exit, the embedding, and the
     exchange between two steps. spread: quartile distance over the median, of each operation.
 
@@ -38,10 +43,12 @@ class Parts(NamedTuple):
     spread: dict[str, float]
 
     def costs(self, layers, entry=(), inner=()):
-        """`Costs` of stages with so many layers and exits (`simulate.stage_costs`)."""
-        from eejax.pipeline.simulate import Work, stage_costs
+        """`StageCosts` of stages with so many layers and exits (`simulate.stage_costs`)."""
+        from eejax.pipeline.simulate import PassTime, stage_costs
 
-        of = {name: Work(*getattr(self, name)) for name in ("layer", "exit", "final", "embedding")}
+        of = {
+            name: PassTime(*getattr(self, name)) for name in ("layer", "exit", "final", "embedding")
+        }
         return stage_costs(tuple(layers), tuple(entry), tuple(inner), **of)
 
 
@@ -102,23 +109,27 @@ def run_of(pipeline, parameters, table, rows: int, length: int):
 
 
 def slot_tables(more: int, recompute: bool) -> dict:
-    """By each of `SLOTS`, and `IDLE`: a table that begins with `more` steps of that alone; by None
-    the table without."""
-    from eejax.pipeline.schedule import Op, Step, one_f_one_b
+    """Return a table for each of `SLOTS`, and `IDLE`, that begins with `more` steps of that alone.
+
+    The table of None has no such steps.
+    """
+    from eejax.pipeline.schedule import Operation, ScheduleStep, one_f_one_b
 
     base = one_f_one_b(STAGES, 1, exit_stages=(1,), recompute=recompute)
 
     def begin(key):
         kind, stage = key
-        ops = tuple((Op(kind, 0),) if i == stage and key != IDLE else () for i in range(STAGES))
-        steps = (Step(ops),) * more + base.steps
+        ops = tuple(
+            (Operation(kind, 0),) if i == stage and key != IDLE else () for i in range(STAGES)
+        )
+        steps = (ScheduleStep(ops),) * more + base.steps
         return dataclasses.replace(base, name=f"{kind} on {stage}", steps=steps)
 
     return {None: base} | {key: begin(key) for key in (*SLOTS, IDLE)}
 
 
 def barrier(_=None) -> None:
-    """Waits for the other processes, if there are any."""
+    """Wait for the other processes, if there are any."""
     import jax
     from jax.experimental import multihost_utils
 
@@ -127,9 +138,14 @@ def barrier(_=None) -> None:
 
 
 def time_slots(
-    pipeline, parameters, rows: int, length: int, repetitions: int, more: int,
+    pipeline,
+    parameters,
+    rows: int,
+    length: int,
+    repetitions: int,
+    more: int,
     clock=time.perf_counter,
-):  # fmt: skip
+):
     """{key of `slot_tables`: seconds [repetitions]} of this process."""
     from eejax.analysis import interleave
 
@@ -138,9 +154,11 @@ def time_slots(
     return dict(zip(tables, interleave(runs, repetitions, clock, barrier), strict=True))
 
 
-def parts_of(seconds: dict, layers: int, more: int, remat: str) -> Parts:
-    """`Parts` from the seconds of `time_slots`. Under "full" a backward pass runs the layers again,
-    which is taken off."""
+def parts_of(seconds: dict, layers: int, more: int, remat: str) -> MicrobatchCosts:
+    """Return `MicrobatchCosts` from the seconds of `time_slots`.
+
+    With "full" a backward pass runs the layers again, which is subtracted.
+    """
     each = {key: (s - seconds[None]) / more for key, s in seconds.items() if key is not None}
     exchange = max(0.0, float(np.median(each[IDLE])))
     quartiles = {key: np.quantile(each[key], (0.25, 0.5, 0.75)) for key in SLOTS}
@@ -149,19 +167,27 @@ def parts_of(seconds: dict, layers: int, more: int, remat: str) -> Parts:
     backward = max(0.0, of["backward", 1] - (forward if remat == "full" else 0))
     embedding = [of[kind, 0] - of[kind, 1] for kind in ("forward", "backward")]
     exit_ = lambda total: (total / 3, total * 2 / 3)
-    spread = {f"{kind} {stage}": float((q[2] - q[0]) / max(q[1], 1e-9))
-              for (kind, stage), q in quartiles.items()}  # fmt: skip
-    return Parts(
-        (forward / layers, backward / layers), exit_(of["exits", 1]), exit_(of["exits", 2]),
-        tuple(max(0.0, t) for t in embedding), exchange, spread,
-    )  # fmt: skip
+    spread = {
+        f"{kind} {stage}": float((q[2] - q[0]) / max(q[1], 1e-9))
+        for (kind, stage), q in quartiles.items()
+    }
+    return MicrobatchCosts(
+        (forward / layers, backward / layers),
+        exit_(of["exits", 1]),
+        exit_(of["exits", 2]),
+        tuple(max(0.0, t) for t in embedding),
+        exchange,
+        spread,
+    )
 
 
 def measure(
     model, layers: int, rows: int, length: int, *, mesh=None, remat="dots", repetitions=7, more=4
-) -> Parts:
-    """`Parts` of a model at stages of `layers`, on three of this process's devices, or on three
-    stages of `mesh`'s data- and tensor-parallel devices.
+) -> MicrobatchCosts:
+    """Measure the `MicrobatchCosts` of a model with `layers` layers on each stage.
+
+    It runs on three of this process's devices, or on three stages of `mesh`'s data- and
+    tensor-parallel devices.
 
     Raises `ConfigError` where there are too few.
     """

@@ -9,7 +9,7 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
-class Stages:
+class ExperimentStages:
     """An experiment on its stages. Changed copies are other ways to run it.
 
     rows: sequences of a microbatch on a device. parts: measured times, or None.
@@ -24,29 +24,30 @@ class Stages:
     measured_rows: int = 1
 
     @classmethod
-    def of(cls, experiment, parts=None) -> Stages:
-        """Raises `ConfigError` for a batch or a partition that training would refuse."""
+    def of(cls, experiment, parts=None) -> ExperimentStages:
+        """Build stages. Raises `ConfigError` for what training would refuse."""
         from eejax.common.errors import require
         from eejax.pipeline.partition import partition
 
         train, mesh, settings = experiment.train, experiment.mesh, experiment.pipeline
         require(
             experiment.tuned is None,
-            "tune.part", experiment.tune.part, "must be another: exits that are tuned have no plan",
-        )  # fmt: skip
+            "tune.part",
+            experiment.tune.part,
+            "must be another: exits that are tuned have no plan",
+        )
         parted = mesh.data * train.microbatches
         require(
             train.batch_size % parted == 0,
-            "train.batch_size", train.batch_size,
+            "train.batch_size",
+            train.batch_size,
             f"must be a multiple of mesh.data x train.microbatches = {parted}",
-        )  # fmt: skip
+        )
         cut = partition(experiment.model, mesh.pipe, settings.layers, settings.placement)
         rows = train.batch_size // parted
         if experiment.loss.distillation:
             settings = settings.distilling()
-        return cls(
-            experiment, cut, train.microbatches, settings.exits, train.remat, parts, rows
-        )  # fmt: skip
+        return cls(experiment, cut, train.microbatches, settings.exits, train.remat, parts, rows)
 
     @property
     def exit_policies(self) -> tuple[str, ...]:
@@ -60,8 +61,10 @@ class Stages:
 
     @functools.cached_property
     def costs(self):
-        """`Costs` of a microbatch; with the placement "earlier" exits between stages are inside
-        the one before."""
+        """`StageCosts` of a microbatch.
+
+        With the placement "earlier", exits between stages are inside the earlier stage.
+        """
         from eejax.pipeline.costs import model_costs
         from eejax.pipeline.partition import INPUT, INSIDE
         from eejax.pipeline.simulate import NO_WORK
@@ -83,9 +86,9 @@ class Stages:
         return _times(costs, 1 / e.mesh.model / 1e12)
 
     def _part(self, name: str):
-        from eejax.pipeline.simulate import Work
+        from eejax.pipeline.simulate import PassTime
 
-        return Work(*getattr(self.parts, name))
+        return PassTime(*getattr(self.parts, name))
 
     @property
     def recompute(self) -> bool:
@@ -99,9 +102,12 @@ class Stages:
         from eejax.pipeline.schedule import GENERATORS
 
         return GENERATORS[self.experiment.pipeline.schedule](
-            self.partition.stages, microbatches, exits=self.exits, recompute=self.recompute,
+            self.partition.stages,
+            microbatches,
+            exits=self.exits,
+            recompute=self.recompute,
             exit_stages=self.partition.input_exit_stages,
-        )  # fmt: skip
+        )
 
     def work(self, stage: int) -> dict[str, float]:
         """Time of a microbatch on a stage: forward, backward, exits, total, share of exits. The
@@ -168,17 +174,20 @@ class Stages:
     def bytes(self) -> int:
         return sum(self.memory.values())
 
-    def replace(self, **changes) -> Stages:
+    def replace(self, **changes) -> ExperimentStages:
         return dataclasses.replace(self, **changes)
 
 
 def _times(costs, factor: float):
-    """`Costs` multiplied by a number."""
+    """`StageCosts` multiplied by a number."""
     scale = lambda works: tuple(w * factor for w in works)
     return dataclasses.replace(
-        costs, layers=scale(costs.layers), entry=scale(costs.entry), inner=scale(costs.inner),
+        costs,
+        layers=scale(costs.layers),
+        entry=scale(costs.entry),
+        inner=scale(costs.inner),
         final=costs.final * factor,
-    )  # fmt: skip
+    )
 
 
 def _dtype(model):
@@ -196,9 +205,11 @@ def _layer_kept(model, length: int, remat: str, shards: int, sequence: bool) -> 
     if sequence:
         return layer_kept(model, 1, length, remat) // shards
     own = model.replace(
-        n_heads=model.n_heads // shards, n_kv_heads=max(1, model.n_kv_heads // shards),
-        head_dim=model.head_dim, d_ff=model.d_ff // shards,
-    )  # fmt: skip
+        n_heads=model.n_heads // shards,
+        n_kv_heads=max(1, model.n_kv_heads // shards),
+        head_dim=model.head_dim,
+        d_ff=model.d_ff // shards,
+    )
     return layer_kept(own, 1, length, remat)
 
 

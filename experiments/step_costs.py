@@ -1,4 +1,4 @@
-"""What parts of a model cost here, measured: seconds of a decoding step's layers and heads."""
+"""Measured costs of a model's parts: seconds of a decoding step's layers and heads."""
 
 from __future__ import annotations
 

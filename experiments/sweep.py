@@ -34,7 +34,9 @@ _TOKENS = flags.DEFINE_integer("tokens", 100_000, "About so many, evenly spread.
 _GATES = flags.DEFINE_list("gates", None, "Names of gates; all by default.")
 _EXITS = flags.DEFINE_list("exits", None, "Boundaries of the active exits; all by default.")
 _THRESHOLDS = flags.DEFINE_list("thresholds", None, "For every gate; each gate's own by default.")
-_MIN_DEPTH = flags.DEFINE_integer("min_depth", 0, "Exits below so many layers are not active.")
+_MIN_EXIT_LAYER = flags.DEFINE_integer(
+    "min_exit_layer", 0, "Exits below so many layers are not active."
+)
 _DECAY = flags.DEFINE_float("decay", None, "How fast thresholds fall along a window; not at all.")
 _TIME = flags.DEFINE_bool("time", False, "Time segments and heads, and predict a token's time.")
 _OUT = flags.DEFINE_string("out", None, "The picture; WORKDIR/sweep.png by default.")
@@ -49,7 +51,7 @@ SUFFIXES = (".png", ".pdf", ".svg")
 def main() -> None:
     from eejax import analysis, calibration
     from eejax.gates.confidence import GATES
-    from eejax.inference.policy import ExitPolicy, gates_of
+    from eejax.inference.policy import ExitPolicy, available_gates
     from eejax.train.runs import open_run
 
     for gate in _GATES.value or ():
@@ -59,19 +61,20 @@ def main() -> None:
     require(thresholds != [], "--thresholds", "", "must be numbers in [0, 1]")
     run = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value)
     model, config = run.model, run.model.config
-    gates = _GATES.value or gates_of(config)
-    rules = dict(min_depth=_MIN_DEPTH.value, decay=_DECAY.value)
+    gates = _GATES.value or available_gates(config)
+    rules = dict(min_exit_layer=_MIN_EXIT_LAYER.value, decay=_DECAY.value)
     for threshold in thresholds or [1.0]:  # what is wrong is said before the work is done
         for gate in gates:
             ExitPolicy.make(config, 1, threshold, chosen, gate=gate, **rules)
     active = [
-        e.boundary for e in config.exits
-        if (chosen is None or e.boundary in chosen) and e.boundary >= _MIN_DEPTH.value
-    ]  # fmt: skip
+        e.boundary
+        for e in config.exits
+        if (chosen is None or e.boundary in chosen) and e.boundary >= _MIN_EXIT_LAYER.value
+    ]
     if not active:
         raise ConfigError(
-            f"--exits = {chosen}, --min_depth = {_MIN_DEPTH.value}: leave no early exit active of "
-            f"this model's, at {[e.boundary for e in config.exits]}."
+            f"--exits = {chosen}, --min_exit_layer = {_MIN_EXIT_LAYER.value}: leave no early exit "
+            f"active of this model's, at {[e.boundary for e in config.exits]}."
         )
     out = pathlib.Path(_OUT.value or expanded(_WORKDIR.value) / "sweep.png")
     if out.suffix not in SUFFIXES or out.is_dir():
@@ -114,9 +117,10 @@ def main() -> None:
     print(f"step {model.step} of {_WORKDIR.value}, {len(scores)} tokens")
     print(show(result["curves"], config.n_layers))
     label = (
-        "predicted time of a token, all layers = 1" if costs
+        "predicted time of a token, all layers = 1"
+        if costs
         else f"mean depth of emitted tokens (of {config.n_layers} layers)"
-    )  # fmt: skip
+    )
     figure = analysis.frontiers(result["curves"], x="time" if costs else "depth", xlabel=label)
     print(f"\ndrawn: {analysis.save(figure, out)}")
     if _JSON.value:
@@ -170,12 +174,17 @@ def show(curves: dict[str, list[dict]], n_layers: int) -> str:
     rows = []
     for gate, points in curves.items():
         for i, p in enumerate(points):
-            rows.append([
-                gate if i == 0 else "", ",".join(f"{t:.4g}" for t in np.ravel(p["threshold"])),
-                f"{p['agreement']:.2%}",
-                f"{p['depth']:.2f}", *([f"{p['time']:.3f}"] if timed else []),
-                f"{p['perplexity']:.3f}", f"{p['bits_per_byte']:.3f}",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    gate if i == 0 else "",
+                    ",".join(f"{t:.4g}" for t in np.ravel(p["threshold"])),
+                    f"{p['agreement']:.2%}",
+                    f"{p['depth']:.2f}",
+                    *([f"{p['time']:.3f}"] if timed else []),
+                    f"{p['perplexity']:.3f}",
+                    f"{p['bits_per_byte']:.3f}",
+                ]
+            )
     return analysis.table(header, rows)
 
 

@@ -21,9 +21,12 @@ from experiments import launch
 _OUTPUT = flags.DEFINE_string("output", None, "The file to write, in JSON lines.", required=True)
 
 BOOKS = (
-    "books/moby_dick.txt", "books/pride_and_prejudice.txt", "books/two_cities.txt",
-    "books/great_expectations.txt", "wikitext2/valid.txt",
-)  # fmt: skip
+    "books/moby_dick.txt",
+    "books/pride_and_prejudice.txt",
+    "books/two_cities.txt",
+    "books/great_expectations.txt",
+    "wikitext2/valid.txt",
+)
 PIECE = 4000  # characters of a book that are one document
 KEY = 60  # characters in which two texts may not agree
 SHORT = 24  # of a prompt that has no more, and are not to be in a text
@@ -33,7 +36,7 @@ def main() -> None:
     folder = os.environ.get("EEJAX_DATA")
     if not folder:
         raise ConfigError("$EEJAX_DATA: must name the folder of the task sets; it is not set.")
-    held = Held(prompts(folder))
+    held = HeldOutTexts(prompts(folder))
     kept = left = 0
     try:
         with open(_OUTPUT.value, "w", encoding="utf-8") as file:
@@ -67,7 +70,7 @@ def plain(text: str) -> str:
     return re.sub(r"\W+", "", text.lower())
 
 
-class Held:
+class HeldOutTexts:
     """Texts that are not to be learned; `has` says whether another begins as one of them does, or
     goes on somewhere, or has the beginning of one in it, be it without a label ("Smoking: ...")."""
 

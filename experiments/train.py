@@ -1,4 +1,4 @@
-"""Trains an early-exit language model, or resumes the run in --workdir.
+"""Train an early-exit language model, or resume the run in --workdir.
 
     python -m experiments.train --config=configs/quickstart.py --config.train.steps=1000 \\
         --workdir=runs/quickstart

@@ -1,4 +1,4 @@
-"""Gives a trained model early exits, and leaves everything it has as it is (EE-Tuning).
+"""Tune early exits for a trained model, which stays as it is (EE-Tuning).
 
     python -m experiments.tune_exits --base=runs/quickstart --exits=2,5 --workdir=runs/tuned
 
@@ -89,10 +89,9 @@ def experiment():
 def text(base) -> dict:
     """The text of a base of this model configuration, as a section of the experiment: its own if
     it is a run, or --source."""
-    from eejax.checkpoint.model import load_metadata
+    from eejax.checkpoint.model import is_run, load_metadata
     from eejax.common.errors import require
     from eejax.train.config import DataConfig
-    from eejax.train.pretrained import is_run
     from eejax.train.runs import saved_experiment
 
     if is_run(expanded(_BASE.value)):
@@ -102,14 +101,19 @@ def text(base) -> dict:
             launch.check_own_text(metadata, values["source"], _BASE.value)
     else:
         require(
-            bool(_SOURCE.value), "--source", _SOURCE.value,
+            bool(_SOURCE.value),
+            "--source",
+            _SOURCE.value,
             f"must name a text: {_BASE.value} is a pretrained model and has none",
-        )  # fmt: skip
+        )
         values = {"length": min(base.context_length, DataConfig.length)}
     if _SOURCE.value:
         values |= {
-            "source": tuple(_SOURCE.value), "packed": None, "max_bytes": None, "weights": None,
-        }  # fmt: skip
+            "source": tuple(_SOURCE.value),
+            "packed": None,
+            "max_bytes": None,
+            "weights": None,
+        }
     # The base's, which need not lie where it was said to.
     return values | {"tokenizer": DataConfig.tokenizer}
 

@@ -49,5 +49,5 @@ def batches(windows: np.ndarray) -> Iterator[dict[str, np.ndarray]]:
 
 
 def prompts(text: bytes, size: int) -> list[list[int]]:
-    """Of every third window the first `size` tokens."""
+    """Return the first `size` tokens of every third window."""
     return [list(text[i : i + size]) for i in range(0, len(text) - LENGTH, 3 * LENGTH)]

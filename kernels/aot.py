@@ -104,13 +104,29 @@ device_description_str: "{self.name}"
 
 
 A100 = Card(
-    "NVIDIA A100-SXM4-80GB", 80, multiprocessors=108, shared=167_936, units=64, clock=1.41,
-    l2=41_943_040, memory=85_045_149_696, bandwidth=2.039e12, flops=312e12,
-)  # fmt: skip
+    "NVIDIA A100-SXM4-80GB",
+    80,
+    multiprocessors=108,
+    shared=167_936,
+    units=64,
+    clock=1.41,
+    l2=41_943_040,
+    memory=85_045_149_696,
+    bandwidth=2.039e12,
+    flops=312e12,
+)
 H100 = Card(
-    "NVIDIA H100 80GB HBM3", 90, multiprocessors=132, shared=233_472, units=128, clock=1.98,
-    l2=52_428_800, memory=84_929_347_584, bandwidth=3.35e12, flops=989e12,
-)  # fmt: skip
+    "NVIDIA H100 80GB HBM3",
+    90,
+    multiprocessors=132,
+    shared=233_472,
+    units=128,
+    clock=1.98,
+    l2=52_428_800,
+    memory=84_929_347_584,
+    bandwidth=3.35e12,
+    flops=989e12,
+)
 CARDS = {"a100": A100, "h100": H100}
 
 

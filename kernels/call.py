@@ -1,4 +1,4 @@
-"""Where an op runs: by its reference, or by its Triton kernel.
+"""Dispatch of an op to its reference or its Triton kernel.
 
 An op is defined by its reference, a function of JAX. Its Triton kernel takes the reference's place
 where a program is compiled for CUDA, and both are traced wherever jax-triton can be imported: what
@@ -88,7 +88,7 @@ def op(kernel: Callable, reference: Callable, implementation: str | None = None)
 
 
 def require_gpu() -> None:
-    """Raises RuntimeError where nothing is compiled for a GPU."""
+    """Raise RuntimeError where nothing is compiled for a GPU."""
     if not for_gpu():
         raise RuntimeError(
             "implementation = 'triton': there is no GPU of NVIDIA's that JAX can use. Ask for "
@@ -120,7 +120,7 @@ _told: set[tuple[str, str]] = set()
 
 
 def require_floating(name: str, a: jax.Array) -> None:
-    """Raises `ConfigError` for anything but floating numbers, to whose dtype weights are cast."""
+    """Raise `ConfigError` for anything but floating-point numbers: weights are cast to them."""
     require(jnp.issubdtype(a.dtype, jnp.floating), name, a.dtype, "must be of a floating dtype")
 
 
@@ -153,8 +153,9 @@ def _available(number: int | None) -> bool:
     if number is not None and number < OLDEST:
         warnings.warn(
             f"the GPU's compute capability is {number // 10}.{number % 10}: kernels need "
-            f"{OLDEST // 10}.0, and XLA's own operations take their place", stacklevel=3,
-        )  # fmt: skip
+            f"{OLDEST // 10}.0, and XLA's own operations take their place",
+            stacklevel=3,
+        )
         return False
     return True
 
@@ -214,15 +215,23 @@ def launch(
     aliases: dict[int, int] | None = None,
     **constants: Any,
 ) -> list[jax.Array]:
-    """Runs a Triton kernel that takes `args`, then pointers to what is `out`, then `constants`.
+    """Run a Triton kernel that takes `args`, then pointers to its results `out`, then `constants`.
 
     aliases: {number of an argument: number of the result that takes its place}. The kernel's
     pointer to that result may be None, and then is the argument's.
     """
     return triton_call.triton_call(
-        *args, kernel=kernel, grid=grid, out=out, aliases=aliases or {}, warps=warps, stages=stages,
-        capability=_capability.value or _of_gpu(), legacy=_legacy.value, constants=constants,
-    )  # fmt: skip
+        *args,
+        kernel=kernel,
+        grid=grid,
+        out=out,
+        aliases=aliases or {},
+        warps=warps,
+        stages=stages,
+        capability=_capability.value or _of_gpu(),
+        legacy=_legacy.value,
+        constants=constants,
+    )
 
 
 def precision(dtype: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a program holds of kernels once it is lowered for CUDA: their PTX, registers and memory.
+"""Triton kernels of a program that is lowered for CUDA: their PTX, registers and memory.
 
 No GPU is needed, but jax-triton is, and with it JAX's CUDA plugin.
 """
@@ -30,12 +30,12 @@ class Kernel:
 
     @property
     def version(self) -> tuple[int, int]:
-        """That of the PTX it is written in."""
+        """Version of the PTX."""
         return tuple(map(int, re.search(r"\.version (\d+)\.(\d+)", self.ptx).groups()))
 
     @property
     def doubles(self) -> bool:
-        """Whether it computes in float64, as it does where a number of Python's slips in."""
+        """The kernel computes in float64, as happens where a Python number slips in."""
         return ".f64" in self.ptx
 
     def usage(self) -> tuple[int, int]:
@@ -47,17 +47,28 @@ class Kernel:
             file.write(self.ptx)
             file.flush()
             said = subprocess.run(
-                [get_ptxas(int(target[2])).path, "-v", f"--gpu-name={target[1]}", file.name,
-                 "-o", "/dev/null"],
-                capture_output=True, text=True, check=True,
-            ).stderr  # fmt: skip
+                [
+                    get_ptxas(int(target[2])).path,
+                    "-v",
+                    f"--gpu-name={target[1]}",
+                    file.name,
+                    "-o",
+                    "/dev/null",
+                ],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stderr
         spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
         return int(re.search(r"Used (\d+) registers", said)[1]), sum(map(int, spilled.groups()))
 
 
 def kernels(run: Callable, *args: Any, capability: int) -> list[Kernel]:
-    """Those of jax.jit(run)(*args) on a GPU of a compute capability (80, 90), in the order of the
-    program; a kernel in a loop or a branch is there once for each place that calls it."""
+    """Return the kernels of jax.jit(run)(*args) on a GPU of a compute capability (80, 90).
+
+    They are in the order of the program; a kernel in a loop or a branch is there once for each
+    place that calls it.
+    """
     with call.compute_capability(capability):
         traced = jax.jit(run).trace(*args)
         module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
@@ -90,14 +101,20 @@ def _operations(op: Any) -> Iterator[Any]:
 
 
 def _kernel(message: bytes) -> Kernel:
-    """Of a serialized jaxlib `TritonAnyKernelCall`: (kernel_call = 1: (kernel = 1: (name = 1,
-    warps = 2, shared = 3, ptx = 4), grid = 2, 3, 4))."""
+    """Parse a serialized jaxlib `TritonAnyKernelCall`.
+
+    Its fields are (kernel_call = 1: (kernel = 1: (name = 1, warps = 2, shared = 3, ptx = 4), grid =
+    2, 3, 4)).
+    """
     launched = dict(_fields(dict(_fields(message))[1]))
     own = dict(_fields(launched[1]))
     return Kernel(
-        own[1].decode(), own[2], own.get(3, 0), tuple(launched[i] for i in (2, 3, 4)),
+        own[1].decode(),
+        own[2],
+        own.get(3, 0),
+        tuple(launched[i] for i in (2, 3, 4)),
         own[4].decode(),
-    )  # fmt: skip
+    )
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:

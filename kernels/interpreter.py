@@ -22,7 +22,7 @@ _one = threading.Lock()  # the interpreter knows of one program alone; devices c
 
 
 class Tensor:
-    """As much of a tensor of torch's on the CPU as the interpreter asks for."""
+    """The part of a CPU torch tensor's interface that the interpreter uses."""
 
     def __init__(self, array: np.ndarray):
         self.array = array
@@ -67,7 +67,7 @@ def launch(
     aliases: dict[int, int] | None = None,
     **constants: Any,
 ) -> list[jax.Array]:
-    """As `call.launch`. Raises RuntimeError where TRITON_INTERPRET is not set."""
+    """Run a kernel as `call.launch`. Raises RuntimeError where TRITON_INTERPRET is not set."""
     aliases = aliases or {}
     patch()
 

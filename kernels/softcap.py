@@ -1,4 +1,4 @@
-"""What kernels compute of logits' soft caps."""
+"""Soft caps of logits in kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SMALL = tl.constexpr(0.15)
 
 @triton.jit
 def tanh(a):
-    """By its series where it is small, and 1 less something nearly as large has few digits left."""
+    """Return tanh, by its series where it is small, as 1 minus nearly 1 loses digits."""
     e = tl.exp(tl.abs(a) * -2.0)
     large = (1.0 - e) / (1.0 + e)
     square = a * a

@@ -1,4 +1,4 @@
-"""What ops are asked for in tests, compile checks and benchmarks: one list for each op."""
+"""Arguments of ops in tests, compile checks and benchmarks: one list for each op."""
 
 from __future__ import annotations
 
@@ -53,10 +53,14 @@ def normal(key: jax.Array, number: int, shape: tuple[int, ...], dtype: Any, std=
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """What an op is timed on. sizes: what the spec's letters are, for tables; moved: bytes that
-    have to be read or written whatever computes it; tiny: whether it is for trying the bench out;
-    peer: what of the same arguments it is timed beside too, where that is not the reference alone.
+class BenchCase:
+    """Sizes that an op is timed with.
+
+    Attributes:
+      sizes: values of the spec's letters, for tables.
+      moved: bytes that any implementation reads and writes.
+      tiny: the case only tries the benchmark out.
+      peer: another function of the same arguments to time beside the reference.
     """
 
     spec: Spec

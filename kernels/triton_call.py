@@ -70,9 +70,17 @@ def triton_call(
     """
     call = _by_out_type if _takes_out_type() else _by_pairs
     return call(
-        args, out, aliases, legacy, kernel=kernel, grid=grid, num_warps=warps, num_stages=stages,
-        compute_capability=capability, **constants,
-    )  # fmt: skip
+        args,
+        out,
+        aliases,
+        legacy,
+        kernel=kernel,
+        grid=grid,
+        num_warps=warps,
+        num_stages=stages,
+        compute_capability=capability,
+        **constants,
+    )
 
 
 def _takes_out_type() -> bool:

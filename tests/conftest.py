@@ -55,6 +55,16 @@ def compiled_programs():
     jax.clear_caches()
 
 
+@pytest.fixture
+def compiled():
+    """Names of compilations, as they happen."""
+    events = []
+    listener = lambda event, *_, **__: events.append(event) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listener)
+
+
 @pytest.fixture(scope="session")
 def repo_root() -> pathlib.Path:
     """The repository, for tests that start launchers or read its files."""
@@ -113,7 +123,9 @@ def train_small_run(folder: pathlib.Path) -> None:
         folder, microbatches=1, steps=250, eval_every=0, checkpoint_every=0, log_every=50
     )
     values["model"] |= {
-        "n_layers": 3, "context_length": 128, "exits": [{"boundary": 1}, {"boundary": 2}]
-    }  # fmt: skip
+        "n_layers": 3,
+        "context_length": 128,
+        "exits": [{"boundary": 1}, {"boundary": 2}],
+    }
     values["exit_weights"] = {"weights": [0.5, 0.5]}
     fit(Experiment.from_dict(values), folder / "run")

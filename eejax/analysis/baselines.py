@@ -1,4 +1,4 @@
-"""What a text's bits per byte mean beside: an interpolated trigram, and a general compressor."""
+"""Baselines for bits per byte: an interpolated trigram and a general-purpose compressor."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Trigram:
         self.unigram = unigrams / unigrams.sum()
 
     def _look_up(self, tokens: np.ndarray) -> tuple[np.ndarray, ...]:
-        """What `_surprise` needs to know of every trigram of `tokens`."""
+        """Return what `_surprise` needs to know of every trigram of `tokens`."""
         a, b, c = tokens[:-2], tokens[1:-1], tokens[2:]
         high = self.trigrams[a, b, c], self.contexts[a, b], self.followers[a, b]
         low = self.bigrams[b, c], self.bigram_total[b], self.bigram_followers[b]

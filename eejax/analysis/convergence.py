@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from eejax.analysis.plots import ACCENT, STYLE, exit_colors
 
 
-class Spread(NamedTuple):
+class SeedSpread(NamedTuple):
     """One number for each seed: their mean, the lowest and the highest."""
 
     mean: float
@@ -21,7 +21,7 @@ class Spread(NamedTuple):
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> SeedSpread:
         return cls(float(np.mean(values)), float(np.min(values)), float(np.max(values)))
 
     def text(self, digits: int = 3) -> str:
@@ -39,7 +39,7 @@ def bin_means(values: np.ndarray, bins: int) -> np.ndarray:
 
 
 def falls(losses: np.ndarray, parts: int = 4) -> bool:
-    """Whether every quarter of a run has a lower mean loss than the one before.
+    """Return whether every quarter of a run has a lower mean loss than the quarter before.
 
     losses [seeds, steps]: the mean over seeds is judged, as it is drawn.
     """

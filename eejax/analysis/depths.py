@@ -1,4 +1,4 @@
-"""How hidden states come to be the last layer's, layer by layer."""
+"""Convergence of hidden states to those of the last layer, layer by layer."""
 
 from __future__ import annotations
 
@@ -31,9 +31,12 @@ def convergence_by_depth(
             right.plot(boundaries, share, color=color, marker=marker, label=f"cosine ≥ {bound}")
         right.plot(boundaries, agree.mean(1), color=ACCENT, marker="*", label="same token")
         right.plot(
-            boundaries, np.logical_and.accumulate(agree[::-1])[::-1].mean(1), color=INK, ls="--",
+            boundaries,
+            np.logical_and.accumulate(agree[::-1])[::-1].mean(1),
+            color=INK,
+            ls="--",
             label="same token from here on",
-        )  # fmt: skip
+        )
         right.set(title="Share of tokens that could leave", xlabel="layers", ylim=(0, 1))
         right.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         for axes in (left, right):

@@ -45,15 +45,19 @@ def gantt(
     with matplotlib.rc_context(STYLE):
         figure = figure_of(12, 0.9 + sum(0.42 * n + 0.75 for n in rows.values()))
         every = figure.subplots(
-            len(panels), 1, sharex=True, squeeze=False,
+            len(panels),
+            1,
+            sharex=True,
+            squeeze=False,
             gridspec_kw={"height_ratios": list(rows.values())},
-        )[:, 0]  # fmt: skip
+        )[:, 0]
         for axes, (title, bars) in zip(every, panels.items(), strict=True):
             _draw(axes, title, bars, rows[title], end)
         every[-1].set_xlabel(unit)
         used = {bar[3] for bars in panels.values() for bar in bars}
-        keys = [Patch(facecolor=c, edgecolor=INK, label=n) for k, (c, n) in LOOKS.items()
-                if k in used]  # fmt: skip
+        keys = [
+            Patch(facecolor=c, edgecolor=INK, label=n) for k, (c, n) in LOOKS.items() if k in used
+        ]
         if any(bar[5] for bars in panels.values() for bar in bars):
             keys.append(Patch(facecolor="none", edgecolor=ACCENT, ls="--", label="critical path"))
         figure.legend(handles=keys, loc="outside lower center", ncols=len(keys))
@@ -74,7 +78,7 @@ def _draw(axes: Axes, title: str, bars: Sequence, rows: int, end: float) -> None
         if stop - begin >= SMALLEST_LABEL * end:
             axes.text(
                 (begin + stop) / 2, stage, label, ha="center", va="center", fontsize=7, zorder=4
-            )  # fmt: skip
+            )
     axes.axvline(last, color=GRID, zorder=0)
     axes.set(xlim=(0, 1.01 * end), ylim=(rows - 0.5, -0.5))
     axes.set_yticks(range(rows), [f"stage {i}" for i in range(rows)])

@@ -12,16 +12,40 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 BYTES = {
-    "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "f16": 2,
-    "bf16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8,
-}  # fmt: skip
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "f8e4m3fn": 1,
+    "f8e5m2": 1,
+    "s16": 2,
+    "u16": 2,
+    "f16": 2,
+    "bf16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+}
 """Bytes of an element, by XLA's name of its type."""
 
 FREE = {
-    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id",
-    "replica-id", "copy-done", "all-reduce-done", "async-done", "fusion-done", "opt-barrier",
+    "parameter",
+    "constant",
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "copy-done",
+    "all-reduce-done",
+    "async-done",
+    "fusion-done",
+    "opt-barrier",
     "add-dependency",
-}  # fmt: skip
+}
 """Instructions that start nothing on the device."""
 
 NESTED = {"conditional", "while", "call"}

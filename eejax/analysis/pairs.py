@@ -19,7 +19,7 @@ class Ratio(NamedTuple):
 
 
 def median_ratio(baseline: Sequence[float], other: Sequence[float]) -> Ratio:
-    """From the seconds of pairs run one right after the other, [n] each.
+    """Return the median ratio of paired times [n] each, run one right after the other.
 
     The interval is a bootstrap over pairs (Efron 1979, percentile), so that what slowed both
     runs of a pair down does not count against either.
@@ -31,8 +31,11 @@ def median_ratio(baseline: Sequence[float], other: Sequence[float]) -> Ratio:
 
 
 def total_ratio(baseline: Sequence[float], other: Sequence[float]) -> Ratio:
-    """As `median_ratio`, of sums over pairs that are unlike parts of one work; `median` is the
-    ratio of all."""
+    """Return the ratio of summed times, for pairs that are unlike parts of one task.
+
+    The interval is a bootstrap over pairs, as in `median_ratio`, but of the ratio of sums; `median`
+    is the ratio of all.
+    """
     pair = np.array([baseline, other], np.float64)
     n = pair.shape[1]
     picks = np.random.default_rng(0).integers(0, n, (RESAMPLES, n))

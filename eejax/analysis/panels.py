@@ -81,8 +81,11 @@ def compare(
             [Line2D([], [], **looks[name]) for name in names],
             # Before matplotlib 3.10 a label that begins with _ is left out.
             [f" {name}" if name.startswith("_") else name for name in shown],
-            loc="outside lower center", ncols=entries, fontsize=9, handlelength=2.6,
-        )  # fmt: skip
+            loc="outside lower center",
+            ncols=entries,
+            fontsize=9,
+            handlelength=2.6,
+        )
         for text in legend.get_texts():
             text.set_parse_math(False)
     return figure
@@ -125,9 +128,13 @@ def _draw(axes: Axes, panel: Panel, looks: Mapping[str, Mapping[str, str]]) -> N
         # Runs that share a schedule draw the same line: the earlier ones show beside the later.
         hidden = sum(np.array_equal(line, other) for other in list(lines.values())[i + 1 :])
         axes.plot(
-            *line, **looks[name], lw=1.5 + 2.0 * min(hidden, 3), solid_capstyle="butt",
-            marker="." if len(line[0]) < 20 else "", ms=6,
-        )  # fmt: skip
+            *line,
+            **looks[name],
+            lw=1.5 + 2.0 * min(hidden, 3),
+            solid_capstyle="butt",
+            marker="." if len(line[0]) < 20 else "",
+            ms=6,
+        )
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=NICE, integer=True))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))

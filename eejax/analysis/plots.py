@@ -39,7 +39,7 @@ STYLE = {
 
 
 def save(figure: Figure, path: str | os.PathLike) -> pathlib.Path:
-    """Writes the figure as PNG (or by the path's suffix), its folder made if need be."""
+    """Write the figure as PNG (or by the path's suffix) and create its folder if necessary."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
@@ -47,9 +47,13 @@ def save(figure: Figure, path: str | os.PathLike) -> pathlib.Path:
 
 
 def loss_curves(
-    records: Sequence[Mapping[str, Any]], *, bits_scale: float = 1.0, unit: str = "nats per token",
-    references: Mapping[str, float] | None = None, title: str = "Loss of every exit",
-) -> Figure:  # fmt: skip
+    records: Sequence[Mapping[str, Any]],
+    *,
+    bits_scale: float = 1.0,
+    unit: str = "nats per token",
+    references: Mapping[str, float] | None = None,
+    title: str = "Loss of every exit",
+) -> Figure:
     """Training and held-out loss of every exit over the steps.
 
     records: lines of metrics.jsonl, with "step", "loss/NAME" and "eval/loss/NAME". Losses are
@@ -89,10 +93,13 @@ def loss_curves(
 
 
 def quality_against_speed(
-    points: Sequence[Mapping[str, Any]], n_layers: int, *,
-    measured: Sequence[Mapping[str, Any]] = (), target: float | None = 0.95,
+    points: Sequence[Mapping[str, Any]],
+    n_layers: int,
+    *,
+    measured: Sequence[Mapping[str, Any]] = (),
+    target: float | None = 0.95,
     title: str = "Quality against speed",
-) -> Figure:  # fmt: skip
+) -> Figure:
     """Agreement with the full model, and bits per byte, against the speed-up.
 
     points: "threshold", "agreement", "depth" (mean layers) and "bits_per_byte" of each
@@ -105,9 +112,13 @@ def quality_against_speed(
         figure = figure_of(10.0, 4.4)
         left, right = figure.subplots(1, 2)
         left.plot(
-            bound, [p["agreement"] for p in points], "o-", ms=3.5, color=INK,
+            bound,
+            [p["agreement"] for p in points],
+            "o-",
+            ms=3.5,
+            color=INK,
             label="layers ÷ mean depth, teacher-forced",
-        )  # fmt: skip
+        )
         if measured:
             ratio = [m["speedup"] for m in measured]
             error = [
@@ -115,51 +126,74 @@ def quality_against_speed(
                 [m["high"] - m["speedup"] for m in measured],
             ]
             left.errorbar(
-                ratio, [m["agreement"] for m in measured], xerr=error, fmt="D", ms=6,
-                color=ACCENT, capsize=3, label="wall-clock: time of full ÷ recompute",
-            )  # fmt: skip
+                ratio,
+                [m["agreement"] for m in measured],
+                xerr=error,
+                fmt="D",
+                ms=6,
+                color=ACCENT,
+                capsize=3,
+                label="wall-clock: time of full ÷ recompute",
+            )
             for m in measured:
                 left.annotate(
-                    f"{m['threshold']:g}", (m["speedup"], m["agreement"]), color=ACCENT,
-                    textcoords="offset points", xytext=(5, -12), fontsize=8,
-                )  # fmt: skip
+                    f"{m['threshold']:g}",
+                    (m["speedup"], m["agreement"]),
+                    color=ACCENT,
+                    textcoords="offset points",
+                    xytext=(5, -12),
+                    fontsize=8,
+                )
         if target is not None:
             left.axhline(target, color="gray", ls="--", lw=1.0, label=f"{target:.0%} agreement")
         for p in _spread(points, left_to_right=bound):
             left.annotate(
-                f"{p['threshold']:g}", (n_layers / p["depth"], p["agreement"]),
-                textcoords="offset points", xytext=(5, 5), fontsize=8,
-            )  # fmt: skip
+                f"{p['threshold']:g}",
+                (n_layers / p["depth"], p["agreement"]),
+                textcoords="offset points",
+                xytext=(5, 5),
+                fontsize=8,
+            )
         left.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         left.set(
-            title=title, xlabel="speed-up over all layers (×)",
+            title=title,
+            xlabel="speed-up over all layers (×)",
             ylabel="tokens equal to the full model's (held-out)",
-        )  # fmt: skip
+        )
         left.set_ylim(top=1.0 + 0.04 * (1.0 - left.get_ylim()[0]))
         left.legend(loc="upper left", bbox_to_anchor=(0, -0.16), fontsize=9)
         right.plot(
-            [p["depth"] for p in points], [p["bits_per_byte"] for p in points], "o-", ms=3.5,
+            [p["depth"] for p in points],
+            [p["bits_per_byte"] for p in points],
+            "o-",
+            ms=3.5,
             color=INK,
-        )  # fmt: skip
+        )
         for p in _spread(points, left_to_right=[-p["depth"] for p in points]):
             right.annotate(
-                f"{p['threshold']:g}", (p["depth"], p["bits_per_byte"]),
-                textcoords="offset points", xytext=(5, 5), fontsize=8,
-            )  # fmt: skip
+                f"{p['threshold']:g}",
+                (p["depth"], p["bits_per_byte"]),
+                textcoords="offset points",
+                xytext=(5, 5),
+                fontsize=8,
+            )
         right.set(
             title="The price in bits",
             xlabel=f"mean depth of emitted tokens (of {n_layers} layers)",
             ylabel="bits per byte of the emitted distribution",
-        )  # fmt: skip
+        )
         figure.supxlabel("numbers beside points are thresholds", fontsize=8, color="gray")
     return figure
 
 
 def frontiers(
-    curves: Mapping[str, Sequence[Mapping[str, Any]]], *, x: str = "depth",
-    xlabel: str = "mean depth of emitted tokens (layers)", target: float | None = 0.95,
+    curves: Mapping[str, Sequence[Mapping[str, Any]]],
+    *,
+    x: str = "depth",
+    xlabel: str = "mean depth of emitted tokens (layers)",
+    target: float | None = 0.95,
     title: str = "Quality against speed",
-) -> Figure:  # fmt: skip
+) -> Figure:
     """Agreement with the full model, and bits per byte, of several ways to leave early.
 
     curves: name, such as a gate's -> points, in any order: "agreement", "bits_per_byte" and what
@@ -172,29 +206,33 @@ def frontiers(
             for i, (name, points) in enumerate(curves.items()):
                 points = sorted(points, key=lambda p: p[x])
                 axes.plot(
-                    [p[x] for p in points], [p[key] for p in points], label=name, ms=4,
-                    color=HUES[i % len(HUES)], marker=MARKERS[i % len(MARKERS)],
-                )  # fmt: skip
+                    [p[x] for p in points],
+                    [p[key] for p in points],
+                    label=name,
+                    ms=4,
+                    color=HUES[i % len(HUES)],
+                    marker=MARKERS[i % len(MARKERS)],
+                )
             axes.set(xlabel=xlabel)
         if target is not None:
             left.axhline(target, color="gray", ls="--", lw=1.0, label=f"{target:.0%} agreement")
         left.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         left.set(title=title, ylabel="tokens equal to the full model's (held-out)")
-        right.set(
-            title="The price in bits", ylabel="bits per byte of the emitted distribution"
-        )  # fmt: skip
+        right.set(title="The price in bits", ylabel="bits per byte of the emitted distribution")
         handles, labels = left.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 7))
     return figure
 
 
 def exit_histogram(
-    shares: Mapping[str, Sequence[float]], stops: Sequence[int], *,
+    shares: Mapping[str, Sequence[float]],
+    boundaries: Sequence[int],
+    *,
     title: str = "Where tokens leave",
-) -> Figure:  # fmt: skip
+) -> Figure:
     """Share of tokens by exit, one group of bars for each exit.
 
-    shares: name -> one share for each of `stops` (boundaries, the final one last), such as
+    shares: name -> one share for each of `boundaries` (boundaries, the final one last), such as
     {"held-out text": [...], "generated": [...]}.
     """
     with matplotlib.rc_context(STYLE):
@@ -203,11 +241,13 @@ def exit_histogram(
         width = 0.8 / max(len(shares), 1)
         colors = ("#33658a", "#f6ae2d", "#86bbd8", "#758e4f")
         for i, (name, values) in enumerate(shares.items()):
-            x = [j + (i - (len(shares) - 1) / 2) * width for j in range(len(stops))]
+            x = [j + (i - (len(shares) - 1) / 2) * width for j in range(len(boundaries))]
             bars = axes.bar(x, values, width * 0.94, label=name, color=colors[i % len(colors)])
             axes.bar_label(bars, [f"{v:.0%}" for v in values], fontsize=9, padding=2)
-        labels = [f"exit after\nlayer {s}" for s in stops[:-1]] + [f"final\n({stops[-1]} layers)"]
-        axes.set_xticks(range(len(stops)), labels)
+        labels = [f"exit after\nlayer {s}" for s in boundaries[:-1]] + [
+            f"final\n({boundaries[-1]} layers)"
+        ]
+        axes.set_xticks(range(len(boundaries)), labels)
         axes.grid(axis="x", visible=False)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.yaxis.set_major_locator(MaxNLocator(6))

@@ -13,9 +13,12 @@ from eejax.analysis.plots import HUES, MARKERS, STYLE, figure_of
 
 
 def scores_against_speed(
-    curves: Mapping[str, Sequence[Mapping[str, Any]]], scores: Mapping[str, str],
-    full: Mapping[str, Mapping[str, float]], *, shares: Collection[str] = (),
-) -> Figure:  # fmt: skip
+    curves: Mapping[str, Sequence[Mapping[str, Any]]],
+    scores: Mapping[str, str],
+    full: Mapping[str, Mapping[str, float]],
+    *,
+    shares: Collection[str] = (),
+) -> Figure:
     """A panel for each score, two in a row: the score over the speed-up, a curve by engine.
 
     curves: name -> points in the order of their thresholds: "threshold", "speed" in times of the
@@ -42,18 +45,30 @@ def scores_against_speed(
                 speeds = [p["speed"] for p in points]
                 off = None
                 if all("low" in p for p in points):
-                    off = [[p["speed"] - p["low"] for p in points],
-                           [p["high"] - p["speed"] for p in points]]  # fmt: skip
+                    off = [
+                        [p["speed"] - p["low"] for p in points],
+                        [p["high"] - p["speed"] for p in points],
+                    ]
                 axes.errorbar(
-                    speeds, [p[key] for p in points], xerr=off, label=name, ms=4, elinewidth=0.8,
-                    color=HUES[i % len(HUES)], marker=MARKERS[i % len(MARKERS)],
-                )  # fmt: skip
+                    speeds,
+                    [p[key] for p in points],
+                    xerr=off,
+                    label=name,
+                    ms=4,
+                    elinewidth=0.8,
+                    color=HUES[i % len(HUES)],
+                    marker=MARKERS[i % len(MARKERS)],
+                )
             for i, p in enumerate(next(iter(curves.values()))):
                 left = i % 2 == 0  # neighbours' labels on either side
                 axes.annotate(
-                    f"{p['threshold']:g}", (p["speed"], p[key]), textcoords="offset points",
-                    xytext=(-4 if left else 4, 4), ha="right" if left else "left", fontsize=7,
-                )  # fmt: skip
+                    f"{p['threshold']:g}",
+                    (p["speed"], p[key]),
+                    textcoords="offset points",
+                    xytext=(-4 if left else 4, 4),
+                    ha="right" if left else "left",
+                    fontsize=7,
+                )
             # The points fill the panel, whatever of the band that leaves.
             drawn = [p[key] for points in curves.values() for p in points]
             drawn += [full[key]["score"]] if key in full else []
@@ -64,7 +79,11 @@ def scores_against_speed(
             axes.set(title=title, xlabel="speed-up over the full model (×)")
         handles, labels = every[0].get_legend_handles_labels()
         figure.legend(
-            handles, labels, loc="outside lower center", ncols=min(len(labels), 4),
-            title="numbers beside points are thresholds", title_fontsize=8,
-        )  # fmt: skip
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=min(len(labels), 4),
+            title="numbers beside points are thresholds",
+            title_fontsize=8,
+        )
     return figure

@@ -21,36 +21,39 @@ def visible(text: str) -> str:
     return "".join("␣" if c == " " else c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def marked(text: Text, stops: Sequence[int]) -> str:
-    """In one line, with the boundary of the exit wherever it changes: '⟨3⟩impo⟨12⟩rt'.
+def marked(text: Text, boundaries: Sequence[int]) -> str:
+    """Return a text in one line that marks each change of exit: '⟨3⟩impo⟨12⟩rt'.
 
-    stops: boundary of each exit, the final one last.
+    boundaries: boundary of each exit, the final one last.
     """
     parts, last = [], None
     for piece, exit_ in text:
-        parts += [f"⟨{stops[exit_]}⟩"] * (exit_ != last) + [visible(piece)]
+        parts += [f"⟨{boundaries[exit_]}⟩"] * (exit_ != last) + [visible(piece)]
         last = exit_
     return "".join(parts)
 
 
-def exit_text(prompt: str, texts: Mapping[str, Text], stops: Sequence[int]) -> str:
+def exit_text(prompt: str, texts: Mapping[str, Text], boundaries: Sequence[int]) -> str:
     """HTML: a prompt, and below it the texts after it by name, tokens on their exits' colors."""
     rows = [f"<pre class=prompt>{html.escape(prompt)}</pre>"]
     for name, text in texts.items():
-        spans = "".join(_token(piece, exit_, stops) for piece, exit_ in text)
+        spans = "".join(_token(piece, exit_, boundaries) for piece, exit_ in text)
         rows.append(f"<h3>{html.escape(name)}</h3><pre>{spans}</pre>")
     return "\n".join(rows)
 
 
 def predictions(
-    prompt: str, pieces: Sequence[str], predicted: Sequence[Sequence[tuple[str, float]]],
-    same: Sequence[Sequence[bool]], stops: Sequence[int],
-) -> str:  # fmt: skip
+    prompt: str,
+    pieces: Sequence[str],
+    predicted: Sequence[Sequence[tuple[str, float]]],
+    same: Sequence[Sequence[bool]],
+    boundaries: Sequence[int],
+) -> str:
     """HTML: a text's tokens, one in a row, and (token, confidence) that each exit predicts.
 
     predicted, same: [exits][tokens]; where it is not the `same` as the final one's it is marked.
     """
-    header = "".join(f"<th>after {stop}</th>" for stop in stops)
+    header = "".join(f"<th>after {stop}</th>" for stop in boundaries)
     rows = [f"<pre class=prompt>{html.escape(prompt)}</pre>", f"<table><tr><th>token</th>{header}"]
     for i, piece in enumerate(pieces):
         cells = "".join(
@@ -62,11 +65,13 @@ def predictions(
     return "\n".join([*rows, "</table>"])
 
 
-def page(title: str, parts: Sequence[tuple[str, str]], stops: Sequence[int]) -> str:
+def page(title: str, parts: Sequence[tuple[str, str]], boundaries: Sequence[int]) -> str:
     """A whole page of (heading, HTML), with a legend of the exits' colors."""
     legend = " ".join(
-        _token("the final exit" if e == len(stops) - 1 else f"exit after {stop}", e, stops)
-        for e, stop in enumerate(stops)
+        _token(
+            "the final exit" if e == len(boundaries) - 1 else f"exit after {stop}", e, boundaries
+        )
+        for e, stop in enumerate(boundaries)
     )
     body = "\n".join(f"<h2>{html.escape(heading)}</h2>\n{part}" for heading, part in parts)
     return f"""<!doctype html>
@@ -81,12 +86,12 @@ td, th {{ padding: 0 1em 0 0; text-align: left; font-family: monospace; }}
 """
 
 
-def _token(piece: str, exit_: int, stops: Sequence[int]) -> str:
+def _token(piece: str, exit_: int, boundaries: Sequence[int]) -> str:
     """A piece on the color of its exit; the final one has none."""
     text = html.escape(piece)
-    if exit_ == len(stops) - 1:
+    if exit_ == len(boundaries) - 1:
         return f"<span>{text}</span>"
-    color = exit_colors(len(stops))[exit_]
+    color = exit_colors(len(boundaries))[exit_]
     red, green, blue = to_rgb(color)
     ink = "black" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.5 else "white"
     return f'<span style="background:{to_hex(color)};color:{ink}">{text}</span>'

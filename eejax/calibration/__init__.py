@@ -1,8 +1,8 @@
 """Routers and thresholds: training, the quality-speed frontier, thresholds with a guarantee."""
 
 from eejax.calibration.frontier import (
-    Point,
-    Scores,
+    ExitScores,
+    FrontierPoint,
     SegmentCosts,
     at_threshold,
     emitting_exits,
@@ -20,19 +20,19 @@ from eejax.calibration.guarantee import (
     unit_risks,
     unlike,
 )
-from eejax.calibration.pretrained import Calibrated, calibrate_model
+from eejax.calibration.pretrained import Calibration, calibrate_model
 from eejax.calibration.routers import Quality, RouterOptions
 from eejax.calibration.thresholds import thresholds_for
 
 __all__ = [
     "CANDIDATES",
     "NEVER",
-    "Calibrated",
+    "Calibration",
     "Guarantee",
-    "Point",
+    "FrontierPoint",
     "Quality",
     "RouterOptions",
-    "Scores",
+    "ExitScores",
     "SegmentCosts",
     "at_threshold",
     "calibrate",

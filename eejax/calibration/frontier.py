@@ -35,15 +35,18 @@ CHUNK = 1024  # tokens whose logits exist at a time
 
 
 @dataclasses.dataclass(frozen=True)
-class Scores:
-    """What every exit says at every counted position; arrays [e, n], the final exit last.
+class ExitScores:
+    """Predictions of every exit at every counted position; [e, n], the final exit last.
 
-    labels [n]: the token that was to be predicted. units [n]: number of the text (a prompt, a
-    window) that a position belongs to; a text's positions come in its own order.
-    tokens: the most likely token, after the exit's own temperature. nlls: -log p of the label, in
-    nats. confidences: by gate, of those that record one (max_probability, margin, entropy,
-    saturation, and router where the model has any): patience follows from the tokens and the active
-    exits, and fixed is 1.
+    Attributes:
+      labels: [n] the token that was to be predicted.
+      units: [n] number of the text (a prompt, a window) of a position; positions of a text are in
+        order.
+      tokens: [e, n] the most likely token, after the exit's own temperature.
+      nlls: [e, n] -log p of the label, in nats.
+      confidences: by gate, of those that record one (max_probability, margin, entropy, saturation,
+        and router where the model has any). Patience follows from the tokens and the active exits,
+        and fixed is 1.
     """
 
     config: ModelConfig
@@ -70,7 +73,7 @@ class Scores:
         return before.astype(np.float32) / counts[index].astype(np.float32)
 
     def bytes_per_token(self, tokenizer: Tokenizer) -> float:
-        """Mean UTF-8 bytes of text of the scored labels, for `Point.bits_per_byte`."""
+        """Mean UTF-8 bytes of text of the scored labels, for `FrontierPoint.bits_per_byte`."""
         return float(tokenizer.byte_lengths[self.labels].mean())
 
 
@@ -96,20 +99,22 @@ class SegmentCosts:
 
     @property
     def full(self) -> float:
-        """Of all layers and the final head."""
+        """Seconds of all layers and the final head."""
         return sum(self.segments) + self.heads[-1]
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
-    """What one threshold does to held-out text.
+class FrontierPoint:
+    """Effect of one threshold on held-out text.
 
-    agreement: share of positions whose emitted token is the full model's most likely one.
-    depth: mean layers below the emitting exit; n_layers / depth bounds the speed-up.
-    nll: mean -log p of the label under the emitting exit, in nats. shares [e]: of each exit,
-    the final one last. seconds: predicted mean of a token from `SegmentCosts`, None without: of the
-    layers below the emitting exit and of the heads that were read. Layers that are made up for
-    later, in rows beside those of other tokens, are not in it.
+    Attributes:
+      agreement: share of positions whose emitted token is the full model's most likely one.
+      depth: mean layers below the emitting exit; n_layers / depth bounds the speed-up.
+      nll: mean -log p of the label under the emitting exit, in nats.
+      shares: [e] share of each exit, the final one last.
+      seconds: predicted mean time of a token from `SegmentCosts`, None without them: the layers
+        below the emitting exit and the heads that were read. Layers that are caught up later, in
+        rows beside those of other tokens, are not included.
     """
 
     threshold: float | tuple[float, ...]
@@ -125,7 +130,7 @@ class Point:
         return math.exp(self.nll)
 
     def bits_per_byte(self, bytes_per_token: float) -> float:
-        """Of the emitted distributions; see `Scores.bytes_per_token`."""
+        """Bits per byte of the emitted distributions; see `ExitScores.bytes_per_token`."""
         return self.nll / (math.log(2) * bytes_per_token)
 
 
@@ -149,9 +154,13 @@ def _score(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
         return x
 
     states = transformer.exit_states(
-        params, config, batch["tokens"],
-        positions=batch.get("positions"), segment_ids=batch.get("segment_ids"), tap=tap,
-    )  # fmt: skip
+        params,
+        config,
+        batch["tokens"],
+        positions=batch.get("positions"),
+        segment_ids=batch.get("segment_ids"),
+        tap=tap,
+    )
     before = [jnp.zeros_like(boundaries[0]), *boundaries[:-1]]
     labels = batch["labels"].reshape(-1)
     n = labels.size
@@ -192,7 +201,7 @@ def _score(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
     return jax.tree.map(lambda *a: jnp.stack(a), *rows)
 
 
-def score(params: Tree, config: ModelConfig, batches: Iterable[Mapping[str, Any]]) -> Scores:
+def score(params: Tree, config: ModelConfig, batches: Iterable[Mapping[str, Any]]) -> ExitScores:
     """One teacher-forced pass over `batches` (as `data.batches` gives), at every exit.
 
     Positions with label -1 are left out. A batch may say in "units" [b] which text each row is
@@ -205,9 +214,11 @@ def score(params: Tree, config: ModelConfig, batches: Iterable[Mapping[str, Any]
         labels = np.asarray(batch["labels"])
         units = np.asarray(batch.get("units", rows + np.arange(len(labels))))
         require(
-            units.shape == labels.shape[:1], "units", f"shape {units.shape}",
+            units.shape == labels.shape[:1],
+            "units",
+            f"shape {units.shape}",
             f"must be one number for each of the {len(labels)} rows",
-        )  # fmt: skip
+        )
         rows += len(labels)
         out = _score(params, config, {k: a for k, a in batch.items() if k != "units"})
         counted = labels.reshape(-1) != IGNORE
@@ -215,31 +226,40 @@ def score(params: Tree, config: ModelConfig, batches: Iterable[Mapping[str, Any]
         parts.append(jax.tree.map(lambda a, c=counted: np.asarray(a)[..., c], every))
     if not sum(len(part[0]) for part in parts):
         raise DataError("no labelled position to score: give batches of held-out text.")
-    scores = Scores(config, *jax.tree.map(lambda *a: np.concatenate(a, -1), *parts))
+    scores = ExitScores(config, *jax.tree.map(lambda *a: np.concatenate(a, -1), *parts))
     if not np.isfinite(scores.nlls).all():
         raise FloatingPointError("logits are not finite: check the model's parameters.")
     return scores
 
 
 def emitting_exits(
-    scores: Scores, threshold: float | Sequence[float], exits: Sequence[int] | None = None, **rules
+    scores: ExitScores,
+    threshold: float | Sequence[float],
+    exits: Sequence[int] | None = None,
+    **rules,
 ) -> np.ndarray:
-    """[n] number of the exit each position leaves by: the engines' rule.
+    """Return [n], the number of the exit that each position leaves by: the engines' rule.
 
-    `threshold`, `exits`, and of `rules` `gate`, `min_depth` and `decay`, as in `ExitPolicy.make`:
-    the earliest active exit whose confidence reaches its threshold, a threshold of 1 never firing;
-    else the final exit. Thresholds fall with `Scores.progress`.
+    It is the earliest active exit whose confidence reaches its threshold, where a threshold of 1
+    never fires, else the final exit. Thresholds fall with `ExitScores.progress`. The arguments
+    `threshold`, `exits`, and of `rules` `gate`, `min_exit_layer` and `decay`, are those of
+    `ExitPolicy.make`.
     """
     return _leaving(scores, _policy(scores.config, threshold, exits, **rules))
 
 
 def at_threshold(
-    scores: Scores, threshold: float | Sequence[float], exits: Sequence[int] | None = None, *,
-    costs: SegmentCosts | None = None, **rules,
-) -> Point:  # fmt: skip
-    """What this threshold (one, or one per early exit) does to the scored text.
+    scores: ExitScores,
+    threshold: float | Sequence[float],
+    exits: Sequence[int] | None = None,
+    *,
+    costs: SegmentCosts | None = None,
+    **rules,
+) -> FrontierPoint:
+    """Evaluate a threshold (one, or one per early exit) on the scored text.
 
-    `exits` and `rules` as in `emitting_exits`. With `costs` the point has its predicted time.
+    `exits` and `rules` are those of `emitting_exits`. With `costs` the point has its predicted
+    time.
     """
     policy = _policy(scores.config, threshold, exits, **rules)
     number = _leaving(scores, policy)
@@ -247,10 +267,10 @@ def at_threshold(
     counts = np.bincount(number, minlength=scores.config.n_exits + 1)
     plain = float(threshold) if np.ndim(threshold) == 0 else tuple(map(float, threshold))
     shares = counts / len(scores)
-    return Point(
+    return FrontierPoint(
         threshold=plain,
         agreement=float(np.mean(take(scores.tokens) == scores.tokens[-1])),
-        depth=float(np.mean(np.asarray(scores.config.stops)[number])),
+        depth=float(np.mean(np.asarray(scores.config.exit_boundaries)[number])),
         nll=float(np.mean(take(scores.nlls), dtype=np.float64)),
         shares=tuple(shares.tolist()),
         seconds=None if costs is None else float(_seconds(costs, policy) @ shares),
@@ -258,16 +278,16 @@ def at_threshold(
 
 
 def sweep(
-    scores: Scores,
+    scores: ExitScores,
     thresholds: Iterable[float | Sequence[float]],
     exits: Sequence[int] | None = None,
     **rules,
-) -> list[Point]:
+) -> list[FrontierPoint]:
     """`at_threshold` for each of `thresholds`."""
     return [at_threshold(scores, t, exits, **rules) for t in thresholds]
 
 
-def fastest(points: Sequence[Point], agreement: float) -> Point | None:
+def fastest(points: Sequence[FrontierPoint], agreement: float) -> FrontierPoint | None:
     """The point of least predicted time (of least depth, where no time was predicted) among those
     with at least this agreement, None without any.
 
@@ -280,12 +300,12 @@ def fastest(points: Sequence[Point], agreement: float) -> Point | None:
 
 
 def _policy(
-    config: ModelConfig, threshold, exits=None, gate="max_probability", min_depth=0, decay=None
+    config: ModelConfig, threshold, exits=None, gate="max_probability", min_exit_layer=0, decay=None
 ) -> ExitPolicy:
-    """Of one request."""
+    """Return the policy of one request."""
     return ExitPolicy.make(
-        config, 1, threshold, exits, gate=gate, min_depth=min_depth, decay=decay
-    )  # fmt: skip
+        config, 1, threshold, exits, gate=gate, min_exit_layer=min_exit_layer, decay=decay
+    )
 
 
 def _open(policy: ExitPolicy) -> np.ndarray:
@@ -293,7 +313,7 @@ def _open(policy: ExitPolicy) -> np.ndarray:
     return np.asarray(policy.active & (policy.thresholds < 1))[0]
 
 
-def _leaving(scores: Scores, policy: ExitPolicy) -> np.ndarray:
+def _leaving(scores: ExitScores, policy: ExitPolicy) -> np.ndarray:
     """[n] number of the exit each position leaves by."""
     n = len(scores)
     thresholds = np.asarray(policy.thresholds).T  # [E, 1]
@@ -306,7 +326,7 @@ def _leaving(scores: Scores, policy: ExitPolicy) -> np.ndarray:
     return np.concatenate([fires, np.ones((1, n), bool)]).argmax(0)
 
 
-def _confidences(scores: Scores, policy: ExitPolicy, open_: np.ndarray) -> np.ndarray:
+def _confidences(scores: ExitScores, policy: ExitPolicy, open_: np.ndarray) -> np.ndarray:
     """[E, n] what the policy's gate says at each early exit that is open [E]."""
     n_exits, gate = scores.config.n_exits, GATES[int(policy.gate[0])]
     if gate == "fixed":
@@ -326,9 +346,11 @@ def _seconds(costs: SegmentCosts, policy: ExitPolicy) -> np.ndarray:
     """[E + 1] seconds of a token that leaves by each exit."""
     n = policy.active.shape[1] + 1
     require(
-        len(costs.segments) == n, "costs.segments", costs.segments,
+        len(costs.segments) == n,
+        "costs.segments",
+        costs.segments,
         f"must be one for each of the model's {n} segments",
-    )  # fmt: skip
+    )
     heads = np.array(costs.heads)
     if confidence.needs_logits(policy.gate)[0]:
         # Every exit on the way that could fire made its logits to decide.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from eejax.calibration.frontier import Scores, emitting_exits
+from eejax.calibration.frontier import ExitScores, emitting_exits
 from eejax.common.errors import ConfigError, DataError, require
 from eejax.inference.generate import Decoder
 
@@ -72,9 +72,11 @@ def learn_then_test(
     falling = candidates.ndim == 1 and candidates.size > 0 and bool(np.all(np.diff(candidates) < 0))
     inside = bool(np.all((candidates >= 0) & (candidates <= 1)))
     require(
-        falling and inside, "thresholds", thresholds,
+        falling and inside,
+        "thresholds",
+        thresholds,
         "must be strictly decreasing numbers in [0, 1]",
-    )  # fmt: skip
+    )
     if not 0 < epsilon < 1:
         raise ConfigError(f"epsilon = {epsilon!r}: must lie strictly between 0 and 1.")
     values = np.asarray(risks, np.float64)
@@ -88,10 +90,14 @@ def learn_then_test(
     passed = int(failed[0]) if len(failed) else len(p)
     return Guarantee(
         threshold=float(candidates[passed - 1]) if passed else NEVER,
-        delta=float(delta), epsilon=float(epsilon), units=len(values), passed=passed,
-        thresholds=tuple(candidates.tolist()), risks=tuple(values.mean(0).tolist()),
+        delta=float(delta),
+        epsilon=float(epsilon),
+        units=len(values),
+        passed=passed,
+        thresholds=tuple(candidates.tolist()),
+        risks=tuple(values.mean(0).tolist()),
         p_values=tuple(p.tolist()),
-    )  # fmt: skip
+    )
 
 
 def p_values(risks: np.ndarray, delta: float, *, binary: bool = False) -> np.ndarray:
@@ -133,7 +139,7 @@ def binomial_cdf(n: int, p: float) -> np.ndarray:
 
 
 def unit_risks(
-    scores: Scores, thresholds: Sequence[float], exits: Sequence[int] | None = None, **rules
+    scores: ExitScores, thresholds: Sequence[float], exits: Sequence[int] | None = None, **rules
 ) -> np.ndarray:
     """[units, thresholds] share of each unit's tokens that are not the full model's.
 
@@ -176,7 +182,7 @@ def text_risks(
     engines whose tokens are not `posthoc`'s ("propagate"), to which `calibrate` does not carry
     over. Each prompt is generated alone, greedily, at each threshold. loss(text, full's text) in
     [0, 1];
-    `rules` (`exits`, `gate`, `min_depth`, `decay`) as in `Generator.stream`.
+    `rules` (`exits`, `gate`, `min_exit_layer`, `decay`) as in `Generator.stream`.
     """
     wanted = [full.generate([p], max_new_tokens).ids(0) for p in prompts]
 
@@ -189,18 +195,18 @@ def text_risks(
 
 
 def calibrate(
-    scores: Scores,
+    scores: ExitScores,
     delta: float,
     epsilon: float,
     thresholds: Sequence[float] = CANDIDATES,
     exits: Sequence[int] | None = None,
     **rules,
 ) -> Guarantee:
-    """`learn_then_test` of the share of a text's tokens that are not the full model's.
+    """Run `learn_then_test` on the share of a text's tokens that are not the full model's.
 
     The units are those of the scores: let each be a text as it will come, such as a prompt. `exits`
-    and `rules` (`gate`, `min_depth`, `decay`) as in `frontier.emitting_exits`; the promise is for
-    these alone.
+    and `rules` (`gate`, `min_exit_layer`, `decay`) are those of `frontier.emitting_exits`; the
+    guarantee holds for these alone.
 
     It is about the pass that was scored, in which every token sees what all layers made of the
     text. So it carries over to engines that decide as "posthoc" does, because their keys and values

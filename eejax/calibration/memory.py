@@ -1,4 +1,4 @@
-"""How much memory of the host is to be had."""
+"""Available memory of the host."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import re
 GROUPS = (
     ("0::", "sys/fs/cgroup", "memory.max", "memory.current"),
     (
-        r"\d+:(?:\w+,)*memory(?:,\w+)*:", "sys/fs/cgroup/memory",
-        "memory.limit_in_bytes", "memory.usage_in_bytes",
+        r"\d+:(?:\w+,)*memory(?:,\w+)*:",
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
     ),
-)  # fmt: skip
+)
 
 
 def free(root: str | os.PathLike = "/") -> int:
@@ -40,7 +42,7 @@ def free(root: str | os.PathLike = "/") -> int:
 
 
 def _numbers(file: pathlib.Path, line: str = r"(\d+)") -> list[int]:
-    """In the lines of a file that begin so; none where it cannot be read."""
+    """Return the numbers in the lines of a file with this beginning; none if it cannot be read."""
     return [int(n) for n in re.findall(f"(?m)^{line}", _text(file))]
 
 

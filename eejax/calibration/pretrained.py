@@ -1,4 +1,4 @@
-"""Routers for any model: what `experiments.calibrate` and `eejax.calibrate` do.
+"""Routers for any model, as `experiments.calibrate` and `eejax.calibrate` train them.
 
 The model's parameters stay as they are. A model without exits gets training-free ones: its own
 final norm and head at every c-th boundary.
@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eejax.calibration.frontier import Point, Scores
+from eejax.calibration.frontier import ExitScores, FrontierPoint
 from eejax.calibration.routers import Quality, RouterOptions, Routers, train_routers
 from eejax.calibration.states import HELD, States, collect
 from eejax.calibration.thresholds import thresholds_for
 from eejax.checkpoint.digest import digest
 from eejax.checkpoint.files import write_text
+from eejax.checkpoint.language_model import LanguageModel
 from eejax.common.errors import CheckpointError, ConfigError, require
 from eejax.common.trees import Tree
 from eejax.models import params as declared
@@ -30,38 +31,44 @@ from eejax.train.starts import copied_exit
 SETTINGS = "calibration.json"
 
 
-class Calibrated(NamedTuple):
-    """config, params: the model with routers; what was there before is untouched, and leaves are
-    shared with it. qualities: of every exit that was there to be calibrated. scores: of the windows
-    held out, with the confidences of the gate "router". states, routers: what they come from; the
-    states' `boundary`, which may take more memory than the model, is None."""
+class Calibration(NamedTuple):
+    """The outcome of a calibration (`LanguageModel.calibration`).
 
-    config: ModelConfig
-    params: Tree
+    Attributes:
+      boundaries: of all exits of the model.
+      qualities: of every exit that was to be calibrated.
+      scores: of the windows held out, with the confidences of the gate "router".
+      states, routers: what the routers were trained on and how; the states' `boundary`, which may
+        take more memory than the model, is None.
+    """
+
+    boundaries: tuple[int, ...]
     qualities: list[Quality]
-    scores: Scores
+    scores: ExitScores
     states: States
     routers: Routers
 
-    def point(self, agreement: float) -> Point:
-        """Thresholds for about this agreement (`thresholds_for`), and what they do, of the exits
-        in `scores`."""
+    def point(self, agreement: float) -> FrontierPoint:
+        """Return thresholds of the exits in `scores` for about this agreement, and their effect."""
         return thresholds_for(self.scores, "router", agreement)
 
-    def thresholds(self, point: Point) -> tuple[float, ...]:
-        """A point's, for every exit of the model: 1 at those that have no router of this."""
-        stops = (e.boundary for e in self.scores.config.exits)
-        found = dict(zip(stops, point.threshold, strict=True))
-        return tuple(found.get(e.boundary, 1.0) for e in self.config.exits)
+    def thresholds(self, point: FrontierPoint) -> tuple[float, ...]:
+        """Return a point's thresholds for every exit of the model, 1 at exits without a router."""
+        routed = (e.boundary for e in self.scores.config.exits)
+        found = dict(zip(routed, point.threshold, strict=True))
+        return tuple(found.get(boundary, 1.0) for boundary in self.boundaries)
 
 
 def boundaries_for(config: ModelConfig, every: int) -> tuple[int, ...]:
     """Every c-th boundary but the last, where all tokens leave."""
     found = tuple(range(every, config.n_layers, every)) if every > 0 else ()
     require(
-        bool(found), "every", every, f"must leave a boundary in 1..{config.n_layers - 1}",
+        bool(found),
+        "every",
+        every,
+        f"must leave a boundary in 1..{config.n_layers - 1}",
         f"The model has {config.n_layers} layers.",
-    )  # fmt: skip
+    )
     return found
 
 
@@ -80,16 +87,16 @@ def with_exits(
         config = config.replace(head="shared")
     new = [
         ExitConfig(n, norm=config.final_norm, head=config.head, temperature=config.temperature)
-        for n in boundaries if n not in have
-    ]  # fmt: skip
+        for n in boundaries
+        if n not in have
+    ]
     config = config.replace(exits=tuple(sorted((*config.exits, *new), key=lambda e: e.boundary)))
     exits = {e.name: copied_exit(params, config, e) for e in new}
     return params | {"exits": params["exits"] | exits}, config
 
 
 def calibrate_model(
-    params: Tree,
-    config: ModelConfig,
+    model: LanguageModel,
     batches: Iterable[Mapping[str, Any]],
     options: RouterOptions,
     *,
@@ -99,35 +106,48 @@ def calibrate_model(
     folder: str | os.PathLike | None = None,
     about: Mapping[str, Any] | None = None,
     watch: Callable[[str], None] | None = None,
-) -> Calibrated:
-    """Trains routers for a model of training parameters, on batches of text (`data.batches`).
+) -> LanguageModel:
+    """Return the model with routers, trained on batches of text (`data.batches`).
 
-    boundaries: where the model is to have exits with routers; by default where it has exits, and
-    without any every `every`-th. tokens: most that are held. folder: where a run that is killed is
-    resumed from; about: what else makes it another run (its text, say). watch: is told how far it
-    is. An exit that is refused a router is left out of the model where it was not there before.
+    The given model stays as it is, and shares its leaves with the new one. An exit that is refused
+    a router is left out where the model did not have it before.
 
-    Raises ConfigError for boundaries there cannot be and for a width unlike that of routers that
-    are kept, DataError for text of too few windows or
-    labels, CheckpointError for a folder of another calibration.
+    Args:
+      boundaries: exits that get routers; by default those of the model and, if it has none, every
+        `every`-th.
+      tokens: most tokens that are held.
+      folder: where a run that is killed is resumed from.
+      about: what else makes it another run, such as its text.
+      watch: called with lines of progress.
+
+    Raises:
+      ConfigError: for impossible boundaries, a width unlike that of routers that are kept, and a
+        folder of another calibration.
+      DataError: for text with too few windows or labels.
+      CheckpointError: for a folder whose settings cannot be read.
     """
+    config = model.config
     given = {e.boundary for e in config.exits}
     if boundaries is None:
         boundaries = sorted(given - {config.n_layers}) or boundaries_for(config, every)
     require(
         len(set(boundaries)) == len(boundaries) > 0
         and all(b in range(config.n_layers) for b in boundaries),
-        "boundaries", boundaries, f"must be in 0..{config.n_layers - 1}, each once",
+        "boundaries",
+        boundaries,
+        f"must be in 0..{config.n_layers - 1}, each once",
         "All tokens leave at the last one.",
-    )  # fmt: skip
+    )
     stay = {e.boundary: e.router for e in config.exits if e.router and e.boundary not in boundaries}
     require(
-        set(stay.values()) <= {options.width}, "width", options.width,
+        set(stay.values()) <= {options.width},
+        "width",
+        options.width,
         f"must be {', '.join(map(str, sorted(set(stay.values()))))}, as of the routers that stay, "
         f"at boundaries {', '.join(map(str, stay))}",
         "All routers of a model have one width: take that, or calibrate those boundaries too.",
-    )  # fmt: skip
-    whole, has = with_exits(params, config, boundaries)
+    )
+    whole, has = with_exits(model.params, config, boundaries)
     # Those that are to have no router are left out of the pass.
     asked = has.replace(
         exits=tuple(dataclasses.replace(e, router=0) for e in has.exits if e.boundary in boundaries)
@@ -135,19 +155,28 @@ def calibrate_model(
     say = watch or (lambda text: None)
     folder = None if folder is None else pathlib.Path(folder)
     if folder is not None:
-        _same(folder, {
-            "model": asked.to_dict(), "options": dataclasses.asdict(options), "tokens": tokens,
-            "about": {"parameters": digest(asked, whole), **(about or {})},
-        })  # fmt: skip
+        _same(
+            folder,
+            {
+                "model": asked.to_dict(),
+                "options": dataclasses.asdict(options),
+                "tokens": tokens,
+                "about": {"parameters": digest(asked, whole), **(about or {})},
+            },
+        )
     states = collect(whole, asked, batches, tokens, folder=folder, watch=say)
     start = {i: _norm(whole, asked, e) for i, e in enumerate(asked.exits)}
     found = train_routers(
-        states, asked, start, options, folder=folder,
+        states,
+        asked,
+        start,
+        options,
+        folder=folder,
         watch=lambda epoch, loss: say(
             f"epoch {epoch} of {options.epochs}: cross entropy "
             + " ".join(f"{x:.3f}" for x in loss)
         ),
-    )  # fmt: skip
+    )
     routed = {asked.exits[i].boundary: tree for i, tree in found.routers.items()}
     exits, trees = [], {}
     for e in has.exits:
@@ -169,20 +198,31 @@ def calibrate_model(
     )
     pick = lambda a: a[[*rows, -1]][:, report]
     none = np.zeros((1, int(report.sum())), np.float32)
-    scores = Scores(
-        scored, states.labels[report], states.units[report], pick(states.tokens),
+    scores = ExitScores(
+        scored,
+        states.labels[report],
+        states.units[report],
+        pick(states.tokens),
         pick(states.nlls),
         {"router": np.concatenate([found.confidences[rows], none])},
-    )  # fmt: skip
-    return Calibrated(
-        final, whole | {"exits": trees}, found.qualities, scores, states._replace(boundary=None),
+    )
+    calibration = Calibration(
+        tuple(e.boundary for e in final.exits),
+        found.qualities,
+        scores,
+        states._replace(boundary=None),
         found,
-    )  # fmt: skip
+    )
+    return dataclasses.replace(
+        model, config=final, params=whole | {"exits": trees}, calibration=calibration
+    )
 
 
 def _norm(params: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
-    """What the router of an exit begins with as its norm: the exit's own, the final one, or none's
-    initial values."""
+    """Return the norm that an exit's router starts from.
+
+    It is the exit's own norm, else the final norm, else one with initial values.
+    """
     own = params["exits"][e.name].get("norm", params["final"].get("norm"))
     if own is not None:
         return own
@@ -191,7 +231,7 @@ def _norm(params: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
 
 
 def _same(folder: pathlib.Path, settings: dict[str, Any]) -> None:
-    """Makes the folder, or checks that it is of the same calibration."""
+    """Create the folder, or check that it belongs to the same calibration."""
     file = folder / SETTINGS
     text = json.dumps(settings, indent=1, sort_keys=True, default=str)
     if not file.is_file():
@@ -204,8 +244,11 @@ def _same(folder: pathlib.Path, settings: dict[str, Any]) -> None:
         old = dict(old)
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{file}: cannot be read ({error}): remove {folder}.") from error
-    flat = lambda tree: {f"{k}.{n}": v for k, part in tree.items() for n, v in dict(
-        part if isinstance(part, dict) else {"": part}).items()}  # fmt: skip
+    flat = lambda tree: {
+        f"{k}.{n}": v
+        for k, part in tree.items()
+        for n, v in dict(part if isinstance(part, dict) else {"": part}).items()
+    }
     a, b = flat(old), flat(new)
     differ = [f"{k.strip('.')} = {b.get(k)!r}, there {a.get(k)!r}" for k in b if a.get(k) != b[k]]
     if differ:

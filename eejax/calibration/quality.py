@@ -1,4 +1,4 @@
-"""How good a confidence is: whether it ranks, and whether it is the share that it says it is."""
+"""Quality of a confidence: how well it ranks, and whether it is calibrated."""
 
 from __future__ import annotations
 

@@ -80,9 +80,12 @@ class RouterOptions:
             require(ok, name, value, "must be a finite number, at least 0")
         if self.bound is not None:
             require(
-                self.label != "top1", "bound", self.bound, "must be None with the label 'top1'",
+                self.label != "top1",
+                "bound",
+                self.bound,
+                "must be None with the label 'top1'",
                 "Its tokens are the same, or not.",
-            )  # fmt: skip
+            )
             values = np.asarray(self.bound, np.float64)
             lowest = -1.0 if self.label == "cosine" else 0.0
             ok = values.ndim <= 1 and values.size > 0 and bool(np.isfinite(values).all())
@@ -173,7 +176,7 @@ def train_routers(
     counts = wanted[:, train].sum(-1)
     kept = [e for e, count in enumerate(counts) if count >= options.least]
     if not kept:
-        found = ", ".join(f"{config.stops[e]}: {c}" for e, c in enumerate(counts))
+        found = ", ".join(f"{config.exit_boundaries[e]}: {c}" for e, c in enumerate(counts))
         raise DataError(
             f"no exit has {options.least} positive tokens by the label {options.label!r} among "
             f"{train.sum()} (boundary: positives; {found}): give more text, a weaker bound, or "
@@ -181,9 +184,16 @@ def train_routers(
         )
     x, y = jnp.asarray(states.boundary[kept]), jnp.asarray(wanted[kept], jnp.float32)
     trained, epochs, losses = _fit(
-        x, y, _first(config, start, kept, counts / train.sum(), options), np.flatnonzero(train),
-        np.flatnonzero(choose), config, options, folder, watch,
-    )  # fmt: skip
+        x,
+        y,
+        _first(config, start, kept, counts / train.sum(), options),
+        np.flatnonzero(train),
+        np.flatnonzero(choose),
+        config,
+        options,
+        folder,
+        watch,
+    )
     logits = np.asarray(_logits(trained, x[:, np.flatnonzero(choose)], config=config))
     reported = x[:, np.flatnonzero(report)]
     routers, confidences = {}, np.zeros((len(wanted), int(report.sum())), np.float32)
@@ -194,8 +204,8 @@ def train_routers(
         if e not in kept:
             told = f"{counts[e]} positives among {train.sum()} tokens, of which {options.least} are"
             qualities.append(
-                Quality(config.stops[e], share, np.nan, np.nan, 0, f"{told} needed")
-            )  # fmt: skip
+                Quality(config.exit_boundaries[e], share, np.nan, np.nan, 0, f"{told} needed")
+            )
             continue
         i = kept.index(e)
         a, b = platt(logits[i], wanted[e, choose])
@@ -206,12 +216,12 @@ def train_routers(
         said = confidences[e] = np.asarray(_confidence(own, reported[i], config=config))
         qualities.append(
             Quality(
-                config.stops[e],
+                config.exit_boundaries[e],
                 share,
                 auc(said, positive),
                 calibration_error(said, positive),
                 int(epochs[i]),
-            )  # fmt: skip
+            )
         )
     return Routers(routers, qualities, report, confidences, losses)
 
@@ -266,9 +276,15 @@ def _fit(x, y, first, train, choose, config, options, folder, watch):
             order = jnp.asarray(order[: steps * size].reshape(steps, size))
             trained, moments, best, least, chosen = state
             trained, moments = _epoch(
-                trained, moments, x, y, order, config=config, options=options,
+                trained,
+                moments,
+                x,
+                y,
+                order,
+                config=config,
+                options=options,
                 steps=steps * options.epochs,
-            )  # fmt: skip
+            )
             loss = _losses(trained, x, y, choose, config=config)
             better = loss < least
             best = where_rows(better, trained, best)

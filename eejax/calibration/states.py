@@ -1,4 +1,4 @@
-"""What a frozen model makes of text at its boundaries: one pass, from which routers learn."""
+"""Hidden states of a frozen model at its boundaries, from one pass; routers learn from them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,17 @@ HELD = "held.json"  # in a folder of parts: how many positions are held at most
 
 
 class States(NamedTuple):
-    """Of n counted positions, at every early exit e (and where it says e + 1, the final one too).
+    """States of n counted positions at every early exit e (e + 1: the final exit too).
 
-    boundary [e, n, d]: the state at its boundary, in the dtype of computation, or None where it was
-    let go. cosine [e, n]: of
-    that and the last layer's state, both under the final norm. kl [e, n]: KL(final || exit) of
-    their distributions, in nats. tokens, nlls [e + 1, n]: the most likely token, and -log p of the
-    label in nats. labels, units [n]: the token to be predicted, and the number of its window.
+    Attributes:
+      boundary: [e, n, d] the state at the boundary, in the dtype of computation, or None where it
+        was discarded.
+      cosine: [e, n] cosine of that state and the last layer's, both under the final norm.
+      kl: [e, n] KL(final || exit) of their distributions, in nats.
+      tokens: [e + 1, n] the most likely token.
+      nlls: [e + 1, n] -log p of the label, in nats.
+      labels: [n] the token to be predicted.
+      units: [n] number of the position's window.
     """
 
     boundary: Any
@@ -161,7 +165,7 @@ def _kept(held: list[States], file: pathlib.Path | None) -> States:
 
 
 def _seen(params: Tree, config: ModelConfig, batches, unit: int) -> Iterator[States]:
-    """Of every batch, fetched while the next one runs. unit: number of the first window."""
+    """Yield the states of every batch while the next one runs. unit: number of the first window."""
     before = None
     for batch in batches:
         inputs = {k: a for k, a in batch.items() if k != "units"}
@@ -191,9 +195,13 @@ def _pass(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
         return x
 
     states = transformer.exit_states(
-        params, config, batch["tokens"],
-        positions=batch.get("positions"), segment_ids=batch.get("segment_ids"), tap=tap,
-    )  # fmt: skip
+        params,
+        config,
+        batch["tokens"],
+        positions=batch.get("positions"),
+        segment_ids=batch.get("segment_ids"),
+        tap=tap,
+    )
     states = [h.reshape(-1, h.shape[-1]) for h in states]
     normed = lambda x: layers.norm(params["final"]["norm"], x, config) if config.final_norm else x
     last = normed(reached[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eejax.calibration.frontier import Point, Scores, at_threshold
+from eejax.calibration.frontier import ExitScores, FrontierPoint, at_threshold
 from eejax.common.errors import require
 
 PASSES = 3
@@ -12,7 +12,7 @@ PRICES = np.geomspace(1e-2, 1e2, 30)
 BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))  # at 1 nobody leaves
 
 
-def thresholds_for(scores: Scores, gate: str, agreement: float) -> Point:
+def thresholds_for(scores: ExitScores, gate: str, agreement: float) -> FrontierPoint:
     """The thresholds [E] of least mean depth among those found whose agreement on `scores` is at
     least the wanted one; 1, at which nobody leaves, where no others are.
 
@@ -42,11 +42,11 @@ def thresholds_for(scores: Scores, gate: str, agreement: float) -> Point:
 class _Turns:
     """Exits of scored text, whose thresholds [E] are chosen one after the other, in place."""
 
-    def __init__(self, scores: Scores, gate: str):
+    def __init__(self, scores: ExitScores, gate: str):
         config = scores.config
         self.said = np.asarray(scores.confidences[gate][: config.n_exits], np.float64)
         self.wrong = (scores.tokens != scores.tokens[-1]).astype(np.float64)
-        depth = np.asarray(config.stops, np.float64)[:, None] / config.n_layers
+        depth = np.asarray(config.exit_boundaries, np.float64)[:, None] / config.n_layers
         self.depth = np.broadcast_to(depth, self.wrong.shape)
         self.order = np.argsort(-self.said, axis=1, kind="stable")
         self.exits = [e for e, x in enumerate(config.exits) if x.router or gate != "router"][::-1]
@@ -76,8 +76,11 @@ class _Turns:
                 return
 
     def _look(self, e: int, thresholds: np.ndarray):
-        """Of letting go at exit e the i + 1 surest: (depth saved [n], tokens spoilt [n], where
-        those are all of one confidence and above [n] bool), and wrong tokens if nobody leaves."""
+        """Evaluate leaving at exit e with the i + 1 surest positions, for every i.
+
+        Returns (depth saved [n], tokens spoilt [n], whether a threshold separates them from the
+        rest [n] bool, wrong tokens if none leaves).
+        """
         fires = (self.said >= thresholds[:, None]) & (thresholds[:, None] < 1)
         fires[e] = False
         leaves = np.concatenate([fires, np.ones((1, self.said.shape[1]), bool)]).argmax(0)

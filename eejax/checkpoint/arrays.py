@@ -34,7 +34,7 @@ class SafeTensors:
             ) from error
 
     def about(self) -> dict[str, str]:
-        """What was said of the file when it was written."""
+        """Metadata that was written with the file."""
         return dict(self._file.metadata() or {})
 
     def names(self) -> Mapping[str, tuple[int, ...]]:
@@ -69,7 +69,7 @@ def write_arrays(
 
 
 def save(path: pathlib.Path, arrays: Mapping[str, np.ndarray], about: Mapping[str, str]) -> None:
-    """Writes the file, which is on the disk when this returns."""
+    """Write the file; it is on the disk when this returns."""
     import ml_dtypes  # noqa: F401  numpy's bfloat16
     from safetensors.numpy import save_file
 

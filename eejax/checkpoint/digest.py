@@ -30,10 +30,11 @@ def digest(config: ModelConfig, params: Tree) -> str:
 
 
 def digest_of(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], values: Values) -> str:
-    """Of some values of every leaf but those of exits, each rounded once, to bfloat16.
+    """Digest some values of every leaf but those of exits, each rounded once, to bfloat16.
 
-    shapes: of the leaves by name. values(name, at): those of a leaf at index arrays `at`, as they
-    are stored: a rounding to float32 or bfloat16 before is no other model, one to float16 may be.
+    shapes: shapes of the leaves by name. values(name, at): values of a leaf at index arrays `at`,
+    as they are stored. Rounding to float32 or bfloat16 before changes no digest; rounding to
+    float16 may.
     """
     leaves = {}
     for name, shape in shapes.items():
@@ -52,13 +53,13 @@ def digest_of(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], values
 
 
 def file_digest(path: str | os.PathLike) -> str:
-    """Of all bytes of a file."""
+    """Digest all bytes of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
 
 def same_model(where: str | os.PathLike, wanted: str, found: str, base: str) -> None:
-    """Raises CheckpointError where the exits in `where` are of other parameters than the base's."""
+    """Raise CheckpointError where the exits in `where` belong to other base parameters."""
     if wanted != found:
         raise CheckpointError(
             f"{where}: its exits and routers were trained on other parameters (digest {wanted}) "

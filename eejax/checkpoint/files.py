@@ -57,7 +57,7 @@ def only_user(folder: str | os.PathLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike) -> Iterator[None]:
-    """Gives an `OSError` the name of the file that is written, which writing itself leaves out."""
+    """Add the name of the file to an `OSError`, which writing itself leaves out."""
     try:
         yield
     except OSError as error:

@@ -47,7 +47,7 @@ QUOTED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, er
 
 
 class Restored(NamedTuple):
-    """What `Checkpoints.restore` read."""
+    """The result of `Checkpoints.restore`."""
 
     step: int
     trees: dict[str, Tree]
@@ -85,7 +85,7 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder} is a file where checkpoints go: move it away.")
         if not read_only:
             # Left by a kill. Orbax would remove them in a thread that nobody waits for.
-            distributed.by_first(lambda: self._remove_unfinished("*"))
+            distributed.broadcast_from_process_zero(lambda: self._remove_unfinished("*"))
         self._saving: int | None = None
         self._sealer: threading.Thread | None = None
         self._trees = _TreeHandler(use_ocdbt=False)
@@ -132,7 +132,7 @@ class Checkpoints:
             self._sealer.start()
 
     def wait(self) -> None:
-        """Waits until everything is written, by all processes.
+        """Wait until all processes have written everything.
 
         Raises `CheckpointError` where writing failed.
         """
@@ -151,7 +151,7 @@ class Checkpoints:
         self._saving = None
 
     def close(self) -> None:
-        """Waits for what this process has to write and frees the threads."""
+        """Wait for what this process has to write, and free the threads."""
         try:
             self._finish()
         finally:
@@ -208,11 +208,13 @@ class Checkpoints:
 
     def _restore(self, step: int, targets: Targets, partial: bool) -> Restored:
         folder = self.folder / str(step)
-        meta = distributed.by_first(lambda: self._read_metadata(step))
+        meta = distributed.broadcast_from_process_zero(lambda: self._read_metadata(step))
         wanted = targets(meta)  # its CheckpointError is the caller's to see
         if not wanted:
             return Restored(step, {}, meta)
-        sealed = distributed.by_first(lambda: self._examine(step, wanted, partial))
+        intact = distributed.broadcast_from_process_zero(
+            lambda: self._examine(step, wanted, partial)
+        )
         items = {
             name: ocp.args.PyTreeRestore(
                 tree, restore_args=_restore_args(tree, partial), partial_restore=partial
@@ -226,7 +228,7 @@ class Checkpoints:
             failure = error
         if distributed.anyone(failure is not None):
             why = _brief(failure) if failure else "another process could not read it"
-            if sealed:  # the files are what was written, so it is not damage
+            if intact:  # the files are what was written, so it is not damage
                 raise CheckpointError(
                     f"checkpoint {folder} is whole but cannot be restored: {why}"
                 ) from failure
@@ -244,7 +246,7 @@ class Checkpoints:
         return meta
 
     def _examine(self, step: int, wanted: Mapping[str, Tree], partial: bool) -> bool:
-        """Whether the wanted files are verified to be what was written, and of those shapes."""
+        """Return whether the wanted files are what was written, with those shapes."""
         folder = self.folder / str(step)
         try:
             have = {name: self._trees.metadata(folder / name).tree for name in wanted}
@@ -256,7 +258,7 @@ class Checkpoints:
         return self._verify(step, _needed(wanted) if partial else every)
 
     def _seal(self, step: int) -> None:
-        """Writes the checksums of the checkpoint being saved as soon as it is finished."""
+        """Write the checksums of the checkpoint being saved as soon as it is finished."""
         # Orbax's own callback comes before the folder gets its final name.
         while self._manager.is_saving_in_progress():
             time.sleep(0.02)
@@ -304,7 +306,7 @@ class Checkpoints:
                 logging.warning("moved the damaged checkpoint of step %d to %s", step, target)
 
         if steps:
-            distributed.by_first(move)
+            distributed.broadcast_from_process_zero(move)
             self._manager.reload()
 
     def _remove_unfinished(self, steps: str) -> None:
@@ -348,7 +350,7 @@ def _stacked(leaf: str) -> bool:
 
 
 def _needed(wanted: Mapping[str, Tree]) -> Callable[[str], bool]:
-    """Whether a file of the checkpoint, 'params/layers.attn.q/7.0.0.0', holds wanted values.
+    """Return whether a file of the checkpoint, 'params/layers.attn.q/7.0.0.0', is wanted.
 
     The first number of a stack's file is that of its layer.
     """
@@ -371,7 +373,7 @@ def _needed(wanted: Mapping[str, Tree]) -> Callable[[str], bool]:
 
 
 def _compare(where: pathlib.Path, name: str, have: Tree, want: Tree, partial: bool) -> None:
-    """Raises `CheckpointError` naming the first leaves that differ in name, shape or dtype."""
+    """Raise `CheckpointError` naming the first leaves that differ in name, shape or dtype."""
     have, want = _leaves(have), _leaves(want)
     differ = []
     for leaf in sorted(want if partial else have.keys() | want.keys()):

@@ -1,15 +1,16 @@
-"""The model of a run: configuration, parameters and tokenizer, without the optimiser."""
+"""Reading the model of a run, without its optimizer state."""
 
 from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
 from eejax.checkpoint import overlay
+from eejax.checkpoint.language_model import LanguageModel
 from eejax.checkpoint.manager import Checkpoints, Restored, Targets
 from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.common.paths import expanded
@@ -30,25 +31,15 @@ EMA = "ema"
 T = TypeVar("T")
 
 
-class Model(NamedTuple):
-    """What `load_model` gives."""
-
-    config: ModelConfig
-    params: Tree
-    tokenizer: Tokenizer
-    step: int
-    metadata: dict[str, Any]
-
-
-def load_model(
+def load_run(
     workdir: str | os.PathLike,
     *,
     step: int | None = None,
     mesh: Mesh | None = None,
     part: Callable[[ModelConfig, Tree], Tree] | None = None,
     ema: bool = False,
-) -> Model:
-    """The model of the newest whole checkpoint of a run (or of `step`), laid onto `mesh`.
+) -> LanguageModel:
+    """Load the model of a run's newest complete checkpoint (or of `step`), sharded over `mesh`.
 
     Optimiser state is not read. Without a mesh the parameters go to one device. `part` chooses
     what is read: from the configuration and the shape structs of all parameters it makes those
@@ -79,13 +70,15 @@ def load_model(
     config = model_config(restored.metadata)
     tokenizer = load_run_tokenizer(workdir, restored.metadata)
     check_vocabulary(tokenizer, config.vocab_size)
-    return Model(config, restored.trees[item], tokenizer, restored.step, restored.metadata)
+    return _loaded(
+        workdir, config, restored.trees[item], tokenizer, restored.step, restored.metadata
+    )
 
 
 def load_metadata(workdir: str | os.PathLike, *, step: int | None = None) -> dict[str, Any]:
-    """What the newest checkpoint of a run (or that of `step`) says of itself; values are not read.
+    """Return the metadata of a run's newest checkpoint (or that of `step`) without its values.
 
-    Raises `CheckpointError` where there is none whose description is whole.
+    Raises `CheckpointError` where none has a complete description.
     """
     if (over := _overlay(expanded(workdir), step)) is not None:
         return over.metadata
@@ -103,7 +96,7 @@ def _overlay(workdir: pathlib.Path, step: int | None) -> overlay.Overlay | None:
     return found
 
 
-def _overlaid(over: overlay.Overlay, mesh: Mesh, part, ema: bool) -> Model:
+def _overlaid(over: overlay.Overlay, mesh: Mesh, part, ema: bool) -> LanguageModel:
     """The base's model with the exits that are stored in a workdir of their own."""
     config = over.config
     wanted = abstract_params(config, mesh)
@@ -115,7 +108,7 @@ def _overlaid(over: overlay.Overlay, mesh: Mesh, part, ema: bool) -> Model:
         return overlay.beneath(config, of, wanted)
 
     try:
-        base = load_model(over.base, step=over.step, mesh=mesh, part=below, ema=ema)
+        base = load_run(over.base, step=over.step, mesh=mesh, part=below, ema=ema)
     except CheckpointError as error:
         raise CheckpointError(f"{over.path} is made of another run's model: {error}") from error
     tree = overlay.above(config, seen["config"], base.params)
@@ -123,7 +116,23 @@ def _overlaid(over: overlay.Overlay, mesh: Mesh, part, ema: bool) -> Model:
         over.check(tree)
     tree |= {"exits": over.exits(wanted["exits"])} if "exits" in wanted else {}
     tokenizer = load_run_tokenizer(over.path, over.metadata)
-    return Model(config, tree, tokenizer, over.step, over.metadata)
+    return _loaded(over.path, config, tree, tokenizer, over.step, over.metadata)
+
+
+def _loaded(path, config, params, tokenizer, step, metadata) -> LanguageModel:
+    generation = generation_of(metadata)
+    return LanguageModel(config, params, tokenizer, path, step, metadata, generation)
+
+
+def generation_of(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the generation_config.json of an imported run's model, {} for any other run."""
+    return metadata.get("pretrained", {}).get("generation", {})
+
+
+def is_run(path: pathlib.Path) -> bool:
+    """Return whether a folder is the workdir of a run, finished or not."""
+    has = any((path / name).is_dir() for name in (CHECKPOINTS, TUNING))
+    return has or overlay.opened(path) is not None
 
 
 def _restore(

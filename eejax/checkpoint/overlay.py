@@ -57,7 +57,7 @@ class Overlay(NamedTuple):
         return jax.tree_util.tree_map_with_path(one, wanted)
 
     def check(self, params: Tree) -> None:
-        """Raises CheckpointError where the model beneath has other parameters than it had."""
+        """Raise CheckpointError where the model beneath has changed its parameters."""
         same_model(self.path, self.digest, digest(self.config, params), str(self.base))
 
 
@@ -81,11 +81,12 @@ def write_overlay(
     # Of resolved paths: ".." leads out of the folder that a link names, not out of the link's.
     beneath = os.path.relpath(expanded(base).resolve(), workdir.resolve())
     values = {
-        "model": config.to_dict(), "digest": digest(config, params),
+        "model": config.to_dict(),
+        "digest": digest(config, params),
         "base": {"workdir": beneath, "step": step},
         "metadata": dict(metadata) | {"model": config.to_dict()},
         **sidecar.content(workdir),
-    }  # fmt: skip
+    }
     write_text(workdir / sidecar.SETTINGS, json.dumps(values, indent=1) + "\n")
 
 
@@ -137,16 +138,20 @@ def opened(workdir: str | os.PathLike) -> Overlay | None:
         return None
     try:
         return Overlay(
-            workdir, (workdir / values["base"]["workdir"]).resolve(), int(values["base"]["step"]),
-            ModelConfig.from_dict(values["model"]), str(values["digest"]),
-            values.get(sidecar.CONTENT), dict(values["metadata"]),
-        )  # fmt: skip
+            workdir,
+            (workdir / values["base"]["workdir"]).resolve(),
+            int(values["base"]["step"]),
+            ModelConfig.from_dict(values["model"]),
+            str(values["digest"]),
+            values.get(sidecar.CONTENT),
+            dict(values["metadata"]),
+        )
     except (KeyError, TypeError, ValueError, ConfigError) as error:
         raise CheckpointError(f"{file}: cannot be read ({error!r}).") from error
 
 
 def beneath(config: ModelConfig, of: ModelConfig, tree: Tree) -> Tree:
-    """Of a tree like `config`'s parameters what the base `of` has, as it has it."""
+    """Return the part of a tree like `config`'s parameters that the base `of` has, as it has it."""
     tree = {k: v for k, v in tree.items() if k != "exits"}
     if config.head == "shared" and of.head == "own" and "shared_head" in tree:
         tree["final"] = tree.get("final", {}) | {"head": tree.pop("shared_head")}

@@ -22,13 +22,13 @@ class CheckpointError(RuntimeError):
 
 
 def require(ok: bool, field: str, value: Any, allowed: str, fix: str = "") -> None:
-    """Raises `ConfigError` naming field, value, what is allowed and the fix, unless `ok`."""
+    """Raise `ConfigError` naming field, value, what is allowed and the fix, unless `ok`."""
     if not ok:
         raise ConfigError(f"{field} = {value!r}: {allowed}." + (f" {fix}" if fix else ""))
 
 
 def require_count(field: str, value: Any, least: int = 1) -> None:
-    """Raises `ConfigError` for what is no integer from `least`."""
+    """Raise `ConfigError` unless the value is an integer of at least `least`."""
     count = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     require(count and value >= least, field, value, f"must be an integer of at least {least}")
 
@@ -42,7 +42,7 @@ def require_array(field: str, value: Any, allowed: str) -> np.ndarray:
 
 
 def require_one_of(field: str, value: Any, choices: tuple) -> None:
-    """Raises `ConfigError` unless `value` is among `choices`."""
+    """Raise `ConfigError` unless `value` is among `choices`."""
     require(value in choices, field, value, f"must be one of {', '.join(map(repr, choices))}")
 
 

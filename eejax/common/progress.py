@@ -36,9 +36,15 @@ def watched() -> bool:
 def steps(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
     """Show a bar with an estimate of the time left; yield a function that adds finished units."""
     with tqdm(
-        total=total, desc=what, unit=unit, unit_scale=True, dynamic_ncols=True, leave=False,
-        disable=not watched(), file=sys.stderr,
-    ) as bar:  # fmt: skip
+        total=total,
+        desc=what,
+        unit=unit,
+        unit_scale=True,
+        dynamic_ncols=True,
+        leave=False,
+        disable=not watched(),
+        file=sys.stderr,
+    ) as bar:
         yield bar.update
 
 

@@ -56,7 +56,7 @@ class Blend:
 
 
 def shares_of(weights: Sequence[float], field: str = "weights") -> tuple[int, ...]:
-    """How many of `BLOCK` samples each weight gets: its part, rounded by largest remainder.
+    """Return how many of `BLOCK` samples each weight gets, rounded by largest remainder.
 
     Raises:
       ConfigError: naming `field`, a weight that is not positive and finite, or too small for one

@@ -37,7 +37,7 @@ MARKS = ("\ufdd1", "\ufdd2")
 """Delimiters of the assistant's parts of a text; Unicode reserves them code points for programs."""
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """The tag `{% generation %}`, with which templates show trainers the model's part.
 
     Its content is rendered as it is, or between `MARKS` if the environment's `marks` is set.
@@ -55,7 +55,7 @@ class Generation(Extension):
         return [put(MARKS[0]), *body, put(MARKS[1])]
 
 
-class Template:
+class ChatTemplate:
     """A chat template, which renders messages as one text.
 
     It comes with the model, so it is not trusted.
@@ -83,7 +83,7 @@ class Template:
         """
         self._special, self._shield = dict(special or {}), Shield(control) if control else None
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
         )
         environment.marks, environment.marked = marks, False
         environment.filters["tojson"] = _json

@@ -12,7 +12,7 @@ from typing import Any
 
 from eejax.common.errors import DataError, require, require_one_of
 from eejax.data import records
-from eejax.data.sources import Document, Record, check_budget, limited
+from eejax.data.sources import Document, FieldDocument, check_budget, limited
 
 PREFIX = "hf:"
 
@@ -43,14 +43,14 @@ class HubDataset:
 
     @classmethod
     def parse(cls, spec: str, text_field: str = "text", form: str = records.TEXT) -> HubDataset:
-        """Of `hf:NAME`, `hf:NAME:CONFIG` or `hf:NAME:CONFIG:SPLIT`; CONFIG may be empty."""
+        """Parse `hf:NAME`, `hf:NAME:CONFIG` or `hf:NAME:CONFIG:SPLIT`; CONFIG may be empty."""
         name, *rest = spec.removeprefix(PREFIX).split(":")
         ok = len(rest) <= 2 and name != ""
         require(ok, "source", spec, "must be hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
         config, split = (*rest, "", "")[:2]
         return cls(name, config or None, split or "train", text_field, form=form)
 
-    def documents(self) -> Iterator[Document | Record]:
+    def documents(self) -> Iterator[Document | FieldDocument]:
         return limited(self._documents(), self.max_bytes)
 
     def describe(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class HubDataset:
             )
         return found[self.split]
 
-    def _documents(self) -> Iterator[Document | Record]:
+    def _documents(self) -> Iterator[Document | FieldDocument]:
         self._files()  # says so where the split is not there
         # The last part of a folder's path, so that the split survives moving the folder.
         name = os.path.basename(os.path.abspath(self._path)) if self._local else self.name
@@ -125,13 +125,15 @@ class HubDataset:
                 if text.strip():
                     any_text, called = True, f"{name}#{number}"
                     plain = self.form == records.TEXT
-                    yield Document(called, text) if plain else Record(called, text, self.form)
+                    yield (
+                        Document(called, text) if plain else FieldDocument(called, text, self.form)
+                    )
         if not any_text:
             raise DataError(f"data set {self.name!r}, split {self.split}, has no text.")
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:
-        """What the library raises, which has many kinds, with the name and the fix."""
+        """Turn the many kinds of errors of the library into one, with the name and the fix."""
         try:
             yield
         except DataError:

@@ -20,18 +20,22 @@ Batch = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchSizes:
-    """How the batch grows over a run: `sizes` ascending, and for each but the last the consumed
-    samples from which it is over (Megatron-LM's --rampup-batch-size)."""
+class BatchSchedule:
+    """Growth of the batch over a run (Megatron-LM's --rampup-batch-size).
+
+    `sizes` are ascending; each but the last has the consumed samples after which it ends.
+    """
 
     sizes: tuple[int, ...]
     ends: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, batch_size: int, rampup: Sequence[int] | None, field: str = "rampup") -> BatchSizes:
-        """From a ramp-up (start, increment, samples), or None for one size.
+    def of(
+        cls, batch_size: int, rampup: Sequence[int] | None, field: str = "rampup"
+    ) -> BatchSchedule:
+        """Build a schedule from a ramp-up (start, increment, samples), or None for one size.
 
-        Raises `ConfigError`, naming `field`, for a ramp-up that cannot be.
+        Raises `ConfigError`, naming `field`, for an impossible ramp-up.
         """
         if rampup is None:
             return cls((batch_size,))
@@ -40,9 +44,10 @@ class BatchSizes:
         start, increment, samples = rampup
         require(
             start < batch_size and (batch_size - start) % increment == 0,
-            field, tuple(rampup),
+            field,
+            tuple(rampup),
             f"must lead from {start} to batch_size {batch_size} in whole increments of {increment}",
-        )  # fmt: skip
+        )
         sizes = tuple(range(start, batch_size + 1, increment))
         n = len(sizes) - 1
         return cls(sizes, tuple(-(-(j + 1) * samples // n) for j in range(n)))
@@ -110,11 +115,13 @@ class Loader:
             weights = (1.0,)
         require(
             weights is not None and len(weights) == len(self.splits),
-            "weights", weights, f"must be {len(self.splits)} numbers, one for each split",
-        )  # fmt: skip
+            "weights",
+            weights,
+            f"must be {len(self.splits)} numbers, one for each split",
+        )
         self.batch_size, self.length, self.seed = batch_size, length, seed
         self.document_masks = document_masks
-        self._sizes = BatchSizes.of(batch_size, rampup)
+        self._sizes = BatchSchedule.of(batch_size, rampup)
         self.samples = self.step = 0
         windows = [(len(split) - 1) // length for split in self.splits]
         self._blend = Blend(windows, shares_of(weights), seed)
@@ -234,7 +241,7 @@ class Loader:
         self.samples, self.step = counts["samples"], counts["step"]
 
     def _identity(self) -> dict[str, Any]:
-        """What decides which window a sample is."""
+        """Return what decides which window a sample is."""
         return {
             "dataset": "+".join(split.fingerprint for split in self.splits),
             "split": "+".join(split.name for split in self.splits),

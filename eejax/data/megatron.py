@@ -34,7 +34,10 @@ _BLOCK = 1 << 22  # tokens that are looked at together
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MegatronDataset:
-    """Stands where a `PackedDataset` does; `path` is the files' common beginning."""
+    """Megatron-LM's files, with the interface of a `PackedDataset`.
+
+    `path` is the files' common beginning.
+    """
 
     path: str
     fingerprint: str
@@ -44,11 +47,11 @@ class MegatronDataset:
 
     @property
     def vocab_size(self) -> int:
-        """Of the tokenizer; a model may have more rows, not fewer."""
+        """Size of the tokenizer's vocabulary; a model may have more rows, not fewer."""
         return self.tokenizer.vocab_size
 
     def split(self, name: str) -> packing.Split:
-        """Raises `DataError` for a split that does not exist or is empty."""
+        """Return a split. Raises `DataError` if it does not exist or is empty."""
         return packing.choose(self.splits, name, self.path)
 
 
@@ -93,9 +96,15 @@ def open_megatron(
     digest.update(tokenizer.fingerprint.encode())
     fingerprint = digest.hexdigest()[:16]
     splits = packing.part(
-        numbers, starts, sizes, split, tokens,
-        fingerprint=fingerprint, eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size,
-    )  # fmt: skip
+        numbers,
+        starts,
+        sizes,
+        split,
+        tokens,
+        fingerprint=fingerprint,
+        eos_id=tokenizer.eos_id,
+        vocab_size=tokenizer.vocab_size,
+    )
     return MegatronDataset(prefix, fingerprint, tokenizer, splits)
 
 

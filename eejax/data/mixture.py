@@ -21,7 +21,7 @@ class Mixture:
 
     @property
     def fingerprint(self) -> str:
-        """As a loader over their splits names its data."""
+        """Fingerprint, as a loader over the splits names its data."""
         return "+".join(d.fingerprint for d in self.datasets)
 
     @property
@@ -41,5 +41,5 @@ def parts(dataset: Dataset | Mixture, name: str) -> tuple[Split, ...]:
 
     Raises `DataError` where one does not have it.
     """
-    several = dataset.datasets if isinstance(dataset, Mixture) else (dataset,)
-    return tuple(d.split(name) for d in several)
+    datasets = dataset.datasets if isinstance(dataset, Mixture) else (dataset,)
+    return tuple(d.split(name) for d in datasets)

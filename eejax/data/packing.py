@@ -30,7 +30,7 @@ from eejax.common.errors import DataError, require
 from eejax.data import workers as processes
 from eejax.data import writing
 from eejax.data.places import FORMAT, packed_before, place
-from eejax.data.sources import Document, Record, Source, is_supervised
+from eejax.data.sources import Document, FieldDocument, Source, is_supervised
 from eejax.data.tokenizer_files import load_tokenizer
 from eejax.data.tokenizers import Tokenizer
 
@@ -98,7 +98,7 @@ class PackedDataset:
 
     @property
     def vocab_size(self) -> int:
-        """Of the tokenizer; a model may have more rows, not fewer."""
+        """Size of the tokenizer's vocabulary; a model may have more rows, not fewer."""
         return self.meta["vocab_size"]
 
     @functools.cached_property
@@ -111,21 +111,28 @@ class PackedDataset:
             return [json.loads(line) for line in file]
 
     def split(self, name: str) -> Split:
-        """Raises `DataError` for a split that does not exist or is empty."""
+        """Return a split. Raises `DataError` if it does not exist or is empty."""
         return choose(self.splits, name, self.path)
 
     @functools.cached_property
     def splits(self) -> dict[str, Split]:
-        """Those with documents."""
+        """The splits that have documents, by name."""
         starts, sizes, split = (
             np.load(os.path.join(self.path, f"{n}.npy")) for n in ("starts", "bytes", "split")
         )
         tokens = np.memmap(os.path.join(self.path, "tokens.bin"), self.meta["dtype"], mode="r")
         return part(
-            np.arange(len(split)), starts, sizes, split, tokens,
-            fingerprint=self.fingerprint, eos_id=self.meta["eos_id"], vocab_size=self.vocab_size,
-            bos_id=self.meta.get("bos_id"), supervised=self.meta.get("supervised", False),
-        )  # fmt: skip
+            np.arange(len(split)),
+            starts,
+            sizes,
+            split,
+            tokens,
+            fingerprint=self.fingerprint,
+            eos_id=self.meta["eos_id"],
+            vocab_size=self.vocab_size,
+            bos_id=self.meta.get("bos_id"),
+            supervised=self.meta.get("supervised", False),
+        )
 
 
 def part(
@@ -163,7 +170,7 @@ def part(
 
 
 def choose(splits: dict[str, Split], name: str, path: str) -> Split:
-    """Raises `DataError` for a split that is not there."""
+    """Return a split. Raises `DataError` if it does not exist."""
     if name not in splits:
         raise DataError(
             f"no split {name!r} in {path} (it has {', '.join(splits)}): pack with "
@@ -174,7 +181,7 @@ def choose(splits: dict[str, Split], name: str, path: str) -> Split:
 
 @dataclasses.dataclass(frozen=True)
 class PackProgress:
-    """How far packing is. `total_bytes`: of the source as it says itself, so about; or None."""
+    """Progress of packing. `total_bytes` is an estimate by the source itself, or None."""
 
     documents: int
     bytes: int
@@ -242,7 +249,7 @@ def find_packed(
     validation_fraction: float = 0.05,
     seed: int = 0,
 ) -> PackedDataset | None:
-    """What `pack` has made of the same arguments, verified; None where it has not."""
+    """Return what `pack` made of the same arguments, verified; None if it has not."""
     _, path = place(source, tokenizer, root, validation_fraction, seed)
     return open_packed(path) if os.path.isdir(path) else None
 
@@ -272,7 +279,7 @@ def open_packed(path: str | os.PathLike) -> PackedDataset:
 
 
 def _fingerprint(path: str, meta: dict[str, Any]) -> str:
-    """Of the tokens, the documents they fall into, the split and the tokenizer."""
+    """Fingerprint the tokens, their documents, the split and the tokenizer."""
     with open(os.path.join(path, "tokens.bin"), "rb") as file:
         digest = hashlib.file_digest(file, "sha256")
     for name in ("starts", "split"):
@@ -294,7 +301,7 @@ def _rest(path: str, meta: dict[str, Any]) -> str:
 
 
 def _tokenize(
-    work: writing.Work,
+    work: writing.PackingFolder,
     source: Source,
     tokenizer: Tokenizer,
     spec: dict[str, Any],
@@ -342,7 +349,9 @@ def check_enough(documents: int, fraction: float, most: int | None = None) -> No
         )
 
 
-def _behind(work: writing.Work, source: Source) -> tuple[Iterator[Document | Record], Any]:
+def _behind(
+    work: writing.PackingFolder, source: Source
+) -> tuple[Iterator[Document | FieldDocument], Any]:
     """The documents that are not committed yet, and the digest of those that are."""
     documents, digest = iter(source.documents()), hashlib.blake2b(digest_size=16)
     if not work.state.documents:
@@ -361,7 +370,9 @@ def _behind(work: writing.Work, source: Source) -> tuple[Iterator[Document | Rec
     return _behind(work, source)
 
 
-def _chunks(documents: Iterator[Document | Record], digest: Any) -> Iterator[processes.Chunk]:
+def _chunks(
+    documents: Iterator[Document | FieldDocument], digest: Any
+) -> Iterator[processes.Chunk]:
     chunk, chars = [], 0
     for document in documents:
         _update(digest, document)
@@ -374,7 +385,7 @@ def _chunks(documents: Iterator[Document | Record], digest: Any) -> Iterator[pro
         yield processes.Chunk(chunk, digest.hexdigest())
 
 
-def _update(digest: Any, document: Document | Record) -> None:
+def _update(digest: Any, document: Document | FieldDocument) -> None:
     # Whether the text is Unicode text at all is for the tokenizer to say.
     for value in (document.name, document.text):
         data = value.encode(errors="surrogatepass")
@@ -382,7 +393,7 @@ def _update(digest: Any, document: Document | Record) -> None:
         digest.update(data)
 
 
-def _progress(state: writing.Commit, spec: dict[str, Any]) -> PackProgress:
+def _progress(state: writing.PackCommit, spec: dict[str, Any]) -> PackProgress:
     total, most = (spec["source"].get(k) for k in ("bytes", "max_bytes"))
     if total is not None and most is not None:
         total = min(total, most)
@@ -394,7 +405,7 @@ def _dtype(tokenizer: Tokenizer, spec: dict[str, Any]) -> np.dtype:
     return np.dtype("<u4" if large else "<u2")
 
 
-def _finish(work: writing.Work, tokenizer: Tokenizer, spec: dict[str, Any]) -> None:
+def _finish(work: writing.PackingFolder, tokenizer: Tokenizer, spec: dict[str, Any]) -> None:
     """The files of a data set that need all of its documents."""
     n = work.state.documents
     hashes = lambda: (block["hash"] for block in work.records())

@@ -22,7 +22,7 @@ def place(
     validation_fraction: float,
     seed: int,
 ) -> tuple[dict[str, Any], str]:
-    """What decides a data set, and the folder it has because of that."""
+    """Return what decides a data set, and the folder that follows from it."""
     check_fraction(validation_fraction)
     require_end(tokenizer)
     spec = _spec(source.describe(), tokenizer, validation_fraction, seed)
@@ -61,7 +61,7 @@ def packed_before(
 
 
 def require_end(tokenizer: Tokenizer) -> None:
-    """Raises `DataError` for a tokenizer without a token that ends documents."""
+    """Raise `DataError` for a tokenizer without a token that ends documents."""
     if tokenizer.eos_id is None:
         raise DataError(
             f"tokenizer {tokenizer.fingerprint} has no token that ends a document: load it with "

@@ -73,11 +73,11 @@ class Prefetch:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """As `Loader.state`."""
+        """Return the state, as `Loader.state`."""
         return self.loader.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """As `Loader.restore`."""
+        """Restore a state, as `Loader.restore`."""
         self.loader.restore(state)
 
     def close(self) -> None:

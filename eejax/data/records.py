@@ -245,7 +245,7 @@ def _strings(record: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def _check_schema(schema: Any, field: str, path: str) -> None:
-    """Raises `DataError` unless `field` is a column of strings."""
+    """Raise `DataError` unless `field` is a column of strings."""
     from pyarrow import types
 
     def is_text(kind: Any) -> bool:

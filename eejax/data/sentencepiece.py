@@ -169,14 +169,14 @@ class SentencePieceTokenizer:
 
     @functools.cached_property
     def _text_tokens(self) -> Splitter | None:
-        """Of added tokens that are text."""
+        """Return the splitter at added tokens that are text, None where there are none."""
         from tokenizers import AddedToken
 
         found = {i: AddedToken(**t) for i, t in self.added.items() if not t["special"]}
         return Splitter(found) if found else None
 
     def _ids(self, pieces: Sequence[int | str]) -> np.ndarray:
-        """Of special tokens and the texts between them."""
+        """Return ids of special tokens and of the texts between them."""
         ids: list[int] = []
         for number, piece in enumerate(pieces):
             whole = isinstance(piece, int) or self._text_tokens is None

@@ -1,4 +1,4 @@
-"""Where text comes from: iterators of named documents over files and the standard library."""
+"""Sources of text: iterators of named documents over files and the standard library."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Document(NamedTuple):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What a tokenizer is trained on."""
+        """The texts that a tokenizer is trained on."""
         return (self.text,)
 
 
-class Record(NamedTuple):
+class FieldDocument(NamedTuple):
     """A `Document` of another form than text: `text` is the JSON that `records.fields_of` makes."""
 
     name: str
@@ -60,8 +60,8 @@ class Record(NamedTuple):
 class Source(Protocol):
     """Documents in an order that is the same on every pass."""
 
-    def documents(self) -> Iterator[Document | Record]:
-        """Reads the documents one by one. Raises `DataError` for what cannot be read."""
+    def documents(self) -> Iterator[Document | FieldDocument]:
+        """Iterate over the documents. Raises `DataError` for what cannot be read."""
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -107,10 +107,10 @@ class TextFiles:
         require(bool(self.text_field), "text_field", self.text_field, "must name a field")
         check_budget(self.max_bytes)
 
-    def documents(self) -> Iterator[Document | Record]:
+    def documents(self) -> Iterator[Document | FieldDocument]:
         return limited(self._documents(), self.max_bytes)
 
-    def _documents(self) -> Iterator[Document | Record]:
+    def _documents(self) -> Iterator[Document | FieldDocument]:
         any_text = False
         for name, path, explicit in self._files():
             in_file = False
@@ -175,11 +175,13 @@ class TextFiles:
                 found.setdefault(os.path.realpath(path), (name, path, explicit))
         return list(found.values())
 
-    def _read(self, name: str, path: str) -> Iterator[Document | Record]:
+    def _read(self, name: str, path: str) -> Iterator[Document | FieldDocument]:
         """The documents of one file that hold more than white space."""
         if read := records.reader(path):
             texts = read(path, self.text_field, self.form)
-            made = Document if self.form == TEXT else functools.partial(Record, form=self.form)
+            made = (
+                Document if self.form == TEXT else functools.partial(FieldDocument, form=self.form)
+            )
             yield from (made(f"{name}#{i}", text) for i, text in texts if text.strip())
             return
         if self.form != TEXT:
@@ -214,7 +216,7 @@ class PythonStdlib:
     def __post_init__(self) -> None:
         check_budget(self.max_bytes)
 
-    def documents(self) -> Iterator[Document | Record]:
+    def documents(self) -> Iterator[Document | FieldDocument]:
         for name, _, read in self._chosen():
             text = read()
             if text is not None and text.strip():
@@ -270,7 +272,7 @@ class Chain:
     def __post_init__(self) -> None:
         check_budget(self.max_bytes)
 
-    def documents(self) -> Iterator[Document | Record]:
+    def documents(self) -> Iterator[Document | FieldDocument]:
         parts = (each.documents() for each in self.sources)
         return limited(itertools.chain.from_iterable(parts), self.max_bytes)
 
@@ -326,15 +328,15 @@ def _form(spec: str) -> tuple[bool, str, str]:
 
 
 def is_supervised(described: Any) -> bool:
-    """Whether some documents of a source that describes itself so are of another form than text."""
+    """Return whether some documents of a source, by its own description, are not plain text."""
     if isinstance(described, dict):
         return "form" in described or any(map(is_supervised, described.get("sources", ())))
     return False
 
 
 def limited(
-    documents: Iterator[Document | Record], max_bytes: int | None
-) -> Iterator[Document | Record]:
+    documents: Iterator[Document | FieldDocument], max_bytes: int | None
+) -> Iterator[Document | FieldDocument]:
     """The first `max_bytes` bytes of text, cut between characters; all of it for None."""
     left = sys.maxsize if max_bytes is None else max_bytes
     for document in documents:
@@ -351,7 +353,7 @@ def limited(
 
 
 def cut(file: io.TextIOBase, separator: str | None, limit: int) -> Iterator[str]:
-    """Splits a text stream at `separator`, and what is longer than `limit` at line ends.
+    """Split a text stream at `separator`, and pieces longer than `limit` at line ends.
 
     Pieces of white space alone are dropped. Holds a few times `limit` characters at most.
     """
@@ -408,7 +410,7 @@ def _stdlib_files() -> list[tuple[str, int, Callable[[], str | None]]]:
 
 
 def _stdlib_text(path: str) -> str | None:
-    """None for the odd file in another encoding: it is not the user's to mend."""
+    """Return None for the odd file in another encoding, which users cannot mend."""
     try:
         with open(path, encoding="utf-8", newline="") as file:
             return file.read()

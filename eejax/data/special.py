@@ -15,7 +15,7 @@ MARK = "\ufdd0"
 
 
 class Splitter:
-    """Splits text at the names of tokens, as the library `tokenizers` does.
+    """Splitter of text at the names of tokens, as in the library `tokenizers`.
 
     The leftmost, longest name matches, with the white space around it that the token absorbs.
     """
@@ -45,7 +45,7 @@ def parts(split: Splitter, text: str) -> list[int | str]:
 
 
 class Shield:
-    """Marks the names of special tokens in text of users.
+    """Marker of the names of special tokens in users' text.
 
     A name may also arise where a user's text meets the template's, or another user's. So a text
     that begins with the end of a name, or ends with the beginning of one, is marked there. Single

@@ -21,7 +21,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class TextStream(Protocol):
-    """Decodes ids as they arrive, and never returns half a character."""
+    """Incremental decoder of ids that never returns half a character."""
 
     def push(self, ids: Sequence[int] | int) -> str:
         """Return the text that became certain with these ids (often empty)."""
@@ -32,7 +32,7 @@ class TextStream(Protocol):
         ...
 
     @property
-    def held(self) -> str:
+    def pending_text(self) -> str:
         """The text that `flush` would return now."""
         ...
 
@@ -64,7 +64,7 @@ def _after(before: str, text: str) -> str:
 
 
 class PieceStream:
-    """Returns what decode(context + new) adds to decode(context), once it ends in no U+FFFD.
+    """Decoder that returns what new ids add to decode(context), once it ends in no U+FFFD.
 
     Returned tokens are kept as context because decoders treat the beginning of a text differently:
     they drop the first space or all of them. The context is the last group of tokens with text.
@@ -77,7 +77,7 @@ class PieceStream:
         self._held = ""
 
     @property
-    def held(self) -> str:
+    def pending_text(self) -> str:
         return self._held
 
     def push(self, ids: Sequence[int] | int) -> str:

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from eejax.common.errors import ConfigError, DataError
-from eejax.data.chat import MARKS, Template, plain
+from eejax.data.chat import MARKS, ChatTemplate, plain
 from eejax.data.records import CHAT
-from eejax.data.sources import Record
+from eejax.data.sources import FieldDocument
 from eejax.data.tokenizers import Tokenizer
 
 
-def encode(tokenizer: Tokenizer, document: Record) -> tuple[np.ndarray, np.ndarray]:
+def encode(tokenizer: Tokenizer, document: FieldDocument) -> tuple[np.ndarray, np.ndarray]:
     """Tokenize a conversation, or a prompt and its completion.
 
     Returns:
@@ -112,8 +112,8 @@ def _check_unmarked(value: Any, where: str) -> None:
 @functools.lru_cache(4)
 def _template(
     source: str, special: tuple[tuple[str, str], ...], control: tuple[str, ...]
-) -> Template:
-    return Template(source, dict(special), control, marks=True)
+) -> ChatTemplate:
+    return ChatTemplate(source, dict(special), control, marks=True)
 
 
 def _marked(text: str) -> tuple[str, list[tuple[int, int]]]:

@@ -24,9 +24,19 @@ _SPACE = "\u2581"
 # Texts that reveal a wrong conversion: outer and repeated spaces, characters that NFKC changes,
 # bytes.
 _ODD = (
-    "", " ", "  a", "a ", "a  b", "a\n\tb", "\u2581a", "\ufb01\u2460\uff21", "\u00e9\U0001f642",
-    "the king of the world, and 1234 more.", "\ufffd\0", "x" * 40,
-)  # fmt: skip
+    "",
+    " ",
+    "  a",
+    "a ",
+    "a  b",
+    "a\n\tb",
+    "\u2581a",
+    "\ufb01\u2460\uff21",
+    "\u00e9\U0001f642",
+    "the king of the world, and 1234 more.",
+    "\ufffd\0",
+    "x" * 40,
+)
 
 
 def save_for_transformers(tokenizer: Tokenizer, path: str | os.PathLike, context: int) -> None:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from eejax.common.errors import DataError
 from eejax.data.tokenizer_settings import (
     CONFIG,
-    Check,
-    Settings,
+    SettingCheck,
+    TokenizerSettings,
     read_json,
     read_saved,
     read_settings,
@@ -35,7 +35,7 @@ _LLAMA = ("LlamaTokenizer", "CodeLlamaTokenizer")
 _BEGUN = (*_LLAMA, "GemmaTokenizer")  # texts begin with `bos` by default
 _PIECES = (*_LLAMA, "GemmaTokenizer", "PreTrainedTokenizer", "TokenizersBackend")
 _LLAMA_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-_TEMPLATE = Check(
+_TEMPLATE = SettingCheck(
     'a text, null, or a list of {"name": "...", "template": "..."}',
     lambda v: v is None or isinstance(v, str) or _named_templates(v) is not None,
 )
@@ -113,7 +113,7 @@ def load_tokenizer(
 
 
 class TemplateSource(NamedTuple):
-    """A chat template as `chat.Template` takes it.
+    """A chat template as `chat.ChatTemplate` takes it.
 
     Attributes:
       source: text of the template.
@@ -178,7 +178,7 @@ def _beside(file: str, definition: str | bytes) -> dict[str, Any]:
     return found | {"definition": _with_added(definition, settings)}
 
 
-def _of_pieces(model: bytes, settings: Settings) -> dict[str, Any]:
+def _of_pieces(model: bytes, settings: TokenizerSettings) -> dict[str, Any]:
     """Collect the arguments of a `.model`. Raises DataError for settings that change its ids."""
     # Here, because that module builds on the same ones.
     from eejax.data.sentencepiece import parse_model
@@ -214,14 +214,14 @@ def _of_pieces(model: bytes, settings: Settings) -> dict[str, Any]:
     return found | ({"space": _space(settings)} if kind in _LLAMA else {})
 
 
-def _space(settings: Settings) -> str:
+def _space(settings: TokenizerSettings) -> str:
     """Return the position at which transformers 5's Llama class puts a space before a text."""
     if settings.config.get("add_prefix_space") is False:
         return "never"
     return "always" if settings.config.get("legacy") else "first"
 
 
-def _with_added(definition: str, settings: Settings) -> str:
+def _with_added(definition: str, settings: TokenizerSettings) -> str:
     """Add the tokens that the files beside it declare to a tokenizer.json's added tokens.
 
     Tokens that the files name as special ones become special. Raises DataError for tokens that were

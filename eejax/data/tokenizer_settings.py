@@ -20,14 +20,14 @@ _NAMED = tuple(f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", 
 _LISTS = ("additional_special_tokens", "extra_special_tokens")  # transformers 4's and 5's
 
 
-class Check(NamedTuple):
+class SettingCheck(NamedTuple):
     """A condition on a value, in words and as a function."""
 
     allowed: str
     holds: Callable[[Any], bool]
 
 
-class Settings(NamedTuple):
+class TokenizerSettings(NamedTuple):
     """Settings in the files beside a vocabulary.
 
     Tokens are arguments of `tokenizers.AddedToken`.
@@ -48,7 +48,7 @@ class Settings(NamedTuple):
     replaces: bool
 
 
-def read_settings(folder: str) -> Settings:
+def read_settings(folder: str) -> TokenizerSettings:
     """Read the files beside a vocabulary as transformers does. Raises DataError for a bad value."""
     paths = {name: os.path.join(folder, name) for name in (CONFIG, ADDED, NAMES)}
     read = {name: read_json(p) if os.path.isfile(p) else {} for name, p in paths.items()}
@@ -74,7 +74,7 @@ def read_settings(folder: str) -> Settings:
         added = {i: token(name, special=name in usual) for name, i in read[ADDED].items()}
     for one in added.values():
         one["special"] |= one["content"] in named
-    return Settings(config | names, special, named, added, replaces)
+    return TokenizerSettings(config | names, special, named, added, replaces)
 
 
 def read_saved(path: str) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def read_json(path: str) -> dict[str, Any]:
     return found
 
 
-def require(path: str, key: str, value: Any, check: Check) -> None:
+def require(path: str, key: str, value: Any, check: SettingCheck) -> None:
     """Raise DataError, naming file, key, value and what is allowed, unless the check holds."""
     if not check.holds(value):
         shown = repr(value)
@@ -177,30 +177,34 @@ def _is_token(value: Any) -> bool:
     return all(isinstance(value.get(flag, False), bool) for flag in FLAGS)
 
 
-def _or_null(check: Check) -> Check:
-    return Check(f"{check.allowed}, or null", lambda v: v is None or check.holds(v))
+def _or_null(check: SettingCheck) -> SettingCheck:
+    return SettingCheck(f"{check.allowed}, or null", lambda v: v is None or check.holds(v))
 
 
-def _is_list_of(items: Any, check: Check) -> bool:
+def _is_list_of(items: Any, check: SettingCheck) -> bool:
     return isinstance(items, list) and all(map(check.holds, items))
 
 
-def _is_object_of(items: Any, check: Check) -> bool:
+def _is_object_of(items: Any, check: SettingCheck) -> bool:
     return isinstance(items, dict) and all(map(check.holds, items.values()))
 
 
-_TEXT = Check("a text", lambda v: isinstance(v, str))
-_SWITCH = Check("true or false", lambda v: isinstance(v, bool))
-_OBJECT = Check("an object {...}", lambda v: isinstance(v, dict))
-_ID = Check("a token's id, a whole number from 0 and below 2**31", _is_id)
-_KEY = Check("a token's id in digits, below 2**31", _is_key)
-_ADDED_TOKEN = Check(f'an object with the text "content" and true or false for {FLAGS}', _is_token)
-_SAVED_TOKEN = Check("", lambda v: _is_token(v) and "special" in v and {*v} <= {"content", *FLAGS})
-_TOKEN = Check(
+_TEXT = SettingCheck("a text", lambda v: isinstance(v, str))
+_SWITCH = SettingCheck("true or false", lambda v: isinstance(v, bool))
+_OBJECT = SettingCheck("an object {...}", lambda v: isinstance(v, dict))
+_ID = SettingCheck("a token's id, a whole number from 0 and below 2**31", _is_id)
+_KEY = SettingCheck("a token's id in digits, below 2**31", _is_key)
+_ADDED_TOKEN = SettingCheck(
+    f'an object with the text "content" and true or false for {FLAGS}', _is_token
+)
+_SAVED_TOKEN = SettingCheck(
+    "", lambda v: _is_token(v) and "special" in v and {*v} <= {"content", *FLAGS}
+)
+_TOKEN = SettingCheck(
     f"a token's name, or {_ADDED_TOKEN.allowed}", lambda v: isinstance(v, str) or _is_token(v)
 )
 _TOKEN_OR_NULL = _or_null(_TOKEN)
-_TOKENS = Check(
+_TOKENS = SettingCheck(
     f"a list or an object of tokens, each {_TOKEN.allowed}",
     lambda v: _is_list_of(v, _TOKEN) or _is_object_of(v, _TOKEN),
 )
@@ -218,24 +222,24 @@ _JSON = {
     "eos": _or_null(_TEXT),
     "bos": _or_null(_TEXT),
     "adds_bos": _or_null(_SWITCH),
-    "ends": Check(f"a list of ids, each {_ID.allowed}", lambda v: _is_list_of(v, _ID)),
+    "ends": SettingCheck(f"a list of ids, each {_ID.allowed}", lambda v: _is_list_of(v, _ID)),
     "chat": _or_null(_TEXT),
-    "special": Check("an object of texts", lambda v: _is_object_of(v, _TEXT)),
+    "special": SettingCheck("an object of texts", lambda v: _is_object_of(v, _TEXT)),
 }
 _SPACES = ("first", "always", "never")
-_SAVED: dict[str, dict[str, Check]] = {
+_SAVED: dict[str, dict[str, SettingCheck]] = {
     BYTES: {
-        "eos_id": Check("a byte, or 256", lambda v: _is_id(v) and v <= 256),
+        "eos_id": SettingCheck("a byte, or 256", lambda v: _is_id(v) and v <= 256),
         "chat": _or_null(_TEXT),
     },
     "json": _JSON,
     SENTENCEPIECE: _JSON
     | {
-        "added": Check(
+        "added": SettingCheck(
             f'an object of tokens by id, each with "content", "special" and others of {FLAGS}',
             lambda v: _is_object_of(v, _SAVED_TOKEN) and all(map(_is_key, v)),
         ),
-        "space": _or_null(Check(f"one of {', '.join(_SPACES)}", lambda v: v in _SPACES)),
+        "space": _or_null(SettingCheck(f"one of {', '.join(_SPACES)}", lambda v: v in _SPACES)),
     },
 }
-_KIND = Check(f"one of {', '.join(_SAVED)}", lambda v: isinstance(v, str) and v in _SAVED)
+_KIND = SettingCheck(f"one of {', '.join(_SAVED)}", lambda v: isinstance(v, str) and v in _SAVED)

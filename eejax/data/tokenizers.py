@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from eejax.common.errors import DataError, require
-from eejax.data.sources import Document, Record
+from eejax.data.sources import Document, FieldDocument
 from eejax.data.special import MARK, Splitter, parts
 from eejax.data.streams import PieceStream, TextStream
 
@@ -39,14 +39,14 @@ LETTERS = {chr(b): b for b in _PRINTED} | {
 
 
 class Tokenizer(Protocol):
-    """What the rest of eejax needs of a tokenizer; `eos_id` also ends documents.
+    """Interface of a tokenizer; `eos_id` also ends documents.
 
     Attributes:
       adds_bos: texts begin with `bos_id`, as those did that a pretrained model was trained on.
       end_ids: all tokens that end a text, `eos_id` among them.
-      chat: the source of the template by which conversations are written, where the model has one.
+      chat: source of the chat template, where the model has one.
       special: names of special tokens by what templates call them: "bos_token", "pad_token", ...
-      control: ids of the special tokens by their names, which text of users is kept from.
+      control: ids of the special tokens by their names, which users' text cannot contain.
     """
 
     vocab_size: int
@@ -72,7 +72,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """What an id stands for in running text, as `byte_lengths` counts it."""
+        """Return what an id stands for in running text, as `byte_lengths` counts it."""
         ...
 
     def encode(self, text: str, *, allow_special: bool = False, begins: bool = True) -> np.ndarray:
@@ -91,11 +91,11 @@ class Tokenizer(Protocol):
         ...
 
     def stream(self, prompt: Sequence[int] = ()) -> TextStream:
-        """Decodes ids as they come, as text behind that of `prompt`."""
+        """Return a stream that decodes ids as they arrive, as text behind that of `prompt`."""
         ...
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the tokenizer into the folder `path`, for `load_tokenizer`."""
+        """Write the tokenizer into the folder `path`, for `load_tokenizer`."""
         ...
 
 
@@ -257,8 +257,10 @@ class JsonTokenizer:
 
     @functools.cached_property
     def _marked(self) -> tuple[Splitter, Any, int]:
-        """What finds special tokens, and an instance for the text between them, in which MARK is a
-        token that stands for any of them."""
+        """Return what finds special tokens, and a tokenizer for the text between them.
+
+        In that tokenizer, MARK is a token that stands for any special token.
+        """
         from tokenizers import AddedToken
 
         inner = _parse(self.definition)
@@ -327,12 +329,14 @@ def begun(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
     return np.append(np.int32(tokenizer.bos_id), ids)
 
 
-def train_bpe(documents: Iterable[Document | Record | str], vocab_size: int) -> JsonTokenizer:
-    """Trains a byte-level BPE (Sennrich et al. 2016; GPT-2's byte alphabet) on documents.
+def train_bpe(
+    documents: Iterable[Document | FieldDocument | str], vocab_size: int
+) -> JsonTokenizer:
+    """Train a byte-level BPE (Sennrich et al. 2016; GPT-2's byte alphabet) on documents.
 
-    A `Record` gives the texts of its messages, or its prompt and completion. The 256 bytes and the
-    end-of-text token are always in it, so every text can be encoded; a small corpus may run out of
-    pairs and give fewer than `vocab_size` entries.
+    A `FieldDocument` gives the texts of its messages, or its prompt and completion. The 256 bytes
+    and the end-of-text token are always in it, so every text can be encoded; a small corpus may run
+    out of pairs and give fewer than `vocab_size` entries.
     """
     require(vocab_size >= 257, "vocab_size", vocab_size, "must be at least 257 (bytes + end)")
     from tokenizers import Tokenizer as Inner
@@ -353,12 +357,12 @@ def train_bpe(documents: Iterable[Document | Record | str], vocab_size: int) -> 
 
 
 def save_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike) -> None:
-    """Writes `tokenizer` into the folder `path`; `load_tokenizer(path)` gives it back."""
+    """Write `tokenizer` into the folder `path`; `load_tokenizer(path)` reads it."""
     tokenizer.save(path)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises `DataError` unless a model with `vocab_size` entries has a row for every token."""
+    """Raise `DataError` unless a model with `vocab_size` entries has a row for every token."""
     if tokenizer.vocab_size > vocab_size:
         raise DataError(
             f"the tokenizer ({tokenizer.fingerprint}) has {tokenizer.vocab_size} tokens but the "

@@ -25,7 +25,7 @@ import numpy as np
 from eejax.common.children import block_signals
 from eejax.common.errors import DataError
 from eejax.data.records import TEXT
-from eejax.data.sources import Document, Record, name_hash
+from eejax.data.sources import Document, FieldDocument, name_hash
 from eejax.data.tokenizer_files import load_tokenizer
 from eejax.data.tokenizers import Tokenizer
 
@@ -50,12 +50,12 @@ workers.main({replies})
 class Chunk(NamedTuple):
     """Neighbouring documents; `digest` is that of all documents up to the last of them."""
 
-    documents: list[Document | Record]
+    documents: list[Document | FieldDocument]
     digest: str
 
 
 class Encoding(NamedTuple):
-    """What decides the ids of a document, but for the tokenizer itself."""
+    """What decides the ids of a document, beside the tokenizer itself."""
 
     tokenizer: str  # its fingerprint
     seed: int  # of the hash of names
@@ -84,7 +84,7 @@ def encode(tokenizer: Tokenizer, encoding: Encoding, chunk: Chunk) -> Encoded:
     return Encoded(b"".join(pieces), records.tobytes(), names, chunk.digest)
 
 
-def _ids(tokenizer: Tokenizer, document: Document | Record) -> np.ndarray:
+def _ids(tokenizer: Tokenizer, document: Document | FieldDocument) -> np.ndarray:
     """[t] uint32: a document's ids and the end token, with `UNCOUNTED` where none is predicted."""
     if document.form == TEXT:
         return np.append(tokenizer.encode(document.text), tokenizer.eos_id).astype(np.uint32)

@@ -43,8 +43,8 @@ _BLOCK = 1 << 16  # records at a time when finishing
 
 
 @dataclasses.dataclass(frozen=True)
-class Commit:
-    """What is on disk for certain. `digest`: of all `documents`, names and text."""
+class PackCommit:
+    """State that is safely on disk. `digest`: of all `documents`, names and text."""
 
     documents: int = 0
     tokens: int = 0
@@ -56,7 +56,7 @@ class Commit:
 
 
 @contextlib.contextmanager
-def hold(folder: str, finished: Callable[[], bool]) -> Iterator[Work | None]:
+def hold(folder: str, finished: Callable[[], bool]) -> Iterator[PackingFolder | None]:
     """The working folder, for this process alone; None where `finished` once it would be ours.
 
     Waits for a process that has it. What was committed stays when this is left by an error.
@@ -67,7 +67,7 @@ def hold(folder: str, finished: Callable[[], bool]) -> Iterator[Work | None]:
             _remove(folder)
             yield None
             return
-        work = Work(folder)
+        work = PackingFolder(folder)
         try:
             yield work
         finally:
@@ -78,13 +78,13 @@ def hold(folder: str, finished: Callable[[], bool]) -> Iterator[Work | None]:
         os.close(lock)
 
 
-class Work:
+class PackingFolder:
     """A working folder that this process holds, and its files, open at the last commit."""
 
     def __init__(self, folder: str):
         self.folder = folder
         self.packed = os.path.join(folder, "packed")
-        self._files: dict[str, Growing] = {}
+        self._files: dict[str, GrowingFile] = {}
         self._due = 0.0
         with naming(self.packed):
             os.makedirs(self.packed, exist_ok=True)
@@ -93,13 +93,13 @@ class Work:
     def path(self, name: str) -> str:
         return os.path.join(self.folder, name)
 
-    def append(self, encoded: Encoded) -> Commit:
-        """Writes a chunk, and commits if it is time; what would be committed now."""
+    def append(self, encoded: Encoded) -> PackCommit:
+        """Write a chunk, commit if it is time, and return what would be committed now."""
         data = {TOKENS: encoded.tokens, NAMES: encoded.names, RECORDS: encoded.records}
         for name, value in data.items():
             self._files[name].write(value)
         records, last = np.frombuffer(encoded.records, RECORD), self.state
-        self.state = Commit(
+        self.state = PackCommit(
             last.documents + len(records),
             last.tokens + int(records["tokens"].sum()),
             last.bytes + int(records["bytes"].sum()),
@@ -111,7 +111,7 @@ class Work:
         return self.state
 
     def commit(self) -> None:
-        """From here on `state` survives any end of this process, and of the machine."""
+        """Make `state` survive any end of this process and of the machine."""
         if self.state == self._last:
             return
         begin = time.monotonic()
@@ -133,7 +133,7 @@ class Work:
         self.close()
         with naming(self.folder), contextlib.suppress(FileNotFoundError):
             os.unlink(self.path(_COMMIT))
-        self._open(Commit())
+        self._open(PackCommit())
 
     def records(self) -> Iterator[np.ndarray]:
         """RECORD of all committed documents, some at a time."""
@@ -145,9 +145,9 @@ class Work:
                 yield np.fromfile(file, RECORD, min(_BLOCK, n - start))
 
     def save(self, name: str, dtype: str, count: int, blocks: Iterable[np.ndarray]) -> None:
-        """Writes packed/`name` as `np.save` would an array [count] of these blocks.
+        """Write packed/`name` as `np.save` would an array [count] of these blocks.
 
-        Not through a memory map, in which a full disk is a signal that kills.
+        It is not written through a memory map, in which a full disk is a signal that kills.
         """
         path = os.path.join(self.packed, name)
         with naming(path), open(path, "wb") as file:
@@ -157,7 +157,7 @@ class Work:
                 file.write(block.astype(dtype).tobytes())
 
     def finish(self, path: str) -> None:
-        """Gives the data set, all of whose files are written, its name."""
+        """Give the data set, all of whose files are written, its name."""
         self.close()
         with naming(path):
             for folder, _, files in os.walk(self.packed):
@@ -170,18 +170,18 @@ class Work:
         for file in self._files.values():
             file.close()
 
-    def _open(self, state: Commit) -> None:
+    def _open(self, state: PackCommit) -> None:
         self.state = self._last = state
-        for name in Commit().files:
-            self._files[name] = Growing(self.path(name), *state.files[name])
+        for name in PackCommit().files:
+            self._files[name] = GrowingFile(self.path(name), *state.files[name])
 
-    def _committed(self) -> Commit:
+    def _committed(self) -> PackCommit:
         """The last commit, if the files still hold what it says."""
         path = self.path(_COMMIT)
         try:
             with open(path, encoding="utf-8") as file:
-                state = Commit(**json.load(file))
-            for name in Commit().files:
+                state = PackCommit(**json.load(file))
+            for name in PackCommit().files:
                 size, crc = state.files[name]
                 if _checksum(self.path(name), size) != crc:
                     raise ValueError(f"{name} is not as it was written")
@@ -192,7 +192,7 @@ class Work:
                 raise ValueError("its counts do not fit its files")
         except FileNotFoundError as error:
             if not os.path.exists(path):
-                return Commit()  # nothing was committed
+                return PackCommit()  # nothing was committed
             reason: Exception = error
         except (OSError, ValueError, LookupError, TypeError) as error:
             reason = error
@@ -201,10 +201,10 @@ class Work:
         logging.warning("%s cannot be resumed (%s): packing begins anew", self.folder, reason)
         with naming(path):
             os.unlink(path)
-        return Commit()
+        return PackCommit()
 
 
-class Growing:
+class GrowingFile:
     """A file that is written on from `size` bytes, whose checksum so far is `crc`."""
 
     def __init__(self, path: str, size: int, crc: int):

@@ -1,1 +1,1 @@
-"""When a token may leave: exit confidences."""
+"""Gates: confidences by which a token leaves at an exit."""

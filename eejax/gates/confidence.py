@@ -33,8 +33,10 @@ MAX_PROBABILITY, MARGIN, ENTROPY, PATIENCE, SATURATION, FIXED, ROUTER = range(le
 class Memory(NamedTuple):
     """What gates carry from one exit of a token to the next.
 
-    token [b]: the most likely one at the exit before, -1 at the first; streak [b]: exits in a row
-    that found it most likely; state [b, d]: the state at the exit before, zeros at the first.
+    Attributes:
+      token: [b] int32, the most likely token at the exit before, -1 at the first exit.
+      streak: [b] int32, consecutive exits that found it most likely.
+      state: [b, d], the state at the exit before, zeros at the first exit.
     """
 
     token: jax.Array
@@ -43,7 +45,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def blank(cls, like: jax.Array) -> Memory:
-        """Of tokens that have seen no exit; like: a state [b, d]."""
+        """Return the memory of tokens that have seen no exit; like: a state [b, d]."""
         zero = jnp.zeros_like(like[:, 0], jnp.int32)
         return cls(zero - 1, zero, jnp.zeros_like(like))
 
@@ -113,7 +115,7 @@ def of_logits(
 def of_statistics(
     kind: jax.Array, seen: Confidence, memory: Memory, exits: int, vocab: int
 ) -> tuple[jax.Array, Memory]:
-    """As `of_logits`, of what `head_confidence` says of logits [b, v] that nobody made."""
+    """Return confidences as `of_logits`, from statistics of logits [b, v] that are not written."""
     confidence = jnp.where(kind == MARGIN, seen.top - seen.second, seen.top)
     confidence = jnp.where(kind == ENTROPY, certain(seen.entropy, vocab), confidence)
     return _patient(kind, confidence, seen.token, memory, exits)

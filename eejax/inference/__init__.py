@@ -4,8 +4,8 @@ from eejax.inference.auto import AutoGenerator
 from eejax.inference.generate import Generator
 from eejax.inference.pipelined import PipelinedGenerator
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.result import Result
-from eejax.inference.sampling import Sampling
+from eejax.inference.result import GenerationResult
+from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import EngineOptions, Request
 
 __all__ = [
@@ -15,6 +15,6 @@ __all__ = [
     "Generator",
     "PipelinedGenerator",
     "Request",
-    "Result",
-    "Sampling",
+    "GenerationResult",
+    "SamplingParams",
 ]

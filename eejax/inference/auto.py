@@ -15,8 +15,8 @@ from eejax.common.errors import require_one_of
 from eejax.common.trees import Tree
 from eejax.inference.generate import STREAM_CHUNK, Decoder, Generator
 from eejax.inference.payoff import Payoff
-from eejax.inference.result import Result
-from eejax.inference.state import DecodeState, EngineOptions, Record
+from eejax.inference.result import GenerationResult
+from eejax.inference.state import DecodeRecord, DecodeState, EngineOptions
 from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig
 
@@ -25,16 +25,15 @@ ENGINES = ("recompute", "speculative")  # those that make the full model's token
 
 @dataclasses.dataclass(frozen=True)
 class AutoGenerator(Decoder):
-    """`Generator` with the engine "recompute" or "speculative", whose exits, or the drafts they
-    make, `payoff` turns off and on.
+    """A generator whose exits, or the drafts they make, `payoff` turns on and off.
 
-    Calls of `chunk` steps are timed, with exits and without in turn at first and now and then
-    (`Payoff`), and those between take what was faster. It is one program either way. Tokens of
-    calls without exits are the full model's, so that which tokens come from exits depends on the
-    machine: for texts that do not, take an engine. (Greedy ones of "speculative" are the full
-    model's anyway.) `payoff` goes on from request to request.
+    Calls of `chunk` steps are timed, with and without exits in turn, at first and then now and then
+    (`Payoff`); the calls between them take what was faster. Both are the same program. Tokens of
+    calls without exits are the full model's, so which tokens come from exits depends on the
+    machine. Where texts must not depend on it, choose an engine. (Greedy tokens of "speculative"
+    are the full model's in any case.) `payoff` continues from request to request.
 
-    Build with `AutoGenerator.make`; `clock` gives seconds.
+    Build it with `AutoGenerator.make`; `clock` returns seconds.
     """
 
     generator: Generator
@@ -51,8 +50,7 @@ class AutoGenerator(Decoder):
         payoff: Payoff | None = None,
         mesh: MeshConfig | Mesh | None = None,
     ) -> AutoGenerator:
-        """From training parameters, as `Generator.make`. Raises ConfigError for another engine
-        too."""
+        """Prepare a generator as `Generator.make`. Raises ConfigError also for another engine."""
         options = EngineOptions(options) if isinstance(options, str) else options
         require_one_of("engine", options.engine, ENGINES)
         return cls(Generator.make(params, config, options, mesh), payoff or Payoff())
@@ -65,15 +63,17 @@ class AutoGenerator(Decoder):
     def options(self) -> EngineOptions:
         return self.generator.options
 
-    def generate(self, prompts, max_new_tokens: int, *, chunk=STREAM_CHUNK, **kwargs) -> Result:
-        """As `Generator.generate`, in calls of `chunk` steps."""
+    def generate(
+        self, prompts, max_new_tokens: int, *, chunk=STREAM_CHUNK, **kwargs
+    ) -> GenerationResult:
+        """Generate as `Generator.generate`, in calls of `chunk` steps."""
         *_, last = self.stream(prompts, max_new_tokens, chunk=chunk, **kwargs)
         return last
 
-    def _prefill(self, tokens, request, length) -> tuple[Any, Record]:
+    def _prefill(self, tokens, request, length) -> tuple[Any, DecodeRecord]:
         return self.generator._prefill(tokens, request, length)
 
-    def _decode(self, state: DecodeState, n: int) -> tuple[DecodeState, Record]:
+    def _decode(self, state: DecodeState, n: int) -> tuple[DecodeState, DecodeRecord]:
         program = (n, *(a.shape for a in jax.tree.leaves(state)))
         policy = state.request.policy
         may_fire = np.asarray(policy.active) & (np.asarray(policy.thresholds) < 1)

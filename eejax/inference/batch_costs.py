@@ -1,4 +1,4 @@
-"""What the work of `batched` takes here, measured with the engine itself, and the plan for it."""
+"""Costs of `batched` on this machine, measured with the engine itself, and the best plan for it."""
 
 from __future__ import annotations
 
@@ -11,26 +11,36 @@ import jax
 import numpy as np
 
 from eejax.common.errors import require, require_count
-from eejax.inference.batch_simulator import Costs, Counts, Simulated, Trace, best_plan, fit
+from eejax.inference.batch_simulator import (
+    RequestTrace,
+    SimulatedBatch,
+    StepCosts,
+    WorkCounts,
+    best_plan,
+    fit,
+)
 from eejax.inference.batched import PROMPT_SPAN, SPAN
 from eejax.inference.batched_slots import BatchedEngine
-from eejax.inference.batched_state import Work
-from eejax.inference.engine import CALL
-from eejax.inference.packing import Plan
+from eejax.inference.batched_state import WorkCounters
+from eejax.inference.engine import STEPS_PER_CALL
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.sampling import Sampling
+from eejax.inference.sampling import SamplingParams
+from eejax.inference.schedule import BatchPlan
 from eejax.inference.state import Request
 
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 1.0)
 
 
-def counts(after: Work, before: Work) -> Counts:
-    """Work between two states, whose numbers begin anew at 2^32."""
+def work_between(after: WorkCounters, before: WorkCounters) -> WorkCounts:
+    """Return the work between two states, whose counters wrap around at 2^32."""
     less = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), after, before)
-    return Counts(
-        less.runs.astype(int), less.spans.astype(int),
-        int(less.chunks), int(less.chunk_spans), int(less.sweeps),
-    )  # fmt: skip
+    return WorkCounts(
+        less.runs.astype(int),
+        less.spans.astype(int),
+        int(less.chunks),
+        int(less.chunk_spans),
+        int(less.steps),
+    )
 
 
 def samples(
@@ -40,18 +50,17 @@ def samples(
     steps: int = 4,
     seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
-) -> list[tuple[Counts, float]]:
-    """Work, and the seconds it took, of calls in which the engine is made to do all kinds of it:
-    by plans, thresholds and drafts at random, for prompts that come and go at random.
+) -> list[tuple[WorkCounts, float]]:
+    """Measure calls of random work: a list of (work, seconds).
 
-    Plans change decisions alone, and no text; nothing here changes the engine. Raises ConfigError
-    where there are no prompts, or no calls.
+    Plans, thresholds, drafts and prompts are drawn at random. Plans change no text, and nothing
+    here changes the engine. Raises ConfigError where there are no prompts or no calls.
     """
     require_count("calls", calls)
     require(len(prompts) > 0, "prompts", prompts, "must be one at least")
     rng = np.random.default_rng(seed)
-    config, slots, segments = engine.config, engine.slots, engine.max_depth
-    found: list[tuple[Counts, float]] = []
+    config, slots, segments = engine.config, engine.slots, engine.num_segments
+    found: list[tuple[WorkCounts, float]] = []
     state, left = engine.start(), np.zeros(slots, int)
     buckets = engine.options.buckets
     most = max(1, engine.context // 2)  # of a prompt: room to decode
@@ -62,11 +71,13 @@ def samples(
             texts = [list(prompts[int(rng.integers(len(prompts)))])[:most] for _ in chosen]
             limit = [engine.context - len(t) for t in texts]
             policy = ExitPolicy.make(
-                config, few, rng.choice(THRESHOLDS, (few, 1)).repeat(config.n_exits, 1),
+                config,
+                few,
+                rng.choice(THRESHOLDS, (few, 1)).repeat(config.n_exits, 1),
                 drafts=rng.integers(0, engine.options.drafts + 1, few).tolist(),
-            )  # fmt: skip
+            )
             request = Request.make(
-                config, [len(t) for t in texts], limit, policy, Sampling.make(few)
+                config, [len(t) for t in texts], limit, policy, SamplingParams.make(few)
             )
             rows, _ = engine.prefill(texts, request)
             state = engine.insert(engine.free(state, range(slots)), rows, chosen)
@@ -75,10 +86,14 @@ def samples(
         seconds[1:] = rng.random(len(buckets)) * 2 + np.arange(len(buckets)) * 0.1
         seconds[way] *= 0.1
         grid = np.broadcast_to(seconds, (segments, len(seconds)))
-        plan = Plan.make(
-            segments, slots, buckets, int(rng.integers(1, slots + 2)), int(rng.integers(0, 6)),
+        plan = BatchPlan.make(
+            segments,
+            slots,
+            buckets,
+            int(rng.integers(1, slots + 2)),
+            int(rng.integers(0, 6)),
             (grid[:, 0], grid[:, 1:], np.zeros(segments)),
-        )  # fmt: skip
+        )
         state = jax.block_until_ready(state.replace(plan=plan))
         before = jax.tree.map(np.array, state.work)
         begin = clock()
@@ -86,38 +101,48 @@ def samples(
         jax.block_until_ready((state, record))
         took = clock() - begin
         left = np.asarray(state.remaining)
-        work = counts(state.work, before)
-        if work.sweeps:
+        work = work_between(state.work, before)
+        if work.steps:
             found.append((work, took))
     return found[calls // 8 :]  # the first ones compile, and warm up
 
 
-def measure(engine: BatchedEngine, prompts: Sequence[Sequence[int]], **kwargs) -> Costs:
-    """The costs of an engine on this machine; arguments as `samples`'."""
+def measure(engine: BatchedEngine, prompts: Sequence[Sequence[int]], **kwargs) -> StepCosts:
+    """Measure the costs of an engine on this machine; arguments as `samples`."""
     last = engine.config.n_layers
-    ends = [min(stop, last) for stop in engine.config.stops[: engine.max_depth]]
+    ends = [min(stop, last) for stop in engine.config.exit_boundaries[: engine.num_segments]]
     depths = np.diff([0, *ends]).tolist()
     found = samples(engine, prompts, **kwargs)
     return fit(found, depths, engine.slots, engine.options.buckets)
 
 
 def settings(engine: BatchedEngine) -> dict[str, Any]:
-    """What of an engine `simulate` and `best_plan` have to know."""
+    """Return what `simulate` and `best_plan` need to know of an engine."""
     options = engine.options
     return dict(
-        slots=engine.slots, buckets=options.buckets, cap=options.cap, drafts=options.drafts,
-        chunk=options.chunk, span=SPAN, prompt_span=PROMPT_SPAN,
-    )  # fmt: skip
+        slots=engine.slots,
+        buckets=options.buckets,
+        cap=options.cap,
+        drafts=options.drafts,
+        chunk=options.chunk,
+        span=SPAN,
+        prompt_span=PROMPT_SPAN,
+    )
 
 
-class Tuned(NamedTuple):
-    """An engine with the plan found for it, the drafts that requests should allow, its costs, and
-    what the simulator promises."""
+class TunedEngine(NamedTuple):
+    """An engine with the plan that was found for it.
+
+    Attributes:
+      drafts: drafts that requests should allow.
+      costs: measured costs of the engine.
+      simulated: what the simulator predicts.
+    """
 
     engine: BatchedEngine
     drafts: int
-    costs: Costs
-    simulated: Simulated
+    costs: StepCosts
+    simulated: SimulatedBatch
 
 
 def tune(
@@ -125,36 +150,44 @@ def tune(
     prompts: Sequence[Sequence[int]],
     *,
     bound: float | None = None,
-    costs: Costs | None = None,
+    costs: StepCosts | None = None,
     new: int = 64,
     stop_tokens: Sequence[int] = (),
     **rules,
-) -> Tuned:
-    """The plan of the most tokens a second for requests like these, by exits like `rules`.
+) -> TunedEngine:
+    """Find the plan with the most tokens a second for requests like these.
 
-    prompts: as many as there are slots are enough; of each, `new` tokens are decoded to see where
-    they leave. bound: as `best_plan`'s, in seconds; rules: `ExitPolicy.make`'s but for `drafts`,
-    which are found. Takes as long as `measure`, unless `costs` are known, and a few seconds more.
-    Raises as `prefill`, and ConfigError where there are no prompts.
+    Takes as long as `measure`, unless `costs` are given, and a few seconds more.
+
+    Args:
+      prompts: as many as there are slots are enough.
+      new: tokens that are decoded of each, to see by which exits they leave.
+      bound: as in `best_plan`, in seconds.
+      rules: arguments of `ExitPolicy.make` but `drafts`, which are found.
+
+    Raises:
+      ConfigError: as `prefill`, and where there are no prompts.
     """
-    traces = watch(engine, prompts, new, stop_tokens, **rules)  # first: it checks what is given
+    traces = trace_requests(
+        engine, prompts, new, stop_tokens, **rules
+    )  # first: it checks what is given
     costs = measure(engine, prompts) if costs is None else costs
     found = best_plan(traces, costs, bound=bound, **settings(engine))
     engine = dataclasses.replace(engine, plan=found.plan)
-    return Tuned(engine, found.drafts, costs, found.simulated)
+    return TunedEngine(engine, found.drafts, costs, found.simulated)
 
 
-def watch(
+def trace_requests(
     engine: BatchedEngine,
     prompts: Sequence[Sequence[int]],
     new: int,
     stop_tokens: Sequence[int] = (),
     **rules,
-) -> list[Trace]:
-    """Traces of what the engine decodes for a batch of prompts, drafting as much as it can.
+) -> list[RequestTrace]:
+    """Trace what the engine decodes for a batch of prompts, with as many drafts as it can make.
 
-    Of a token before which nothing was drafted it is not known whether its draft had been right:
-    such are right as often as the others. Raises as `tune`.
+    For a token from which nothing was drafted it is unknown whether a draft would have been
+    accepted. Such drafts are accepted as often as the others. Raises as `tune`.
     """
     require(len(prompts) > 0, "prompts", prompts, "must be one at least")
     require_count("new", new)
@@ -164,16 +197,16 @@ def watch(
     limits = [min(new, engine.context - len(t)) for t in texts]
     policy = ExitPolicy.make(config, slots, drafts=drafts, **rules)
     lengths = [len(t) for t in texts]
-    request = Request.make(config, lengths, limits, policy, Sampling.make(slots), stop_tokens)
+    request = Request.make(config, lengths, limits, policy, SamplingParams.make(slots), stop_tokens)
     rows, _ = engine.prefill(texts, request)
     state = engine.insert(engine.start(), rows, range(slots))
     hold = engine.plan.replace(
-        fill=np.full(engine.max_depth, slots + 1, np.int32),
-        patience=np.full(engine.max_depth, drafts, np.int32),
+        fill=np.full(engine.num_segments, slots + 1, np.int32),
+        patience=np.full(engine.num_segments, drafts, np.int32),
     )
     state, records = state.replace(plan=hold), []
     while np.asarray(state.live).any():
-        state, record = engine.generate(state, CALL)
+        state, record = engine.generate(state, STEPS_PER_CALL)
         records.append(record)
     whole = {
         name: np.concatenate([np.asarray(getattr(r, name)) for r in records])
@@ -187,5 +220,5 @@ def watch(
         tried = whole["drafted"][there, i] > 0
         right = np.where(tried, whole["accepted"][there, i] > 0, rng.random(len(tried)) < share)
         exits = tuple(whole["exit"][there, i].tolist())
-        traces.append(Trace(len(text), exits, tuple(right.tolist())))
+        traces.append(RequestTrace(len(text), exits, tuple(right.tolist())))
     return traces

@@ -1,4 +1,4 @@
-"""What the engine `batched` keeps of every slot, and its static choices."""
+"""State and static options of the engine `batched`."""
 
 from __future__ import annotations
 
@@ -9,44 +9,45 @@ import jax.numpy as jnp
 from flax import struct
 
 from eejax.common.errors import require, require_count
-from eejax.inference.packing import Plan, Standing
-from eejax.inference.shaping import Likely, Shaping
+from eejax.inference.logits_params import LogitsParams, TopLogprobs
+from eejax.inference.schedule import BatchPlan, SlotProgress
 from eejax.inference.state import Request, Weights
 from eejax.kernels import call
 from eejax.models.cache import KVCache, init_cache
 from eejax.models.config import ModelConfig
 
 CHUNKS = {"cpu": 64, "gpu": 512}
-"""Prompt tokens of a sweep by default. Every chunk reads the whole model: a GPU needs some hundreds
+"""Prompt tokens of a step by default. Every chunk reads the whole model: a GPU needs some hundreds
 of rows for their products to take as long."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchOptions:
-    """Static choices of the engine `batched`; each combination compiles once.
+    """Static options of the engine `batched`; each combination compiles once.
 
-    cap: most tokens of a request that may wait for deeper keys and values; with so many it runs
-        through all layers before its next token.
-    buckets: row counts that a segment is compiled for, ascending; the largest is at least the cap.
-        Empty: powers of two from a quarter of the slots up to all that they may have pending, and
-        one row, so that a request that is alone does not pay for the slots that are free.
-    chunk: prompt tokens of a sweep. None: as many as the device takes well together (`CHUNKS`), and
-        at most the engine's context.
-    drafts: most tokens of a request that are drafted past one that no exit has decided yet; which
-        may, and how many, is said by its `ExitPolicy.drafts`.
-    max_depth: segments to load, from the bottom; None: all.
-    shaping: whether requests may bring a `Shaping`.
-    grows: whether segments may be added while requests run (`deepening.deepen`): then the states
-        behind the last one are kept of all positions.
+    Attributes:
+      cap: most tokens of a request that may wait for deeper keys and values. With that many the
+        request runs all layers before its next token.
+      buckets: row counts that packed segments are compiled for, ascending; the largest is at least
+        the cap. Empty: powers of two from a quarter of the slots up to all rows that may be
+        pending, and one row, so that a lone request does not pay for free slots.
+      chunk: prompt tokens per step. None: as many as the device runs well together (`CHUNKS`), at
+        most the model's context.
+      drafts: most tokens of a request that are drafted past an undecided one. How many a request
+        drafts is its `ExitPolicy.drafts`.
+      num_segments: segments to load, from the bottom; None loads all.
+      logits_params: requests may have `LogitsParams`.
+      can_deepen: segments may be added while requests run (`deepening.deepen`). The states behind
+        the last segment are then kept for all positions.
     """
 
     cap: int = 16
     buckets: tuple[int, ...] = ()
     chunk: int | None = None
     drafts: int = 4
-    max_depth: int | None = None
-    shaping: bool = False
-    grows: bool = False
+    num_segments: int | None = None
+    logits_params: bool = False
+    can_deepen: bool = False
 
     def __post_init__(self):
         listed = isinstance(self.buckets, tuple | list)
@@ -58,30 +59,32 @@ class BatchOptions:
         if self.chunk is not None:
             require_count("chunk", self.chunk)
         require_count("drafts", self.drafts, least=0)
-        if self.max_depth is not None:
-            require_count("max_depth", self.max_depth)
-        for name in ("shaping", "grows"):
+        if self.num_segments is not None:
+            require_count("num_segments", self.num_segments)
+        for name in ("logits_params", "can_deepen"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "must be True or False")
         require(
             not self.buckets or self.buckets[-1] >= self.cap,
-            "buckets", self.buckets, f"must reach the cap, {self.cap}, at least",
+            "buckets",
+            self.buckets,
+            f"must reach the cap, {self.cap}, at least",
             "A request's waiting tokens go deeper together.",
-        )  # fmt: skip
+        )
 
     @property
     def leaves_early(self) -> bool:
         return True
 
-    def of_model(self, config: ModelConfig) -> BatchOptions:
-        """Choose the chunk where none is given; one request's context is no bound for it."""
+    def resolve_chunk(self, config: ModelConfig) -> BatchOptions:
+        """Choose the chunk where none is given."""
         if self.chunk is not None:
             return self
         most = CHUNKS["gpu" if call.for_gpu() else "cpu"]
         return dataclasses.replace(self, chunk=min(most, config.context_length))
 
-    def of_slots(self, slots: int) -> BatchOptions:
-        """With the buckets there are for so many slots."""
+    def resolve_buckets(self, slots: int) -> BatchOptions:
+        """Choose the buckets for a number of slots where none are given."""
         if self.buckets:
             return self
         most = max(slots * min(max(self.drafts + 1, 2), self.cap), self.cap)
@@ -93,31 +96,39 @@ class BatchOptions:
 
 
 @struct.dataclass
-class Work:
-    """What was run since the start, in numbers that begin anew at 2^32.
+class WorkCounters:
+    """Work since the start, in uint32 counters that wrap around at 2^32.
 
-    runs [e, 1 + buckets]: of each segment in place, and of each bucket; spans [e]: of packed rows;
-    chunks, chunk_spans: of prompts; sweeps.
+    Attributes:
+      runs: [segments, 1 + buckets], runs of each segment in place and with each bucket.
+      spans: [segments], spans of packed rows.
+      chunks: [], chunks of prompts.
+      chunk_spans: [], spans of prompt rows.
+      steps: [], engine steps.
     """
 
     runs: jax.Array
     spans: jax.Array
     chunks: jax.Array
     chunk_spans: jax.Array
-    sweeps: jax.Array
+    steps: jax.Array
 
 
 @struct.dataclass
-class Pending:
-    """What is known of the newest rows of every slot: [slots, m], position p's in place p % m.
+class PendingRows:
+    """The newest rows of every slot, [slots, m]; position p is kept at index p % m.
 
-    fed: the token the row reads; token, logprob, confidence, exit: of the one that follows, by the
-    exit that decided it, -1 while none has: then `token` is a draft. seen, streak: what the gates
-    remember of the row (`Memory`). drafted: whether the row behind it began with the draft;
-    accepted: whether that was right. likely: [slots, m, ...], where requests may ask for them.
+    Attributes:
+      input_token: the token that the row reads.
+      token, logprob, confidence: of the token that follows.
+      exit: the exit that decided that token; -1 while none has, and then `token` is a draft.
+      seen, streak: what gates remember of the row (`Memory`).
+      drafted: 1 where the next row started from the draft.
+      accepted: 1 where that draft was right.
+      top_logprobs: the most likely tokens, where requests may ask for them.
     """
 
-    fed: jax.Array
+    input_token: jax.Array
     token: jax.Array
     logprob: jax.Array
     confidence: jax.Array
@@ -126,44 +137,51 @@ class Pending:
     streak: jax.Array
     drafted: jax.Array
     accepted: jax.Array
-    likely: Likely | None
+    top_logprobs: TopLogprobs | None
 
     @classmethod
-    def blank(cls, *shape: int, shaping: bool) -> Pending:
+    def blank(cls, *shape: int, logits_params: bool) -> PendingRows:
         none, zero = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.int32)
-        number, likely = jnp.zeros(shape, jnp.float32), Likely.blank(*shape) if shaping else None
-        return cls(zero, none, number, number, none, none, zero, zero, zero, likely)
+        number, top_logprobs = (
+            jnp.zeros(shape, jnp.float32),
+            TopLogprobs.blank(*shape) if logits_params else None,
+        )
+        return cls(zero, none, number, number, none, none, zero, zero, zero, top_logprobs)
 
 
 @struct.dataclass
 class BatchedState:
-    """Everything that slots carry from sweep to sweep; arrays are [slots, ...].
+    """Everything that slots carry from step to step; arrays are [slots, ...].
 
-    cache, waiting, token, position, remaining, request: as in `state.DecodeState`. The row at
-    `position` decides the token to emit next. Rows from there on that the first segment has seen
-    are *pending*: the first is undecided, those behind it read drafts.
-    since: the sweep in which the first pending row came to the segment it stands at.
-    prompt [slots, context], given: the tokens a request came with, and how many. They are more
-        than `request.start` where it had been under way before: then what follows is decoded.
-        Behind them, where requests may bring a `Shaping`, what was generated since.
-    clock: sweeps since the start.
-    boundary [slots, length, d]: the states behind the last segment, of the positions that it has
-        seen, where segments may be added; else None.
+    The fields cache, waiting, token, position, remaining and request are those of
+    `state.DecodeState`. The row at `position` decides the next token. Rows from there on that the
+    first segment has run are *pending*: the first is undecided, those behind it read drafts.
+
+    Attributes:
+      boundary: [slots, length, d], states behind the last loaded segment of all positions, where
+        segments may be added; else None.
+      since: the step in which the first pending row came to its segment.
+      prompt: [slots, context], tokens that a request came with. Where requests may have
+        `LogitsParams`, generated tokens follow.
+      prompt_len: number of those tokens. More than `request.start` where the request ran before:
+        what follows is decoded.
+      clock: [] steps since the start.
+      plan: costs and waiting rules of the schedule.
     """
 
     cache: KVCache
     boundary: jax.Array | None
     waiting: tuple[jax.Array, ...]
-    pending: Pending
+    pending: PendingRows
     token: jax.Array
     position: jax.Array
     remaining: jax.Array
     since: jax.Array
     prompt: jax.Array
-    given: jax.Array
+    prompt_len: jax.Array
     clock: jax.Array
-    work: Work
-    plan: Plan
+    work: WorkCounters
+    plan: BatchPlan
     request: Request
 
     @property
@@ -171,53 +189,69 @@ class BatchedState:
         return self.remaining > 0
 
     @property
-    def standing(self) -> Standing:
-        return Standing(self.cache.filled, self.position, self.remaining, self.given)
+    def progress(self) -> SlotProgress:
+        return SlotProgress(self.cache.filled, self.position, self.remaining, self.prompt_len)
 
-    def begins(self, cap: int) -> jax.Array:
-        """`Standing.begins`; nothing is drafted behind a draft that would end the request, or where
-        there is none, as drafting was paused."""
-        policy, m = self.request.policy, self.pending.fed.shape[1]
+    def can_start(self, cap: int) -> jax.Array:
+        """Return [slots] bool, as `SlotProgress.can_start`.
+
+        No row starts from a draft that would end the request, or where drafting was paused.
+        """
+        policy, m = self.request.policy, self.pending.input_token.shape[1]
         most = jnp.where(policy.paused, 0, jnp.minimum(policy.drafts, m - 1))
-        if self.request.shaping is not None:  # penalties are of tokens that are decided
-            most = jnp.where(self.request.shaping.changes, 0, most)
-        last = at(self.pending.token, self.cache.filled[:, 0] - 1)[:, None]
-        most = jnp.where(stops(self.request, last)[:, 0] | (last[:, 0] < 0), 0, most)
-        return self.standing.begins(cap, most)
+        if self.request.logits_params is not None:  # penalties are of tokens that are decided
+            most = jnp.where(self.request.logits_params.changes, 0, most)
+        last = at_position(self.pending.token, self.cache.filled[:, 0] - 1)[:, None]
+        most = jnp.where(hits_stop_token(self.request, last)[:, 0] | (last[:, 0] < 0), 0, most)
+        return self.progress.can_start(cap, most)
 
 
-def at(a: jax.Array, position: jax.Array) -> jax.Array:
-    """[slots] of a [slots, m]: what is kept of positions [slots]."""
+def at_position(a: jax.Array, position: jax.Array) -> jax.Array:
+    """Return [slots], the entry of a [slots, m] that belongs to positions [slots]."""
     return jnp.take_along_axis(a, (position % a.shape[1])[:, None], 1)[:, 0]
 
 
-def stops(request: Request, tokens: jax.Array) -> jax.Array:
-    """[slots, n] whether tokens [slots, n] end their requests."""
-    return jnp.any(tokens[..., None] == request.stops[:, None], -1)
+def hits_stop_token(request: Request, tokens: jax.Array) -> jax.Array:
+    """Return [slots, n] bool: tokens [slots, n] end their requests."""
+    return jnp.any(tokens[..., None] == request.stop_token_ids[:, None], -1)
 
 
 def blank(
-    weights: Weights, plan: Plan, *, config: ModelConfig, options: BatchOptions, slots: int,
-    length: int, context: int,
-) -> BatchedState:  # fmt: skip
-    """All slots free; `length` positions of cache for each."""
+    weights: Weights,
+    plan: BatchPlan,
+    *,
+    config: ModelConfig,
+    options: BatchOptions,
+    slots: int,
+    length: int,
+    context: int,
+) -> BatchedState:
+    """Return a state with all slots free and `length` positions of cache for each."""
     n = weights.last
     zero, none = jnp.zeros((slots,), jnp.int32), jnp.zeros((), jnp.uint32)
     ring = lambda: jnp.zeros((slots, options.cap, config.d_model), config.dtype)
-    above = options.grows and n < config.n_exits
+    above = options.can_deepen and n < config.n_exits
     return BatchedState(
         cache=init_cache(config, slots, length, n + 1, weights.axes),
         boundary=jnp.zeros((slots, length, config.d_model), config.dtype) if above else None,
         waiting=tuple(ring() for _ in range(n)),
-        pending=Pending.blank(slots, options.drafts + 1, shaping=options.shaping),
-        token=zero, position=zero, remaining=zero, since=zero,
-        prompt=jnp.zeros((slots, context), jnp.int32), given=zero, clock=jnp.int32(0),
-        work=Work(
+        pending=PendingRows.blank(slots, options.drafts + 1, logits_params=options.logits_params),
+        token=zero,
+        position=zero,
+        remaining=zero,
+        since=zero,
+        prompt=jnp.zeros((slots, context), jnp.int32),
+        prompt_len=zero,
+        clock=jnp.int32(0),
+        work=WorkCounters(
             jnp.zeros((n + 1, 1 + len(options.buckets)), jnp.uint32),
-            jnp.zeros((n + 1,), jnp.uint32), none, none, none,
+            jnp.zeros((n + 1,), jnp.uint32),
+            none,
+            none,
+            none,
         ),
         plan=plan,
         request=Request.blank(config, slots).replace(
-            shaping=Shaping.blank(slots) if options.shaping else None
+            logits_params=LogitsParams.blank(slots) if options.logits_params else None
         ),
-    )  # fmt: skip
+    )

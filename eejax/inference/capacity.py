@@ -1,9 +1,9 @@
-"""How many requests a budget of memory holds, from shapes alone: nothing is allocated.
+"""Memory of engines, from shapes alone: how many requests a budget holds.
 
-HELIOS (Kumar et al., 2025) loads a prefix of a model's layers, so that more requests fit beside it.
-Counted is what lies on the device between steps: the weights and the state of a `BatchedEngine`.
-What a step takes while it runs, compiled programs, and gaps that an allocator leaves come on top: a
-budget has to leave room for them.
+HELIOS (Kumar et al., 2025) loads a prefix of a model's layers so that more requests fit beside it.
+Counted is what stays on the device between steps: the weights and the state of a `BatchedEngine`.
+Temporary buffers of a step, compiled programs and gaps of the allocator come on top: a budget has
+to leave room for them.
 """
 
 from __future__ import annotations
@@ -25,19 +25,25 @@ from eejax.models.config import ModelConfig
 
 
 def weight_bytes(config: ModelConfig, depth: int) -> int:
-    """Of the first `depth` segments, and of the embeddings, norms and heads they need: what an
-    engine with this `max_depth` holds. Raises ConfigError for a depth there is not."""
+    """Return the bytes of an engine's weights with `depth` segments.
+
+    Counts those segments and the embeddings, norms and heads that they need. Raises ConfigError for
+    a depth that does not exist.
+    """
     require_count("depth", depth)
     most = config.n_exits + 1
     require(depth <= most, "depth", depth, f"must be in 1..{most}, the segments of this model")
-    prepare = partial(s.prepare, config=config, max_depth=depth)
+    prepare = partial(s.prepare, config=config, num_segments=depth)
     return nbytes(jax.eval_shape(prepare, params.shapes(config)))
 
 
 @cache
 def audit_bytes(config: ModelConfig, depth: int) -> int:
-    """Bytes that are brought to the device while a model judges an answer, beside its first `depth`
-    segments: one layer after the other, and the final exit; with depth 0 the embeddings too."""
+    """Return the bytes that come to the device while a model judges an answer.
+
+    These are one layer at a time and the final exit, beside the first `depth` segments; with depth
+    0 the embeddings too.
+    """
     if depth > config.n_exits:
         return 0
     whole = jax.eval_shape(partial(s.prepare, config=config), params.shapes(config))
@@ -50,10 +56,13 @@ def audit_bytes(config: ModelConfig, depth: int) -> int:
 def request_bytes(
     config: ModelConfig, options: BatchOptions, depth: int, context: int | None = None
 ) -> int:
-    """What one more slot takes of an engine's state: keys and values in `depth` segments, the rows
-    that wait below them, the states behind them where it may grow, and what it knows of its
-    request. `max_depth` is set here; else as `BatchedEngine.make`, and raises as it does."""
-    options = options.of_slots(1)  # the same for both
+    """Return the bytes of one more slot in an engine's state.
+
+    A slot has keys and values in `depth` segments, the rows that wait below them, the states behind
+    them where segments may be added, and its request. `num_segments` is set here. Raises as
+    `BatchedEngine.make`.
+    """
+    options = options.resolve_buckets(1)  # the same for both
     one, two = (_state_bytes(config, options, depth, context, n) for n in (1, 2))
     return two - one
 
@@ -61,20 +70,26 @@ def request_bytes(
 def engine_bytes(
     config: ModelConfig, options: BatchOptions, depth: int, context: int | None, slots: int
 ) -> int:
-    """Of an engine with so many slots and of its state. Raises as `request_bytes`."""
+    """Return the bytes of an engine and its state with so many slots. Raises as `request_bytes`."""
     require_count("slots", slots)
     each = request_bytes(config, options, depth, context)
-    one = _state_bytes(config, options.of_slots(slots), depth, context, 1)
+    one = _state_bytes(config, options.resolve_buckets(slots), depth, context, 1)
     return weight_bytes(config, depth) + one + (slots - 1) * each
 
 
 def slots(
-    config: ModelConfig, options: BatchOptions, depth: int, context: int | None, budget: float,
+    config: ModelConfig,
+    options: BatchOptions,
+    depth: int,
+    context: int | None,
+    budget: float,
     most: int | None = None,
-) -> int:  # fmt: skip
-    """The most slots, up to `most`, of an engine of `depth` segments that takes no more than
-    `budget` bytes; 0 where it does not hold the engine of one. Raises as `request_bytes`, and for a
-    budget that is no number, or that nothing ends."""
+) -> int:
+    """Return the most slots, up to `most`, of an engine that fits into `budget` bytes.
+
+    Returns 0 where not even one slot fits. Raises as `request_bytes`, for a budget that is
+    not a number, and for an infinite one without `most`.
+    """
     ends = isinstance(budget, int | float) and budget < math.inf  # not so of NaN
     endless = budget == math.inf and most is not None
     require(ends or endless, "budget", budget, "must be a number of bytes", "Or give `most`, too.")
@@ -85,22 +100,27 @@ def slots(
     n = most if endless else max(int(room // each), 0)
     n = n if most is None else min(n, most)
     # What slots share is little, and follows from their number: the buckets that there are for it.
-    one = lambda n: _state_bytes(config, options.of_slots(n), depth, context, 1)
+    one = lambda n: _state_bytes(config, options.resolve_buckets(n), depth, context, 1)
     while n and one(n) + (n - 1) * each > room:
         n -= 1
     return n
 
 
 def _state_bytes(config, options, depth, context, n) -> int:
-    options = dataclasses.replace(options, max_depth=depth)
+    options = dataclasses.replace(options, num_segments=depth)
 
     def start(p):
         engine = BatchedEngine.make(p, config, options, slots=n, context=context)
         # As `BatchedEngine.start`, which looks where its weights lie, and here they lie nowhere.
         behind = max(SPAN, options.cap, min(PROMPT_SPAN, engine.options.chunk))
         return blank(
-            engine.weights, engine.plan, config=config, options=engine.options, slots=n,
-            length=engine.context + behind, context=engine.context,
-        )  # fmt: skip
+            engine.weights,
+            engine.plan,
+            config=config,
+            options=engine.options,
+            slots=n,
+            length=engine.context + behind,
+            context=engine.context,
+        )
 
     return nbytes(jax.eval_shape(start, params.shapes(config)))

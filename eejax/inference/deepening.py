@@ -1,8 +1,8 @@
-"""More segments for requests that run: a partial model grows without their prompts being run again.
+"""Add segments to an engine while its requests run, without running their prompts again.
 
-HELIOS (Kumar et al., 2025) loads as many layers as most tokens need, and more where that was too
-few. An engine with `BatchOptions.grows` keeps the states behind its last segment, and keys and
-values above it are filled in from those.
+HELIOS (Kumar et al., 2025) loads as many layers as most tokens need, and more where those were too
+few. An engine with `BatchOptions.can_deepen` keeps the states behind its last segment; keys and
+values of the segments above are filled in from those.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from eejax.inference import state as s
 from eejax.inference.batched import PROMPT_SPAN
 from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchedState
-from eejax.inference.packing import Plan
+from eejax.inference.schedule import BatchPlan
 from eejax.inference.state import Weights
 from eejax.models import exits, layers
 from eejax.models.cache import KVCache, init_cache, run_segment, unstack_segments
@@ -29,9 +29,11 @@ from eejax.models.config import ModelConfig
 
 
 def on_host(params: Tree, config: ModelConfig) -> Tree:
-    """A training tree in host memory, cast and its projections fused, so that no part of it has to
-    be before it goes to the device. It is one still, and may be given wherever one is taken; what
-    was made so before is returned as it is."""
+    """Return a training tree in host memory, cast and with fused projections.
+
+    Nothing is left to do before its parts move to the device. It is still a training tree and is
+    accepted wherever one is; a tree that was prepared before is returned as it is.
+    """
     return fused(jax.device_get(params), config)
 
 
@@ -43,12 +45,14 @@ def fused(params: Tree, config: ModelConfig) -> Tree:
 
 
 def more_weights(weights: Weights, host: Tree, config: ModelConfig, depth: int) -> Weights:
-    """An engine's weights and those of more segments, `depth` in all, of a whole model as `on_host`
-    has it. Returns at once: what is new is on its way to the device, while the engine goes on."""
+    """Return an engine's weights with `depth` segments, of a model that `on_host` made.
+
+    Returns at once: the new weights move to the device while the engine runs.
+    """
     have, most = len(weights.segments), config.n_exits + 1
     require(have < depth <= most, "depth", depth, f"must be in {have + 1}..{most}")
     new, there = unstack_segments(host, config, depth, first=have), weights.params
-    apart = s.outside(host, config, depth)
+    apart = s.unlayered_params(host, config, depth)
     exits = {k: v for k, v in apart.pop("exits").items() if k not in there["exits"]}
     apart = {k: v for k, v in apart.items() if k not in there}
     new, apart, exits = jax.device_put((new, apart, exits))
@@ -57,10 +61,11 @@ def more_weights(weights: Weights, host: Tree, config: ModelConfig, depth: int) 
 
 
 def of_slots(engine: BatchedEngine, state: BatchedState, rows: Sequence[int]):
-    """(engine, state) with slots as these are, in this order; one may be there again and again. The
-    state that is given is used up, array by array, so that there is hardly more than one of them at
-    a time."""
-    plan = Plan.make(engine.max_depth, len(rows), engine.options.buckets)
+    """Return (engine, state) with the given slots, in this order; one may be repeated.
+
+    The given state is used up array by array, so that little more than one state exists at a time.
+    """
+    plan = BatchPlan.make(engine.num_segments, len(rows), engine.options.buckets)
     other = dataclasses.replace(engine, slots=len(rows), plan=plan)
     rows = jnp.asarray(rows)
 
@@ -72,7 +77,7 @@ def of_slots(engine: BatchedEngine, state: BatchedState, rows: Sequence[int]):
 
     alike = dict(clock=state.clock, work=state.work, plan=plan)
     own = jax.tree.map(taken, state.replace(**dict.fromkeys(alike))).replace(**alike)
-    return other, s.beside(own, engine.weights)
+    return other, s.colocate(own, engine.weights)
 
 
 @partial(jax.jit, static_argnames="slots")
@@ -82,34 +87,41 @@ def _rows(a, rows, *, slots: int):
 
 
 def deepen(
-    engine: BatchedEngine, state: BatchedState, weights: Weights, plan: Plan | None = None
+    engine: BatchedEngine, state: BatchedState, weights: Weights, plan: BatchPlan | None = None
 ) -> tuple[BatchedEngine, BatchedState]:
-    """The engine with more segments, and its requests in it, which go on as if it had had them.
+    """Return the engine with more segments, and its state, as if it had always had them.
 
-    Tokens that were emitted stay what they are. One program is compiled for each pair of depths.
-    Raises ConfigError where the states that are needed were not kept.
+    Emitted tokens stay as they are. One program is compiled for each pair of depths. Raises
+    ConfigError where the states that it needs were not kept.
     """
     depth, options = len(weights.segments), engine.options
     require(
-        state.boundary is not None, "grows", options.grows,
+        state.boundary is not None,
+        "can_deepen",
+        options.can_deepen,
         "must be True, and segments left to add, in the engine that is to grow",
-    )  # fmt: skip
+    )
     require(engine.mesh is None, "mesh", engine.mesh, "must be None for an engine that grows")
     if plan is None:
-        plan = Plan.make(depth, engine.slots, options.buckets)
-    options = dataclasses.replace(options, max_depth=depth)
+        plan = BatchPlan.make(depth, engine.slots, options.buckets)
+    options = dataclasses.replace(options, num_segments=depth)
     grown = dataclasses.replace(engine, weights=weights, options=options, plan=plan)
-    keep, have = depth <= engine.config.n_exits, engine.max_depth
+    keep, have = depth <= engine.config.n_exits, engine.num_segments
     segments, blocks, above = _filled(
-        weights, state.boundary, state.cache.filled[:, -1], have=have, config=engine.config,
+        weights,
+        state.boundary,
+        state.cache.filled[:, -1],
+        have=have,
+        config=engine.config,
         keep=keep,
-    )  # fmt: skip
+    )
     more = depth - have
     behind = jnp.repeat(state.cache.filled[:, -1:], more, 1)
     cache = KVCache(
-        (*state.cache.segments, *segments), (*state.cache.blocks, *blocks),
+        (*state.cache.segments, *segments),
+        (*state.cache.blocks, *blocks),
         jnp.concatenate([state.cache.filled, behind], 1),
-    )  # fmt: skip
+    )
     slots, _, d = state.boundary.shape
     rings = tuple(jnp.zeros((slots, options.cap, d), state.boundary.dtype) for _ in range(more))
     wide = lambda a: jnp.pad(a, [(0, more), *[(0, 0)] * (a.ndim - 1)])
@@ -117,13 +129,15 @@ def deepen(
     state = state.replace(
         cache=cache, waiting=(*state.waiting, *rings), boundary=above, work=work, plan=plan
     )
-    return grown, s.beside(state, weights)
+    return grown, s.colocate(state, weights)
 
 
 @partial(jax.jit, static_argnames=("have", "config", "keep"))
 def _filled(weights, boundary, filled, *, have: int, config: ModelConfig, keep: bool):
-    """(keys and values of segments from number `have` on, of their exits' blocks, the states behind
-    them if they are to be kept) of the states below them at the first `filled` [slots] positions.
+    """Fill in segments from number `have` on, from the states below them.
+
+    The first `filled` [slots] positions are run. Returns (keys and values of the segments, those of
+    their exits' blocks, the states behind them if they are to be kept).
     """
     slots, length, _ = boundary.shape
     depth, width = len(weights.segments), min(PROMPT_SPAN, length)
@@ -137,9 +151,16 @@ def _filled(weights, boundary, filled, *, have: int, config: ModelConfig, keep: 
         start, new = jnp.full((slots,), begin), []
         for e, kvs, block in zip(range(have, depth), segments, blocks, strict=True):
             x, _, *written = run_segment(
-                weights.params, weights.segments[e], config, e, x, start, kvs, block,
+                weights.params,
+                weights.segments[e],
+                config,
+                e,
+                x,
+                start,
+                kvs,
+                block,
                 axes=weights.axes,
-            )  # fmt: skip
+            )
             new.append(written)
         above = lax.dynamic_update_slice(above, x, (0, begin, 0)) if keep else above
         return tuple(kvs for kvs, _ in new), tuple(block for _, block in new), above

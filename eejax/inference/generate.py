@@ -1,4 +1,4 @@
-"""Generation: prompts in, tokens out, with each token's exit, confidence and layers executed."""
+"""Generation: prompts in, tokens out, each with its exit, confidence and executed layers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from eejax.common.trees import Tree
 from eejax.gates.confidence import GATES
 from eejax.inference import posthoc, propagate, recompute, sharded, speculative
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.result import Collector, Result
-from eejax.inference.sampling import Sampling
+from eejax.inference.result import Collector, GenerationResult
+from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import (
-    STOPS,
+    MAX_STOP_TOKENS,
+    DecodeRecord,
     DecodeState,
     EngineOptions,
-    Record,
     Request,
     Weights,
     engine_config,
@@ -50,11 +50,11 @@ LENGTH_STEP = 64  # cache lengths are rounded up to this, so that few programs a
 
 @partial(jax.jit, static_argnames=("config", "options", "length", "mesh"))
 def prefill(weights, tokens, request, *, config, options, length, mesh=None):
-    """Jitted `posthoc.prefill`, on a mesh if there is one."""
+    """Run `posthoc.prefill` as a compiled program, on a mesh if there is one."""
     run = partial(posthoc.prefill, config=config, options=options, length=length)
     if mesh is not None:
         axes, row = weights.axes, P(weights.axes.data)
-        specs = (sharded.weights(config, options.max_depth, mesh), row, row)
+        specs = (sharded.weights(config, options.num_segments, mesh), row, row)
         run = sharded.shard(run, mesh, specs, (sharded.state(axes), row))
     return run(weights, tokens, request)
 
@@ -68,26 +68,26 @@ def decode(
     options: EngineOptions,
     n: int,
     mesh: Mesh | None = None,
-) -> tuple[DecodeState, Record]:
-    """Up to `n` steps for every live request in one compiled loop; records are [n, b].
+) -> tuple[DecodeState, DecodeRecord]:
+    """Run up to `n` steps of every live request in one compiled loop; records are [n, b].
 
-    Those of an engine that emits up to m tokens in a step are [n m, b]. Stops when all requests are
-    done. Steps not taken have exit -1, as have the tokens a step could have emitted and did not.
-    `state` is donated. On a `mesh` the requests of every data shard have steps of their own.
+    Records of an engine that emits up to m tokens in a step are [n m, b]. The loop stops when all
+    requests are finished. Steps that were not run have exit -1, as have tokens that a step did not
+    emit. `state` is donated. On a `mesh`, each data shard runs the steps of its own requests.
     """
     step = partial(STEPS[options.engine], config=config, options=options)
     run = partial(loop, step, n)
     if mesh is not None:
         axes, specs = weights.axes, sharded.state(weights.axes)
-        given = (sharded.weights(config, options.max_depth, mesh), specs)
+        given = (sharded.weights(config, options.num_segments, mesh), specs)
         run = sharded.shard(run, mesh, given, (specs, P(None, axes.data)))
     return run(weights, state)
 
 
 def loop(step: Callable, size: int, weights: Weights, state, n: jax.Array | None = None):
-    """Up to `n` steps, by default `size`, of a device's own requests, until all are done.
+    """Run up to `n` steps, by default `size`, of a device's own requests until all are finished.
 
-    The state, and records [size m, b] of steps that emit up to m tokens each.
+    Returns the state and records [size m, b] of steps that emit up to m tokens each.
     """
     n = jnp.int32(size) if n is None else n
     shapes = jax.eval_shape(step, weights, state)[1]
@@ -111,25 +111,29 @@ def loop(step: Callable, size: int, weights: Weights, state, n: jax.Array | None
 
 
 class Decoder(abc.ABC):
-    """What generators share: arguments checked, a request made of them, and results collected.
+    """Base of generators: checks arguments, builds a request and collects results.
 
-    A subclass has a `config` and `options`, and passes on the engine's state: with `token` ...
-    `request` of `DecodeState`, and `replace`.
+    A subclass has `config` and `options`, and an engine state with the fields `token` to `request`
+    of `DecodeState` and with `replace`.
     """
 
     config: ModelConfig
     options: EngineOptions
 
     @abc.abstractmethod
-    def _prefill(self, tokens: np.ndarray, request: Request, length: int) -> tuple[Any, Record]:
-        """(state, first record [b]) of padded prompts [b, t], with `length` positions of cache."""
+    def _prefill(
+        self, tokens: np.ndarray, request: Request, length: int
+    ) -> tuple[Any, DecodeRecord]:
+        """Run padded prompts [b, t] with `length` positions of cache: (state, first record [b])."""
 
     @abc.abstractmethod
-    def _decode(self, state: Any, n: int) -> tuple[Any, Record]:
-        """Up to n tokens more for every request: (state, records [n, b])."""
+    def _decode(self, state: Any, n: int) -> tuple[Any, DecodeRecord]:
+        """Decode up to n more tokens of every request: (state, records [n, b])."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **kwargs) -> Result:
-        """Tokens for every prompt at once; see `stream` for the arguments."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **kwargs
+    ) -> GenerationResult:
+        """Generate tokens for all prompts; arguments as `stream`, without `chunk`."""
         *_, last = self.stream(prompts, max_new_tokens, chunk=None, **kwargs)
         return last
 
@@ -142,7 +146,7 @@ class Decoder(abc.ABC):
         exits: Sequence[int] | None = None,
         prefill_exit: bool = False,
         gate: str | Sequence[str] = "max_probability",
-        min_depth: int | Sequence[int] = 0,
+        min_exit_layer: int | Sequence[int] = 0,
         decay: float | Sequence[float] | None = None,
         temperature: float | Sequence[float] = 0.0,
         top_k: int | Sequence[int] = 0,
@@ -153,23 +157,27 @@ class Decoder(abc.ABC):
         stop_strings: Sequence[str] = (),
         decode_text: Callable[[Sequence[int]], str] | None = None,
         chunk: int | None = STREAM_CHUNK,
-    ) -> Iterator[Result]:
-        """Yields the growing `Result`: the first token, then those of `chunk` steps (None: all).
+    ) -> Iterator[GenerationResult]:
+        """Yield the growing result: the first token, then those of `chunk` steps (None: all).
 
-        A step has a token for each request, under "speculative" up to gamma + 1.
+        A step emits one token for each request, with "speculative" up to gamma + 1. Each value of
+        `chunk` is its own compiled program, so keep to one. A larger one returns less often, and up
+        to that many steps may run in vain behind a stop string.
 
-        Each value of `chunk` is a program of its own: keep to one. A larger one gives control
-        back less often, and a stop string lets up to that many steps run in vain.
+        Args:
+          prompts: token ids, each at least one token and shorter than the context.
+          threshold, exits, prefill_exit, gate, min_exit_layer, decay: see `ExitPolicy.make`; the
+            engines "full" and "speculative" ignore them. `prefill_exit` chooses the exit that emits
+            the first token and saves no layer: the prompt's pass runs all of them
+            (`posthoc.prefill`).
+          temperature, top_k, top_p, min_p, seed: see `SamplingParams.make`.
+          stop_tokens: token ids that end a request; kept as its last token.
+          stop_strings: end a request with the token that completes one.
+          decode_text: turns token ids into text; stop strings need it.
 
-        prompts: token ids, each at least one token and shorter than the context.
-        threshold ... decay: `ExitPolicy.make`; ignored by the engines "full" and "speculative".
-            `prefill_exit` decides which exit the first token is emitted from, and spares no
-            layer: the prompt's pass runs all of them (`posthoc.prefill`).
-        temperature ... seed: `Sampling.make`.
-        stop_tokens end a request and are kept as its last token; stop_strings end it with the
-        token that completes one, and need `decode_text`, which turns token ids into text.
-
-        Raises ConfigError for anything out of range, FloatingPointError for NaN logits.
+        Raises:
+          ConfigError: for a value out of range.
+          FloatingPointError: for logits that are not finite.
         """
         config, options = self.config, self.options
         tokens, lengths = self._pad(prompts)
@@ -184,13 +192,15 @@ class Decoder(abc.ABC):
         if stop_strings and decode_text is None:
             raise ConfigError("stop_strings: need decode_text, which turns token ids into text.")
         if not options.leaves_early:
-            threshold, exits, prefill_exit, min_depth, gate = 1.0, None, False, 0, GATES[0]
-        policy = ExitPolicy.make(config, b, threshold, exits, prefill_exit, gate, min_depth, decay)
-        sampling = Sampling.make(b, temperature, top_k, top_p, min_p, seed)
+            threshold, exits, prefill_exit, min_exit_layer, gate = 1.0, None, False, 0, GATES[0]
+        policy = ExitPolicy.make(
+            config, b, threshold, exits, prefill_exit, gate, min_exit_layer, decay
+        )
+        sampling = SamplingParams.make(b, temperature, top_k, top_p, min_p, seed)
         room = config.context_length - lengths
         max_new = np.minimum(min(max_new_tokens, config.context_length), room).astype(np.int32)
         # Padded, so that few counts of stop tokens are compiled for.
-        width = max(STOPS, power_of_two(max(1, np.size(stop_tokens))))
+        width = max(MAX_STOP_TOKENS, power_of_two(max(1, np.size(stop_tokens))))
         request = Request.make(config, lengths, max_new, policy, sampling, stop_tokens, width)
         length = int(max(tokens.shape[1], (lengths + max_new).max())) + options.most_rows
         length = -(-length // LENGTH_STEP) * LENGTH_STEP
@@ -223,18 +233,23 @@ class Decoder(abc.ABC):
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], config: ModelConfig, context: int) -> None:
-    """Raises ConfigError for what is no sequence of prompts, and for a prompt that is no sequence
-    of token ids, is empty, or leaves no room for a token in `context`."""
+    """Raise ConfigError unless prompts are sequences of token ids that leave room for a token."""
     listed = lambda a: hasattr(a, "__len__") and not isinstance(a, str | bytes)
     require(
-        listed(prompts) and len(prompts) > 0, "prompts", prompts,
-        "must be a sequence of at least one prompt", "Encode text with the model's tokenizer.",
-    )  # fmt: skip
+        listed(prompts) and len(prompts) > 0,
+        "prompts",
+        prompts,
+        "must be a sequence of at least one prompt",
+        "Encode text with the model's tokenizer.",
+    )
     for i, p in enumerate(prompts):
         require(
-            listed(p), f"prompts[{i}]", p, "must be a sequence of token ids",
+            listed(p),
+            f"prompts[{i}]",
+            p,
+            "must be a sequence of token ids",
             "Encode text with the model's tokenizer.",
-        )  # fmt: skip
+        )
         require(
             1 <= len(p) < context,
             f"prompts[{i}]",
@@ -258,13 +273,13 @@ def check_prompts(prompts: Sequence[Sequence[int]], config: ModelConfig, context
 
 @dataclasses.dataclass(frozen=True)
 class Generator(Decoder):
-    """A model ready to generate with one engine.
+    """A model prepared for generation with one engine; build it with `Generator.make`.
 
-    Build with `Generator.make(params, config, options)`; `generate` and `stream` then compile once
-    for each batch size, prompt length (rounded up to a power of two, at least 16), cache length
-    (to a multiple of `LENGTH_STEP`), number of stop tokens (to a power of two) and `chunk`, which
-    `generate` rounds up to a power of two itself. Stop strings are looked for outside of the
-    compiled program, after every `STREAM_CHUNK` steps unless `chunk` says otherwise.
+    `generate` and `stream` compile once for each batch size, prompt length (rounded up to a power
+    of two, at least 16), cache length (to a multiple of `LENGTH_STEP`), number of stop tokens (to a
+    power of two) and `chunk`, which `generate` rounds up to a power of two. Stop strings are
+    searched outside of the compiled program, after every `STREAM_CHUNK` steps unless `chunk` is
+    given.
     """
 
     weights: Weights
@@ -280,20 +295,26 @@ class Generator(Decoder):
         options: EngineOptions | str = "recompute",
         mesh: MeshConfig | Mesh | None = None,
     ) -> Generator:
-        """From training parameters (stacked layers); `options` may be an engine's name.
+        """Prepare a generator from training parameters (stacked layers).
 
-        On a `mesh` heads, feed-forward and vocabulary are cut over its axis `model`, and requests,
-        whose number must divide by it, over `data`. Tokens are those of one device but for
-        rounding; `Result.layers` are of steps that only a data shard's requests share. Raises
-        ConfigError where the mesh has stages, needs more devices than there are, or does not fit
-        the model.
+        On a `mesh`, heads, feed-forward and vocabulary are split over its axis `model`, and
+        requests, whose number must be divisible by it, over `data`. Tokens equal those of one
+        device up to rounding; `GenerationResult.layers` are of steps that only a data shard's
+        requests share.
+
+        Args:
+          options: `EngineOptions`, or the name of an engine.
+
+        Raises:
+          ConfigError: where the mesh has stages, needs more devices than there are, or does not fit
+            the model.
         """
         options = without_stages(options)
         config = engine_config(config, options)
         if mesh is None:
-            return cls(prepare(params, config, options.max_depth), config, options)
+            return cls(prepare(params, config, options.num_segments), config, options)
         mesh = sharded.without_stages(mesh, options.engine)
-        return cls(sharded.place(params, config, options.max_depth, mesh), config, options, mesh)
+        return cls(sharded.place(params, config, options.num_segments, mesh), config, options, mesh)
 
     @property
     def _static(self) -> dict:

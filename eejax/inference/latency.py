@@ -1,8 +1,8 @@
-"""When tokens are emitted, from a trace of exits: simulated latencies of early-exit decoding.
+"""Simulated latencies of early-exit decoding, from a trace of exits.
 
-A trace lists, for one request, the number of the exit that each token was emitted by (a row of
-`Result.exits`, without the prompt's pass). Times are in the unit of the costs, from the moment at
-which the first of these tokens' passes begins.
+A trace lists, for one request, the number of the exit that emitted each token (a row of
+`GenerationResult.exits`, without the prompt's pass). Times are in the unit of the costs, from the
+start of the first of these tokens' passes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from eejax.pipeline.partition import Partition
 
 @dataclasses.dataclass(frozen=True)
 class ForwardTimes:
-    """Of one token. layers [L]: of each layer; exits [E + 1]: of each exit, the final one last,
-    which a token spends there while no exit has emitted it."""
+    """Forward times of one token.
+
+    Attributes:
+      layers: [L] each layer.
+      exits: [E + 1] each exit, the final one last; spent on a token that no exit has emitted yet.
+    """
 
     layers: tuple[float, ...]
     exits: tuple[float, ...]
@@ -29,8 +33,7 @@ class ForwardTimes:
     def of_segments(
         cls, config: ModelConfig, segments: Sequence[float], exits: Sequence[float] | float = 0.0
     ) -> ForwardTimes:
-        """From the time of each segment's layers, the same for all layers of one; `exits` for
-        each exit, or one for all."""
+        """Split each segment's time evenly over its layers; `exits` has one time or one each."""
         n = config.n_exits + 1
         require(len(segments) == n, "segments", segments, f"must be {n} times: one each")
         each = tuple(exits) if isinstance(exits, Sequence) else (exits,) * n
@@ -46,14 +49,17 @@ class ForwardTimes:
 def _check(trace: Sequence[int], config: ModelConfig, times: ForwardTimes) -> list[int]:
     require(
         len(times.layers) == config.n_layers and len(times.exits) == config.n_exits + 1,
-        "times", times,
+        "times",
+        times,
         f"must have {config.n_layers} layers and {config.n_exits + 1} exits, as the model",
-    )  # fmt: skip
+    )
     exits = [int(e) for e in trace]
     require(
-        all(0 <= e <= config.n_exits for e in exits), "trace", exits,
+        all(0 <= e <= config.n_exits for e in exits),
+        "trace",
+        exits,
         f"must be numbers of exits, 0..{config.n_exits}",
-    )  # fmt: skip
+    )
     return exits
 
 
@@ -65,15 +71,17 @@ def pipelined(
     cap: int | None = None,
     hop: float = 0.0,
 ) -> np.ndarray:
-    """[n] when each token is emitted by free-running stages (EE-LLM, section 4).
+    """Return [n], the times at which free-running stages emit each token (EE-LLM, section 4).
 
-    The first stage starts a token when the one before is emitted and its own work on that is done;
-    the others take tokens in order, each as soon as it has come. cap: no token starts while so many
-    are under way; None: any number may be. hop: from a stage to the next.
+    The first stage starts a token when the previous one is emitted and its own work on that is
+    done. The others take tokens in order, each as soon as it arrives. Where no stage falls behind,
+    a token takes the forward time up to its exit, on the first stage that of the whole stage, as
+    the paper says. `PipelinedGenerator` works in ticks of one part on every stage instead, which is
+    the same where all parts take equally long.
 
-    Where no stage falls behind, a token takes the forward time up to its exit, on the first stage
-    that of the whole stage: the paper's statement. `PipelinedGenerator` works in ticks of one part
-    on every stage instead, which comes to the same where all parts take as long.
+    Args:
+      cap: no token starts while so many are in flight; None for no limit.
+      hop: time from a stage to the next.
     """
     c, p = partition.config, partition
     emitted, free = [], [0.0] * p.stages  # free: when each stage is done with the token before
@@ -106,12 +114,13 @@ def recompute(
     cap: int = 16,
     rows: Callable[[int], float] = lambda rows: 1.0,
 ) -> np.ndarray:
-    """[n] when each token is emitted on one device that recomputes keys and values.
+    """Return [n], the times at which one device with KV recomputation emits each token.
 
-    As the engine "recompute" does for a single request: a token that goes into a segment takes
-    along all that wait below it, and the `cap`-th that waits goes through all layers. rows: the
-    time of so many rows through a layer, in times of one. By default they take no longer than one,
-    as far as a layer's time is that of reading its weights (EE-LLM's batching effect).
+    As with the engine "recompute" and one request, a token that enters a segment takes along all
+    tokens that wait below it, and the `cap`-th waiting token runs all layers.
+
+    rows: the time of so many rows through a layer, relative to one. By default they take no longer
+    than one, as while a layer's time is that of reading its weights (EE-LLM's batching effect).
     """
     filled, now, emitted = [0] * (config.n_exits + 1), 0.0, []
     for t, exit_ in enumerate(_check(trace, config, times)):

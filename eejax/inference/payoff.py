@@ -1,4 +1,4 @@
-"""Whether exits pay here: measured while serving, so that they never make anything slower."""
+"""Measure while serving whether exits pay, so that they never make anything slower."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ LONGEST = 16
 
 @dataclasses.dataclass
 class Pair:
-    """Calls of one kind, two with exits and two without: those of the way `first` come first."""
+    """Two calls with exits and two without, of one kind; `first`: exits come first."""
 
     first: bool
-    told: int = 0
+    num_calls: int = 0
     seconds: dict[bool, float] = dataclasses.field(default_factory=dict)  # of a token
 
     @property
     def way(self) -> bool:
-        """Whether the next call uses exits."""
-        return self.first == (self.told < 2)
+        """The next call uses exits."""
+        return self.first == (self.num_calls < 2)
 
     def add(self, seconds: float) -> None:
         self.seconds[self.way] = seconds  # of two calls of a way the second stays
-        self.told += 1
+        self.num_calls += 1
 
 
 class Payoff:
-    """Decides call by call whether the next one uses exits.
+    """Decides for each call whether it uses exits.
 
-    Begins with `pairs` pairs of ways, with exits and without, in turning order; then takes what was
-    faster by the median over pairs of the seconds of a token (of their logarithms: who came first,
-    and was slower for it, was so in half of the pairs), and after `calls` calls repeats the pairs,
-    since the text changes what exits save; after twice as many when the answer was the same as
-    before, and again, up to `LONGEST` times as many. The window slides: the newest `pairs` pairs
-    decide. A way has two calls, of which the second counts: the first makes up for tokens that the
-    other way left waiting, and compiles nothing new.
+    It begins with `pairs` pairs of calls with and without exits, in alternating order, and then
+    takes what was faster: the median over pairs of the log ratio of seconds per token, so that a
+    call that is slower because it comes first is so in half of the pairs. After `calls` calls it
+    repeats the pairs, since the text changes what exits save; after twice as many when the answer
+    was the same, and so on up to `LONGEST` times as many. The newest `pairs` pairs decide. Each
+    side of a pair has two calls, of which the second counts: the first catches up with tokens that
+    the other side left waiting, and compiles nothing new.
 
-    Who generates asks `next(kind)`, runs, and tells `add(...)`. Calls that emitted nothing, those
-    in which exits could make no difference, and the first of a program, which compiles, are told as
-    None and count for nothing; nor do those that the clock saw take no time. A pair is of calls of
-    one `kind` (a program); pairs of several kinds may be under way.
+    The caller asks `next(kind)`, runs the call, and reports `add(...)`. Calls that emitted nothing,
+    calls in which exits could make no difference, and the first call of a program, which compiles,
+    are reported as None and do not count; nor do calls for which the clock shows no time. A pair
+    has calls of one `kind` (a program); pairs of several kinds may be open.
     """
 
     def __init__(self, pairs: int = 4, calls: int = 64):
@@ -61,32 +61,32 @@ class Payoff:
 
     @property
     def ratio(self) -> float | None:
-        """Seconds of a token without exits over those with; None before enough pairs are done."""
+        """Seconds per token without exits over those with; None before enough pairs exist."""
         if len(self._found) < self._pairs:
             return None
         return math.exp(statistics.median(map(math.log, self._found)))
 
     @property
     def exits(self) -> bool:
-        """Whether exits are used between measurements."""
+        """Exits are used between measurements."""
         return self.ratio is None or self.ratio > 1.0
 
     @property
     def measuring(self) -> bool:
-        """Whether the next call is one of a pair."""
+        """The next call belongs to a pair."""
         return not self._between
 
     @property
     def midway(self) -> bool:
-        """Whether a pair is under way."""
-        return self.measuring and any(pair.told for pair in self._open.values())
+        """A pair is open."""
+        return self.measuring and any(pair.num_calls for pair in self._open.values())
 
     def next(self, kind: Hashable = None) -> bool:
-        """Whether the next call, of this kind, uses exits."""
+        """Return whether the next call, of this kind, uses exits."""
         return self.exits if self._between else self._pair(kind).way
 
     def add(self, seconds: float | None, tokens: int = 0, kind: Hashable = None) -> None:
-        """What the call that was asked for took."""
+        """Report the seconds and tokens of the call that `next` was asked for."""
         if seconds is None or not tokens:
             return
         if self._between:
@@ -96,7 +96,7 @@ class Payoff:
             return
         pair = self._pair(kind)
         pair.add(seconds / tokens)
-        if pair.told < 4:
+        if pair.num_calls < 4:
             return
         del self._open[kind]
         self._found.append(pair.seconds[False] / pair.seconds[True])

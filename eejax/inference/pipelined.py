@@ -1,13 +1,13 @@
-"""Early-exit decoding by a pipeline of stages (EE-LLM, section 4 and Appendix D.3).
+"""Early-exit decoding on a pipeline of stages (EE-LLM, section 4 and Appendix D.3).
 
-A token goes through the stages one after the other. Where its gate fires it is emitted, and the
-first stage starts the next token while the stages behind still make the old one's keys and values.
-So none is missing, nothing is computed twice, and tokens and exits equal `posthoc`'s.
+A token runs through the stages in order. Where its gate fires it is emitted, and the first stage
+starts the next token while later stages still compute the old one's keys and values. So none is
+missing, nothing is computed twice, and tokens and exits equal those of `posthoc`.
 
-One compiled loop of ticks. In a tick every stage runs one part of its layers (`Stages.ends`) for
-the token that each request has there; then all stages tell each other what was emitted, and hand
-finished tokens up into the next stage's inbox. Requests are independent streams with positions of
-their own on every stage: a tick may find them at different parts.
+Decoding is one compiled loop of ticks. In a tick every stage runs one part of its layers
+(`StagedModel.ends`) for the token that each request has there. Then all stages exchange what was
+emitted, and pass finished tokens on to the inbox of the next stage. Requests are independent
+streams with their own positions on every stage: in one tick they may be at different parts.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from eejax.inference import sharded
 from eejax.inference import state as s
 from eejax.inference.generate import Decoder
 from eejax.inference.policy import Emission
-from eejax.inference.stages import Stage, StageCache, Stages, StageWeights, where_rows
-from eejax.inference.state import PIPELINED, EngineOptions, Record, Request
+from eejax.inference.stages import DecodingStage, StageCache, StagedModel, StageWeights, where_rows
+from eejax.inference.state import PIPELINED, DecodeRecord, EngineOptions, Request
 from eejax.models.cache import varying
 from eejax.models.config import ModelConfig
 from eejax.pipeline.layout import StageLayout
@@ -44,10 +44,13 @@ from eejax.pipeline.stage import vary_over
 from eejax.sharding.mesh import MeshConfig, check_batch, known_mesh
 
 
-class Traveller(NamedTuple):
-    """A token on its way up; leaves [b, ...], in an inbox [b, cap, ...].
+class InFlightToken(NamedTuple):
+    """A token on its way through the stages; leaves [b, ...], in an inbox [b, cap, ...].
 
-    x [d]: its state; emitted: whether an exit has emitted the next token from it; memory: of gates.
+    Attributes:
+      x: [d] its state.
+      emitted: an exit has emitted the next token from it.
+      memory: what gates remember of it.
     """
 
     x: jax.Array
@@ -55,36 +58,41 @@ class Traveller(NamedTuple):
     memory: Memory
 
     @classmethod
-    def blank(cls, x: jax.Array) -> Traveller:
-        """Tokens at the first layer with states x [b, d]."""
+    def blank(cls, x: jax.Array) -> InFlightToken:
+        """Return tokens at the first layer with states x [b, d]."""
         return cls(x, jnp.zeros_like(x[:, 0], bool), Memory.blank(x))
 
 
 @struct.dataclass
-class Desk:
-    """Where a stage is with every request; leaves [P, b] and of the inbox [P, b, cap, ...].
+class StageProgress:
+    """Progress of a stage with every request; leaves [P, b], those of the inbox [P, b, cap, ...].
 
-    done: positions whose keys and values are complete on the stage (`KVCache.filled`); the next one
-    is worked on, and its first `part` parts are done. come: positions that have reached the inbox,
-    position p in slot p % cap; the first stage has them from the last emitted token instead.
+    Attributes:
+      done: positions whose keys and values are complete on the stage (`KVCache.filled`).
+      part: parts that are done of the position after those.
+      come: positions that have reached the inbox, position p at index p % cap. The first stage
+        reads the last emitted token instead.
+      inbox: the tokens that have arrived.
     """
 
     done: jax.Array
     part: jax.Array
     come: jax.Array
-    inbox: Traveller
+    inbox: InFlightToken
 
 
 @struct.dataclass
 class PipelineState:
-    """As `DecodeState`; what belongs to stages is cut over `pipe`, the rest is the same on all.
+    """`DecodeState` of a pipeline; what belongs to stages is sharded over `pipe`.
 
-    kept: [b] positions that are complete on the last stage, as all stages know. ticks: [] since the
-    prompts' pass.
+    Attributes:
+      progress: of the stages.
+      kept: [b] positions that are complete on the last stage, as all stages know.
+      ticks: [] since the prompts' pass.
     """
 
     cache: StageCache
-    desk: Desk
+    progress: StageProgress
     kept: jax.Array
     ticks: jax.Array
     token: jax.Array
@@ -97,31 +105,33 @@ class PipelineState:
         return self.remaining > 0
 
 
-def state_specs(stages: Stages) -> PipelineState:
-    """Of a state: prefixes of its partition specs."""
+def state_specs(stages: StagedModel) -> PipelineState:
+    """Return prefixes of a state's partition specs."""
     row = P(DATA)
     return PipelineState(stages.cache_spec, P(PIPE, DATA), row, P(), row, row, row, row)
 
 
 def _on_stage(state: PipelineState, f) -> PipelineState:
-    """A state with f over what belongs to stages."""
-    return state.replace(cache=jax.tree.map(f, state.cache), desk=jax.tree.map(f, state.desk))
+    """Apply f to the parts of a state that belong to stages."""
+    return state.replace(
+        cache=jax.tree.map(f, state.cache), progress=jax.tree.map(f, state.progress)
+    )
 
 
 enter = partial(_on_stage, f=lambda a: a[0])  # what a device has of a state, as a stage sees it
 leave = partial(_on_stage, f=lambda a: a[None])
 
 
-def _told(chosen: jax.Array, tree: Tree) -> Tree:
-    """Of every row [b] what the one stage that has `chosen` it says, on all stages; else zeros."""
-    told = lambda a: jnp.where(chosen, a, jnp.zeros((), a.dtype))
-    return lax.psum(jax.tree.map(told, tree), PIPE)
+def _broadcast_from(chosen: jax.Array, tree: Tree) -> Tree:
+    """Return on all stages, for every row [b], the value of the one stage that has `chosen` it."""
+    masked = lambda a: jnp.where(chosen, a, jnp.zeros((), a.dtype))
+    return lax.psum(jax.tree.map(masked, tree), PIPE)
 
 
-def _announced(chosen: jax.Array, emission: Emission) -> Emission:
-    """What the stages have emitted, on all of them; exit -1 where nothing."""
-    told = _told(chosen, emission._replace(exit=emission.exit + 1))
-    return told._replace(exit=told.exit - 1)
+def _broadcast_emission(chosen: jax.Array, emission: Emission) -> Emission:
+    """Return on all stages what the stages have emitted; exit -1 where nothing."""
+    masked = _broadcast_from(chosen, emission._replace(exit=emission.exit + 1))
+    return masked._replace(exit=masked.exit - 1)
 
 
 @partial(jax.jit, static_argnames=("stages", "cap", "length"))
@@ -130,14 +140,14 @@ def prefill(
     tokens: jax.Array,
     request: Request,
     *,
-    stages: Stages,
+    stages: StagedModel,
     cap: int,
     length: int,
-) -> tuple[PipelineState, Record]:
-    """The prompts' pass through the stages, one after the other; `posthoc.prefill` otherwise."""
+) -> tuple[PipelineState, DecodeRecord]:
+    """Run the prompts through the stages in order; otherwise as `posthoc.prefill`."""
 
     def local(weights, tokens, request):
-        state, record = pass_prompts(Stage(stages, weights), cap, length, tokens, request)
+        state, record = pass_prompts(DecodingStage(stages, weights), cap, length, tokens, request)
         return leave(state), record
 
     given, made = (stages.specs, P(DATA), P(DATA)), (state_specs(stages), P(DATA))
@@ -145,17 +155,18 @@ def prefill(
 
 
 def pass_prompts(
-    stage: Stage, cap: int, length: int, tokens: jax.Array, request: Request
-) -> tuple[PipelineState, Record]:
-    """A stage's share of `prefill`, inside of its `shard_map`; the state as `enter` makes it."""
+    stage: DecodingStage, cap: int, length: int, tokens: jax.Array, request: Request
+) -> tuple[PipelineState, DecodeRecord]:
+    """Run a stage's share of `prefill` inside its `shard_map`; the state is as `enter`'s."""
     c, p = stage.config, stage.stages.partition
     b, t = tokens.shape
     vary = lambda tree: vary_over(tree, P())
     positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
     x = lax.cond(
-        stage.first, lambda: stage.embed(tokens, positions),
+        stage.first,
+        lambda: stage.embed(tokens, positions),
         lambda: vary(jnp.zeros((b, t, c.d_model), c.dtype)),
-    )  # fmt: skip
+    )
     zero = vary(jnp.zeros((b,), jnp.int32))
     hop = (x, Memory.blank(x[:, 0]), vary(Emission.undecided(b)))
 
@@ -166,42 +177,57 @@ def pass_prompts(
         hop = jax.tree.map(partial(jnp.where, here & ~stage.first), below, hop)
         end = zero + jnp.where(here, stage.ends[-1], 0)
         cache, *hop = stage.run(
-            cache, hop[0], zero, zero, end, request.start - 1, request.policy.prefill_exit,
-            *hop[1:], request,
-        )  # fmt: skip
+            cache,
+            hop[0],
+            zero,
+            zero,
+            end,
+            request.start - 1,
+            request.policy.prefill_exit,
+            *hop[1:],
+            request,
+        )
         return (tuple(hop), cache), None
 
     carry = (hop, stage.empty(b, length))
     (_, _, emission), cache = lax.scan(step, carry, jnp.arange(p.stages))[0]
     state = blank(stage, cache, cap, request)
-    return s.advance(state, _announced(stage.last, emission), jnp.full((b,), p.depth))
+    return s.advance(state, _broadcast_emission(stage.last, emission), jnp.full((b,), p.depth))
 
 
-def blank(stage: Stage, cache: StageCache, cap: int, request: Request) -> PipelineState:
-    """A stage's state behind the prompts, before any token: nothing is under way."""
+def blank(stage: DecodingStage, cache: StageCache, cap: int, request: Request) -> PipelineState:
+    """Return a stage's state behind the prompts, before any token."""
     c, lengths = stage.config, request.start
     x = vary_over(jnp.zeros((len(lengths), c.d_model), c.dtype), P())
     empty = lambda a: jnp.zeros_like(a, shape=(len(lengths), cap, *a.shape[1:]))
     done = vary_over(lengths, P(DATA))
-    desk = Desk(done, jnp.zeros_like(done), done, jax.tree.map(empty, Traveller.blank(x)))
+    progress = StageProgress(
+        done, jnp.zeros_like(done), done, jax.tree.map(empty, InFlightToken.blank(x))
+    )
     return PipelineState(
-        cache, desk, lengths, jnp.int32(0), jnp.zeros_like(lengths), jnp.maximum(lengths - 1, 0),
-        request.limit, request,
-    )  # fmt: skip
+        cache,
+        progress,
+        lengths,
+        jnp.int32(0),
+        jnp.zeros_like(lengths),
+        jnp.maximum(lengths - 1, 0),
+        request.limit,
+        request,
+    )
 
 
 @partial(jax.jit, static_argnames=("stages", "cap", "n"), donate_argnames="state")
 def decode(
-    weights: StageWeights, state: PipelineState, *, stages: Stages, cap: int, n: int
-) -> tuple[PipelineState, Record]:
-    """Up to `n` tokens for every live request in one compiled loop; records are [n, b].
+    weights: StageWeights, state: PipelineState, *, stages: StagedModel, cap: int, n: int
+) -> tuple[PipelineState, DecodeRecord]:
+    """Decode up to `n` tokens of every live request in one compiled loop; records are [n, b].
 
-    Rows that a request has no token for have exit -1. Tokens that stages still work on when the
-    last one is emitted stay where they are for the next call. `state` is donated.
+    Rows for which a request has no token have exit -1. Tokens that stages still work on when the
+    last one is emitted stay in place for the next call. `state` is donated.
     """
 
     def local(weights, state):
-        stage, state = Stage(stages, weights), enter(state)
+        stage, state = DecodingStage(stages, weights), enter(state)
         b = state.token.shape[0]
         zero, undecided = varying((jnp.zeros((b,), jnp.int32), Emission.undecided(b)), DATA)
         blank = s.advance(state, undecided, zero)[1]
@@ -231,58 +257,71 @@ def decode(
 
 
 def _tick(
-    stage: Stage, cap: int, state: PipelineState, starts: jax.Array
-) -> tuple[PipelineState, Record]:
-    """One part on every stage, then the exchange; `starts` [b]: who may begin another token."""
-    desk, b = state.desk, len(starts)
-    done, part = desk.done, desk.part
+    stage: DecodingStage, cap: int, state: PipelineState, starts: jax.Array
+) -> tuple[PipelineState, DecodeRecord]:
+    """Run one part on every stage, then exchange; `starts` [b]: requests that may start a token."""
+    progress, b = state.progress, len(starts)
+    done, part = progress.done, progress.part
     # The first stage begins a token once the one before it is emitted and its own work on that is
     # done. No more than `cap` are under way, so every inbox has room for all that may come.
     room = state.position - state.kept < cap
     starts = starts & stage.first & (part == 0) & (done == state.position) & room
-    busy = jnp.where(stage.first, starts | (part > 0), done < desk.come)
+    busy = jnp.where(stage.first, starts | (part > 0), done < progress.come)
 
-    token = _take(desk.inbox, done % cap)
+    token = _take(progress.inbox, done % cap)
     embed = lambda x: stage.embed(state.token[:, None], state.position[:, None])[:, 0]
     x = lax.cond(jnp.any(starts), embed, lambda x: x, token.x)
-    token = where_rows(starts, Traveller.blank(x), token)
+    token = where_rows(starts, InFlightToken.blank(x), token)
 
     ends = stage.ends[part]
     begins = jnp.where(part > 0, stage.ends[part - 1], 0)
     nothing = vary_over(Emission.undecided(b), P())
     emission = nothing._replace(exit=jnp.where(token.emitted, stage.stages.last, nothing.exit))
     cache, x, memory, emission = stage.run(
-        state.cache, token.x[:, None], done, jnp.where(busy, begins, 0), jnp.where(busy, ends, 0),
-        jnp.zeros_like(done), jnp.full_like(busy, True), token.memory, emission, state.request,
-    )  # fmt: skip
+        state.cache,
+        token.x[:, None],
+        done,
+        jnp.where(busy, begins, 0),
+        jnp.where(busy, ends, 0),
+        jnp.zeros_like(done),
+        jnp.full_like(busy, True),
+        token.memory,
+        emission,
+        state.request,
+    )
     emits = busy & ~token.emitted & (emission.exit >= 0)
-    token = Traveller(x[:, 0], emission.exit >= 0, memory)
+    token = InFlightToken(x[:, 0], emission.exit >= 0, memory)
     leaves = busy & (ends == stage.ends[-1])
-    inbox = _put(desk.inbox, token, done % cap, busy & ~leaves)
+    inbox = _put(progress.inbox, token, done % cap, busy & ~leaves)
     done = done + leaves.astype(jnp.int32)
     part = jnp.where(leaves, 0, part + busy.astype(jnp.int32))
 
     # The exchange, which every stage takes part in whatever it did.
     comes, token = _from_below((leaves, token), stage.stages.partition.stages)
-    inbox = _put(inbox, token, desk.come % cap, comes)
-    come = desk.come + comes.astype(jnp.int32)
-    emission = _announced(emits, emission)
-    kept = _told(stage.last, done)
+    inbox = _put(inbox, token, progress.come % cap, comes)
+    come = progress.come + comes.astype(jnp.int32)
+    emission = _broadcast_emission(emits, emission)
+    kept = _broadcast_from(stage.last, done)
     executed = jnp.asarray(stage.stages.executed)[emission.exit]
     after, record = s.advance(state, emission, executed)
     emitted = emission.exit >= 0
     state = state.replace(
-        cache=cache, desk=Desk(done, part, come, inbox), kept=kept, ticks=state.ticks + 1,
+        cache=cache,
+        progress=StageProgress(done, part, come, inbox),
+        kept=kept,
+        ticks=state.ticks + 1,
         token=jnp.where(emitted, after.token, state.token),
         position=jnp.where(emitted, after.position, state.position),
         remaining=jnp.where(emitted, after.remaining, state.remaining),
-    )  # fmt: skip
+    )
     return state, record
 
 
 def _from_below(tree: Tree, stages: int) -> Tree:
-    """The tree of the stage below, zeros on the first: one message for each dtype, as what a
-    message takes is its latency."""
+    """Return the tree of the stage below, zeros on the first stage.
+
+    One message is sent for each dtype, because the time of a message is its latency.
+    """
     leaves, structure = jax.tree.flatten(tree)
     for dtype in dict.fromkeys(a.dtype for a in leaves):
         which = [i for i, a in enumerate(leaves) if a.dtype == dtype]
@@ -293,14 +332,16 @@ def _from_below(tree: Tree, stages: int) -> Tree:
     return jax.tree.unflatten(structure, leaves)
 
 
-def _take(inbox: Traveller, slot: jax.Array) -> Traveller:
-    """[b, ...] what lies in the slots [b] of an inbox."""
+def _take(inbox: InFlightToken, slot: jax.Array) -> InFlightToken:
+    """Return [b, ...], the entries of an inbox at the indices [b]."""
     rows = jnp.arange(len(slot))
     return jax.tree.map(lambda a: a[rows, slot], inbox)
 
 
-def _put(inbox: Traveller, token: Traveller, slot: jax.Array, rows: jax.Array) -> Traveller:
-    """The inbox with a token in its slot [b], of the `rows` [b]."""
+def _put(
+    inbox: InFlightToken, token: InFlightToken, slot: jax.Array, rows: jax.Array
+) -> InFlightToken:
+    """Return the inbox with a token at its index [b], for the `rows` [b]."""
     cap = inbox.x.shape[1]
     at = jnp.where(rows, slot, cap)
     put = lambda a, new: a.at[jnp.arange(len(slot)), at].set(new, mode="drop")
@@ -309,15 +350,15 @@ def _put(inbox: Traveller, token: Traveller, slot: jax.Array, rows: jax.Array) -
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedGenerator(Decoder):
-    """A model ready to generate on the stages of a mesh; as `generate.Generator` otherwise.
+    """A model prepared for generation on the stages of a mesh; otherwise as `generate.Generator`.
 
-    Build with `PipelinedGenerator.make`. `Result.layers` are those on a token's way to its
-    emission, all of the first stage at least (`Stages.executed`): what the paper's latency is made
-    of. The layers above them are run as well, beside the next tokens' way.
+    Build it with `PipelinedGenerator.make`. `GenerationResult.layers` are those on a token's way to
+    its emission, at least all of the first stage (`StagedModel.executed`), which make up the
+    paper's latency. The layers above run beside the next tokens.
     """
 
     weights: StageWeights
-    stages: Stages
+    stages: StagedModel
     config: ModelConfig
     options: EngineOptions
 
@@ -331,22 +372,28 @@ class PipelinedGenerator(Decoder):
         *,
         layers: str | Sequence[int] = EVEN,
     ) -> PipelinedGenerator:
-        """From training parameters (stacked layers).
+        """Prepare a generator from training parameters (stacked layers).
 
-        layers: of each stage, as `pipeline.partition.partition` takes them. Of the options, `cap`
-        is the most tokens of a request that may be under way, and there are no `buckets`. Raises
-        ConfigError where the mesh needs more devices than there are, or does not fit the model.
+        Args:
+          layers: layers of each stage, as `pipeline.partition.partition` takes them.
+          options: `cap` is the most tokens of a request in flight; `buckets` are not used.
+
+        Raises:
+          ConfigError: where the mesh needs more devices than there are, or does not fit the model.
         """
         options = EngineOptions(options) if isinstance(options, str) else options
         require(
-            options.engine == PIPELINED, "engine", options.engine,
-            f"must be {PIPELINED!r} on stages", "Generator.make takes the others.",
-        )  # fmt: skip
+            options.engine == PIPELINED,
+            "engine",
+            options.engine,
+            f"must be {PIPELINED!r} on stages",
+            "Generator.make takes the others.",
+        )
         config = s.engine_config(config, options)
         mesh = known_mesh(mesh)
-        which = tuple(range(options.max_depth or config.n_exits + 1))
+        which = tuple(range(options.num_segments or config.n_exits + 1))
         cut = partition(config, mesh.shape[PIPE], layers, "earlier", which)
-        stages = Stages(StageLayout(cut), mesh)
+        stages = StagedModel(StageLayout(cut), mesh)
         return cls(stages.prepare(params), stages, config, options)
 
     def _prefill(self, tokens, request, length):

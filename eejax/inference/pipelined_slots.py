@@ -1,7 +1,7 @@
-"""Slots of requests on the stages of a mesh: an `engine.Engine` that decodes as `pipelined` does.
+"""An `engine.Engine` on the stages of a mesh that decodes as `pipelined` does.
 
-Requests are independent streams on every stage, so one that comes takes the rows of its slot in all
-that a stage keeps: keys and values, its desk, the tokens in its inbox.
+Requests are independent streams on every stage. A request that joins takes the rows of its slot in
+all that a stage keeps: keys and values, its progress, and the tokens in its inbox.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from eejax.common.axes import DATA
 from eejax.common.trees import Tree
 from eejax.inference import pipelined, sharded
 from eejax.inference import state as s
-from eejax.inference.engine import Slots, at_width, check_slots
-from eejax.inference.pipelined import Desk, PipelinedGenerator, PipelineState
-from eejax.inference.stages import Stage, Stages, StageWeights
-from eejax.inference.state import PIPELINED, EngineOptions, Record, Request
+from eejax.inference.engine import SlotEngineBase, check_slots, run_at_width
+from eejax.inference.pipelined import PipelinedGenerator, PipelineState, StageProgress
+from eejax.inference.stages import DecodingStage, StagedModel, StageWeights
+from eejax.inference.state import PIPELINED, DecodeRecord, EngineOptions, Request
 from eejax.models.cache import varying
 from eejax.models.config import ModelConfig
 from eejax.pipeline.partition import EVEN
@@ -29,15 +29,15 @@ from eejax.sharding.mesh import MeshConfig, check_batch
 
 
 @dataclasses.dataclass(frozen=True)
-class PipelinedSlotEngine(Slots):
-    """An `engine.Engine` by "pipelined"; programs are compiled as `engine.SlotEngine`'s.
+class PipelinedSlotEngine(SlotEngineBase):
+    """An `engine.Engine` for "pipelined"; programs are compiled as those of `engine.SlotEngine`.
 
-    A call of `generate` ends when every request has its n tokens. Those that stages still work on
-    then stay where they are until the next one.
+    A call of `generate` ends when every request has its n tokens. Tokens that stages still work on
+    then stay in place until the next call.
     """
 
     weights: StageWeights
-    stages: Stages
+    stages: StagedModel
     config: ModelConfig
     options: EngineOptions
     slots: int
@@ -55,15 +55,18 @@ class PipelinedSlotEngine(Slots):
         context: int | None = None,
         layers: str | Sequence[int] = EVEN,
     ) -> PipelinedSlotEngine:
-        """As `PipelinedGenerator.make`. Slots lie on data shards in equal parts; a prompt's pass is
-        run by all of these alike. Raises ConfigError for slots or a context there cannot be too."""
+        """Prepare an engine as `PipelinedGenerator.make`.
+
+        Slots are split evenly over the data shards; all shards run a prompt's pass alike. Raises
+        ConfigError also for impossible slots or context.
+        """
         context = check_slots(config, slots, context)
         made = PipelinedGenerator.make(params, config, mesh, options, layers=layers)
         check_batch(slots, made.stages.mesh, field="slots")
         return cls(made.weights, made.stages, made.config, made.options, slots, context)
 
     @property
-    def max_depth(self) -> int:
+    def num_segments(self) -> int:
         return self.stages.last + 1
 
     @property
@@ -73,13 +76,13 @@ class PipelinedSlotEngine(Slots):
     def start(self) -> PipelineState:
         return _start(self.weights, slots=self.slots, length=self.context + 1, **self._static)
 
-    def _prefill(self, tokens, given, request) -> tuple[PipelineState, Record]:
+    def _prefill(self, tokens, given, request) -> tuple[PipelineState, DecodeRecord]:
         return _prefill(self.weights, tokens, request, **self._static)
 
     def _insert(self, state, rows, slots) -> PipelineState:
         return _insert(state, rows, slots, stages=self.stages)
 
-    def _decode(self, state, n) -> tuple[PipelineState, Record]:
+    def _decode(self, state, n) -> tuple[PipelineState, DecodeRecord]:
         return pipelined.decode(self.weights, state, n=n, **self._static)
 
     def _free(self, state, slots) -> PipelineState:
@@ -89,7 +92,7 @@ class PipelinedSlotEngine(Slots):
 @partial(jax.jit, static_argnames=("stages", "cap", "slots", "length"))
 def _start(weights, *, stages, cap, slots, length) -> PipelineState:
     def local(weights):
-        stage, b = Stage(stages, weights), slots // stages.mesh.shape[DATA]
+        stage, b = DecodingStage(stages, weights), slots // stages.mesh.shape[DATA]
         request = varying(Request.blank(stages.config, b), DATA)
         return pipelined.leave(pipelined.blank(stage, stage.empty(b, length), cap, request))
 
@@ -98,17 +101,17 @@ def _start(weights, *, stages, cap, slots, length) -> PipelineState:
 
 
 @partial(jax.jit, static_argnames=("stages", "cap"))
-def _prefill(weights, tokens, request, *, stages, cap) -> tuple[PipelineState, Record]:
-    """Every data shard has all of the rows: those of the state are as many times the prompts."""
+def _prefill(weights, tokens, request, *, stages, cap) -> tuple[PipelineState, DecodeRecord]:
+    """Run prompts; every data shard has all rows, so a state has them that many times."""
     n, context = tokens.shape
 
     def local(weights, tokens, request):
         def run(part):
-            stage = Stage(stages, weights)  # of its own: it keeps what a branch computes
+            stage = DecodingStage(stages, weights)  # of its own: it keeps what a branch computes
             own = varying((part, request), DATA)
             return pipelined.pass_prompts(stage, cap, context, *own)
 
-        state, record = at_width(run, tokens, request.start)
+        state, record = run_at_width(run, tokens, request.start)
         return pipelined.leave(state), record
 
     specs = (stages.specs, P(), P())
@@ -123,7 +126,7 @@ def _insert(state, rows, slots, *, stages) -> PipelineState:
     def local(state, rows, slots):
         state, rows = pipelined.enter(state), pipelined.enter(rows)
         n, b = len(rows.token), len(state.token)
-        rows = rows.replace(cache=s.lengthened(rows.cache, state.cache), ticks=None)
+        rows = rows.replace(cache=s.pad_cache(rows.cache, state.cache), ticks=None)
         slots = sharded.own(slots, state, stages.axes)
         new = s.put(state.replace(ticks=None), rows, slots, n, b)
         return pipelined.leave(new.replace(ticks=state.ticks))
@@ -134,16 +137,18 @@ def _insert(state, rows, slots, *, stages) -> PipelineState:
 
 @partial(jax.jit, static_argnames="stages", donate_argnums=0)
 def _free(state, slots, *, stages) -> PipelineState:
-    """What is under way of the requests in these slots is dropped, too."""
+    """Free slots, and drop what is in flight of their requests."""
 
     def local(state, slots):
         state = pipelined.enter(state)
         slots = sharded.own(slots, state, stages.axes)
         none = lambda a: a.at[slots].set(0, mode="drop")
-        desk = state.desk
+        progress = state.progress
         return pipelined.leave(
             state.replace(
-                desk=Desk(none(desk.done), none(desk.part), none(desk.come), desk.inbox),
+                progress=StageProgress(
+                    none(progress.done), none(progress.part), none(progress.come), progress.inbox
+                ),
                 kept=none(state.kept),
                 position=none(state.position),
                 remaining=none(state.remaining),

@@ -1,9 +1,9 @@
-"""Early-exit decoding that skips layers, with exact keys and values (KV recomputation).
+"""Early-exit decoding that skips layers with exact keys and values (KV recomputation).
 
-A token that leaves at an exit waits at that boundary with its hidden state. The next token to go
-deeper carries the waiting ones along as extra rows, from their boundary and not from layer 0
-(Bae et al. 2023; EE-LLM's variant includes them in every pass, section 4). Tokens,
-exits and keys and values equal `posthoc`'s.
+A token that leaves at an exit waits at that boundary with its hidden state. The next token that
+goes deeper carries the waiting ones along as extra rows, from their boundary and not from layer 0
+(Bae et al. 2023; EE-LLM's variant includes them in every pass, section 4). Tokens, exits, keys and
+values equal those of `posthoc`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from eejax.gates import router
 from eejax.gates.confidence import Memory
 from eejax.inference import state as s
-from eejax.inference.policy import Look, conclude, consider
+from eejax.inference.policy import ExitInput, emit_early, emit_final
 from eejax.models.branches import first_bucket, run_branch
 from eejax.models.cache import KVCache, run_segment
 from eejax.models.config import ModelConfig
 
 
 def _store(ring: jax.Array, rows: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
-    """ring [b, cap, d] with rows [b, w, d] of positions start [b] onward in slots p % cap.
+    """Write rows [b, w, d] of positions start [b] onward to a ring [b, cap, d], at index p % cap.
 
     Only the first `count` [b] rows are written.
     """
@@ -35,26 +35,33 @@ def _store(ring: jax.Array, rows: jax.Array, start: jax.Array, count: jax.Array)
 
 
 def _rows(ring: jax.Array, start: jax.Array, width: int) -> jax.Array:
-    """[b, w, d]: the states waiting at positions start [b] onward."""
+    """Return [b, w, d], the states that wait at positions start [b] onward."""
     slots = (start[:, None] + jnp.arange(width)[None]) % ring.shape[1]
     return jnp.take_along_axis(ring, slots[..., None], 1)
 
 
 def step(
     weights: s.Weights, state: s.DecodeState, *, config: ModelConfig, options: s.EngineOptions
-) -> tuple[s.DecodeState, s.Record]:
-    """One token for every live request, through as many segments as some request needs."""
+) -> tuple[s.DecodeState, s.DecodeRecord]:
+    """Decode one token of every live request through as many segments as some request needs."""
     cache, live, request = state.cache, state.live, state.request
     n, b = weights.last, state.token.shape[0]
     filled, position = cache.filled, state.position + 1
     segments, blocks, waiting = list(cache.segments), list(cache.blocks), list(state.waiting)
-    depth = jnp.int32(config.stops[0])
+    depth = jnp.int32(config.exit_boundaries[0])
 
     # Segment 0: the new token's row, always.
     x, h, segments[0], blocks[0] = run_segment(
-        weights.params, weights.segments[0], config, 0, s.embed_last(weights, config, state),
-        filled[:, 0], segments[0], blocks[0], axes=weights.axes,
-    )  # fmt: skip
+        weights.params,
+        weights.segments[0],
+        config,
+        0,
+        s.embed_last(weights, config, state),
+        filled[:, 0],
+        segments[0],
+        blocks[0],
+        axes=weights.axes,
+    )
     if n:
         waiting[0] = _store(waiting[0], x, filled[:, 0], live.astype(jnp.int32))
     filled = filled.at[:, 0].add(live.astype(jnp.int32))
@@ -64,26 +71,31 @@ def step(
 
     for e in range(n + 1):
         if e:
-            goes = live & ((emission.exit < 0) | forced)
-            backlog = jnp.max(jnp.where(goes, filled[:, e - 1] - filled[:, e], 0))
+            goes_deeper = live & ((emission.exit < 0) | forced)
+            backlog = jnp.max(jnp.where(goes_deeper, filled[:, e - 1] - filled[:, e], 0))
             after = waiting[e] if e < n else jnp.zeros_like(x, shape=(b, 0, config.d_model))
             carried = (x, h, filled, segments[e], blocks[e], after)
             deeper = partial(_deeper, weights, config, e)
-            ways = [partial(deeper, w, live, goes, waiting[e - 1]) for w in options.widths]
+            ways = [partial(deeper, w, live, goes_deeper, waiting[e - 1]) for w in options.widths]
             way = jnp.where(backlog > 0, 1 + first_bucket(options.widths, backlog), 0)
             x, h, filled, segments[e], blocks[e], after = run_branch(way, ways, carried)
             if e < n:
                 waiting[e] = after
-            depth = jnp.where(backlog > 0, config.stops[e], depth)
+            depth = jnp.where(backlog > 0, config.exit_boundaries[e], depth)
         head = s.reader(weights, config, e, h)
-        look = Look(
-            e, x, head, live, position, request.progress(position),
+        look = ExitInput(
+            e,
+            x,
+            head,
+            live,
+            position,
+            request.progress(position),
             router.of_exit(weights.params, config, e),
-        )  # fmt: skip
+        )
         if e == n:
-            emission = conclude(emission, look, request.sampling)
+            emission = emit_final(emission, look, request.sampling)
         else:
-            emission, memory = consider(
+            emission, memory = emit_early(
                 emission, memory, look, request.policy, request.sampling, config
             )
 
@@ -93,23 +105,32 @@ def step(
     return s.advance(state, emission, jnp.broadcast_to(depth, (b,)))
 
 
-def _deeper(weights, config, e, width, live, goes, before, x, h, filled, kvs, block, after):
-    """`width` rows per request through segment e; a branch of the conditional.
+def _deeper(weights, config, e, width, live, goes_deeper, before, x, h, filled, kvs, block, after):
+    """Run `width` rows of each request through segment e; a branch of a conditional.
 
-    before, after: states waiting at the boundaries below and above; x, h [b, d]: the newest token's
-    at this boundary, and behind its exit's block. Requests that do not go themselves let their
-    oldest waiting rows ride along, which only shortens their backlog.
+    Requests that do not go deeper themselves let their oldest waiting rows join, which only
+    shortens their backlog.
+
+    before, after: states waiting at the boundaries below and above. x, h [b, d]: the newest token
+    at this boundary, and behind its exit's block.
     """
     start = filled[:, e]
     count = jnp.where(live, jnp.minimum(filled[:, e - 1] - start, width), 0)
     rows, states, kvs, block = run_segment(
-        weights.params, weights.segments[e], config, e, _rows(before, start, width), start, kvs,
-        block, axes=weights.axes,
-    )  # fmt: skip
+        weights.params,
+        weights.segments[e],
+        config,
+        e,
+        _rows(before, start, width),
+        start,
+        kvs,
+        block,
+        axes=weights.axes,
+    )
     if after.shape[1]:
         after = _store(after, rows, start, count)
     last = jnp.maximum(count - 1, 0)[:, None, None]  # of a request that goes: its newest token
     newest = lambda rows, old: jnp.where(
-        goes[:, None], jnp.take_along_axis(rows, last, 1)[:, 0], old
+        goes_deeper[:, None], jnp.take_along_axis(rows, last, 1)[:, 0], old
     )
     return newest(rows, x), newest(states, h), filled.at[:, e].add(count), kvs, block, after

@@ -1,4 +1,4 @@
-"""What a generation returns: tokens and, per token, exit, confidence and layers executed."""
+"""The result of a generation: tokens and, for each, its exit, confidence and executed layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from eejax.data.streams import SEEN, Decode, PieceStream, ending, text_behind
-from eejax.inference.state import Record
+from eejax.inference.state import DecodeRecord
 from eejax.models.config import ModelConfig
 
 COLORS = (196, 208, 220, 118, 45, 63)  # xterm colors from the shallowest exit to deeper ones
@@ -17,25 +17,28 @@ RESET = "\x1b[0m"
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """Arrays are [b, n], n the most tokens any request has so far.
+class GenerationResult:
+    """Tokens that were generated so far; arrays are [b, n], n the most tokens of any request.
 
-    tokens: ids, -1 beyond a request's own `lengths`.
-    logprobs: natural log-probability of each token under the emitting exit, before sampling
+    Attributes:
+      tokens: ids, -1 beyond a request's own length.
+      logprobs: natural log-probability of each token under the emitting exit, before sampling
         transforms.
-    exits: number of the emitting exit, an index into the model's exits; `n_exits`, one more
-        than the last of them, is the final exit. -1 beyond `lengths`. The engine "full" has no
-        early exits, and so emits all tokens from exit 0.
-    confidences: the emitting exit's.
-    layers: layers executed in the step that emitted the token; a step is shared by the batch. Of
-        several tokens of a step the first has them and the others 0. The engine "pipelined" has
-        no steps: those on the token's way until the next one can start.
-    margins: see `Record`; infinite for engines that do not measure it.
-    drafted: tokens drafted in the step that emitted the token, on the step's first token; else 0.
-    accepted: 1 for tokens that were drafted, else 0.
-    prompts: token ids of each request's prompt, behind which its text goes on.
-    finish: per request "stop" (token or string), "length", "context", or "" while running.
-    stops: boundary of each exit, the final one last.
+      exits: number of the emitting exit, an index into the model's exits. The final exit is
+        `n_exits`, one more than the last early one. -1 beyond `lengths`. The engine "full" has no
+        early exits and emits all tokens from exit 0.
+      confidences: confidence of the emitting exit.
+      layers: layers executed in the step that emitted the token. A batch shares its steps. Of
+        several tokens of a step the first has the layers and the others 0. The engine "pipelined"
+        has no steps: there it is the layers on the token's way until the next one can start.
+      margins: see `DecodeRecord`; infinite for engines that do not measure it.
+      drafted: tokens drafted in the step that emitted the token, on the step's first token; else 0.
+      accepted: 1 for tokens that were drafted, else 0.
+      lengths: [b] tokens of each request.
+      prompts: token ids of each request's prompt.
+      finish: per request "stop" (token or string), "length", "context", or "" while running.
+      exit_boundaries: boundary of each exit, the final one last.
+      n_layers: layers of the model.
     """
 
     tokens: np.ndarray
@@ -49,21 +52,21 @@ class Result:
     lengths: np.ndarray
     prompts: tuple[tuple[int, ...], ...]
     finish: tuple[str, ...]
-    stops: tuple[int, ...]
+    exit_boundaries: tuple[int, ...]
     n_layers: int
 
     @property
     def n_exits(self) -> int:
-        """Early exits of the model that was run; also the final exit's number."""
-        return len(self.stops) - 1
+        """Number of early exits of the model; also the number of the final exit."""
+        return len(self.exit_boundaries) - 1
 
     @property
     def boundaries(self) -> np.ndarray:
         """[b, n] layers below the emitting exit, -1 beyond `lengths`.
 
-        An early exit after all layers has the final exit's boundary and a number of its own.
+        An early exit after all layers has the boundary of the final exit, and a number of its own.
         """
-        return np.where(self.exits < 0, -1, np.asarray(self.stops)[self.exits])
+        return np.where(self.exits < 0, -1, np.asarray(self.exit_boundaries)[self.exits])
 
     @property
     def prompt_lengths(self) -> np.ndarray:
@@ -75,15 +78,15 @@ class Result:
         return np.array([bool(f) for f in self.finish])
 
     def ids(self, i: int) -> list[int]:
-        """Token ids of request i."""
+        """Return the token ids of request i."""
         return self.tokens[i, : self.lengths[i]].tolist()
 
     def summary(self) -> str:
-        """A few lines: tokens by exit, mean confidence, layers executed, drafts accepted."""
+        """Return a few lines: tokens by exit, mean confidence, executed layers, accepted drafts."""
         valid = self.exits >= 0
         total = int(valid.sum())
         lines = [f"{total} tokens, {self.layers[valid].mean():.2f} of {self.n_layers} layers each"]
-        for e, stop in enumerate(self.stops):
+        for e, stop in enumerate(self.exit_boundaries):
             here = self.exits == e
             n = int(here.sum())
             confidence = f"{self.confidences[here].mean():.3f}" if n else "  -  "
@@ -96,30 +99,34 @@ class Result:
         return "\n".join(lines)
 
     def paint(self, text: str, exit_: int) -> str:
-        """`text` in the terminal color of exit number `exit_`; the final exit's is plain."""
+        """Color `text` for a terminal by exit number; the final exit is plain."""
         if not 0 <= exit_ < self.n_exits or not text:
             return text
         color = COLORS[exit_ * len(COLORS) // self.n_exits]
         return f"\x1b[38;5;{color}m{text}{RESET}"
 
     def legend(self, colors: bool = True) -> str:
-        """One line that says which color is which: every exit in its own, with its tokens.
+        """Return one line that shows each exit's color and its tokens.
 
-        Such as "exit 3: 12, exit 8: 4, final 12: 9"; without `colors` it is plain.
+        For example "exit 3: 12, exit 8: 4, final 12: 9". Without `colors` it is plain text.
         """
-        names = [f"exit {stop}" for stop in self.stops[:-1]] + [f"final {self.stops[-1]}"]
+        names = [f"exit {stop}" for stop in self.exit_boundaries[:-1]] + [
+            f"final {self.exit_boundaries[-1]}"
+        ]
         counted = [f"{name}: {int((self.exits == e).sum())}" for e, name in enumerate(names)]
         return ", ".join(self.paint(c, e) if colors else c for e, c in enumerate(counted))
 
     def text(self, i: int, decode_text: Decode) -> str:
-        """Request i's text as it goes on behind its prompt: decoders drop the space that begins a
-        text, which is none where there is text before it."""
+        """Return request i's text as it continues its prompt.
+
+        Decoders drop a space that begins a text; behind a prompt that space is kept.
+        """
         return text_behind(decode_text, self.prompts[i], self.ids(i))
 
     def pieces(self, i: int, decode_text: Decode) -> Iterator[tuple[str, int]]:
-        """Request i's text in parts, each with the number of the token that completes it.
+        """Yield request i's text in parts, each with the index of the token that completes it.
 
-        A character that several tokens make up is a part of its own, with the last of them.
+        A character that is made of several tokens is one part, with the last of them.
         """
         stream, ids = PieceStream(decode_text, self.prompts[i]), self.ids(i)
         for j, token in enumerate(ids):
@@ -129,15 +136,15 @@ class Result:
                 yield piece, j
 
     def colored(self, i: int, decode_text: Decode) -> str:
-        """Request i's text for a terminal, each token in its exit's color, the final exit plain."""
+        """Return request i's text for a terminal, each token in the color of its exit."""
         parts = self.pieces(i, decode_text)
         return "".join(self.paint(piece, self.exits[i, j]) for piece, j in parts)
 
 
 class Collector:
-    """Gathers an engine's records into growing `Result`s, looking at each token once.
+    """Collects an engine's records into growing `GenerationResult`s and reads each token once.
 
-    Results share one buffer: what an earlier one shows is never written again.
+    Results share one buffer: what an earlier result shows is never overwritten.
     """
 
     def __init__(
@@ -150,8 +157,13 @@ class Collector:
         stop_strings: Sequence[str] = (),
         decode_text: Decode | None = None,
     ):
-        """prompts [b]: token ids; max_new [b]: tokens a request may get; limits [b]: what ends it
-        when it has them."""
+        """Start collecting.
+
+        Args:
+          prompts: token ids of each request's prompt.
+          max_new: [b] tokens that a request may get.
+          limits: [b] finish of a request that gets its `max_new` tokens: "length" or "context".
+        """
         self._config = config
         self._prompts = tuple(tuple(int(i) for i in prompt) for prompt in prompts)
         self._max_new, self._limits = max_new, limits
@@ -160,7 +172,7 @@ class Collector:
         seen = (lambda p: ending(decode_text, p)[0]) if stop_strings else lambda p: []
         self._contexts = [seen(prompt) for prompt in self._prompts]
         b, n = len(max_new), int(max_new.max())
-        self._all = Record(
+        self._all = DecodeRecord(
             token=np.full((b, n), -1, np.int32),
             logprob=np.zeros((b, n), np.float32),
             confidence=np.zeros((b, n), np.float32),
@@ -173,11 +185,11 @@ class Collector:
         self._ids: list[list[int]] = [[] for _ in range(b)]
         self._finish = [""] * b
 
-    def add(self, record: Record) -> Result:
-        """All tokens so far, with those of a record [n, b]; raises as `Generator.stream`.
+    def add(self, record: DecodeRecord) -> GenerationResult:
+        """Add a record [n, b] and return all tokens so far.
 
-        Where the exit is -1, a step has emitted nothing for a request. A request ends with its
-        first stop token, or the token that completes a stop string.
+        A step emitted nothing for a request where the exit is -1. A request ends with its first
+        stop token, or with the token that completes a stop string. Raises as `Decoder.stream`.
         """
         new = jax.tree.map(lambda a: np.asarray(a).T, record)
         for i, ids in enumerate(self._ids):
@@ -187,7 +199,7 @@ class Collector:
             steps = np.flatnonzero(new.exit[i] >= 0)[: self._all.exit.shape[1] - before]
             bad = np.flatnonzero(~np.isfinite(new.logprob[i, steps]))
             if len(bad):
-                stop = self._config.stops[new.exit[i, steps[bad[0]]]]
+                stop = self._config.exit_boundaries[new.exit[i, steps[bad[0]]]]
                 raise FloatingPointError(
                     f"logits of request {i} are not finite at new token {before + bad[0]}, exit"
                     f" {stop}: check the checkpoint's parameters"
@@ -206,7 +218,7 @@ class Collector:
         shown = jax.tree.map(lambda a: a[:, :width], self._all)
         for a in jax.tree.leaves(shown):
             a.flags.writeable = False
-        return Result(
+        return GenerationResult(
             tokens=shown.token,
             logprobs=shown.logprob,
             exits=shown.exit,
@@ -218,12 +230,12 @@ class Collector:
             lengths=lengths,
             prompts=self._prompts,
             finish=tuple(self._finish),
-            stops=self._config.stops,
+            exit_boundaries=self._config.exit_boundaries,
             n_layers=self._config.n_layers,
         )
 
     def _end(self, i: int, before: int) -> int | None:
-        """Tokens up to and with the first beyond `before` that ends request i, or None."""
+        """Return the length up to the first token beyond `before` that ends request i, or None."""
         ids = self._ids[i]
         ends = [j + 1 for j in range(before, len(ids)) if ids[j] in self._stop_tokens][:1]
         if self._stop_strings:
@@ -239,11 +251,10 @@ def string_end(
     decode_text: Decode,
     context: Sequence[int] = (),
 ) -> list[int]:
-    """[length of the shortest prefix of `ids` whose text behind `context` holds one of `strings`],
-    or [].
+    """Return [length of the shortest prefix of `ids` whose text contains a stop string], or [].
 
-    The first `before` ids are known to hold none, and of them only as many are decoded as a
-    string could reach back into.
+    The first `before` ids are known to contain none. Of them, only as many are decoded as a stop
+    string could reach back into. `context` are the ids before them.
     """
 
     def text(begin: int, end: int) -> str:

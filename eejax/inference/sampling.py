@@ -1,4 +1,4 @@
-"""Choosing a token from logits: greedy, temperature, top-k, top-p, min-p, per request."""
+"""Sampling of a token from logits: greedy, temperature, top-k, top-p and min-p, per request."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ DRAFT, ACCEPT = 2**31, 2**31 + 1  # what a draw is for, in numbers that are no p
 
 
 @struct.dataclass
-class Sampling:
-    """Per-request settings as traced arrays [b]: changing one never recompiles.
+class SamplingParams:
+    """Sampling settings of each request, as traced arrays [b]: changing one compiles nothing.
 
-    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off; seed makes a request's draws
-    depend on nothing but (seed, position).
+    Attributes:
+      temperature: 0 is greedy.
+      top_k: 0 is off.
+      top_p: 1 is off.
+      min_p: 0 is off.
+      seed: a request's draws depend on (seed, position) alone.
     """
 
     temperature: jax.Array
@@ -39,10 +43,11 @@ class Sampling:
         top_p: float | Sequence[float] = 1.0,
         min_p: float | Sequence[float] = 0.0,
         seed: int | Sequence[int] = 0,
-    ) -> Sampling:
-        """Settings for `batch` requests, each a number or one per request.
+    ) -> SamplingParams:
+        """Check settings and expand them to `batch` requests, each one number or one per request.
 
-        One number as seed gives request i the seed seed + i. Raises ConfigError when out of range.
+        One number as seed gives request i the seed seed + i. Raises ConfigError for a value out of
+        range.
         """
         largest = np.iinfo(np.int32).max
         if isinstance(seed, int | np.integer) and not isinstance(seed, bool):
@@ -69,11 +74,11 @@ class Sampling:
         )
 
 
-def restrict(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Logits [b, v] after temperature, with tokens outside top-k, top-p and min-p masked.
+def restrict(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
+    """Return logits [b, v] after temperature, with tokens outside top-k, top-p and min-p masked.
 
-    As is usual, the filters are applied in that order, each to what the one before left, and the
-    most likely token always stays.
+    The filters are applied in that order, as is usual, each to what the one before left. The most
+    likely token always stays.
     """
     t = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
     # Padded rows of the vocabulary stay what they are: a high temperature would bring them back.
@@ -93,10 +98,10 @@ def restrict(logits: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def argmax(logits: jax.Array) -> jax.Array:
-    """The first most likely token [...] int32 of logits [..., v].
+    """Return the first most likely token [...] int32 of logits [..., v]; NaN gives v.
 
-    `jnp.argmax`'s result, from two plain reductions: XLA's CPU backend does not vectorise the
-    paired reduction of argmax, which at 50,000 tokens is ten times slower. NaN gives v.
+    The result is that of `jnp.argmax`, from two plain reductions: XLA's CPU backend does not
+    vectorise the paired reduction of argmax, which is ten times slower at 50,000 tokens.
     """
     v = logits.shape[-1]
     peak = jnp.max(logits, -1, keepdims=True)
@@ -104,11 +109,11 @@ def argmax(logits: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(logits == peak, index, v), -1)
 
 
-def choose(logits: jax.Array, sampling: Sampling, position: jax.Array) -> jax.Array:
-    """A token [b] int32 for each row of float32 logits [b, v], at positions [b].
+def sample(logits: jax.Array, sampling: SamplingParams, position: jax.Array) -> jax.Array:
+    """Sample a token [b] int32 from each row of float32 logits [b, v], at positions [b].
 
-    The draw is keyed by (seed, position) alone, so it does not depend on the batch, the chunking
-    or the engine. Nothing is sorted unless some request samples.
+    The draw is keyed by (seed, position) alone, so it does not depend on the batch, the number of
+    steps per call, or the engine. Nothing is sorted unless some request samples.
     """
     greedy = argmax(logits)
 
@@ -117,10 +122,10 @@ def choose(logits: jax.Array, sampling: Sampling, position: jax.Array) -> jax.Ar
     return jnp.where(samples, lax.cond(jnp.any(samples), draw, lambda: greedy), greedy)
 
 
-def draft(
-    logits: jax.Array, sampling: Sampling, position: jax.Array
+def sample_draft(
+    logits: jax.Array, sampling: SamplingParams, position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """As `choose`, by draws of its own: tokens [b], and the logits [b, v] they were drawn from."""
+    """Sample draft tokens [b] with their own keys; also return the logits [b, v] they came from."""
     greedy, samples = argmax(logits), sampling.temperature > 0
 
     def draw():
@@ -131,24 +136,29 @@ def draft(
     return jnp.where(samples, drawn, greedy), allowed
 
 
-def verify(
+def verify_drafts(
     logits: jax.Array,
     drafted: jax.Array,
     drafts: jax.Array,
     count: jax.Array,
-    sampling: Sampling,
+    sampling: SamplingParams,
     position: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """How many drafts stand [b], and the token [b] that comes after those.
+    """Verify drafts by speculative sampling (Leviathan et al. 2023, section 2.3 and appendix A.1).
 
-    logits [b, w, v]: at `position` [b] and behind it, given all drafts before. drafts [b, w - 1]
-    and drafted [b, w - 1, v]: of `draft`, at the same positions; count [b]: those that are real.
-    Then the tokens are distributed as `choose` would draw each, whatever drafted them: a draft x
-    stands with probability min(1, p(x) / q(x)), and in place of the first that does not comes a
-    draw from max(p - q, 0), normed; p and q are distributions after `restrict` (speculative
-    sampling; Leviathan et al. 2023, section 2.3 and appendix A.1). Greedy requests take the most
-    likely token. Draws are keyed by (seed, position, what for), that of a token which was not
-    drafted as `choose`'s: without drafts it is the same token.
+    A draft x is accepted with probability min(1, p(x) / q(x)). In place of the first rejected draft
+    comes a draw from max(p - q, 0), normalized. p and q are the distributions after `restrict`.
+    So tokens are distributed as `sample` would draw each, whatever drafted them. Greedy requests
+    take the most likely token. A token that was not drafted is drawn with the key of `sample`:
+    without drafts it is the same token.
+
+    Args:
+      logits: [b, w, v], at `position` [b] and behind it, given all drafts before.
+      drafts: [b, w - 1] draft tokens, and drafted [b, w - 1, v], the logits of `sample_draft`.
+      count: [b] int32, number of real drafts.
+
+    Returns:
+      (accepted drafts [b], the token [b] that follows them).
     """
     b, w, _ = logits.shape
     greedy, samples = argmax(logits), sampling.temperature > 0
@@ -180,8 +190,8 @@ def verify(
     return lax.cond(jnp.any(samples), sampled, plain)
 
 
-def _keys(sampling: Sampling, position: jax.Array, purpose: int | None = None) -> jax.Array:
-    """[b] keys of (seed, position), and a purpose."""
+def _keys(sampling: SamplingParams, position: jax.Array, purpose: int | None = None) -> jax.Array:
+    """Return keys [b] of (seed, position) and a purpose."""
 
     def one(seed, position):
         key = jax.random.key(seed)
@@ -192,5 +202,5 @@ def _keys(sampling: Sampling, position: jax.Array, purpose: int | None = None) -
 
 
 def _categorical(keys: jax.Array, logits: jax.Array) -> jax.Array:
-    """[b] a token by each key, of logits [b, v]."""
+    """Draw a token [b] with each key from logits [b, v]."""
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)

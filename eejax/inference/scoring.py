@@ -1,4 +1,4 @@
-"""What a model makes of tokens that are given: a pass over texts, without decoding."""
+"""Score given tokens with a model: a pass over texts, without decoding."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 from eejax.common.errors import require
 from eejax.inference import generate, sharded
 from eejax.inference import state as s
+from eejax.inference.logits_params import TopLogprobs, compute_top_logprobs
 from eejax.inference.policy import log_probability
 from eejax.inference.sampling import argmax
-from eejax.inference.shaping import Likely, most_likely
 from eejax.inference.state import Weights
 from eejax.models import transformer
 from eejax.models.cache import init_cache, run_segment
@@ -27,20 +27,22 @@ SHORTEST = 16  # texts are padded to a power of two from here on
 CHUNK = 128  # positions whose logits exist at a time
 
 
-class Scores(NamedTuple):
-    """Of a text's tokens [t], given those before; the first one has none, and is left out [t - 1].
+class TextScores(NamedTuple):
+    """Scores of a text's tokens given those before them; [t - 1], as the first token has none.
 
-    logprob: natural log-probability; top: whether it is the most likely one; likely: the most
-    likely ones, if they were asked for.
+    Attributes:
+      logprob: natural log-probability.
+      top: the token is the most likely one.
+      top_logprobs: the most likely tokens, if they were asked for.
     """
 
     logprob: np.ndarray
     top: np.ndarray
-    likely: Likely | None
+    top_logprobs: TopLogprobs | None
 
 
 def lengths(context: int) -> list[int]:
-    """Tokens to which texts are padded: a program is compiled for each."""
+    """Return the lengths that texts are padded to; a program is compiled for each."""
     found = [min(SHORTEST, context)]
     while found[-1] < context:
         found.append(min(2 * found[-1], context))
@@ -53,14 +55,15 @@ def score(
     tokens: list[int],
     *,
     exit: int | None = None,
-    likely: bool = False,
+    top_logprobs: bool = False,
     mesh: Mesh | None = None,
-) -> Scores:
-    """A text of at least two tokens, by an exit's number, by default the last one that is loaded.
+) -> TextScores:
+    """Score a text of at least two tokens with an exit, by default the last one that is loaded.
 
-    weights: an engine's. One program is compiled for each power of two of tokens. Raises
-    ConfigError for tokens there are not, for more than the model's context, and for an exit there
-    is not.
+    One program is compiled for each power of two of tokens. `weights` are those of an engine.
+
+    Raises:
+      ConfigError: for unknown tokens, more tokens than the model's context, or an unknown exit.
     """
     e = weights.last if exit is None else exit
     require(0 <= e <= weights.last, "exit", exit, f"must be in 0..{weights.last}")
@@ -70,13 +73,13 @@ def score(
     width = next(n for n in lengths(config.context_length) if n >= len(tokens))
     padded = np.zeros((1, width), np.int32)
     padded[0, : len(tokens)] = tokens
-    found = _score(weights, padded, config=config, e=e, likely=likely, mesh=mesh)
+    found = _score(weights, padded, config=config, e=e, top_logprobs=top_logprobs, mesh=mesh)
     return jax.tree.map(lambda a: np.asarray(a)[: len(tokens) - 1], found)
 
 
-@partial(jax.jit, static_argnames=("config", "e", "likely", "mesh"))
-def _score(weights, tokens, *, config, e, likely, mesh) -> Scores:
-    run = partial(_pass, config=config, e=e, likely=likely)
+@partial(jax.jit, static_argnames=("config", "e", "top_logprobs", "mesh"))
+def _score(weights, tokens, *, config, e, top_logprobs, mesh) -> TextScores:
+    run = partial(_pass, config=config, e=e, top_logprobs=top_logprobs)
     if mesh is None:
         return run(weights, tokens)
     depth = len(weights.segments)
@@ -84,7 +87,7 @@ def _score(weights, tokens, *, config, e, likely, mesh) -> Scores:
     return sharded.shard(run, mesh, (specs, P()), P())(weights, tokens)
 
 
-def _pass(weights, tokens, *, config, e, likely) -> Scores:
+def _pass(weights, tokens, *, config, e, top_logprobs) -> TextScores:
     t = tokens.shape[1]
     axes = weights.axes
     x = transformer.embed(weights.params, config, tokens, jnp.arange(t)[None], axes)
@@ -92,15 +95,22 @@ def _pass(weights, tokens, *, config, e, likely) -> Scores:
     start = jnp.zeros((1,), jnp.int32)
     for i, layers in enumerate(weights.segments[: e + 1]):
         x, h, _, _ = run_segment(
-            weights.params, layers, config, i, x, start, cache.segments[i], cache.blocks[i],
+            weights.params,
+            layers,
+            config,
+            i,
+            x,
+            start,
+            cache.segments[i],
+            cache.blocks[i],
             axes=axes,
-        )  # fmt: skip
+        )
 
     def one(rows):
         h, label = rows
         logits = s.reader(weights, config, e, h).logits()
-        told = most_likely(logits) if likely else None
-        return Scores(log_probability(logits, label), argmax(logits) == label, told)
+        top = compute_top_logprobs(logits) if top_logprobs else None
+        return TextScores(log_probability(logits, label), argmax(logits) == label, top)
 
     chunk = min(CHUNK, t)
     labels = jnp.append(tokens[0, 1:], 0)

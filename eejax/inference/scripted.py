@@ -1,4 +1,4 @@
-"""An engine that says what it is told, for schedulers: no model, no device, the same protocol."""
+"""An engine without a model that emits scripted tokens, for tests of schedulers."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ import jax
 import numpy as np
 
 from eejax.common.errors import require
-from eejax.inference.state import Record, Request
+from eejax.inference.state import DecodeRecord, Request
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """A request in a slot, or what `prefill` made of one: its prompt, tokens emitted so far, tokens
-    still to come, and those that end it."""
+class ScriptedRow:
+    """A request in a slot: its prompt, emitted tokens, tokens to emit, and those that end it."""
 
     prompt: tuple[int, ...]
     emitted: int
     remaining: int
-    stops: frozenset[int]
+    stop_tokens: frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True)
 class ScriptedEngine:
     """An `engine.Engine` whose i-th new token of a prompt is script(prompt, i) = (token, exit).
 
-    boundaries: of the exits, the last one's last. A token has gone through the layers below its
-    exit, as in "batched". States are tuples of rows, None where a slot is free.
+    A token has gone through the layers below its exit, as in "batched". States are tuples of rows,
+    None where a slot is free.
+
+    boundaries: of the exits, the final one last.
     """
 
     script: Callable[[tuple[int, ...], int], tuple[int, int]]
@@ -37,31 +38,33 @@ class ScriptedEngine:
     context: int
 
     resumes = True
-    shapes = True  # which changes nothing of what it is told
+    takes_logits_params = True  # which changes nothing of what it is told
 
     @property
-    def max_depth(self) -> int:
+    def num_segments(self) -> int:
         return len(self.boundaries)
 
-    def start(self) -> tuple[Row | None, ...]:
+    def start(self) -> tuple[ScriptedRow | None, ...]:
         return (None,) * self.slots
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], request: Request
-    ) -> tuple[tuple[Row, ...], Record]:
-        limits, stops = np.asarray(request.limit), np.asarray(request.stops)
+    ) -> tuple[tuple[ScriptedRow, ...], DecodeRecord]:
+        limits, stop_tokens = np.asarray(request.limit), np.asarray(request.stop_token_ids)
         rows = []
         for i, prompt in enumerate(prompts):
             require(
-                1 <= len(prompt) < self.context, f"prompts[{i}]", f"{len(prompt)} tokens",
+                1 <= len(prompt) < self.context,
+                f"prompts[{i}]",
+                f"{len(prompt)} tokens",
                 f"must have at least 1 token and fewer than the context ({self.context})",
-            )  # fmt: skip
-            ends = frozenset(stops[i][stops[i] >= 0].tolist())
+            )
+            ends = frozenset(stop_tokens[i][stop_tokens[i] >= 0].tolist())
             # What is behind the prompt was emitted before.
             start = int(np.asarray(request.start)[i])
             emitted = len(prompt) - start
             limit = min(int(limits[i]), self.context - start) - emitted
-            rows.append(Row(tuple(prompt[:start]), emitted, limit, ends))
+            rows.append(ScriptedRow(tuple(prompt[:start]), emitted, limit, ends))
         return self._step(tuple(rows))
 
     def insert(self, state, rows, slots: Sequence[int]):
@@ -82,20 +85,23 @@ class ScriptedEngine:
         return tuple(None if i in slots else row for i, row in enumerate(state))
 
     def _step(self, rows):
-        """One token of every row that has some left."""
+        """Emit one token of every row that has some left."""
         said = [
             self.script(row.prompt, row.emitted) if row is not None and row.remaining else None
             for row in rows
         ]
         after = tuple(
-            row if s is None else dataclasses.replace(
-                row, emitted=row.emitted + 1,
-                remaining=0 if s[0] in row.stops else row.remaining - 1,
+            row
+            if s is None
+            else dataclasses.replace(
+                row,
+                emitted=row.emitted + 1,
+                remaining=0 if s[0] in row.stop_tokens else row.remaining - 1,
             )
             for row, s in zip(rows, said, strict=True)
-        )  # fmt: skip
+        )
         column = lambda values, kind: np.array(list(values), kind)
-        return after, Record(
+        return after, DecodeRecord(
             token=column((-1 if s is None else s[0] for s in said), np.int32),
             logprob=np.zeros(len(rows), np.float32),
             confidence=np.ones(len(rows), np.float32),

@@ -1,9 +1,9 @@
-"""The engines on a mesh: matrices cut over `model`, requests over `data`.
+"""Engines on a mesh: matrices are split over `model`, requests over `data`.
 
-The whole pass of the prompts and the whole decoding loop are one manual `shard_map` each, in which
-the engines' own steps run on a device's share. Every shard of a model group has the logits of the
-whole vocabulary, so all of them decide alike and take the same branches. Groups share nothing but
-the program: each goes as deep, and on for as long, as its own requests need.
+The pass of the prompts and the decoding loop are one manual `shard_map` each, in which the engines'
+own steps run on a device's share. Every model shard has the logits of the whole vocabulary, so all
+of them decide alike and take the same branches. Data shards share nothing but the program: each
+goes as deep, and on for as long, as its own requests need.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from eejax.common.axes import PIPE, Axes
 from eejax.common.errors import require
 from eejax.common.trees import Tree
-from eejax.inference.state import PIPELINED, DecodeState, Weights, outside, prepare
+from eejax.inference.state import PIPELINED, DecodeState, Weights, prepare, unlayered_params
 from eejax.models import exits, layers
 from eejax.models.cache import KVCache
 from eejax.models.config import ModelConfig
@@ -30,31 +30,34 @@ from eejax.sharding.mesh import MeshConfig, known_mesh, mesh_axes
 
 
 def without_stages(mesh: MeshConfig | Mesh, engine: str) -> Mesh:
-    """A mesh of data and model shards. Raises `ConfigError` for another, or too few devices."""
+    """Return a mesh of data and model shards. Raises `ConfigError` for any other mesh."""
     stages = mesh.pipe if isinstance(mesh, MeshConfig) else known_mesh(mesh).shape[PIPE]
     require(
-        stages == 1, "mesh.pipe", stages, f"must be 1 with the engine {engine!r}",
+        stages == 1,
+        "mesh.pipe",
+        stages,
+        f"must be 1 with the engine {engine!r}",
         f"Stages are decoded on by the engine {PIPELINED!r} (inference.PipelinedGenerator); this"
         " one uses mesh.data and mesh.model.",
-    )  # fmt: skip
+    )
     return known_mesh(mesh)
 
 
 def shard(f: Callable, mesh: Mesh, in_specs: tuple, out_specs) -> Callable:
-    """`f` on every device's share of its arguments."""
+    """Return a function that runs `f` on every device's share of its arguments."""
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
-def place(params: Tree, config: ModelConfig, max_depth: int | None, mesh: Mesh) -> Weights:
-    """`state.prepare` on every device's share of training parameters (stacked layers)."""
-    specs, axes = _given(config, max_depth, mesh), mesh_axes(mesh)
+def place(params: Tree, config: ModelConfig, num_segments: int | None, mesh: Mesh) -> Weights:
+    """Run `state.prepare` on every device's share of training parameters (stacked layers)."""
+    specs, axes = _given(config, num_segments, mesh), mesh_axes(mesh)
     shares = jax.device_put(_part(params, specs), rules.shardings(specs, mesh))
-    local = lambda shares: prepare(shares, config, max_depth, axes)
-    return jax.jit(shard(local, mesh, (specs,), weights(config, max_depth, mesh)))(shares)
+    local = lambda shares: prepare(shares, config, num_segments, axes)
+    return jax.jit(shard(local, mesh, (specs,), weights(config, num_segments, mesh)))(shares)
 
 
-def weights(config: ModelConfig, max_depth: int | None, mesh: Mesh) -> Weights:
-    """Partition specs of what `place` makes; what it fuses is cut by columns."""
+def weights(config: ModelConfig, num_segments: int | None, mesh: Mesh) -> Weights:
+    """Return partition specs of what `place` makes; fused matrices are split by columns."""
     axes, model = mesh_axes(mesh), abstract(config)
 
     def derived(fuse: Callable, declared: Tree) -> Tree:
@@ -62,39 +65,41 @@ def weights(config: ModelConfig, max_depth: int | None, mesh: Mesh) -> Weights:
         return _derived(jax.eval_shape(fuse, shapes), rules.specs(declared, mesh), axes.model)
 
     fused = _own_heads(derived(layers.fuse, layer(config)), config, axes.model)
-    rest = {k: v for k, v in _given(config, max_depth, mesh).items() if k != "layers"}
+    rest = {k: v for k, v in _given(config, num_segments, mesh).items() if k != "layers"}
     if rest["exits"]:
         named = {name: model["exits"][name] for name in rest["exits"]}
         rest["exits"] = derived(lambda p: exits.fuse(p, config), named)
         for p in rest["exits"].values():
             if "block" in p:
                 _own_heads(p["block"], config, axes.model)
-    segments = config.segments[: max_depth or config.n_exits + 1]
+    segments = config.segments[: num_segments or config.n_exits + 1]
     return Weights(tuple((fused,) * (end - start) for start, end in segments), rest, axes)
 
 
 def _own_heads(specs: Tree, config: ModelConfig, axis: str | None) -> Tree:
-    """A layer's specs, where fusing leaves each shard the norm of its own heads' keys alone."""
+    """Return a layer's specs where each shard has only the norm of its own heads' keys."""
     if config.qk_norm == "full" and "qkv" in specs["attn"]:
         specs["attn"]["k_norm"]["scale"] = P(axis, None)
     return specs
 
 
 def state(axes: Axes) -> DecodeState:
-    """Prefixes of a decoding state's partition specs: keys and values by request and head."""
+    """Return prefixes of a decoding state's specs: keys and values by request and head."""
     row = P(axes.data)
     pair = P(tuple(axis for axis in (axes.data, axes.model) if axis))
     return DecodeState(KVCache(pair, pair, row), row, row, row, row, row, row, row)
 
 
 def alike(axes: Axes) -> Axes:
-    """Those of a computation that all data shards do alike, for the same requests."""
+    """Return the axes of a computation that all data shards run alike, for the same requests."""
     return dataclasses.replace(axes, data=None)
 
 
 def own(slots: jax.Array, state: DecodeState, axes: Axes) -> jax.Array:
-    """Slots [n] of all data shards as this one counts them, which has those of `state`; beyond the
-    last one where they are another's."""
+    """Return slots [n] of all data shards by this shard's numbers.
+
+    The shard has those of `state`; slots of other shards get a number beyond the last one.
+    """
     if not axes.data:
         return slots
     n = len(state.token)
@@ -102,22 +107,22 @@ def own(slots: jax.Array, state: DecodeState, axes: Axes) -> jax.Array:
     return jnp.where((i >= 0) & (i < n), i, n)
 
 
-def _given(config: ModelConfig, max_depth: int | None, mesh: Mesh) -> Tree:
-    """Partition specs of the training parameters that an engine needs."""
+def _given(config: ModelConfig, num_segments: int | None, mesh: Mesh) -> Tree:
+    """Return partition specs of the training parameters that an engine needs."""
     specs = rules.specs(abstract(config), mesh)
-    n = max_depth or config.n_exits + 1
-    return outside(specs, config, n) | {"layers": specs["layers"]}
+    n = num_segments or config.n_exits + 1
+    return unlayered_params(specs, config, n) | {"layers": specs["layers"]}
 
 
 def _part(tree: Tree, like: Tree) -> Tree:
-    """What of nested dicts another one has."""
+    """Return the part of nested dicts that another one has."""
     if not isinstance(like, dict):
         return tree
     return {name: _part(tree[name], part) for name, part in like.items()}
 
 
 def _derived(shapes: Tree, specs: Tree | None, axis: str | None) -> Tree:
-    """Specs of nested dicts that were made of one with `specs`: new leaves are cut by columns."""
+    """Return specs of nested dicts made from one with `specs`; new leaves are split by columns."""
     if isinstance(shapes, dict):
         return {k: _derived(part, specs.get(k), axis) for k, part in shapes.items()}
     return P(*(None,) * (shapes.ndim - 1), axis) if specs is None else specs

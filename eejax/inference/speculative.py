@@ -1,11 +1,11 @@
-"""Self-speculative decoding: an early exit drafts tokens, the layers above it verify them at once.
+"""Self-speculative decoding: an early exit drafts tokens, the layers above verify them at once.
 
-LayerSkip's (Elhoushi et al. 2024, section 4.3): drafting and verifying share keys, values and
-states. The layers below the drafting exit run once for every token, one after the other; the states
-at its boundary are kept, and one pass of the layers above takes them all. What is emitted is the
-final exit's: greedily the tokens of the engine "full", with sampling tokens of the same
-distribution (`sampling.verify`). Keys and values of drafts that do not stand lie beyond `filled`
-and are written again before any token attends to them.
+As in LayerSkip (Elhoushi et al. 2024, section 4.3), drafting and verification share keys, values
+and states. The layers below the draft exit run once for every token, one after the other; their
+states at its boundary are kept, and one pass of the layers above takes them all. The final exit
+emits: greedy tokens are those of the engine "full", sampled ones have the same distribution
+(`sampling.verify_drafts`). Keys and values of rejected drafts lie beyond `filled` and are
+overwritten before any token attends to them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from eejax.common.trees import size
 from eejax.gates.confidence import max_probability
 from eejax.inference import state as s
 from eejax.inference.policy import log_probability
-from eejax.inference.sampling import argmax, draft, verify
+from eejax.inference.sampling import argmax, sample_draft, verify_drafts
 from eejax.models import exits, params, transformer
 from eejax.models.branches import first_bucket, run_branch
 from eejax.models.cache import run_segment, varying
@@ -34,11 +34,12 @@ REVIVAL = 0.01
 
 
 class Drafts(NamedTuple):
-    """What drafting leaves: m = gamma + 1 rows for each request, of the token that was emitted last
-    and of the drafts after it.
+    """Rows of the last emitted token and the drafts behind it; m = gamma + 1 for each request.
 
-    tokens [b, m]; states [b, m, d]: theirs at the boundary; logits [b, gamma, v]: what each draft
-    was drawn from.
+    Attributes:
+      tokens: [b, m] int32.
+      states: [b, m, d], their states at the boundary.
+      logits: [b, gamma, v], from which each draft was drawn.
     """
 
     tokens: jax.Array
@@ -46,11 +47,17 @@ class Drafts(NamedTuple):
     logits: jax.Array
 
 
-class Verdict(NamedTuple):
-    """What verifying leaves. stand [b]: drafts that stand; the rest [b, m], real up to that number:
-    the tokens, of which the last is the final exit's own, and their Record values."""
+class Verification(NamedTuple):
+    """Outcome of a verification.
 
-    stand: jax.Array
+    Attributes:
+      accepted: [b] int32, accepted drafts.
+      token: [b, m] int32, emitted tokens, real up to index `accepted`; that one is the final
+        exit's.
+      logprob, confidence: [b, m], as in `DecodeRecord`.
+    """
+
+    accepted: jax.Array
     token: jax.Array
     logprob: jax.Array
     confidence: jax.Array
@@ -58,12 +65,12 @@ class Verdict(NamedTuple):
 
 def step(
     weights: s.Weights, state: s.DecodeState, *, config: ModelConfig, options: s.EngineOptions
-) -> tuple[s.DecodeState, s.Record]:
-    """1 .. gamma + 1 tokens for every live request; records are [gamma + 1, b].
+) -> tuple[s.DecodeState, s.DecodeRecord]:
+    """Decode 1 to gamma + 1 tokens of every live request; records are [gamma + 1, b].
 
-    Each request has its own number of drafts; the step runs the largest of them, and others make
-    nothing of theirs beyond their own. Its `layers` are, with k the largest number, (k + 1) times
-    those below the drafting exit and once those above it.
+    Each request has its own number of drafts. The step runs the largest of them, k, and the others
+    ignore drafts beyond their own. Its `layers` are (k + 1) times those below the draft exit and
+    once those above it.
     """
     b, most = state.token.shape[0], options.gamma + 1
     cache, live, request = state.cache, state.live, state.request
@@ -76,7 +83,7 @@ def step(
     drafts, below, block = _draft(weights, config, options, state, deepest)
 
     zero = varying(jnp.zeros((b, most), jnp.float32), weights.axes.data)
-    verdict = Verdict(count, drafts.tokens, zero, zero)
+    verdict = Verification(count, drafts.tokens, zero, zero)
     carried = (verdict, cache.segments[1], cache.blocks[1])
     verification = partial(_verify, weights, config)
     ways = [
@@ -87,15 +94,15 @@ def step(
 
     # What is emitted ends with the first stop token.
     order = jnp.arange(most)[None]
-    stops = jnp.any(verdict.token[..., None] == request.stops[:, None], -1)
-    stopped = jnp.cumsum(stops.astype(jnp.int32), -1) - stops.astype(jnp.int32)
-    emits = live[:, None] & (order <= verdict.stand[:, None]) & (stopped == 0)  # [b, m]
+    is_stop = jnp.any(verdict.token[..., None] == request.stop_token_ids[:, None], -1)
+    stopped = jnp.cumsum(is_stop.astype(jnp.int32), -1) - is_stop.astype(jnp.int32)
+    emits = live[:, None] & (order <= verdict.accepted[:, None]) & (stopped == 0)  # [b, m]
     n = jnp.sum(emits.astype(jnp.int32), -1)
-    ended = jnp.any(stops & emits, -1)
+    ended = jnp.any(is_stop & emits, -1)
 
     first = emits & (order == 0)
-    layers = config.n_layers + deepest * config.stops[0]
-    record = s.Record(
+    layers = config.n_layers + deepest * config.exit_boundaries[0]
+    record = s.DecodeRecord(
         token=jnp.where(emits, verdict.token, -1),
         logprob=verdict.logprob,
         confidence=verdict.confidence,
@@ -103,14 +110,14 @@ def step(
         layers=jnp.where(first, layers, 0).astype(jnp.int32),
         margin=jnp.full_like(zero, jnp.inf),
         drafted=jnp.where(first, count[:, None], 0),
-        accepted=(emits & (order < verdict.stand[:, None])).astype(jnp.int32),
+        accepted=(emits & (order < verdict.accepted[:, None])).astype(jnp.int32),
     )
     last = jnp.take_along_axis(verdict.token, jnp.maximum(n - 1, 0)[:, None], 1)[:, 0]
     state = state.replace(
         cache=cache.replace(
             segments=(below, above), blocks=(block, None), filled=cache.filled + n[:, None]
         ),
-        acceptance=_acceptance(state.acceptance, count, verdict.stand),
+        acceptance=_acceptance(state.acceptance, count, verdict.accepted),
         token=jnp.where(live, last, state.token),
         position=position + n,
         remaining=jnp.where(ended, 0, state.remaining - n),
@@ -119,8 +126,10 @@ def step(
 
 
 def _draft(weights, config, options, state, deepest):
-    """`deepest` drafts for every request, and the layers below the exit for the last of them too:
-    (Drafts, keys and values of these layers, those of the exit's block)."""
+    """Draft `deepest` tokens for every request, and run the layers below the exit for the last one.
+
+    Returns (Drafts, keys and values of these layers, those of the exit's block).
+    """
     b, sampling = state.token.shape[0], state.request.sampling
     own = lambda a: varying(a, weights.axes.data)
     drafts = Drafts(
@@ -141,7 +150,7 @@ def _draft(weights, config, options, state, deepest):
 
         def more(tokens, logits):
             read = s.reader(weights, config, 0, h[:, 0]).logits()
-            drafted, allowed = draft(read, sampling, at + 1)
+            drafted, allowed = sample_draft(read, sampling, at + 1)
             put = lambda a, new, i: lax.dynamic_update_slice_in_dim(a, new[:, None], i, 1)
             return put(tokens, drafted, i + 1), put(logits, allowed, i)
 
@@ -155,34 +164,46 @@ def _draft(weights, config, options, state, deepest):
 
 
 def _verify(weights, config, width, drafts, count, position, sampling, verdict, kvs, block):
-    """The first `width` rows through the layers above the exit; a branch of the conditional."""
+    """Run the first `width` rows through the layers above the exit; a branch of a conditional."""
     b, most = drafts.tokens.shape
     _, h, kvs, block = run_segment(
-        weights.params, weights.segments[1], config, 1, drafts.states[:, :width], position, kvs,
-        block, axes=weights.axes,
-    )  # fmt: skip
+        weights.params,
+        weights.segments[1],
+        config,
+        1,
+        drafts.states[:, :width],
+        position,
+        kvs,
+        block,
+        axes=weights.axes,
+    )
     logits = s.reader(weights, config, 1, h.reshape(b * width, -1)).logits()
     logits = logits.reshape(b, width, -1)
     proposed = drafts.tokens[:, 1:width]
-    stand, own = verify(
+    accepted, own = verify_drafts(
         logits, drafts.logits[:, : width - 1], proposed, count, sampling, position + 1
     )
     token = jnp.where(
-        jnp.arange(width)[None] == stand[:, None], own[:, None], jnp.pad(proposed, [(0, 0), (0, 1)])
+        jnp.arange(width)[None] == accepted[:, None],
+        own[:, None],
+        jnp.pad(proposed, [(0, 0), (0, 1)]),
     )
     whole = lambda a: jnp.pad(a, [(0, 0), (0, most - width)])
-    verdict = Verdict(
-        stand, whole(token), whole(log_probability(logits, token)), whole(max_probability(logits))
+    verdict = Verification(
+        accepted,
+        whole(token),
+        whole(log_probability(logits, token)),
+        whole(max_probability(logits)),
     )
     return verdict, kvs, block
 
 
 def _lengths(config, state, options) -> jax.Array:
-    """[b] tokens to draft: the number that promises the most tokens for a step's time.
+    """Return [b], the number of drafts that promises the most tokens for a step's time.
 
-    With a share a of drafts accepted, k drafts make 1 + a + .. + a^k tokens (Leviathan et al. 2023,
-    eq. 1) in the time of 1 + c k full steps. Where no number beats that of a full step it is 0, as
-    it is where drafting is paused.
+    With a share a of drafts accepted, k drafts give 1 + a + .. + a^k tokens (Leviathan et al. 2023,
+    eq. 1) in the time of 1 + c k full steps. It is 0 where no number beats a full step, and where
+    drafting is paused.
     """
     paused = state.request.policy.paused
     if not options.adapt:
@@ -193,21 +214,23 @@ def _lengths(config, state, options) -> jax.Array:
 
 
 def _cost(config: ModelConfig) -> float:
-    """Time of a draft over that of a full step: the weights it reads over all that are read.
+    """Return the time of a draft over that of a full step, from the weights that each reads.
 
-    Of the whole model, so that as many are drafted on a mesh as on one device.
+    It is that of the whole model, so that a mesh drafts as many as one device.
     """
     declared = params.abstract(config)
     layer = size(params.layer(config))
     own = {k: v for k, v in exits.exit_params(declared, config, 0).items() if k != "head"}
-    below = config.stops[0] * layer + size(own) + size(exits.head(declared, config, 0).table)
+    below = (
+        config.exit_boundaries[0] * layer + size(own) + size(exits.head(declared, config, 0).table)
+    )
     return below / (config.n_layers * layer + size(exits.head(declared, config, 1).table))
 
 
-def _acceptance(share: jax.Array, count: jax.Array, stand: jax.Array) -> jax.Array:
-    """[b] the running share of accepted drafts; behind the first rejected one nothing is tried."""
-    tried = jnp.minimum(stand + 1, count).astype(jnp.float32)
-    fresh = stand.astype(jnp.float32) / jnp.maximum(tried, 1.0)
+def _acceptance(share: jax.Array, count: jax.Array, accepted: jax.Array) -> jax.Array:
+    """Return [b], the running share of accepted drafts, up to the first rejected one."""
+    tried = jnp.minimum(accepted + 1, count).astype(jnp.float32)
+    fresh = accepted.astype(jnp.float32) / jnp.maximum(tried, 1.0)
     keep = (1.0 - FRESH) ** tried
     return jnp.where(
         count > 0, keep * share + (1.0 - keep) * fresh, share + REVIVAL * (1.0 - share)

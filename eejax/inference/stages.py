@@ -1,7 +1,7 @@
-"""A model on pipeline stages as decoding needs it: weights, and a stage's share of a pass.
+"""A model on pipeline stages for decoding: its weights, and a stage's share of a pass.
 
 The layers of a stage are cut into parts at the exits above them, so that an exit emits as soon as
-its own layers are done. Exits between two stages belong to the lower one, for the same reason.
+its own layers are done. For the same reason, an exit between two stages belongs to the lower one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from eejax.common.axes import DATA, MODEL, PIPE, Axes
 from eejax.common.trees import Tree
 from eejax.gates import router
 from eejax.gates.confidence import Memory
-from eejax.inference.policy import Emission, Look, conclude, consider
+from eejax.inference.policy import Emission, ExitInput, emit_early, emit_final
 from eejax.inference.state import Request
 from eejax.models import exits, layers, transformer
 from eejax.models.cache import KeyValue, kv_heads, varying
 from eejax.models.config import NO_WINDOW, ModelConfig
 from eejax.models.params import for_compute
 from eejax.pipeline.layout import TOKENS, StageLayout, table_name
-from eejax.pipeline.partition import Partition, Place
+from eejax.pipeline.partition import ExitPlace, Partition
 from eejax.pipeline.residuals import when
 from eejax.pipeline.stage import vary_over
 from eejax.sharding import rules
@@ -38,11 +38,15 @@ from eejax.sharding.mesh import mesh_axes
 
 @struct.dataclass
 class StageWeights:
-    """Parameters of all stages in the dtype of computation; leaves [P, ...], cut over `pipe`.
+    """Parameters of all stages in the dtype of computation; leaves [P, ...], sharded over `pipe`.
 
-    rows: the r-th layer of every stage; tables: the vocabulary tables in every slot; parts: by
-    kind, what exits own in every slot; embed: what else the embedding reads, without a P. Each
-    is an array of its own, as a loop that sliced a stack would copy it.
+    Each is an array of its own, because a loop that slices a stack would copy it.
+
+    Attributes:
+      rows: the r-th layer of every stage.
+      tables: the vocabulary tables in every slot.
+      parts: by kind, what exits own in every slot.
+      embed: what else the embedding reads; these leaves have no P.
     """
 
     rows: tuple[Tree, ...]
@@ -52,9 +56,9 @@ class StageWeights:
 
 
 class StageCache(NamedTuple):
-    """Keys and values: of a stage's layers, and of the exit blocks in its slots.
+    """Keys and values of a stage's layers, and of the exit blocks in its slots.
 
-    On a device [b * k, s, h]; the last position is written where a row has nothing to keep.
+    On a device [b * k, s, h]. The last position is written where a row has nothing to keep.
     """
 
     layers: tuple[KeyValue, ...]
@@ -62,10 +66,10 @@ class StageCache(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Stages:
-    """Where a model's layers and exits are decoded: static, and hashable.
+class StagedModel:
+    """The stages on which a model's layers and exits are decoded; static and hashable.
 
-    The exits that emit are those of the layout's partition, the last of them what no other did.
+    The exits that emit are those of the layout's partition; the last one emits what no other did.
     """
 
     layout: StageLayout
@@ -90,7 +94,7 @@ class Stages:
 
     @functools.cached_property
     def ends(self) -> tuple[tuple[int, ...], ...]:
-        """For every stage, the number of its layers below the end of each of its parts."""
+        """Number of layers below the end of each part, for every stage."""
         p = self.partition
         inside = ({place.layers for place in p.on(i)} for i in range(p.stages))
         return tuple(
@@ -100,10 +104,12 @@ class Stages:
 
     @functools.cached_property
     def executed(self) -> tuple[int, ...]:
-        """By exit, the layers that a token has gone through before the next one starts: those below
-        the exit, and at least all of the first stage."""
+        """Layers that a token has run before the next one starts, for every exit.
+
+        These are the layers below the exit, and at least all of the first stage.
+        """
         c, p = self.config, self.partition
-        return tuple(max(c.stops[e], p.layers[0]) for e in range(self.last + 1))
+        return tuple(max(c.exit_boundaries[e], p.layers[0]) for e in range(self.last + 1))
 
     @functools.cached_property
     def specs(self) -> StageWeights:
@@ -111,11 +117,11 @@ class Stages:
 
     @property
     def cache_spec(self) -> P:
-        """Of keys and values [P, rows of all data and model shards, s, h]."""
+        """Return the spec of keys and values [P, rows of all data and model shards, s, h]."""
         return P(PIPE, (DATA, MODEL) if self.axes.model else DATA)
 
     def prepare(self, params: Tree) -> StageWeights:
-        """The weights on the mesh, from training parameters (stacked layers)."""
+        """Return the weights on the mesh, from training parameters (stacked layers)."""
         c, depth = self.config, self.partition.depth
         params = for_compute(params, c.dtype)
         params = params | {"layers": jax.tree.map(lambda a: a[:depth], params["layers"])}
@@ -127,7 +133,7 @@ class Stages:
         return self.layout.declarations()[0]
 
     def _arranged(self, tree: Tree, cut) -> StageWeights:
-        """`tree` as it lies on stages; cut(leaf, i, n): what its i-th of n slots has."""
+        """Arrange `tree` by stages; cut(leaf, i, n) returns what the i-th of n slots has."""
         declared = self._declared
 
         def slots(part, like):
@@ -137,9 +143,11 @@ class Stages:
 
         parts = {k: slots(tree["exits"][k], v) for k, v in declared.get("exits", {}).items()}
         return StageWeights(
-            slots(tree["layers"], declared["layers"]), slots(tree["tables"], declared["tables"]),
-            parts, tree.get("embed", {}),
-        )  # fmt: skip
+            slots(tree["layers"], declared["layers"]),
+            slots(tree["tables"], declared["tables"]),
+            parts,
+            tree.get("embed", {}),
+        )
 
 
 def _is_param(node) -> bool:
@@ -150,10 +158,10 @@ def _is_spec(node) -> bool:
     return isinstance(node, P)
 
 
-class Stage:
-    """One device's share, inside of a `shard_map` over the mesh: its weights, and its number."""
+class DecodingStage:
+    """One device's share inside a `shard_map` over the mesh: its weights and its number."""
 
-    def __init__(self, stages: Stages, weights: StageWeights):
+    def __init__(self, stages: StagedModel, weights: StageWeights):
         self.stages, self.config, self.axes = stages, stages.config, stages.axes
         own = lambda tree: jax.tree.map(lambda a: a[0], tree)
         weights = vary_over(weights, stages.specs)
@@ -163,19 +171,21 @@ class Stage:
         self.first, self.last = self.index == 0, self.index == p.stages - 1
 
     def own(self, table) -> jax.Array:
-        """This stage's entry of a table [P, ...]."""
+        """Return this stage's entry of a table [P, ...]."""
         return jnp.asarray(np.asarray(table))[self.index]
 
     @functools.cached_property
     def ends(self) -> jax.Array:
-        """[parts] layers of this stage below the end of each of its parts; the last one repeats
-        where another stage has more."""
+        """[parts] layers of this stage below the end of each of its parts.
+
+        The last one is repeated where another stage has more parts.
+        """
         ends = self.stages.ends
         n = max(map(len, ends))
         return self.own([e + e[-1:] * (n - len(e)) for e in ends])
 
     def empty(self, rows: int, length: int) -> StageCache:
-        """The cache of so many requests and positions."""
+        """Return an empty cache for so many requests and positions."""
         shape = (rows * kv_heads(self.config, self.axes), length, self.config.head_dim)
 
         def one():
@@ -187,7 +197,7 @@ class Stage:
         return StageCache(pairs(len(self.weights.rows)), pairs(len(blocks)))
 
     def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """[b, t, d] of tokens [b, t]: on the first stage, which alone has the table."""
+        """Embed tokens [b, t] as [b, t, d], on the first stage, which alone has the table."""
         _, slot = self.stages.layout.find(TOKENS, 0)
         tree = {"embed": {TOKENS: self.weights.tables[slot], **self.weights.embed}}
         return transformer.embed(tree, self.config, tokens, positions, self.axes)
@@ -205,19 +215,20 @@ class Stage:
         emission: Emission,
         request: Request,
     ) -> tuple[StageCache, jax.Array, Memory, Emission]:
-        """Rows x [b, w, d] at positions start [b] onward through layers begin [b] up to end [b] of
-        this stage and the exits there; emits from row [b], early exits where `early` [b].
+        """Run rows x [b, w, d] through layers begin [b] to end [b] and the exits there.
 
-        Requests may be at different layers. A layer is passed by where it is nobody's, and with
-        begin = end = 0 a request is nowhere.
+        The rows are at positions start [b] onward. Tokens are emitted from row [b], by early exits
+        where `early` [b]. Requests may be at different layers: a layer that no request needs is
+        skipped, and a request with begin = end = 0 is at none.
         """
         c, p = self.config, self.stages.partition
         kvs, blocks = list(cache.layers), list(cache.blocks)
         w, length = x.shape[1], kvs[0][0].shape[1]
         context = layers.make_context(
-            c, start[:, None] + jnp.arange(w, dtype=jnp.int32)[None],
+            c,
+            start[:, None] + jnp.arange(w, dtype=jnp.int32)[None],
             key_positions=jnp.arange(length, dtype=jnp.int32)[None],
-        )  # fmt: skip
+        )
         # A request that is elsewhere writes into the spare position.
         at = lambda here: context._replace(start=jnp.where(here, start, length - 1))
         for n in range(p.most + 1):
@@ -227,9 +238,18 @@ class Stage:
                     here = here & (self.index == place.stage)
                     slot = self.stages.layout.parts.get("block", {}).get(place.exit)
                     block, memory, emission = self._exit(
-                        place, here, x, at(here), row, start, early,
-                        None if slot is None else blocks[slot], memory, emission, request,
-                    )  # fmt: skip
+                        place,
+                        here,
+                        x,
+                        at(here),
+                        row,
+                        start,
+                        early,
+                        None if slot is None else blocks[slot],
+                        memory,
+                        emission,
+                        request,
+                    )
                     if slot is not None:
                         blocks[slot] = block
             if n < p.most:
@@ -239,7 +259,7 @@ class Stage:
         return StageCache(tuple(kvs), tuple(blocks)), x, memory, emission
 
     def _layer(self, n: int, here, context, x, kv):
-        """The n-th layer of this stage; a branch of a choice."""
+        """Run the n-th layer of this stage; a branch of a choice."""
         c, p = self.config, self.stages.partition
         window, rope = c.sliding_window, c.rope(0)
         numbers = np.minimum(np.add(p.starts, n), p.depth - 1).tolist()
@@ -248,17 +268,34 @@ class Stage:
         if isinstance(c.sliding_window, tuple) or c.no_rope_layers:
             rope = self.own([c.rope(i) for i in numbers])
         y, kv = layers.layer(
-            self.weights.rows[n], x, self.config, context, window=window, rope=rope, cache=kv,
+            self.weights.rows[n],
+            x,
+            self.config,
+            context,
+            window=window,
+            rope=rope,
+            cache=kv,
             axes=self.axes,
-        )  # fmt: skip
+        )
         return jnp.where(here[:, None, None], y, x), kv
 
     def _exit(
-        self, place: Place, here, x, context, row, start, early, block, memory, emission, request
+        self,
+        place: ExitPlace,
+        here,
+        x,
+        context,
+        row,
+        start,
+        early,
+        block,
+        memory,
+        emission,
+        request,
     ):
-        """What the requests that are `here` [b] do at an exit of this stage.
+        """Run an exit of this stage for the requests that are `here` [b].
 
-        One that has emitted passes by, but for the keys and values of the exit's block.
+        A request that has emitted skips it, but for the keys and values of the exit's block.
         """
         e, c = place.exit, self.config
         newest = lambda a: jnp.take_along_axis(a, row[:, None, None], 1)[:, 0]
@@ -270,20 +307,27 @@ class Stage:
             h, block = exits.attend(tree, c, e, x, context, cache=block, axes=self.axes)
 
             head = exits.reader(tree, c, e, newest(h), self.axes)
-            look = Look(
-                e, newest(x), head, allowed, position, request.progress(position),
+            look = ExitInput(
+                e,
+                newest(x),
+                head,
+                allowed,
+                position,
+                request.progress(position),
                 router.of_exit(tree, c, e),
-            )  # fmt: skip
+            )
             if last:
-                return block, memory, conclude(emission, look, request.sampling)
-            emission, after = consider(emission, memory, look, request.policy, request.sampling, c)
+                return block, memory, emit_final(emission, look, request.sampling)
+            emission, after = emit_early(
+                emission, memory, look, request.policy, request.sampling, c
+            )
             return block, where_rows(here, after, memory), emission
 
         needed = allowed & (emission.exit < 0) if block is None else here
         return when(jnp.any(needed), work, block, memory, emission)
 
-    def _exit_tree(self, place: Place) -> Tree:
-        """A model's parameters as far as an exit of this stage reads them."""
+    def _exit_tree(self, place: ExitPlace) -> Tree:
+        """Return the model's parameters that an exit of this stage reads."""
         e, c, layout = place.exit, self.config, self.stages.layout
         _, slot = layout.find(table_name(c, e), place.stage)
         table = self.weights.tables[slot]
@@ -294,6 +338,6 @@ class Stage:
 
 
 def where_rows(rows: jax.Array, new: Tree, old: Tree) -> Tree:
-    """By leaf [b, ...], `new` where `rows` [b]."""
+    """Select, for each leaf [b, ...], `new` where `rows` [b], else `old`."""
     pick = lambda n, o: jnp.where(rows.reshape(-1, *[1] * (n.ndim - 1)), n, o)
     return jax.tree.map(pick, new, old)

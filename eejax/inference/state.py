@@ -1,4 +1,4 @@
-"""What the engines share: prepared weights, the decoding state, and one step's record."""
+"""State that engines share: prepared weights, the decoding state and the record of a step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.errors import require, require_array, require_count, require_one_of
 from eejax.common.trees import Tree
+from eejax.inference.logits_params import LogitsParams, TopLogprobs
 from eejax.inference.policy import Emission, ExitPolicy
-from eejax.inference.sampling import Sampling
-from eejax.inference.shaping import Likely, Shaping
+from eejax.inference.sampling import SamplingParams
 from eejax.models import exits, transformer
 from eejax.models.cache import KVCache, unstack_segments, varying
 from eejax.models.config import ModelConfig
@@ -27,39 +27,44 @@ from eejax.models.params import for_compute
 PIPELINED = "pipelined"
 ENGINES = ("full", "posthoc", "recompute", PIPELINED, "propagate", "speculative")
 PROPAGATIONS = ("state", "mask")
-STOPS = 8  # stop tokens of a request; `Generator` takes more by other programs, slots do not
+MAX_STOP_TOKENS = (
+    8  # stop tokens of a request; `Generator` takes more by other programs, slots do not
+)
 FIRST_ACCEPTANCE = 0.8  # share of drafts taken to be accepted before any was made
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
-    """Static choices of an engine; each combination compiles once.
+    """Static options of an engine; each combination compiles once.
 
-    engine: "full" runs every layer and emits from the final exit; "posthoc" runs every layer and
-        emits from the earliest exit whose gate fires (the oracle); "recompute" stops there, and
-        later carries the waiting tokens along (KV recomputation); "pipelined", on the stages of a
-        mesh (`pipelined.PipelinedGenerator`), leaves the deeper layers to the stages behind;
-        "propagate" stops there too, and fills the deeper keys and values at once, from the state
-        it stopped at (CALM), which makes other texts; "speculative" emits what "full" would,
-        several tokens at a time: an exit drafts them and one pass through the layers above it
-        verifies them (LayerSkip).
-    cap: most tokens of a request that may wait for deeper keys and values; when a token is
-        the cap-th, it runs all layers (and is still emitted where its gate fired).
-    buckets: row counts a deeper segment is compiled for, kept as a tuple; the largest there can
-        be, the cap or gamma + 1, is always one.
-    max_depth: segments to load, from the bottom; the exit above the last of them then emits what
-        no gate before it did. None: all.
-    propagate: what "propagate" leaves in the layers above a token's exit: "state", keys and values
-        of the state it left with, or "mask", nothing: later tokens do not see it there.
-    draft_exit: number of the exit that drafts for "speculative".
-    gamma: most tokens it drafts in a step.
-    adapt: whether it drafts fewer, or none, for a request whose drafts are seldom accepted.
+    Attributes:
+      engine: one of `ENGINES`.
+        "full" runs every layer and emits from the final exit.
+        "posthoc" runs every layer and emits from the earliest exit whose gate fires (the oracle).
+        "recompute" stops at that exit; later tokens carry the waiting ones along (KV
+        recomputation). "pipelined" leaves the deeper layers to the next stages of a mesh
+        (`pipelined.PipelinedGenerator`). "propagate" stops at that exit and fills the deeper keys
+        and values at once, from the state there (CALM). Its texts may differ. "speculative" emits
+        what "full" would, several tokens at a time: an exit drafts them, and one pass through the
+        layers above verifies them (LayerSkip).
+      cap: most tokens of a request that may wait for deeper keys and values. The cap-th such token
+        runs all layers, and is still emitted where its gate fired.
+      buckets: row counts that a deeper segment is compiled for. The largest possible count, the cap
+        or gamma + 1, is always one.
+      num_segments: segments to load, from the bottom; the exit above the last of them emits what no
+        gate before it did. None loads all.
+      propagate: what "propagate" leaves in the layers above a token's exit. "state": keys and
+        values of the state at that exit. "mask": nothing, so later tokens do not attend to it
+        there.
+      draft_exit: number of the exit that drafts for "speculative".
+      gamma: most tokens that it drafts in a step.
+      adapt: draft fewer tokens, or none, for a request whose drafts are rarely accepted.
     """
 
     engine: str = "recompute"
     cap: int = 16
     buckets: tuple[int, ...] = (1, 2, 4, 8, 16)
-    max_depth: int | None = None
+    num_segments: int | None = None
     propagate: str = "state"
     draft_exit: int = 0
     gamma: int = 4
@@ -75,33 +80,37 @@ class EngineOptions:
             require_count("buckets", w)
         for name in ("cap", "gamma"):
             require_count(name, getattr(self, name))
-        if self.max_depth is not None:
-            require_count("max_depth", self.max_depth)
+        if self.num_segments is not None:
+            require_count("num_segments", self.num_segments)
         require_one_of("propagate", self.propagate, PROPAGATIONS)
         require(
             isinstance(self.draft_exit, int) and self.draft_exit >= 0,
-            "draft_exit", self.draft_exit, "must be the number of an exit, the first being 0",
-        )  # fmt: skip
+            "draft_exit",
+            self.draft_exit,
+            "must be the number of an exit, the first being 0",
+        )
         require(isinstance(self.adapt, bool), "adapt", self.adapt, "must be True or False")
         require(
-            self.max_depth is None or self.engine != "speculative",
-            "max_depth", self.max_depth, "must be None with the engine 'speculative'",
+            self.num_segments is None or self.engine != "speculative",
+            "num_segments",
+            self.num_segments,
+            "must be None with the engine 'speculative'",
             "What verifies its drafts is the final exit.",
-        )  # fmt: skip
+        )
 
     @property
     def leaves_early(self) -> bool:
-        """Whether early exits emit tokens."""
+        """Early exits emit tokens."""
         return self.engine not in ("full", "speculative")
 
     @property
     def most_rows(self) -> int:
-        """Most rows of a request that go through a deeper segment together."""
+        """Most rows of a request that run through a deeper segment together."""
         return self.gamma + 1 if self.engine == "speculative" else self.cap
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Row counts deeper segments are compiled for, ascending, the largest last."""
+        """Row counts that deeper segments are compiled for, ascending."""
         return (*sorted({w for w in self.buckets if w < self.most_rows}), self.most_rows)
 
 
@@ -109,8 +118,11 @@ class EngineOptions:
 class Weights:
     """Parameters laid out for decoding, in the dtype of computation.
 
-    segments: per loaded segment its layers' trees, unstacked; params: everything else; axes: those
-    of the mesh of which this is one device's share, inside of a `shard_map` (`inference.sharded`).
+    Attributes:
+      segments: for each loaded segment the trees of its layers, unstacked.
+      params: everything else.
+      axes: axes of the mesh, where this is one device's share inside a `shard_map`
+        (`inference.sharded`).
     """
 
     segments: tuple[tuple[Tree, ...], ...]
@@ -119,25 +131,31 @@ class Weights:
 
     @property
     def last(self) -> int:
-        """Number of the exit above the last segment, which emits what no other did."""
+        """Number of the exit above the last segment, which emits what no other exit did."""
         return len(self.segments) - 1
 
 
 def without_stages(options: EngineOptions | str) -> EngineOptions:
-    """The options, or those of an engine's name. Raises `ConfigError` for one that needs stages."""
+    """Return engine options, also for an engine's name. Raises `ConfigError` if it needs stages."""
     options = EngineOptions(engine=options) if isinstance(options, str) else options
     require(
-        options.engine != PIPELINED, "engine", options.engine, "decodes on the stages of a mesh",
+        options.engine != PIPELINED,
+        "engine",
+        options.engine,
+        "decodes on the stages of a mesh",
         "Use inference.PipelinedGenerator.",
-    )  # fmt: skip
+    )
     return options
 
 
 def engine_config(config: ModelConfig, options: EngineOptions) -> ModelConfig:
-    """The model an engine decodes with: "full" has no exits, "speculative" the one that drafts.
+    """Return the model that an engine decodes with.
 
-    Raises ConfigError for more segments than there are, for less than the whole under "full", for
-    a drafting exit that there is not, and for its cap or gamma beyond the context.
+    "full" has no exits, "speculative" only the one that drafts.
+
+    Raises:
+      ConfigError: for more segments than the model has, fewer than all of them with "full", a draft
+        exit that does not exist, or a cap or gamma beyond the context.
     """
     if options.engine == "full":
         config = config.replace(exits=())
@@ -145,41 +163,43 @@ def engine_config(config: ModelConfig, options: EngineOptions) -> ModelConfig:
         boundaries = [e.boundary for e in config.exits]
         require(
             options.draft_exit < len(boundaries),
-            "draft_exit", options.draft_exit,
+            "draft_exit",
+            options.draft_exit,
             f"must be the number of one of this model's {len(boundaries)} early exits, which lie at"
             f" the boundaries {boundaries}",
             "" if boundaries else "Tune an exit first, or decode with the engine 'full'.",
-        )  # fmt: skip
+        )
         config = config.replace(exits=(config.exits[options.draft_exit],))
     if name := dict(recompute="cap", pipelined="cap", speculative="gamma").get(options.engine):
         rows, most = getattr(options, name), config.context_length
         require(rows <= most, name, rows, f"must be at most {most}, the model's context_length")
     n = config.n_exits + 1
     require(
-        options.max_depth is None or options.max_depth <= n,
-        "max_depth", options.max_depth,
+        options.num_segments is None or options.num_segments <= n,
+        "num_segments",
+        options.num_segments,
         f"must be at most the {n} segments that the engine {options.engine!r} has of this model",
-    )  # fmt: skip
+    )
     return config
 
 
 def prepare(
-    params: Tree, config: ModelConfig, max_depth: int | None = None, axes: Axes = LOCAL
+    params: Tree, config: ModelConfig, num_segments: int | None = None, axes: Axes = LOCAL
 ) -> Weights:
-    """Unstacks the layers by segment and casts once, so that no step copies or casts weights.
+    """Unstack the layers by segment and cast them once, so that no step copies or casts weights.
 
-    With a `max_depth`, parameters above that segment are left out. With `axes`, `params` are one
+    With `num_segments`, parameters above that segment are left out. With `axes`, `params` are one
     device's share.
     """
-    n = max_depth or config.n_exits + 1
+    n = num_segments or config.n_exits + 1
     params = for_compute(params, config.dtype)
-    rest = outside(params, config, n)
+    rest = unlayered_params(params, config, n)
     rest["exits"] = exits.fuse(rest["exits"], config, axes)
     return Weights(unstack_segments(params, config, n, axes), rest, axes)
 
 
-def outside(params: Tree, config: ModelConfig, n: int) -> Tree:
-    """What the first n segments need of a tree like the parameters' beside their layers."""
+def unlayered_params(params: Tree, config: ModelConfig, n: int) -> Tree:
+    """Return what the first n segments need of a parameter tree beside their layers."""
     rest = {k: v for k, v in params.items() if k != "layers"}
     if n <= config.n_exits:
         rest.pop("final", None)
@@ -190,19 +210,23 @@ def outside(params: Tree, config: ModelConfig, n: int) -> Tree:
 
 @struct.dataclass
 class Request:
-    """What is asked for, by row: traced arrays, so that none of it compiles anything anew.
+    """Requests of an engine, one a row, as traced arrays: changing one compiles nothing.
 
-    stops: [b, n] token ids that end a request, padded with -1; start: [b] tokens of its prompt;
-    limit: [b] most tokens to emit; shaping: what else it asks of its tokens, of engines that take
-    it (`BatchOptions.shaping`).
+    Attributes:
+      policy: exit rules.
+      sampling: sampling settings.
+      stop_token_ids: [b, n] int32, token ids that end a request, padded with -1.
+      start: [b] int32, tokens of the prompt.
+      limit: [b] int32, most tokens to emit.
+      logits_params: logits processing, for engines that take it (`BatchOptions.logits_params`).
     """
 
     policy: ExitPolicy
-    sampling: Sampling
-    stops: jax.Array
+    sampling: SamplingParams
+    stop_token_ids: jax.Array
     start: jax.Array
     limit: jax.Array
-    shaping: Shaping | None = None
+    logits_params: LogitsParams | None = None
 
     @classmethod
     def make(
@@ -211,61 +235,77 @@ class Request:
         lengths: Sequence[int] | np.ndarray,
         limits: Sequence[int] | np.ndarray,
         policy: ExitPolicy,
-        sampling: Sampling,
+        sampling: SamplingParams,
         stop_tokens: Sequence[int] = (),
-        width: int = STOPS,
-        shaping: Shaping | None = None,
+        width: int = MAX_STOP_TOKENS,
+        logits_params: LogitsParams | None = None,
     ) -> Request:
-        """Of prompts of so many tokens, and as many limits. Raises ConfigError for what are no such
-        numbers, for stop tokens that there are not, or for more than `width` of them, which all
-        requests of an engine must have alike."""
+        """Check the settings of requests whose prompts have `lengths` tokens.
+
+        limits: most tokens to emit, one a request. width: stop tokens of a row; it must be the same
+        for all requests of an engine.
+
+        Raises:
+          ConfigError: for lengths or limits that are not counts, unknown stop tokens, or more than
+            `width` of them.
+        """
         for name, value in (("lengths", lengths), ("limits", limits)):
             allowed = "must be a sequence of numbers of tokens"
             a = require_array(name, value, allowed)
             ok = a.ndim == 1 and a.dtype.kind in "iu" and bool(np.all(a >= 0))
             require(ok, name, value, allowed)
         require(
-            len(limits) == len(lengths), "limits", limits,
+            len(limits) == len(lengths),
+            "limits",
+            limits,
             f"must be {len(lengths)}: one for each of the prompts",
-        )  # fmt: skip
+        )
         allowed = f"must be a sequence of token ids, each in 0..{config.vocab_size - 1}"
         ids = require_array("stop_tokens", stop_tokens, allowed)
         require(
             ids.ndim == 1
             and (not ids.size or ids.dtype.kind in "iu")
             and bool(np.all((ids >= 0) & (ids < config.vocab_size))),
-            "stop_tokens", stop_tokens, allowed,
-        )  # fmt: skip
+            "stop_tokens",
+            stop_tokens,
+            allowed,
+        )
         require(ids.size <= width, "stop_tokens", stop_tokens, f"must be at most {width} of them")
-        stops = np.full((len(lengths), width), -1, np.int32)
-        stops[:, : ids.size] = ids
+        stop_token_ids = np.full((len(lengths), width), -1, np.int32)
+        stop_token_ids[:, : ids.size] = ids
         as_rows = lambda a: np.minimum(a, np.iinfo(np.int32).max).astype(np.int32)
-        return cls(policy, sampling, stops, as_rows(lengths), as_rows(limits), shaping)
+        return cls(
+            policy, sampling, stop_token_ids, as_rows(lengths), as_rows(limits), logits_params
+        )
 
     @classmethod
     def blank(cls, config: ModelConfig, rows: int) -> Request:
-        """Of free slots."""
+        """Return the rows of free slots."""
         none = np.zeros((rows,), np.int32)
-        return cls.make(config, none, none, ExitPolicy.make(config, rows), Sampling.make(rows))
+        return cls.make(
+            config, none, none, ExitPolicy.make(config, rows), SamplingParams.make(rows)
+        )
 
     def progress(self, position: jax.Array) -> jax.Array:
-        """[b] the share of a request's tokens that come before the one at `position` [b]."""
+        """Return [b], the share of a request's tokens before the one at `position` [b]."""
         done = (position - self.start).astype(jnp.float32)
         return done / jnp.maximum(self.limit, 1).astype(jnp.float32)
 
 
 @struct.dataclass
 class DecodeState:
-    """Everything a generation carries from step to step; rows are requests, or slots for them.
+    """Everything a generation carries from step to step; rows are requests, or their slots.
 
-    cache: keys, values and `filled`.
-    waiting: per boundary below the last one, [b, cap, d]: states of the positions that wait
-        there, position p in slot p % cap. Empty where the engine never skips.
-    reach: [b, s] int32 the last segment each position has keys and values in; no positions where
-        that is the same for all, as it is but under `propagate` = "mask".
-    acceptance: [b] share of a request's drafts that is accepted, lately; only "speculative" drafts.
-    token: [b] the last emitted token, which the next step reads; position: [b] its position.
-    remaining: [b] tokens still to emit; 0 when done, and in a free slot.
+    Attributes:
+      cache: keys, values and `filled`.
+      waiting: for each boundary below the last one, [b, cap, d]: states of the positions that wait
+        there, position p at index p % cap. Empty but for "recompute".
+      reach: [b, s] int32, the last segment in which each position has keys and values. It has no
+        positions unless `propagate` is "mask": else the segment is the same for all.
+      acceptance: [b] recent share of accepted drafts; only "speculative" drafts.
+      token: [b] int32, the last emitted token, which the next step reads.
+      position: [b] int32, its position.
+      remaining: [b] int32, tokens still to emit; 0 when finished, and in a free slot.
     """
 
     cache: KVCache
@@ -282,22 +322,24 @@ class DecodeState:
         return self.remaining > 0
 
 
-class Record(NamedTuple):
-    """What one step did for each request; arrays [b], or [n, b] where it emits up to n tokens.
+class DecodeRecord(NamedTuple):
+    """What one step did for each request; [b], or [n, b] where it emits up to n tokens.
 
-    exit: number of the emitting exit, -1 where no token was emitted.
-    layers: layers executed in the step (all requests of a batch share a step), whatever their
-        rows; see also `Result`. Of several tokens of a step only the first has them, so that
-        their sum counts each once. The engine "batched" has no steps that slots share: it gives the
-        layers below the emitting exit, and what was run in `BatchedState.work`.
-    margin: the smallest distance to another outcome: of the top two logits at the emitting exit,
-        and of confidence to threshold at every exit considered. Only "posthoc" measures it.
-    drafted: tokens drafted for the request in the step; only its first token has them. By "batched"
-        1 for a token that others were run ahead on before it was decided.
-    accepted: 1 for a token that was drafted, 0 for one that only the emitting exit came up with.
-        Both are 0 for engines that do not draft.
-    likely: the most likely tokens, of requests that asked (`Shaping.likely`), where an engine takes
-        such requests.
+    Attributes:
+      token, logprob, confidence: of the emitted token.
+      exit: number of the emitting exit, -1 where no token was emitted.
+      layers: layers executed in the step, which all requests of a batch share; see also
+        `GenerationResult`. Of several tokens of a step only the first has them, so that their sum
+        counts each layer once. Slots of "batched" share no step: there it is the layers below the
+        emitting exit, and `BatchedState.work` has what was run.
+      margin: smallest distance to another outcome: between the top two logits at the emitting exit,
+        and from confidence to threshold at every exit considered. Only "posthoc" measures it.
+      drafted: tokens drafted for the request in the step, on its first token. With "batched", 1 for
+        a token from which others were drafted before it was decided.
+      accepted: 1 for a token that was drafted, 0 for one that only the emitting exit found. Both
+        are 0 for engines that do not draft.
+      top_logprobs: the most likely tokens, for requests that ask for them
+        (`LogitsParams.top_logprobs`), where the engine supports it.
     """
 
     token: jax.Array
@@ -308,13 +350,13 @@ class Record(NamedTuple):
     margin: jax.Array
     drafted: jax.Array
     accepted: jax.Array
-    likely: Likely | None = None
+    top_logprobs: TopLogprobs | None = None
 
 
 def blank(
     weights: Weights, config: ModelConfig, options: EngineOptions, cache: KVCache, request: Request
 ) -> DecodeState:
-    """The state behind the prompts, before any token: nobody waits, and nothing is emitted."""
+    """Return the state behind the prompts, before any token: no position waits."""
     b = request.start.shape[0]
     rings = weights.last if options.engine == "recompute" else 0
     masks = options.engine == "propagate" and options.propagate == "mask"
@@ -333,10 +375,12 @@ def blank(
     )
 
 
-def beside(state: Tree, weights: Weights) -> Tree:
-    """A one-device state that lies as the weights do, and with it what steps return: a program
-    would be compiled again for arrays that JAX may put elsewhere, which weights from a checkpoint
-    are not."""
+def colocate(state: Tree, weights: Weights) -> Tree:
+    """Place a one-device state where the weights are, and with it what steps return.
+
+    A program would be compiled again for arrays that JAX may place elsewhere, which weights from a
+    checkpoint are not.
+    """
     like = jax.tree.leaves(weights)[0]
     if not like.committed or len(like.devices()) > 1:
         return state
@@ -345,30 +389,32 @@ def beside(state: Tree, weights: Weights) -> Tree:
 
 
 def reader(weights: Weights, config: ModelConfig, e: int, h: jax.Array) -> exits.Reader:
-    """Exit e's, of the states behind its block, h [b, d]; on a mesh it says the same of the whole
-    vocabulary on every shard, so that all decide alike."""
+    """Return exit e's reader of the states behind its block, h [b, d].
+
+    On a mesh it covers the whole vocabulary on every shard, so that all shards decide alike.
+    """
     return exits.reader(weights.params, config, e, h, weights.axes)
 
 
 def embed_last(weights: Weights, config: ModelConfig, state: DecodeState) -> jax.Array:
-    """[b, 1, d]: the last emitted tokens, embedded."""
+    """Embed the last emitted tokens: [b, 1, d]."""
     token, position = state.token[:, None], state.position[:, None]
     return transformer.embed(weights.params, config, token, position, weights.axes)
 
 
 def undecided(weights: Weights, batch: int) -> Emission:
-    """`Emission.undecided` of a device's requests."""
+    """Return `Emission.undecided` for a device's requests."""
     return varying(Emission.undecided(batch), weights.axes.data)
 
 
 def advance(
     state: DecodeState, emission: Emission, layers: jax.Array
-) -> tuple[DecodeState, Record]:
-    """Appends the emission to live requests; a stop token ends its request."""
+) -> tuple[DecodeState, DecodeRecord]:
+    """Append the emission to live requests; a stop token ends its request."""
     live, none = state.live, jnp.zeros_like(state.token)
-    stopped = jnp.any(emission.token[:, None] == state.request.stops, -1)
+    stopped = jnp.any(emission.token[:, None] == state.request.stop_token_ids, -1)
     remaining = jnp.where(live, jnp.where(stopped, 0, state.remaining - 1), 0)
-    record = Record(
+    record = DecodeRecord(
         token=jnp.where(live, emission.token, -1),
         logprob=emission.logprob,
         confidence=emission.confidence,
@@ -387,23 +433,23 @@ def advance(
 
 
 def place(state: DecodeState, rows: DecodeState, slots: jax.Array) -> DecodeState:
-    """`state` with the rows of another in the slots [n]; that one's cache may be shorter.
+    """Return `state` with the rows of another one in the slots [n]; its cache may be shorter.
 
-    What a slot held before is gone. Rows whose slot is no slot of the state are left out.
+    What a slot held before is lost. Rows whose slot does not exist are dropped.
     """
     cache = rows.cache.replace(
-        segments=lengthened(rows.cache.segments, state.cache.segments),
-        blocks=lengthened(rows.cache.blocks, state.cache.blocks),
+        segments=pad_cache(rows.cache.segments, state.cache.segments),
+        blocks=pad_cache(rows.cache.blocks, state.cache.blocks),
     )
-    reach = lengthened(rows.reach, state.reach)
+    reach = pad_cache(rows.reach, state.reach)
     n, b = rows.token.shape[0], state.token.shape[0]
     return put(state, rows.replace(cache=cache, reach=reach), slots, n, b)
 
 
 def put(tree: Tree, rows: Tree, slots: jax.Array, n: int, b: int) -> Tree:
-    """A tree of b slots with a tree of n requests in the slots [n].
+    """Put a tree of n requests into the slots [n] of a tree of b slots.
 
-    Leaves [b m, ...] and [n m, ...], where m rows in turn belong to one request.
+    Leaves are [n m, ...] and [b m, ...], where m consecutive rows belong to one request.
     """
 
     def one(whole, part):
@@ -415,8 +461,8 @@ def put(tree: Tree, rows: Tree, slots: jax.Array, n: int, b: int) -> Tree:
     return jax.tree.map(one, tree, rows)
 
 
-def lengthened(tree: Tree, like: Tree) -> Tree:
-    """Leaves [r, s, ...] with as many positions s as those of `like`, zeros behind their own."""
+def pad_cache(tree: Tree, like: Tree) -> Tree:
+    """Pad leaves [r, s, ...] with zeros to as many positions s as those of `like`."""
 
     def one(part, whole):
         more = [(0, 0), (0, whole.shape[1] - part.shape[1])]
@@ -426,10 +472,13 @@ def lengthened(tree: Tree, like: Tree) -> Tree:
 
 
 def free(state: DecodeState, slots: jax.Array) -> DecodeState:
-    """`state` with the slots [n] empty: no step works for them, until another request comes, and
-    nobody's attention reads as far as they were written."""
+    """Return `state` with the slots [n] empty.
+
+    No step works for them until another request comes, and no attention reads what they held.
+    """
     none = lambda a: a.at[slots].set(0, mode="drop")
     return state.replace(
         cache=state.cache.replace(filled=none(state.cache.filled)),
-        position=none(state.position), remaining=none(state.remaining),
-    )  # fmt: skip
+        position=none(state.position),
+        remaining=none(state.remaining),
+    )

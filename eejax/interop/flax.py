@@ -55,9 +55,13 @@ class EarlyExitTransformer(nn.Module):
         if train and config.dropout:
             keys = random.split(self.make_rng("dropout"), tokens.shape[0])
         states = transformer.exit_states(
-            tree, config, tokens,
-            positions=positions, segment_ids=segment_ids, dropout_keys=keys,
-        )  # fmt: skip
+            tree,
+            config,
+            tokens,
+            positions=positions,
+            segment_ids=segment_ids,
+            dropout_keys=keys,
+        )
         heads = (exits.head(tree, config, e) for e in range(config.n_exits + 1))
         return tuple(
             exits.logits(head._replace(table=head.table.astype(h.dtype)), h)

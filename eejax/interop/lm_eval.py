@@ -25,7 +25,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
 from eejax import calibration
-from eejax.calibration import Scores
+from eejax.calibration import ExitScores
+from eejax.checkpoint.language_model import load
 from eejax.common.errors import ConfigError, require, require_count
 from eejax.data import text_behind
 from eejax.data.tokenizer_files import TemplateSource
@@ -33,7 +34,6 @@ from eejax.data.tokenizers import begun
 from eejax.inference import ExitPolicy, Generator
 from eejax.inference.generate import power_of_two
 from eejax.losses.cross_entropy import IGNORE
-from eejax.train.pretrained import open_model
 
 SHORTEST = 16  # texts are padded to a power of two from here on
 KEPT = 2  # passes that are remembered: one over texts with a continuation, one over whole texts
@@ -82,7 +82,7 @@ class EarlyExitLM(TemplateLM):
         super().__init__()
         require(path is not None, "path", path, "must name a model", "Give path=runs/mine.")
         require_count("batch_size", batch_size)
-        self.model = open_model(os.fspath(path), tokenizer=tokenizer, dtype=dtype)
+        self.model = load(os.fspath(path), tokenizer=tokenizer, dtype=dtype)
         self.config, self.batch_size = self.model.config, batch_size
         context = self.config.context_length
         self.max_length = context if max_length is None else max_length
@@ -93,7 +93,7 @@ class EarlyExitLM(TemplateLM):
         )
         require_count("max_gen_toks", self.max_gen_toks)
         self._allow_special = allow_special
-        self._kept: dict[str, Scores] = {}
+        self._kept: dict[str, ExitScores] = {}
         self._made: list[Generator] = []  # one, once a task asks for texts
         self._templated: list[bool] = []  # whether tasks' texts come from the chat template
         self._choose(exit, thresholds, gate)
@@ -111,16 +111,16 @@ class EarlyExitLM(TemplateLM):
         return other
 
     def _choose(self, exit, thresholds, gate) -> None:
-        stops = list(self.config.stops)
-        self._exit, self._rules = len(stops) - 1, {}
+        exits = list(self.config.exit_boundaries)
+        self._exit, self._rules = len(exits) - 1, {}
         self._layers = self._tokens = 0
         if thresholds is None:
             require(gate is None, "gate", gate, "goes with thresholds alone")
-            boundaries = sorted(set(stops))
-            exit = stops[-1] if exit is None else exit
+            boundaries = sorted(set(exits))
+            exit = exits[-1] if exit is None else exit
             require(exit in boundaries, "exit", exit, f"must be one of {boundaries}, in layers")
-            if exit != stops[-1]:
-                self._exit = stops.index(exit)
+            if exit != exits[-1]:
+                self._exit = exits.index(exit)
                 self._rules = dict(threshold=0.0, exits=[exit], gate="fixed")
             return
         require(exit is None, "exit", exit, "must be None beside thresholds")
@@ -143,8 +143,11 @@ class EarlyExitLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without a context follows: the token that begins texts, else the one that
-        ends them. Raises ConfigError where the tokenizer has neither."""
+        """The token before a text without a context.
+
+        It is the token that begins texts, else the one that ends them. Raises ConfigError where the
+        tokenizer has neither.
+        """
         bos, eos = self.model.tokenizer.bos_id, self.eot_token_id
         if bos is None and eos is None:
             raise ConfigError(
@@ -181,13 +184,13 @@ class EarlyExitLM(TemplateLM):
         """A conversation as the model reads it, up to where its reply begins, or else within its
         last message; with marks (`special.Shield`) in names of special tokens that it has. Raises
         ConfigError for a model without a template."""
-        from eejax.data.chat import Template
+        from eejax.data.chat import ChatTemplate
 
         found = self._template()
         if found is None:
-            raise ConfigError(f"apply_chat_template: {self.model.path} has no chat template.")
+            raise ConfigError(f"apply_chat_template: {self.model.source} has no chat template.")
         names = () if self._allow_special else self.model.tokenizer.control
-        template = Template(*found, names)
+        template = ChatTemplate(*found, names)
         if add_generation_prompt:
             return template.render(chat_history)
         return template.render(chat_history, reply=False, go_on=True)
@@ -195,12 +198,12 @@ class EarlyExitLM(TemplateLM):
     def _template(self) -> TemplateSource | None:
         from eejax.data import chat  # needs Jinja, which lm_eval brings
 
-        return chat.find(self.model.path, self.model.tokenizer)
+        return chat.find(self.model.source, self.model.tokenizer)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, in nats, each token given as much before it as is read at a time.
+        """Score whole texts, in nats, each token with as much context as the model takes at a time.
 
-        The text's own tokens are scored: the one that begins texts only stands before them.
+        The text's own tokens are scored; a token that begins texts only precedes them.
         """
         texts = [request.args for request in requests]
         encoded = [self.tok_encode(text, add_special_tokens=False) for (text,) in texts]
@@ -229,7 +232,7 @@ class EarlyExitLM(TemplateLM):
         else:
             number = np.full(len(scores), self._exit)
         take = lambda a: np.take_along_axis(a, number[None], 0)[0]
-        self._count(np.asarray(self.config.stops)[number])
+        self._count(np.asarray(self.config.exit_boundaries)[number])
         nll = np.bincount(scores.units, take(scores.nlls).astype(np.float64), n)
         wrong = np.bincount(scores.units, take(scores.tokens) != scores.labels, n)
         found = [(0.0 - float(a), not b) for a, b in zip(nll, wrong, strict=True)]
@@ -248,16 +251,19 @@ class EarlyExitLM(TemplateLM):
             end = len(context) + begin + len(labels)
             yield unit, whole[max(0, end - most - 1) : end - 1], labels
 
-    def _scores(self, pieces, disable_tqdm: bool) -> Scores:
-        """Of the pieces' labels, from memory if these were the pieces before."""
+    def _scores(self, pieces, disable_tqdm: bool) -> ExitScores:
+        """Score the labels of the pieces, from memory if they were among the last `KEPT` passes."""
         key = hashlib.sha256(repr((self.max_length, pieces)).encode()).hexdigest()
         if key not in self._kept:
             full = sum(len(read) == self.max_length for _, read, _ in pieces)
             if full:
                 logging.warning(
                     "%d of %d texts fill the %d tokens that are read at a time: of what was longer "
-                    "the beginning is not seen", full, len(pieces), self.max_length,
-                )  # fmt: skip
+                    "the beginning is not seen",
+                    full,
+                    len(pieces),
+                    self.max_length,
+                )
             batches = list(self._batches(pieces))
             bar = tqdm(batches, desc="scoring", unit="batch", disable=disable_tqdm)
             self._kept[key] = calibration.score(self.model.params, self.config, bar)
@@ -313,21 +319,28 @@ class EarlyExitLM(TemplateLM):
         return texts
 
     def _settings(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """What `Decoder.generate` is to do of a task's settings."""
+        """Return the arguments of `Decoder.generate` for a task's settings."""
         given = dict(normalize_gen_kwargs(asked, self.max_gen_toks))
-        limit, stops = given.pop("max_gen_toks"), [stop for stop in given.pop("until") if stop]
+        limit, stop_strings = (
+            given.pop("max_gen_toks"),
+            [stop for stop in given.pop("until") if stop],
+        )
         sampled = given.pop("do_sample")
         require(
-            0 < limit < self.max_length, "max_gen_toks", limit,
+            0 < limit < self.max_length,
+            "max_gen_toks",
+            limit,
             f"must be in 1..{self.max_length - 1}, to leave room for a prompt",
-        )  # fmt: skip
+        )
         unknown = sorted(set(given) - set(SAMPLING))
         require(
-            not unknown, "generation_kwargs", unknown,
+            not unknown,
+            "generation_kwargs",
+            unknown,
             f"must be until, max_gen_toks, do_sample, {', '.join(SAMPLING)}",
-        )  # fmt: skip
+        )
         given = {"temperature": 1.0} | given if sampled else {}
-        return dict(max_new_tokens=limit, stop_strings=stops) | given
+        return dict(max_new_tokens=limit, stop_strings=stop_strings) | given
 
     def _generated(self, rows, prompts, settings) -> list[str]:
         """Texts of one batch, filled up with its last prompt: each size would be compiled."""
@@ -336,9 +349,14 @@ class EarlyExitLM(TemplateLM):
             self._made.append(Generator.make(self.model.params, self.config, "posthoc"))
         padded = [*rows, *rows[-1:] * (self.batch_size - len(rows))]
         result = self._made[0].generate(
-            [prompts[i] for i in padded], stop_tokens=tokenizer.end_ids, seed=padded,
-            decode_text=tokenizer.decode, prefill_exit=True, **settings, **self._rules,
-        )  # fmt: skip
+            [prompts[i] for i in padded],
+            stop_tokens=tokenizer.end_ids,
+            seed=padded,
+            decode_text=tokenizer.decode,
+            prefill_exit=True,
+            **settings,
+            **self._rules,
+        )
         texts = []
         for row in range(len(rows)):
             self._count(result.boundaries[row, : result.lengths[row]])

@@ -6,12 +6,12 @@ from eejax.losses.cross_entropy import (
     linear_cross_entropy,
 )
 from eejax.losses.multi_exit import ExitSums, multi_exit_loss
-from eejax.losses.objective import Objective
+from eejax.losses.objective import LossObjective
 
 __all__ = [
     "IGNORE",
     "ExitSums",
-    "Objective",
+    "LossObjective",
     "exits_cross_entropy",
     "linear_cross_entropy",
     "multi_exit_loss",

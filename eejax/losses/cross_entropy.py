@@ -24,7 +24,7 @@ from eejax.common.errors import require
 from eejax.common.trees import varying_zero
 from eejax.kernels import call
 from eejax.kernels.linear_cross_entropy import api as kernel
-from eejax.losses.objective import CROSS_ENTROPY, Objective
+from eejax.losses.objective import CROSS_ENTROPY, LossObjective
 from eejax.models.exits import Head, HeadOptions, logits
 from eejax.models.layers import NEGATIVE
 
@@ -42,7 +42,7 @@ MIN_CHUNKS = 4
 
 
 class Teacher(NamedTuple):
-    """What an exit is distilled from: the hidden states [..., d] of another, and its head."""
+    """Teacher of an exit's distillation: hidden states [..., d] of another exit, and its head."""
 
     h: jax.Array
     head: Head
@@ -52,7 +52,7 @@ class _Spec(NamedTuple):
     """The static part of a loss over exits that share a table."""
 
     options: tuple[HeadOptions, ...]  # one per exit
-    objectives: tuple[Objective, ...]  # one per exit
+    objectives: tuple[LossObjective, ...]  # one per exit
     axis: str | None
     chunk: int
     sparse: bool
@@ -89,7 +89,7 @@ def exits_cross_entropy(
     coefficients: jax.Array,
     *,
     weights: Sequence[jax.Array] | None = None,
-    objectives: Sequence[Objective] | None = None,
+    objectives: Sequence[LossObjective] | None = None,
     teacher: Teacher | None = None,
     sparse: bool = False,
     axis: str | None = None,
@@ -107,8 +107,11 @@ def exits_cross_entropy(
     table = heads[0].table
     require(
         all(head.table is table for head in heads),
-        "heads", len(heads), "must share one table", "Call once for each distinct table.",
-    )  # fmt: skip
+        "heads",
+        len(heads),
+        "must share one table",
+        "Call once for each distinct table.",
+    )
     objectives = tuple(objectives or [CROSS_ENTROPY] * len(heads))
     if not any(o.distillation for o in objectives):
         teacher = None
@@ -262,7 +265,7 @@ def _chunks(spec: _Spec, e: int, labels, coefficients):
 
 
 def _by_kernels(spec: _Spec, e: int) -> bool:
-    """Whether exit e's loss is the kernels', which do not distil."""
+    """Return whether kernels compute exit e's loss; they do not distil."""
     return call.by_kernels() and not spec.objectives[e].distillation
 
 
@@ -284,9 +287,15 @@ def _fused(spec: _Spec, hs, table, biases, labels, weights, coefficients, teache
         if _by_kernels(spec, e):
             weight = None if weights is None else weights[e]
             cost, nll = kernel.sums(
-                h, table, biases[e], labels, weight, options=_kernel_options(spec, e),
-                axis=spec.axis, skip=_skip(spec, e, coefficients),
-            )  # fmt: skip
+                h,
+                table,
+                biases[e],
+                labels,
+                weight,
+                options=_kernel_options(spec, e),
+                axis=spec.axis,
+                skip=_skip(spec, e, coefficients),
+            )
             costs.append(cost)
             sums.append(nll)
             continue
@@ -318,7 +327,7 @@ def _results(spec: _Spec, coefficients, costs, sums):
 
 
 def _once(spec: _Spec, a: jax.Array) -> jax.Array:
-    """What every shard of the vocabulary knows, kept on the first and 0 on the others."""
+    """Keep a value that all shards of the vocabulary have on the first one, 0 on the others."""
     return jnp.where(lax.axis_index(spec.axis) == 0, a, 0.0) if spec.axis else a
 
 
@@ -337,10 +346,17 @@ def _forward(spec: _Spec, hs, table, biases, labels, weights, coefficients, teac
     for e, h in enumerate(hs):
         if _by_kernels(spec, e):
             (cost, nll), d = kernel.sums_and_gradients(
-                h, table, biases[e], labels, None if weights is None else weights[e],
-                options=_kernel_options(spec, e), axis=spec.axis, scale=coefficients[e],
-                into=d_table, skip=_skip(spec, e, coefficients),
-            )  # fmt: skip
+                h,
+                table,
+                biases[e],
+                labels,
+                None if weights is None else weights[e],
+                options=_kernel_options(spec, e),
+                axis=spec.axis,
+                scale=coefficients[e],
+                into=d_table,
+                skip=_skip(spec, e, coefficients),
+            )
             costs.append(cost)
             sums.append(nll)
             d_hs.append(d.h)

@@ -14,7 +14,7 @@ from eejax.common.axes import LOCAL, Axes
 from eejax.common.errors import require
 from eejax.common.trees import Tree
 from eejax.losses.cross_entropy import IGNORE, Teacher, exits_cross_entropy
-from eejax.losses.objective import CROSS_ENTROPY, Objective
+from eejax.losses.objective import CROSS_ENTROPY, LossObjective
 from eejax.models import exits, transformer
 from eejax.models.config import ModelConfig
 from eejax.sharding.spread import gathered
@@ -23,10 +23,11 @@ TOKENS = 0x70C5  # folded into a sample's key: no layer's dropout has this numbe
 
 
 class ExitSums(NamedTuple):
-    """What a batch contributes to the mean loss of every exit.
+    """Contribution of a batch to the mean loss of every exit.
 
-    sums: [e] float32, -log p summed over counted tokens, in nats, the final exit last.
-    count: int32, number of counted tokens.
+    Attributes:
+      sums: [e] float32, -log p summed over counted tokens, in nats, the final exit last.
+      count: int32, number of counted tokens.
     """
 
     sums: jax.Array
@@ -34,11 +35,14 @@ class ExitSums(NamedTuple):
 
 
 class BatchSums(NamedTuple):
-    """What all samples of a batch add up to, of a loss sum_e w_e C_e (`multi_exit_loss`).
+    """Sums over all samples of a batch, of a loss sum_e w_e C_e (`multi_exit_loss`).
 
-    grads: the gradient in the trained parameters. squares [e]: of what each exit sends into the
-    hidden states at its boundary or, where these are frozen, of the gradient in its own
-    parameters. total: the loss. exits: the plain cross entropies.
+    Attributes:
+      grads: gradient in the trained parameters.
+      squares: [e] squared norm of what each exit sends into the hidden states at its boundary or,
+        where these are frozen, of the gradient in its own parameters.
+      total: the loss.
+      exits: the plain cross entropies.
     """
 
     grads: Tree
@@ -60,7 +64,7 @@ def multi_exit_loss(
     axes: Axes = LOCAL,
     remat: str = "none",
     which: Sequence[int] | None = None,
-    objective: Objective = CROSS_ENTROPY,
+    objective: LossObjective = CROSS_ENTROPY,
     sparse: bool = False,
     layer_dropout: jax.Array | None = None,
     probes: jax.Array | None = None,
@@ -83,9 +87,11 @@ def multi_exit_loss(
     which = range(config.n_exits + 1) if which is None else which
     n = len(which)
     require(
-        weights.shape == (n,), "weights", weights.shape,
+        weights.shape == (n,),
+        "weights",
+        weights.shape,
         f"must have one entry for each exit of the loss, the final one included: ({n},)",
-    )  # fmt: skip
+    )
     taught = bool(objective.distillation) and config.n_exits not in which
     hs = transformer.exit_states(
         params,
@@ -111,15 +117,26 @@ def multi_exit_loss(
     if objective.exit_tokens < 1:
         require(
             dropout_keys is not None,
-            "objective.exit_tokens", objective.exit_tokens,
-            "needs dropout_keys to draw tokens by", "Give them, or set it to 1.",
-        )  # fmt: skip
+            "objective.exit_tokens",
+            objective.exit_tokens,
+            "needs dropout_keys to draw tokens by",
+            "Give them, or set it to 1.",
+        )
         drawn = draw_tokens(dropout_keys, labels.shape[1], objective.exit_tokens)
     count = jnp.sum(labels != IGNORE, dtype=jnp.int32)
     total, sums = exits_loss(
-        params, config, hs, labels, weights, which, objective=objective, teacher=teacher,
-        sparse=sparse, axes=axes, drawn=drawn,
-    )  # fmt: skip
+        params,
+        config,
+        hs,
+        labels,
+        weights,
+        which,
+        objective=objective,
+        teacher=teacher,
+        sparse=sparse,
+        axes=axes,
+        drawn=drawn,
+    )
     return total, ExitSums(sums, count)
 
 
@@ -138,7 +155,7 @@ def exits_loss(
     weights: jax.Array,
     which: Sequence[int],
     *,
-    objective: Objective = CROSS_ENTROPY,
+    objective: LossObjective = CROSS_ENTROPY,
     teacher: Teacher | None = None,
     sparse: bool = False,
     axes: Axes = LOCAL,
@@ -156,9 +173,12 @@ def exits_loss(
     objectives = [objective if x else _final(objective) for x in early]
     if teacher is None and objective.distillation and any(early):
         require(
-            not early[-1], "objective.distillation", objective.distillation,
-            "needs the final exit, which is not part of this loss", "Set it to 0.",
-        )  # fmt: skip
+            not early[-1],
+            "objective.distillation",
+            objective.distillation,
+            "needs the final exit, which is not part of this loss",
+            "Set it to 0.",
+        )
         teacher = Teacher(hs[-1], gathered(heads[-1]))
     total, sums = jnp.zeros((), jnp.float32), [None] * len(heads)
     for same_table in exits_by_table(heads):
@@ -192,9 +212,9 @@ def _at(a: jax.Array, positions: jax.Array) -> jax.Array:
     return jax.vmap(lambda row, i: row[i])(a, positions)
 
 
-def _final(objective: Objective) -> Objective:
+def _final(objective: LossObjective) -> LossObjective:
     """The final exit's part of an objective."""
-    return Objective(z_loss=objective.z_loss)
+    return LossObjective(z_loss=objective.z_loss)
 
 
 def _as_the_stream(probe: jax.Array, axes: Axes) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What a token costs at an exit: cross entropy, and what recipes add to it or put in its place."""
+"""The cost of a token at an exit: cross entropy, and what recipes add to it or replace it with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from eejax.common.errors import require
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective:
+class LossObjective:
     """The cost of one token at one exit.
 
     With p the exit's distribution, q the final exit's (held constant), y the label, Z the
@@ -38,7 +38,7 @@ class Objective:
         def number(field: str, ok, allowed: str) -> None:
             value = getattr(self, field)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            require(is_number and ok(value), f"Objective.{field}", value, allowed)
+            require(is_number and ok(value), f"LossObjective.{field}", value, allowed)
 
         number("z_loss", lambda x: 0 <= x < math.inf, "must be a finite number of at least 0")
         number("distillation", lambda x: 0 <= x <= 1, "must be in [0, 1]")
@@ -48,8 +48,10 @@ class Objective:
         number("exit_tokens", lambda x: 0 < x <= 1, "must be above 0 and at most 1")
         require(
             isinstance(self.confidence_weighted, bool),
-            "Objective.confidence_weighted", self.confidence_weighted, "must be True or False",
-        )  # fmt: skip
+            "LossObjective.confidence_weighted",
+            self.confidence_weighted,
+            "must be True or False",
+        )
 
 
-CROSS_ENTROPY = Objective()
+CROSS_ENTROPY = LossObjective()

@@ -31,14 +31,14 @@ def constant(weights: Sequence[float]) -> Schedule:
 def linear(
     initial: Sequence[float], final: Sequence[float], steps: int, *, begin: int = 0
 ) -> Schedule:
-    """From `initial` at step `begin` to `final` at step `begin + steps` in a straight line."""
+    """Return a schedule that is linear from `initial` to `final` over `steps` from `begin`."""
     return _ramp(initial, final, steps, begin, lambda x: x)
 
 
 def cosine(
     initial: Sequence[float], final: Sequence[float], steps: int, *, begin: int = 0
 ) -> Schedule:
-    """From `initial` at step `begin` to `final` at step `begin + steps` by half a cosine wave."""
+    """Return a schedule along half a cosine from `initial` to `final`, as `linear`."""
     return _ramp(initial, final, steps, begin, lambda x: 0.5 - 0.5 * jnp.cos(jnp.pi * x))
 
 

@@ -16,7 +16,7 @@ from jax import lax
 
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.trees import Tree, unstack
-from eejax.models import exits, layers, mixing, shards
+from eejax.models import attention, exits, layers, shards
 from eejax.models.config import ModelConfig
 
 KeyValue = tuple[jax.Array, jax.Array]
@@ -101,7 +101,7 @@ def run_segment(
     kvs: tuple[KeyValue, ...],
     block: KeyValue | None,
     *,
-    goes: jax.Array | None = None,
+    active: jax.Array | None = None,
     seen: jax.Array | None = None,
     axes: Axes = LOCAL,
 ) -> tuple[jax.Array, jax.Array, tuple[KeyValue, ...], KeyValue | None]:
@@ -111,12 +111,12 @@ def run_segment(
     that behind the exit's block (`exits.attend`) [b, w, d], and the written keys and values.
     Earlier positions of the segment must be filled already.
 
-    goes [b]: sequences whose states the layers change; the others' stay what they are, and so do
+    active [b]: sequences whose states the layers change; the others' stay what they are, and so do
     the keys and values of each layer written for them (`propagate_segment`'s). seen [b, s]:
     positions of the buffers that may be attended to. By default all.
     """
     context = _context(config, x, start, kvs, block, seen)
-    return _run(params, segment, config, e, x, context, kvs, block, goes, axes)
+    return _run(params, segment, config, e, x, context, kvs, block, active, axes)
 
 
 def run_packed(
@@ -125,13 +125,13 @@ def run_packed(
     config: ModelConfig,
     e: int,
     x: jax.Array,
-    packed: mixing.Packed,
+    packed: attention.PackedRows,
     kvs: tuple[KeyValue, ...],
     block: KeyValue | None,
     *,
     axes: Axes = LOCAL,
 ) -> tuple[jax.Array, jax.Array, tuple[KeyValue, ...], KeyValue | None]:
-    """As `run_segment`, for rows x [t, 1, d] of some of the cache's sequences, packed."""
+    """Run packed rows x [t, 1, d] of some of the cache's sequences; otherwise as `run_segment`."""
     keys = jnp.arange(_positions(kvs, block), dtype=jnp.int32)[None]
     context = layers.make_context(
         config, packed.position[:, None], key_positions=keys, packed=packed
@@ -139,7 +139,7 @@ def run_packed(
     return _run(params, segment, config, e, x, context, kvs, block, None, axes)
 
 
-def _run(params, segment, config, e, x, context, kvs, block, goes, axes):
+def _run(params, segment, config, e, x, context, kvs, block, active, axes):
     """A segment's layers, and its exit's, of one pass."""
     first = config.segments[e][0]
     written = []
@@ -157,8 +157,8 @@ def _run(params, segment, config, e, x, context, kvs, block, goes, axes):
             cache=kv,
             axes=axes,
         )
-        if goes is not None:
-            x = jnp.where(goes[:, None, None], x, before)
+        if active is not None:
+            x = jnp.where(active[:, None, None], x, before)
         written.append(kv)
     h, block = exits.attend(params, config, e, x, context, cache=block, axes=axes)
     return x, h, tuple(written), block
@@ -194,25 +194,25 @@ def propagate_segment(
     return written, block
 
 
-def _context(config, x, start, kvs, block, seen=None) -> layers.Context:
-    """Of rows x [b, w, d] at positions start [b] onward, beside the buffers."""
+def _context(config, x, start, kvs, block, seen=None) -> layers.LayerContext:
+    """Return the context of rows x [b, w, d] at positions start [b] onward, beside the buffers."""
     positions = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     keys = jnp.arange(_positions(kvs, block), dtype=jnp.int32)[None]
     return layers.make_context(config, positions, key_positions=keys, start=start, seen=seen)
 
 
 def _positions(kvs, block) -> int:
-    """Those that the buffers hold."""
+    """Return the number of positions that the buffers hold."""
     buffers = jax.tree.leaves((kvs, block))
     return buffers[0].shape[1] if buffers else 1
 
 
 def _write_heads(p, x, config, context, rope, kv, axes) -> KeyValue:
-    """What `layers.layer` writes for x, and nothing else of it.
+    """Write the keys and values that `layers.layer` writes for x, and compute nothing else of it.
 
-    Queries come along where the projections are fused, to be thrown away: a product with the other
+    Queries are computed too where the projections are fused, and dropped: a product with the other
     columns of the matrix alone would first copy them, which takes ten times as long on a CPU.
     """
     h = layers.norm(p["attn_norm"], x, config) if "attn_norm" in p else x
     _, k, v = layers.heads(p["attn"], h, config, context, rope, axes)
-    return mixing.write(kv, k, v, context.start)
+    return attention.write(kv, k, v, context.start)

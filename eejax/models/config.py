@@ -1,8 +1,9 @@
-"""What a model is: frozen dataclasses, validated on construction, saved as JSON."""
+"""Model configurations: frozen dataclasses, validated on construction, saved as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,11 +16,17 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "silu")
 HEADS = ("tied", "shared", "own")
 NORM_PLACEMENTS = ("pre", "post", "pre_post", "output")
 RESIDUALS = ("sequential", "parallel", "parallel_one_norm")
-GLOBAL, LOCAL, UNTURNED = range(3)
-"""Which rotary angles a layer has: the model's, those of sliding windows, or none."""
 NO_WINDOW = 2**30  # a sliding window that hides nothing
 ROTARY_SCALINGS = ("none", "linear", "llama3", "yarn", "ntk")
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+class RopeKind(enum.IntEnum):
+    """The rotary angles of a layer: the model's, those of sliding windows, or none."""
+
+    GLOBAL = 0
+    LOCAL = 1
+    NONE = 2
 
 
 def _is_size(value: Any) -> bool:
@@ -36,8 +43,10 @@ def _require_positive(config: Any, *names: str) -> None:
         value = getattr(config, name)
         require(
             _is_number(value) and value > 0,
-            f"{type(config).__name__}.{name}", value, "must be a positive, finite number",
-        )  # fmt: skip
+            f"{type(config).__name__}.{name}",
+            value,
+            "must be a positive, finite number",
+        )
 
 
 def _require_sizes(config: Any, *names: str) -> None:
@@ -90,27 +99,34 @@ class RotaryConfig:
         require(self.factor >= 1, f"{name}.factor", self.factor, "must be at least 1")
         require(
             self.scaling != "none" or self.factor == 1,
-            f"{name}.factor", self.factor, "is not used with scaling 'none'",
+            f"{name}.factor",
+            self.factor,
+            "is not used with scaling 'none'",
             "Set scaling, or leave factor at 1.",
-        )  # fmt: skip
+        )
         for low, high in (("low_frequency", "high_frequency"), ("beta_slow", "beta_fast")):
             value, bound = getattr(self, high), getattr(self, low)
             require(
                 _is_number(value) and value > bound,
-                f"{name}.{high}", value, f"must be a number above {low} ({bound})",
-            )  # fmt: skip
+                f"{name}.{high}",
+                value,
+                f"must be a number above {low} ({bound})",
+            )
         if self.scaling in ("llama3", "yarn"):
             require(
                 _is_size(self.original_context),
-                f"{name}.original_context", self.original_context,
+                f"{name}.original_context",
+                self.original_context,
                 f"scaling {self.scaling!r} needs the context length of the original training",
-            )  # fmt: skip
+            )
         else:
             require(
                 self.original_context is None,
-                f"{name}.original_context", self.original_context,
-                f"is not used with scaling {self.scaling!r}", "Leave it out.",
-            )  # fmt: skip
+                f"{name}.original_context",
+                self.original_context,
+                f"is not used with scaling {self.scaling!r}",
+                "Leave it out.",
+            )
         if self.scaling == "yarn":
             require(self.theta > 1, f"{name}.theta", self.theta, "must be above 1 for 'yarn'")
         if self.local_theta is not None:
@@ -150,9 +166,11 @@ class ExitConfig:
         require_one_of("ExitConfig.head", self.head, HEADS)
         _require_positive(self, "temperature")
         require(
-            self.router == 0 or _is_size(self.router), "ExitConfig.router", self.router,
+            self.router == 0 or _is_size(self.router),
+            "ExitConfig.router",
+            self.router,
             "must be a positive width, or 0 for no router",
-        )  # fmt: skip
+        )
 
     @property
     def name(self) -> str:
@@ -234,9 +252,15 @@ class ModelConfig:
         if self.n_kv_heads is None:
             set_("n_kv_heads", self.n_heads)
         _require_sizes(
-            self, "vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "context_length",
+            self,
+            "vocab_size",
+            "n_layers",
+            "d_model",
+            "n_heads",
+            "n_kv_heads",
+            "context_length",
             "vocab_multiple",
-        )  # fmt: skip
+        )
         _require_switches(self)
         require(
             self.n_heads % self.n_kv_heads == 0,
@@ -274,9 +298,11 @@ class ModelConfig:
         require_one_of("ModelConfig.position", self.position, POSITIONS)
         require(
             isinstance(self.rotary, RotaryConfig),
-            "ModelConfig.rotary", self.rotary, "must be a RotaryConfig",
+            "ModelConfig.rotary",
+            self.rotary,
+            "must be a RotaryConfig",
             "ModelConfig.from_dict takes a dict.",
-        )  # fmt: skip
+        )
         if self.position == "rotary":
             require(
                 self.rotary_dims >= 2 and self.rotary_dims % 2 == 0,
@@ -287,9 +313,10 @@ class ModelConfig:
             )
             require(
                 self.rotary.scaling != "ntk" or self.rotary_dims > 2,
-                "ModelConfig.rotary.scaling", self.rotary.scaling,
+                "ModelConfig.rotary.scaling",
+                self.rotary.scaling,
                 "needs more than 2 rotated dimensions of each head",
-            )  # fmt: skip
+            )
         require_one_of("ModelConfig.qk_norm", self.qk_norm, ("none", "head", "full"))
         self._check_window(set_)
         self._check_no_rope(set_)
@@ -306,8 +333,10 @@ class ModelConfig:
         )
         require(
             _is_number(self.dropout) and 0 <= self.dropout < 1,
-            "ModelConfig.dropout", self.dropout, "must be in [0, 1)",
-        )  # fmt: skip
+            "ModelConfig.dropout",
+            self.dropout,
+            "must be in [0, 1)",
+        )
         require_one_of("ModelConfig.dtype", self.dtype, DTYPES)
         self._check_exits(set_)
 
@@ -335,9 +364,11 @@ class ModelConfig:
         field, layers = "ModelConfig.no_rope_layers", self.no_rope_layers
         ok = isinstance(layers, list | tuple) and all(i in range(self.n_layers) for i in layers)
         require(
-            ok and list(layers) == sorted({*layers}), field, layers,
+            ok and list(layers) == sorted({*layers}),
+            field,
+            layers,
             f"must be layers in 0..{self.n_layers - 1}, sorted and each once",
-        )  # fmt: skip
+        )
         require(not layers or self.position == "rotary", field, layers, "needs position = 'rotary'")
         set_("no_rope_layers", tuple(layers))
 
@@ -346,9 +377,11 @@ class ModelConfig:
         require(
             isinstance(self.exits, list | tuple)
             and all(isinstance(e, ExitConfig) for e in self.exits),
-            field, self.exits, "must be a sequence of ExitConfig",
+            field,
+            self.exits,
+            "must be a sequence of ExitConfig",
             "ModelConfig.from_dict takes dicts.",
-        )  # fmt: skip
+        )
         set_("exits", tuple(self.exits))
         boundaries = [e.boundary for e in self.exits]
         for n in boundaries:
@@ -371,9 +404,11 @@ class ModelConfig:
         widths = sorted({e.router for e in self.exits if e.router})
         require(len(widths) <= 1, f"{field}.router", widths, "must be the same for all exits")
         require(
-            not any(e.router for e in self.exits if e.boundary == self.n_layers), f"{field}.router",
-            widths, "must be 0 at the last boundary, which all tokens leave by",
-        )  # fmt: skip
+            not any(e.router for e in self.exits if e.boundary == self.n_layers),
+            f"{field}.router",
+            widths,
+            "must be 0 at the last boundary, which all tokens leave by",
+        )
 
     @property
     def padded_vocab(self) -> int:
@@ -391,15 +426,15 @@ class ModelConfig:
         return len(self.exits)
 
     @property
-    def stops(self) -> tuple[int, ...]:
+    def exit_boundaries(self) -> tuple[int, ...]:
         """Boundary of every exit, the final one (n_layers) last."""
         return (*(e.boundary for e in self.exits), self.n_layers)
 
     @property
     def segments(self) -> tuple[tuple[int, int], ...]:
-        """(first layer, end layer) before each stop; segment e ends at stop e. May be empty."""
-        stops = self.stops
-        return tuple(zip((0, *stops[:-1]), stops, strict=True))
+        """(first layer, end layer) of each segment; segment e ends at exit e. May be empty."""
+        boundaries = self.exit_boundaries
+        return tuple(zip((0, *boundaries[:-1]), boundaries, strict=True))
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer, None for full attention."""
@@ -407,15 +442,15 @@ class ModelConfig:
             return self.sliding_window[layer]
         return self.sliding_window
 
-    def rope(self, layer: int) -> int:
-        """A layer's rotary angles: GLOBAL, LOCAL or UNTURNED."""
+    def rope(self, layer: int) -> RopeKind:
+        """Return the kind of rotary angles that a layer has."""
         if layer in self.no_rope_layers:
-            return UNTURNED
-        return GLOBAL if self.window(layer) is None else LOCAL
+            return RopeKind.NONE
+        return RopeKind.GLOBAL if self.window(layer) is None else RopeKind.LOCAL
 
     def above(self, e: int) -> int:
         """The layer that exit e's block is like: the one above it, or the last layer."""
-        return min(self.stops[e], self.n_layers - 1)
+        return min(self.exit_boundaries[e], self.n_layers - 1)
 
     def exit_window(self, e: int) -> int | None:
         """Sliding window of exit e's block."""
@@ -440,7 +475,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """From `to_dict` or a config file; unknown fields raise `ConfigError`."""
+        """Build a config from `to_dict` or a config file; unknown fields raise `ConfigError`."""
         values = dict(values)
         if isinstance(values.get("rotary"), Mapping):
             values["rotary"] = build(RotaryConfig, values["rotary"])

@@ -18,7 +18,7 @@ from eejax.common.axes import LOCAL, Axes
 from eejax.common.trees import Tree
 from eejax.kernels import call
 from eejax.kernels.head_confidence.api import Confidence, head_confidence
-from eejax.kernels.head_confidence.reference import Options
+from eejax.kernels.head_confidence.reference import HeadConfidenceOptions
 from eejax.models import layers, shards
 from eejax.models.config import ModelConfig
 from eejax.sharding.spread import gathered
@@ -45,7 +45,7 @@ class Head(NamedTuple):
 
 
 def head_name(config: ModelConfig, e: int) -> str:
-    """Where exit e takes its output embedding from: "tied", "shared" or "own"."""
+    """Return where exit e gets its output embedding: "tied", "shared" or "own"."""
     return config.head if e == config.n_exits else config.exits[e].head
 
 
@@ -96,14 +96,13 @@ def _shaped(y: jax.Array, bias: jax.Array | None, o: HeadOptions) -> jax.Array:
 
 
 def confidence(head: Head, h: jax.Array, axis: str | None = None) -> Confidence:
-    """What is to be known of `logits` of states [n, d], without making them where there is a
-    kernel."""
+    """Return statistics of the logits of states [n, d]; a kernel does not write the logits."""
     return _confidence(head, h, {}, None, axis)
 
 
 def _confidence(head, h, norm: Tree, norm_options, axis) -> Confidence:
     o = head.options
-    options = Options(o.vocab_size, norm_options, o.softcap, o.temperature)
+    options = HeadConfidenceOptions(o.vocab_size, norm_options, o.softcap, o.temperature)
     return head_confidence(
         h, norm.get("scale"), norm.get("bias"), head.table, head.bias, options=options, axis=axis
     )
@@ -116,7 +115,7 @@ def label_logits(head: Head, h: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def whole_logits(head: Head, h: jax.Array, axes: Axes = LOCAL) -> jax.Array:
-    """As `logits`, of the whole vocabulary on every shard, to the bit the same on all of them."""
+    """Return the logits of the whole vocabulary on every shard, bitwise equal on all of them."""
     y = logits(head, h, axes.model)
     if not axes.model:
         return y
@@ -162,7 +161,7 @@ def state(
     config: ModelConfig,
     e: int,
     x: jax.Array,
-    context: layers.Context,
+    context: layers.LayerContext,
     *,
     axes: Axes = LOCAL,
 ) -> jax.Array:
@@ -179,7 +178,7 @@ def attend(
     config: ModelConfig,
     e: int,
     x: jax.Array,
-    context: layers.Context,
+    context: layers.LayerContext,
     *,
     cache: tuple[jax.Array, jax.Array] | None = None,
     axes: Axes = LOCAL,
@@ -195,9 +194,16 @@ def attend(
         return x, None
     p = gathered({name: part for name, part in p.items() if name in ("mlp", "mlp_norm", "block")})
     return layers.layer(
-        p["block"], after_mlp(p, x, config, axes), config, context, index=config.n_layers + e,
-        window=config.exit_window(e), rope=config.exit_rope(e), cache=cache, axes=axes,
-    )  # fmt: skip
+        p["block"],
+        after_mlp(p, x, config, axes),
+        config,
+        context,
+        index=config.n_layers + e,
+        window=config.exit_window(e),
+        rope=config.exit_rope(e),
+        cache=cache,
+        axes=axes,
+    )
 
 
 def read(params: Tree, config: ModelConfig, e: int, x: jax.Array, axes: Axes = LOCAL) -> jax.Array:
@@ -210,7 +216,7 @@ def read(params: Tree, config: ModelConfig, e: int, x: jax.Array, axes: Axes = L
 
 
 def _unnormed(params, config, e, x, axes):
-    """What of exit e's parameters `read` reads, and x as it comes to the norm."""
+    """Return what `read` reads of exit e's parameters, and x before its norm."""
     p = exit_params(params, config, e)
     names = ("norm",) if "block" in p else ("mlp", "mlp_norm", "norm")
     p = gathered({name: part for name, part in p.items() if name in names})
@@ -218,11 +224,12 @@ def _unnormed(params, config, e, x, axes):
 
 
 class Reader(NamedTuple):
-    """What an exit says of states [b, d], computed where it is asked for.
+    """The head of an exit on states [b, d], computed on demand.
 
-    logits(): float32 [b, v], those of the whole vocabulary on every shard. confidence(): what of
-    them is to be known of the most likely token, by a kernel that makes no logits; None where there
-    is no kernel.
+    Attributes:
+      logits: returns float32 [b, v] of the whole vocabulary on every shard.
+      confidence: returns statistics of them by a kernel that does not write logits; None where
+        there is no kernel.
     """
 
     logits: Callable[[], jax.Array]
@@ -241,8 +248,11 @@ def reader(params: Tree, config: ModelConfig, e: int, h: jax.Array, axes: Axes =
         p, x = _unnormed(params, config, e, h[:, None], axes)
         norm = p.get("norm", {})
         return _confidence(
-            head(params, config, e), shards.enter(x, axes)[:, 0], norm,
-            layers.norm_options(config) if norm else None, axes.model,
-        )  # fmt: skip
+            head(params, config, e),
+            shards.enter(x, axes)[:, 0],
+            norm,
+            layers.norm_options(config) if norm else None,
+            axes.model,
+        )
 
     return Reader(logits, confidence if call.by_kernels() else None)

@@ -21,10 +21,9 @@ from jax import lax
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.trees import Tree
 from eejax.kernels import call, norms
-from eejax.models import mixing
-from eejax.models.config import GLOBAL, UNTURNED, ModelConfig, RotaryConfig
-from eejax.models.config import LOCAL as LOCAL_ROPE
-from eejax.models.mixing import NEGATIVE as NEGATIVE  # of masked logits too
+from eejax.models import attention
+from eejax.models.attention import NEGATIVE as NEGATIVE  # of masked logits too
+from eejax.models.config import ModelConfig, RopeKind, RotaryConfig
 from eejax.models.positions import alibi_slopes, rotary_tables, rotate
 from eejax.models.shards import enter, leave, own_kv_head, own_positions
 
@@ -57,18 +56,19 @@ ACTIVATION = {
 }
 
 
-class Context(NamedTuple):
-    """What every layer of one pass shares.
+class LayerContext(NamedTuple):
+    """What all layers of one pass share.
 
-    mask: [b or 1, t, s] True where attention is allowed, by causality and documents.
-    distance: [b or 1, t, s] int32 query minus key position, None where no layer needs it.
-    rope, local_rope: cos and sin, each [b or 1, t, r/2] float32, or None.
-    dropout_keys: [b] one key per sample, or None.
-    start: [b] first position of the rows in the KV cache, or None without a cache.
-    reach: scalar, positions of a KV cache that somebody attends to, from its first; None without.
-    packed: where in a KV cache of slots rows of several requests [t, 1] lie, in place of `start`.
-    documents: [b, t] int32 ids that attention is confined to, None where there is one a sequence.
-    kernel_rows: where the rows lie in a KV cache that a kernel attends to, whatever is in `mask`;
+    Attributes:
+      mask: [b or 1, t, s] True where attention is allowed, by causality and documents.
+      distance: [b or 1, t, s] int32 query minus key position, None where no layer needs it.
+      rope, local_rope: cos and sin, each [b or 1, t, r/2] float32, or None.
+      dropout_keys: [b] one key per sample, or None.
+      start: [b] first position of the rows in the KV cache, or None without a cache.
+      reach: scalar, positions of a KV cache that some row attends to, from its first; None without.
+      packed: places in a KV cache of slots of rows of several requests [t, 1], in place of `start`.
+      documents: [b, t] int32 ids that attention is confined to, None for one document a sequence.
+      kernel_rows: places of the rows in a KV cache that a kernel attends to, whatever is in `mask`;
         None where XLA's own operations do.
     """
 
@@ -79,9 +79,9 @@ class Context(NamedTuple):
     dropout_keys: jax.Array | None = None
     start: jax.Array | None = None
     reach: jax.Array | None = None
-    packed: mixing.Packed | None = None
+    packed: attention.PackedRows | None = None
     documents: jax.Array | None = None
-    kernel_rows: mixing.Packed | None = None
+    kernel_rows: attention.PackedRows | None = None
 
 
 def norm(
@@ -116,9 +116,9 @@ def make_context(
     segment_ids: jax.Array | None = None,
     dropout_keys: jax.Array | None = None,
     start: jax.Array | None = None,
-    packed: mixing.Packed | None = None,
+    packed: attention.PackedRows | None = None,
     seen: jax.Array | None = None,
-) -> Context:
+) -> LayerContext:
     """Make the shared inputs of a pass over rows.
 
     Args:
@@ -126,8 +126,8 @@ def make_context(
       positions: [b or 1, t], the rows'.
       key_positions: [b or 1, s], a KV cache's; by default the rows' own.
       segment_ids: [b, t] ids of documents, to which attention is confined.
-      dropout_keys, start, packed: as in `Context`. With one of the latter two, one kernel attends
-        where there is one for it (`mixing.by_kernel`).
+      dropout_keys, start, packed: as in `LayerContext`. With one of the latter two, one kernel
+        attends where there is one for it (`attention.use_kernel`).
       seen: [b, s] positions of a KV cache that may be attended to, which no kernel knows of; by
         default all.
     """
@@ -144,8 +144,8 @@ def make_context(
     if seen is not None:
         mask = mask & seen[:, None]
     kernel_rows = None
-    if seen is None and (start is not None or packed is not None) and mixing.by_kernel(config):
-        kernel_rows = mixing.spans(start, positions.shape[1]) if packed is None else packed
+    if seen is None and (start is not None or packed is not None) and attention.use_kernel(config):
+        kernel_rows = attention.spans(start, positions.shape[1]) if packed is None else packed
     reach = None if key_positions is None else jnp.max(positions) + 1
     rope = local_rope = None
     if config.position == "rotary":
@@ -154,10 +154,18 @@ def make_context(
             local = RotaryConfig(theta=config.rotary.local_theta, fraction=config.rotary.fraction)
             local_rope = rotary_tables(local, config.rotary_dims, positions)
     needs_distance = config.position == "alibi" or config.sliding_window is not None
-    return Context(
-        mask, distance if needs_distance else None, rope, local_rope, dropout_keys, start, reach,
-        packed, segment_ids, kernel_rows,
-    )  # fmt: skip
+    return LayerContext(
+        mask,
+        distance if needs_distance else None,
+        rope,
+        local_rope,
+        dropout_keys,
+        start,
+        reach,
+        packed,
+        segment_ids,
+        kernel_rows,
+    )
 
 
 def dropout(
@@ -186,14 +194,14 @@ def keep_samples(keys: jax.Array, layer: jax.Array, rate: jax.Array) -> jax.Arra
     return jax.vmap(lambda key: jax.random.bernoulli(one(key), 1.0 - rate))(keys)
 
 
-def attention(
+def self_attention(
     p: Tree,
     x: jax.Array,
     config: ModelConfig,
-    context: Context,
+    context: LayerContext,
     *,
     window: int | jax.Array | None = None,
-    rope: int | jax.Array = GLOBAL,
+    rope: int | jax.Array = RopeKind.GLOBAL,
     cache: tuple[jax.Array, jax.Array] | None = None,
     axes: Axes = LOCAL,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -220,23 +228,25 @@ def attention(
     distance = context.distance if slopes is not None else None
     # The library knows causality and windows of a fixed size by itself.
     known = context.documents is None and (window is None or isinstance(window, int))
-    if cache is None and mixing.by_library(q, slopes, not known, config):
-        out = mixing.library_mix(
+    if cache is None and attention.use_library(q, slopes, not known, config):
+        out = attention.library_attention(
             q, k, v, None if known else mask, window if known else None, config
         )
     elif cache is None:
         flat = (jnp.swapaxes(a, 1, 2).reshape(b * n_kv, t, -1) for a in (k, v))
-        out = mixing.causal_mix(q, *flat, mask, distance, slopes, config)
+        out = attention.causal_attention(q, *flat, mask, distance, slopes, config)
     elif context.kernel_rows is not None:
-        out, (k, v) = mixing.kernel_mix(q, k, v, cache, slopes, window, config, context.kernel_rows)
+        out, (k, v) = attention.kernel_attention(
+            q, k, v, cache, slopes, window, config, context.kernel_rows
+        )
     elif context.packed is not None:
-        out, (k, v) = mixing.packed_mix(
+        out, (k, v) = attention.packed_attention(
             q, k, v, cache, mask, distance, slopes, config, context.packed
         )
     else:
-        k, v = mixing.write(cache, k, v, context.start)
+        k, v = attention.write(cache, k, v, context.start)
         flat = k.astype(dtype), v.astype(dtype)
-        out = mixing.cache_mix(q, *flat, mask, distance, slopes, config, context.reach)
+        out = attention.cached_attention(q, *flat, mask, distance, slopes, config, context.reach)
     out = _product(_rows(out), p["o"], p["o"].ndim - 1).reshape(b, t, -1)
     return _add_bias(leave(out, axes), p.get("o_bias")), (k, v)
 
@@ -245,8 +255,8 @@ def heads(
     p: Tree,
     x: jax.Array,
     config: ModelConfig,
-    context: Context,
-    rope: int | jax.Array = GLOBAL,
+    context: LayerContext,
+    rope: int | jax.Array = RopeKind.GLOBAL,
     axes: Axes = LOCAL,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """An attention's queries [b, t, n, h], keys and values [b, t, k, h] of what it reads, x."""
@@ -262,12 +272,12 @@ def heads(
         cos, sin = context.rope
         if context.local_rope is not None:
             cos, sin = (
-                jnp.where(rope == LOCAL_ROPE, a, c)
+                jnp.where(rope == RopeKind.LOCAL, a, c)
                 for a, c in zip(context.local_rope, (cos, sin), strict=True)
             )
         if config.no_rope_layers:
-            cos = jnp.where(rope == UNTURNED, 1.0, cos)
-            sin = jnp.where(rope == UNTURNED, 0.0, sin)
+            cos = jnp.where(rope == RopeKind.NONE, 1.0, cos)
+            sin = jnp.where(rope == RopeKind.NONE, 0.0, sin)
         turn = lambda a: rotate(a, (cos, sin), config.rotary.interleaved)
         if call.for_gpu():  # heads of both in one launch
             q, k = jnp.split(turn(jnp.concatenate([q, k], 2)), (q.shape[2],), 2)
@@ -444,11 +454,11 @@ def layer(
     p: Tree,
     x: jax.Array,
     config: ModelConfig,
-    context: Context,
+    context: LayerContext,
     *,
     index: int | jax.Array = 0,
     window: int | jax.Array | None = None,
-    rope: int | jax.Array = GLOBAL,
+    rope: int | jax.Array = RopeKind.GLOBAL,
     cache: tuple[jax.Array, jax.Array] | None = None,
     axes: Axes = LOCAL,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -459,7 +469,7 @@ def layer(
     traced, so that one compiled body serves a scan over layers that differ in them.
     """
     drop = lambda y, site: dropout(y, config.dropout, context.dropout_keys, index, site, axes)
-    attend = lambda y: attention(
+    attend = lambda y: self_attention(
         p["attn"], y, config, context, window=window, rope=rope, cache=cache, axes=axes
     )
     feed = lambda y: mlp(p["mlp"], y, config, axes)

@@ -1,4 +1,4 @@
-"""Where a token stands, as attention sees it: rotary angles and ALiBi slopes."""
+"""Positions in attention: rotary angles and ALiBi slopes."""
 
 from __future__ import annotations
 

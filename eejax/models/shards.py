@@ -1,5 +1,7 @@
-"""How a layer's shards over the model axis meet: one set of helpers for no axis, tensor parallelism
-(Shoeybi et al. 2019) and sequence parallelism (Korthikanti et al. 2022).
+"""Communication between a layer's shards over the model axis.
+
+One set of helpers for no axis, tensor parallelism (Shoeybi et al. 2019) and sequence parallelism
+(Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ def enter(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def leave(y: jax.Array, axes: Axes) -> jax.Array:
-    """What the shards' row-parallel products [b, t, d] add up to, as the residual stream lies."""
+    """Sum the shards' row-parallel products [b, t, d], in the layout of the residual stream."""
     if axes.sequence:
         return lax.psum_scatter(y, axes.sequence, scatter_dimension=1, tiled=True)
     return lax.psum(y, axes.model) if axes.model else y

@@ -57,7 +57,7 @@ def run_layers(
     stack: Tree,
     x: jax.Array,
     config: ModelConfig,
-    context: layers.Context,
+    context: layers.LayerContext,
     index: jax.Array,
     *,
     slots: jax.Array | None = None,
@@ -96,9 +96,7 @@ def run_layers(
         p, i = load(s["layer"]), s["index"]
         window = windows if per_layer is None else s["window"]
         rope = config.rope(0) if ropes is None else s["rope"]
-        return layers.layer(
-            p, x, config, context, index=i, window=window, rope=rope, axes=axes
-        )[0]  # fmt: skip
+        return layers.layer(p, x, config, context, index=i, window=window, rope=rope, axes=axes)[0]
 
     def maybe_left_out(x, s):
         keep = layers.keep_samples(context.dropout_keys, s["index"], layer_dropout[s["index"]])
@@ -123,9 +121,13 @@ def run_layers(
         return (x, written), None
 
     inputs = {
-        "layer": stack, "index": index, "window": per_layer, "rope": ropes, "active": active,
+        "layer": stack,
+        "index": index,
+        "window": per_layer,
+        "rope": ropes,
+        "active": active,
         "slot": slots,
-    }  # fmt: skip
+    }
     written = None
     if slots is not None:
         written = lax.stop_gradient(jnp.stack([x] * n_slots))  # all of it is overwritten
@@ -136,7 +138,7 @@ def run_to_boundaries(
     stack: Tree,
     x: jax.Array,
     config: ModelConfig,
-    context: layers.Context,
+    context: layers.LayerContext,
     boundaries: Sequence[int],
     *,
     axes: Axes = LOCAL,
@@ -157,9 +159,17 @@ def run_to_boundaries(
         if len(ends) > 1:
             slots = jnp.array([sum(n <= i for n in ends) for i in range(ends[-1])])
         last, written = run_layers(
-            part, x, config, context, jnp.arange(ends[-1]), slots=slots, n_slots=len(ends),
-            axes=axes, remat=remat, layer_dropout=layer_dropout,
-        )  # fmt: skip
+            part,
+            x,
+            config,
+            context,
+            jnp.arange(ends[-1]),
+            slots=slots,
+            n_slots=len(ends),
+            axes=axes,
+            remat=remat,
+            layer_dropout=layer_dropout,
+        )
         at |= {ends[0]: last} if written is None else {n: written[i] for i, n in enumerate(ends)}
     return tuple(at[n] for n in boundaries)
 
@@ -189,22 +199,27 @@ def exit_states(
     layer_dropout: jax.Array | None = None,
     tap: Callable[[int, jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """What the head of every exit reads: E + 1 arrays [b, t, d], the final exit last.
+    """Return what the head of every exit reads: E + 1 arrays [b, t, d], the final exit last.
 
-    tokens [b, t] int32; positions [b, t] (default 0..t-1); segment_ids [b, t] confine attention
-    to equal ids; dropout_keys [b], one key per sample (None: no dropout). `which` selects exits
-    by number, in order; layers above the deepest of them are not run. layer_dropout [l] float32:
-    the probability of each layer to be left out, drawn for each sample from its dropout key (none
-    is left out without keys).
-    `tap` is put over the state at each exit's boundary, where the exit reads it: [b, t, d], or with
-    a sequence axis [b, t/shards, d].
+    Args:
+      tokens: [b, t] int32.
+      positions: [b, t], by default 0..t-1.
+      segment_ids: [b, t]; attention is confined to equal ids.
+      dropout_keys: [b] one key per sample; None for no dropout.
+      which: numbers of the exits to compute, in order; layers above the deepest are not run.
+      layer_dropout: [l] float32, probability of skipping each layer, drawn for each sample from its
+        dropout key; no layer is skipped without keys.
+      tap: applied to the state at each exit's boundary, where the exit reads it: [b, t, d], or with
+        a sequence axis [b, t/shards, d].
     """
     which = range(config.n_exits + 1) if which is None else which
     t = tokens.shape[1]
     require(
         t <= config.context_length or config.position in ("alibi", "none"),
-        "tokens", f"length {t}", f"must fit the context length {config.context_length}",
-    )  # fmt: skip
+        "tokens",
+        f"length {t}",
+        f"must fit the context length {config.context_length}",
+    )
     # The embedding is cast after its look-up: the gradient of a table cast before would add up a
     # frequent token's contributions in bf16, where the sum stops growing.
     params = for_compute(params, config.dtype) | {"embed": params["embed"]}
@@ -216,9 +231,15 @@ def exit_states(
     x = embed(params, config, tokens, positions, axes)
     x = layers.dropout(x, config.dropout, dropout_keys, 0, 2, axes)
     reached = run_to_boundaries(
-        params["layers"], x, config, context, [config.stops[e] for e in which],
-        axes=axes, remat=remat, layer_dropout=layer_dropout,
-    )  # fmt: skip
+        params["layers"],
+        x,
+        config,
+        context,
+        [config.exit_boundaries[e] for e in which],
+        axes=axes,
+        remat=remat,
+        layer_dropout=layer_dropout,
+    )
     if tap is not None:
         reached = [tap(i, x) for i, x in enumerate(reached)]
     states = []

@@ -15,7 +15,7 @@ import numpy as np
 
 from eejax.common.errors import require
 from eejax.pipeline.schedule import BACKWARD, FORWARD
-from eejax.pipeline.simulate import NO_WORK, Costs, Timeline, run_queues
+from eejax.pipeline.simulate import NO_WORK, StageCosts, Timeline, run_queues
 
 EXIT_FORWARD, EXIT_BACKWARD = "exit forward", "exit backward"
 
@@ -27,7 +27,7 @@ class _Part(NamedTuple):
 
 
 def async_1f1b(
-    costs: Costs,
+    costs: StageCosts,
     microbatches: int,
     *,
     deferred: bool = True,
@@ -46,7 +46,8 @@ def async_1f1b(
       exits_at_end: exits between two stages lie at the end of the earlier one instead of the
         beginning of the later one (without optimization 2).
       exits_in_bubbles: in the cool-down, deferred exits run their forward pass while the stage
-        waits for the gradient (Remark A.2).
+        waits for the gradient (Remark A.2). It costs no time where it is no longer than the
+        stage's forward pass.
 
     Returns:
       When each operation runs.

@@ -14,21 +14,22 @@ FILLS = ("none", "part1", "part2", "both")
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """How a model is trained over `mesh.pipe` stages; without an effect where that is 1.
+    """Training over `mesh.pipe` stages; without effect where that is 1.
 
-    `schedule`: "1f1b" or "gpipe". `exits`: when early exits at the beginning of a stage are
-    computed (`schedule.one_f_one_b`): "mixed" takes no time and no memory in most models,
-    "aligned" no time, "deferred" no memory. Exits that are distilled are always deferred.
-    `layers`: how layers are laid onto stages, "even", "balanced" by work, exits included, or a
-    number for each stage; under train.remat "none" every stage takes the time of that with most
-    layers. `placement`: whether an exit between two stages is computed at the beginning of the
-    "later" or the end of the "earlier".
-
-    `fill` computes some of a step's microbatches in the idle times of the others, with a part of
-    the exits ("part1") or of the backward pass ("part2"), or "both" (EE-LLM, Appendix C.2); the
-    gradient stays unbiased, and "mixed" exits are deferred where more fit so. How many fit is
-    computed from `backward_cost`, the time of a layer's backward pass over that of its forward
-    pass.
+    Attributes:
+      schedule: "1f1b" or "gpipe".
+      exits: when early exits at the beginning of a stage are computed (`schedule.one_f_one_b`).
+        "mixed" takes no time and no memory in most models, "aligned" no time, "deferred" no memory.
+        Exits that are distilled are always deferred.
+      layers: layers of each stage: "even", "balanced" by work, exits included, or a number for each
+        stage. With train.remat "none" every stage takes the time of the one with most layers.
+      placement: whether an exit between two stages is computed at the beginning of the "later" or
+        the end of the "earlier" one.
+      fill: computes some of a step's microbatches in the bubbles of the others, with a part of the
+        exits ("part1"), of the backward pass ("part2"), or "both" (EE-LLM, Appendix C.2). The
+        gradient stays unbiased, and "mixed" exits are deferred where more microbatches fit so.
+      backward_cost: time of a layer's backward pass over that of its forward pass, from which the
+        number of microbatches that fit is computed.
     """
 
     schedule: str = "1f1b"
@@ -58,12 +59,16 @@ class PipelineConfig:
             )
         require(
             0 < self.backward_cost < math.inf,
-            f"{name}.backward_cost", self.backward_cost, "must be positive and finite",
-        )  # fmt: skip
+            f"{name}.backward_cost",
+            self.backward_cost,
+            "must be positive and finite",
+        )
         require(
             self.fill == "none" or self.schedule == "1f1b",
-            f"{name}.fill", self.fill, f"must be 'none' with schedule = {self.schedule!r}",
-        )  # fmt: skip
+            f"{name}.fill",
+            self.fill,
+            f"must be 'none' with schedule = {self.schedule!r}",
+        )
 
     def distilling(self) -> PipelineConfig:
         """The same for exits that learn from the final one: what that reads comes down to them with
@@ -74,14 +79,16 @@ class PipelineConfig:
         why = "with loss.distillation: a stage knows what the final exit reads only "
         require(
             self.exits != "aligned",
-            "pipeline.exits", self.exits,
+            "pipeline.exits",
+            self.exits,
             f"must be 'deferred' or 'mixed' {why}when the gradient arrives",
-        )  # fmt: skip
+        )
         require(
             self.fill in ("none", "part2"),
-            "pipeline.fill", self.fill,
+            "pipeline.fill",
+            self.fill,
             f"must be 'none' or 'part2' {why}of microbatches that went through all stages",
-        )  # fmt: skip
+        )
         return dataclasses.replace(self, exits="deferred")
 
 

@@ -1,9 +1,9 @@
-"""What the parts of a model cost on the stages of a pipeline, and EE-LLM's formulas for it.
+"""Costs of a model's parts on the stages of a pipeline, and EE-LLM's formulas for them.
 
 Appendix A.3 of the paper writes f_o and b_o for the time of a forward and of a backward pass of one
 microbatch, m_o for the memory of parameters and m_o^+ for that of activations, where o is IN (the
-input embedding), BB (a stage's layers), EE (an early exit) or FE (the final exit). `Costs` holds
-the times and `Sizes` the memory of each stage, so that exits may differ. Tests compare both
+input embedding), BB (a stage's layers), EE (an early exit) or FE (the final exit). `StageCosts`
+holds the times and `Sizes` the memory of each stage, so that exits may differ. Tests compare both
 formulas with the paper's as it writes them, and with the simulators.
 """
 
@@ -27,13 +27,13 @@ from eejax.models.transformer import rematerialised
 from eejax.pipeline.async_1f1b import at_end
 from eejax.pipeline.partition import INPUT, INSIDE, OUTPUT, Partition
 from eejax.pipeline.schedule import one_f_one_b, rings
-from eejax.pipeline.simulate import NO_WORK, Costs, Work
+from eejax.pipeline.simulate import NO_WORK, PassTime, StageCosts
 
 # Bytes of a parameter in float32 with its gradient and Adam's two moments.
 STATE_BYTES = 16
 
 
-def iteration_time(costs: Costs, microbatches: int, *, exits_at_end: bool = False) -> float:
+def iteration_time(costs: StageCosts, microbatches: int, *, exits_at_end: bool = False) -> float:
     """Bound the time of `async_1f1b` by sum_i T_i + (M - 1) max_i T_i, T_i being a stage's work.
 
     EE-LLM's bound (Appendix A.3.1, step 3) is sum_{i < P} T_i + M max_i T_i, which is larger by
@@ -63,8 +63,10 @@ NOTHING = Size()
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """`Size` of the parts of each stage, as `Costs` has their time. The embedding belongs to the
-    layers of stage 0."""
+    """`Size` of the parts of each stage, as `StageCosts` has their time.
+
+    The embedding belongs to the layers of stage 0.
+    """
 
     layers: tuple[Size, ...]
     entry: tuple[Size, ...]
@@ -118,8 +120,8 @@ def model_costs(
     rows: int,
     length: int,
     placement: str = "later",
-) -> Costs:
-    """`Costs` of a microbatch of `rows` sequences, in floating-point operations.
+) -> StageCosts:
+    """`StageCosts` of a microbatch of `rows` sequences, in floating-point operations.
 
     As counted by PaLM (Chowdhery et al. 2022, Appendix B): 2 for each weight a token is multiplied
     with and 4 n h for each position a query sees, twice as many backward; the look-up is free. A
@@ -131,12 +133,12 @@ def model_costs(
     )
     head = config.padded_vocab * config.d_model
 
-    def work(weights: int, windows: Sequence[int | None]) -> Work:
+    def work(weights: int, windows: Sequence[int | None]) -> PassTime:
         seen = sum(_mean_seen(length, w) for w in windows)
         forward = tokens * (2.0 * weights + 4.0 * config.n_heads * config.head_dim * seen)
-        return Work(forward, 2 * forward)
+        return PassTime(forward, 2 * forward)
 
-    def exit(e: int) -> Work:
+    def exit(e: int) -> PassTime:
         own = params.exit_(config, config.exits[e])
         own.pop("head", None)  # a tied or shared head is as much work as one's own
         return work(matrices(own) + head, [config.exit_window(e)] * config.exits[e].block)
@@ -146,11 +148,13 @@ def model_costs(
         stages.append(work(n * one, [config.window(i) for i in range(first, first + n)]))
         first += n
     places = exit_places(config, layers, placement)
-    total = lambda exits: Work(*(sum(x) for x in zip(NO_WORK, *map(exit, exits), strict=True)))
-    return Costs(
-        tuple(stages), tuple(map(total, places.entry)), tuple(map(total, places.inner)),
+    total = lambda exits: PassTime(*(sum(x) for x in zip(NO_WORK, *map(exit, exits), strict=True)))
+    return StageCosts(
+        tuple(stages),
+        tuple(map(total, places.entry)),
+        tuple(map(total, places.inner)),
         work(head, ()).plus(total(places.final)),
-    )  # fmt: skip
+    )
 
 
 def _mean_seen(length: int, window: int | None) -> float:
@@ -262,8 +266,8 @@ def memory_vs_1f1b(
     chunk = 2 * 4 * chunk_size(rows * length, config.padded_vocab) * config.padded_vocab
     sizes = model_sizes(config, layers)
     state = peak_memory(sizes, microbatches)
-    several = 1 if recompute else ring.n_residuals
-    lockstep = np.full(p, ring.n_states * x + several * kept.max() + chunk)
+    copies = 1 if recompute else ring.n_residuals
+    lockstep = np.full(p, ring.n_states * x + copies * kept.max() + chunk)
     under_way = np.array([min(p - i, microbatches) for i in range(p)])
     ours = np.array([schedule.in_flight(i) for i in range(p)])
     asynchronous = under_way * x + (1 if recompute else under_way) * kept + chunk

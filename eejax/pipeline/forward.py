@@ -17,7 +17,7 @@ from eejax.losses.multi_exit import BatchSums, ExitSums
 from eejax.losses.objective import CROSS_ENTROPY
 from eejax.pipeline.partition import INPUT, INSIDE, OUTPUT
 from eejax.pipeline.residuals import get, send, when
-from eejax.pipeline.stage import Arrays, Pipeline, Stage, Totals, sum_over, vary_over
+from eejax.pipeline.stage import Arrays, Pipeline, PipelineStage, Totals, sum_over, vary_over
 
 
 def evaluation(pipeline: Pipeline, microbatches: int) -> Callable[[Tree, Arrays], ExitSums]:
@@ -28,7 +28,7 @@ def evaluation(pipeline: Pipeline, microbatches: int) -> Callable[[Tree, Arrays]
 
     def local(whole: Tree, batch: Arrays) -> ExitSums:
         first, whole = jnp.zeros((), jnp.int32), vary_over(whole, specs)
-        stage = Stage(plain, {}, whole, batch, first, None, microbatches)
+        stage = PipelineStage(plain, {}, whole, batch, first, None, microbatches)
         weights = stage.vary(jnp.ones(len(stage.partition.which), jnp.float32))
         totals = stage.sum_totals(_run(stage, microbatches, weights, None))
         return ExitSums(totals.sums, stage.count(microbatches))
@@ -39,14 +39,14 @@ def evaluation(pipeline: Pipeline, microbatches: int) -> Callable[[Tree, Arrays]
 
 
 def exit_gradients(pipeline: Pipeline, microbatches: int) -> Callable[..., BatchSums]:
-    """As `runner.gradients`, where only exits are trained: nothing is sent backward.
+    """Return gradients as `runner.gradients` where only exits are trained: nothing goes backward.
 
     `squares` are those of the gradient in each exit's own parameters.
     """
 
     def local(trained, frozen, weights, rates, batch, step):
         trained, frozen = vary_over((trained, frozen), pipeline.specs)
-        stage = Stage(pipeline, trained, frozen, batch, step, rates, microbatches)
+        stage = PipelineStage(pipeline, trained, frozen, batch, step, rates, microbatches)
         refs = jax.tree.map(lambda a: jax.new_ref(jnp.zeros_like(a)), stage.trained)
         totals = _run(stage, microbatches, stage.vary(weights), refs)
         grads = sum_over(jax.tree.map(jax.freeze, refs), pipeline.specs[0], pipeline.grad_specs)
@@ -68,7 +68,7 @@ def exit_gradients(pipeline: Pipeline, microbatches: int) -> Callable[..., Batch
     return run
 
 
-def _run(stage: Stage, microbatches: int, weights: jax.Array, refs: Tree | None) -> Totals:
+def _run(stage: PipelineStage, microbatches: int, weights: jax.Array, refs: Tree | None) -> Totals:
     """Stage i takes microbatch m at step m + i, its exits with it."""
     p = stage.partition
     branches, items = stage.exit_branches(weights, refs), stage.items(INPUT, INSIDE, OUTPUT)

@@ -1,4 +1,4 @@
-"""How parameters lie on pipeline stages, and the way there and back.
+"""Layout of parameters on pipeline stages, and the conversion in both directions.
 
 Every device runs the same program, so all stages have leaves of the same shapes:
 
@@ -9,9 +9,9 @@ Every device runs the same program, so all stages have leaves of the same shapes
                                 a stage has
     embed     as in the model   positions and norm, on every stage
 
-all but the last cut over the mesh axis `pipe`. A head that is tied or shared lies in `tables` of
-every stage that uses it; its gradients are added up once a step (EE-LLM, section 3.1.2). Where all
-stages have as many layers, `layers` is the model's own stack.
+All but the last are sharded over the mesh axis `pipe`. A head that is tied or shared is in `tables`
+of every stage that uses it; its gradients are added up once a step (EE-LLM, section 3.1.2). Where
+all stages have equally many layers, `layers` is the model's own stack.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ABSENT = -1
 
 
 def table_name(config: ModelConfig, e: int) -> str:
-    """What exit e's output embedding is called here: "tokens", "shared_head" or "head_E"."""
+    """Return the name of exit e's output embedding here: "tokens", "shared_head" or "head_E"."""
     where = exits.head_name(config, e)
     return {"tied": TOKENS, "shared": SHARED}.get(where, f"head_{e}")
 

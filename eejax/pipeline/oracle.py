@@ -1,7 +1,7 @@
-"""What a pipeline has to compute, on one device: EE-LLM's algorithm, stage by stage, by autodiff.
+"""The oracle of pipelines: EE-LLM's algorithm stage by stage on one device, by autodiff.
 
-No schedule, no mesh and none of the executor's code: a definition to test that against, itself
-tested against the gradient of the whole loss.
+It has no schedule, no mesh and none of the executor's code: a definition to test the executor
+against, itself tested against the gradient of the whole loss.
 """
 
 from __future__ import annotations

@@ -16,9 +16,12 @@ EVEN, BALANCED = "even", "balanced"
 INPUT, INSIDE, OUTPUT = "input", "inside", "output"
 
 
-class Place(NamedTuple):
-    """Where exit `exit` is computed: on what enters its stage, on what leaves the last stage, or
-    INSIDE a stage, above `layers` layers of it."""
+class ExitPlace(NamedTuple):
+    """The place of exit `exit`.
+
+    It is computed on what enters its stage, on what leaves the last stage, or INSIDE a stage, above
+    `layers` layers of it.
+    """
 
     exit: int
     stage: int
@@ -49,8 +52,10 @@ class Partition:
             require(ok, "pipeline.layers", self.layers, "must give every stage a layer or more")
         require(
             sum(self.layers) == self.depth,
-            "pipeline.layers", self.layers, f"must add up to the {self.depth} layers that are run",
-        )  # fmt: skip
+            "pipeline.layers",
+            self.layers,
+            f"must add up to the {self.depth} layers that are run",
+        )
 
     @property
     def stages(self) -> int:
@@ -59,7 +64,7 @@ class Partition:
     @property
     def depth(self) -> int:
         """Layers that are run."""
-        return max(self.config.stops[e] for e in self.which)
+        return max(self.config.exit_boundaries[e] for e in self.which)
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -73,28 +78,28 @@ class Partition:
 
     @property
     def even(self) -> bool:
-        """Whether every stage has as many layers."""
+        """All stages have equally many layers."""
         return min(self.layers) == self.most
 
     @functools.cached_property
-    def places(self) -> tuple[Place, ...]:
-        """Of the exits `which`, in their order."""
+    def places(self) -> tuple[ExitPlace, ...]:
+        """Return the places of the exits `which`, in their order."""
         return tuple(self._place(e) for e in self.which)
 
-    def _place(self, e: int) -> Place:
-        boundary, last = self.config.stops[e], self.stages - 1
+    def _place(self, e: int) -> ExitPlace:
+        boundary, last = self.config.exit_boundaries[e], self.stages - 1
         if boundary == self.depth:
-            return Place(e, last, OUTPUT, self.layers[last])
+            return ExitPlace(e, last, OUTPUT, self.layers[last])
         # The stage that the layer above the boundary is on.
         later = max(i for i, start in enumerate(self.starts) if start <= boundary)
         inside = boundary - self.starts[later]
         if inside:
-            return Place(e, later, INSIDE, inside)
+            return ExitPlace(e, later, INSIDE, inside)
         if later and self.placement == "earlier":
-            return Place(e, later - 1, INSIDE, self.layers[later - 1])
-        return Place(e, later, INPUT, 0)
+            return ExitPlace(e, later - 1, INSIDE, self.layers[later - 1])
+        return ExitPlace(e, later, INPUT, 0)
 
-    def on(self, stage: int, *at: str) -> tuple[Place, ...]:
+    def on(self, stage: int, *at: str) -> tuple[ExitPlace, ...]:
         """The exits of a stage, in order, or those of them that are `at` such a place."""
         return tuple(p for p in self.places if p.stage == stage and (not at or p.at in at))
 
@@ -118,7 +123,7 @@ def partition(
     stage. Raises `ConfigError` where there are more stages than layers, or numbers do not fit.
     """
     which = tuple(range(config.n_exits + 1)) if which is None else which
-    depth = max(config.stops[e] for e in which)
+    depth = max(config.exit_boundaries[e] for e in which)
     if stages > depth:
         raise ConfigError(
             f"mesh.pipe = {stages}: must be at most the {depth} layers that are run, as every "
@@ -127,8 +132,10 @@ def partition(
     if not isinstance(layers, str):
         require(
             len(layers) == stages,
-            "pipeline.layers", tuple(layers), f"must have a number for each of {stages} stages",
-        )  # fmt: skip
+            "pipeline.layers",
+            tuple(layers),
+            f"must have a number for each of {stages} stages",
+        )
         return Partition(config, tuple(layers), placement, which)
     require_one_of("pipeline.layers", layers, (EVEN, BALANCED))
     least, more = divmod(depth, stages)
@@ -156,7 +163,7 @@ def work(p: Partition) -> tuple[float, ...]:
 
 
 def _balanced(even: Partition) -> Partition:
-    """Moves single layers from the stage with most work to another while that helps."""
+    """Move single layers from the stage with most work to another one while that helps."""
     best, layers = even, even.layers
     while True:
         loads = work(best)

@@ -1,4 +1,4 @@
-"""From the settings of pipeline parallelism to a schedule and what it multiplies."""
+"""Build a schedule and its factors from the settings of pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eejax.losses.objective import CROSS_ENTROPY, Objective
+from eejax.losses.objective import CROSS_ENTROPY, LossObjective
 from eejax.pipeline.config import PipelineConfig
 from eejax.pipeline.costs import model_costs
 from eejax.pipeline.partition import INSIDE, Partition
 from eejax.pipeline.schedule import GENERATORS, Schedule
 from eejax.pipeline.schedule_fill import Filled, filled_to
-from eejax.pipeline.simulate import Costs, Work
+from eejax.pipeline.simulate import PassTime, StageCosts
 
 
 class Factors(NamedTuple):
-    """What keeps the gradient of a schedule with inserted microbatches unbiased.
+    """Factors that keep the gradient of a schedule with inserted microbatches unbiased.
 
-    main: the first microbatches, which are whole; sums over all are those of so many. losses
-    [microbatches, stages]: of the losses of a stage's exits. gradients [stages]: of a stage's
-    summed gradients. reports [stages]: of the exits' cross entropies, for their mean.
+    Attributes:
+      main: the number of whole microbatches, which come first; sums over all count as that many.
+      losses: [microbatches, stages] of the losses of a stage's exits.
+      gradients: [stages] of a stage's summed gradients.
+      reports: [stages] of the exits' cross entropies, for their mean.
     """
 
     main: int
@@ -29,7 +31,7 @@ class Factors(NamedTuple):
     reports: np.ndarray
 
 
-class Plan(NamedTuple):
+class PipelinePlan(NamedTuple):
     """A schedule and its factors, None for a schedule of whole microbatches alone."""
 
     schedule: Schedule
@@ -43,9 +45,9 @@ def plan(
     *,
     length: int,
     remat: str,
-    objective: Objective = CROSS_ENTROPY,
-) -> Plan:
-    """Return the `Plan` of a step of so many microbatches of sequences of `length`.
+    objective: LossObjective = CROSS_ENTROPY,
+) -> PipelinePlan:
+    """Return the `PipelinePlan` of a step of so many microbatches of sequences of `length`.
 
     With `config.fill`, exits that are "mixed" are deferred where that leaves the shorter step.
     """
@@ -58,7 +60,7 @@ def plan(
     }
     if config.fill == "none":
         make = GENERATORS[config.schedule]
-        return Plan(make(partition.stages, microbatches, **settings))
+        return PipelinePlan(make(partition.stages, microbatches, **settings))
     settings |= {part: None if config.fill in (part, "both") else 0 for part in ("part1", "part2")}
     settings["inner_stages"] = [i for i in range(partition.stages) if partition.on(i, INSIDE)]
     # Mixed exits and inserted microbatches want the same idle time, and neither takes memory.
@@ -66,7 +68,7 @@ def plan(
     times = costs(config, partition, length)
     found = [filled_to(times, microbatches, **settings | {"exits": e}) for e in policies]
     best = min(found, key=lambda one: one.time)
-    return Plan(best.schedule, factors(best))
+    return PipelinePlan(best.schedule, factors(best))
 
 
 def factors(filled: Filled) -> Factors | None:
@@ -84,10 +86,10 @@ def factors(filled: Filled) -> Factors | None:
     )
 
 
-def costs(config: PipelineConfig, partition: Partition, length: int) -> Costs:
-    """By floating-point operations, of one sequence, with the configured cost of going back."""
+def costs(config: PipelineConfig, partition: Partition, length: int) -> StageCosts:
+    """Return costs of one sequence in floating-point operations, with the set `backward_cost`."""
     found = model_costs(partition.config, partition.layers, 1, length, partition.placement)
     more = config.backward_cost / 2.0
-    back = lambda work: Work(work.forward, work.backward * more)
+    back = lambda work: PassTime(work.forward, work.backward * more)
     each = lambda works: tuple(map(back, works))
-    return Costs(each(found.layers), each(found.entry), each(found.inner), back(found.final))
+    return StageCosts(each(found.layers), each(found.entry), each(found.inner), back(found.final))

@@ -30,8 +30,10 @@ def split_vjp(fun: Callable, stack: Tree, x: jax.Array, closed: Tree):
         if i is None and id(a) not in unique:
             unique[id(a)] = len(kept)
             kept.append(a)
-    places = [("known", i) if i is not None else ("kept", unique[id(a)])
-              for a, i in zip(leaves, where, strict=True)]  # fmt: skip
+    places = [
+        ("known", i) if i is not None else ("kept", unique[id(a)])
+        for a, i in zip(leaves, where, strict=True)
+    ]
 
     def restore(residuals, stack, x, closed):
         values = {"known": jax.tree.leaves((stack, x, closed)), "kept": residuals}

@@ -37,7 +37,7 @@ from eejax.pipeline.partition import INPUT, INSIDE, OUTPUT
 from eejax.pipeline.plan import Factors
 from eejax.pipeline.residuals import get, put, ring, send, split_vjp, when
 from eejax.pipeline.schedule import BACKWARD, EXITS, FORWARD, Schedule
-from eejax.pipeline.stage import Pipeline, Stage, Totals, add_row, sum_over, vary_over
+from eejax.pipeline.stage import Pipeline, PipelineStage, Totals, add_row, sum_over, vary_over
 
 
 def gradients(
@@ -93,14 +93,14 @@ def _no_gradient(a: jax.Array) -> Any:
     return np.zeros(a.shape, jax.dtypes.float0)
 
 
-class _Kept(NamedTuple):
+class _StageCarry(NamedTuple):
     """What a device carries from step to step.
 
     Attributes:
       arrived: [slots, b, t, d], states from the stage below that wait for their forward pass.
       returned: [slots, b, t, d], gradients from the stage above that wait for their backward pass.
-      taught: [slots, b, t, d], what left the last stage of the microbatches that `returned` is of;
-        None where no exit is distilled from that.
+      taught: [slots, b, t, d], outputs of the last stage for the microbatches of `returned`; None
+        where no exit is distilled.
       states: slots of `schedule.Rings`.
       residuals: likewise, pairs of the residuals of the layers and the states at boundaries inside
         the stage.
@@ -119,7 +119,7 @@ def _local(pipeline, schedule, factors, trained, frozen, weights, rates, batch, 
     """One device's part of `gradients`."""
     trained, frozen = vary_over((trained, frozen), pipeline.specs)
     n = schedule.microbatches
-    stage = Stage(pipeline, trained, frozen, batch, step, rates, n, factors)
+    stage = PipelineStage(pipeline, trained, frozen, batch, step, rates, n, factors)
     grads = jax.tree.map(jnp.zeros_like, stage.trained)
     grads["layers"] = layers.flat_heads(grads["layers"])
     refs = jax.tree.map(jax.new_ref, grads)
@@ -134,7 +134,7 @@ def _local(pipeline, schedule, factors, trained, frozen, weights, rates, batch, 
     return _sum(stage, jax.tree.map(jax.freeze, refs), totals, factors.main if factors else n)
 
 
-def kept_bytes(stage: Stage, schedule: Schedule) -> int:
+def kept_bytes(stage: PipelineStage, schedule: Schedule) -> int:
     """Bytes that a device keeps from step to step, and of one microbatch besides, which are made
     before they are put away. Inside a `shard_map`, whose results are unused."""
     weights = stage.vary(jnp.ones(len(stage.partition.which)))
@@ -144,9 +144,11 @@ def kept_bytes(stage: Stage, schedule: Schedule) -> int:
 
 
 class _Operations:
-    """What a stage does in a step."""
+    """The operations of a stage in a step."""
 
-    def __init__(self, stage: Stage, schedule: Schedule, weights: jax.Array, refs: Tree | None):
+    def __init__(
+        self, stage: PipelineStage, schedule: Schedule, weights: jax.Array, refs: Tree | None
+    ):
         self.stage, self.recompute, self.refs = stage, schedule.recompute, refs
         self.distils = stage.pipeline.distils
         rings = schedules.rings(schedule, stage.partition.input_exit_stages, self.distils)
@@ -169,12 +171,12 @@ class _Operations:
         self.trunk = stage.trunk("dots" if self.recompute else stage.pipeline.remat)
         self.restore: Callable | None = None
 
-    def start(self, m: jax.Array) -> _Kept:
-        """What is carried before the first step; of microbatch m, only shapes count."""
+    def start(self, m: jax.Array) -> _StageCarry:
+        """Return the carry before the first step; only shapes count of microbatch m."""
         blank = self.stage.hidden()
         like, self.restore = self.forward(m, blank)[1:]
         returned = ring(self.returned.n, blank)
-        return _Kept(
+        return _StageCarry(
             arrived=ring(self.arrived.n, blank),
             returned=returned,
             taught=returned if self.distils else None,
@@ -200,7 +202,7 @@ class _Operations:
         (y, inner), residuals, restore = split_vjp(run, self.stage.masters, x, closed)
         return y, (residuals, None if inner is None else inner[:-1]), restore
 
-    def step(self, kept: _Kept, row: dict[str, jax.Array]) -> _Kept:
+    def step(self, kept: _StageCarry, row: dict[str, jax.Array]) -> _StageCarry:
         stage = self.stage
         f, b = row["forward"], row["backward"]
         fm, bm = jnp.maximum(f, 0), jnp.maximum(b, 0)
@@ -227,7 +229,7 @@ class _Operations:
         back = functools.partial(self.backward, bm, states, residuals, taught)
         g, totals = when(b >= 0, back, g, totals)
         x, g, taught = self.exchange(row["pattern"], x, g, taught)
-        return _Kept(
+        return _StageCarry(
             arrived=put(kept.arrived, x, row["arrives"]),
             returned=put(kept.returned, g, row["returns"]),
             taught=put(kept.taught, taught, row["returns"]) if self.distils else None,
@@ -237,7 +239,7 @@ class _Operations:
         )
 
     def exchange(self, pattern: jax.Array, x, g, taught):
-        """What arrives where every stage sends x up, and g and `taught` down, over its links."""
+        """Send x up, g and `taught` down over the links, and return what arrives."""
         n = self.stage.partition.stages
 
         def over(links, x, g, taught):
@@ -251,7 +253,7 @@ class _Operations:
         return lax.switch(pattern, branches, x, g, taught)
 
     def enter(self, m, x, states):
-        """What the stage reads of a microbatch, which is kept."""
+        """Return what the stage reads of a microbatch; it is kept."""
         stage = self.stage
         embed = lambda: stage.embed(stage.embedding(stage.params), m, stage.context(m))
         x = lax.cond(stage.first, embed, lambda: x)
@@ -298,10 +300,15 @@ class _Operations:
         if self.inside:
             gs = ring(stage.n_inside + 1, jnp.zeros_like(g))
             gs, totals = stage.run_exits(
-                self.inside, m, self.branches, gs, totals,
+                self.inside,
+                m,
+                self.branches,
+                gs,
+                totals,
                 read=lambda item, _: get(inner, item["slot"]),
-                write=lambda item, gs, g: put(gs, g, item["slot"]), taught=taught,
-            )  # fmt: skip
+                write=lambda item, gs, g: put(gs, g, item["slot"]),
+                taught=taught,
+            )
         x, context = get(states, self.slots["inputs"][m]), stage.context(m)
         pullback = self.restore(mine, stage.masters, x, (context, stage.stack))
         _, gx = pullback.with_refs(self.refs["layers"], jax.ad.GradValue())((g, gs))
@@ -323,7 +330,7 @@ class _Operations:
         return *when(stage.first, scatter, gx), totals
 
 
-def _sum(stage: Stage, grads: Tree, totals: Totals, counted: int) -> BatchSums:
+def _sum(stage: PipelineStage, grads: Tree, totals: Totals, counted: int) -> BatchSums:
     """The sums over all devices; tokens are counted of the first `counted` microbatches."""
     if "layers" in grads:  # their heads were flattened
         shape = lambda g, a: g.reshape(a.shape)
@@ -342,7 +349,7 @@ def _sum(stage: Stage, grads: Tree, totals: Totals, counted: int) -> BatchSums:
     )
 
 
-def _sum_copies(stage: Stage, grads: jax.Array, slots: tuple[int, ...]) -> jax.Array:
+def _sum_copies(stage: PipelineStage, grads: jax.Array, slots: tuple[int, ...]) -> jax.Array:
     """Gradients of tables with those of one table's copies made their sum, on every stage that has
     one (EE-LLM, section 3.1.2)."""
     if sum(slot != ABSENT for slot in slots) < 2:

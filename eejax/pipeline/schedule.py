@@ -26,7 +26,7 @@ FORWARD, EXITS, BACKWARD = "forward", "exits", "backward"
 IDLE = -1
 
 
-class Op(NamedTuple):
+class Operation(NamedTuple):
     """One operation: FORWARD, EXITS or BACKWARD of a microbatch on a stage.
 
     EXITS are those at the edges of a stage: on what enters it, and on the last stage on what
@@ -37,7 +37,7 @@ class Op(NamedTuple):
     microbatch: int
 
 
-class Step(NamedTuple):
+class ScheduleStep(NamedTuple):
     """One step of every stage, and the exchange after it.
 
     Attributes:
@@ -46,11 +46,11 @@ class Step(NamedTuple):
         each other; None where all neighbours do.
     """
 
-    ops: tuple[tuple[Op, ...], ...]
+    ops: tuple[tuple[Operation, ...], ...]
     links: tuple[bool, ...] | None = None
 
     def linked(self, i: int) -> bool:
-        """Whether stages i and i + 1 exchange values after the step."""
+        """Return whether stages i and i + 1 exchange values after the step."""
         return self.links is None or self.links[i]
 
 
@@ -71,7 +71,7 @@ class Schedule:
 
     name: str
     stages: int
-    steps: tuple[Step, ...]
+    steps: tuple[ScheduleStep, ...]
     routes: tuple[Route, ...]
     recompute: bool = False
 
@@ -95,7 +95,7 @@ class Schedule:
 
     @functools.cached_property
     def links(self) -> np.ndarray:
-        """[steps, stages - 1] bool: `Step.linked` of each step."""
+        """[steps, stages - 1] bool: `ScheduleStep.linked` of each step."""
         pairs = range(self.stages - 1)
         table = [[step.linked(i) for i in pairs] for step in self.steps]
         return np.array(table, bool).reshape(len(self.steps), len(pairs))
@@ -193,8 +193,9 @@ class Schedule:
         head = [str(t) + "'" * (step.links is not None) for t, step in enumerate(self.steps)]
         rows = [["step", *head]]
         for i in range(self.stages):
-            cells = ("".join(f"{letter[o.kind]}{o.microbatch}" for o in s.ops[i])
-                     for s in self.steps)  # fmt: skip
+            cells = (
+                "".join(f"{letter[o.kind]}{o.microbatch}" for o in s.ops[i]) for s in self.steps
+            )
             rows.append([f"stage {i}", *cells])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
@@ -326,10 +327,15 @@ def gpipe(
     p, n = stages, microbatches
     turn = n + p - 1
     return _lockstep(
-        "gpipe", p, n, exit_stages, exits, recompute,
+        "gpipe",
+        p,
+        n,
+        exit_stages,
+        exits,
+        recompute,
         forward=lambda m, i: m + i,
         backward=lambda m, i: turn + (n - 1 - m) + (p - 1 - i),
-    )  # fmt: skip
+    )
 
 
 def one_f_one_b(
@@ -349,9 +355,15 @@ def one_f_one_b(
     """
     p = stages
     return _lockstep(
-        "1f1b", p, microbatches, exit_stages, exits, recompute,
-        forward=lambda m, i: m + i, backward=lambda m, i: m + 2 * p - 2 - i,
-    )  # fmt: skip
+        "1f1b",
+        p,
+        microbatches,
+        exit_stages,
+        exits,
+        recompute,
+        forward=lambda m, i: m + i,
+        backward=lambda m, i: m + 2 * p - 2 - i,
+    )
 
 
 def _lockstep(
@@ -369,25 +381,28 @@ def _lockstep(
     require(isinstance(n, int) and n >= 1, "microbatches", n, "must be at least 1")
     require_one_of("exits", exits, EXIT_POLICIES)
     steps = backward(0, 0) if name == "gpipe" else backward(n - 1, 0)
-    table: list[list[list[Op]]] = [[[] for _ in range(p)] for _ in range(steps + 1)]
+    table: list[list[list[Operation]]] = [[[] for _ in range(p)] for _ in range(steps + 1)]
     for i in range(p):
         last = i == p - 1
         for m in range(n):
             f, b = forward(m, i), backward(m, i)
-            table[f][i].append(Op(FORWARD, m))
+            table[f][i].append(Operation(FORWARD, m))
             if last:  # its output is there after the forward pass, or after its repetition
-                table[b if recompute else f][i].append(Op(EXITS, m))
+                table[b if recompute else f][i].append(Operation(EXITS, m))
             elif i in exit_stages:
                 early = exits == "aligned" or (exits == "mixed" and m >= n - (p - 1 - i))
-                table[m + p - 1 if early else b][i].append(Op(EXITS, m))
-            table[b][i].append(Op(BACKWARD, m))
+                table[m + p - 1 if early else b][i].append(Operation(EXITS, m))
+            table[b][i].append(Operation(BACKWARD, m))
     return Schedule(
-        name, p, tuple(Step(tuple(_ordered(ops) for ops in row)) for row in table),
-        (Route(p - 1),) * n, recompute,
-    )  # fmt: skip
+        name,
+        p,
+        tuple(ScheduleStep(tuple(_ordered(ops) for ops in row)) for row in table),
+        (Route(p - 1),) * n,
+        recompute,
+    )
 
 
-def _ordered(ops: Sequence[Op]) -> tuple[Op, ...]:
+def _ordered(ops: Sequence[Operation]) -> tuple[Operation, ...]:
     return tuple(sorted(ops, key=lambda op: (FORWARD, EXITS, BACKWARD).index(op.kind)))
 
 

@@ -35,13 +35,13 @@ from eejax.pipeline.schedule import (
     BACKWARD,
     EXITS,
     FORWARD,
-    Op,
+    Operation,
     Route,
     Schedule,
-    Step,
+    ScheduleStep,
     one_f_one_b,
 )
-from eejax.pipeline.simulate import Costs, neighbours_time, step_costs
+from eejax.pipeline.simulate import StageCosts, neighbours_time, step_costs
 
 ROUNDING = 1e-9  # relative; sums in another order differ by less
 
@@ -103,7 +103,7 @@ def most_inserted(stages: int, forward: float, backward: float) -> int:
 
 
 def filled(
-    costs: Costs,
+    costs: StageCosts,
     microbatches: int,
     *,
     part1: int | None = None,
@@ -128,9 +128,7 @@ def filled(
         require(ok, name, given, "must be a number of microbatches, or None for as many as fit")
     require(tolerance >= 0, "tolerance", tolerance, "must be at least 0")
     p = costs.stages
-    base = one_f_one_b(
-        p, microbatches, exit_stages=exit_stages, exits=exits, recompute=recompute
-    )  # fmt: skip
+    base = one_f_one_b(p, microbatches, exit_stages=exit_stages, exits=exits, recompute=recompute)
     mean = lambda kind: sum(costs.of(kind, i, recompute) for i in range(p)) / p
     k = most_inserted(p, mean(FORWARD), mean(BACKWARD))
     table = _Table(base, costs, exit_stages, tolerance, more=2 * p)
@@ -143,7 +141,7 @@ def filled(
     return Filled(schedule, microbatches, first, second, table.time, table.alone)
 
 
-def filled_to(costs: Costs, microbatches: int, **settings) -> Filled:
+def filled_to(costs: StageCosts, microbatches: int, **settings) -> Filled:
     """`microbatches` in all, few of them whole: the same number in less time. settings: those of
     `filled`. With nothing to insert it is `one_f_one_b`.
     """
@@ -169,7 +167,7 @@ class _Table:
     def __init__(
         self,
         base: Schedule,
-        costs: Costs,
+        costs: StageCosts,
         exit_stages: Sequence[int],
         tolerance: float,
         more: int,
@@ -243,7 +241,7 @@ class _Table:
             return False
         self.costs, self.crossings, self.time = trial
         for at, which, i, kind in ops:
-            (self.main if which else self.extra)[at][i].append(Op(kind, len(self.routes)))
+            (self.main if which else self.extra)[at][i].append(Operation(kind, len(self.routes)))
         self.routes.append(route)
         return True
 
@@ -331,7 +329,7 @@ class _Table:
                 links = None
                 if t >= self.first_narrow:
                     links = tuple(map(bool, self.crossings[t, is_main]))
-                steps.append(Step(ops, links))
+                steps.append(ScheduleStep(ops, links))
         return Schedule(
             f"filled {self.base.name}",
             self.base.stages,

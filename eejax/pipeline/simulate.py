@@ -1,11 +1,11 @@
-"""How long a schedule takes: operations of given cost, run as the executor would run them.
+"""Simulated time of a schedule: operations of given cost, run as the executor would run them.
 
-Three clocks. "neighbours" is the executor's: a stage begins a step when it has ended the one
-before, and with it all stages that it exchanged values with after that, since an exchange waits for
-both sides. Those are the two stages next to it, or fewer where the step has links. "barrier": a
-step begins when all stages have ended the one before. "dataflow": an operation begins when what it
-reads is there and its stage is free, the least that the order of a table allows. Nothing is charged
-for sending.
+There are three clocks. "neighbours" is the executor's: a stage begins a step when it has finished
+the previous one, and so have all stages that it exchanged values with after that, since an exchange
+waits for both sides. Those are the two stages next to it, or fewer where the step has links.
+"barrier": a step begins when all stages have finished the previous one. "dataflow": an operation
+begins when its inputs are there and its stage is free, the least that the order of a table allows.
+Sending takes no time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import NamedTuple
 import numpy as np
 
 from eejax.common.errors import require, require_one_of
-from eejax.pipeline.schedule import BACKWARD, EXITS, FORWARD, Op, Schedule
+from eejax.pipeline.schedule import BACKWARD, EXITS, FORWARD, Operation, Schedule
 
 CLOCKS = ("neighbours", "barrier", "dataflow")
 
 
-class Work(NamedTuple):
+class PassTime(NamedTuple):
     """Time of a forward and of a backward pass, in any unit."""
 
     forward: float = 0.0
@@ -33,47 +33,49 @@ class Work(NamedTuple):
     def total(self) -> float:
         return self.forward + self.backward
 
-    def __mul__(self, n: float) -> Work:
-        return Work(n * self.forward, n * self.backward)
+    def __mul__(self, n: float) -> PassTime:
+        return PassTime(n * self.forward, n * self.backward)
 
-    def plus(self, other: Work) -> Work:
-        return Work(self.forward + other.forward, self.backward + other.backward)
+    def plus(self, other: PassTime) -> PassTime:
+        return PassTime(self.forward + other.forward, self.backward + other.backward)
 
 
-NO_WORK = Work()
+NO_WORK = PassTime()
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs:
-    """Time of the parts of each stage: [stages] of `Work`, and the final exit's.
+class StageCosts:
+    """Time of the parts of each stage: [stages] of `PassTime`, and the final exit's.
 
     layers: of a stage's layers, with the embedding on stage 0. entry: of the exits on what enters
     a stage. inner: of the exits between the layers of a stage. final: of the final exit, on the
     last stage.
     """
 
-    layers: tuple[Work, ...]
-    entry: tuple[Work, ...]
-    inner: tuple[Work, ...]
-    final: Work = NO_WORK
+    layers: tuple[PassTime, ...]
+    entry: tuple[PassTime, ...]
+    inner: tuple[PassTime, ...]
+    final: PassTime = NO_WORK
 
     def __post_init__(self):
         n = len(self.layers)
-        require(n >= 1, "Costs.layers", self.layers, "must have an entry for each stage")
+        require(n >= 1, "StageCosts.layers", self.layers, "must have an entry for each stage")
         for name in ("entry", "inner"):
             found = getattr(self, name)
-            require(len(found) == n, f"Costs.{name}", found, f"must have {n} entries, as layers")
+            require(
+                len(found) == n, f"StageCosts.{name}", found, f"must have {n} entries, as layers"
+            )
         for name in ("layers", "entry", "inner"):
             for one in getattr(self, name):
-                _require_times(f"Costs.{name}", one)
-        _require_times("Costs.final", self.final)
+                _require_times(f"StageCosts.{name}", one)
+        _require_times("StageCosts.final", self.final)
 
     @property
     def stages(self) -> int:
         return len(self.layers)
 
     @property
-    def without_exits(self) -> Costs:
+    def without_exits(self) -> StageCosts:
         none = (NO_WORK,) * self.stages
         return dataclasses.replace(self, entry=none, inner=none)
 
@@ -89,7 +91,7 @@ class Costs:
         return self.layers[stage].backward + again + self.inner[stage].total
 
 
-def _require_times(field: str, work: Work) -> None:
+def _require_times(field: str, work: PassTime) -> None:
     ok = all(math.isfinite(x) and x >= 0 for x in work)
     require(ok, field, tuple(work), "must be finite times of at least 0")
 
@@ -99,12 +101,12 @@ def stage_costs(
     entry: Sequence[int] = (),
     inner: Sequence[int] = (),
     *,
-    layer: Work,
-    exit: Work = NO_WORK,
-    final: Work = NO_WORK,
-    embedding: Work = NO_WORK,
-) -> Costs:
-    """`Costs` from those of single parts, the f and b of EE-LLM's Appendix A.3.
+    layer: PassTime,
+    exit: PassTime = NO_WORK,
+    final: PassTime = NO_WORK,
+    embedding: PassTime = NO_WORK,
+) -> StageCosts:
+    """`StageCosts` from those of single parts, the f and b of EE-LLM's Appendix A.3.
 
     layers, entry, inner: for each stage the number of its layers, of exits on what enters it and of
     exits inside it; none by default. layer, exit, final, embedding: the paper's BB (of one layer),
@@ -115,10 +117,10 @@ def stage_costs(
     if own:
         own[0] = own[0].plus(embedding)
     exits = lambda given: tuple(exit * n for n in count(given))
-    return Costs(tuple(own), exits(entry), exits(inner), final)
+    return StageCosts(tuple(own), exits(entry), exits(inner), final)
 
 
-class Timed(NamedTuple):
+class TimedOperation(NamedTuple):
     """An operation on a stage, from begin to end."""
 
     stage: int
@@ -129,7 +131,7 @@ class Timed(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """What `analysis.gantt` draws."""
+    """A bar that `analysis.gantt` draws."""
 
     stage: int
     begin: float
@@ -141,12 +143,16 @@ class Bar(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """When every operation runs. `critical`: one chain of operations, in order of time, that
-    nothing waits in; it lasts as long as all (`time`)."""
+    """Times of all operations.
+
+    Attributes:
+      critical: one chain of operations, in order of time, without waiting; it lasts as long as the
+        whole (`time`).
+    """
 
     stages: int
-    ops: tuple[Timed, ...]
-    critical: tuple[Timed, ...]
+    ops: tuple[TimedOperation, ...]
+    critical: tuple[TimedOperation, ...]
 
     @property
     def time(self) -> float:
@@ -170,7 +176,7 @@ class Timeline:
         ]
 
 
-def step_costs(schedule: Schedule, costs: Costs) -> np.ndarray:
+def step_costs(schedule: Schedule, costs: StageCosts) -> np.ndarray:
     """[steps, stages]: time of what each stage does in each step."""
     of = {
         (kind, i): costs.of(kind, i, schedule.recompute)
@@ -201,22 +207,24 @@ def neighbours_time(steps: np.ndarray, links: np.ndarray | None = None) -> float
     return float(ready.max(initial=0.0))
 
 
-def simulate(schedule: Schedule, costs: Costs, clock: str = "neighbours") -> Timeline:
-    """Runs a schedule by one of `CLOCKS`.
+def simulate(schedule: Schedule, costs: StageCosts, clock: str = "neighbours") -> Timeline:
+    """Simulate a schedule by one of `CLOCKS`.
 
-    Raises `ConfigError` where `costs` are of another number of stages.
+    Raises `ConfigError` where `costs` have another number of stages.
     """
     require_one_of("clock", clock, CLOCKS)
     require(
-        costs.stages == schedule.stages, "costs.stages", costs.stages,
+        costs.stages == schedule.stages,
+        "costs.stages",
+        costs.stages,
         f"must be the schedule's number of stages ({schedule.stages})",
-    )  # fmt: skip
+    )
     if clock == "dataflow":
         return _dataflow(schedule, costs)
     return _lockstep(schedule, costs, everybody=clock == "barrier")
 
 
-def _lockstep(schedule: Schedule, costs: Costs, everybody: bool) -> Timeline:
+def _lockstep(schedule: Schedule, costs: StageCosts, everybody: bool) -> Timeline:
     p = schedule.stages
 
     def waits_for(t: int, i: int) -> list[int]:
@@ -229,7 +237,7 @@ def _lockstep(schedule: Schedule, costs: Costs, everybody: bool) -> Timeline:
         return [i, *below, *([i + 1] if i < p - 1 and link[i] else [])]
 
     ends, waited_for, done = [0.0] * p, [], []
-    ops: list[Timed] = []
+    ops: list[TimedOperation] = []
     for t, step in enumerate(schedule.steps):
         near = [waits_for(t - 1, i) if t else [i] for i in range(p)]
         causes = [max(js, key=lambda j: ends[j]) for js in near]
@@ -239,7 +247,7 @@ def _lockstep(schedule: Schedule, costs: Costs, everybody: bool) -> Timeline:
             now, did = begins[i], []
             for op in todo:
                 end = now + costs.of(op.kind, i, schedule.recompute)
-                did.append(Timed(i, op.kind, op.microbatch, now, end))
+                did.append(TimedOperation(i, op.kind, op.microbatch, now, end))
                 now = end
             ops += did
             row.append(did)
@@ -247,7 +255,7 @@ def _lockstep(schedule: Schedule, costs: Costs, everybody: bool) -> Timeline:
         ends = begins
         waited_for.append(causes)
         done.append(row)
-    critical: list[Timed] = []
+    critical: list[TimedOperation] = []
     i = max(range(p), key=lambda j: ends[j])
     for causes, row in zip(reversed(waited_for), reversed(done), strict=True):
         critical += [op for op in reversed(row[i]) if op.end > op.begin]
@@ -255,13 +263,13 @@ def _lockstep(schedule: Schedule, costs: Costs, everybody: bool) -> Timeline:
     return Timeline(p, tuple(ops), tuple(reversed(critical)))
 
 
-def _dataflow(schedule: Schedule, costs: Costs) -> Timeline:
-    queues: list[list[tuple[Op, float]]] = [[] for _ in range(schedule.stages)]
+def _dataflow(schedule: Schedule, costs: StageCosts) -> Timeline:
+    queues: list[list[tuple[Operation, float]]] = [[] for _ in range(schedule.stages)]
     for step in schedule.steps:
         for i, ops in enumerate(step.ops):
             queues[i] += [(op, costs.of(op.kind, i, schedule.recompute)) for op in ops]
 
-    def before(op: Op, stage: int) -> tuple[int, Op] | None:
+    def before(op: Operation, stage: int) -> tuple[int, Operation] | None:
         if op.kind == FORWARD and stage > 0:
             return stage - 1, op
         if op.kind == BACKWARD and stage < schedule.routes[op.microbatch].top:
@@ -272,15 +280,15 @@ def _dataflow(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def run_queues(
-    queues: Sequence[Sequence[tuple[Op, float]]],
-    before: Callable[[Op, int], tuple[int, Hashable] | None],
+    queues: Sequence[Sequence[tuple[Operation, float]]],
+    before: Callable[[Operation, int], tuple[int, Hashable] | None],
 ) -> Timeline:
     """Stages that work through a list of (operation, time) each, in order, without a clock.
 
     before: (operation, stage) -> the (stage, operation) elsewhere whose result it reads, or None.
     Raises `ValueError` where all stages wait for each other.
     """
-    found: dict[tuple[int, Hashable], Timed] = {}
+    found: dict[tuple[int, Hashable], TimedOperation] = {}
     cause: dict[tuple[int, Hashable], tuple[int, Hashable] | None] = {}
     place, previous = [0] * len(queues), [None] * len(queues)
     moved = True
@@ -295,7 +303,7 @@ def run_queues(
                 waits = [key for key in (previous[i], needed) if key is not None]
                 why = max(waits, key=lambda key: found[key].end, default=None)
                 begin = found[why].end if why is not None else 0.0
-                found[i, op] = Timed(i, op.kind, op.microbatch, begin, begin + cost)
+                found[i, op] = TimedOperation(i, op.kind, op.microbatch, begin, begin + cost)
                 cause[i, op] = why
                 previous[i] = (i, op)
                 place[i] += 1
@@ -313,8 +321,8 @@ def run_queues(
     return Timeline(len(queues), ops, tuple(reversed(critical)))
 
 
-def exit_time_overhead(without: Schedule, with_exits: Schedule, costs: Costs) -> float:
-    """How much longer a schedule with early exits takes than one without: 0.01 is 1 %.
+def exit_time_overhead(without: Schedule, with_exits: Schedule, costs: StageCosts) -> float:
+    """Return how much longer a schedule with early exits takes than one without: 0.01 is 1 %.
 
     By the clock "neighbours". `costs` are those with exits; the first schedule is charged none.
     """

@@ -19,7 +19,7 @@ from eejax.common.errors import require
 from eejax.common.trees import Tree, join
 from eejax.losses.cross_entropy import IGNORE, Teacher
 from eejax.losses.multi_exit import exits_loss
-from eejax.losses.objective import CROSS_ENTROPY, Objective
+from eejax.losses.objective import CROSS_ENTROPY, LossObjective
 from eejax.models import exits, layers, params, shards, transformer
 from eejax.models.config import ModelConfig
 from eejax.pipeline.layout import ABSENT, TOKENS, StageLayout, table_name
@@ -47,25 +47,27 @@ class Pipeline:
     mesh: Mesh
     cuts: Layout = DEFAULT
     remat: str = "dots"
-    objective: Objective = CROSS_ENTROPY
+    objective: LossObjective = CROSS_ENTROPY
     sparse: bool = False
     sample_keys: Callable[[jax.Array, int], jax.Array] | None = None
 
     def __post_init__(self):
         require(
             not (self.layout.tuned and self.objective.distillation),
-            "loss.distillation", self.objective.distillation,
+            "loss.distillation",
+            self.objective.distillation,
             "must be 0 where exits are tuned: the final exit is not run there",
-        )  # fmt: skip
+        )
         require(
             self.objective.exit_tokens == 1,
-            "loss.exit_tokens", self.objective.exit_tokens,
+            "loss.exit_tokens",
+            self.objective.exit_tokens,
             "must be 1 on several stages, where heads of exits fill idle time",
-        )  # fmt: skip
+        )
 
     @property
     def distils(self) -> bool:
-        """Whether exits learn from the final one."""
+        """Exits learn from the final exit."""
         return bool(self.objective.distillation and self.config.n_exits)
 
     @property
@@ -84,7 +86,7 @@ class Pipeline:
 
 
 class _Kind(NamedTuple):
-    """What of an exit decides about its program, and where its parameters lie on its stage."""
+    """What decides about an exit's program, and about the place of its parameters on its stage."""
 
     exit: int  # one of its kind
     table: tuple[str, int]
@@ -92,15 +94,18 @@ class _Kind(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Of this device's part of a batch: the weighted loss, and by exit [e] cross entropy and square
-    of the gradient that the exit sends into the hidden states."""
+    """Sums over this device's part of a batch.
+
+    The weighted loss and, by exit [e], the cross entropy and the squared norm of the gradient that
+    the exit sends into the hidden states.
+    """
 
     loss: jax.Array
     sums: jax.Array  # [e]
     squares: jax.Array  # [e]
 
 
-class Stage:
+class PipelineStage:
     """One device's part of the run: its parameters, and the tables' rows that are its own.
 
     trained, frozen: parameters that vary over data and pipe (`vary_over`); batch: arrays [b, t],
@@ -164,7 +169,7 @@ class Stage:
     def vary(self, tree: Tree) -> Tree:
         return vary_over(tree, P())
 
-    def context(self, m: jax.Array) -> layers.Context:
+    def context(self, m: jax.Array) -> layers.LayerContext:
         at = lambda a: lax.dynamic_index_in_dim(a, m, 0, keepdims=False)
         return layers.make_context(
             self.config,
@@ -178,14 +183,14 @@ class Stage:
             return lax.dynamic_index_in_dim(self.batch["positions"], m, 0, keepdims=False)
         return jnp.arange(self.batch["tokens"].shape[-1])[None]
 
-    def embed(self, embedding: Tree, m: jax.Array, context: layers.Context) -> jax.Array:
+    def embed(self, embedding: Tree, m: jax.Array, context: layers.LayerContext) -> jax.Array:
         tokens = lax.dynamic_index_in_dim(self.batch["tokens"], m, 0, keepdims=False)
         positions = self.positions(m)
         x = transformer.embed({"embed": embedding}, self.config, tokens, positions, self.axes)
         return layers.dropout(x, self.config.dropout, context.dropout_keys, 0, 2, self.axes)
 
     def embedding(self, tree: Tree) -> Tree:
-        """What `embed` takes, out of parameters or of their gradients' tree."""
+        """Return what `embed` takes, from parameters or from their gradients' tree."""
         group, slot = self.layout.find(TOKENS, 0)
         return {TOKENS: tree[group][slot], **tree.get("embed", {})}
 
@@ -203,10 +208,19 @@ class Stage:
 
         def run(masters, x, context):
             return transformer.run_layers(
-                (masters, self.stack), x, self.config, context, index, slots=slots,
-                n_slots=self.n_inside + 1, active=active, load=_load, axes=self.axes, remat=remat,
+                (masters, self.stack),
+                x,
+                self.config,
+                context,
+                index,
+                slots=slots,
+                n_slots=self.n_inside + 1,
+                active=active,
+                load=_load,
+                axes=self.axes,
+                remat=remat,
                 layer_dropout=self.rates,
-            )  # fmt: skip
+            )
 
         return run
 
@@ -252,9 +266,17 @@ class Stage:
             h = exits.state(final, c, c.n_exits, taught, context, axes=self.axes)
             teacher = Teacher(h, exits.head(final, c, c.n_exits))
         return exits_loss(
-            tree, c, [state], labels, weight, (e,), objective=self.pipeline.objective,
-            teacher=teacher, sparse=self.pipeline.sparse, axes=self.axes,
-        )  # fmt: skip
+            tree,
+            c,
+            [state],
+            labels,
+            weight,
+            (e,),
+            objective=self.pipeline.objective,
+            teacher=teacher,
+            sparse=self.pipeline.sparse,
+            axes=self.axes,
+        )
 
     def exit_tree(self, e: int, own: Tree, table: jax.Array) -> Tree:
         """A model's parameters, of which exit e reads the same."""
@@ -340,8 +362,16 @@ class Stage:
             seen, inside, row = set(), 0, []
             for place in p.on(i, *at):
                 kind, which = self.kinds[1][place.exit], p.which.index(place.exit)
-                row.append((kind, which, place.at == OUTPUT, place.at == INPUT,
-                            place.at not in seen, inside))  # fmt: skip
+                row.append(
+                    (
+                        kind,
+                        which,
+                        place.at == OUTPUT,
+                        place.at == INPUT,
+                        place.at not in seen,
+                        inside,
+                    )
+                )
                 seen.add(place.at)
                 inside += place.at == INSIDE
             rows.append(row)

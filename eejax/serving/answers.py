@@ -1,4 +1,4 @@
-"""What becomes of a request in OpenAI's form: asks of the engine, and pieces of their answers."""
+"""Requests in OpenAI's form: engine requests, and the deltas of their answers."""
 
 from __future__ import annotations
 
@@ -10,39 +10,51 @@ from typing import Any, NamedTuple
 
 from eejax.common.errors import ConfigError, require
 from eejax.data.tokenizers import Tokenizer
+from eejax.inference.logits_params import LogitsParams
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.sampling import Sampling
+from eejax.inference.sampling import SamplingParams
 from eejax.inference.scheduler import Token
-from eejax.inference.shaping import Shaping
-from eejax.inference.state import STOPS
-from eejax.serving.messages import CHOOSES, Ask, Ready
-from eejax.serving.metrics import Watched
-from eejax.serving.protocol import Wishes
-from eejax.serving.service import Service, Unavailable
-from eejax.serving.text import Revealed
+from eejax.inference.state import MAX_STOP_TOKENS
+from eejax.serving.messages import CHOOSES, EngineReady, EngineRequest
+from eejax.serving.metrics import ChoiceMetrics
+from eejax.serving.protocol import GenerationRequest
+from eejax.serving.service import EngineUnavailable, Service
+from eejax.serving.text import StreamingDetokenizer
 
 FIELDS = dict(
-    presence="presence_penalty", frequency="frequency_penalty", repetition="repetition_penalty",
-    least="min_tokens", biases="logit_bias", likely="logprobs", threshold="thresholds",
-    min_depth="min_layers", stop_tokens="stop_token_ids", limit="max_tokens",
-)  # fmt: skip
+    presence="presence_penalty",
+    frequency="frequency_penalty",
+    repetition="repetition_penalty",
+    least="min_tokens",
+    biases="logit_bias",
+    top_logprobs="logprobs",
+    threshold="thresholds",
+    min_exit_layer="min_layers",
+    stop_tokens="stop_token_ids",
+    limit="max_tokens",
+)
 """What settings are called in requests, where that is another name."""
 
 LEAVING = ("engine", "gate", "thresholds", "exits", "min_layers")
 """Fields that say how tokens leave."""
 
 
-class Defaults(NamedTuple):
-    """How tokens leave where a request does not say."""
+class ExitDefaults(NamedTuple):
+    """Exit rules where a request gives none."""
 
     thresholds: float | tuple[float, ...] = 1.0
     gate: str = "max_probability"
     drafts: int = 0
 
 
-class Piece(NamedTuple):
-    """More of choice `index`: text, the tokens that it begins to show, and how it ended, if it did;
-    count: of the tokens generated."""
+class ChoiceDelta(NamedTuple):
+    """More text of choice `index`.
+
+    Attributes:
+      tokens: tokens that the text begins to show.
+      finish: how the choice ended, or "".
+      count: tokens generated so far.
+    """
 
     index: int
     text: str
@@ -51,92 +63,136 @@ class Piece(NamedTuple):
     count: int
 
 
-def asks(
-    wishes: Wishes, ready: Ready, prompt: Sequence[int], limit: int | None, likely: int,
-    defaults: Defaults,
-) -> list[Ask]:  # fmt: skip
-    """One for each of the n choices. Raises ConfigError, which names the request's field."""
+def engine_requests(
+    body: GenerationRequest,
+    ready: EngineReady,
+    prompt: Sequence[int],
+    limit: int | None,
+    top_logprobs: int,
+    defaults: ExitDefaults,
+) -> list[EngineRequest]:
+    """Return an engine request for each of the n choices.
+
+    Raises ConfigError, which names the request's field.
+    """
     config, tokenizer = ready.config, ready.tokenizer
     room = ready.context - len(prompt)
     # Where nothing is to be generated, the prompt may fill the context.
     most = ready.context if limit == 0 else ready.context - 1
     require(
-        0 < len(prompt) <= most, "prompt", f"{len(prompt)} tokens",
+        0 < len(prompt) <= most,
+        "prompt",
+        f"{len(prompt)} tokens",
         f"must have 1 to {most}, as the model's context is {ready.context}",
-    )  # fmt: skip
-    least, own = wishes.min_tokens, wishes.stop_token_ids or ()
-    require(limit in (None, 0) or least <= limit, "min_tokens", least, f"must be at most {limit}")
-    ends = set() if wishes.ignore_eos else {*tokenizer.end_ids}
-    stops = sorted({*ends, *own})
-    require(
-        len(stops) <= STOPS, "stop_token_ids", own, f"must be at most {STOPS - len(ends)} tokens"
     )
-    seed = wishes.seed
+    least, own = body.min_tokens, body.stop_token_ids or ()
+    require(limit in (None, 0) or least <= limit, "min_tokens", least, f"must be at most {limit}")
+    ends = set() if body.ignore_eos else {*tokenizer.end_ids}
+    stop_tokens = sorted({*ends, *own})
+    require(
+        len(stop_tokens) <= MAX_STOP_TOKENS,
+        "stop_token_ids",
+        own,
+        f"must be at most {MAX_STOP_TOKENS - len(ends)} tokens",
+    )
+    seed = body.seed
     seed = secrets.randbelow(2**31) if seed is None else seed % 2**31
     try:
-        policy = policy_of(wishes, ready, defaults)
-        biases = {int(token): value for token, value in (wishes.logit_bias or {}).items()}
-        shaping = Shaping.make(
-            config.vocab_size, wishes.presence_penalty, wishes.frequency_penalty,
-            wishes.repetition_penalty, wishes.min_tokens, biases, likely,
-        )  # fmt: skip
-        sampled = lambda i: Sampling.make(
-            1, wishes.temperature, max(wishes.top_k, 0), wishes.top_p, wishes.min_p,
+        policy = exit_policy(body, ready, defaults)
+        biases = {int(token): value for token, value in (body.logit_bias or {}).items()}
+        logits_params = LogitsParams.make(
+            config.vocab_size,
+            body.presence_penalty,
+            body.frequency_penalty,
+            body.repetition_penalty,
+            body.min_tokens,
+            biases,
+            top_logprobs,
+        )
+        sampled = lambda i: SamplingParams.make(
+            1,
+            body.temperature,
+            max(body.top_k, 0),
+            body.top_p,
+            body.min_p,
             (seed + i) % 2**31,
-        )  # fmt: skip
+        )
         return [
-            Ask(
-                tuple(prompt), room if limit is None else limit, policy, sampled(i), shaping,
-                tuple(stops), wishes.priority, wishes.objective,
+            EngineRequest(
+                tuple(prompt),
+                room if limit is None else limit,
+                policy,
+                sampled(i),
+                logits_params,
+                tuple(stop_tokens),
+                body.priority,
+                body.objective,
             )
-            for i in range(wishes.n)
-        ]  # fmt: skip
+            for i in range(body.n)
+        ]
     except ConfigError as error:
-        raise renamed(error) from error
+        raise rename_field(error) from error
 
 
-def policy_of(wishes: Wishes, ready: Ready, defaults: Defaults) -> ExitPolicy | None:
-    """How tokens leave; None where the server chooses. Raises ConfigError as `asks`."""
+def exit_policy(
+    body: GenerationRequest, ready: EngineReady, defaults: ExitDefaults
+) -> ExitPolicy | None:
+    """Return a request's exit rules, None where the server chooses.
+
+    Raises ConfigError, in which `engine_requests` renames the fields.
+    """
     if ready.chooses:
         for name in LEAVING:
-            value, default = getattr(wishes, name), Wishes.model_fields[name].default
-            told = f"must be left out: {CHOOSES}"
-            require(value in (None, default), name, value, told)
+            value, default = getattr(body, name), GenerationRequest.model_fields[name].default
+            allowed = f"must be left out: {CHOOSES}"
+            require(value in (None, default), name, value, allowed)
         return None
-    told = "must be left out: there is one model, and nothing to choose"
-    require(wishes.objective is None, "objective", wishes.objective, told)
-    threshold = defaults.thresholds if wishes.thresholds is None else wishes.thresholds
-    if wishes.engine == "full":
-        given = [n for n in ("thresholds", "exits", "gate") if getattr(wishes, n) is not None]
+    allowed = "must be left out: there is one model, and nothing to choose"
+    require(body.objective is None, "objective", body.objective, allowed)
+    threshold = defaults.thresholds if body.thresholds is None else body.thresholds
+    if body.engine == "full":
+        given = [n for n in ("thresholds", "exits", "gate") if getattr(body, n) is not None]
         require(not given, "engine", "full", f"leaves no choice of {' and '.join(given)}")
         threshold = 1.0
     if isinstance(threshold, list):
         n = ready.config.n_exits
-        told = f"must be one number, or {n}: one for each exit of the model"
-        require(len(threshold) == n, "thresholds", threshold, told)
+        allowed = f"must be one number, or {n}: one for each exit of the model"
+        require(len(threshold) == n, "thresholds", threshold, allowed)
     return ExitPolicy.make(
-        ready.config, 1, threshold, wishes.exits, gate=wishes.gate or defaults.gate,
-        min_depth=wishes.min_layers, drafts=defaults.drafts,
-    )  # fmt: skip
+        ready.config,
+        1,
+        threshold,
+        body.exits,
+        gate=body.gate or defaults.gate,
+        min_exit_layer=body.min_layers,
+        drafts=defaults.drafts,
+    )
 
 
-def renamed(error: ConfigError) -> ConfigError:
-    """The error, with the name that a request has for the setting."""
+def rename_field(error: ConfigError) -> ConfigError:
+    """Return the error with the name that a request has for the setting."""
     field, *rest = str(error).split(" ", 1)
     return ConfigError(" ".join([FIELDS.get(field, field), *rest]))
 
 
-async def pieces(
-    service: Service, ask: Ask, index: int, stops: Sequence[str], watched: Watched,
+async def choice_deltas(
+    service: Service,
+    ask: EngineRequest,
+    index: int,
+    stop_strings: Sequence[str],
+    watched: ChoiceMetrics,
     seconds: float | None = None,
-) -> AsyncIterator[Piece]:  # fmt: skip
-    """A choice's pieces, the last of which has a `finish`; it ends the request where it is left, or
-    where a stop string came. Raises as `Service.ask`."""
+) -> AsyncIterator[ChoiceDelta]:
+    """Yield a choice's deltas, the last of which has a `finish`.
+
+    The request is ended where it is abandoned, or where a stop string came. Raises as
+    `Service.stream`.
+    """
     tokenizer: Tokenizer = service.ready.tokenizer
-    revealed, tokens, told = Revealed(tokenizer, stops, ask.prompt), [], 0
+    revealed, tokens, num_shown = StreamingDetokenizer(tokenizer, stop_strings, ask.prompt), [], 0
     ends, finish = set(ask.stop_tokens), "cancelled"
     try:
-        async with contextlib.aclosing(service.ask(ask, seconds=seconds)) as events:
+        async with contextlib.aclosing(service.stream(ask, seconds=seconds)) as events:
             async for event in events:
                 tokens += event.tokens
                 watched.tokens(event.tokens)
@@ -153,15 +209,15 @@ async def pieces(
                 done = shown.stopped or bool(event.finish)
                 upto = len(tokens) if event.finish and not shown.stopped else shown.tokens
                 # What came behind a stop string in the same event is none of the answer.
-                count = revealed.taken if shown.stopped else len(tokens)
-                if text or upto > told or done:
-                    yield Piece(
-                        index, text, tuple(tokens[told:upto]), finish if done else "", count
+                count = revealed.num_tokens if shown.stopped else len(tokens)
+                if text or upto > num_shown or done:
+                    yield ChoiceDelta(
+                        index, text, tuple(tokens[num_shown:upto]), finish if done else "", count
                     )
-                told = max(told, upto)
+                num_shown = max(num_shown, upto)
                 if done:
                     return
-    except (Unavailable, ConfigError):
+    except (EngineUnavailable, ConfigError):
         finish = "refused"
         raise
     finally:

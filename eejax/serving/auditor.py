@@ -1,8 +1,8 @@
-"""A text that was answered, judged by the whole of a model.
+"""Judge an answer with the whole of a model.
 
-It goes through the whole model once, as it stands: of each of its tokens that says whether the
-whole model would have gone on with it, and how likely it found it. Layers that are not loaded are
-brought one at a time and freed again, so that an audit needs room for one (`capacity.audit_bytes`).
+The answer runs through the whole model once. For each token it finds whether the whole model would
+have chosen it, and how likely it was. Layers that are not loaded are brought one at a time and
+freed again, so that an audit needs room for one (`capacity.audit_bytes`).
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from eejax.inference.state import Weights
 from eejax.models import layers, transformer
 from eejax.models.cache import kv_heads, unstack_segments
 from eejax.models.config import ModelConfig
-from eejax.serving.audits import Verdict
+from eejax.serving.audits import AnswerAudit
 from eejax.serving.quality import agreement_of, relative_to
 
 
-class Auditor:
-    """The whole of a model."""
+class AnswerVerifier:
+    """Judges answers with the whole of a model."""
 
     def __init__(self, host: Tree, config: ModelConfig):
-        """host: the training tree; as `on_host` made it, there is no second copy of it."""
+        """Take the training tree `host`; as `on_host` made it, there is no second copy of it."""
         self._host, self.config = on_host(host, config), config
 
     def judge(
         self, loaded: Weights | None, prompt: Sequence[int], tokens: Sequence[int]
-    ) -> Verdict:
+    ) -> AnswerAudit:
         """Judge the tokens behind a prompt.
 
         One program is compiled for each power of two of tokens, and for each kind of layers.
@@ -51,7 +51,7 @@ class Auditor:
         require(len(prompt) > 0, "prompt", prompt, "must have one token at least")
         config = self.config
         if loaded is None:
-            loaded = Weights((), _brought(s.outside(self._host, config, 0)))
+            loaded = Weights((), _brought(s.unlayered_params(self._host, config, 0)))
         text = [*prompt, *tokens]
         width = next(n for n in scoring.lengths(config.context_length + 1) if n >= len(text))
         padded = np.zeros((1, width), np.int32)
@@ -73,10 +73,10 @@ class Auditor:
             params["final"] = _brought(self._host["final"])
         logprob, same = _read(params, x, padded, config=config)
         own = slice(len(prompt) - 1, len(text) - 1)
-        return Verdict(np.asarray(same)[own], np.asarray(logprob)[own])
+        return AnswerAudit(np.asarray(same)[own], np.asarray(logprob)[own])
 
 
-class Reference:
+class ReferenceJudge:
     """The model that judges the answers of all members of a fleet.
 
     Attributes:
@@ -89,10 +89,10 @@ class Reference:
         self, host: Tree, config: ModelConfig, name: str | None = None, least: float | None = None
     ):
         self.host, self.config = host, config
-        self.auditor = Auditor(host, config)
+        self.auditor = AnswerVerifier(host, config)
         self.name, self.least = name, least
 
-    def quality(self, verdict: Verdict) -> float:
+    def quality(self, verdict: AnswerAudit) -> float:
         if self.least is None:
             return agreement_of(verdict)
         return relative_to(self.least, verdict)

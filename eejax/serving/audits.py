@@ -1,4 +1,4 @@
-"""How often tokens are not the whole model's, by a share of answers that is looked at again."""
+"""Bounds on how often tokens differ from the whole model's, from judged answers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ FEWEST = 4  # answers that may differ from those before
 
 
 def perplexity_of(nats: float, tokens: int) -> float:
-    """Perplexity of so many tokens, minus the sum of whose log-probabilities is `nats`; NaN of
-    none, and the exponent at most 700, so that it is finite."""
+    """Return the perplexity of so many tokens with a sum `nats` of negative log-probabilities.
+
+    NaN for none. The exponent is at most 700, so that it is finite.
+    """
     return math.exp(min(float(nats) / tokens, 700.0)) if tokens else math.nan
 
 
-class Verdict(NamedTuple):
-    """What a judge says of the n tokens of an answer.
+class AnswerAudit(NamedTuple):
+    """Verdict on the n tokens of an answer.
 
     Attributes:
       same: [n] bool, whether the judge would have chosen the token, given the text before it.
@@ -37,13 +39,16 @@ class Verdict(NamedTuple):
         return perplexity_of(-np.sum(self.logprob), len(self.logprob))
 
 
-class Audit:
-    """What audits of a model said lately: of the last `window` answers, and of those alone that
-    came since their shortfall was seen to change.
+class DisagreementBound:
+    """Statistics of a model's recent audits, and bounds on their mean shortfall.
 
-    Each answer counts as one, by what its quality lacks of 1. low, high: between which the mean
-    shortfall of answers like these lies, each with `confidence`, whenever it is looked at, for as
-    long as the window does not slide; of a window that does, at any one time.
+    It has the last `window` answers, and of those the ones since their shortfall was seen to
+    change.
+    Each answer counts as one, by its shortfall: 1 minus its quality.
+
+    Attributes:
+      low, high: bounds on the mean shortfall of answers like these, each with `confidence`, at any
+        time as long as the window does not slide; once it slides, at any one time.
     """
 
     def __init__(self, window: int = 400, confidence: float = 0.95):
@@ -54,9 +59,11 @@ class Audit:
         self._logprobs: collections.deque[tuple[float, int]] = collections.deque(maxlen=window)
         self.low, self.high = 0.0, 1.0
 
-    def add(self, verdict: Verdict, quality: float | None = None) -> None:
-        """Count an answer. quality: in [0, 1]; by default the share of its tokens that the judge
-        would have chosen."""
+    def add(self, verdict: AnswerAudit, quality: float | None = None) -> None:
+        """Count an answer.
+
+        quality: in [0, 1]; by default the share of its tokens that the judge would have chosen.
+        """
         if len(verdict.same):
             quality = float(np.mean(verdict.same)) if quality is None else quality
             self._shares.append(1.0 - quality)
@@ -76,12 +83,14 @@ class Audit:
 
     @property
     def share(self) -> float:
-        """Mean shortfall of the answers' quality; 0 of none."""
+        """Mean shortfall of the answers; 0 of none."""
         return float(np.mean(self._shares)) if self._shares else 0.0
 
     def had_been(self, share: float) -> float:
-        """What `high` would be, had these answers been wrong in no more than `share`, each so much
-        less as all of them are."""
+        """Return what `high` would be if these answers had a mean shortfall of at most `share`.
+
+        Each answer's shortfall is then reduced in proportion.
+        """
         scale = min(1.0, share / self.share) if self.share else 1.0
         return upper_bound([scale * x for x in self._shares], 1 - self.confidence)
 
@@ -93,9 +102,10 @@ class Audit:
 
 
 def since_change(values: Sequence[float], delta: float) -> int:
-    """How many of the last values in [0, 1] are of one mean, as far as can be seen: all of them, or
-    the last 4, 8, 16 and so on, the first of which differ from all before by more than chance makes
-    them but for a share `delta` of all sequences.
+    """Return how many of the last values in [0, 1] have one mean, as far as can be seen.
+
+    These are all of them, or the last 4, 8, 16 and so on, the first of which differ from all before
+    by more than chance makes them but for a share `delta` of all sequences.
 
     Bifet and Gavalda, "Learning from time-changing data with adaptive windowing" (2007), section
     3.2.
@@ -112,8 +122,9 @@ def since_change(values: Sequence[float], delta: float) -> int:
 
 
 def upper_bound(values: Sequence[float], delta: float, grid: int = 1000) -> float:
-    """Above the mean of what `values` in [0, 1] are drawn from, but for a share `delta` of all
-    sequences, however often it is asked as they come; 1 of none.
+    """Return an upper bound on the mean of what `values` in [0, 1] are drawn from; 1 of none.
+
+    It holds but for a share `delta` of all sequences, however often it is asked as they come.
 
     By betting against each mean (Waudby-Smith and Ramdas, "Estimating means of bounded random
     variables by betting", 2024, section 4.2): a capital of product(1 + bet (mean - value)), with
@@ -131,7 +142,7 @@ def upper_bound(values: Sequence[float], delta: float, grid: int = 1000) -> floa
     bets = np.sqrt(2 * math.log(1 / delta) / (known * t * np.log(1 + t)))
 
     def possible(i: int) -> bool:
-        """Whether i / grid may be the mean: the less so the greater it is."""
+        """Return whether i / grid may be the mean: the less so the greater it is."""
         mean = i / grid
         stakes = np.minimum(bets, 0.75 / (1 - mean))  # no value takes more than three quarters
         capital = np.cumsum(np.log1p(stakes * (mean - x)))

@@ -1,4 +1,4 @@
-"""What a controller chooses from, and how it says what it chose: plain data, without any device."""
+"""Choices and decisions of a controller: plain data, without any device."""
 
 from __future__ import annotations
 
@@ -67,32 +67,35 @@ SEGMENTWISE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Profile:
-    """What was measured of a model, segment by segment; exit e reads the states behind segment e,
-    the last one those behind all layers [exits].
+class ModelProfile:
+    """Measurements of a model, segment by segment.
 
-    seconds: of a token in a segment, all requests that are served together; prefill: of a prompt by
-    itself; load: to bring it to the device, compiled; rebuild: of the keys and values of a token
-    that it has not seen; bytes: of its weights; energy: of a token in its layers; heads: in the
-    head behind them. sure: share of the tokens that leave by an exit as they may that are the full
-    model's; unsure: of those that leave below the threshold; agrees: of all tokens, were all of
-    them to leave by it, by default as `sure`.
+    Exit e reads the states behind segment e, the last one those behind all layers.
 
-    By depth, not by segment: slots, requests that are served at a time, by which `seconds` were
-    measured; state: bytes of what is kept for them. Where nobody asks for memory: none.
-
-    shares: of tokens by the exit that they leave by, as far as is known before anybody is served;
-    none where it is not.
-
-    quality, perplexity: of answers, as (agreement, value) pairs over the share of tokens that agree
-    with this model's own last exit; between the pairs they are interpolated (`quality_at`,
-    `perplexity_at`). The last pair is that of the whole model, at agreement 1. ceiling: the quality
-    of answers that cannot be improved by deeper exits or another model: 1 where each answer is
-    judged by one reference model for all, the whole model's quality where it is compared with that.
-
-    saved: of the seconds that exits would save did a token take nothing above its own, the share
-    that they do: keys and values above are made up for once another token goes there. spared: the
-    same of the energy of layers.
+    Attributes:
+      seconds: [exits] seconds per token in a segment, with all requests that are served together.
+      prefill: [exits] of a prompt by itself.
+      load: [exits] to bring a segment to the device, compiled.
+      rebuild: [exits] of the keys and values of a token that the segment has not seen.
+      bytes: [exits] of its weights.
+      energy: [exits] of a token in its layers.
+      heads: [exits] energy of a token in the head behind them.
+      sure: [exits] share of the tokens above the threshold of an exit that are the full model's.
+      unsure: [exits] share of those below the threshold.
+      agrees: [exits] share of all tokens, if all left by the exit; by default as `sure`.
+      slots: by depth, requests that are served at a time, with which `seconds` were measured.
+      state: by depth, bytes of what is kept for them. Both are empty where memory does not matter.
+      shares: of tokens by the exit that they leave by, as far as is known before any request; none
+        where it is not.
+      quality, perplexity: of answers, as (agreement, value) pairs over the share of tokens that
+        agree with this model's own last exit, interpolated between pairs (`quality_at`,
+        `perplexity_at`). The last pair is that of the whole model, at agreement 1.
+      ceiling: the quality of answers that deeper exits or another model cannot improve. It is 1
+        where one reference model judges each answer, and the whole model's quality where answers
+        are compared with that.
+      saved: of the seconds that exits would save if a token took nothing above its own exit, the
+        share that they do save: keys and values above are caught up once another token goes there.
+      spared: the same of the energy of layers.
     """
 
     seconds: tuple[float, ...]
@@ -129,17 +132,19 @@ class Profile:
             values = getattr(self, name)
             good = len(values) == n and all(0 <= v < math.inf for v in values)
             require(good, name, values, f"must be {n} finite numbers from 0 on")
-        told = f"must be none or {n} shares, 1 together"
+        allowed = f"must be none or {n} shares, 1 together"
         whole = len(self.shares) == n and math.isclose(sum(self.shares), 1, rel_tol=1e-6)
-        require(not self.shares or whole, "shares", self.shares, told)
+        require(not self.shares or whole, "shares", self.shares, allowed)
         for name, least, most in (("quality", 0, 1), ("perplexity", 1, math.inf)):
             pairs = getattr(self, name)
             good = bool(pairs) and pairs[-1][0] == 1
             good = good and all(least <= v <= most and v < math.inf for _, v in pairs)
             shares = [share for share, _ in pairs]
             good &= all(0 <= a < b for a, b in zip(shares, shares[1:], strict=False))
-            told = f"must be (agreement, value) pairs up to agreement 1, values in {least}..{most}"
-            require(good, name, pairs, told)
+            allowed = (
+                f"must be (agreement, value) pairs up to agreement 1, values in {least}..{most}"
+            )
+            require(good, name, pairs, allowed)
 
     @property
     def exits(self) -> int:
@@ -169,9 +174,11 @@ class Profile:
         return found * (1 - hope) + hope
 
     def serving(self, shares: Sequence[float], depth: int, hope: float = 0.0) -> Telemetry:
-        """With the first `depth` exits loaded, by the shares of tokens that would leave by each
-        exit if all of them were: those above leave by the last that is loaded. First tokens come
-        as they do to a request by itself. hope: as `agreement` takes it."""
+        """Return telemetry with the first `depth` exits loaded.
+
+        shares: of tokens that would leave by each exit if all were loaded; those above leave by the
+        last one that is. First tokens come as they do to a lone request. hope: as in `agreement`.
+        """
         seconds = max(_spent(self.seconds, shares, depth, self.saved), 1e-12)
         agreement = self.agreement(shares, depth, hope)
         first = sum(self.prefill[:depth])
@@ -192,7 +199,7 @@ class Profile:
         return layers + _spent(self.heads, shares, depth)
 
     def benchmark(self) -> dict[int, Telemetry]:
-        """By depth, of tokens that all leave by the last exit that is loaded."""
+        """Return telemetry by depth, if all tokens leave by the last exit that is loaded."""
         last = lambda depth: tuple(float(e == depth - 1) for e in range(self.exits))
         every = dataclasses.replace(self, sure=self.agrees)
         return {depth: every.serving(last(depth), depth) for depth in range(1, self.exits + 1)}
@@ -201,7 +208,7 @@ class Profile:
 def _spent(
     costs: Sequence[float], shares: Sequence[float], depth: int, spared: float = 1.0
 ) -> float:
-    """By a token in the segments that it goes through, of which exits spare it a part."""
+    """Return what a token takes in the segments that it runs, of which exits save a part."""
     most = sum(costs[:depth])
     least = sum(sum(shares[s:]) * costs[s] for s in range(depth))
     return most - spared * (most - least)
@@ -218,7 +225,7 @@ def apportioned(shares: Sequence[float], total: int) -> list[int]:
     return np.diff(ends, prepend=0).tolist()
 
 
-class Choice(NamedTuple):
+class ModelDepth(NamedTuple):
     """A model, and how many of its exits are loaded."""
 
     model: str
@@ -226,9 +233,9 @@ class Choice(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """Where a prompt goes, and whether it is one of an evaluation."""
+    """The model that a prompt goes to, and whether it is part of an evaluation."""
 
-    choice: Choice
+    choice: ModelDepth
     evaluated: bool
 
 
@@ -238,10 +245,10 @@ class Decision(NamedTuple):
 
     time: float
     kind: str
-    choice: Choice
+    choice: ModelDepth
     why: str
     seconds: float = 0.0
-    told: Telemetry | None = None
+    expected: Telemetry | None = None
 
 
 def stricter(threshold: float, level: int) -> float:

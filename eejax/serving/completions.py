@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: what a request asks of the engine, and how its pieces are written."""
+"""Responses in OpenAI's form: what a request asks of the engine, and how its deltas are written."""
 
 from __future__ import annotations
 
@@ -16,47 +16,51 @@ from eejax.common.errors import DataError
 from eejax.data.chat import plain
 from eejax.data.tokenizers import utf8
 from eejax.inference.scheduler import Token
-from eejax.inference.scoring import Scores
+from eejax.inference.scoring import TextScores
 from eejax.serving import protocol as form
-from eejax.serving.answers import Piece
-from eejax.serving.http import Failure, Server, ended, usage
-from eejax.serving.messages import CHOOSES, Ask, Ready
-from eejax.serving.text import Offsets
+from eejax.serving.answers import ChoiceDelta
+from eejax.serving.http import APIError, ModelServer, finish_reason, usage
+from eejax.serving.messages import CHOOSES, EngineReady, EngineRequest
+from eejax.serving.text import TokenOffsets
 
 
 def encode(
-    ready: Ready, text: str, *, limited: bool = True, marked: bool = False, **how
+    ready: EngineReady, text: str, *, limited: bool = True, marked: bool = False, **how
 ) -> list[int]:
-    """Ids of a text, or of one that a chat template wrote (`marked`). Raises Failure for one that
-    is longer than any context full of tokens is, if it is `limited`."""
+    """Return the ids of a text, or of one that a chat template wrote (`marked`).
+
+    Raises APIError for a text that is longer than any context full of tokens, if it is `limited`.
+    """
     longest = int(ready.tokenizer.byte_lengths.max())
     try:
         size = len(utf8(text))
         # To find out how many tokens those are would take long.
         if limited and size > (ready.context + 1) * longest:
-            told = f"prompt = {size} bytes: must have at most {ready.context} tokens, the context,"
-            raise Failure(400, f"{told} of {longest} bytes each at most.", param="prompt")
+            message = (
+                f"prompt = {size} bytes: must have at most {ready.context} tokens, the context,"
+            )
+            raise APIError(400, f"{message} of {longest} bytes each at most.", param="prompt")
         if marked:
             return ready.tokenizer.encode_marked(text).tolist()
         return ready.tokenizer.encode(text, **how).tolist()
     except DataError as error:
-        raise Failure(400, f"prompt: {error}", param="prompt") from error
+        raise APIError(400, f"prompt: {error}", param="prompt") from error
 
 
-def check_tokens(ready: Ready, tokens: Sequence[int], param: str) -> None:
+def check_tokens(ready: EngineReady, tokens: Sequence[int], param: str) -> None:
     most = ready.config.vocab_size
     bad = next((t for t in tokens if t >= most), None)
     if bad is not None:
-        told = f"{param} = {bad}: must be token ids in 0..{most - 1}."
-        raise Failure(400, told, param=param)
+        message = f"{param} = {bad}: must be token ids in 0..{most - 1}."
+        raise APIError(400, message, param=param)
 
 
-class Answer(abc.ABC):
-    """What both kinds of answers have in common."""
+class ResponseBuilder(abc.ABC):
+    """Base of the responses to completions and chats."""
 
     prefix, kind, kind_of_chunk = "", "", ""
 
-    def __init__(self, server: Server, body: form.Wishes):
+    def __init__(self, server: ModelServer, body: form.GenerationRequest):
         self.server, self.body, self.begin = server, body, time.monotonic()
         self.service = server.service(body.model)
         self.ready = server.ready(self.service)
@@ -64,13 +68,15 @@ class Answer(abc.ABC):
             id=f"{self.prefix}-{uuid.uuid4().hex}", created=int(time.time()), model=body.model
         )
         self.prompts: list[list[int]] = []
-        self.asks: list[Ask] = []
+        self.asks: list[EngineRequest] = []
         self.counts: dict[int, int] = {}
 
     async def prepare(self) -> None:
         """Checks what is asked. Raises for what cannot be answered."""
         self.prompts = await asyncio.to_thread(self.encoded)  # which takes long for long texts
-        self.asks = self.server.asks(self.body, self.prompts, self.limit, self.likely)
+        self.asks = self.server.engine_requests(
+            self.body, self.prompts, self.limit, self.top_logprobs
+        )
 
     @property
     @abc.abstractmethod
@@ -79,24 +85,24 @@ class Answer(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def likely(self) -> int:
-        """How many of the most likely tokens are to be told of each."""
+    def top_logprobs(self) -> int:
+        """Number of most likely tokens to report for each token."""
 
     @abc.abstractmethod
     def encoded(self) -> list[list[int]]:
-        """The prompts, as ids."""
+        """Return the prompts as ids."""
 
     @abc.abstractmethod
     async def whole(self) -> dict:
         """The answer at once."""
 
-    def pieces(self) -> AsyncIterator[Piece]:
-        """Of all choices, as they come."""
+    def pieces(self) -> AsyncIterator[ChoiceDelta]:
+        """Yield the deltas of all choices as they come."""
         return self.server.choices(self.body, self.asks, self.begin)
 
     @abc.abstractmethod
-    def part(self, piece: Piece) -> dict:
-        """A choice of a chunk."""
+    def part(self, piece: ChoiceDelta) -> dict:
+        """Return one choice of a chunk."""
 
     async def chunks(self) -> AsyncIterator[dict]:
         head = self.head | dict(object=self.kind_of_chunk)
@@ -111,7 +117,7 @@ class Answer(abc.ABC):
         if counted:
             yield head | dict(choices=[], usage=usage(self.prompts, self.counts))
 
-    def parts(self, piece: Piece) -> list[dict]:
+    def parts(self, piece: ChoiceDelta) -> list[dict]:
         return [self.part(piece)]
 
     async def gathered(self) -> list[tuple[str, list[Token], str]]:
@@ -126,7 +132,7 @@ class Answer(abc.ABC):
 
     @property
     def special(self) -> dict[str, bool]:
-        """How text of clients is encoded."""
+        """Encoding of clients' text."""
         return dict(allow_special=self.server.options.allow_special)
 
     def exits(self, tokens: Sequence[Token]) -> dict:
@@ -137,7 +143,7 @@ class Answer(abc.ABC):
         return dict(exits=exits)
 
     def text_of(self, token: int) -> str:
-        """A token's text; of a part of a character its bytes, as OpenAI writes them."""
+        """Return a token's text; a part of a character as its bytes, as OpenAI writes them."""
         data = self.ready.tokenizer.token_bytes(token)
         try:
             return data.decode()
@@ -145,25 +151,25 @@ class Answer(abc.ABC):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-class Completion(Answer):
-    """Of `/v1/completions`."""
+class CompletionResponse(ResponseBuilder):
+    """Response of `/v1/completions`."""
 
     prefix, kind, kind_of_chunk = "cmpl", "text_completion", "text_completion"
     body: form.CompletionRequest
 
-    def __init__(self, server: Server, body: form.CompletionRequest):
+    def __init__(self, server: ModelServer, body: form.CompletionRequest):
         super().__init__(server, body)
-        self.scores: list[Scores | None] = []
+        self.scores: list[TextScores | None] = []
         self.begun: set[int] = set()  # choices of which something was told
-        self.offsets: dict[int, Offsets] = {}  # of choices
+        self.offsets: dict[int, TokenOffsets] = {}  # of choices
 
     limit = property(lambda self: self.body.max_tokens)
-    likely = property(lambda self: self.body.logprobs or 0)
+    top_logprobs = property(lambda self: self.body.logprobs or 0)
 
     def encoded(self) -> list[list[int]]:
         prompt, found = self.body.prompt, []
-        several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-        for one in prompt if several else [prompt]:
+        listed = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+        for one in prompt if listed else [prompt]:
             ids = list(one) if isinstance(one, list) else encode(self.ready, one, **self.special)
             check_tokens(self.ready, ids, "prompt")
             found.append(ids)
@@ -171,37 +177,37 @@ class Completion(Answer):
 
     async def prepare(self) -> None:
         if self.body.max_tokens == 0 and not self.body.echo:
-            raise Failure(400, "max_tokens = 0: goes with echo = true alone.", param="max_tokens")
+            raise APIError(400, "max_tokens = 0: goes with echo = true alone.", param="max_tokens")
         if self.ready.chooses and self.scores_prompts:
-            told = f"echo = true: goes without logprobs here, as {CHOOSES}."
-            raise Failure(400, told, param="echo")
+            message = f"echo = true: goes without logprobs here, as {CHOOSES}."
+            raise APIError(400, message, param="echo")
         await super().prepare()
         self.scores = [await self._scored(prompt) for prompt in self.prompts]
 
     @property
     def scores_prompts(self) -> bool:
-        """Whether prompts are repeated with what the model makes of them."""
+        """Prompts are repeated with their log-probabilities."""
         return bool(self.body.echo) and self.body.logprobs is not None
 
-    async def _scored(self, prompt: Sequence[int]) -> Scores | None:
-        """What the model makes of a prompt, where it is to be repeated with it."""
+    async def _scored(self, prompt: Sequence[int]) -> TextScores | None:
+        """Score a prompt, where it is to be repeated with log-probabilities."""
         if not self.scores_prompts or len(prompt) < 2:
             return None
         left = self.body.timeout
         left = None if left is None else left - (time.monotonic() - self.begin)
-        scores = await self.service.score(prompt, likely=self.body.logprobs > 0, seconds=left)
+        scores = await self.service.score(prompt, top_logprobs=self.body.logprobs > 0, seconds=left)
         if not np.isfinite(scores.logprob).all():
-            ended("error")
+            finish_reason("error")
         return scores
 
-    def pieces(self) -> AsyncIterator[Piece]:
+    def pieces(self) -> AsyncIterator[ChoiceDelta]:
         return self._nothing() if self.body.max_tokens == 0 else super().pieces()
 
-    async def _nothing(self) -> AsyncIterator[Piece]:
+    async def _nothing(self) -> AsyncIterator[ChoiceDelta]:
         for index in range(len(self.asks)):
-            yield Piece(index, "", (), "length", 0)
+            yield ChoiceDelta(index, "", (), "length", 0)
 
-    def part(self, piece: Piece) -> dict:
+    def part(self, piece: ChoiceDelta) -> dict:
         index, text, tokens, finish, _ = piece
         return self._choice(index, text, tokens, finish)
 
@@ -218,71 +224,75 @@ class Completion(Answer):
         self.begun.add(index)
         shown = self._echoed(prompt, tokens) if echoed else ""
         choice = dict(
-            index=index, text=shown + text, logprobs=None,
-            finish_reason=ended(finish) if finish else None,
-        )  # fmt: skip
+            index=index,
+            text=shown + text,
+            logprobs=None,
+            finish_reason=finish_reason(finish) if finish else None,
+        )
         if self.body.logprobs is not None:
-            told = self._prompt_rows(number) if echoed else []
-            told += [(t.id, t.logprob, t.likely) for t in tokens]
-            choice["logprobs"] = self._logprobs(index, told, shown)
+            rows = self._prompt_rows(number) if echoed else []
+            rows += [(t.id, t.logprob, t.top_logprobs) for t in tokens]
+            choice["logprobs"] = self._logprobs(index, rows, shown)
         return choice | self.exits(tokens)
 
     def _echoed(self, prompt: Sequence[int], tokens: Sequence[Token]) -> str:
-        """The prompt's text, without a character that the tokens behind it make another one."""
+        """Return the prompt's text, without a character that the tokens behind it complete."""
         decode = self.ready.tokenizer.decode
         return os.path.commonprefix([decode(prompt), decode([*prompt, *(t.id for t in tokens)])])
 
     def _prompt_rows(self, number: int) -> list:
-        """(token, log-probability, the most likely) of a prompt's tokens; the first has neither."""
+        """Return (token, log-probability, most likely tokens) of a prompt's tokens."""
         prompt, scores, rows = self.prompts[number], self.scores[number], []
         for i, token in enumerate(prompt):
             if i == 0 or scores is None:
                 rows.append((token, None, None))
                 continue
-            likely = ()
-            if scores.likely is not None:
+            top_logprobs = ()
+            if scores.top_logprobs is not None:
                 most = self.body.logprobs
-                pairs = zip(*(a[i - 1, :most].tolist() for a in scores.likely), strict=True)
-                likely = tuple((t, p) for t, p in pairs if t >= 0)
-            rows.append((token, float(scores.logprob[i - 1]), likely))
+                pairs = zip(*(a[i - 1, :most].tolist() for a in scores.top_logprobs), strict=True)
+                top_logprobs = tuple((t, p) for t, p in pairs if t >= 0)
+            rows.append((token, float(scores.logprob[i - 1]), top_logprobs))
         return rows
 
     def _logprobs(self, index: int, rows: Sequence, shown: str) -> dict:
-        """Of the next tokens of a choice, which begin with those of `shown`, if anything is."""
+        """Return log-probabilities of a choice's next tokens; those of `shown` come first."""
         if index not in self.offsets:
             before = () if shown else self.prompts[index // self.body.n]
-            self.offsets[index] = Offsets(self.ready.tokenizer, before)
+            self.offsets[index] = TokenOffsets(self.ready.tokenizer, before)
         offsets = [self.offsets[index].push(token) for token, *_ in rows]
         tokens = [self.text_of(token) for token, *_ in rows]
         tops = [
-            None if likely is None else self._top(token, logprob, likely)
-            for token, logprob, likely in rows
+            None if top_logprobs is None else self._top(token, logprob, top_logprobs)
+            for token, logprob, top_logprobs in rows
         ]
         return dict(
-            tokens=tokens, token_logprobs=[logprob for _, logprob, _ in rows],
-            top_logprobs=tops, text_offset=offsets,
-        )  # fmt: skip
+            tokens=tokens,
+            token_logprobs=[logprob for _, logprob, _ in rows],
+            top_logprobs=tops,
+            text_offset=offsets,
+        )
 
-    def _top(self, token: int, logprob: float, likely) -> dict[str, float]:
-        """By text, of which some tokens have the same: the likelier one's.
+    def _top(self, token: int, logprob: float, top_logprobs) -> dict[str, float]:
+        """Return the most likely tokens by their text; of equal texts, the likelier token's.
 
         The token's own value is `logprob` to the last bit: clients compare the two to see whether
         it is the most likely one.
         """
         found: dict[str, float] = {}
-        for other, value in (dict(likely) | {token: logprob}).items():
+        for other, value in (dict(top_logprobs) | {token: logprob}).items():
             text = self.text_of(other)
             found[text] = max(value, found.get(text, float("-inf")))
         return found
 
 
-class Conversation(Answer):
-    """Of `/v1/chat/completions`."""
+class ChatResponse(ResponseBuilder):
+    """Response of `/v1/chat/completions`."""
 
     prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
     body: form.ChatRequest
 
-    def __init__(self, server: Server, body: form.ChatRequest):
+    def __init__(self, server: ModelServer, body: form.ChatRequest):
         super().__init__(server, body)
         self.begun: set[int] = set()
 
@@ -292,7 +302,7 @@ class Conversation(Answer):
         return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
     @property
-    def likely(self) -> int:
+    def top_logprobs(self) -> int:
         return (self.body.top_logprobs or 0) if self.body.logprobs else 0
 
     def encoded(self) -> list[list[int]]:
@@ -312,7 +322,7 @@ class Conversation(Answer):
         # The template says itself what a text begins with.
         return [encode(self.ready, text, marked=True)]
 
-    def parts(self, piece: Piece) -> list[dict]:
+    def parts(self, piece: ChoiceDelta) -> list[dict]:
         first = []
         if piece.index not in self.begun:
             self.begun.add(piece.index)
@@ -320,21 +330,25 @@ class Conversation(Answer):
             first = [dict(index=piece.index, delta=delta, logprobs=None, finish_reason=None)]
         return [*first, self.part(piece)]
 
-    def part(self, piece: Piece) -> dict:
+    def part(self, piece: ChoiceDelta) -> dict:
         delta = dict(content=piece.text) if piece.text else {}
         return dict(
-            index=piece.index, delta=delta, logprobs=self._logprobs(piece.tokens),
-            finish_reason=ended(piece.finish) if piece.finish else None,
-        ) | self.exits(piece.tokens)  # fmt: skip
+            index=piece.index,
+            delta=delta,
+            logprobs=self._logprobs(piece.tokens),
+            finish_reason=finish_reason(piece.finish) if piece.finish else None,
+        ) | self.exits(piece.tokens)
 
     async def whole(self) -> dict:
         choices = []
         for i, (text, tokens, finish) in enumerate(await self.gathered()):
             message = dict(role="assistant", content=text, refusal=None)
             choice = dict(
-                index=i, message=message, logprobs=self._logprobs(tokens),
-                finish_reason=ended(finish),
-            )  # fmt: skip
+                index=i,
+                message=message,
+                logprobs=self._logprobs(tokens),
+                finish_reason=finish_reason(finish),
+            )
             choices.append(choice | self.exits(tokens))
         own = dict(object=self.kind, choices=choices, usage=usage(self.prompts, self.counts))
         return self.head | own
@@ -349,8 +363,8 @@ class Conversation(Answer):
 
         return dict(
             content=[
-                one(t.id, t.logprob) | dict(top_logprobs=[one(*pair) for pair in t.likely])
+                one(t.id, t.logprob) | dict(top_logprobs=[one(*pair) for pair in t.top_logprobs])
                 for t in tokens
             ],
             refusal=None,
-        )  # fmt: skip
+        )

@@ -15,22 +15,22 @@ from collections.abc import Callable, Mapping, Sequence
 
 from eejax.common.errors import DataError
 from eejax.serving import breach_window, evaluations, forecast, selection, strictness
-from eejax.serving.audits import Audit
+from eejax.serving.audits import DisagreementBound
 from eejax.serving.breach_window import BreachWindow
 from eejax.serving.choices import (
     AUTO,
     STRICTEST,
     Assignment,
-    Choice,
     ControllerOptions,
     Decision,
-    Profile,
+    ModelDepth,
+    ModelProfile,
 )
 from eejax.serving.evaluations import RunningEvaluation
 from eejax.serving.expectations import Expectations
-from eejax.serving.forecast import OnDevice
-from eejax.serving.objectives import Objective, Telemetry
-from eejax.serving.repository import Evaluation, Repository
+from eejax.serving.forecast import DeviceState
+from eejax.serving.objectives import ServiceObjective, Telemetry
+from eejax.serving.repository import Repository, StoredEvaluation
 from eejax.serving.strictness import Strictness
 
 
@@ -46,12 +46,12 @@ class Controller:
 
     def __init__(
         self,
-        profiles: Mapping[str, Profile],
-        objective: Objective,
+        profiles: Mapping[str, ModelProfile],
+        objective: ServiceObjective,
         repository: Repository,
         options: ControllerOptions | None = None,
         *,
-        known: Mapping[str, Evaluation] | None = None,
+        known: Mapping[str, StoredEvaluation] | None = None,
         clock: Callable[[], float],
     ):
         """known: evaluations from before that still hold, by model, which are not made again."""
@@ -59,8 +59,8 @@ class Controller:
         self.repository, self.options = repository, options or ControllerOptions()
         self.counted = "operations"  # what energy is measured by, as the server says
         self.decisions: list[Decision] = []
-        self.current: Choice | None = None  # that serves
-        self.wanted: Choice | None = None  # that is to serve, once it is loaded
+        self.current: ModelDepth | None = None  # that serves
+        self.wanted: ModelDepth | None = None  # that is to serve, once it is loaded
         self.serving: str | None = None  # the model that was decided for last, but to evaluate it
         self._age: dict[str, float] = dict.fromkeys(profiles, 0)  # assessments since evaluated
         self.strictness = dict.fromkeys(profiles, Strictness())  # as audits ask for it
@@ -78,12 +78,14 @@ class Controller:
         self._interval: int | None = None  # as it was found last, if it is to be found
         # Prompts, and answers that ended in errors, since the last decision or the last change.
         self._since = self._errors = 0
-        self._broken: collections.Counter[Choice] = collections.Counter()  # times that was breached
-        self._lasted: Choice | None = None  # what served for a whole interval
+        self._broken: collections.Counter[ModelDepth] = (
+            collections.Counter()
+        )  # times that was breached
+        self._lasted: ModelDepth | None = None  # what served for a whole interval
         self._plan: list[RunningEvaluation] = []
         self._start(known or {})
 
-    def _start(self, known: Mapping[str, Evaluation]) -> None:
+    def _start(self, known: Mapping[str, StoredEvaluation]) -> None:
         """Serve the best of the candidates by their evaluations of before, or else by their
         profiles; evaluate those of which neither tells where tokens leave."""
         names = self._candidates()
@@ -121,13 +123,13 @@ class Controller:
                 return least  # nothing is known yet of what serves; found anew when it is
             others = [m for m in self.shares if m != self.serving]
             seconds = sum(self._evaluation_cost(model) for model in others)
-            each = self._expected.length / self._told(now)[0].throughput
+            each = self._expected.length / self._expected_of(now)[0].throughput
             self._interval = forecast.interval(seconds, each, self.options.gain, least)
         return self._interval
 
     @property
     def shares(self) -> dict[str, tuple[float, ...]]:
-        """Of tokens by the exit that they would leave by if all were loaded, by model."""
+        """Shares of tokens by the exit that they would leave by if all were loaded, by model."""
         return self._expected.shares
 
     @property
@@ -152,13 +154,13 @@ class Controller:
                 self._plan[0] = evaluations.assign_prompt(seen, self._clock())
                 return Assignment(self.current, True)
             if self.serving in self._there:
-                return Assignment(Choice(self.serving, self._there[self.serving]), False)
+                return Assignment(ModelDepth(self.serving, self._there[self.serving]), False)
         elif self._since > self.interval and self.wanted == self.current:
             self._assess()
         return Assignment(self.current or self.wanted, False)
 
-    def loaded(self, choice: Choice) -> None:
-        """What was wanted is there, and serves from now on."""
+    def loaded(self, choice: ModelDepth) -> None:
+        """Record that what was wanted is loaded, and serves from now on."""
         if choice == self.wanted != self.current:
             self.current, self._begun = choice, self._clock()
             self._window = breach_window.clear(self._window)
@@ -168,9 +170,11 @@ class Controller:
                 self._interval = None
 
     def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None:
-        """Of tokens, in the order in which they came: whether they left below their threshold. Of a
-        model that is evaluated, or does not serve any more, nothing is decided, nor of a request
-        with an objective of its own."""
+        """Record tokens in order: whether each left below its threshold.
+
+        Nothing is decided from tokens of a model that is evaluated or does not serve any more, nor
+        of a request with an objective of its own.
+        """
         self.below += sum(below)
         self.emitted += len(below)
         if self._plan and self._plan[0].choice == self.current and model == self.current.model:
@@ -195,8 +199,8 @@ class Controller:
         since = self._clock() - self._begun
         if seconds > since and since <= self.objective.limits.get("ttft_p99", math.inf):
             return
-        told = self.profiles[model].serving(self.shares[model], self.current.depth)
-        self._expected.lateness.add(self.current, min(seconds, since), told)
+        expected = self.profiles[model].serving(self.shares[model], self.current.depth)
+        self._expected.lateness.add(self.current, min(seconds, since), expected)
 
     def failed(self, model: str) -> None:
         """An answer that was not one of an evaluation ended in an error. As many of them as an
@@ -254,7 +258,7 @@ class Controller:
         if failed:
             self._fails()
 
-    def audited(self, model: str, audit: Audit) -> None:
+    def audited(self, model: str, audit: DisagreementBound) -> None:
         """Answers of the model that serves were looked at again, the last ones as `audit` has them.
 
         Where they have too many wrong tokens (`strictness.too_many`), another exit is loaded, or
@@ -263,7 +267,7 @@ class Controller:
         if self.wanted != self.current or self._plan or model != self.serving:
             return
         self._bounds[model] = audit.high
-        expected = 1 - self._told(self.current)[0].accuracy
+        expected = 1 - self._expected_of(self.current)[0].accuracy
         if not strictness.too_many(audit, self._allowed, expected):
             return
         why = f"{audit.low:.1%} to {audit.high:.1%} of its tokens are not the whole model's"
@@ -277,9 +281,9 @@ class Controller:
         if state is None:
             return
         self.strictness[model] = state
-        wanted = Choice(model, max(state.least, self.current.depth))
-        told, seconds = self._with_cost(wanted)
-        self._want("tighten", wanted, why, seconds, told)
+        wanted = ModelDepth(model, max(state.least, self.current.depth))
+        expected, seconds = self._with_cost(wanted)
+        self._want("tighten", wanted, why, seconds, expected)
 
     def _better_in_quality(self, model: str) -> list[str]:
         """Other models whose answers are better than a model's own without exits, best first."""
@@ -293,22 +297,27 @@ class Controller:
         return 1.0 - self.objective.limits.get("accuracy", 0.0)
 
     def level(self, model: str, evaluated: bool = False) -> int:
-        """How strict a model's thresholds are now (`stricter`). What is evaluated shows where its
-        tokens would leave, though a limit forbids it to the others."""
+        """Return how strict a model's thresholds are now (`stricter`).
+
+        What is evaluated shows where its tokens would leave, though a limit forbids it to other
+        prompts.
+        """
         return STRICTEST if model in self.off and not evaluated else self.strictness[model].level
 
-    def _told(
-        self, choice: Choice, shares: Sequence[float] | None = None, hope: float = 0.0
+    def _expected_of(
+        self, choice: ModelDepth, shares: Sequence[float] | None = None, hope: float = 0.0
     ) -> tuple[Telemetry, bool]:
-        return self._expected.told(self.objective, choice, shares, hope)
+        return self._expected.expected(self.objective, choice, shares, hope)
 
     def best(self, weights: Mapping[str, float]) -> str | None:
-        """Of models that are there, the one by other weights than the server's, within its limits;
-        None where none was evaluated yet."""
+        """Return the best loaded model by other weights than the server's, within its limits.
+
+        None where none was evaluated yet.
+        """
         objective = dataclasses.replace(self.objective, weights=weights)
-        told = lambda m: self._expected.told(objective, Choice(m, self._there[m]))[0]
+        expected = lambda m: self._expected.expected(objective, ModelDepth(m, self._there[m]))[0]
         known = [m for m in self._there if m in self.shares]
-        return max(known, key=lambda m: objective.rank(told(m)), default=None)
+        return max(known, key=lambda m: objective.rank(expected(m)), default=None)
 
     def _candidates(self) -> list[str]:
         """Models to be evaluated; the one that serves comes first, as its evaluation costs nothing
@@ -325,14 +334,17 @@ class Controller:
         return [self.serving, *others]
 
     def _settled(self) -> bool:
-        """Whether an assessment could change nothing: no model may be better than the one that
-        serves, which has no layers to spare; that it needs more, breaches and audits tell."""
+        """Return whether an assessment could change nothing.
+
+        No model may be better than the one that serves, which has no layers to spare. Breaches and
+        audits tell if it needs more.
+        """
         model, depth = self.current
         return depth == self.greedy_depth(model) == 1 and self._candidates() == [model]
 
     def _assess(self) -> None:
         """After an interval."""
-        late = self._told(self.current)[0].ttft_p99
+        late = self._expected_of(self.current)[0].ttft_p99
         limit = self.objective.limits.get("ttft_p99", math.inf)
         self._expected.lateness.forget(self.current, missed=late > limit)
         self._broken.pop(self.current, None)  # for all of the interval it was not
@@ -349,7 +361,7 @@ class Controller:
         names = names or self._candidates()
         now = self.current if self.current == self.wanted else self.wanted
         own = now if now is not None and now.model == self.serving else None
-        whole = lambda name: Choice(name, self.profiles[name].exits)
+        whole = lambda name: ModelDepth(name, self.profiles[name].exits)
         choices = [own if own and name == own.model else whole(name) for name in names]
         self._plan = [RunningEvaluation(choice, self.options.prompts) for choice in choices]
         self._since = self._errors = 0
@@ -366,15 +378,17 @@ class Controller:
             return True
         known = self.shares.get(model)
         hope, shares = forecast.hoped(known, self._age[model], self.profiles[model].exits)
-        told, _ = self._told(Choice(model, self.greedy_depth(model, shares, hope)), shares, hope)
+        expected, _ = self._expected_of(
+            ModelDepth(model, self.greedy_depth(model, shares, hope)), shares, hope
+        )
         if known is not None and self._age[model] < math.inf:
             seconds = self._evaluation_cost(model)
-            energy = seconds * told.energy * told.throughput
+            energy = seconds * expected.energy * expected.throughput
             prompts = self.interval * max(self._age[model], 1)
-            told = told.with_overhead(seconds, energy, prompts, self._expected.length)
-        now = [self._told(Choice(m, self.greedy_depth(m)))[0] for m in bar]
+            expected = expected.with_overhead(seconds, energy, prompts, self._expected.length)
+        now = [self._expected_of(ModelDepth(m, self.greedy_depth(m)))[0] for m in bar]
         excess, score = max(self.objective.rank(t) for t in now)
-        return self.objective.rank(told) > (excess, score + self.options.gain)
+        return self.objective.rank(expected) > (excess, score + self.options.gain)
 
     def _evaluation_cost(self, model: str) -> float:
         known, length = self.shares.get(model), self._expected.length
@@ -409,28 +423,30 @@ class Controller:
             state = self.strictness[model]
             self.strictness[model] = strictness.assessed(state, bound, self._allowed)
         self._bounds.clear()
-        options = [Choice(model, self.greedy_depth(model)) for model in self.shares]
-        best, told, seconds = self._best(options, assessed=True)
-        self._want("serve", best, why, seconds, told)
+        options = [ModelDepth(model, self.greedy_depth(model)) for model in self.shares]
+        best, expected, seconds = self._best(options, assessed=True)
+        self._want("serve", best, why, seconds, expected)
 
     def greedy_depth(
         self, model: str, shares: Sequence[float] | None = None, hope: float = 0.0
     ) -> int:
         """Exits up to the one by which most tokens leave, and further where the objective, its
-        limits, or the limit on breaches, ask for it; shares, hope: as `_told` takes them."""
+        limits, or the limit on breaches, ask for it; shares, hope: as `_expected_of` takes them."""
         if not self.options.greedy:
             return self.profiles[model].exits
         shares = self.shares[model] if shares is None else shares
-        rank = lambda d: self.objective.rank(self._told(Choice(model, d), shares, hope)[0])
-        calm = lambda d: self._calm(Choice(model, d), shares)
+        rank = lambda d: self.objective.rank(
+            self._expected_of(ModelDepth(model, d), shares, hope)[0]
+        )
+        calm = lambda d: self._calm(ModelDepth(model, d), shares)
         return selection.greedy_depth(shares, self.strictness[model].least, calm, rank)
 
-    def _calm(self, choice: Choice, shares: Sequence[float]) -> bool:
+    def _calm(self, choice: ModelDepth, shares: Sequence[float]) -> bool:
         return selection.calm(choice, shares, self.options, self._broken[choice])
 
     def _best(
-        self, options: Sequence[Choice], assessed: bool = False
-    ) -> tuple[Choice, Telemetry, float]:
+        self, options: Sequence[ModelDepth], assessed: bool = False
+    ) -> tuple[ModelDepth, Telemetry, float]:
         """(choice, what it is expected to bring, seconds that it costs); what serves stays unless
         another is better by the gain, costs included. What it takes to go on with less of the model
         that serves is not held against it, nor, where models were `assessed`, what it takes to go
@@ -438,26 +454,28 @@ class Controller:
         evaluated again, and they would take turns."""
         found = []
         for choice in options:
-            told, seconds = self._with_cost(choice)
+            expected, seconds = self._with_cost(choice)
             if choice.model == self.serving and (assessed or self._on_device.has(choice)):
-                told, _ = self._told(choice)
+                expected, _ = self._expected_of(choice)
             stays = self.options.gain if choice.model == self.serving else 0.0
-            rank = selection.favoured(self.objective.rank(told), stays)
-            found.append((rank, choice, told, seconds))
-        _, choice, told, seconds = max(found, key=lambda row: row[0])
-        return choice, told, seconds
+            rank = selection.favoured(self.objective.rank(expected), stays)
+            found.append((rank, choice, expected, seconds))
+        _, choice, expected, seconds = max(found, key=lambda row: row[0])
+        return choice, expected, seconds
 
-    def _with_cost(self, choice: Choice) -> tuple[Telemetry, float]:
+    def _with_cost(self, choice: ModelDepth) -> tuple[Telemetry, float]:
         """Return what a choice is expected to bring until the next assessment, and its cost."""
-        seconds, (told, _) = self.cost(choice), self._told(choice)
-        energy = seconds * told.energy * told.throughput
-        return told.with_overhead(seconds, energy, self.interval, self._expected.length), seconds
+        seconds, (expected, _) = self.cost(choice), self._expected_of(choice)
+        energy = seconds * expected.energy * expected.throughput
+        return expected.with_overhead(
+            seconds, energy, self.interval, self._expected.length
+        ), seconds
 
     @property
-    def _on_device(self) -> OnDevice:
-        return OnDevice(self._there, self._held, self.current, self.options.budget)
+    def _on_device(self) -> DeviceState:
+        return DeviceState(self._there, self._held, self.current, self.options.budget)
 
-    def cost(self, choice: Choice) -> float:
+    def cost(self, choice: ModelDepth) -> float:
         """Seconds that it takes to serve with a choice (`forecast.change_cost`)."""
         return forecast.change_cost(self.profiles, self._on_device, choice)
 
@@ -474,26 +492,30 @@ class Controller:
             self._age = dict.fromkeys(self._age, math.inf)
         self._lasted = None
         self._expected.breached(model, depth, seen)
-        more = [Choice(model, d) for d in range(depth + 1, exits + 1)]
+        more = [ModelDepth(model, d) for d in range(depth + 1, exits + 1)]
         more = [c for c in more if self._calm(c, self.shares[model])] or more[-1:]
-        others = [Choice(m, self.greedy_depth(m)) for m in self.shares if m != model]
-        best, told, seconds = self._best([*more, *others])
+        others = [ModelDepth(m, self.greedy_depth(m)) for m in self.shares if m != model]
+        best, expected, seconds = self._best([*more, *others])
         self._since = 0
         kind = "grow" if best.model == model else "switch"
-        self._want(kind, best, "too many tokens left below their threshold", seconds, told)
+        self._want(kind, best, "too many tokens left below their threshold", seconds, expected)
 
     def _want(
-        self, kind: str, choice: Choice, why: str, seconds: float = 0.0,
-        told: Telemetry | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        kind: str,
+        choice: ModelDepth,
+        why: str,
+        seconds: float = 0.0,
+        expected: Telemetry | None = None,
+    ) -> None:
         if kind == "serve" and self.serving not in (None, choice.model):
             kind = "switch"
         self.wanted = choice
         if kind != "evaluate":
-            off = choice.model in self.shares and self._told(choice)[1]
+            off = choice.model in self.shares and self._expected_of(choice)[1]
             # Of another one that goes on until this is there nothing changes before it is.
             self.off = self.off | {choice.model} if off else self.off - {choice.model}
             self.serving = choice.model
         self._window = breach_window.clear(self._window)
-        why = self.objective.reason(why, told)
-        self.decisions.append(Decision(self._clock(), kind, choice, why, seconds, told))
+        why = self.objective.reason(why, expected)
+        self.decisions.append(Decision(self._clock(), kind, choice, why, seconds, expected))

@@ -1,8 +1,7 @@
-"""Which request goes to which model, and which models are there: what a fleet decides without a
-device.
+"""Dispatch of requests to models and of models to the device, without a device.
 
-`Fleet` does it with models, `simulator` with recorded ones; both are told what to do here, so that
-what is simulated is what serves.
+`Fleet` carries it out with models, `simulator` with recorded ones. Both get their orders here, so
+that what is simulated is what serves.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from eejax.serving.audits import Audit, Verdict
-from eejax.serving.choices import Assignment, Choice, ControllerOptions, Decision, Profile
-from eejax.serving.objectives import NAMED, Objective, Telemetry
+from eejax.serving.audits import AnswerAudit, DisagreementBound
+from eejax.serving.choices import Assignment, ControllerOptions, Decision, ModelDepth, ModelProfile
+from eejax.serving.objectives import NAMED, ServiceObjective, Telemetry
 from eejax.serving.timeline import AnswerTimeline, TimelinePoint, marks
 
 KEPT = 2000  # prompts of the timeline
@@ -28,43 +27,45 @@ AUDITS = 0.05  # share of the time that audits may take beside those of evaluati
 REPORTED = 0.01  # the same where no decision reads them
 
 
-class Policy(Protocol):
-    """What decides: a `Controller`, or what looks like one to a server."""
+class ModelPolicy(Protocol):
+    """What decides: a `Controller`, or an object with its interface."""
 
-    current: Choice | None
-    wanted: Choice | None
+    current: ModelDepth | None
+    wanted: ModelDepth | None
     decisions: list[Decision]
     options: ControllerOptions
-    objective: Objective | None
+    objective: ServiceObjective | None
 
     def holds(self, there: Mapping[str, int], held: int) -> None: ...
     def choose(self) -> Assignment: ...
     def best(self, weights: Mapping[str, float]) -> str | None: ...
-    def loaded(self, choice: Choice) -> None: ...
+    def loaded(self, choice: ModelDepth) -> None: ...
     def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None: ...
     def waited(self, model: str, seconds: float) -> None: ...
     def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None: ...
     def dropped(self, model: str, failed: bool = False) -> None: ...
     def failed(self, model: str) -> None: ...
     def gives_up(self, model: str, why: str) -> bool: ...
-    def audited(self, model: str, audit: Audit) -> None: ...
+    def audited(self, model: str, audit: DisagreementBound) -> None: ...
     def level(self, model: str, evaluated: bool = False) -> int: ...
 
 
-class Part(Protocol):
-    """A model of which `depth` segments are loaded, and `coming` will be; room: whether it takes
-    another request."""
+class LoadedModel(Protocol):
+    """A model with `depth` loaded segments, of which there will be `target_segments`.
+
+    room: a slot is free for another request.
+    """
 
     depth: int
-    coming: int
+    target_segments: int
     idle: bool
     room: bool
 
 
-class Coming(Protocol):
-    """A model on its way; `result` waits for it."""
+class PendingModel(Protocol):
+    """A model that is being loaded; `result` waits for it."""
 
-    choice: Choice
+    choice: ModelDepth
     begin: float
 
     def done(self) -> bool: ...
@@ -72,13 +73,23 @@ class Coming(Protocol):
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Job:
-    """A request on its way. order: in which requests are given to models; came: when; objective:
-    its own; model: that has it; began, first: when that was given it, and when its first token from
-    there came; heard: when the first one came at all; evaluated: whether it is one of an
-    evaluation; moved: whether it was in another model before; strictness: of how many exits it may
-    take, 0 where that changed, and the level of its thresholds; exits: by which its tokens left;
-    below: of each, whether that was below its threshold."""
+class FleetRequest:
+    """A request of a fleet.
+
+    Attributes:
+      order: order in which requests are assigned to models.
+      came: time of arrival.
+      objective: its own objective, if any.
+      model: the model that has it.
+      began, first: times at which that model got it and emitted its first token of it.
+      heard: time of the first token of all.
+      evaluated: it is part of an evaluation.
+      moved: another model had it before.
+      strictness: number of exits that it may take, 0 where that changed, and the level of its
+        thresholds.
+      exits: exits by which its tokens left.
+      below: for each token, whether it left below its threshold.
+    """
 
     order: tuple[int, int]
     came: float
@@ -96,22 +107,33 @@ class Job:
 
 
 class Dispatcher(abc.ABC):
-    """Requests wait in a queue; `_arrange` makes what is there what the controller wants, `_give`
-    gives them to models, `_finished` and `_audit_next` tell it what became of them. What that takes
-    of models is done by the methods without a body. profiles: of the models; share: of the answers
-    that are looked at again."""
+    """Base of `Fleet` and the simulator.
+
+    Requests wait in a queue. `_reconcile` makes what is loaded what the controller wants, `_assign`
+    gives requests to models, `_on_finished` and `_audit_next` report what became of them.
+    Subclasses implement the methods without a body.
+
+    profiles: of the models. share: of the answers that are audited.
+    """
 
     def __init__(
-        self, controller: Policy, profiles: Mapping[str, Profile], *, share: float, seed: int,
+        self,
+        controller: ModelPolicy,
+        profiles: Mapping[str, ModelProfile],
+        *,
+        share: float,
+        seed: int,
         clock: Callable[[], float],
-    ):  # fmt: skip
+    ):
         self.controller = controller
         self.parts: dict[str, Any] = {}
-        self.audits: dict[tuple[str, int, int], Audit] = {}  # by model, depth and strictness
+        self.audits: dict[
+            tuple[str, int, int], DisagreementBound
+        ] = {}  # by model, depth and strictness
         self._profiles, self._clock = profiles, clock
         self._queue: list[Any] = []  # in order
         self._next: Assignment | None = None  # where the first of them goes
-        self._loading: Coming | None = None
+        self._loading: PendingModel | None = None
         self._too_deep: dict[str, int] = {}  # depths at which there was no room for a model
         self._sampled, self._share = np.random.default_rng(seed), share
         self._to_audit: list[Any] = []
@@ -119,62 +141,62 @@ class Dispatcher(abc.ABC):
         self.performance, self._marked = AnswerTimeline(KEPT), 0
 
     @abc.abstractmethod
-    def _load(self, wanted: Choice) -> Coming:
-        """Begins to."""
+    def _load(self, wanted: ModelDepth) -> PendingModel:
+        """Start to load a model."""
 
     @abc.abstractmethod
-    def _arrived(self, loading: Any) -> None:
-        """What was on its way is in `parts` now."""
+    def _adopt_loaded(self, loading: Any) -> None:
+        """Handle that a model that was loaded is in `parts` now."""
 
     @abc.abstractmethod
-    def _grow(self, wanted: Choice) -> None:
-        """Begins to."""
+    def _grow(self, wanted: ModelDepth) -> None:
+        """Start to load more segments of a model."""
 
     @abc.abstractmethod
-    def _stay(self, model: str) -> None:
-        """What a model was to grow by is called off."""
+    def _cancel_growth(self, model: str) -> None:
+        """Cancel the growth of a model."""
 
     @abc.abstractmethod
-    def _shrink(self, wanted: Choice) -> None: ...
+    def _shrink(self, wanted: ModelDepth) -> None: ...
 
     @abc.abstractmethod
-    def _freed(self, model: str, part: Any) -> None:
-        """A model is not in `parts` any more, and nobody is in it."""
+    def _on_freed(self, model: str, part: Any) -> None:
+        """Handle that a model was removed from `parts`; it has no requests."""
 
     @abc.abstractmethod
-    def _in(self, model: str) -> Iterable[Any]:
-        """Requests that a model has."""
+    def _requests_of(self, model: str) -> Iterable[Any]:
+        """Return the requests that a model has."""
 
     @abc.abstractmethod
-    def _take(self, job: Any) -> bool:
-        """A request from the model that has it; whether it goes on in another one."""
+    def _withdraw(self, job: Any) -> bool:
+        """Take a request from its model; return whether it continues in another one."""
 
     @abc.abstractmethod
-    def _begin(self, job: Any) -> None:
-        """A request in the model that has it now."""
+    def _start_request(self, job: Any) -> None:
+        """Start a request in the model that has it now."""
 
     @abc.abstractmethod
     def _telemetry(self, job: Any) -> Telemetry:
-        """Of an answer, by `_measured`."""
+        """Return the telemetry of an answer, by `_measured`."""
 
     @abc.abstractmethod
-    def _judge(self, job: Any) -> Verdict:
-        """Judge an answer again, by default by the whole of the model that gave it."""
+    def _judge(self, job: Any) -> AnswerAudit:
+        """Judge an answer again, by default with the whole of the model that gave it."""
 
     @property
     @abc.abstractmethod
-    def held(self) -> int:
-        """Tokens of the requests in slots, prompts and texts."""
+    def num_cached_tokens(self) -> int:
+        """Tokens of the requests in slots, prompts included."""
 
     def _audit_room(self, depths: Mapping[str, int]) -> float:
-        """Bytes that an audit of any of these models takes beside them, at most."""
+        """Return the most bytes that an audit of any of these models takes beside them."""
         return 0.0
 
-    def _wait(self, job: Job) -> None:
+    def _wait(self, job: FleetRequest) -> None:
         bisect.insort(self._queue, job, key=lambda job: job.order)
 
-    def _arrange(self) -> None:
-        """Towards what the controller wants."""
+    def _reconcile(self) -> None:
+        """Load, grow, shrink and free models towards what the controller wants."""
         wanted = self.controller.wanted
         if self._loading is not None and self._loading.choice.model != wanted.model:
             self._await()  # it has its place, and is freed again if that is needed
@@ -192,10 +214,10 @@ class Dispatcher(abc.ABC):
         if part is None:
             return
         if wanted.depth >= self._too_deep.get(wanted.model, math.inf):
-            self.controller.wanted = wanted = Choice(wanted.model, part.depth)
-        if part.depth <= wanted.depth < part.coming:
-            self._stay(wanted.model)
-        if part.coming < wanted.depth:
+            self.controller.wanted = wanted = ModelDepth(wanted.model, part.depth)
+        if part.depth <= wanted.depth < part.target_segments:
+            self._cancel_growth(wanted.model)
+        if part.target_segments < wanted.depth:
             self._make_room(wanted)
             self._grow(wanted)
         elif part.depth > wanted.depth:
@@ -213,25 +235,30 @@ class Dispatcher(abc.ABC):
             if not self.controller.gives_up(model, f"it cannot be loaded ({error})"):
                 raise
             return
-        self._arrived(loading)
+        self._adopt_loaded(loading)
 
-    def _cannot_grow(self, wanted: Choice, why: str) -> None:
-        """There was no room for as much of a model, whatever was counted: if there is no other, it
-        serves as it is, and no more is asked for until it was freed."""
+    def _cannot_grow(self, wanted: ModelDepth, why: str) -> None:
+        """Handle that there was no room for as much of a model, whatever was counted.
+
+        If there is no other model it serves as it is, and no more is asked for until it was freed.
+        """
         model, depth = wanted.model, self.parts[wanted.model].depth
         self._too_deep[model] = min(wanted.depth, self._too_deep.get(model, wanted.depth))
         if not self.controller.gives_up(model, f"it cannot grow ({why})"):
-            told = f"{model!r} stays at {depth} exits, as {wanted.depth} cannot be loaded: {why}"
-            warnings.warn(told, stacklevel=2)
+            message = f"{model!r} stays at {depth} exits, as {wanted.depth} cannot be loaded: {why}"
+            warnings.warn(message, stacklevel=2)
 
-    def _make_room(self, wanted: Choice) -> None:
-        """Frees models until the budget holds what is wanted: first those with nothing to do, last
-        the one that serves, whose requests go on elsewhere with the text that they have."""
+    def _make_room(self, wanted: ModelDepth) -> None:
+        """Free models until the budget holds what is wanted.
+
+        Idle models go first and the one that serves last; its requests continue elsewhere with
+        their text.
+        """
         profiles, budget = self._profiles, self.controller.options.budget
         serving = self.controller.current
         last = lambda name: (not self.parts[name].idle, serving and name == serving.model)
         for name in sorted([name for name in self.parts if name != wanted.model], key=last):
-            depths = {other: part.coming for other, part in self.parts.items()}
+            depths = {other: part.target_segments for other, part in self.parts.items()}
             depths[wanted.model] = wanted.depth
             held = sum(profiles[model].size(depth) for model, depth in depths.items())
             if held + self._audit_room(depths) <= budget:
@@ -239,10 +266,10 @@ class Dispatcher(abc.ABC):
             self._free(name)
 
     def _free(self, name: str) -> None:
-        for job in [*self._in(name)]:
+        for job in [*self._requests_of(name)]:
             if job.evaluated:
                 self.controller.dropped(name)
-            goes_on = self._take(job)
+            goes_on = self._withdraw(job)
             job.model, job.moved, job.evaluated = "", True, False
             if goes_on:
                 self._wait(job)
@@ -251,13 +278,17 @@ class Dispatcher(abc.ABC):
                 self.controller.dropped(name)
             self._next = None
         self._too_deep.pop(name, None)
-        self._freed(name, self.parts.pop(name))
+        self._on_freed(name, self.parts.pop(name))
 
-    def _give(self) -> None:
-        """Gives requests to models that have slots for them, in their order: to the one that
-        serves, or is evaluated, and those with an objective of their own to the best that is
-        there."""
-        self.controller.holds({name: part.depth for name, part in self.parts.items()}, self.held)
+    def _assign(self) -> None:
+        """Give requests to models that have free slots, in order.
+
+        They go to the model that serves or is evaluated; those with an objective of their own to
+        the best loaded model for it.
+        """
+        self.controller.holds(
+            {name: part.depth for name, part in self.parts.items()}, self.num_cached_tokens
+        )
         current = self.controller.current
         if current is None:
             self._next = None
@@ -268,7 +299,7 @@ class Dispatcher(abc.ABC):
             if job.objective is not None:
                 own = self.controller.best(NAMED[job.objective]) or current.model
                 if self.parts[own].room:
-                    self._place(job, Assignment(Choice(own, self.parts[own].depth), False))
+                    self._place(job, Assignment(ModelDepth(own, self.parts[own].depth), False))
                 continue
             if full:
                 continue
@@ -283,24 +314,24 @@ class Dispatcher(abc.ABC):
             else:
                 full = True  # who came later does not overtake
 
-    def _place(self, job: Job, given: Assignment) -> None:
+    def _place(self, job: FleetRequest, given: Assignment) -> None:
         self._queue.remove(job)
         job.model, job.evaluated = given.choice.model, given.evaluated
         job.began, job.first = self._clock(), None
         job.strictness = self._strictness(job.model, job.evaluated)
-        self._begin(job)
+        self._start_request(job)
 
     def _strictness(self, model: str, evaluated: bool = False) -> tuple[int, int]:
-        """What audits of an answer are of: another depth or thresholds are another matter."""
+        """Return what audits of an answer depend on: the depth and the level of thresholds."""
         return self.parts[model].depth, self.controller.level(model, evaluated)
 
     def _changes_depth(self, model: str) -> None:
-        """Answers under way are of no one depth."""
-        for job in self._in(model):
+        """Mark running answers as those of no one depth."""
+        for job in self._requests_of(model):
             job.strictness = 0, job.strictness[1]
 
-    def _hears(self, job: Job) -> None:
-        """Tokens came."""
+    def _on_tokens(self, job: FleetRequest) -> None:
+        """Record new tokens of a request."""
         if job.first is None:
             job.first = self._clock()
         if job.heard is None:
@@ -308,11 +339,17 @@ class Dispatcher(abc.ABC):
             if job.objective is None:
                 self.controller.waited(job.model, job.heard - job.came)
 
-    def _finished(
-        self, job: Job, whole: bool = True, judged: bool = True, failed: bool = False
+    def _on_finished(
+        self, job: FleetRequest, whole: bool = True, judged: bool = True, failed: bool = False
     ) -> None:
-        """A request has its answer. whole: from one end to the other; judged: whether the whole
-        model can be asked if it would say the same; failed: ended in an error."""
+        """Record that a request finished.
+
+        Args:
+          whole: it has tokens and did not end in an error; an answer that moved between models does
+            not count as whole.
+          judged: the whole model can judge it.
+          failed: it ended in an error.
+        """
         if job.exits and job.heard is not None:
             new = self.controller.decisions[self._marked :]
             self._marked += len(new)
@@ -342,22 +379,30 @@ class Dispatcher(abc.ABC):
             self.controller.failed(job.model)
 
     def _own_perplexity(self, job: Any) -> float | None:
-        """Perplexity of an answer under the model that gave it, as its tokens left; None where
-        their probabilities are not known."""
+        """Return an answer's perplexity under the model that gave it, as its tokens left.
+
+        None where their probabilities are not known.
+        """
         return None
 
     def _may_audit(self) -> bool:
-        """Whether few answers wait to be judged, and that took little of the time so far."""
+        """Return whether few answers wait for an audit, and audits took little time so far."""
         objective = self.controller.objective
         share = AUDITS if objective is not None and objective.reads_quality else REPORTED
         spent = self._audited <= share * (self._clock() - self._since)
         return len(self._to_audit) < BEHIND and spent
 
     def _measured(
-        self, job: Job, beside: int, agreement: float | None = None, energy: float | None = None
+        self,
+        job: FleetRequest,
+        beside: int,
+        agreement: float | None = None,
+        energy: float | None = None,
     ) -> Telemetry:
-        """Of an answer that is there now, beside so many other requests; agreement with the whole
-        model and energy are what the profile says where they were not measured."""
+        """Return the telemetry of an answer that just finished, beside so many other requests.
+
+        Agreement with the whole model and energy are the profile's where they were not measured.
+        """
         part, profile = self.parts[job.model], self._profiles[job.model]
         count, now = len(job.exits), self._clock()
         seconds = max(now - job.began, 1e-9)
@@ -382,19 +427,19 @@ class Dispatcher(abc.ABC):
             perplexity=profile.perplexity_at(agreement),
         )
 
-    def _judged(self, model: str, verdict: Verdict) -> tuple[float, float]:
-        """(quality, perplexity) of a model's answer by its whole."""
+    def _on_judged(self, model: str, verdict: AnswerAudit) -> tuple[float, float]:
+        """Return (quality, perplexity) of a model's judged answer."""
         profile = self._profiles[model]
         agreement = float(np.mean(verdict.same))
         return profile.quality_at(agreement), profile.perplexity_at(agreement)
 
-    def audit(self, choice: Choice) -> Audit:
-        """What is known of a model's answers at a depth, by the thresholds that it has now."""
+    def audit(self, choice: ModelDepth) -> DisagreementBound:
+        """Return what audits found of a model's answers at a depth, with its present thresholds."""
         key = (*choice, self.controller.level(choice.model))
-        return self.audits.setdefault(key, Audit())
+        return self.audits.setdefault(key, DisagreementBound())
 
     def _audit_next(self) -> None:
-        """Looks at an answer again, where one waits for it."""
+        """Audit an answer, if one waits for it."""
         if not self._to_audit:
             return
         job = self._to_audit.pop(0)
@@ -412,13 +457,13 @@ class Dispatcher(abc.ABC):
                 self.controller.answered(model, job.telemetry, job.exits)
             return
         self._audited += self._clock() - begin
-        quality, perplexity = self._judged(model, verdict)
+        quality, perplexity = self._on_judged(model, verdict)
         if job.evaluated:
-            told = dataclasses.replace(job.telemetry, accuracy=quality, perplexity=perplexity)
-            self.controller.answered(model, told, job.exits)
+            telemetry = dataclasses.replace(job.telemetry, accuracy=quality, perplexity=perplexity)
+            self.controller.answered(model, telemetry, job.exits)
         if job.strictness != self._strictness(model):
             return
-        audit = self.audit(Choice(model, self.parts[model].depth))
+        audit = self.audit(ModelDepth(model, self.parts[model].depth))
         audit.add(verdict, quality)
         known = len(self.controller.decisions)
         self.controller.audited(model, audit)

@@ -1,7 +1,8 @@
-"""What serving costs: joules, where the machine counts them, and work, which is counted anywhere.
+"""Cost of serving: joules, where the machine counts them, and compute work.
 
-A GPU counts its own energy (NVML), a processor that of its packages (RAPL). Work, operations and
-bytes, is no energy and is never called so: it says which of two ways to serve does less.
+A GPU counts its own energy (NVML), a processor that of its packages (RAPL). Compute work,
+operations and bytes, is not energy and is never called so: it tells which of two ways to serve does
+less.
 """
 
 from __future__ import annotations
@@ -24,21 +25,29 @@ from eejax.models.config import ModelConfig
 POWERCAP = pathlib.Path("/sys/class/powercap")
 
 
-class Meter(Protocol):
-    """name: "nvml" or "rapl". read(): joules since some moment, never less than before. All that
-    the device or the processor does is counted, not this process alone."""
+class EnergyMeter(Protocol):
+    """A counter of energy.
+
+    It counts all that the device or the processor does, not this process alone.
+
+    Attributes:
+      name: "nvml" or "rapl".
+      read: returns joules since some moment, never less than before.
+    """
 
     name: str
 
     def read(self) -> float: ...
 
 
-def meter(devices: Sequence[Any] | None = None, root: pathlib.Path = POWERCAP) -> Meter | None:
-    """Of these devices of JAX, by default the first, on which engines without a mesh run; None
-    where nothing counts what they take, or this process may not read it.
+def meter(
+    devices: Sequence[Any] | None = None, root: pathlib.Path = POWERCAP
+) -> EnergyMeter | None:
+    """Return the meter of JAX devices, by default the first, on which engines without a mesh run.
 
-    A GPU's host is not measured in its place. GPUs need the package nvidia-ml-py; processors are
-    read from Linux's `root`, which by default is root's alone.
+    Returns None where nothing counts their energy, or this process may not read it. A GPU's host is
+    not measured in its place. GPUs need the package nvidia-ml-py; processors are read from Linux's
+    `root`, which only the user root may read by default.
     """
     devices = jax.local_devices()[:1] if devices is None else devices
     platforms = {device.platform for device in devices}
@@ -47,8 +56,8 @@ def meter(devices: Sequence[Any] | None = None, root: pathlib.Path = POWERCAP) -
     return _rapl(root) if platforms == {"cpu"} else None
 
 
-class Nvml:
-    """Of NVIDIA GPUs, which count millijoules since their driver was loaded (Volta and later)."""
+class NvmlMeter:
+    """Meter of NVIDIA GPUs (Volta and later), which count millijoules themselves."""
 
     name = "nvml"
 
@@ -60,15 +69,15 @@ class Nvml:
         return sum(count(handle) for handle in self._handles) / 1e3
 
 
-def _nvml(numbers: Sequence[int]) -> Nvml | None:
-    """Of GPUs by their numbers among those that CUDA shows this process."""
+def _nvml(numbers: Sequence[int]) -> NvmlMeter | None:
+    """Return the meter of GPUs, by their numbers among those that CUDA shows this process."""
     try:
         import pynvml
     except ImportError:
         return None
     try:
         pynvml.nvmlInit()
-        found = Nvml(pynvml, [_handle(pynvml, number) for number in numbers])
+        found = NvmlMeter(pynvml, [_handle(pynvml, number) for number in numbers])
         found.read()  # older GPUs, and parts of one, do not count
     except (pynvml.NVMLError, IndexError):  # the latter: the variable was changed meanwhile
         return None
@@ -76,8 +85,11 @@ def _nvml(numbers: Sequence[int]) -> Nvml | None:
 
 
 def _handle(pynvml, number: int):
-    """NVML knows nothing of CUDA_VISIBLE_DEVICES. Unlike GPUs count as CUDA_DEVICE_ORDER=PCI_BUS_ID
-    has them, which is NVML's order; like ones are in that order anyway."""
+    """Return NVML's handle of a GPU.
+
+    NVML knows nothing of CUDA_VISIBLE_DEVICES. Unlike GPUs count as CUDA_DEVICE_ORDER=PCI_BUS_ID
+    has them, which is NVML's order; like ones are in that order anyway.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     name = visible.split(",")[number].strip() if visible else str(number)
     if name.isdecimal():
@@ -85,9 +97,11 @@ def _handle(pynvml, number: int):
     return pynvml.nvmlDeviceGetHandleByUUID(name)
 
 
-class Rapl:
-    """Of a processor's packages; cores and memory controllers are parts of them. Counters begin
-    anew, at full load after minutes: a `read` has to come more often than that."""
+class RaplMeter:
+    """Meter of a processor's packages; cores and memory controllers are parts of them.
+
+    Counters wrap around, at full load after minutes: `read` must be called more often than that.
+    """
 
     name = "rapl"
 
@@ -101,7 +115,7 @@ class Rapl:
         return [_microjoules(p / "energy_uj") for p in self._packages]
 
     def read(self) -> float:
-        """Raises OSError where a counter is gone."""
+        """Return joules since some moment. Raises OSError where a counter is gone."""
         now = self._now()
         for a, b, most in zip(self._last, now, self._ranges, strict=True):
             self._total += b - a if b >= a else b - a + most
@@ -113,36 +127,41 @@ def _microjoules(path: pathlib.Path) -> int:
     return int(path.read_text())
 
 
-def _rapl(root: pathlib.Path) -> Rapl | None:
-    """None unless all packages can be read: a part of them would pass for the whole."""
+def _rapl(root: pathlib.Path) -> RaplMeter | None:
+    """Return the meter of all packages, None unless all can be read."""
     try:
         # intel-rapl:0:1 is a part of intel-rapl:0; AMD's processors have the same names.
         domains = [p for p in sorted(root.glob("intel-rapl:*")) if p.name.count(":") == 1]
         named = lambda p: (p / "name").read_text().startswith("package")  # "psys" holds them all
         packages = [p for p in domains if named(p)]
-        return Rapl(packages) if packages else None
+        return RaplMeter(packages) if packages else None
     except (OSError, ValueError):
         return None
 
 
-class Work(NamedTuple):
-    """flops: floating-point operations, a multiplication and an addition being two; bytes: read."""
+class ComputeWork(NamedTuple):
+    """Compute work.
+
+    Attributes:
+      flops: floating-point operations; a multiplication and an addition are two.
+      bytes: bytes read.
+    """
 
     flops: float
     bytes: float
 
 
 @cache  # it traces the model's parameters
-def token_work(config: ModelConfig, exit: int, *, batch: int = 1, seen: float = 0.0) -> Work:
-    """What one token takes that leaves by an exit (the last number: the final one).
+def token_work(config: ModelConfig, exit: int, *, batch: int = 1, seen: float = 0.0) -> ComputeWork:
+    """Return the work of one token that leaves by an exit (the last number: the final one).
 
-    Its layers; the heads of that exit and of all it passes, as gates of logits read them, and what
-    else these exits have of their own, routers aside. Products with weights as
-    `train.flops.model_flops_per_token` has them, forward alone. `batch` tokens share what is read
-    of weights; `seen` positions of keys and values are read, and multiplied with, for each. Not
-    counted: layers run later for its keys and values, when another token of its text goes deeper.
-    Raises ConfigError for an exit there is not, and for a batch or a number of positions below 1
-    and 0.
+    Counts its layers, the heads of that exit and of all that it passes, as gates on logits read
+    them, and the other parameters of these exits, but not routers. Products with weights are those
+    of `train.flops.model_flops_per_token`, forward alone. `batch` tokens share what is read of
+    weights; `seen` positions of keys and values are read, and multiplied with, for each. Layers
+    that run later for its keys and values, when another token of its text goes deeper, are not
+    counted. Raises ConfigError for an unknown exit, a batch below 1, or a negative number of
+    positions.
     """
     require_count("exit", exit, least=0)
     most = config.n_exits
@@ -155,21 +174,24 @@ def token_work(config: ModelConfig, exit: int, *, batch: int = 1, seen: float = 
     held = jax.eval_shape(cast, params.shapes(config))
     own = lambda tree: {k: v for k, v in tree.items() if k not in ("head", "router")}
     passed = [e.name for e in config.exits[: exit + 1]]
-    share, itemsize = config.stops[exit] / config.n_layers, jnp.dtype(config.dtype).itemsize
+    share, itemsize = (
+        config.exit_boundaries[exit] / config.n_layers,
+        jnp.dtype(config.dtype).itemsize,
+    )
 
     def each(tree, size) -> float:
-        """Of the layers and exits that the token goes through."""
+        """Return the sum of `size` over the layers and exits that the token goes through."""
         parts = [size(own(tree["exits"][name])) for name in passed]
         parts += [size(own(tree["final"]))] if exit == most else []
         return size(tree["layers"]) * share + sum(parts)
 
     heads = (exit + 1) * config.padded_vocab * config.d_model
     weights = heads + each(factors, lambda tree: sum(jax.tree.leaves(tree)))
-    windows = [config.window(i) for i in range(config.stops[exit])]
+    windows = [config.window(i) for i in range(config.exit_boundaries[exit])]
     windows += [config.exit_window(i) for i, e in enumerate(config.exits[: exit + 1]) if e.block]
     looked = sum(seen if w is None else min(seen, w) for w in windows)
     cache = 2 * config.n_kv_heads * config.head_dim * itemsize * looked
-    return Work(
+    return ComputeWork(
         2.0 * weights + 4.0 * config.n_heads * config.head_dim * looked,
         (heads * itemsize + each(held, nbytes)) / batch + cache,
     )
@@ -177,7 +199,7 @@ def token_work(config: ModelConfig, exit: int, *, batch: int = 1, seen: float = 
 
 @cache
 def layer_flops(config: ModelConfig) -> tuple[float, ...]:
-    """Of a token in the layers of each segment, and in nothing else that is there."""
+    """Return a token's operations in the layers of each segment."""
     declared = params.abstract(config)["layers"]
     factors = params.map_params(lambda p: math.prod(p.shape) if p.decay else 0, declared)
     total = 2.0 * sum(jax.tree.leaves(factors))
@@ -185,12 +207,12 @@ def layer_flops(config: ModelConfig) -> tuple[float, ...]:
 
 
 def segment_rows(exits: Sequence[int], segments: int, cap: int) -> list[int]:
-    """Of a text whose tokens behind the first left by these exits: how many go through each segment
-    [segments], at the time or later.
+    """Return [segments], how many rows of a text run each segment, at the time or later.
 
-    Who goes deeper takes along all that wait, and once `cap` do all of them go (KV recomputation,
-    Bae et al. 2023), so that each goes through a segment once, or never where nobody goes there
-    after it. Rows of a batch that are there for nothing are not counted.
+    exits: by which its tokens behind the first left. A token that goes deeper takes along all that
+    wait, and once `cap` wait all of them go (KV recomputation, Bae et al. 2023). So each runs
+    through a segment once, or never where no later token goes there. Padding rows of a batch are
+    not counted.
     """
     filled = [0] * segments
     for position, exit in enumerate(exits):

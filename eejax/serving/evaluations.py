@@ -1,4 +1,4 @@
-"""Evaluations of models while they serve: those under way, and what their answers come to."""
+"""Evaluations of models while they serve: those that run, and the outcome of their answers."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import math
 from collections.abc import Sequence
 
 from eejax.serving.audits import perplexity_of
-from eejax.serving.choices import Choice, Profile, apportioned
+from eejax.serving.choices import ModelDepth, ModelProfile, apportioned
 from eejax.serving.expectations import Expectations
 from eejax.serving.objectives import Telemetry
-from eejax.serving.repository import Evaluation
+from eejax.serving.repository import StoredEvaluation
 
 
 @dataclasses.dataclass(frozen=True)
 class RunningEvaluation:
-    """An evaluation under way.
+    """An evaluation that is running.
 
     Attributes:
       choice: what is evaluated.
-      left, open: prompts to be given to it, and those to be answered.
+      left, open: prompts that it still gets, and those that are not answered yet.
       failed: answers that ended in an error.
-      begin: when the first prompt was given to it; 0 before that.
+      begin: when it got its first prompt; 0 before that.
       answers, lengths: of prompts that were answered, and tokens of each.
       exits: that these tokens left by.
       below, emitted: tokens below their threshold, and all tokens meanwhile.
     """
 
-    choice: Choice
+    choice: ModelDepth
     left: int
     open: int = 0
     failed: int = 0
@@ -85,13 +85,16 @@ def record_answer(
 
 
 def pooled(answers: Sequence[Telemetry], lengths: Sequence[int]) -> Telemetry:
-    """Return the mean of answers; of seconds to the first token also the most, and perplexity over
-    all tokens, so that a short answer counts for little."""
+    """Return the mean of answers.
+
+    Of the seconds to the first token it also has the most. Perplexity is that of all tokens, so
+    that a short answer counts for little.
+    """
     mean = lambda name: sum(getattr(a, name) for a in answers) / len(answers)
-    told = Telemetry(*(mean(field.name) for field in dataclasses.fields(Telemetry)))
+    telemetry = Telemetry(*(mean(field.name) for field in dataclasses.fields(Telemetry)))
     nats = [n * math.log(max(a.perplexity, 1.0)) for a, n in zip(answers, lengths, strict=True)]
     return dataclasses.replace(
-        told,
+        telemetry,
         ttft_p99=max(a.ttft_p99 for a in answers),
         perplexity=perplexity_of(sum(nats), sum(lengths)),
     )
@@ -99,21 +102,23 @@ def pooled(answers: Sequence[Telemetry], lengths: Sequence[int]) -> Telemetry:
 
 def history_row(
     seen: RunningEvaluation,
-    profile: Profile,
+    profile: ModelProfile,
     expected: Expectations,
     counted: str,
     strictness: int,
-) -> Evaluation:
-    """Return what an evaluation found, by the exits that tokens would leave by if all were loaded:
-    of a part of a model those below their threshold would go deeper, as many to each exit as was
-    known before."""
+) -> StoredEvaluation:
+    """Return what an evaluation found, by the exits that tokens would leave by if all were loaded.
+
+    Of a part of a model, the tokens below their threshold would go deeper, as many to each exit as
+    was known before.
+    """
     counts = [seen.exits.count(e) for e in range(profile.exits)]
     if seen.choice.depth < profile.exits:
         above = seen.below / max(seen.emitted, 1)
         shares = [count / sum(counts) for count in counts]
         shares = expected.spread(seen.model, seen.choice.depth, above, shares)
         counts = apportioned(shares, sum(counts))
-    return Evaluation(
+    return StoredEvaluation(
         time=seen.begin,
         model=seen.model,
         depth=seen.choice.depth,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from eejax.serving.choices import Choice, Profile, breaches
-from eejax.serving.lateness import Lateness
-from eejax.serving.objectives import Objective, Telemetry
-from eejax.serving.repository import Evaluation
+from eejax.serving.choices import ModelDepth, ModelProfile, breaches
+from eejax.serving.lateness import LatenessModel
+from eejax.serving.objectives import ServiceObjective, Telemetry
+from eejax.serving.repository import StoredEvaluation
 
 
 class Expectations:
-    """What models are expected to bring at any depth.
+    """Expected telemetry of models at any depth.
 
     Attributes:
       profiles: by model.
@@ -22,18 +22,18 @@ class Expectations:
       lateness: of first tokens.
     """
 
-    def __init__(self, profiles: Mapping[str, Profile], length: float):
-        self.profiles, self.length, self.lateness = profiles, length, Lateness()
+    def __init__(self, profiles: Mapping[str, ModelProfile], length: float):
+        self.profiles, self.length, self.lateness = profiles, length, LatenessModel()
         self.shares: dict[str, tuple[float, ...]] = {}
         # As measured, over what the profiles say.
         self._scale: dict[str, float] = {}  # energy
         self._wrong: dict[str, float] = {}  # what quality lacks of the profile's ceiling
         self._perplexity: dict[str, float] = {}
 
-    def told(
+    def expected(
         self,
-        objective: Objective,
-        choice: Choice,
+        objective: ServiceObjective,
+        choice: ModelDepth,
         shares: Sequence[float] | None = None,
         hope: float = 0.0,
     ) -> tuple[Telemetry, bool]:
@@ -46,47 +46,49 @@ class Expectations:
         """
         profile = self.profiles[choice.model]
         shares = self.shares[choice.model] if shares is None else shares
-        told = self._corrected(choice, profile.serving(shares, choice.depth, hope))
+        telemetry = self._corrected(choice, profile.serving(shares, choice.depth, hope))
         if choice.depth == profile.exits:
             without = self.without_exits(choice.model)
-            if objective.rank(without) > objective.rank(told):
+            if objective.rank(without) > objective.rank(telemetry):
                 return without, True
-        return told, False
+        return telemetry, False
 
     def without_exits(self, model: str) -> Telemetry:
         """Return what a whole model is expected to bring if no token leaves early."""
         profile = self.profiles[model]
         last = (*(0.0,) * (profile.exits - 1), 1.0)
-        return self._corrected(Choice(model, profile.exits), profile.serving(last, profile.exits))
+        return self._corrected(
+            ModelDepth(model, profile.exits), profile.serving(last, profile.exits)
+        )
 
-    def _corrected(self, choice: Choice, told: Telemetry) -> Telemetry:
+    def _corrected(self, choice: ModelDepth, telemetry: Telemetry) -> Telemetry:
         """Correct an expectation by what was measured while serving: energy, the shortfall of
         quality, perplexity, and seconds to the first token."""
         # Who has none of its own is in the unit of the others.
         scale = self._scale.get(choice.model) or next(iter(self._scale.values()), 1.0)
         best = self.profiles[choice.model].ceiling
-        short = max(best - told.accuracy, 0.0) * self._wrong.get(choice.model, 1.0)
-        perplexity = told.perplexity * self._perplexity.get(choice.model, 1.0)
+        short = max(best - telemetry.accuracy, 0.0) * self._wrong.get(choice.model, 1.0)
+        perplexity = telemetry.perplexity * self._perplexity.get(choice.model, 1.0)
         return dataclasses.replace(
-            told,
-            ttft_p99=self.lateness.of(choice, told),
-            energy=told.energy * scale,
+            telemetry,
+            ttft_p99=self.lateness.of(choice, telemetry),
+            energy=telemetry.energy * scale,
             accuracy=max(best - short, 0.0),
             perplexity=max(perplexity, 1.0),
         )
 
-    def learn(self, row: Evaluation) -> None:
+    def learn(self, row: StoredEvaluation) -> None:
         """Expect of a model what an evaluation found."""
-        profile, model, told = self.profiles[row.model], row.model, row.telemetry
+        profile, model, telemetry = self.profiles[row.model], row.model, row.telemetry
         self.shares[model] = tuple(count / row.tokens for count in row.exits)
         said = profile.worked(self.shares[model], row.depth)
-        if said and told.energy:
-            self._scale[model] = told.energy / said
+        if said and telemetry.energy:
+            self._scale[model] = telemetry.energy / said
         agreement = profile.agreement(self.shares[model], row.depth)
         short = lambda quality: (profile.ceiling - quality) * row.tokens
         expected = max(short(profile.quality_at(agreement)), 0.0)
-        self._wrong[model] = (max(short(told.accuracy), 0.0) + 1) / (expected + 1)
-        self._perplexity[model] = told.perplexity / profile.perplexity_at(agreement)
+        self._wrong[model] = (max(short(telemetry.accuracy), 0.0) + 1) / (expected + 1)
+        self._perplexity[model] = telemetry.perplexity / profile.perplexity_at(agreement)
         self.length = row.tokens / row.prompts
 
     def breached(self, model: str, depth: int, seen: float) -> None:

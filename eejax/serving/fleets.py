@@ -18,6 +18,7 @@ from functools import partial
 import jax
 import numpy as np
 
+from eejax.checkpoint.language_model import LanguageModel, load
 from eejax.common.errors import ConfigError, require, require_one_of
 from eejax.data import chat
 from eejax.data.tokenizer_files import TemplateSource
@@ -26,18 +27,24 @@ from eejax.inference import capacity, scoring
 from eejax.inference.deepening import on_host
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
-from eejax.serving.auditor import Auditor, Reference
+from eejax.serving.auditor import AnswerVerifier, ReferenceJudge
 from eejax.serving.choices import ControllerOptions
 from eejax.serving.controller import Controller
 from eejax.serving.energy import meter
-from eejax.serving.fleet import Fleet, Member
-from eejax.serving.measurements import Setup, evaluated, kept, largest, measured, with_profiles
-from eejax.serving.messages import LOG, Built
+from eejax.serving.fleet import Fleet, FleetMember
+from eejax.serving.measurements import (
+    MeasurementSetup,
+    evaluated,
+    kept,
+    largest,
+    measured,
+    with_profiles,
+)
+from eejax.serving.messages import LOG, BuiltEngine
 from eejax.serving.models import batch_options
-from eejax.serving.objectives import Objective
+from eejax.serving.objectives import ServiceObjective
 from eejax.serving.quality import QualitySource, with_benchmarks, with_ratios
 from eejax.serving.worker import joined
-from eejax.train.pretrained import Opened, open_model
 
 log = logging.getLogger(LOG)
 
@@ -46,11 +53,11 @@ LEAST = 32  # tokens of a context, in which models can be measured
 
 
 @dataclasses.dataclass(frozen=True)
-class Aims:
+class FleetConfig:
     """Objective and options of a fleet.
 
     Attributes:
-      objective, limits: as `Objective.of` takes them.
+      objective, limits: as `ServiceObjective.of` takes them.
       options: of its `Controller`.
       repository: an SQLite file, from which a fleet goes on that was measured before.
       audits: share of the answers that are judged again.
@@ -67,20 +74,23 @@ class Aims:
     def __post_init__(self):
         require(0 <= self.audits <= 1, "audits", self.audits, "must lie in [0, 1]")
         QualitySource.parse(self.quality)  # raises
-        Objective.of(self.objective, **self.limits)  # raises
+        ServiceObjective.of(self.objective, **self.limits)  # raises
 
 
 @dataclasses.dataclass(frozen=True)
 class ServedFleet:
-    """sources: of models by their names, each as `Served.source`; thresholds: of those that have
-    others than `THRESHOLD`; prompts: texts like what will be asked, on which models are measured,
-    by default what the largest one writes; tokenizer, dtype, slots, context, chunk: as `Served`'s.
+    """A fleet to serve; calling it loads and measures the models, which takes a while.
 
-    Called, it loads and measures the models, which takes a while.
+    Attributes:
+      sources: of models by their names, each as `ServedModel.source`.
+      thresholds: of models with another one than `THRESHOLD`.
+      prompts: texts like those to come, on which models are measured; by default what the largest
+        model writes.
+      tokenizer, dtype, slots, context, chunk: as in `ServedModel`.
     """
 
     sources: Mapping[str, str]
-    aims: Aims = Aims()
+    aims: FleetConfig = FleetConfig()
     thresholds: Mapping[str, float | tuple[float, ...]] = dataclasses.field(default_factory=dict)
     prompts: tuple[str, ...] = ()
     tokenizer: str | None = None
@@ -94,17 +104,17 @@ class ServedFleet:
         unknown = sorted({*self.thresholds} - {*self.sources})
         require(not unknown, "thresholds", unknown, f"must be of {sorted(self.sources)}")
 
-    def __call__(self) -> Built:
+    def __call__(self) -> BuiltEngine:
         opened = {
-            name: open_model(source, tokenizer=self.tokenizer, dtype=self.dtype)
+            name: load(source, tokenizer=self.tokenizer, dtype=self.dtype)
             for name, source in self.sources.items()
         }
         source, judge = QualitySource.parse(self.aims.quality), None
         if source.kind == "judge":
             (path,) = source.names
-            found = open_model(path, tokenizer=self.tokenizer, dtype=self.dtype)
+            found = load(path, tokenizer=self.tokenizer, dtype=self.dtype)
             check_alike(opened | {path: found})
-            judge = Member(jax.device_get(found.params), found.config)
+            judge = FleetMember(jax.device_get(found.params), found.config)
         check_alike(opened)
         members = {}
         for name, model in opened.items():
@@ -115,7 +125,7 @@ class ServedFleet:
                 raise ConfigError(f"thresholds of {name!r}: {error}") from error
             options = batch_options(model.config, self.chunk)
             params = jax.device_get(model.params)
-            members[name] = Member(params, model.config, rules, options)
+            members[name] = FleetMember(params, model.config, rules, options)
         first = next(iter(opened.values()))
         return built(
             members,
@@ -129,8 +139,8 @@ class ServedFleet:
         )
 
 
-def check_alike(opened: Mapping[str, Opened]) -> None:
-    """Raises ConfigError for models of which one cannot go on with another one's text."""
+def check_alike(opened: Mapping[str, LanguageModel]) -> None:
+    """Raise ConfigError for models of which one cannot continue another one's text."""
     (first, own), *others = opened.items()
     for name, model in others:
         for what, of in (
@@ -139,35 +149,43 @@ def check_alike(opened: Mapping[str, Opened]) -> None:
         ):
             # Begins with the setting to be mended, which is not the one of the same name.
             require(
-                of(model) == of(own), f"model: the {what} of {name!r}", of(model),
+                of(model) == of(own),
+                f"model: the {what} of {name!r}",
+                of(model),
                 f"must be that of {first!r}, {of(own)!r}",
                 "A text goes from one model to another as ids: train them with one tokenizer.",
-            )  # fmt: skip
+            )
 
 
-def template_of(opened: Mapping[str, Opened]) -> TemplateSource | None:
+def template_of(opened: Mapping[str, LanguageModel]) -> TemplateSource | None:
     """Return the chat template of the models that have one, None if none has.
 
     Raises ConfigError if their templates differ or are invalid.
     """
-    found = {name: chat.find(model.path, model.tokenizer) for name, model in opened.items()}
+    found = {name: chat.find(model.source, model.tokenizer) for name, model in opened.items()}
     found = {name: template for name, template in found.items() if template is not None}
     if not found:
         return None
     (first, own), *others = found.items()
     for name, template in others:
-        told = f"must be that of {first!r}"
+        allowed = f"must be that of {first!r}"
         fix = "Put the same chat_template.jinja into their folders."
-        require(template == own, f"chat template of {name!r}", template.source[:40], told, fix)
-    chat.Template(*own)  # reject an invalid template before the first request
+        require(template == own, f"chat template of {name!r}", template.source[:40], allowed, fix)
+    chat.ChatTemplate(*own)  # reject an invalid template before the first request
     return own
 
 
 def built(
-    members: Mapping[str, Member], tokenizer: Tokenizer, aims: Aims, *, slots: int,
-    context: int | None = None, prompts: Sequence[str] = (), template: TemplateSource | None = None,
-    judge: Member | None = None,
-) -> Built:  # fmt: skip
+    members: Mapping[str, FleetMember],
+    tokenizer: Tokenizer,
+    aims: FleetConfig,
+    *,
+    slots: int,
+    context: int | None = None,
+    prompts: Sequence[str] = (),
+    template: TemplateSource | None = None,
+    judge: FleetMember | None = None,
+) -> BuiltEngine:
     """A fleet of models that lie on the host.
 
     They are measured here, but for those of which the repository has what was measured under the
@@ -189,10 +207,12 @@ def built(
             "stand for them"
         )
         require(
-            "energy" not in aims.limits, "limits.energy", aims.limits.get("energy"),
+            "energy" not in aims.limits,
+            "limits.energy",
+            aims.limits.get("energy"),
             "must be left out where nothing counts joules, as operations are another unit",
             "Limit something else, or let this process read NVML or RAPL.",
-        )  # fmt: skip
+        )
     budget = aims.options.budget
     reference = reference_of(members, source, judge)
 
@@ -209,18 +229,18 @@ def built(
         name: room(members[name], slots, context, budget, name, beside(name))
         for name in largest_first
     }
-    setup = Setup(members, by_depth, context, tokenizer, tuple(prompts), reference)
+    setup = MeasurementSetup(members, by_depth, context, tokenizer, tuple(prompts), reference)
     repository = kept(aims.repository)
     profiles = measured(setup, repository, source, "operations" if counts is None else counts.name)
     scores = []
     if source.kind == "benchmark":
         scores = repository.scores()
-        stops = {name: member.config.stops for name, member in members.items()}
-        profiles = with_benchmarks(profiles, stops, scores, source.names)
+        boundaries = {name: member.config.exit_boundaries for name, member in members.items()}
+        profiles = with_benchmarks(profiles, boundaries, scores, source.names)
         perplexity = aims.limits.get("perplexity") or aims.objective == "perplexity"
         known = any(p.perplexity != ((1.0, 1.0),) for p in profiles.values())
-        told = "must have a score of perplexity, of a task that all models were scored on"
-        require(known or not perplexity, "quality", aims.quality, told, "Or take best or judge.")
+        allowed = "must have a score of perplexity, of a task that all models were scored on"
+        require(known or not perplexity, "quality", aims.quality, allowed, "Or take best or judge.")
     elif source.kind == "judge":
         profiles, reference.least = with_ratios(profiles)
     known = evaluated(repository, profiles, source, scores, reference)
@@ -239,7 +259,7 @@ def built(
                 reference.auditor.judge(None, [0], [0] * (length - 1))
         controller = Controller(
             profiles,
-            Objective.of(aims.objective, **aims.limits),
+            ServiceObjective.of(aims.objective, **aims.limits),
             repository,
             aims.options,
             known=known,
@@ -259,26 +279,33 @@ def built(
         return made
 
     deepest = max(configs, key=lambda config: config.n_layers)
-    return Built(None, deepest, tokenizer, template, fleet)
+    return BuiltEngine(None, deepest, tokenizer, template, fleet)
 
 
 def room(
-    member: Member, slots: int, context: int, budget: float, name: str = "model",
+    member: FleetMember,
+    slots: int,
+    context: int,
+    budget: float,
+    name: str = "model",
     beside: Callable[[int], float] | None = None,
-) -> tuple[int, ...]:  # fmt: skip
-    """Up to so many slots of a model at each of its depths, none more than at the one before; room
-    is left for what audits bring, `beside` bytes by depth, by default those of the model itself.
-    Raises ConfigError where the budget does not hold the model with one, at any depth."""
-    options = dataclasses.replace(member.options, grows=True)
+) -> tuple[int, ...]:
+    """Return the slots of a model at each of its depths, none more than at the one before.
+
+    There are at most `slots`. Room is left for what audits bring, `beside` bytes by depth, by
+    default those of the model itself. Raises ConfigError where the budget does not hold the model
+    with one slot, at some depth.
+    """
+    options = dataclasses.replace(member.options, can_deepen=True)
     beside = beside or partial(capacity.audit_bytes, member.config)
     fit = lambda depth, options: capacity.slots(
         member.config, options, depth, context, budget - beside(depth), slots
     )
     # All depths have the buckets of the first one's slots, which are a part of what is kept.
-    options = options.of_slots(max(fit(1, options), 1))
+    options = options.resolve_buckets(max(fit(1, options), 1))
     found = [fit(depth, options) for depth in range(1, member.config.n_exits + 2)]
     if not found[-1]:  # with fewer requests there is less to keep, too
-        options = dataclasses.replace(member.options, grows=True).of_slots(1)
+        options = dataclasses.replace(member.options, can_deepen=True).resolve_buckets(1)
         found = [min(fit(depth, options), 1) for depth in range(1, member.config.n_exits + 2)]
     found = tuple(np.minimum.accumulate(found).tolist())
     if not found[-1]:
@@ -290,11 +317,11 @@ def room(
     return found
 
 
-def least(member: Member, context: int, beside: Callable[[int], float] | None = None) -> int:
+def least(member: FleetMember, context: int, beside: Callable[[int], float] | None = None) -> int:
     """Bytes of the model with one request, at the depth that takes most: the whole of it, but where
     audits bring more than what is left out of less. beside: as `room` takes it."""
     beside = beside or partial(capacity.audit_bytes, member.config)
-    options = dataclasses.replace(member.options, grows=True).of_slots(1)
+    options = dataclasses.replace(member.options, can_deepen=True).resolve_buckets(1)
     config = member.config
     return max(
         math.ceil(capacity.engine_bytes(config, options, depth, context, 1)) + beside(depth)
@@ -303,14 +330,16 @@ def least(member: Member, context: int, beside: Callable[[int], float] | None = 
 
 
 def warm_up(
-    member: Member, *, slots: Sequence[int], context: int, steps: int, name: str = "model"
+    member: FleetMember, *, slots: Sequence[int], context: int, steps: int, name: str = "model"
 ) -> None:
-    """Compiles what a model may need at every depth: requests that join, that come and go while it
-    is to grow, that are there when it grows from any depth to any other, and audits of answers of
-    all lengths."""
+    """Compile what a model may need at every depth.
+
+    This covers requests that join, that come and go while it is to grow, that are there when it
+    grows from any depth to any other, and audits of answers of all lengths.
+    """
     config, n = member.config, member.config.n_exits + 1
     host = on_host(member.params, config)
-    auditor = Auditor(host, config)
+    auditor = AnswerVerifier(host, config)
     lengths = audited_lengths(context)
     make = lambda depth: PartialModel(
         host, config, member.options, slots=slots, depth=depth, context=context, steps=steps
@@ -331,13 +360,13 @@ def warm_up(
                 joined(part.scheduler, few)
             part.resize(counts[0])
 
-    def grows(depth: int, deeper: int) -> None:
+    def can_deepen(depth: int, deeper: int) -> None:
         part = make(depth)
         part.scheduler.submit([0], 2 * steps)
         part.step()
         part.grow(deeper)
         part.scheduler.step()  # at the old depth, with the new slots
-        part.exchange()
+        part.adopt_growth()
         part.run()
 
     parts = [(depth, deeper) for depth in range(1, n + 1) for deeper in range(depth, n + 1)]
@@ -347,7 +376,7 @@ def warm_up(
         if deeper == depth:
             at(depth)  # and there is room for the next one
         else:
-            grows(depth, deeper)
+            can_deepen(depth, deeper)
 
 
 def audited_lengths(context: int) -> list[int]:
@@ -356,17 +385,17 @@ def audited_lengths(context: int) -> list[int]:
 
 
 def reference_of(
-    members: Mapping[str, Member], source: QualitySource, judge: Member | None
-) -> Reference | None:
+    members: Mapping[str, FleetMember], source: QualitySource, judge: FleetMember | None
+) -> ReferenceJudge | None:
     """The model that judges the members' answers; None where each is judged by its own whole."""
     if source.kind == "benchmark":
         return None
     if source.kind == "judge":
-        told = "must be given to a fleet whose quality is a judge's"
-        require(judge is not None, "judge", judge, told)
-        return Reference(on_host(judge.params, judge.config), judge.config)
+        allowed = "must be given to a fleet whose quality is a judge's"
+        require(judge is not None, "judge", judge, allowed)
+        return ReferenceJudge(on_host(judge.params, judge.config), judge.config)
     name = largest(members)
     if source.names:
         (name,) = source.names
         require_one_of("quality: best", name, tuple(members))
-    return Reference(members[name].params, members[name].config, name)
+    return ReferenceJudge(members[name].params, members[name].config, name)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from eejax.serving.choices import Choice, Profile
+from eejax.serving.choices import ModelDepth, ModelProfile
 
 LONGEST_INTERVAL = 5000  # prompts between two assessments, where their number is found
 HOPE = 0.1  # of a model's tokens that may come to leave early from one assessment to the next
@@ -33,35 +33,39 @@ def hoped(known: Sequence[float] | None, age: float, exits: int) -> tuple[float,
 
 
 @dataclasses.dataclass(frozen=True)
-class OnDevice:
+class DeviceState:
     """Models and requests on the device.
 
     Attributes:
       depths: exits that are loaded, by model.
-      held: tokens of the requests under way.
+      num_cached_tokens: tokens of the requests under way.
       current: what serves; None before anything does.
       budget: bytes that there may be.
     """
 
     depths: Mapping[str, int]
-    held: int
-    current: Choice | None
+    num_cached_tokens: int
+    current: ModelDepth | None
     budget: float
 
-    def has(self, choice: Choice) -> bool:
+    def has(self, choice: ModelDepth) -> bool:
         """Return whether a choice is a part of what serves."""
         now = self.current
         return now is not None and now.model == choice.model and now.depth >= choice.depth
 
 
-def fits_beside(profiles: Mapping[str, Profile], device: OnDevice, choice: Choice) -> bool:
+def fits_beside(
+    profiles: Mapping[str, ModelProfile], device: DeviceState, choice: ModelDepth
+) -> bool:
     """Return whether the budget holds a choice beside the other models that are there."""
     others = {m: d for m, d in device.depths.items() if m != choice.model}
     size = sum(profiles[model].size(depth) for model, depth in others.items())
     return size + profiles[choice.model].size(choice.depth) <= device.budget
 
 
-def change_cost(profiles: Mapping[str, Profile], device: OnDevice, choice: Choice) -> float:
+def change_cost(
+    profiles: Mapping[str, ModelProfile], device: DeviceState, choice: ModelDepth
+) -> float:
     """Seconds of loading what is not there, and of the keys and values of the requests under way:
     in what is new of a model that grows, and in all of one that shrinks, or in whose place the one
     that serves has to go."""
@@ -70,14 +74,16 @@ def change_cost(profiles: Mapping[str, Profile], device: OnDevice, choice: Choic
     there = current.depth if same else device.depths.get(choice.model, 0)
     seconds = sum(profile.load[there : choice.depth])
     if same and there <= choice.depth:
-        return seconds + device.held * sum(profile.rebuild[there : choice.depth])
+        return seconds + device.num_cached_tokens * sum(profile.rebuild[there : choice.depth])
     beside = not same and fits_beside(profiles, device, choice)
-    return seconds + (0.0 if beside else device.held * sum(profile.rebuild[: choice.depth]))
+    return seconds + (
+        0.0 if beside else device.num_cached_tokens * sum(profile.rebuild[: choice.depth])
+    )
 
 
 def evaluation_cost(
-    profiles: Mapping[str, Profile],
-    device: OnDevice,
+    profiles: Mapping[str, ModelProfile],
+    device: DeviceState,
     model: str,
     shares: Sequence[float] | None,
     length: float,
@@ -90,12 +96,12 @@ def evaluation_cost(
       length: tokens of an answer.
     """
     profile = profiles[model]
-    whole, current = Choice(model, profile.exits), device.current
+    whole, current = ModelDepth(model, profile.exits), device.current
     seconds = change_cost(profiles, device, whole)
     if current is not None and not fits_beside(profiles, device, whole):
         serving = profiles[current.model]
         seconds += sum(serving.load[: current.depth])
-        seconds += device.held * sum(serving.rebuild[: current.depth])
+        seconds += device.num_cached_tokens * sum(serving.rebuild[: current.depth])
     last = [float(e == profile.exits - 1) for e in range(profile.exits)]
     tpot = profile.serving(last if shares is None else shares, profile.exits).tpot
     return seconds + length * tpot

@@ -1,4 +1,4 @@
-"""What happened lately, for the dashboard: load, latency and depth of the last minutes."""
+"""Load, latency and depth of the last minutes, for the dashboard."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ DECISIONS = 100  # that are kept
 
 
 @dataclasses.dataclass
-class Span:
-    """What came in one span of time. number: seconds of its begin over SECONDS; running, waiting,
-    held: the last ones told; first, between: seconds of requests to their first tokens, and between
-    tokens; layers: tokens by the layers below their exits; member, loaded: of a fleet, which model
-    served last, and with how many layers loaded."""
+class HistorySpan:
+    """What happened in one span of time.
+
+    Attributes:
+      number: its begin in seconds over SECONDS.
+      running, waiting, slot_use: the last values reported.
+      first, between: seconds of requests to their first tokens, and between tokens.
+      layers: tokens by the layers below their exits.
+      member, loaded: of a fleet, the model that served last, and its loaded layers.
+    """
 
     number: int
     running: int = 0
     waiting: int = 0
-    held: float = 0.0
+    slot_use: float = 0.0
     first: list[float] = dataclasses.field(default_factory=list)
     between: list[float] = dataclasses.field(default_factory=list)
     layers: collections.Counter = dataclasses.field(default_factory=collections.Counter)
@@ -34,26 +39,28 @@ class Span:
     loaded: int | None = None
 
 
-class History:
-    """Of one model. Spans in which nothing is told are left out; an engine tells of its load twice
-    a second at least."""
+class LoadHistory:
+    """History of one model.
+
+    Spans without a report are left out; an engine reports its load at least twice a second.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.time):
         self._clock = clock
-        self._now: Span | None = None
-        self._told: collections.deque[dict] = collections.deque(maxlen=KEEP)
+        self._now: HistorySpan | None = None
+        self._summaries: collections.deque[dict] = collections.deque(maxlen=KEEP)
         self.members: set[str] = set()  # of a fleet, that served
         self.decisions: collections.deque[Decision] = collections.deque(maxlen=DECISIONS)
         self.timeline = AnswerTimeline(KEEP)
 
     def load(self, running: int, waiting: int, held: float) -> None:
         span = self._span()
-        span.running, span.waiting, span.held = running, waiting, held
+        span.running, span.waiting, span.slot_use = running, waiting, held
 
     def tokens(
         self, layers: Sequence[int], first: float | None = None, between: Sequence[float] = ()
     ) -> None:
-        """Tokens that came together."""
+        """Record tokens that came together."""
         span = self._span()
         span.layers.update(layers)
         span.between += between
@@ -61,7 +68,7 @@ class History:
             span.first.append(first)
 
     def serves(self, report: FleetReport) -> None:
-        """Of a fleet."""
+        """Record which model of a fleet serves."""
         span = self._span()
         span.member, span.loaded = report.model, report.layers
         self.members.add(report.model)
@@ -69,36 +76,43 @@ class History:
         for point in report.points:
             self.timeline.add(point)
 
-    def _span(self) -> Span:
+    def _span(self) -> HistorySpan:
         number = int(self._clock() // SECONDS)
         if self._now is None or number != self._now.number:
-            before, self._now = self._now, Span(number)
+            before, self._now = self._now, HistorySpan(number)
             if before is not None:
-                self._told.append(summary(before))
+                self._summaries.append(summary(before))
                 # Until it is told again, the load is as it was.
                 self._now.running, self._now.waiting = before.running, before.waiting
-                self._now.held = before.held
+                self._now.slot_use = before.slot_use
                 self._now.member, self._now.loaded = before.member, before.loaded
         return self._now
 
     @property
     def spans(self) -> list[dict]:
-        """Those that are over, oldest first."""
+        """Spans that are over, oldest first."""
         if self._now is not None:
             self._span()
-        return list(self._told)
+        return list(self._summaries)
 
 
-def summary(span: Span) -> dict:
-    """As JSON: times in seconds, None where there are none; depth: mean layers of its tokens."""
+def summary(span: HistorySpan) -> dict:
+    """Return a span as JSON: times in seconds, None where there are none; depth: mean layers."""
     count = span.layers.total()
     depth = sum(n * c for n, c in span.layers.items()) / count if count else None
     return dict(
-        begin=span.number * SECONDS, running=span.running, waiting=span.waiting, held=span.held,
-        tokens_per_s=count / SECONDS, depth=depth, exits=ordered(span.layers),
-        first=percentiles(span.first), between=percentiles(span.between), member=span.member,
+        begin=span.number * SECONDS,
+        running=span.running,
+        waiting=span.waiting,
+        held=span.slot_use,
+        tokens_per_s=count / SECONDS,
+        depth=depth,
+        exits=ordered(span.layers),
+        first=percentiles(span.first),
+        between=percentiles(span.between),
+        member=span.member,
         loaded=span.loaded,
-    )  # fmt: skip
+    )
 
 
 def ordered(counts: Mapping[int, int]) -> dict[str, int]:
@@ -106,7 +120,7 @@ def ordered(counts: Mapping[int, int]) -> dict[str, int]:
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float] | None:
-    """(median, 99th percentile) by nearest rank."""
+    """Return (median, 99th percentile) by nearest rank."""
     if not values:
         return None
     rank = lambda share: sorted(values)[min(len(values) - 1, int(share * len(values)))]

@@ -1,4 +1,4 @@
-"""What pages of the server share: limits, errors in OpenAI's form, and streams of events."""
+"""What routes share: limits, errors in OpenAI's form, and streams of events."""
 
 from __future__ import annotations
 
@@ -20,12 +20,19 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eejax.common.errors import ConfigError, DataError, require, require_count
-from eejax.data.chat import Template
+from eejax.data.chat import ChatTemplate
 from eejax.serving import protocol as form
-from eejax.serving.answers import Defaults, Piece, asks, merged, pieces, renamed
-from eejax.serving.messages import Ask, Ready
-from eejax.serving.metrics import Metrics, Watched
-from eejax.serving.service import READY, Full, Service, Unavailable
+from eejax.serving.answers import (
+    ChoiceDelta,
+    ExitDefaults,
+    choice_deltas,
+    engine_requests,
+    merged,
+    rename_field,
+)
+from eejax.serving.messages import EngineReady, EngineRequest
+from eejax.serving.metrics import ChoiceMetrics, ServerMetrics
+from eejax.serving.service import READY, EngineUnavailable, QueueFull, Service
 
 _log = logging.getLogger(__name__)
 
@@ -33,30 +40,41 @@ FINISH = {"context": "length", "cancelled": "stop", "deadline": "timeout"}
 """What ends are called by OpenAI, where that is another name; timeout is eejax's own."""
 
 ERRORS = {
-    status: {"model": form.Error, "description": text}
+    status: {"model": form.ErrorResponse, "description": text}
     for status, text in {
-        400: "The request cannot be answered as it is.", 401: "No valid key.",
-        404: "There is no such model, or page.", 408: "The prompt was not scored in time.",
-        413: "The body is too large.", 415: "The body is compressed.",
-        429: "As many requests wait as may.", 500: "The model's logits were not finite.",
+        400: "The request cannot be answered as it is.",
+        401: "No valid key.",
+        404: "There is no such model, or page.",
+        408: "The prompt was not scored in time.",
+        413: "The body is too large.",
+        415: "The body is compressed.",
+        429: "As many requests wait as may.",
+        500: "The model's logits were not finite.",
         503: "The engine is not there, or the server ends.",
     }.items()
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class HttpOptions:
-    """keys: of which clients must bring one, if there are any; body: most bytes of one; requests:
-    most at a time, whatever they ask; prompts: most of a request; n: most choices of a prompt;
-    defaults: of models, how tokens leave; allow_special: names of special tokens in text of clients
-    are these tokens, where otherwise they are text."""
+    """Options of the HTTP server.
+
+    Attributes:
+      keys: API keys, of which clients must send one if there are any.
+      body: most bytes of a request body.
+      requests: most requests at a time.
+      prompts: most prompts of a request.
+      n: most choices of a prompt.
+      defaults: exit rules by model.
+      allow_special: names of special tokens in clients' text are these tokens; else they are text.
+    """
 
     keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     body: int = 4 * 2**20
     requests: int = 1024
     prompts: int = 64
     n: int = 16
-    defaults: Mapping[str, Defaults] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, ExitDefaults] = dataclasses.field(default_factory=dict)
     allow_special: bool = False
 
     def __post_init__(self):
@@ -65,13 +83,18 @@ class HttpOptions:
         require(all(self.keys), "keys", "an empty one", "must be texts of a character at least")
 
 
-class Failure(Exception):
-    """An answer in OpenAI's form of an error."""
+class APIError(Exception):
+    """An error response in OpenAI's form."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
         after: float | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__(message)
         self.status, self.param, self.code, self.after = status, param, code, after
 
@@ -89,42 +112,44 @@ class Failure(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
-def failure(error: Exception) -> Failure:
-    """The answer to an error."""
+def api_error(error: Exception) -> APIError:
+    """Return the response to an error."""
     match error:
-        case Failure():
+        case APIError():
             return error
-        case Full():
-            return Failure(429, str(error), code="queue_full", after=error.after)
-        case Unavailable():
-            return Failure(503, str(error), code="engine_unavailable", after=error.after)
+        case QueueFull():
+            return APIError(429, str(error), code="queue_full", after=error.after)
+        case EngineUnavailable():
+            return APIError(503, str(error), code="engine_unavailable", after=error.after)
         case ConfigError():
-            said = str(renamed(error))
+            said = str(rename_field(error))
             param = re.split(r"[.\[]", said.split(" ", 1)[0].rstrip(":"))[0]
-            return Failure(400, said, param=param if param.isidentifier() else None)
+            return APIError(400, said, param=param if param.isidentifier() else None)
         case DataError():
-            return Failure(400, str(error))
+            return APIError(400, str(error))
         case TimeoutError():
-            return Failure(408, str(error), param="timeout", code="timeout")
+            return APIError(408, str(error), param="timeout", code="timeout")
     _log.error("an error of the server's own", exc_info=error)
-    return Failure(500, "something is wrong with the server; its log says what", code="internal")
+    return APIError(500, "something is wrong with the server; its log says what", code="internal")
 
 
-class Left(Exception):
-    """Nobody waits for the answer any more."""
+class ClientDisconnected(Exception):
+    """The client does not wait for the answer any more."""
 
 
-class Server:
-    """Models by name, and the answers of each.
+class ModelServer:
+    """Models by name, and their responses.
 
-    under_way: requests that are being answered; draining: no more are taken.
+    under_way: requests that are being answered. draining: no more requests are taken.
     """
 
-    def __init__(self, services: Mapping[str, Service], options: HttpOptions, metrics: Metrics):
+    def __init__(
+        self, services: Mapping[str, Service], options: HttpOptions, metrics: ServerMetrics
+    ):
         self.services, self.options, self.metrics = dict(services), options, metrics
         self.begun = int(time.time())
         self.under_way, self.draining = 0, False
-        self._templates: dict[str, Template | None] = {}
+        self._templates: dict[str, ChatTemplate | None] = {}
         self._changed = asyncio.Event()
 
     @contextlib.contextmanager
@@ -137,7 +162,7 @@ class Server:
             self._changed.set()
 
     async def drain(self, seconds: float) -> None:
-        """Takes no more requests, and waits until those under way are answered, or so long."""
+        """Take no more requests, and wait until those that run are answered, or so long."""
         self.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -156,76 +181,94 @@ class Server:
         if model not in self.services:
             known = ", ".join(map(repr, self.services))
             if model is None:
-                raise Failure(400, f"model: is required; there are {known}.", param="model")
-            told = f"model = {model!r}: there is none of this name, but {known}."
+                raise APIError(400, f"model: is required; there are {known}.", param="model")
+            message = f"model = {model!r}: there is none of this name, but {known}."
             for name, service in self.services.items():
                 if service.ready is not None and model in (service.ready.models or ()):
-                    told = f"model = {model!r}: is one of those that {name!r} chooses from: ask it."
-            raise Failure(404, told, param="model", code="model_not_found")
+                    message = (
+                        f"model = {model!r}: is one of those that {name!r} chooses from: ask it."
+                    )
+            raise APIError(404, message, param="model", code="model_not_found")
         return self.services[model]
 
-    def ready(self, service: Service) -> Ready:
+    def ready(self, service: Service) -> EngineReady:
         if service.ready is None:
-            raise Unavailable(f"the engine is {service.state}", service.pause)
+            raise EngineUnavailable(f"the engine is {service.state}", service.retry_after)
         return service.ready
 
-    def template(self, model: str) -> Template:
-        """A model's chat template. Raises Failure where it has none."""
+    def template(self, model: str) -> ChatTemplate:
+        """Return a model's chat template. Raises APIError where it has none."""
         if model not in self._templates:
             found = self.ready(self.service(model)).template
             # Where text of users may hold special tokens, nothing in it is marked.
             tokenizer = self.ready(self.service(model)).tokenizer
             names = () if self.options.allow_special else tokenizer.control
-            self._templates[model] = None if found is None else Template(*found, names)
+            self._templates[model] = None if found is None else ChatTemplate(*found, names)
         if self._templates[model] is None:
             chooses = self.ready(self.service(model)).chooses
             where = "the folders of its models" if chooses else "its folder"
-            told = (
+            message = (
                 f"model = {model!r}: has no chat template; ask /v1/completions, or put a "
                 f"chat_template.jinja into {where} and start the server again."
             )
-            raise Failure(400, told, param="model", code="no_chat_template")
+            raise APIError(400, message, param="model", code="no_chat_template")
         return self._templates[model]
 
-    def asks(
-        self, wishes: form.Wishes, prompts: Sequence[Sequence[int]], limit: int | None, likely: int
-    ) -> list[Ask]:
-        """Of all choices, prompt by prompt n of them. Raises for what cannot be asked, however idle
-        the engine is."""
-        service = self.service(wishes.model)
-        ready, defaults = self.ready(service), self.options.defaults.get(wishes.model, Defaults())
-        n, count, most = wishes.n, len(prompts), self.options.prompts
+    def engine_requests(
+        self,
+        body: form.GenerationRequest,
+        prompts: Sequence[Sequence[int]],
+        limit: int | None,
+        top_logprobs: int,
+    ) -> list[EngineRequest]:
+        """Return the engine requests of all choices, n for each prompt.
+
+        Raises for a request that could never be accepted, however idle the engine is.
+        """
+        service = self.service(body.model)
+        ready, defaults = (
+            self.ready(service),
+            self.options.defaults.get(body.model, ExitDefaults()),
+        )
+        n, count, most = body.n, len(prompts), self.options.prompts
         if n > self.options.n:
-            raise Failure(400, f"n = {n}: must be at most {self.options.n}.", param="n")
+            raise APIError(400, f"n = {n}: must be at most {self.options.n}.", param="n")
         if not 0 < count <= most:
-            told = f"prompt = {count} prompts: must be 1 to {most} of them."
-            raise Failure(400, told, param="prompt")
-        if count * n > service.most:
-            told = f"n = {n}: with {count} prompts must be at most {service.most} choices."
-            raise Failure(400, told, param="n")
-        made = (asks(wishes, ready, prompt, limit, likely, defaults) for prompt in prompts)
+            message = f"prompt = {count} prompts: must be 1 to {most} of them."
+            raise APIError(400, message, param="prompt")
+        if count * n > service.max_requests:
+            message = (
+                f"n = {n}: with {count} prompts must be at most {service.max_requests} choices."
+            )
+            raise APIError(400, message, param="n")
+        made = (
+            engine_requests(body, ready, prompt, limit, top_logprobs, defaults)
+            for prompt in prompts
+        )
         return list(itertools.chain.from_iterable(made))
 
     def choices(
-        self, wishes: form.Wishes, asked: Sequence[Ask], begin: float
-    ) -> AsyncIterator[Piece]:
-        """Pieces of all choices. begin: when the request came, by `time.monotonic`."""
-        service = self.service(wishes.model)
+        self, body: form.GenerationRequest, asked: Sequence[EngineRequest], begin: float
+    ) -> AsyncIterator[ChoiceDelta]:
+        """Yield the deltas of all choices. begin: arrival of the request, by `time.monotonic`."""
+        service = self.service(body.model)
 
-        def one(index: int, ask: Ask) -> AsyncIterator[Piece]:
-            prompt = 0 if index % wishes.n else len(ask.prompt)
-            seen = Watched(self.metrics, wishes.model, begin, prompt)
-            return pieces(service, ask, index, wishes.stops, seen, wishes.timeout)
+        def one(index: int, ask: EngineRequest) -> AsyncIterator[ChoiceDelta]:
+            prompt = 0 if index % body.n else len(ask.prompt)
+            seen = ChoiceMetrics(self.metrics, body.model, begin, prompt)
+            return choice_deltas(service, ask, index, body.stop_strings, seen, body.timeout)
 
         return merged([one(index, ask) for index, ask in enumerate(asked)])
 
 
-def ended(finish: str) -> str:
-    """A finish in OpenAI's words. Raises Failure for an end that is none of an answer."""
+def finish_reason(finish: str) -> str:
+    """Return a finish in OpenAI's words. Raises APIError for an end that is not an answer's."""
     if finish == "error":
-        raise Failure(500, "the model's logits are not finite", code="not_finite")
+        raise APIError(500, "the model's logits are not finite", code="not_finite")
     if finish == "lost":
-        raise Failure(503, "the engine ended before the answer", code="engine_unavailable", after=1)
+        raise APIError(
+            503, "the engine ended before the answer", code="engine_unavailable", after=1
+        )
     return FINISH.get(finish, finish)
 
 
@@ -234,8 +277,8 @@ def usage(prompts: Sequence[Sequence[int]], counts: Mapping[int, int]) -> dict[s
     return dict(prompt_tokens=given, completion_tokens=made, total_tokens=given + made)
 
 
-def misshapen(errors: Sequence[Mapping[str, Any]]) -> Failure:
-    """What to say of a body that is not of its form."""
+def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
+    """Return the error of a body that does not match its model."""
     # A union tells what is wrong with each of its forms. Those of another type say least.
     near = lambda e: (not e["type"].endswith("_type"), sum(isinstance(p, int) for p in e["loc"]))
     of = lambda e: e["loc"][1:2]
@@ -245,30 +288,30 @@ def misshapen(errors: Sequence[Mapping[str, Any]]) -> Failure:
     where, param = ".".join(map(str, parts)), str(parts[0]) if parts else None
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":
-        return Failure(400, "the body is not JSON: " + str(first.get("ctx", {}).get("error", "")))
+        return APIError(400, "the body is not JSON: " + str(first.get("ctx", {}).get("error", "")))
     if first["type"] == "value_error":
-        return Failure(400, message, param=re.split("[ :]", message)[0])
+        return APIError(400, message, param=re.split("[ :]", message)[0])
     if first["type"] == "missing":
-        return Failure(400, f"{where}: is required.", param=param)
+        return APIError(400, f"{where}: is required.", param=param)
     if not where:
-        told = "the body must be a JSON object, with Content-Type: application/json."
-        return Failure(400, told)
+        message = "the body must be a JSON object, with Content-Type: application/json."
+        return APIError(400, message)
     if first["type"] == "extra_forbidden":
-        return Failure(400, f"{where}: is no field of this request.", param=param)
+        return APIError(400, f"{where}: is no field of this request.", param=param)
     value = json.dumps(first.get("input"), default=str)
     value = value if len(value) <= 80 else value[:77] + "..."
-    return Failure(400, f"{where} = {value}: {message}.", param=param)
+    return APIError(400, f"{where} = {value}: {message}.", param=param)
 
 
-NAMES = {*form.Message.model_fields, *form.StreamOptions.model_fields}
+NAMES = {*form.ChatMessage.model_fields, *form.StreamOptions.model_fields}
 
 
-class Guard:
-    """What every request passes first: its id, its key, how large it is, and how many there are."""
+class RequestGuard:
+    """Middleware that checks each request's id, key and size, and the number of requests."""
 
     OPEN = ("/", "/dashboard", "/health", "/version", "/metrics", "/openapi.json")
 
-    def __init__(self, inner: ASGIApp, server: Server):
+    def __init__(self, inner: ASGIApp, server: ModelServer):
         self._inner, self._server, self._options = inner, server, server.options
         self._keys = [key.encode() for key in server.options.keys]
 
@@ -308,33 +351,33 @@ class Guard:
             try:
                 await self._inner(scope, limited, named)
             except Exception as error:
-                told = failure(error)  # which logs it
+                message = api_error(error)  # which logs it
                 if not begun and not over:
-                    await told.response(scope, receive, named)
+                    await message.response(scope, receive, named)
             if over:
                 over = False
                 await self._large.response(scope, receive, named)
 
     @property
-    def _large(self) -> Failure:
+    def _large(self) -> APIError:
         most = self._options.body
-        return Failure(413, f"the body is larger than {most} bytes", code="body_too_large")
+        return APIError(413, f"the body is larger than {most} bytes", code="body_too_large")
 
-    def _refused(self, headers: Mapping[bytes, bytes]) -> Failure | None:
+    def _refused(self, headers: Mapping[bytes, bytes]) -> APIError | None:
         if self._keys and not self._known(headers):
-            told = "bring one of the server's keys: Authorization: Bearer KEY"
-            return Failure(401, told, code="invalid_api_key")
+            message = "bring one of the server's keys: Authorization: Bearer KEY"
+            return APIError(401, message, code="invalid_api_key")
         if self._server.draining:
-            return Failure(503, "the server ends", code="engine_unavailable", after=1)
+            return APIError(503, "the server ends", code="engine_unavailable", after=1)
         if self._server.under_way >= self._options.requests:
-            told = f"{self._options.requests} requests are under way"
-            return Failure(429, told, code="queue_full", after=1)
+            message = f"{self._options.requests} requests are under way"
+            return APIError(429, message, code="queue_full", after=1)
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 18 or int(length) > self._options.body:
             return self._large
         coding = headers.get(b"content-encoding", b"identity")
         if coding.lower() != b"identity":
-            return Failure(415, f"Content-Encoding = {coding.decode('latin-1')!r}: must be none.")
+            return APIError(415, f"Content-Encoding = {coding.decode('latin-1')!r}: must be none.")
         return None
 
     def _known(self, headers: Mapping[bytes, bytes]) -> bool:
@@ -345,7 +388,10 @@ class Guard:
 
 
 async def while_connected(request: Request, work: Coroutine) -> Any:
-    """The result of `work`, which ends where the client leaves. Raises Left there."""
+    """Return the result of `work`, which ends where the client leaves.
+
+    Raises ClientDisconnected there.
+    """
     task = asyncio.ensure_future(work)
 
     async def left() -> None:
@@ -356,7 +402,7 @@ async def while_connected(request: Request, work: Coroutine) -> Any:
     try:
         await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Left
+            raise ClientDisconnected
         return task.result()
     finally:
         for other in (task, leaving):
@@ -383,7 +429,7 @@ async def streamed(request: Request, chunks: AsyncIterator[dict]) -> Response:
                 async for chunk in chunks:
                     yield event(chunk)
             except Exception as error:
-                yield event(failure(error).body)
+                yield event(api_error(error).body)
             yield "data: [DONE]\n\n"
 
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

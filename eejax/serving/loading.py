@@ -1,5 +1,4 @@
-"""Changes of what is loaded: a model that is made in a thread, while others go on, and what becomes
-of one that fails."""
+"""Changes of what is loaded: a model made in a thread while others go on, and failures of that."""
 
 from __future__ import annotations
 
@@ -8,12 +7,15 @@ import threading
 from collections.abc import Callable
 
 from eejax.inference.partial import PartialModel
-from eejax.serving.choices import Choice
+from eejax.serving.choices import ModelDepth
 
 
 def failure(change: Callable[[], object]) -> str:
-    """What kept a change from being made: there may be too little room on the device, whatever was
-    counted; "" where nothing did. Arrays that an error holds on to are let go with it."""
+    """Run a change and return why it failed, "" where it did not.
+
+    There may be too little room on the device, whatever was counted. Arrays that an error holds are
+    released with it.
+    """
     try:
         change()
     except (RuntimeError, MemoryError) as error:
@@ -21,10 +23,12 @@ def failure(change: Callable[[], object]) -> str:
     return ""
 
 
-class Loading:
-    """A model on its way, since `begin`."""
+class ModelLoad:
+    """A model that is being loaded since `begin`."""
 
-    def __init__(self, begin: float, choice: Choice, make: Callable[[Choice], PartialModel]):
+    def __init__(
+        self, begin: float, choice: ModelDepth, make: Callable[[ModelDepth], PartialModel]
+    ):
         self.begin, self.choice = begin, choice
         self._future = concurrent.futures.Future()
 
@@ -40,5 +44,5 @@ class Loading:
         return self._future.done()
 
     def result(self) -> PartialModel:
-        """Waits for it. Raises what making it did."""
+        """Wait for the model. Raises what making it raised."""
         return self._future.result()

@@ -23,15 +23,20 @@ from eejax.common.errors import DataError
 from eejax.common.trees import Tree, path_name
 from eejax.data.tokenizers import Tokenizer
 from eejax.inference.partial import PartialModel
-from eejax.inference.sampling import Sampling
+from eejax.inference.sampling import SamplingParams
 from eejax.models.config import ModelConfig
-from eejax.serving.auditor import Reference
-from eejax.serving.choices import Profile
-from eejax.serving.fleet import Member
+from eejax.serving.auditor import ReferenceJudge
+from eejax.serving.choices import ModelProfile
+from eejax.serving.fleet import FleetMember
 from eejax.serving.messages import LOG
 from eejax.serving.profiles import measure, written
 from eejax.serving.quality import BenchmarkScore, JudgedAnswer, QualitySource, with_verdicts
-from eejax.serving.repository import Conditions, Evaluation, LockedError, Repository
+from eejax.serving.repository import (
+    MeasurementConditions,
+    Repository,
+    RepositoryLockedError,
+    StoredEvaluation,
+)
 
 log = logging.getLogger(LOG)
 
@@ -42,7 +47,7 @@ WINDOW, ROWS, BATCHES = 128, 8, 8  # of those texts: tokens of a window, windows
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
+class MeasurementSetup:
     """Setting in which models are measured.
 
     Attributes:
@@ -51,14 +56,14 @@ class Setup:
       reference: the model that judges answers, if one does.
     """
 
-    members: Mapping[str, Member]
+    members: Mapping[str, FleetMember]
     slots: Mapping[str, Sequence[int]]
     context: int
     tokenizer: Tokenizer
     prompts: tuple[str, ...]
-    reference: Reference | None
+    reference: ReferenceJudge | None
 
-    def conditions(self, name: str, source: QualitySource, counted: str) -> Conditions:
+    def conditions(self, name: str, source: QualitySource, counted: str) -> MeasurementConditions:
         """Return the conditions of a member's profile; `counted` is the unit of energy."""
         member, device, quality = self.members[name], jax.devices()[0], source.kind
         if self.reference is not None:
@@ -78,7 +83,7 @@ class Setup:
         kind = device.device_kind
         if device.platform == "cpu":
             kind = f"{platform.machine()} {os.cpu_count()} cores"
-        return Conditions(
+        return MeasurementConditions(
             parameters(member.params, member.config),
             kind,
             jax.__version__,
@@ -98,7 +103,7 @@ class Setup:
         return [text[: self.context // 2] for text in texts]
 
 
-def largest(members: Mapping[str, Member]) -> str:
+def largest(members: Mapping[str, FleetMember]) -> str:
     """Return the name of the member with most parameters, whatever dtypes they are kept in."""
     size = {
         name: sum(leaf.size for leaf in jax.tree.leaves(member.params))
@@ -119,8 +124,8 @@ def parameters(params: Tree, config: ModelConfig) -> str:
 
 
 def measured(
-    setup: Setup, repository: Repository, source: QualitySource, counted: str
-) -> dict[str, Profile]:
+    setup: MeasurementSetup, repository: Repository, source: QualitySource, counted: str
+) -> dict[str, ModelProfile]:
     """Profiles of the members: from the repository where it has those of the same conditions, and
     kept in it where they have to be measured. Says which, in a line each."""
     found, missing = {}, {}
@@ -170,12 +175,12 @@ def measured(
 
 
 def judged_by(
-    conditions: Conditions,
-    profile: Profile,
+    conditions: MeasurementConditions,
+    profile: ModelProfile,
     source: QualitySource,
     scores: Sequence[BenchmarkScore],
-    reference: Reference | None,
-) -> Conditions:
+    reference: ReferenceJudge | None,
+) -> MeasurementConditions:
     """Return the conditions of a member's evaluations: those of its profile, and what the quality
     of its answers is compared with.
 
@@ -199,11 +204,11 @@ def _short(value: Any) -> str:
 
 def evaluated(
     repository: Repository,
-    profiles: Mapping[str, Profile],
+    profiles: Mapping[str, ModelProfile],
     source: QualitySource,
     scores: Sequence[BenchmarkScore],
-    reference: Reference | None,
-) -> dict[str, Evaluation]:
+    reference: ReferenceJudge | None,
+) -> dict[str, StoredEvaluation]:
     """Return evaluations from before that still hold, by model; say which hold and which do not.
     From now on evaluations are kept with what their quality is compared with (`judged_by`)."""
     found = {}
@@ -223,14 +228,14 @@ def evaluated(
     return found
 
 
-def with_profiles(repository: Repository, profiles: Mapping[str, Profile]) -> Repository:
+def with_profiles(repository: Repository, profiles: Mapping[str, ModelProfile]) -> Repository:
     """Write the benchmarks of profiles, by which candidates are chosen. Where the repository cannot
     be written one in memory takes its place, as who is served does not depend on it; one that is
     only in use now keeps what it is given later."""
     for name, profile in profiles.items():
         try:
             repository.put(name, profile.benchmark())
-        except LockedError as error:
+        except RepositoryLockedError as error:
             log.warning("%s: its benchmark is not kept: %s", name, error)
         except DataError as error:
             log.warning("measurements are not kept: %s", error)
@@ -263,18 +268,22 @@ def encoded(prompts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def sampled(
-    member: Member, tokenizer: Tokenizer, *, slots: Sequence[int], context: int
+    member: FleetMember, tokenizer: Tokenizer, *, slots: Sequence[int], context: int
 ) -> list[list[int]]:
     """Sample texts from a model at temperature 1, each from its beginning."""
     starts = (tokenizer.bos_id, tokenizer.eos_id, 0)
     start = next(token for token in starts if token is not None)
     part = PartialModel(
-        member.params, member.config, member.options, slots=slots, context=context,
+        member.params,
+        member.config,
+        member.options,
+        slots=slots,
+        context=context,
         depth=member.config.n_exits + 1,
-    )  # fmt: skip
+    )
     texts = {
         part.scheduler.submit(
-            [start], min(SAMPLED, context - 1), sampling=Sampling.make(1, 1.0, seed=seed)
+            [start], min(SAMPLED, context - 1), sampling=SamplingParams.make(1, 1.0, seed=seed)
         ): [start]
         for seed in range(SAMPLES)
     }

@@ -1,4 +1,4 @@
-"""What the process that answers requests and the one that runs the engine tell each other."""
+"""Messages between the HTTP process and the process that runs the engine."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from eejax.data.tokenizer_files import TemplateSource
 from eejax.data.tokenizers import Tokenizer
+from eejax.inference.logits_params import LogitsParams
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.sampling import Sampling
-from eejax.inference.scheduler import Output
-from eejax.inference.scoring import Scores
-from eejax.inference.shaping import Shaping
+from eejax.inference.sampling import SamplingParams
+from eejax.inference.scheduler import RequestOutput
+from eejax.inference.scoring import TextScores
 from eejax.models.config import ModelConfig
 from eejax.serving.choices import Decision
 from eejax.serving.timeline import TimelinePoint
@@ -22,51 +22,60 @@ CHOOSES = "the server chooses the model, and where its tokens leave"
 
 
 @dataclasses.dataclass(frozen=True)
-class Ask:
-    """A request for up to `limit` tokens behind a prompt: what `Scheduler.submit` takes, and
-    `Fleet.submit`. policy: of an engine's requests, as a fleet's models have their own; objective:
-    of a fleet's, the name of one, where it is not the server's."""
+class EngineRequest:
+    """A request for up to `limit` tokens behind a prompt (`Scheduler.submit`, `Fleet.submit`).
+
+    Attributes:
+      policy: exit rules of an engine's request; the models of a fleet have their own.
+      objective: name of a fleet request's own objective; None for that of the server.
+    """
 
     prompt: tuple[int, ...]
     limit: int
     policy: ExitPolicy | None = None
-    sampling: Sampling | None = None
-    shaping: Shaping | None = None
+    sampling: SamplingParams | None = None
+    logits_params: LogitsParams | None = None
     stop_tokens: tuple[int, ...] = ()
     priority: int = 0
     objective: str | None = None
 
 
-class Submit(NamedTuple):
+class SubmitRequest(NamedTuple):
     number: int
-    ask: Ask
+    ask: EngineRequest
 
 
-class Cancel(NamedTuple):
+class CancelRequest(NamedTuple):
     number: int
 
 
 class ScoreRequest(NamedTuple):
-    """Asks for the `Scores` of a text, by the exit of a number; None: the final one."""
+    """Asks for the `TextScores` of a text by an exit; None: the final one."""
 
     number: int
     tokens: tuple[int, ...]
     exit: int | None
-    likely: bool
+    top_logprobs: bool
 
 
-class Scored(NamedTuple):
+class ScoreReply(NamedTuple):
     number: int
-    scores: Scores
+    scores: TextScores
 
 
-class Load(NamedTuple):
-    """How busy an engine is: requests in slots and without, tokens that slots hold and could."""
+class EngineLoad(NamedTuple):
+    """Load of an engine.
+
+    Attributes:
+      running, waiting: requests with and without a slot.
+      num_cached_tokens: tokens that slots hold.
+      capacity: tokens that they could hold.
+    """
 
     running: int
     waiting: int
-    held: int
-    room: int
+    num_cached_tokens: int
+    capacity: int
 
 
 class FleetReport(NamedTuple):
@@ -74,14 +83,14 @@ class FleetReport(NamedTuple):
 
     Attributes:
       model, depth, layers: the model, and how many of its exits and layers are loaded.
-      slots: of the model.
+      slots: slots of the model.
       below: share of all tokens that left below their threshold.
-      shortfall: what the mean quality of the model's audited answers lacks of 1; None where none
-        was audited, as of the next two.
-      bound: what that is below with confidence.
+      shortfall: 1 minus the mean quality of the model's audited answers; None, as the next two,
+        where none was audited.
+      bound: an upper bound on it with confidence.
       perplexity: of those answers under their judge.
-      counted: what stands for energy, joules by "nvml" or "rapl", or "operations".
-      decisions, points: those since the last report, and the answers since then.
+      counted: source of energy: "nvml" or "rapl" for joules, or "operations".
+      decisions, points: decisions and answers since the last report.
     """
 
     model: str
@@ -97,16 +106,16 @@ class FleetReport(NamedTuple):
     points: tuple[TimelinePoint, ...] = ()
 
 
-class Starting(NamedTuple):
-    """What an engine that is not ready yet is doing."""
+class EngineStarting(NamedTuple):
+    """What an engine does before it is ready."""
 
     what: str
 
 
-class Ready(NamedTuple):
-    """The engine runs, and all its programs are compiled, which took so many seconds.
+class EngineReady(NamedTuple):
+    """The engine runs and all its programs are compiled, which took `seconds`.
 
-    models: of a fleet, by name; `config` and `depth` are then those of the deepest of them, whole.
+    models: of a fleet, by name; `config` and `depth` are then those of the deepest, whole one.
     """
 
     config: ModelConfig
@@ -120,44 +129,43 @@ class Ready(NamedTuple):
 
     @property
     def chooses(self) -> bool:
-        """Whether the server chooses the model, and where tokens leave."""
+        """The server chooses the model, and where tokens leave."""
         return self.models is not None
 
     @property
-    def stops(self) -> list[int]:
-        """Layers that tokens may have gone through, of whichever model, ascending."""
+    def exit_boundaries(self) -> list[int]:
+        """Layers that tokens may have gone through, of any model, ascending."""
         configs = [self.config] if self.models is None else self.models.values()
-        return sorted({stop for config in configs for stop in config.stops})
+        return sorted({stop for config in configs for stop in config.exit_boundaries})
 
 
-class Refused(NamedTuple):
-    """The engine would not take a request."""
+class RequestRefused(NamedTuple):
+    """The engine did not accept a request."""
 
     number: int
     why: str
 
 
-class Progress(NamedTuple):
-    """What a step brought, with the numbers that requests were submitted by; of a fleet also what
-    serves."""
+class StepReport(NamedTuple):
+    """Outputs of a step, by the numbers of the requests; of a fleet also what serves."""
 
-    outputs: tuple[Output, ...]
-    load: Load
+    outputs: tuple[RequestOutput, ...]
+    load: EngineLoad
     report: FleetReport | None = None
 
 
-class Failed(NamedTuple):
+class EngineFailed(NamedTuple):
     """The engine's process ends, for this reason."""
 
     why: str
 
 
-class Built(NamedTuple):
-    """What an engine's process runs; made in it, by a function that can be pickled.
+class BuiltEngine(NamedTuple):
+    """What an engine's process runs; built there by a function that can be pickled.
 
-    fleet: where it is several models, in place of an engine (None): makes a `Fleet` of so many
-    steps between two looks at what comes, all its programs compiled; `config` is then that of the
-    deepest model.
+    fleet: for several models, in place of an engine (None): builds a `Fleet` with so many steps
+    between two looks at its pipe, all programs compiled; `config` is then that of the deepest
+    model.
     """
 
     engine: Any
@@ -167,4 +175,4 @@ class Built(NamedTuple):
     fleet: Callable[[int], Any] | None = None
 
 
-Build = Callable[[], Built]
+Build = Callable[[], BuiltEngine]

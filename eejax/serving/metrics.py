@@ -1,4 +1,4 @@
-"""What Prometheus is told of a server."""
+"""Prometheus metrics of a server."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from eejax.inference.scheduler import Token
-from eejax.serving.history import History
-from eejax.serving.messages import FleetReport, Load
+from eejax.serving.history import LoadHistory
+from eejax.serving.messages import EngineLoad, FleetReport
 
 FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
-class Metrics:
-    """Of all models of a server, which are told apart by the label `model`."""
+class ServerMetrics:
+    """Metrics of all models of a server, told apart by the label `model`."""
 
     def __init__(self):
         self.registry = CollectorRegistry()
-        self.histories: collections.defaultdict[str, History] = collections.defaultdict(History)
+        self.histories: collections.defaultdict[str, LoadHistory] = collections.defaultdict(
+            LoadHistory
+        )
         own = dict(labelnames=("model",), registry=self.registry)
         gauge = lambda name, text: Gauge(f"eejax_{name}", text, **own)
         times = lambda name, text, buckets: Histogram(
@@ -39,9 +41,11 @@ class Metrics:
         self.up = gauge("engine_up", "1 where the engine answers, 0 where it does not.")
         self.depth = gauge("depth_loaded_layers", "Layers loaded of the model that serves.")
         self.layers = Gauge(
-            "eejax_fleet_layers", "Layers loaded of the fleet's member that serves; of others 0.",
-            ("model", "member"), registry=self.registry,
-        )  # fmt: skip
+            "eejax_fleet_layers",
+            "Layers loaded of the fleet's member that serves; of others 0.",
+            ("model", "member"),
+            registry=self.registry,
+        )
         self.slots = gauge("fleet_slots", "Slots of the member that serves.")
         self.below = gauge(
             "fleet_below_threshold_ratio", "Share of all tokens that left below their threshold."
@@ -63,18 +67,20 @@ class Metrics:
         self.prompts = count("prompt_tokens", "Tokens of prompts.")
         self.tokens = count("generation_tokens", "Tokens generated.")
         self.exits = count(
-            "exit_tokens", "Tokens by the layers below their exit, and by a fleet's member.",
-            "member", "layer",
-        )  # fmt: skip
+            "exit_tokens",
+            "Tokens by the layers below their exit, and by a fleet's member.",
+            "member",
+            "layer",
+        )
         self.ends = count("requests", "Requests by how they ended.", "finish")
         self.restarts = count("engine_restarts", "Engines started in place of others.")
 
     def watch(self, model: str) -> Callable[[str, Any], None]:
-        """What a `Service` tells of a model."""
+        """Return the function that a `Service` reports a model's events to."""
         for gauge in (self.running, self.waiting, self.cache, self.up):
             gauge.labels(model).set(0)
 
-        def told(name: str, value: Any) -> None:
+        def report(name: str, value: Any) -> None:
             if name == "load":
                 self.of_load(model, value)
             elif name == "report":
@@ -84,12 +90,12 @@ class Metrics:
             elif name == "restart":
                 self.restarts.labels(model).inc()
 
-        return told
+        return report
 
-    def of_load(self, model: str, load: Load) -> None:
+    def of_load(self, model: str, load: EngineLoad) -> None:
         self.running.labels(model).set(load.running)
         self.waiting.labels(model).set(load.waiting)
-        held = load.held / max(load.room, 1)
+        held = load.num_cached_tokens / max(load.capacity, 1)
         self.cache.labels(model).set(held)
         self.histories[model].load(load.running, load.waiting, held)
 
@@ -100,29 +106,39 @@ class Metrics:
             self.layers.labels(model, member).set(layers)
         nan = float("nan")
         for gauge, value in (
-            (self.depth, report.layers), (self.slots, report.slots), (self.below, report.below),
+            (self.depth, report.layers),
+            (self.slots, report.slots),
+            (self.below, report.below),
             (self.shortfall, nan if report.shortfall is None else report.shortfall),
             (self.bound, nan if report.bound is None else report.bound),
             (self.perplexity, nan if report.perplexity is None else report.perplexity),
-        ):  # fmt: skip
+        ):
             gauge.labels(model).set(value)
         for decision in report.decisions:
             self.decisions.labels(model, decision.kind).inc()
         history.serves(report)
 
     def exposition(self) -> tuple[bytes, str]:
-        """(page, content type) for a scraper."""
+        """Return (page, content type) for a scraper."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
 
-class Watched:
-    """One choice's times and tokens. begin: when its request came, by the clock; prompt: tokens
-    that it is the first to go on from."""
+class ChoiceMetrics:
+    """Times and tokens of one choice.
+
+    begin: arrival of its request, by the clock. prompt: prompt tokens, counted with the first
+    choice.
+    """
 
     def __init__(
-        self, metrics: Metrics, model: str, begin: float, prompt: int = 0, *,
+        self,
+        metrics: ServerMetrics,
+        model: str,
+        begin: float,
+        prompt: int = 0,
+        *,
         clock: Callable[[], float] = time.monotonic,
-    ):  # fmt: skip
+    ):
         self._metrics, self._model, self._clock = metrics, model, clock
         self._begin, self._last, self._prompt = begin, None, prompt
 
@@ -148,7 +164,7 @@ class Watched:
         metrics.histories[self._model].tokens(layers, first, between)
 
     def end(self, finish: str) -> None:
-        """finish: as an event's, or "refused"."""
+        """Record the end. finish: as an event's, or "refused"."""
         if finish != "refused":
             self._metrics.whole.labels(self._model).observe(self._clock() - self._begin)
         self._metrics.ends.labels(self._model, finish).inc()

@@ -1,26 +1,30 @@
-"""A model to serve, described so that a process of its own can make its engine."""
+"""A model to serve, described so that another process can build its engine."""
 
 from __future__ import annotations
 
 import dataclasses
 
+from eejax.checkpoint.language_model import load
 from eejax.common.errors import require
 from eejax.data import chat
 from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchOptions
 from eejax.models.config import ModelConfig
-from eejax.serving.messages import Built
+from eejax.serving.messages import BuiltEngine
 from eejax.sharding.mesh import MeshConfig, make_mesh
-from eejax.train.pretrained import open_model
 
 
 @dataclasses.dataclass(frozen=True)
-class Served:
-    """source: a run's workdir, a Hugging Face folder or a name on the Hub; tokenizer, dtype: as
-    `eejax.load`'s. slots: requests at a time; context: most tokens of one, by default the model's;
-    drafts, chunk: as `BatchOptions`'; mesh: over whose devices the model is cut.
+class ServedModel:
+    """A model to serve; calling it builds the engine, which takes a while.
 
-    Called, it makes the engine, which takes a while.
+    Attributes:
+      source: a run's workdir, a Hugging Face folder or a name on the Hub.
+      tokenizer, dtype: as in `eejax.load`.
+      slots: requests at a time.
+      context: most tokens of a request, by default the model's.
+      drafts, chunk: as in `BatchOptions`.
+      mesh: devices over which the model is sharded.
     """
 
     source: str
@@ -35,25 +39,27 @@ class Served:
     def __post_init__(self):
         require(bool(self.source), "source", self.source, "must name a model")
 
-    def __call__(self) -> Built:
+    def __call__(self) -> BuiltEngine:
         mesh = None if self.mesh is None else make_mesh(self.mesh)
-        opened = open_model(self.source, tokenizer=self.tokenizer, dtype=self.dtype, mesh=mesh)
+        opened = load(self.source, tokenizer=self.tokenizer, dtype=self.dtype, mesh=mesh)
         config = opened.config
         options = batch_options(config, self.chunk, self.drafts)
         engine = BatchedEngine.make(
             opened.params, config, options, slots=self.slots, context=self.context, mesh=mesh
         )
-        template = chat.find(opened.path, opened.tokenizer)
+        template = chat.find(opened.source, opened.tokenizer)
         if template is not None:
-            chat.Template(*template)  # one that is none is told before anybody asks
-        return Built(engine, config, opened.tokenizer, template)
+            chat.ChatTemplate(*template)  # one that is none is told before anybody asks
+        return BuiltEngine(engine, config, opened.tokenizer, template)
 
 
 def batch_options(config: ModelConfig, chunk: int | None, drafts: int = 0) -> BatchOptions:
-    """For any requests to a server, as far as the model has room."""
+    """Return options for any requests to a server, as far as the model has room."""
     most = config.context_length
     chunk = None if chunk is None else min(chunk, most)
     return BatchOptions(
-        drafts=min(drafts, most) if config.n_exits else 0, chunk=chunk,
-        cap=min(BatchOptions.cap, most), shaping=True,
-    )  # fmt: skip
+        drafts=min(drafts, most) if config.n_exits else 0,
+        chunk=chunk,
+        cap=min(BatchOptions.cap, most),
+        logits_params=True,
+    )

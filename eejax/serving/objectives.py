@@ -1,4 +1,4 @@
-"""What an operator wants of a server, as a number: of two ways to serve, which is better."""
+"""Service objectives: which of two ways to serve is better."""
 
 from __future__ import annotations
 
@@ -54,24 +54,31 @@ class Telemetry:
     def with_overhead(
         self, seconds: float, energy: float, prompts: int, tokens: float
     ) -> Telemetry:
-        """The same where `seconds` and `energy` are spent once for so many prompts of so many
-        tokens each, which wait for it."""
+        """Return telemetry with `seconds` and `energy` spent once for so many prompts.
+
+        The prompts have so many tokens each, and wait for it.
+        """
         total = prompts * tokens
         whole = seconds + total / max(self.throughput, 1e-12)
         return dataclasses.replace(
-            self, throughput=total / whole, ttft=self.ttft + seconds / prompts,
+            self,
+            throughput=total / whole,
+            ttft=self.ttft + seconds / prompts,
             energy=self.energy + energy / total,
-        )  # fmt: skip
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective:
-    """weights: of metrics, each more than 0: what is better is the product of metrics to the power
-    of their weights, those of which less is better below the line. limits: of metrics, the least of
-    those of which more is better, the most of the others.
+class ServiceObjective:
+    """What an operator weighs and limits.
 
-    `Objective.of("throughput")` and the like weigh one; "goodput" is the most throughput of what
-    keeps all limits, by which accuracy and ttft_p99 have to be limited.
+    The score is the product of metrics to the power of their weights; metrics of which less is
+    better divide. `ServiceObjective.of("throughput")` and the like weigh one metric; "goodput" is
+    the most throughput that keeps all limits, which must include accuracy and ttft_p99.
+
+    Attributes:
+      weights: of metrics, each more than 0.
+      limits: of metrics, the least where more is better, else the most.
     """
 
     weights: Mapping[str, float]
@@ -91,7 +98,7 @@ class Objective:
         require(accuracy <= 1, "limits.accuracy", accuracy, "must be a share, at most 1")
 
     @classmethod
-    def of(cls, name: str, /, **limits: float) -> Objective:
+    def of(cls, name: str, /, **limits: float) -> ServiceObjective:
         """Make the objective of a name in `NAMED`; `limits` are its limits by metric."""
         if name not in NAMED:
             raise ConfigError(f"objective = {name!r}: must be of {', '.join(NAMED)}.")
@@ -109,13 +116,13 @@ class Objective:
         return bool({"accuracy", "perplexity"} & {*self.weights, *self.limits})
 
     def score(self, telemetry: Telemetry) -> float:
-        """Of two, the better one's is the greater; their difference is the log of a ratio."""
+        """Return the log of the score; the difference of two scores is the log of a ratio."""
         value = lambda metric: math.log(max(getattr(telemetry, metric), 1e-12))
         signed = {m: w if m in MORE else -w for m, w in self.weights.items()}
         return sum(w * value(m) for m, w in signed.items())
 
     def excess(self, telemetry: Telemetry) -> float:
-        """By how much limits are missed, as the log of the worst ratio; 0 where all are kept."""
+        """Return how much limits are missed, the log of the worst ratio; 0 if all are kept."""
         return max((0.0, *(self._over(metric, telemetry) for metric in self.limits)))
 
     def _over(self, metric: str, telemetry: Telemetry) -> float:
@@ -131,8 +138,8 @@ class Objective:
         for metric, limit in self.limits.items() if telemetry is not None else ():
             if self._over(metric, telemetry) > 0:
                 value, bound = getattr(telemetry, metric), "least" if metric in MORE else "most"
-                told = _told_apart(value, limit)
-                found.append(f"{metric}: {told} where at {bound} {limit} is allowed")
+                shown = _told_apart(value, limit)
+                found.append(f"{metric}: {shown} where at {bound} {limit} is allowed")
         return " and ".join(found)
 
     def reason(self, why: str, telemetry: Telemetry | None) -> str:

@@ -1,11 +1,11 @@
-"""How long a step of a batch takes: a model of it by rows, for the simulator of serving.
+"""Seconds of a batch's steps by their rows, for the simulator of serving.
 
-A step takes, of each loaded segment that anybody goes through, a part that is the same however many
-do, a part for each row, and one for each few rows of a text, as attention takes them together. Rows
-are the tokens that go through, and those of their own texts that had left before the segment, whose
-keys and values are made up for then. Who goes when is as in `batch_simulator`, which takes the
-engine's own decisions, but for rows that only ride along where all slots run in place, and drafts,
-which there are none of. In return a thousand prompts take a second.
+Each loaded segment that some token runs takes a constant part, a part for each row, and one for
+each span of a text's rows, as attention takes them together. Rows are the tokens that run the
+segment, and those of their own texts that had left before it, whose keys and values are caught up
+then. Who runs when is as in `batch_simulator`, which takes the engine's own decisions, but for rows
+that only join where all slots run in place, and drafts, of which there are none. In return a
+thousand prompts take a second.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ from eejax.inference.batched import PROMPT_SPAN, SPAN
 
 
 @dataclasses.dataclass(frozen=True)
-class Pace:
-    """Seconds of a model's steps. step: of one that runs nothing; rows [e][k]: of a segment with
-    k + 1 rows, of which there are more if they are of one text alone, and take in proportion to the
-    last; chunk [e]: of a chunk of `tokens` tokens of prompts through a segment, however many there
-    are; spans, chunk_spans [e]: of up to SPAN rows of a text, and PROMPT_SPAN of a prompt, beside
-    those; in_place [e]: of one row of each of all texts, where they need not be packed."""
+class StepSeconds:
+    """Seconds of a model's steps.
+
+    Attributes:
+      step: a step that runs nothing.
+      rows: [e][k] segment e with k + 1 rows. More rows occur only of one text alone, and take in
+        proportion to the last entry.
+      chunk: [e] a chunk of `tokens` prompt tokens through a segment, however many there are.
+      spans, chunk_spans: [e] up to SPAN rows of a text, and PROMPT_SPAN of a prompt, beside those.
+      in_place: [e] one row of each text, where they need not be packed.
+    """
 
     step: float
     rows: tuple[tuple[float, ...], ...]
@@ -43,38 +48,42 @@ class Pace:
         numbers = [self.step, *(s for part in (self.chunk, *self.rows, *more) for s in part)]
         good = all(np.isfinite(s) and s >= 0 for s in numbers) and all(map(len, self.rows))
         require(
-            good and len(self.chunk) == n > 0 and {*map(len, more)} <= {0, n}, "pace", self,
+            good and len(self.chunk) == n > 0 and {*map(len, more)} <= {0, n},
+            "pace",
+            self,
             "must be seconds, of as many segments of rows as of anything else",
-        )  # fmt: skip
+        )
 
     @property
     def most(self) -> int:
-        """Rows that go through a segment in a step."""
+        """Most rows that run a segment in a step."""
         return len(self.rows[0])
 
     @classmethod
-    def of(cls, costs: Any, buckets: Sequence[int], tokens: int) -> Pace:
-        """By what `batch_costs.measure` found of an engine of all segments: so many rows run in the
-        smallest bucket that holds them, or, one of each slot, in place."""
+    def of(cls, costs: Any, buckets: Sequence[int], tokens: int) -> StepSeconds:
+        """Build it from what `batch_costs.measure` found of an engine with all segments.
+
+        Rows run in the smallest bucket that holds them or, with one of each slot, in place.
+        """
         total = sum(costs.depths)
-        ways = [*zip(buckets, costs.layer[1:], costs.look[1:], strict=True)]
+        ways = [*zip(buckets, costs.layer[1:], costs.exit_check[1:], strict=True)]
 
         def packed(depth: int, k: int) -> float:
             return next(depth * layer + look for bucket, layer, look in ways if bucket >= k)
 
         shared = lambda seconds: tuple(seconds * d / total for d in costs.depths)
         return cls(
-            costs.sweep,
+            costs.step,
             tuple(tuple(packed(d, k + 1) for k in range(buckets[-1])) for d in costs.depths),
             shared(costs.chunk),
             tokens,
             spans=tuple(d * costs.span for d in costs.depths),
             chunk_spans=shared(costs.chunk_span),
-            in_place=tuple(d * costs.layer[0] + costs.look[0] for d in costs.depths),
+            in_place=tuple(d * costs.layer[0] + costs.exit_check[0] for d in costs.depths),
         )
 
     def seconds(self, e: int, counts: Sequence[int]) -> float:
-        """Of segment e with so many rows of each text."""
+        """Return the seconds of segment e with so many rows of each text."""
         k, row = sum(counts), self.rows[e]
         if not k:
             return 0.0
@@ -86,6 +95,6 @@ class Pace:
         return found
 
     def reading(self, counts: Sequence[int], depth: int) -> float:
-        """Of a chunk with so many tokens of each prompt, through so many segments."""
+        """Return the seconds of a chunk with so many tokens of each prompt in some segments."""
         spans = sum(-(-count // PROMPT_SPAN) for count in counts)
         return sum(self.chunk[:depth]) + spans * sum(self.chunk_spans[:depth])

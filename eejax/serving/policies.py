@@ -1,4 +1,4 @@
-"""Ways to serve that are simulated: the controller's, and what it is compared with."""
+"""Policies to simulate: the controller, and what it is compared with."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from eejax.common.errors import require, require_count
-from eejax.serving.audits import Audit
-from eejax.serving.choices import Assignment, Choice, ControllerOptions, Decision, Profile
+from eejax.serving.audits import DisagreementBound
+from eejax.serving.choices import Assignment, ControllerOptions, Decision, ModelDepth, ModelProfile
 from eejax.serving.controller import Controller
-from eejax.serving.dispatch import Policy
-from eejax.serving.objectives import Objective, Telemetry
-from eejax.serving.pace import Pace
+from eejax.serving.dispatch import ModelPolicy
+from eejax.serving.objectives import ServiceObjective, Telemetry
+from eejax.serving.pace import StepSeconds
 from eejax.serving.repository import Repository
-from eejax.serving.simulator import Setting, simulate
-from eejax.serving.traces import Trace
+from eejax.serving.simulator import SimulationSetting, simulate
+from eejax.serving.traces import PromptTrace
 
-Make = Callable[[Callable[[], float]], Policy]
+Make = Callable[[Callable[[], float]], ModelPolicy]
 
 
-class Scripted:
-    """Choices, each for `every` prompts, the last for all that follow: nothing is looked at."""
+class ScriptedPolicy:
+    """A list of choices, each for `every` prompts, the last for all that follow."""
 
     objective = None
 
     def __init__(
-        self, choices: Sequence[Choice], every: int = 1, *, clock: Callable[[], float]
-    ):  # fmt: skip
+        self, choices: Sequence[ModelDepth], every: int = 1, *, clock: Callable[[], float]
+    ):
         require(len(choices) > 0, "choices", choices, "must be one at least")
         require_count("every", every)
-        self.current: Choice | None = None
+        self.current: ModelDepth | None = None
         self.decisions: list[Decision] = []
         self.options = ControllerOptions()
         self._choices, self._every, self._clock, self._given = [*choices], every, clock, 0
@@ -52,7 +52,7 @@ class Scripted:
     def best(self, weights: Mapping[str, float]) -> str | None:
         return None
 
-    def loaded(self, choice: Choice) -> None:
+    def loaded(self, choice: ModelDepth) -> None:
         self.current = choice
 
     def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None:
@@ -73,7 +73,7 @@ class Scripted:
     def gives_up(self, model: str, why: str) -> bool:
         return False
 
-    def audited(self, model: str, audit: Audit) -> None:
+    def audited(self, model: str, audit: DisagreementBound) -> None:
         pass
 
     def level(self, model: str, evaluated: bool = False) -> int:
@@ -81,26 +81,34 @@ class Scripted:
 
 
 def fixed(model: str, depth: int) -> Make:
-    """One model, up to one depth, throughout."""
-    return lambda clock: Scripted([Choice(model, depth)], clock=clock)
+    """Return a function that makes, for a clock, the policy of one model at one depth."""
+    return lambda clock: ScriptedPolicy([ModelDepth(model, depth)], clock=clock)
 
 
-def at_random(profiles: Mapping[str, Profile], every: int, n: int, seed: int = 0) -> Make:
-    """Any model at any depth, drawn anew for every so many of n prompts."""
+def at_random(profiles: Mapping[str, ModelProfile], every: int, n: int, seed: int = 0) -> Make:
+    """Return a function that makes a policy of random models and depths.
+
+    They are drawn at this call, one for every so many of n prompts.
+    """
     rng, there = np.random.default_rng(seed), choices_of(profiles)
     drawn = [there[int(rng.integers(len(there)))] for _ in range(-(-n // every))]
-    return lambda clock: Scripted(drawn, every, clock=clock)
+    return lambda clock: ScriptedPolicy(drawn, every, clock=clock)
 
 
-def choices_of(profiles: Mapping[str, Profile]) -> list[Choice]:
-    return [Choice(m, d) for m, p in profiles.items() for d in range(1, p.exits + 1)]
+def choices_of(profiles: Mapping[str, ModelProfile]) -> list[ModelDepth]:
+    return [ModelDepth(m, d) for m, p in profiles.items() for d in range(1, p.exits + 1)]
 
 
 def helios(
-    profiles: Mapping[str, Profile], objective: Objective, options: ControllerOptions | None = None
+    profiles: Mapping[str, ModelProfile],
+    objective: ServiceObjective,
+    options: ControllerOptions | None = None,
 ) -> Make:
-    """The controller, which knows nothing yet but profiles: a benchmark of each whole model, as a
-    server has it, is what they say of tokens that all go to the end."""
+    """Return a function that makes the controller, which knows nothing yet but profiles.
+
+    The benchmark of each whole model, as a server has it, is what its profile says of tokens that
+    all leave by the last exit.
+    """
 
     def make(clock):
         return Controller(profiles, objective, Repository.of(profiles), options, clock=clock)
@@ -109,19 +117,25 @@ def helios(
 
 
 def hindsight(
-    trace: Trace, profiles: Mapping[str, Profile], paces: Mapping[str, Pace], every: int,
-    setting: Setting | None = None, right: float = 0.0,
-) -> tuple[Make, list[Choice]]:  # fmt: skip
-    """(policy, its choices): for every stretch of so many prompts a model and depth, so that all of
-    it takes the least time of those whose tokens agree with the full model in a share `right`, by
-    simulating all choices; the nearest to it where none does.
+    trace: PromptTrace,
+    profiles: Mapping[str, ModelProfile],
+    paces: Mapping[str, StepSeconds],
+    every: int,
+    setting: SimulationSetting | None = None,
+    right: float = 0.0,
+) -> tuple[Make, list[ModelDepth]]:
+    """Return (a function that makes the policy that is best in hindsight, its choices).
 
-    To be simulated with `Setting.free`, as it looks at no cost of loading. A choice is made for
-    whole stretches, at a price of a wrong token that is the same for all.
+    It has a model and a depth for every stretch of so many prompts. All of them together take the
+    least time of those whose tokens agree with the full model in a share `right`, found by
+    simulating all choices; else it is the nearest to that.
+
+    Simulate it with `SimulationSetting.free`, because it ignores the cost of loading. A choice is
+    made for whole stretches, with one price of a wrong token for all.
     """
     require_count("every", every)
     require(0 <= right <= 1, "right", right, "must lie in [0, 1]")
-    setting = dataclasses.replace(setting or Setting(), free=True)
+    setting = dataclasses.replace(setting or SimulationSetting(), free=True)
     choices, seconds, agree = choices_of(profiles), [], []
     for begin in range(0, len(trace), every):
         part = trace.part(begin, min(begin + every, len(trace)))
@@ -135,4 +149,4 @@ def hindsight(
         missing = max(0.0, right * len(trace) * trace.new - good[rows, best].sum())
         found.append((missing, took[rows, best].sum(), best.tolist()))
     chosen = [choices[i] for i in min(found)[2]]
-    return lambda clock: Scripted(chosen, every, clock=clock), chosen
+    return lambda clock: ScriptedPolicy(chosen, every, clock=clock), chosen

@@ -18,19 +18,24 @@ from eejax.common.trees import nbytes
 from eejax.inference import state as s
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
-from eejax.serving.choices import Profile
+from eejax.serving.choices import ModelProfile
 from eejax.serving.energy import layer_flops, segment_rows, token_work
-from eejax.serving.fleet import Member
+from eejax.serving.fleet import FleetMember
 from eejax.serving.messages import LOG
 
 log = logging.getLogger(LOG)
 
 
 def measure(
-    member: Member, texts: Sequence[Sequence[int]], batches: Iterable[Mapping[str, np.ndarray]], *,
-    slots: int | Sequence[int], context: int | None = None, new: int = 32,
+    member: FleetMember,
+    texts: Sequence[Sequence[int]],
+    batches: Iterable[Mapping[str, np.ndarray]],
+    *,
+    slots: int | Sequence[int],
+    context: int | None = None,
+    new: int = 32,
     clock: Callable[[], float] = time.perf_counter,
-) -> Profile:  # fmt: skip
+) -> ModelProfile:
     """Measure a model with all slots of each depth taken (`PartialModel`).
 
     The requests have these texts and `new` tokens each. The agreement of exits with the final one
@@ -43,7 +48,7 @@ def measure(
     n = member.config.n_exits + 1
 
     def grown(what: str):
-        """Every depth in turn, and what there is in the end."""
+        """Grow to every depth in turn, and return what there is in the end."""
         log.info("%s depth 1 of %d", what, n)
         begin = clock()
         part = PartialModel(
@@ -58,17 +63,19 @@ def measure(
             part.grow(depth)
             jax.block_until_ready(part._coming)
             loaded = clock() - begin
-            held = part.scheduler.held
+            held = part.scheduler.num_cached_tokens
             jax.block_until_ready(part.scheduler.state)
             begin = clock()
-            part.exchange()
+            part.adopt_growth()
             jax.block_until_ready(part.scheduler.state)
             filled = (clock() - begin) / max(held, 1)
             rows.append(_Depth(part, texts, new, clock, loaded, filled))
         leaving = _Depth(part, texts, new, clock, rules=member.rules)
         weights = part.engine.weights
         sizes = [nbytes(segment) for segment in weights.segments]
-        outside = [nbytes(s.outside(weights.params, member.config, d)) for d in range(1, n + 1)]
+        outside = [
+            nbytes(s.unlayered_params(weights.params, member.config, d)) for d in range(1, n + 1)
+        ]
         return rows, leaving, sizes, outside
 
     grown("compiling")  # a model goes before the next one comes
@@ -81,33 +88,42 @@ def measure(
     share = lambda e, which: float(same[e][which].mean()) if which.any() else float(same[e].mean())
     layers = layer_flops(member.config)
     heads = np.diff([0.0, *(token_work(member.config, e).flops for e in range(n))]) - layers
-    told = dict(
-        seconds=steps([row.token for row in rows]), prefill=steps([row.first for row in rows]),
+    values = dict(
+        seconds=steps([row.token for row in rows]),
+        prefill=steps([row.first for row in rows]),
         load=[row.loaded for row in rows],
         rebuild=[rows[0].first / rows[0].given, *(row.filled for row in rows[1:])],
-        bytes=np.array(sizes) + steps(outside), energy=layers, heads=heads,
+        bytes=np.array(sizes) + steps(outside),
+        energy=layers,
+        heads=heads,
         sure=[share(e, leaves == e) for e in range(n)],
         shares=[float((leaves == e).mean()) for e in range(n)],
         unsure=[share(e, leaves > e) for e in range(n - 1)] + [1.0],
         agrees=[float(same[e].mean()) for e in range(n)],
-    )  # fmt: skip
-    most = sum(told["seconds"])
-    ideal = sum(leaving.reach[e] * told["seconds"][e] for e in range(n))
+    )
+    most = sum(values["seconds"])
+    ideal = sum(leaving.reach[e] * values["seconds"][e] for e in range(n))
     by_depth = dict(slots=[row.slots for row in rows], state=[row.state for row in rows])
     parts = dict(
         saved=_part(most, leaving.token, ideal),
         spared=spared(leaving.exits.values(), layers, member.options.cap),
     )
-    told = {name: tuple(map(float, values)) for name, values in told.items()}
-    return Profile(**by_depth, **told, **parts)
+    values = {name: tuple(map(float, v)) for name, v in values.items()}
+    return ModelProfile(**by_depth, **values, **parts)
 
 
 def written(
-    member: Member, texts: Sequence[Sequence[int]], *, slots: int | Sequence[int],
-    context: int | None = None, new: int = 32,
-) -> dict[int, list[tuple[Sequence[int], list[int]]]]:  # fmt: skip
-    """Answers of a model to texts, greedily, by how many of its exits are loaded, the last of which
-    all tokens leave by: (text, the `new` tokens behind it)."""
+    member: FleetMember,
+    texts: Sequence[Sequence[int]],
+    *,
+    slots: int | Sequence[int],
+    context: int | None = None,
+    new: int = 32,
+) -> dict[int, list[tuple[Sequence[int], list[int]]]]:
+    """Return a model's greedy answers to texts, by how many of its exits are loaded.
+
+    All tokens leave by the last of those. Each answer is (text, the `new` tokens behind it).
+    """
     found = {}
     for depth in range(1, member.config.n_exits + 2):
         part = PartialModel(
@@ -121,14 +137,14 @@ def written(
 
 
 def _part(most: float, took: float, ideal: float) -> float:
-    """Return the share of the possible savings that was realised."""
+    """Return the share of the possible savings that was realized."""
     return float(np.clip((most - took) / (most - ideal), 0.0, 1.0)) if most > ideal else 1.0
 
 
 def spared(texts: Iterable[Sequence[int]], layers: Sequence[float], cap: int) -> float:
-    """Return the share of layer operations that is spared if at most `cap` tokens wait.
+    """Return the share of savings in layer operations that is kept if at most `cap` tokens wait.
 
-    `texts` holds the exits that the tokens of each text left by (`Profile.spared`).
+    `texts` holds the exits that the tokens of each text left by (`ModelProfile.spared`).
     """
     n, texts = len(layers), [[*exits][1:] for exits in texts]  # the first is of the prompt's pass
     run = np.array([segment_rows(exits, n, cap) for exits in texts])
@@ -138,10 +154,15 @@ def spared(texts: Iterable[Sequence[int]], layers: Sequence[float], cap: int) ->
 
 
 class _Depth:
-    """A depth at work, where none leaves early, or by the `rules` of a policy. token: seconds of
-    one where all slots decode; first: to the first one of a request by itself, with a prompt of so
-    many tokens (`given`); reach: shares of tokens that left by each exit or one above it; exits: by
-    which the tokens of each request left; loaded, filled: as measured before."""
+    """Measured depth of a model, without early exits or with the `rules` of a policy.
+
+    Attributes:
+      token: seconds of a token where all slots decode.
+      first: seconds to the first token of a lone request, with a prompt of `given` tokens.
+      reach: shares of tokens that left by each exit or a later one.
+      exits: by which the tokens of each request left.
+      loaded, filled: as measured before.
+    """
 
     def __init__(self, part: PartialModel, texts, new, clock, loaded=0.0, filled=0.0, rules=None):
         self.loaded, self.filled, self.slots = loaded, filled, part.engine.slots

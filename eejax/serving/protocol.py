@@ -1,4 +1,4 @@
-"""Requests in OpenAI's form, and what of eejax's goes beyond it."""
+"""Request and response models in OpenAI's form, with eejax's additions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from eejax.gates.confidence import GATES
-from eejax.inference.shaping import BIASES, LIKELY
+from eejax.inference.logits_params import MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS
 from eejax.serving.fleet import OWN
 
 TOKEN = Annotated[int, Field(ge=0, lt=2**31)]
@@ -24,9 +24,12 @@ SHARE = Annotated[float, Field(ge=0, le=1)]
 STRINGS = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)]
 
 
-def neutral(what: str, *values: Any) -> Any:
-    """The type of a field that is not supported: null, or a value that asks for nothing, as many
-    clients send them. what: is not supported, for the message of the error."""
+def unsupported_field(what: str, *values: Any) -> Any:
+    """Return the type of a field that is not supported.
+
+    It accepts null and the value that asks for nothing, which many clients send. what: names the
+    unsupported feature in the error.
+    """
 
     def check(value: Any, info: ValidationInfo) -> Any:
         if any(type(value) is type(own) and value == own for own in values):
@@ -42,24 +45,24 @@ def neutral(what: str, *values: Any) -> Any:
     return Annotated[Any, AfterValidator(check), WithJsonSchema(schema)]
 
 
-class Form(BaseModel):
-    """JSON as it has to be: no field that is not known, no text where a number belongs."""
+class RequestModel(BaseModel):
+    """Strict JSON: no unknown field, no text where a number belongs."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(Form):
+class StreamOptions(RequestModel):
     include_usage: bool = False
     include_obfuscation: bool = Field(False, description="Not looked at.")
 
 
-class Wishes(Form):
-    """What completions and conversations have in common.
+class GenerationRequest(RequestModel):
+    """Fields that completions and chats have in common.
 
     Beyond OpenAI's: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids,
-    priority, timeout, and how tokens may leave: engine, gate, thresholds, exits, min_layers;
-    return_exits asks for the exit and confidence of every token. Where the server chooses among
-    models, `objective` takes the place of how tokens may leave.
+    priority, timeout, and exit rules: engine, gate, thresholds, exits, min_layers. return_exits
+    asks for the exit and confidence of every token. Where the server chooses among models,
+    `objective` takes the place of the exit rules.
     """
 
     model: str
@@ -80,7 +83,7 @@ class Wishes(Form):
                 Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")],
                 Annotated[float, Field(ge=-100, le=100)],
             ],
-            Field(max_length=BIASES),
+            Field(max_length=MAX_LOGIT_BIASES),
         ]
         | None
     ) = None
@@ -94,8 +97,8 @@ class Wishes(Form):
     prompt_cache_key: str | None = Field(None, max_length=512, description="Not looked at.")
     prompt_cache_options: dict[str, Any] | None = Field(None, description="Not looked at.")
     prompt_cache_retention: str | None = Field(None, description="Not looked at.")
-    store: neutral("keeping answers is", False) = None
-    service_tier: neutral("tiers of service are", "auto", "default") = None
+    store: unsupported_field("keeping answers is", False) = None
+    service_tier: unsupported_field("tiers of service are", "auto", "default") = None
     priority: int | None = Field(0, ge=-1000, le=1000, description="Higher ones come first.")
     timeout: float | None = Field(None, gt=0, le=86400, description="Seconds until it ends.")
     engine: Literal["batched", "full"] | None = Field(
@@ -117,31 +120,31 @@ class Wishes(Form):
     @model_validator(mode="before")
     @classmethod
     def _default(cls, data: Any) -> Any:
-        """null is as good as nothing."""
+        """Treat null as the default."""
         if isinstance(data, dict):
             return {k: v for k, v in data.items() if v is not None}
         return data
 
     @model_validator(mode="after")
-    def _together(self) -> Wishes:
+    def _together(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream = true")
         return self
 
     @property
-    def stops(self) -> list[str]:
+    def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
 
-class CompletionRequest(Wishes):
-    """`POST /v1/completions`; prompts are texts or token ids, one or several."""
+class CompletionRequest(GenerationRequest):
+    """Body of `POST /v1/completions`; prompts are texts or token ids, one or several."""
 
     prompt: str | list[str] | list[TOKEN] | list[list[TOKEN]]
     max_tokens: int | None = Field(16, ge=0, lt=2**31)
-    logprobs: int | None = Field(None, ge=0, le=LIKELY)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = False
     best_of: int | None = Field(None, ge=1, description="Not supported, but as many as `n`.")
-    suffix: neutral("text before a suffix is", "") = None
+    suffix: unsupported_field("text before a suffix is", "") = None
 
     @model_validator(mode="after")
     def _best(self) -> CompletionRequest:
@@ -153,26 +156,26 @@ class CompletionRequest(Wishes):
         return self
 
 
-class Message(BaseModel):
-    """One of a conversation; what else it has is for the model's chat template."""
+class ChatMessage(BaseModel):
+    """A message of a chat; further fields are passed to the model's chat template."""
 
     model_config = ConfigDict(extra="allow")
     role: str
     content: str | list[dict[str, Any]] | None = None
 
 
-class ChatRequest(Wishes):
-    """`POST /v1/chat/completions`.
+class ChatRequest(GenerationRequest):
+    """Body of `POST /v1/chat/completions`.
 
     Beyond OpenAI's: documents, chat_template_kwargs, add_generation_prompt and
     continue_final_message, which transformers' chat templates know.
     """
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=LIKELY)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = True
@@ -182,18 +185,18 @@ class ChatRequest(Wishes):
     tools: list[dict[str, Any]] | None = Field(
         None, description="For the chat template alone: with tool_choice = none."
     )
-    tool_choice: neutral("having a tool called is", "none", "auto") = None
+    tool_choice: unsupported_field("having a tool called is", "none", "auto") = None
     parallel_tool_calls: bool | None = Field(None, description="Not looked at.")
-    functions: neutral("calling functions is", []) = None
-    function_call: neutral("calling functions is", "none", "auto") = None
-    response_format: neutral("another format than text is", {"type": "text"}) = None
-    modalities: neutral("another modality than text is", ["text"]) = None
-    audio: neutral("audio is") = None
-    prediction: neutral("predicted output is") = None
-    web_search_options: neutral("searching the web is") = None
-    moderation: neutral("moderation is") = None
-    reasoning_effort: neutral("an effort of reasoning is", "none") = None
-    verbosity: neutral("a verbosity is", "medium") = None
+    functions: unsupported_field("calling functions is", []) = None
+    function_call: unsupported_field("calling functions is", "none", "auto") = None
+    response_format: unsupported_field("another format than text is", {"type": "text"}) = None
+    modalities: unsupported_field("another modality than text is", ["text"]) = None
+    audio: unsupported_field("audio is") = None
+    prediction: unsupported_field("predicted output is") = None
+    web_search_options: unsupported_field("searching the web is") = None
+    moderation: unsupported_field("moderation is") = None
+    reasoning_effort: unsupported_field("an effort of reasoning is", "none") = None
+    verbosity: unsupported_field("a verbosity is", "medium") = None
 
     @model_validator(mode="after")
     def _asked(self) -> ChatRequest:
@@ -211,13 +214,13 @@ class ChatRequest(Wishes):
         return self
 
 
-class TokenizeRequest(Form):
+class TokenizeRequest(RequestModel):
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(Form):
+class DetokenizeRequest(RequestModel):
     model: str | None = None
     tokens: list[TOKEN]
 
@@ -229,5 +232,5 @@ class ErrorBody(BaseModel):
     code: str | None
 
 
-class Error(BaseModel):
+class ErrorResponse(BaseModel):
     error: ErrorBody

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eejax.common.errors import ConfigError, DataError, require, require_count, require_one_of
-from eejax.serving.audits import Verdict, perplexity_of
-from eejax.serving.choices import Profile
+from eejax.serving.audits import AnswerAudit, perplexity_of
+from eejax.serving.choices import ModelProfile
 
 KINDS = ("best", "judge", "benchmark")
 # Metrics in [0, 1] that stand for the quality of a task's answers, the first that a task has.
@@ -27,15 +27,15 @@ PERPLEXITIES = ("perplexity", "word_perplexity", "byte_perplexity")
 
 @dataclasses.dataclass(frozen=True)
 class QualitySource:
-    """Which measurement is the quality of a model.
+    """Source of the quality of a model's answers.
 
     Attributes:
       kind: "best": agreement of the answers' tokens with what the best model of the fleet would
         have chosen; "judge": perplexity of the answers under a model that is not served, as the
         ratio of the lowest one of the fleet to the model's own; "benchmark": the mean of imported
         benchmark scores over the tasks that all models have.
-      names: of "best" the model, by default the one with the most parameters; of "judge" the
-        model's run, folder or name; of "benchmark" the tasks, by default all.
+      names: for "best" the model, by default the one with the most parameters; for "judge" the
+        model's run, folder or name; for "benchmark" the tasks, by default all.
     """
 
     kind: str = "best"
@@ -63,8 +63,11 @@ class QualitySource:
 
 
 class BenchmarkScore(NamedTuple):
-    """A benchmark result of a model. layers: below the exit that answered, 0 for the whole model;
-    metric: as the task names it, without a filter's name."""
+    """A benchmark result of a model.
+
+    layers: layers below the exit that answered, 0 for the whole model. metric: as the task names
+    it, without a filter's name.
+    """
 
     model: str
     layers: int
@@ -84,9 +87,9 @@ def check_score(score: BenchmarkScore) -> None:
     metric, value = score.metric, score.value
     known = metric in SCORES or metric in PERPLEXITIES
     require(known, "metric", metric, f"must be of {', '.join((*SCORES, *PERPLEXITIES))}")
-    low, high, told = (0, 1, "[0, 1]") if metric in SCORES else (1, math.inf, "[1, inf)")
+    low, high, range_ = (0, 1, "[0, 1]") if metric in SCORES else (1, math.inf, "[1, inf)")
     good = isinstance(value, float) and math.isfinite(value) and low <= value <= high
-    require(good, "value", value, f"must be a number in {told}")
+    require(good, "value", value, f"must be a number in {range_}")
 
 
 def read_scores(path: str | os.PathLike, model: str) -> list[BenchmarkScore]:
@@ -111,9 +114,9 @@ def read_scores(path: str | os.PathLike, model: str) -> list[BenchmarkScore]:
             continue
     else:
         raise DataError(f"{path}: is no JSON. Give the output of score_tasks --json or of lm_eval.")
-    told = 'must have "rows" (score_tasks --json) or "results" (lm_eval --output_path)'
+    allowed = 'must have "rows" (score_tasks --json) or "results" (lm_eval --output_path)'
     if not isinstance(found, dict) or not {"rows", "results"} & {*found}:
-        raise DataError(f"{path}: {told}.")
+        raise DataError(f"{path}: {allowed}.")
     try:
         if "results" in found:
             scores = _task_scores(model, 0, found["results"])
@@ -127,7 +130,7 @@ def read_scores(path: str | os.PathLike, model: str) -> list[BenchmarkScore]:
     except ConfigError as error:
         raise DataError(f"{path}: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path}: {told} ({error!r}).") from error
+        raise DataError(f"{path}: {allowed} ({error!r}).") from error
     if not any(score.layers == 0 for score in scores):
         wanted = ", ".join((*SCORES, *PERPLEXITIES))
         raise DataError(f"{path}: has no score of the whole model; wanted is one of {wanted}.")
@@ -160,19 +163,19 @@ def _task_scores(
 
 
 def with_benchmarks(
-    profiles: Mapping[str, Profile],
-    stops: Mapping[str, Sequence[int]],
+    profiles: Mapping[str, ModelProfile],
+    exit_boundaries: Mapping[str, Sequence[int]],
     scores: Sequence[BenchmarkScore],
     tasks: Sequence[str] = (),
-) -> dict[str, Profile]:
-    """Profiles whose quality, and perplexity where it was scored, is that of benchmarks.
+) -> dict[str, ModelProfile]:
+    """Return profiles whose quality, and perplexity where it was scored, is that of benchmarks.
 
     A whole model's quality is its mean score over the tasks; at a depth it was scored at as well,
     where all tokens leave by the exit there, the score is a second point; between the points it is
-    interpolated over agreement with the whole model (`Profile.quality_at`).
+    interpolated over agreement with the whole model (`ModelProfile.quality_at`).
 
     Args:
-      stops: of each model, layers below each of its exits, the final one last.
+      exit_boundaries: of each model, layers below each of its exits, the final one last.
       tasks: to take the mean over; by default all that every model was scored on.
 
     Raises:
@@ -188,24 +191,24 @@ def with_benchmarks(
     require(not missing, "quality", "benchmark", f"has no score of {', '.join(missing)}", fix)
     common = set.intersection(*({*found} for found in known.values()))
     lacking = sorted({*tasks} - common)
-    told = f"must be tasks that all models were scored on, of {', '.join(sorted(common))}"
-    require(not lacking, "quality", lacking, told, fix)
+    allowed = f"must be tasks that all models were scored on, of {', '.join(sorted(common))}"
+    require(not lacking, "quality", lacking, allowed, fix)
     chosen = tuple(tasks) or tuple(sorted(common))
     require(bool(chosen), "quality", "benchmark", "has no task that all were scored on", fix)
     metrics = {task: _common_metric(known, task, SCORES) for task in chosen}
     for task, metric in metrics.items():
         own = "; ".join(f"{name} has {', '.join(sorted(known[name][task]))}" for name in known)
-        told = f"must have a metric that all models were scored by: {own}"
-        require(metric is not None, "quality: task", task, told, "Score them by one metric.")
-    likely = {name: _metrics_by_task(scores, name, PERPLEXITIES) for name in profiles}
-    texts = set.intersection(*({*found} for found in likely.values()))
+        allowed = f"must have a metric that all models were scored by: {own}"
+        require(metric is not None, "quality: task", task, allowed, "Score them by one metric.")
+    top_logprobs = {name: _metrics_by_task(scores, name, PERPLEXITIES) for name in profiles}
+    texts = set.intersection(*({*found} for found in top_logprobs.values()))
     texts &= {*tasks} if tasks else texts
-    by_text = {task: _common_metric(likely, task, PERPLEXITIES) for task in texts}
+    by_text = {task: _common_metric(top_logprobs, task, PERPLEXITIES) for task in texts}
     by_text = {task: metric for task, metric in by_text.items() if metric is not None}
     made = {}
     for name, profile in profiles.items():
         quality, perplexity = {}, {}
-        for depth, layers in enumerate(stops[name], 1):
+        for depth, layers in enumerate(exit_boundaries[name], 1):
             whole = depth == profile.exits
             agreement, at = (1.0, 0) if whole else (profile.agrees[depth - 1], layers)
             found = {(s.task, s.metric): s.value for s in scores if s[:2] == (name, at)}
@@ -226,7 +229,7 @@ def with_benchmarks(
 def _metrics_by_task(
     scores: Sequence[BenchmarkScore], model: str, metrics: Sequence[str]
 ) -> dict[str, set[str]]:
-    """Metrics, of these, that a whole model was scored by, by task."""
+    """Return the metrics, of these, that a whole model was scored by, by task."""
     found: dict[str, set[str]] = {}
     for score in scores:
         if (score.model, score.layers) == (model, 0) and score.metric in metrics:
@@ -237,7 +240,7 @@ def _metrics_by_task(
 def _common_metric(
     known: Mapping[str, Mapping[str, set[str]]], task: str, metrics: Sequence[str]
 ) -> str | None:
-    """The first of `metrics` by which all models were scored on a task."""
+    """Return the first of `metrics` by which all models were scored on a task."""
     common = set.intersection(*(found[task] for found in known.values()))
     return next((metric for metric in metrics if metric in common), None)
 
@@ -247,25 +250,30 @@ def curve(points: Mapping[float, float]) -> tuple[tuple[float, float], ...]:
 
 
 class JudgedAnswer(NamedTuple):
-    """An answer that was judged. agreement: expected of answers at its depth with those of the
-    whole model, 1 for an answer of that."""
+    """A judged answer.
+
+    agreement: expected agreement of answers at its depth with those of the whole model, 1 for one
+    of that.
+    """
 
     agreement: float
-    verdict: Verdict
+    verdict: AnswerAudit
 
 
 def perplexities(answers: Sequence[JudgedAnswer]) -> dict[float, float]:
-    """Perplexity of answers by their agreement, over all their tokens."""
+    """Return the perplexity of answers by their agreement, over all their tokens."""
     pooled: dict[float, list[np.ndarray]] = {}
     for answer in answers:
         pooled.setdefault(answer.agreement, []).append(answer.verdict.logprob)
-    told = {a: np.concatenate(logprobs) for a, logprobs in pooled.items()}
-    return {a: max(perplexity_of(-x.sum(), len(x)), 1.0) for a, x in told.items()}
+    logprobs = {a: np.concatenate(logprobs) for a, logprobs in pooled.items()}
+    return {a: max(perplexity_of(-x.sum(), len(x)), 1.0) for a, x in logprobs.items()}
 
 
-def with_verdicts(profile: Profile, answers: Sequence[JudgedAnswer]) -> Profile:
-    """A profile whose quality is the agreement of answers with the model that judged them, and its
-    perplexity that under this model."""
+def with_verdicts(profile: ModelProfile, answers: Sequence[JudgedAnswer]) -> ModelProfile:
+    """Return a profile whose quality and perplexity come from judged answers.
+
+    The quality is their agreement with the model that judged them, the perplexity that under it.
+    """
     found: dict[float, list[float]] = {}
     for answer in answers:
         found.setdefault(answer.agreement, []).append(agreement_of(answer.verdict))
@@ -275,19 +283,22 @@ def with_verdicts(profile: Profile, answers: Sequence[JudgedAnswer]) -> Profile:
     )
 
 
-def with_ratios(profiles: Mapping[str, Profile]) -> tuple[dict[str, Profile], float]:
-    """Profiles whose quality is the lowest perplexity of whole models over their own; and that."""
+def with_ratios(profiles: Mapping[str, ModelProfile]) -> tuple[dict[str, ModelProfile], float]:
+    """Return (profiles with ratios of perplexity as their quality, the lowest perplexity).
+
+    The quality is the lowest perplexity of whole models over their own.
+    """
     least = min(profile.perplexity[-1][1] for profile in profiles.values())
     ratios = lambda p: tuple((share, min(1.0, least / value)) for share, value in p.perplexity)
     made = {n: dataclasses.replace(p, quality=ratios(p)) for n, p in profiles.items()}
     return made, least
 
 
-def agreement_of(verdict: Verdict) -> float:
-    """Share of an answer's tokens that the judge would have chosen."""
+def agreement_of(verdict: AnswerAudit) -> float:
+    """Return the share of an answer's tokens that the judge would have chosen."""
     return float(np.mean(verdict.same))
 
 
-def relative_to(least: float, verdict: Verdict) -> float:
-    """The lowest perplexity of a fleet's models over that of an answer, at most 1."""
+def relative_to(least: float, verdict: AnswerAudit) -> float:
+    """Return the lowest perplexity of a fleet's models over that of an answer, at most 1."""
     return min(1.0, least / verdict.perplexity)

@@ -1,10 +1,10 @@
-"""The server as replicas on a Ray cluster, by Ray Serve.
+"""The server as replicas on a Ray cluster, with Ray Serve.
 
     serve run eejax.serving.ray:build models.mine=runs/mine deployment.num_replicas=2
 
-Every replica has an engine of each model, in processes of their own, and answers all pages of
-`eejax.serving.app`; Ray Serve's proxies hand each request to one of the replicas that have the
-fewest under way.
+Every replica has an engine of each model, in processes of their own, and serves all routes of
+`eejax.serving.app`; Ray Serve's proxies hand each request to one of the replicas with the fewest
+running requests.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eejax.common.errors import ConfigError, require
 from eejax.common.paths import expanded
-from eejax.serving.answers import Defaults
+from eejax.serving.answers import ExitDefaults
 from eejax.serving.app import app
 from eejax.serving.http import HttpOptions
-from eejax.serving.metrics import Metrics
-from eejax.serving.models import Served
+from eejax.serving.metrics import ServerMetrics
+from eejax.serving.models import ServedModel
 from eejax.serving.service import DRAINING, READY, Service, ServiceOptions
 
 SPARE = 64
@@ -45,14 +45,14 @@ END = 10.0
 
 
 def application(
-    models: Mapping[str, Served],
+    models: Mapping[str, ServedModel],
     options: ServiceOptions | None = None,
     http: HttpOptions | None = None,
     **deployment: Any,
 ) -> serve.Application:
-    """What `ray.serve.run` takes: replicas that serve models by their names.
+    """Return what `ray.serve.run` takes: replicas that serve models by their names.
 
-    deployment: what `ray.serve.deployment` takes, as num_replicas, autoscaling_config and
+    deployment: arguments of `ray.serve.deployment`, such as num_replicas, autoscaling_config and
     ray_actor_options (num_cpus, num_gpus, ...: of a replica with all its engines).
     """
     require(bool(models), "models", dict(models), "must name one at least")
@@ -61,11 +61,13 @@ def application(
     # request has one prompt at least, so that one model's queue is full before these are used up.
     ongoing = sum(model.slots + options.waiting for model in models.values()) + SPARE
     own = dict(
-        name="eejax", max_ongoing_requests=ongoing, health_check_period_s=PERIOD,
+        name="eejax",
+        max_ongoing_requests=ongoing,
+        health_check_period_s=PERIOD,
         graceful_shutdown_timeout_s=options.grace + END,
         # Models that cannot be opened cannot be the next time either; Ray's own limit is 20.
         max_constructor_retry_count=3,
-    )  # fmt: skip
+    )
     replicas = deployment.get("num_replicas", 1)
     if isinstance(replicas, int):
         # Of requests that no replica takes, as where none is left, a proxy keeps so many.
@@ -76,20 +78,20 @@ def application(
     try:
         made = serve.deployment(Replica, **(own | deployment))
     except (TypeError, ValueError) as error:
-        told = f"deployment = {deployment!r}: must be what ray.serve.deployment takes ({error})."
-        raise ConfigError(told) from error
+        options = f"deployment = {deployment!r}: must be what ray.serve.deployment takes ({error})."
+        raise ConfigError(options) from error
     return made.bind(dict(models), options, http)
 
 
 @serve.ingress()
 class Replica:
-    """Services of models, and the application that asks them, in a process of Ray's."""
+    """Services of models, and the application in front of them, in one of Ray's processes."""
 
     async def __init__(
-        self, models: Mapping[str, Served], options: ServiceOptions, http: HttpOptions
+        self, models: Mapping[str, ServedModel], options: ServiceOptions, http: HttpOptions
     ):
         self._id = serve.get_replica_context().replica_id.unique_id
-        self._http, self._metrics = http, Labelled(self._id)
+        self._http, self._metrics = http, ReplicaLabels(self._id)
         self._services = {
             name: Service(model, options, watch=self._metrics.watch(name))
             for name, model in models.items()
@@ -101,17 +103,17 @@ class Replica:
                 raise RuntimeError(f"{name}: {error}") from error
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Called by Ray once the services run."""
+        """Return the application; Ray calls this once the services run."""
         api = app(self._services, self._http, self._metrics)
-        api.add_middleware(Named, replica=self._id)
+        api.add_middleware(ReplicaHeader, replica=self._id)
         return api
 
     async def check_health(self) -> None:
-        """Raises where an engine is not there.
+        """Raise where an engine is not there.
 
         The service starts another by itself, and where that is quick nothing else happens. Until
-        then, though, it refuses requests at once, and so has the fewest under way, and would be
-        sent all of them: Ray is to ask the other replicas, and to put a new one in its place.
+        then, though, it refuses requests at once, and so has the fewest running ones, and would be
+        sent all of them: Ray should ask the other replicas, and put a new one in its place.
         """
         for name, service in self._services.items():
             if service.state not in (READY, DRAINING):
@@ -124,8 +126,8 @@ class Replica:
         await asyncio.gather(*(service.stop() for service in services))
 
 
-class Named:
-    """Says in every answer which replica gave it."""
+class ReplicaHeader:
+    """Middleware that adds the replica's name to every response."""
 
     def __init__(self, inner: ASGIApp, replica: str):
         self._inner, self._replica = inner, replica.encode()
@@ -141,8 +143,8 @@ class Named:
         await self._inner(scope, receive, named)
 
 
-class Labelled(Metrics):
-    """With the replica among the labels: who asks for /metrics is answered by one or another."""
+class ReplicaLabels(ServerMetrics):
+    """Metrics with the replica among their labels, as any replica may answer /metrics."""
 
     def __init__(self, replica: str):
         super().__init__()
@@ -160,12 +162,15 @@ class Labelled(Metrics):
             yield family
 
 
-class Args(pydantic.BaseModel, extra="forbid"):
-    """What `build` takes: models by their names, each a source or the fields of `Served`;
-    thresholds by models' names, one or a list; fields of `ServiceOptions` and of `HttpOptions`;
-    and `deployment`: what `ray.serve.deployment` takes."""
+class ReplicaArgs(pydantic.BaseModel, extra="forbid"):
+    """Arguments of `build`.
 
-    models: dict[str, Served]
+    Models by their names, each a source or the fields of `ServedModel`; thresholds by models'
+    names, one or a list; fields of `ServiceOptions` and of `HttpOptions`; and `deployment`, the
+    arguments of `ray.serve.deployment`.
+    """
+
+    models: dict[str, ServedModel]
     thresholds: dict[str, float | tuple[float, ...]] = {}
     service: ServiceOptions = ServiceOptions()
     http: HttpOptions = HttpOptions()
@@ -173,31 +178,32 @@ class Args(pydantic.BaseModel, extra="forbid"):
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """`application` of what a Serve config, or the command line, says (`Args`).
+    """Return the `application` that a Serve config, or the command line, describes (`ReplicaArgs`).
 
     On the command line a field is SECTION.NAME=VALUE, the value in YAML. Keys that clients must
-    bring are those of $EEJAX_KEYS, separated by commas.
+    send are those of $EEJAX_KEYS, separated by commas.
     """
     try:
-        told = Args.model_validate(sections(args))
+        options = ReplicaArgs.model_validate(sections(args))
     except pydantic.ValidationError as error:
         raise ConfigError("\n".join(map(said, error.errors()))) from error
-    if unknown := set(told.thresholds) - set(told.models):
+    if unknown := set(options.thresholds) - set(options.models):
         raise ConfigError(f"thresholds: names {sorted(unknown)}, which `models` does not.")
     keys = [key.strip() for key in os.environ.get("EEJAX_KEYS", "").split(",")]
     http = dataclasses.replace(
-        told.http,
-        keys=told.http.keys or tuple(filter(None, keys)),
+        options.http,
+        keys=options.http.keys or tuple(filter(None, keys)),
         defaults={
-            name: Defaults(told.thresholds.get(name, 1.0), drafts=model.drafts)
-            for name, model in told.models.items()
-        } | told.http.defaults,
-    )  # fmt: skip
-    return application(told.models, told.service, http, **told.deployment)
+            name: ExitDefaults(options.thresholds.get(name, 1.0), drafts=model.drafts)
+            for name, model in options.models.items()
+        }
+        | options.http.defaults,
+    )
+    return application(options.models, options.service, http, **options.deployment)
 
 
 def sections(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with those of the command line in their sections, and sources as models."""
+    """Return arguments with those of the command line in their sections, and sources as models."""
     found: dict[str, Any] = {}
     for name, value in args.items():
         section, dot, rest = name.partition(".")
@@ -215,7 +221,7 @@ def sections(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def described(model: Any) -> Any:
-    """A model's fields. Replicas work in folders of their own: a path must not depend on it."""
+    """Return a model's fields, with paths that do not depend on a replica's folder."""
     fields = {"source": model} if isinstance(model, str) else model
     if isinstance(fields, Mapping) and isinstance(source := fields.get("source"), str):
         path = expanded(source)
@@ -224,9 +230,10 @@ def described(model: Any) -> Any:
 
 
 def said(error: Mapping[str, Any]) -> str:
-    """What is wrong with a field, by pydantic."""
-    field, told = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
+    """Describe what is wrong with a field, from pydantic's error."""
+    field, message = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
-        return f"{field}: {told}"
+        return f"{field}: {message}"
     value = json.dumps(error["input"], default=repr)
-    return f"{field} = {value[:80]}: {told[0].lower()}{told[1:]}. See `eejax.serving.ray.Args`."
+    message = f"{message[0].lower()}{message[1:]}"
+    return f"{field} = {value[:80]}: {message}. See `eejax.serving.ray.ReplicaArgs`."

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from eejax.common.errors import ConfigError, DataError
-from eejax.serving.choices import Profile
-from eejax.serving.objectives import METRICS, Objective, Telemetry
+from eejax.serving.choices import ModelProfile
+from eejax.serving.objectives import METRICS, ServiceObjective, Telemetry
 from eejax.serving.quality import BenchmarkScore
 from eejax.serving.stored_rows import check_rows, profile_of
 
@@ -50,7 +50,7 @@ create table if not exists score (
 """
 
 
-class Conditions(NamedTuple):
+class MeasurementConditions(NamedTuple):
     """Conditions of a measurement. A change of any of them makes it stale.
 
     Attributes:
@@ -71,7 +71,7 @@ class Conditions(NamedTuple):
     def key(self) -> str:
         return json.dumps(self._asdict(), sort_keys=True)
 
-    def judged_by(self, **settings: Any) -> Conditions:
+    def judged_by(self, **settings: Any) -> MeasurementConditions:
         """Return the conditions of evaluations, whose quality depends on more settings than a
         profile does."""
         serving = json.loads(self.serving) | settings
@@ -96,11 +96,17 @@ class Conditions(NamedTuple):
         return ", ".join(parts)
 
 
-class Evaluation(NamedTuple):
-    """A row of the history: what `prompts` prompts of `tokens` tokens were like, served by a model
-    with `depth` of its exits loaded, which began at `time`. exits: tokens by the exit that they
-    left by; counted: what the energy in `telemetry` is, joules by "nvml" or "rapl", or
-    "operations", which are no energy; strictness: level of the thresholds (`choices.stricter`)."""
+class StoredEvaluation(NamedTuple):
+    """A row of the history: an evaluation that began at `time`.
+
+    `prompts` prompts with `tokens` tokens were served by a model with `depth` of its exits loaded.
+
+    Attributes:
+      exits: tokens by the exit that they left by.
+      counted: unit of the energy in `telemetry`: joules by "nvml" or "rapl", or "operations", which
+        are no energy.
+      strictness: level of the thresholds (`choices.stricter`).
+    """
 
     time: float
     model: str
@@ -113,23 +119,25 @@ class Evaluation(NamedTuple):
     strictness: int = 0
 
 
-class LockedError(DataError):
-    """Another process does not let go of a repository's file for `WAIT` seconds."""
+class RepositoryLockedError(DataError):
+    """Another process has held a repository's file for `WAIT` seconds."""
 
 
 class Repository:
-    """An SQLite file; ":memory:" keeps nothing. Every method raises DataError for a file that is
-    none, or that has other tables than these, and LockedError for one that is in use. One that is
-    deleted meanwhile is made anew by what is written next.
+    """An SQLite file with measurements of models; ":memory:" keeps nothing.
 
-    conditions: by model, those under which it is measured now (`profile`); judged: those of its
-    evaluations, by default the same.
+    Every method raises DataError for a file that is not a repository, and RepositoryLockedError for
+    one that is in use. A file that is deleted meanwhile is created again by the next write.
+
+    Attributes:
+      conditions: by model, the conditions of its present measurements (`profile`).
+      judged: the conditions of its evaluations, by default the same.
     """
 
     def __init__(self, path: str | os.PathLike = ":memory:"):
         self.path = os.path.expanduser(os.fspath(path))
-        self.conditions: dict[str, Conditions] = {}
-        self.judged: dict[str, Conditions] = {}
+        self.conditions: dict[str, MeasurementConditions] = {}
+        self.judged: dict[str, MeasurementConditions] = {}
         self._benchmarks: dict[str, dict[int, Telemetry]] = {}  # as they were put
         with self._using("be used as a repository"):
             self._use(opened(self.path))
@@ -157,7 +165,10 @@ class Repository:
         except (sqlite3.Error, ValueError, ConfigError) as error:
             kind, fix = DataError, advice(self.path)
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
-                kind, fix = LockedError, "Wait for the process that uses it, or give another file."
+                kind, fix = (
+                    RepositoryLockedError,
+                    "Wait for the process that uses it, or give another file.",
+                )
             raise kind(f"{self.path}: cannot {what} ({error}). {fix}") from error
 
     @contextlib.contextmanager
@@ -169,8 +180,10 @@ class Repository:
                 yield self._connection
 
     def _renew(self) -> None:
-        """Goes on with the file that is there now, made where none is. Benchmarks go along, as
-        candidates are chosen by them."""
+        """Continue with the file that is there now, and create it if there is none.
+
+        Benchmarks are copied to it, because candidates are chosen by them.
+        """
         old, rows = self._connection, []
         with contextlib.suppress(sqlite3.Error):  # without them, rather than not at all
             rows = old.execute("select * from benchmark").fetchall()
@@ -178,8 +191,10 @@ class Repository:
         old.close()
 
     def put(self, model: str, by_depth: Mapping[int, Telemetry]) -> None:
-        """Benchmark telemetry of a model by how many of its exits are there, in place of all that
-        was there of it. Candidates are chosen by it though the file cannot be written."""
+        """Replace the benchmark telemetry of a model, by the number of its exits that are loaded.
+
+        Candidates are chosen by it even if the file cannot be written.
+        """
         self._benchmarks[model] = dict(by_depth)
         rows = [(model, d, *(getattr(t, m) for m in METRICS)) for d, t in by_depth.items()]
         marks = ", ".join("?" * (2 + len(METRICS)))
@@ -194,20 +209,24 @@ class Repository:
             rows = self._connection.execute(asked, (model,))
             return {depth: Telemetry(*values) for depth, *values in rows}
 
-    def candidates(self, models: Sequence[str], objective: Objective, k: int = 2) -> list[str]:
-        """The k models that are best for an objective, by their benchmarks with all layers, best
-        first. Who misses a limit comes after all who keep them; who was never measured, last."""
+    def candidates(
+        self, models: Sequence[str], objective: ServiceObjective, k: int = 2
+    ) -> list[str]:
+        """Return the k best models for an objective by their benchmarks with all layers.
+
+        Models that miss a limit come after all that keep it; models without a benchmark come last.
+        """
         put = self._benchmarks
         known = {m: put[m] if m in put else self.benchmark(m) for m in models}
         best = lambda m: objective.rank(known[m][max(known[m])])
         measured = sorted((m for m in models if known[m]), key=best, reverse=True)
         return [*measured, *(m for m in models if not known[m])][:k]
 
-    def add(self, row: Evaluation) -> None:
-        told = (getattr(row.telemetry, m) for m in METRICS)
+    def add(self, row: StoredEvaluation) -> None:
+        metrics = (getattr(row.telemetry, m) for m in METRICS)
         conditions = self._judged(row.model)
         key = "" if conditions is None else conditions.key
-        values = (*row[:5], json.dumps(row.exits), row.counted, row.strictness, key, *told)
+        values = (*row[:5], json.dumps(row.exits), row.counted, row.strictness, key, *metrics)
         marks = ", ".join("?" * len(values))
         columns = (
             "time, model, depth, prompts, tokens, exits, counted, strictness, conditions, "
@@ -216,7 +235,7 @@ class Repository:
         with self._writing() as db:
             db.execute(f"insert into history ({columns}) values ({marks})", values)
 
-    def _judged(self, model: str) -> Conditions | None:
+    def _judged(self, model: str) -> MeasurementConditions | None:
         return self.judged.get(model) or self.conditions.get(model)
 
     def check(self) -> None:
@@ -227,9 +246,13 @@ class Repository:
                 raise ValueError(f"it is damaged: {found[0]}")
             check_rows(self._connection)
 
-    def profile(self, model: str, conditions: Conditions) -> tuple[Profile | None, str]:
-        """(profile of a model under these conditions, when it was measured); (None, why there is
-        none). From now on the model's evaluations are kept with these conditions."""
+    def profile(
+        self, model: str, conditions: MeasurementConditions
+    ) -> tuple[ModelProfile | None, str]:
+        """Return (a model's profile under its conditions, its time), or (None, why there is none).
+
+        From now on the model's evaluations are kept with these conditions.
+        """
         self.conditions[model] = conditions
         with self._using("be read"):
             rows = self._connection.execute(
@@ -244,16 +267,19 @@ class Repository:
             key, time, _ = rows[0]
             return None, f"since {date(time)} there is a change of {conditions.differs(key)}"
 
-    def keep(self, model: str, profile: Profile, time: float) -> None:
+    def keep(self, model: str, profile: ModelProfile, time: float) -> None:
         """Keep a profile that was measured under the model's conditions."""
         with self._writing() as db:
             key = self.conditions[model].key if model in self.conditions else ""
             row = (model, key, time, json.dumps(dataclasses.asdict(profile)))
             db.execute("insert or replace into profile values (?, ?, ?, ?)", row)
 
-    def evaluated(self, model: str) -> tuple[Evaluation | None, str]:
-        """(last evaluation of a model under its conditions, by the thresholds of the start; when it
-        was); (None, why it does not hold), or (None, "") where there is none."""
+    def evaluated(self, model: str) -> tuple[StoredEvaluation | None, str]:
+        """Return (a model's last evaluation under its conditions, when it was), or (None, why not).
+
+        It is the last one with the thresholds of the start. The reason is "" where there is none at
+        all.
+        """
         conditions = self._judged(model)
         if conditions is None:
             return None, ""
@@ -273,7 +299,7 @@ class Repository:
             return None, f"since {since} there is a change of {conditions.differs(key)}"
 
     def import_scores(self, scores: Sequence[BenchmarkScore]) -> None:
-        """Benchmark scores, in place of those of the same model, layers, task and metric."""
+        """Store benchmark scores; they replace those of the same model, layers, task and metric."""
         with self._writing() as db:
             db.executemany("insert or replace into score values (?, ?, ?, ?, ?)", scores)
 
@@ -294,8 +320,8 @@ class Repository:
         last: int = 1,
         conditions: str | None = None,
         strictness: int | None = None,
-    ) -> list[Evaluation]:
-        """The last rows of a model, oldest first; conditions, strictness: of these alone."""
+    ) -> list[StoredEvaluation]:
+        """Return a model's last rows, oldest first, all or of some conditions or strictness."""
         wanted = dict(model=model, conditions=conditions, strictness=strictness)
         wanted = {column: value for column, value in wanted.items() if value is not None}
         where = " and ".join(f"{column} = ?" for column in wanted)
@@ -308,11 +334,11 @@ class Repository:
             return [_evaluation(row) for row in reversed(rows)]
 
 
-def _evaluation(row: Sequence[Any]) -> Evaluation:
-    time, model, depth, prompts, tokens, exits, counted, strictness, *told = row
+def _evaluation(row: Sequence[Any]) -> StoredEvaluation:
+    time, model, depth, prompts, tokens, exits, counted, strictness, *metrics = row
     exits = tuple(json.loads(exits))
-    own = (time, model, depth, prompts, tokens, exits, counted, Telemetry(*told), strictness)
-    return Evaluation(*own)
+    own = (time, model, depth, prompts, tokens, exits, counted, Telemetry(*metrics), strictness)
+    return StoredEvaluation(*own)
 
 
 REBUILD = "python -m experiments.repository --repository={} --rebuild"
@@ -365,8 +391,11 @@ def _close(connection: sqlite3.Connection) -> None:
 
 
 def opened(path: str, benchmarks: Sequence[tuple] = ()) -> sqlite3.Connection:
-    """A repository's file, with these rows of benchmarks unless it has others in their place; made
-    where there is none. Raises ValueError for a database of other tables, and sqlite3.Error."""
+    """Open a repository's file, and create it if there is none.
+
+    Rows of benchmarks are written unless it has others in their place. Raises ValueError for a
+    database with other tables, and sqlite3.Error.
+    """
     db = sqlite3.connect(path, timeout=WAIT)
     try:
         (version,) = db.execute("pragma user_version").fetchone()
@@ -386,8 +415,10 @@ def opened(path: str, benchmarks: Sequence[tuple] = ()) -> sqlite3.Connection:
 
 
 def check_tables(found: Mapping[str, list[str]], version: int) -> None:
-    """Raises ValueError for tables that are no repository's; there may be others beside them. The
-    version alone says little: many programs have a first one."""
+    """Raise ValueError for tables that are not a repository's; further tables are allowed.
+
+    The version alone says little: many programs have a first one.
+    """
     if version != VERSION:
         raise ValueError(f"its tables are of version {version}, these of {VERSION}")
     with contextlib.closing(sqlite3.connect(":memory:")) as own:
@@ -402,7 +433,7 @@ def check_tables(found: Mapping[str, list[str]], version: int) -> None:
 
 
 def tables(db: sqlite3.Connection) -> dict[str, list[str]]:
-    """The columns of a database's own tables, and of its views, as they were declared."""
+    """Return the columns of a database's own tables, and of its views, as they were declared."""
     asked = (
         "select name from sqlite_master "
         "where type in ('table', 'view') and name not glob 'sqlite_*' order by rowid"

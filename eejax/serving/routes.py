@@ -1,4 +1,4 @@
-"""The pages of the server: each takes a request in its form, and makes the answer."""
+"""Routes of the server: each takes a request and returns its response."""
 
 from __future__ import annotations
 
@@ -13,19 +13,25 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 import eejax
 from eejax.serving import history
 from eejax.serving import protocol as form
-from eejax.serving.completions import Answer, Completion, Conversation, check_tokens, encode
+from eejax.serving.completions import (
+    ChatResponse,
+    CompletionResponse,
+    ResponseBuilder,
+    check_tokens,
+    encode,
+)
 from eejax.serving.fleet import OWN
-from eejax.serving.http import ERRORS, Server, streamed, while_connected
+from eejax.serving.http import ERRORS, ModelServer, streamed, while_connected
 from eejax.serving.service import DRAINING, Service
 
 router = APIRouter()
 
 
-async def server_of(request: Request) -> Server:
+async def server_of(request: Request) -> ModelServer:
     return request.app.state.server
 
 
-Own = Annotated[Server, Depends(server_of)]
+Own = Annotated[ModelServer, Depends(server_of)]
 
 
 PAGE = importlib.resources.files("eejax.serving").joinpath("dashboard.html")
@@ -45,56 +51,71 @@ async def page() -> Response:
 
 @router.get("/dashboard")
 async def dashboard(server: Own) -> dict:
-    """What the dashboard shows: states, and the spans of the last minutes (`history.summary`)."""
-    told = {name: shown(server, name) for name in server.services}
+    """Return the dashboard's data: states, and spans of the last minutes (`history.summary`)."""
+    fields = {name: shown(server, name) for name in server.services}
     now = time.time()
-    return dict(now=now, span=history.SECONDS, seconds=history.SECONDS * history.KEEP, models=told)
+    return dict(
+        now=now, span=history.SECONDS, seconds=history.SECONDS * history.KEEP, models=fields
+    )
 
 
-def shown(server: Server, name: str) -> dict:
+def shown(server: ModelServer, name: str) -> dict:
     service, load = server.services[name], server.services[name].load
-    told = dict(
-        state=service.state, restarts=service.restarts, running=load.running, waiting=load.waiting,
-        held=load.held / max(load.room, 1), spans=server.metrics.histories[name].spans,
-    )  # fmt: skip
+    fields = dict(
+        state=service.state,
+        restarts=service.restarts,
+        running=load.running,
+        waiting=load.waiting,
+        held=load.num_cached_tokens / max(load.capacity, 1),
+        spans=server.metrics.histories[name].spans,
+    )
     if service.ready is not None:
         ready = service.ready
-        told |= dict(
-            layers=ready.config.n_layers, stops=ready.stops, loaded=loaded(service),
-            slots=ready.slots, context=ready.context,
-        )  # fmt: skip
+        fields |= dict(
+            layers=ready.config.n_layers,
+            exit_boundaries=ready.exit_boundaries,
+            loaded=loaded_layers(service),
+            slots=ready.slots,
+            context=ready.context,
+        )
         if ready.chooses:
-            told["fleet"] = chosen(server, name)
-    return told
+            fields["fleet"] = fleet_state(server, name)
+    return fields
 
 
-def loaded(service: Service) -> int:
-    """Layers that are loaded of what serves."""
+def loaded_layers(service: Service) -> int:
+    """Return the number of loaded layers of what serves."""
     if service.report is not None:
         return service.report.layers
-    return service.ready.config.stops[service.ready.depth - 1]
+    return service.ready.config.exit_boundaries[service.ready.depth - 1]
 
 
-def chosen(server: Server, name: str) -> dict:
-    """Of a fleet: its models, what serves, and the last decisions, the newest last."""
+def fleet_state(server: ModelServer, name: str) -> dict:
+    """Return a fleet's models, what serves, and its last decisions, the newest last."""
     service = server.services[name]
     decisions = [
         dict(
-            time=d.time, kind=d.kind, model=d.choice.model, why=d.why, seconds=d.seconds,
-            layers=service.ready.models[d.choice.model].stops[d.choice.depth - 1],
+            time=d.time,
+            kind=d.kind,
+            model=d.choice.model,
+            why=d.why,
+            seconds=d.seconds,
+            layers=service.ready.models[d.choice.model].exit_boundaries[d.choice.depth - 1],
         )
         for d in server.metrics.histories[name].decisions
-    ]  # fmt: skip
+    ]
     timeline = server.metrics.histories[name].timeline.curves()
-    told = dict(members=members(service), objectives=OWN, decisions=decisions, timeline=timeline)
+    fields = dict(
+        members=fleet_members(service), objectives=OWN, decisions=decisions, timeline=timeline
+    )
     if service.report is not None:
         report = service.report._asdict()
-        told |= {k: v for k, v in report.items() if k not in ("decisions", "points")}
-    return told
+        fields |= {k: v for k, v in report.items() if k not in ("decisions", "points")}
+    return fields
 
 
-def members(service: Service) -> dict[str, dict]:
-    """Layers and exits of a fleet's models."""
+def fleet_members(service: Service) -> dict[str, dict]:
+    """Return layers and exits of a fleet's models."""
     return {
         name: dict(layers=config.n_layers, exits=[e.boundary for e in config.exits])
         for name, config in service.ready.models.items()
@@ -120,23 +141,25 @@ async def version() -> dict[str, str]:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(server: Own) -> Response:
-    """For Prometheus."""
+    """Return Prometheus metrics."""
     for name, service in server.services.items():
         if service.ready is not None:
-            server.metrics.depth.labels(name).set(loaded(service))
+            server.metrics.depth.labels(name).set(loaded_layers(service))
     page, kind = server.metrics.exposition()
     return Response(page, headers={"Content-Type": kind})
 
 
-def about(server: Server, name: str) -> dict:
-    told = dict(id=name, object="model", created=server.begun, owned_by="eejax")
+def about(server: ModelServer, name: str) -> dict:
+    fields = dict(id=name, object="model", created=server.begun, owned_by="eejax")
     ready = server.services[name].ready
     if ready is not None:
         exits = [e.boundary for e in ready.config.exits]
-        told |= dict(max_model_len=ready.context, layers=ready.config.n_layers, exits=exits)
+        fields |= dict(max_model_len=ready.context, layers=ready.config.n_layers, exits=exits)
         if ready.chooses:
-            told |= dict(exits=ready.stops[:-1], members=members(server.services[name]))
-    return told
+            fields |= dict(
+                exits=ready.exit_boundaries[:-1], members=fleet_members(server.services[name])
+            )
+    return fields
 
 
 @router.get("/v1/models", responses={401: ERRORS[401]})
@@ -166,9 +189,12 @@ async def tokenizer_info(server: Own, model: str | None = None) -> dict:
     are plain text, so that clients would make other ids of them."""
     ready = server.ready(server.service(model))
     return dict(
-        bos_token=None, bos_token_id=ready.tokenizer.bos_id, eos_token=None,
-        eos_token_id=ready.tokenizer.eos_id, max_model_len=ready.context,
-    )  # fmt: skip
+        bos_token=None,
+        bos_token_id=ready.tokenizer.bos_id,
+        eos_token=None,
+        eos_token_id=ready.tokenizer.eos_id,
+        max_model_len=ready.context,
+    )
 
 
 @router.post("/detokenize", responses=ERRORS)
@@ -180,15 +206,15 @@ async def detokenize(body: form.DetokenizeRequest, server: Own) -> dict:
 
 @router.post("/v1/completions", responses=ERRORS)
 async def completions(body: form.CompletionRequest, request: Request, server: Own) -> Response:
-    return await answered(request, Completion(server, body))
+    return await answered(request, CompletionResponse(server, body))
 
 
 @router.post("/v1/chat/completions", responses=ERRORS)
 async def chat(body: form.ChatRequest, request: Request, server: Own) -> Response:
-    return await answered(request, Conversation(server, body))
+    return await answered(request, ChatResponse(server, body))
 
 
-async def answered(request: Request, answer: Answer) -> Response:
+async def answered(request: Request, answer: ResponseBuilder) -> Response:
     await while_connected(request, answer.prepare())
     if answer.body.stream:
         return await streamed(request, answer.chunks())

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from eejax.common.errors import ConfigError, require
-from eejax.serving.choices import Choice, ControllerOptions, Profile, breaches
+from eejax.serving.choices import ControllerOptions, ModelDepth, ModelProfile, breaches
 
 # Of the breaches that are allowed: this share for a choice each time that it had more, up to so
 # often.
 CALMER, CALMEST = 0.8, 4
 
 
-def check_models(profiles: Mapping[str, Profile], budget: float) -> None:
+def check_models(profiles: Mapping[str, ModelProfile], budget: float) -> None:
     """Raise ConfigError for no model, or for a budget that does not hold each of them whole."""
     require(bool(profiles), "profiles", profiles, "must be of one model at least")
     for name, profile in profiles.items():
@@ -44,14 +44,18 @@ def greedy_depth(
     return max((d for d in depths if d == exits or calm(d)), key=lambda d: (rank(d), -d))
 
 
-def calm(choice: Choice, shares: Sequence[float], options: ControllerOptions, broken: int) -> bool:
-    """Return whether breaches are not expected of a choice, the less so the more often (`broken`)
-    there were some."""
+def calm(
+    choice: ModelDepth, shares: Sequence[float], options: ControllerOptions, broken: int
+) -> bool:
+    """Return whether breaches are not expected of a choice.
+
+    They are expected the more, the more often (`broken`) there were some.
+    """
     room = options.breaches / options.window * CALMER ** min(broken, CALMEST)
     return breaches(shares, choice.depth) <= room
 
 
 def favoured(rank: tuple[float, float], gain: float) -> tuple[float, float]:
-    """A rank (`Objective.rank`) raised by a gain, for the choice that serves."""
+    """Return a rank (`ServiceObjective.rank`) raised by a gain, for the choice that serves."""
     excess, score = rank  # 0, or less where limits are missed
     return min(excess + gain, 0.0), score + gain

@@ -1,7 +1,7 @@
-"""Requests to an engine in a process of its own: admitted, streamed, cancelled, never mixed up.
+"""Requests to an engine in a process of its own: admission, streaming and cancellation.
 
-One `Service` has one engine process, and starts another where that one ends. A request is told
-everything by events; whatever becomes of the engine, the last one says how it ended.
+A `Service` has one engine process and starts another where that one ends. A request gets
+everything by events; whatever happens to the engine, the last event says how the request ended.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from typing import Any, NamedTuple
 
 from eejax.common.children import block_signals
 from eejax.common.errors import ConfigError, require, require_count
-from eejax.inference.engine import CALL
+from eejax.inference.engine import STEPS_PER_CALL
 from eejax.inference.scheduler import Token
-from eejax.inference.scoring import Scores
+from eejax.inference.scoring import TextScores
 from eejax.serving import worker
 from eejax.serving.messages import (
-    Ask,
     Build,
-    Cancel,
-    Failed,
+    CancelRequest,
+    EngineFailed,
+    EngineLoad,
+    EngineReady,
+    EngineRequest,
+    EngineStarting,
     FleetReport,
-    Load,
-    Progress,
-    Ready,
-    Refused,
-    Scored,
+    RequestRefused,
+    ScoreReply,
     ScoreRequest,
-    Starting,
-    Submit,
+    StepReport,
+    SubmitRequest,
 )
 
 LATE = 0.5  # seconds in which an engine may tell of a request whose time is over
@@ -45,27 +45,32 @@ STARTING, READY, DRAINING, DEAD, STOPPED = "starting", "ready", "draining", "dea
 """States of a service; dead: the engine ended, and another will be started."""
 
 
-class Unavailable(Exception):
-    """The engine is not there to ask; `after`: seconds until it may be."""
+class EngineUnavailable(Exception):
+    """The engine does not take requests; `after`: seconds until it may."""
 
     def __init__(self, why: str, after: float):
         super().__init__(why)
         self.after = after
 
 
-class Full(Unavailable):
-    """As many requests wait as may."""
+class QueueFull(EngineUnavailable):
+    """The queue is full."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ServiceOptions:
-    """waiting: most requests without a slot; steps: of the engine between two looks at what comes;
-    first_pause, longest_pause: seconds before a new engine is started, doubled each time; grace:
-    seconds that requests have to end once the service is told to; silence: seconds without a sign
-    of life after which an engine is ended, and another started."""
+    """Options of a service.
+
+    Attributes:
+      waiting: most requests without a slot.
+      steps: engine steps between two looks at the pipe.
+      first_pause, longest_pause: seconds before a new engine is started, doubled each time.
+      grace: seconds that requests have to finish once the service is told to end.
+      silence: seconds without a sign of life after which an engine is ended and another started.
+    """
 
     waiting: int = 256
-    steps: int = CALL
+    steps: int = STEPS_PER_CALL
     first_pause: float = 1.0
     longest_pause: float = 60.0
     grace: float = 30.0
@@ -80,16 +85,19 @@ class ServiceOptions:
         require(self.silence > 0, "silence", self.silence, "must be more than 0")
 
 
-class Event(NamedTuple):
-    """What came for a request: tokens, and how it ended: as `scheduler.Output.finish`, "deadline",
-    or "lost", where the engine ended before it; "" while it goes on."""
+class RequestEvent(NamedTuple):
+    """New tokens of a request.
+
+    finish: as `scheduler.RequestOutput.finish`, "deadline", or "lost" where the engine ended first;
+    "" while the request runs.
+    """
 
     tokens: tuple[Token, ...]
     finish: str = ""
 
 
 @dataclasses.dataclass
-class _Request:
+class _PendingRequest:
     number: int
     events: asyncio.Queue
     deadline: asyncio.TimerHandle | None = None
@@ -97,12 +105,12 @@ class _Request:
 
 
 class Service:
-    """An engine that many ask at once.
+    """An engine that many clients use at once.
 
-    `build` makes the engine in its own process, and has to be picklable. All methods belong to the
-    event loop in which `start` was called. `watch(name, value)` is told of what happens, for
-    metrics: "load" with a `Load`, "report" with a `FleetReport`, which is also `report`, "state"
-    with a state, "restart" with a reason, "starting" with what an engine does until it is ready.
+    `build` makes the engine in its own process, and must be picklable. All methods belong to the
+    event loop in which `start` was called. `watch(name, value)` gets events for metrics: "load"
+    with an `EngineLoad`, "report" with a `FleetReport`, which is also `report`, "state" with a
+    state, "restart" with a reason, "starting" with what an engine does until it is ready.
     """
 
     def __init__(
@@ -114,19 +122,19 @@ class Service:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.options = options or ServiceOptions()
-        self.state, self.ready, self.load = STOPPED, None, Load(0, 0, 0, 0)
+        self.state, self.ready, self.load = STOPPED, None, EngineLoad(0, 0, 0, 0)
         self.report: FleetReport | None = None  # the last one
         self.failure = ""  # why the last engine ended
         self._pause = self.options.first_pause  # seconds before the next start
         self.restarts = 0
         self._build, self._clock = build, clock
         self._watch = watch or (lambda name, value: None)
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _PendingRequest] = {}
         self._number, self._engine = 0, None
         self._changed = asyncio.Event()
         self._supervisor: asyncio.Task | None = None
 
-    async def start(self) -> Ready:
+    async def start(self) -> EngineReady:
         """Starts the engine and waits until it is ready. Raises RuntimeError where it is not to be
         had, with the reason."""
         self._set(STARTING)
@@ -135,7 +143,7 @@ class Service:
         return self.ready
 
     async def stop(self, grace: float | None = None) -> None:
-        """Takes no more requests, gives those there are their `grace`, and ends the engine."""
+        """Take no more requests, give those there are their `grace`, and end the engine."""
         if self.state == STOPPED:
             return
         self._set(DRAINING)
@@ -154,68 +162,76 @@ class Service:
         self._set(STOPPED)
 
     @property
-    def pause(self) -> float:
-        """Seconds after which to ask again, as far as known: an engine that is started takes as
-        long as the last one did."""
+    def retry_after(self) -> float:
+        """Seconds after which to ask again, from how long the last engine took to start."""
         return self._pause + (0.0 if self.ready is None else self.ready.seconds)
 
     @property
-    def most(self) -> int:
-        """Requests that there may be at a time."""
+    def max_requests(self) -> int:
+        """Most requests at a time."""
         slots = self.ready.slots if self.report is None else self.report.slots
         return slots + self.options.waiting
 
     @property
     def active(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._requests)
 
-    async def ask(self, ask: Ask, *, seconds: float | None = None) -> AsyncIterator[Event]:
-        """The events of a request, the last of which has a `finish`. Whoever leaves the iteration
-        cancels the request. seconds: after which it ends with "deadline".
+    async def stream(
+        self, ask: EngineRequest, *, seconds: float | None = None
+    ) -> AsyncIterator[RequestEvent]:
+        """Yield the events of a request, the last of which has a `finish`.
 
-        Raises Unavailable where there is no engine, Full where too many wait, and ConfigError for
-        what the engine refuses, all before the first event.
+        Leaving the iteration cancels the request. `seconds`: it ends with "deadline" after this
+        time. Raises EngineUnavailable where there is no engine, QueueFull where too many wait, and
+        ConfigError for what the engine refuses, all before the first event.
         """
-        request = self._admit(lambda number: Submit(number, ask), seconds)
+        request = self._admit(lambda number: SubmitRequest(number, ask), seconds)
         try:
             while True:
                 event = await request.events.get()
-                if isinstance(event, Refused):
+                if isinstance(event, RequestRefused):
                     raise ConfigError(event.why)
                 yield event
                 if event.finish:
                     return
         finally:
-            self._leave(request)
+            self._abandon(request)
 
     async def score(
-        self, tokens: Sequence[int], *, exit: int | None = None, likely: bool = False,
+        self,
+        tokens: Sequence[int],
+        *,
+        exit: int | None = None,
+        top_logprobs: bool = False,
         seconds: float | None = None,
-    ) -> Scores:  # fmt: skip
-        """`inference.scoring.score` of a text. Raises as `ask`, Unavailable where the engine ends
-        before it is done, and TimeoutError where it takes longer than `seconds`."""
-        asked = lambda number: ScoreRequest(number, tuple(tokens), exit, likely)
+    ) -> TextScores:
+        """Return `inference.scoring.score` of a text.
+
+        Raises as `stream`, EngineUnavailable where the engine ends before it is done, and
+        TimeoutError where it takes longer than `seconds`.
+        """
+        asked = lambda number: ScoreRequest(number, tuple(tokens), exit, top_logprobs)
         request = self._admit(asked, seconds)
         try:
-            told = await request.events.get()
+            event = await request.events.get()
         finally:
-            self._leave(request)
-        if isinstance(told, Refused):
-            raise ConfigError(told.why)
-        if isinstance(told, Event):
-            if told.finish == "deadline":
+            self._abandon(request)
+        if isinstance(event, RequestRefused):
+            raise ConfigError(event.why)
+        if isinstance(event, RequestEvent):
+            if event.finish == "deadline":
                 raise TimeoutError("the text was not scored in time")
-            raise Unavailable("the engine ended", self.pause)
-        return told.scores
+            raise EngineUnavailable("the engine ended", self.retry_after)
+        return event.scores
 
-    def _admit(self, message: Callable[[int], Any], seconds: float | None) -> _Request:
+    def _admit(self, message: Callable[[int], Any], seconds: float | None) -> _PendingRequest:
         if self.state != READY:
-            raise Unavailable(f"the engine is {self.state}", self.pause)
-        if len(self._requests) >= self.most:
-            raise Full(f"{self.most} requests are under way", 1.0)
+            raise EngineUnavailable(f"the engine is {self.state}", self.retry_after)
+        if len(self._requests) >= self.max_requests:
+            raise QueueFull(f"{self.max_requests} requests are under way", 1.0)
         self._number += 1
-        request = _Request(self._number, asyncio.Queue())
+        request = _PendingRequest(self._number, asyncio.Queue())
         self._requests[request.number] = request
         if seconds is not None:
             loop = asyncio.get_running_loop()
@@ -223,55 +239,55 @@ class Service:
         self._engine.send(message(request.number))
         return request
 
-    def _expire(self, request: _Request) -> None:
+    def _expire(self, request: _PendingRequest) -> None:
         request.late = True
         if self._engine is not None:
-            self._engine.send(Cancel(request.number))
+            self._engine.send(CancelRequest(request.number))
         # An engine that is busy with something else may take long to answer.
-        told = lambda: self._tell(request.number, Event((), "deadline"))
-        request.deadline = asyncio.get_running_loop().call_later(LATE, told)
+        expire = lambda: self._tell(request.number, RequestEvent((), "deadline"))
+        request.deadline = asyncio.get_running_loop().call_later(LATE, expire)
 
-    def _leave(self, request: _Request) -> None:
-        """Nobody listens any more: ends the request wherever it is."""
+    def _abandon(self, request: _PendingRequest) -> None:
+        """End a request that nobody listens to any more, wherever it is."""
         if request.deadline is not None:
             request.deadline.cancel()
         if self._requests.pop(request.number, None) is not None:
             if self._engine is not None:
-                self._engine.send(Cancel(request.number))
+                self._engine.send(CancelRequest(request.number))
         self._changed.set()
 
     def _tell(self, number: int, event: Any) -> None:
-        """An event for a request, if it is still there."""
+        """Send an event to a request, if it is still there."""
         request = self._requests.get(number)
         if request is None:  # it left, and its end was on the way
             return
-        if isinstance(event, Refused | Scored) or event.finish:
+        if isinstance(event, RequestRefused | ScoreReply) or event.finish:
             del self._requests[number]
             self._changed.set()
             if request.late and getattr(event, "finish", "") == "cancelled":
                 event = event._replace(finish="deadline")
         request.events.put_nowait(event)
 
-    def _heard(self, engine: _Engine, message: Any) -> None:
+    def _heard(self, engine: _EngineProcess, message: Any) -> None:
         if engine is not self._engine:
             return
         match message:
-            case Progress(outputs, load, report):
+            case StepReport(outputs, load, report):
                 self.load = load
                 self._watch("load", load)
                 if report is not None:
                     self.report = report
                     self._watch("report", report)
                 for number, tokens, finish in outputs:
-                    self._tell(number, Event(tokens, finish))
-            case Refused(number, _) | Scored(number, _):
+                    self._tell(number, RequestEvent(tokens, finish))
+            case RequestRefused(number, _) | ScoreReply(number, _):
                 self._tell(number, message)
 
     def _lose(self) -> None:
-        """Requests of an engine that ended."""
+        """End the requests of an engine that ended."""
         for number in [*self._requests]:
-            self._tell(number, Event((), "lost"))
-        self.load = Load(0, 0, 0, self.load.room)
+            self._tell(number, RequestEvent((), "lost"))
+        self.load = EngineLoad(0, 0, 0, self.load.capacity)
         self._watch("load", self.load)
 
     def _set(self, state: str) -> None:
@@ -279,20 +295,20 @@ class Service:
         self._watch("state", state)
 
     async def _launch(self) -> None:
-        engine = _Engine(self._build, self.options.steps)
+        engine = _EngineProcess(self._build, self.options.steps)
         self._engine, self.report = engine, None
         loop = asyncio.get_running_loop()
         first, ended = loop.create_future(), loop.create_future()
 
         def hear(message: Any) -> None:
-            """In the loop; None where the engine has ended."""
+            """Handle a message in the event loop; None where the engine has ended."""
             engine.heard = self._clock()
-            if isinstance(message, Starting):
+            if isinstance(message, EngineStarting):
                 self._watch("starting", message.what)
-            elif isinstance(message, Ready) and not first.done():
+            elif isinstance(message, EngineReady) and not first.done():
                 first.set_result(message)
-            elif message is None or isinstance(message, Failed):
-                if isinstance(message, Failed):
+            elif message is None or isinstance(message, EngineFailed):
+                if isinstance(message, EngineFailed):
                     engine.failure = message.why
                     return
                 for future in (first, ended):
@@ -343,8 +359,8 @@ class Service:
                 except OSError as error:  # no process, or no pipe, is to be had now
                     self.failure = str(error)
 
-    async def _end_of(self, engine: _Engine) -> None:
-        """Waits until an engine ends, and ends one that hangs."""
+    async def _end_of(self, engine: _EngineProcess) -> None:
+        """Wait until an engine ends, and end one that hangs."""
         while not self._ended.done():
             left = engine.heard + self.options.silence - self._clock()
             if left <= 0:
@@ -355,9 +371,11 @@ class Service:
             await asyncio.wait({self._ended}, timeout=left)
 
 
-class _Engine:
-    """An engine's process, and the threads that write to it and read from it; heard: when it last
-    gave a sign of life."""
+class _EngineProcess:
+    """An engine's process, and the threads that write to it and read from it.
+
+    heard: time of its last sign of life.
+    """
 
     def __init__(self, build: Build, steps: int):
         context = multiprocessing.get_context("spawn")  # JAX does not survive a fork
@@ -379,7 +397,7 @@ class _Engine:
         self._outbox.put(message)
 
     def listen(self, hear: Callable[[Any], None]) -> None:
-        """hear(message) in a thread, for each that comes, and hear(None) once none will."""
+        """Call hear(message) in a thread for each message, and hear(None) at the end."""
 
         def read() -> None:
             with contextlib.suppress(RuntimeError):  # the loop may be closed
@@ -396,7 +414,7 @@ class _Engine:
                 self._pipe.send(message)
 
     def end(self) -> str:
-        """Waits for a process that ends, and says why it does."""
+        """Wait for a process that ends, and return why it does."""
         self._outbox.put(None)
         self.process.join(5)
         if self.process.is_alive():
@@ -407,7 +425,7 @@ class _Engine:
         return self.failure or f"its process ended with status {self.process.exitcode}"
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         self._outbox.put(None)
         self.process.kill()
         self.process.join()

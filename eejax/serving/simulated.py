@@ -1,4 +1,4 @@
-"""What a simulation of serving tells: when prompts were answered, by whom, and how well."""
+"""Outcome of a simulation of serving: when prompts were answered, by which model, and how well."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from eejax.serving.choices import Decision
 from eejax.serving.objectives import Telemetry
 
 
-class Event(NamedTuple):
-    """What became of a model: "load", "grow" (both take `seconds`), "grown", "shrink", "free" or
-    "serve"; depth: that it has then."""
+class SimulatedEvent(NamedTuple):
+    """A change: "load", "grow", "grown" (which take `seconds`), "stay", "shrink", "free", "serve".
+
+    depth: the depth that the model has or will have; of "free", the one that it had.
+    """
 
     time: float
     what: str
@@ -25,11 +27,18 @@ class Event(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Simulated:
-    """SIMULATED. By prompt [p]: arrived, first, ended: seconds; models: that ended it; tokens, and
-    how many of them agree with the full model's and were below their threshold. exits: tokens by
-    exit, of each model. flops: multiplications and additions a token of decoding and rebuilding by
-    layers, a proxy of what is spent; memory: mean bytes loaded.
+class SimulationResult:
+    """Outcome of a simulation; all of it is SIMULATED.
+
+    Attributes:
+      arrived, first, ended: [p] seconds of each prompt.
+      models: [p] the model that ended it.
+      tokens: [p] its tokens, of which some agree with the full model's, and some were below their
+        threshold.
+      exits: tokens by exit, of each model.
+      flops: multiplications and additions per token of decoding and rebuilding by layers, a proxy
+        of energy.
+      memory: mean bytes loaded.
     """
 
     arrived: np.ndarray
@@ -43,7 +52,7 @@ class Simulated:
     flops: float
     memory: float
     decisions: tuple[Decision, ...]
-    timeline: tuple[Event, ...]
+    timeline: tuple[SimulatedEvent, ...]
 
     @property
     def seconds(self) -> float:
@@ -56,7 +65,7 @@ class Simulated:
 
     @property
     def ttft(self) -> dict[str, float]:
-        """Seconds to the first token from when a prompt came, waiting and loading included."""
+        """Seconds from a prompt's arrival to its first token, waiting and loading included."""
         waits = self.first - self.arrived
         p50, p99 = np.quantile(waits, (0.5, 0.99))
         return {"mean": float(waits.mean()), "p50": float(p50), "p99": float(p99)}
@@ -74,14 +83,19 @@ class Simulated:
     def telemetry(self) -> Telemetry:
         each = (self.ended - self.first) / np.maximum(self.tokens - 1, 1)
         return Telemetry(
-            self.throughput, self.ttft["mean"], self.ttft["p99"], float(each.mean()),
-            self.agreement, self.memory, self.flops,
-        )  # fmt: skip
+            self.throughput,
+            self.ttft["mean"],
+            self.ttft["p99"],
+            float(each.mean()),
+            self.agreement,
+            self.memory,
+            self.flops,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class Live:
-    """What a server did, measured. throughput: tokens a second; ttft: seconds, the mean."""
+class MeasuredResult:
+    """What a server did, measured. throughput: tokens per second. ttft: seconds, the mean."""
 
     throughput: float
     ttft: float
@@ -92,17 +106,16 @@ class Live:
             require(value > 0, name, value, "must be more than 0")
 
 
-def validate(simulated: Simulated, live: Live) -> dict[str, float]:
-    """By how much the simulation is off, as a share of what was measured: above 0 where it says
-    more."""
+def validate(simulated: SimulationResult, live: MeasuredResult) -> dict[str, float]:
+    """Return the relative error of the simulation, positive where it predicts too much."""
     return {
         "throughput": simulated.throughput / live.throughput - 1,
         "ttft": simulated.ttft["mean"] / live.ttft - 1,
     }
 
 
-def show_errors(rows: Mapping[str, tuple[Simulated, Live]]) -> str:
-    """Lines of simulated and measured numbers, and the relative error."""
+def show_errors(rows: Mapping[str, tuple[SimulationResult, MeasuredResult]]) -> str:
+    """Return lines with simulated and measured numbers, and the relative error."""
     lines = []
     for name, (simulated, live) in rows.items():
         off = validate(simulated, live)

@@ -1,4 +1,4 @@
-"""A loaded model of a simulated server: its slots, what its calls write, and how long they take."""
+"""A loaded model of a simulated server: its slots, the outputs of its calls, and their seconds."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from eejax.serving.choices import Profile
-from eejax.serving.dispatch import Job
-from eejax.serving.pace import Pace
+from eejax.serving.choices import ModelProfile
+from eejax.serving.dispatch import FleetRequest
+from eejax.serving.pace import StepSeconds
 from eejax.serving.traces import ModelTrace
 
 Leaving = Callable[[int, int], tuple[list, list]]
@@ -17,57 +17,77 @@ Leaving = Callable[[int, int], tuple[list, list]]
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Prompt(Job):
-    """A prompt on its way. part: that has it; todo: tokens that its model has yet to read before it
-    writes; done: that it wrote, of which `told` were read off calls; left [e]: that have yet to go
-    through each segment; stage: before which the next token stands, since that step; agree: tokens
-    that agree with the whole model."""
+class SimulatedRequest(FleetRequest):
+    """A prompt in the simulation.
+
+    Attributes:
+      part: the model that has it.
+      todo: tokens that the model has yet to read before it writes.
+      done: tokens that it wrote, of which `num_read` were read from calls.
+      left: [segments] tokens that have yet to go through each segment.
+      stage, since: segment that the next token is before, and the step since which it is.
+      agree: tokens that agree with the whole model.
+    """
 
     number: int
-    part: Part | None = None
+    part: SimulatedModel | None = None
     todo: int = 0
     done: int = 0
-    told: int = 0
+    num_read: int = 0
     left: list[int] = dataclasses.field(default_factory=list)
     stage: int = 0
     since: int = 0
     agree: int = 0
 
 
-class Call(NamedTuple):
-    """Steps under way until `end`; brought: (job, exits, below) of what they wrote."""
+class SimulatedCall(NamedTuple):
+    """Steps that run until `end`. brought: (request, exits, below) of their outputs."""
 
     end: float
-    brought: list[tuple[Prompt, list[int], list[bool]]]
+    brought: list[tuple[SimulatedRequest, list[int], list[bool]]]
 
 
-class Part:
-    """A model with its slots, as `PartialModel` and `Scheduler` have it. calls: under way, of
-    `steps` steps each; flops: of the rows that were run, and of the heads of tokens."""
+class SimulatedModel:
+    """A model with its slots, as `PartialModel` and `Scheduler` have it.
+
+    Attributes:
+      calls: running calls, of `steps` steps each.
+      flops: of the rows that were run, and of the heads of tokens.
+    """
 
     def __init__(
-        self, trace: ModelTrace, profile: Profile, pace: Pace, leaving: Leaving, *, depth: int,
-        slots: Sequence[int], steps: int, cap: int,
-    ):  # fmt: skip
+        self,
+        trace: ModelTrace,
+        profile: ModelProfile,
+        pace: StepSeconds,
+        leaving: Leaving,
+        *,
+        depth: int,
+        slots: Sequence[int],
+        steps: int,
+        cap: int,
+    ):
         self.profile, self.pace, self.by_depth = profile, pace, slots
-        self.depth, self.coming, self.ready, self.flops = depth, depth, 0.0, 0.0
-        self.jobs: list[Prompt] = []  # in slots, those that ended included until it is known
-        self.waiting: collections.deque[Prompt] = collections.deque()
-        self.calls: collections.deque[Call] = collections.deque()
+        self.depth, self.target_segments, self.ready, self.flops = depth, depth, 0.0, 0.0
+        self.jobs: list[
+            SimulatedRequest
+        ] = []  # in slots, those that ended included until it is known
+        self.waiting: collections.deque[SimulatedRequest] = collections.deque()
+        self.calls: collections.deque[SimulatedCall] = collections.deque()
         self._trace, self._leaving, self._steps, self._cap = trace, leaving, steps, cap
         self._clock = 0  # steps so far
 
     @property
     def slots(self) -> int:
-        """As many as there will be with what is on its way."""
-        return self.by_depth[self.coming - 1]
+        """Number of slots once the segments on their way have arrived."""
+        return self.by_depth[self.target_segments - 1]
 
     @property
     def idle(self) -> bool:
         return not self.jobs and not self.waiting and not self.calls
 
     @property
-    def every(self) -> list[Prompt]:
+    def every(self) -> list[SimulatedRequest]:
         return [*self.jobs, *self.waiting]
 
     @property
@@ -76,45 +96,47 @@ class Part:
 
     @property
     def size(self) -> float:
-        """Bytes, with what is on its way."""
-        return self.profile.size(self.coming)
+        """Bytes, with those of segments on their way."""
+        return self.profile.size(self.target_segments)
 
     @property
-    def held(self) -> int:
+    def num_cached_tokens(self) -> int:
         """Tokens of the requests in slots."""
         return sum(int(self._trace.prompts[job.number]) + job.done for job in self.jobs)
 
     def grow(self, depth: int, now: float) -> float:
-        """Seconds until it is there. Those who came last go back where there are to be fewer
-        slots."""
-        seconds = sum(self.profile.load[self.coming : depth])
-        self.coming, self.ready = depth, now + seconds
+        """Start to load segments and return the seconds until they are there.
+
+        Requests that came last are preempted where there will be fewer slots.
+        """
+        seconds = sum(self.profile.load[self.target_segments : depth])
+        self.target_segments, self.ready = depth, now + seconds
         self.jobs, back = self.jobs[: self.slots], self.jobs[self.slots :]
         self.waiting.extendleft(reversed(back))
         return seconds
 
-    def stay(self) -> None:
-        """What is on its way is called off, and leaves its room at once."""
-        self.coming = self.depth
+    def cancel_growth(self) -> None:
+        """Cancel segments on their way, which leave their room at once."""
+        self.target_segments = self.depth
 
     def grown(self) -> float:
-        """Seconds of making up keys and values for segments that have come."""
-        held = self.held
-        new = slice(self.depth, self.coming)
+        """Return the seconds to catch up keys and values for segments that have arrived."""
+        held = self.num_cached_tokens
+        new = slice(self.depth, self.target_segments)
         self.flops += held * sum(self.profile.energy[new])
         for job in self.jobs:
             # Who has yet to come to the end has nothing there to go on from.
-            job.left += [job.left[-1]] * (self.coming - self.depth)
-        self.depth = self.coming
+            job.left += [job.left[-1]] * (self.target_segments - self.depth)
+        self.depth = self.target_segments
         return held * sum(self.profile.rebuild[new])
 
     def shrink(self, depth: int) -> None:
-        """Texts are read anew by what is left of the model."""
-        self.depth = self.coming = depth
+        """Free segments; what is left of the model reads all texts anew."""
+        self.depth = self.target_segments = depth
         for job in self.jobs:
             self._read_anew(job)
 
-    def _read_anew(self, job: Prompt) -> None:
+    def _read_anew(self, job: SimulatedRequest) -> None:
         job.todo = int(self._trace.prompts[job.number]) + job.done
         job.left = [0] * self.depth
         job.stage, job.since = 0, self._clock
@@ -125,12 +147,12 @@ class Part:
             self._read_anew(job)
             self.jobs.append(job)
 
-    def leave(self, job: Prompt) -> None:
+    def leave(self, job: SimulatedRequest) -> None:
         self.jobs = [j for j in self.jobs if j is not job]
         self.waiting = collections.deque(j for j in self.waiting if j is not job)
 
-    def call(self, begin: float) -> Call:
-        """Steps for who is in a slot, from when the device is free."""
+    def call(self, begin: float) -> SimulatedCall:
+        """Run steps for the requests in slots, from when the device is free."""
         brought = [(job, [], []) for job in self.jobs]
         end = begin
         for _ in range(self._steps):
@@ -138,12 +160,14 @@ class Part:
             if not live:
                 break
             end += self._step(live)
-        return Call(end, brought)
+        return SimulatedCall(end, brought)
 
-    def _step(self, live: list[tuple[Prompt, list, list]]) -> float:
-        """Seconds of a step, which brings each a token, but for those that a segment has no room
-        for, and those whose texts are still read: of these together a chunk, first who came
-        first."""
+    def _step(self, live: list[tuple[SimulatedRequest, list, list]]) -> float:
+        """Run a step and return its seconds.
+
+        Each request gets a token, but for those that a segment has no room for, and those whose
+        prompts are still read: of these together a chunk, in order of arrival.
+        """
         reading = [row for row in live if row[0].todo]
         seconds = self.pace.step
         for s in range(self.depth):
@@ -162,12 +186,15 @@ class Part:
         self._clock += 1
         return seconds + (self.pace.reading(chunk, self.depth) if chunk else 0.0)
 
-    def _decodes(self, job: Prompt) -> bool:
+    def _decodes(self, job: SimulatedRequest) -> bool:
         return not job.todo and job.done < self._trace.new
 
-    def _go(self, live: list[tuple[Prompt, list, list]], s: int) -> list[int]:
-        """Rows of texts that go through a segment: of tokens that stand before it, with those that
-        wait there, and of those that may wait no longer. Who waited longest goes first."""
+    def _go(self, live: list[tuple[SimulatedRequest, list, list]], s: int) -> list[int]:
+        """Return the rows of each text that run a segment.
+
+        These are tokens that stand before it, with those that wait there, and tokens that may wait
+        no longer. Those that waited longest go first.
+        """
         counts, room = [], self.pace.most
         for job, exits, below in sorted(live, key=lambda row: row[0].since):
             full = job.left[-1] >= self._cap
@@ -195,11 +222,11 @@ class Part:
                 job.left[deeper] += 1
         return counts
 
-    def _by(self, job: Prompt) -> int:
-        """The exit of a text's next token."""
+    def _by(self, job: SimulatedRequest) -> int:
+        """Return the exit of a text's next token."""
         return self._leaving(self.depth, job.strictness[1])[0][job.number][job.done]
 
-    def _write(self, job: Prompt, exits: list[int], below: list[bool]) -> None:
+    def _write(self, job: SimulatedRequest, exits: list[int], below: list[bool]) -> None:
         by, low = self._leaving(self.depth, job.strictness[1])
         exits.append(by[job.number][job.done])
         self.flops += sum(self.profile.heads[: exits[-1] + 1])

@@ -9,11 +9,17 @@ import sqlite3
 from typing import Any
 
 from eejax.common.errors import require, require_count
-from eejax.serving.choices import STRICTEST, Profile
+from eejax.serving.choices import STRICTEST, ModelProfile
 from eejax.serving.objectives import METRICS, Telemetry
 from eejax.serving.quality import BenchmarkScore, check_score
 
-CONDITIONS = ("model", "device", "jax", "eejax", "serving")  # fields of `repository.Conditions`
+CONDITIONS = (
+    "model",
+    "device",
+    "jax",
+    "eejax",
+    "serving",
+)  # fields of `repository.MeasurementConditions`
 # What a bad value of a row may raise while it is read.
 BAD = (ValueError, TypeError, AttributeError, LookupError, OverflowError, OSError, RecursionError)
 
@@ -55,7 +61,7 @@ def _rows(db: sqlite3.Connection, table: str, columns: str) -> list[tuple[Any, .
 
 
 class _Named:
-    """Names the row in an error raised while it is checked."""
+    """Context that names the row in an error raised while it is checked."""
 
     def __init__(self, table: str, number: int):
         self._row = f"row {number} of table {table}"
@@ -92,12 +98,12 @@ def require_equal_exits(found: int, expected: int) -> None:
     require(found == expected, "exits", found, f"must be {expected}, as in the model's profile")
 
 
-def profile_of(text: str) -> Profile:
+def profile_of(text: str) -> ModelProfile:
     """Read a profile that `Repository.keep` wrote. Raises ValueError for another text."""
     frozen = lambda value: tuple(map(frozen, value)) if isinstance(value, list) else value
     try:
         found = json.loads(text)
-        return Profile(**{name: frozen(value) for name, value in found.items()})
+        return ModelProfile(**{name: frozen(value) for name, value in found.items()})
     except BAD as error:
         raise ValueError(f"a profile of other fields: {error}") from error
 

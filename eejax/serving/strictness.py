@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from eejax.serving.audits import Audit
+from eejax.serving.audits import DisagreementBound
 from eejax.serving.choices import STRICTEST
 
 LONGEST_REST = 6  # doublings of the assessments before a model may be less strict
@@ -27,11 +27,11 @@ class Strictness:
     rest: int = 0
 
 
-def too_many(audit: Audit, allowed: float, expected: float) -> bool:
+def too_many(audit: DisagreementBound, allowed: float, expected: float) -> bool:
     """Return whether audited answers have a larger share of wrong tokens than is allowed.
 
-    Either that is certain, or as many answers with the share that was expected would have shown
-    that the limit is kept, and these do not.
+    Either that is certain, or as many answers with the expected share would have shown that the
+    limit is kept, and these do not.
     """
     if audit.share <= allowed:
         return False
@@ -39,9 +39,11 @@ def too_many(audit: Audit, allowed: float, expected: float) -> bool:
 
 
 def tightened(state: Strictness, level: int, depth: int, exits: int) -> Strictness | None:
-    """Return the next step for a model: another exit, or, with all of them, thresholds one level
-    stricter. None where neither is left, which is no failure: rest is for the next step, and every
-    audit that comes meanwhile would make it longer.
+    """Return the next step for a model.
+
+    It is another exit or, with all of them loaded, thresholds one level stricter. None where
+    neither is left, which is no failure: rest is for the next step, and every audit that comes
+    meanwhile would make it longer.
 
     Args:
       level: of the thresholds that it serves with, which a limit may have made the strictest.

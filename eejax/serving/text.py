@@ -1,4 +1,4 @@
-"""Text as it may be shown: whole characters, and nothing that could begin a stop string."""
+"""Text that may be shown: whole characters, and nothing that could begin a stop string."""
 
 from __future__ import annotations
 
@@ -9,80 +9,86 @@ from typing import NamedTuple
 from eejax.data.tokenizers import Tokenizer
 
 
-class Shown(NamedTuple):
-    """text: what may be shown now; tokens: how many of the tokens so far it shows, those that it
-    shows a part of among them; stopped: whether it ends at a stop string."""
+class TextDelta(NamedTuple):
+    """Text that may be shown now.
+
+    Attributes:
+      tokens: number of tokens so far that it shows, those that it shows in part included.
+      stopped: the text ends at a stop string.
+    """
 
     text: str
     tokens: int
     stopped: bool = False
 
 
-class Revealed:
-    """A request's text, of which as much is shown as nothing that comes can take back.
+class StreamingDetokenizer:
+    """A request's text, of which as much is shown as no later token can take back.
 
-    Texts go on behind a prompt (`data.streams`). A token's text may wait for the rest of a
-    character, and a text that could be the beginning of a stop string for what follows. Stop
-    strings are not shown, whatever token they end in.
+    Texts continue a prompt (`data.streams`). A token's text may wait for the rest of a character,
+    and a text that could begin a stop string for what follows. Stop strings are not shown, whatever
+    token they end in.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), prompt: Sequence[int] = ()):
-        self._stream, self._stops = tokenizer.stream(prompt), tuple(stops)
+    def __init__(
+        self, tokenizer: Tokenizer, stop_strings: Sequence[str] = (), prompt: Sequence[int] = ()
+    ):
+        self._stream, self._stop_strings = tokenizer.stream(prompt), tuple(stop_strings)
         self._ends: list[int] = []  # of each token's text, in characters of the text so far
         self._held, self._shown = "", 0  # text that waits, and characters that do not any more
         self.stopped = False
 
     @property
-    def taken(self) -> int:
-        """Tokens up to the one in which a stop string ended, or all of them."""
+    def num_tokens(self) -> int:
+        """Number of tokens up to the one in which a stop string ended, or of all tokens."""
         return len(self._ends)
 
-    def push(self, ids: Sequence[int]) -> Shown:
-        """What more may be shown with these tokens; nothing behind a stop string."""
+    def push(self, ids: Sequence[int]) -> TextDelta:
+        """Add tokens and return what may be shown now; nothing behind a stop string."""
         if self.stopped:
-            return Shown("", self._count(), True)
+            return TextDelta("", self._count(), True)
         for token in ids:
             self._held += self._stream.push(int(token))
             self._ends.append(self._shown + len(self._held))
-            if (at := first(self._held, self._stops)) is not None:
+            if (at := find_stop_string(self._held, self._stop_strings)) is not None:
                 return self._stop(at)
-        return self._show(len(self._held) - partial(self._held, self._stops))
+        return self._show(len(self._held) - partial_stop_length(self._held, self._stop_strings))
 
-    def finish(self) -> Shown:
-        """The rest."""
+    def finish(self) -> TextDelta:
+        """Return the rest."""
         if self.stopped:
-            return Shown("", self._count(), True)
+            return TextDelta("", self._count(), True)
         self._held += self._stream.flush()
-        if (at := first(self._held, self._stops)) is not None:
+        if (at := find_stop_string(self._held, self._stop_strings)) is not None:
             return self._stop(at)
         shown = self._show(len(self._held))
         return shown._replace(tokens=len(self._ends))
 
-    def _stop(self, at: int) -> Shown:
+    def _stop(self, at: int) -> TextDelta:
         self.stopped = True
         return self._show(at)._replace(stopped=True)
 
-    def _show(self, n: int) -> Shown:
+    def _show(self, n: int) -> TextDelta:
         text, self._held = self._held[:n], self._held[n:]
         self._shown += n
-        return Shown(text, self._count())
+        return TextDelta(text, self._count())
 
     def _count(self) -> int:
-        """Tokens that began before what is not shown."""
+        """Return the number of tokens that began before what is not shown."""
         if not self._ends or not self._shown:
             return 0
         return 1 + bisect.bisect_left(self._ends, self._shown, 0, len(self._ends) - 1)
 
 
-class Offsets:
-    """Where the tokens of a text begin in it, in characters.
+class TokenOffsets:
+    """Offsets of the tokens in a text, in characters.
 
     A token that is part of a character begins where that character does. The space that a decoder
     drops at the beginning of a text is nowhere.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
-        """prompt: what the text goes on behind."""
+        """Start a text that continues `prompt`."""
         self._tokenizer, self._stream = tokenizer, tokenizer.stream(prompt)
         self._certain = 0  # characters that later tokens do not change
 
@@ -93,17 +99,19 @@ class Offsets:
             text = self._tokenizer.token_bytes(token).decode()
         except UnicodeDecodeError:
             return begin
-        return max(0, self._certain + len(self._stream.held) - len(text))
+        return max(0, self._certain + len(self._stream.pending_text) - len(text))
 
 
-def first(text: str, stops: Sequence[str]) -> int | None:
-    """Where the first stop string in a text begins."""
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+def find_stop_string(text: str, stop_strings: Sequence[str]) -> int | None:
+    """Return where the first stop string in a text begins, or None."""
+    found = [at for stop in stop_strings if (at := text.find(stop)) >= 0]
     return min(found, default=None)
 
 
-def partial(text: str, stops: Sequence[str]) -> int:
-    """Characters at the end of a text that a stop string could begin with."""
-    most = min(len(text), max((len(stop) - 1 for stop in stops), default=0))
-    ends = (n for n in range(most, 0, -1) if any(stop.startswith(text[-n:]) for stop in stops))
+def partial_stop_length(text: str, stop_strings: Sequence[str]) -> int:
+    """Return the number of characters at the end of a text that a stop string could begin with."""
+    most = min(len(text), max((len(stop) - 1 for stop in stop_strings), default=0))
+    ends = (
+        n for n in range(most, 0, -1) if any(stop.startswith(text[-n:]) for stop in stop_strings)
+    )
     return next(ends, 0)

@@ -18,17 +18,19 @@ EVENT_KINDS = {"evaluate": "reassessment", "grow": "LD", "tighten": "LD", "switc
 WINDOW = 10  # answers that a rate is of
 
 
-class Mark(NamedTuple):
+class DecisionMark(NamedTuple):
     """A decision. kind: as in `EVENT_KINDS`."""
 
     kind: str
     why: str
 
 
-def marks(decisions: Iterable[Decision]) -> tuple[Mark, ...]:
+def marks(decisions: Iterable[Decision]) -> tuple[DecisionMark, ...]:
     """Return the marks of those decisions that have one."""
-    told = lambda d: f"{d.choice.model}, {d.choice.depth} exits: {d.why}"
-    return tuple(Mark(EVENT_KINDS[d.kind], told(d)) for d in decisions if d.kind in EVENT_KINDS)
+    describe = lambda d: f"{d.choice.model}, {d.choice.depth} exits: {d.why}"
+    return tuple(
+        DecisionMark(EVENT_KINDS[d.kind], describe(d)) for d in decisions if d.kind in EVENT_KINDS
+    )
 
 
 class TimelinePoint(NamedTuple):
@@ -52,7 +54,7 @@ class TimelinePoint(NamedTuple):
     ttft: float
     seconds: float
     perplexity: float | None
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[DecisionMark, ...] = ()
 
 
 class AnswerTimeline:
@@ -67,12 +69,12 @@ class AnswerTimeline:
         self.count += 1
 
     def since(self, number: int) -> tuple[TimelinePoint, ...]:
-        """The answers from a number on, as far as they are kept."""
+        """Return the answers from a number on, as far as they are kept."""
         new = min(self.count - number, len(self._points))
         return tuple(itertools.islice(self._points, len(self._points) - new, None))
 
     def curves(self) -> dict[str, Any]:
-        """The timeline as JSON: lists over prompts, rates over the last `WINDOW` of them."""
+        """Return the timeline as JSON: lists over prompts, rates over the last `WINDOW` of them."""
         points = [*self._points]
         first = self.count - len(points) + 1
         return dict(
@@ -91,8 +93,10 @@ class AnswerTimeline:
 
 
 def rates(points: Sequence[TimelinePoint], amounts: Sequence[float]) -> list[float | None]:
-    """Amounts per second over the last `WINDOW` answers; None for the first, and where no time
-    went by."""
+    """Return amounts per second over the last `WINDOW` answers.
+
+    None for the first, and where no time went by.
+    """
     found: list[float | None] = []
     for i, point in enumerate(points):
         begin = max(i - WINDOW, 0)

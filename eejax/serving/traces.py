@@ -1,9 +1,9 @@
-"""What models would have said to prompts, exit by exit: recorded once, so that serving them can be
-simulated under any policy.
+"""Traces of what models predict for prompts, exit by exit, for simulations of serving.
 
 A trace is teacher-forced: each model writes every prompt's text greedily with all of its layers,
-and what its exits say is read off one pass over that text. So the text is the same whichever exit
-a token leaves by; in serving, a token that is not the full model's changes what comes after it.
+and what its exits predict is read in one pass over that text. So the text is the same whichever
+exit a token leaves by; in serving, a token that is not the full model's changes what comes after
+it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ VERSION = 1
 class ModelTrace:
     """One model on p prompts, of each n tokens, at every exit e, the final one last.
 
-    stops [e]: layers below each exit. thresholds [e - 1]: by which tokens leave, 1 where none may.
-    prefill_exit: whether the first token, which the prompt's pass makes, may leave early. prompts
-    [p]: tokens of each. tokens, confidences [p, n, e]: the one that an exit would emit, and what
-    its gate makes of it (the final exit's is not asked by any rule).
+    Attributes:
+      exit_boundaries: [e] layers below each exit.
+      thresholds: [e - 1], by which tokens leave; 1 where none may.
+      prefill_exit: the first token, which the prompt's pass makes, may leave early.
+      prompts: [p] tokens of each prompt.
+      tokens: [p, n, e] the token that an exit would emit.
+      confidences: [p, n, e] its confidence; no rule reads that of the final exit.
     """
 
-    stops: tuple[int, ...]
+    exit_boundaries: tuple[int, ...]
     thresholds: tuple[float, ...]
     prefill_exit: bool
     prompts: np.ndarray
@@ -42,17 +45,22 @@ class ModelTrace:
     confidences: np.ndarray
 
     def __post_init__(self):
-        e, p = len(self.stops), len(self.prompts)
-        told = f"must be [{p} prompts, tokens, {e} exits]"
+        e, p = len(self.exit_boundaries), len(self.prompts)
+        allowed = f"must be [{p} prompts, tokens, {e} exits]"
         for name in ("tokens", "confidences"):
             shape = getattr(self, name).shape
             ok = len(shape) == 3 and shape[::2] == (p, e) and shape[1] > 0
-            require(ok and shape == self.tokens.shape, name, shape, told)
+            require(ok and shape == self.tokens.shape, name, shape, allowed)
         require(p > 0, "prompts", self.prompts, "must be of one prompt at least")
         require(bool(np.all(self.prompts > 0)), "prompts", self.prompts, "must have tokens")
-        whole = all(isinstance(stop, int) and stop >= 0 for stop in self.stops)
-        ok = whole and list(self.stops) == sorted(self.stops)
-        require(ok, "stops", self.stops, "must be numbers of layers that do not descend")
+        whole = all(isinstance(stop, int) and stop >= 0 for stop in self.exit_boundaries)
+        ok = whole and list(self.exit_boundaries) == sorted(self.exit_boundaries)
+        require(
+            ok,
+            "exit_boundaries",
+            self.exit_boundaries,
+            "must be numbers of layers that do not descend",
+        )
         require(self.prompts.ndim == 1, "prompts", self.prompts.shape, "must be one number each")
         low, high = float(np.min(self.confidences)), float(np.max(self.confidences))
         # NaN fails both comparisons.
@@ -70,31 +78,33 @@ class ModelTrace:
 
     @property
     def exits(self) -> int:
-        return len(self.stops)
+        return len(self.exit_boundaries)
 
     @property
     def same(self) -> np.ndarray:
-        """[p, n, e] whether an exit's token is the final one's."""
+        """[p, n, e] whether an exit's token is the final exit's."""
         return self.tokens == self.tokens[..., -1:]
 
     def _thresholds(self, value: float | Sequence[float] | None) -> np.ndarray:
-        """[e - 1]; by default those recorded."""
+        """Return thresholds [e - 1]; by default those recorded."""
         value = self.thresholds if value is None else value
-        told = f"must be one number in [0, 1], or {self.exits - 1}: one for each early exit"
+        allowed = f"must be one number in [0, 1], or {self.exits - 1}: one for each early exit"
         a = np.asarray(value, np.float64)
         ok = a.shape in ((), (self.exits - 1,)) and bool(np.all((a >= 0) & (a <= 1)))
-        require(ok, "thresholds", value, told)
+        require(ok, "thresholds", value, allowed)
         return np.broadcast_to(a, (self.exits - 1,))
 
     def leaves(
         self, threshold: float | Sequence[float] | None = None, depth: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(exit, below) [p, n]: by which exit each token leaves with the first `depth` of them
-        loaded (default: all), and whether below that exit's threshold, for want of the next one.
+        """Return (exit, below) [p, n] with the first `depth` exits loaded (default: all).
 
-        The engines' rule: the earliest exit whose confidence reaches its threshold, a threshold of
-        1 never firing; else the last that is loaded. The first token leaves by the last, unless
-        `prefill_exit`. threshold: one, or one for each early exit; by default those recorded.
+        `exit` is the exit that each token leaves by, `below` whether it was below that exit's
+        threshold, for want of the next one. By the engines' rule it is the earliest exit whose
+        confidence reaches its threshold, where a threshold of 1 never fires, else the last that is
+        loaded. The first token leaves by the last, unless `prefill_exit`.
+
+        threshold: one, or one for each early exit; by default those recorded.
         """
         limits, depth = self._thresholds(threshold), self.exits if depth is None else depth
         require(1 <= depth <= self.exits, "depth", depth, f"must be in 1..{self.exits}")
@@ -106,15 +116,14 @@ class ModelTrace:
         return np.minimum(first, depth - 1), first >= depth
 
     def part(self, which: slice | np.ndarray) -> ModelTrace:
-        """Of some of the prompts."""
+        """Return the trace of some of the prompts."""
         own = {name: getattr(self, name)[which] for name in ("prompts", "tokens", "confidences")}
         return dataclasses.replace(self, **own)
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace:
-    """Several models on the same prompts, in the order in which these come. kinds [p]: what task
-    each is of."""
+class PromptTrace:
+    """Several models on the same prompts, in order of arrival. kinds [p]: task of each prompt."""
 
     models: Mapping[str, ModelTrace]
     kinds: tuple[str, ...]
@@ -134,27 +143,28 @@ class Trace:
     def new(self) -> int:
         return next(iter(self.models.values())).new
 
-    def part(self, begin: int, end: int) -> Trace:
-        """Prompts begin..end - 1."""
+    def part(self, begin: int, end: int) -> PromptTrace:
+        """Return the prompts begin..end - 1."""
         models = {name: m.part(slice(begin, end)) for name, m in self.models.items()}
-        return Trace(models, self.kinds[begin:end])
+        return PromptTrace(models, self.kinds[begin:end])
 
-    def ordered(self, order: Sequence[int]) -> Trace:
-        """The same prompts in another order: number order[i] comes as the i-th."""
+    def ordered(self, order: Sequence[int]) -> PromptTrace:
+        """Return the same prompts in another order: number order[i] comes as the i-th."""
         which = np.asarray(order)
         models = {name: m.part(which) for name, m in self.models.items()}
-        return Trace(models, tuple(self.kinds[i] for i in which))
+        return PromptTrace(models, tuple(self.kinds[i] for i in which))
 
     def save(self, path: str | os.PathLike) -> None:
-        """As an npz file, replaced at once."""
+        """Write an npz file, replaced at once."""
         path = pathlib.Path(path)
         about = {"version": VERSION, "kinds": list(self.kinds), "models": {}}
         arrays = {}
         for i, (name, m) in enumerate(self.models.items()):
             about["models"][name] = {
-                "stops": list(m.stops), "thresholds": list(m.thresholds),
+                "stops": list(m.exit_boundaries),
+                "thresholds": list(m.thresholds),
                 "prefill_exit": m.prefill_exit,
-            }  # fmt: skip
+            }
             arrays |= {f"{field}_{i}": getattr(m, field) for field in _ARRAYS}
         held = io.BytesIO()
         np.savez_compressed(held, about=np.array(json.dumps(about)), **arrays)
@@ -167,15 +177,21 @@ class Trace:
 _ARRAYS = {"prompts": "iu", "tokens": "iu", "confidences": "f"}
 
 
-def load(path: str | os.PathLike) -> Trace:
-    """What `Trace.save` wrote. Raises DataError, which names the file and what is wrong with it."""
+def load(path: str | os.PathLike) -> PromptTrace:
+    """Read what `PromptTrace.save` wrote. Raises DataError, which names the file and its fault."""
     try:
         # Opened here: numpy leaves what is no npz open.
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as found:
             arrays = dict(found)
     except (
-        OSError, ValueError, EOFError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error,
-    ) as error:  # fmt: skip
+        OSError,
+        ValueError,
+        EOFError,
+        TypeError,
+        RuntimeError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
         why = f"cannot be read as a trace ({error})"
         # Of what is no npz numpy says how to read it all the same, which would make it no trace.
         if not isinstance(error, OSError) and not zipfile.is_zipfile(path):
@@ -193,10 +209,12 @@ def load(path: str | os.PathLike) -> Trace:
                 kind = arrays[f"{field}_{i}"].dtype.kind
                 require(kind in kinds, f"{name}.{field}", kind, f"must be of dtype kind {kinds}")
             models[name] = ModelTrace(
-                tuple(own["stops"]), tuple(own["thresholds"]), bool(own["prefill_exit"]),
+                tuple(own["stops"]),
+                tuple(own["thresholds"]),
+                bool(own["prefill_exit"]),
                 **{field: arrays[f"{field}_{i}"] for field in _ARRAYS},
-            )  # fmt: skip
-        return Trace(models, tuple(about["kinds"]))
+            )
+        return PromptTrace(models, tuple(about["kinds"]))
     except KeyError as error:
         raise DataError(f"{path}: has no {error}. Record it again.") from error
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -206,7 +224,7 @@ def load(path: str | os.PathLike) -> Trace:
 
 
 def record(member, prompts: Sequence[Sequence[int]], new: int, *, slots: int = 16) -> ModelTrace:
-    """Of a `fleet.Member`, by its own rules: `new` tokens of every prompt, none of which ends it.
+    """Record `new` tokens of every prompt by a `FleetMember` and its rules; no token ends a text.
 
     Prompts are decoded `slots` at a time by the engine "full", and scored as many at a time. Raises
     as `read`, and ConfigError for a prompt that leaves no room.
@@ -219,7 +237,7 @@ def record(member, prompts: Sequence[Sequence[int]], new: int, *, slots: int = 1
 def read(
     member, prompts: Sequence[Sequence[int]], texts: np.ndarray, *, slots: int = 16
 ) -> ModelTrace:
-    """What a member's exits say of texts [p, new] behind prompts, whoever wrote them.
+    """Return what a member's exits predict for texts [p, new] behind prompts.
 
     Confidences are those of the member's gate. Raises ConfigError for a gate that has none of its
     own (patience and fixed), and for thresholds that fall while a text grows.
@@ -241,14 +259,17 @@ def read(
     gate = scores.confidences[member.rules.get("gate", "max_probability")]
     limits = np.where(policy.active, policy.thresholds, 1.0)[0]
     return ModelTrace(
-        tuple(config.stops), tuple(map(float, limits)), bool(policy.prefill_exit[0]),
-        np.array([len(p) for p in prompts], np.int32), shaped(scores.tokens).astype(np.int32),
+        tuple(config.exit_boundaries),
+        tuple(map(float, limits)),
+        bool(policy.prefill_exit[0]),
+        np.array([len(p) for p in prompts], np.int32),
+        shaped(scores.tokens).astype(np.int32),
         shaped(gate).astype(np.float32),
-    )  # fmt: skip
+    )
 
 
 def _policy(member):
-    """The `ExitPolicy` of a member's rules, where they can be recorded."""
+    """Return the `ExitPolicy` of a member's rules, where they can be recorded."""
     from eejax.inference.policy import ExitPolicy
 
     rules = member.rules
@@ -260,7 +281,7 @@ def _policy(member):
 
 
 def write(member, prompts: Sequence[Sequence[int]], new: int, slots: int) -> np.ndarray:
-    """[p, new] ids: what the full model writes, greedily."""
+    """Return ids [p, new] that the full model writes greedily."""
     import jax
 
     from eejax.inference.engine import SlotEngine
@@ -283,8 +304,10 @@ def write(member, prompts: Sequence[Sequence[int]], new: int, slots: int) -> np.
 def _batches(
     texts: Sequence[Sequence[int]], new: int, size: int, widths: Sequence[int]
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Of texts, ascending by length, whose last `new` tokens count: each batch is padded to one of
-    few `widths`, for each of which a program is compiled."""
+    """Yield texts in ascending length, of which the last `new` tokens count.
+
+    Each batch is padded to one of few `widths`, for each of which a program is compiled.
+    """
     for begin in range(0, len(texts), size):
         part = texts[begin : begin + size]
         width = next(n for n in widths if n >= len(part[-1]) - 1)

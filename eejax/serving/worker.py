@@ -15,42 +15,42 @@ from typing import Any
 
 from eejax.common import progress
 from eejax.common.errors import CheckpointError, ConfigError, DataError, require
-from eejax.inference.engine import CALL
-from eejax.inference.scheduler import Output, Scheduler
+from eejax.inference.engine import STEPS_PER_CALL
+from eejax.inference.scheduler import RequestOutput, Scheduler
 from eejax.inference.scoring import lengths, score
-from eejax.serving.choices import Choice
+from eejax.serving.choices import ModelDepth
 from eejax.serving.messages import (
     CHOOSES,
     LOG,
-    Ask,
     Build,
-    Built,
-    Cancel,
-    Failed,
+    BuiltEngine,
+    CancelRequest,
+    EngineFailed,
+    EngineLoad,
+    EngineReady,
+    EngineRequest,
+    EngineStarting,
     FleetReport,
-    Load,
-    Progress,
-    Ready,
-    Refused,
-    Scored,
+    RequestRefused,
+    ScoreReply,
     ScoreRequest,
-    Starting,
-    Submit,
+    StepReport,
+    SubmitRequest,
 )
 
 LONG = 1.0  # seconds of a compilation that is told of
 IDLE = 0.5  # seconds between two signs of life of an engine that has nothing to do
 
 
-def main(pipe: Connection, build: Build, steps: int = CALL) -> None:
-    """Until the other end closes the pipe, or the engine fails, which is told."""
+def main(pipe: Connection, build: Build, steps: int = STEPS_PER_CALL) -> None:
+    """Serve until the other end closes the pipe, or until the engine fails, which is reported."""
     # Signals go to whole groups of processes: what is to end is said by the one that answers.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
     # They are for who runs a server: where in the code they come from is nothing to them.
     warnings.formatwarning = lambda message, *about, **more: " ".join(str(message).split()) + "\n"
-    tell = _Tell(pipe)
+    tell = _LogForwarder(pipe)
     log = logging.getLogger(LOG)
     log.addHandler(tell)
     log.setLevel(logging.INFO)
@@ -60,22 +60,22 @@ def main(pipe: Connection, build: Build, steps: int = CALL) -> None:
         say = logging.getLogger(LOG).info
         with progress.compilations(_log_compilation), progress.reports(say):
             built = build()
-            worker = Worker(built, steps)
+            worker = EngineWorker(built, steps)
             worker.warm_up()
         log.removeHandler(tell)
         pipe.send(worker.ready(built, time.perf_counter() - begin))
         while True:
             # An engine that runs only looks whether there is anything; one that does not waits.
             while pipe.poll(IDLE if worker.idle else 0):
-                worker.take(pipe.recv())
-            for told in worker.step():
-                pipe.send(told)
+                worker.handle(pipe.recv())
+            for outgoing in worker.step():
+                pipe.send(outgoing)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except (ConfigError, DataError, CheckpointError, OSError) as error:  # they say what is wrong
-        pipe.send(Failed(str(error)))
+        pipe.send(EngineFailed(str(error)))
     except BaseException:
-        pipe.send(Failed(traceback.format_exc()))
+        pipe.send(EngineFailed(traceback.format_exc()))
 
 
 def _log_compilation(program: str, seconds: float) -> None:
@@ -83,36 +83,36 @@ def _log_compilation(program: str, seconds: float) -> None:
         logging.getLogger(LOG).info("compiled %s in %.0f s", program, seconds)
 
 
-class _Tell(logging.Handler):
-    """What is logged goes to the other end of the pipe."""
+class _LogForwarder(logging.Handler):
+    """Logging handler that sends records to the other end of the pipe."""
 
     def __init__(self, pipe: Connection):
         super().__init__(logging.INFO)
         self._pipe = pipe
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._pipe.send(Starting(record.getMessage()))
+        self._pipe.send(EngineStarting(record.getMessage()))
 
 
 def end_with_parent() -> None:
-    """What loads or compiles does not see that the other end of its pipe has gone."""
+    """End this process when its parent ends, even while it loads or compiles."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
-class Worker:
-    """A scheduler, or a fleet, whose requests go by the numbers of those who asked."""
+class EngineWorker:
+    """A scheduler, or a fleet, whose requests have the numbers that clients gave them."""
 
-    def __init__(self, built: Built, steps: int = CALL):
+    def __init__(self, built: BuiltEngine, steps: int = STEPS_PER_CALL):
         self.engine, self.config = built.engine, built.config
         self.fleet = None if built.fleet is None else built.fleet(steps)
         self.scheduler = self.fleet or Scheduler(built.engine, built.config, steps=steps)
         self._asked: dict[int, int] = {}  # by the scheduler's number
         self._own: dict[int, int] = {}  # the scheduler's, by who asked
         self._scores: list[ScoreRequest] = []
-        self._told: list[Refused] = []
+        self._refused: list[RequestRefused] = []
         self._decisions = self._points = 0  # of the fleet, that were told
-        self._missing: set[Choice] = set()  # choices of which it was said that they miss limits
+        self._missing: set[ModelDepth] = set()  # choices of which it was said that they miss limits
 
     @property
     def slots(self) -> int:
@@ -122,24 +122,32 @@ class Worker:
     def context(self) -> int:
         return (self.fleet or self.engine).context
 
-    def ready(self, built: Built, seconds: float) -> Ready:
+    def ready(self, built: BuiltEngine, seconds: float) -> EngineReady:
         depth, models = self.config.n_exits + 1, None
         if self.fleet is None:
-            depth = self.engine.max_depth
+            depth = self.engine.num_segments
         else:
             models = {name: member.config for name, member in self.fleet.members.items()}
-        return Ready(
-            built.config, built.tokenizer, built.template, self.slots, self.context, depth, seconds,
+        return EngineReady(
+            built.config,
+            built.tokenizer,
+            built.template,
+            self.slots,
+            self.context,
+            depth,
+            seconds,
             models,
-        )  # fmt: skip
+        )
 
     @property
     def idle(self) -> bool:
-        return self.scheduler.idle and not self._scores and not self._told
+        return self.scheduler.idle and not self._scores and not self._refused
 
     def warm_up(self) -> None:
-        """Compiles what requests may need: prompts join, and texts are scored, in powers of two. A
-        fleet is compiled already."""
+        """Compile what requests may need: joining prompts and scored texts, in powers of two.
+
+        A fleet is compiled already.
+        """
         if self.fleet is not None:
             return
         joined(self.scheduler, self.slots)
@@ -147,12 +155,12 @@ class Worker:
             for n in lengths(self.engine.context):
                 self._scored(ScoreRequest(0, (0,) * n, None, False))
 
-    def take(self, message: Any) -> None:
-        """What is asked; the steps that follow do it."""
+    def handle(self, message: Any) -> None:
+        """Take a message; the steps that follow act on it."""
         match message:
-            case Submit(number, ask):
+            case SubmitRequest(number, ask):
                 self._submit(number, ask)
-            case Cancel(number):
+            case CancelRequest(number):
                 # Who ended meanwhile has been told.
                 if number in self._own:
                     self.scheduler.cancel(self._own[number])
@@ -160,71 +168,87 @@ class Worker:
             case ScoreRequest():
                 self._scores.append(message)
 
-    def _submit(self, number: int, ask: Ask) -> None:
+    def _submit(self, number: int, ask: EngineRequest) -> None:
         try:
             if self.fleet is None:
-                told = "must be None: there is one model, and nothing to choose"
-                require(ask.objective is None, "objective", ask.objective, told)
+                allowed = "must be None: there is one model, and nothing to choose"
+                require(ask.objective is None, "objective", ask.objective, allowed)
                 more = dict(policy=ask.policy)
             else:
                 require(ask.policy is None, "policy", ask.policy, f"must be None: {CHOOSES}")
                 more = dict(objective=ask.objective)
             own = self.scheduler.submit(
-                ask.prompt, ask.limit, sampling=ask.sampling, stop_tokens=ask.stop_tokens,
-                shaping=ask.shaping, priority=ask.priority, **more,
-            )  # fmt: skip
+                ask.prompt,
+                ask.limit,
+                sampling=ask.sampling,
+                stop_tokens=ask.stop_tokens,
+                logits_params=ask.logits_params,
+                priority=ask.priority,
+                **more,
+            )
         except ConfigError as error:
-            self._told.append(Refused(number, str(error)))
+            self._refused.append(RequestRefused(number, str(error)))
             return
         self._asked[own], self._own[number] = number, own
 
-    def _scored(self, asked: ScoreRequest) -> Refused | Scored:
+    def _scored(self, asked: ScoreRequest) -> RequestRefused | ScoreReply:
         try:
             require(self.fleet is None, "prompt", "to be scored", f"cannot be: {CHOOSES}")
             # Of one program, whether the most likely ones are asked for or not.
             scores = score(
-                self.engine.weights, self.config, list(asked.tokens), exit=asked.exit, likely=True,
+                self.engine.weights,
+                self.config,
+                list(asked.tokens),
+                exit=asked.exit,
+                top_logprobs=True,
                 mesh=self.engine.mesh,
-            )  # fmt: skip
+            )
         except ConfigError as error:
-            return Refused(asked.number, str(error))
-        return Scored(asked.number, scores if asked.likely else scores._replace(likely=None))
+            return RequestRefused(asked.number, str(error))
+        return ScoreReply(
+            asked.number, scores if asked.top_logprobs else scores._replace(top_logprobs=None)
+        )
 
-    def step(self) -> list[Refused | Scored | Progress]:
-        """What is to be told. One text is scored at most, so that requests in slots go on."""
-        told, self._told = self._told, []
+    def step(self) -> list[RequestRefused | ScoreReply | StepReport]:
+        """Run a step, score at most one text so that slots go on, and return messages."""
+        outgoing, self._refused = self._refused, []
         if self._scores:
-            told.append(self._scored(self._scores.pop(0)))
+            outgoing.append(self._scored(self._scores.pop(0)))
         outputs = []
         # A fleet loads what is wanted while nobody asks, too.
         steps = self.fleet is not None or not self.idle
         for own, tokens, finish in self.scheduler.step() if steps else []:
             number = self._asked[own]
-            outputs.append(Output(number, tokens, finish))
+            outputs.append(RequestOutput(number, tokens, finish))
             if finish:
                 del self._asked[own], self._own[number]
         scheduler, room = self.scheduler, self.slots * self.context
-        load = Load(len(scheduler.running), len(scheduler.waiting), min(scheduler.held, room), room)
-        return [*told, Progress(tuple(outputs), load, self._report())]
+        load = EngineLoad(
+            len(scheduler.running),
+            len(scheduler.waiting),
+            min(scheduler.num_cached_tokens, room),
+            room,
+        )
+        return [*outgoing, StepReport(tuple(outputs), load, self._report())]
 
     def _report(self) -> FleetReport | None:
         if self.fleet is None:
             return None
         report = self.fleet.report(self._decisions, self._points)
         for decision in report.decisions:
-            if decision.told is None or decision.choice in self._missing:
+            if decision.expected is None or decision.choice in self._missing:
                 continue
-            if missed := self.fleet.controller.objective.missed(decision.told):
+            if missed := self.fleet.controller.objective.missed(decision.expected):
                 self._missing.add(decision.choice)
-                (model, depth), told = decision.choice, f"is chosen, though it misses {missed}"
-                warnings.warn(f"{model!r} with {depth} of its exits {told}", stacklevel=2)
+                (model, depth), why = decision.choice, f"is chosen, though it misses {missed}"
+                warnings.warn(f"{model!r} with {depth} of its exits {why}", stacklevel=2)
         self._decisions += len(report.decisions)
         self._points += len(report.points)
         return report
 
 
 def joined(scheduler: Scheduler, slots: int) -> None:
-    """Compiles what it takes when one, two, four and so on up to all slots are taken at once."""
+    """Compile what it takes to fill one, two, four and so on up to all slots at once."""
     for n in sorted({slots, *(2**i for i in range(slots.bit_length()))}):
         for _ in range(n):
             scheduler.submit([0], 2)

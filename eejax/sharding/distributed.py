@@ -46,11 +46,16 @@ _barriers = itertools.count()
 class Processes:
     """How a process finds the others of its run.
 
-    coordinator: 'HOST:PORT' of process 0, reachable from all; processes: how many there are;
-    process: the number of this one. With none of the three they are taken from the cluster
-    (Slurm, Open MPI, Kubernetes, Cloud TPU), as JAX detects it.
-    connect_seconds: for all of them to come together. heartbeat_seconds: after so long without a
-    sign of life a process counts as dead, and the others end.
+    With none of the first three they come from the cluster (Slurm, Open MPI, Kubernetes, Cloud
+    TPU), as JAX detects it.
+
+    Attributes:
+      coordinator: 'HOST:PORT' of process 0, reachable from all.
+      processes: number of processes.
+      process: number of this one.
+      connect_seconds: time for all of them to start.
+      heartbeat_seconds: a process without a sign of life for this long counts as dead, and the
+        others end.
     """
 
     coordinator: str | None = None
@@ -126,30 +131,30 @@ def start(how: Processes) -> None:
     )
 
 
-def several() -> bool:
-    """Whether this process was started as one of several."""
+def is_multiprocess() -> bool:
+    """Return whether this process was started as one of several."""
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def index() -> int:
     """The number of this process; 0 where it is alone."""
-    return jax.process_index() if several() else 0
+    return jax.process_index() if is_multiprocess() else 0
 
 
 def is_first() -> bool:
-    """Whether this is process 0, which writes and prints."""
+    """Return whether this is process 0, which writes and prints."""
     return index() == 0
 
 
 def wait(seconds: int = _WEEK) -> None:
-    """Until every process has come here. On the host: devices may not be kept waiting for long."""
-    if several():
+    """Wait on the host until every process has called this; devices must not wait for long."""
+    if is_multiprocess():
         _barrier(f"eejax/{next(_barriers)}", seconds)
 
 
 def agree(value: T) -> T:
-    """What process 0 has as `value`, which must be picklable."""
-    if not several():
+    """Return the `value` of process 0, which must be picklable."""
+    if not is_multiprocess():
         return value
     data = np.frombuffer(pickle.dumps(value) if is_first() else b"", np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
@@ -159,9 +164,9 @@ def agree(value: T) -> T:
     return pickle.loads(multihost_utils.broadcast_one_to_all(padded)[:size].tobytes())
 
 
-def by_first(do: Callable[[], T]) -> T:
+def broadcast_from_process_zero(do: Callable[[], T]) -> T:
     """`do()`, called in process 0 alone while the others wait; its error is raised in all."""
-    if not several():
+    if not is_multiprocess():
         return do()
     value = error = None
     if is_first():
@@ -179,13 +184,13 @@ def by_first(do: Callable[[], T]) -> T:
 
 
 def anyone(flag: bool) -> bool:
-    """Whether the flag of any process is set."""
-    if not several():
+    """Return whether the flag of any process is set."""
+    if not is_multiprocess():
         return flag
     return bool(multihost_utils.process_allgather(np.int32(flag)).max())
 
 
-class Ballot:
+class MaxVote:
     """The largest of the numbers that the processes give, without waiting for it.
 
     `cast` adds a tiny computation behind what the devices have to do; its result is the same in
@@ -225,8 +230,8 @@ def part_of(chosen: Collection[int], size: int) -> tuple[int, int]:
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Raises `ConfigError` where processes of a run would have no part in `mesh`."""
-    if several() and mesh.size != jax.device_count():
+    """Raise `ConfigError` where several processes run and `mesh` lacks some of their devices."""
+    if is_multiprocess() and mesh.size != jax.device_count():
         sizes = tuple(mesh.shape.values())
         raise ConfigError(
             f"mesh (data, pipe, model) = {sizes} takes {mesh.size} of the {jax.device_count()} "
@@ -236,7 +241,7 @@ def check_mesh(mesh: Mesh) -> None:
 
 
 def lost(error: BaseException) -> str | None:
-    """What to say where `error` came of another process's end; None where it did not."""
+    """Return the message for an `error` that another process's end caused; else None."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, jax.errors.JaxRuntimeError):
         cause = cause.__cause__
@@ -331,7 +336,7 @@ _last_words: bytes | None = None
 
 
 def _say_at_abort(line: str) -> None:
-    """Makes `line` the last that this process prints if the runtime aborts it.
+    """Make `line` the last that this process prints if the runtime aborts it.
 
     The runtime ends a process from a thread of C++ when another one is dead, whatever Python
     does; there is no exception to catch. It goes through abort(), which calls the handler of

@@ -15,15 +15,16 @@ from eejax.common.errors import ConfigError, require
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What the mesh's axes cut beside batch, layers and matrices.
+    """What the mesh's axes shard beside batch, layers and matrices.
 
-    `sequence`: between its matrix products a layer holds only a part of the positions on each
-    shard of the model axis (Korthikanti et al. 2022), which saves memory and no communication.
-    Without an effect where that axis has one device. `shard_optimizer`: optimiser moments and
-    averaged parameters are spread over the data axis (ZeRO-1, Rajbhandari et al. 2020), for the
-    same communication. `shard_params`: the parameters too (ZeRO-3), gathered layer by layer in
-    each forward and backward pass (with train.remat "none", which keeps them, in the forward pass
-    alone).
+    Attributes:
+      sequence: between its matrix products a layer holds only a part of the positions on each shard
+        of the model axis (Korthikanti et al. 2022), which saves memory and no communication. It has
+        no effect where that axis has one device.
+      shard_optimizer: optimizer moments and averaged parameters are sharded over the data axis
+        (ZeRO-1, Rajbhandari et al. 2020), with the same communication.
+      shard_params: the parameters too (ZeRO-3), gathered layer by layer in each forward and
+        backward pass (with train.remat "none", which keeps them, in the forward pass alone).
     """
 
     sequence: bool = False
@@ -35,8 +36,10 @@ class Layout:
             value = getattr(self, field.name)
             require(
                 isinstance(value, bool),
-                f"{type(self).__name__}.{field.name}", value, "must be True or False",
-            )  # fmt: skip
+                f"{type(self).__name__}.{field.name}",
+                value,
+                "must be True or False",
+            )
 
     @property
     def params_over(self) -> str | None:
@@ -68,11 +71,12 @@ class MeshConfig(Layout):
             require(ok, f"MeshConfig.{name}", value, "must be a positive number of devices")
         require(
             not self.shard_params or self.pipe == 1,
-            "MeshConfig.shard_params", self.shard_params,
+            "MeshConfig.shard_params",
+            self.shard_params,
             f"must be False with mesh.pipe = {self.pipe}",
             "Stages would gather their layers anew for every microbatch; shard_optimizer spreads "
             "what they hold beside them.",
-        )  # fmt: skip
+        )
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -127,7 +131,7 @@ def mesh_axes(mesh: Mesh, layout: Layout = DEFAULT) -> Axes:
 
 
 def check_batch(batch_size: int, mesh: Mesh, microbatches: int = 1, field: str = "batch_size"):
-    """Raises `ConfigError` unless every data shard gets the same number of whole microbatches.
+    """Raise `ConfigError` unless every data shard gets equally many whole microbatches.
 
     `batch_size` is the global number of sequences of a step.
     """

@@ -31,7 +31,7 @@ RULES: Mapping[str, str | None] = {
 
 # Logical axes that may have fewer members than the mesh axis has devices: where these come in equal
 # groups for each member, the axis is whole on every device, which takes the member it needs.
-# Query heads of one group read the same key/value head (`models.layers.attention`).
+# Query heads of one group read the same key/value head (`models.layers.self_attention`).
 SHARED = ("k",)
 
 # What else can be set where a logical axis does not divide by so many devices.
@@ -57,8 +57,10 @@ def spec(
     axis has no rule, two dimensions fall on the same mesh axis, or one does not divide by it.
     """
     if len(axes) != len(shape):
-        raise ConfigError(f"{name}: shape {shape} has {len(shape)} dimensions, axes {axes} name "
-                          f"{len(axes)}. Name one logical axis for each dimension.")  # fmt: skip
+        raise ConfigError(
+            f"{name}: shape {shape} has {len(shape)} dimensions, axes {axes} name "
+            f"{len(axes)}. Name one logical axis for each dimension."
+        )
     placed: dict[str, str] = {}
     entries: list[str | None] = []
     for size, logical in zip(shape, axes, strict=True):

@@ -33,12 +33,12 @@ class Spread:
     dtype: Any = flax.struct.field(pytree_node=False, default=jnp.float32)
 
     def astype(self, dtype: Any) -> Spread:
-        """To be gathered as `dtype`; the part, and its gradient, stay float32."""
+        """Return a parameter that is gathered as `dtype`; its part and gradient stay float32."""
         return self.replace(dtype=jnp.dtype(dtype))
 
 
 def is_spread(node: Any) -> bool:
-    """Whether a node of a tree is a `Spread`, for `jax.tree.map`'s is_leaf."""
+    """Return whether a node of a tree is a `Spread`, for `jax.tree.map`'s is_leaf."""
     return isinstance(node, Spread)
 
 

@@ -20,10 +20,12 @@ from absl import logging
 
 from eejax.checkpoint.files import finished_steps, write_text
 from eejax.checkpoint.hf.load import fetched, pretrained_config
+from eejax.checkpoint.language_model import has_tokenizer, tokenizer_of
 from eejax.checkpoint.model import (
     CHECKPOINTS,
     TOKENIZER,
     TUNING,
+    is_run,
     load_metadata,
     load_run_tokenizer,
     model_config,
@@ -36,7 +38,6 @@ from eejax.models.config import ModelConfig
 from eejax.sharding import distributed
 from eejax.train import inputs
 from eejax.train.config import DataConfig, Experiment, typed_sections
-from eejax.train.pretrained import has_tokenizer, is_run, tokenizer_of
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ FREE = ("exits", "dtype", "dropout", "vocab_multiple")
 """Fields of a model that are the run's own. Exits are added to the base's."""
 
 
-class Facts(NamedTuple):
+class FixedFields(NamedTuple):
     """The part of an experiment that a base fixes.
 
     Attributes:
@@ -91,7 +92,7 @@ def with_base(
         temperature unless they say another. Exit weights that are left out are 1. A tokenizer
         must be the base's, but may bring a chat template.
       workdir: where the run lives. It gets the base's tokenizer. Where it has a checkpoint, the
-        `Facts` that it holds are taken, so that a run resumes without its base.
+        `FixedFields` that it holds are taken, so that a run resumes without its base.
       given: fields that were set on the command line, such as "model.norm": they must be the
         base's even where they have their default.
 
@@ -116,7 +117,7 @@ def with_base(
     if facts is None:
         facts, tokenizer = _facts(source, train.get("base_step"), spec, chosen)
         if workdir is not None:
-            distributed.by_first(lambda: _keep(tokenizer, workdir / TOKENIZER))
+            distributed.broadcast_from_process_zero(lambda: _keep(tokenizer, workdir / TOKENIZER))
     else:
         _check_resumed_tokenizer(chosen, facts, workdir)
     train["base"] = facts.source
@@ -131,7 +132,7 @@ def with_base(
     return Experiment.from_dict(values)
 
 
-def _check_weights(weights: Any, facts: Facts, exits: Sequence[Mapping[str, Any]]) -> None:
+def _check_weights(weights: Any, facts: FixedFields, exits: Sequence[Mapping[str, Any]]) -> None:
     """Raise `ConfigError` where weights leave out exits that came with the base."""
     n, own = len(exits), tuple(e.boundary for e in facts.config.exits)
     new = tuple(e["boundary"] for e in exits if e["boundary"] not in own)
@@ -175,7 +176,7 @@ def _keep(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
     inputs.save_tokenizer(tokenizer, folder)
 
 
-def _model(wanted: Mapping[str, Any], facts: Facts, given: Collection[str]) -> dict[str, Any]:
+def _model(wanted: Mapping[str, Any], facts: FixedFields, given: Collection[str]) -> dict[str, Any]:
     """Return the base's model with the fields of `wanted` that are the run's own."""
     base = facts.config.to_dict()
     unset = lambda f: None if f.default is dataclasses.MISSING else _plain(f.default)
@@ -191,20 +192,24 @@ def _model(wanted: Mapping[str, Any], facts: Facts, given: Collection[str]) -> d
             own[name] = value
             continue
         require(
-            value == base[name], f"model.{name}", value,
+            value == base[name],
+            f"model.{name}",
+            value,
             f"must be the base's, {base[name]!r} (train.base = {facts.source!r})",
             "Leave the field out: the model is the base's.",
-        )  # fmt: skip
+        )
     exits = {e["boundary"]: e for e in base["exits"]}
     for e in map(dict, _plain(wanted.get("exits") or ())):
         e = {"temperature": base["temperature"]} | e
         full = dataclasses.asdict(ModelConfig.from_dict(base | {"exits": [e]}).exits[0])
         have = exits.get(full["boundary"])
         require(
-            have is None or full == have, "model.exits", full,
+            have is None or full == have,
+            "model.exits",
+            full,
             f"must be the base's at that boundary, {have!r} (train.base = {facts.source!r})",
             "Leave it out: exits of the base stay.",
-        )  # fmt: skip
+        )
         exits[full["boundary"]] = full
     own["exits"] = [e for _, e in sorted(exits.items())]
     if base["head"] == "own" and any(e["head"] == "shared" for e in own["exits"]):
@@ -223,7 +228,9 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def _facts(source: str, step: int | None, spec: str, chosen: str | None) -> tuple[Facts, Tokenizer]:
+def _facts(
+    source: str, step: int | None, spec: str, chosen: str | None
+) -> tuple[FixedFields, Tokenizer]:
     """Read a base's facts and its tokenizer.
 
     Args:
@@ -236,12 +243,14 @@ def _facts(source: str, step: int | None, spec: str, chosen: str | None) -> tupl
     if is_run(path):
         metadata = naming_base(source, lambda: load_metadata(path, step=step))
         tokenizer = naming_base(source, lambda: load_run_tokenizer(path, metadata))
-        facts = Facts(source, step, model_config(metadata), tokenizer.fingerprint)
+        facts = FixedFields(source, step, model_config(metadata), tokenizer.fingerprint)
     else:
         require(
-            step is None, "train.base_step", step,
+            step is None,
+            "train.base_step",
+            step,
             f"must be None where the base is no run of eejax ({source})",
-        )  # fmt: skip
+        )
         path = naming_base(source, lambda: fetched(source))
         config, raw = naming_base(source, lambda: pretrained_config(path))
         own = has_tokenizer(path)
@@ -253,14 +262,14 @@ def _facts(source: str, step: int | None, spec: str, chosen: str | None) -> tupl
             )
         tokenizer = tokenizer_of(path, raw, config.vocab_size, None if own else spec)
         chosen = chosen if own else None
-        facts = Facts(source, None, config, tokenizer.fingerprint)
+        facts = FixedFields(source, None, config, tokenizer.fingerprint)
     other = _chosen_tokenizer(chosen, facts)
     if other is not None and other.chat is not None:
         tokenizer.chat = other.chat
     return facts, tokenizer
 
 
-def _chosen_tokenizer(chosen: str | None, facts: Facts) -> Tokenizer | None:
+def _chosen_tokenizer(chosen: str | None, facts: FixedFields) -> Tokenizer | None:
     """Load the tokenizer that the user asks for; None where that is left to the base.
 
     Raises `DataError` for another one than the base's.
@@ -277,7 +286,7 @@ def _chosen_tokenizer(chosen: str | None, facts: Facts) -> Tokenizer | None:
     return other
 
 
-def _check_resumed_tokenizer(chosen: str | None, facts: Facts, workdir: pathlib.Path) -> None:
+def _check_resumed_tokenizer(chosen: str | None, facts: FixedFields, workdir: pathlib.Path) -> None:
     """Compare the tokenizer of a run that resumes with the one that it began with.
 
     Raises:
@@ -322,14 +331,14 @@ def has_checkpoint(workdir: pathlib.Path) -> bool:
     return any(finished_steps(workdir / name) for name in (CHECKPOINTS, TUNING))
 
 
-def _resumed(workdir: str | os.PathLike | None, source: str) -> Facts | None:
+def _resumed(workdir: str | os.PathLike | None, source: str) -> FixedFields | None:
     """Read the facts of a run that resumes; None where it begins, whatever lies in the workdir."""
     if workdir is None or not has_checkpoint(expanded(workdir)):
         return None
     return remembered(workdir, source)
 
 
-def remembered(workdir: str | os.PathLike | None, source: str | None = None) -> Facts | None:
+def remembered(workdir: str | os.PathLike | None, source: str | None = None) -> FixedFields | None:
     """Read the facts about the base that a run began with.
 
     Returns None where it began without one, or with another than `source`. Raises `CheckpointError`
@@ -340,7 +349,7 @@ def remembered(workdir: str | os.PathLike | None, source: str | None = None) -> 
         return None
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        facts = Facts(**values | {"config": ModelConfig.from_dict(values["config"])})
+        facts = FixedFields(**values | {"config": ModelConfig.from_dict(values["config"])})
         for name in ("source", "tokenizer", "digest"):
             value = getattr(facts, name)
             require(isinstance(value, str), name, value, "must be a string")
@@ -354,10 +363,12 @@ def remembered(workdir: str | os.PathLike | None, source: str | None = None) -> 
     return facts if known else None
 
 
-def remember(workdir: pathlib.Path, facts: Facts) -> None:
+def remember(workdir: pathlib.Path, facts: FixedFields) -> None:
     """Write `facts` for `remembered`."""
     values = facts._asdict() | {"config": facts.config.to_dict()}
-    distributed.by_first(lambda: write_text(workdir / BASE, json.dumps(values, indent=1) + "\n"))
+    distributed.broadcast_from_process_zero(
+        lambda: write_text(workdir / BASE, json.dumps(values, indent=1) + "\n")
+    )
 
 
 def origin(workdir: pathlib.Path) -> dict[str, Any] | None:

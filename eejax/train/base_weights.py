@@ -17,10 +17,12 @@ from jax.sharding import Mesh
 from eejax.checkpoint import overlay
 from eejax.checkpoint.digest import digest, digest_of
 from eejax.checkpoint.hf.load import Pretrained, fetched, load_pretrained
+from eejax.checkpoint.language_model import has_tokenizer, tokenizer_of
 from eejax.checkpoint.model import (
     TOKENIZER,
+    is_run,
     load_metadata,
-    load_model,
+    load_run,
     load_run_tokenizer,
     model_config,
 )
@@ -36,15 +38,14 @@ from eejax.models.exits import head_name
 from eejax.sharding import distributed, rules
 from eejax.sharding.mesh import MeshConfig, make_mesh
 from eejax.train import inputs
-from eejax.train.base import BASE, FREE, Facts, naming_base, origin, remember
+from eejax.train.base import BASE, FREE, FixedFields, naming_base, origin, remember
 from eejax.train.config import Experiment
 from eejax.train.placement import placement
-from eejax.train.pretrained import has_tokenizer, is_run, tokenizer_of
 from eejax.train.scope import Scope, first_layers
 from eejax.train.starts import copied_exit
 
 
-class Base(NamedTuple):
+class BaseWeights(NamedTuple):
     """The weights that a run begins with.
 
     Attributes:
@@ -55,10 +56,10 @@ class Base(NamedTuple):
 
     first: Tree
     frozen: Tree
-    facts: Facts
+    facts: FixedFields
 
 
-def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> Base:
+def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> BaseWeights:
     """Read the weights of `train.base`, add the exits of `experiment`, and lay them onto `mesh`.
 
     The base's tokenizer becomes the workdir's. Where exits alone are trained, the layers that run
@@ -99,7 +100,7 @@ def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> Base
         places.place(_fitted(tree, model)),
         rules.structs(declared, mesh, experiment.mesh.params_over),
     )
-    facts = Facts(
+    facts = FixedFields(
         experiment.train.base,
         base.step,
         base.config,
@@ -107,7 +108,7 @@ def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> Base
         _digest(base.config, base.params, mesh),
     )
     trained, frozen = places.declarations
-    return Base(place(first, trained), place(kept, frozen) if kept else {}, facts)
+    return BaseWeights(place(first, trained), place(kept, frozen) if kept else {}, facts)
 
 
 def _tokenizer(found: Pretrained, experiment: Experiment, workdir: pathlib.Path) -> Tokenizer:
@@ -174,7 +175,7 @@ def _load(experiment: Experiment, mesh: Mesh, scope: Scope | None) -> _Read:
     def load() -> _Read:
         if is_run(path):
             config = model_config(load_metadata(path, step=train.base_step))
-            run = load_model(path, step=train.base_step, mesh=_mesh_for(config, mesh), part=part)
+            run = load_run(path, step=train.base_step, mesh=_mesh_for(config, mesh), part=part)
             return _Read(run.config, run.params, run.step, run.tokenizer)
         found = load_pretrained(fetched(train.base), mesh=mesh)
         return _Read(found.config, part(found.config, found.params), None, None, found)
@@ -190,7 +191,7 @@ def _mesh_for(config: ModelConfig, mesh: Mesh) -> Mesh:
     """
     if config.padded_vocab % mesh.shape[MODEL] == 0:
         return mesh
-    return make_mesh(MeshConfig(data=jax.device_count() if distributed.several() else 1))
+    return make_mesh(MeshConfig(data=jax.device_count() if distributed.is_multiprocess() else 1))
 
 
 def _read_by(scope: Scope, config: ModelConfig, copies: bool, everything: Tree, mesh: Mesh) -> Tree:
@@ -251,7 +252,9 @@ def check_base(config: ModelConfig, experiment: Experiment) -> None:
         )
 
 
-def same_base(workdir: pathlib.Path, metadata: Mapping[str, Any], found: Facts | None) -> None:
+def same_base(
+    workdir: pathlib.Path, metadata: Mapping[str, Any], found: FixedFields | None
+) -> None:
     """Compare the base of a run that resumes with the one that it began with.
 
     Args:
@@ -282,7 +285,7 @@ def same_base(workdir: pathlib.Path, metadata: Mapping[str, Any], found: Facts |
 
 def _digest(config: ModelConfig, tree: Tree, mesh: Mesh) -> str:
     """Digest parameters that may lie on the devices of several processes."""
-    if not distributed.several():
+    if not distributed.is_multiprocess():
         return digest(config, tree)
     found = jax.tree_util.tree_leaves_with_path(tree)
     leaves = {path_name(path): leaf for path, leaf in found}

@@ -14,9 +14,9 @@ from ml_collections import ConfigDict, config_dict
 
 from eejax.common.errors import ConfigError, require, require_one_of
 from eejax.data.blend import shares_of
-from eejax.data.loader import BatchSizes
+from eejax.data.loader import BatchSchedule
 from eejax.losses import schedules
-from eejax.losses.objective import CROSS_ENTROPY, Objective
+from eejax.losses.objective import CROSS_ENTROPY, LossObjective
 from eejax.models.config import ModelConfig, build
 from eejax.models.transformer import REMAT
 from eejax.pipeline.config import PIPELINE, PipelineConfig
@@ -70,19 +70,24 @@ class DataConfig:
             n = len(self.source) if isinstance(self.source, tuple) else 1
             require(
                 n > 1 and len(self.weights) == n,
-                "DataConfig.weights", self.weights,
+                "DataConfig.weights",
+                self.weights,
                 f"must have one weight for each of several sources ({n})",
-            )  # fmt: skip
+            )
             shares_of(self.weights, "DataConfig.weights")
         require(
             isinstance(self.prefetch, int) and 0 <= self.prefetch <= 256,
-            "DataConfig.prefetch", self.prefetch, "must be up to 256 threads, 0 for none",
-        )  # fmt: skip
+            "DataConfig.prefetch",
+            self.prefetch,
+            "must be up to 256 threads, 0 for none",
+        )
         _positive("DataConfig.length", self.length)
         require(
             0 <= self.validation_fraction < 1,
-            "DataConfig.validation_fraction", self.validation_fraction, "must be in [0, 1)",
-        )  # fmt: skip
+            "DataConfig.validation_fraction",
+            self.validation_fraction,
+            "must be in [0, 1)",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,13 +119,17 @@ class ExitWeights:
         for name in ("steps", "begin"):
             require(
                 0 <= getattr(self, name) < 2**31,
-                f"ExitWeights.{name}", getattr(self, name), "must be at least 0, and below 2^31",
-            )  # fmt: skip
+                f"ExitWeights.{name}",
+                getattr(self, name),
+                "must be at least 0, and below 2^31",
+            )
         require_one_of("ExitWeights.curriculum", self.curriculum, schedules.CURRICULA)
         require(
             self.rotation is None or self.curriculum == "rotating",
-            "ExitWeights.rotation", self.rotation, "has a meaning in a rotating curriculum only",
-        )  # fmt: skip
+            "ExitWeights.rotation",
+            self.rotation,
+            "has a meaning in a rotating curriculum only",
+        )
 
     def schedule(self, steps: int) -> schedules.Schedule:
         """step -> weights [e] of the early exits, for a run of `steps`."""
@@ -200,51 +209,63 @@ class TrainConfig:
 
     def __post_init__(self):
         for name in (
-            "steps", "batch_size", "microbatches", "log_every", "keep_checkpoints",
-            "loss_scale_interval", "profile_begin",
-        ):  # fmt: skip
+            "steps",
+            "batch_size",
+            "microbatches",
+            "log_every",
+            "keep_checkpoints",
+            "loss_scale_interval",
+            "profile_begin",
+        ):
             _positive(f"TrainConfig.{name}", getattr(self, name))
         require_one_of("TrainConfig.remat", self.remat, REMAT)
         if isinstance(self.batch_rampup, list):
             object.__setattr__(self, "batch_rampup", tuple(self.batch_rampup))
-        BatchSizes.of(self.batch_size, self.batch_rampup, "TrainConfig.batch_rampup")
+        BatchSchedule.of(self.batch_size, self.batch_rampup, "TrainConfig.batch_rampup")
         require(
             0 <= self.layer_dropout < 1,
-            "TrainConfig.layer_dropout", self.layer_dropout, "must be in [0, 1)",
-        )  # fmt: skip
+            "TrainConfig.layer_dropout",
+            self.layer_dropout,
+            "must be in [0, 1)",
+        )
         require_one_of(
             "TrainConfig.layer_dropout_growth", self.layer_dropout_growth, recipes.GROWTHS
         )
         require(
             self.ema is None or 0 <= self.ema < 1,
-            "TrainConfig.ema", self.ema, "must be in [0, 1), or None for no average",
-        )  # fmt: skip
+            "TrainConfig.ema",
+            self.ema,
+            "must be in [0, 1), or None for no average",
+        )
         require(
             recipes.MIN_SCALE <= self.loss_scale <= recipes.MAX_SCALE,
-            "TrainConfig.loss_scale", self.loss_scale,
+            "TrainConfig.loss_scale",
+            self.loss_scale,
             f"must be in [{recipes.MIN_SCALE:g}, {recipes.MAX_SCALE:g}]",
-        )  # fmt: skip
+        )
         for name in ("eval_every", "checkpoint_every", "seed", "profile_steps"):
             value = getattr(self, name)
             ok = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
             require(ok, f"TrainConfig.{name}", value, "must be an integer from 0 to 2^31 - 1")
         require(
             not self.profile_steps or self.profile_begin <= self.steps,
-            "TrainConfig.profile_begin", self.profile_begin,
+            "TrainConfig.profile_begin",
+            self.profile_begin,
             f"must be one of the {self.steps} steps where profile_steps are traced",
-        )  # fmt: skip
+        )
         if self.eval_batches is not None:
             _positive("TrainConfig.eval_batches", self.eval_batches)
         require(
             self.base_step is None or (self.base is not None and self.base_step >= 0),
-            "TrainConfig.base_step", self.base_step,
+            "TrainConfig.base_step",
+            self.base_step,
             f"must be None, or the number of a checkpoint of train.base ({self.base!r})",
-        )  # fmt: skip
+        )
 
     @property
-    def batch_sizes(self) -> BatchSizes:
-        """Those of the run."""
-        return BatchSizes.of(self.batch_size, self.batch_rampup)
+    def batch_sizes(self) -> BatchSchedule:
+        """Batch schedule of the run."""
+        return BatchSchedule.of(self.batch_size, self.batch_rampup)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,7 +277,7 @@ class Experiment:
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     exit_weights: ExitWeights = ExitWeights()
-    loss: Objective = CROSS_ENTROPY
+    loss: LossObjective = CROSS_ENTROPY
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PIPELINE
     tune: TuneConfig = TuneConfig()
@@ -265,66 +286,76 @@ class Experiment:
         boundaries = [e.boundary for e in self.model.exits]
         require(
             self.tune.part == "all" or self.train.base is not None,
-            "tune.part", self.tune.part,
+            "tune.part",
+            self.tune.part,
             "must be 'all' where no train.base gives the rest of the model its weights",
-        )  # fmt: skip
+        )
         for boundary in self.tune.exits:
             require(
                 boundary in boundaries,
-                "tune.exits", boundary, f"must be the boundary of one of the exits ({boundaries})",
-            )  # fmt: skip
+                "tune.exits",
+                boundary,
+                f"must be the boundary of one of the exits ({boundaries})",
+            )
         self._check_routers()
         n, tuned = self.model.n_exits, len(self.tuned or ())
         exits = f"the {tuned} tuned exits" if tuned else f"the model's {n} early exits"
         require(
             len(self.exit_weights.weights) == (tuned or n),
-            "exit_weights.weights", self.exit_weights.weights,
+            "exit_weights.weights",
+            self.exit_weights.weights,
             f"must have one weight for each of {exits}",
-        )  # fmt: skip
+        )
         self.exit_weights.schedule(self.train.steps)  # raises where it is not one
         whole_model = "must be 0 where exits are tuned: "
         require(
             not (tuned and self.loss.distillation and self.mesh.pipe > 1),
-            "loss.distillation", self.loss.distillation,
+            "loss.distillation",
+            self.loss.distillation,
             "must be 0 where exits are tuned on several stages (mesh.pipe = "
             f"{self.mesh.pipe}): the final exit is not run there",
             "Distil with mesh.pipe = 1.",
-        )  # fmt: skip
+        )
         require(
             self.loss.exit_tokens == 1 or self.mesh.pipe == 1,
-            "loss.exit_tokens", self.loss.exit_tokens,
+            "loss.exit_tokens",
+            self.loss.exit_tokens,
             f"must be 1 on several stages (mesh.pipe = {self.mesh.pipe})",
-        )  # fmt: skip
+        )
         require(
             not (tuned and self.train.layer_dropout),
-            "train.layer_dropout", self.train.layer_dropout,
+            "train.layer_dropout",
+            self.train.layer_dropout,
             whole_model + "the layers are not trained there",
-        )  # fmt: skip
+        )
         require(
             not tuned or self.pipeline.fill == "none",
-            "pipeline.fill", self.pipeline.fill,
+            "pipeline.fill",
+            self.pipeline.fill,
             "must be 'none' where exits are tuned: no stage waits for a backward pass there",
-        )  # fmt: skip
+        )
         if self.mesh.pipe > 1 and self.loss.distillation:
             self.pipeline.distilling()  # raises where it is not possible
         require(
             self.data.length <= self.model.context_length
             or self.model.position in ("alibi", "none"),
-            "data.length", self.data.length,
+            "data.length",
+            self.data.length,
             f"must fit the model's context_length ({self.model.context_length})",
             f"Set --config.data.length to at most {self.model.context_length}.",
-        )  # fmt: skip
+        )
 
         shards = self.mesh.model if self.mesh.sequence else 1
         require(
             self.data.length % shards == 0,
-            "data.length", self.data.length,
+            "data.length",
+            self.data.length,
             f"must divide by mesh.model = {shards}, over which mesh.sequence cuts it",
             "Choose another length, or set mesh.sequence to False.",
-        )  # fmt: skip
+        )
 
     def _check_routers(self) -> None:
-        """Raises `ConfigError` where exits with routers, or what these read, would be trained."""
+        """Raise `ConfigError` where exits with routers, or what these read, would be trained."""
         routed = [e.boundary for e in self.model.exits if e.router]
         trained = boundaries = [e.boundary for e in self.model.exits]
         if self.tuned is not None:
@@ -333,10 +364,11 @@ class Experiment:
             trained = []
         require(
             not set(routed) & set(trained),
-            "tune.exits" if self.tune.exits else "tune.part", self.tune.exits or self.tune.part,
+            "tune.exits" if self.tune.exits else "tune.part",
+            self.tune.exits or self.tune.part,
             f"must leave exits with a router as they are ({routed}), which were trained for it",
             "Train those of the run that was calibrated, and calibrate the result.",
-        )  # fmt: skip
+        )
 
     @property
     def tuned(self) -> tuple[int, ...] | None:
@@ -351,7 +383,7 @@ class Experiment:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Experiment:
-        """From a config file's ConfigDict or `to_dict`; unknown fields raise `ConfigError`."""
+        """Build an experiment from a config or `to_dict`; unknown fields raise `ConfigError`."""
         values = typed_sections(values)
         # Fields without a default, which `default_config` holds as None until they are set.
         model = {k: v for k, v in values.get("model", {}).items() if v is not None}
@@ -376,7 +408,7 @@ SECTIONS = {
     "train": TrainConfig,
     "optimizer": OptimizerConfig,
     "exit_weights": ExitWeights,
-    "loss": Objective,
+    "loss": LossObjective,
     "mesh": MeshConfig,
     "pipeline": PipelineConfig,
     "tune": TuneConfig,
@@ -406,7 +438,7 @@ def default_config() -> ConfigDict:
 
 
 def check_field(path: str) -> None:
-    """Raises `ConfigError` unless 'train.steps' or the like, as given to --config.*, is a field."""
+    """Raise `ConfigError` unless a name given to --config.*, like 'train.steps', is a field."""
     # `model.exits[0].head` reaches into a value; what lies in it is checked when it is set.
     names, known, where = path.split("[")[0].split("."), SECTIONS, "config"
     for name in names:
@@ -441,7 +473,7 @@ def _defaults(cls: type) -> dict[str, Any]:
 
 
 def _check_types(cls: type, values: Mapping[str, Any], where: str) -> None:
-    """Raises `ConfigError` for a value that is not of its field's type; unknown fields pass."""
+    """Raise `ConfigError` for a value that is not of its field's type; unknown fields pass."""
     require(isinstance(values, Mapping), where, values, "must be a section with fields")
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):

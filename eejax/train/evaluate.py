@@ -72,7 +72,7 @@ def evaluate(
     names: Iterable[str],
     byte_lengths: np.ndarray,
 ) -> Evaluation:
-    """Runs `eval_step` of `train.step.make_eval_step` over the batches.
+    """Run `eval_step` of `train.step.make_eval_step` over the batches.
 
     byte_lengths [v]: the tokenizer's. Sums are taken over all tokens, so unequal batches weigh
     what they hold. Raises `DataError` where no token is counted.

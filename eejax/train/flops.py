@@ -1,4 +1,4 @@
-"""How many floating-point operations training needs, and how many the devices can do."""
+"""Floating-point operations that training needs, and that the devices can do."""
 
 from __future__ import annotations
 

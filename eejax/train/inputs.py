@@ -52,7 +52,7 @@ def prepare(
         parts = made[0].datasets if isinstance(made[0], data.Mixture) else made
         return [part.path for part in parts], made[0].fingerprint
 
-    places, fingerprint = distributed.by_first(make)
+    places, fingerprint = distributed.broadcast_from_process_zero(make)
     return made[0] if made else _open_shared(config, places, fingerprint, workdir, tokenizer_folder)
 
 
@@ -158,9 +158,14 @@ def loader(
     """
     config, train = experiment.data, experiment.train
     whole = data.Loader(
-        data.parts(dataset, "train"), train.batch_size, config.length, train.seed,
-        weights=config.weights, document_masks=config.document_masks, rampup=train.batch_rampup,
-    )  # fmt: skip
+        data.parts(dataset, "train"),
+        train.batch_size,
+        config.length,
+        train.seed,
+        weights=config.weights,
+        document_masks=config.document_masks,
+        rampup=train.batch_rampup,
+    )
     return whole.shard(*shard)
 
 

@@ -30,7 +30,7 @@ from eejax.train import base_weights, flops, inputs, profile, recipes
 from eejax.train import state as states
 from eejax.train.config import Experiment
 from eejax.train.evaluate import Evaluation, evaluate_mixture
-from eejax.train.metrics import MetricsWriter, NoMetrics, Progress, duration, exit_names
+from eejax.train.metrics import MetricsWriter, NoMetrics, ProgressBar, duration, exit_names
 from eejax.train.profile import Profiler, device_memory
 from eejax.train.program import Program, check_batches
 from eejax.train.runs import check_same_run
@@ -41,7 +41,7 @@ CONFIG = "config.json"
 TRAINING = "training"
 
 
-class Result(NamedTuple):
+class TrainResult(NamedTuple):
     """Result of a run: `evaluation` is the last one; `stopped` the signal that ended it early."""
 
     state: states.TrainState
@@ -50,7 +50,7 @@ class Result(NamedTuple):
     stopped: signal.Signals | None
 
 
-def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
+def fit(experiment: Experiment, workdir: str | os.PathLike) -> TrainResult:
     """Train until `train.steps`, from the newest usable checkpoint in `workdir` if there is one.
 
     A resumed run is bitwise the uninterrupted one: parameters, optimiser, data position, dropout.
@@ -82,14 +82,16 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> Result:
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as lock:
-            distributed.by_first(lambda: lock.enter_context(only_user(workdir)) is None)
+            distributed.broadcast_from_process_zero(
+                lambda: lock.enter_context(only_user(workdir)) is None
+            )
             return _fit(experiment, workdir, mesh)
     except OSError as error:
         folder = CHECKPOINTS if experiment.tuned is None else TUNING
         raise unwritable(error, workdir / folder) from error
 
 
-def _fit(experiment: Experiment, workdir: pathlib.Path, mesh: Mesh) -> Result:
+def _fit(experiment: Experiment, workdir: pathlib.Path, mesh: Mesh) -> TrainResult:
     train = experiment.train
     if train.base is not None:
         bases.check_workdir(workdir, train.base)
@@ -98,7 +100,7 @@ def _fit(experiment: Experiment, workdir: pathlib.Path, mesh: Mesh) -> Result:
     folder = workdir / (TUNING if program.scope.tuned else CHECKPOINTS)
     checkpoints, base = Checkpoints(folder, keep=train.keep_checkpoints), None
     try:
-        begins = not distributed.by_first(checkpoints.steps)
+        begins = not distributed.broadcast_from_process_zero(checkpoints.steps)
         if train.base is not None and train.base_step is None and not begins:
             # Keep the same checkpoint, even if the base has trained on since this run began.
             began = bases.remembered(workdir, train.base)
@@ -156,7 +158,7 @@ class _Run:
         workdir: pathlib.Path,
         dataset: inputs.Dataset,
         checkpoints: Checkpoints,
-        base: base_weights.Base | None,
+        base: base_weights.BaseWeights | None,
     ):
         self.program, self.scope = program, program.scope
         self.experiment, self.mesh = experiment, program.mesh
@@ -175,7 +177,7 @@ class _Run:
         self.origin = {} if self.train.base is None else {"base": bases.origin(workdir)}
         if self.step < self.train.steps:  # otherwise there is nothing left to train
             settings = json.dumps(self.experiment.to_dict(), indent=1)
-            distributed.by_first(lambda: write_text(workdir / CONFIG, settings))
+            distributed.broadcast_from_process_zero(lambda: write_text(workdir / CONFIG, settings))
         self.flops_per_token = flops.model_flops_per_token(
             self.model, self.experiment.data.length, self.experiment.loss.exit_tokens
         )
@@ -185,7 +187,9 @@ class _Run:
         self.clock = _Clock()
         self.sizes: set[int] = set()  # batch sizes whose program is compiled
 
-    def _begin_or_resume(self, base: base_weights.Base | None) -> tuple[states.TrainState, int]:
+    def _begin_or_resume(
+        self, base: base_weights.BaseWeights | None
+    ) -> tuple[states.TrainState, int]:
         wanted = self.program.portable_state
 
         def check(metadata: dict[str, Any], folder: pathlib.Path) -> None:
@@ -226,11 +230,11 @@ class _Run:
         state = self.program.from_portable(saved)
         return state.replace(frozen={} if base is None else base.frozen), restored.step
 
-    def run(self, stop: Stopping) -> Result:
+    def run(self, stop: Stopping) -> TrainResult:
         train, start, speaks = self.train, self.step, distributed.is_first()
         self.stop = stop
         self.writer = MetricsWriter(self.workdir, resumed=start) if speaks else NoMetrics()
-        self.progress = Progress(start, train.steps, shown=speaks)
+        self.progress = ProgressBar(start, train.steps, shown=speaks)
         self._announce(start)
         flight = None
         try:
@@ -275,7 +279,7 @@ class _Run:
         finally:
             self.progress.close()
             self.writer.close()
-        return Result(self.state, self.step, self.evaluation, stopped)
+        return TrainResult(self.state, self.step, self.evaluation, stopped)
 
     def _batches(self):
         """Iterate over the loader's batches, made on demand or prefetched."""
@@ -364,13 +368,19 @@ class _Run:
         parts = self.train.microbatches // self.program.eval_microbatches
         limit = self.train.eval_batches
         batches = inputs.held_out(
-            self.experiment.data, self.dataset, self.train.batch_size // parts,
+            self.experiment.data,
+            self.dataset,
+            self.train.batch_size // parts,
             limit and limit * parts,
-        )  # fmt: skip
+        )
         return evaluate_mixture(
-            self.eval_step, join(self.state.frozen, values), batches, self.mesh, self.names,
+            self.eval_step,
+            join(self.state.frozen, values),
+            batches,
+            self.mesh,
+            self.names,
             self.dataset.tokenizer.byte_lengths,
-        )  # fmt: skip
+        )
 
     def _save(self) -> None:
         state = self.program.to_portable(self.state)
@@ -410,11 +420,12 @@ class _Run:
             at = "" if self.train.base_step is None else f", step {self.train.base_step}"
             begin = f"starting with the weights of {self.train.base}{at}"
         sizes = sorted({self.loader.sizes[0], self.loader.sizes[-1]})
+        boundaries = tuple(self.model.exit_boundaries[e] for e in self.scope.which)
         self.progress.say(
             f"{begin}: {size(self.program.portable_state.params):,} parameters, exits at "
-            f"{tuple(self.model.stops[e] for e in self.scope.which)} of {self.model.n_layers} "
-            f"layers, {self.train.steps} steps of {' to '.join(map(str, sizes))} x "
-            f"{self.experiment.data.length} tokens, in {self.workdir}"
+            f"{boundaries} of {self.model.n_layers} layers, {self.train.steps} steps of "
+            f"{' to '.join(map(str, sizes))} x {self.experiment.data.length} tokens, in "
+            f"{self.workdir}"
         )
         if self.train.microbatches < self.experiment.mesh.pipe:
             self.progress.say(

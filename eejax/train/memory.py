@@ -1,8 +1,8 @@
-"""What a training step takes of a device's memory: estimated from shapes, and as XLA compiled it.
+"""Device memory of a training step: estimated from shapes, and as XLA compiled it.
 
 Nothing is allocated and no device is needed for the estimate. What stays between the forward and
 the backward pass is not guessed by a formula: it is what `jax.vjp` of the loss keeps, evaluated on
-shapes alone under the run's own rematerialisation policy.
+shapes alone under the run's own rematerialization policy.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from eejax.common.axes import DATA, MESH_AXES, MODEL
 from eejax.common.trees import Tree, join, nbytes
 from eejax.losses.cross_entropy import chunk_size
 from eejax.losses.multi_exit import multi_exit_loss
-from eejax.models import layers, mixing, params
+from eejax.models import attention, layers, params
 from eejax.models.transformer import rematerialised
 from eejax.pipeline import runner
 from eejax.pipeline.plan import plan
-from eejax.pipeline.stage import Pipeline, Stage, vary_over
+from eejax.pipeline.stage import Pipeline, PipelineStage, vary_over
 from eejax.sharding import rules
 from eejax.sharding.mesh import make_mesh, mesh_axes
 from eejax.train.config import Experiment
@@ -58,12 +58,12 @@ class TrainingMemory:
 
     @property
     def state(self) -> int:
-        """What lies on the device between steps."""
+        """Bytes on the device between steps."""
         return self.params + self.optimizer + self.other
 
     @property
     def temporary(self) -> int:
-        """What comes and goes within a step. Logits and a remade layer are never there together."""
+        """Bytes that a step allocates and frees. Logits and a remade layer never exist together."""
         return self.gradients + self.weights + self.activations + max(self.layer, self.logits)
 
     @property
@@ -122,16 +122,18 @@ def training_memory(experiment: Experiment) -> TrainingMemory:
 
 
 def compiled_memory(compiled: jax.stages.Compiled) -> CompiledMemory:
-    """What XLA says a compiled program takes.
+    """Return the memory of a compiled program, by XLA.
 
     XLA's CPU backend computes bfloat16 in float32: there a bfloat16 model's temporaries are no
     smaller than a float32 model's (measured), and say little about an accelerator.
     """
     a = compiled.memory_analysis()
     return CompiledMemory(
-        a.argument_size_in_bytes, a.output_size_in_bytes, a.temp_size_in_bytes,
+        a.argument_size_in_bytes,
+        a.output_size_in_bytes,
+        a.temp_size_in_bytes,
         a.alias_size_in_bytes,
-    )  # fmt: skip
+    )
 
 
 def compile_step(
@@ -157,7 +159,7 @@ def device_bytes(tree: Tree) -> int:
     return sum(map(one, jax.tree.leaves(tree)))
 
 
-class _Kept(NamedTuple):
+class _SavedBytes(NamedTuple):
     weights: int
     activations: int
 
@@ -167,8 +169,11 @@ def _structs(declaration: Tree) -> Tree:
 
 
 def _on_a_device(measure: Callable[..., Any], mesh: Mesh | AbstractMesh, specs: Any, shapes: Any):
-    """What `measure` returns of the arrays [local shapes] that one device of the mesh holds of
-    `shapes`, laid out by `specs`: plain Python values, found while tracing."""
+    """Return what `measure` returns for one device of the mesh.
+
+    It gets the arrays [local shapes] that the device holds of `shapes`, laid out by `specs`. The
+    result is plain Python values, found while tracing.
+    """
     found = []
 
     def body(*arrays):
@@ -179,7 +184,7 @@ def _on_a_device(measure: Callable[..., Any], mesh: Mesh | AbstractMesh, specs: 
     return found[0]
 
 
-def _kept(program: Program, rows: int) -> _Kept:
+def _kept(program: Program, rows: int) -> _SavedBytes:
     """Bytes kept between the forward and the backward pass of `rows` sequences on one device.
 
     Inputs that are kept, parameters above all, are counted with the state. Copies of the weights
@@ -202,19 +207,27 @@ def _kept(program: Program, rows: int) -> _Kept:
         trained, frozen = map(local_parameters, (trained, frozen), specs)
         copies, held = cast(trained), cast(frozen)
         loss = lambda p: multi_exit_loss(
-            join(held, p), config, tokens, tokens, weights, axes=mesh_axes(mesh, layout),
-            remat=experiment.train.remat, which=scope.which, objective=experiment.loss, **documents,
-        )  # fmt: skip
+            join(held, p),
+            config,
+            tokens,
+            tokens,
+            weights,
+            axes=mesh_axes(mesh, layout),
+            remat=experiment.train.remat,
+            which=scope.which,
+            objective=experiment.loss,
+            **documents,
+        )
         kept = _without(jax.vjp(loss, copies, has_aux=True)[1], (trained, frozen, tokens, weights))
         activations = _without(kept, (copies, held))
-        return _Kept(nbytes(_without(kept, activations)), nbytes(activations))
+        return _SavedBytes(nbytes(_without(kept, activations)), nbytes(activations))
 
     shapes = (*map(_structs, declared), tokens, weights)
     return _on_a_device(measure, mesh, (*specs, P(DATA), P()), shapes)
 
 
-def _kept_on_stages(program: Program, rows: int) -> _Kept:
-    """As `_kept`, of all microbatches that are under way on a stage."""
+def _kept_on_stages(program: Program, rows: int) -> _SavedBytes:
+    """Return `_kept` of all microbatches that are in flight on a stage."""
     e, places, mesh = program.experiment, program.placement, program.mesh
     pipeline = Pipeline(places.stages, mesh, e.mesh, e.train.remat, e.loss)
     n, cut = e.train.microbatches, places.stages.partition
@@ -225,12 +238,12 @@ def _kept_on_stages(program: Program, rows: int) -> _Kept:
 
     def measure(trained, frozen, batch):
         trained, frozen = vary_over((trained, frozen), pipeline.specs)
-        stage = Stage(pipeline, trained, frozen, batch, jnp.zeros((), jnp.int32), None, n)
+        stage = PipelineStage(pipeline, trained, frozen, batch, jnp.zeros((), jnp.int32), None, n)
         copies = nbytes(_without(stage.params, (trained, frozen)))
         if places.scope.tuned:  # nothing is kept where nothing goes backward
-            return _Kept(copies, 0)
+            return _SavedBytes(copies, 0)
         made = plan(e.pipeline, cut, n, length=e.data.length, remat=e.train.remat, objective=e.loss)
-        return _Kept(copies, runner.kept_bytes(stage, made.schedule))
+        return _SavedBytes(copies, runner.kept_bytes(stage, made.schedule))
 
     shapes = (*map(_structs, places.declarations), batch)
     return _on_a_device(measure, mesh, (*pipeline.specs, P(DATA)), shapes)
@@ -251,7 +264,7 @@ def _one_layer(program: Program, rows: int) -> int:
     """
     experiment, mesh, config = program.experiment, program.mesh, program.experiment.model
     length, layout = experiment.data.length, experiment.mesh
-    blocks = mixing.query_blocks(length)
+    blocks = attention.query_blocks(length)
     heads = config.n_heads // mesh.shape[MODEL]
     scores = 3 * 4 * rows * heads * -(-length // blocks) * length
     declared, axes = params.layer(config), mesh_axes(mesh, layout)

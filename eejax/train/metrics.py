@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.jsonl, TensorBoard, and a progress bar or plain lines."""
+"""Metrics writers: metrics.jsonl, TensorBoard, and a progress bar or plain lines."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 class MetricsWriter:
-    """Appends records {"step": n, name: number, ...} to metrics.jsonl and TensorBoard.
+    """Writer of records {"step": n, name: number, ...} to metrics.jsonl and TensorBoard.
 
-    A run that resumes after step `resumed` forgets what was recorded behind it, so that no step
+    A run that resumes after step `resumed` drops what was recorded behind it, so that no step
     appears twice. Numbers that are not finite become null, and are not drawn. Where something
     cannot be written, `OSError` names the file.
     """
@@ -134,7 +134,7 @@ class _Board:
             self._events.close()
 
 
-class Progress:
+class ProgressBar:
     """A progress bar with loss, tokens/s and time left; lines now and then without a terminal.
 
     Nothing at all where not `shown`.

@@ -46,21 +46,29 @@ class OptimizerConfig:
             require(0 <= value < 1, f"{name}.{field}", value, "must be in [0, 1)")
         require(
             0 <= self.final_fraction <= 1,
-            f"{name}.final_fraction", self.final_fraction, "must be in [0, 1]",
-        )  # fmt: skip
+            f"{name}.final_fraction",
+            self.final_fraction,
+            "must be in [0, 1]",
+        )
         require_one_of(f"{name}.schedule", self.schedule, SCHEDULES)
         require(
             isinstance(self.warmup_steps, int) and self.warmup_steps >= 0,
-            f"{name}.warmup_steps", self.warmup_steps, "must be a number of steps, 0 for none",
-        )  # fmt: skip
+            f"{name}.warmup_steps",
+            self.warmup_steps,
+            "must be a number of steps, 0 for none",
+        )
         require(
             0 <= self.weight_decay < math.inf,
-            f"{name}.weight_decay", self.weight_decay, "must be at least 0",
-        )  # fmt: skip
+            f"{name}.weight_decay",
+            self.weight_decay,
+            "must be at least 0",
+        )
         require(
             self.clip_norm is None or 0 < self.clip_norm < math.inf,
-            f"{name}.clip_norm", self.clip_norm, "must be positive, or None for no clipping",
-        )  # fmt: skip
+            f"{name}.clip_norm",
+            self.clip_norm,
+            "must be positive, or None for no clipping",
+        )
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array], jax.Array]:

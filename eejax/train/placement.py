@@ -1,4 +1,4 @@
-"""Where a run's parameters lie: as the model has them, or on the stages of a pipeline."""
+"""Placement of a run's parameters: as the model has them, or on the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -57,9 +57,11 @@ class Placement:
         if self.stages.partition.even or "layers" not in tree:
             return move(tree)
         specs = rules.specs(
-            params.abstract(self.scope.config)["layers"], self.mesh, (PIPE, DATA),
+            params.abstract(self.scope.config)["layers"],
+            self.mesh,
+            (PIPE, DATA),
             rules=dict(rules.RULES) | {"l": None},
-        )  # fmt: skip
+        )
         cut = rules.shardings(specs, self.mesh)
         by_part = lambda tree: tree | {"layers": lax.with_sharding_constraint(tree["layers"], cut)}
         return by_part(move(by_part(tree)))

@@ -23,7 +23,7 @@ from eejax.train.scope import Scope
 
 
 def check_batches(train: TrainConfig, mesh: Mesh | AbstractMesh) -> None:
-    """Raises `ConfigError` for a size of batch that does not divide by devices and microbatches."""
+    """Raise `ConfigError` for a batch size that devices and microbatches do not divide."""
     for rows in train.batch_sizes.sizes:
         field = "train.batch_size" if rows == train.batch_size else "train.batch_rampup"
         check_batch(rows, mesh, train.microbatches, field)
@@ -78,9 +78,9 @@ class Program:
         )
 
     def check(self) -> None:
-        """Raises `ConfigError` where the model does not fit the mesh, before any work is done.
+        """Raise `ConfigError` where the model does not fit the mesh, before any work is done.
 
-        A run that is only read needs no stages, so its experiment may ask to fill their idle time.
+        A run that is only read needs no stages, so its experiment may ask to fill their bubbles.
         """
         e = self.experiment
         require(
@@ -141,12 +141,14 @@ class Program:
         if not train.layer_dropout:
             return None
         return recipes.layer_dropout(
-            train.layer_dropout, model.n_layers,
-            growth=train.layer_dropout_growth, steps=train.steps,
-        )  # fmt: skip
+            train.layer_dropout,
+            model.n_layers,
+            growth=train.layer_dropout_growth,
+            steps=train.steps,
+        )
 
     def train_step(self):
-        """As `step.make_train_step`."""
+        """The training step (`step.make_train_step`)."""
         e = self.experiment
         return step.make_train_step(
             e.model,
@@ -170,7 +172,7 @@ class Program:
         )
 
     def eval_step(self):
-        """As `step.make_eval_step`."""
+        """The evaluation step (`step.make_eval_step`)."""
         e = self.experiment
         return step.make_eval_step(
             e.model, self.mesh, self.scope, e.mesh, e.pipeline, self.eval_microbatches
@@ -183,9 +185,13 @@ class Program:
         if stages is None or e.pipeline.fill == "none":
             return 0
         made = plan(
-            e.pipeline, stages.partition, e.train.microbatches, length=e.data.length,
-            remat=e.train.remat, objective=e.loss,
-        )  # fmt: skip
+            e.pipeline,
+            stages.partition,
+            e.train.microbatches,
+            length=e.data.length,
+            remat=e.train.remat,
+            objective=e.loss,
+        )
         return e.train.microbatches - made.factors.main if made.factors else 0
 
     @property

@@ -1,4 +1,4 @@
-"""What a training recipe adds to the step: layer dropout, averaged weights, a loss scale."""
+"""Additions of training recipes to the step: layer dropout, averaged weights, a loss scale."""
 
 from __future__ import annotations
 

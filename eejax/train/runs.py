@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from eejax.checkpoint.model import TOKENIZER, Model, load_model, saved_settings
+from eejax.checkpoint.language_model import LanguageModel
+from eejax.checkpoint.model import TOKENIZER, load_run, saved_settings
 from eejax.common.errors import CheckpointError, DataError
 from eejax.common.paths import expanded
 from eejax.train import inputs
@@ -40,11 +41,11 @@ MAY_DIFFER = {
 }
 
 
-class Run(NamedTuple):
+class TrainedRun(NamedTuple):
     """A trained model and the experiment it comes from."""
 
     workdir: pathlib.Path
-    model: Model
+    model: LanguageModel
     experiment: Experiment
 
     def dataset(self) -> inputs.Dataset:
@@ -70,13 +71,13 @@ def open_run(
     step: int | None = None,
     mesh: Mesh | None = None,
     ema: bool = False,
-) -> Run:
+) -> TrainedRun:
     """Open the newest whole checkpoint of a run (or that of `step`), sharded over `mesh`.
 
-    `ema` selects the averaged parameters. Raises `CheckpointError` as `load_model` does.
+    `ema` selects the averaged parameters. Raises `CheckpointError` as `load_run` does.
     """
-    model = load_model(workdir, step=step, mesh=mesh, ema=ema)
-    return Run(expanded(workdir), model, saved_experiment(model.metadata))
+    model = load_run(workdir, step=step, mesh=mesh, ema=ema)
+    return TrainedRun(expanded(workdir), model, saved_experiment(model.metadata))
 
 
 def saved_experiment(metadata: dict[str, Any]) -> Experiment:

@@ -82,10 +82,12 @@ class Scope:
         require_one_of("tune.part", self.part, PARTS)
         if self.moved is not None:
             require(
-                any(np.any(a) for a in jax.tree.leaves(self.moved)), "tune.part", self.part,
+                any(np.any(a) for a in jax.tree.leaves(self.moved)),
+                "tune.part",
+                self.part,
                 "must be a part that has parameters, and this model has none in it",
                 "Set tune.part to 'all' or 'trunk', or give the exits norms or heads of their own.",
-            )  # fmt: skip
+            )
         if self.tuned is None:
             return
         names = [e.name for e in self.config.exits]
@@ -106,10 +108,12 @@ class Scope:
             )
             own = params.abstract(self.config)["exits"][name]
             require(
-                bool(jax.tree.leaves(own)), "tune.exits", name,
+                bool(jax.tree.leaves(own)),
+                "tune.exits",
+                name,
                 "must be an exit with parameters of its own, and this one has none",
                 "Give it a norm, a head, an mlp or a block in model.exits, or leave it out.",
-            )  # fmt: skip
+            )
 
     @property
     def which(self) -> tuple[int, ...]:
@@ -123,7 +127,7 @@ class Scope:
         """Layers that are run."""
         if self.taught:
             return self.config.n_layers
-        return max(self.config.stops[e] for e in self.which)
+        return max(self.config.exit_boundaries[e] for e in self.which)
 
     @property
     def moved(self) -> Tree | None:

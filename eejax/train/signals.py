@@ -76,17 +76,17 @@ class Stopping:
 
     def __init__(self, stop: StopRequest, mesh: Mesh):
         self._stop, self._agreed = stop, 0
-        self._ballot = distributed.Ballot(mesh) if distributed.several() else None
+        self._ballot = distributed.MaxVote(mesh) if distributed.is_multiprocess() else None
 
     @property
     def signal(self) -> signal.Signals | None:
-        """None until it is time to stop."""
+        """The signal to stop at, None until it is time."""
         if self._ballot is None:
             return self._stop.signal
         return signal.Signals(self._agreed) if self._agreed else None
 
     def vote(self) -> jax.Array | None:
-        """To be called by all processes after the same steps; its result goes to `count`."""
+        """Vote on stopping, in all processes after the same steps; pass the result to `count`."""
         return None if self._ballot is None else self._ballot.cast(int(self._stop.signal or 0))
 
     def count(self, vote: jax.Array | None) -> None:

@@ -57,11 +57,12 @@ def copied_exit(base: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
     if e.block:
         require(
             config.norm_placement != "post",
-            "tune.start", "copy",
+            "tune.start",
+            "copy",
             f"gives exit {e.boundary} no block: with norm_placement = 'post' none of them passes a "
             "state on as it is",
             "Leave the block out, or set tune.start to 'random'.",
-        )  # fmt: skip
+        )
         layer = jax.tree.map(lambda a: a[config.n_layers - 1], base["layers"])
         tree["block"] = _silent_block(layer, config)
     # The exit computes in its own memory: a donated step must not give away the model's.

@@ -1,4 +1,4 @@
-"""What a training step reads and writes."""
+"""State that a training step reads and writes."""
 
 from __future__ import annotations
 

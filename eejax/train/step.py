@@ -18,7 +18,7 @@ from eejax.common.axes import DATA
 from eejax.common.errors import require
 from eejax.common.trees import Tree, join
 from eejax.losses.multi_exit import BatchSums, ExitSums, multi_exit_loss
-from eejax.losses.objective import CROSS_ENTROPY, Objective
+from eejax.losses.objective import CROSS_ENTROPY, LossObjective
 from eejax.models.config import ModelConfig
 from eejax.pipeline import runner
 from eejax.pipeline.config import PIPELINE, PipelineConfig
@@ -79,7 +79,7 @@ def make_train_step(
     remat: str = "none",
     seed: int = 0,
     scope: Scope | None = None,
-    objective: Objective = CROSS_ENTROPY,
+    objective: LossObjective = CROSS_ENTROPY,
     sparse: bool = False,
     layer_dropout: Schedule | None = None,
     ema: float | None = None,
@@ -127,18 +127,27 @@ def make_train_step(
     final, devices = scope.which[-1:] == (config.n_exits,), mesh.shape[DATA]
     places = placement(scope, mesh, pipeline)
     settings = {
-        "microbatches": microbatches, "remat": remat, "seed": seed, "objective": objective,
+        "microbatches": microbatches,
+        "remat": remat,
+        "seed": seed,
+        "objective": objective,
         "sparse": sparse,
-    }  # fmt: skip
+    }
     if places.stages is None:
         gradients = gradient_sums(scope, mesh, layout, **settings)
     else:
         gradients = pipelined_sums(places, mesh, layout, pipeline, **settings)
     spread = rules.specs(places.declarations[0], mesh, layout.moments_over)
     update = Update(
-        optimizer, learning_rate, clip_norm, ema, loss_scale_interval,
-        rules.shardings(spread, mesh), places.norm, places.moved,
-    )  # fmt: skip
+        optimizer,
+        learning_rate,
+        clip_norm,
+        ema,
+        loss_scale_interval,
+        rules.shardings(spread, mesh),
+        places.norm,
+        places.moved,
+    )
 
     def step(state: TrainState, batch: Arrays) -> tuple[TrainState, Metrics]:
         check_batch(batch["tokens"].shape[0], mesh, microbatches)
@@ -155,9 +164,15 @@ def make_train_step(
 
     # The next state is laid out as this one was declared, so that no second program is compiled.
     shapes = abstract(
-        config, optimizer, mesh, scope, layout=layout, pipeline=pipeline, ema=ema is not None,
+        config,
+        optimizer,
+        mesh,
+        scope,
+        layout=layout,
+        pipeline=pipeline,
+        ema=ema is not None,
         loss_scale=loss_scale,
-    )  # fmt: skip
+    )
     placed = jax.tree.map(lambda a: a.sharding, shapes)
     return jax.jit(step, donate_argnums=0, out_shardings=(placed, None))
 
@@ -170,7 +185,7 @@ def gradient_sums(
     microbatches: int,
     remat: str,
     seed: int,
-    objective: Objective,
+    objective: LossObjective,
     sparse: bool,
 ) -> Callable[[TrainState, jax.Array, jax.Array | None, Arrays], BatchSums]:
     """`(state, weights [e], layer_dropout [l] or None, batch) -> BatchSums`, over data and model.
@@ -185,11 +200,22 @@ def gradient_sums(
     def loss(trained, frozen, weights, batch, keys, rates):
         params, probes = trained
         return multi_exit_loss(
-            join(frozen, params), config, batch["tokens"], batch["labels"], weights,
-            positions=batch.get("positions"), segment_ids=batch.get("segment_ids"),
-            dropout_keys=keys, axes=axes, remat=remat, which=scope.which, objective=objective,
-            sparse=sparse, layer_dropout=rates, probes=probes,
-        )  # fmt: skip
+            join(frozen, params),
+            config,
+            batch["tokens"],
+            batch["labels"],
+            weights,
+            positions=batch.get("positions"),
+            segment_ids=batch.get("segment_ids"),
+            dropout_keys=keys,
+            axes=axes,
+            remat=remat,
+            which=scope.which,
+            objective=objective,
+            sparse=sparse,
+            layer_dropout=rates,
+            probes=probes,
+        )
 
     def local(params, frozen, weights, rates, batch, step):
         # Varying over data from the start: no sum over it hides in the backward pass, all of it is
@@ -252,10 +278,10 @@ def pipelined_sums(
     microbatches: int,
     remat: str,
     seed: int,
-    objective: Objective,
+    objective: LossObjective,
     sparse: bool,
 ) -> Callable[[TrainState, jax.Array, jax.Array | None, Arrays], BatchSums]:
-    """As `gradient_sums`, of a state that lies on stages."""
+    """Return the function of `gradient_sums` for a state that lies on stages."""
     keys = functools.partial(_sample_keys, seed)
     stages = Pipeline(places.stages, mesh, layout, remat, objective, sparse, keys)
 
@@ -276,10 +302,12 @@ def pipelined_sums(
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """From summed gradients to the next state: all of a step that does not depend on how the
-    gradients came about. The fields are those of `make_train_step`, and `moments`: where each
-    parameter's moments lie. It is updated in these parts, and gathered if it lies whole. norm: of
-    all gradients."""
+    """The part of a step behind the gradients: from summed gradients to the next state.
+
+    The fields are those of `make_train_step` and `moments`, the placement of each parameter's
+    moments. A parameter is updated in these parts, and gathered if it lies whole. norm: of all
+    gradients.
+    """
 
     optimizer: optax.GradientTransformation
     learning_rate: Schedule
@@ -374,10 +402,16 @@ def make_eval_step(
         weights = _vary(jnp.ones((len(scope.which),), jnp.float32))
         params = local_parameters(params, param_specs)
         _, sums = multi_exit_loss(
-            params, config, batch["tokens"], batch["labels"], weights,
-            positions=batch.get("positions"), segment_ids=batch.get("segment_ids"), axes=axes,
+            params,
+            config,
+            batch["tokens"],
+            batch["labels"],
+            weights,
+            positions=batch.get("positions"),
+            segment_ids=batch.get("segment_ids"),
+            axes=axes,
             which=scope.which,
-        )  # fmt: skip
+        )
         return lax.psum(sums, DATA)
 
     param_specs = rules.specs(scope.parameters(), mesh, layout.params_over)

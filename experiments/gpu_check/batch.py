@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments import card_programs
-from experiments.batch_runs import Steady
+from experiments.batch_runs import SteadyBatch
 from experiments.gpu_check.check import StageCheck
 from experiments.gpu_check.decode import prompts, weights
 
@@ -23,13 +23,13 @@ SHARES = (0.5, 0.25, 0.25)
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchSizes:
+class BatchStageSizes:
     """Model and tokens of the stage.
 
     Attributes:
       model: the model.
       context, prompt, new: tokens.
-      chunks: prompt tokens of a sweep, of which each is measured.
+      chunks: prompt tokens of a step, of which each is measured.
       calls: calls that costs are fitted to.
       repeats: timed runs.
     """
@@ -43,11 +43,11 @@ class BatchSizes:
     repeats: int = 5
 
 
-SMALL = BatchSizes(card_programs.SMALL, 64, 24, 8, (8, 16), 40, 2)
+SMALL = BatchStageSizes(card_programs.SMALL, 64, 24, 8, (8, 16), 40, 2)
 
 
-def sizes(check: StageCheck) -> BatchSizes:
-    return SMALL if check.small else BatchSizes()
+def sizes(check: StageCheck) -> BatchStageSizes:
+    return SMALL if check.small else BatchStageSizes()
 
 
 def run(check: StageCheck) -> None:
@@ -63,13 +63,13 @@ def run(check: StageCheck) -> None:
 def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
     """Yield the engines' loops for every number of slots and chunk, and the prompts' of `full`."""
     from eejax.inference.batched_state import CHUNKS
-    from eejax.inference.engine import CALL
+    from eejax.inference.engine import STEPS_PER_CALL
 
     own = sizes(check)
     config = own.model.config(own.context)
     named = (int(check.part),) if check.part else (8, 64)
     for slots in (2,) if check.small else named:
-        one = dict(config=config, batch=slots, options=full_options(), steps=CALL)
+        one = dict(config=config, batch=slots, options=full_options(), steps=STEPS_PER_CALL)
         cache = own.context + full_options().most_rows
         yield f"full {slots} slots", partial(card_programs.decoding, cache=cache, **one)
         joining = dict(config=config, slots=slots, context=own.context)
@@ -135,14 +135,14 @@ def _apportioned(slots: int) -> np.ndarray:
     return np.repeat(np.arange(len(SHARES)), np.diff([0, *ends]))
 
 
-def engine(own: BatchSizes, params, slots: int, chunk: int | None = None):
+def engine(own: BatchStageSizes, params, slots: int, chunk: int | None = None):
     from eejax.inference.batched_slots import BatchedEngine
 
     config = own.model.config(own.context)
     return BatchedEngine.make(params, config, batch_options(chunk), slots=slots)
 
 
-def timed(steady: Steady, repeats: int) -> tuple[float, float]:
+def timed(steady: SteadyBatch, repeats: int) -> tuple[float, float]:
     """Return seconds of all prompts up to their first tokens, and of a token behind them."""
     import time
 
@@ -157,28 +157,28 @@ def timed(steady: Steady, repeats: int) -> tuple[float, float]:
     return float(np.median(begun[1:])), float(np.median(each[1:]))
 
 
-def full(own: BatchSizes, params, slots: int) -> dict[str, float]:
+def full(own: BatchStageSizes, params, slots: int) -> dict[str, float]:
     """Time the engine `full`, with as many slots."""
     from eejax.inference.engine import SlotEngine
 
     config = own.model.config(own.context)
     made = SlotEngine.make(params, config, full_options(), slots=slots)
     texts = prompts(config, slots, own.prompt)
-    begun, each = timed(Steady(made, texts, slots * own.new), own.repeats)
+    begun, each = timed(SteadyBatch(made, texts, slots * own.new), own.repeats)
     return dict(prompts_ms=1e3 * begun, tokens_per_second=1 / each)
 
 
-def batched(own: BatchSizes, params, slots: int, chunk: int) -> dict[str, Any]:
+def batched(own: BatchStageSizes, params, slots: int, chunk: int) -> dict[str, Any]:
     """Time the engine `batched` at a chunk, with exits and without."""
     made = engine(own, params, slots, chunk)
     texts = prompts(made.config, slots, own.prompt)
-    without = Steady(made, texts, slots * own.new)
+    without = SteadyBatch(made, texts, slots * own.new)
     exits = drawn(made.config, slots)
-    leaving = Steady(made, texts, slots * own.new, exits, gate="fixed")
+    leaving = SteadyBatch(made, texts, slots * own.new, exits, gate="fixed")
     begun, each = timed(without, own.repeats)
     _, each_leaving = timed(leaving, own.repeats)
-    stops = np.array(made.config.stops)
-    depth = np.where((exits == 0).any(1), stops[(exits == 0).argmax(1)], stops[-1]).mean()
+    boundaries = np.array(made.config.exit_boundaries)
+    depth = np.where((exits == 0).any(1), boundaries[(exits == 0).argmax(1)], boundaries[-1]).mean()
     by_layers = float(made.config.n_layers / depth)
     return dict(
         prompts_ms=1e3 * begun,
@@ -191,7 +191,7 @@ def batched(own: BatchSizes, params, slots: int, chunk: int) -> dict[str, Any]:
     )
 
 
-def costs(own: BatchSizes, params, slots: int) -> dict[str, Any]:
+def costs(own: BatchStageSizes, params, slots: int) -> dict[str, Any]:
     """Fit the costs of the engine's work, and compare the plan that they suggest with none."""
     from eejax.inference import batch_costs
     from eejax.inference.batch_simulator import best_plan
@@ -200,12 +200,12 @@ def costs(own: BatchSizes, params, slots: int) -> dict[str, Any]:
     texts = prompts(made.config, slots, own.prompt)
     fitted = batch_costs.measure(made, texts, calls=own.calls)
     exits = drawn(made.config, slots)
-    traces = batch_costs.watch(made, texts, own.new, threshold=exits, gate="fixed")
+    traces = batch_costs.trace_requests(made, texts, own.new, threshold=exits, gate="fixed")
     found = best_plan(traces, fitted, **batch_costs.settings(made))
     planned = dataclasses.replace(made, plan=found.plan)
     seconds = {}
     for name, one in (("no plan", made), ("planned", planned)):
-        steady = Steady(one, texts, slots * own.new, exits, gate="fixed")
+        steady = SteadyBatch(one, texts, slots * own.new, exits, gate="fixed")
         seconds[name] = timed(steady, own.repeats)[1]
     return dict(
         fitted=dataclasses.asdict(fitted),

@@ -92,11 +92,11 @@ def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
 
 def members(own: HeliosSizes) -> dict[str, Any]:
     """Return the models by their names, without parameters."""
-    from eejax.serving.fleet import Member
+    from eejax.serving.fleet import FleetMember
     from eejax.serving.models import batch_options
 
     configs = {name: getattr(own, name).config(own.context) for name in ("small", "large")}
-    return {n: Member(None, c, options=batch_options(c, None)) for n, c in configs.items()}
+    return {n: FleetMember(None, c, options=batch_options(c, None)) for n, c in configs.items()}
 
 
 def slot_counts(own: HeliosSizes, described: dict[str, Any]) -> tuple[float, dict[str, Any]]:
@@ -124,7 +124,7 @@ class Models:
     """Models, their costs, and prompts."""
 
     def __init__(self, own: HeliosSizes):
-        from eejax.inference.engine import CALL
+        from eejax.inference.engine import STEPS_PER_CALL
         from eejax.serving.fleets import warm_up
         from eejax.serving.measurements import windows
         from eejax.serving.profiles import measure
@@ -145,7 +145,7 @@ class Models:
             self.profiles[name] = measure(
                 member, few, windows(few, own.context), new=min(32, own.new), **given
             )
-            warm_up(member, steps=CALL, **given)
+            warm_up(member, steps=STEPS_PER_CALL, **given)
 
     def figures(self) -> dict[str, Any]:
         """Return the models' slots, thresholds and profiles, and the budget."""
@@ -158,41 +158,41 @@ class Models:
 
     def threshold(self, name: str, texts: list) -> float:
         """Return one by which a share `EARLY` of tokens leaves by a model's first exit."""
-        from experiments.helios_runs import Static, drive
+        from experiments.helios_runs import StaticModel, drive
 
         given = dict(slots=self.slots[name], context=self.own.context)
-        first = Static(name, self.members[name], 1, 1.0, **given)
+        first = StaticModel(name, self.members[name], 1, 1.0, **given)
         _, answers = drive(first, dict(enumerate(texts)), self.own.new)
         sure = [token.confidence for answer in answers for token in answer.tokens]
         return float(np.quantile(sure, 1 - EARLY))
 
     def alone(self, name: str) -> dict[str, Any]:
         """Serve all prompts by one whole model."""
-        from experiments.helios_runs import Static
+        from experiments.helios_runs import StaticModel
 
         member = self.members[name]
         given = dict(slots=self.slots[name], context=self.own.context)
         depth, threshold = member.config.n_exits + 1, member.rules["threshold"]
-        return self._driven(Static(name, member, depth, threshold, **given))
+        return self._driven(StaticModel(name, member, depth, threshold, **given))
 
     def controlled(self, objective: str) -> dict[str, Any]:
         """Serve all prompts by what the controller chooses for an objective."""
         from eejax.serving.choices import ControllerOptions
         from eejax.serving.controller import Controller
-        from eejax.serving.objectives import Objective
+        from eejax.serving.objectives import ServiceObjective
         from eejax.serving.repository import Repository
-        from experiments.helios_runs import Chosen, Stopwatch
+        from experiments.helios_runs import ControlledFleet, Stopwatch
 
         watch = Stopwatch()
         controller = Controller(
             self.profiles,
-            Objective.of(objective),
+            ServiceObjective.of(objective),
             Repository.of(self.profiles),
             ControllerOptions(budget=self.budget, tokens=self.own.new),
             clock=watch.now,
         )
         given = dict(slots=self.slots, context=self.own.context)
-        server = Chosen(self.members, controller, watch, **given)
+        server = ControlledFleet(self.members, controller, watch, **given)
         found = self._driven(server)
         decided = [[d.kind, d.choice.model, d.choice.depth, d.why] for d in controller.decisions]
         changes = [

@@ -18,7 +18,7 @@ def of_member(
     """Yield a model's loops, the programs by which it grows, and those of audits.
 
     Args:
-      member: a `Member`, whose parameters are not looked at.
+      member: a `FleetMember`, whose parameters are not looked at.
       counts: requests at each depth, as `PartialModel` takes them.
       context: most tokens of a request.
     """
@@ -26,8 +26,8 @@ def of_member(
 
     config, n = member.config, member.config.n_exits + 1
     # As `PartialModel`: the buckets of all depths are those of the first one's slots.
-    options = dataclasses.replace(member.options.of_slots(counts[0]), grows=True)
-    at = lambda depth: dataclasses.replace(options, max_depth=depth)
+    options = dataclasses.replace(member.options.resolve_buckets(counts[0]), can_deepen=True)
+    at = lambda depth: dataclasses.replace(options, num_segments=depth)
     for depth in range(1, n + 1):
         # A model that is to grow has as few slots as it will have then.
         for slots in sorted({*counts[depth - 1 :]}, reverse=True):
@@ -47,7 +47,7 @@ def growth(card, config, slots: int, context: int, before, after):
     """Compile the program that fills in keys and values of more segments.
 
     Args:
-      before, after: the engine's options, with `max_depth`, before it grows and then.
+      before, after: the engine's options, with `num_segments`, before it grows and then.
     """
     import jax
 
@@ -62,9 +62,9 @@ def growth(card, config, slots: int, context: int, before, after):
         card,
         deepening._filled,
         *aot.shapes(card, args),
-        have=before.max_depth,
+        have=before.num_segments,
         config=config,
-        keep=after.max_depth <= config.n_exits,
+        keep=after.num_segments <= config.n_exits,
     )
 
 

@@ -63,14 +63,14 @@ class RandomModelBuilder:
     def __call__(self):
         from eejax.data.tokenizers import ByteTokenizer
         from eejax.inference.batched_slots import BatchedEngine
-        from eejax.serving.messages import Built
+        from eejax.serving.messages import BuiltEngine
         from experiments.gpu_check.decode import weights
 
         own = self.sizes
         config = own.model.config(own.context)
         options = engine_options(config)
         engine = BatchedEngine.make(weights(config), config, options, slots=own.clients)
-        return Built(engine, config, ByteTokenizer())
+        return BuiltEngine(engine, config, ByteTokenizer())
 
 
 def sizes(check: StageCheck) -> ServeSizes:
@@ -172,13 +172,13 @@ def serving(build: RandomModelBuilder, steps: int, wait: float) -> Iterator[str]
     import uvicorn
 
     from eejax.serving.app import app
-    from eejax.serving.metrics import Metrics
+    from eejax.serving.metrics import ServerMetrics
     from eejax.serving.service import Service, ServiceOptions
 
     found, begun = {}, threading.Event()
 
     async def serve() -> None:
-        metrics = Metrics()
+        metrics = ServerMetrics()
         options = ServiceOptions(steps=steps, grace=1.0)
         service = Service(build, options, watch=metrics.watch("m"))
         try:

@@ -22,7 +22,7 @@ def build(size, device: str) -> Any:
     from torch import nn
     from torch.nn import functional as F
 
-    class RMSNorm(nn.Module):
+    class PeerRMSNorm(nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.ones(size.width))
@@ -31,11 +31,11 @@ def build(size, device: str) -> Any:
             # PyTorch fuses it only for one dtype.
             return F.rms_norm(x, (size.width,), self.weight.to(x.dtype), 1e-5)
 
-    class Layer(nn.Module):
+    class PeerLayer(nn.Module):
         def __init__(self):
             super().__init__()
             linear = lambda a, b: nn.Linear(a, b, bias=False)
-            self.attention_norm, self.mlp_norm = RMSNorm(), RMSNorm()
+            self.attention_norm, self.mlp_norm = PeerRMSNorm(), PeerRMSNorm()
             self.qkv = linear(size.width, 3 * size.width)
             self.out = linear(size.width, size.width)
             self.gate, self.up = linear(size.width, size.inner), linear(size.width, size.inner)
@@ -55,12 +55,12 @@ def build(size, device: str) -> Any:
         half = a.shape[-1] // 2
         return torch.cat((-a[..., half:], a[..., :half]), -1)
 
-    class Decoder(nn.Module):
+    class PeerDecoder(nn.Module):
         def __init__(self):
             super().__init__()
             self.embed = nn.Embedding(size.vocabulary, size.width)
-            self.layers = nn.ModuleList(Layer() for _ in range(size.layers))
-            self.norm = RMSNorm()
+            self.layers = nn.ModuleList(PeerLayer() for _ in range(size.layers))
+            self.norm = PeerRMSNorm()
             nn.init.normal_(self.embed.weight, std=0.02)
 
         def forward(self, tokens, labels):
@@ -77,7 +77,7 @@ def build(size, device: str) -> Any:
             logits = F.linear(self.norm(x), self.embed.weight)
             return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
-    return Decoder().to(device)
+    return PeerDecoder().to(device)
 
 
 def trained(size, batch: int, length: int, repeats: int, device: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from eejax.common.paths import expanded
 from experiments import launch
 from experiments.reproduce import catalogue, page
 from experiments.reproduce.claims import MALFORMED, Finding
-from experiments.reproduce.steps import STEPS, Step, execute
+from experiments.reproduce.steps import STEPS, ReproductionStep, execute
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/reproduce", "Where everything is left.")
 _OUTPUT = flags.DEFINE_string("output", None, "The page; docs/REPRODUCTION.md by default.")
@@ -107,7 +107,9 @@ def writable(path: str | os.PathLike) -> pathlib.Path:
     return path
 
 
-def chosen_steps(steps: Sequence[Step], only: Sequence[str] | None) -> list[Step]:
+def chosen_steps(
+    steps: Sequence[ReproductionStep], only: Sequence[str] | None
+) -> list[ReproductionStep]:
     """The steps named, with those that they need, in order; all if only is None."""
     by_name = {step.name: step for step in steps}
     wanted: set[str] = set()
@@ -121,7 +123,11 @@ def chosen_steps(steps: Sequence[Step], only: Sequence[str] | None) -> list[Step
 
 
 def run_all(
-    steps: Sequence[Step], workdir: pathlib.Path, data: str | None, *, again: Sequence[str] = ()
+    steps: Sequence[ReproductionStep],
+    workdir: pathlib.Path,
+    data: str | None,
+    *,
+    again: Sequence[str] = (),
 ) -> dict[str, str]:
     """Run what has no valid record. Returns the reason for each step that failed, by name."""
     digests = digests_of(STEPS, workdir, data)
@@ -154,7 +160,7 @@ def run_all(
     return failed
 
 
-def impossible(step: Step, data: str | None, failed: Mapping[str, str]) -> str:
+def impossible(step: ReproductionStep, data: str | None, failed: Mapping[str, str]) -> str:
     """The reason why a step cannot run; empty if it can."""
     if step.data and not data:
         return "EEJAX_DATA is not set: set it to the folder of prompts and texts"
@@ -162,8 +168,10 @@ def impossible(step: Step, data: str | None, failed: Mapping[str, str]) -> str:
     return f"needs {', '.join(lacking)}, which failed" if lacking else ""
 
 
-def digests_of(steps: Sequence[Step], workdir: pathlib.Path, data: str | None) -> dict[str, str]:
-    """Of each step, a digest of all that its result depends on but the library."""
+def digests_of(
+    steps: Sequence[ReproductionStep], workdir: pathlib.Path, data: str | None
+) -> dict[str, str]:
+    """Digest, for each step, all that its result depends on but the library."""
     files = data_files(data)
     found: dict[str, str] = {}
     for step in steps:
@@ -190,7 +198,7 @@ class StepRecord(NamedTuple):
     findings: tuple[Finding, ...] = ()
 
 
-def record_of(step: Step, workdir: pathlib.Path) -> StepRecord:
+def record_of(step: ReproductionStep, workdir: pathlib.Path) -> StepRecord:
     """The record of a step that finished; empty if there is none, or a damaged one, which is
     said."""
     path = workdir / "records" / f"{step.name}.json"
@@ -205,7 +213,11 @@ def record_of(step: Step, workdir: pathlib.Path) -> StepRecord:
 
 
 def write_record(
-    step: Step, workdir: pathlib.Path, digest: str, findings: Sequence[Finding], seconds: float
+    step: ReproductionStep,
+    workdir: pathlib.Path,
+    digest: str,
+    findings: Sequence[Finding],
+    seconds: float,
 ) -> None:
     from eejax.checkpoint.files import write_text
 
@@ -215,7 +227,7 @@ def write_record(
     write_text(folder / f"{step.name}.json", json.dumps(values, indent=1))
 
 
-def recorded(step: Step, workdir: pathlib.Path) -> list[Finding]:
+def recorded(step: ReproductionStep, workdir: pathlib.Path) -> list[Finding]:
     return [*record_of(step, workdir).findings]
 
 

@@ -50,7 +50,7 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What we found of one claim.
+    """Our finding on one claim.
 
     Attributes:
       paper: one of `PAPERS` or `OTHER_PAPERS`.

@@ -156,7 +156,7 @@ def experiment(name: str, seed: int, steps: int, packed: pathlib.Path, tiny: boo
 
 @dataclasses.dataclass(frozen=True)
 class Losses:
-    """Of one finished run, by the name of the exit, in nats per token.
+    """Losses of a finished run, by the name of the exit, in nats per token.
 
     training: [steps], NaN where none was recorded. held_out: after the last step.
     """
@@ -166,7 +166,7 @@ class Losses:
 
 
 def read_losses(workdir: pathlib.Path, names: list[str], steps: int) -> Losses:
-    """From the metrics of a finished run.
+    """Read losses from the metrics of a finished run.
 
     Raises `FloatingPointError` where the last evaluation has no finite loss.
     """
@@ -241,7 +241,7 @@ def compare(runs: dict[str, list[Losses]]) -> list[dict]:
     Ratios are taken seed by seed: runs of one seed share their beginning and their text, so that
     much of what the seed decides cancels.
     """
-    from eejax.analysis.convergence import Spread, falls
+    from eejax.analysis.convergence import SeedSpread, falls
 
     rows = []
     for variant, seeds in runs.items():
@@ -254,17 +254,19 @@ def compare(runs: dict[str, list[Losses]]) -> list[dict]:
                 np.stack([run.training[name] for run in seeds]),
                 np.stack([run.training["final"] for run in standard]),
             )
-            rows.append({
-                "variant": variant,
-                "exit": name,
-                "losses": losses,
-                "loss": Spread.of(losses)._asdict(),
-                "ratios": ratios,
-                "ratio": Spread.of(ratios)._asdict(),
-                "falls": falls(np.stack([run.training[name] for run in seeds])),
-                "pace": pace(*curves),
-                "pace_after_warmup": pace(*curves, first=WARMUP / STEPS),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "variant": variant,
+                    "exit": name,
+                    "losses": losses,
+                    "loss": SeedSpread.of(losses)._asdict(),
+                    "ratios": ratios,
+                    "ratio": SeedSpread.of(ratios)._asdict(),
+                    "falls": falls(np.stack([run.training[name] for run in seeds])),
+                    "pace": pace(*curves),
+                    "pace_after_warmup": pace(*curves, first=WARMUP / STEPS),
+                }
+            )
     return rows
 
 
@@ -294,7 +296,7 @@ def pace(
 
 def judge(rows: list[dict]) -> list[dict]:
     """The claims, each with a line that says what was found and whether it `holds`."""
-    from eejax.analysis.convergence import Spread
+    from eejax.analysis.convergence import SeedSpread
 
     named = lambda wrong: ", ".join(f"{row['variant']} {row['exit']}" for row in wrong)
     still = [row for row in rows if not row["falls"]]
@@ -309,7 +311,7 @@ def judge(rows: list[dict]) -> list[dict]:
         claims.append({"claim": claim, "holds": not below})
     for name, row in final.items():
         if VARIANTS[name].exits:
-            ratio = Spread(**row["ratio"])
+            ratio = SeedSpread(**row["ratio"])
             claim = (
                 f"{name}: final exit within {TOLERANCE:.0%} of standard: "
                 f"{ratio.mean - 1:+.2%} (seeds {ratio.low - 1:+.2%} to {ratio.high - 1:+.2%})"
@@ -325,7 +327,7 @@ COMPARED = ("fig6_tied", "fig6_own")  # with the standard model, in the paper's 
 
 def findings(rows: list[dict]) -> list[dict]:
     """Findings about the paper's Figures 6 and 11. The curves' values are in its pictures only."""
-    from eejax.analysis.convergence import Spread
+    from eejax.analysis.convergence import SeedSpread
     from experiments.reproduce.catalogue import finding
 
     scale = f"0.1M parameters, {LAYERS} layers, bytes of Python's library, 2 cores"
@@ -370,7 +372,7 @@ def findings(rows: list[dict]) -> list[dict]:
             all(1 < r <= SLIGHTLY for r in ratios),
             alone_losses(rows, name),
         )
-        ratio = Spread(**final["ratio"])
+        ratio = SeedSpread(**final["ratio"])
         add(
             "figure-6-final",
             title,
@@ -419,7 +421,7 @@ def stacked(seeds: list[Losses]) -> dict[str, np.ndarray]:
 
 
 def curves(runs: dict[str, list[Losses]]) -> dict:
-    """What the figures show: [seeds, bins] mean training losses of consecutive parts of a run."""
+    """Return [seeds, bins], mean training losses of consecutive parts of a run."""
     from eejax.analysis.convergence import bin_means
 
     return {
@@ -438,8 +440,9 @@ def draw(workdir: pathlib.Path, runs: dict[str, list[Losses]], tokens_per_step: 
         shown = [variant for variant in runs if variant.startswith(name)]
         if shown:
             panels = {VARIANTS[v].title: stacked(runs[v]) for v in shown}
-            standard = {VARIANTS[v].title: stacked(runs[VARIANTS[v].standard])["final"]
-                        for v in shown}  # fmt: skip
+            standard = {
+                VARIANTS[v].title: stacked(runs[VARIANTS[v].standard])["final"] for v in shown
+            }
             figure = training_curves(panels, standard, tokens_per_step, bins=BINS)
             drawn.append(analysis.save(figure, workdir / f"{name}.png"))
     return drawn
@@ -447,15 +450,15 @@ def draw(workdir: pathlib.Path, runs: dict[str, list[Losses]], tokens_per_step: 
 
 def show(rows: list[dict], verdicts: list[dict]) -> None:
     from eejax import analysis
-    from eejax.analysis.convergence import Spread
+    from eejax.analysis.convergence import SeedSpread
 
     header = ["variant", "exit", "held-out loss (seeds)", "times standard's (seeds)", "falls"]
     cells = [
         [
             row["variant"],
             row["exit"],
-            Spread(**row["loss"]).text(),
-            Spread(**row["ratio"]).text(),
+            SeedSpread(**row["loss"]).text(),
+            SeedSpread(**row["ratio"]).text(),
             "yes" if row["falls"] else "NO",
         ]
         for row in rows

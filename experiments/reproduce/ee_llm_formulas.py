@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from eejax.pipeline.costs import Size
-from eejax.pipeline.simulate import Work
+from eejax.pipeline.simulate import PassTime
 
 
-def time_bound(p: int, m: int, n: Sequence[int], of: Mapping[str, Work]) -> float:
+def time_bound(p: int, m: int, n: Sequence[int], of: Mapping[str, PassTime]) -> float:
     """Upper bound on the time of an iteration of M microbatches (A.3.1, step 3)."""
     both = {o: work.forward + work.backward for o, work in of.items()}
     parts_1_and_3 = both["IN"] + (p - 1) * both["BB"]

@@ -45,10 +45,10 @@ def judged(key: str, holds: bool | None, ours: str, scale: str, why: str) -> Fin
 def schedules() -> Iterator[Finding]:
     """Figure 3, in Figure 3's proportions: a stage takes 2, an exit 1 forward."""
     from eejax.pipeline.async_1f1b import async_1f1b
-    from eejax.pipeline.simulate import Work, stage_costs
+    from eejax.pipeline.simulate import PassTime, stage_costs
 
-    exit, m = Work(1, 2), 6
-    costs = stage_costs((1,) * 4, (0, 1, 1, 0), layer=Work(2, 4), exit=exit, final=exit)
+    exit, m = PassTime(1, 2), 6
+    costs = stage_costs((1,) * 4, (0, 1, 1, 0), layer=PassTime(2, 4), exit=exit, final=exit)
     base = async_1f1b(costs.without_exits, m).time
     more = lambda **how: async_1f1b(costs, m, **how).time - base
     k = 2
@@ -67,14 +67,14 @@ def formulas(cases: int = 200) -> Iterator[Finding]:
     """A.3.1's bound and Eq. 4 to 6, as the paper writes them, against the simulated schedule."""
     from eejax.pipeline.async_1f1b import async_1f1b
     from eejax.pipeline.costs import Size, Sizes, peak_memory
-    from eejax.pipeline.simulate import Work, stage_costs
+    from eejax.pipeline.simulate import PassTime, stage_costs
 
     rng = np.random.default_rng(0)
     ratios, equal = [], 0
     for _ in range(cases):
         p, m = int(rng.integers(2, 7)), int(rng.integers(6, 20))
         n = rng.integers(0, 3, p).tolist()
-        of = {o: Work(*rng.uniform(0.1, 2, 2)) for o in ("BB", "EE", "FE")}
+        of = {o: PassTime(*rng.uniform(0.1, 2, 2)) for o in ("BB", "EE", "FE")}
         of["IN"] = of["FE"] * 0.5
         costs = stage_costs(
             (1,) * p, n, layer=of["BB"], exit=of["EE"], final=of["FE"], embedding=of["IN"]
@@ -280,8 +280,8 @@ def figure7(efficiency: dict) -> Iterator[Finding]:
         slopes.append(rises(slow) and rises(slower) and below)
         times.append(f"{name} {slow[-1]:+.1%} against {slower[-1]:+.1%}")
         gb = lambda rows: [r["peak_gb"] for r in rows]
-        grows = rises(gb(whole))
-        without.append((grows, f"{name} {gb(whole)[0]:.1f} to {gb(whole)[-1]:.1f}"))
+        more = rises(gb(whole))
+        without.append((more, f"{name} {gb(whole)[0]:.1f} to {gb(whole)[-1]:.1f}"))
         same = gb(piped)[0] == gb(piped)[1] == gb(piped)[2] < gb(piped)[3]
         with_stages.append((same, f"{name} {gb(piped)[2]:.1f} then {gb(piped)[3]:.1f}"))
     join = lambda found: ", ".join(text for _, text in found)
@@ -354,11 +354,11 @@ def figure9(efficiency: dict) -> Iterator[Finding]:
 def filling() -> Iterator[Finding]:
     """Figure 4 and Appendix C.2: how many microbatches fit."""
     from eejax.pipeline.schedule_fill import filled
-    from eejax.pipeline.simulate import Work, stage_costs
+    from eejax.pipeline.simulate import PassTime, stage_costs
 
     f, b, p, m = 1.0, 2.0, 4, 6
     k = ee_llm_formulas.most_inserted(p, f, b)
-    costs = stage_costs((1,) * p, layer=Work(f, b))
+    costs = stage_costs((1,) * p, layer=PassTime(f, b))
     found = filled(costs, m, inner_stages=range(p))
     yield judged(
         "figure-4",

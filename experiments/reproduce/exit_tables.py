@@ -22,7 +22,7 @@ def text_prompts(rows: np.ndarray, mixed: Sequence[str], model, n: int) -> list[
 
 
 def pieces_of(tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text; of a character of several, the last one has it."""
+    """Return what each token adds to the text; the last token of a character has all of it."""
     stream = tokenizer.stream(prompt)
     pieces = [stream.push(i) for i in ids]
     return [*pieces[:-1], pieces[-1] + stream.flush()]
@@ -55,12 +55,16 @@ def texts_of(model, prompts: list[list[int]], thresholds: Sequence[float]) -> li
         texts = []
         for threshold in thresholds:
             r = generator.generate([prompt], new, threshold=threshold, prefill_exit=True)
-            texts.append({
-                "threshold": threshold, "ids": r.ids(0),
-                "pieces": pieces_of(model.tokenizer, prompt, r.ids(0)),
-                "boundaries": r.boundaries[0].tolist(),
-                "exits": r.exits[0].tolist(), "confidences": r.confidences[0].tolist(),
-            })  # fmt: skip
+            texts.append(
+                {
+                    "threshold": threshold,
+                    "ids": r.ids(0),
+                    "pieces": pieces_of(model.tokenizer, prompt, r.ids(0)),
+                    "boundaries": r.boundaries[0].tolist(),
+                    "exits": r.exits[0].tolist(),
+                    "confidences": r.confidences[0].tolist(),
+                }
+            )
         found.append({"prompt": model.tokenizer.decode(prompt), "texts": texts})
     return found
 
@@ -79,7 +83,9 @@ def exits_of(model, prompt: list[int]) -> dict:
     batch = {"tokens": whole[None, :-1], "labels": labels[None, 1:]}
     scores = calibration.score(model.params, model.config, [batch])
     return {
-        "prompt": tokenizer.decode(prompt), "ids": ids, "stops": model.config.stops,
+        "prompt": tokenizer.decode(prompt),
+        "ids": ids,
+        "boundaries": model.config.exit_boundaries,
         "pieces": pieces_of(tokenizer, prompt, ids),
         "predicted": scores.tokens.tolist(),
         "predicted_pieces": [
@@ -87,32 +93,40 @@ def exits_of(model, prompt: list[int]) -> dict:
             for row in scores.tokens
         ],
         "confidences": scores.confidences["max_probability"].tolist(),
-    }  # fmt: skip
+    }
 
 
 def agreeing(table: dict) -> list[dict]:
-    """Of every early exit in Table 4: the share of tokens it predicts as the final one does, and
-    its mean confidence in these and in the others (None: there are none)."""
+    """Return for every early exit in Table 4 its agreement with the final exit.
+
+    Also its mean confidence in tokens that agree, and in the others (None: there are none).
+    """
     *early, final = np.array(table["predicted"])
     mean = lambda a: float(a.mean()) if len(a) else None
     return [
-        {"boundary": stop, "agreement": float((tokens == final).mean()),
-         "agreeing": mean(c[tokens == final]), "others": mean(c[tokens != final])}
+        {
+            "boundary": stop,
+            "agreement": float((tokens == final).mean()),
+            "agreeing": mean(c[tokens == final]),
+            "others": mean(c[tokens != final]),
+        }
         for stop, tokens, c in zip(
-            table["stops"], early, np.array(table["confidences"]), strict=False
+            table["boundaries"], early, np.array(table["confidences"]), strict=False
         )
-    ]  # fmt: skip
+    ]
 
 
 def page_of(table3: Sequence[dict], table4: dict) -> str:
     """Both as a page of HTML, with colors."""
     from eejax.analysis.texts import exit_text, page, predictions
 
-    stops, parts = table4["stops"], []
+    boundaries, parts = table4["boundaries"], []
     for text in table3:
-        of = {f"threshold {t['threshold']:g}": list(zip(t["pieces"], t["exits"], strict=True))
-              for t in text["texts"]}  # fmt: skip
-        parts.append(("Text by the exit of every token", exit_text(text["prompt"], of, stops)))
+        of = {
+            f"threshold {t['threshold']:g}": list(zip(t["pieces"], t["exits"], strict=True))
+            for t in text["texts"]
+        }
+        parts.append(("Text by the exit of every token", exit_text(text["prompt"], of, boundaries)))
     predicted = [
         list(zip(tokens, confidences, strict=True))
         for tokens, confidences in zip(
@@ -120,30 +134,32 @@ def page_of(table3: Sequence[dict], table4: dict) -> str:
         )
     ]
     ids = np.array(table4["predicted"])
-    parts.append((
-        "The full model's text, and what every exit predicts with which confidence",
-        predictions(table4["prompt"], table4["pieces"], predicted, ids == ids[-1], stops),
-    ))  # fmt: skip
-    return page("Generation with early exits", parts, stops)
+    parts.append(
+        (
+            "The full model's text, and what every exit predicts with which confidence",
+            predictions(table4["prompt"], table4["pieces"], predicted, ids == ids[-1], boundaries),
+        )
+    )
+    return page("Generation with early exits", parts, boundaries)
 
 
 def show(table3: Sequence[dict], table4: dict) -> None:
     from eejax import analysis
     from eejax.analysis.texts import marked, visible
 
-    stops = table4["stops"]
+    boundaries = table4["boundaries"]
     for text in table3:
         print(f"\nTable 3, after {visible(text['prompt'][-60:])}")
         for t in text["texts"]:
             pairs = list(zip(t["pieces"], t["exits"], strict=True))
-            print(f"threshold {t['threshold']:g}: {marked(pairs, stops)}")
+            print(f"threshold {t['threshold']:g}: {marked(pairs, boundaries)}")
     print(f"\nTable 4, after {visible(table4['prompt'][-60:])}: the first tokens")
     columns = list(zip(table4["predicted_pieces"], table4["confidences"], strict=True))
     cells = [
         [visible(piece), *(f"{visible(p[i])} {c[i]:.3f}" for p, c in columns)]
         for i, piece in enumerate(table4["pieces"][:SHOWN])
     ]
-    print(analysis.table(["token", *(f"after {s}" for s in stops)], cells))
+    print(analysis.table(["token", *(f"after {s}" for s in boundaries)], cells))
     number = lambda x: "-" if x is None else f"{x:.2f}"
     for row in agreeing(table4):
         print(

@@ -56,7 +56,7 @@ class Findings:
 
 
 def gain(theirs: float, ours: float) -> bool:
-    """Whether a ratio of ours has at least half of a gain: 1.24x of 1.48x."""
+    """Return whether a ratio of ours has at least half of a gain: 1.24x of 1.48x."""
     return math.isfinite(ours) and ours - 1 >= (theirs - 1) / 2
 
 

@@ -66,9 +66,13 @@ def main() -> None:
     launch.say("scoring texts ...")
     scores = calibration.score(run.model.params, run.model.config, texts)
     result = divide(
-        scores, _DELTA.value, _EPSILON.value, _SPLITS.value, gate=_GATE.value,
+        scores,
+        _DELTA.value,
+        _EPSILON.value,
+        _SPLITS.value,
+        gate=_GATE.value,
         by_hand=_HAND.value,
-    )  # fmt: skip
+    )
     if _PAIRS.value:
         launch.say("timing ...")
         add_speeds(result, run.model, texts, _PAIRS.value)
@@ -79,7 +83,7 @@ def main() -> None:
 
 
 def finding(result: dict):
-    """What is found of CALM's guarantee."""
+    """Return the finding on CALM's guarantee."""
     from experiments.reproduce.claims import Finding, Verdict
 
     return Finding(
@@ -115,7 +119,7 @@ def batches(run) -> Iterator[Mapping[str, np.ndarray]]:
 def divide(
     scores, delta: float, epsilon: float, splits: int, *, gate: str, by_hand: float, seed: int = 0
 ) -> dict:
-    """What thresholds picked on one half of the units do on the other, over random divisions."""
+    """Evaluate thresholds of one half of the units on the other, over random divisions."""
     from eejax import calibration
 
     tested = calibration.CANDIDATES
@@ -123,10 +127,10 @@ def divide(
     risks = calibration.unit_risks(scores, candidates, gate=gate)
     _, unit = np.unique(scores.units, return_inverse=True)
     tokens = np.bincount(unit)
-    stops = np.asarray(scores.config.stops, np.float64)
+    boundaries = np.asarray(scores.config.exit_boundaries, np.float64)
     layers = np.stack(
         [
-            np.bincount(unit, stops[calibration.emitting_exits(scores, t, gate=gate)])
+            np.bincount(unit, boundaries[calibration.emitting_exits(scores, t, gate=gate)])
             for t in candidates
         ],
         1,
@@ -138,27 +142,43 @@ def divide(
         one, other = np.array_split(rng.permutation(len(risks)), 2)
         found = calibration.learn_then_test(risks[one][:, :m], tested, delta, epsilon)
         j = found.passed - 1 if found.passed else m
-        rows.append([
-            found.threshold, risks[one, j].mean(), risks[other, j].mean(),
-            layers[other, j].sum() / tokens[other].sum(), risks[:, j].mean(),
-            risks[other, -1].mean(), layers[other, -1].sum() / tokens[other].sum(),
-        ])  # fmt: skip
+        rows.append(
+            [
+                found.threshold,
+                risks[one, j].mean(),
+                risks[other, j].mean(),
+                layers[other, j].sum() / tokens[other].sum(),
+                risks[:, j].mean(),
+                risks[other, -1].mean(),
+                layers[other, -1].sum() / tokens[other].sum(),
+            ]
+        )
     threshold, seen, risk, depth, whole, hand_risk, hand_depth = np.array(rows).T
     exceeded = float(np.mean(risk > delta))
     error = math.sqrt(epsilon * (1 - epsilon) / splits)
     return {
-        "gate": gate, "delta": delta, "epsilon": epsilon, "splits": splits,
-        "units": len(risks), "tokens": len(scores),
-        "exceeded": exceeded, "limit": epsilon + 3 * error, "kept": exceeded <= epsilon + 3 * error,
+        "gate": gate,
+        "delta": delta,
+        "epsilon": epsilon,
+        "splits": splits,
+        "units": len(risks),
+        "tokens": len(scores),
+        "exceeded": exceeded,
+        "limit": epsilon + 3 * error,
+        "kept": exceeded <= epsilon + 3 * error,
         "exceeded_on_all": float(np.mean(whole > delta)),
         "never_exits": float(np.mean(threshold == calibration.NEVER)),
-        "threshold": spread(threshold), "calibration_risk": spread(seen), "risk": spread(risk),
+        "threshold": spread(threshold),
+        "calibration_risk": spread(seen),
+        "risk": spread(risk),
         "depth": spread(depth),
         "hand_picked": {
-            "threshold": by_hand, "exceeded": float(np.mean(hand_risk > delta)),
-            "risk": spread(hand_risk), "depth": spread(hand_depth),
+            "threshold": by_hand,
+            "exceeded": float(np.mean(hand_risk > delta)),
+            "risk": spread(hand_risk),
+            "depth": spread(hand_depth),
         },
-    }  # fmt: skip
+    }
 
 
 def add_speeds(result: dict, model, texts: Sequence[Mapping[str, np.ndarray]], pairs: int) -> None:
@@ -166,8 +186,9 @@ def add_speeds(result: dict, model, texts: Sequence[Mapping[str, np.ndarray]], p
     context, hand = model.config.context_length, result["hand_picked"]
     rows = [
         tokens[: int((labels >= 0).sum())]
-        for batch in texts for tokens, labels in zip(batch["tokens"], batch["labels"], strict=True)
-    ]  # fmt: skip
+        for batch in texts
+        for tokens, labels in zip(batch["tokens"], batch["labels"], strict=True)
+    ]
     length = min(max(1, context // 4), max(map(len, rows)))
     rows = [row[:length].tolist() for row in rows if len(row) >= length]  # one program for all
     prompts = rows[:: -(-len(rows) // PROMPTS)]
@@ -178,16 +199,19 @@ def add_speeds(result: dict, model, texts: Sequence[Mapping[str, np.ndarray]], p
     own, picked = decode_times.measured(seconds)
     result["speed"], hand["speed"] = own["speed"], picked["speed"]
     result["speed_over_hand_picked"] = {
-        "ratio": 1 / picked["over_above"]["ratio"], "low": 1 / picked["over_above"]["high"],
+        "ratio": 1 / picked["over_above"]["ratio"],
+        "low": 1 / picked["over_above"]["high"],
         "high": 1 / picked["over_above"]["low"],
-    }  # fmt: skip
+    }
 
 
 def spread(values: np.ndarray) -> dict[str, float]:
     return {
-        "mean": float(values.mean()), "median": float(np.median(values)),
-        "low": float(values.min()), "high": float(values.max()),
-    }  # fmt: skip
+        "mean": float(values.mean()),
+        "median": float(np.median(values)),
+        "low": float(values.min()),
+        "high": float(values.max()),
+    }
 
 
 def show(result: dict, n_layers: int) -> str:
@@ -196,27 +220,44 @@ def show(result: dict, n_layers: int) -> str:
     hand = result["hand_picked"]
     text = lambda s, f: f"{s['mean']:{f}} ({s['low']:{f}} - {s['high']:{f}})"
     rows = [
-        ["Learn-then-Test", text(result["threshold"], ".2f"), text(result["risk"], ".2%"),
-         f"{result['exceeded']:.1%}", text(result["depth"], ".2f")],
-        ["picked by hand", f"{hand['threshold']:.2f}", text(hand["risk"], ".2%"),
-         f"{hand['exceeded']:.1%}", text(hand["depth"], ".2f")],
-    ]  # fmt: skip
-    header = ["means (lowest - highest)", "threshold", "risk on the other half",
-              f"above {result['delta']:g}", f"depth of {n_layers}"]  # fmt: skip
+        [
+            "Learn-then-Test",
+            text(result["threshold"], ".2f"),
+            text(result["risk"], ".2%"),
+            f"{result['exceeded']:.1%}",
+            text(result["depth"], ".2f"),
+        ],
+        [
+            "picked by hand",
+            f"{hand['threshold']:.2f}",
+            text(hand["risk"], ".2%"),
+            f"{hand['exceeded']:.1%}",
+            text(hand["depth"], ".2f"),
+        ],
+    ]
+    header = [
+        "means (lowest - highest)",
+        "threshold",
+        "risk on the other half",
+        f"above {result['delta']:g}",
+        f"depth of {n_layers}",
+    ]
     if "speed" in result:
         header.append("times as fast as full")
         for row, of in zip(rows, (result, hand), strict=True):
             s = of["speed"]
             row.append(f"{s['ratio']:.2f} ({s['low']:.2f} - {s['high']:.2f})")
-    return "\n".join([
-        f"{result['units']} texts, {result['tokens']} tokens, {result['splits']} divisions, "
-        f"gate {result['gate']}",
-        analysis.table(header, rows),
-        f"a higher risk on the other half in {result['exceeded']:.1%} of the divisions, on all "
-        f"texts in {result['exceeded_on_all']:.1%}; promised: at most {result['epsilon']:.0%} "
-        f"(with three standard errors {result['limit']:.1%}): "
-        + ("kept" if result["kept"] else "NOT KEPT"),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"{result['units']} texts, {result['tokens']} tokens, {result['splits']} divisions, "
+            f"gate {result['gate']}",
+            analysis.table(header, rows),
+            f"a higher risk on the other half in {result['exceeded']:.1%} of the divisions, on all "
+            f"texts in {result['exceeded_on_all']:.1%}; promised: at most {result['epsilon']:.0%} "
+            f"(with three standard errors {result['limit']:.1%}): "
+            + ("kept" if result["kept"] else "NOT KEPT"),
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def prepare(workdir: pathlib.Path) -> tuple[Any, dict[str, Any]]:
-    """What was measured, and the models where they were opened; trains and records what is missing.
+    """Return the measurements, and models if opened; train and record what is missing.
 
     A recorded trace is taken as it is, whatever the flags of training say.
     """
@@ -164,14 +164,14 @@ def live(models, measured, world) -> dict[str, Any]:
     """Relative errors of the simulation against a real fleet: of each whole model, and HELIOS."""
     from eejax.serving import policies
     from eejax.serving.choices import ControllerOptions
-    from eejax.serving.objectives import Objective
+    from eejax.serving.objectives import ServiceObjective
     from eejax.serving.simulated import show_errors, validate
     from eejax.serving.simulator import simulate
-    from eejax.serving.traces import Trace
+    from eejax.serving.traces import PromptTrace
 
     trace = measured.trace  # in the order in which a fleet is asked
     n, found, lines = min(_LIVE.value, len(trace)), {}, {}
-    part, throughput = trace.part(0, n), Objective.of("throughput")
+    part, throughput = trace.part(0, n), ServiceObjective.of("throughput")
     whole = ControllerOptions(candidates=1, greedy=False, interval=10**6, tokens=part.new)
     ways = {name: ([name], whole) for name in world.profiles}
     ways["HELIOS"] = ([*world.profiles], ControllerOptions(tokens=part.new))
@@ -182,7 +182,7 @@ def live(models, measured, world) -> dict[str, Any]:
         real, _ = helios_models.live(
             models, own, world.thresholds, throughput, options, n, world.setting
         )
-        some = Trace({m: part.models[m] for m in served}, part.kinds)
+        some = PromptTrace({m: part.models[m] for m in served}, part.kinds)
         make = policies.helios(profiles, throughput, options)
         simulated = simulate(some, profiles, world.paces, make, world.setting)
         lines[name] = simulated, real

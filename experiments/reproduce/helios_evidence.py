@@ -46,7 +46,7 @@ def exit_shares(trace, thresholds: Mapping[str, float]) -> list[dict]:
                 {
                     "model": name,
                     "task": task,
-                    "layers": list(model.stops),
+                    "layers": list(model.exit_boundaries),
                     "shares": (exits[which][..., None] == e).mean((0, 1)).tolist(),
                     "agreement": float(same[which].mean()),
                 }
@@ -72,8 +72,8 @@ def unchanged(trace) -> list[dict]:
                 {
                     "model": name,
                     "task": task,
-                    "layer": model.stops[0],
-                    "of": model.stops[-1],
+                    "layer": model.exit_boundaries[0],
+                    "of": model.exit_boundaries[-1],
                     "below": [float(b.mean()) for b in below],
                     "unchanged": [float(same[which][b].mean()) if b.any() else None for b in below],
                 }
@@ -105,7 +105,7 @@ def complementary(trace, along, thresholds: Mapping[str, float]) -> list[dict]:
             {
                 "writer": writer,
                 "reader": reader,
-                "layers": list(other.stops),
+                "layers": list(other.exit_boundaries),
                 "writer_early": float(early.mean()),
                 "past_first": shares(past_first),
                 "first": shares(~past_first),
@@ -166,7 +166,7 @@ def table_1(trace, judged: Mapping[str, Sequence[float]], thresholds) -> list[di
 
 
 def choices(rows: Sequence[dict], measure: str) -> dict[str, int]:
-    """How often the benchmark, and an evaluation, name the model of a task's least perplexity.
+    """Count how often benchmark and evaluation name the model of least perplexity.
 
     `differ`: tasks for which the two name different models.
     """

@@ -23,10 +23,10 @@ class Measured(NamedTuple):
     """Everything that the reproduction needs of two models.
 
     Attributes:
-      trace: `serving.traces.Trace` of both models.
+      trace: `serving.traces.PromptTrace` of both models.
       along: (reader, writer) -> `ModelTrace` of the reader on the writer's text.
       judged: mean log-probability of each prompt's text under a model of its own, by writer.
-      profiles: `serving.choices.Profile` by model.
+      profiles: `serving.choices.ModelProfile` by model.
       costs: what `batch_costs` measured of each model's engine, with its buckets.
       slots: requests served at a time while costs were measured.
     """
@@ -55,11 +55,13 @@ def member(model):
     import jax
 
     from eejax.inference.batched_state import BatchOptions
-    from eejax.serving.fleet import Member
+    from eejax.serving.fleet import FleetMember
 
     params = jax.device_get(model.params)
     chunk = min(64, model.config.context_length)
-    return Member(params, model.config, dict(threshold=UNSURE), BatchOptions(drafts=0, chunk=chunk))
+    return FleetMember(
+        params, model.config, dict(threshold=UNSURE), BatchOptions(drafts=0, chunk=chunk)
+    )
 
 
 def opened(runs: Mapping[str, pathlib.Path]) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def record(models: Mapping[str, Any], new: int, most: int | None, slots: int, ca
         begin = time.perf_counter()
         profiles[name], costs[name] = timed(one, asked, slots, calls)
         launch.say(f"{name}: timed in {time.perf_counter() - begin:.0f} s")
-    return Measured(traces.Trace(found, tasks), along, judged, profiles, costs, slots)
+    return Measured(traces.PromptTrace(found, tasks), along, judged, profiles, costs, slots)
 
 
 def judge(model, asked: Sequence[Sequence[int]], texts: np.ndarray) -> list[float]:
@@ -149,10 +151,10 @@ def timed(one, asked: Sequence[Sequence[int]], slots: int, calls: int) -> tuple[
 def save(measured: Measured, path: pathlib.Path) -> None:
     """Write the trace, and a JSON file beside it with what was measured."""
     from eejax.checkpoint.files import write_text
-    from eejax.serving.traces import Trace
+    from eejax.serving.traces import PromptTrace
 
     along = {ALONG.join(pair): m for pair, m in measured.along.items()}
-    Trace({**measured.trace.models, **along}, measured.trace.kinds).save(path)
+    PromptTrace({**measured.trace.models, **along}, measured.trace.kinds).save(path)
     told = {
         "slots": measured.slots,
         "costs": measured.costs,
@@ -167,9 +169,9 @@ def beside(path: pathlib.Path) -> pathlib.Path:
 
 
 def load(path: pathlib.Path) -> Measured:
-    """What `save` left. Raises DataError for other files."""
+    """Read what `save` wrote. Raises DataError for other files."""
     from eejax.serving import traces
-    from eejax.serving.choices import Profile
+    from eejax.serving.choices import ModelProfile
 
     whole = traces.load(path)
     try:
@@ -177,14 +179,14 @@ def load(path: pathlib.Path) -> Measured:
         tuples = lambda values: {
             k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
         }
-        profiles = {name: Profile(**tuples(own)) for name, own in told["profiles"].items()}
+        profiles = {name: ModelProfile(**tuples(own)) for name, own in told["profiles"].items()}
         costs, judged, slots = told["costs"], told["judged"], int(told["slots"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{beside(path)}: cannot be read ({error}). Record it again.") from error
     split = {tuple(name.split(ALONG)): m for name, m in whole.models.items()}
     own = {name: m for (name, *writer), m in split.items() if not writer}
     return Measured(
-        traces.Trace(own, whole.kinds),
+        traces.PromptTrace(own, whole.kinds),
         {k: m for k, m in split.items() if len(k) == 2},
         judged,
         profiles,
@@ -194,27 +196,27 @@ def load(path: pathlib.Path) -> Measured:
 
 
 def paces(measured: Measured) -> dict[str, Any]:
-    """Each model's `Pace`, from what was measured of its engine."""
-    from eejax.inference.batch_simulator import Costs
-    from eejax.serving.pace import Pace
+    """Each model's `StepSeconds`, from what was measured of its engine."""
+    from eejax.inference.batch_simulator import StepCosts
+    from eejax.serving.pace import StepSeconds
 
-    fields, found = {f.name for f in dataclasses.fields(Costs)}, {}
+    fields, found = {f.name for f in dataclasses.fields(StepCosts)}, {}
     for name, own in measured.costs.items():
         told = {k: tuple(v) if isinstance(v, list) else v for k, v in own.items() if k in fields}
-        found[name] = Pace.of(Costs(**told), own["buckets"], own["tokens"])
+        found[name] = StepSeconds.of(StepCosts(**told), own["buckets"], own["tokens"])
     return found
 
 
 def live(models: Mapping[str, Any], measured: Measured, thresholds, objective, options, n, setting):
-    """`Live` of a real `Fleet` for the first n prompts, and its decisions.
+    """`MeasuredResult` of a real `Fleet` for the first n prompts, and its decisions.
 
     There are as many clients as slots. Everything is done twice and the second time counts, so that
     nothing is compiled meanwhile.
     """
     from eejax.serving.controller import Controller
     from eejax.serving.repository import Repository
-    from eejax.serving.simulated import Live
-    from experiments.helios_runs import Chosen, Stopwatch, drive
+    from eejax.serving.simulated import MeasuredResult
+    from experiments.helios_runs import ControlledFleet, Stopwatch, drive
 
     asked, _, _ = prompts(next(iter(models.values())), measured.trace.new, n)
     members = {
@@ -225,7 +227,7 @@ def live(models: Mapping[str, Any], measured: Measured, thresholds, objective, o
     for _ in range(2):
         repository, watch = Repository.of(measured.profiles), Stopwatch()
         controller = Controller(measured.profiles, objective, repository, options, clock=watch.now)
-        server = Chosen(
+        server = ControlledFleet(
             members,
             controller,
             watch,
@@ -236,5 +238,5 @@ def live(models: Mapping[str, Any], measured: Measured, thresholds, objective, o
         texts = dict(enumerate(asked))
         seconds, answers = drive(server, texts, measured.trace.new, setting.slots)
     tokens = sum(len(a.tokens) for a in answers)
-    told = Live(tokens / seconds, float(np.mean([a.ttft for a in answers])))
+    told = MeasuredResult(tokens / seconds, float(np.mean([a.ttft for a in answers])))
     return told, controller.decisions

@@ -33,7 +33,7 @@ def table_2() -> list[dict]:
                 "model": name,
                 "parameters": params.count(config),
                 "layers": config.n_layers,
-                "exits": list(config.stops),
+                "exits": list(config.exit_boundaries),
             }
         )
     return rows
@@ -80,7 +80,9 @@ def figure_6() -> list[dict]:
         config = ModelConfig(**(LLAMA_2 | size), dtype=DTYPE, exits=exits)
         head = 2 * config.padded_vocab * config.d_model
         layers = np.cumsum(layer_flops(config)).tolist()
-        for depth, (layer, flops) in enumerate(zip(config.stops, layers, strict=True), start=1):
+        for depth, (layer, flops) in enumerate(
+            zip(config.exit_boundaries, layers, strict=True), start=1
+        ):
             row = {
                 "model": name,
                 "layer": layer,

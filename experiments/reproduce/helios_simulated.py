@@ -21,18 +21,18 @@ OBJECTIVES = {
     "accuracy": "perplexity",
     "energy": "energy",
 }
-"""The paper's service-level objectives (Table 5), and `Objective.of`'s names of them."""
+"""The paper's service-level objectives (Table 5), and `ServiceObjective.of`'s names of them."""
 CHANGES = {"grow": "LD", "switch": "SW"}  # as Figure 13c marks them
 
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """What simulations of one order of prompts share.
+    """The setting that simulations of one order of prompts share.
 
     Attributes:
-      trace: `serving.traces.Trace`, in the order in which prompts come.
+      trace: `serving.traces.PromptTrace`, in the order in which prompts come.
       profiles, paces: by model.
-      setting: `serving.simulator.Setting`.
+      setting: `serving.simulator.SimulationSetting`.
       thresholds: by model, one for all of its exits.
     """
 
@@ -45,7 +45,7 @@ class World:
     @classmethod
     def make(cls, measured, paces: Mapping[str, Any], early: float, steps: int):
         """Task after task, as in the paper's figures; `early` of the tokens leave early."""
-        from eejax.serving.simulator import Setting
+        from eejax.serving.simulator import SimulationSetting
 
         trace = measured.trace.ordered(task_order(measured.trace))
         limits = {n: evidence.threshold_for(m, early) for n, m in trace.models.items()}
@@ -53,7 +53,7 @@ class World:
         for name, nats in measured.judged.items():  # section 3.4 and 4.4; the judge is ours
             judged = ((1.0, float(np.exp(-np.mean(nats)))),)
             profiles[name] = dataclasses.replace(profiles[name], perplexity=judged)
-        setting = Setting(slots=measured.slots, steps=steps, thresholds=limits)
+        setting = SimulationSetting(slots=measured.slots, steps=steps, thresholds=limits)
         return cls(trace, profiles, paces, setting, limits)
 
     def run(self, make: Callable, **changes):
@@ -66,10 +66,10 @@ class World:
         """A policy: the controller under an objective, for texts as long as the trace's."""
         from eejax.serving import policies
         from eejax.serving.choices import ControllerOptions
-        from eejax.serving.objectives import Objective
+        from eejax.serving.objectives import ServiceObjective
 
         own = ControllerOptions(**(dict(tokens=self.trace.new) | options))
-        return policies.helios(self.profiles, Objective.of(OBJECTIVES[objective]), own)
+        return policies.helios(self.profiles, ServiceObjective.of(OBJECTIVES[objective]), own)
 
 
 def task_order(trace) -> list[int]:
@@ -113,7 +113,7 @@ class PromptCurves:
 
     @classmethod
     def of(cls, simulated, world: World, thresholds=None) -> PromptCurves:
-        """Of a simulation at `thresholds`, by default the world's."""
+        """Return the curves of a simulation at `thresholds`, by default the world's."""
         limits = world.thresholds if thresholds is None else thresholds
         depths = served_depths(simulated, world.profiles)
         perplexity = np.zeros(len(depths))

@@ -60,7 +60,7 @@ from experiments.reproduce.inference_tasks import BATCH, MIXED
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _THRESHOLDS = flags.DEFINE_list(
     "thresholds", "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2".split(","), "Beside 1."
-)  # fmt: skip
+)
 _RECORDS = flags.DEFINE_integer("records", 192, "Last words of LAMBADA.", lower_bound=2)
 _ANSWERS = flags.DEFINE_integer("answers", 32, "Records of each task of Figure 8.", lower_bound=2)
 _TOKENS = flags.DEFINE_integer("tokens", 100_000, "Held-out tokens to score.", lower_bound=1)
@@ -178,7 +178,7 @@ def say(number: int, what: str) -> None:
 
 
 def thresholds_of(texts: Sequence[str]) -> list[float]:
-    """From 1 down."""
+    """Return thresholds from 1 down."""
     values = launch.numbers("thresholds", texts)
     fine = all(0 <= t <= 1 for t in values) and any(t < 1 for t in values)
     require(fine, "--thresholds", ",".join(texts), "must lie in [0, 1], one of them below 1")
@@ -243,7 +243,7 @@ def word_batches(records: Records) -> Iterator[dict[str, np.ndarray]]:
 
 
 def by_unit(scores, threshold: float) -> tuple[np.ndarray, np.ndarray]:
-    """Of every text: (sum of -log p of its labels, each under the exit that emits it; labels)."""
+    """Return, of every text, (sum of -log p of its labels under their exits, its labels)."""
     from eejax import calibration
 
     number = calibration.emitting_exits(scores, threshold)
@@ -262,18 +262,21 @@ def teacher_forced(text, spoken, threshold: float) -> dict:
     words, (sums, counts) = by_unit(spoken, threshold)[0], by_unit(text, threshold)
     more = mean_interval(sums - by_unit(text, 1.0)[0], counts)
     return {
-        "threshold": threshold, "word_loss": float(words.mean()),
-        "perplexity": point.perplexity, "agreement": point.agreement, "depth": point.depth,
+        "threshold": threshold,
+        "word_loss": float(words.mean()),
+        "perplexity": point.perplexity,
+        "agreement": point.agreement,
+        "depth": point.depth,
         "shares": point.shares,
         "more_than_full": {
             "word_loss": mean_interval(words - by_unit(spoken, 1.0)[0])._asdict(),
             "perplexity": Interval(*(math.exp(x) - 1 for x in more))._asdict(),
         },
-    }  # fmt: skip
+    }
 
 
 def full_scores(text, spoken) -> dict[str, dict]:
-    """Of the full model, with their 95 % intervals."""
+    """Return scores of the full model, with their 95 % intervals."""
     from eejax.analysis.intervals import Interval, mean_interval
 
     perplexity = Interval(*map(math.exp, mean_interval(*by_unit(text, 1.0))))
@@ -321,15 +324,18 @@ def judge(found: Sequence[dict], full: dict, check: dict | None) -> list[dict]:
     first, last = found[0], found[-1]
     slower = [
         f"{row['threshold']:g} ({text_of(row['over_above'])} times the threshold above)"
-        for row in found if row["over_above"]["high"] < 1
-    ]  # fmt: skip
-    claims = [{
-        "claim": f"`recompute` is the faster the lower the threshold: {first['speed']['ratio']:.2f}"
-                 f" times full's at 1, {last['speed']['ratio']:.2f} at {last['threshold']:g}, "
-                 f"{text_of(last['over_first'])} times the speed at 1; slower than the threshold "
-                 f"above, beyond the interval: {', '.join(slower) or 'none'}",
-        "holds": not slower and last["over_first"]["low"] > 1,
-    }]  # fmt: skip
+        for row in found
+        if row["over_above"]["high"] < 1
+    ]
+    claims = [
+        {
+            "claim": "`recompute` is the faster the lower the threshold: "
+            f"{first['speed']['ratio']:.2f} times full's at 1, {last['speed']['ratio']:.2f} at "
+            f"{last['threshold']:g}, {text_of(last['over_first'])} times the speed at 1; "
+            f"slower than the threshold above, beyond the interval: {', '.join(slower) or 'none'}",
+            "holds": not slower and last["over_first"]["low"] > 1,
+        }
+    ]
     for key, whole in full.items():
         value = lambda row, key=key: row[key]["score"] if key == "accuracy" else row[key]
         within = lambda row, w=whole, v=value: w["low"] <= v(row) <= w["high"]
@@ -340,26 +346,33 @@ def judge(found: Sequence[dict], full: dict, check: dict | None) -> list[dict]:
             shown = ".2%" if key == "perplexity" else ".3f"
             more = {k: f"{x:+{shown}}" for k, x in more.items()}
             there += f" (paired: {more['score']}, {more['low']} to {more['high']})"
-        claims.append({
-            "claim": f"{SCORES[key]}: {there}, where the full model's is {whole['score']:.4g} "
-                     f"({whole['low']:.4g}-{whole['high']:.4g}); within that down to "
-                     + (f"{lowest[-1]['threshold']:g}" if lowest else "none"),
-            "holds": all(map(within, high)),
-        })  # fmt: skip
+        claims.append(
+            {
+                "claim": f"{SCORES[key]}: {there}, where the full model's is {whole['score']:.4g} "
+                f"({whole['low']:.4g}-{whole['high']:.4g}); within that down to "
+                + (f"{lowest[-1]['threshold']:g}" if lowest else "none"),
+                "holds": all(map(within, high)),
+            }
+        )
     ratios = [row["simulated"]["pipelined"] / row["simulated"]["recompute"] for row in found]
     least = int(np.argmin(ratios))
-    claims.append({
-        "claim": "`pipelined` is at least as fast as `recompute` for the same tokens (simulated): "
-                 f"{min(ratios):.3f} (at {found[least]['threshold']:g}) to {max(ratios):.3f} times",
-        "holds": min(ratios) >= 1 - 1e-9,
-    })  # fmt: skip
+    claims.append(
+        {
+            "claim": "`pipelined` is at least as fast as `recompute` for the same tokens "
+            f"(simulated): {min(ratios):.3f} (at {found[least]['threshold']:g}) "
+            f"to {max(ratios):.3f} times",
+            "holds": min(ratios) >= 1 - 1e-9,
+        }
+    )
     if check:
-        claims.append({
-            "claim": "`pipelined` and `recompute` emit the same tokens from the same exits: "
-                     f"{check['differ']} of {check['tokens']} differ, after near-ties in "
-                     f"{check['near_ties']} texts, without in {check['others']}",
-            "holds": check["others"] == 0,
-        })  # fmt: skip
+        claims.append(
+            {
+                "claim": "`pipelined` and `recompute` emit the same tokens from the same exits: "
+                f"{check['differ']} of {check['tokens']} differ, after near-ties in "
+                f"{check['near_ties']} texts, without in {check['others']}",
+                "holds": check["others"] == 0,
+            }
+        )
     return claims
 
 
@@ -373,8 +386,10 @@ def draw(out: pathlib.Path, found: Sequence[dict], full: dict, stages: int) -> l
 
     values = lambda row: {k: row[k] for k in SCORES} | {"accuracy": row["accuracy"]["score"]}
     point = lambda row, speed: {"threshold": row["threshold"], "speed": speed} | values(row)
-    real = [point(row, row["speed"]["ratio"]) | {k: row["speed"][k] for k in ("low", "high")}
-            for row in found]  # fmt: skip
+    real = [
+        point(row, row["speed"]["ratio"]) | {k: row["speed"][k] for k in ("low", "high")}
+        for row in found
+    ]
     curve = lambda engine: [point(row, row["simulated"][engine]) for row in found]
     curves = {
         "recompute, measured": real,
@@ -416,17 +431,38 @@ def show(summary: dict, n_layers: int) -> None:
         f"\nFigure 8: {summary['records']} last words of LAMBADA, {summary['held_out_tokens']} "
         f"held-out tokens, {summary['pairs']} pairs of {summary['new_tokens']} new tokens"
     )
-    header = ["threshold", "last words", "-log p", "perplexity", "agreement",
-              f"depth of {n_layers}", "layers run", "times full (95 %)"]  # fmt: skip
-    whole = [f"{full['accuracy']['score']:.1%}", f"{full['word_loss']['score']:.2f}",
-             f"{full['perplexity']['score']:.3f}", "100.0%", f"{n_layers:.2f}",
-             f"{n_layers:.2f}", "1"]  # fmt: skip
+    header = [
+        "threshold",
+        "last words",
+        "-log p",
+        "perplexity",
+        "agreement",
+        f"depth of {n_layers}",
+        "layers run",
+        "times full (95 %)",
+    ]
+    whole = [
+        f"{full['accuracy']['score']:.1%}",
+        f"{full['word_loss']['score']:.2f}",
+        f"{full['perplexity']['score']:.3f}",
+        "100.0%",
+        f"{n_layers:.2f}",
+        f"{n_layers:.2f}",
+        "1",
+    ]
     cells = [
-        [f"{r['threshold']:g}", f"{r['accuracy']['score']:.1%}", f"{r['word_loss']:.2f}",
-         f"{r['perplexity']:.3f}", f"{r['agreement']:.1%}", f"{r['depth']:.2f}",
-         f"{r['layers']:.2f}", text_of(r["speed"])]
+        [
+            f"{r['threshold']:g}",
+            f"{r['accuracy']['score']:.1%}",
+            f"{r['word_loss']:.2f}",
+            f"{r['perplexity']:.3f}",
+            f"{r['agreement']:.1%}",
+            f"{r['depth']:.2f}",
+            f"{r['layers']:.2f}",
+            text_of(r["speed"]),
+        ]
         for r in found
-    ]  # fmt: skip
+    ]
     print(analysis.table(header, [["full", *whole], *cells]))
     print("\nFigure 8: scores of tasks, and times full on stages (simulated)")
     tasks = inference_tasks.TASKS
@@ -443,10 +479,13 @@ def show(summary: dict, n_layers: int) -> None:
     )
     header = ["threshold", "recompute, measured", "recompute, simulated", "pipelined, simulated"]
     cells = [
-        [f"{r['threshold']:g}", text_of(r["speed"]),
-         *(f"{r['simulated'][k]:.2f}" for k in ("recompute", "pipelined"))]
+        [
+            f"{r['threshold']:g}",
+            text_of(r["speed"]),
+            *(f"{r['simulated'][k]:.2f}" for k in ("recompute", "pipelined")),
+        ]
         for r in found
-    ]  # fmt: skip
+    ]
     print(analysis.table(header, cells) + "\n")
     for one in summary["findings"]:
         print(f"{one['place']}: theirs: {one['theirs']}; ours: {one['ours']}: {one['verdict']}")

@@ -47,7 +47,7 @@ def judged(key: str, holds: bool | None, ours: str, scale: str, why: str) -> Fin
     return finding("EE-LLM", key, ours, scale, None if holds is None else bool(holds), why)
 
 
-class Point(NamedTuple):
+class CurvePoint(NamedTuple):
     """A point of a curve of Figure 8.
 
     Attributes:
@@ -71,7 +71,7 @@ def figure_8(summary: Mapping[str, Any], scale: str) -> Iterator[Finding]:
         task, full = TASKS[name], rows[0]["score"]
         margin = COMPARABLE * full["score"]
         points = [
-            Point(
+            CurvePoint(
                 r["threshold"],
                 r["speed"]["pipelined"],
                 r["change"]["low"],
@@ -113,7 +113,7 @@ def held_out_text(summary: Mapping[str, Any], scale: str) -> Finding:
     rows, full = summary["thresholds"], summary["full"]
     more = lambda r: r["more_than_full"]["perplexity"]
     points = [
-        Point(
+        CurvePoint(
             r["threshold"],
             r["simulated"]["pipelined"],
             -more(r)["high"],
@@ -213,13 +213,13 @@ def threshold_1(summary: Mapping[str, Any], scale: str) -> Finding:
     )
 
 
-def fastest_comparable(points: Sequence[Point], margin: float) -> Point:
+def fastest_comparable(points: Sequence[CurvePoint], margin: float) -> CurvePoint:
     """Find the fastest point whose score is surely at most `margin` lower; else the first."""
     fine = [p for p in points if p.low >= -margin]
     return max(fine, key=lambda p: p.speed, default=points[0])
 
 
-def fast_and_comparable(points: Sequence[Point], margin: float) -> tuple[bool | None, str]:
+def fast_and_comparable(points: Sequence[CurvePoint], margin: float) -> tuple[bool | None, str]:
     """Judge whether a point is `FAST` times as fast and comparable; the reason if none is."""
     fast = [p for p in points if p.speed >= FAST]
     if any(p.low >= -margin for p in fast):

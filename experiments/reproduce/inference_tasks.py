@@ -44,7 +44,7 @@ def early_share(traces: Sequence[np.ndarray], n_exits: int) -> float:
     return float((exits < n_exits).mean()) if len(exits) else 0.0
 
 
-class Record(NamedTuple):
+class TaskPrompt(NamedTuple):
     """A prompt's last tokens, what counts as an answer, and its most tokens."""
 
     ids: list[int]
@@ -70,10 +70,10 @@ def metrics() -> dict[str, Callable[[str, str], float]]:
     }
 
 
-def records(folder: pathlib.Path, model, limit: int) -> dict[str, list[Record]]:
+def records(folder: pathlib.Path, model, limit: int) -> dict[str, list[TaskPrompt]]:
     """At most `limit` records of each task, cut to the model's context."""
     context = model.config.context_length
-    found: dict[str, list[Record]] = {name: [] for name in TASKS}
+    found: dict[str, list[TaskPrompt]] = {name: [] for name in TASKS}
     for line in (folder / MIXED).read_text().splitlines():
         row = json.loads(line)
         mine = found.get(row["task"])
@@ -82,16 +82,16 @@ def records(folder: pathlib.Path, model, limit: int) -> dict[str, list[Record]]:
         references = row["references"] or [row["choices"][row["gold"]]]
         new = min(TASKS[row["task"]].new, context // 2)
         ids = model.tokenizer.encode(row["prompt"]).tolist()
-        mine.append(Record(ids[-min(PROMPT, context - new) :], tuple(references), new))
+        mine.append(TaskPrompt(ids[-min(PROMPT, context - new) :], tuple(references), new))
     if lacking := [name for name, rows in found.items() if not rows]:
         raise DataError(f"{MIXED}: has no record of {', '.join(lacking)}.")
     return found
 
 
 def scored(
-    model, found: dict[str, list[Record]], thresholds: Sequence[float], speed: Callable
+    model, found: dict[str, list[TaskPrompt]], thresholds: Sequence[float], speed: Callable
 ) -> dict[str, list[dict]]:
-    """Of each task, a row for each threshold.
+    """Score each task at each threshold.
 
     Args:
       model: of a run.
@@ -132,7 +132,7 @@ def scored(
     return rows
 
 
-def _answers(generator, mine: Sequence[Record], threshold: float):
+def _answers(generator, mine: Sequence[TaskPrompt], threshold: float):
     """(ids, exits after the prompt's pass, references) of each record."""
     for begin in range(0, len(mine), BATCH):
         some = mine[begin : begin + BATCH]

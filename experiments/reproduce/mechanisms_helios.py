@@ -23,10 +23,10 @@ def judged(key: str, holds: bool, ours: str, why: str) -> Finding:
 
 def profile(scale: float, load: float):
     """A model of four segments that takes `scale` ms a token in each."""
-    from eejax.serving.choices import Profile
+    from eejax.serving.choices import ModelProfile
 
     each = lambda value: (value,) * len(SHARES)
-    return Profile(
+    return ModelProfile(
         each(1e-3 * scale),
         each(1e-2 * scale),
         each(load * scale),
@@ -41,12 +41,12 @@ def profile(scale: float, load: float):
 def controller(profiles, **options):
     from eejax.serving.choices import ControllerOptions
     from eejax.serving.controller import Controller
-    from eejax.serving.objectives import Objective
+    from eejax.serving.objectives import ServiceObjective
     from eejax.serving.repository import Repository
 
     return Controller(
         profiles,
-        Objective.of("throughput"),
+        ServiceObjective.of("throughput"),
         Repository(),
         ControllerOptions(**options),
         clock=lambda: 0.0,

@@ -150,7 +150,7 @@ def engines(params, config, prompts) -> Iterator[Finding]:
 
 
 def latencies() -> Iterator[Finding]:
-    """When tokens come, by the model of free-running stages and of one device."""
+    """Check the latencies of free-running stages and of one device against their models."""
     from eejax.inference import latency
     from eejax.inference.latency import ForwardTimes
     from eejax.models.config import ModelConfig

@@ -99,7 +99,7 @@ def _arrays(tree, config) -> dict:
 
 
 def calibration() -> Iterator[Finding]:
-    """Where routers stand, and whom they are to let go."""
+    """Check the places of routers, and which tokens they let go."""
     import jax
 
     from eejax.calibration.pretrained import boundaries_for
@@ -182,7 +182,7 @@ def selection() -> Iterator[Finding]:
     value = params.init(config, jax.random.key(3))
     prompts = np.random.default_rng(1).integers(0, 64, (3, 12)).tolist()
     make = lambda engine: Generator.make(value, config, engine)
-    ask = dict(threshold=0.5, gate="router", min_depth=4)
+    ask = dict(threshold=0.5, gate="router", min_exit_layer=4)
     posthoc, skipping = (make(e).generate(prompts, 24, **ask) for e in ("posthoc", "recompute"))
     deep = posthoc.boundaries[posthoc.exits < config.n_exits]
     yield judged(

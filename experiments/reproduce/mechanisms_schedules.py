@@ -28,12 +28,12 @@ def judged(key: str, holds: bool | None, ours: str, why: str, scale: str = SCALE
 
 def costs_of(stages, exits_on=(), forward: float = 2.0, exit_forward: float = 0.5):
     """Equal stages whose backward pass takes twice as long, exits on what enters some of them."""
-    from eejax.pipeline.simulate import Work, stage_costs
+    from eejax.pipeline.simulate import PassTime, stage_costs
 
-    exit_ = Work(exit_forward, 2 * exit_forward)
+    exit_ = PassTime(exit_forward, 2 * exit_forward)
     count = [int(i in exits_on) for i in range(stages)]
     return stage_costs(
-        (1,) * stages, count, layer=Work(forward, 2 * forward), exit=exit_, final=exit_
+        (1,) * stages, count, layer=PassTime(forward, 2 * forward), exit=exit_, final=exit_
     )
 
 
@@ -146,10 +146,10 @@ def memory() -> Iterator[Finding]:
 
 def drawn_costs(rng: np.random.Generator):
     """Stages, exits and microbatches at random."""
-    from eejax.pipeline.simulate import Work, stage_costs
+    from eejax.pipeline.simulate import PassTime, stage_costs
 
     p = int(rng.integers(2, 7))
-    work = lambda: Work(float(rng.integers(1, 9)), float(rng.integers(1, 9)))
+    work = lambda: PassTime(float(rng.integers(1, 9)), float(rng.integers(1, 9)))
     counts = rng.integers(0, 3, p).tolist()
     costs = stage_costs(
         rng.integers(1, 4, p).tolist(), counts, layer=work(), exit=work(), final=work()
@@ -196,12 +196,12 @@ def simulated_memory(rng: np.random.Generator) -> bool:
     from eejax.pipeline.async_1f1b import EXIT_BACKWARD, EXIT_FORWARD, async_1f1b
     from eejax.pipeline.costs import Size
     from eejax.pipeline.schedule import BACKWARD, FORWARD
-    from eejax.pipeline.simulate import Work, stage_costs
+    from eejax.pipeline.simulate import PassTime, stage_costs
 
     p = int(rng.integers(2, 7))
     m = int(rng.integers(p, 20))  # the formula has no fewer microbatches than stages
     n = rng.integers(0, 3, p).tolist()
-    work = lambda: Work(*rng.uniform(0.1, 2, 2))
+    work = lambda: PassTime(*rng.uniform(0.1, 2, 2))
     costs = stage_costs((1,) * p, n, layer=work(), exit=work(), final=work(), embedding=work())
     of = {part: Size(*rng.integers(0, 99, 2).tolist()) for part in ("IN", "BB", "EE", "FE")}
     last = lambda i: i == p - 1
@@ -231,9 +231,9 @@ def filling() -> Iterator[Finding]:
     from eejax.pipeline.async_1f1b import async_1f1b, most_kept
     from eejax.pipeline.schedule import BACKWARD, FORWARD
     from eejax.pipeline.schedule_fill import filled, filled_to, most_inserted
-    from eejax.pipeline.simulate import Work, simulate, stage_costs
+    from eejax.pipeline.simulate import PassTime, simulate, stage_costs
 
-    equal = lambda p, ratio: stage_costs((1,) * p, layer=Work(1.0, ratio))
+    equal = lambda p, ratio: stage_costs((1,) * p, layer=PassTime(1.0, ratio))
     rows, ways_right, stops_right, ways_seen = [], True, True, 0
     for p, ratio in ((4, 1.0), (4, 2.0), (8, 1.0), (8, 2.0), (8, 3.0)):
         found = filled(equal(p, ratio), 4 * p, inner_stages=range(p))
@@ -351,14 +351,14 @@ def exits_of_choice() -> Iterator[Finding]:
     kinds = {"head alone": plain, "with norm": {}, "with MLP": {"mlp": True}}
     kinds["with a layer"] = {"block": True}
     more = [overhead_7b(kind, (8, 16))[1] for kind in kinds.values()]
-    several = [overhead_7b(plain, tuple(range(8, 8 + n)))[0] for n in (1, 2, 4)]
+    many = [overhead_7b(plain, tuple(range(8, 8 + n)))[0] for n in (1, 2, 4)]
     yield judged(
         "remark-a3",
-        more == sorted(more) and more[0] < more[-1] and several == sorted(set(several)),
+        more == sorted(more) and more[0] < more[-1] and many == sorted(set(many)),
         "7B, operations of a pass with two exits: "
         + ", ".join(f"{name} {x:+.1%}" for name, x in zip(kinds, more, strict=True))
         + "; an iteration with 1, 2 and 4 exits on the second stage: "
-        + ", ".join(f"{x:+.1%}" for x in several)
+        + ", ".join(f"{x:+.1%}" for x in many)
         + " (rising)",
         "not explained: larger exits or more of them cost no more",
         f"{SCALE}, {STAGES} stages, 64 microbatches",

@@ -185,8 +185,9 @@ def architectures() -> Iterator[Finding]:
     worst = 0.0
     staged = jax.jit(oracle.gradients, static_argnums=0)
     for head in HEADS:
-        several = [kind | {"boundary": n} for kind, n in zip(kinds, places, strict=True)]
-        config = model(head, several)
+        config = model(
+            head, [kind | {"boundary": n} for kind, n in zip(kinds, places, strict=True)]
+        )
         value, weights, _, grads = whole(config, batch)
         cut = partition(config, STAGES)
         _, found = staged(cut, value, batch["tokens"], batch["labels"], weights)

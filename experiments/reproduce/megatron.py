@@ -21,20 +21,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from eejax.models.config import ModelConfig
-from eejax.pipeline.simulate import NO_WORK, Costs, Work
+from eejax.pipeline.simulate import NO_WORK, PassTime, StageCosts
 
 # Bytes that are read and written, forward and backward, for each element of [tokens, d].
-NORM = Work(36, 84)
-ROTARY = Work(48, 48)  # queries and keys
-LAYOUT = Work(16, 16)  # of queries, keys, values and the output, for FlashAttention
-DROPOUT_ADD = Work(14, 10)  # both, with the residual stream
-RESIDUAL_GRADIENTS = Work(0, 12)
-SWIGLU = Work(10, 26)  # for each element of [tokens, d_ff]
-EMBEDDING = Work(13, 11)
-EMBEDDING_GRADIENT = Work(0, 12)  # for each element of the table
-LOGITS = Work(38, 14)  # for each logit
+NORM = PassTime(36, 84)
+ROTARY = PassTime(48, 48)  # queries and keys
+LAYOUT = PassTime(16, 16)  # of queries, keys, values and the output, for FlashAttention
+DROPOUT_ADD = PassTime(14, 10)  # both, with the residual stream
+RESIDUAL_GRADIENTS = PassTime(0, 12)
+SWIGLU = PassTime(10, 26)  # for each element of [tokens, d_ff]
+EMBEDDING = PassTime(13, 11)
+EMBEDDING_GRADIENT = PassTime(0, 12)  # for each element of the table
+LOGITS = PassTime(38, 14)  # for each logit
 # Eq. 2: the inner product of a stage's output with its gradient, and the sum of two gradients.
-AUXILIARY_LOSS = Work(0, 18)
+AUXILIARY_LOSS = PassTime(0, 18)
 OPTIMIZER_BYTES = 50  # for each parameter: norm and clipping of gradients, Adam, zeros
 
 # Bytes that are there.
@@ -61,7 +61,7 @@ class Gpu:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class ReplicaRun:
     """A model on the GPUs of one replica.
 
     Attributes:
@@ -98,7 +98,7 @@ class Run:
         return self.model.padded_vocab * self.model.d_model
 
 
-def costs(run: Run, gpu: Gpu) -> Costs:
+def costs(run: ReplicaRun, gpu: Gpu) -> StageCosts:
     """Seconds of the parts of each stage for a microbatch."""
     from eejax.pipeline.costs import exit_places, model_costs
 
@@ -109,16 +109,16 @@ def costs(run: Run, gpu: Gpu) -> Costs:
     # All-gathers and reduce-scatters of states: what each shard receives.
     sent = 2 * states * (t - 1) / t / gpu.link
 
-    def seconds(flops: Work, nbytes: Work, exchanges: float) -> Work:
+    def seconds(flops: PassTime, nbytes: PassTime, exchanges: float) -> PassTime:
         one = lambda f, n: f / t / gpu.flops + n / t / gpu.bandwidth + exchanges * sent
-        return Work(*map(one, flops, nbytes))
+        return PassTime(*map(one, flops, nbytes))
 
     parts = (NORM * 2, ROTARY, LAYOUT, DROPOUT_ADD, RESIDUAL_GRADIENTS)
     layer = _total([part * states for part in parts])
     layer = layer.plus(SWIGLU * (run.rows * run.length * model.d_ff))
     embedding = (EMBEDDING * states).plus(EMBEDDING_GRADIENT * (run.table / gpu.embedding))
 
-    def exit(flops: Work, numbers: Sequence[int]) -> Work:
+    def exit(flops: PassTime, numbers: Sequence[int]) -> PassTime:
         norms = sum(model.exits[e].norm for e in numbers)
         each = (LOGITS * logits).plus(AUXILIARY_LOSS * states) * len(numbers)
         return seconds(flops, each.plus(NORM * (norms * states)), len(numbers))
@@ -126,7 +126,7 @@ def costs(run: Run, gpu: Gpu) -> Costs:
     stages = [seconds(f, layer * n, 4 * n) for f, n in zip(counted.layers, layers, strict=True)]
     stages[0] = stages[0].plus(seconds(NO_WORK, embedding, 1))
     final = (LOGITS * logits).plus(NORM * states)
-    return Costs(
+    return StageCosts(
         tuple(stages),
         tuple(map(exit, counted.entry, places.entry)),
         tuple(map(exit, counted.inner, places.inner)),
@@ -134,12 +134,12 @@ def costs(run: Run, gpu: Gpu) -> Costs:
     )
 
 
-def _total(parts: Sequence[Work]) -> Work:
-    return Work(*(sum(x) for x in zip(*parts, strict=True)))
+def _total(parts: Sequence[PassTime]) -> PassTime:
+    return PassTime(*(sum(x) for x in zip(*parts, strict=True)))
 
 
 def stage_seconds(
-    run: Run, gpu: Gpu, *, deferred: bool = True, exits_at_end: bool = False
+    run: ReplicaRun, gpu: Gpu, *, deferred: bool = True, exits_at_end: bool = False
 ) -> list[dict[str, float]]:
     """Seconds of the forward and of the backward pass of a microbatch on each stage (Figure 9)."""
     from eejax.pipeline.async_1f1b import at_end
@@ -151,28 +151,31 @@ def stage_seconds(
         exits, final = entry[i].plus(found.inner[i]), NO_WORK
         if i == run.stages - 1:
             final = found.final
-        early = Work(0, exits.total) if deferred else exits
+        early = PassTime(0, exits.total) if deferred else exits
         whole = layers.plus(final).plus(early)
         out.append({"forward": whole.forward, "backward": whole.backward})
     return out
 
 
-def peak_bytes(run: Run, *, deferred: bool = True, exits_at_end: bool = False) -> np.ndarray:
+def peak_bytes(run: ReplicaRun, *, deferred: bool = True, exits_at_end: bool = False) -> np.ndarray:
     """Bytes [stages] at the peak on a GPU of each stage (Eq. 4 to 6)."""
     from eejax.pipeline.costs import model_sizes, peak_memory
 
     gates = run.rows * run.length * run.model.d_ff
     sizes = model_sizes(
-        run.model, run.layers, layer_kept=LAYER_KEPT * run.states + GATE_KEPT * gates,
-        exit_kept=LOGIT_KEPT * run.logits, state_bytes=STATE_BYTES,
-    )  # fmt: skip
+        run.model,
+        run.layers,
+        layer_kept=LAYER_KEPT * run.states + GATE_KEPT * gates,
+        exit_kept=LOGIT_KEPT * run.logits,
+        state_bytes=STATE_BYTES,
+    )
     kept = peak_memory(sizes, run.microbatches, deferred=deferred, exits_at_end=exits_at_end)
     marks = model_sizes(run.model, run.layers, exit_kept=1, state_bytes=0)
     has_exit = peak_memory(marks, 1, exits_at_end=exits_at_end) > 0
     return (kept + has_exit * LOGIT_TEMPORARY * run.logits) / run.shards
 
 
-def optimizer_seconds(run: Run, gpu: Gpu, exits_at_end: bool = False) -> float:
+def optimizer_seconds(run: ReplicaRun, gpu: Gpu, exits_at_end: bool = False) -> float:
     """Seconds of the optimizer on the GPU with most parameters."""
     from eejax.pipeline.costs import model_sizes, peak_memory
 
@@ -183,7 +186,7 @@ def optimizer_seconds(run: Run, gpu: Gpu, exits_at_end: bool = False) -> float:
 
 
 def iteration_seconds(
-    run: Run,
+    run: ReplicaRun,
     gpu: Gpu,
     *,
     deferred: bool = True,
@@ -194,13 +197,16 @@ def iteration_seconds(
     from eejax.pipeline.async_1f1b import async_1f1b
 
     line = async_1f1b(
-        costs(run, gpu), run.microbatches, deferred=deferred, exits_at_end=exits_at_end,
+        costs(run, gpu),
+        run.microbatches,
+        deferred=deferred,
+        exits_at_end=exits_at_end,
         exits_in_bubbles=exits_in_bubbles,
-    )  # fmt: skip
+    )
     return line.time + optimizer_seconds(run, gpu, exits_at_end)
 
 
-def fitted(run: Run, seconds: float, embedding: float = 1.0) -> Gpu:
+def fitted(run: ReplicaRun, seconds: float, embedding: float = 1.0) -> Gpu:
     """Fit the rate of matrix products, so that an iteration takes so many seconds."""
     from scipy.optimize import brentq
 

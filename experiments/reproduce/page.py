@@ -60,7 +60,7 @@ def page(collection: Collection, machine: str, failed: Mapping[str, str], day: s
     made = f"Made on {day or datetime.date.today().isoformat()}: {machine}."
     parts = ["# What the papers claim, and what we find", RULES]
     parts += [f"{made} Of the rows {told(count(collection))}."]
-    numbered: list[tuple[int, Row]] = []
+    numbered: list[tuple[int, TableRow]] = []
     for title, rows in tables(collection).items():
         here = list(enumerate(rows, len(numbered) + 1))
         numbered += here
@@ -83,7 +83,7 @@ def page(collection: Collection, machine: str, failed: Mapping[str, str], day: s
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TableRow:
     """A row of a table.
 
     Attributes:
@@ -105,7 +105,7 @@ class Row:
     why: str = ""
 
 
-def tables(collection: Collection) -> dict[str, list[Row]]:
+def tables(collection: Collection) -> dict[str, list[TableRow]]:
     """Rows of each table of the page, by its title."""
     found = {TITLES[paper]: rows_of(paper, e) for paper, e in collection.entries.items()}
     others = [
@@ -137,20 +137,20 @@ def told(counts: Mapping[str, int]) -> str:
     }
     always = set(map(str, Verdict))
     return ", ".join(
-        f"{counts[kind]} {one if counts[kind] == 1 else several}"
-        for kind, (one, several) in verbs.items()
+        f"{counts[kind]} {one if counts[kind] == 1 else plural}"
+        for kind, (one, plural) in verbs.items()
         if counts[kind] or kind in always
     )
 
 
-def rows_of(paper: str, entries: Sequence[Entry]) -> list[Row]:
+def rows_of(paper: str, entries: Sequence[Entry]) -> list[TableRow]:
     """Rows of a paper's table, in the order of the paper."""
     places = {e.claim.key: e.claim.place for e in entries}
     shown: dict[Finding, str] = {}  # where a finding that speaks of several claims is told
     rows = []
     for entry in entries:
         one = entry.claim
-        plain = functools.partial(Row, paper, one.place, one.text, one.theirs)
+        plain = functools.partial(TableRow, paper, one.place, one.text, one.theirs)
         for finding in entry.findings:
             if finding in shown:
                 rows.append(plain(f"see {shown[finding]}"))
@@ -167,11 +167,11 @@ def rows_of(paper: str, entries: Sequence[Entry]) -> list[Row]:
     return rows
 
 
-def _row(f: Finding) -> Row:
-    return Row(f.paper, f.place, f.claim, f.theirs, f.ours, f.scale, str(f.verdict), f.why)
+def _row(f: Finding) -> TableRow:
+    return TableRow(f.paper, f.place, f.claim, f.theirs, f.ours, f.scale, str(f.verdict), f.why)
 
 
-def table(rows: Iterable[tuple[int, Row]]) -> str:
+def table(rows: Iterable[tuple[int, TableRow]]) -> str:
     """A table in Markdown, of rows and their numbers."""
     lines: list[Sequence[str]] = [HEADER, ["---"] * len(HEADER)]
     for number, r in rows:
@@ -185,9 +185,9 @@ def _escaped(cell: str) -> str:
     return " ".join(cell.split()).replace("|", "\\|")
 
 
-def reasons(numbered: Iterable[tuple[int, Row]], verdict: str) -> str:
+def reasons(numbered: Iterable[tuple[int, TableRow]], verdict: str) -> str:
     """A list of the reasons for a verdict, each with the rows that have it, sorted by row."""
-    found: dict[str, list[tuple[int, Row]]] = {}
+    found: dict[str, list[tuple[int, TableRow]]] = {}
     for number, row in numbered:
         if row.verdict == verdict:
             found.setdefault(row.why, []).append((number, row))

@@ -125,7 +125,7 @@ def best(rows: dict[str, dict]) -> str:
 
 
 def findings(rows: dict[str, dict]) -> list[dict]:
-    """What is found of LayerSkip's recipe; nothing if it was not trained."""
+    """Return the findings on LayerSkip's recipe; none if it was not trained."""
     from experiments.reproduce.claims import Finding, Verdict
 
     if "layer_dropout" not in rows:

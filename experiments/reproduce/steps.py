@@ -20,7 +20,7 @@ SLOWER = 8  # times the expected minutes after which a step counts as hanging
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class ReproductionStep:
     """A process that reproduces results, and ends with a JSON object that has `findings`.
 
     Attributes:
@@ -72,8 +72,8 @@ def imported(source: str) -> list[str]:
     return found
 
 
-def reproduction(name: str, minutes: float, *arguments: str, **fields) -> Step:
-    return Step(name, MODULES + name, arguments, minutes, **fields)
+def reproduction(name: str, minutes: float, *arguments: str, **fields) -> ReproductionStep:
+    return ReproductionStep(name, MODULES + name, arguments, minutes, **fields)
 
 
 FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
@@ -109,7 +109,7 @@ class Outcome:
     error: str = ""
 
 
-def execute(step: Step, workdir: pathlib.Path, data: str | None) -> Outcome:
+def execute(step: ReproductionStep, workdir: pathlib.Path, data: str | None) -> Outcome:
     """Run a step to its end, its output going to WORKDIR/logs/NAME.log.
 
     Its exit status is 1 where a claim does not hold, which is no error.
@@ -130,7 +130,7 @@ def execute(step: Step, workdir: pathlib.Path, data: str | None) -> Outcome:
     return Outcome(findings, lines, error and f"{error} (exit status {status}), see {log}")
 
 
-def environment(step: Step, data: str | None) -> dict[str, str]:
+def environment(step: ReproductionStep, data: str | None) -> dict[str, str]:
     values = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **os.environ}
     if data:
         values["EEJAX_DATA"] = data

@@ -180,8 +180,7 @@ def of_rule(model, windows: np.ndarray, judged: np.ndarray, options: dict):
     begin = time.perf_counter()
     try:
         found = calibration.calibrate_model(
-            model.params,
-            model.config,
+            model,
             batches(windows),
             calibration.RouterOptions(**options),
             every=_EVERY.value,
@@ -190,7 +189,7 @@ def of_rule(model, windows: np.ndarray, judged: np.ndarray, options: dict):
     except DataError as error:
         return {"refused": str(error)}, None
     seconds = time.perf_counter() - begin
-    refused = {q.boundary: q.refused for q in found.qualities if q.refused}
+    refused = {q.boundary: q.refused for q in found.calibration.qualities if q.refused}
     scores = calibration.score(found.params, found.config, batches(judged))
     right = scores.tokens[:-1] == scores.tokens[-1]
     told = lambda gate: [auc(a, b) for a, b in zip(scores.confidences[gate], right, strict=False)]
@@ -209,7 +208,7 @@ def of_rule(model, windows: np.ndarray, judged: np.ndarray, options: dict):
         "seconds": seconds,
         "no_router": refused,
         "boundaries": boundaries,
-        "positives": [q.positives for q in found.qualities if not q.refused],
+        "positives": [q.positives for q in found.calibration.qualities if not q.refused],
         "auc_right": told("router"),
         "auc_right_entropy": told("entropy"),
         "points": points,

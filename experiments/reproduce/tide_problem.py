@@ -14,7 +14,7 @@ def solve(model, found, engine: str = "posthoc") -> dict:
     """Exit rate, unique tokens and correctness of the problem's answer, by threshold.
 
     Args:
-      model: `eejax.Model` of bytes.
+      model: `eejax.LanguageModel` of bytes.
       found: the same with routers.
       engine: all layers run as in the paper, or "recompute", which skips them.
 
@@ -46,7 +46,7 @@ def solve(model, found, engine: str = "posthoc") -> dict:
 
 
 def correct(text: str) -> bool:
-    """Whether a text names the right number of each fruit: "6 apples", or "oranges: 4"."""
+    """Return whether a text names the right number of each fruit: "6 apples", or "oranges: 4"."""
     says = lambda fruit, n: (
         re.search(rf"\b{n}\s+{fruit}\b", text, re.I)
         or re.search(rf"\b{fruit}\b\W*(?:is|are)?\W*\b{n}\b(?! +\w+s\b)", text, re.I)

@@ -81,7 +81,7 @@ GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class EfficiencySetting:
     """A model of Figure 7.
 
     Attributes:
@@ -96,14 +96,14 @@ class Setting:
 
 
 SETTINGS = {
-    "1.3B": Setting("ee_llm_1b3", 2, (1, 4)),
-    "7B": Setting("ee_llm_7b", 2, (1, 4)),
-    "13B": Setting("ee_llm_13b", 1, (2, 8)),
-    "30B": Setting("ee_llm_30b", 1, (4, 8)),
+    "1.3B": EfficiencySetting("ee_llm_1b3", 2, (1, 4)),
+    "7B": EfficiencySetting("ee_llm_7b", 2, (1, 4)),
+    "13B": EfficiencySetting("ee_llm_13b", 1, (2, 8)),
+    "30B": EfficiencySetting("ee_llm_30b", 1, (4, 8)),
 }
 
 
-def model_of(setting: Setting, depths: tuple[float, ...] = (1 / 4, 1 / 2)):
+def model_of(setting: EfficiencySetting, depths: tuple[float, ...] = (1 / 4, 1 / 2)):
     """The model with minimalistic exits at these fractions of its depth, all embeddings untied."""
     import importlib
 
@@ -115,10 +115,10 @@ def model_of(setting: Setting, depths: tuple[float, ...] = (1 / 4, 1 / 2)):
     return ModelConfig.from_dict(values | {"head": "own", "exits": exits})
 
 
-def table1_run(name: str, exits: bool) -> megatron.Run:
+def table1_run(name: str, exits: bool) -> megatron.ReplicaRun:
     setting = SETTINGS[name]
     model = model_of(setting, (1 / 4, 1 / 2) if exits else ())
-    return megatron.Run(model, STAGES, 1, setting.rows, LENGTH, MICROBATCHES)
+    return megatron.ReplicaRun(model, STAGES, 1, setting.rows, LENGTH, MICROBATCHES)
 
 
 def how_of(row: str) -> dict:
@@ -192,7 +192,7 @@ def figure7(name: str, gpu: megatron.Gpu) -> dict:
         found = []
         for depths in DEPTHS:
             model = model_of(setting, depths)
-            run = megatron.Run(model, stages, shards, setting.rows, LENGTH, microbatches)
+            run = megatron.ReplicaRun(model, stages, shards, setting.rows, LENGTH, microbatches)
             found.append(
                 {
                     "exits": len(depths),
@@ -206,7 +206,7 @@ def figure7(name: str, gpu: megatron.Gpu) -> dict:
     return out
 
 
-def lockstep_overhead(run: megatron.Run, gpu: megatron.Gpu) -> dict[str, float]:
+def lockstep_overhead(run: megatron.ReplicaRun, gpu: megatron.Gpu) -> dict[str, float]:
     from eejax.pipeline.schedule import EXIT_POLICIES, one_f_one_b
     from eejax.pipeline.simulate import exit_time_overhead
 
@@ -272,10 +272,12 @@ def pictures(workdir: pathlib.Path, efficiency: dict) -> list[pathlib.Path]:
     from eejax.pipeline.async_1f1b import async_1f1b
     from eejax.pipeline.schedule import one_f_one_b
     from eejax.pipeline.schedule_fill import filled
-    from eejax.pipeline.simulate import Work, simulate, stage_costs
+    from eejax.pipeline.simulate import PassTime, simulate, stage_costs
 
     # Figure 3: a stage's layers take 2, an exit 1 forward, and twice that backward.
-    costs = stage_costs((1,) * 4, (0, 1, 1, 0), layer=Work(2, 4), exit=Work(1, 2), final=Work(1, 2))
+    costs = stage_costs(
+        (1,) * 4, (0, 1, 1, 0), layer=PassTime(2, 4), exit=PassTime(1, 2), final=PassTime(1, 2)
+    )
     table = lambda exits: one_f_one_b(4, 6, exit_stages=(1, 2), exits=exits)
     fig3 = {
         "(a) 1F1B without early exits": async_1f1b(costs.without_exits, 6),
@@ -286,7 +288,7 @@ def pictures(workdir: pathlib.Path, efficiency: dict) -> list[pathlib.Path]:
         "lockstep, aligned exits": simulate(table("aligned"), costs),
     }
     inserted = filled(costs, 6, exit_stages=(1, 2), exits="deferred")
-    plain = stage_costs((1,) * 4, layer=Work(2, 4))
+    plain = stage_costs((1,) * 4, layer=PassTime(2, 4))
     fig4 = {
         "lockstep, deferred exits": fig3["lockstep, deferred exits"],
         "filled": simulate(inserted.schedule, costs),

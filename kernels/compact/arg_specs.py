@@ -1,4 +1,4 @@
-"""What `compact` is asked for."""
+"""Arguments that `compact` is tested with."""
 
 from __future__ import annotations
 

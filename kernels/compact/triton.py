@@ -26,9 +26,15 @@ def compact_count_kernel(keep_ptr, kept_ptr, N: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def compact_kernel(
-    keep_ptr, kept_ptr, order_ptr, counts_ptr,
-    N: tl.constexpr, BLOCKS: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+    keep_ptr,
+    kept_ptr,
+    order_ptr,
+    counts_ptr,
+    N: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BN: tl.constexpr,
+    BC: tl.constexpr,
+):
     """Places of a block's rows. kept [BLOCKS]: those of `compact_count_kernel`, where it ran."""
     block, i = tl.program_id(0), tl.arange(0, BN)
     row = block * BN + i
@@ -54,7 +60,7 @@ def compact_kernel(
 
 
 def compact(launch, keep):
-    """As `reference.compact`, by kernels that `launch` runs."""
+    """Compute `reference.compact` with kernels that `launch` runs."""
     n = keep.shape[0]
     keep = keep.astype(jnp.int8)
     many = n > ALONE
@@ -63,9 +69,13 @@ def compact(launch, keep):
     kept = keep
     if many:
         (kept,) = launch(
-            keep, kernel=compact_count_kernel, grid=(blocks,), N=n, BN=bn,
+            keep,
+            kernel=compact_count_kernel,
+            grid=(blocks,),
+            N=n,
+            BN=bn,
             out=[jax.ShapeDtypeStruct((blocks,), jnp.int32)],
-        )  # fmt: skip
+        )
     return tuple(
         launch(
             keep,
@@ -77,5 +87,5 @@ def compact(launch, keep):
             BN=bn,
             BC=1024,
             out=[jax.ShapeDtypeStruct(s, jnp.int32) for s in ((n,), (2,))],
-        )  # fmt: skip
+        )
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from eejax.kernels.decode_attention.arg_specs import spec
-from eejax.kernels.specs import Case
+from eejax.kernels.specs import BenchCase
 
 
 def case(
@@ -17,14 +17,14 @@ def case(
     width: int,
     dtype: str,
     tiny: bool = False,
-) -> Case:
+) -> BenchCase:
     own = spec(dtype, (counts, s, n_kv, g, h, width, 0, 0, {}), tiny, full=True)
     slots, rows = len(counts), sum(counts)
     sizes = dict(dtype=dtype, slots=slots, s=s, n_kv=n_kv, g=g, h=h, rows=rows)
     # Caches are read once, and copied before, as the benchmark keeps what was there: read and
     # written. Rows are read and written: queries and results, keys and values.
     moved = 6 * slots * s * n_kv * h + 2 * rows * n_kv * g * h + 4 * rows * n_kv * h
-    return Case(own, sizes, moved * jnp.dtype(dtype).itemsize, tiny)
+    return BenchCase(own, sizes, moved * jnp.dtype(dtype).itemsize, tiny)
 
 
 SHAPES = (16, 1, 128), (8, 4, 128), (3, 3, 64)

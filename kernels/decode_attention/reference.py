@@ -86,7 +86,7 @@ def decode_attention(
     seen = real[:, :, None] & (j <= p)
     if options.window is not None:
         seen = seen & (j > p - options.window)
-    # Products of three-dimensional buffers, as in `models.mixing`.
+    # Products of three-dimensional buffers, as in `models.attention`.
     merged = lambda a: a.reshape(-1, *a.shape[2:])
     rows = jnp.transpose(q[own], (0, 2, 3, 1, 4)).reshape(-1, g * options.width, h)
     scores = jnp.einsum("nrh,nsh->nrs", rows, merged(k), preferred_element_type=wide)

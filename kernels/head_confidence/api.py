@@ -12,7 +12,7 @@ from jax import lax
 from eejax.common.errors import require
 from eejax.kernels import call
 from eejax.kernels.head_confidence import reference
-from eejax.kernels.head_confidence.reference import Options, Statistics
+from eejax.kernels.head_confidence.reference import HeadConfidenceOptions, LogitStatistics
 
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
 
@@ -22,12 +22,17 @@ each other of tokens."""
 
 
 class Confidence(NamedTuple):
-    """Of logits [n, v], arrays [n], float32 but for the token.
+    """Statistics of logits [n, v]; arrays [n], float32 but for the token.
 
-    token int32: the most likely, the first among equals; top: its probability; second: that of the
-    second most likely, which is `top` where several share it and 0 where there is one token alone;
-    lse: log-sum-exp of the logits; entropy: in nats. Where a logit is NaN or +inf, or all are -inf,
-    the token is 0 and the rest is NaN.
+    Where a logit is NaN or +inf, or all are -inf, the token is 0 and the rest is NaN.
+
+    Attributes:
+      token: int32, the most likely token, the first among equals.
+      top: its probability.
+      second: probability of the second most likely token; `top` where several share it, 0 where
+        there is one token alone.
+      lse: log-sum-exp of the logits.
+      entropy: in nats.
     """
 
     token: jax.Array
@@ -44,11 +49,11 @@ def head_confidence(
     table: jax.Array,
     head_bias: jax.Array | None,
     *,
-    options: Options,
+    options: HeadConfidenceOptions,
     axis: str | None = None,
     implementation: str | None = None,
 ) -> Confidence:
-    """`Confidence` of the logits of states x [n, d]; see `Options` for what these are.
+    """Return the `Confidence` of states x [n, d]; see `HeadConfidenceOptions` for the logits.
 
     scale, bias [d]: the norm's (no norm: None; no bias: None); table [v, d], taken in x's dtype;
     head_bias [v] or None. Products are in x's dtype and accumulated in float32. With a mesh `axis`,
@@ -71,48 +76,54 @@ def head_confidence(
     for name, shape in shapes.items():
         if given[name] is not None:
             require(
-                given[name].shape == shape, name, given[name].shape,
+                given[name].shape == shape,
+                name,
+                given[name].shape,
                 f"must be of shape {shape} beside x of shape {x.shape} and table of shape "
                 f"{table.shape}",
-            )  # fmt: skip
+            )
     normed = options.norm is not None
     for name, fits in (("scale", (scale is not None) == normed), ("bias", bias is None or normed)):
         shape = None if given[name] is None else given[name].shape
-        require(fits, name, shape, f"does not go with Options.norm = {options.norm}")
+        require(fits, name, shape, f"does not go with HeadConfidenceOptions.norm = {options.norm}")
     whole = rows * (lax.axis_size(axis) if axis else 1)
     require(
-        not axis or whole <= MOST_ROWS, "table", table.shape,
+        not axis or whole <= MOST_ROWS,
+        "table",
+        table.shape,
         f"must have at most {MOST_ROWS} rows together with the other shards' tables",
-    )  # fmt: skip
+    )
     require(
-        options.vocab_size <= whole, "Options.vocab_size", options.vocab_size,
+        options.vocab_size <= whole,
+        "HeadConfidenceOptions.vocab_size",
+        options.vocab_size,
         f"must be at most {whole}, the rows of the whole table",
-    )  # fmt: skip
+    )
     implementation = call.chosen(
         "head_confidence", implementation, x.dtype in DTYPES, f"{x.dtype} states", empty=not x.size
     )
     first = lax.axis_index(axis) * rows if axis else 0
     allowed = jnp.clip(options.vocab_size - first, 0, rows).astype(jnp.int32).reshape(1)
     args = x, scale, bias, table, head_bias, allowed
-    s = Statistics(*_statistics(options, implementation, *args))
+    s = LogitStatistics(*_statistics(options, implementation, *args))
     if axis:
         s = reference.merge(_gathered(s._replace(token=s.token + first), axis))
     return Confidence(*reference.confidence(s))
 
 
-def _gathered(s: Statistics, axis: str) -> Statistics:
+def _gathered(s: LogitStatistics, axis: str) -> LogitStatistics:
     """Arrays [shards, n], the same on every shard, which a sum of them is known to be."""
     size, own = lax.axis_size(axis), lax.axis_index(axis)
     mine = jnp.stack([a.astype(jnp.float32) for a in s])  # one message; see `MOST_ROWS`
     blank = jnp.zeros((size, *mine.shape), jnp.float32)
     whole = lax.psum(lax.dynamic_update_index_in_dim(blank, mine, own, 0), axis)
-    parts = Statistics(*jnp.moveaxis(whole, 1, 0))
+    parts = LogitStatistics(*jnp.moveaxis(whole, 1, 0))
     return parts._replace(token=parts.token.astype(jnp.int32))
 
 
 @cache
-def _run(options: Options, implementation: str | None):
-    """`Statistics` by one of the implementations, of rows x."""
+def _run(options: HeadConfidenceOptions, implementation: str | None):
+    """`LogitStatistics` by one of the implementations, of rows x."""
 
     def kernel(launch, *args):
         from eejax.kernels.head_confidence import triton
@@ -138,7 +149,7 @@ def _backward(options, implementation, args, cotangents):
     without_token = lambda s: (s.peak, s.second, s.total, s.weighted)
     run = lambda *a: without_token(reference.statistics(options, *a, allowed))
     _, pull = jax.vjp(run, *inputs)
-    return *pull(without_token(Statistics(*cotangents))), None
+    return *pull(without_token(LogitStatistics(*cotangents))), None
 
 
 _statistics.defvjp(_forward, _backward)

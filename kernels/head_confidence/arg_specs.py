@@ -1,11 +1,11 @@
-"""What `head_confidence` is asked for."""
+"""Arguments that `head_confidence` is tested with."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from eejax.kernels.head_confidence.api import head_confidence
-from eejax.kernels.head_confidence.reference import Options
+from eejax.kernels.head_confidence.reference import HeadConfidenceOptions
 from eejax.kernels.norms import NormOptions
 from eejax.kernels.specs import DTYPES, Spec, normal
 
@@ -31,7 +31,16 @@ LARGE = (
 )
 
 
-def draw(key, n: int, d: int, rows: int, bias: bool, head_bias: bool, dtype: str, options: Options):
+def draw(
+    key,
+    n: int,
+    d: int,
+    rows: int,
+    bias: bool,
+    head_bias: bool,
+    dtype: str,
+    options: HeadConfidenceOptions,
+):
     """States with a mean, so that the two norms differ, and the arguments beside them: logits have
     a standard deviation of about 2. What pads the table would be the most likely token."""
     make, norm = partial(normal, key, dtype=dtype), options.norm
@@ -55,20 +64,26 @@ def _specs(cases: tuple, small: bool) -> tuple[Spec, ...]:
     specs = []
     for dtype in DTYPES:
         for n, d, rows, padding, bias, head_bias, given in cases:
-            options = Options(rows - padding, **given)
+            options = HeadConfidenceOptions(rows - padding, **given)
             rest = {k: v for k, v in given.items() if k != "norm"}
             specs.append(
                 Spec(
                     f"{dtype}-{n}x{d}x{rows}-{_name(options.norm, bias, head_bias, rest)}",
                     partial(head_confidence, options=options),
                     partial(
-                        draw, n=n, d=d, rows=rows, bias=bias, head_bias=head_bias, dtype=dtype,
+                        draw,
+                        n=n,
+                        d=d,
+                        rows=rows,
+                        bias=bias,
+                        head_bias=head_bias,
+                        dtype=dtype,
                         options=options,
                     ),
                     {"options": options},
                     small,
                 )
-            )  # fmt: skip
+            )
     return tuple(specs)
 
 

@@ -1,4 +1,4 @@
-"""What `head_confidence` is timed on: a decoding batch, and the heads of GPT-2 and Llama 3."""
+"""Sizes that `head_confidence` is timed with: a decoding batch, heads of GPT-2 and Llama 3."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ import jax.numpy as jnp
 
 from eejax.kernels.head_confidence.api import head_confidence
 from eejax.kernels.head_confidence.arg_specs import RMS, draw
-from eejax.kernels.head_confidence.reference import Options
-from eejax.kernels.specs import DTYPES, Case, Spec
+from eejax.kernels.head_confidence.reference import HeadConfidenceOptions
+from eejax.kernels.specs import DTYPES, BenchCase, Spec
 
 
-def case(n: int, d: int, v: int, dtype: str, tiny: bool = False) -> Case:
-    options = Options(v, RMS)
+def case(n: int, d: int, v: int, dtype: str, tiny: bool = False) -> BenchCase:
+    options = HeadConfidenceOptions(v, RMS)
     own = dict(n=n, d=d, rows=v, bias=False, head_bias=False, dtype=dtype, options=options)
     spec = Spec(
-        f"{dtype}-{n}x{d}x{v}", partial(head_confidence, options=options), partial(draw, **own),
-        {"options": options}, tiny,
-    )  # fmt: skip
+        f"{dtype}-{n}x{d}x{v}",
+        partial(head_confidence, options=options),
+        partial(draw, **own),
+        {"options": options},
+        tiny,
+    )
     sizes = dict(dtype=dtype, rows=n, d=d, vocab=v)
-    return Case(spec, sizes, ((v + n) * d) * jnp.dtype(dtype).itemsize + 20 * n, tiny)
+    return BenchCase(spec, sizes, ((v + n) * d) * jnp.dtype(dtype).itemsize + 20 * n, tiny)
 
 
 CASES = (

@@ -1,7 +1,7 @@
-"""The definition of `head_confidence`: what is left of a token's logits, and what follows of it.
+"""Reference of `head_confidence`: statistics of logits, and the confidence that follows from them.
 
-What is left of any part of the vocabulary, `Statistics`, can be merged with what is left of the
-rest, in any order and to any depth: of a tile, a program of a GPU, a shard of a mesh.
+The `LogitStatistics` of any part of the vocabulary (a tile, a program of a GPU, a shard of a mesh)
+can be merged with those of the rest, in any order and to any depth.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ of -inf, which times 0 would be NaN."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class HeadConfidenceOptions:
     """The static part: logits = softcap * tanh((norm(x) @ table.T + bias) / softcap) / temperature.
 
     vocab_size: rows of the whole table from the first on that are tokens; what is behind pads it.
@@ -34,17 +34,25 @@ class Options:
     temperature: float = 1.0
 
     def __post_init__(self):
-        require_count("Options.vocab_size", self.vocab_size)
+        require_count("HeadConfidenceOptions.vocab_size", self.vocab_size)
         for name, value in (("softcap", self.softcap), ("temperature", self.temperature)):
-            require(value is None or value > 0, f"Options.{name}", value, "must be above 0")
+            require(
+                value is None or value > 0,
+                f"HeadConfidenceOptions.{name}",
+                value,
+                "must be above 0",
+            )
 
 
-class Statistics(NamedTuple):
-    """Of logits y [n, v], arrays [n], float32 but for the token.
+class LogitStatistics(NamedTuple):
+    """Statistics of logits y [n, v]; arrays [n], float32 but for the token.
 
-    peak: the largest; token int32: the first that has it, of any value where none is above -inf;
-    second: the largest of the others, the peak where several share it; total: sum of
-    exp(y - peak); weighted: sum of exp(y - peak) * (y - peak).
+    Attributes:
+      peak: the largest logit.
+      token: int32, the first token that has it, any where no logit is above -inf.
+      second: the largest of the others, the peak where several share it.
+      total: sum of exp(y - peak).
+      weighted: sum of exp(y - peak) * (y - peak).
     """
 
     peak: jax.Array
@@ -54,7 +62,7 @@ class Statistics(NamedTuple):
     weighted: jax.Array
 
 
-def logits(options: Options, x, scale, bias, table, head_bias) -> jax.Array:
+def logits(options: HeadConfidenceOptions, x, scale, bias, table, head_bias) -> jax.Array:
     """float32 [n, v] of states x [n, d]; products in x's dtype, accumulated in float32."""
     h = x if options.norm is None else norm(x, scale, bias, options.norm)
     y = jnp.einsum("nd,vd->nv", h, table.astype(x.dtype), preferred_element_type=jnp.float32)
@@ -65,8 +73,13 @@ def logits(options: Options, x, scale, bias, table, head_bias) -> jax.Array:
     return y if options.temperature == 1.0 else y / options.temperature
 
 
-def statistics(options: Options, x, scale, bias, table, head_bias, allowed) -> Statistics:
-    """Those of states x [n, d], of the first `allowed` [1] int32 rows of table [v, d]."""
+def statistics(
+    options: HeadConfidenceOptions, x, scale, bias, table, head_bias, allowed
+) -> LogitStatistics:
+    """Return statistics of states x [n, d] and the first `allowed` [1] int32 table rows.
+
+    The table is [v, d].
+    """
     y = logits(options, x, scale, bias, table, head_bias)
     index = jax.lax.broadcasted_iota(jnp.int32, y.shape, 1)
     y = jnp.where(index < allowed[None], y, -jnp.inf)
@@ -75,10 +88,10 @@ def statistics(options: Options, x, scale, bias, table, head_bias, allowed) -> S
     second = jnp.max(jnp.where(index == token[:, None], -jnp.inf, y), -1)
     z = _below(y, peak[:, None])
     e = jnp.exp(z)
-    return Statistics(peak, token, second, jnp.sum(e, -1), jnp.sum(e * z, -1))
+    return LogitStatistics(peak, token, second, jnp.sum(e, -1), jnp.sum(e * z, -1))
 
 
-def merge(parts: Statistics) -> Statistics:
+def merge(parts: LogitStatistics) -> LogitStatistics:
     """Arrays [n] of the whole from arrays [parts, n] of the vocabulary's parts, whose tokens are
     numbers in the whole."""
     peak = jnp.max(parts.peak, 0)
@@ -87,10 +100,10 @@ def merge(parts: Statistics) -> Statistics:
     z = _below(parts.peak, peak[None])
     e = jnp.exp(z)
     weighted = jnp.sum(e * (parts.weighted + z * parts.total), 0)
-    return Statistics(peak, token, second, jnp.sum(e * parts.total, 0), weighted)
+    return LogitStatistics(peak, token, second, jnp.sum(e * parts.total, 0), weighted)
 
 
-def confidence(s: Statistics) -> tuple[jax.Array, ...]:
+def confidence(s: LogitStatistics) -> tuple[jax.Array, ...]:
     """(token, top, second, lse, entropy) [n] of a whole vocabulary; see `api.Confidence`."""
     total = jnp.where(s.total > 0, s.total, jnp.nan)  # no logit above -inf: no distribution
     token = jnp.where(s.total > 0, s.token, 0)

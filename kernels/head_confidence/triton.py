@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from eejax.kernels import call, norms
-from eejax.kernels.head_confidence.reference import LOWEST, Options, Statistics
+from eejax.kernels.head_confidence.reference import LOWEST, HeadConfidenceOptions, LogitStatistics
 from eejax.kernels.softcap import tanh
 
 PROGRAMS = 216
@@ -46,10 +46,15 @@ def _read(x_ptr, row, at, N: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _moments(
-    x_ptr, row,
-    N: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    row,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    EPS: tl.constexpr,
+    LAYER: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+):
     """Means [BN] of rows, 0 for RMSNorm, and one over their standard deviations [BN]."""
     i = tl.arange(0, BD)
     shift = tl.zeros((BN,), tl.float32)
@@ -69,9 +74,17 @@ def _moments(
 
 @triton.jit
 def _normed(
-    x, scale_ptr, bias_ptr, at, mean, inverse,
-    D: tl.constexpr, LAYER: tl.constexpr, BIAS: tl.constexpr, PLUS_ONE: tl.constexpr,
-):  # fmt: skip
+    x,
+    scale_ptr,
+    bias_ptr,
+    at,
+    mean,
+    inverse,
+    D: tl.constexpr,
+    LAYER: tl.constexpr,
+    BIAS: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+):
     """Columns `at` [BD] of states, normed and rounded as `norms.norm` does it."""
     scale = tl.load(scale_ptr + at, mask=at < D, other=0.0).to(tl.float32)
     if PLUS_ONE:
@@ -87,22 +100,43 @@ def _normed(
 
 @triton.jit
 def _below(y, peak):
-    """As `reference._below`. No maximum takes the smallest: on a GPU it loses what is NaN."""
+    """Compute `reference._below` without a maximum: on a GPU a maximum loses NaN."""
     z = y - tl.where(peak > _NEVER, peak, 0.0)
     return tl.where(z < _LOWEST, _LOWEST, z)
 
 
 @triton.jit
 def head_statistics_kernel(
-    x_ptr, scale_ptr, bias_ptr, table_ptr, head_bias_ptr, allowed_ptr,
-    peak_ptr, token_ptr, second_ptr, total_ptr, weighted_ptr,
-    N: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
-    LAYER: tl.constexpr, BIAS: tl.constexpr, PLUS_ONE: tl.constexpr, HEAD_BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, PRECISION: tl.constexpr,
-    BN: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, TILES: tl.constexpr,
+    x_ptr,
+    scale_ptr,
+    bias_ptr,
+    table_ptr,
+    head_bias_ptr,
+    allowed_ptr,
+    peak_ptr,
+    token_ptr,
+    second_ptr,
+    total_ptr,
+    weighted_ptr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    SPAN: tl.constexpr,
+    NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    LAYER: tl.constexpr,
+    BIAS: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    HEAD_BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BN: tl.constexpr,
+    BV: tl.constexpr,
+    BD: tl.constexpr,
+    TILES: tl.constexpr,
     STEPS: tl.constexpr,
-):  # fmt: skip
-    """A block of rows and SPAN rows of the table: their `Statistics`, [programs, N] each."""
+):
+    """A block of rows and SPAN rows of the table: their `LogitStatistics`, [programs, N] each."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     begin = tl.program_id(1) * SPAN
     end = tl.minimum(begin + SPAN, tl.load(allowed_ptr))
@@ -159,10 +193,21 @@ def head_statistics_kernel(
 
 @triton.jit
 def head_merge_kernel(
-    peaks_ptr, tokens_ptr, seconds_ptr, totals_ptr, weighteds_ptr,
-    peak_ptr, token_ptr, second_ptr, total_ptr, weighted_ptr,
-    N: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
-):  # fmt: skip
+    peaks_ptr,
+    tokens_ptr,
+    seconds_ptr,
+    totals_ptr,
+    weighteds_ptr,
+    peak_ptr,
+    token_ptr,
+    second_ptr,
+    total_ptr,
+    weighted_ptr,
+    N: tl.constexpr,
+    PARTS: tl.constexpr,
+    BN: tl.constexpr,
+    BP: tl.constexpr,
+):
     """A block of rows: `reference.merge` of [PARTS, N]."""
     row, part = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BP)
     at = part[:, None] * N + row[None, :]
@@ -184,36 +229,53 @@ def head_merge_kernel(
     tl.store(weighted_ptr + row, tl.sum(e * (weighteds + z * totals), 0), mask=row < N)
 
 
-def statistics(launch, options: Options, x, scale, bias, table, head_bias, allowed):
-    """As `reference.statistics`, by kernels that `launch` runs."""
+def statistics(launch, options: HeadConfidenceOptions, x, scale, bias, table, head_bias, allowed):
+    """Compute `reference.statistics` with kernels that `launch` runs."""
     (n, d), rows, norm = x.shape, table.shape[0], options.norm
     if norm is not None and n > FUSED_ROWS:
         x, norm = norms.norm(x, scale, bias, norm), None
     own = _blocks(n, d, rows, x.dtype.itemsize) | dict(
-        N=n, D=d, NORM=norm is not None, EPS=norm.eps if norm else 0.0,
-        LAYER=bool(norm) and norm.kind == "layernorm", BIAS=bool(norm) and bias is not None,
-        PLUS_ONE=bool(norm) and norm.plus_one, HEAD_BIAS=head_bias is not None,
-        SOFTCAP=float(options.softcap or 0), TEMPERATURE=float(options.temperature),
+        N=n,
+        D=d,
+        NORM=norm is not None,
+        EPS=norm.eps if norm else 0.0,
+        LAYER=bool(norm) and norm.kind == "layernorm",
+        BIAS=bool(norm) and bias is not None,
+        PLUS_ONE=bool(norm) and norm.plus_one,
+        HEAD_BIAS=head_bias is not None,
+        SOFTCAP=float(options.softcap or 0),
+        TEMPERATURE=float(options.temperature),
         PRECISION=call.precision(x.dtype),
-    )  # fmt: skip
+    )
     programs = triton.cdiv(rows, own["SPAN"])
     given = [x if a is None else a for a in (scale, bias, table.astype(x.dtype), head_bias)]
     parts = launch(
-        x, *given, allowed, kernel=head_statistics_kernel,
-        grid=(triton.cdiv(n, own["BN"]), programs), out=_results(programs, n), **own,
-    )  # fmt: skip
+        x,
+        *given,
+        allowed,
+        kernel=head_statistics_kernel,
+        grid=(triton.cdiv(n, own["BN"]), programs),
+        out=_results(programs, n),
+        **own,
+    )
     if programs == 1:
-        return Statistics(*(a[0] for a in parts))
+        return LogitStatistics(*(a[0] for a in parts))
     bn = min(4, triton.next_power_of_2(n))
     merged = launch(
-        *parts, kernel=head_merge_kernel, grid=(triton.cdiv(n, bn),), out=_results(n), N=n,
-        PARTS=programs, BN=bn, BP=triton.next_power_of_2(programs),
-    )  # fmt: skip
-    return Statistics(*merged)
+        *parts,
+        kernel=head_merge_kernel,
+        grid=(triton.cdiv(n, bn),),
+        out=_results(n),
+        N=n,
+        PARTS=programs,
+        BN=bn,
+        BP=triton.next_power_of_2(programs),
+    )
+    return LogitStatistics(*merged)
 
 
 def _blocks(n: int, d: int, rows: int, size: int) -> dict[str, int]:
-    """How n rows of width d and the table's are cut into programs, and these into tiles of 16 KiB.
+    """Cut n rows of width d and the table's rows into programs, and these into tiles of 16 KiB.
 
     Many rows of x read a table's tile at once, and x as often as there are tiles: the more rows,
     the wider a tile is in the vocabulary and the narrower in d, as registers allow.
@@ -232,6 +294,6 @@ def _blocks(n: int, d: int, rows: int, size: int) -> dict[str, int]:
 
 
 def _results(*shape: int) -> list[jax.ShapeDtypeStruct]:
-    """Shapes of `Statistics`."""
+    """Shapes of `LogitStatistics`."""
     dtypes = (jnp.float32, jnp.int32, jnp.float32, jnp.float32, jnp.float32)
     return [jax.ShapeDtypeStruct(shape, dtype) for dtype in dtypes]

@@ -44,8 +44,10 @@ class Sums(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of `Sums.cost`, in h [n, d], in h's dtype; table [v, d] float32; bias [v] float32, or None;
-    weights [n] float32."""
+    """Gradients of `Sums.cost`.
+
+    In h [n, d], in h's dtype; table [v, d] float32; bias [v] float32, or None; weights [n] float32.
+    """
 
     h: jax.Array
     table: jax.Array
@@ -60,8 +62,11 @@ class _Static(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """Of tokens [n]. labels: row of the table, -1 where that is elsewhere; weights: 0 for what does
-    not count, NaN for a bad label; counted: the weights, had all the weight 1."""
+    """Tokens [n] of a loss.
+
+    labels: row of the table, -1 where another shard has it. weights: 0 for tokens that do not
+    count, NaN for a bad label. counted: the weights, if all tokens that count had weight 1.
+    """
 
     labels: jax.Array
     weights: jax.Array
@@ -110,8 +115,10 @@ def sums(
     skip: jax.Array | None = None,
     implementation: str | None = None,
 ) -> Sums:
-    """As `linear_cross_entropy`, not differentiable; each shard of `axis` has the whole sums. Where
-    `skip`, bool [], is true, nothing is computed, and they are 0."""
+    """Compute `linear_cross_entropy` without gradients; each shard of `axis` has the whole sums.
+
+    Where `skip`, bool [], is true, nothing is computed, and they are 0.
+    """
     implementation = _checked(h, table, bias, labels, weights, options, axis, implementation)
     inputs = _alike((h, table, bias, labels, weights), axis)
     return _sums(_Static(options, axis, implementation), *inputs, skip)
@@ -160,17 +167,23 @@ def _checked(h, table, bias, labels, weights, options, axis, implementation) -> 
     for name, shape in dict(table=(v, d), bias=(v,), labels=(n,), weights=(n,)).items():
         if given[name] is not None:
             require(
-                given[name].shape == shape, name, given[name].shape,
+                given[name].shape == shape,
+                name,
+                given[name].shape,
                 f"must be of shape {shape} beside h of shape {h.shape}",
-            )  # fmt: skip
+            )
     require(
-        jnp.issubdtype(labels.dtype, jnp.signedinteger), "labels", labels.dtype,
+        jnp.issubdtype(labels.dtype, jnp.signedinteger),
+        "labels",
+        labels.dtype,
         "must be signed integers",
-    )  # fmt: skip
+    )
     require(
-        axis is not None or options.vocab_size <= v, "options.vocab_size", options.vocab_size,
+        axis is not None or options.vocab_size <= v,
+        "options.vocab_size",
+        options.vocab_size,
         f"must be at most the table's {v} rows",
-    )  # fmt: skip
+    )
     return call.chosen(
         "linear_cross_entropy", implementation, h.dtype in DTYPES, f"{h.dtype} states"
     )
@@ -252,7 +265,7 @@ class _Costs(NamedTuple):
     factor: jax.Array | float
 
 
-def _costs(static: _Static, s: reference.Statistics) -> _Costs:
+def _costs(static: _Static, s: reference.TileStatistics) -> _Costs:
     o = static.options
     over = (lambda f, a: f(a, static.axis)) if static.axis else (lambda f, a: a)
     top = over(lax.pmax, s.peaks.max(0))
@@ -337,12 +350,12 @@ def _part(implementation: str | None, name: str, *static) -> Callable:
 
 
 def _whole(static: _Static, a: jax.Array) -> jax.Array:
-    """What every shard knows, as equal on all of them: a sum with one term says so to JAX."""
+    """Mark a value that every shard has as equal on all: a sum with one term tells JAX so."""
     return lax.psum(_once(static, a), static.axis) if static.axis else a
 
 
 def _once(static: _Static, a: jax.Array) -> jax.Array:
-    """What every shard of the vocabulary knows, kept on the first and 0 on the others."""
+    """Keep a value that all shards of the vocabulary have on the first one, 0 on the others."""
     return jnp.where(lax.axis_index(static.axis) == 0, a, 0.0) if static.axis else a
 
 

@@ -1,4 +1,4 @@
-"""What `linear_cross_entropy` is asked for."""
+"""Arguments that `linear_cross_entropy` is tested with."""
 
 from __future__ import annotations
 
@@ -37,9 +37,12 @@ def draw(key, n: int, d: int, v: int, padding: int, bias: bool, dtype: str) -> t
     weights = jax.random.uniform(jax.random.fold_in(key, 2), (n,), jnp.float32, 0.5, 1.5)
     make = partial(normal, key, dtype=dtype)
     return (
-        make(3, (n, d)), make(4, (v, d), std=3 * d**-0.5), make(5, (v,)) if bias else None,
-        jnp.where(ignored & (jnp.arange(n) > 0), api.IGNORE, labels), weights,
-    )  # fmt: skip
+        make(3, (n, d)),
+        make(4, (v, d), std=3 * d**-0.5),
+        make(5, (v,)) if bias else None,
+        jnp.where(ignored & (jnp.arange(n) > 0), api.IGNORE, labels),
+        weights,
+    )
 
 
 def value_and_gradients(
@@ -79,7 +82,10 @@ def _specs(cases: tuple, dtype: str, small: bool) -> tuple[Spec, ...]:
 # float16's kernels are those of bfloat16, but for what they round to; float32's large ones differ
 # in their masks alone.
 SPECS = (
-    *_specs(SMALL, "float32", True), *_specs(SMALL, "bfloat16", True),
-    *_specs(SMALL[:2], "float16", True), *_specs(LARGE[1:3], "float32", False),
-    *_specs(LARGE, "bfloat16", False), *_specs(LARGE[:2], "float16", False),
-)  # fmt: skip
+    *_specs(SMALL, "float32", True),
+    *_specs(SMALL, "bfloat16", True),
+    *_specs(SMALL[:2], "float16", True),
+    *_specs(LARGE[1:3], "float32", False),
+    *_specs(LARGE, "bfloat16", False),
+    *_specs(LARGE[:2], "float16", False),
+)

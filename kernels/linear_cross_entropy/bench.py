@@ -1,4 +1,4 @@
-"""What `linear_cross_entropy` is timed on, gradients and all, beside whole logits."""
+"""Sizes that `linear_cross_entropy` is timed with, with gradients, beside whole logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from eejax.kernels.linear_cross_entropy import api
 from eejax.kernels.linear_cross_entropy.arg_specs import draw, value_and_gradients
 from eejax.kernels.linear_cross_entropy.reference import LossOptions
-from eejax.kernels.specs import Case, Spec
+from eejax.kernels.specs import BenchCase, Spec
 
 
 def gradients(*args, options: LossOptions, implementation: str | None = None):
@@ -30,21 +30,27 @@ def whole_logits(h, table, bias, labels, weights):
     return jax.value_and_grad(cost, (0, 1, 2))(h, table, weights)
 
 
-def case(n: int, d: int, v: int, dtype: str, tiny: bool = False) -> Case:
+def case(n: int, d: int, v: int, dtype: str, tiny: bool = False) -> BenchCase:
     options = LossOptions(v)
     spec = Spec(
-        f"{dtype}-{n}x{d}x{v}", partial(gradients, options=options),
-        partial(draw, n=n, d=d, v=v, padding=0, bias=False, dtype=dtype), {"options": options},
+        f"{dtype}-{n}x{d}x{v}",
+        partial(gradients, options=options),
+        partial(draw, n=n, d=d, v=v, padding=0, bias=False, dtype=dtype),
+        {"options": options},
         tiny,
-    )  # fmt: skip
+    )
     size = jnp.dtype(dtype).itemsize
     moved = 2 * n * d * size + v * d * (size + 4)
-    return Case(spec, dict(dtype=dtype, rows=n, d=d, vocab=v), moved, tiny, whole_logits)
+    return BenchCase(spec, dict(dtype=dtype, rows=n, d=d, vocab=v), moved, tiny, whole_logits)
 
 
 CASES = (
-    *(case(8192, d, v, t) for t in ("bfloat16", "float16") for d in (1024, 4096)
-      for v in (32768, 131072)),
+    *(
+        case(8192, d, v, t)
+        for t in ("bfloat16", "float16")
+        for d in (1024, 4096)
+        for v in (32768, 131072)
+    ),
     *(case(4096, 1024, v, "float32") for v in (32768, 131072)),
     case(40, 64, 300, "float32", tiny=True),
-)  # fmt: skip
+)

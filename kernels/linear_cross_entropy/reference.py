@@ -51,12 +51,15 @@ class LossOptions:
             require(ok, f"LossOptions.{name}", getattr(self, name), allowed)
 
 
-class Statistics(NamedTuple):
-    """Of logits y [n, v] in t tiles of columns, the last of which may be narrower.
+class TileStatistics(NamedTuple):
+    """Statistics of logits y [n, v] in t tiles of columns, the last of which may be narrower.
 
-    peaks [t, n] float32: the largest of a row within a tile; totals [t, n] float32: the sum of
-    exp(y - peak); picked [n] float32: the label's logit, 0 where the label is elsewhere; kept
-    [n, v] in h's dtype, or None: exp(y - peak) * dy/d(temperature * logit before the softcap).
+    Attributes:
+      peaks: [t, n] float32, the largest logit of a row within a tile.
+      totals: [t, n] float32, the sum of exp(y - peak).
+      picked: [n] float32, the label's logit, 0 where another shard has the label.
+      kept: [n, v] in h's dtype, or None: exp(y - peak) * dy/d(temperature * logit before the
+        softcap).
     """
 
     peaks: jax.Array
@@ -70,11 +73,11 @@ def tile(options: LossOptions, dtype: Any) -> int:
     return 256 if jnp.dtype(dtype).itemsize == 2 and options.softcap is None else 128
 
 
-def statistics(options: LossOptions, keep: bool, h, table, bias, labels, count) -> Statistics:
-    """Of the logits of h [n, d] by a table [v, d] of the same dtype, and bias [v] or None.
+def statistics(options: LossOptions, keep: bool, h, table, bias, labels, count) -> TileStatistics:
+    """Return statistics of the logits of h [n, d] by a table [v, d] and bias [v] or None.
 
-    labels [n] int32: each token's row of the table, -1 where that is elsewhere; count [1] int32:
-    how many rows of the table stand for tokens.
+    The table has h's dtype. labels [n] int32: each token's row of the table, -1 where another shard
+    has it; count [1] int32: how many rows of the table stand for tokens.
     """
     y = jnp.einsum("nd,vd->nv", h, table, preferred_element_type=jnp.float32)
     if bias is not None:
@@ -93,7 +96,7 @@ def statistics(options: LossOptions, keep: bool, h, table, bias, labels, count) 
     picked = jnp.take_along_axis(y, jnp.clip(labels, 0)[:, None], 1)[:, 0]
     picked = jnp.where(labels >= 0, picked, 0.0)
     kept = (e.reshape(n, -1)[:, :v] * slope).astype(h.dtype) if keep else None
-    return Statistics(peaks.T, e.sum(-1).T, picked, kept)
+    return TileStatistics(peaks.T, e.sum(-1).T, picked, kept)
 
 
 def gradient(options: LossOptions, kept, peaks, lse, rise, own, labels, bias):

@@ -39,7 +39,7 @@ import triton.language as tl
 
 from eejax.kernels import call
 from eejax.kernels.linear_cross_entropy import reference
-from eejax.kernels.linear_cross_entropy.reference import LossOptions, Statistics
+from eejax.kernels.linear_cross_entropy.reference import LossOptions, TileStatistics
 from eejax.kernels.softcap import tanh
 
 NEGATIVE, FLOOR = tl.constexpr(reference.NEGATIVE), tl.constexpr(reference.FLOOR)
@@ -54,10 +54,19 @@ ELEMENTS = 8192  # of a program that only reads and writes
 
 @triton.jit
 def _product(
-    h_ptr, table_ptr, y, row, column,
-    N: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
-    BN: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
+    h_ptr,
+    table_ptr,
+    y,
+    row,
+    column,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BN: tl.constexpr,
+    BV: tl.constexpr,
+    BD: tl.constexpr,
+):
     """y [BN, BV] + h [N, D] of rows from `row` on by the table [V, D] of columns from `column` on.
     Beyond N and V, where it is of no use, the last are taken again. D is a multiple of BD."""
     i, j, part = tl.arange(0, BN), tl.arange(0, BV), tl.arange(0, BD)[None, :]
@@ -74,12 +83,28 @@ def _product(
 
 @triton.jit
 def statistics_kernel(
-    h_ptr, table_ptr, bias_ptr, labels_ptr, count_ptr,
-    peaks_ptr, totals_ptr, picked_ptr, kept_ptr,
-    N: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CAP: tl.constexpr, TEMPERATURE: tl.constexpr,
-    BIAS: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
-    BN: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
+    h_ptr,
+    table_ptr,
+    bias_ptr,
+    labels_ptr,
+    count_ptr,
+    peaks_ptr,
+    totals_ptr,
+    picked_ptr,
+    kept_ptr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    CAP: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    BIAS: tl.constexpr,
+    KEEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUP: tl.constexpr,
+    BN: tl.constexpr,
+    BV: tl.constexpr,
+    BD: tl.constexpr,
+):
     """A block of rows by a tile of columns."""
     blocks: tl.constexpr = (N + BN - 1) // BN
     tiles: tl.constexpr = (V + BV - 1) // BV
@@ -115,16 +140,27 @@ def statistics_kernel(
             e *= 1.0 - slope * slope
         tl.store(
             kept_ptr + row[:, None].to(tl.int64) * V + column[None, :],
-            e.to(kept_ptr.dtype.element_ty), mask=real[:, None] & (column < V)[None, :],
-        )  # fmt: skip
+            e.to(kept_ptr.dtype.element_ty),
+            mask=real[:, None] & (column < V)[None, :],
+        )
 
 
 @triton.jit
 def gradient_kernel(
-    kept_ptr, peaks_ptr, lse_ptr, rise_ptr, own_ptr, labels_ptr,
-    g_ptr, d_bias_ptr,
-    N: tl.constexpr, V: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
+    kept_ptr,
+    peaks_ptr,
+    lse_ptr,
+    rise_ptr,
+    own_ptr,
+    labels_ptr,
+    g_ptr,
+    d_bias_ptr,
+    N: tl.constexpr,
+    V: tl.constexpr,
+    BIAS: tl.constexpr,
+    BN: tl.constexpr,
+    BV: tl.constexpr,
+):
     """A block of rows by a tile of columns; g takes the place of what was kept."""
     if g_ptr is None:
         g_ptr = kept_ptr
@@ -148,8 +184,8 @@ def gradient_kernel(
 
 def statistics(
     launch, options: LossOptions, keep: bool, h, table, bias, labels, count
-) -> Statistics:
-    """As `reference.statistics`, by a kernel that `launch` runs."""
+) -> TileStatistics:
+    """Compute `reference.statistics` with a kernel that `launch` runs."""
     (n, d), v = h.shape, table.shape[0]
     single = h.dtype == jnp.float32
     bv = reference.tile(options, h.dtype)
@@ -159,27 +195,55 @@ def statistics(
     shapes = (tiles, n), (tiles, n), (n,), (n, v) if keep else (1, 1)
     dtypes = jnp.float32, jnp.float32, jnp.float32, h.dtype
     peaks, totals, picked, kept = launch(
-        h, table, table if bias is None else bias, labels, count, kernel=statistics_kernel,
-        grid=(triton.cdiv(n, bn) * tiles,), out=list(map(jax.ShapeDtypeStruct, shapes, dtypes)),
-        N=n, D=d, V=v, CAP=options.softcap, TEMPERATURE=options.temperature, BIAS=bias is not None,
-        KEEP=keep, PRECISION=call.precision(h.dtype), GROUP=GROUP, BN=bn, BV=bv,
-        BD=16 if single else 64 if deep else 32, warps=4 if bn <= 32 else 8,
+        h,
+        table,
+        table if bias is None else bias,
+        labels,
+        count,
+        kernel=statistics_kernel,
+        grid=(triton.cdiv(n, bn) * tiles,),
+        out=list(map(jax.ShapeDtypeStruct, shapes, dtypes)),
+        N=n,
+        D=d,
+        V=v,
+        CAP=options.softcap,
+        TEMPERATURE=options.temperature,
+        BIAS=bias is not None,
+        KEEP=keep,
+        PRECISION=call.precision(h.dtype),
+        GROUP=GROUP,
+        BN=bn,
+        BV=bv,
+        BD=16 if single else 64 if deep else 32,
+        warps=4 if bn <= 32 else 8,
         stages=3 if single else 4,
-    )  # fmt: skip
-    return Statistics(peaks, totals, picked, kept if keep else None)
+    )
+    return TileStatistics(peaks, totals, picked, kept if keep else None)
 
 
 def gradient(launch, options: LossOptions, kept, peaks, lse, rise, own, labels, bias):
-    """As `reference.gradient`, by a kernel that `launch` runs."""
+    """Compute `reference.gradient` with a kernel that `launch` runs."""
     n, v = kept.shape
     bv = reference.tile(options, kept.dtype)
     bn = ELEMENTS // bv
     blocks = triton.cdiv(n, bn)
     sums = (1, 1) if bias is None else (blocks, v)
     g, d_bias = launch(
-        kept, peaks, lse, rise, own, labels, kernel=gradient_kernel,
-        grid=(triton.cdiv(v, bv) * blocks,), aliases={0: 0}, N=n, V=v, BIAS=bias is not None,
+        kept,
+        peaks,
+        lse,
+        rise,
+        own,
+        labels,
+        kernel=gradient_kernel,
+        grid=(triton.cdiv(v, bv) * blocks,),
+        aliases={0: 0},
+        N=n,
+        V=v,
+        BIAS=bias is not None,
         out=[jax.ShapeDtypeStruct(kept.shape, kept.dtype), jax.ShapeDtypeStruct(sums, jnp.float32)],
-        BN=bn, BV=bv, warps=8,
-    )  # fmt: skip
+        BN=bn,
+        BV=bv,
+        warps=8,
+    )
     return g, None if bias is None else d_bias.sum(0)

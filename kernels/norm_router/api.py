@@ -60,13 +60,18 @@ def norm_router(
     for name, shape in shapes.items():
         if given[name] is not None:
             require(
-                given[name].shape == shape, name, given[name].shape,
+                given[name].shape == shape,
+                name,
+                given[name].shape,
                 f"must be of shape {shape} beside x of shape {x.shape}",
-            )  # fmt: skip
+            )
     implementation = call.chosen(
-        "norm_router", implementation, x.dtype in DTYPES and r <= MOST_WIDTH,
-        f"{x.dtype} states and a width of {r}", empty=not x.size,
-    )  # fmt: skip
+        "norm_router",
+        implementation,
+        x.dtype in DTYPES and r <= MOST_WIDTH,
+        f"{x.dtype} states and a width of {r}",
+        empty=not x.size,
+    )
     args = x, scale, bias, down, up, up_bias, threshold.astype(jnp.float32)
     return Routed(*_norm_router(options, implementation, *args))
 

@@ -1,4 +1,4 @@
-"""What `norm_router` is asked for."""
+"""Arguments that `norm_router` is tested with."""
 
 from __future__ import annotations
 
@@ -44,11 +44,14 @@ def draw(
     if outlier:  # as some columns of trained models are, for every token
         x, scale = x.at[:, d // 3].set(4e4), scale.at[d // 3].set(5.0)
     return (
-        x, scale,
-        make(2, (d,), std=0.2) if bias else None, make(3, (d, r), std=d**-0.5),
-        make(4, (r,), std=2 * r**-0.5), make(5, ()),
+        x,
+        scale,
+        make(2, (d,), std=0.2) if bias else None,
+        make(3, (d, r), std=d**-0.5),
+        make(4, (r,), std=2 * r**-0.5),
+        make(5, ()),
         jax.random.uniform(jax.random.fold_in(key, 6), (n,), jnp.float32),
-    )  # fmt: skip
+    )
 
 
 def _specs(cases: tuple, small: bool) -> tuple[Spec, ...]:

@@ -1,4 +1,4 @@
-"""What `norm_router` is timed on: rows of a decoding batch, and of many prompts."""
+"""Sizes that `norm_router` is timed with: rows of a decoding batch, and of many prompts."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ import jax.numpy as jnp
 
 from eejax.kernels.norm_router.api import norm_router
 from eejax.kernels.norm_router.arg_specs import LAYER, RMS, draw
-from eejax.kernels.specs import DTYPES, Case, Spec
+from eejax.kernels.specs import DTYPES, BenchCase, Spec
 
 ROWS, WIDTHS, BOTTLENECK = (1, 8, 64, 32768), (1024, 4096, 8192), 128
 
 
-def case(n: int, d: int, r: int, norm, dtype: str, tiny: bool = False) -> Case:
+def case(n: int, d: int, r: int, norm, dtype: str, tiny: bool = False) -> BenchCase:
     own = dict(n=n, d=d, r=r, norm=norm, bias=norm.kind == "layernorm", dtype=dtype)
     size = jnp.dtype(dtype).itemsize
     spec = Spec(
-        f"{dtype}-{n}x{d}x{r}-{norm.kind}", partial(norm_router, options=norm),
-        partial(draw, **own), {"options": norm}, tiny,
-    )  # fmt: skip
+        f"{dtype}-{n}x{d}x{r}-{norm.kind}",
+        partial(norm_router, options=norm),
+        partial(draw, **own),
+        {"options": norm},
+        tiny,
+    )
     sizes = dict(dtype=dtype, rows=n, d=d, bottleneck=r, norm=norm.kind)
-    return Case(spec, sizes, (n * d + d * r) * size + n * 9, tiny)
+    return BenchCase(spec, sizes, (n * d + d * r) * size + n * 9, tiny)
 
 
 CASES = (

@@ -33,5 +33,5 @@ def norm_router(options: NormOptions, x, scale, bias, down, up, up_bias, thresho
 
 
 def leaves(confidence: jax.Array, threshold: jax.Array) -> jax.Array:
-    """Whether a confidence reaches its threshold; 1 is reached by none."""
+    """Return whether a confidence reaches its threshold; none reaches 1."""
     return (confidence >= threshold) & (threshold < 1)

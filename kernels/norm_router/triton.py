@@ -35,13 +35,29 @@ def _scales(scale_ptr, at, inside, PLUS_ONE: tl.constexpr):
 
 @triton.jit
 def _sums(
-    x_ptr, scale_ptr, bias_ptr, down_ptr, row, begin,
-    N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, SPAN: tl.constexpr,
-    LAYER: tl.constexpr, BIAS: tl.constexpr, PLUS_ONE: tl.constexpr, PRECISION: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
-    """Of rows [BN], over SPAN columns from `begin` on: products [BN, BR] of (x - shift) * scale,
-    the sums [BN] of x - shift and of its square, and the products [BR] of scale and bias."""
+    x_ptr,
+    scale_ptr,
+    bias_ptr,
+    down_ptr,
+    row,
+    begin,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    SPAN: tl.constexpr,
+    LAYER: tl.constexpr,
+    BIAS: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """Sum over SPAN columns from `begin` of rows [BN].
+
+    Returns products [BN, BR] of (x - shift) * scale, the sums [BN] of x - shift and of its square,
+    and the products [BR] of scale and bias.
+    """
     real = row < N
     here, i = row[:, None].to(tl.int64) * D, tl.arange(0, BD)
     wide = tl.arange(0, BR)
@@ -68,8 +84,9 @@ def _sums(
         x = tl.load(x_ptr + here + at[None, :], mask=both, other=0.0)
         down = tl.load(
             down_ptr + at[:, None] * R + wide[None, :],
-            mask=inside[:, None] & (wide < R)[None, :], other=0.0,
-        )  # fmt: skip
+            mask=inside[:, None] & (wide < R)[None, :],
+            other=0.0,
+        )
         scale = _scales(scale_ptr, at, inside, PLUS_ONE)
         y = x.to(tl.float32)
         if LAYER:
@@ -91,10 +108,23 @@ def _sums(
 
 @triton.jit
 def _decide(
-    product, total, square, of_scale, of_bias, up_ptr, up_bias_ptr, threshold_ptr,
-    confidence_ptr, leaves_ptr, row,
-    N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, EPS: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
+    product,
+    total,
+    square,
+    of_scale,
+    of_bias,
+    up_ptr,
+    up_bias_ptr,
+    threshold_ptr,
+    confidence_ptr,
+    leaves_ptr,
+    row,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    EPS: tl.constexpr,
+    BR: tl.constexpr,
+):
     """Confidences of rows, from what `_sums` makes of all columns."""
     wide, real = tl.arange(0, BR), row < N
     mean = total / D
@@ -112,45 +142,118 @@ def _decide(
 
 @triton.jit
 def norm_router_kernel(
-    x_ptr, scale_ptr, bias_ptr, down_ptr, up_ptr, up_bias_ptr, threshold_ptr,
-    confidence_ptr, leaves_ptr,
-    N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr,
-    BIAS: tl.constexpr, PLUS_ONE: tl.constexpr, PRECISION: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    scale_ptr,
+    bias_ptr,
+    down_ptr,
+    up_ptr,
+    up_bias_ptr,
+    threshold_ptr,
+    confidence_ptr,
+    leaves_ptr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    EPS: tl.constexpr,
+    LAYER: tl.constexpr,
+    BIAS: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BR: tl.constexpr,
+):
     """A block of rows."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     product, total, square, of_scale, of_bias = _sums(
-        x_ptr, scale_ptr, bias_ptr, down_ptr, row, 0, N, D, R, D, LAYER, BIAS, PLUS_ONE, PRECISION,
-        BN, BD, BR,
-    )  # fmt: skip
+        x_ptr,
+        scale_ptr,
+        bias_ptr,
+        down_ptr,
+        row,
+        0,
+        N,
+        D,
+        R,
+        D,
+        LAYER,
+        BIAS,
+        PLUS_ONE,
+        PRECISION,
+        BN,
+        BD,
+        BR,
+    )
     _decide(
-        product, total, square, of_scale, of_bias, up_ptr, up_bias_ptr, threshold_ptr,
-        confidence_ptr, leaves_ptr, row, N, D, R, EPS, BR,
-    )  # fmt: skip
+        product,
+        total,
+        square,
+        of_scale,
+        of_bias,
+        up_ptr,
+        up_bias_ptr,
+        threshold_ptr,
+        confidence_ptr,
+        leaves_ptr,
+        row,
+        N,
+        D,
+        R,
+        EPS,
+        BR,
+    )
 
 
 @triton.jit
 def norm_router_sums_kernel(
-    x_ptr, scale_ptr, bias_ptr, down_ptr,
-    products_ptr, sums_ptr, constants_ptr,
-    N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, SPAN: tl.constexpr, LAYER: tl.constexpr,
-    BIAS: tl.constexpr, PLUS_ONE: tl.constexpr, PRECISION: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    scale_ptr,
+    bias_ptr,
+    down_ptr,
+    products_ptr,
+    sums_ptr,
+    constants_ptr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    SPAN: tl.constexpr,
+    LAYER: tl.constexpr,
+    BIAS: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BR: tl.constexpr,
+):
     """A block of rows, and SPAN of their columns: products [cuts, N, R], sums [cuts, 2, N] and
     constants [cuts, 2, R]."""
     cut, wide = tl.program_id(1), tl.arange(0, BR)
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     product, total, square, of_scale, of_bias = _sums(
-        x_ptr, scale_ptr, bias_ptr, down_ptr, row, cut * SPAN, N, D, R, SPAN, LAYER, BIAS, PLUS_ONE,
-        PRECISION, BN, BD, BR,
-    )  # fmt: skip
+        x_ptr,
+        scale_ptr,
+        bias_ptr,
+        down_ptr,
+        row,
+        cut * SPAN,
+        N,
+        D,
+        R,
+        SPAN,
+        LAYER,
+        BIAS,
+        PLUS_ONE,
+        PRECISION,
+        BN,
+        BD,
+        BR,
+    )
     real, inside = row < N, wide < R
     tl.store(
-        products_ptr + (cut * N + row[:, None]) * R + wide[None, :], product,
+        products_ptr + (cut * N + row[:, None]) * R + wide[None, :],
+        product,
         mask=real[:, None] & inside[None, :],
-    )  # fmt: skip
+    )
     tl.store(sums_ptr + cut * 2 * N + row, total, mask=real)
     tl.store(sums_ptr + cut * 2 * N + N + row, square, mask=real)
     inside = inside & (tl.program_id(0) == 0)
@@ -160,11 +263,22 @@ def norm_router_sums_kernel(
 
 @triton.jit
 def norm_router_end_kernel(
-    products_ptr, sums_ptr, constants_ptr, up_ptr, up_bias_ptr, threshold_ptr,
-    confidence_ptr, leaves_ptr,
-    N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, EPS: tl.constexpr, CUTS: tl.constexpr,
-    BN: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
+    products_ptr,
+    sums_ptr,
+    constants_ptr,
+    up_ptr,
+    up_bias_ptr,
+    threshold_ptr,
+    confidence_ptr,
+    leaves_ptr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    EPS: tl.constexpr,
+    CUTS: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+):
     """A block of rows: what the cuts made of them, always added up in the same order."""
     row, wide = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BR)
     real, inside = row < N, wide < R
@@ -174,27 +288,47 @@ def norm_router_end_kernel(
     for cut in range(CUTS):
         product += tl.load(
             products_ptr + (cut * N + row[:, None]) * R + wide[None, :],
-            mask=real[:, None] & inside[None, :], other=0.0,
-        )  # fmt: skip
+            mask=real[:, None] & inside[None, :],
+            other=0.0,
+        )
         total += tl.load(sums_ptr + cut * 2 * N + row, mask=real, other=0.0)
         square += tl.load(sums_ptr + cut * 2 * N + N + row, mask=real, other=0.0)
         of_scale += tl.load(constants_ptr + cut * 2 * R + wide, mask=inside, other=0.0)
         of_bias += tl.load(constants_ptr + cut * 2 * R + R + wide, mask=inside, other=0.0)
     _decide(
-        product, total, square, of_scale, of_bias, up_ptr, up_bias_ptr, threshold_ptr,
-        confidence_ptr, leaves_ptr, row, N, D, R, EPS, BR,
-    )  # fmt: skip
+        product,
+        total,
+        square,
+        of_scale,
+        of_bias,
+        up_ptr,
+        up_bias_ptr,
+        threshold_ptr,
+        confidence_ptr,
+        leaves_ptr,
+        row,
+        N,
+        D,
+        R,
+        EPS,
+        BR,
+    )
 
 
 def norm_router(launch, options: NormOptions, x, scale, bias, down, up, up_bias, threshold):
-    """As `reference.norm_router`, by kernels that `launch` runs."""
+    """Compute `reference.norm_router` with kernels that `launch` runs."""
     (n, d), r = x.shape, down.shape[1]
     down, up = down.astype(x.dtype), up.astype(x.dtype)
     own = dict(
-        N=n, D=d, R=r, BR=max(16, triton.next_power_of_2(r)), LAYER=options.kind == "layernorm",
-        BIAS=bias is not None, PLUS_ONE=options.plus_one,
+        N=n,
+        D=d,
+        R=r,
+        BR=max(16, triton.next_power_of_2(r)),
+        LAYER=options.kind == "layernorm",
+        BIAS=bias is not None,
+        PLUS_ONE=options.plus_one,
         PRECISION=call.precision(x.dtype),
-    )  # fmt: skip
+    )
     # As much of a matrix at a time as is 16 KiB, so that three tiles fit the smallest chip.
     tile = 2**14 // (own["BR"] * x.dtype.itemsize)
     own["BD"] = max(16, min(256 // x.dtype.itemsize, tile, triton.next_power_of_2(d)))
@@ -204,25 +338,55 @@ def norm_router(launch, options: NormOptions, x, scale, bias, down, up, up_bias,
     if blocks >= BLOCKS or d <= own["BD"]:
         own["BN"] = bn = _rows(blocks, own, x.dtype == jnp.float16)
         confidence, leaves = launch(
-            x, scale, bias, down, up, up_bias, threshold, kernel=norm_router_kernel,
-            grid=(triton.cdiv(n, bn),), out=results, EPS=options.eps,
-            warps=8 if bn > 16 and own["BR"] > 128 else 4, **own,
-        )  # fmt: skip
+            x,
+            scale,
+            bias,
+            down,
+            up,
+            up_bias,
+            threshold,
+            kernel=norm_router_kernel,
+            grid=(triton.cdiv(n, bn),),
+            out=results,
+            EPS=options.eps,
+            warps=8 if bn > 16 and own["BR"] > 128 else 4,
+            **own,
+        )
         return confidence, leaves.astype(bool)
     cuts = min(MOST_CUTS, triton.cdiv(2 * BLOCKS, blocks), triton.cdiv(d, own["BD"]))
     span = triton.cdiv(triton.cdiv(d, cuts), own["BD"]) * own["BD"]
     cuts = triton.cdiv(d, span)
     shapes = [(cuts, n, r), (cuts, 2, n), (cuts, 2, r)]
     sums = launch(
-        x, scale, bias, down, kernel=norm_router_sums_kernel, grid=(blocks, cuts),
-        out=[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], SPAN=span, BN=16,
-        warps=8 if own["BR"] > 256 else 4, **own,
-    )  # fmt: skip
+        x,
+        scale,
+        bias,
+        down,
+        kernel=norm_router_sums_kernel,
+        grid=(blocks, cuts),
+        out=[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes],
+        SPAN=span,
+        BN=16,
+        warps=8 if own["BR"] > 256 else 4,
+        **own,
+    )
     bn = 1 if own["BR"] >= 128 else 128 // own["BR"]
     confidence, leaves = launch(
-        *sums, up, up_bias, threshold, kernel=norm_router_end_kernel, grid=(triton.cdiv(n, bn),),
-        out=results, N=n, D=d, R=r, EPS=options.eps, CUTS=cuts, BN=bn, BR=own["BR"],
-    )  # fmt: skip
+        *sums,
+        up,
+        up_bias,
+        threshold,
+        kernel=norm_router_end_kernel,
+        grid=(triton.cdiv(n, bn),),
+        out=results,
+        N=n,
+        D=d,
+        R=r,
+        EPS=options.eps,
+        CUTS=cuts,
+        BN=bn,
+        BR=own["BR"],
+    )
     return confidence, leaves.astype(bool)
 
 

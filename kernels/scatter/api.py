@@ -39,16 +39,20 @@ def scatter(
     n, d = x.shape if x.ndim == 2 else (0, 0)
     require(x.ndim == 2, "x", x.shape, "must be rows [n, d]", "Reshape them.")
     require(
-        into.ndim == 2 and into.shape[1] == d, "into", into.shape,
+        into.ndim == 2 and into.shape[1] == d,
+        "into",
+        into.shape,
         f"must be of shape [m, {d}] beside x of shape {x.shape}",
-    )  # fmt: skip
+    )
     whole = place.shape == (n,) and jnp.issubdtype(place.dtype, jnp.integer)
     require(whole, "place", (place.shape, place.dtype.name), f"must be integers of shape {(n,)}")
     normed, shape = options is not None, lambda a: None if a is None else a.shape
     require(
-        normed == (scale is not None), "scale", shape(scale),
+        normed == (scale is not None),
+        "scale",
+        shape(scale),
         "must be given with `options`, and only with them",
-    )  # fmt: skip
+    )
     require(normed or bias is None, "bias", shape(bias), "must be None without `options`")
     if normed:
         call.require_floating("x", x)
@@ -57,9 +61,12 @@ def scatter(
             require(value.shape == (d,), name, value.shape, f"must be of shape {(d,)}")
     covered = {x.dtype, into.dtype} <= set(map(jnp.dtype, DTYPES)) and d <= MOST_WIDTH
     implementation = call.chosen(
-        "scatter", implementation, covered, f"rows of {d} {x.dtype} into {into.dtype}",
+        "scatter",
+        implementation,
+        covered,
+        f"rows of {d} {x.dtype} into {into.dtype}",
         empty=not x.size,
-    )  # fmt: skip
+    )
     if not x.size:
         return into
     m = into.shape[0]

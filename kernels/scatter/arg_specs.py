@@ -1,4 +1,4 @@
-"""What `scatter` is asked for."""
+"""Arguments that `scatter` is tested with."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ def draw(key, m: int, n: int, d: int, norm: NormOptions | None, bias: bool, dtyp
     make = partial(normal, key, dtype=dtype)
     place = jax.random.permutation(jax.random.fold_in(key, 9), max(m, n) + 3)[:n] - 1
     return (
-        make(0, (m, d)), make(1, (n, d), mean=0.5), place.astype(jnp.int32),
+        make(0, (m, d)),
+        make(1, (n, d), mean=0.5),
+        place.astype(jnp.int32),
         make(2, (d,), std=0.2, mean=1.0) if norm else None,
         make(3, (d,), std=0.2) if bias else None,
-    )  # fmt: skip
+    )
 
 
 def _specs(cases: tuple, small: bool) -> tuple[Spec, ...]:

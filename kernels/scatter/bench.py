@@ -1,4 +1,4 @@
-"""What `scatter` is timed on: a decoding batch half of which left, and many rows."""
+"""Sizes that `scatter` is timed with: a decoding batch half of which left, and many rows."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import jax.numpy as jnp
 
 from eejax.kernels.scatter.api import scatter
 from eejax.kernels.scatter.arg_specs import RMS, draw
-from eejax.kernels.specs import DTYPES, Case, Spec
+from eejax.kernels.specs import DTYPES, BenchCase, Spec
 
 
-def case(m: int, n: int, d: int, dtype: str, tiny: bool = False) -> Case:
+def case(m: int, n: int, d: int, dtype: str, tiny: bool = False) -> BenchCase:
     own = dict(m=m, n=n, d=d, norm=RMS, bias=False, dtype=dtype)
     spec = Spec(
-        f"{dtype}-{n}x{d}-into-{m}", partial(scatter, options=RMS), partial(draw, **own),
-        {"options": RMS}, tiny,
-    )  # fmt: skip
+        f"{dtype}-{n}x{d}-into-{m}",
+        partial(scatter, options=RMS),
+        partial(draw, **own),
+        {"options": RMS},
+        tiny,
+    )
     # Into a copy, as the benchmark reads what was there: m rows are read and written too.
     moved = (2 * m + 2 * n + 1) * d * jnp.dtype(dtype).itemsize
-    return Case(spec, dict(dtype=dtype, rows=n, into=m, d=d), moved, tiny)
+    return BenchCase(spec, dict(dtype=dtype, rows=n, into=m, d=d), moved, tiny)
 
 
 CASES = (

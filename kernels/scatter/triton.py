@@ -11,10 +11,21 @@ from eejax.kernels.norms import NormOptions
 
 @triton.jit
 def scatter_kernel(
-    into_ptr, x_ptr, place_ptr, scale_ptr, bias_ptr, out_ptr,
-    M: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr, LAYER: tl.constexpr,
-    BIAS: tl.constexpr, PLUS_ONE: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
+    into_ptr,
+    x_ptr,
+    place_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    EPS: tl.constexpr,
+    NORM: tl.constexpr,
+    LAYER: tl.constexpr,
+    BIAS: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    BD: tl.constexpr,
+):
     """A row. out is into's memory, or a copy of it."""
     if out_ptr is None:
         out_ptr = into_ptr
@@ -40,14 +51,27 @@ def scatter_kernel(
 
 
 def scatter(launch, options: NormOptions | None, into, x, place, scale, bias):
-    """As `reference.scatter`, by a kernel that `launch` runs."""
+    """Compute `reference.scatter` with a kernel that `launch` runs."""
     (m, d), n = into.shape, x.shape[0]
     bd, norm = triton.next_power_of_2(d), options or NormOptions()
     (out,) = launch(
-        into, x, place, x if scale is None else scale, x if bias is None else bias,
-        kernel=scatter_kernel, grid=(n,), out=[jax.ShapeDtypeStruct(into.shape, into.dtype)],
-        aliases={0: 0}, warps=max(1, min(16, bd // 512)), M=m, D=d, EPS=norm.eps,
-        NORM=options is not None, LAYER=norm.kind == "layernorm", BIAS=bias is not None,
-        PLUS_ONE=norm.plus_one, BD=bd,
-    )  # fmt: skip
+        into,
+        x,
+        place,
+        x if scale is None else scale,
+        x if bias is None else bias,
+        kernel=scatter_kernel,
+        grid=(n,),
+        out=[jax.ShapeDtypeStruct(into.shape, into.dtype)],
+        aliases={0: 0},
+        warps=max(1, min(16, bd // 512)),
+        M=m,
+        D=d,
+        EPS=norm.eps,
+        NORM=options is not None,
+        LAYER=norm.kind == "layernorm",
+        BIAS=bias is not None,
+        PLUS_ONE=norm.plus_one,
+        BD=bd,
+    )
     return out

@@ -43,8 +43,11 @@ def test_bars_lie_where_they_are_given(tmp_path):
     assert other.get_xlabel() == "ms"
     (legend,) = figure.legends
     assert [t.get_text() for t in legend.get_texts()] == [
-        "layers forward", "layers backward", "exits forward and backward", "critical path",
-    ]  # fmt: skip
+        "layers forward",
+        "layers backward",
+        "exits forward and backward",
+        "critical path",
+    ]
     image = imread(save(figure, tmp_path / "gantt.png"))
     assert image.shape[0] > 300 and image.std() > 0.02
 

@@ -246,9 +246,13 @@ def test_launches_are_those_of_a_computation_and_of_what_it_runs():
     assert hlo.launches(found, "works") == 2 and hlo.launches(found, "main") == 3 + 3 * 2
 
 
-@pytest.mark.parametrize("kernel, decisions", [
-    ("triton_kernel_call_ffi", 0), ("triton_kernel_call", 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kernel, decisions",
+    [
+        ("triton_kernel_call_ffi", 0),
+        ("triton_kernel_call", 2),
+    ],
+)
 def test_a_kernel_in_the_older_form_keeps_loop_and_conditional_on_the_host(kernel, decisions):
     assert hlo.on_host(program(kernel)) == decisions
 

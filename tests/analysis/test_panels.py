@@ -43,9 +43,7 @@ def test_thirty_runs_look_different():
     assert len({tuple(look(i).items()) for i in range(30)}) == 30
 
 
-@hypothesis.given(
-    st.lists(st.floats(-1e6, 1e6), max_size=40), st.integers(0, 50)
-)  # fmt: skip
+@hypothesis.given(st.lists(st.floats(-1e6, 1e6), max_size=40), st.integers(0, 50))
 def test_running_mean(values, width):
     want = []
     for i in range(len(values)):
@@ -128,9 +126,13 @@ SCALE = st.sampled_from([1e-5, 1e-2, 1.0, 300.0, 7e4, 3e8])
     how=st.fixed_dictionaries({k: st.booleans() for k in ("noisy", "log", "cut")}),
 )
 @hypothesis.example(
-    names=[f"{i} {'long ' * 12}" for i in range(12)], panels=1, columns=3, points=50,
-    scales=(1.0, 1.0), how={"noisy": True, "log": False, "cut": True},
-)  # fmt: skip
+    names=[f"{i} {'long ' * 12}" for i in range(12)],
+    panels=1,
+    columns=3,
+    points=50,
+    scales=(1.0, 1.0),
+    how={"noisy": True, "log": False, "cut": True},
+)
 def test_nothing_lies_over_anything_else(names, panels, columns, points, scales, how):
     x, y = np.arange(1.0, points + 1) * scales[0] * 1e5, np.geomspace(1, 200, points) * scales[1]
     curves = {name: (x, y * (1 + i)) for i, name in enumerate(names)}

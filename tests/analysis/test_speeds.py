@@ -50,6 +50,7 @@ def test_points_intervals_bands_and_thresholds():
 def test_one_panel_and_three():
     curve = {"only": points(3)}
     assert len(scores_against_speed(curve, {"a": "x"}, {}).axes) == 1
-    three = scores_against_speed({"only": [p | {"c": 1.0} for p in points(3)]},
-                                 {"a": "x", "b": "y", "c": "z"}, {})  # fmt: skip
+    three = scores_against_speed(
+        {"only": [p | {"c": 1.0} for p in points(3)]}, {"a": "x", "b": "y", "c": "z"}, {}
+    )
     assert len(three.axes) == 3

@@ -63,11 +63,13 @@ def test_differences_are_the_leaves_that_are_not_the_same(many):
 
 def test_of_lists_of_mappings_what_tells_their_elements_apart_is_given():
     exit = lambda boundary, head="tied": {"boundary": boundary, "norm": True, "head": head}
-    found = differences({
-        "a": {"exits": [exit(3)], "weights": [1.0], "steps": 1},
-        "b": {"exits": [exit(3), exit(8)], "weights": [1, 2], "steps": 1.0},
-        "c": {"exits": [], "weights": [1]},
-    })  # fmt: skip
+    found = differences(
+        {
+            "a": {"exits": [exit(3)], "weights": [1.0], "steps": 1},
+            "b": {"exits": [exit(3), exit(8)], "weights": [1, 2], "steps": 1.0},
+            "c": {"exits": [], "weights": [1]},
+        }
+    )
     assert found == {
         "exits": {"a": [{"boundary": 3}], "b": [{"boundary": 3}, {"boundary": 8}], "c": []},
         "weights": {"a": [1.0], "b": [1, 2], "c": [1]},

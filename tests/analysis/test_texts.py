@@ -60,6 +60,14 @@ def test_predictions_are_marked_where_they_are_not_the_final_ones():
     assert [d for d, _ in reader.of("th")] == ["token", "after 3", "after 12"]
     cells = [(d.strip(), a.get("class")) for d, a in reader.of("td") if d.strip()]
     assert cells == [
-        ("a", None), ("a", None), ("0.250", None), ("a", None), ("0.500", None),
-        ("b", None), ("<", "other"), ("1.000", "other"), ("b", None), ("0.750", None),
-    ]  # fmt: skip
+        ("a", None),
+        ("a", None),
+        ("0.250", None),
+        ("a", None),
+        ("0.500", None),
+        ("b", None),
+        ("<", "other"),
+        ("1.000", "other"),
+        ("b", None),
+        ("0.750", None),
+    ]

@@ -24,8 +24,8 @@ from eejax.common.errors import ConfigError, DataError
 from eejax.gates import router
 from eejax.gates.confidence import GATES, Memory
 from eejax.inference import Generator
-from eejax.inference.policy import Emission, ExitPolicy, Look, conclude, consider
-from eejax.inference.sampling import Sampling
+from eejax.inference.policy import Emission, ExitInput, ExitPolicy, emit_early, emit_final
+from eejax.inference.sampling import SamplingParams
 from eejax.kernels import call
 from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
@@ -187,14 +187,19 @@ def test_logits_of_all_tokens_never_exist_at_once(model, monkeypatch):
 def at_exit(emission, memory, e, logits, state, policy, progress, p):
     """One exit's turn for every position, as an engine takes it."""
     n = len(progress)
-    seen = Look(
-        e, state, Reader(lambda: logits, None), jnp.full((n,), True), jnp.zeros((n,), jnp.int32),
-        progress, router.of_exit(p, CONFIG, e),
-    )  # fmt: skip
-    sampling = Sampling.make(n)
+    seen = ExitInput(
+        e,
+        state,
+        Reader(lambda: logits, None),
+        jnp.full((n,), True),
+        jnp.zeros((n,), jnp.int32),
+        progress,
+        router.of_exit(p, CONFIG, e),
+    )
+    sampling = SamplingParams.make(n)
     if e == CONFIG.n_exits:
-        return conclude(emission, seen, sampling, True), memory
-    return consider(emission, memory, seen, policy, sampling, CONFIG, True)
+        return emit_final(emission, seen, sampling, True), memory
+    return emit_early(emission, memory, seen, policy, sampling, CONFIG, True)
 
 
 def walk(p, policy, logits, states, progress):
@@ -228,15 +233,15 @@ COSTS = SegmentCosts((0.0, 2.0, 1.5, 1.0), (0.3, 0.7, 0.4, 0.5))
     gate=st.sampled_from(GATES),
     threshold=st.one_of(THRESHOLD, st.lists(THRESHOLD, min_size=3, max_size=3)),
     active=st.sets(st.sampled_from([0, 2, 3])),
-    min_depth=st.integers(0, 4),
+    min_exit_layer=st.integers(0, 4),
     decay=st.sampled_from([None, 0.0, 2.0, 9.0]),
 )
 def test_point_is_the_engines_rule_applied_token_by_token(
-    walked, gate, threshold, active, min_depth, decay
+    walked, gate, threshold, active, min_exit_layer, decay
 ):
     walk, logits, states, progress, scores = walked
     n, stops = len(scores), [0, 2, 3, 4]
-    rules = dict(gate=gate, min_depth=min_depth, decay=decay)
+    rules = dict(gate=gate, min_exit_layer=min_exit_layer, decay=decay)
     policy = ExitPolicy.make(
         CONFIG, n, np.broadcast_to(np.float32(threshold), (n, 3)), sorted(active), **rules
     )
@@ -252,7 +257,7 @@ def test_point_is_the_engines_rule_applied_token_by_token(
     for left in number:
         for e in range(left + 1):
             seconds += COSTS.segments[e]
-            asked = e == 3 or (stops[e] in active and stops[e] >= min_depth and limits[e] < 1)
+            asked = e == 3 or (stops[e] in active and stops[e] >= min_exit_layer and limits[e] < 1)
             if e == left or (asked and gate not in ("saturation", "fixed", "router")):
                 seconds += COSTS.heads[e]
     point = at_threshold(scores, threshold, sorted(active), costs=COSTS, **rules)
@@ -322,7 +327,7 @@ def oracle(model):
         ("max_probability", (0.8, 0.5, 0.2), {}),
         ("max_probability", 0.4, dict(decay=3.0)),
         ("margin", 0.15, {}),
-        ("entropy", 0.5, dict(min_depth=2)),
+        ("entropy", 0.5, dict(min_exit_layer=2)),
         ("patience", 2 / 3, {}),
         ("saturation", 0.75, dict(exits=[0, 3])),
         ("fixed", (1.0, 1.0, 0.0), {}),
@@ -370,8 +375,8 @@ def test_refusals(model, scored):
         fastest([], 95)
     with pytest.raises(ConfigError, match="gate = 'trust'"):
         at_threshold(scores, 0.5, gate="trust")
-    with pytest.raises(ConfigError, match="min_depth"):
-        sweep(scores, [0.5], min_depth=-1)
+    with pytest.raises(ConfigError, match="min_exit_layer"):
+        sweep(scores, [0.5], min_exit_layer=-1)
     with pytest.raises(ConfigError, match="costs.segments = .*each of the model's 4 segments"):
         at_threshold(scores, 0.5, costs=SegmentCosts([1.0], [1.0]))
     with pytest.raises(ConfigError, match="heads = .*one for each of the segments"):

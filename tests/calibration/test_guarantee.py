@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eejax.calibration import (
-    Scores,
+    ExitScores,
     calibrate,
     learn_then_test,
     text_risks,
@@ -151,10 +151,14 @@ def scores_of(units, early, late):
     )
     n = len(units)
     confidences = np.linspace(0.9, 0.1, n)
-    return Scores(
-        config, np.zeros(n, int), np.array(units), np.array([early, late]), np.zeros((2, n)),
+    return ExitScores(
+        config,
+        np.zeros(n, int),
+        np.array(units),
+        np.array([early, late]),
+        np.zeros((2, n)),
         {"max_probability": np.stack([confidences, np.ones(n)])},
-    )  # fmt: skip
+    )
 
 
 def test_risks_are_counted_text_by_text():
@@ -163,7 +167,7 @@ def test_risks_are_counted_text_by_text():
     got = unit_risks(scores, [0.95, 0.6, 0.2, 0.0])
     np.testing.assert_allclose(got, [[0, 0, 1 / 2, 1], [0, 1 / 3, 1 / 3, 1 / 3]])
     assert (unit_risks(scores, [0.0], exits=[]) == 0).all()
-    assert (unit_risks(scores, [0.0], min_depth=2) == 0).all()
+    assert (unit_risks(scores, [0.0], min_exit_layer=2) == 0).all()
 
 
 def test_calibration_of_scores_is_the_test_of_their_risks():
@@ -216,9 +220,8 @@ def test_the_loss_of_a_text_is_by_its_longest_common_subsequence(a, b):
         return all(x in rest for x in part)
 
     common = max(
-        n for n in range(len(a) + 1)
-        for part in itertools.combinations(a, n) if within(part, b)
-    )  # fmt: skip
+        n for n in range(len(a) + 1) for part in itertools.combinations(a, n) if within(part, b)
+    )
     precision, recall = common / max(1, len(a)), common / max(1, len(b))
     same = 2 * precision * recall / (precision + recall) if common else float(a == b)
     assert unlike(a, b) == pytest.approx(1 - same)
@@ -228,7 +231,7 @@ def test_risks_of_the_pass_that_is_deployed():
     """`recompute` and `propagate` write other texts at one threshold, and have other risks."""
     config = ModelConfig(
         vocab_size=31, n_layers=3, d_model=32, n_heads=2, context_length=32, exits=(ExitConfig(1),)
-    )  # fmt: skip
+    )
     # Large weights: tokens are sure of themselves, and of what they attend to.
     p = jax.tree.map(lambda a: a * 4, params.init(config, jax.random.key(0)))
     make = lambda engine: Generator.make(p, config, EngineOptions(engine, cap=4, buckets=(1,)))

@@ -18,6 +18,7 @@ from eejax.calibration.pretrained import boundaries_for, calibrate_model, with_e
 from eejax.calibration.quality import auc
 from eejax.calibration.routers import RouterOptions, divided, labels, train_routers
 from eejax.calibration.states import States, collect
+from eejax.checkpoint.language_model import LanguageModel
 from eejax.checkpoint.model import abstract_params
 from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.gates import router
@@ -27,9 +28,16 @@ from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
 
 PLAIN = ModelConfig(
-    vocab_size=61, vocab_multiple=8, n_layers=5, d_model=32, n_heads=4, context_length=64,
-    head="own", temperature=1.4, logit_softcap=9.0,
-)  # fmt: skip
+    vocab_size=61,
+    vocab_multiple=8,
+    n_layers=5,
+    d_model=32,
+    n_heads=4,
+    context_length=64,
+    head="own",
+    temperature=1.4,
+    logit_softcap=9.0,
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +64,7 @@ def test_training_free_exits_are_the_final_norm_and_head(plain):
     states = transformer.exit_states(p, config, tokens)
     logits = [exits.logits(exits.head(p, config, e), h) for e, h in enumerate(states)]
     want = transformer.exit_states(plain, PLAIN, tokens)[0]
-    np.testing.assert_array_equal(
-        logits[2], exits.logits(exits.head(plain, PLAIN, 0), want)
-    )  # fmt: skip
+    np.testing.assert_array_equal(logits[2], exits.logits(exits.head(plain, PLAIN, 0), want))
     for e, depth in enumerate((2, 4)):
         cut = PLAIN.replace(n_layers=depth)
         lower = plain | {"layers": jax.tree.map(lambda a, n=depth: a[:n], plain["layers"])}
@@ -133,9 +139,14 @@ def test_more_exits_need_hardly_more_memory(head):
     sizes = []
     for n in (1, 7):
         config = ModelConfig(
-            vocab_size=32768, n_layers=8, d_model=8, n_heads=2, context_length=16, head=head,
+            vocab_size=32768,
+            n_layers=8,
+            d_model=8,
+            n_heads=2,
+            context_length=16,
+            head=head,
             exits=tuple(ExitConfig(b + 1, head=head) for b in range(n)),
-        )  # fmt: skip
+        )
         batch = jax.ShapeDtypeStruct((8, 16), jnp.int32)
         made = states_module._pass.lower(
             params.shapes(config), config, {"tokens": batch, "labels": batch}
@@ -177,9 +188,13 @@ def planted(n=4000, d=16, seed=0, share=0.5) -> tuple[States, ModelConfig, np.nd
     can be known of it at most [e, n]."""
     rng = np.random.default_rng(seed)
     config = ModelConfig(
-        vocab_size=7, n_layers=4, d_model=d, n_heads=2, context_length=8,
+        vocab_size=7,
+        n_layers=4,
+        d_model=d,
+        n_heads=2,
+        context_length=8,
         exits=tuple(ExitConfig(b) for b in (1, 2, 3)),
-    )  # fmt: skip
+    )
     x = rng.standard_normal((3, n, d)).astype(np.float32)
     w = rng.standard_normal((3, d))
     z = 8 * (np.einsum("end,ed->en", x, w) / np.linalg.norm(w, axis=-1)[:, None])
@@ -302,9 +317,13 @@ def test_a_killed_training_goes_on_where_it_was(tmp_path):
         train_routers(states, config, start(config), options, folder=tmp_path, watch=die)
     seen = []
     again = train_routers(
-        states, config, start(config), options, folder=tmp_path,
+        states,
+        config,
+        start(config),
+        options,
+        folder=tmp_path,
         watch=lambda epoch, loss: seen.append(epoch),
-    )  # fmt: skip
+    )
     assert seen == [4, 5]
     jax.tree.map(np.testing.assert_array_equal, again.routers, whole.routers)
     np.testing.assert_array_equal(again.losses, whole.losses)
@@ -314,53 +333,69 @@ def test_a_killed_training_goes_on_where_it_was(tmp_path):
         train_routers(states, config, start(config), options, folder=tmp_path)
 
 
+def model_of(params, config) -> LanguageModel:
+    """Return a model that needs no tokenizer here."""
+    return LanguageModel(config, params, None)
+
+
 def test_a_model_gets_routers_and_is_what_it_was(plain, tmp_path):
     before = jax.tree.map(np.array, plain)
     options = RouterOptions(width=8, epochs=3, batch=128, least=5)
     made = calibrate_model(
-        plain, PLAIN, batches(30), options, every=2, tokens=2000, folder=tmp_path / "c"
+        model_of(plain, PLAIN), batches(30), options, every=2, tokens=2000, folder=tmp_path / "c"
     )
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, plain))
     for name in ("embed", "layers"):
         assert made.params[name] is plain[name]
-    kept = [q.boundary for q in made.qualities if not q.refused]
+    kept = [q.boundary for q in made.calibration.qualities if not q.refused]
     assert [e.boundary for e in made.config.exits] == kept and kept
     assert all(e.router == 8 for e in made.config.exits)
     shapes = jax.tree.map(lambda a: a.shape, made.params)
     assert shapes == jax.tree.map(lambda a: a.shape, params.shapes(made.config))
     # What the finished model says of the windows held out is what was judged.
     again = score(made.params, made.config, list(batches(30)))
-    assert made.states.boundary is None  # nobody needs them any more, and they are large
-    n, held_out = made.states.n, made.routers.report
+    assert (
+        made.calibration.states.boundary is None
+    )  # nobody needs them any more, and they are large
+    n, held_out = made.calibration.states.n, made.calibration.routers.report
     assert held_out.sum() > 100 and len(again) > n
     pick = lambda a: a[..., :n][..., held_out]
-    np.testing.assert_array_equal(pick(again.tokens), made.scores.tokens)
-    np.testing.assert_array_equal(pick(again.labels), made.scores.labels)
-    np.testing.assert_array_equal(pick(again.units), made.scores.units)
-    np.testing.assert_allclose(pick(again.nlls), made.scores.nlls, rtol=1e-5)
-    said = made.scores.confidences["router"]
+    np.testing.assert_array_equal(pick(again.tokens), made.calibration.scores.tokens)
+    np.testing.assert_array_equal(pick(again.labels), made.calibration.scores.labels)
+    np.testing.assert_array_equal(pick(again.units), made.calibration.scores.units)
+    np.testing.assert_allclose(pick(again.nlls), made.calibration.scores.nlls, rtol=1e-5)
+    said = made.calibration.scores.confidences["router"]
     np.testing.assert_allclose(pick(again.confidences["router"]), said, rtol=1e-4, atol=1e-6)
     changed = plain | {"embed": {"tokens": plain["embed"]["tokens"] * 2}}
     with pytest.raises(ConfigError, match="about.parameters = "):
         calibrate_model(
-            changed, PLAIN, batches(30), options, every=2, tokens=2000, folder=tmp_path / "c"
+            model_of(changed, PLAIN),
+            batches(30),
+            options,
+            every=2,
+            tokens=2000,
+            folder=tmp_path / "c",
         )
     other = RouterOptions(width=4, epochs=3, batch=128, least=5)
     with pytest.raises(ConfigError, match="options.width = 4, there 8"):
         calibrate_model(
-            plain, PLAIN, batches(30), other, every=2, tokens=2000, folder=tmp_path / "c"
+            model_of(plain, PLAIN), batches(30), other, every=2, tokens=2000, folder=tmp_path / "c"
         )
     with pytest.raises(ConfigError, match="gate = 'router': no exit of this model has a router"):
-        Generator.make(plain, PLAIN.replace(exits=()), "posthoc").generate(
-            [[1]], 2, gate="router"
-        )  # fmt: skip
+        Generator.make(plain, PLAIN.replace(exits=()), "posthoc").generate([[1]], 2, gate="router")
 
 
 def test_a_resumed_calibration_holds_what_the_first_one_held(plain, tmp_path, monkeypatch):
     """Otherwise windows would be divided anew, some that were trained on among those reported."""
     options = RouterOptions(width=8, epochs=3, batch=128, least=5)
     run = lambda folder, watch=None: calibrate_model(
-        plain, PLAIN, batches(30), options, every=2, tokens=2000, folder=folder, watch=watch
+        model_of(plain, PLAIN),
+        batches(30),
+        options,
+        every=2,
+        tokens=2000,
+        folder=folder,
+        watch=watch,
     )
     fit = lambda n: monkeypatch.setattr(states_module, "most_that_fit", lambda config: n)
     said = []
@@ -377,10 +412,16 @@ def test_a_resumed_calibration_holds_what_the_first_one_held(plain, tmp_path, mo
     assert any(text.startswith("the first 1100 of 2000 tokens: no more fit") for text in said)
     fit(1900)
     again = run(tmp_path / "killed")
-    assert again.states.n == whole.states.n == 1100
-    np.testing.assert_array_equal(again.routers.report, whole.routers.report)
-    jax.tree.map(np.testing.assert_array_equal, again.routers.routers, whole.routers.routers)
-    assert run(tmp_path / "new").states.n == 1900
+    assert again.calibration.states.n == whole.calibration.states.n == 1100
+    np.testing.assert_array_equal(
+        again.calibration.routers.report, whole.calibration.routers.report
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        again.calibration.routers.routers,
+        whole.calibration.routers.routers,
+    )
+    assert run(tmp_path / "new").calibration.states.n == 1900
     for content in ("", "{}", "[1]"):
         (tmp_path / "new" / "held.json").write_text(content)
         with pytest.raises(CheckpointError, match="held.json: cannot be read .*: remove "):
@@ -391,7 +432,7 @@ def test_a_resumed_calibration_holds_what_the_first_one_held(plain, tmp_path, mo
 
 
 def test_parameters_may_be_spread_over_devices(plain):
-    """As `load_model(mesh=...)` gives them: matrices and vocabulary cut in two."""
+    """As `load_run(mesh=...)` gives them: matrices and vocabulary cut in two."""
     mesh = make_mesh(MeshConfig(model=2))
     cut = jax.tree.map(
         lambda a, like: jax.device_put(a, like.sharding), plain, abstract_params(PLAIN, mesh)
@@ -400,40 +441,39 @@ def test_parameters_may_be_spread_over_devices(plain):
     assert not cut["final"]["head"].sharding.is_fully_replicated
     options = RouterOptions(width=8, epochs=1, batch=128, least=5)
     found, want = (
-        calibrate_model(p, PLAIN, batches(15), options, every=2, tokens=1000) for p in (cut, plain)
+        calibrate_model(model_of(p, PLAIN), batches(15), options, every=2, tokens=1000)
+        for p in (cut, plain)
     )
-    np.testing.assert_array_equal(found.states.tokens, want.states.tokens)
+    np.testing.assert_array_equal(found.calibration.states.tokens, want.calibration.states.tokens)
     # Sums of two halves are rounded otherwise.
     near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
     for name in ("cosine", "kl", "nlls"):
-        near(getattr(found.states, name), getattr(want.states, name))
-    jax.tree.map(near, found.routers.routers, want.routers.routers)
+        near(getattr(found.calibration.states, name), getattr(want.calibration.states, name))
+    jax.tree.map(near, found.calibration.routers.routers, want.calibration.routers.routers)
 
 
 def test_exits_of_the_model_keep_their_parameters_and_others_stay_out(plain):
     p, config = with_exits(plain, PLAIN, (1, 2, 3))
     options = RouterOptions(width=8, epochs=1, batch=128, least=1)
-    made = calibrate_model(p, config, batches(30), options, boundaries=(1, 3), tokens=2000)
+    made = calibrate_model(
+        model_of(p, config), batches(30), options, boundaries=(1, 3), tokens=2000
+    )
     assert [(e.boundary, e.router) for e in made.config.exits] == [(1, 8), (2, 0), (3, 8)]
     for name in ("exit_1", "exit_2", "exit_3"):
         assert made.params["exits"][name]["norm"] is p["exits"][name]["norm"]
-    point = made.point(0.5)
-    assert made.thresholds(point) == (point.threshold[0], 1.0, point.threshold[1])
+    point = made.calibration.point(0.5)
+    assert made.calibration.thresholds(point) == (point.threshold[0], 1.0, point.threshold[1])
     # A second calibration leaves the first one's routers where it is not asked for others.
-    twice = calibrate_model(
-        made.params, made.config, batches(30), options, boundaries=(2,), tokens=2000
-    )
+    twice = calibrate_model(made, batches(30), options, boundaries=(2,), tokens=2000)
     assert [e.router for e in twice.config.exits] == [8, 8, 8]
     assert twice.params["exits"]["exit_1"] is made.params["exits"]["exit_1"]
     shapes = jax.tree.map(lambda a: a.shape, twice.params)
     assert shapes == jax.tree.map(lambda a: a.shape, params.shapes(twice.config))
     # Before anything is done.
     with pytest.raises(ConfigError, match=r"width = 4: must be 8, .* at boundaries 1, 3\. All"):
-        calibrate_model(
-            made.params, made.config, None, RouterOptions(width=4), boundaries=(2,), tokens=2000
-        )
+        calibrate_model(made, None, RouterOptions(width=4), boundaries=(2,), tokens=2000)
     for wrong in ((5,), (-1,), ()):
         with pytest.raises(ConfigError, match="boundaries = .*must be in 0..4"):
-            calibrate_model(p, config, batches(), options, boundaries=wrong)
+            calibrate_model(model_of(p, config), batches(), options, boundaries=wrong)
     with pytest.raises(DataError, match="has 4 windows, and 10 are needed"):
-        calibrate_model(p, config, batches(1), options, tokens=2000)
+        calibrate_model(model_of(p, config), batches(1), options, tokens=2000)

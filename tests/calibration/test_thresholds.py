@@ -7,26 +7,30 @@ import itertools
 import numpy as np
 import pytest
 
-from eejax.calibration.frontier import Scores, at_threshold
+from eejax.calibration.frontier import ExitScores, at_threshold
 from eejax.calibration.thresholds import thresholds_for
 from eejax.common.errors import ConfigError
 from eejax.models.config import ExitConfig, ModelConfig
 
 
-def scores_of(seed: int, n: int, exits: int, levels: int) -> Scores:
+def scores_of(seed: int, n: int, exits: int, levels: int) -> ExitScores:
     """Confidences on a few levels; the surer an exit, the more often it is right."""
     rng = np.random.default_rng(seed)
     config = ModelConfig(
-        vocab_size=5, n_layers=exits + 1, d_model=8, n_heads=2, context_length=8,
+        vocab_size=5,
+        n_layers=exits + 1,
+        d_model=8,
+        n_heads=2,
+        context_length=8,
         exits=tuple(ExitConfig(b + 1, router=4) for b in range(exits)),
-    )  # fmt: skip
+    )
     said = rng.integers(0, levels, (exits + 1, n)) / levels
     said = np.maximum.accumulate(said).astype(np.float32)
     right = rng.random(said.shape) < 0.5 + said / 2
     tokens = np.where(right, 1, 2).astype(np.int32)
     tokens[-1] = 1
     nothing = np.zeros(said.shape, np.float32)
-    return Scores(config, tokens[0], np.arange(n), tokens, nothing, {"router": said})
+    return ExitScores(config, tokens[0], np.arange(n), tokens, nothing, {"router": said})
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -45,8 +49,9 @@ def test_no_thresholds_on_a_grid_are_much_better(seed, agreement):
     assert best <= found.depth <= best + 0.15
     one = min(
         at_threshold(scores, t, gate="router").depth
-        for t in grid if at_threshold(scores, t, gate="router").agreement >= agreement
-    )  # fmt: skip
+        for t in grid
+        if at_threshold(scores, t, gate="router").agreement >= agreement
+    )
     assert found.depth <= one + 1e-9
 
 

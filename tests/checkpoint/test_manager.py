@@ -264,8 +264,10 @@ def test_a_failed_write_says_so_and_leaves_the_last_good_checkpoint(tmp_path):
     """
     run = subprocess.run(
         [sys.executable, "-P", "-c", textwrap.dedent(script), str(tmp_path / "c")],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert run.returncode == 0, run.stderr
     assert "saving the checkpoint of step 2" in run.stdout, run.stdout + run.stderr
     assert "last good checkpoint is that of step 1; make room" in run.stdout

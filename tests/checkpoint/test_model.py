@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from eejax.checkpoint.manager import Checkpoints
-from eejax.checkpoint.model import CHECKPOINTS, TOKENIZER, abstract_params, load_model, model_config
+from eejax.checkpoint.model import CHECKPOINTS, TOKENIZER, abstract_params, load_run, model_config
 from eejax.common.errors import CheckpointError, DataError
 from eejax.data import ByteTokenizer, save_tokenizer, train_bpe
 from eejax.models import params
@@ -11,9 +11,15 @@ from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
 
 CONFIG = ModelConfig(
-    vocab_size=260, n_layers=2, d_model=8, n_heads=2, context_length=8, temperature=0.7,
-    sliding_window=(4, None), exits=(ExitConfig(1, temperature=1.3),),
-)  # fmt: skip
+    vocab_size=260,
+    n_layers=2,
+    d_model=8,
+    n_heads=2,
+    context_length=8,
+    temperature=0.7,
+    sliding_window=(4, None),
+    exits=(ExitConfig(1, temperature=1.3),),
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +41,17 @@ def workdir(tmp_path, values):
 
 
 def test_the_model_comes_back_whole(workdir, values):
-    model = load_model(workdir)
+    model = load_run(workdir)
     assert (model.config, model.step) == (CONFIG, 6)
     assert model.tokenizer.fingerprint == ByteTokenizer.fingerprint
     for a, b in zip(*map(jax.tree.leaves, (model.params, values)), strict=True):
         np.testing.assert_array_equal(a, b * 6)
-    assert load_model(workdir, step=3).step == 3
+    assert load_run(workdir, step=3).step == 3
 
 
 def test_the_model_comes_back_on_any_mesh(workdir, values):
     mesh = make_mesh(MeshConfig(data=2, pipe=2, model=2))
-    model = load_model(workdir, mesh=mesh)
+    model = load_run(workdir, mesh=mesh)
     wanted = abstract_params(CONFIG, mesh)
     for a, b, w in zip(*map(jax.tree.leaves, (model.params, values, wanted)), strict=True):
         np.testing.assert_array_equal(a, b * 6)
@@ -54,25 +60,25 @@ def test_the_model_comes_back_on_any_mesh(workdir, values):
 
 def test_reading_leaves_the_run_untouched(workdir):
     before = {p: p.stat().st_mtime_ns for p in workdir.rglob("*")}
-    load_model(workdir)
+    load_run(workdir)
     assert {p: p.stat().st_mtime_ns for p in workdir.rglob("*")} == before
 
 
 def test_what_is_missing_is_named(workdir, tmp_path):
     with pytest.raises(CheckpointError, match="holds no checkpoints"):
-        load_model(tmp_path / "elsewhere")
+        load_run(tmp_path / "elsewhere")
     (tmp_path / "empty" / CHECKPOINTS).mkdir(parents=True)
     with pytest.raises(CheckpointError, match="is empty"):
-        load_model(tmp_path / "empty")
+        load_run(tmp_path / "empty")
     with pytest.raises(CheckpointError, match="no checkpoint of step 4, only 3, 6"):
-        load_model(workdir, step=4)
+        load_run(workdir, step=4)
 
 
 def test_another_tokenizer_is_refused(workdir):
     other = train_bpe(["some text, and more of it"], 258)
     save_tokenizer(other, workdir / TOKENIZER)
     with pytest.raises((CheckpointError, DataError)) as error:
-        load_model(workdir)
+        load_run(workdir)
     assert ByteTokenizer.fingerprint in str(error.value)
 
 

@@ -246,8 +246,9 @@ def test_every_exit_reads_a_state_and_gives_logits(name):
     for e in range(len(states)):
         y = jax.eval_shape(
             lambda p, h, e=e: exits.logits(exits.head(params.for_compute(p, h.dtype), model, e), h),
-            shapes, states[e],
-        )  # fmt: skip
+            shapes,
+            states[e],
+        )
         assert y.shape == (1, model.context_length, model.padded_vocab)
 
 
@@ -288,9 +289,11 @@ def opt_names(tree, config: ModelConfig):
             h + "self_attn_layer_norm.bias": p["attn_norm"]["bias"],
             h + "final_layer_norm.weight": p["mlp_norm"]["scale"],
             h + "final_layer_norm.bias": p["mlp_norm"]["bias"],
-            h + "fc1.weight": p["mlp"]["up"].T, h + "fc1.bias": p["mlp"]["up_bias"],
-            h + "fc2.weight": p["mlp"]["down"].T, h + "fc2.bias": p["mlp"]["down_bias"],
-        }  # fmt: skip
+            h + "fc1.weight": p["mlp"]["up"].T,
+            h + "fc1.bias": p["mlp"]["up_bias"],
+            h + "fc2.weight": p["mlp"]["down"].T,
+            h + "fc2.bias": p["mlp"]["down_bias"],
+        }
     return out
 
 
@@ -298,9 +301,17 @@ def opt_names(tree, config: ModelConfig):
 def test_the_architecture_is_that_of_transformers_opt():
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     config = experiment("helios_opt_1b3").model.replace(
-        vocab_size=31, n_layers=3, d_model=32, n_heads=4, d_ff=128, head_dim=8, n_kv_heads=4,
-        context_length=20, exits=(), dtype="float32",
-    )  # fmt: skip
+        vocab_size=31,
+        n_layers=3,
+        d_model=32,
+        n_heads=4,
+        d_ff=128,
+        head_dim=8,
+        n_kv_heads=4,
+        context_length=20,
+        exits=(),
+        dtype="float32",
+    )
     theirs = transformers.OPTForCausalLM(
         transformers.OPTConfig(
             vocab_size=31,
@@ -315,7 +326,7 @@ def test_the_architecture_is_that_of_transformers_opt():
             pad_token_id=1,
             bos_token_id=2,
             eos_token_id=2,
-        )  # fmt: skip
+        )
     ).eval()
     # Nothing stays at 0 or 1, so that no bias or scale can be left out unnoticed.
     key = jax.random.key(0)
@@ -352,7 +363,7 @@ HELIOS_BASE = {"helios_opt_1b3": "facebook/opt-1.3b", "helios_opt_6b7": "faceboo
 def test_helios_models_are_those_of_table_2(name):
     model, paper = experiment(name).model, HELIOS_PAPER[name]
     assert params.count(model) == pytest.approx(paper["parameters"], rel=0.02)
-    assert model.n_layers == paper["layers"] and model.stops == paper["exits"]
+    assert model.n_layers == paper["layers"] and model.exit_boundaries == paper["exits"]
 
 
 @pytest.mark.parametrize("name", HELIOS)

@@ -28,7 +28,7 @@ def rendered(source: str, asked: dict, **more) -> str:
     messages = [m.model_dump(exclude_unset=True) for m in body.messages]
     messages = [chat.plain(m, f"messages[{i}]") for i, m in enumerate(messages)]
     rest = {k: v for k, v in asked.items() if k != "messages"}
-    return chat.Template(source, chats.SPECIAL).render(messages, **rest, **more)
+    return chat.ChatTemplate(source, chats.SPECIAL).render(messages, **rest, **more)
 
 
 def check(template: str, asked: dict, want: str | None) -> None:
@@ -68,15 +68,16 @@ def test_drawn_conversations_are_what_transformers_makes_of_them():
 @pytest.mark.parametrize(
     "source, want",
     [
-        ("{% for m in messages %}{{ m.role + m.content }};{% endfor %}",
-         "userweather?;assistant;tool18;"),
+        (
+            "{% for m in messages %}{{ m.role + m.content }};{% endfor %}",
+            "userweather?;assistant;tool18;",
+        ),
         ("{% for m in messages %}<{{ m.content }}>{% endfor %}", "<weather?><><18>"),
         ("{{ messages[1].tool_calls[0].function.arguments | tojson }}", '{"city": "Paris"}'),
         # Templates that take arguments for a text get the text.
-        ("{{ 'call ' + messages[1].tool_calls[0].function.arguments }}",
-         'call {"city": "Paris"}'),
+        ("{{ 'call ' + messages[1].tool_calls[0].function.arguments }}", 'call {"city": "Paris"}'),
     ],
-)  # fmt: skip
+)
 def test_nulls_and_calls_of_tools_are_rendered(source, want):
     assert rendered(source, dict(messages=CALLED)) == want
 
@@ -86,16 +87,28 @@ def test_nulls_and_calls_of_tools_are_rendered(source, want):
     [
         (dict(role="user", content=None), r"messages\[1\].content: is required for the role .user"),
         (dict(role="tool"), r"messages\[1\].content: is required for the role 'tool'"),
-        (dict(role="user", content=[dict(type="image_url", image_url={})]),
-         r"messages\[1\].content\[0\].type = 'image_url': must be 'text'"),
-        (dict(role="assistant", tool_calls=[CALL | dict(function=dict(name="f", arguments="{"))]),
-         r"messages\[1\].tool_calls\[0\].function.arguments: must be JSON"),
-        (dict(role="assistant", tool_calls=[CALL | dict(function=dict(name="f", arguments="3"))]),
-         r"messages\[1\].tool_calls\[0\].function.arguments = 3: must be a JSON object"),
-        (dict(role="cat", content="miau"),
-         r"refuses them \(no cats\), the first time at messages\[1\], which has role, content"),
+        (
+            dict(role="user", content=[dict(type="image_url", image_url={})]),
+            r"messages\[1\].content\[0\].type = 'image_url': must be 'text'",
+        ),
+        (
+            dict(
+                role="assistant", tool_calls=[CALL | dict(function=dict(name="f", arguments="{"))]
+            ),
+            r"messages\[1\].tool_calls\[0\].function.arguments: must be JSON",
+        ),
+        (
+            dict(
+                role="assistant", tool_calls=[CALL | dict(function=dict(name="f", arguments="3"))]
+            ),
+            r"messages\[1\].tool_calls\[0\].function.arguments = 3: must be a JSON object",
+        ),
+        (
+            dict(role="cat", content="miau"),
+            r"refuses them \(no cats\), the first time at messages\[1\], which has role, content",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused_is_named_with_its_message(message, told):
     source = "{% for m in messages %}{% if m.role == 'cat' %}{{ raise_exception('no cats') }}"
     source += "{% endif %}{% endfor %}"
@@ -133,22 +146,22 @@ def test_names_of_special_tokens_are_marked_wherever_users_write_them():
         tools=[dict(type="function", function=dict(name=name))],
         documents=[dict(text=name)],
         options=dict(note=name),
-    )  # fmt: skip
+    )
     source = (
         "{{ messages | tojson }}{{ tools | tojson(ensure_ascii=true) }}{{ documents | tojson }}"
         "{{ note }}{{ messages[0].content }}<|im_end|>"
     )
     messages = [chat.plain(m) for m in asked.pop("messages")]
-    text = chat.Template(source, {}, [name, "</s>"]).render(messages, **asked)
+    text = chat.ChatTemplate(source, {}, [name, "</s>"]).render(messages, **asked)
     assert text.count(name) == 1 and text.endswith(name)
     assert text.replace("\ufdd0", "").count(name) == 9
     # Content and the next one's may make a name together.
-    text = chat.Template("{{ messages[0].content }}{{ messages[1].content }}", {}, [name]).render(
-        [dict(role="user", content="a<|im_"), dict(role="user", content="end|>")]
-    )
+    text = chat.ChatTemplate(
+        "{{ messages[0].content }}{{ messages[1].content }}", {}, [name]
+    ).render([dict(role="user", content="a<|im_"), dict(role="user", content="end|>")])
     assert name not in text and name in text.replace("\ufdd0", "")
     with pytest.raises(ConfigError, match="messages: has the character U.FDD0"):
-        chat.Template("", {}, [name]).render([dict(role="user", content="\ufdd0")])
+        chat.ChatTemplate("", {}, [name]).render([dict(role="user", content="\ufdd0")])
 
 
 def test_templates_of_a_folder_come_before_the_tokenizers(tmp_path):
@@ -157,16 +170,16 @@ def test_templates_of_a_folder_come_before_the_tokenizers(tmp_path):
     tokenizer.chat = "{{ eos_token }}|{{ bos_token }}|{{ messages[0].content }}"
     tokenizer.save(tmp_path / "tokenizer")
     found = chat.find(tmp_path, load_tokenizer(tmp_path / "tokenizer"))
-    text = chat.Template(*found).render([dict(role="user", content="hi")])
+    text = chat.ChatTemplate(*found).render([dict(role="user", content="hi")])
     assert text == "<|endoftext|>||hi"
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].role }}")
     found = chat.find(tmp_path, tokenizer)
-    assert chat.Template(*found).render([dict(role="user", content="hi")]) == "user"
+    assert chat.ChatTemplate(*found).render([dict(role="user", content="hi")]) == "user"
 
 
 def test_templates_run_in_a_sandbox():
     for source in ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ raise_exception('no') }}"):
         with pytest.raises(ConfigError, match="the model's chat template refuses them"):
-            chat.Template(source).render([dict(role="user", content="hi")])
+            chat.ChatTemplate(source).render([dict(role="user", content="hi")])
     with pytest.raises(ConfigError, match="is not a valid Jinja template"):
-        chat.Template("{% if %}")
+        chat.ChatTemplate("{% if %}")

@@ -224,8 +224,13 @@ def test_rampup_of_a_known_run():
         assert loader.size_at(samples) == size
     # 40 batches of 256 are the first 10,240; 26 of 384 lead to 20,224.
     assert [loader.samples_before(s) for s in (0, 1, 40, 41, 66, 67)] == [
-        0, 256, 10_240, 10_624, 20_224, 20_736,
-    ]  # fmt: skip
+        0,
+        256,
+        10_240,
+        10_624,
+        20_224,
+        20_736,
+    ]
     assert len(loader.batch(40)["tokens"]) == 384
     constant = Loader(split([1030]), 8, 1)
     assert constant.sizes == (8,) and constant.samples_before(7, 3) == 59

@@ -41,10 +41,16 @@ def trained(kind: str, fallback: bool, **options) -> bytes:
     lines = [" ".join(rng.choices(words, k=8)) for _ in range(300)]
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=out, model_type=kind, byte_fallback=fallback,
-        vocab_size=400 if fallback else 150, control_symbols=CONTROL,
-        user_defined_symbols=["<sep>"], minloglevel=2, **options,
-    )  # fmt: skip
+        sentence_iterator=iter(lines),
+        model_writer=out,
+        model_type=kind,
+        byte_fallback=fallback,
+        vocab_size=400 if fallback else 150,
+        control_symbols=CONTROL,
+        user_defined_symbols=["<sep>"],
+        minloglevel=2,
+        **options,
+    )
     return out.getvalue()
 
 
@@ -72,7 +78,7 @@ def exact(request) -> SentencePieceTokenizer:
             True,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
-        )  # fmt: skip
+        )
     )
 
 
@@ -202,9 +208,13 @@ def test_saving_and_loading(tmp_path, model, tokenizer):
 
 @pytest.mark.parametrize(
     "config, begins",
-    [({}, False), ({"tokenizer_class": "LlamaTokenizer"}, True), ({"add_bos_token": True}, True),
-     ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, False)],
-)  # fmt: skip
+    [
+        ({}, False),
+        ({"tokenizer_class": "LlamaTokenizer"}, True),
+        ({"add_bos_token": True}, True),
+        ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, False),
+    ],
+)
 def test_texts_begin_as_the_config_says(tmp_path, model, tokenizer, config, begins):
     (tmp_path / "tokenizer.model").write_bytes(model)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

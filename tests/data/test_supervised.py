@@ -24,7 +24,7 @@ from eejax.data import (
     supervised,
     train_bpe,
 )
-from eejax.data.sources import Record
+from eejax.data.sources import FieldDocument
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -55,9 +55,11 @@ def tokenizer(chat: str | None) -> JsonTokenizer:
     inner.decoder = decoders.ByteLevel()
     names = ["<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=names, show_progress=False,
+        vocab_size=320,
+        special_tokens=names,
+        show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-    )  # fmt: skip
+    )
     inner.train_from_iterator(
         ["user assistant what is the answer to this question? it is"], trainer
     )
@@ -67,7 +69,7 @@ def tokenizer(chat: str | None) -> JsonTokenizer:
 
 def encoded(chat: str, messages: list[dict]) -> tuple[JsonTokenizer, np.ndarray, np.ndarray]:
     own = tokenizer(chat)
-    record = Record("a", json.dumps({"messages": messages}), "chat")
+    record = FieldDocument("a", json.dumps({"messages": messages}), "chat")
     return own, *supervised.encode(own, record)
 
 
@@ -82,9 +84,10 @@ WORDS = st.text("abc whatis the?\n", min_size=1, max_size=30)
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3), st.booleans(),
+    st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3),
+    st.booleans(),
     st.sampled_from([CHATML, GENERATION]),
-)  # fmt: skip
+)
 def test_the_answers_count_and_the_tokens_that_end_them(turns, system, chat):
     messages = [dict(role="system", content="be brief")] * system
     for question, answer in turns:
@@ -188,10 +191,14 @@ def packed(tmp_path, form="completion", **options):
     rows = [{"prompt": f"what {i}?", "completion": answer} for i, answer in enumerate(ANSWERS)]
     if form == "chat":
         rows = [
-            {"messages": [dict(role="user", content=r["prompt"]),
-                          dict(role="assistant", content=r["completion"])]}
+            {
+                "messages": [
+                    dict(role="user", content=r["prompt"]),
+                    dict(role="assistant", content=r["completion"]),
+                ]
+            }
             for r in rows
-        ]  # fmt: skip
+        ]
     path = tmp_path / f"{form}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     own = ByteTokenizer() if form == "completion" else tokenizer(CHATML)
@@ -202,9 +209,7 @@ def packed(tmp_path, form="completion", **options):
 @pytest.mark.parametrize("masks", [False, True])
 def test_every_token_of_every_answer_is_a_label_once(tmp_path, form, masks):
     own, dataset = packed(tmp_path, form, validation_fraction=0.0)
-    labels = [
-        b["labels"] for b in batches(dataset.split("train"), 3, 11, document_masks=masks)
-    ]  # fmt: skip
+    labels = [b["labels"] for b in batches(dataset.split("train"), 3, 11, document_masks=masks)]
     found = np.concatenate([a.reshape(-1) for a in labels])
     end = [own.eos_id]
     want = [i for answer in ANSWERS for i in [*own.encode(answer).tolist(), *end]]

@@ -61,10 +61,16 @@ def llama_folder(folder, legacy: bool):
     added = {0: token("<unk>"), 1: token("<s>"), 2: token("</s>"), n: token(NAMES[0])}
     added |= {n + 1: token(NAMES[1], rstrip=True), n + 2: token("<tool>", False, lstrip=True)}
     settings = dict(
-        tokenizer_class="LlamaTokenizer", bos_token="<s>", eos_token=NAMES[1], unk_token="<unk>",
-        pad_token="</s>", add_bos_token=True, legacy=legacy, added_tokens_decoder=added,
+        tokenizer_class="LlamaTokenizer",
+        bos_token="<s>",
+        eos_token=NAMES[1],
+        unk_token="<unk>",
+        pad_token="</s>",
+        add_bos_token=True,
+        legacy=legacy,
+        added_tokens_decoder=added,
         chat_template="{{ messages }}",
-    )  # fmt: skip
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -148,9 +154,13 @@ def test_special_tokens_come_from_the_template_alone(tokenizer, texts, trusted):
     marked = "".join(text if own else shield(text) for text, own in written)
     got = [i for i in tokenizer.encode_marked(marked).tolist() if i in control.values()]
     # Those of the template's own parts: user text beside them makes none, and takes none away.
-    want = [i for i in tokenizer.encode_marked("".join(
-        text if own else MARK for text, own in written
-    )).tolist() if i in control.values()]  # fmt: skip
+    want = [
+        i
+        for i in tokenizer.encode_marked(
+            "".join(text if own else MARK for text, own in written)
+        ).tolist()
+        if i in control.values()
+    ]
     assert got == want
     # Without names of special tokens nothing is marked, and ids are those of the whole text.
     whole = "".join(texts)

@@ -154,9 +154,16 @@ def test_chat_templates_go_with_the_tokenizer(tmp_path, bpe):
     (theirs / MARKER).unlink()
     config = theirs / "tokenizer_config.json"
     assert load_tokenizer(theirs).chat is None
-    config.write_text(json.dumps({"chat_template": [
-        {"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ several }}"}
-    ]}))  # fmt: skip
+    config.write_text(
+        json.dumps(
+            {
+                "chat_template": [
+                    {"name": "tool_use", "template": "no"},
+                    {"name": "default", "template": "{{ several }}"},
+                ]
+            }
+        )
+    )
     assert load_tokenizer(theirs).chat == "{{ several }}"
     config.write_text(json.dumps({"chat_template": "{{ one }}"}))
     assert load_tokenizer(theirs).chat == "{{ one }}"

@@ -115,7 +115,7 @@ def test_interrupted_while_finishing(tmp_path, chunks_of_one, monkeypatch):
         def broken(*_):
             raise KeyboardInterrupt
 
-        for where in ((writing.Work, "finish"), (packing, "_fingerprint")):
+        for where in ((writing.PackingFolder, "finish"), (packing, "_fingerprint")):
             patch.setattr(*where, broken)
             with pytest.raises(KeyboardInterrupt):
                 pack(Texts(texts), tokenizer, tmp_path / "b")
@@ -152,7 +152,7 @@ def test_what_lies_behind_the_last_commit_is_cut_off(tmp_path, chunks_of_one, mo
     assert files(dataset.path) == files(pack(Texts(texts), ByteTokenizer(), tmp_path / "b").path)
 
 
-@pytest.mark.parametrize("file", ["commit.json", *writing.Commit().files])
+@pytest.mark.parametrize("file", ["commit.json", *writing.PackCommit().files])
 @pytest.mark.parametrize("damage", ["flipped", "short", "gone"])
 def test_a_damaged_working_folder_is_begun_anew(tmp_path, chunks_of_one, file, damage, caplog):
     texts = tuple("abcdefg")
@@ -259,9 +259,11 @@ def test_progress_counts_from_what_was_done_and_what_it_raises_ends_packing(
         pack(Texts(("a", "éé", "b")), ByteTokenizer(), tmp_path, progress=progress)
     assert seen == [(0, 0, 0), (1, 1, 2), (2, 5, 7)]
     pack(
-        Texts(("a", "éé", "b")), ByteTokenizer(), tmp_path,
+        Texts(("a", "éé", "b")),
+        ByteTokenizer(),
+        tmp_path,
         progress=lambda p: seen.append((p.documents, p.bytes, p.tokens)),
-    )  # fmt: skip
+    )
     assert seen[3:] == [(2, 5, 7), (3, 6, 9)]
 
 
@@ -306,8 +308,10 @@ print(dataset.path, 'jax' in sys.modules)
 def child(**options: Any) -> subprocess.Popen:
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, json.dumps(options)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     watch = threading.Timer(100, process.kill)  # a child that waits for ever fails its test
     watch.daemon = True
     watch.start()
@@ -399,8 +403,11 @@ def test_resident_memory_does_not_grow_with_the_text(tmp_path, workers):
         arguments = [str(tmp_path), str(documents), str(workers)]
         done = subprocess.run(
             [sys.executable, "-c", LARGE, *arguments],
-            stdout=subprocess.PIPE, text=True, check=True, timeout=600,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=600,
+        )
         return int(done.stdout.split()[1]) / 1024  # MB
 
     base, large = peak(3_000), peak(400_000)  # 3 and 400 MB of text

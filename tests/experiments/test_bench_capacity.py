@@ -65,13 +65,13 @@ def test_flags_of_no_use(asked, flag, said):
 
 def test_a_part_that_is_built_holds_what_is_said():
     config = bench.llama(1, TINY)
-    options = BatchOptions(cap=4, buckets=(4,), chunk=4, drafts=0, grows=True)
+    options = BatchOptions(cap=4, buckets=(4,), chunk=4, drafts=0, can_deepen=True)
     budget = capacity.weight_bytes(config, 2) + 1.5 * capacity.request_bytes(config, options, 2, 32)
     n = capacity.slots(config, options, 1, 32, budget)
     assert n > 1 == capacity.slots(config, options, 2, 32, budget)
     host = jax.device_get(params.init(config, jax.random.key(0)))
     built = lambda *args: bench.serve(host, config, options, *args)
-    options = dataclasses.replace(options, max_depth=1)
+    options = dataclasses.replace(options, num_segments=1)
     got, more = built(n, 32, 1), built(n + 1, 32, 0)
     assert got["held"] == capacity.engine_bytes(config, options, 1, 32, n)
     assert got["held"] <= got["live"] <= budget < more["held"]
@@ -80,7 +80,7 @@ def test_a_part_that_is_built_holds_what_is_said():
 
 @pytest.mark.slow
 def test_a_small_model_holds_what_is_said():
-    got = bench.check(bench.llama(1, TINY), 1, 32, grows=True)
+    got = bench.check(bench.llama(1, TINY), 1, 32, can_deepen=True)
     assert got["ratio"] > 1
     for part in (got["whole"], got["part"]):
         assert part["predicted"] == part["held"] <= part["live"] <= got["budget"] < part["one_more"]

@@ -22,16 +22,16 @@ from eejax.common.errors import ConfigError, DataError
 from eejax.data.tokenizers import ByteTokenizer, save_tokenizer
 from eejax.inference.scheduler import Token
 from eejax.models.config import ExitConfig, ModelConfig
-from eejax.serving.choices import Choice, ControllerOptions
-from eejax.serving.fleet import Change
+from eejax.serving.choices import ControllerOptions, ModelDepth
+from eejax.serving.fleet import ModelChange
 from eejax.serving.repository import Repository
 from eejax.train.config import DataConfig, ExitWeights, Experiment
 from experiments import helios_runs
-from experiments.helios_runs import ByChance, Stopwatch, TimedAnswer, drive, fitted, ordered
+from experiments.helios_runs import RandomPolicy, Stopwatch, TimedAnswer, drive, fitted, ordered
 
 bench_helios = functions_of("experiments.bench_helios")
 
-A, B = Choice("a", 1), Choice("b", 2)
+A, B = ModelDepth("a", 1), ModelDepth("b", 2)
 TASKS = [task for task in range(10) for _ in range(12)]
 
 
@@ -139,7 +139,7 @@ class Script:
 class Settling(Script):
     """One that has two seconds of work left when everybody is answered."""
 
-    def settle(self):
+    def drain(self):
         self.clock.time += 2.0
 
 
@@ -200,7 +200,7 @@ def test_by_chance_nothing_is_evaluated_and_all_is_taken():
     is told of answers, change nothing."""
     profiles = {"a": profile(n=3), "b": profile(50.0, n=2)}  # which nobody would take
     options = ControllerOptions(interval=7, window=4, breaches=0)
-    make = lambda seed: ByChance(
+    make = lambda seed: RandomPolicy(
         profiles, THROUGHPUT, Repository(), options, clock=lambda: 0.0, seed=seed
     )
     c, wanted = make(0), []
@@ -215,7 +215,9 @@ def test_by_chance_nothing_is_evaluated_and_all_is_taken():
         assert len(c.decisions) == 1 + (i + 1) // 8
     assert {d.kind for d in c.decisions} <= {"serve", "switch"}
     count = {choice: wanted.count(choice) // 8 for choice in wanted}
-    assert {*count} == {Choice("a", d) for d in (1, 2, 3)} | {Choice("b", d) for d in (1, 2)}
+    assert {*count} == {ModelDepth("a", d) for d in (1, 2, 3)} | {
+        ModelDepth("b", d) for d in (1, 2)
+    }
     assert min(count.values()) >= 4  # of 60, a fifth each
     again, other = make(0), make(1)
     for c in (again, other):
@@ -228,9 +230,13 @@ def test_by_chance_nothing_is_evaluated_and_all_is_taken():
 
 # One layer behind the first exit, two more behind the second, and one at last.
 CONFIG = ModelConfig(
-    vocab_size=257, n_layers=4, d_model=8, n_heads=2, context_length=64,
+    vocab_size=257,
+    n_layers=4,
+    d_model=8,
+    n_heads=2,
+    context_length=64,
     exits=(ExitConfig(1), ExitConfig(3)),
-)  # fmt: skip
+)
 # Operations of a token: four projections of attention, and three of a gated MLP that is 24 wide.
 LAYER = 2 * (4 * 8 * 8 + 3 * 8 * 24)
 
@@ -240,18 +246,18 @@ LAYER = 2 * (4 * 8 * 8 + 3 * 8 * 24)
     [
         # Ten tokens of a prompt through all four layers, and two of the answer, of which the last
         # one is not read again.
-        ([(Choice("a", 3), 0)], (2, 2, 2), 10 * 4 + 2 * 4),
+        ([(ModelDepth("a", 3), 0)], (2, 2, 2), 10 * 4 + 2 * 4),
         # Who leaves early goes through the rest with who comes later,
-        ([(Choice("a", 3), 0)], (0, 0, 2), 10 * 4 + 2 * 4),
+        ([(ModelDepth("a", 3), 0)], (0, 0, 2), 10 * 4 + 2 * 4),
         # or never: two through the first layer, and one through the others.
-        ([(Choice("a", 3), 0)], (0, 2, 0), 10 * 4 + 2 * 1 + 1 * 3),
-        ([(Choice("a", 2), 0)], (1, 1, 0), 10 * 3 + 2 * 1 + 1 * 2),
-        ([(Choice("a", 1), 0)], (0, 0, 0), 10 * 1 + 2 * 1),
+        ([(ModelDepth("a", 3), 0)], (0, 2, 0), 10 * 4 + 2 * 1 + 1 * 3),
+        ([(ModelDepth("a", 2), 0)], (1, 1, 0), 10 * 3 + 2 * 1 + 1 * 2),
+        ([(ModelDepth("a", 1), 0)], (0, 0, 0), 10 * 1 + 2 * 1),
         # The text that is there is read anew by the model in which it goes on.
-        ([(Choice("a", 3), 0), (Choice("b", 1), 1)], (2, 0, 0), 10 * 4 + 11 * 1 + 1 * 1),
+        ([(ModelDepth("a", 3), 0), (ModelDepth("b", 1), 1)], (2, 0, 0), 10 * 4 + 11 * 1 + 1 * 1),
         # Whoever was given it before it had to go has read it all the same.
-        ([(Choice("a", 3), 0), (Choice("b", 1), 0)], (0, 0), 10 * 4 + 10 * 1 + 1 * 1),
-        ([(Choice("a", 1), 0)], (), 10 * 1),
+        ([(ModelDepth("a", 3), 0), (ModelDepth("b", 1), 0)], (0, 0), 10 * 4 + 10 * 1 + 1 * 1),
+        ([(ModelDepth("a", 1), 0)], (), 10 * 1),
     ],
 )
 def test_operations_of_an_answer(placed, exits, layers, monkeypatch):
@@ -264,8 +270,8 @@ def test_operations_of_an_answer(placed, exits, layers, monkeypatch):
 
 def test_operations_of_what_a_fleet_does_beside_answers():
     members = dict.fromkeys("ab", types.SimpleNamespace(config=CONFIG))
-    change = lambda kind, model, depth, tokens=0: Change(
-        0.0, kind, Choice(model, depth), 1.0, 0.0, tokens
+    change = lambda kind, model, depth, tokens=0: ModelChange(
+        0.0, kind, ModelDepth(model, depth), 1.0, 0.0, tokens
     )
     rows = [
         (change("load", "a", 1), 0),  # nobody is in it yet
@@ -288,22 +294,30 @@ def test_operations_of_what_a_fleet_does_beside_answers():
 def test_the_frontier_has_the_gain_at_every_quality():
     row = lambda rate, agreement: dict(tokens_per_s=rate, agreement=agreement)
     rows = {
-        "whole": row(30.0, 1.0), "part": row(90.0, 0.7), "slow part": row(50.0, 0.8),
-        "helios": row(100.0, 0.7), "helios, 0.9": row(33.0, 0.95), "helios, 1": row(1.0, 1.2),
-    }  # fmt: skip
+        "whole": row(30.0, 1.0),
+        "part": row(90.0, 0.7),
+        "slow part": row(50.0, 0.8),
+        "helios": row(100.0, 0.7),
+        "helios, 0.9": row(33.0, 0.95),
+        "helios, 1": row(1.0, 1.2),
+    }
     found = bench_helios.frontier(rows, ["whole", "part", "slow part"])
     assert [(p["policy"], p["static"]) for p in found] == [
-        ("helios, 1", None), ("helios, 0.9", "whole"), ("helios", "part")
-    ]  # fmt: skip
+        ("helios, 1", None),
+        ("helios, 0.9", "whole"),
+        ("helios", "part"),
+    ]
     ratios = [p["ratio"] for p in found]
     assert ratios == [None, pytest.approx(1.1), pytest.approx(100 / 90)]
 
 
 def test_equally_good_is_the_fastest_of_those_that_are():
     row = lambda rate, agreement, judge: dict(
-        tokens_per_s=rate, agreement=agreement, judge_perplexity=judge,
+        tokens_per_s=rate,
+        agreement=agreement,
+        judge_perplexity=judge,
         blocks=[256 / rate, 128 / rate],
-    )  # fmt: skip
+    )
     told = lambda name, ratio: dict(
         static=name, ratio=pytest.approx(ratio), interval=pytest.approx([ratio, ratio])
     )
@@ -316,12 +330,14 @@ def test_equally_good_is_the_fastest_of_those_that_are():
     }
     names = ["fast", "nearly", "good", "not quite"]
     assert bench_helios.equal(rows, names) == {
-        "at_equal_agreement": told("nearly", 1.5), "at_equal_judge": told("nearly", 1.5)
-    }  # fmt: skip
+        "at_equal_agreement": told("nearly", 1.5),
+        "at_equal_judge": told("nearly", 1.5),
+    }
     assert bench_helios.equal(rows, ["good", "fast"])["at_equal_judge"] == told("good", 2.0)
     assert bench_helios.equal(rows, ["fast", "not quite"]) == {
-        "at_equal_agreement": None, "at_equal_judge": None
-    }  # fmt: skip
+        "at_equal_agreement": None,
+        "at_equal_judge": None,
+    }
     # As good by one measure alone; helios itself is no static one.
     rows["other"] = row(80.0, 0.9, 50.0)
     got = bench_helios.equal(rows, ["other"])
@@ -344,18 +360,27 @@ def write_prompts(folder, count: int) -> None:
 def write_run(folder, n_layers: int, key: int):
     """A run of a random model over bytes."""
     config = ModelConfig(
-        vocab_size=257, n_layers=n_layers, d_model=16, n_heads=2, context_length=48,
+        vocab_size=257,
+        n_layers=n_layers,
+        d_model=16,
+        n_heads=2,
+        context_length=48,
         exits=(ExitConfig(n_layers - 1),),
-    )  # fmt: skip
+    )
     experiment = Experiment(
         model=config, data=DataConfig(length=48), exit_weights=ExitWeights((1.0,))
     )
     tokenizer = ByteTokenizer()
     save_tokenizer(tokenizer, folder / TOKENIZER)
     metadata = {
-        "version": eejax.__version__, "model": config.to_dict(), "experiment": experiment.to_dict(),
-        "tokenizer": tokenizer.fingerprint, "tokens": 0, "averaged": False, "data": {},
-    }  # fmt: skip
+        "version": eejax.__version__,
+        "model": config.to_dict(),
+        "experiment": experiment.to_dict(),
+        "tokenizer": tokenizer.fingerprint,
+        "tokens": 0,
+        "averaged": False,
+        "data": {},
+    }
     checkpoints = Checkpoints(folder / CHECKPOINTS)
     try:
         checkpoints.save(0, {PARAMS: jax.device_put(weights(config, key))}, metadata)
@@ -366,14 +391,18 @@ def write_run(folder, n_layers: int, key: int):
 
 
 STATICS = {
-    f"{name}{how}" for name, cut in (("small", 1), ("large", 2))
+    f"{name}{how}"
+    for name, cut in (("small", 1), ("large", 2))
     for how in ("", " without exits", f" up to {cut}")
-}  # fmt: skip
+}
 CHOOSING = {"helios", "chance"}
 FIRST = {
-    "helios, agreement 0.5", "helios, accuracy", "helios, energy", "helios, goodput",
+    "helios, agreement 0.5",
+    "helios, accuracy",
+    "helios, energy",
+    "helios, goodput",
     "helios, never below",
-}  # fmt: skip
+}
 
 
 def is_interval(found: dict) -> bool:
@@ -391,12 +420,25 @@ def test_the_benchmark_runs_to_its_end(tmp_path, one_device):
     runs = [f"--{name}={tmp_path / name}" for name in ("small", "large", "judge")]
     done = subprocess.run(
         [
-            sys.executable, "-P", "-m", "experiments.bench_helios", *runs, "--json", "--new=6",
-            "--slots=2", "--most=3", "--blocks=2", "--sampled=1", "--curve=0.5", "--audited=2",
+            sys.executable,
+            "-P",
+            "-m",
+            "experiments.bench_helios",
+            *runs,
+            "--json",
+            "--new=6",
+            "--slots=2",
+            "--most=3",
+            "--blocks=2",
+            "--sampled=1",
+            "--curve=0.5",
+            "--audited=2",
         ],
-        capture_output=True, text=True, timeout=1700,
+        capture_output=True,
+        text=True,
+        timeout=1700,
         env=os.environ | {"EEJAX_DATA": str(tmp_path), "XLA_FLAGS": one_device},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     got = json.loads(done.stdout.splitlines()[-1])
     assert got["prompts"] == 12

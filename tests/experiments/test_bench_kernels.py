@@ -59,6 +59,7 @@ def test_what_cannot_be_is_told(monkeypatch):
     ends = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "2 hazards displayed"}
     said = bench.wrong_cases({"compact": cases, "sanitizer": ends})
     assert said == [
-        "compact, rows 4: runs differ", "compact, rows 4: error nan, XLA's 1e-07",
+        "compact, rows 4: runs differ",
+        "compact, rows 4: error nan, XLA's 1e-07",
         "racecheck: 2 hazards displayed",
-    ]  # fmt: skip
+    ]

@@ -97,9 +97,16 @@ def test_bench_engines(tmp_path):
 @pytest.mark.timeout(1800)
 def test_bench_batched(small_run):
     got = run(
-        "bench_batched", f"--workdir={small_run}", "--batch=2", "--batch=3", "--new=16",
-        "--tokens=2000", "--calls=40", "--queues=2", "--drafts=2",
-    )  # fmt: skip
+        "bench_batched",
+        f"--workdir={small_run}",
+        "--batch=2",
+        "--batch=3",
+        "--new=16",
+        "--tokens=2000",
+        "--calls=40",
+        "--queues=2",
+        "--drafts=2",
+    )
     for batch in ("batch_2", "batch_3"):
         one = got[batch]
         assert one["exits"]["ratio"] > 0 and one["exits"]["undrafted"]["drafts"] == 0
@@ -124,15 +131,19 @@ def test_costs_by_bytes_and_products():
     assert costs.layer[1] == pytest.approx(1e-6 + weights / 1e12)
     assert costs.layer[0] == pytest.approx(costs.layer[1] + 8 * cache / 1e12)
     assert costs.layer[2] == pytest.approx(1e-6 + 4096 * 2 * 12 * 1000**2 / 1e14)
-    assert costs.look[1] == pytest.approx(1e-6 + 50_000 * 1000 * 2 / 1e12)
+    assert costs.exit_check[1] == pytest.approx(1e-6 + 50_000 * 1000 * 2 / 1e12)
     assert costs.span == pytest.approx(cache / 1e12) and costs.depths == (6, 18)
 
 
 def test_time_is_accounted_by_rows_that_went_through():
     config = ModelConfig(
-        vocab_size=7, n_layers=6, d_model=4, n_heads=1, context_length=32,
+        vocab_size=7,
+        n_layers=6,
+        d_model=4,
+        n_heads=1,
+        context_length=32,
         exits=(ExitConfig(2), ExitConfig(3)),
-    )  # fmt: skip
+    )
     # Layers run and exits of: the prefill; two tokens that leave first; one that goes to the second
     # exit with them; one to the end, which carries four; one more, alone.
     run = types.SimpleNamespace(
@@ -158,7 +169,7 @@ def seconds_of(parts, layers: int, more: int, remat: str):
 def test_parts_are_told_apart(remat):
     # Nobody embeds again.
     embedding = (0.0, 0.5) if remat == "full" else (0.25, 0.5)
-    parts = slot_costs.Parts((1.0, 2.0), (0.5, 1.0), (0.75, 1.5), embedding, 0.125, {})
+    parts = slot_costs.MicrobatchCosts((1.0, 2.0), (0.5, 1.0), (0.75, 1.5), embedding, 0.125, {})
     got = slot_costs.parts_of(seconds_of(parts, 3, 4, remat), 3, 4, remat)
     assert set(got.spread) == {f"{k} {i}" for k, i in slot_costs.SLOTS}
     for name in ("layer", "exit", "final", "embedding", "exchange"):
@@ -180,9 +191,13 @@ def test_tables_have_more_of_one_operation_each():
 @pytest.mark.slow
 def test_operations_are_measured_on_devices():
     model = ModelConfig(
-        vocab_size=4096, n_layers=4, d_model=64, n_heads=2, context_length=32,
+        vocab_size=4096,
+        n_layers=4,
+        d_model=64,
+        n_heads=2,
+        context_length=32,
         exits=(ExitConfig(2, norm=False),),
-    )  # fmt: skip
+    )
     got = slot_costs.measure(model, 1, 8, 32, repetitions=3, more=20)
     assert slot_costs.three_stages(model, 1).n_layers == 3
     assert sum(got.exit) > 0 and sum(got.final) > 0

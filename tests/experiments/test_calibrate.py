@@ -16,7 +16,7 @@ from matplotlib.image import imread
 from eejax import data
 from eejax.checkpoint.hf import load_pretrained, save_pretrained
 from eejax.checkpoint.manager import Checkpoints
-from eejax.checkpoint.model import CHECKPOINTS, load_metadata, load_model
+from eejax.checkpoint.model import CHECKPOINTS, load_metadata, load_run
 from eejax.checkpoint.overlay import opened, write_overlay
 from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.models.config import ModelConfig
@@ -39,9 +39,12 @@ def routed(small_run, tmp_path_factory):
         lines = []
         patch.setattr("builtins.print", lambda *a, **k: lines.append(" ".join(map(str, a))))
         call(
-            "experiments.calibrate", f"--base={folder / 'base'}", f"--workdir={folder / 'run'}",
-            "--json", *FEW,
-        )  # fmt: skip
+            "experiments.calibrate",
+            f"--base={folder / 'base'}",
+            f"--workdir={folder / 'run'}",
+            "--json",
+            *FEW,
+        )
     return folder / "run", "\n".join(lines)
 
 
@@ -67,7 +70,7 @@ def test_routers_lie_beside_the_model_they_are_of(routed, small_run):
     norm = lambda model: model.params["exits"]["exit_2"]["norm"]["scale"]
     np.testing.assert_array_equal(norm(run.model), norm(base.model))
     mesh = make_mesh(MeshConfig(data=2))
-    cut = load_model(workdir, mesh=mesh)
+    cut = load_run(workdir, mesh=mesh)
     jax.tree.map(np.testing.assert_array_equal, cut.params, run.model.params)
 
 
@@ -96,7 +99,7 @@ def test_printed_thresholds_are_those_that_were_judged(routed):
 
 
 def test_an_imported_model_has_no_text_of_its_own(small_run, tmp_path, capsys, monkeypatch):
-    save_pretrained(tmp_path / "hf", *(lambda m: (m.config, m.params))(load_model(small_run)))
+    save_pretrained(tmp_path / "hf", *(lambda m: (m.config, m.params))(load_run(small_run)))
     base = tmp_path / "base"
     import_pretrained(tmp_path / "hf", base, tokenizer="bytes", data={"length": 64})
     arguments = [f"--base={base}", f"--workdir={tmp_path / 'run'}", *FEW]
@@ -125,16 +128,22 @@ def stop(source):
 def test_other_launchers_take_it_as_a_run(routed, tmp_path, capsys):
     workdir, _ = routed
     call(
-        "experiments.generate", f"--workdir={workdir}", "--gate=router", "--threshold=0.3,0.3",
-        "--prompt=exit early", "--max_new_tokens=12", "--engine=posthoc", "--json",
-    )  # fmt: skip
+        "experiments.generate",
+        f"--workdir={workdir}",
+        "--gate=router",
+        "--threshold=0.3,0.3",
+        "--prompt=exit early",
+        "--max_new_tokens=12",
+        "--engine=posthoc",
+        "--json",
+    )
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     call("experiments.evaluate", f"--workdir={workdir}", "--batches=1")
     assert "exit_1" in capsys.readouterr().out
     call("experiments.export_hf", f"--workdir={workdir}", f"--output={tmp_path / 'out'}")
     back = load_pretrained(tmp_path / "out")
     assert [e.router for e in back.config.exits] == [8, 8]
-    jax.tree.map(np.testing.assert_array_equal, back.params, load_model(workdir).params)
+    jax.tree.map(np.testing.assert_array_equal, back.params, load_run(workdir).params)
     assert len(said["requests"][0]["tokens"]) == 12
     # Exits beside the weights of another model are not its exits.
     weights = tmp_path / "out" / "model.safetensors"
@@ -154,30 +163,30 @@ def test_routers_of_another_model_are_refused(routed, tmp_path):
     file = moved / "eejax.json"
     values = json.loads(file.read_text())
     with pytest.raises(CheckpointError, match="made of another run's model.*no checkpoint"):
-        load_model(moved)  # its base is not where it says
+        load_run(moved)  # its base is not where it says
     values["base"]["workdir"] = str(opened(workdir).base.resolve())
     file.write_text(json.dumps(values))
-    assert load_model(moved).config == load_model(workdir).config
+    assert load_run(moved).config == load_run(workdir).config
     with pytest.raises(CheckpointError, match="and of no step 3"):
-        load_model(moved, step=3)
+        load_run(moved, step=3)
     file.write_text(json.dumps(values | {"digest": "0" * 32}))
     with pytest.raises(CheckpointError, match="trained on other parameters"):
-        load_model(moved)
+        load_run(moved)
     file.write_text(file.read_text()[:-20])
     with pytest.raises(CheckpointError, match="eejax.json: cannot be read"):
-        load_model(moved)
+        load_run(moved)
     file.write_text(json.dumps(values))
     weights = moved / "eejax_exits.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # of the same shapes, and readable
     with pytest.raises(CheckpointError, match="eejax_exits.safetensors: is not the file that"):
-        load_model(moved)
+        load_run(moved)
     weights.write_bytes(whole[:-10])
     with pytest.raises(CheckpointError, match="eejax_exits.safetensors: cannot be read"):
-        load_model(moved)
+        load_run(moved)
     weights.unlink()
     with pytest.raises(CheckpointError, match="eejax_exits.safetensors"):
-        load_model(moved)
+        load_run(moved)
 
 
 def test_a_calibration_takes_the_place_of_no_run(routed, tmp_path):
@@ -203,7 +212,7 @@ def test_a_calibration_takes_the_place_of_no_run(routed, tmp_path):
             ConfigError, match=f"--workdir = '{to}' with --base = '{of}': .*{reason}"
         ):
             call("experiments.calibrate", f"--base={of}", f"--workdir={to}", *FEW)
-        model = load_model(workdir)
+        model = load_run(workdir)
         with pytest.raises(ConfigError, match=f"workdir = '{to}' with base = '{of}': .*{reason}"):
             write_overlay(to, of, model.step, model.config, model.params, model.metadata)
     assert files() == before
@@ -211,14 +220,14 @@ def test_a_calibration_takes_the_place_of_no_run(routed, tmp_path):
 
 def test_overlays_may_lie_on_overlays_but_in_no_circle(routed, tmp_path):
     workdir, _ = routed
-    model = load_model(workdir)
+    model = load_run(workdir)
     (tmp_path / "far" / "away").mkdir(parents=True)
     (tmp_path / "above").symlink_to(tmp_path / "far" / "away")
     shutil.copytree(workdir / "tokenizer", tmp_path / "above" / "tokenizer")
     write_overlay(
         tmp_path / "above", workdir, model.step, model.config, model.params, model.metadata
     )
-    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path / "above").params, model.params)
+    jax.tree.map(np.testing.assert_array_equal, load_run(tmp_path / "above").params, model.params)
     file = tmp_path / "above" / "eejax.json"
     values = json.loads(file.read_text())
     shutil.copytree(tmp_path / "above", tmp_path / "round")
@@ -228,7 +237,7 @@ def test_overlays_may_lie_on_overlays_but_in_no_circle(routed, tmp_path):
         (tmp_path / "round" / "eejax.json").write_text(
             json.dumps(values | {"base": {"workdir": "../far/away", "step": model.step}})
         )
-        for read in (load_model, load_metadata):
+        for read in (load_run, load_metadata):
             with pytest.raises(CheckpointError, match="made of it in turn.*base.workdir"):
                 read(tmp_path / "above")
 
@@ -269,7 +278,7 @@ def test_a_model_without_exits_gets_them_and_a_killed_calibration_goes_on(
     call("experiments.calibrate", *arguments)
     said = capsys.readouterr()
     assert "epoch 1 of" not in said.err and "epoch 2 of 2" in said.err
-    made = load_model(tmp_path / "run")
+    made = load_run(tmp_path / "run")
     assert [e.boundary for e in made.config.exits] == [1, 2]
     norm = made.params["exits"]["exit_1"]["norm"]["scale"]
     np.testing.assert_array_equal(norm, model.params["final"]["norm"]["scale"])
@@ -293,7 +302,7 @@ def test_what_cannot_be_calibrated_is_told(small_run, tmp_path, arguments, error
     with pytest.raises(error, match=message):
         call("experiments.calibrate", *given)
     with pytest.raises(CheckpointError, match="holds no checkpoints"):
-        load_model(tmp_path / "run")
+        load_run(tmp_path / "run")
     # Nothing is left that would be in the way of the command with what was asked for.
     assert not list((tmp_path / "run").glob("calibration/calibration.json"))
 
@@ -302,9 +311,13 @@ def test_what_cannot_be_calibrated_is_told(small_run, tmp_path, arguments, error
 def test_a_run_with_a_base_is_calibrated(tune):
     """Its experiment trains nothing of the base any more: exits with routers are not trained."""
     model = dict(
-        vocab_size=257, n_layers=2, d_model=16, n_heads=2, context_length=16,
+        vocab_size=257,
+        n_layers=2,
+        d_model=16,
+        n_heads=2,
+        context_length=16,
         exits=[{"boundary": 1}],
-    )  # fmt: skip
+    )
     values = {"model": model, "tune": tune, "exit_weights": {"weights": [0.5]}}
     values |= {"train": {"base": "runs/a", "base_step": 3, "seed": 7}, "data": {"length": 16}}
     run = types.SimpleNamespace(experiment=Experiment.from_dict(values))
@@ -320,6 +333,9 @@ def test_an_empty_text_is_no_text(small_run, tmp_path):
     file.write_text("")
     with pytest.raises(DataError, match=f"--source = '{file}': {file} is empty: give a file with"):
         call(
-            "experiments.calibrate", f"--base={small_run}", f"--workdir={tmp_path / 'run'}",
-            f"--source={file}", *FEW,
-        )  # fmt: skip
+            "experiments.calibrate",
+            f"--base={small_run}",
+            f"--workdir={tmp_path / 'run'}",
+            f"--source={file}",
+            *FEW,
+        )

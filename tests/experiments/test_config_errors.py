@@ -23,8 +23,8 @@ BODIES = {  # the seventh line, and what is said of it
     "config.train.steps = = 3": "invalid syntax.",
     'config.model.exits = ({"boundary": 1} {"boundary": 2},)': "Perhaps you forgot a comma?",
     "config.exit_weights.weights = (0.5 (0.1),)": "not callable; perhaps a comma is missing.",
-    'config.model.exits = {"boundary": 1}':
-        "exits must be of type tuple, not the dict boundary: 1. Write (VALUE,), with the comma",
+    'config.model.exits = {"boundary": 1}': "exits must be of type tuple, not the dict "
+    "boundary: 1. Write (VALUE,), with the comma",
     "config.exit_weights.weights = (0.5)": "weights must be of type tuple, not the float 0.5.",
     'config.train.steps = "many"': "steps must be of type int, not the str many.",
     "config.trainn.steps = 3": "there is no field trainn. Did you mean train?",
@@ -33,7 +33,7 @@ BODIES = {  # the seventh line, and what is said of it
     "config.model.exits = config.model.exits[3]": "IndexError: tuple index out of range.",
     'open("/nowhere/at/all")': "No such file or directory: '/nowhere/at/all'",
     "from eejax.sharding.mesh import MeshConfig; MeshConfig(data=0)": "MeshConfig.data = 0:",
-}  # fmt: skip
+}
 WHOLES = {
     "x = 1\n": "there is no function get_config. Define it without arguments",
     HEAD: "get_config() returns nothing, not a config. Let it end with: return config.",

@@ -13,7 +13,7 @@ from launchers import functions_of
 from matplotlib.colors import to_hex
 from matplotlib.image import imread
 
-from eejax.analysis.convergence import Spread, bin_means, falls, training_curves
+from eejax.analysis.convergence import SeedSpread, bin_means, falls, training_curves
 from eejax.analysis.plots import ACCENT
 from eejax.models import params
 from eejax.train.metrics import METRICS, read_metrics
@@ -27,12 +27,19 @@ def launch(repo_root, one_device):
     def run(workdir, *arguments):
         process = subprocess.run(
             [
-                sys.executable, "-m", "experiments.reproduce.convergence", "--tiny",
-                f"--workdir={workdir}", *arguments,
+                sys.executable,
+                "-m",
+                "experiments.reproduce.convergence",
+                "--tiny",
+                f"--workdir={workdir}",
+                *arguments,
             ],
-            cwd=repo_root, capture_output=True, text=True, timeout=600,
+            cwd=repo_root,
+            capture_output=True,
+            text=True,
+            timeout=600,
             env=os.environ | {"XLA_FLAGS": one_device},
-        )  # fmt: skip
+        )
         return process.returncode, process.stdout, process.stderr
 
     return run
@@ -126,12 +133,17 @@ def test_an_unknown_variant_is_named(launch, tmp_path):
 def test_variants_are_the_published_ones():
     """Section 5.1 (1.3B with 24 layers, 7B with 32) and Appendix B.3 (7B)."""
     got = {
-        name: (v.head, v.standard, [
-            (e["boundary"] / convergence.LAYERS, e["norm"], e.get("mlp", False), w)
-            for e, w in zip(v.exits, v.weights, strict=True)
-        ])
-        for name, v in convergence.VARIANTS.items() if v.layers == convergence.LAYERS
-    }  # fmt: skip
+        name: (
+            v.head,
+            v.standard,
+            [
+                (e["boundary"] / convergence.LAYERS, e["norm"], e.get("mlp", False), w)
+                for e, w in zip(v.exits, v.weights, strict=True)
+            ],
+        )
+        for name, v in convergence.VARIANTS.items()
+        if v.layers == convergence.LAYERS
+    }
     tied, own = ("tied", "standard_tied"), ("own", "standard_own")
     assert got == {
         "standard_tied": (*tied, []),
@@ -175,12 +187,14 @@ def losses(training, **held_out):
 
 def test_ratios_are_paired_by_seed_and_judged_by_their_mean():
     make = lambda **held_out: losses([4, 3, 2, 1], **held_out)
-    rows = convergence.compare({
-        "standard_tied": [make(final=1.0), make(final=2.0)],
-        "fig6_tied": [make(exit_2=1.5, final=1.05), make(exit_2=3.0, final=1.98)],
-        "standard_own": [make(final=2.0), make(final=4.0)],
-        "fig11_mlp": [make(exit_2=3.0, final=1.96), make(exit_2=6.0, final=3.9)],
-    })  # fmt: skip
+    rows = convergence.compare(
+        {
+            "standard_tied": [make(final=1.0), make(final=2.0)],
+            "fig6_tied": [make(exit_2=1.5, final=1.05), make(exit_2=3.0, final=1.98)],
+            "standard_own": [make(final=2.0), make(final=4.0)],
+            "fig11_mlp": [make(exit_2=3.0, final=1.96), make(exit_2=6.0, final=3.9)],
+        }
+    )
     by_name = {(row["variant"], row["exit"]): row for row in rows}
     assert by_name["standard_tied", "final"]["loss"] == {"mean": 1.5, "low": 1.0, "high": 2.0}
     assert by_name["fig6_tied", "exit_2"]["ratios"] == [1.5, 1.5]
@@ -244,10 +258,12 @@ def test_an_exit_far_off_is_compared_with_a_model_of_as_few_layers():
 
 
 def test_a_curve_that_rises_and_an_early_exit_that_is_better_are_named():
-    rows = convergence.compare({
-        "standard_tied": [losses([4, 3, 2, 1], final=1.0)],
-        "fig6_tied": [losses([4, 3, 2, 2.5], exit_2=0.9, exit_4=1.1, final=1.0)],
-    })  # fmt: skip
+    rows = convergence.compare(
+        {
+            "standard_tied": [losses([4, 3, 2, 1], final=1.0)],
+            "fig6_tied": [losses([4, 3, 2, 2.5], exit_2=0.9, exit_4=1.1, final=1.0)],
+        }
+    )
     falling, above, _ = convergence.judge(rows)
     named = "not fig6_tied exit_2, fig6_tied exit_4, fig6_tied final"
     assert falling == {"claim": f"every training loss falls: {named}", "holds": False}
@@ -299,7 +315,7 @@ def test_falling_is_judged_on_the_mean_over_seeds():
 
 
 def test_spread_as_text():
-    spread = Spread.of([1.0, 1.25, 1.5])
+    spread = SeedSpread.of([1.0, 1.25, 1.5])
     assert spread == (1.25, 1.0, 1.5) and spread.text(2) == "1.25 (1.00-1.50)"
 
 

@@ -15,9 +15,12 @@ from eejax.models.config import ModelConfig
 def describe(root, *arguments):
     return subprocess.run(
         [sys.executable, "-m", "experiments.describe", *arguments],
-        cwd=root, capture_output=True, text=True, timeout=300,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=300,
         env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"},
-    )  # fmt: skip
+    )
 
 
 def test_a_model_too_large_for_this_machine_is_described(repo_root):
@@ -53,10 +56,19 @@ def test_parameters_by_part_are_all_of_them():
     parameters = functions_of("experiments.describe").parameters
 
     shared = {"boundary": 1, "head": "shared", "mlp": True}
-    model = ModelConfig.from_dict(dict(
-        vocab_size=50, n_layers=3, d_model=8, n_heads=2, context_length=16, d_ff=24,
-        mlp_gated=False, head="shared", exits=[shared, {"boundary": 2, "head": "own"}],
-    ))  # fmt: skip
+    model = ModelConfig.from_dict(
+        dict(
+            vocab_size=50,
+            n_layers=3,
+            d_model=8,
+            n_heads=2,
+            context_length=16,
+            d_ff=24,
+            mlp_gated=False,
+            head="shared",
+            exits=[shared, {"boundary": 2, "head": "own"}],
+        )
+    )
     got = parameters(model)
     assert got == {
         "embedding": 50 * 8,

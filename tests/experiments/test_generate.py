@@ -84,9 +84,13 @@ def test_stages_are_where_the_mesh_says(generate, monkeypatch):
     monkeypatch.setattr(PipelinedGenerator, "make", make)
     with pytest.raises(ConfigError, match=r"^prompts\[1\] = '0 tokens'"):  # nothing is compiled
         generate(
-            "--prompt=a", "--prompt=", "--engine=pipelined", "--mesh.pipe=2", "--mesh.data=2",
+            "--prompt=a",
+            "--prompt=",
+            "--engine=pipelined",
+            "--mesh.pipe=2",
+            "--mesh.data=2",
             "--stage_layers=balanced",
-        )  # fmt: skip
+        )
     stages = made[0].stages
     assert dict(stages.mesh.shape) == {"data": 2, "pipe": 2, "model": 1}
     assert sum(stages.partition.layers) == 3
@@ -113,8 +117,8 @@ def test_auto_of_drafts(generate, expected):
 
 
 def test_flags_without_effect_are_said(generate):
-    _, _, err = generate(*EARLY, "--engine=full", "--gamma=2", "--max_depth=9")
-    said = "note: without effect with --engine=full: --threshold, --max_depth, --cap, --gamma\n"
+    _, _, err = generate(*EARLY, "--engine=full", "--gamma=2", "--num_segments=9")
+    said = "note: without effect with --engine=full: --threshold, --num_segments, --cap, --gamma\n"
     assert said in err
     _, _, err = generate(*EARLY, "--engine=recompute", "--gate=margin")
     assert "without effect" not in err
@@ -126,13 +130,17 @@ def test_help_lists_the_gates():
 
 def test_rules_of_the_policy(generate, expected):
     got, _, _ = generate(
-        "--prompt=early exit", "--gate=margin", "--threshold=0.2", "--min_depth=2", "--decay=1.5"
+        "--prompt=early exit",
+        "--gate=margin",
+        "--threshold=0.2",
+        "--min_exit_layer=2",
+        "--decay=1.5",
     )
-    rules = dict(gate="margin", threshold=0.2, min_depth=2, decay=1.5)
+    rules = dict(gate="margin", threshold=0.2, min_exit_layer=2, decay=1.5)
     [request] = got["requests"]
     assert {k: request[k] for k in ("tokens", "boundaries")} == expected("recompute", **rules)
     assert 2 in request["boundaries"] and 1 not in request["boundaries"]
-    got, _, _ = generate("--prompt=early exit", "--max_depth=1", "--gate=fixed", "--exits=2")
+    got, _, _ = generate("--prompt=early exit", "--num_segments=1", "--gate=fixed", "--exits=2")
     assert set(got["requests"][0]["boundaries"]) == {1}
 
 
@@ -152,9 +160,9 @@ def test_a_single_prompt_has_a_legend(generate):
         (["--threshold=0.5,nan"], r"^--threshold = \[0.5, nan\]: must lie in \[0, 1\]"),
         (["--threshold=1,1,1"], r"^--threshold = .*: must be one number, one per early exit"),
         (["--exits=3"], r"^--exits = \[3\]: must be among this model's exit boundaries \[1, 2\]"),
-        (["--min_depth=-1"], r"^--min_depth = -1: must be a number of layers"),
+        (["--min_exit_layer=-1"], r"^--min_exit_layer = -1: must be a number of layers"),
         (["--decay=-0.5"], r"^--decay = -0.5: must be finite and at least 0"),
-        (["--max_depth=4"], r"^--max_depth = 4: must be at most the 3 segments"),
+        (["--num_segments=4"], r"^--num_segments = 4: must be at most the 3 segments"),
         (["--cap=0"], r"^--cap = 0: must be an integer of at least 1"),
         (["--engine=speculative", "--draft_exit=2"], r"^--draft_exit = 2: must be the number"),
         (["--top_p=0"], r"^--top_p = 0.0: "),
@@ -183,7 +191,7 @@ def test_a_single_prompt_has_a_legend(generate):
         (["--engine=pipelined", "--mesh.data=2"], r"^prompts = 1: must be a multiple of mesh.data"),
         (["--interactive"], r"^--prompt: --interactive reads its prompts itself"),
     ],
-)  # fmt: skip
+)
 def test_bad_values_name_their_flag(generate, arguments, message):
     with pytest.raises(ConfigError, match=message):
         generate("--prompt=x", *arguments)
@@ -235,8 +243,9 @@ def test_a_session_goes_on_after_a_bad_prompt_and_compiles_once(generate):
     lines = re.findall(
         r"^\[(\d+) tokens, ([\d.]+ tokens/s|too few tokens to time), ended by: (\w+); "
         r"exit 1: (\d+), exit 2: (\d+), final 3: (\d+)\]$",
-        plain, re.M,
-    )  # fmt: skip
+        plain,
+        re.M,
+    )
     for request, (tokens, _, finish, *counts) in zip(got["requests"], lines, strict=True):
         assert int(tokens) == len(request["tokens"]) and finish == request["finish"]
         assert list(map(int, counts)) == [request["boundaries"].count(b) for b in (1, 2, 3)]
@@ -310,9 +319,13 @@ def launch(repo_root, one_device):
     def run(*arguments, text=""):
         process = subprocess.run(
             [sys.executable, "-P", "-m", "experiments.generate", *arguments],
-            cwd=repo_root, capture_output=True, text=True, input=text, timeout=600,
+            cwd=repo_root,
+            capture_output=True,
+            text=True,
+            input=text,
+            timeout=600,
             env=os.environ | {"XLA_FLAGS": one_device},
-        )  # fmt: skip
+        )
         return process.returncode, process.stdout, process.stderr
 
     return run
@@ -331,3 +344,8 @@ def test_a_mesh_without_devices_says_in_a_line_how_to_get_some(launch, small_run
     )
     assert code == 1 and err.startswith("error: --mesh (data, pipe, model) = (1, 2, 1) needs 2")
     assert "XLA_FLAGS=--xla_force_host_platform_device_count=2" in err and err.count("\n") == 1
+
+
+def test_an_old_name_of_a_flag_names_the_new_one(launch):
+    code, _, err = launch("--workdir=runs/mine", "--max_depth=1", "--prompt=x")
+    assert (code, err) == (1, "error: --max_depth: is called --num_segments now.\n")

@@ -25,9 +25,14 @@ def batch(small_run, capsys, monkeypatch, tmp_path):
         status = 0
         try:
             call(
-                "experiments.generate_batch", f"--workdir={small_run}", f"--input={source}",
-                "--slots=3", "--max_new_tokens=20", "--drafts=1", *arguments,
-            )  # fmt: skip
+                "experiments.generate_batch",
+                f"--workdir={small_run}",
+                f"--input={source}",
+                "--slots=3",
+                "--max_new_tokens=20",
+                "--drafts=1",
+                *arguments,
+            )
         except SystemExit as end:
             status = end.code or 0
         out, err = capsys.readouterr()
@@ -66,13 +71,21 @@ def test_planned_and_with_exits_turned_off_and_on(batch):
 
 def test_bad_lines_are_told_and_the_others_run(batch):
     lines = [
-        "exit", "{oops", '{"prompt": 3}', '{"prompt": "a", "treshold": 1}',
-        '{"prompt": "a", "threshold": 7}', '{"prompt": "a", "max_new_tokens": 0}', "a" * 200,
-        r'{"prompt": "\ud800"}', "a line\u2028that goes on",
+        "exit",
+        "{oops",
+        '{"prompt": 3}',
+        '{"prompt": "a", "treshold": 1}',
+        '{"prompt": "a", "threshold": 7}',
+        '{"prompt": "a", "max_new_tokens": 0}',
+        "a" * 200,
+        r'{"prompt": "\ud800"}',
+        "a line\u2028that goes on",
         '{"prompt": "a", "drafts": [[1], [2, 3]]}',
-        '{"prompt": "a", "temperature": [1, [2]]}', '{"prompt": "a", "seed": ' + "9" * 5000 + "}",
-        '{"prompt": ' + "[" * 100_000, '{"prompt": "a", "threshold": 1' + "0" * 400 + "}",
-    ]  # fmt: skip
+        '{"prompt": "a", "temperature": [1, [2]]}',
+        '{"prompt": "a", "seed": ' + "9" * 5000 + "}",
+        '{"prompt": ' + "[" * 100_000,
+        '{"prompt": "a", "threshold": 1' + "0" * 400 + "}",
+    ]
     told, order, _, status = batch(lines, "--notune")
     assert status == 1 and sorted(order) == [*range(1, 15)]
     assert told[1]["finish"] == "length"
@@ -92,13 +105,22 @@ def test_bad_lines_are_told_and_the_others_run(batch):
         assert told[line]["finish"].startswith("error: ") and what in told[line]["finish"]
 
 
-@pytest.mark.parametrize("arguments, data, what", [
-    ((), b"\xff\xfe", "UTF-8"), ((), b"\n\n", "input"), (("--input=/no/such",), b"a", "/no/such"),
-    (("--output=/no/such/x",), b"a", "/no/such/x"), (("--drafts=1000000000",), b"a", "--drafts"),
-    (("--context=9999",), b"a", "--context"), (("--gate=nope",), b"a", "--gate"),
-    (("--threshold=nan",), b"a", "--threshold"), (("--stop_token=999",), b"a", "--stop_token"),
-    (("--seed=-1",), b"a", "--seed"), (("--temperature=inf",), b"a", "--temperature"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, data, what",
+    [
+        ((), b"\xff\xfe", "UTF-8"),
+        ((), b"\n\n", "input"),
+        (("--input=/no/such",), b"a", "/no/such"),
+        (("--output=/no/such/x",), b"a", "/no/such/x"),
+        (("--drafts=1000000000",), b"a", "--drafts"),
+        (("--context=9999",), b"a", "--context"),
+        (("--gate=nope",), b"a", "--gate"),
+        (("--threshold=nan",), b"a", "--threshold"),
+        (("--stop_token=999",), b"a", "--stop_token"),
+        (("--seed=-1",), b"a", "--seed"),
+        (("--temperature=inf",), b"a", "--temperature"),
+    ],
+)
 def test_files_and_flags_that_cannot_be_used(batch, tmp_path, arguments, data, what):
     output = tmp_path / "untouched"
     with pytest.raises((ConfigError, DataError), match=what):

@@ -44,11 +44,14 @@ def test_nothing_is_kept_where_there_is_no_folder(plugin, tmp_path, home):
     assert "JAX_COMPILATION_CACHE_DIR" not in environ
 
 
-@pytest.mark.parametrize("given", [
-    {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=", "JAX_COMPILATION_CACHE_DIR": "mine"},
-    {"JAX_PLATFORMS": "cpu"},
-    {"XLA_FLAGS": "/etc/flags", "JAX_COMPILATION_CACHE_DIR": "mine"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=", "JAX_COMPILATION_CACHE_DIR": "mine"},
+        {"JAX_PLATFORMS": "cpu"},
+        {"XLA_FLAGS": "/etc/flags", "JAX_COMPILATION_CACHE_DIR": "mine"},
+    ],
+)
 def test_what_the_user_says_stays(plugin, given):
     environ = dict(given)
     gpu_settings.apply(environ)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from launchers import call
 
-from eejax.checkpoint.model import load_model
+from eejax.checkpoint.model import load_run
 from eejax.common.errors import CheckpointError, DataError
 from eejax.train.runs import open_run
 
@@ -37,9 +37,10 @@ def test_a_run_comes_back_with_its_exits_and_its_tokenizer(small_run, tmp_path, 
 def test_a_model_of_bytes_that_was_trained_elsewhere(eejax_data, tmp_path, capsys):
     folder = eejax_data / "models" / "tinylm"
     arguments = [
-        f"--model={folder}", f"--workdir={tmp_path / 'run'}",
+        f"--model={folder}",
+        f"--workdir={tmp_path / 'run'}",
         f"--source={eejax_data / 'tinyshakespeare' / 'train.txt'}",
-    ]  # fmt: skip
+    ]
     with pytest.raises(CheckpointError, match="has no tokenizer"):
         call("experiments.import_hf", *arguments)
     tokenizer = eejax_data / "tokenizers" / "gpt2"
@@ -47,7 +48,7 @@ def test_a_model_of_bytes_that_was_trained_elsewhere(eejax_data, tmp_path, capsy
         call("experiments.import_hf", *arguments, f"--tokenizer={tokenizer}")
     assert not (tmp_path / "run").exists()
     call("experiments.import_hf", *arguments, "--tokenizer=bytes")
-    model = load_model(tmp_path / "run")
+    model = load_run(tmp_path / "run")
     assert model.tokenizer.vocab_size == 256 and model.tokenizer.eos_id == 2
     capsys.readouterr()
     call("experiments.evaluate", f"--workdir={tmp_path / 'run'}", "--batches=4")

@@ -19,9 +19,12 @@ from experiments import interrupts
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 INTERRUPTED = 128 + signal.SIGINT
 TRAIN = (
-    "--config=configs/tiny.py", "--config.train.steps=100000", "--config.data.max_bytes=100000",
-    "--config.train.eval_every=0", "--workdir={folder}/run",
-)  # fmt: skip
+    "--config=configs/tiny.py",
+    "--config.train.steps=100000",
+    "--config.data.max_bytes=100000",
+    "--config.train.eval_every=0",
+    "--workdir={folder}/run",
+)
 LAUNCHERS = {
     "train": TRAIN,
     "evaluate": ("--workdir={folder}",),
@@ -38,10 +41,21 @@ LAUNCHERS = {
 def started(name, folder, flags):
     """(the process, the lines that it wrote, growing). Python writes a line for each import."""
     process = subprocess.Popen(
-        [sys.executable, "-P", "-X", "importtime", "-m", f"experiments.{name}",
-         *(flag.format(folder=folder) for flag in LAUNCHERS[name])],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=flags,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-P",
+            "-X",
+            "importtime",
+            "-m",
+            f"experiments.{name}",
+            *(flag.format(folder=folder) for flag in LAUNCHERS[name]),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=flags,
+    )
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)
     reader.start()
@@ -135,20 +149,35 @@ def test_training_at_drawn_moments(tmp_path, one_device):
         # Libraries make errors of their own of what is raised in their callbacks.
         ("\ntry:\n hit()\nexcept BaseException as e:\n raise ValueError('lost') from e", "by main"),
         # The hash stands for a compilation: minutes without a Python handler being run.
-        ("import threading, hashlib; threading.Timer(0.2, hit).start(); "
-         "threading.Timer(1.2, hit).start(); hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)",
-         "by main"),
+        (
+            "import threading, hashlib; threading.Timer(0.2, hit).start(); "
+            "threading.Timer(1.2, hit).start(); hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)",
+            "by main",
+        ),
         # A wrapper may deliver one Ctrl-C twice: what is open is closed all the same.
-        ("\nimport threading, time\ntry:\n threading.Timer(0.01, hit).start()\n hit()\nfinally:\n"
-         " time.sleep(0.1)\n print('closed', file=sys.stderr)", "closed\nby main"),
-        ("\nimport threading, time, hashlib\ntry:\n for t in (0.1, 0.11):\n"
-         "  threading.Timer(t, hit).start()\n hashlib.pbkdf2_hmac('sha256', b'', b'', 10**6)\n"
-         " time.sleep(9)\nfinally:\n print('closed', file=sys.stderr)", "closed\nby main"),
+        (
+            "\nimport threading, time\ntry:\n threading.Timer(0.01, hit).start()\n hit()\n"
+            "finally:\n"
+            " time.sleep(0.1)\n print('closed', file=sys.stderr)",
+            "closed\nby main",
+        ),
+        (
+            "\nimport threading, time, hashlib\ntry:\n for t in (0.1, 0.11):\n"
+            "  threading.Timer(t, hit).start()\n hashlib.pbkdf2_hmac('sha256', b'', b'', 10**6)\n"
+            " time.sleep(9)\nfinally:\n print('closed', file=sys.stderr)",
+            "closed\nby main",
+        ),
         ("import atexit; atexit.register(hit)", "interrupted"),
     ],
-    ids=["in a callback", "as another error", "twice while Python cannot answer", "delivered twice",
-         "delivered twice while Python cannot answer", "at the end"],
-)  # fmt: skip
+    ids=[
+        "in a callback",
+        "as another error",
+        "twice while Python cannot answer",
+        "delivered twice",
+        "delivered twice while Python cannot answer",
+        "at the end",
+    ],
+)
 def test_wherever_it_is_raised(body, line):
     body = body.replace("\n", "\n    ")
     program = f"""

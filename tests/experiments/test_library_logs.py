@@ -31,19 +31,32 @@ def nothing_kept(monkeypatch):
 
 def test_a_checkpoint_that_cannot_be_written(tmp_path, one_device):
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "experiments.train", "--config=configs/tiny.py",
-         "--config.data.max_bytes=8000", "--config.train.steps=2", "--config.train.eval_every=0",
-         f"--workdir={tmp_path / 'run'}"],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-        env=os.environ | {
-            "XLA_FLAGS": one_device, "JAX_ENABLE_COMPILATION_CACHE": "false",
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "experiments.train",
+            "--config=configs/tiny.py",
+            "--config.data.max_bytes=8000",
+            "--config.train.steps=2",
+            "--config.train.eval_every=0",
+            f"--workdir={tmp_path / 'run'}",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ
+        | {
+            "XLA_FLAGS": one_device,
+            "JAX_ENABLE_COMPILATION_CACHE": "false",
             "TMPDIR": str(tmp_path),
             # Python 3.11 cuts off what it compiles at the limit, and the next process to import a
             # module that was edited since ends with "EOFError: marshal data too short".
             "PYTHONDONTWRITEBYTECODE": "1",
         },
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, ROOM)),
-    )  # fmt: skip
+    )
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1, (done.returncode, done.stderr)
     assert last.startswith("error: saving the checkpoint of step 2 in "), done.stderr

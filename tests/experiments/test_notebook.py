@@ -75,9 +75,15 @@ def test_routers_calibrates_and_writes(repo_root, tmp_path, eejax_data, execute)
     whole = (eejax_data / "tinyshakespeare" / "train.txt").read_bytes()
     text.write_bytes(whole[:60_000])
     executed = execute(
-        read(repo_root, "routers"), tmp_path, MODEL=eejax_data / "models" / "tinylm",
-        TOKENIZER="bytes", TEXT=text, TOKENS=12_000, PROMPT="ROMEO:", OUT=tmp_path / "out",
-    )  # fmt: skip
+        read(repo_root, "routers"),
+        tmp_path,
+        MODEL=eejax_data / "models" / "tinylm",
+        TOKENIZER="bytes",
+        TEXT=text,
+        TOKENS=12_000,
+        PROMPT="ROMEO:",
+        OUT=tmp_path / "out",
+    )
     shown = outputs(executed, "display_data")
     images = [o for o in shown if "image/png" in o.data]
     assert len(images) == 2 and all(len(o.data["image/png"]) > 10_000 for o in images)

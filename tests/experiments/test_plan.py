@@ -18,7 +18,7 @@ from eejax.models.config import ExitConfig, ModelConfig
 from eejax.pipeline.config import PipelineConfig
 from eejax.pipeline.layout import StageLayout
 from eejax.pipeline.schedule import one_f_one_b
-from eejax.pipeline.simulate import Work, exit_time_overhead, simulate, stage_costs
+from eejax.pipeline.simulate import PassTime, exit_time_overhead, simulate, stage_costs
 from eejax.sharding.mesh import MeshConfig
 from eejax.train.config import DataConfig, ExitWeights, Experiment, TrainConfig
 
@@ -27,9 +27,15 @@ slot_costs = functions_of("experiments.slot_costs")
 
 LENGTH = 64
 MODEL = ModelConfig(
-    vocab_size=512, n_layers=8, d_model=64, n_heads=4, context_length=LENGTH, d_ff=256,
-    exits=(ExitConfig(2, norm=False), ExitConfig(4, norm=False)), dtype="bfloat16",
-)  # fmt: skip
+    vocab_size=512,
+    n_layers=8,
+    d_model=64,
+    n_heads=4,
+    context_length=LENGTH,
+    d_ff=256,
+    exits=(ExitConfig(2, norm=False), ExitConfig(4, norm=False)),
+    dtype="bfloat16",
+)
 
 
 def experiment(model=MODEL, batch=64, microbatches=16, remat="dots", mesh=None, **pipeline):
@@ -52,8 +58,10 @@ def test_work_of_stages_is_the_floating_point_operations():
         got = [[s["forward"], s["backward"], s["exits"]] for s in stages]
         ahead = [1, 1, 1, 1 - again]
         exits = [0, 1, 1, 1]
-        want = [[f * forward, (2 + again) * forward, 3 * e * head]
-                for f, e in zip(ahead, exits, strict=True)]  # fmt: skip
+        want = [
+            [f * forward, (2 + again) * forward, 3 * e * head]
+            for f, e in zip(ahead, exits, strict=True)
+        ]
         np.testing.assert_allclose(got, want, rtol=1e-9)
     assert [s["boundaries"] for s in stages] == [[], [2], [4], [8]]
     halved = planner.plan(experiment(mesh=MeshConfig(pipe=4, model=2), remat="full"))["stages"]
@@ -80,7 +88,7 @@ def test_state_is_what_lies_on_a_device(mesh):
     pipeline, values = slot_costs.pipelined(given.model, mesh, "dots")
     assert isinstance(pipeline.layout, StageLayout)
     held = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(values))
-    memory = planner.Stages.of(given).memory
+    memory = planner.ExperimentStages.of(given).memory
     assert memory["gradients"] == held
     # Two moments of each parameter, cut over data; what does not divide lies whole.
     assert held * (1 + 2 / mesh.data) <= memory["state"] <= 1.05 * held * (1 + 2 / mesh.data)
@@ -93,10 +101,10 @@ def test_memory_grows_with_what_is_kept():
     of = {(r["remat"], r["exits"]): r["bytes"] for r in result["policies"]}
     assert of["none", "mixed"] > of["dots", "mixed"] > of["full", "mixed"]
     assert of["none", "aligned"] >= of["none", "mixed"] == of["none", "deferred"]
-    base = planner.Stages.of(experiment())
+    base = planner.ExperimentStages.of(experiment())
     assert base.replace(microbatches=32).memory["residuals"] < base.memory["residuals"]
-    cut = planner.Stages.of(experiment(mesh=MeshConfig(pipe=4, model=2, sequence=True)))
-    whole = planner.Stages.of(experiment(mesh=MeshConfig(pipe=4, model=2)))
+    cut = planner.ExperimentStages.of(experiment(mesh=MeshConfig(pipe=4, model=2, sequence=True)))
+    whole = planner.ExperimentStages.of(experiment(mesh=MeshConfig(pipe=4, model=2)))
     assert cut.memory["residuals"] * 2 == base.memory["residuals"] < 2 * whole.memory["residuals"]
     assert cut.memory["states"] * 2 == whole.memory["states"]
 
@@ -106,7 +114,7 @@ def test_what_is_suggested_is_the_best_of_all():
     best = result["suggested"]
     assert best["fits"] and best["remat"] == "none" and best["exits"] == "mixed"
     # the smallest number of microbatches with bubbles below a tenth, found in turn
-    bubble = lambda m: planner.Stages.of(experiment(microbatches=m, remat="none")).bubble
+    bubble = lambda m: planner.ExperimentStages.of(experiment(microbatches=m, remat="none")).bubble
     first = next(m for m in (1, 2, 4, 8, 16, 32) if bubble(m) < 0.1)
     assert best["microbatches"] == first and best["bubble"] < 0.1
     assert planner.plan(experiment(remat="none"))["suggested"]["remat"] == "dots", "no memory given"
@@ -120,14 +128,14 @@ def test_exits_that_cost_time_are_warned_of_and_moved():
     late = MODEL.replace(exits=(ExitConfig(6, norm=False),))  # with the final exit on one stage
     result = planner.plan(experiment(late, remat="none"))
     assert "stage 3" in result["warnings"][0] and "exit at 6" in result["warnings"][0]
-    even = dataclasses.replace(planner.Stages.of(experiment(late)))
+    even = dataclasses.replace(planner.ExperimentStages.of(experiment(late)))
     assert planner.free_boundaries(even) == [4]
-    assert planner.free_boundaries(planner.Stages.of(experiment())) == [2, 4]
+    assert planner.free_boundaries(planner.ExperimentStages.of(experiment())) == [2, 4]
     # No boundary is suggested twice.
     six = MODEL.replace(n_layers=6, exits=(ExitConfig(2), ExitConfig(4)))
     for layers in ((2, 2, 1, 1), (2, 2, 2), (1, 1, 2, 2)):
         cut = experiment(six, mesh=MeshConfig(pipe=len(layers)), layers=layers)
-        found = planner.free_boundaries(planner.Stages.of(cut))
+        found = planner.free_boundaries(planner.ExperimentStages.of(cut))
         assert len(set(found)) == 2
     assert not planner.plan(experiment(remat="none"))["warnings"]
 
@@ -146,11 +154,17 @@ def test_what_training_would_refuse_is_refused():
 
 
 def test_measured_times_take_the_place_of_counted_ones():
-    parts = slot_costs.Parts((1.0, 2.0), (0.5, 1.0), (0.5, 1.0), (0.0, 0.25), 0.0, {})
+    parts = slot_costs.MicrobatchCosts((1.0, 2.0), (0.5, 1.0), (0.5, 1.0), (0.0, 0.25), 0.0, {})
     result = planner.plan(experiment(remat="none"), parts=parts)
     assert [s["total"] for s in result["stages"]] == [6.25, 7.5, 7.5, 7.5]
-    costs = stage_costs((2,) * 4, (0, 1, 1, 0), layer=Work(1, 2), exit=Work(0.5, 1.0),
-                        final=Work(0.5, 1.0), embedding=Work(0, 0.25))  # fmt: skip
+    costs = stage_costs(
+        (2,) * 4,
+        (0, 1, 1, 0),
+        layer=PassTime(1, 2),
+        exit=PassTime(0.5, 1.0),
+        final=PassTime(0.5, 1.0),
+        embedding=PassTime(0, 0.25),
+    )
     table = one_f_one_b(4, 16, exit_stages=(1, 2))
     assert result["step"] == pytest.approx(simulate(table, costs).time)
     assert exit_time_overhead(one_f_one_b(4, 16), table, costs) == pytest.approx(0)
@@ -158,12 +172,25 @@ def test_measured_times_take_the_place_of_counted_ones():
 
 def test_the_launcher(repo_root, tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "experiments.plan", "--config=configs/ee_llm_13b.py", "--json",
-         "--config.mesh.pipe=4", "--config.mesh.data=4", "--config.mesh.model=2",
-         "--config.train.microbatches=512", "--memory_gib=80", f"--out={tmp_path / 'new'}"],
-        cwd=repo_root, capture_output=True, text=True, timeout=300,
+        [
+            sys.executable,
+            "-m",
+            "experiments.plan",
+            "--config=configs/ee_llm_13b.py",
+            "--json",
+            "--config.mesh.pipe=4",
+            "--config.mesh.data=4",
+            "--config.mesh.model=2",
+            "--config.train.microbatches=512",
+            "--memory_gib=80",
+            f"--out={tmp_path / 'new'}",
+        ],
+        cwd=repo_root,
+        capture_output=True,
+        text=True,
+        timeout=300,
         env=os.environ | {"XLA_FLAGS": ""},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
     result = json.loads(last)

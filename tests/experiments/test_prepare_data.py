@@ -21,9 +21,12 @@ from eejax.train.config import DataConfig
 def launch(root, *arguments):
     return subprocess.Popen(
         [sys.executable, "-m", "experiments.prepare_data", "--config=configs/tiny.py", *arguments],
-        cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=os.environ | {"COLUMNS": "100"},
-    )  # fmt: skip
+    )
 
 
 def finish(process, timeout=600):
@@ -52,9 +55,12 @@ def corpus(tmp_path_factory) -> tuple[pathlib.Path, PackedDataset]:
 
 def flags(folder, workdir):
     return (
-        f"--config.data.source={folder}/*.txt", f"--config.data.tokenizer={folder}/tokenizer",
-        "--config.data.max_bytes=None", "--config.model.vocab_size=600", f"--workdir={workdir}",
-    )  # fmt: skip
+        f"--config.data.source={folder}/*.txt",
+        f"--config.data.tokenizer={folder}/tokenizer",
+        "--config.data.max_bytes=None",
+        "--config.model.vocab_size=600",
+        f"--workdir={workdir}",
+    )
 
 
 def committed(workdir) -> int:

@@ -23,9 +23,13 @@ def launch(repo_root, one_device):
     def run(name, *arguments, text=None):
         process = subprocess.run(
             [sys.executable, "-m", f"experiments.{name}", *arguments],
-            cwd=repo_root, capture_output=True, text=True, input=text, timeout=600,
+            cwd=repo_root,
+            capture_output=True,
+            text=True,
+            input=text,
+            timeout=600,
             env=os.environ | {"XLA_FLAGS": one_device, "COLUMNS": "100"},
-        )  # fmt: skip
+        )
         return process.returncode, process.stdout, process.stderr
 
     return run
@@ -110,9 +114,13 @@ def test_batch_from_file_and_standard_input_with_sampling(generate, launch, quic
     (tmp_path / "a.txt").write_text("import os\n")
     sampled = ["--temperature=1", "--top_k=40", "--top_p=0.95", "--min_p=0.01", "--seed=3"]
     requests, out = generate(
-        "--prompt=class A:", f"--prompt_file={tmp_path / 'a.txt'}", "--exits=2", "--threshold=0.2",
-        "--color=always", *sampled,
-    )  # fmt: skip
+        "--prompt=class A:",
+        f"--prompt_file={tmp_path / 'a.txt'}",
+        "--exits=2",
+        "--threshold=0.2",
+        "--color=always",
+        *sampled,
+    )
     assert [r["prompt"] for r in requests] == ["class A:", "import os\n"]
     assert all(set(r["boundaries"]) <= {2, 4} and len(r["tokens"]) == 20 for r in requests)
     assert "\x1b[38;5;" in out

@@ -15,10 +15,22 @@ recipes = functions_of("experiments.reproduce.recipes")
 
 def run(workdir):
     return subprocess.run(
-        [sys.executable, "-P", "-m", "experiments.reproduce.recipes", "--tiny", "--seeds=1",
-         "--steps=6", "--recipes=layer_dropout", f"--workdir={workdir}", "--json"],
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "experiments.reproduce.recipes",
+            "--tiny",
+            "--seeds=1",
+            "--steps=6",
+            "--recipes=layer_dropout",
+            f"--workdir={workdir}",
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
 
 
 def test_recipes_are_trained_once_and_compared(tmp_path):
@@ -52,9 +64,17 @@ def test_the_best_recipe_agrees_most_and_is_no_worse_in_the_end():
 
 def test_an_unknown_recipe_is_named(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "experiments.reproduce.recipes", "--recipes=magic",
-         f"--workdir={tmp_path}"],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "experiments.reproduce.recipes",
+            "--recipes=magic",
+            f"--workdir={tmp_path}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 1 and "--recipes = 'magic'" in done.stderr
     assert done.stderr.count("\n") == 1

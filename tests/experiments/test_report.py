@@ -142,8 +142,12 @@ def test_runs_in_every_state(repo_root, tmp_path):
     assert by["not_finite"]["eval"] == {} and by["not_finite"]["steps"] is None
     assert by["full"]["eval_ema"]["loss/exit_10"] == pytest.approx(0.1)
     assert set(got["pictures"]) == {
-        "training_loss.png", "eval_ema.png", "gradients.png", "throughput.png", "schedule.png",
-    }  # fmt: skip
+        "training_loss.png",
+        "eval_ema.png",
+        "gradients.png",
+        "throughput.png",
+        "schedule.png",
+    }
     overview, nats, differ, _ = tables(out / "report.md")
     assert [row[0] for row in overview[1:]] == names
     assert overview[2][1:5] == ["40", "100", "4,000", "0"] and overview[1][3:] == ["-"] * 4
@@ -169,9 +173,7 @@ def test_a_run_given_twice_is_drawn_once_and_names_are_as_short_as_they_can_be(r
     folders = ["a/x/run", "a/y/run", "b/y/run", "b/other"]
     runs = [write_run(tmp_path / f, records(["final"])) for f in folders]
     (tmp_path / "latest").symlink_to(runs[0])
-    got = report(
-        repo_root, *runs, f"{runs[0]}/", tmp_path / "latest", f"--out={tmp_path / 'out'}"
-    )  # fmt: skip
+    got = report(repo_root, *runs, f"{runs[0]}/", tmp_path / "latest", f"--out={tmp_path / 'out'}")
     assert [r["name"] for r in got["runs"]] == ["x/run", "a/y/run", "b/y/run", "other"]
 
 

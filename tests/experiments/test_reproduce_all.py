@@ -119,8 +119,9 @@ def test_a_finding_may_name_several_places_or_a_part():
     collection = collect([several], SMALL)
     rows = page.rows_of("EE-LLM", collection.entries["EE-LLM"])
     assert [row.ours for row in rows if row.place in ("Table 1, Figure 9", "Figure 9")] == [
-        "ours", "see Table 1, Figure 9",
-    ]  # fmt: skip
+        "ours",
+        "see Table 1, Figure 9",
+    ]
     assert page.count(collection)["holds"] == 1
     assert catalogue.claims_at("C.2.1", CATALOGUE["EE-LLM"])[0][0].place == "Appendix C.2"
 
@@ -218,9 +219,9 @@ def script(tmp_path: pathlib.Path, monkeypatch, findings: list[dict], status: in
 
 
 def test_what_is_done_is_not_run_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(steps.Step, "source_files", lambda self: [])
-    one = steps.Step("one", "fake_reproduction", ("--size=1",), 1)
-    two = steps.Step("two", "fake_reproduction", (), 1, ("one",))
+    monkeypatch.setattr(steps.ReproductionStep, "source_files", lambda self: [])
+    one = steps.ReproductionStep("one", "fake_reproduction", ("--size=1",), 1)
+    two = steps.ReproductionStep("two", "fake_reproduction", (), 1, ("one",))
     monkeypatch.setattr(everything, "STEPS", (one, two))
     runs = lambda: len((tmp_path / "runs").read_text())
     script(tmp_path, monkeypatch, [WHOLE[0].to_dict()], status=1)
@@ -229,7 +230,7 @@ def test_what_is_done_is_not_run_again(tmp_path, monkeypatch):
     assert everything.run_all([one, two], tmp_path, None) == {} and runs() == 2
     assert everything.run_all([one, two], tmp_path, None, again=["two"]) == {} and runs() == 3
     # Another argument changes what it makes, and what needs that.
-    changed = steps.Step("one", "fake_reproduction", ("--size=2",), 1)
+    changed = steps.ReproductionStep("one", "fake_reproduction", ("--size=2",), 1)
     monkeypatch.setattr(everything, "STEPS", (changed, two))
     assert everything.run_all([changed, two], tmp_path, None) == {} and runs() == 5
 
@@ -255,7 +256,7 @@ def test_what_is_done_is_not_run_again(tmp_path, monkeypatch):
 )
 def test_a_damaged_record_counts_as_none(tmp_path, monkeypatch, capsys, record):
     """The digest would match: only what is damaged has the step run again."""
-    steps_of_all = [steps.Step(name, "none", (), 1) for name in ("one", "two")]
+    steps_of_all = [steps.ReproductionStep(name, "none", (), 1) for name in ("one", "two")]
     ran = []
     finish = lambda step, *_: ran.append(step.name) or steps.Outcome([WHOLE[1]], [])
     monkeypatch.setattr(everything, "STEPS", steps_of_all)
@@ -306,11 +307,11 @@ def test_what_cannot_end_well_does_not_begin(tmp_path, monkeypatch, flags, said)
 
 
 def test_a_failure_does_not_stop_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(steps.Step, "source_files", lambda self: [])
-    bad = steps.Step("bad", "no_such_module", (), 1)
-    after = steps.Step("after", "fake_reproduction", (), 1, ("bad",))
-    asks = steps.Step("asks", "fake_reproduction", (), 1, data=True)
-    good = steps.Step("good", "fake_reproduction", (), 1)
+    monkeypatch.setattr(steps.ReproductionStep, "source_files", lambda self: [])
+    bad = steps.ReproductionStep("bad", "no_such_module", (), 1)
+    after = steps.ReproductionStep("after", "fake_reproduction", (), 1, ("bad",))
+    asks = steps.ReproductionStep("asks", "fake_reproduction", (), 1, data=True)
+    good = steps.ReproductionStep("good", "fake_reproduction", (), 1)
     monkeypatch.setattr(everything, "STEPS", (bad, after, asks, good))
     script(tmp_path, monkeypatch, [WHOLE[0].to_dict()])
     failed = everything.run_all(everything.STEPS, tmp_path, None)
@@ -326,7 +327,7 @@ def test_a_failure_does_not_stop_the_others(tmp_path, monkeypatch):
 def test_a_step_that_hangs_is_ended(tmp_path, monkeypatch):
     (tmp_path / "fake_reproduction.py").write_text("import time\ntime.sleep(60)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    slow = steps.Step("slow", "fake_reproduction", (), 1 / 60 / steps.SLOWER)
+    slow = steps.ReproductionStep("slow", "fake_reproduction", (), 1 / 60 / steps.SLOWER)
     assert "ran for more than" in steps.execute(slow, tmp_path, None).error
 
 
@@ -352,10 +353,11 @@ def test_every_claim_is_spoken_of():
         pytest.skip(f"needs {', '.join(sorted(lacking))}")
     said = {
         str(node.value)
-        for name, path in modules.items() if not name.startswith(("claims", "catalogue"))
+        for name, path in modules.items()
+        if not name.startswith(("claims", "catalogue"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }  # fmt: skip
+    }
     places = [one for one in said if len(one) < 60]  # and no docstrings
     for paper, claims in CATALOGUE.items():
         there = [some for one in places for some in catalogue.claims_at(one, claims)]

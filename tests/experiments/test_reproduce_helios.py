@@ -11,9 +11,9 @@ import pytest
 from launchers import call
 
 from eejax.common.errors import ConfigError, DataError
-from eejax.inference.batch_simulator import Costs
-from eejax.serving.choices import Profile
-from eejax.serving.traces import ModelTrace, Trace
+from eejax.inference.batch_simulator import StepCosts
+from eejax.serving.choices import ModelProfile
+from eejax.serving.traces import ModelTrace, PromptTrace
 from experiments.reproduce import helios_evidence as evidence
 from experiments.reproduce import (
     helios_figures,
@@ -51,7 +51,7 @@ def drawn(p=24, new=12):
         traces[name] = ModelTrace(stops, (0.5, 0.5), False, lengths, tokens, sure)
         slow = 1.0 if name == "small" else 2.0
         each = lambda value, slow=slow: (slow * value,) * 3
-        profiles[name] = Profile(
+        profiles[name] = ModelProfile(
             each(1e-3),
             each(1e-2),
             each(1e-2),
@@ -62,12 +62,12 @@ def drawn(p=24, new=12):
             (0.9, 0.9, 1.0),
             heads=each(1e5),
         )
-        own = Costs(1e-4, (2e-3, 1e-3, 2e-3), (1e-4,) * 3, 0.0, 5e-3, 0.0, (1, 1, 1))
+        own = StepCosts(1e-4, (2e-3, 1e-3, 2e-3), (1e-4,) * 3, 0.0, 5e-3, 0.0, (1, 1, 1))
         costs[name] = dataclasses.asdict(own) | {"buckets": (2, 4), "tokens": 16}
     kinds = tuple(("summarization", "gsm8k")[i % 2] for i in range(p))
     along = {("large", "small"): traces["large"], ("small", "large"): traces["small"]}
     judged = {name: (-2.0 * rng.random(p)).tolist() for name in STOPS}
-    return helios_models.Measured(Trace(traces, kinds), along, judged, profiles, costs, 1)
+    return helios_models.Measured(PromptTrace(traces, kinds), along, judged, profiles, costs, 1)
 
 
 @pytest.fixture
@@ -198,10 +198,10 @@ def test_table_5_has_every_token_once_and_a_model_alone_its_own(world):
 
 def test_a_prompts_depth_is_what_was_loaded_when_its_first_token_came(world):
     from eejax.serving import policies
-    from eejax.serving.choices import Choice
+    from eejax.serving.choices import ModelDepth
 
-    script = [Choice("small", 1), Choice("small", 3), Choice("large", 2)]
-    run = world.run(lambda clock: policies.Scripted(script, 8, clock=clock))
+    script = [ModelDepth("small", 1), ModelDepth("small", 3), ModelDepth("large", 2)]
+    run = world.run(lambda clock: policies.ScriptedPolicy(script, 8, clock=clock))
     depths = simulated.served_depths(run, world.profiles)
     pairs = [*zip(run.models, depths, strict=True)]
     assert pairs[0] == ("small", 1) and pairs[-1] == ("large", 2)
@@ -224,12 +224,12 @@ def test_prompts_come_task_after_task():
     assert order[:3] == [0, 2, 4]
 
 
-def made() -> Trace:
+def made() -> PromptTrace:
     """Two prompts of two tokens."""
     sure = np.array([[[0.9, 1.0], [0.2, 0.5]], [[0.1, 0.8], [0.6, 1.0]]], np.float32)
     tokens = np.array([[[1, 1], [2, 3]], [[4, 4], [5, 6]]], np.int32)
     model = ModelTrace((1, 2), (0.5,), True, np.array([1, 1], np.int32), tokens, sure)
-    return Trace({"small": model}, ("a", "b"))
+    return PromptTrace({"small": model}, ("a", "b"))
 
 
 def test_evidence_worked_by_hand():
@@ -327,7 +327,7 @@ def test_a_draft_brings_what_is_accepted_and_one_more():
 def test_the_models_are_trained_as_in_section_4_1(tmp_path):
     for name, stops in STOPS.items():
         e = helios_training.experiment(name, tmp_path, 0.25)
-        assert e.model.stops == stops and e.exit_weights.weights == (1.0, 1.0)
+        assert e.model.exit_boundaries == stops and e.exit_weights.weights == (1.0, 1.0)
     full = helios_training.experiment("judge", tmp_path, 1.0)
     assert full.model.exits == () and full.train.steps == 1300
     with pytest.raises(ConfigError, match="--train = 0: must be a share"):
@@ -352,7 +352,7 @@ def test_it_trains_records_and_goes_on_from_what_is_there(eejax_data, tmp_path, 
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {f["place"] for f in result["findings"]} == PLACES
     again = helios_models.load(tmp_path / "trace.npz")
-    assert {m: t.stops for m, t in again.trace.models.items()} == STOPS
+    assert {m: t.exit_boundaries for m, t in again.trace.models.items()} == STOPS
     assert len(again.judged["small"]) == len(again.trace) == 12
     kept = (tmp_path / "trace.npz").read_bytes()
     call(NAME, *arguments, "--json")

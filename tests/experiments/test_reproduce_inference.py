@@ -16,7 +16,7 @@ from launchers import functions_of
 from matplotlib.image import imread
 
 from eejax import calibration
-from eejax.calibration import Scores
+from eejax.calibration import ExitScores
 from eejax.common.errors import ConfigError, DataError
 from eejax.inference import Generator
 from eejax.models import params
@@ -65,38 +65,58 @@ def data(tmp_path_factory):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows)),
     )
     words = ["exit", "layer", "token", "an-unusually-long-word"]
-    write(inference.LAMBADA, [
-        {"context": f"{i} early depth gate loss", "continuation": words[i % 4]} for i in range(40)
-    ])  # fmt: skip
+    write(
+        inference.LAMBADA,
+        [
+            {"context": f"{i} early depth gate loss", "continuation": words[i % 4]}
+            for i in range(40)
+        ],
+    )
     answers = {
         "boolq": {"references": None, "choices": ["no", "yes"], "gold": 1},
         "truthfulqa": {"references": ["the gate"]},
         "nq_open": {"references": ["exit", "an exit"]},
         "summarization": {"references": ["early exit of a token"]},
     }
-    write(inference.MIXED, [
-        {"prompt": f"gate é token {i}", "task": task} | answer
-        for task, answer in answers.items() for i in range(3)
-    ])  # fmt: skip
+    write(
+        inference.MIXED,
+        [
+            {"prompt": f"gate é token {i}", "task": task} | answer
+            for task, answer in answers.items()
+            for i in range(3)
+        ],
+    )
     return folder
 
 
 def launch(root, data, *arguments):
     process = subprocess.run(
         [sys.executable, "-P", "-m", "experiments.reproduce.inference", *arguments],
-        cwd=root, capture_output=True, text=True, timeout=600,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=600,
         env=os.environ | {"EEJAX_DATA": str(data)},
-    )  # fmt: skip
+    )
     return process.returncode, process.stdout, process.stderr
 
 
 @pytest.fixture(scope="module")
 def reproduced(repo_root, workdir, data):
     return launch(
-        repo_root, data, f"--workdir={workdir}", "--thresholds=0.3,0.6", "--records=30",
-        "--tokens=2000", "--pairs=2", "--prompts=2", "--texts=2", "--stages=3", "--answers=2",
+        repo_root,
+        data,
+        f"--workdir={workdir}",
+        "--thresholds=0.3,0.6",
+        "--records=30",
+        "--tokens=2000",
+        "--pairs=2",
+        "--prompts=2",
+        "--texts=2",
+        "--stages=3",
+        "--answers=2",
         "--json",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow
@@ -147,9 +167,15 @@ def test_it_leaves_what_it_promises(reproduced, workdir):
     assert not collection.unknown
     spoken = {e.claim.key for e in collection.entries["EE-LLM"] if e.findings}
     assert spoken == {
-        "figure-8", "figure-8-order", "threshold-1", "figure-10", "similar-methods",
-        "same-output", "table-3", "table-4",
-    }  # fmt: skip
+        "figure-8",
+        "figure-8-order",
+        "threshold-1",
+        "figure-10",
+        "similar-methods",
+        "same-output",
+        "table-3",
+        "table-4",
+    }
 
 
 @pytest.mark.parametrize(
@@ -186,14 +212,22 @@ def scores_of(n_units=40, seed=0):
     rng = np.random.default_rng(seed)
     units = np.repeat(np.arange(n_units) * 3, rng.integers(1, 9, n_units))
     config = ModelConfig(
-        vocab_size=7, n_layers=4, d_model=8, n_heads=2, context_length=8,
+        vocab_size=7,
+        n_layers=4,
+        d_model=8,
+        n_heads=2,
+        context_length=8,
         exits=(ExitConfig(1), ExitConfig(2)),
-    )  # fmt: skip
+    )
     n = len(units)
-    return Scores(
-        config, np.zeros(n, int), units, rng.integers(0, 3, (3, n)), rng.random((3, n)),
+    return ExitScores(
+        config,
+        np.zeros(n, int),
+        units,
+        rng.integers(0, 3, (3, n)),
+        rng.random((3, n)),
         {"max_probability": rng.random((3, n), np.float32)},
-    )  # fmt: skip
+    )
 
 
 def test_scores_are_those_of_a_loop_over_positions():
@@ -267,10 +301,10 @@ def test_real_last_words_are_read(eejax_data, model):
     got = model.tokenizer.decode(records[0][0] + records[0][1])
     assert (words[0][0] + words[0][1]).endswith(got[1:])  # a character may be cut in two
     spoken = calibration.score(
-        model.params, model.config, inference.word_batches(
-            inference.encoded(words[:20], model.tokenizer, 16)
-        )
-    )  # fmt: skip
+        model.params,
+        model.config,
+        inference.word_batches(inference.encoded(words[:20], model.tokenizer, 16)),
+    )
     row = inference.teacher_forced(spoken, spoken, 0.3)
     assert 0 < row["word_loss"] < 100
 
@@ -279,7 +313,7 @@ def test_exits_of_every_kind_can_be_timed():
     exits = (ExitConfig(0, block=True), ExitConfig(1, mlp=True), ExitConfig(2, norm=False))
     config = ModelConfig(
         vocab_size=7, n_layers=3, d_model=8, n_heads=2, context_length=8, exits=exits
-    )  # fmt: skip
+    )
     times, factors = step_costs.of_layers(params.init(config, jax.random.key(0)), config, (1, 2))
     assert len(times.layers) == 3 and len(times.exits) == 4 and min(times.exits) > 0
     assert times.layers == (times.layers[0],) * 3 and times.layers[0] > 0

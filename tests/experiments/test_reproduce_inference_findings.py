@@ -51,11 +51,15 @@ def task_rows(full, changes, speeds):
     """Scores' intervals are wide, those of paired changes 0.02 and 0.1 to either side."""
     score = lambda x: {"score": x, "low": x - 0.3, "high": x + 0.3}
     return [
-        {"threshold": t, "score": score(full + c),
-         "change": {"score": c, "low": c - half, "high": c + half}, "speed": {"pipelined": v},
-         "early": (1 - t) / 2}
+        {
+            "threshold": t,
+            "score": score(full + c),
+            "change": {"score": c, "low": c - half, "high": c + half},
+            "speed": {"pipelined": v},
+            "early": (1 - t) / 2,
+        }
         for t, c, half, v in zip((1.0, 0.5, 0.2), changes, (0, 0.02, 0.1), speeds, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
@@ -92,11 +96,12 @@ def summary_of(tasks, speeds=(1.0, 1.1), ratio=1.0, width=0.1):
         "early": 0.03,
     }
     return {
-        "tasks": tasks, "stages": 4,
+        "tasks": tasks,
+        "stages": 4,
         "thresholds": [point(t, v) for t, v in zip((1.0, 0.9), speeds, strict=True)],
         "full": {"perplexity": {"score": 5.0, "low": 4.9, "high": 5.1}},
         "costs": {"layers": [4.5e-4] * 4, "exits": [1e-4, 1.5e-4, 2e-4]},
-    }  # fmt: skip
+    }
 
 
 def of_key(found, key):
@@ -159,7 +164,7 @@ def table4_of(confidence):
     """Two exits and the final one; both early ones say three of four tokens as it does."""
     predicted = [[1, 2, 3, 9], [1, 2, 3, 9], [1, 2, 3, 4]]
     rows = [[*[confidence] * 3, 0.1], [*[confidence] * 3, 0.1], [0.5] * 4]
-    return {"predicted": predicted, "confidences": rows, "stops": [1, 2, 3]}
+    return {"predicted": predicted, "confidences": rows, "boundaries": [1, 2, 3]}
 
 
 def test_texts_that_change_are_explained_by_their_first_other_token():
@@ -200,14 +205,23 @@ def test_a_claim_that_does_not_hold_is_said_to_fail():
     ratio = lambda x, w=0.01: {"ratio": x, "low": x - w, "high": x + w}
     more = {k: {"score": 0.1, "low": 0.0, "high": 0.2} for k in ("word_loss", "perplexity")}
     row = lambda t, speed, above, loss: {
-        "threshold": t, "accuracy": {"score": 0.5}, "word_loss": loss, "perplexity": loss,
-        "more_than_full": more, "speed": ratio(speed), "over_first": ratio(speed),
-        "over_above": ratio(above), "simulated": {"recompute": speed, "pipelined": speed},
-    }  # fmt: skip
+        "threshold": t,
+        "accuracy": {"score": 0.5},
+        "word_loss": loss,
+        "perplexity": loss,
+        "more_than_full": more,
+        "speed": ratio(speed),
+        "over_first": ratio(speed),
+        "over_above": ratio(above),
+        "simulated": {"recompute": speed, "pipelined": speed},
+    }
     found = [row(1.0, 1.0, 1.0, 3.0), row(0.9, 1.1, 1.1, 3.05), row(0.5, 1.5, 1.36, 3.5)]
     whole = {"score": 3.0, "low": 2.9, "high": 3.1}
-    full = {"accuracy": {"score": 0.5, "low": 0.4, "high": 0.6}, "word_loss": whole,
-            "perplexity": whole}  # fmt: skip
+    full = {
+        "accuracy": {"score": 0.5, "low": 0.4, "high": 0.6},
+        "word_loss": whole,
+        "perplexity": whole,
+    }
     check = {"tokens": 9, "differ": 3, "near_ties": 1, "others": 0}
     held = lambda f=found, c=check: [x["holds"] for x in inference.judge(f, full, c)]
     assert held() == [True] * 6 and held(c=None) == [True] * 5

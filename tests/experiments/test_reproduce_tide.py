@@ -82,10 +82,20 @@ def test_it_leaves_what_it_promises(eejax_data, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(tide_paper.RECIPE, "epochs", 2)
     with pytest.raises(SystemExit) as ended:
         call(
-            "experiments.reproduce.tide", f"--workdir={tmp_path}", "--unseen=6000", "--windows=40",
-            "--width=8", "--width=16", "--epochs=1", "--threshold=0.5", "--batch=1", "--batch=8",
-            "--pairs=2", "--new=8", "--json",
-        )  # fmt: skip
+            "experiments.reproduce.tide",
+            f"--workdir={tmp_path}",
+            "--unseen=6000",
+            "--windows=40",
+            "--width=8",
+            "--width=16",
+            "--epochs=1",
+            "--threshold=0.5",
+            "--batch=1",
+            "--batch=8",
+            "--pairs=2",
+            "--new=8",
+            "--json",
+        )
     assert ended.value.code == 0
     told = capsys.readouterr().out
     result = json.loads(told.splitlines()[-1])
@@ -97,8 +107,9 @@ def test_it_leaves_what_it_promises(eejax_data, tmp_path, monkeypatch, capsys):
     assert cosines[-1] > 0.9 > cosines[0]
     names = [(r["rule"], r["width"], r["recipe"]) for r in result["rules"]]
     assert len(names) == len(set(names)) == 3 * 2 + 2
-    matched, top1 = ([r for r in result["rules"] if r["rule"] == n] for n in
-                     ("cosine, matched", "top1"))  # fmt: skip
+    matched, top1 = (
+        [r for r in result["rules"] if r["rule"] == n] for n in ("cosine, matched", "top1")
+    )
     for a, b in zip(matched, top1, strict=True):
         np.testing.assert_allclose(a["positives"], b["positives"], atol=0.08)
         assert b["boundaries"] == [4, 8] and b["points"]["0.5"]["rate"] > 0

@@ -83,6 +83,9 @@ def test_a_limit_that_an_engine_refuses_is_named_as_its_flag(monkeypatch):
     monkeypatch.setattr(fleets, "ServedFleet", lambda *_, **__: build)
     with pytest.raises(ConfigError, match="^--limits: energy = 5.0: must be left out"):
         call(
-            "experiments.serve", "--model=a=/none", "--port=0", "--objective=throughput",
+            "experiments.serve",
+            "--model=a=/none",
+            "--port=0",
+            "--objective=throughput",
             "--limits=energy=5",
-        )  # fmt: skip
+        )

@@ -14,7 +14,7 @@ import small_runs
 from launchers import functions_of
 from matplotlib.image import imread
 
-from eejax.calibration import Scores, at_threshold
+from eejax.calibration import ExitScores, at_threshold
 from eejax.common.errors import DataError
 from eejax.gates.confidence import GATES
 from eejax.models.config import ExitConfig, ModelConfig
@@ -41,8 +41,11 @@ def workdir(tmp_path_factory):
 def launch(root, name, *arguments):
     process = subprocess.run(
         [sys.executable, "-P", "-m", f"experiments.{name}", *arguments],
-        cwd=root, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     return process.returncode, process.stdout, process.stderr
 
 
@@ -90,10 +93,17 @@ def test_curves_of_chosen_gates_exits_and_thresholds_on_other_text(repo_root, wo
     text = tmp_path / "other.txt"
     text.write_text("early exit token gate " * 40)
     done = launch(
-        repo_root, "sweep", f"--workdir={workdir}", f"--text={text}", "--gates=patience,margin",
-        "--exits=2", "--thresholds=0,0.05,0.5", "--decay=2", f"--out={tmp_path / 'a.png'}",
+        repo_root,
+        "sweep",
+        f"--workdir={workdir}",
+        f"--text={text}",
+        "--gates=patience,margin",
+        "--exits=2",
+        "--thresholds=0,0.05,0.5",
+        "--decay=2",
+        f"--out={tmp_path / 'a.png'}",
         "--json",
-    )  # fmt: skip
+    )
     result = last_line(done)
     assert list(result["curves"]) == ["patience", "margin"] and result["exits"] == [2]
     assert result["costs"] is None and " time " not in done[1] and (tmp_path / "a.png").exists()
@@ -109,7 +119,10 @@ def test_curves_of_chosen_gates_exits_and_thresholds_on_other_text(repo_root, wo
     [
         (["--gates=trust"], "--gates = 'trust': must be one of"),
         (["--gates=router"], "error: --gates = 'router': no exit of this model has a router"),
-        (["--exits=1", "--min_depth=2"], "leave no early exit active of this model's, at [1, 2]"),
+        (
+            ["--exits=1", "--min_exit_layer=2"],
+            "leave no early exit active of this model's, at [1, 2]",
+        ),
         (["--exits=one"], "--exits = 'one': must be numbers"),
         (["--thresholds=0.5,2"], "error: --thresholds = 2.0: must lie in [0, 1]"),
         (["--text=absent.txt"], "absent.txt"),
@@ -128,11 +141,14 @@ def scores_of(units=400, tokens=10):
     )
     sure = rng.random(n, np.float32)
     wrong = rng.random(n) < (1 - sure) / 2
-    return Scores(
-        config, np.zeros(n, int), np.repeat(np.arange(units), tokens),
-        np.stack([wrong.astype(int), np.zeros(n, int)]), np.zeros((2, n)),
+    return ExitScores(
+        config,
+        np.zeros(n, int),
+        np.repeat(np.arange(units), tokens),
+        np.stack([wrong.astype(int), np.zeros(n, int)]),
+        np.zeros((2, n)),
         {"max_probability": np.stack([sure, np.ones(n, np.float32)])},
-    )  # fmt: skip
+    )
 
 
 def test_own_thresholds_tell_positions_apart():
@@ -146,9 +162,12 @@ def test_own_thresholds_tell_positions_apart():
 def test_a_text_of_nothing_to_score_is_refused(repo_root, workdir, tmp_path):
     (tmp_path / "tiny.txt").write_text("a")
     code, _, err = launch(
-        repo_root, "sweep", f"--workdir={workdir}", f"--text={tmp_path / 'tiny.txt'}",
+        repo_root,
+        "sweep",
+        f"--workdir={workdir}",
+        f"--text={tmp_path / 'tiny.txt'}",
         f"--out={tmp_path / 'out.png'}",
-    )  # fmt: skip
+    )
     assert code == 1 and "Traceback" not in err
     assert re.search(r"^error: --text = .*tiny.txt.*: holds no byte to score", err, re.MULTILINE)
 
@@ -178,9 +197,13 @@ def test_divisions_measure_what_was_promised():
     assert none["depth"]["low"] == none["depth"]["high"] == 4.0
     with pytest.raises(DataError, match="1 texts: must be at least 2"):
         guarantee.divide(
-            dataclasses.replace(scores, units=np.zeros(len(scores), int)), 0.1, 0.1, 5,
-            gate="fixed", by_hand=0.8,
-        )  # fmt: skip
+            dataclasses.replace(scores, units=np.zeros(len(scores), int)),
+            0.1,
+            0.1,
+            5,
+            gate="fixed",
+            by_hand=0.8,
+        )
 
 
 def test_prompts_are_rows_cut_to_the_context():
@@ -208,9 +231,14 @@ def test_the_experiment_on_windows_and_on_prompts(repo_root, workdir, tmp_path):
     rows = [{"id": i, "question": f"gate {i} exit token {'early ' * (i % 4)}"} for i in range(60)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = launch(
-        repo_root, "reproduce.guarantee", *common, f"--text={prompts}", "--text_field=question",
-        "--gate=margin", "--pairs=0",
-    )  # fmt: skip
+        repo_root,
+        "reproduce.guarantee",
+        *common,
+        f"--text={prompts}",
+        "--text_field=question",
+        "--gate=margin",
+        "--pairs=0",
+    )
     result = last_line(done)
     assert (result["units"], result["gate"]) == (60, "margin") and "speed" not in result
     assert result["tokens"] == sum(min(len(row["question"]) - 1, 16) for row in rows)

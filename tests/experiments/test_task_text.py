@@ -16,7 +16,8 @@ task_text = functions_of("experiments.task_text")
 OTHER = "An entirely different matter, about which nobody has ever been asked: number {}."
 SETS = {
     "gsm8k/train_500": (
-        lambda t: dict(question=t, answer="#### 1"), "Question: {}\nAnswer: #### 1\n"
+        lambda t: dict(question=t, answer="#### 1"),
+        "Question: {}\nAnswer: #### 1\n",
     ),
     "gsm8k/test": (lambda t: dict(question=t, answer="#### 2"), "Question: {}\nAnswer: #### 2\n"),
     "truthfulqa/truthfulqa": (lambda t: dict(question=t, best_answer="No"), "Q: {}\nA: No\n"),
@@ -33,9 +34,10 @@ SETS = {
         "{}\nYour code should pass these tests:\nassert f()\nassert g()\ndef f():\n  pass\n",
     ),
     "humaneval/humaneval": (
-        lambda t: dict(prompt=t, canonical_solution="    return 1"), "{}    return 1\n"
+        lambda t: dict(prompt=t, canonical_solution="    return 1"),
+        "{}    return 1\n",
     ),
-}  # fmt: skip
+}
 # As it is in its set, and as a prompt has it: another case, quotes, spaces, and what is around it.
 PLANTED = {
     "gsm8k/train_500": (
@@ -44,7 +46,8 @@ PLANTED = {
     ),
     "gsm8k/test": ("How many legs have 12 spiders?", "How many  legs have 12 Spiders"),
     "truthfulqa/truthfulqa": (
-        "What if you swallow gum?", "Q: Is it so?\nA: Yes.\nQ: what if you swallow “gum”?\nA:"
+        "What if you swallow gum?",
+        "Q: Is it so?\nA: Yes.\nQ: what if you swallow “gum”?\nA:",
     ),
     "nq_open/dev": ("who sang he's my brother", "Q: Who sang 'He's my brother'?\nA:"),
     "hellaswag/val": ("A man runs with a pole. he", "Pole vault: a man runs, with a pole. He"),
@@ -53,9 +56,7 @@ PLANTED = {
         'passage: Milk - "Milk" is white. Question: is it?\nAnswer:',
     ),
     "openbookqa/test": ("Predators eat", "PREDATORS   EAT"),
-    "lambada/lambada_openai": (
-        "“Why?” said\nthe other one to", '"Why?" said the other one to'
-    ),
+    "lambada/lambada_openai": ("“Why?” said\nthe other one to", '"Why?" said the other one to'),
     "mbpp/mbpp": (
         "Write a function to swap.",
         "Write a function to swap\nYour code should pass these tests:\nassert f()\n",
@@ -64,7 +65,7 @@ PLANTED = {
         'def f(x):\n    """ Adds 1 to what it is given.\n',
         "def f( x ):\n  ''' adds 1 to what it is given.",
     ),
-}  # fmt: skip
+}
 
 
 def write(folder, name: str, rows: list[dict]) -> None:
@@ -111,24 +112,26 @@ def test_without_prompts_nothing_is_left_out(data):
 def test_long_texts_are_the_same_where_they_begin_alike():
     """By 60 letters and digits; and by all of a shorter one."""
     begin = "The quick brown fox, which nobody has ever seen, jumps over the lazy dog's kennel "
-    held = task_text.Held([{"prompt": f"Read this: {begin} and goes home."}])
+    held = task_text.HeldOutTexts([{"prompt": f"Read this: {begin} and goes home."}])
     assert held.has(begin + "but never comes back")
     assert held.has("the quick brown fox")
     assert held.has("The slow brown fox: " + begin)  # which has it, but for the label
     assert not held.has("The slow brown fox, which nobody has ever seen, jumps over a kennel")
     assert not held.has("and goes home again")
     # Two prompts, one after the other, are no text.
-    held = task_text.Held([{"prompt": "first half"}, {"prompt": "second half"}])
+    held = task_text.HeldOutTexts([{"prompt": "first half"}, {"prompt": "second half"}])
     assert held.has("Second half") and not held.has("first half second half")
 
 
 def test_a_text_that_goes_on_from_a_short_prompt_is_left_out():
     """HellaSwag has one scene twice, of which the longer text tells how the shorter one ends."""
-    held = task_text.Held([{"prompt": "Smoking: A young woman is smoking a pipe. she"}])
+    held = task_text.HeldOutTexts([{"prompt": "Smoking: A young woman is smoking a pipe. she"}])
     assert held.has("A young woman is smoking a pipe. She exhales a lot of smoke. The camera")
     assert held.has("Earlier on: a young woman is smoking a pipe - she coughs.")
     assert not held.has("A young woman is smoking. She exhales a lot of smoke. The camera")
-    assert not task_text.Held([{"prompt": "Smoking: A woman"}]).has("A woman is smoking a pipe.")
+    assert not task_text.HeldOutTexts([{"prompt": "Smoking: A woman"}]).has(
+        "A woman is smoking a pipe."
+    )
 
 
 def test_what_cannot_be_read_or_written_is_told(data, monkeypatch):

@@ -22,9 +22,12 @@ SMALL = [
 def launch(root, name, *arguments):
     return subprocess.Popen(
         [sys.executable, "-m", f"experiments.{name}", *arguments],
-        cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=os.environ | {"COLUMNS": "100"},
-    )  # fmt: skip
+    )
 
 
 def finish(process, timeout=600):
@@ -51,9 +54,13 @@ def test_training_ends_with_a_table_of_the_exits(trained):
 
 def test_exits_are_tuned_and_the_result_is_evaluated(repo_root, trained, tmp_path):
     arguments = (
-        f"--base={trained[0]}", "--exits=1,2", "--head=tied", f"--workdir={tmp_path}",
-        "--config.train.steps=6", "--config.train.eval_batches=1",
-    )  # fmt: skip
+        f"--base={trained[0]}",
+        "--exits=1,2",
+        "--head=tied",
+        f"--workdir={tmp_path}",
+        "--config.train.steps=6",
+        "--config.train.eval_batches=1",
+    )
     code, out, err = finish(launch(repo_root, "tune_exits", *arguments))
     assert code == 0, err
     assert [line.split()[0] for line in out.splitlines()[1:4]] == ["exit", "exit_1", "exit_2"]
@@ -101,8 +108,12 @@ def test_evaluation_of_text_that_changed_is_refused(repo_root, tmp_path):
     (tmp_path / "text").mkdir()
     for i in range(9):
         (tmp_path / "text" / f"{i}.txt").write_text(f"to be or not to be {i}\n" * 50)
-    arguments = (*SMALL, f"--workdir={tmp_path}/run", f"--config.data.source={tmp_path}/text/*",
-                 "--config.train.steps=1")  # fmt: skip
+    arguments = (
+        *SMALL,
+        f"--workdir={tmp_path}/run",
+        f"--config.data.source={tmp_path}/text/*",
+        "--config.train.steps=1",
+    )
     code, _, err = finish(launch(repo_root, "train", *arguments))
     assert code == 0, err
     (tmp_path / "text" / "9.txt").write_text("more")
@@ -124,8 +135,13 @@ def test_evaluation_of_other_text(repo_root, trained, tmp_path):
 def test_sigterm_saves_and_the_same_command_resumes(repo_root, tmp_path):
     # A schedule that does not end with the run, so that the number of steps may change.
     small = (*SMALL, "--config.optimizer.schedule=constant")
-    arguments = (*small, f"--workdir={tmp_path}", "--config.train.steps=100000",
-                 "--config.train.checkpoint_every=0", "--config.train.eval_every=0")  # fmt: skip
+    arguments = (
+        *small,
+        f"--workdir={tmp_path}",
+        "--config.train.steps=100000",
+        "--config.train.checkpoint_every=0",
+        "--config.train.eval_every=0",
+    )
     process = launch(repo_root, "train", *arguments)
     deadline = time.monotonic() + 300
     while not read_metrics(tmp_path) and process.poll() is None and time.monotonic() < deadline:
@@ -196,9 +212,15 @@ def test_a_folder_that_may_not_be_written_is_one_clear_line(repo_root, tmp_path)
 
 
 def test_fields_that_the_file_does_not_name_can_be_set(repo_root, tmp_path):
-    arguments = (*SMALL, f"--workdir={tmp_path}", "--config.train.steps=2",
-                 "--config.train.remat=full", "--config.model.rotary.theta=500",
-                 "--config.optimizer.clip_norm=None", "--config.data.document_masks")  # fmt: skip
+    arguments = (
+        *SMALL,
+        f"--workdir={tmp_path}",
+        "--config.train.steps=2",
+        "--config.train.remat=full",
+        "--config.model.rotary.theta=500",
+        "--config.optimizer.clip_norm=None",
+        "--config.data.document_masks",
+    )
     code, _, err = finish(launch(repo_root, "train", *arguments))
     assert code == 0, err
     saved = json.loads((tmp_path / "config.json").read_text())

@@ -12,7 +12,7 @@ import pytest
 from launchers import functions_of
 from matplotlib.image import imread
 
-from eejax.pipeline.simulate import Work
+from eejax.pipeline.simulate import PassTime
 from experiments.reproduce import efficiency_findings, megatron
 from experiments.reproduce.claims import Verdict
 
@@ -99,15 +99,15 @@ def test_seconds_of_the_parts():
     head = 2 * tokens * d * v
     second = lambda flops, nbytes: flops / 1e14 + nbytes / 1e12
     assert found.final == pytest.approx(
-        Work(
+        PassTime(
             second(head, 38 * tokens * v + 36 * tokens * d),
             second(2 * head, 14 * tokens * v + 84 * tokens * d),
         )
     )
     assert found.entry[1] == pytest.approx(
-        Work(second(head, 38 * tokens * v), second(2 * head, 14 * tokens * v + 18 * tokens * d))
+        PassTime(second(head, 38 * tokens * v), second(2 * head, 14 * tokens * v + 18 * tokens * d))
     )
-    assert found.entry[0] == found.entry[3] == Work() and found.inner == (Work(),) * 4
+    assert found.entry[0] == found.entry[3] == PassTime() and found.inner == (PassTime(),) * 4
     embedding = found.layers[0].backward - found.layers[1].backward
     assert embedding == pytest.approx(second(0, 11 * tokens * d + 12 * v * d / 0.5))
     matrices = 2 * tokens * 8 * (4 * d * d + 3 * d * f) + 8 * 4 * tokens * d * 2049 / 2

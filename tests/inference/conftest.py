@@ -77,16 +77,6 @@ def train(folder):
     (folder / "params").write_bytes(pickle.dumps(jax.device_get(p)))
 
 
-@pytest.fixture
-def compiled():
-    """Names of compilations as they happen."""
-    events = []
-    listener = lambda event, *_, **__: events.append(event) if "backend_compile" in event else None
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    yield events
-    jax.monitoring.unregister_event_duration_listener(listener)
-
-
 def with_exits(trained, boundaries):
     """The trained model with only the exits at `boundaries`."""
     p, config = trained

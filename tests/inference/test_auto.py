@@ -63,9 +63,11 @@ def test_turning_exits_off_and_on_keeps_keys_and_values(subset, prompts):
     assert {0, 2} == set(got.exits[0, 1:].tolist())
     early = got.exits[0, 1:, None] == 0
     want = oracle.generate(
-        [ids + got.ids(0)[:j] for j in range(1, 30)], 1, prefill_exit=True,
+        [ids + got.ids(0)[:j] for j in range(1, 30)],
+        1,
+        prefill_exit=True,
         threshold=np.where(early, 0.0, 1.0).repeat(config.n_exits, 1),
-    )  # fmt: skip
+    )
     clear = want.margins[:, 0] > 1e-4
     np.testing.assert_array_equal(want.tokens[clear, 0], got.tokens[0, 1:][clear])
 

@@ -12,13 +12,20 @@ from hypothesis import strategies as st
 
 from eejax.common.errors import ConfigError
 from eejax.inference import batch_costs
-from eejax.inference.batch_simulator import Costs, Counts, Trace, best_plan, fit, simulate
+from eejax.inference.batch_simulator import (
+    RequestTrace,
+    StepCosts,
+    WorkCounts,
+    best_plan,
+    fit,
+    simulate,
+)
 from eejax.inference.batched import PROMPT_SPAN, SPAN
 from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchOptions
-from eejax.inference.packing import Plan
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.sampling import Sampling, argmax
+from eejax.inference.sampling import SamplingParams, argmax
+from eejax.inference.schedule import BatchPlan
 from eejax.inference.state import Request
 from eejax.models import exits, transformer
 
@@ -41,7 +48,7 @@ def traces_of(p, config, prompts, texts, drafts):
         h = transformer.exit_states(p, config, ids, which=[0])[0]
         said = np.asarray(argmax(exits.logits(exits.head(p, config, 0), h)))[0, len(prompt) - 1 :]
         right = said[: len(tokens)] == np.array(tokens)
-        found.append(Trace(len(prompt), tuple(left), tuple(right.tolist()), most))
+        found.append(RequestTrace(len(prompt), tuple(left), tuple(right.tolist()), most))
     return found
 
 
@@ -52,19 +59,26 @@ def test_the_simulator_runs_what_the_engine_runs(engine, prompts, data):
     p, batched = engine
     config, draw = batched.config, data.draw
     seconds = st.floats(0.1, 9)
-    plan = Plan.make(
-        3, SLOTS, BUCKETS, draw(st.lists(st.integers(0, 5), min_size=3, max_size=3)),
+    plan = BatchPlan.make(
+        3,
+        SLOTS,
+        BUCKETS,
+        draw(st.lists(st.integers(0, 5), min_size=3, max_size=3)),
         draw(st.integers(0, 5)),
-        ([draw(seconds) for _ in range(3)],
-         [sorted(draw(seconds) for _ in BUCKETS) for _ in range(3)],
-         [draw(seconds) / 8 for _ in range(3)]),
-    )  # fmt: skip
+        (
+            [draw(seconds) for _ in range(3)],
+            [sorted(draw(seconds) for _ in BUCKETS) for _ in range(3)],
+            [draw(seconds) / 8 for _ in range(3)],
+        ),
+    )
     n = draw(st.integers(1, SLOTS))
     asked = prompts(draw(st.integers(0, 99)), [draw(st.integers(1, 40)) for _ in range(n)])
     thresholds = [[draw(st.sampled_from([0.1, 0.3, 0.5, 1.0]))] * 2 for _ in range(n)]
     drafts = [draw(st.integers(0, 4)) for _ in range(n)]
     policy = ExitPolicy.make(config, n, thresholds, drafts=drafts)
-    request = Request.make(config, [len(a) for a in asked], [30] * n, policy, Sampling.make(n))
+    request = Request.make(
+        config, [len(a) for a in asked], [30] * n, policy, SamplingParams.make(n)
+    )
     rows, _ = batched.prefill(asked, request)
     state = batched.insert(batched.start(), rows, range(n)).replace(plan=plan)
     tokens, left, came = ([[] for _ in asked] for _ in range(3))
@@ -74,48 +88,61 @@ def test_the_simulator_runs_what_the_engine_runs(engine, prompts, data):
             there = np.asarray(record.exit)[:, i] >= 0
             tokens[i] += np.asarray(record.token)[there, i].tolist()
             left[i] += np.asarray(record.exit)[there, i].tolist()
-            came[i] += [int(state.work.sweeps)] * int(there.sum())
+            came[i] += [int(state.work.steps)] * int(there.sum())
     texts = [*zip(tokens, left, strict=True)]
     # Nothing is drafted behind a draft that would end a request: none here can be.
     work = jax.tree.map(np.asarray, state.work)
-    costs = Costs(1.0, (0.0,) * 4, (0.0,) * 4, 0.0, 0.0, 0.0, (1, 2, 2))  # a second a sweep
+    costs = StepCosts(1.0, (0.0,) * 4, (0.0,) * 4, 0.0, 0.0, 0.0, (1, 2, 2))  # a second a step
     found = simulate(
-        traces_of(p, config, asked, texts, drafts), plan, costs, slots=SLOTS, buckets=BUCKETS,
-        cap=OPTIONS.cap, drafts=OPTIONS.drafts, chunk=OPTIONS.chunk, span=SPAN,
+        traces_of(p, config, asked, texts, drafts),
+        plan,
+        costs,
+        slots=SLOTS,
+        buckets=BUCKETS,
+        cap=OPTIONS.cap,
+        drafts=OPTIONS.drafts,
+        chunk=OPTIONS.chunk,
+        span=SPAN,
         prompt_span=PROMPT_SPAN,
-    )  # fmt: skip
+    )
     np.testing.assert_array_equal(found.counts.runs, work.runs)
     np.testing.assert_array_equal(found.counts.spans, work.spans)
     assert (found.counts.chunks, found.counts.chunk_spans) == (work.chunks, work.chunk_spans)
-    assert found.counts.sweeps == work.sweeps and found.seconds == work.sweeps
+    assert found.counts.steps == work.steps and found.seconds == work.steps
     assert found.emitted == came
 
 
 def some_costs():
-    return Costs(0.5, (6.0, 3.0, 4.0, 6.0), (0.7, 0.4, 0.7, 1.3), 0.3, 20.0, 2.0, (1, 2, 2))
+    return StepCosts(0.5, (6.0, 3.0, 4.0, 6.0), (0.7, 0.4, 0.7, 1.3), 0.3, 20.0, 2.0, (1, 2, 2))
 
 
 def test_costs_are_found_again():
     """From what other costs, straight in the number of rows, would have taken."""
     rng = np.random.default_rng(0)
     line = lambda a, b: tuple(a + b * n for n in BUCKETS)
-    true = Costs(
+    true = StepCosts(
         0.5, (6.0, *line(2.0, 0.4)), (0.1 + 4 * 0.1, *line(0.1, 0.1)), 0.3, 20.0, 2.0, (1, 2, 2)
     )
     samples = []
     for _ in range(80):
-        counts = Counts(
-            rng.integers(0, 4, (3, 4)), rng.integers(0, 9, 3), int(rng.integers(0, 3)),
-            int(rng.integers(0, 5)), int(rng.integers(1, 5)),
-        )  # fmt: skip
+        counts = WorkCounts(
+            rng.integers(0, 4, (3, 4)),
+            rng.integers(0, 9, 3),
+            int(rng.integers(0, 3)),
+            int(rng.integers(0, 5)),
+            int(rng.integers(1, 5)),
+        )
         samples.append((counts, true.seconds(counts)))
     found = fit(samples, (1, 2, 2), SLOTS, BUCKETS)
-    for name in ("sweep", "layer", "look", "span", "chunk", "chunk_span"):
+    for name in ("step", "layer", "exit_check", "span", "chunk", "chunk_span"):
         np.testing.assert_allclose(getattr(found, name), getattr(true, name), rtol=1e-6)
     plan = found.plan(BUCKETS, SLOTS)
     np.testing.assert_allclose(plan.in_place, [6.5, 12.5, 12.5], rtol=1e-5)
-    np.testing.assert_allclose(plan.packed[1], [2 * a + b for a, b in zip(
-        true.layer[1:], true.look[1:], strict=True)], rtol=1e-5)  # fmt: skip
+    np.testing.assert_allclose(
+        plan.packed[1],
+        [2 * a + b for a, b in zip(true.layer[1:], true.exit_check[1:], strict=True)],
+        rtol=1e-5,
+    )
     np.testing.assert_allclose(plan.span, [0.3, 0.6, 0.6], rtol=1e-5)
 
 
@@ -125,16 +152,17 @@ def test_costs_of_the_engine_explain_other_runs_of_it(engine, prompts):
     true, now = some_costs(), [0.0]
     line = lambda a: np.polynomial.Polynomial.fit(BUCKETS, a[1:], 1)
     true = dataclasses.replace(
-        true, layer=(6.0, *map(float, line(true.layer)(np.array(BUCKETS)))),
-        look=tuple(float(0.1 + 0.1 * n) for n in (SLOTS, *BUCKETS)),
-    )  # fmt: skip
+        true,
+        layer=(6.0, *map(float, line(true.layer)(np.array(BUCKETS)))),
+        exit_check=tuple(float(0.1 + 0.1 * n) for n in (SLOTS, *BUCKETS)),
+    )
     before = [None]
 
     class Clocked(BatchedEngine):
         def generate(self, state, n):
             before[0] = jax.tree.map(np.array, state.work)
             state, record = super().generate(state, n)
-            now[0] += true.seconds(batch_costs.counts(state.work, before[0]))
+            now[0] += true.seconds(batch_costs.work_between(state.work, before[0]))
             return state, record
 
     clocked = Clocked(**{f.name: getattr(batched, f.name) for f in dataclasses.fields(batched)})
@@ -157,17 +185,23 @@ ENGINE = dict(
 def drawn_traces(rng, n):
     lengths = rng.integers(5, 25, n)
     return [
-        Trace(int(rng.integers(1, 40)), tuple(rng.integers(0, 3, m).tolist()),
-              tuple((rng.random(m) < 0.8).tolist()), int(rng.integers(0, 4)))
+        RequestTrace(
+            int(rng.integers(1, 40)),
+            tuple(rng.integers(0, 3, m).tolist()),
+            tuple((rng.random(m) < 0.8).tolist()),
+            int(rng.integers(0, 4)),
+        )
         for m in lengths
-    ]  # fmt: skip
+    ]
 
 
 @settings(max_examples=30)
 @given(
-    seed=st.integers(0, 2**31), fill=st.integers(0, 6), patience=st.integers(0, 5),
+    seed=st.integers(0, 2**31),
+    fill=st.integers(0, 6),
+    patience=st.integers(0, 5),
     slots=st.sampled_from([1, SLOTS]),
-)  # fmt: skip
+)
 def test_everybody_gets_every_token_in_order(seed, fill, patience, slots):
     rng = np.random.default_rng(seed)
     traces = drawn_traces(rng, 9)
@@ -202,37 +236,50 @@ def test_the_best_plan_is_the_best_of_those_that_keep_the_bound():
 
 def test_what_cannot_be_simulated():
     with pytest.raises(ConfigError, match="trace"):
-        Trace(3, (0, 1), (True,))
+        RequestTrace(3, (0, 1), (True,))
     with pytest.raises(ConfigError, match="costs"):
-        Costs(-1.0, (1.0,), (1.0,), 0.0, 0.0, 0.0, (1,))
+        StepCosts(-1.0, (1.0,), (1.0,), 0.0, 0.0, 0.0, (1,))
     with pytest.raises(ConfigError, match="trace"):
-        Trace(3, (-1,), (True,))
+        RequestTrace(3, (-1,), (True,))
     with pytest.raises(ConfigError, match="samples"):
         fit([], (1, 2, 2), SLOTS, BUCKETS)
-    costs, good = some_costs(), [Trace(5, (2, 0, 1), (True,) * 3)]
+    costs, good = some_costs(), [RequestTrace(5, (2, 0, 1), (True,) * 3)]
     plan, most = costs.plan(BUCKETS, SLOTS), {k: v for k, v in ENGINE.items() if k != "drafts"}
     for change, field in (
-        (dict(slots=0), "slots"), (dict(cap=0), "cap"), (dict(cap=99), "buckets"),
-        (dict(chunk=0), "chunk"), (dict(steps=0), "steps"), (dict(drafts=-1), "drafts"),
-        (dict(buckets=()), "buckets"), (dict(span=0.5), "span"),
-        (dict(traces=[Trace(5, (7,), (True,))]), "traces"),
-        (dict(plan=Plan.make(1, SLOTS, BUCKETS)), "plan"),
-    ):  # fmt: skip
+        (dict(slots=0), "slots"),
+        (dict(cap=0), "cap"),
+        (dict(cap=99), "buckets"),
+        (dict(chunk=0), "chunk"),
+        (dict(steps=0), "steps"),
+        (dict(drafts=-1), "drafts"),
+        (dict(buckets=()), "buckets"),
+        (dict(span=0.5), "span"),
+        (dict(traces=[RequestTrace(5, (7,), (True,))]), "traces"),
+        (dict(plan=BatchPlan.make(1, SLOTS, BUCKETS)), "plan"),
+    ):
         with pytest.raises(ConfigError, match=field):
             simulate(**dict(traces=good, plan=plan, costs=costs) | ENGINE | change)
     for bad, drafts, bound, field in (
-        ([], 3, None, "traces"), (good, -1, None, "drafts"), (good, 3, float("nan"), "bound"),
-    ):  # fmt: skip
+        ([], 3, None, "traces"),
+        (good, -1, None, "drafts"),
+        (good, 3, float("nan"), "bound"),
+    ):
         with pytest.raises(ConfigError, match=field):
             best_plan(bad, costs, drafts=drafts, bound=bound, **most)
-    one = [Trace(5, (2,), (True,))]  # no two tokens to be apart
+    one = [RequestTrace(5, (2,), (True,))]  # no two tokens to be apart
     assert best_plan(one, costs, drafts=3, bound=1.0, **most).simulated.tokens == 1
 
 
-@pytest.mark.parametrize("change, field", [
-    (dict(prompts=[]), "prompts"), (dict(new=0), "new"), (dict(drafts=1), "drafts"),
-    (dict(gate="nope"), "gate"), (dict(costs=None, prompts=[]), "prompts"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, field",
+    [
+        (dict(prompts=[]), "prompts"),
+        (dict(new=0), "new"),
+        (dict(drafts=1), "drafts"),
+        (dict(gate="nope"), "gate"),
+        (dict(costs=None, prompts=[]), "prompts"),
+    ],
+)
 def test_what_cannot_be_tuned(subset, change, field):
     """Told before anything is run."""
     p, config = subset((1, 3))

@@ -15,12 +15,12 @@ from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, Generator
 from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchOptions
-from eejax.inference.packing import Plan
-from eejax.inference.policy import ExitPolicy, gates_of
-from eejax.inference.sampling import Sampling
+from eejax.inference.policy import ExitPolicy, available_gates
+from eejax.inference.sampling import SamplingParams
+from eejax.inference.schedule import BatchPlan
 from eejax.inference.scheduler import Scheduler
 from eejax.inference.state import Request
-from eejax.models import mixing
+from eejax.models import attention
 from eejax.sharding.mesh import MeshConfig
 
 CONTEXT = 64
@@ -40,10 +40,13 @@ class Asked:
 
     def request(self, config) -> Request:
         return Request.make(
-            config, [len(self.prompt)], [self.limit],
+            config,
+            [len(self.prompt)],
+            [self.limit],
             ExitPolicy.make(config, 1, drafts=self.drafts, **self.policy),
-            Sampling.make(1, **self.sampling), self.stops,
-        )  # fmt: skip
+            SamplingParams.make(1, **self.sampling),
+            self.stops,
+        )
 
     @property
     def done(self) -> bool:
@@ -99,24 +102,26 @@ def check(oracle, asked):
     return compared, all_of
 
 
-def plan_of(draw, engine) -> Plan:
+def plan_of(draw, engine) -> BatchPlan:
     """Any fill, patience and costs: decisions change no text."""
-    segments, buckets = engine.max_depth, engine.options.buckets
+    segments, buckets = engine.num_segments, engine.options.buckets
     number = lambda most: [draw(most) for _ in range(segments)]
     cost = lambda *shape: np.array([draw(9) + 1 for _ in range(int(np.prod(shape)))]).reshape(shape)
     seconds = cost(segments), cost(segments, len(buckets)), cost(segments)
-    return Plan.make(segments, engine.slots, buckets, number(6), number(6), seconds)
+    return BatchPlan.make(segments, engine.slots, buckets, number(6), number(6), seconds)
 
 
 def drawn(draw, prompts, config, n, drafts) -> list[Asked]:
-    asked, gates = [], gates_of(config)
+    asked, gates = [], available_gates(config)
     for prompt in prompts(draw(99), [1 + draw(40) for _ in range(n)]):
         levels = (0.0, 0.1, 0.2, 0.3, 0.5, 1.0)
         policy = dict(
             threshold=[levels[draw(len(levels))] for _ in range(config.n_exits)],
-            gate=gates[draw(len(gates))], min_depth=draw(3), prefill_exit=bool(draw(2)),
+            gate=gates[draw(len(gates))],
+            min_exit_layer=draw(3),
+            prefill_exit=bool(draw(2)),
             decay=(None, 0.0, 4.0)[draw(3)],
-        )  # fmt: skip
+        )
         sampling = dict(temperature=(0.0, 0.0, 0.8)[draw(3)], seed=draw(99))
         stops = ((), (32,), (101, 116))[draw(3)]
         asked.append(Asked(prompt, 1 + draw(24), policy, sampling, draw(drafts + 3), stops))
@@ -181,27 +186,43 @@ def test_a_mesh_of_model_shards(subset, prompts):
     assert compared >= all_of / 2
 
 
-@pytest.mark.parametrize("change, field", [
-    (dict(mesh=MeshConfig(data=2)), "mesh.data"), (dict(mesh=MeshConfig(pipe=2)), "mesh.pipe"),
-    (dict(slots=0), "slots"), (dict(context=1000), "context"),
-    (dict(options=BatchOptions(max_depth=9)), "max_depth"),
-    (dict(options=BatchOptions(cap=1000)), "cap"),
-    (dict(options=BatchOptions(chunk=1000)), "chunk"), (dict(options="batched"), "options"),
-    (dict(options=BatchOptions(drafts=1000)), "drafts"), (dict(plan="x"), "plan"),
-    (dict(plan=Plan.make(1, 2, (8,)), options=BatchOptions(cap=8, buckets=(8,))), "plan"),
-    (dict(plan=Plan.make(3, 2, (8, 9)), options=BatchOptions(cap=8, buckets=(8,))), "plan"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, field",
+    [
+        (dict(mesh=MeshConfig(data=2)), "mesh.data"),
+        (dict(mesh=MeshConfig(pipe=2)), "mesh.pipe"),
+        (dict(slots=0), "slots"),
+        (dict(context=1000), "context"),
+        (dict(options=BatchOptions(num_segments=9)), "num_segments"),
+        (dict(options=BatchOptions(cap=1000)), "cap"),
+        (dict(options=BatchOptions(chunk=1000)), "chunk"),
+        (dict(options="batched"), "options"),
+        (dict(options=BatchOptions(drafts=1000)), "drafts"),
+        (dict(plan="x"), "plan"),
+        (dict(plan=BatchPlan.make(1, 2, (8,)), options=BatchOptions(cap=8, buckets=(8,))), "plan"),
+        (
+            dict(plan=BatchPlan.make(3, 2, (8, 9)), options=BatchOptions(cap=8, buckets=(8,))),
+            "plan",
+        ),
+    ],
+)
 def test_engines_that_cannot_be(subset, change, field):
     p, config = subset((1, 3))
     with pytest.raises(ConfigError, match=field):
         BatchedEngine.make(p, config, **dict(slots=2) | change)
 
 
-@pytest.mark.parametrize("change, field", [
-    (dict(cap=0), "cap"), (dict(drafts=-1), "drafts"), (dict(chunk=1.5), "chunk"),
-    (dict(buckets=(4,)), "buckets"), (dict(buckets=8), "buckets"),
-    (dict(buckets=(0, 32)), "buckets"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, field",
+    [
+        (dict(cap=0), "cap"),
+        (dict(drafts=-1), "drafts"),
+        (dict(chunk=1.5), "chunk"),
+        (dict(buckets=(4,)), "buckets"),
+        (dict(buckets=8), "buckets"),
+        (dict(buckets=(0, 32)), "buckets"),
+    ],
+)
 def test_options_that_cannot_be(change, field):
     with pytest.raises(ConfigError, match=field):
         BatchOptions(**change)
@@ -214,13 +235,13 @@ def test_drafts_without_exits_write_what_the_full_model_does(subset, prompts):
     p, config = subset((1, 3))
     options = BatchOptions(cap=5, drafts=3, buckets=(5, 12))
     engine = BatchedEngine.make(p, config, options, slots=3, context=CONTEXT)
-    hold = Plan.make(3, 3, engine.options.buckets, fill=4, patience=3)
+    hold = BatchPlan.make(3, 3, engine.options.buckets, fill=4, patience=3)
     engine = dataclasses.replace(engine, plan=hold)
     texts = prompts(3, [6, 11, 17])
     policy = ExitPolicy.make(config, 3, drafts=3)
     lengths = [len(text) for text in texts]
     rows, _ = engine.prefill(
-        texts, Request.make(config, lengths, [40, 40, 40], policy, Sampling.make(3))
+        texts, Request.make(config, lengths, [40, 40, 40], policy, SamplingParams.make(3))
     )
     state, got = engine.insert(engine.start(), rows, [0, 1, 2]), [[], [], []]
     accepted = 0
@@ -249,9 +270,10 @@ def test_drafts_that_are_not_finite_and_not_right_change_nothing(subset, prompts
     p, config = subset((1, 3))
     bad = 8  # a byte that no text has, which the first exit drafts all the time
     table = p["embed"]["tokens"]
-    config = config.replace(head="own", exits=tuple(
-        dataclasses.replace(e, head="own", block=False) for e in config.exits
-    ))  # fmt: skip
+    config = config.replace(
+        head="own",
+        exits=tuple(dataclasses.replace(e, head="own", block=False) for e in config.exits),
+    )
     first = config.exits[0].name
     heads = {e.name: p["exits"][e.name] | {"head": table} for e in config.exits}
     clean = p | {
@@ -261,20 +283,20 @@ def test_drafts_that_are_not_finite_and_not_right_change_nothing(subset, prompts
     }
     options = BatchOptions(cap=8, drafts=3, chunk=16, buckets=(8,))
     engine = BatchedEngine.make(clean, config, options, slots=2, context=CONTEXT)
-    hold = Plan.make(3, 2, (8,), fill=3, patience=4)
-    ways, by_span = [], mixing._by_span
+    hold = BatchPlan.make(3, 2, (8,), fill=3, patience=4)
+    ways, by_span = [], attention._by_span
 
     def elsewhere(*args, packed, **kwargs):
-        ways.append(by_span if packed.most is None else mixing._at_once)
+        ways.append(by_span if packed.most is None else attention._at_once)
         return ways[-1](*args, packed=packed, **kwargs)
 
-    monkeypatch.setattr(mixing, "_by_span", elsewhere)
+    monkeypatch.setattr(attention, "_by_span", elsewhere)
     scheduler = Scheduler(dataclasses.replace(engine, plan=hold), config, steps=3)
     policy = ExitPolicy.make(config, 1, drafts=3)
     texts = prompts(4, [9, 14, 11])
     numbers = [scheduler.submit(text, 20, policy=policy) for text in texts]
     outputs = scheduler.run()
-    assert mixing._at_once in ways
+    assert attention._at_once in ways
     oracle = Generator.make(clean, config, "posthoc")
     for number, text in zip(numbers, texts, strict=True):
         assert [o.finish for o in outputs if o.number == number and o.finish] == ["length"]
@@ -289,15 +311,15 @@ def test_drafts_that_are_not_finite_and_not_right_change_nothing(subset, prompts
 def test_part_of_a_model(subset, prompts):
     """Two segments of four are loaded: what no gate let go leaves by the exit on top of them."""
     p, config = subset((1, 2, 3))
-    options = BatchOptions(cap=3, drafts=2, max_depth=2)
+    options = BatchOptions(cap=3, drafts=2, num_segments=2)
     engine = BatchedEngine.make(p, config, options, slots=2, context=CONTEXT)
-    assert engine.max_depth == 2 and "final" not in engine.weights.params
+    assert engine.num_segments == 2 and "final" not in engine.weights.params
     rng = np.random.default_rng(1)
     draw = lambda n: int(rng.integers(n))
     engine = dataclasses.replace(engine, plan=plan_of(draw, engine))
     asked = drawn(draw, prompts, config, 4, 2)
     drive(engine, asked, 3, draw)
-    oracle = Generator.make(p, config, EngineOptions("posthoc", max_depth=2))
+    oracle = Generator.make(p, config, EngineOptions("posthoc", num_segments=2))
     compared, all_of = check(oracle, asked)
     assert compared >= all_of / 2
 
@@ -322,16 +344,17 @@ def test_logits_that_are_not_finite_are_their_own_requests_alone(subset, prompts
     bad = 7
     table = p["embed"]["tokens"]
     own = dict(p["embed"], tokens=table.at[bad].set(np.nan))
-    config = config.replace(head="own", exits=tuple(
-        dataclasses.replace(e, head="own", block=False) for e in config.exits
-    ))  # fmt: skip
+    config = config.replace(
+        head="own",
+        exits=tuple(dataclasses.replace(e, head="own", block=False) for e in config.exits),
+    )
     clean = p | {
         "final": p["final"] | {"head": table},
         "exits": {e.name: p["exits"][e.name] | {"head": table} for e in config.exits},
     }
     options = BatchOptions(cap=4, drafts=2, buckets=(9,), chunk=12)
     engine = BatchedEngine.make(clean | {"embed": own}, config, options, slots=2, context=CONTEXT)
-    hold = Plan.make(3, 2, engine.options.buckets, fill=3, patience=2)
+    hold = BatchPlan.make(3, 2, engine.options.buckets, fill=3, patience=2)
     scheduler = Scheduler(dataclasses.replace(engine, plan=hold), config, steps=2)
     policy = ExitPolicy.make(config, 1, 0.3, drafts=2)
     texts = prompts(2, [9, 30, 12, 5])

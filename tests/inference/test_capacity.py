@@ -17,13 +17,20 @@ from eejax.models.config import ExitConfig, ModelConfig
 CONTEXT = 24
 SMALL = dict(vocab_size=50, vocab_multiple=8, n_layers=4, d_model=16, n_heads=4, context_length=64)
 TIED = ModelConfig(
-    **SMALL, n_kv_heads=2, head="tied", position="learned", norm="layernorm", qkv_bias=True,
+    **SMALL,
+    n_kv_heads=2,
+    head="tied",
+    position="learned",
+    norm="layernorm",
+    qkv_bias=True,
     exits=(ExitConfig(1), ExitConfig(3, norm=False)),
-)  # fmt: skip
+)
 OWN = ModelConfig(
-    **SMALL, head="own", dtype="bfloat16",
+    **SMALL,
+    head="own",
+    dtype="bfloat16",
     exits=(ExitConfig(0), ExitConfig(2, mlp=True, head="own"), ExitConfig(3, block=True)),
-)  # fmt: skip
+)
 SHARED = ModelConfig(**SMALL, head="shared", exits=(ExitConfig(2, head="shared", router=3),))
 
 
@@ -32,7 +39,7 @@ def held(tree) -> int:
 
 
 def engine(config, options, depth, slots):
-    options = dataclasses.replace(options, max_depth=depth)
+    options = dataclasses.replace(options, num_segments=depth)
     p = jax.eval_shape(lambda: params.init(config, jax.random.key(0)))
     p = jax.tree.map(lambda a: jax.numpy.zeros(a.shape, a.dtype), p)
     return BatchedEngine.make(p, config, options, slots=slots, context=CONTEXT)
@@ -41,9 +48,14 @@ def engine(config, options, depth, slots):
 @pytest.mark.parametrize(
     "config, depth, options, another",
     [
-        (TIED, 1, BatchOptions(cap=4, drafts=0, grows=True), False),
-        (TIED, 3, BatchOptions(cap=4, drafts=2, shaping=True, grows=True), True),  # nothing to add
-        (OWN, 1, BatchOptions(cap=9, buckets=(9, 12), chunk=8, grows=True), True),
+        (TIED, 1, BatchOptions(cap=4, drafts=0, can_deepen=True), False),
+        (
+            TIED,
+            3,
+            BatchOptions(cap=4, drafts=2, logits_params=True, can_deepen=True),
+            True,
+        ),  # nothing to add
+        (OWN, 1, BatchOptions(cap=9, buckets=(9, 12), chunk=8, can_deepen=True), True),
         (OWN, 4, BatchOptions(), False),
         (SHARED, 1, BatchOptions(), False),
     ],
@@ -72,14 +84,14 @@ def test_an_audit_needs_room_for_the_largest_of_what_it_brings(config):
 
 def test_a_request_by_hand():
     """Keys and values of two layers, waiting rows of one boundary, states behind the last layer."""
-    options = BatchOptions(cap=4, drafts=0, chunk=8, buckets=(4,), grows=True)
+    options = BatchOptions(cap=4, drafts=0, chunk=8, buckets=(4,), can_deepen=True)
     plain = TIED.replace(exits=(ExitConfig(1), ExitConfig(2)), n_kv_heads=4)
     length, d = CONTEXT + 8, 16
     more = capacity.request_bytes(plain, options, 2, CONTEXT) - capacity.request_bytes(
         plain, options, 1, CONTEXT
     )
     assert more == 4 * (2 * length * d + 4 * d) + 4  # and `filled`
-    still = dataclasses.replace(options, grows=False)
+    still = dataclasses.replace(options, can_deepen=False)
     without = capacity.request_bytes(plain, still, 2, CONTEXT)
     assert capacity.request_bytes(plain, options, 2, CONTEXT) == without + 4 * length * d
 

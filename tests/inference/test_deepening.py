@@ -14,7 +14,7 @@ from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchOptions
 from eejax.inference.deepening import deepen, more_weights, on_host
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.sampling import Sampling
+from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import Request
 
 CONTEXT, SLOTS = 96, 3
@@ -23,7 +23,7 @@ LENGTHS = (5, 40, 33)
 
 def request(config, length, threshold, temperature, drafts):
     policy = ExitPolicy.make(config, 1, threshold, drafts=drafts)
-    sampling = Sampling.make(1, temperature, seed=7 + length)
+    sampling = SamplingParams.make(1, temperature, seed=7 + length)
     return Request.make(config, [length], [CONTEXT - length], policy, sampling)
 
 
@@ -39,19 +39,27 @@ def went(engine, state, calls):
     return state, found
 
 
-@pytest.mark.parametrize("depths, threshold, temperature, drafts", [
-    ((2, 4), 0.4, 1.0, 2),
-    *(pytest.param(*more, marks=pytest.mark.slow) for more in (
-        ((1, 4), 0.3, 0.0, 0), ((1, 2, 4), 0.4, 1.0, 2), ((2, 3, 4), 0.6, 0.0, 3),
-        ((3, 4), 1.0, 1.0, 0),
-    )),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "depths, threshold, temperature, drafts",
+    [
+        ((2, 4), 0.4, 1.0, 2),
+        *(
+            pytest.param(*more, marks=pytest.mark.slow)
+            for more in (
+                ((1, 4), 0.3, 0.0, 0),
+                ((1, 2, 4), 0.4, 1.0, 2),
+                ((2, 3, 4), 0.6, 0.0, 3),
+                ((3, 4), 1.0, 1.0, 0),
+            )
+        ),
+    ],
+)
 def test_requests_go_on_as_in_the_deeper_model(
     subset, prompts, depths, threshold, temperature, drafts
 ):
     """The oracle: the deeper engine, given all tokens so far, which it runs anew."""
     p, config = subset((1, 2, 3))
-    options = BatchOptions(cap=4, drafts=3, buckets=(8,), max_depth=depths[0], grows=True)
+    options = BatchOptions(cap=4, drafts=3, buckets=(8,), num_segments=depths[0], can_deepen=True)
     engine = BatchedEngine.make(p, config, options, slots=SLOTS, context=CONTEXT)
     texts = [prompts(i, [n])[0] for i, n in enumerate(LENGTHS)]
     asked = [request(config, n, threshold, temperature, drafts) for n in LENGTHS]
@@ -64,10 +72,10 @@ def test_requests_go_on_as_in_the_deeper_model(
     compared = 0
     for depth in depths[1:]:
         weights = more_weights(engine.weights, on_host(p, config), config, depth)
-        assert weights.segments[: engine.max_depth] == engine.weights.segments  # the very arrays
+        assert weights.segments[: engine.num_segments] == engine.weights.segments  # the very arrays
         engine, state = deepen(engine, state, weights)
-        assert engine.max_depth == depth and (state.boundary is None) == (depth == 4)
-        whole = dataclasses.replace(options, max_depth=depth, grows=False)
+        assert engine.num_segments == depth and (state.boundary is None) == (depth == 4)
+        whole = dataclasses.replace(options, num_segments=depth, can_deepen=False)
         fresh = BatchedEngine.make(p, config, whole, slots=SLOTS, context=CONTEXT)
         other = fresh.start()
         for slot, (text, own) in enumerate(zip(texts, asked, strict=True)):
@@ -93,9 +101,7 @@ def test_what_is_on_the_host_is_made_once(subset, dtype):
     host = on_host(p, config)
     leaves = jax.tree.leaves(host)
     assert all(isinstance(a, np.ndarray) for a in leaves)
-    same = lambda tree: all(
-        a is b for a, b in zip(jax.tree.leaves(tree), leaves, strict=True)
-    )  # fmt: skip
+    same = lambda tree: all(a is b for a, b in zip(jax.tree.leaves(tree), leaves, strict=True))
     assert same(on_host(host, config))
     taken, want = s.prepare(host, config, 3), s.prepare(p, config, 3)
     for a, b in zip(jax.tree.leaves(taken), jax.tree.leaves(want), strict=True):
@@ -107,11 +113,11 @@ def test_what_is_on_the_host_is_made_once(subset, dtype):
 
 def test_what_cannot_grow_says_so(subset):
     p, config = subset((1, 2, 3))
-    engine = BatchedEngine.make(p, config, BatchOptions(max_depth=2), slots=2, context=CONTEXT)
+    engine = BatchedEngine.make(p, config, BatchOptions(num_segments=2), slots=2, context=CONTEXT)
     more = lambda depth: more_weights(engine.weights, on_host(p, config), config, depth)
-    with pytest.raises(ConfigError, match="grows = False: must be True"):
+    with pytest.raises(ConfigError, match="can_deepen = False: must be True"):
         deepen(engine, engine.start(), more(3))
     with pytest.raises(ConfigError, match=r"depth = 2: must be in 3..4"):
         more(2)
-    whole = BatchedEngine.make(p, config, BatchOptions(grows=True), slots=2, context=CONTEXT)
+    whole = BatchedEngine.make(p, config, BatchOptions(can_deepen=True), slots=2, context=CONTEXT)
     assert whole.start().boundary is None

@@ -19,8 +19,8 @@ from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchOptions
 from eejax.inference.engine import SlotEngine
 from eejax.inference.pipelined_slots import PipelinedSlotEngine
-from eejax.inference.policy import ExitPolicy, gates_of
-from eejax.inference.sampling import Sampling
+from eejax.inference.policy import ExitPolicy, available_gates
+from eejax.inference.sampling import SamplingParams
 from eejax.inference.scripted import ScriptedEngine
 from eejax.inference.state import ENGINES, Request
 from eejax.models.config import ExitConfig, ModelConfig
@@ -34,9 +34,13 @@ SMALL = EngineOptions("recompute", cap=4, buckets=(1, 2))
 
 def request(config, prompt, limit, threshold=1.0, stops=(), temperature=0.0, **policy):
     return Request.make(
-        config, [len(prompt)], [limit], ExitPolicy.make(config, 1, threshold, **policy),
-        Sampling.make(1, temperature), stops,
-    )  # fmt: skip
+        config,
+        [len(prompt)],
+        [limit],
+        ExitPolicy.make(config, 1, threshold, **policy),
+        SamplingParams.make(1, temperature),
+        stops,
+    )
 
 
 def drive(engine, asked, steps, events):
@@ -56,7 +60,7 @@ def drive(engine, asked, steps, events):
             tokens, exits = np.asarray(record.token)[:, slot], np.asarray(record.exit)[:, slot]
             got[i] += [(int(t), int(e)) for t, e in zip(tokens, exits, strict=True) if e >= 0]
             limit = min(int(asked[i][1].limit[0]), engine.context - len(asked[i][0]))
-            stops = np.asarray(asked[i][1].stops[0])
+            stops = np.asarray(asked[i][1].stop_token_ids[0])
             if len(got[i]) >= limit or got[i][-1][0] in stops[stops >= 0]:
                 state = engine.free(state, [slot])
                 del holder[slot]
@@ -87,13 +91,14 @@ def test_requests_that_share_slots_get_what_they_get_alone(subset, prompts, data
     alone = Generator.make(p, slots.config, "posthoc" if exact else options)
     exits = slots.config.n_exits
     asked, wanted = [], []
-    for prompt in prompts(data.draw(st.integers(0, 99)), data.draw(
-        st.lists(st.integers(1, 20), min_size=5, max_size=5)
-    )):  # fmt: skip
+    for prompt in prompts(
+        data.draw(st.integers(0, 99)),
+        data.draw(st.lists(st.integers(1, 20), min_size=5, max_size=5)),
+    ):
         # The simplest example, which is always one of them, is long and leaves here and there.
         limit = 20 - data.draw(st.integers(0, 19))
         threshold = [data.draw(st.sampled_from([0.4, 0.2, 0.0, 1.0])) for _ in range(exits)]
-        rules = dict(gate=data.draw(st.sampled_from(gates_of(slots.config))))
+        rules = dict(gate=data.draw(st.sampled_from(available_gates(slots.config))))
         if engine == "speculative":
             threshold = 1.0
         else:
@@ -122,9 +127,10 @@ def test_slots_compile_once(subset, prompts, compiled):
     slots = SlotEngine.make(p, config, SMALL, slots=5, context=CONTEXT)
     run = lambda seed, lengths: drive(
         slots,
-        [(q, request(config, q, 6, 0.1 * seed)) for q in prompts(seed, lengths)], 5,
+        [(q, request(config, q, 6, 0.1 * seed)) for q in prompts(seed, lengths)],
+        5,
         iter(lambda: 1, None),
-    )  # fmt: skip
+    )
     run(0, [5, 9])
     assert compiled
     compiled.clear()
@@ -160,7 +166,7 @@ def test_numbers_of_prompts_and_slots_compile_few_programs(subset, prompts, comp
     def run(asked, where, freed):
         lengths, n = [len(q) for q in asked], len(asked)
         policy = ExitPolicy.make(config, n, 0.4)
-        wanted = Request.make(config, lengths, [6] * n, policy, Sampling.make(n))
+        wanted = Request.make(config, lengths, [6] * n, policy, SamplingParams.make(n))
         rows, first = slots.prefill(asked, wanted)
         state, record = slots.generate(slots.insert(slots.start(), rows, where), 5)
         state = slots.free(state, freed)
@@ -202,23 +208,27 @@ def test_a_part_of_the_model_is_a_model_whose_last_exit_always_emits(subset, pro
     want = Generator.make(p, config, options("posthoc")).generate(
         asked, 20, threshold=whole, prefill_exit=True
     )
-    part = Generator.make(p, config, options("recompute", max_depth=depth))
+    part = Generator.make(p, config, options("recompute", num_segments=depth))
     # No parameters above are held.
     assert len(part.weights.segments) == depth and "final" not in part.weights.params
     got = part.generate(asked, 20, threshold=threshold + [1.0] * (2 - depth), prefill_exit=True)
-    assert (got.layers <= config.stops[depth - 1]).all()
+    assert (got.layers <= config.exit_boundaries[depth - 1]).all()
     for i in range(2):
         assert got.ids(i) == want.ids(i)
         assert got.exits[i].tolist() == want.exits[i].tolist()
-    with pytest.raises(ConfigError, match="max_depth = 4: must be at most the 3 segments"):
-        Generator.make(p, config, options("recompute", max_depth=4))
+    with pytest.raises(ConfigError, match="num_segments = 4: must be at most the 3 segments"):
+        Generator.make(p, config, options("recompute", num_segments=4))
 
 
 def test_a_scripted_engine_follows_the_protocol():
     config = ModelConfig(
-        vocab_size=99, n_layers=4, d_model=8, n_heads=2, context_length=CONTEXT,
+        vocab_size=99,
+        n_layers=4,
+        d_model=8,
+        n_heads=2,
+        context_length=CONTEXT,
         exits=(ExitConfig(2),),
-    )  # fmt: skip
+    )
     script = lambda prompt, i: ((prompt[0] * 7 + i) % 90, (prompt[0] + i) % 2)
     engine = ScriptedEngine(script, (2, 4), slots=2, context=CONTEXT)
     asked = [([k, 3], request(config, [k, 3], k + 1, stops=(12,))) for k in range(6)]
@@ -257,12 +267,12 @@ def test_what_does_not_fit_an_engine_is_named(subset):
         engine.prefill([[1, 2]], request(config, [1, 2, 3], 4))
     with pytest.raises(ConfigError, match="request.policy = 'thresholds of 0 exits'"):
         engine.prefill([[1, 2]], request(config.replace(exits=()), [1, 2], 4))
-    two = dict(policy=ExitPolicy.make(config, 2), sampling=Sampling.make(2))
+    two = dict(policy=ExitPolicy.make(config, 2), sampling=SamplingParams.make(2))
     for one in ("policy", "sampling"):
         alone = two | {one: type(two[one]).make(*([config, 1] if one == "policy" else [1]))}
         with pytest.raises(ConfigError, match=r"request = '\[1, 2\] rows': must have 2"):
             engine.prefill([[1], [2]], Request.make(config, [1, 1], [4, 4], **alone))
-    with pytest.raises(ConfigError, match="request.stops = '16 a row': must be 8 a row"):
+    with pytest.raises(ConfigError, match="request.stop_token_ids = '16 a row': must be 8 a row"):
         wide = Request.make(config, [1, 1], [4, 4], **two, width=16)
         engine.prefill([[1], [2]], wide)
     rows, _ = ask([1, 2])
@@ -278,7 +288,7 @@ def test_what_does_not_fit_an_engine_is_named(subset):
         other.insert(other.start(), rows, [0])
     for limits in ([2.7], [-5], 3, [1, 2]):
         with pytest.raises(ConfigError, match="limits = .*must be (a sequence of|1: one)"):
-            Request.make(config, [2], limits, ExitPolicy.make(config, 1), Sampling.make(1))
+            Request.make(config, [2], limits, ExitPolicy.make(config, 1), SamplingParams.make(1))
     with pytest.raises(ConfigError, match="stop_tokens = .*must be at most 8"):
         request(config, [1], 4, stops=tuple(range(9)))
 

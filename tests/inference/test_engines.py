@@ -14,7 +14,7 @@ from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, Generator
 from eejax.inference.generate import decode, prefill
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.sampling import Sampling
+from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import Request
 
 # Few row counts, each of which is compiled for every segment.
@@ -196,9 +196,12 @@ def test_waiting_tokens_get_exact_keys_and_values(subset, prompts):
         tokens, lengths = g._pad(asked)
         static = dict(config=config, options=options)
         request = Request(
-            ExitPolicy.make(config, 2, 0.2), Sampling.make(2), jnp.full((2, 1), -1),
-            jnp.asarray(lengths), jnp.array([30, 30]),
-        )  # fmt: skip
+            ExitPolicy.make(config, 2, 0.2),
+            SamplingParams.make(2),
+            jnp.full((2, 1), -1),
+            jnp.asarray(lengths),
+            jnp.array([30, 30]),
+        )
         state, _ = prefill(g.weights, tokens, request, length=length, **static)
         run[name] = []
         for step in range(steps):

@@ -12,15 +12,22 @@ from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.scheduler import Scheduler
 from eejax.kernels import call
-from eejax.models import exits, layers, mixing, params
+from eejax.models import attention, exits, layers, params
 from eejax.models.config import ExitConfig, ModelConfig
 
 # A feed-forward width of no multiple of 64, and windows and fewer heads of keys in some layers.
 CONFIG = ModelConfig(
-    vocab_size=61, n_layers=3, d_model=32, n_heads=4, n_kv_heads=2, d_ff=40, context_length=64,
-    sliding_window=(None, 6, None), head="own",
+    vocab_size=61,
+    n_layers=3,
+    d_model=32,
+    n_heads=4,
+    n_kv_heads=2,
+    d_ff=40,
+    context_length=64,
+    sliding_window=(None, 6, None),
+    head="own",
     exits=(ExitConfig(1, head="own"), ExitConfig(2, mlp=True, block=True, head="own")),
-)  # fmt: skip
+)
 NEW = 8
 PROMPTS = [np.random.default_rng(i).integers(0, 61, n).tolist() for i, n in enumerate((3, 9, 5))]
 RULES = dict(gate="max_probability", threshold=[0.3, 0.2])
@@ -37,8 +44,10 @@ def model():
 @pytest.fixture(params=["operations", "kernels"])
 def for_gpu(request, monkeypatch):
     """Forms for a GPU, with XLA's attention or that of the kernel, by its reference here."""
-    traced, own = [], mixing.kernel_mix
-    monkeypatch.setattr(mixing, "kernel_mix", lambda *a, **k: traced.append(1) or own(*a, **k))
+    traced, own = [], attention.kernel_attention
+    monkeypatch.setattr(
+        attention, "kernel_attention", lambda *a, **k: traced.append(1) or own(*a, **k)
+    )
     monkeypatch.setattr(call, "by_kernels", lambda: request.param == "kernels")
     jax.clear_caches()  # programs are told apart by contexts, and not by what a test replaces
     with call.compute_capability(90), call.implementation("reference"):
@@ -116,21 +125,21 @@ def test_the_library_attends_where_it_can(capability, dtype, width, t, masked, s
     q = jax.ShapeDtypeStruct((1, t, 2, 2, width), dtype)
     config = CONFIG.replace(attention_softcap=softcap)
     with call.compute_capability(capability):
-        assert mixing.by_library(q, None, masked, config) == wanted
-        assert not mixing.by_library(q, np.ones((2, 2)), masked, config)
+        assert attention.use_library(q, None, masked, config) == wanted
+        assert not attention.use_library(q, np.ones((2, 2)), masked, config)
         with call.implementation("reference"):
-            assert not mixing.by_library(q, None, masked, config)
+            assert not attention.use_library(q, None, masked, config)
 
 
 def test_the_kernel_attends_where_it_can(monkeypatch):
     monkeypatch.setattr(call, "by_kernels", lambda: True)
-    assert mixing.by_kernel(CONFIG)
+    assert attention.use_kernel(CONFIG)
     with pytest.warns(UserWarning, match="decode_attention: no kernel covers .* heads of 512"):
-        assert not mixing.by_kernel(CONFIG.replace(head_dim=512))
+        assert not attention.use_kernel(CONFIG.replace(head_dim=512))
 
 
 def test_spans_cover_every_row():
-    packed = mixing.spans(np.array([5, 0], np.int32), 100)
+    packed = attention.spans(np.array([5, 0], np.int32), 100)
     assert packed.width == 64 and packed.first.tolist() == [0, 64, 100, 164]
     assert packed.slot.tolist() == [0] * 100 + [1] * 100
     assert packed.position.tolist() == [*range(5, 105), *range(100)]

@@ -11,17 +11,24 @@ from eejax.inference import Generator
 from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchOptions
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.sampling import Sampling
+from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import Request
 from eejax.kernels import call
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 
 CONFIG = ModelConfig(
-    vocab_size=61, n_layers=3, d_model=32, n_heads=2, context_length=64, norm="layernorm",
-    logit_softcap=20.0, head="own", vocab_multiple=8,
+    vocab_size=61,
+    n_layers=3,
+    d_model=32,
+    n_heads=2,
+    context_length=64,
+    norm="layernorm",
+    logit_softcap=20.0,
+    head="own",
+    vocab_multiple=8,
     exits=(ExitConfig(1, router=8, head="own"), ExitConfig(2, router=8, mlp=True, head="own")),
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +80,9 @@ def test_batches_are_those_without_kernels(model, want, by_kernels):
     engine = BatchedEngine.make(model, CONFIG, options, slots=5, context=64)
     n = len(PROMPTS)
     policy = ExitPolicy.make(CONFIG, n, drafts=[0, 1, 1, 0, 1], **RULES)
-    request = Request.make(CONFIG, [len(p) for p in PROMPTS], [NEW] * n, policy, Sampling.make(n))
+    request = Request.make(
+        CONFIG, [len(p) for p in PROMPTS], [NEW] * n, policy, SamplingParams.make(n)
+    )
     rows, _ = engine.prefill(PROMPTS, request)
     state, got = engine.insert(engine.start(), rows, range(n)), [[] for _ in PROMPTS]
     for _ in range(40):

@@ -13,7 +13,7 @@ from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, Generator, PipelinedGenerator
 from eejax.inference.latency import ForwardTimes, pipelined, recompute
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.sampling import Sampling
+from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import Request
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.pipeline.partition import Partition
@@ -22,9 +22,13 @@ from eejax.sharding.mesh import MeshConfig
 
 def model(n_layers, boundaries):
     return ModelConfig(
-        vocab_size=8, n_layers=n_layers, d_model=8, n_heads=1, context_length=8,
+        vocab_size=8,
+        n_layers=n_layers,
+        d_model=8,
+        n_heads=1,
+        context_length=8,
         exits=tuple(ExitConfig(b) for b in boundaries),
-    )  # fmt: skip
+    )
 
 
 @st.composite
@@ -107,7 +111,7 @@ def test_stages_equal_events(case, cap, hop):
 
 def up_to(p, times, exit_):
     """Forward time of a token up to and with its exit, by the model alone."""
-    return sum(times.layers[: p.config.stops[exit_]]) + sum(times.exits[: exit_ + 1])
+    return sum(times.layers[: p.config.exit_boundaries[exit_]]) + sum(times.exits[: exit_ + 1])
 
 
 def by_formula(trace, p, times):
@@ -179,9 +183,12 @@ def test_ticks_of_the_engine_are_those_of_stages_with_parts_of_one_length(subset
     # Thresholds that decide alone, by turns: the way is drawn here, whatever the model says.
     firing = np.random.default_rng(1).integers(0, 4, n)
     request = Request(
-        ExitPolicy.make(config, 1), Sampling.make(1), jnp.full((1, 1), -1), jnp.asarray(lengths),
+        ExitPolicy.make(config, 1),
+        SamplingParams.make(1),
+        jnp.full((1, 1), -1),
+        jnp.asarray(lengths),
         jnp.array([n + 1]),
-    )  # fmt: skip
+    )
     state, _ = g._prefill(tokens, request, 128)
     ticks, trace = [], []
     for e in firing:

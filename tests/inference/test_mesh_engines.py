@@ -16,8 +16,8 @@ from eejax.common.errors import ConfigError
 from eejax.gates.confidence import GATES
 from eejax.inference import AutoGenerator, EngineOptions, Generator
 from eejax.inference.engine import SlotEngine
-from eejax.inference.policy import ExitPolicy, gates_of
-from eejax.inference.sampling import Sampling
+from eejax.inference.policy import ExitPolicy, available_gates
+from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import Request
 from eejax.kernels import call as kernels
 from eejax.models import params
@@ -25,10 +25,20 @@ from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
 
 CONFIG = ModelConfig(
-    vocab_size=61, vocab_multiple=8, n_layers=2, d_model=16, n_heads=4, n_kv_heads=2, head_dim=8,
-    d_ff=32, context_length=48, qk_norm="full", qkv_bias=True, sliding_window=(6, None),
+    vocab_size=61,
+    vocab_multiple=8,
+    n_layers=2,
+    d_model=16,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    d_ff=32,
+    context_length=48,
+    qk_norm="full",
+    qkv_bias=True,
+    sliding_window=(6, None),
     exits=(ExitConfig(1, mlp=True, block=True, norm=True, head="own", router=6),),
-)  # fmt: skip
+)
 MESHES = {"1x2": (1, 2), "2x2": (2, 2), "1x4": (1, 4)}  # the last has a KV head for two shards
 ENGINES = {
     "full": EngineOptions("full"),
@@ -164,7 +174,7 @@ def test_bfloat16_equals_but_for_near_ties():
 
 
 def test_a_part_of_the_model():
-    options = EngineOptions("recompute", max_depth=1)
+    options = EngineOptions("recompute", num_segments=1)
     # Parameters above the first exit need not be there.
     p = weights(CONFIG)
     part = {"embed": p["embed"], "exits": p["exits"]}
@@ -187,9 +197,10 @@ def test_auto_on_a_mesh():
 
 
 SLOTS = [
-    "recompute", pytest.param("speculative", marks=pytest.mark.slow),
+    "recompute",
+    pytest.param("speculative", marks=pytest.mark.slow),
     pytest.param("mask", marks=pytest.mark.slow),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("engine", SLOTS)
@@ -202,7 +213,7 @@ def test_slots_on_a_mesh(engine):
     config = slots.config
 
     def admit(state, i, slot):
-        policy, sampling = ExitPolicy.make(config, 1, 0.12), Sampling.make(1)
+        policy, sampling = ExitPolicy.make(config, 1, 0.12), SamplingParams.make(1)
         request = Request.make(config, [len(asked[i])], [12], policy, sampling)
         rows, first = slots.prefill([asked[i]], request)
         got[i].append(int(first.token[0]))
@@ -245,10 +256,14 @@ def drawn(draw):
         for b in boundaries
     )
     config = CONFIG.replace(
-        exits=exits, head=choose(*heads), qk_norm=choose("none", "head", "full"),
-        qkv_bias=choose(True, False), mlp_gated=choose(True, False),
-        position=choose("rotary", "learned", "alibi"), norm=choose("rmsnorm", "layernorm"),
-    )  # fmt: skip
+        exits=exits,
+        head=choose(*heads),
+        qk_norm=choose("none", "head", "full"),
+        qkv_bias=choose(True, False),
+        mlp_gated=choose(True, False),
+        position=choose("rotary", "learned", "alibi"),
+        norm=choose("rmsnorm", "layernorm"),
+    )
     options = EngineOptions("recompute", cap=draw(st.integers(1, 4)), buckets=(1,))
     mesh = choose(*MESHES)
     batch = draw(st.integers(1, 2)) if MESHES[mesh][0] == 1 else 2
@@ -256,8 +271,9 @@ def drawn(draw):
     some = st.sampled_from([0.0, 0.05, 0.1, 0.2, 1.0])
     kwargs = dict(
         threshold=each(st.lists(some, min_size=len(exits), max_size=len(exits))),
-        gate=each(st.sampled_from(gates_of(config))), prefill_exit=choose(True, False),
-    )  # fmt: skip
+        gate=each(st.sampled_from(available_gates(config))),
+        prefill_exit=choose(True, False),
+    )
     asked = prompts(draw(st.integers(0, 99)), each(st.integers(1, 16)))
     return config, options, mesh, asked, kwargs
 

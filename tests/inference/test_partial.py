@@ -29,7 +29,7 @@ def test_nobody_is_lost_while_it_grows_and_shrinks(model, prompts, slots):
     )
     options = BatchOptions(cap=4, drafts=0, buckets=(8,))
     part = PartialModel(p, config, options, slots=slots, depth=1, context=CONTEXT, steps=2)
-    sizes = {1: part.bytes}
+    sizes = {1: part.weight_bytes}
     policy, left, found, ends, depths = (
         ExitPolicy.make(config, 1, 0.0, prefill_exit=True),
         [*texts],
@@ -45,12 +45,12 @@ def test_nobody_is_lost_while_it_grows_and_shrinks(model, prompts, slots):
             found[number] = []
         if turn in (6, 12, 20):
             part.grow(2 if turn == 6 else 4)
-            assert part.depth < part.coming
+            assert part.depth < part.target_segments
         if turn == 15:
             running = part.scheduler.running
-            part.stay()
+            part.cancel_growth()
             # They are the same ones, and go on where they were.
-            assert part.coming == 2 and part.scheduler.running == running
+            assert part.target_segments == 2 and part.scheduler.running == running
         if turn == 30:
             part.shrink(1)
         if turn == 33:
@@ -64,12 +64,12 @@ def test_nobody_is_lost_while_it_grows_and_shrinks(model, prompts, slots):
         depths.append(part.depth)
         running = len(part.scheduler.running)
         most[part.depth] = max(most.get(part.depth, 0), running)
-        assert running <= part.engine.slots == part.slots[part.coming - 1]
-        sizes.setdefault(part.depth, part.bytes)
+        assert running <= part.engine.slots == part.slots[part.target_segments - 1]
+        sizes.setdefault(part.depth, part.weight_bytes)
         if not left and part.scheduler.idle:
             break
     assert [d for i, d in enumerate(depths) if not i or d != depths[i - 1]] == [1, 2, 4, 1]
-    assert sizes[1] < sizes[2] < sizes[4] and part.bytes == sizes[1]
+    assert sizes[1] < sizes[2] < sizes[4] and part.weight_bytes == sizes[1]
     assert most == {d: part.slots[d - 1] for d in (1, 2, 4)}
     assert set(ends.values()) == {"length"} and len(ends) == len(texts)
     for number, text in found.items():

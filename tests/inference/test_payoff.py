@@ -28,8 +28,9 @@ def test_pairs_come_first_in_turning_order():
 @settings(max_examples=50)
 @given(
     ratio=st.floats(0.5, 2).filter(lambda r: abs(r - 1) > 0.02),
-    noise=st.floats(0, 0.4), pairs=st.integers(1, 6),
-)  # fmt: skip
+    noise=st.floats(0, 0.4),
+    pairs=st.integers(1, 6),
+)
 def test_the_faster_way_is_taken_however_slow_the_machine_becomes(ratio, noise, pairs):
     """What slows both calls of a pair does not decide."""
     payoff = Payoff(pairs=pairs, calls=20)

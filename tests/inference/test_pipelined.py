@@ -16,15 +16,15 @@ from eejax.gates.confidence import GATES
 from eejax.inference import EngineOptions, Generator, PipelinedGenerator
 from eejax.inference.engine import SlotEngine
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.sampling import Sampling
+from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import Request
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig
 
 
-def pipelined(p, config, mesh, cap=16, layers="even", max_depth=None):
-    options = EngineOptions("pipelined", cap=cap, max_depth=max_depth)
+def pipelined(p, config, mesh, cap=16, layers="even", num_segments=None):
+    options = EngineOptions("pipelined", cap=cap, num_segments=num_segments)
     mesh = MeshConfig(**mesh) if isinstance(mesh, dict) else mesh
     return PipelinedGenerator.make(p, config, mesh, options, layers=layers)
 
@@ -125,9 +125,13 @@ def test_sampling_and_stop_strings_equal_posthoc(subset, prompts):
     asked = prompts(0, [5, 12, 7])
     text = lambda ids: bytes(i for i in ids if i < 256).decode("latin-1")
     drawn = dict(
-        threshold=0.3, temperature=[0.0, 0.8, 1.5], top_k=[0, 20, 0], top_p=[1.0, 0.9, 1.0],
-        min_p=[0.0, 0.0, 0.05], seed=[1, 2, 3],
-    )  # fmt: skip
+        threshold=0.3,
+        temperature=[0.0, 0.8, 1.5],
+        top_k=[0, 20, 0],
+        top_p=[1.0, 0.9, 1.0],
+        min_p=[0.0, 0.0, 0.05],
+        seed=[1, 2, 3],
+    )
     oracle = Generator.make(p, config, "posthoc")
     engine = pipelined(p, config, dict(pipe=2, model=2))
     a, b = (g.generate(asked, 40, **drawn) for g in (oracle, engine))
@@ -175,9 +179,12 @@ def test_stages_work_on_different_tokens_and_their_caches_are_exact(trained, pro
     )
     thresholds[3:8], thresholds[8] = 0.0, 1.0
     request = Request(
-        ExitPolicy.make(config, 2, 0.2), Sampling.make(2), jnp.full((2, 1), -1),
-        jnp.asarray(lengths), jnp.array([30, 30]),
-    )  # fmt: skip
+        ExitPolicy.make(config, 2, 0.2),
+        SamplingParams.make(2),
+        jnp.full((2, 1), -1),
+        jnp.asarray(lengths),
+        jnp.array([30, 30]),
+    )
     run = {}
     for g in (oracle, engine):
         state, _ = g._prefill(tokens, request, length)
@@ -193,8 +200,8 @@ def test_stages_work_on_different_tokens_and_their_caches_are_exact(trained, pro
     for (a, ra), (b, rb) in zip(run["posthoc"], run["pipelined"], strict=True):
         np.testing.assert_array_equal(ra.token, rb.token)
         np.testing.assert_array_equal(ra.exit, rb.exit)
-        done = b.desk.done  # [stages, b]
-        assert (np.diff(done, axis=0) <= 0).all() and (b.desk.come - done <= cap).all()
+        done = b.progress.done  # [stages, b]
+        assert (np.diff(done, axis=0) <= 0).all() and (b.progress.come - done <= cap).all()
         np.testing.assert_array_equal(b.kept, done[-1])
         deepest = max(deepest, (b.position - done[-1]).max())
         want = [kv for segment in a.cache.segments for kv in segment]
@@ -221,16 +228,31 @@ def test_stages_work_on_different_tokens_and_their_caches_are_exact(trained, pro
 def test_other_architectures_equal_posthoc(prompts):
     """What the trained model lacks: learned positions, biases, norms, and shared heads."""
     config = ModelConfig(
-        vocab_size=257, vocab_multiple=2, n_layers=4, d_model=32, n_heads=4, context_length=80,
-        norm="layernorm", position="learned", qk_norm="full", qkv_bias=True, o_bias=True,
-        mlp_bias=True, mlp_gated=False, activation="gelu", embedding_norm=True, head="shared",
-        head_bias=True, logit_softcap=20.0, norm_placement="pre_post",
+        vocab_size=257,
+        vocab_multiple=2,
+        n_layers=4,
+        d_model=32,
+        n_heads=4,
+        context_length=80,
+        norm="layernorm",
+        position="learned",
+        qk_norm="full",
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        mlp_gated=False,
+        activation="gelu",
+        embedding_norm=True,
+        head="shared",
+        head_bias=True,
+        logit_softcap=20.0,
+        norm_placement="pre_post",
         exits=(
             ExitConfig(1, head="shared", block=True, mlp=True),
             ExitConfig(2, head="own", temperature=1.5),
             ExitConfig(3, head="shared", block=True),
         ),
-    )  # fmt: skip
+    )
     p = params.init(config, jax.random.key(1))
     noise = lambda a: a + 0.05 * jax.random.normal(jax.random.key(a.size), a.shape)
     p = jax.tree.map(noise, p)  # biases and scales of their own
@@ -245,8 +267,8 @@ def test_other_architectures_equal_posthoc(prompts):
 def test_part_of_the_model_on_stages(trained, prompts):
     p, config = trained
     asked = prompts(2, [9, 5])
-    oracle = Generator.make(p, config, EngineOptions("posthoc", max_depth=4))
-    engine = pipelined(p, config, dict(pipe=3), max_depth=4)
+    oracle = Generator.make(p, config, EngineOptions("posthoc", num_segments=4))
+    engine = pipelined(p, config, dict(pipe=3), num_segments=4)
     assert len(engine.weights.rows) == 1
     a, b = (g.generate(asked, 20, threshold=0.4) for g in (oracle, engine))
     assert_same(a, b)
@@ -306,8 +328,8 @@ def test_a_cap_of_one_is_exact_too_and_ends(subset, prompts):
         (dict(pipe=4, model=8), {}, "needs 32 devices"),
         (dict(pipe=0), {}, "MeshConfig.pipe = 0"),
         (dict(pipe=2), dict(layers=[2, 2]), "pipeline.layers"),
-        (dict(pipe=2), dict(max_depth=4), "max_depth = 4"),
-        (dict(pipe=4), dict(max_depth=2), "mesh.pipe = 4: must be at most the 3 layers"),
+        (dict(pipe=2), dict(num_segments=4), "num_segments = 4"),
+        (dict(pipe=4), dict(num_segments=2), "mesh.pipe = 4: must be at most the 3 layers"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_named(subset, mesh, kwargs, message):

@@ -7,7 +7,7 @@ import pytest
 from near_ties import TIE
 
 from eejax.common.errors import ConfigError
-from eejax.inference import EngineOptions, ExitPolicy, Generator, Request, Sampling
+from eejax.inference import EngineOptions, ExitPolicy, Generator, Request, SamplingParams
 from eejax.inference.pipelined_slots import PipelinedSlotEngine
 from eejax.sharding.mesh import MeshConfig
 
@@ -15,14 +15,14 @@ CONTEXT = 32  # two widths of prompts
 
 
 def engine_of(subset, mesh, cap=4, **kwargs):
-    options = EngineOptions("pipelined", cap=cap, max_depth=kwargs.pop("max_depth", None))
+    options = EngineOptions("pipelined", cap=cap, num_segments=kwargs.pop("num_segments", None))
     given = dict(slots=4, context=CONTEXT) | kwargs
     return PipelinedSlotEngine.make(*subset((1, 3)), MeshConfig(**mesh), options, **given)
 
 
 def ask(engine, prompts, limit, threshold):
     policy = ExitPolicy.make(engine.config, len(prompts), threshold)
-    sampling = Sampling.make(len(prompts))
+    sampling = SamplingParams.make(len(prompts))
     lengths = [len(p) for p in prompts]
     return Request.make(engine.config, lengths, [limit] * len(prompts), policy, sampling)
 
@@ -61,7 +61,7 @@ def test_a_slot_that_is_freed_in_the_middle_leaves_nothing_behind(subset, prompt
 
     last = got[3]
     state = engine.free(state, [3])
-    for empty in (state.position, state.kept, state.desk.done[0], state.desk.come[-1]):
+    for empty in (state.position, state.kept, state.progress.done[0], state.progress.come[-1]):
         assert not np.asarray(empty)[3]
     state, record = engine.generate(state, 5)
     assert not emitted(record, 3)
@@ -127,12 +127,12 @@ def test_prompts_of_one_call_are_many_or_few(subset, prompts):
 
 @pytest.mark.slow
 def test_a_part_of_the_model(subset, prompts):
-    engine = engine_of(subset, dict(pipe=2), max_depth=2)
-    assert engine.max_depth == 2
+    engine = engine_of(subset, dict(pipe=2), num_segments=2)
+    assert engine.num_segments == 2
     asked = prompts(3, [7])
     rows, first = engine.prefill(asked, ask(engine, asked, 12, [0.4, 1.0]))
     _, record = engine.generate(engine.insert(engine.start(), rows, [0]), 11)
-    want = Generator.make(*subset((1, 3)), EngineOptions("posthoc", max_depth=2)).generate(
+    want = Generator.make(*subset((1, 3)), EngineOptions("posthoc", num_segments=2)).generate(
         asked, 12, threshold=[0.4, 1.0]
     )
     assert (want.margins > TIE).all()

@@ -13,17 +13,21 @@ from hypothesis import strategies as st
 
 from eejax.common.errors import ConfigError
 from eejax.gates.confidence import GATES, Memory
-from eejax.inference.policy import Emission, ExitPolicy, Look, conclude, consider
-from eejax.inference.sampling import Sampling
+from eejax.inference.policy import Emission, ExitInput, ExitPolicy, emit_early, emit_final
+from eejax.inference.sampling import SamplingParams
 from eejax.kernels.head_confidence.api import Confidence
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.models.exits import Reader
 
 V, D = 11, 8
 CONFIG = ModelConfig(
-    vocab_size=V, n_layers=6, d_model=D, n_heads=2, context_length=8,
+    vocab_size=V,
+    n_layers=6,
+    d_model=D,
+    n_heads=2,
+    context_length=8,
     exits=tuple(ExitConfig(b, router=2) for b in (1, 2, 4, 5)),
-)  # fmt: skip
+)
 E = CONFIG.n_exits
 
 
@@ -42,13 +46,18 @@ def at_exit(
 ):
     everyone = jnp.full(logits.shape[:1], True)
     head = Reader(lambda: logits, (lambda: said(logits)) if kernel else None)
-    look = Look(
-        e, state, head, everyone, jnp.zeros_like(emission.token), progress,
+    look = ExitInput(
+        e,
+        state,
+        head,
+        everyone,
+        jnp.zeros_like(emission.token),
+        progress,
         lambda x: jax.nn.sigmoid(x[:, 0] + e),
-    )  # fmt: skip
+    )
     if e == E:
-        return conclude(emission, look, sampling, measure), memory
-    return consider(emission, memory, look, policy, sampling, CONFIG, measure)
+        return emit_final(emission, look, sampling, measure), memory
+    return emit_early(emission, memory, look, policy, sampling, CONFIG, measure)
 
 
 def run(policy, logits, states, progress, measure=False, kernel=False):
@@ -57,9 +66,17 @@ def run(policy, logits, states, progress, measure=False, kernel=False):
     emission, memory = Emission.undecided(b), Memory.blank(jnp.zeros((b, D)))
     for e in range(E + 1):
         emission, memory = at_exit(
-            emission, memory, e, logits[e], states[e], policy, Sampling.make(b),
-            jnp.asarray(progress), measure, kernel,
-        )  # fmt: skip
+            emission,
+            memory,
+            e,
+            logits[e],
+            states[e],
+            policy,
+            SamplingParams.make(b),
+            jnp.asarray(progress),
+            measure,
+            kernel,
+        )
     return emission
 
 
@@ -81,12 +98,12 @@ def wanted(gate, thresholds, active, decay, logits, states, progress):
             "margin": top[0] - top[1],
             "entropy": 1 + (p * np.log(p)).sum() / np.log(V),
             "patience": (streak if streak > 1 else 0) / E,
-            "saturation": 0.0 if before is None else max(
-                0.0, before @ states[e] / np.linalg.norm(before) / np.linalg.norm(states[e])
-            ),
+            "saturation": 0.0
+            if before is None
+            else max(0.0, before @ states[e] / np.linalg.norm(before) / np.linalg.norm(states[e])),
             "fixed": 1.0,
             "router": 1 / (1 + np.exp(-states[e][0] - e)),
-        }[gate]  # fmt: skip
+        }[gate]
         before = states[e]
         threshold = thresholds[e]
         if decay is not None:
@@ -112,18 +129,27 @@ def test_every_request_leaves_by_the_earliest_exit_whose_gate_fires(data, seed):
     least = draw(st.integers(0, 4), b)
     decay = data.draw(st.sampled_from([None, 0.0, 1.0, 4.0]))
     policy = ExitPolicy.make(
-        CONFIG, b, thresholds, [sorted(c) for c in chosen], gate=gates, min_depth=least,
+        CONFIG,
+        b,
+        thresholds,
+        [sorted(c) for c in chosen],
+        gate=gates,
+        min_exit_layer=least,
         decay=decay,
-    )  # fmt: skip
+    )
     # Few distinct tokens on top, so that exits agree now and then.
     logits = rng.standard_normal((E + 1, b, V)) * 2 + 5 * np.eye(V)[rng.integers(0, 2, (E + 1, b))]
     states = rng.standard_normal((E + 1, b, D)) + 1
     progress = rng.random(b).astype(np.float32)
     single = lambda a: jnp.asarray(a, jnp.float32)
     got = run(
-        policy, single(logits), single(states), progress, measure=seed % 2 == 0,
+        policy,
+        single(logits),
+        single(states),
+        progress,
+        measure=seed % 2 == 0,
         kernel=data.draw(st.booleans()),
-    )  # fmt: skip
+    )
     for i in range(b):
         on = [x in chosen[i] and x >= least[i] for x in (1, 2, 4, 5)]
         (exit_, token, confidence), near = wanted(
@@ -163,17 +189,25 @@ def test_logits_are_made_only_for_who_reads_them():
     def both(policy):
         emission, memory = Emission.undecided(1), Memory.blank(jnp.zeros((1, D)))
         for e in range(E):
-            look = Look(
-                e, jnp.ones((1, D)), Reader(lambda e=e: count(e), None), jnp.array([True]),
-                jnp.array([0]), jnp.zeros(1),
-            )  # fmt: skip
-            emission, memory = consider(emission, memory, look, policy, Sampling.make(1), CONFIG)
+            look = ExitInput(
+                e,
+                jnp.ones((1, D)),
+                Reader(lambda e=e: count(e), None),
+                jnp.array([True]),
+                jnp.array([0]),
+                jnp.zeros(1),
+            )
+            emission, memory = emit_early(
+                emission, memory, look, policy, SamplingParams.make(1), CONFIG
+            )
         return emission
 
     for gate, threshold, heads in (
-        ("saturation", 0.5, [1]), ("fixed", [1.0, 1.0, 0.3, 0.0], [2]),
-        ("entropy", [1.0, 0.9, 1.0, 0.9], [1, 3]), ("max_probability", 1.0, []),
-    ):  # fmt: skip
+        ("saturation", 0.5, [1]),
+        ("fixed", [1.0, 1.0, 0.3, 0.0], [2]),
+        ("entropy", [1.0, 0.9, 1.0, 0.9], [1, 3]),
+        ("max_probability", 1.0, []),
+    ):
         made.clear()
         jax.block_until_ready(both(ExitPolicy.make(CONFIG, 1, threshold, gate=gate)))
         jax.effects_barrier()
@@ -185,8 +219,11 @@ def test_logits_are_made_only_for_who_reads_them():
     [
         (dict(gate="trust"), "gate = 'trust': must be one of"),
         (dict(gate=["margin"]), "must be one name, or 2: one each"),
-        (dict(min_depth=-1), "min_depth = -1: must be a number of layers in 0.."),
-        (dict(min_depth=CONFIG.n_layers + 1), "min_depth = .*: must be a number of layers in 0.."),
+        (dict(min_exit_layer=-1), "min_exit_layer = -1: must be a number of layers in 0.."),
+        (
+            dict(min_exit_layer=CONFIG.n_layers + 1),
+            "min_exit_layer = .*: must be a number of layers in 0..",
+        ),
         (dict(decay=float("inf")), "decay = inf: must be finite"),
         (dict(decay=[1.0, 2.0, 3.0]), "decay = .*must be one number, or 2"),
         (dict(exits=[[1], [3]]), r"exits = \[3\]: must be among"),

@@ -12,7 +12,7 @@ from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, Generator
 from eejax.inference.generate import decode, prefill
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.sampling import Sampling
+from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import Request
 
 
@@ -46,13 +46,13 @@ class Reference:
         if "mlp" in own:
             x = x + ref.mlp(own["mlp"], ref.norm(own["mlp_norm"], x, c), c)
         if "block" in own:
-            window = c.window(min(c.stops[e], c.n_layers - 1))
+            window = c.window(min(c.exit_boundaries[e], c.n_layers - 1))
             x = self.read(c.n_layers + e, own["block"], x, window, left)
         if "norm" in own:
             x = ref.norm(own["norm"], x, c)
-        head, temperature = (c.head, c.temperature) if final else (
-            c.exits[e].head, c.exits[e].temperature
-        )  # fmt: skip
+        head, temperature = (
+            (c.head, c.temperature) if final else (c.exits[e].head, c.exits[e].temperature)
+        )
         table = own["head"] if head == "own" else p["embed"]["tokens"]
         return (table @ x)[: c.vocab_size] / temperature
 
@@ -146,7 +146,7 @@ def test_keys_and_values_of_a_row_do_not_depend_on_its_batch_mates(subset, promp
         tokens, lengths = g._pad([asked[i] for i in rows])
         n = len(rows)
         request = Request.make(
-            config, lengths, [30] * n, ExitPolicy.make(config, n), Sampling.make(n)
+            config, lengths, [30] * n, ExitPolicy.make(config, n), SamplingParams.make(n)
         )
         state, _ = prefill(g.weights, tokens, request, length=length, **static)
         exits = []
@@ -188,9 +188,11 @@ def test_the_variants_differ_from_the_oracle_and_from_each_other(subset, prompts
     results = [
         Generator.make(p, config, options).generate(asked, 40, threshold=0.3)
         for options in (
-            "posthoc", EngineOptions("propagate"), EngineOptions("propagate", propagate="mask"),
+            "posthoc",
+            EngineOptions("propagate"),
+            EngineOptions("propagate", propagate="mask"),
         )
-    ]  # fmt: skip
+    ]
     for a, b in itertools.combinations(results, 2):
         assert np.abs(a.logprobs - b.logprobs).max() > 0.01
 

@@ -7,13 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eejax.inference.result import Collector, string_end
-from eejax.inference.state import Record
+from eejax.inference.state import DecodeRecord
 from eejax.models.config import ExitConfig, ModelConfig
 
 CONFIG = ModelConfig(
-    vocab_size=257, n_layers=4, d_model=16, n_heads=2, context_length=64,
+    vocab_size=257,
+    n_layers=4,
+    d_model=16,
+    n_heads=2,
+    context_length=64,
     exits=(ExitConfig(1), ExitConfig(4)),
-)  # fmt: skip
+)
 
 text = lambda ids: "".join(chr(97 + i) for i in ids)
 
@@ -25,7 +29,7 @@ def records(tokens):
     real = token >= 0
     number = np.arange(token.size).reshape(token.shape)
     value = lambda a, empty: np.where(real, a, empty).astype(np.float32)
-    return Record(
+    return DecodeRecord(
         token=token,
         logprob=value(-number, 0),
         confidence=value(number / token.size, 0),

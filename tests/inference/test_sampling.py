@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eejax.common.errors import ConfigError
-from eejax.inference.sampling import Sampling, choose, restrict
+from eejax.inference.sampling import SamplingParams, restrict, sample
 
 V = 12
 RESTRICT = jax.jit(restrict)
@@ -40,7 +40,7 @@ def allowed_tokens(logits, temperature, top_k, top_p, min_p):
 )
 def test_filters_equal_numpy(seed, temperature, top_k, top_p, min_p):
     logits = np.random.default_rng(seed).standard_normal(V).astype(np.float32) * 2
-    sampling = Sampling.make(1, temperature, top_k, top_p, min_p)
+    sampling = SamplingParams.make(1, temperature, top_k, top_p, min_p)
     got = set(np.flatnonzero(np.asarray(RESTRICT(jnp.array(logits)[None], sampling))[0] > -1e29))
     want = allowed_tokens(
         logits, np.float32(temperature), top_k, np.float32(top_p), np.float32(min_p)
@@ -57,8 +57,8 @@ def test_filters_equal_numpy(seed, temperature, top_k, top_p, min_p):
 def test_draws_follow_the_distribution():
     logits = jnp.array(np.random.default_rng(0).standard_normal(V), jnp.float32)
     n = 20000
-    sampling = Sampling.make(n, 0.7, 5, seed=list(range(n)))
-    drawn = np.asarray(choose(jnp.broadcast_to(logits, (n, V)), sampling, jnp.full((n,), 3)))
+    sampling = SamplingParams.make(n, 0.7, 5, seed=list(range(n)))
+    drawn = np.asarray(sample(jnp.broadcast_to(logits, (n, V)), sampling, jnp.full((n,), 3)))
     y = np.asarray(logits, np.float64) / 0.7
     top = np.argsort(-y)[:5]
     p = np.exp(y[top]) / np.exp(y[top]).sum()
@@ -70,18 +70,18 @@ def test_draws_follow_the_distribution():
 
 def test_temperature_zero_is_greedy_beside_sampled_rows():
     logits = jnp.array(np.random.default_rng(1).standard_normal((3, V)), jnp.float32)
-    sampling = Sampling.make(3, [0.0, 5.0, 0.0])
+    sampling = SamplingParams.make(3, [0.0, 5.0, 0.0])
     for position in range(20):
-        got = choose(logits, sampling, jnp.full((3,), position))
+        got = sample(logits, sampling, jnp.full((3,), position))
         assert got[0] == logits[0].argmax() and got[2] == logits[2].argmax()
 
 
 def test_draws_differ_by_seed_and_position_and_by_nothing_else():
     logits = jnp.zeros((4, 64), jnp.float32)
-    sampling = Sampling.make(4, 1.0, seed=[1, 1, 2, 1])
-    tokens = choose(logits, sampling, jnp.array([5, 5, 5, 6]))
+    sampling = SamplingParams.make(4, 1.0, seed=[1, 1, 2, 1])
+    tokens = sample(logits, sampling, jnp.array([5, 5, 5, 6]))
     assert tokens[0] == tokens[1]
-    many = [choose(logits, sampling, jnp.array([i, i, i, i + 1])) for i in range(20)]
+    many = [sample(logits, sampling, jnp.array([i, i, i, i + 1])) for i in range(20)]
     assert any(m[0] != m[2] for m in many) and any(m[0] != m[3] for m in many)
 
 
@@ -96,16 +96,16 @@ def test_draws_differ_by_seed_and_position_and_by_nothing_else():
         dict(seed=-1),
         dict(seed=True),
         dict(seed=[1, [2]]),
-    ],  # fmt: skip
+    ],
 )
 def test_out_of_range_is_refused(kwargs):
     with pytest.raises(ConfigError, match=next(iter(kwargs))):
-        Sampling.make(2, **kwargs)
+        SamplingParams.make(2, **kwargs)
 
 
 def test_padded_rows_are_never_drawn_however_hot():
     logits = jnp.where(jnp.arange(96) < 61, jnp.linspace(-3, 3, 96), -1e30)[None].repeat(64, 0)
     for hot in (1e20, 1e30, 1e38):
-        sampling = Sampling.make(64, temperature=hot, seed=list(range(64)))
-        drawn = choose(logits.astype(jnp.float32), sampling, jnp.zeros((64,), jnp.int32))
+        sampling = SamplingParams.make(64, temperature=hot, seed=list(range(64)))
+        drawn = sample(logits.astype(jnp.float32), sampling, jnp.zeros((64,), jnp.int32))
         assert int(drawn.max()) < 61 and len(set(drawn.tolist())) > 20

@@ -14,9 +14,9 @@ from eejax.inference import Generator
 from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchOptions
 from eejax.inference.engine import SlotEngine
-from eejax.inference.packing import Plan
 from eejax.inference.payoff import Payoff
 from eejax.inference.policy import ExitPolicy
+from eejax.inference.schedule import BatchPlan
 from eejax.inference.scheduler import Scheduler
 from eejax.inference.scripted import ScriptedEngine
 from eejax.models.config import ExitConfig, ModelConfig
@@ -181,7 +181,7 @@ def test_real_requests_that_come_and_go(subset, prompts, compiled, engine):
     bytes_before = sum(a.nbytes for a in jax.live_arrays())
     compiled.clear()
     if engine == "batched":  # another plan is no other program
-        plan = Plan.make(3, 3, slots.options.buckets, fill=3, patience=1)
+        plan = BatchPlan.make(3, 3, slots.options.buckets, fill=3, patience=1)
         scheduler.state = scheduler.state.replace(plan=plan)
     some(12, True)
     assert not compiled
@@ -253,14 +253,18 @@ def test_exits_are_measured_while_requests_come_and_go(subset, prompts):
 def test_what_cannot_be_scheduled():
     scheduler = Scheduler(ScriptedEngine(said, (2, 4), slots=2, context=16), CONFIG)
     for prompt, limit, more, field in [
-        ([], 1, {}, "prompts"), ([1] * 16, 1, {}, "prompts"), ([1000], 1, {}, "prompts"),
-        ([1], 0, {}, "limit"), ([1], 1, dict(priority=0.5), "priority"),
+        ([], 1, {}, "prompts"),
+        ([1] * 16, 1, {}, "prompts"),
+        ([1000], 1, {}, "prompts"),
+        ([1], 0, {}, "limit"),
+        ([1], 1, dict(priority=0.5), "priority"),
         ([1], 1, dict(stop_tokens=[1000]), "stop_tokens"),
         ([1], 1, dict(stop_tokens=[[1], [1, 2]]), "stop_tokens"),
-        ([1], 1, dict(policy=0.5), "policy"), ([1], 1, dict(sampling=0.5), "sampling"),
+        ([1], 1, dict(policy=0.5), "policy"),
+        ([1], 1, dict(sampling=0.5), "sampling"),
         ([1], 1, dict(policy=ExitPolicy.make(CONFIG, 2)), "policy"),
         ([1], 1, dict(policy=ExitPolicy.make(CONFIG.replace(exits=()), 1)), "policy"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(ConfigError, match=field):
             scheduler.submit(prompt, limit, **more)
     assert scheduler.idle and not scheduler.cancel(0) and not scheduler.preempt(3)

@@ -8,17 +8,23 @@ import pytest
 
 from eejax.common.errors import ConfigError
 from eejax.inference import sharded
+from eejax.inference.logits_params import MAX_TOP_LOGPROBS
 from eejax.inference.scoring import score
-from eejax.inference.shaping import LIKELY
 from eejax.inference.state import prepare
 from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig, known_mesh
 
 CONFIG = ModelConfig(
-    vocab_size=70, vocab_multiple=4, n_layers=4, d_model=32, n_heads=4, context_length=200,
-    exits=(ExitConfig(1, mlp=True), ExitConfig(3, block=True, head="own")), logit_softcap=9.0,
-)  # fmt: skip
+    vocab_size=70,
+    vocab_multiple=4,
+    n_layers=4,
+    d_model=32,
+    n_heads=4,
+    context_length=200,
+    exits=(ExitConfig(1, mlp=True), ExitConfig(3, block=True, head="own")),
+    logit_softcap=9.0,
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +52,17 @@ def test_scores_are_those_of_a_plain_pass(model, length, mesh):
         weights = sharded.place(model, CONFIG, None, mesh)
     for e in (0, 1, 2, None):
         want = plain(model, tokens, 2 if e is None else e)
-        got = score(weights, CONFIG, tokens, exit=e, likely=e == 1, mesh=mesh)
+        got = score(weights, CONFIG, tokens, exit=e, top_logprobs=e == 1, mesh=mesh)
         picked = want[np.arange(length - 1), tokens[1:]]
         np.testing.assert_allclose(got.logprob, picked, atol=2e-4)
         gap = want.max(-1) - picked
         assert (got.top == (gap == 0))[(gap == 0) | (gap > 1e-4)].all()
-        assert (got.likely is None) == (e != 1)
+        assert (got.top_logprobs is None) == (e != 1)
         if e == 1:
-            ranked = -np.sort(-want, -1)[:, :LIKELY]
-            np.testing.assert_allclose(got.likely.logprob, ranked, atol=2e-4)
-            taken = np.take_along_axis(want, np.asarray(got.likely.token), -1)
-            np.testing.assert_allclose(got.likely.logprob, taken, atol=2e-4)
+            ranked = -np.sort(-want, -1)[:, :MAX_TOP_LOGPROBS]
+            np.testing.assert_allclose(got.top_logprobs.logprob, ranked, atol=2e-4)
+            taken = np.take_along_axis(want, np.asarray(got.top_logprobs.token), -1)
+            np.testing.assert_allclose(got.top_logprobs.logprob, taken, atol=2e-4)
 
 
 def test_a_part_of_a_model_scores_by_the_exits_it_has(model):

@@ -11,7 +11,7 @@ from near_ties import TIE, assert_same
 
 from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, Generator
-from eejax.inference.sampling import Sampling, choose, draft, verify
+from eejax.inference.sampling import SamplingParams, sample, sample_draft, verify_drafts
 from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
 
@@ -25,7 +25,7 @@ def rough(p, seed):
 
 def check_account(r, config, options):
     """What the tokens' layers and drafts say of the steps, against the rules of a step."""
-    below, most = config.stops[0], r.prompt_lengths + r.lengths
+    below, most = config.exit_boundaries[0], r.prompt_lengths + r.lengths
     assert (r.exits[r.exits >= 0] == config.n_exits).all()
     for i, n in enumerate(r.lengths):
         layers, drafted, accepted = (a[i, :n] for a in (r.layers, r.drafted, r.accepted))
@@ -77,9 +77,12 @@ def check_greedy(subset, prompts, layout, gamma, adapt, buckets, batch, data):
     p, config = subset(layout)
     p = rough(p, seed) if (seed := data.draw(st.integers(0, 3))) else p
     options = EngineOptions(
-        "speculative", draft_exit=data.draw(st.integers(0, len(layout) - 1)), gamma=gamma,
-        adapt=adapt, buckets=buckets,
-    )  # fmt: skip
+        "speculative",
+        draft_exit=data.draw(st.integers(0, len(layout) - 1)),
+        gamma=gamma,
+        adapt=adapt,
+        buckets=buckets,
+    )
     engine = Generator.make(p, config, options)
     oracle = Generator.make(p, engine.config, "posthoc")
     excused = 0
@@ -172,7 +175,7 @@ def test_nothing_early_is_emitted_whatever_is_asked(subset, prompts):
     run = lambda **kwargs: [*g.stream(prompts(0, [8]), 12, chunk=2, **kwargs)]
     r = run(threshold=0.0, exits=[1], prefill_exit=True)[-1]
     assert r.ids(0) == Generator.make(p, config, "full").generate(prompts(0, [8]), 12).ids(0)
-    assert (r.boundaries == config.n_layers).all() and r.stops == (3, config.n_layers)
+    assert (r.boundaries == config.n_layers).all() and r.exit_boundaries == (3, config.n_layers)
     assert "drafts accepted" in r.summary()
     pieces = run()
     assert pieces[-1].ids(0) == r.ids(0) and 1 < len(pieces) <= 7
@@ -182,10 +185,15 @@ def test_nothing_early_is_emitted_whatever_is_asked(subset, prompts):
 
 V, PROMPT, COUNTED = 5, [1, 4, 2], 4
 TINY = ModelConfig(
-    vocab_size=V, vocab_multiple=8, n_layers=3, d_model=16, n_heads=2, context_length=32,
+    vocab_size=V,
+    vocab_multiple=8,
+    n_layers=3,
+    d_model=16,
+    n_heads=2,
+    context_length=32,
     head="own",
     exits=(ExitConfig(1, head="own", temperature=1.3), ExitConfig(2, head="own", block=True)),
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -274,13 +282,13 @@ def test_a_verdict_follows_the_target_whatever_drafted():
     """`verify` alone: two drafts of a distribution that has little to do with the target."""
     rng, rows = np.random.default_rng(0), 40000
     logits, guess = (jnp.asarray(rng.standard_normal((1, 3, V)) * 1.5, jnp.float32) for _ in "ab")
-    sampling = Sampling.make(rows, 0.9, 5, 0.95)
+    sampling = SamplingParams.make(rows, 0.9, 5, 0.95)
     wide = lambda a: jnp.broadcast_to(a, (rows, *a.shape[1:]))
     at = jnp.full((rows,), 7)
     count = jnp.asarray(rng.integers(0, 3, rows), jnp.int32)
-    drafts = [draft(wide(guess[:, i]), sampling, at + i) for i in range(2)]
+    drafts = [sample_draft(wide(guess[:, i]), sampling, at + i) for i in range(2)]
     tokens, drafted = (jnp.stack(a, 1) for a in zip(*drafts, strict=True))
-    stand, own = verify(wide(logits), drafted, tokens, count, sampling, at)
+    stand, own = verify_drafts(wide(logits), drafted, tokens, count, sampling, at)
     stand, own, tokens, count = map(np.asarray, (stand, own, tokens, count))
     assert (stand <= count).all() and len(set(stand.tolist())) == 3
     text = np.where(
@@ -294,12 +302,16 @@ def test_a_verdict_follows_the_target_whatever_drafted():
                 # Who gets further than i depends on what stood there before, and not on i.
                 assert_follows(np.bincount(here, minlength=V), want[i])
     # Without drafts it is `choose`'s token.
-    none, token = verify(
-        wide(logits)[:, :1], drafted[:, :0], jnp.asarray(tokens)[:, :0], jnp.zeros_like(at),
-        sampling, at,
-    )  # fmt: skip
+    none, token = verify_drafts(
+        wide(logits)[:, :1],
+        drafted[:, :0],
+        jnp.asarray(tokens)[:, :0],
+        jnp.zeros_like(at),
+        sampling,
+        at,
+    )
     assert not none.any()
-    np.testing.assert_array_equal(token, choose(wide(logits[:, 0]), sampling, at))
+    np.testing.assert_array_equal(token, sample(wide(logits[:, 0]), sampling, at))
 
 
 @pytest.mark.slow
@@ -339,7 +351,7 @@ def test_thresholds_seeds_and_sampling_do_not_recompile(subset, prompts, compile
         (dict(draft_exit=-1), "draft_exit = -1"),
         (dict(draft_exit=2), r"draft_exit = 2: .*2 early exits, .*\[1, 3\]"),
         (dict(adapt=1), "adapt = 1: must be True or False"),
-        (dict(max_depth=1), "max_depth = 1: must be None"),
+        (dict(num_segments=1), "num_segments = 1: must be None"),
     ],
 )
 def test_options_that_cannot_be_are_named(subset, options, message):

@@ -25,11 +25,17 @@ CONFIGS = {
     "exits": BASE,
     "none": BASE.replace(exits=(), head="own"),
     "gpt2": BASE.replace(
-        norm="layernorm", position="learned", mlp_gated=False, activation="gelu_tanh",
-        qkv_bias=True, o_bias=True, mlp_bias=True, head_bias=True,
+        norm="layernorm",
+        position="learned",
+        mlp_gated=False,
+        activation="gelu_tanh",
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        head_bias=True,
     ),
     "bfloat16": BASE.replace(dtype="bfloat16"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(params=CONFIGS)

@@ -91,7 +91,7 @@ def expected(lm, reference, pairs, rule):
             total += picked.sum()
             greedy &= bool((picked == top).all())
             tied |= bool((top - second < TIE).any())
-            layers += np.array(lm.config.stops)[number].tolist()
+            layers += np.array(lm.config.exit_boundaries)[number].tolist()
         found.append((total, None if tied else greedy))
     return found, layers
 
@@ -104,7 +104,7 @@ def agree(got, want):
 
 def test_every_exit_scores_as_float64_does(lm, reference):
     texts = "".join(context + text for context, text in PAIRS)
-    assert texts.isascii() and lm.config.stops == (1, 2, 3) and lm.max_length == 128
+    assert texts.isascii() and lm.config.exit_boundaries == (1, 2, 3) and lm.max_length == 128
     assert sum(len(windows(lm, pair)) > 1 for pair in PAIRS) == 1
     totals = set()
     for e, boundary in enumerate((1, 2, 3)):
@@ -140,7 +140,7 @@ def test_the_first_exit_that_is_confident_answers(lm, reference):
 def test_whole_texts_are_scored_in_windows(lm, reference):
     texts = ["exit layer token early", "depth gate loss head state " * 15, "", "e" * 128]
     assert len(texts[1]) > 3 * 128
-    short = EarlyExitLM(lm.model.path, batch_size=4, max_length=40)
+    short = EarlyExitLM(lm.model.source, batch_size=4, max_length=40)
     totals = set()
     for own, boundary in ((lm, 1), (lm, 3), (short, 3)):
         want = []
@@ -284,10 +284,15 @@ def test_tasks_by_name(lm, own_tasks, small_run):
 @pytest.mark.slow
 def test_the_launcher(own_tasks, lm, small_run, capsys, monkeypatch):
     call(
-        "experiments.score_tasks", f"--model={small_run}", "--tasks=choice,whole,write",
-        f"--include_path={own_tasks}", "--thresholds=0.5,0.9/0.3", "--limit=4", "--json",
+        "experiments.score_tasks",
+        f"--model={small_run}",
+        "--tasks=choice,whole,write",
+        f"--include_path={own_tasks}",
+        "--thresholds=0.5,0.9/0.3",
+        "--limit=4",
+        "--json",
         "--batch_size=4",
-    )  # fmt: skip
+    )
     out, err = capsys.readouterr()
     *table, last = out.splitlines()
     names = ["exit 1", "exit 2", "exit 3", "threshold 0.5", "threshold 0.9/0.3"]

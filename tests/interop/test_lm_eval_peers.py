@@ -27,10 +27,19 @@ pytestmark = pytest.mark.usefixtures("nobody_else")
 @pytest.fixture(scope="module")
 def server(small_run):
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "experiments.serve", f"--model=m={small_run}", "--port=0",
-         "--slots=4"],
-        stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "experiments.serve",
+            f"--model=m={small_run}",
+            "--port=0",
+            "--slots=4",
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
     said = []
     for line in process.stderr:
         said.append(line)
@@ -53,9 +62,12 @@ def test_the_server_answers_lm_evals_own_client(server, own_tasks, small_run):
     # It asks the server for tokens, and keeps two of the context: one that is generated, and one
     # for that one.
     client = dict(
-        model="m", base_url=f"{server}/v1/completions", max_length=128, custom_prefix_token_id=END,
+        model="m",
+        base_url=f"{server}/v1/completions",
+        max_length=128,
+        custom_prefix_token_id=END,
         max_retries=1,
-    )  # fmt: skip
+    )
     theirs, by_client = run(own_tasks, "local-completions", model_args=client)
     lm = EarlyExitLM(small_run, batch_size=4, max_length=126)
     own, in_process = run(own_tasks, lm)

@@ -1,15 +1,16 @@
 """Three lines of Python: load, calibrate, generate."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
 import eejax
+from eejax.checkpoint.language_model import tokenizer_of
 from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.data import train_bpe
-from eejax.inference import EngineOptions
-from eejax.train.pretrained import tokenizer_of
+from eejax.inference import EngineOptions, generate
 
 
 def test_three_lines(eejax_data, tmp_path):
@@ -24,7 +25,7 @@ def test_three_lines(eejax_data, tmp_path):
         eejax.generate(model, "ROMEO:", 4, agreement=0.9)
     made = eejax.calibrate(model, str(text), every=3, tokens=20_000, epochs=2, width=16)
     assert [e.boundary for e in made.config.exits] == [3, 6, 9] and model.config.exits == ()
-    assert all(q.auc > 0.6 for q in made.calibrated.qualities)
+    assert all(q.auc > 0.6 for q in made.calibration.qualities)
     plain, result = eejax.generate(model, "ROMEO:", 24)
     few = EngineOptions(cap=4, buckets=(1,))  # row counts, each of which is compiled
     assert set(result.exits[0, :24].tolist()) == {0} and len(plain) > 10
@@ -36,7 +37,7 @@ def test_three_lines(eejax_data, tmp_path):
     made.save(tmp_path / "out")
     again = eejax.load(tmp_path / "out")
     assert again.config.exits == made.config.exits
-    thresholds = list(made.calibrated.point(0.8).threshold)
+    thresholds = list(made.calibration.point(0.8).threshold)
     same, _ = eejax.generate(again, "ROMEO:", 24, gate="router", threshold=thresholds, engine=few)
     assert same == early
     np.testing.assert_array_equal(
@@ -47,6 +48,20 @@ def test_three_lines(eejax_data, tmp_path):
         _ = eejax.lode
     with pytest.raises(ConfigError, match="agreement = 0.8: says which threshold are taken"):
         eejax.generate(made, "ROMEO:", 4, agreement=0.8, threshold=0.5)
+
+
+def test_a_second_text_compiles_and_prepares_nothing(small_run, compiled, monkeypatch):
+    model = eejax.load(small_run)
+    text, result = model.generate("def f(", 8)
+    before, prepared = len(compiled), []
+    monkeypatch.setattr(generate, "prepare", lambda *args: prepared.append(args))
+    again, same = model.generate("def f(", 8)
+    assert again == text and same.ids(0) == result.ids(0) != []
+    assert before > 0 and len(compiled) == before and not prepared
+    with pytest.raises(AttributeError, match="params"):  # another engine is prepared by itself
+        model.generate("def f(", 8, engine="full")
+    assert len(prepared) == 1
+    assert dataclasses.replace(model).cache == {} and len(model.cache) == 2
 
 
 def test_a_run_has_its_own_tokenizer_and_dtype(tmp_path):

@@ -22,8 +22,10 @@ def compiled(op, *how, repo_root, environment) -> list[dict]:
     script = repo_root / "tests" / "support" / "compile_kernels.py"
     done = subprocess.run(
         [sys.executable, "-P", str(script), op, *how],
-        env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert [t for t in told if t["doubles"]] == []

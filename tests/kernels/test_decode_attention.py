@@ -20,7 +20,7 @@ from eejax.kernels import interpreter
 from eejax.kernels.decode_attention.api import decode_attention
 from eejax.kernels.decode_attention.arg_specs import SPECS, draw, layout
 from eejax.kernels.decode_attention.reference import AttentionOptions
-from eejax.models import mixing
+from eejax.models import attention
 from eejax.models.config import ModelConfig
 
 BOTH = ("reference", "interpreter")
@@ -321,7 +321,7 @@ def test_in_a_shard_map_with_heads_spread(which, interpreted):
 
 
 def test_it_is_what_the_engine_mixes(interpreted):
-    """Beside `models.mixing.packed_mix`, for what both define."""
+    """Beside `models.attention.packed_attention`, for what both define."""
     config = ModelConfig(
         vocab_size=8,
         n_layers=1,
@@ -334,10 +334,10 @@ def test_it_is_what_the_engine_mixes(interpreted):
     options, (q, k, v, keys, values, slot, position, first, slopes) = arguments(slopes=True)
     options = AttentionOptions(options.width, options.most, 16**-0.5, softcap=4.0)
     first = first[:-1]
-    packed = mixing.Packed(slot, position, first, jnp.int32(len(first)), options.width)
+    packed = attention.PackedRows(slot, position, first, jnp.int32(len(first)), options.width)
     j = jnp.arange(keys.shape[1])[None, None]
     distance = position[:, None, None] - j
-    want, cache = mixing.packed_mix(
+    want, cache = attention.packed_attention(
         q[:, None],
         k[:, None],
         v[:, None],
@@ -354,7 +354,7 @@ def test_it_is_what_the_engine_mixes(interpreted):
             options, q, k, v, keys, values, slot, position, first, slopes, which=which
         )
         np.testing.assert_allclose(y[real], want[real, 0], rtol=1e-5, atol=1e-5)
-        for i in range(3):  # behind its rows `packed_mix` leaves what it does not need
+        for i in range(3):  # behind its rows `packed_attention` leaves what it does not need
             end = int(np.asarray(position)[np.asarray(slot) == i].max()) + 1
             for a, b in zip(caches, cache, strict=True):
                 own = slice(2 * i, 2 * i + 2), slice(0, end)

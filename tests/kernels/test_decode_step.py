@@ -12,8 +12,10 @@ HEADS = EXITS + 1  # the final one's too
 LAYERS, FIRST, WIDTHS = 4, 1, 2  # layers below the first exit; row counts of the segments behind it
 STEP = {
     "decode_attention_kernel": FIRST + (LAYERS - FIRST) * WIDTHS,
-    "norm_router_kernel": EXITS, "head_statistics_kernel": HEADS, "head_merge_kernel": HEADS,
-}  # fmt: skip
+    "norm_router_kernel": EXITS,
+    "head_statistics_kernel": HEADS,
+    "head_merge_kernel": HEADS,
+}
 SWEEP = {
     "decode_attention_kernel": LAYERS * (WAYS + 1),
     # Each way through a segment, and a chunk of prompts, looks at the exit above it.

@@ -54,10 +54,21 @@ def compiled(request, for_cuda, repo_root):
         "TF_CPP_VMODULE": "command_buffer_conversion_pass=2",
     }
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "experiments.gpu_programs", "--small", "--json",
-         f"--card={request.param}", f"--only={','.join(ALL)}"],
-        env=environment, cwd=repo_root, capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "experiments.gpu_programs",
+            "--small",
+            "--json",
+            f"--card={request.param}",
+            f"--only={','.join(ALL)}",
+        ],
+        env=environment,
+        cwd=repo_root,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1]), graphed(done.stderr)
 

@@ -19,7 +19,12 @@ from eejax.common.errors import ConfigError
 from eejax.kernels import call
 from eejax.kernels.head_confidence.api import Confidence, head_confidence
 from eejax.kernels.head_confidence.arg_specs import LAYER, ONE, RMS, SPECS, draw
-from eejax.kernels.head_confidence.reference import Options, Statistics, confidence, merge
+from eejax.kernels.head_confidence.reference import (
+    HeadConfidenceOptions,
+    LogitStatistics,
+    confidence,
+    merge,
+)
 
 WHICH = ("reference", "interpreter")
 
@@ -27,7 +32,7 @@ WHICH = ("reference", "interpreter")
 unremarked = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def exact_logits(options: Options, x, scale, bias, table, head_bias):
+def exact_logits(options: HeadConfidenceOptions, x, scale, bias, table, head_bias):
     """[n, vocab_size] in float64, of states that are not rounded when they are normed."""
     h, norm = wide(x), options.norm
     if norm is not None:
@@ -101,7 +106,7 @@ def test_the_reference_beside_float64(spec):
     "norm, dtype", [(RMS, "bfloat16"), (LAYER, "bfloat16"), (LAYER, "float16"), (ONE, "float16")]
 )
 def test_states_are_rounded_as_the_reference_rounds_them(norm, dtype, interpreted):
-    options = Options(300, norm)
+    options = HeadConfidenceOptions(300, norm)
     args = arguments(16, 200, 300, options, head_bias=False, dtype=dtype)
     run = lambda which: jax.jit(partial(head_confidence, options=options, implementation=which))
     got, want = run("interpreter")(*args), run("reference")(*args)
@@ -112,7 +117,7 @@ def test_states_are_rounded_as_the_reference_rounds_them(norm, dtype, interprete
 
 
 def arguments(n=6, d=96, rows=200, options=None, bias=True, head_bias=True, dtype="float32"):
-    options = options or Options(rows, RMS)
+    options = options or HeadConfidenceOptions(rows, RMS)
     own = n, d, rows, bias, head_bias, dtype, options
     return jax.jit(lambda key: draw(key, *own))(jax.random.key(3))
 
@@ -122,7 +127,7 @@ def test_programs_of_several_tiles(dtype, interpreted, monkeypatch):
     from eejax.kernels.head_confidence import triton
 
     monkeypatch.setattr(triton, "PROGRAMS", 3)
-    options = Options(990, LAYER, softcap=20.0)
+    options = HeadConfidenceOptions(990, LAYER, softcap=20.0)
     args = arguments(9, 300, 1000, options, dtype=dtype)
     sizes = triton._blocks(9, 300, 1000, args[0].dtype.itemsize)
     assert sizes["TILES"] == 6 and sizes["STEPS"] > 2
@@ -145,7 +150,10 @@ def test_the_first_of_equals_is_taken(which, programs, interpreted, monkeypatch)
     monkeypatch.setattr(triton, "PROGRAMS", programs)
     places = ([0, 299], [17, 18], [63, 64], [70, 130], [5, 140, 260], [299], [0], range(300))
     y = np.array([[3.0 if i in p else 1.0 + i % 2 for i in range(300)] for p in places])
-    for options, peaks in ((Options(300), 3.0), (Options(300, softcap=2.0), None)):
+    for options, peaks in (
+        (HeadConfidenceOptions(300), 3.0),
+        (HeadConfidenceOptions(300, softcap=2.0), None),
+    ):
         got = head_confidence(*logits_as_arguments(y), options=options, implementation=which)
         assert np.asarray(got.token).tolist() == [p[0] for p in places]
         shared = np.array([len(p) > 1 for p in places])
@@ -153,7 +161,9 @@ def test_the_first_of_equals_is_taken(which, programs, interpreted, monkeypatch)
         if peaks:
             assert_near(got, y, 1e-6)
     # The first of the second most likely is no concern, but a token that has no equal is.
-    got = head_confidence(*logits_as_arguments(y[:, :1]), options=Options(1), implementation=which)
+    got = head_confidence(
+        *logits_as_arguments(y[:, :1]), options=HeadConfidenceOptions(1), implementation=which
+    )
     assert np.asarray(got.second).tolist() == [0.0] * 8
     assert np.asarray(got.top).tolist() == [1.0] * 8
     assert np.asarray(got.entropy).tolist() == [0.0] * 8
@@ -171,7 +181,9 @@ def test_large_logits_and_those_of_minus_infinity(which, interpreted):
     y[4] = np.where(np.arange(400) == 123, 3e38, -3e38)
     y[5] = 0.0
     y = y.astype(np.float32).astype(np.float64)
-    got = head_confidence(*logits_as_arguments(y), options=Options(400), implementation=which)
+    got = head_confidence(
+        *logits_as_arguments(y), options=HeadConfidenceOptions(400), implementation=which
+    )
     want = exact(y)
     assert all(np.isfinite(a).all() for a in got)
     assert (np.asarray(got.token) == want.token).all()
@@ -185,11 +197,11 @@ def test_large_logits_and_those_of_minus_infinity(which, interpreted):
     y = y[5:] + rng.normal(size=(3, 400))
     *args, _ = logits_as_arguments(y)
     bias = jnp.asarray(forbidden, jnp.float32)
-    got = head_confidence(*args, bias, options=Options(400), implementation=which)
+    got = head_confidence(*args, bias, options=HeadConfidenceOptions(400), implementation=which)
     assert_near(got, np.float64(np.float32(y)) + forbidden, 1e-6)
     # All of them: no distribution, and nothing that a threshold is compared with.
     got = head_confidence(
-        *args, jnp.full((400,), -jnp.inf), options=Options(400), implementation=which
+        *args, jnp.full((400,), -jnp.inf), options=HeadConfidenceOptions(400), implementation=which
     )
     assert np.asarray(got.token).tolist() == [0] * 3
     assert all(np.isnan(a).all() for a in got[1:])
@@ -199,7 +211,7 @@ def test_large_logits_and_those_of_minus_infinity(which, interpreted):
 @pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize("norm", [None, RMS])
 def test_what_is_nan_stays(which, norm, interpreted):
-    options = Options(190, norm, softcap=10.0)
+    options = HeadConfidenceOptions(190, norm, softcap=10.0)
     args = arguments(options=options, bias=norm is not None)
     x, *rest = args
     x = x.at[2, 5].set(jnp.nan).at[4].set(jnp.inf)
@@ -222,7 +234,7 @@ def test_what_is_nan_stays(which, norm, interpreted):
 
 
 def test_gradients_are_the_references(interpreted):
-    options = Options(190, LAYER, softcap=10.0, temperature=0.8)
+    options = HeadConfidenceOptions(190, LAYER, softcap=10.0, temperature=0.8)
     inputs = arguments(options=options)
     weight = jnp.arange(1.0, 7.0)
 
@@ -252,7 +264,7 @@ def test_gradients_are_the_references(interpreted):
 
 
 def test_under_jit_vmap_and_scan(interpreted):
-    options = Options(100, RMS)
+    options = HeadConfidenceOptions(100, RMS)
     x, *rest = arguments(n=12, rows=100, options=options)
     run = lambda x, *w: head_confidence(x, *w, options=options, implementation="interpreter")
     want = run(x, *rest)
@@ -278,7 +290,7 @@ def test_under_jit_vmap_and_scan(interpreted):
 @pytest.mark.parametrize("which", WHICH)
 def test_a_vocabulary_over_shards(which, interpreted):
     # The last shard holds padding alone, the one before it some.
-    options = Options(170, LAYER, softcap=20.0)
+    options = HeadConfidenceOptions(170, LAYER, softcap=20.0)
     x, scale, bias, table, head_bias = arguments(n=8, rows=240, options=options)
     table = table.at[100].set(table[33])  # equals of different shards
     head_bias = head_bias.at[100].set(90.0).at[33].set(90.0)
@@ -309,7 +321,7 @@ def test_a_vocabulary_over_shards(which, interpreted):
 
 
 def test_gradients_of_a_vocabulary_over_shards(interpreted):
-    options = Options(170, RMS)
+    options = HeadConfidenceOptions(170, RMS)
     args = arguments(n=8, rows=240, options=options)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
     specs = (P("data"), P(), P(), P("model"), P("model"))
@@ -330,21 +342,23 @@ def test_gradients_of_a_vocabulary_over_shards(interpreted):
             assert np.abs(a - b).max() <= 2e-5 * np.abs(b).max()
 
 
-def left_of(y) -> Statistics:
+def left_of(y) -> LogitStatistics:
     """Statistics [n] of logits [n, v], in float64."""
     peak = y.max(1)
     below = np.maximum(y - np.where(peak > -np.inf, peak, 0.0)[:, None], -1e3)
     second = np.sort(y, 1)[:, -2] if y.shape[1] > 1 else np.full(len(y), -np.inf)
     e = np.exp(below)
-    return Statistics(peak, y.argmax(1), second, e.sum(1), (e * below).sum(1))
+    return LogitStatistics(peak, y.argmax(1), second, e.sum(1), (e * below).sum(1))
 
 
-def merged(parts) -> Statistics:
+def merged(parts) -> LogitStatistics:
     """`merge` of up to 12 parts, and of nothing in place of the rest."""
-    nothing = Statistics(*(np.full(2, a) for a in (-np.inf, 0, -np.inf, 0.0, 0.0)))
+    nothing = LogitStatistics(*(np.full(2, a) for a in (-np.inf, 0, -np.inf, 0.0, 0.0)))
     arrays = zip(*parts, *[nothing] * (12 - len(parts)), strict=True)
-    dtypes = Statistics(np.float32, np.int32, *[np.float32] * 3)
-    return _merge(Statistics(*(np.stack(a).astype(t) for a, t in zip(arrays, dtypes, strict=True))))
+    dtypes = LogitStatistics(np.float32, np.int32, *[np.float32] * 3)
+    return _merge(
+        LogitStatistics(*(np.stack(a).astype(t) for a, t in zip(arrays, dtypes, strict=True)))
+    )
 
 
 _merge = jax.jit(merge)
@@ -378,13 +392,15 @@ def test_any_parts_of_a_vocabulary_make_the_whole(data):
 def test_no_rows(interpreted):
     x, *rest = arguments()
     for which in (None, *WHICH):
-        got = head_confidence(x[:0], *rest, options=Options(200, RMS), implementation=which)
+        got = head_confidence(
+            x[:0], *rest, options=HeadConfidenceOptions(200, RMS), implementation=which
+        )
         assert [a.shape for a in got] == [(0,)] * 5
 
 
 def test_what_does_not_fit_is_named():
     x, scale, bias, table, head_bias = arguments()
-    run = partial(head_confidence, options=Options(200, RMS))
+    run = partial(head_confidence, options=HeadConfidenceOptions(200, RMS))
     with pytest.raises(ConfigError, match=r"x = \(2, 6, 96\): must be states \[n, d\]"):
         run(jnp.stack([x, x]), scale, bias, table, head_bias)
     with pytest.raises(ConfigError, match=r"table = \(96,\): must be rows of the vocabulary"):
@@ -393,12 +409,16 @@ def test_what_does_not_fit_is_named():
         run(x, scale, bias, table[:, 1:], head_bias)
     with pytest.raises(ConfigError, match=r"head_bias = \(199,\): must be of shape \(200,\)"):
         run(x, scale, bias, table, head_bias[1:])
-    with pytest.raises(ConfigError, match=r"scale = None: does not go with Options.norm = NormO"):
+    with pytest.raises(
+        ConfigError, match=r"scale = None: does not go with HeadConfidenceOptions.norm = NormO"
+    ):
         run(x, None, None, table, head_bias)
-    with pytest.raises(ConfigError, match=r"bias = \(96,\): does not go with Options.norm = None"):
-        head_confidence(x, None, bias, table, head_bias, options=Options(200))
+    with pytest.raises(
+        ConfigError, match=r"bias = \(96,\): does not go with HeadConfidenceOptions.norm = None"
+    ):
+        head_confidence(x, None, bias, table, head_bias, options=HeadConfidenceOptions(200))
     with pytest.raises(ConfigError, match="vocab_size = 201: must be at most 200, the rows"):
-        head_confidence(x, scale, bias, table, head_bias, options=Options(201, RMS))
+        head_confidence(x, scale, bias, table, head_bias, options=HeadConfidenceOptions(201, RMS))
     with pytest.raises(ConfigError, match="implementation = 'cuda': must be one of 'reference'"):
         run(x, scale, bias, table, head_bias, implementation="cuda")
     for given_, why in (
@@ -407,12 +427,12 @@ def test_what_does_not_fit_is_named():
         (dict(vocab_size=2, temperature=-1.0), "temperature = -1.0: must be above 0"),
     ):
         with pytest.raises(ConfigError, match=why):
-            Options(**given_)
+            HeadConfidenceOptions(**given_)
 
 
 def test_a_dtype_without_a_kernel_is_the_references_with_a_warning(interpreted, monkeypatch):
     monkeypatch.setattr(call, "_told", set())
-    options = Options(200)
+    options = HeadConfidenceOptions(200)
     x, _, _, table, head_bias = arguments(options=options, bias=False)
     x = x.astype(jnp.float8_e4m3fn)
     run = partial(head_confidence, x, None, None, table, head_bias, options=options)

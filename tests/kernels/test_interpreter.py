@@ -140,10 +140,17 @@ def test_without_its_variable_it_says_what_to_set():
     assert "set TRITON_INTERPRET=1 before Triton is imported" in done.stderr
 
 
-@pytest.mark.parametrize("said, word", [
-    (None, "tf32"), ("high", "tf32"), ("tensorfloat32", "tf32"), ("highest", "ieee"),
-    ("float32", "ieee"), ("TF32_TF32_F32_X3", "ieee"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "said, word",
+    [
+        (None, "tf32"),
+        ("high", "tf32"),
+        ("tensorfloat32", "tf32"),
+        ("highest", "ieee"),
+        ("float32", "ieee"),
+        ("TF32_TF32_F32_X3", "ieee"),
+    ],
+)
 def test_products_are_as_exact_as_jaxs_own(said, word):
     with jax.default_matmul_precision(said):
         assert call.precision(jnp.float32) == word
@@ -220,9 +227,11 @@ def test_triton_without_a_gpu_says_what_to_ask_for():
 def test_a_variable_turns_kernels_off(value):
     code = "from eejax.kernels import call; print(call.by_kernels(), call._default.value)"
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code], env=os.environ | {call.VARIABLE: value},
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, "-P", "-c", code],
+        env=os.environ | {call.VARIABLE: value},
+        capture_output=True,
+        text=True,
+    )
     if value == "reference":
         assert done.stdout.split() == ["False", "reference"]
     else:

@@ -23,7 +23,7 @@ from eejax.kernels.linear_cross_entropy.arg_specs import EVERYTHING, SPECS, draw
 from eejax.kernels.linear_cross_entropy.arg_specs import value_and_gradients as through
 from eejax.kernels.linear_cross_entropy.reference import LossOptions
 from eejax.losses import cross_entropy
-from eejax.losses.objective import Objective
+from eejax.losses.objective import LossObjective
 from eejax.models.exits import Head, HeadOptions
 
 # Sums of at most a few hundred float32 products, relative to the largest entry of each result; in
@@ -130,24 +130,35 @@ def test_beside_autodiff_of_the_logits(options, interpreted, chunks_of_eight):
 @pytest.mark.parametrize(
     "dtype, options, objective",
     [
-        ("float32", HeadOptions(296, 5.0, 0.7), Objective(z_loss=0.01, confidence_weighted=True)),
-        ("bfloat16", HeadOptions(296), Objective()),
+        (
+            "float32",
+            HeadOptions(296, 5.0, 0.7),
+            LossObjective(z_loss=0.01, confidence_weighted=True),
+        ),
+        ("bfloat16", HeadOptions(296), LossObjective()),
     ],
     ids=["float32-everything", "bfloat16-plain"],
 )
 def test_it_is_the_loss_that_the_library_has(dtype, options, objective, interpreted):
     args, mine = arguments(
-        dtype=dtype, softcap=options.softcap, temperature=options.temperature,
-        z_loss=objective.z_loss, confidence_weighted=objective.confidence_weighted,
-    )  # fmt: skip
+        dtype=dtype,
+        softcap=options.softcap,
+        temperature=options.temperature,
+        z_loss=objective.z_loss,
+        confidence_weighted=objective.confidence_weighted,
+    )
     args = (args[0], args[1].astype(jnp.float32), *args[2:])
     coefficient = jnp.float32(0.3)
 
     def theirs(h, table, bias, labels, weights):
         return cross_entropy.exits_cross_entropy(
-            (h,), (Head(table, bias, options),), labels, coefficient[None], weights=(weights,),
+            (h,),
+            (Head(table, bias, options),),
+            labels,
+            coefficient[None],
+            weights=(weights,),
             objectives=(objective,),
-        )  # fmt: skip
+        )
 
     def ours(which, *args):
         return linear_cross_entropy(*args, options=mine, implementation=which)
@@ -160,7 +171,7 @@ def test_it_is_the_loss_that_the_library_has(dtype, options, objective, interpre
         assert_near((got.cost * coefficient, got.nll), (total, sums[0]), (FP32, FP32))
         cost = lambda *a, which=which: ours(which, *a).cost * coefficient
         assert_near(gradients_of(cost, args), want, (bound, bound, bound, 1e-5))
-    if objective == Objective():
+    if objective == LossObjective():
         h, table, bias, labels, _ = args
         alone = cross_entropy.linear_cross_entropy(h, Head(table, bias, options), labels)
         assert_near((ours("reference", h, table, bias, labels).cost,), (alone,), (FP32,))

@@ -73,9 +73,16 @@ def test_threshold_one_is_reached_by_none_and_zero_by_all(interpreted):
     for which in ("reference", "interpreter"):
         for threshold, want in ((0.0, True), (1.0, False)):
             got = norm_router(
-                x, scale, bias, down, up, jnp.float32(200.0), jnp.full((4,), threshold),
-                options=RMS, implementation=which,
-            )  # fmt: skip
+                x,
+                scale,
+                bias,
+                down,
+                up,
+                jnp.float32(200.0),
+                jnp.full((4,), threshold),
+                options=RMS,
+                implementation=which,
+            )
             assert np.asarray(got.confidence).tolist() == [1.0] * 4
             assert np.asarray(got.leaves).tolist() == [want] * 4
 

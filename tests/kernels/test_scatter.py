@@ -101,10 +101,11 @@ def test_in_a_shard_map(interpreted):
 
     def run(into, x, scale):
         return jax.lax.fori_loop(
-            0, 2,
+            0,
+            2,
             lambda _, c: scatter(c, x, place, scale, options=RMS, implementation="interpreter"),
             into,
-        )  # fmt: skip
+        )
 
     specs = (P("data"), P("data"), P())
     sharded = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P("data"))
@@ -148,9 +149,11 @@ def test_places_beyond_32_bits_are_outside_too(interpreted):
         for place in (2**32 + 2, 2**40, -(2**63)):
             for which in ("reference", "interpreter"):
                 got = scatter(
-                    jnp.zeros((4, 16), jnp.float32), jnp.ones((1, 16), jnp.float32),
-                    jnp.array([place], jnp.int64), implementation=which,
-                )  # fmt: skip
+                    jnp.zeros((4, 16), jnp.float32),
+                    jnp.ones((1, 16), jnp.float32),
+                    jnp.array([place], jnp.int64),
+                    implementation=which,
+                )
                 assert not got.any()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eejax.kernels.head_confidence.api import head_confidence
-from eejax.kernels.head_confidence.reference import Options
+from eejax.kernels.head_confidence.reference import HeadConfidenceOptions
 from eejax.kernels.linear_cross_entropy.api import linear_cross_entropy
 from eejax.kernels.linear_cross_entropy.reference import LossOptions
 
@@ -20,15 +20,26 @@ def test_logits_keep_their_digits_whatever_the_cap(softcap, interpreted):
     y = softcap * np.tanh(x.astype(np.float64) @ table.T.astype(np.float64) / softcap)
     lse = np.log(np.exp(y).sum(1))
     got = head_confidence(
-        jnp.asarray(x), None, None, jnp.asarray(table), None,
-        options=Options(90, softcap=np.float32(softcap)), implementation="interpreter",
-    )  # fmt: skip
+        jnp.asarray(x),
+        None,
+        None,
+        jnp.asarray(table),
+        None,
+        options=HeadConfidenceOptions(90, softcap=np.float32(softcap)),
+        implementation="interpreter",
+    )
     np.testing.assert_allclose(got.lse, lse, rtol=2e-6, atol=2e-6)
     labels = np.arange(5, dtype=np.int32)
-    cost = lambda x: linear_cross_entropy(
-        x, jnp.asarray(table), None, jnp.asarray(labels), options=LossOptions(90, softcap=softcap),
-        implementation="interpreter",
-    ).cost  # fmt: skip
+    cost = lambda x: (
+        linear_cross_entropy(
+            x,
+            jnp.asarray(table),
+            None,
+            jnp.asarray(labels),
+            options=LossOptions(90, softcap=softcap),
+            implementation="interpreter",
+        ).cost
+    )
     want = (lse - y[np.arange(5), labels]).sum()
     value, slope = jax.value_and_grad(cost)(jnp.asarray(x))
     assert float(value) == pytest.approx(want, rel=3e-6)

@@ -108,8 +108,12 @@ def run(case: Case, h_dtype=jnp.float32, table_dtype=jnp.float32):
         head = Head(table, bias, case.options)
         return linear_cross_entropy(h, head, jnp.asarray(case.labels), weights=weights)
 
-    arguments = (jnp.asarray(case.h, h_dtype), jnp.asarray(case.table, table_dtype),
-                 case.bias, case.weights)  # fmt: skip
+    arguments = (
+        jnp.asarray(case.h, h_dtype),
+        jnp.asarray(case.table, table_dtype),
+        case.bias,
+        case.weights,
+    )
     arguments = tuple(None if a is None else jnp.asarray(a) for a in arguments)
     present = tuple(i for i, a in enumerate(arguments) if a is not None)
     value, got = jax.jit(jax.value_and_grad(loss, argnums=present))(*arguments)

@@ -10,15 +10,18 @@ from jax.sharding import PartitionSpec as P
 
 from eejax.kernels import call
 from eejax.losses.cross_entropy import IGNORE, Teacher, exits_cross_entropy
-from eejax.losses.objective import Objective
+from eejax.losses.objective import LossObjective
 from eejax.models.exits import Head, HeadOptions
 from eejax.sharding.mesh import MeshConfig, make_mesh
 
 N, D, V = 30, 64, 40
 OPTIONS = (HeadOptions(37), HeadOptions(37, 5.0, 0.7), HeadOptions(37), HeadOptions(37, None, 1.5))
 OBJECTIVES = (
-    Objective(), Objective(0.01, True), Objective(distillation=0.5), Objective(z_loss=0.01)
-)  # fmt: skip
+    LossObjective(),
+    LossObjective(0.01, True),
+    LossObjective(distillation=0.5),
+    LossObjective(z_loss=0.01),
+)
 
 
 def draw(seed: int = 0):
@@ -35,9 +38,16 @@ def draw(seed: int = 0):
 def run(hs, table, bias, labels, weights, coefficients, sparse=False, axis=None):
     heads = [Head(table, bias, o) for o in OPTIONS]
     return exits_cross_entropy(
-        hs, heads, labels, coefficients, weights=weights, objectives=OBJECTIVES,
-        teacher=Teacher(hs[3], heads[3]), sparse=sparse, axis=axis,
-    )  # fmt: skip
+        hs,
+        heads,
+        labels,
+        coefficients,
+        weights=weights,
+        objectives=OBJECTIVES,
+        teacher=Teacher(hs[3], heads[3]),
+        sparse=sparse,
+        axis=axis,
+    )
 
 
 def gradients(args, **kwargs):

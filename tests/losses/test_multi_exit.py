@@ -13,7 +13,7 @@ from eejax.common.errors import ConfigError
 from eejax.losses import multi_exit
 from eejax.losses.cross_entropy import IGNORE
 from eejax.losses.multi_exit import exits_by_table, multi_exit_loss
-from eejax.losses.objective import Objective
+from eejax.losses.objective import LossObjective
 from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
 
@@ -103,17 +103,18 @@ def test_parts_of_a_batch_add_up_to_the_batch():
     p = params.init(config, jax.random.key(2))
     tokens, labels = make_batch(config, b=4)
     weights = jnp.asarray([0.1, 0.2, 0.3, 1.0])
-    f = jax.jit(jax.value_and_grad(
-        lambda p, x, y: multi_exit_loss(p, config, x, y, weights), has_aux=True
-    ))  # fmt: skip
+    f = jax.jit(
+        jax.value_and_grad(lambda p, x, y: multi_exit_loss(p, config, x, y, weights), has_aux=True)
+    )
     whole = f(p, tokens, labels)
     parts = [f(p, tokens[i : i + 2], labels[i : i + 2]) for i in (0, 2)]
     jax.tree.map(
         lambda a, b, c: np.testing.assert_allclose(
             a, np.add(b, c), rtol=0, atol=2e-5 * max(1e-3, np.abs(a).max())
         ),
-        whole, *parts,
-    )  # fmt: skip
+        whole,
+        *parts,
+    )
 
 
 def test_an_exit_of_weight_zero_leaves_its_own_parameters_alone():
@@ -140,9 +141,14 @@ def test_an_exit_adds_no_more_than_an_eighth_of_its_logits():
 
     def temporary(v, exits):
         config = ModelConfig(
-            vocab_size=v, n_layers=4, d_model=96, n_heads=2, context_length=t, head="tied",
+            vocab_size=v,
+            n_layers=4,
+            d_model=96,
+            n_heads=2,
+            context_length=t,
+            head="tied",
             exits=tuple(ExitConfig(n + 1) for n in range(exits)),
-        )  # fmt: skip
+        )
         tokens = jax.ShapeDtypeStruct((b, t), jnp.int32)
         weights = jnp.ones(exits + 1)
         loss = lambda p, x, y: multi_exit_loss(p, config, x, y, weights)[0]
@@ -161,13 +167,18 @@ def drawn_loss(config, share, **more):
     p = params.init(config, jax.random.key(1))
     tokens, labels = make_batch(config)
     weights = jnp.asarray([0.25, 0.5, 0.75, 1.0][-config.n_exits - 1 :], jnp.float32)
-    objective = Objective(exit_tokens=share, **more)
+    objective = LossObjective(exit_tokens=share, **more)
 
     def one(key):
         loss = lambda p: multi_exit_loss(
-            p, config, tokens, labels, weights, objective=objective,
+            p,
+            config,
+            tokens,
+            labels,
+            weights,
+            objective=objective,
             dropout_keys=jnp.broadcast_to(key, (len(tokens),)),
-        )  # fmt: skip
+        )
         (total, sums), gradient = jax.value_and_grad(loss, has_aux=True)(p)
         return total, sums.sums, gradient
 
@@ -208,6 +219,10 @@ def test_drawn_tokens_need_keys():
     tokens, labels = make_batch(BASE)
     with pytest.raises(ConfigError, match="objective.exit_tokens = 0.5: needs dropout_keys"):
         multi_exit_loss(
-            params.init(BASE, jax.random.key(1)), BASE, tokens, labels, jnp.ones(1),
-            objective=Objective(exit_tokens=0.5),
-        )  # fmt: skip
+            params.init(BASE, jax.random.key(1)),
+            BASE,
+            tokens,
+            labels,
+            jnp.ones(1),
+            objective=LossObjective(exit_tokens=0.5),
+        )

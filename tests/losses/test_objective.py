@@ -16,20 +16,20 @@ from eejax.common.errors import ConfigError
 from eejax.losses import cross_entropy
 from eejax.losses.cross_entropy import IGNORE, Teacher, exits_cross_entropy
 from eejax.losses.multi_exit import multi_exit_loss
-from eejax.losses.objective import Objective
+from eejax.losses.objective import LossObjective
 from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.models.exits import Head, HeadOptions
 from eejax.sharding.mesh import MeshConfig, make_mesh
 
-EVERYTHING = Objective(
+EVERYTHING = LossObjective(
     z_loss=0.01, confidence_weighted=True, distillation=0.6, distillation_temperature=2.0
 )
 OBJECTIVES = {
-    "z": Objective(z_loss=0.01),
-    "confidence": Objective(confidence_weighted=True),
-    "distillation": Objective(distillation=1.0),
-    "tempered": Objective(distillation=0.4, distillation_temperature=3.0),
+    "z": LossObjective(z_loss=0.01),
+    "confidence": LossObjective(confidence_weighted=True),
+    "distillation": LossObjective(distillation=1.0),
+    "tempered": LossObjective(distillation=0.4, distillation_temperature=3.0),
     "everything": EVERYTHING,
 }
 
@@ -73,10 +73,16 @@ def test_cost_and_gradients_are_the_formulas(name, softcap, temperature, padding
 
 
 @settings(max_examples=6)
-@given(st.integers(0, 10**6), st.integers(1, 40), st.floats(0, 1), st.floats(0.3, 5),
-       st.booleans(), st.floats(0, 0.1))  # fmt: skip
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 40),
+    st.floats(0, 1),
+    st.floats(0.3, 5),
+    st.booleans(),
+    st.floats(0, 0.1),
+)
 def test_any_objective(seed, n, share, t, confident, z):
-    objective = Objective(z, confident, share, t)
+    objective = LossObjective(z, confident, share, t)
     check_case(case(seed, n=n), HeadOptions(11, None, 1.3), objective)
 
 
@@ -87,9 +93,13 @@ def check_case(inputs, options, objective):
     def ours(h, table, bias, h_final, table_final):
         teacher = Teacher(h_final, Head(table_final, bias_final, HeadOptions(11, None, 0.8)))
         return exits_cross_entropy(
-            [h], [Head(table, bias, options)], labels, jnp.full((1,), 0.7),
-            objectives=[objective], teacher=teacher,
-        )[0]  # fmt: skip
+            [h],
+            [Head(table, bias, options)],
+            labels,
+            jnp.full((1,), 0.7),
+            objectives=[objective],
+            teacher=teacher,
+        )[0]
 
     theirs = lambda h, table, bias: 0.7 * whole(h, table, bias, options, labels, taught, objective)
     with mock.patch.multiple(cross_entropy, MIN_CHUNK=4, CHUNK_LOGITS=4):  # several chunks
@@ -112,26 +122,39 @@ def test_a_vocabulary_split_over_devices_gives_the_same():
     def loss(h, table, bias, h_final, table_final, bias_final, axis=None):
         teacher = Teacher(h_final, Head(table_final, bias_final, taught))
         return exits_cross_entropy(
-            [h], [Head(table, bias, options)], labels, jnp.ones(1),
-            objectives=[EVERYTHING], teacher=teacher, axis=axis,
-        )[0]  # fmt: skip
+            [h],
+            [Head(table, bias, options)],
+            labels,
+            jnp.ones(1),
+            objectives=[EVERYTHING],
+            teacher=teacher,
+            axis=axis,
+        )[0]
 
     inputs = (h, table, bias, h_final, table_final, bias_final)
     want = jax.value_and_grad(loss, (0, 1, 2))(*inputs)
     rows = P("model")
     sharded = jax.shard_map(
-        lambda *a: loss(*a, axis="model"), mesh=mesh,
-        in_specs=(P(), rows, rows, P(), rows, rows), out_specs=P(),
-    )  # fmt: skip
+        lambda *a: loss(*a, axis="model"),
+        mesh=mesh,
+        in_specs=(P(), rows, rows, P(), rows, rows),
+        out_specs=P(),
+    )
     got = jax.jit(jax.value_and_grad(sharded, (0, 1, 2)))(*inputs)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, np.abs(b).max()))
 
 
 CONFIG = ModelConfig(
-    vocab_size=29, n_layers=3, d_model=12, n_heads=2, context_length=10, d_ff=16, head="tied",
+    vocab_size=29,
+    n_layers=3,
+    d_model=12,
+    n_heads=2,
+    context_length=10,
+    d_ff=16,
+    head="tied",
     exits=(ExitConfig(1), ExitConfig(2, mlp=True, head="own")),
-)  # fmt: skip
+)
 WEIGHTS = jnp.asarray([0.3, 0.5, 1.0])
 
 
@@ -154,11 +177,16 @@ def test_the_multi_exit_loss_distils_from_its_final_exit_and_leaves_that_alone()
         taught = jax.lax.stop_gradient(logits_of(flat[2], heads[2].table, zero, heads[2].options))
         total = 0.0
         for e in range(3):
-            objective = EVERYTHING if e < 2 else Objective(z_loss=EVERYTHING.z_loss)
+            objective = EVERYTHING if e < 2 else LossObjective(z_loss=EVERYTHING.z_loss)
             total += WEIGHTS[e] * whole(
-                flat[e], heads[e].table, zero, heads[e].options, labels.reshape(-1), taught,
+                flat[e],
+                heads[e].table,
+                zero,
+                heads[e].options,
+                labels.reshape(-1),
+                taught,
                 objective,
-            )  # fmt: skip
+            )
         return total
 
     got, want = jax.jit(jax.value_and_grad(ours))(p), jax.jit(jax.value_and_grad(theirs))(p)
@@ -202,7 +230,7 @@ def test_an_exit_with_no_weight_is_left_out():
         )
         return jax.jit(jax.value_and_grad(loss, has_aux=True))(p, weights)
 
-    for objective in (Objective(), EVERYTHING):
+    for objective in (LossObjective(), EVERYTHING):
         ((a, sums), got), ((b, full), want) = run(True, objective), run(False, objective)
         np.testing.assert_allclose(a, b, rtol=1e-6)
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -222,7 +250,7 @@ def test_probes_measure_what_each_exit_sends_into_the_trunk():
         """The same loss with something added to the state that each exit alone reads."""
         context = transformer.layers.make_context(CONFIG, jnp.arange(8)[None])
         x = transformer.embed(p, CONFIG, tokens, jnp.arange(8)[None])
-        at = transformer.run_to_boundaries(p["layers"], x, CONFIG, context, CONFIG.stops)
+        at = transformer.run_to_boundaries(p["layers"], x, CONFIG, context, CONFIG.exit_boundaries)
         total = 0.0
         for e, x in enumerate(at):
             h = exits.state(p, CONFIG, e, x + shifts[e], context)
@@ -236,18 +264,26 @@ def test_probes_measure_what_each_exit_sends_into_the_trunk():
 
 @pytest.mark.parametrize(
     "field, value",
-    [("z_loss", -1.0), ("distillation", 1.5), ("distillation_temperature", 0.0),
-     ("confidence_weighted", 1), ("z_loss", True)],
-)  # fmt: skip
+    [
+        ("z_loss", -1.0),
+        ("distillation", 1.5),
+        ("distillation_temperature", 0.0),
+        ("confidence_weighted", 1),
+        ("z_loss", True),
+    ],
+)
 def test_settings_out_of_range(field, value):
-    with pytest.raises(ConfigError, match=f"Objective.{field} = {value}"):
-        Objective(**{field: value})
+    with pytest.raises(ConfigError, match=f"LossObjective.{field} = {value}"):
+        LossObjective(**{field: value})
 
 
 def test_distilling_needs_a_teacher():
     h, table, bias, labels, *_ = case(0)
     with pytest.raises(ConfigError, match="teacher"):
         exits_cross_entropy(
-            [h], [Head(table, bias, HeadOptions(11))], labels, jnp.ones(1),
+            [h],
+            [Head(table, bias, HeadOptions(11))],
+            labels,
+            jnp.ones(1),
             objectives=[EVERYTHING],
-        )  # fmt: skip
+        )

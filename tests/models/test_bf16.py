@@ -14,10 +14,20 @@ from eejax.models import layers, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
 
 CONFIG = ModelConfig(
-    vocab_size=11, n_layers=2, d_model=16, n_heads=4, context_length=300, n_kv_heads=2,
-    norm="layernorm", position="learned", qkv_bias=True, o_bias=True, mlp_bias=True,
-    dtype="bfloat16", exits=(ExitConfig(1),),
-)  # fmt: skip
+    vocab_size=11,
+    n_layers=2,
+    d_model=16,
+    n_heads=4,
+    context_length=300,
+    n_kv_heads=2,
+    norm="layernorm",
+    position="learned",
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    dtype="bfloat16",
+    exits=(ExitConfig(1),),
+)
 B, T, BOUND = 2, 300, 1e-5  # 600 float32 roundings of 6e-8 at random
 
 
@@ -60,7 +70,7 @@ def test_bias_gradients_are_sums_in_float32():
     context = layers.make_context(CONFIG, jnp.arange(T)[None])
 
     def both(attn, mlp):
-        return layers.attention(attn, x, CONFIG, context)[0], layers.mlp(mlp, x, CONFIG)
+        return layers.self_attention(attn, x, CONFIG, context)[0], layers.mlp(mlp, x, CONFIG)
 
     attn, mlp = jax.jit(lambda *p: jax.vjp(both, *p)[1]((g, g)))(p["attn"], p["mlp"])
     check(attn["o_bias"], f64(g).sum((0, 1)))

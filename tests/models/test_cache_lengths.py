@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eejax.models import layers, mixing, params
+from eejax.models import attention, layers, params
 from eejax.models.config import ModelConfig
 
 CASES = {
@@ -22,21 +22,26 @@ STARTS = [(0, 0), (3, 250), (254, 255), (255, 1), (256, 256), (40, 698), (698, 6
 
 def setup(case):
     config = ModelConfig(
-        vocab_size=7, n_layers=1, d_model=12, n_heads=4, head_dim=6, context_length=LENGTH,
+        vocab_size=7,
+        n_layers=1,
+        d_model=12,
+        n_heads=4,
+        head_dim=6,
+        context_length=LENGTH,
         **CASES[case],
-    )  # fmt: skip
+    )
     rng = np.random.default_rng(1)
     draw = lambda a: jnp.asarray(rng.standard_normal(a.shape, np.float32) * (a.std or 0.3))
     return config, params.map_params(draw, params.layer(config)["attn"])
 
 
 def test_lengths_end_with_the_whole_cache_and_none_is_near_it():
-    assert mixing.cache_lengths(64) == [64]
-    assert mixing.cache_lengths(512) == [512]
-    assert mixing.cache_lengths(513) == [256, 513]
-    assert mixing.cache_lengths(4096) == [256, 1024, 4096]
+    assert attention.cache_lengths(64) == [64]
+    assert attention.cache_lengths(512) == [512]
+    assert attention.cache_lengths(513) == [256, 513]
+    assert attention.cache_lengths(4096) == [256, 1024, 4096]
     for length in range(1, 9000, 37):
-        *shorter, last = mixing.cache_lengths(length)
+        *shorter, last = attention.cache_lengths(length)
         assert last == length and all(n < length / 2 for n in shorter)
 
 
@@ -46,7 +51,7 @@ def test_rows_beside_a_cache_equal_the_whole_sequence(case):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, T, 12), np.float32))
     window = config.window(0)
     positions = jnp.arange(T, dtype=jnp.int32)[None]
-    whole, (k, v) = layers.attention(
+    whole, (k, v) = layers.self_attention(
         p, x, config, layers.make_context(config, positions), window=window
     )
     flat = lambda a: jnp.swapaxes(a, 1, 2).reshape(-1, T, a.shape[-1])
@@ -59,7 +64,7 @@ def test_rows_beside_a_cache_equal_the_whole_sequence(case):
         keys = jnp.arange(LENGTH, dtype=jnp.int32)[None]
         context = layers.make_context(config, at, key_positions=keys, start=start)
         own = jnp.take_along_axis(x, at[..., None], 1)
-        return layers.attention(p, own, config, context, window=window, cache=(k, v))[0], at
+        return layers.self_attention(p, own, config, context, window=window, cache=(k, v))[0], at
 
     for start in STARTS:
         got, at = rows(jnp.asarray(start, jnp.int32))
@@ -71,15 +76,17 @@ def test_a_short_reach_reads_only_the_first_positions():
     """Garbage beyond the first bucket is masked either way; NaN there is seen if it is read."""
     config, p = setup("grouped")
     shape = (2 * config.n_kv_heads, LENGTH, config.head_dim)
-    cache = jnp.full(shape, jnp.nan).at[:, : mixing.SHORTEST].set(0.5)
+    cache = jnp.full(shape, jnp.nan).at[:, : attention.SHORTEST].set(0.5)
 
     @jax.jit
     def row(start):
         keys = jnp.arange(LENGTH, dtype=jnp.int32)[None]
         context = layers.make_context(config, start[:, None], key_positions=keys, start=start)
-        return layers.attention(p, jnp.ones((2, 1, 12)), config, context, cache=(cache, cache))[0]
+        return layers.self_attention(
+            p, jnp.ones((2, 1, 12)), config, context, cache=(cache, cache)
+        )[0]
 
     reads = lambda *start: bool(jnp.isnan(row(jnp.asarray(start, jnp.int32))).any())
-    last = mixing.SHORTEST - 1
+    last = attention.SHORTEST - 1
     assert not reads(0, last)
     assert reads(0, last + 1)

@@ -15,7 +15,12 @@ T = 10
 @pytest.mark.parametrize("position", ["rotary", "learned", "alibi"])
 def test_gradients_reach_the_past_and_only_the_past(position, window):
     config = ModelConfig(
-        vocab_size=T, n_layers=3, d_model=16, n_heads=2, context_length=T, position=position,
+        vocab_size=T,
+        n_layers=3,
+        d_model=16,
+        n_heads=2,
+        context_length=T,
+        position=position,
         sliding_window=window,
         exits=(
             ExitConfig(0, norm=False),
@@ -23,7 +28,7 @@ def test_gradients_reach_the_past_and_only_the_past(position, window):
             ExitConfig(2, block=True),
             ExitConfig(3, mlp=True, block=True, head="own"),
         ),
-    )  # fmt: skip
+    )
     p = params.init(config, jax.random.key(0))
     tokens = jnp.arange(T)[None]  # every position has its own row of the embedding
 

@@ -123,17 +123,19 @@ def test_dicts_are_plain_json_and_come_back(config):
 
 def test_json_round_trip():
     config = ModelConfig(
-        **BASE, sliding_window=(None, 4, None, 4, None, 4), n_kv_heads=2,
+        **BASE,
+        sliding_window=(None, 4, None, 4, None, 4),
+        n_kv_heads=2,
         rotary=RotaryConfig(scaling="yarn", factor=2.0, original_context=32, local_theta=5.0),
         exits=(ExitConfig(0), ExitConfig(3, mlp=True, block=True, temperature=1.5, head="own")),
-    )  # fmt: skip
+    )
     again = ModelConfig.from_dict(json.loads(json.dumps(config.to_dict())))
     assert again == config and hash(again) == hash(config)
 
 
 def test_segments_cover_every_layer_once():
     config = ModelConfig(**BASE, exits=(ExitConfig(0), ExitConfig(2), ExitConfig(6)))
-    assert config.stops == (0, 2, 6, 6)
+    assert config.exit_boundaries == (0, 2, 6, 6)
     assert config.segments == ((0, 0), (0, 2), (2, 6), (6, 6))
     assert [i for a, b in config.segments for i in range(a, b)] == list(range(6))
 

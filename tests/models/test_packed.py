@@ -9,15 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eejax.models import mixing
+from eejax.models import attention
+from eejax.models.attention import PackedRows
 from eejax.models.config import ModelConfig
-from eejax.models.mixing import Packed
 
 SLOTS, LENGTH, HEADS, GROUPS, SIZE = 5, 90, 2, 3, 8
 CONFIG = ModelConfig(
-    vocab_size=7, n_layers=1, d_model=48, n_heads=6, n_kv_heads=2, context_length=64,
+    vocab_size=7,
+    n_layers=1,
+    d_model=48,
+    n_heads=6,
+    n_kv_heads=2,
+    context_length=64,
     attention_softcap=5.0,
-)  # fmt: skip
+)
 
 
 def reference(q, keys, values, window, slopes):
@@ -42,8 +47,9 @@ def reference(q, keys, values, window, slopes):
 @given(
     counts=st.lists(st.integers(0, 6), min_size=SLOTS, max_size=SLOTS).filter(any),
     starts=st.lists(st.integers(0, 60), min_size=SLOTS, max_size=SLOTS),
-    width=st.sampled_from([1, 2, 4]), seed=st.integers(0, 99),
-)  # fmt: skip
+    width=st.sampled_from([1, 2, 4]),
+    seed=st.integers(0, 99),
+)
 def test_packed_rows_attend_as_their_slots_rows_would(way, counts, starts, width, seed):
     rng = np.random.default_rng(seed)
     order = [i for i in rng.permutation(SLOTS) if counts[i]]
@@ -52,10 +58,14 @@ def test_packed_rows_attend_as_their_slots_rows_would(way, counts, starts, width
     first = np.flatnonzero((position - np.array(starts)[slot]) % width == 0)
     t = 32
     pad = lambda a, fill: np.concatenate([a, np.full(t - len(a), fill)]).astype(np.int32)
-    packed = Packed(
-        jnp.asarray(pad(slot, SLOTS)), jnp.asarray(pad(position, 0)),
-        jnp.asarray(pad(first, 0)), jnp.int32(len(first)), width, 6,
-    )  # fmt: skip
+    packed = PackedRows(
+        jnp.asarray(pad(slot, SLOTS)),
+        jnp.asarray(pad(position, 0)),
+        jnp.asarray(pad(first, 0)),
+        jnp.int32(len(first)),
+        width,
+        6,
+    )
     q = rng.normal(size=(t, 1, HEADS, GROUPS, SIZE)).astype(np.float32)
     k, v = (rng.normal(size=(t, 1, HEADS, SIZE)).astype(np.float32) for _ in range(2))
     cache = [rng.normal(size=(SLOTS * HEADS, LENGTH, SIZE)).astype(np.float32) for _ in range(2)]
@@ -64,7 +74,7 @@ def test_packed_rows_attend_as_their_slots_rows_would(way, counts, starts, width
     window = 40
     mask = (distance >= 0) & (distance < window)
     run = jax.jit(
-        lambda *args: getattr(mixing, way)(
+        lambda *args: getattr(attention, way)(
             *args, slopes=jnp.asarray(slopes), config=CONFIG, packed=packed
         )
     )
@@ -82,9 +92,11 @@ def test_packed_rows_attend_as_their_slots_rows_would(way, counts, starts, width
             )
         want = reference(
             q[: len(slot)][own][:, 0].astype(np.float64),
-            np.asarray(keys[heads, :n], np.float64), np.asarray(values[heads, :n], np.float64),
-            window, slopes,
-        )  # fmt: skip
+            np.asarray(keys[heads, :n], np.float64),
+            np.asarray(values[heads, :n], np.float64),
+            window,
+            slopes,
+        )
         np.testing.assert_allclose(np.asarray(y)[: len(slot)][own][:, 0], want, atol=2e-5)
     # Who has no rows keeps its keys and values, as far as anybody will see them.
     for i in set(range(SLOTS)) - set(order):
@@ -93,9 +105,9 @@ def test_packed_rows_attend_as_their_slots_rows_would(way, counts, starts, width
 
 
 def test_lengths_of_one_sequence_are_finer():
-    assert mixing.span_lengths(64) == [64]
-    assert mixing.span_lengths(272) == [128, 272]
-    assert mixing.span_lengths(4096) == [128, 256, 512, 1024, 2048, 4096]
+    assert attention.span_lengths(64) == [64]
+    assert attention.span_lengths(272) == [128, 272]
+    assert attention.span_lengths(4096) == [128, 256, 512, 1024, 2048, 4096]
     for length in range(1, 1500, 7):
-        *shorter, last = mixing.span_lengths(length)
+        *shorter, last = attention.span_lengths(length)
         assert last == length and sorted({*shorter}) == shorter and all(n < last for n in shorter)

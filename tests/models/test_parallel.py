@@ -20,23 +20,39 @@ CONFIGS = {
         qk_norm="full", exits=(ExitConfig(0, norm=False), ExitConfig(2, mlp=True, head="own"))
     ),
     "alibi": dict(
-        position="alibi", norm="layernorm", mlp_gated=False, qkv_bias=True, o_bias=True,
-        mlp_bias=True, head="tied", head_bias=True, exits=(ExitConfig(1, block=True),),
+        position="alibi",
+        norm="layernorm",
+        mlp_gated=False,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        head="tied",
+        head_bias=True,
+        exits=(ExitConfig(1, block=True),),
     ),
     "shared": dict(
-        residual="parallel", head="shared", logit_softcap=5.0,
+        residual="parallel",
+        head="shared",
+        logit_softcap=5.0,
         exits=(ExitConfig(1, head="shared", temperature=1.7),),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("ways", [4])
 def test_model_axis_gives_the_same_loss_and_gradients(name, ways):
     config = ModelConfig(
-        vocab_size=37, vocab_multiple=8, n_layers=3, d_model=32, n_heads=8, n_kv_heads=4,
-        d_ff=48, context_length=16, **CONFIGS[name],
-    )  # fmt: skip
+        vocab_size=37,
+        vocab_multiple=8,
+        n_layers=3,
+        d_model=32,
+        n_heads=8,
+        n_kv_heads=4,
+        d_ff=48,
+        context_length=16,
+        **CONFIGS[name],
+    )
     p = params.init(config, jax.random.key(0))
     p = jax.tree.map(
         lambda a: (
@@ -57,8 +73,10 @@ def test_model_axis_gives_the_same_loss_and_gradients(name, ways):
     specs = params.map_params(lambda q: P(*(SPLIT.get(a) for a in q.axes)), params.abstract(config))
     sharded = jax.shard_map(
         jax.value_and_grad(lambda p: loss(p, Axes(model="model"))),
-        mesh=mesh, in_specs=(specs,), out_specs=(P(), specs),
-    )  # fmt: skip
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=(P(), specs),
+    )
     got, grads = jax.jit(sharded)(p)
     assert abs(float(got - want)) < 1e-5 * abs(float(want))
     largest = max(float(jnp.abs(a).max()) for a in jax.tree.leaves(want_grads))
@@ -80,9 +98,18 @@ def test_model_axis_gives_the_same_loss_and_gradients(name, ways):
 def test_layers_that_some_stages_pass_by(sequence):
     """Inside a conditional that stages take differently, shards of the model axis communicate."""
     config = ModelConfig(
-        vocab_size=8, n_layers=4, d_model=32, n_heads=8, n_kv_heads=1, d_ff=48, context_length=8,
-        norm="layernorm", o_bias=True, mlp_bias=True, qk_norm="full",
-    )  # fmt: skip
+        vocab_size=8,
+        n_layers=4,
+        d_model=32,
+        n_heads=8,
+        n_kv_heads=1,
+        d_ff=48,
+        context_length=8,
+        norm="layernorm",
+        o_bias=True,
+        mlp_bias=True,
+        qk_norm="full",
+    )
     stack = params.init(config, jax.random.key(0))["layers"]
     x = jax.random.normal(jax.random.key(1), (2, 8, 32))
     mesh = make_mesh(MeshConfig(pipe=2, model=4, sequence=sequence))
@@ -97,7 +124,7 @@ def test_layers_that_some_stages_pass_by(sequence):
         numbers = jnp.arange(4)
         return transformer.run_layers(
             stack, x, config, context, numbers, active=numbers < n, axes=axes
-        )[0]  # fmt: skip
+        )[0]
 
     def stage(stack, x):
         stack, x = jax.lax.pcast((stack, x), ("data", "pipe"), to="varying")

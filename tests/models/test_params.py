@@ -12,10 +12,21 @@ from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 
 SMALL = ModelConfig(
-    vocab_size=100, n_layers=2, d_model=64, n_heads=4, context_length=64, head="tied",
-    norm="layernorm", position="learned", mlp_gated=False, d_ff=128, qkv_bias=True,
-    o_bias=True, mlp_bias=True, exits=(ExitConfig(1),),
-)  # fmt: skip
+    vocab_size=100,
+    n_layers=2,
+    d_model=64,
+    n_heads=4,
+    context_length=64,
+    head="tied",
+    norm="layernorm",
+    position="learned",
+    mlp_gated=False,
+    d_ff=128,
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    exits=(ExitConfig(1),),
+)
 
 
 def test_init_matches_the_declaration_and_its_scales():
@@ -44,10 +55,20 @@ def test_adding_an_exit_changes_no_other_parameter():
 
 def test_gpt2_small_has_gpt2_smalls_parameters():
     config = ModelConfig(
-        vocab_size=50257, n_layers=12, d_model=768, n_heads=12, context_length=1024,
-        norm="layernorm", position="learned", mlp_gated=False, activation="gelu_tanh",
-        qkv_bias=True, o_bias=True, mlp_bias=True, head="tied",
-    )  # fmt: skip
+        vocab_size=50257,
+        n_layers=12,
+        d_model=768,
+        n_heads=12,
+        context_length=1024,
+        norm="layernorm",
+        position="learned",
+        mlp_gated=False,
+        activation="gelu_tanh",
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        head="tied",
+    )
     assert params.count(config) == 124_439_808  # transformers' GPT2LMHeadModel("gpt2")
     llama = ModelConfig(
         vocab_size=32000, n_layers=32, d_model=4096, n_heads=32, d_ff=11008, context_length=4096

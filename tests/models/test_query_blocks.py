@@ -11,7 +11,7 @@ import pytest
 import reference_model
 
 from eejax.common.axes import LOCAL
-from eejax.models import layers, mixing, params
+from eejax.models import attention, layers, params
 from eejax.models.config import ModelConfig
 from eejax.models.positions import alibi_slopes
 
@@ -29,9 +29,17 @@ LENGTHS = [128, 200, pytest.param(256, marks=pytest.mark.slow)]
 
 def setup(case, t, dtype="float32"):
     config = ModelConfig(
-        vocab_size=7, n_layers=1, d_model=12, n_heads=4, head_dim=6, context_length=256,
-        qkv_bias=True, o_bias=True, dtype=dtype, **CASES[case],
-    )  # fmt: skip
+        vocab_size=7,
+        n_layers=1,
+        d_model=12,
+        n_heads=4,
+        head_dim=6,
+        context_length=256,
+        qkv_bias=True,
+        o_bias=True,
+        dtype=dtype,
+        **CASES[case],
+    )
     rng = np.random.default_rng(t)
     p = params.map_params(
         lambda a: jnp.asarray(rng.standard_normal(a.shape, np.float32) * (a.std or 0.3)),
@@ -52,7 +60,7 @@ def blocked(p, x, config, positions, segments):
         config, jnp.asarray(positions, jnp.int32), segment_ids=jnp.asarray(segments)
     )
     window = config.window(0)
-    return layers.attention(p, x, config, context, window=window, axes=LOCAL)[0]
+    return layers.self_attention(p, x, config, context, window=window, axes=LOCAL)[0]
 
 
 def mix64(q, k, v, config, positions, segments):
@@ -149,7 +157,7 @@ def test_queries_keys_and_values(case):
     def ours(q, k, v):
         rows = lambda a: jnp.swapaxes(a, 1, 2).reshape(2 * n_kv, t, h)
         q = q.reshape(2, t, n_kv, n // n_kv, h)
-        y = mixing.causal_mix(q, rows(k), rows(v), mask, context.distance, slopes, config)
+        y = attention.causal_attention(q, rows(k), rows(v), mask, context.distance, slopes, config)
         return y.reshape(2, t, n, h)
 
     y, back = jax.vjp(jax.jit(ours), *(jnp.asarray(a, jnp.float32) for a in qkv))

@@ -50,17 +50,25 @@ def test_every_exit_equals_float64(config, seed):
 @pytest.mark.parametrize("position", ["learned", "rotary", "alibi"])
 def test_documents_do_not_see_each_other(position):
     config = ModelConfig(
-        vocab_size=23, n_layers=2, d_model=24, n_heads=3, context_length=16, position=position,
+        vocab_size=23,
+        n_layers=2,
+        d_model=24,
+        n_heads=3,
+        context_length=16,
+        position=position,
         exits=(ExitConfig(1, block=True),),
-    )  # fmt: skip
+    )
     p = noisy(config)
     tokens = np.random.default_rng(0).integers(0, 23, 12)
     segments = np.array([0] * 5 + [1] * 7)
     positions = np.concatenate([np.arange(5), np.arange(7)])
     got = all_logits(
-        p, config, jnp.array(tokens)[None],
-        positions=jnp.array(positions)[None], segment_ids=jnp.array(segments)[None],
-    )  # fmt: skip
+        p,
+        config,
+        jnp.array(tokens)[None],
+        positions=jnp.array(positions)[None],
+        segment_ids=jnp.array(segments)[None],
+    )
     for part in (slice(0, 5), slice(5, 12)):
         want = reference_model.exit_logits(p, config, tokens[part])
         for g, w in zip(got, want, strict=True):
@@ -69,9 +77,14 @@ def test_documents_do_not_see_each_other(position):
 
 def test_bf16_computes_in_bf16_and_reduces_in_fp32():
     config = ModelConfig(
-        vocab_size=50, n_layers=3, d_model=64, n_heads=4, context_length=32, dtype="bfloat16",
+        vocab_size=50,
+        n_layers=3,
+        d_model=64,
+        n_heads=4,
+        context_length=32,
+        dtype="bfloat16",
         exits=(ExitConfig(1),),
-    )  # fmt: skip
+    )
     p = params.init(config, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 20), 0, 50)
     half = all_logits(p, config, tokens)

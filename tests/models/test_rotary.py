@@ -12,18 +12,20 @@ CASES = {
     "none": RotaryConfig(),
     "linear": RotaryConfig(scaling="linear", factor=4.0),
     "ntk": RotaryConfig(scaling="ntk", factor=4.0),
-    "llama3": RotaryConfig(
-        theta=500000.0, scaling="llama3", factor=8.0, original_context=8192
-    ),
+    "llama3": RotaryConfig(theta=500000.0, scaling="llama3", factor=8.0, original_context=8192),
     "llama3_other": RotaryConfig(
         scaling="llama3", factor=3.0, low_frequency=2.0, high_frequency=9.0, original_context=512
     ),
     "yarn": RotaryConfig(scaling="yarn", factor=16.0, original_context=4096),
     "yarn_other": RotaryConfig(
-        theta=500.0, scaling="yarn", factor=2.5, beta_fast=20.0, beta_slow=2.0,
+        theta=500.0,
+        scaling="yarn",
+        factor=2.5,
+        beta_fast=20.0,
+        beta_slow=2.0,
         original_context=300,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dims", [4, 32, 128])
@@ -70,10 +72,12 @@ def test_frequencies_are_transformers(name):
         rope["original_max_position_embeddings"] = context
     longest = int(context * rotary.factor) if rotary.original_context else context
     config = transformers.LlamaConfig(
-        hidden_size=4 * dims, num_attention_heads=4, head_dim=dims,
+        hidden_size=4 * dims,
+        num_attention_heads=4,
+        head_dim=dims,
         max_position_embeddings=longest,
         rope_parameters=rope,
-    )  # fmt: skip
+    )
     got, factor = positions.rotary_frequencies(rotary, dims)
     if kind == "default":
         module = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)

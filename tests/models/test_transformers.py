@@ -28,15 +28,19 @@ def gpt2_names(tree, config):
         p = jax.tree.map(lambda a, i=i: a[i], stack)
         attn, mlp, h = p["attn"], p["mlp"], f"transformer.h.{i}."
         out |= {
-            h + "ln_1.weight": p["attn_norm"]["scale"], h + "ln_1.bias": p["attn_norm"]["bias"],
-            h + "ln_2.weight": p["mlp_norm"]["scale"], h + "ln_2.bias": p["mlp_norm"]["bias"],
+            h + "ln_1.weight": p["attn_norm"]["scale"],
+            h + "ln_1.bias": p["attn_norm"]["bias"],
+            h + "ln_2.weight": p["mlp_norm"]["scale"],
+            h + "ln_2.bias": p["mlp_norm"]["bias"],
             h + "attn.c_attn.weight": np.concatenate([attn[w].reshape(D, -1) for w in "qkv"], 1),
             h + "attn.c_attn.bias": np.concatenate([attn[f"{w}_bias"].ravel() for w in "qkv"]),
             h + "attn.c_proj.weight": attn["o"].reshape(-1, D),
             h + "attn.c_proj.bias": attn["o_bias"],
-            h + "mlp.c_fc.weight": mlp["up"], h + "mlp.c_fc.bias": mlp["up_bias"],
-            h + "mlp.c_proj.weight": mlp["down"], h + "mlp.c_proj.bias": mlp["down_bias"],
-        }  # fmt: skip
+            h + "mlp.c_fc.weight": mlp["up"],
+            h + "mlp.c_fc.bias": mlp["up_bias"],
+            h + "mlp.c_proj.weight": mlp["down"],
+            h + "mlp.c_proj.bias": mlp["down_bias"],
+        }
     return out
 
 
@@ -63,30 +67,62 @@ def llama_names(tree, config):
 
 def gpt2(transformers):
     config = ModelConfig(
-        vocab_size=VOCAB, n_layers=LAYERS, d_model=D, n_heads=HEADS, context_length=LENGTH,
-        norm="layernorm", position="learned", mlp_gated=False, activation="gelu_tanh",
-        qkv_bias=True, o_bias=True, mlp_bias=True, head="tied",
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        n_layers=LAYERS,
+        d_model=D,
+        n_heads=HEADS,
+        context_length=LENGTH,
+        norm="layernorm",
+        position="learned",
+        mlp_gated=False,
+        activation="gelu_tanh",
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        head="tied",
+    )
     theirs = transformers.GPT2Config(
-        vocab_size=VOCAB, n_layer=LAYERS, n_embd=D, n_head=HEADS, n_positions=LENGTH,
-        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        vocab_size=VOCAB,
+        n_layer=LAYERS,
+        n_embd=D,
+        n_head=HEADS,
+        n_positions=LENGTH,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
         attn_implementation="eager",
-    )  # fmt: skip
+    )
     return config, transformers.GPT2LMHeadModel(theirs), gpt2_names
 
 
 def llama(transformers, head, rotary=None, **rope):
     config = ModelConfig(
-        vocab_size=VOCAB, n_layers=LAYERS, d_model=D, n_heads=HEADS, n_kv_heads=2, d_ff=40,
-        context_length=LENGTH, norm_eps=1e-6, head=head, rotary=rotary or RotaryConfig(),
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        n_layers=LAYERS,
+        d_model=D,
+        n_heads=HEADS,
+        n_kv_heads=2,
+        d_ff=40,
+        context_length=LENGTH,
+        norm_eps=1e-6,
+        head=head,
+        rotary=rotary or RotaryConfig(),
+    )
     theirs = transformers.LlamaConfig(
-        vocab_size=VOCAB, num_hidden_layers=LAYERS, hidden_size=D, num_attention_heads=HEADS,
-        num_key_value_heads=2, intermediate_size=40, max_position_embeddings=LENGTH,
-        rms_norm_eps=1e-6, tie_word_embeddings=head == "tied",
+        vocab_size=VOCAB,
+        num_hidden_layers=LAYERS,
+        hidden_size=D,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        intermediate_size=40,
+        max_position_embeddings=LENGTH,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=head == "tied",
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0} | rope,
         attn_implementation="eager",
-    )  # fmt: skip
+    )
     return config, transformers.LlamaForCausalLM(theirs), llama_names
 
 
@@ -95,16 +131,24 @@ CASES = {
     "llama": lambda t: llama(t, "own"),
     "llama_tied": lambda t: llama(t, "tied"),
     "llama3": lambda t: llama(
-        t, "own",
+        t,
+        "own",
         RotaryConfig(scaling="llama3", factor=4.0, original_context=64, high_frequency=4.0),
-        rope_type="llama3", factor=4.0, original_max_position_embeddings=64,
-        low_freq_factor=1.0, high_freq_factor=4.0,
+        rope_type="llama3",
+        factor=4.0,
+        original_max_position_embeddings=64,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
     ),
     "yarn": lambda t: llama(
-        t, "own", RotaryConfig(scaling="yarn", factor=4.0, original_context=40),
-        rope_type="yarn", factor=4.0, original_max_position_embeddings=40,
+        t,
+        "own",
+        RotaryConfig(scaling="yarn", factor=4.0, original_context=40),
+        rope_type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=40,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,7 +13,7 @@ from tables import assert_right_values, assert_slots_hold
 from eejax.common.errors import ConfigError
 from eejax.pipeline.schedule import BACKWARD, EXITS, FORWARD, Route, one_f_one_b, rings
 from eejax.pipeline.schedule_fill import filled, filled_to, most_inserted
-from eejax.pipeline.simulate import Work, simulate, stage_costs
+from eejax.pipeline.simulate import PassTime, simulate, stage_costs
 
 times = st.integers(0, 12).map(lambda n: n / 4)
 
@@ -25,18 +25,32 @@ def drawn(draw):
     inner = sorted(draw(st.sets(st.integers(0, p - 1), max_size=2)))
     layers = draw(st.lists(st.integers(1, 3), min_size=p, max_size=p))
     count = lambda where: [int(i in where) for i in range(p)]
-    work = lambda: Work(draw(times), draw(times))
-    costs = stage_costs(layers, count(entry), count(inner), layer=work(), exit=work(),
-                        final=work(), embedding=work())  # fmt: skip
-    return costs, m, dict(
-        exit_stages=entry, inner_stages=inner, recompute=draw(st.booleans()),
-        exits=draw(st.sampled_from(["mixed", "aligned", "deferred"])),
-    )  # fmt: skip
+    work = lambda: PassTime(draw(times), draw(times))
+    costs = stage_costs(
+        layers,
+        count(entry),
+        count(inner),
+        layer=work(),
+        exit=work(),
+        final=work(),
+        embedding=work(),
+    )
+    return (
+        costs,
+        m,
+        dict(
+            exit_stages=entry,
+            inner_stages=inner,
+            recompute=draw(st.booleans()),
+            exits=draw(st.sampled_from(["mixed", "aligned", "deferred"])),
+        ),
+    )
 
 
 def base_of(costs, m, settings):
-    return one_f_one_b(costs.stages, m, **{k: v for k, v in settings.items()
-                                           if k != "inner_stages"})  # fmt: skip
+    return one_f_one_b(
+        costs.stages, m, **{k: v for k, v in settings.items() if k != "inner_stages"}
+    )
 
 
 @settings(max_examples=150)
@@ -74,25 +88,28 @@ def test_whatever_is_inserted_the_table_is_whole_and_takes_no_longer(case):
         assert done == edges & set(range(routes[n].bottom, routes[n].top + 1))
 
 
-@pytest.mark.parametrize("p, f, b", [(p, f, b) for p in (2, 3, 4, 5, 6, 8, 12)
-                                     for f, b in ((1, 2), (1, 1), (2, 3))])  # fmt: skip
+@pytest.mark.parametrize(
+    "p, f, b", [(p, f, b) for p in (2, 3, 4, 5, 6, 8, 12) for f, b in ((1, 2), (1, 1), (2, 3))]
+)
 @pytest.mark.parametrize("m", [2, 3, 24])
 def test_part_1_is_as_full_as_the_paper_says(p, m, f, b):
     """K microbatches, of K, K - 1, ... stages, where every stage has an exit that is for free."""
     k = math.floor((p - 1) / (f / b + 1) + 1e-9)
     assert most_inserted(p, f, b) == k
-    found = filled(stage_costs((1,) * p, layer=Work(f, b)), m, inner_stages=range(p))
+    found = filled(stage_costs((1,) * p, layer=PassTime(f, b)), m, inner_stages=range(p))
     tops = [r.top + 1 for r in found.schedule.routes[m : m + found.part1]]
     assert tops == list(range(k, 0, -1))
 
 
-@pytest.mark.parametrize("p, f, b", [(p, f, b) for p in (2, 3, 4, 5, 6, 8, 12)
-                                     for f, b in ((1, 2), (1, 1), (2, 3), (3, 2))])  # fmt: skip
+@pytest.mark.parametrize(
+    "p, f, b",
+    [(p, f, b) for p in (2, 3, 4, 5, 6, 8, 12) for f, b in ((1, 2), (1, 1), (2, 3), (3, 2))],
+)
 @pytest.mark.parametrize("m", [1, 2, 24])
 def test_part_2_is_as_full_as_the_paper_says(p, f, b, m):
     """The i-th of K microbatches takes floor(P - i (f/b + 1)) stages back."""
     k = most_inserted(p, f, b)
-    found = filled(stage_costs((1,) * p, layer=Work(f, b)), m, part1=0)
+    found = filled(stage_costs((1,) * p, layer=PassTime(f, b)), m, part1=0)
     ways = [p - r.bottom for r in found.schedule.routes[m:]]
     assert ways == [math.floor(p - i * (f / b + 1) + 1e-9) for i in range(1, k + 1)]
     # All that this takes: K steps more, and one slot more for a state that waits.
@@ -103,14 +120,14 @@ def test_part_2_is_as_full_as_the_paper_says(p, f, b, m):
 
 @pytest.mark.parametrize("p", [4, 8])
 def test_both_parts_are_full_where_there_are_as_many_microbatches_as_stages(p):
-    found = filled(stage_costs((1,) * p, layer=Work(1, 2)), p, inner_stages=range(p))
+    found = filled(stage_costs((1,) * p, layer=PassTime(1, 2)), p, inner_stages=range(p))
     assert found.part1 == found.part2 == most_inserted(p, 1, 2) == p // 2
 
 
 @pytest.mark.parametrize("p", [4, 8])
 def test_without_links_of_its_own_the_end_would_hold_up_the_last_gradients(p):
     """The reason for links: the same operations take longer where all neighbours exchange."""
-    costs = stage_costs((1,) * p, layer=Work(1, 2))
+    costs = stage_costs((1,) * p, layer=PassTime(1, 2))
     found = filled(costs, 2 * p, part1=0)
     steps = tuple(step._replace(links=None) for step in found.schedule.steps)
     wide = dataclasses.replace(found.schedule, steps=steps)
@@ -118,7 +135,7 @@ def test_without_links_of_its_own_the_end_would_hold_up_the_last_gradients(p):
 
 
 def test_a_microbatch_goes_no_further_than_its_last_exit():
-    c = stage_costs((1,) * 8, layer=Work(1, 2))
+    c = stage_costs((1,) * 8, layer=PassTime(1, 2))
     tops = lambda **where: [r.top for r in filled(c, 16, part2=0, **where).schedule.routes[16:]]
     # By the paper's count four microbatches of 4, 3, 2, 1 stages.
     assert tops(inner_stages=range(8)) == [3, 2, 1, 0]
@@ -131,7 +148,7 @@ def test_a_microbatch_goes_no_further_than_its_last_exit():
 
 def test_an_insertion_that_would_take_time_is_left_out_unless_time_is_given():
     # Three times a final exit leave no room for a stage more of the last stage's work ...
-    c = stage_costs((1,) * 4, layer=Work(1, 2), final=Work(3, 6))
+    c = stage_costs((1,) * 4, layer=PassTime(1, 2), final=PassTime(3, 6))
     exact = filled(c, 12)
     assert exact.part2 == 0 and exact.time == exact.alone
     some = filled(c, 12, tolerance=0.2)  # ... but in a fifth more time there is
@@ -150,7 +167,7 @@ def test_the_same_number_in_less_time(case):
 
 
 def test_how_much_less():
-    c = stage_costs((1,) * 4, layer=Work(1, 2))
+    c = stage_costs((1,) * 4, layer=PassTime(1, 2))
     found = filled_to(c, 12, inner_stages=range(4))
     # Four of twelve are inserted, each of which would take f + b.
     assert (found.main, found.part1, found.part2) == (8, 2, 2)
@@ -161,7 +178,7 @@ def test_how_much_less():
 
 
 def test_settings_that_cannot_be_are_named():
-    c = stage_costs((1, 1), layer=Work(1, 2))
+    c = stage_costs((1, 1), layer=PassTime(1, 2))
     with pytest.raises(ConfigError, match="part1 = -1"):
         filled(c, 2, part1=-1)
     with pytest.raises(ConfigError, match="tolerance = -0.1"):
@@ -260,21 +277,28 @@ def of_table(model, found, tied, scaled=True):
     gradients = found.gradient_factors if scaled else np.ones(model.stages)
     rows = []
     for m, route in enumerate(schedule.routes):
-        assert all((BACKWARD, m, i) in schedule.when and (FORWARD, m, i) in schedule.when
-                   for i in range(route.bottom, route.top + 1))  # fmt: skip
+        assert all(
+            (BACKWARD, m, i) in schedule.when and (FORWARD, m, i) in schedule.when
+            for i in range(route.bottom, route.top + 1)
+        )
         edges = {i for kind, k, i in schedule.when if (kind, k) == (EXITS, m)}
         late = m >= found.main + found.part1
         factors = np.ones(model.stages) if late else losses
-        rows.append([
-            sum(gradients[i] * g for i, g in model.stage_gradients(d, route, edges, factors, tied))
-            for d in model.data
-        ])  # fmt: skip
+        rows.append(
+            [
+                sum(
+                    gradients[i] * g
+                    for i, g in model.stage_gradients(d, route, edges, factors, tied)
+                )
+                for d in model.data
+            ]
+        )
     return np.array(rows)
 
 
 def filled_model(p, m):
     entry, inner = (1, p - 1), (0, p // 2)
-    costs = stage_costs((1,) * p, layer=Work(1, 2))
+    costs = stage_costs((1,) * p, layer=PassTime(1, 2))
     found = filled(costs, m, exit_stages=entry, inner_stages=inner)
     assert found.part1 > 0 and found.part2 > 0
     return Linear(p, entry, inner), found
@@ -305,7 +329,7 @@ def test_over_all_assignments_of_random_microbatches_the_gradient_is_exact(p, m)
 
 
 def test_factors_by_hand():
-    c = stage_costs((1,) * 4, layer=Work(1, 2))
+    c = stage_costs((1,) * 4, layer=PassTime(1, 2))
     found = filled(c, 6, inner_stages=range(4))
     # Part 1 comes to stages 0, 1 and to stage 0; Part 2 goes back through stages 3, 2 and to 3.
     np.testing.assert_allclose(found.loss_factors, [6 / 8, 6 / 7, 1, 1])

@@ -10,7 +10,7 @@ from pipelines import T, batch_of, compare, placed
 
 from eejax.common.trees import path_name
 from eejax.losses.multi_exit import multi_exit_loss
-from eejax.losses.objective import CROSS_ENTROPY, Objective
+from eejax.losses.objective import CROSS_ENTROPY, LossObjective
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.pipeline import runner
@@ -35,9 +35,13 @@ def filled(
     layout = StageLayout(partition(config, stages))
     pipeline = Pipeline(layout, mesh, objective=objective)
     schedule, factors = plan(
-        PipelineConfig(fill=fill), layout.partition, microbatches, length=T, remat="dots",
+        PipelineConfig(fill=fill),
+        layout.partition,
+        microbatches,
+        length=T,
+        remat="dots",
         objective=objective,
-    )  # fmt: skip
+    )
     schedule.check()
     assert schedule.microbatches == microbatches
     return layout, mesh, jax.jit(runner.gradients(pipeline, schedule, factors)), factors
@@ -50,9 +54,10 @@ FILLED += [pytest.param(*case, marks=pytest.mark.slow) for case in ((4, "tied"),
 @pytest.mark.parametrize("stages, head", FILLED)
 def test_identical_microbatches_give_the_exact_gradient(stages, head):
     config = MODEL.replace(
-        n_layers=stages, head=head,
+        n_layers=stages,
+        head=head,
         exits=tuple(ExitConfig(n, head=head) for n in range(1, stages)),
-    )  # fmt: skip
+    )
     layout, mesh, run, factors = filled(config, stages, 2 * stages)
     value, weights = params.init(config, jax.random.key(1)), jnp.linspace(0.3, 1.0, stages)
     one = batch_of(config, 2)
@@ -79,7 +84,7 @@ def test_identical_microbatches_give_the_exact_gradient(stages, head):
 
 def test_exits_are_distilled_in_filled_bubbles():
     config = MODEL.replace(exits=tuple(ExitConfig(n) for n in range(1, 4)))
-    objective = Objective(distillation=0.5)
+    objective = LossObjective(distillation=0.5)
     layout, mesh, run, factors = filled(config, 4, 8, "part2", objective)
     value, weights = params.init(config, jax.random.key(1)), jnp.linspace(0.3, 1.0, 4)
     one = batch_of(config, 2)

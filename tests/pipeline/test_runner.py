@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipelines import T, batch_of, compare, placed
 
 from eejax.common.errors import ConfigError
-from eejax.losses import Objective
+from eejax.losses import LossObjective
 from eejax.losses.multi_exit import multi_exit_loss
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
@@ -23,9 +23,16 @@ from eejax.sharding.mesh import MeshConfig, make_mesh
 
 X = ExitConfig
 CONFIG = ModelConfig(
-    vocab_size=24, n_layers=4, d_model=16, n_heads=4, n_kv_heads=2, d_ff=24, context_length=T,
-    head="tied", exits=(X(1), X(2)),
-)  # fmt: skip
+    vocab_size=24,
+    n_layers=4,
+    d_model=16,
+    n_heads=4,
+    n_kv_heads=2,
+    d_ff=24,
+    context_length=T,
+    head="tied",
+    exits=(X(1), X(2)),
+)
 
 
 def built(config, mesh_config, *, layers=EVEN, placement="later", **options):
@@ -37,9 +44,12 @@ def built(config, mesh_config, *, layers=EVEN, placement="later", **options):
 def tabled(pipeline: Pipeline, microbatches: int, name: str = "1f1b", exits: str = "mixed"):
     p = pipeline.layout.partition
     table = schedule.GENERATORS[name](
-        p.stages, microbatches, exit_stages=p.input_exit_stages, exits=exits,
+        p.stages,
+        microbatches,
+        exit_stages=p.input_exit_stages,
+        exits=exits,
         recompute=pipeline.remat == "full",
-    )  # fmt: skip
+    )
     table.check()
     return table
 
@@ -55,9 +65,14 @@ def check(config, mesh_config, microbatches, *, name="1f1b", exits="mixed", **op
 
     def loss(value, probes):
         return multi_exit_loss(
-            value, config, batch["tokens"], batch["labels"], weights, probes=probes,
+            value,
+            config,
+            batch["tokens"],
+            batch["labels"],
+            weights,
+            probes=probes,
             objective=pipeline.objective,
-        )  # fmt: skip
+        )
 
     probes = jnp.zeros_like(weights)
     want = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(value, probes)
@@ -80,20 +95,36 @@ EXITS = {
 MESHES = [
     MeshConfig(data=d, pipe=p, model=m, sequence=s)
     for d, p, m, s in (
-        (1, 1, 1, False), (1, 2, 1, False), (2, 2, 2, False), (1, 4, 2, True), (2, 4, 2, False),
-        (4, 2, 1, False), (1, 2, 4, True), (1, 4, 1, False), (2, 4, 1, False), (1, 3, 1, False),
+        (1, 1, 1, False),
+        (1, 2, 1, False),
+        (2, 2, 2, False),
+        (1, 4, 2, True),
+        (2, 4, 2, False),
+        (4, 2, 1, False),
+        (1, 2, 4, True),
+        (1, 4, 1, False),
+        (2, 4, 1, False),
+        (1, 3, 1, False),
         (2, 2, 4, True),
     )
-]  # fmt: skip
+]
 MODELS = {
     "llama": CONFIG,
     "gpt": CONFIG.replace(
-        n_kv_heads=4, norm="layernorm", position="learned", mlp_gated=False, activation="gelu",
-        qkv_bias=True, o_bias=True, mlp_bias=True, head_bias=True, embedding_norm=True,
+        n_kv_heads=4,
+        norm="layernorm",
+        position="learned",
+        mlp_gated=False,
+        activation="gelu",
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        embedding_norm=True,
     ),
     "multi-query": CONFIG.replace(n_kv_heads=1, qk_norm="full", norm_placement="pre_post"),
     "windows": CONFIG.replace(sliding_window=(None, 3, None, 2), residual="parallel"),
-}  # fmt: skip
+}
 cases = dict(
     model=st.sampled_from(sorted(MODELS)),
     head=st.sampled_from(("tied", "shared", "own")),
@@ -105,11 +136,14 @@ cases = dict(
     remat=st.sampled_from(("none", "dots", "full")),
     layers=st.sampled_from((EVEN, BALANCED, "first")),
     placement=st.sampled_from(("later", "earlier")),
-    objective=st.sampled_from((
-        Objective(), Objective(z_loss=1e-2, confidence_weighted=True),
-        Objective(distillation=0.6, distillation_temperature=2.0),
-    )),
-)  # fmt: skip
+    objective=st.sampled_from(
+        (
+            LossObjective(),
+            LossObjective(z_loss=1e-2, confidence_weighted=True),
+            LossObjective(distillation=0.6, distillation_temperature=2.0),
+        )
+    ),
+)
 
 
 def run_case(model, head, layout, mesh, microbatches, layers, **rest):
@@ -122,18 +156,35 @@ def run_case(model, head, layout, mesh, microbatches, layers, **rest):
 
 
 PLAIN = dict(
-    name="1f1b", exits="mixed", remat="none", layers=EVEN, placement="later", objective=Objective()
+    name="1f1b",
+    exits="mixed",
+    remat="none",
+    layers=EVEN,
+    placement="later",
+    objective=LossObjective(),
 )
 
-DISTILLED = {"exits": "deferred", "objective": Objective(distillation=0.6)}
+DISTILLED = {"exits": "deferred", "objective": LossObjective(distillation=0.6)}
 
 
 @settings(max_examples=1)
 @given(**cases)
-@example(model="gpt", head="own", layout="several", mesh=MeshConfig(data=2, pipe=2, model=2),
-         microbatches=5, **PLAIN)  # fmt: skip
-@example(model="windows", head="tied", layout="last stage", mesh=MeshConfig(pipe=3),
-         microbatches=7, **PLAIN | {"remat": "dots", "exits": "aligned"})  # fmt: skip
+@example(
+    model="gpt",
+    head="own",
+    layout="several",
+    mesh=MeshConfig(data=2, pipe=2, model=2),
+    microbatches=5,
+    **PLAIN,
+)
+@example(
+    model="windows",
+    head="tied",
+    layout="last stage",
+    mesh=MeshConfig(pipe=3),
+    microbatches=7,
+    **PLAIN | {"remat": "dots", "exits": "aligned"},
+)
 def test_gradients_equal_autodiff_of_the_whole_loss(**case):
     run_case(**case)
 
@@ -141,12 +192,30 @@ def test_gradients_equal_autodiff_of_the_whole_loss(**case):
 @pytest.mark.slow
 @settings(max_examples=80)
 @given(**cases)
-@example(model="llama", head="shared", layout="blocks", mesh=MeshConfig(pipe=4, model=2),
-         microbatches=3, **PLAIN | {"remat": "full", "placement": "earlier"})  # fmt: skip
-@example(model="gpt", head="own", layout="blocks", mesh=MeshConfig(pipe=2, model=2, sequence=True),
-         microbatches=3, **PLAIN | DISTILLED | {"name": "gpipe"})  # fmt: skip
-@example(model="llama", head="tied", layout="last stage", mesh=MeshConfig(data=2, pipe=3),
-         microbatches=4, **PLAIN | DISTILLED | {"remat": "full"})  # fmt: skip
+@example(
+    model="llama",
+    head="shared",
+    layout="blocks",
+    mesh=MeshConfig(pipe=4, model=2),
+    microbatches=3,
+    **PLAIN | {"remat": "full", "placement": "earlier"},
+)
+@example(
+    model="gpt",
+    head="own",
+    layout="blocks",
+    mesh=MeshConfig(pipe=2, model=2, sequence=True),
+    microbatches=3,
+    **PLAIN | DISTILLED | {"name": "gpipe"},
+)
+@example(
+    model="llama",
+    head="tied",
+    layout="last stage",
+    mesh=MeshConfig(data=2, pipe=3),
+    microbatches=4,
+    **PLAIN | DISTILLED | {"remat": "full"},
+)
 def test_many_gradients_equal_autodiff_of_the_whole_loss(**case):
     run_case(**case)
     jax.clear_caches()
@@ -203,7 +272,7 @@ def test_a_bfloat16_model_adds_up_its_gradients_in_float32():
 def test_evaluation_of_every_exit(layers):
     config = CONFIG.replace(exits=EXITS["blocks"], head="shared", dropout=0.5)
     mesh = MeshConfig(data=2, pipe=2, model=2)
-    pipeline = built(config, mesh, layers=layers, objective=Objective(z_loss=1.0))
+    pipeline = built(config, mesh, layers=layers, objective=LossObjective(z_loss=1.0))
     value = params.init(config, jax.random.key(1))
     batch = batch_of(config, 12)
     got = jax.jit(forward.evaluation(pipeline, 3))(

@@ -15,10 +15,10 @@ from eejax.pipeline.schedule import (
     EXITS,
     FORWARD,
     IDLE,
-    Op,
+    Operation,
     Route,
     Schedule,
-    Step,
+    ScheduleStep,
     gpipe,
     one_f_one_b,
     rings,
@@ -88,12 +88,17 @@ def test_when_exits_are_computed(case):
             back = [table.when[BACKWARD, m, i] for m in range(n)]
             final = [table.when[EXITS, m, p - 1] for m in range(n)]
             late = p - 1 - i
-            assert at == {
-                "deferred": back,
-                "aligned": final,
-                "mixed": [f if m >= n - late else b
-                          for m, (f, b) in enumerate(zip(final, back, strict=True))],
-            }[policy]  # fmt: skip
+            assert (
+                at
+                == {
+                    "deferred": back,
+                    "aligned": final,
+                    "mixed": [
+                        f if m >= n - late else b
+                        for m, (f, b) in enumerate(zip(final, back, strict=True))
+                    ],
+                }[policy]
+            )
             if policy == "mixed":  # those that are early fall into steps without a forward pass
                 busy = {table.when[FORWARD, m, i] for m in range(n)}
                 early = [t for t, b in zip(at, back, strict=True) if t != b]
@@ -124,8 +129,9 @@ def test_tables_tell_the_same(case):
     for kind in (FORWARD, EXITS, BACKWARD):
         table = schedule.table(kind)
         assert table.dtype == np.int32 and table.shape[::2] == (
-            len(schedule.steps), schedule.stages,
-        )  # fmt: skip
+            len(schedule.steps),
+            schedule.stages,
+        )
         got = {
             (kind, int(m), i): t
             for t, row in enumerate(table)
@@ -147,7 +153,7 @@ def changed(schedule, edit):
     return Schedule(schedule.name, schedule.stages, steps, schedule.routes)
 
 
-F, E, B = (lambda m, kind=kind: Op(kind, m) for kind in (FORWARD, EXITS, BACKWARD))
+F, E, B = (lambda m, kind=kind: Operation(kind, m) for kind in (FORWARD, EXITS, BACKWARD))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +214,7 @@ def test_settings_that_make_no_schedule_are_named(make, arguments, message):
 
 def test_a_schedule_as_text():
     table = one_f_one_b(2, 2, exit_stages=(1,))
-    steps = (*table.steps, Step(((), ()), (False,)))
+    steps = (*table.steps, ScheduleStep(((), ()), (False,)))
     assert str(dataclasses.replace(table, steps=steps)).splitlines() == [
         "1f1b",
         "step     0   1       2       3   4'",

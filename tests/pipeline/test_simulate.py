@@ -13,14 +13,14 @@ from eejax.pipeline.schedule import (
     BACKWARD,
     EXITS,
     FORWARD,
-    Op,
+    Operation,
     gpipe,
     one_f_one_b,
 )
 from eejax.pipeline.simulate import (
     CLOCKS,
-    Costs,
-    Work,
+    PassTime,
+    StageCosts,
     exit_time_overhead,
     neighbours_time,
     run_queues,
@@ -31,7 +31,7 @@ from eejax.pipeline.simulate import (
 
 # Sums of multiples of 1/4 are exact, so equality is equality.
 times = st.integers(0, 20).map(lambda n: n / 4)
-works = st.builds(Work, times, times)
+works = st.builds(PassTime, times, times)
 
 
 @st.composite
@@ -39,12 +39,12 @@ def drawn(draw, most_stages=6):
     p, m = draw(st.integers(1, most_stages)), draw(st.integers(1, 12))
     each = lambda: tuple(draw(st.lists(works, min_size=p, max_size=p)))
     exits = draw(st.sets(st.integers(0, p - 1)))
-    entry = tuple(w if i in exits else Work() for i, w in enumerate(each()))
+    entry = tuple(w if i in exits else PassTime() for i, w in enumerate(each()))
     make = draw(st.sampled_from([gpipe, one_f_one_b]))
     policy = draw(st.sampled_from(["mixed", "aligned", "deferred"]))
     again = draw(st.booleans())
     schedule = make(p, m, exit_stages=sorted(exits), exits=policy, recompute=again)
-    return schedule, Costs(each(), entry, each(), draw(works))
+    return schedule, StageCosts(each(), entry, each(), draw(works))
 
 
 def rows_of_ticks(layers, entry, inner, final, n, policy, again):
@@ -116,12 +116,14 @@ def test_operations_wait_for_what_they_read_and_stages_do_one_at_a_time(case):
                 assert op.begin >= at[FORWARD, m, i].end and op.end <= at[BACKWARD, m, i].begin
         for i in range(c.stages):
             mine = [op for op in line.ops if op.stage == i]
-            order = sorted(schedule.when, key=lambda k: (schedule.when[k], k[0] != FORWARD,
-                                                         k[0] == BACKWARD))  # fmt: skip
-            assert [(o.kind, o.microbatch) for o in sorted(mine, key=lambda o: (o.begin, o.end))
-                    if o.end > o.begin] == [
-                (k, m) for k, m, s in order if s == i and at[k, m, s].end > at[k, m, s].begin
-            ]  # fmt: skip
+            order = sorted(
+                schedule.when, key=lambda k: (schedule.when[k], k[0] != FORWARD, k[0] == BACKWARD)
+            )
+            assert [
+                (o.kind, o.microbatch)
+                for o in sorted(mine, key=lambda o: (o.begin, o.end))
+                if o.end > o.begin
+            ] == [(k, m) for k, m, s in order if s == i and at[k, m, s].end > at[k, m, s].begin]
             assert all(a.end <= b.begin for a, b in itertools.pairwise(mine))
 
 
@@ -145,7 +147,7 @@ def test_the_critical_path_is_a_gapless_chain_as_long_as_all(case):
 @given(st.integers(1, 8), st.integers(1, 20), times, times)
 def test_1f1b_without_exits_has_the_critical_path_of_1f1b(p, m, f, b):
     """EE-LLM, Appendix A.3.1: (P - 1) f + M (f + b) + (P - 1) b, by every clock."""
-    c = stage_costs((1,) * p, layer=Work(f, b))
+    c = stage_costs((1,) * p, layer=PassTime(f, b))
     expected = (p - 1) * f + m * (f + b) + (p - 1) * b
     for clock in CLOCKS:
         assert simulate(one_f_one_b(p, m), c, clock).time == expected
@@ -153,7 +155,7 @@ def test_1f1b_without_exits_has_the_critical_path_of_1f1b(p, m, f, b):
 
 @given(st.integers(1, 8), st.integers(1, 20), times, times)
 def test_gpipe_takes_as_long(p, m, f, b):
-    c = stage_costs((1,) * p, layer=Work(f, b))
+    c = stage_costs((1,) * p, layer=PassTime(f, b))
     assert simulate(gpipe(p, m), c).time == (m + p - 1) * (f + b)
 
 
@@ -163,13 +165,13 @@ def one_exit_a_stage(draw):
     stages = draw(st.sets(st.integers(0, p - 2), min_size=1))
     f = draw(st.integers(1, 12).map(lambda n: n / 4))
     fe, part = draw(times), draw(st.integers(0, 8))
-    exit = Work(fe * part / 32, fe * part / 32)  # together at most fe, exactly
+    exit = PassTime(fe * part / 32, fe * part / 32)  # together at most fe, exactly
     return p, sorted(stages), f, fe, exit
 
 
 def cost_of(p, stages, f, fe, exit):
     entry = [int(i in stages) for i in range(p)]
-    return stage_costs((1,) * p, entry, layer=Work(f, 2 * f), exit=exit, final=Work(0, fe))
+    return stage_costs((1,) * p, entry, layer=PassTime(f, 2 * f), exit=exit, final=PassTime(0, fe))
 
 
 @given(one_exit_a_stage(), st.integers(1, 30))
@@ -201,7 +203,7 @@ def test_what_aligned_exits_cost_under_recomputation(case, more, ee):
     """
     p, stages, f, fe, _ = case
     m, ee = 2 * p + more, min(ee, fe)
-    c = cost_of(p, stages, f, fe, Work(0, ee))
+    c = cost_of(p, stages, f, fe, PassTime(0, ee))
     aligned = one_f_one_b(p, m, exit_stages=stages, exits="aligned", recompute=True)
     base = simulate(one_f_one_b(p, m, recompute=True), c.without_exits, "barrier").time
     law = (m - 2 * (p - 1 - max(stages))) * max(0, ee - max(0, fe - f))
@@ -220,24 +222,35 @@ def test_deferred_exits_cost_their_own_time_once(case, m):
 
 
 def test_recomputation_moves_the_last_stages_forward_pass_into_its_backward_pass():
-    c = stage_costs((2, 1, 3), (0, 1, 1), (1, 0, 0), layer=Work(1, 2), exit=Work(0.5, 0.5),
-                    final=Work(1, 1), embedding=Work(0.25, 0.5))  # fmt: skip
+    c = stage_costs(
+        (2, 1, 3),
+        (0, 1, 1),
+        (1, 0, 0),
+        layer=PassTime(1, 2),
+        exit=PassTime(0.5, 0.5),
+        final=PassTime(1, 1),
+        embedding=PassTime(0.25, 0.5),
+    )
     keep = {k: [c.of(k, i) for i in range(3)] for k in (FORWARD, EXITS, BACKWARD)}
     again = {k: [c.of(k, i, True) for i in range(3)] for k in (FORWARD, EXITS, BACKWARD)}
     assert keep == {
-        FORWARD: [2.25, 1, 3], EXITS: [0, 1, 1 + 2], BACKWARD: [4 + 0.5 + 1, 2, 6],
-    }  # fmt: skip
+        FORWARD: [2.25, 1, 3],
+        EXITS: [0, 1, 1 + 2],
+        BACKWARD: [4 + 0.5 + 1, 2, 6],
+    }
     assert again == {
-        FORWARD: [2.25, 1, 0], EXITS: [0, 1, 1 + 2], BACKWARD: [2.25 + 4 + 0.5 + 1, 3, 9],
-    }  # fmt: skip
+        FORWARD: [2.25, 1, 0],
+        EXITS: [0, 1, 1 + 2],
+        BACKWARD: [2.25 + 4 + 0.5 + 1, 3, 9],
+    }
 
 
 def test_costs_that_cannot_be_are_named():
     with pytest.raises(ConfigError, match=r"Costs.entry.*must have 2 entries"):
-        Costs((Work(1, 2),) * 2, (Work(),), (Work(),) * 2)
+        StageCosts((PassTime(1, 2),) * 2, (PassTime(),), (PassTime(),) * 2)
     with pytest.raises(ConfigError, match=r"Costs.layers = \(-1, 2\)"):
-        Costs((Work(-1, 2),), (Work(),), (Work(),))
-    c = stage_costs((1, 1), layer=Work(1, 2))
+        StageCosts((PassTime(-1, 2),), (PassTime(),), (PassTime(),))
+    c = stage_costs((1, 1), layer=PassTime(1, 2))
     with pytest.raises(ConfigError, match="costs.stages = 2: must be the schedule's.*3"):
         simulate(one_f_one_b(3, 2), c)
     with pytest.raises(ConfigError, match="clock = 'sun'"):
@@ -245,7 +258,7 @@ def test_costs_that_cannot_be_are_named():
 
 
 def test_stages_that_wait_for_each_other_are_named():
-    up, down = Op(FORWARD, 0), Op(BACKWARD, 0)
+    up, down = Operation(FORWARD, 0), Operation(BACKWARD, 0)
     elsewhere = {(up, 1): (0, up), (down, 0): (1, down)}
     before = lambda op, stage: elsewhere.get((op, stage))
     right = [[(up, 1.0), (down, 2.0)], [(up, 1.0), (down, 2.0)]]

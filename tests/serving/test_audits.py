@@ -9,27 +9,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eejax.checkpoint.model import load_model
+from eejax.checkpoint.model import load_run
 from eejax.common.errors import ConfigError
 from eejax.inference import scoring
 from eejax.inference import state as s
 from eejax.inference.batched_state import BatchOptions
 from eejax.serving import dispatch
-from eejax.serving.auditor import Auditor
-from eejax.serving.audits import Audit, Verdict, upper_bound
+from eejax.serving.auditor import AnswerVerifier
+from eejax.serving.audits import AnswerAudit, DisagreementBound, upper_bound
 from eejax.serving.choices import ControllerOptions, stricter
 from eejax.serving.controller import Controller
-from eejax.serving.fleet import Fleet, Member
-from eejax.serving.objectives import Objective
+from eejax.serving.fleet import Fleet, FleetMember
+from eejax.serving.objectives import ServiceObjective
 from eejax.serving.profiles import measure
 from eejax.serving.repository import Repository
 
 
 def test_a_verdict_is_the_whole_models_however_little_is_loaded(small_run):
-    model = load_model(small_run)
+    model = load_run(small_run)
     p, config = model.params, model.config
     whole = s.prepare(p, config)
-    auditor = Auditor(p, config)
+    auditor = AnswerVerifier(p, config)
     text = model.tokenizer.encode("import os, def main(argv): return None\n").tolist()
     want = scoring.score(whole, config, text)
     for depth in range(1, config.n_exits + 2):
@@ -41,11 +41,11 @@ def test_a_verdict_is_the_whole_models_however_little_is_loaded(small_run):
 
 
 def test_an_audit_is_of_the_last_answers():
-    audit = Audit(window=4)
+    audit = DisagreementBound(window=4)
     assert audit.count == 0 and audit.share == 0.0
     assert (audit.low, audit.high, audit.had_been(0.1)) == (0.0, 1.0, 1.0)
     assert np.isnan(audit.perplexity)
-    half = Verdict(np.array([True, False]), np.log([0.5, 0.125]))
+    half = AnswerAudit(np.array([True, False]), np.log([0.5, 0.125]))
     for _ in range(9):
         audit.add(half)
     assert audit.count == 4 and audit.share == 0.5
@@ -55,10 +55,10 @@ def test_an_audit_is_of_the_last_answers():
     assert audit.had_been(0.5) == audit.had_been(0.9) == audit.high
     assert audit.perplexity == pytest.approx(4.0)  # two bits a token
     for _ in range(4):
-        audit.add(Verdict(np.array([True] * 3), np.zeros(3)))
+        audit.add(AnswerAudit(np.array([True] * 3), np.zeros(3)))
     assert audit.share == 0.0 and audit.perplexity == pytest.approx(1.0)
     assert audit.had_been(0.1) == audit.high
-    audit.add(Verdict(np.zeros(0, bool), np.zeros(0)))  # an answer of no tokens says nothing
+    audit.add(AnswerAudit(np.zeros(0, bool), np.zeros(0)))  # an answer of no tokens says nothing
     assert audit.count == 4
 
 
@@ -81,10 +81,10 @@ def test_a_bound_gets_close():
     assert 0.05 < upper_bound(x, 0.05) < 0.07
 
 
-def looked_at(shares) -> Audit:
-    audit = Audit()
+def looked_at(shares) -> DisagreementBound:
+    audit = DisagreementBound()
     for share in shares:
-        audit.add(Verdict(np.arange(1000) >= 1000 * share, np.zeros(1000)))
+        audit.add(AnswerAudit(np.arange(1000) >= 1000 * share, np.zeros(1000)))
     return audit
 
 
@@ -108,7 +108,7 @@ def test_a_change_is_seen(before, after, most):
     audit = looked_at([noisy(before) for _ in range(100)])
     assert audit.count == 100 and audit.low <= before + 0.05 <= audit.high + 0.05
     for _ in range(most):
-        audit.add(Verdict(np.arange(1000) >= 1000 * noisy(after), np.zeros(1000)))
+        audit.add(AnswerAudit(np.arange(1000) >= 1000 * noisy(after), np.zeros(1000)))
     assert audit.count <= most + 8
     assert audit.share == pytest.approx(after, abs=0.15)
     assert audit.low > before if after > before else audit.high < before
@@ -134,15 +134,18 @@ def measured(member, texts):
 
 def test_who_leaves_in_the_middle_has_answered(small_run):
     """At a stop string requests are cancelled: what they had is evaluated, and audited."""
-    model = load_model(small_run)
-    member = Member(
+    model = load_run(small_run)
+    member = FleetMember(
         model.params, model.config, dict(threshold=0.5), BatchOptions(cap=4, drafts=0, buckets=(8,))
     )
     texts = [model.tokenizer.encode(f"def f{i}(self, a)").tolist() for i in range(12)]
     controller = Controller(
-        {"m": measured(member, texts)}, Objective.of("throughput"), Repository(),
-        ControllerOptions(prompts=2, interval=10**6, tokens=16), clock=lambda: 0.0,
-    )  # fmt: skip
+        {"m": measured(member, texts)},
+        ServiceObjective.of("throughput"),
+        Repository(),
+        ControllerOptions(prompts=2, interval=10**6, tokens=16),
+        clock=lambda: 0.0,
+    )
     fleet = Fleet({"m": member}, controller, slots=4, context=96, steps=1, audits=1.0)
     told = {fleet.submit(text, 40): 0 for text in texts}
     ends = []
@@ -162,15 +165,18 @@ def test_who_leaves_in_the_middle_has_answered(small_run):
 def test_a_fleet_becomes_stricter_until_the_limit_on_disagreement_holds(small_run, monkeypatch):
     """Its first exit says too often what the whole model would not."""
     monkeypatch.setattr(dispatch, "AUDITS", math.inf)  # of so small a model they take most time
-    model = load_model(small_run)
+    model = load_run(small_run)
     options = BatchOptions(cap=4, drafts=0, buckets=(8,))
-    member = Member(model.params, model.config, dict(threshold=0.0), options)
+    member = FleetMember(model.params, model.config, dict(threshold=0.0), options)
     texts = [model.tokenizer.encode(f"def f{i}(self, a)").tolist() for i in range(90)]
     profiles = {"m": measured(member, texts)}
     controller = Controller(
-        profiles, Objective.of("throughput", accuracy=0.999), Repository(),
-        ControllerOptions(prompts=2, interval=10**6, tokens=16), clock=lambda: 0.0,
-    )  # fmt: skip
+        profiles,
+        ServiceObjective.of("throughput", accuracy=0.999),
+        Repository(),
+        ControllerOptions(prompts=2, interval=10**6, tokens=16),
+        clock=lambda: 0.0,
+    )
     fleet = Fleet({"m": member}, controller, slots=4, context=96, audits=1.0)
     for text in texts:
         fleet.submit(text, 16)

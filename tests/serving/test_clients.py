@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 
-from eejax.checkpoint.model import load_model
+from eejax.checkpoint.model import load_run
 from eejax.inference import Generator
 from eejax.inference.scoring import score
 from eejax.inference.state import prepare
@@ -22,7 +22,7 @@ from experiments.serving_runs import server
 @pytest.fixture(scope="module")
 def model(small_run):
     """(workdir, model) of a run."""
-    return small_run, load_model(small_run)
+    return small_run, load_run(small_run)
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,11 @@ def test_texts_are_those_of_the_model(model, client):
     own = Generator.make(found.params, found.config, "posthoc")
     for threshold in (1.0, 0.2):
         want = own.generate(
-            [found.tokenizer.encode(p).tolist() for p in prompts], 20, threshold=threshold,
+            [found.tokenizer.encode(p).tolist() for p in prompts],
+            20,
+            threshold=threshold,
             stop_tokens=found.tokenizer.end_ids,
-        )  # fmt: skip
+        )
         extra = dict(thresholds=threshold, return_exits=True)
         got = client.completions.create(
             model="m", prompt=prompts, max_tokens=20, temperature=0, extra_body=extra, logprobs=2
@@ -55,7 +57,7 @@ def test_texts_are_those_of_the_model(model, client):
             length = int(want.lengths[i])
             tied = np.flatnonzero(want.margins[i] < 1e-4)
             n = int(tied[0]) if len(tied) else length
-            layers = [found.config.stops[e] for e in want.exits[i, :n]]
+            layers = [found.config.exit_boundaries[e] for e in want.exits[i, :n]]
             assert [e["layers"] for e in choice.model_extra["exits"]][:n] == layers
             ids = want.tokens[i, :n].tolist()
             if not len(tied):
@@ -68,9 +70,13 @@ def test_texts_are_those_of_the_model(model, client):
 def test_streams_and_asynchronous_clients(address, client):
     whole = client.completions.create(model="m", prompt="class ", max_tokens=30, seed=5)
     stream = client.completions.create(
-        model="m", prompt="class ", max_tokens=30, seed=5, stream=True,
+        model="m",
+        prompt="class ",
+        max_tokens=30,
+        seed=5,
+        stream=True,
         stream_options={"include_usage": True},
-    )  # fmt: skip
+    )
     parts = list(stream)
     assert "".join(p.choices[0].text for p in parts[:-1]) == whole.choices[0].text
     assert parts[-1].usage == whole.usage

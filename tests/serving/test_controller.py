@@ -13,9 +13,9 @@ import pytest
 from controlled import World, profile, telemetry
 
 from eejax.common.errors import ConfigError
-from eejax.serving.choices import STRICTEST, Choice, ControllerOptions, breaches, stricter
-from eejax.serving.objectives import NAMED, Objective
-from eejax.serving.worker import Worker
+from eejax.serving.choices import STRICTEST, ControllerOptions, ModelDepth, breaches, stricter
+from eejax.serving.objectives import NAMED, ServiceObjective
+from eejax.serving.worker import EngineWorker
 
 
 def test_candidates_are_evaluated_and_the_best_is_loaded_up_to_its_mode():
@@ -24,12 +24,14 @@ def test_candidates_are_evaluated_and_the_best_is_loaded_up_to_its_mode():
         {"small": (0.1, 0.7, 0.1, 0.1), "large": (0.6, 0.2, 0.1, 0.1)},
     )
     served = [world.prompt() for _ in range(12)]
-    assert served[:5] == [Choice("small", 4)] * 5 and served[5:10] == [Choice("large", 4)] * 5
-    assert served[10:] == [Choice("small", 2)] * 2
+    assert (
+        served[:5] == [ModelDepth("small", 4)] * 5 and served[5:10] == [ModelDepth("large", 4)] * 5
+    )
+    assert served[10:] == [ModelDepth("small", 2)] * 2
     assert world.kinds == ["evaluate", "evaluate", "serve"]
     rows = world.repository.history("small", 5)
     assert [(r.prompts, r.tokens, r.exits) for r in rows] == [(5, 100, (10, 70, 10, 10))]
-    assert world.controller.decisions[-1].told.throughput > 0
+    assert world.controller.decisions[-1].expected.throughput > 0
 
 
 def test_large_serves_where_its_tokens_leave_so_early_that_it_is_faster():
@@ -38,7 +40,7 @@ def test_large_serves_where_its_tokens_leave_so_early_that_it_is_faster():
         {"small": (0.0, 0.0, 0.1, 0.9), "large": (0.9, 0.1, 0.0, 0.0)},
     )
     served = [world.prompt() for _ in range(12)]
-    assert served[-1] == Choice("large", 1)
+    assert served[-1] == ModelDepth("large", 1)
 
 
 def test_limits_that_nothing_keeps_are_told_of():
@@ -51,7 +53,7 @@ def test_limits_that_nothing_keeps_are_told_of():
         dict(ttft=1e-6, accuracy=0.01),
         dict(ttft=1e3, accuracy=0.01),
     ):
-        world = World(models, shares, Objective.of("throughput", **limits), interval=20)
+        world = World(models, shares, ServiceObjective.of("throughput", **limits), interval=20)
         for _ in range(60):
             world.prompt()
         controller = world.controller
@@ -59,19 +61,19 @@ def test_limits_that_nothing_keeps_are_told_of():
         assert len(chosen) > 1
         for decision in controller.decisions:
             found = re.findall(pattern, decision.why)
-            wanted, told = [], decision.told
+            wanted, told = [], decision.expected
             if told is not None:
                 wanted += ["ttft"] if told.ttft > limits["ttft"] else []
                 wanted += ["accuracy"] if told.accuracy < limits["accuracy"] else []
             assert [metric for metric, *_ in found] == wanted, decision
             for metric, value, bound, limit in found:
                 assert float(limit) == limits[metric]
-                assert float(value) == pytest.approx(getattr(decision.told, metric), rel=5e-3)
+                assert float(value) == pytest.approx(getattr(decision.expected, metric), rel=5e-3)
                 assert (float(value) > limits[metric]) is (bound == "most")
         report = types.SimpleNamespace(decisions=controller.decisions, points=())
         fleet = mock.Mock(controller=controller, **{"report.return_value": report})
         built = mock.Mock(**{"fleet.return_value": fleet})
-        worker = Worker(built)
+        worker = EngineWorker(built)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             worker._report()
@@ -84,7 +86,7 @@ def test_a_value_that_misses_a_limit_by_little_is_told_from_it():
     for metric, value in (("ttft", 0.5), ("accuracy", 0.9), ("memory", 2e9)):
         towards = 0.0 if metric == "accuracy" else math.inf
         for off in (math.nextafter(value, towards), value * (1 + math.copysign(1e-5, towards - 1))):
-            objective = Objective.of("energy", **{metric: value})
+            objective = ServiceObjective.of("energy", **{metric: value})
             if objective.excess(telemetry(**{metric: off})) == 0:
                 continue  # so little that its log is the same
             told = objective.missed(telemetry(**{metric: off}))
@@ -99,7 +101,7 @@ def test_a_window_of_breaches_and_not_their_sum():
         world = World({"m": profile()}, {"m": shares}, interval=10**6)
         for _ in range(6):
             world.prompt()
-        assert world.served[-1] == Choice("m", 1)
+        assert world.served[-1] == ModelDepth("m", 1)
         world.redraw("m", (1 - above, above, 0.0, 0.0))
         for _ in range(100):
             world.prompt()
@@ -130,11 +132,12 @@ def test_more_layers_or_another_model_whichever_is_better_by_what_it_costs():
         large = profile(1.2, load=(load,) * 4)
         world = World(
             {"small": small, "large": large},
-            {"small": (0.9, 0.0, 0.0, 0.1), "large": (0.9, 0.1, 0.0, 0.0)}, interval=1000,
-        )  # fmt: skip
+            {"small": (0.9, 0.0, 0.0, 0.1), "large": (0.9, 0.1, 0.0, 0.0)},
+            interval=1000,
+        )
         for _ in range(11):
             world.prompt()
-        assert world.served[-1] == Choice("small", 1)
+        assert world.served[-1] == ModelDepth("small", 1)
         world.redraw("small", (0.0, 0.0, 0.0, 1.0))
         for _ in range(6):
             world.prompt()
@@ -146,11 +149,11 @@ def test_who_has_layers_to_spare_is_assessed_again():
     world = World({"m": profile()}, {"m": (0.2, 0.6, 0.1, 0.1)}, interval=20)
     for _ in range(10):
         world.prompt()
-    assert world.served[-1] == Choice("m", 2)
+    assert world.served[-1] == ModelDepth("m", 2)
     world.redraw("m", (0.7, 0.1, 0.1, 0.1))
     for _ in range(30):
         world.prompt()
-    assert world.served[-1] == Choice("m", 1) and world.kinds[-2:] == ["evaluate", "serve"]
+    assert world.served[-1] == ModelDepth("m", 1) and world.kinds[-2:] == ["evaluate", "serve"]
     for _ in range(100):
         world.prompt()
     assert world.kinds.count("evaluate") == 2
@@ -165,12 +168,12 @@ def test_while_another_is_evaluated_the_one_that_served_goes_on():
     c.loaded(c.wanted)
     c._evaluate("for the test", ["b"])
     c.loaded(c.wanted)
-    assert c.current == Choice("b", 4)
+    assert c.current == ModelDepth("b", 4)
     c.holds({"a": 1, "b": 4}, 0)
     given = [c.choose() for _ in range(7)]
-    assert given == [(Choice("b", 4), True)] * 5 + [(Choice("a", 1), False)] * 2
+    assert given == [(ModelDepth("b", 4), True)] * 5 + [(ModelDepth("a", 1), False)] * 2
     c.holds({"b": 4}, 0)  # "a" had to go
-    assert c.choose() == (Choice("b", 4), False)
+    assert c.choose() == (ModelDepth("b", 4), False)
 
 
 def test_an_evaluation_pools_perplexity_over_tokens():
@@ -204,17 +207,19 @@ def test_a_request_of_its_own_objective_is_ranked_by_that():
 def test_the_objective_says_how_deep():
     """Most tokens leave by the first exit; who asks for accuracy gets all layers."""
     for goal, depth in (("throughput", 1), ("response_time", 1), ("energy", 1), ("accuracy", 4)):
-        world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)}, Objective.of(goal))
+        world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)}, ServiceObjective.of(goal))
         for _ in range(6):
             world.prompt()
-        assert world.served[-1] == Choice("m", depth), goal
+        assert world.served[-1] == ModelDepth("m", depth), goal
 
 
 def test_joules_that_were_measured_decide():
     """Operations say that 'a' takes less; a counter, that it takes more."""
     for joules, model in ((1.0, "a"), (3.0, "b")):
         profiles = {"a": profile(), "b": profile(energy=(2.0,) * 4)}
-        world = World(profiles, dict.fromkeys("ab", (0.6, 0.2, 0.1, 0.1)), Objective.of("energy"))
+        world = World(
+            profiles, dict.fromkeys("ab", (0.6, 0.2, 0.1, 0.1)), ServiceObjective.of("energy")
+        )
         told = {m: p.serving((0.6, 0.2, 0.1, 0.1), 4) for m, p in profiles.items()}
         c = world.controller
         for name in ("a", "b"):
@@ -243,17 +248,17 @@ def test_what_a_change_costs_is_of_all_requests_under_way():
     for _ in range(11):
         world.prompt()
     c = world.controller
-    assert c.current == Choice("b", 1)
+    assert c.current == ModelDepth("b", 1)
     c.holds({"b": 1}, 5000)
-    assert c.cost(Choice("b", 3)) == pytest.approx(2 * 0.1 + 2 * 5000 * 1e-5)
-    assert c.cost(Choice("a", 2)) == pytest.approx(2 * 0.1)  # those of 'b' end where they are
+    assert c.cost(ModelDepth("b", 3)) == pytest.approx(2 * 0.1 + 2 * 5000 * 1e-5)
+    assert c.cost(ModelDepth("a", 2)) == pytest.approx(2 * 0.1)  # those of 'b' end where they are
     c.holds({"b": 1, "a": 4}, 5000)
-    assert c.cost(Choice("a", 2)) == 0.0
-    c.current = Choice("b", 3)
+    assert c.cost(ModelDepth("a", 2)) == 0.0
+    c.current = ModelDepth("b", 3)
     c.holds({"b": 3}, 5000)
-    assert c.cost(Choice("b", 1)) == pytest.approx(5000 * 1e-5)
+    assert c.cost(ModelDepth("b", 1)) == pytest.approx(5000 * 1e-5)
     c.options = ControllerOptions(budget=450)
-    assert c.cost(Choice("a", 2)) == pytest.approx(2 * 0.1 + 2 * 5000 * 1e-5)
+    assert c.cost(ModelDepth("a", 2)) == pytest.approx(2 * 0.1 + 2 * 5000 * 1e-5)
 
 
 def test_the_best_of_what_is_loaded_for_an_objective_of_ones_own():
@@ -269,14 +274,14 @@ def test_the_best_of_what_is_loaded_for_an_objective_of_ones_own():
     assert c.best(right) == "a"
     c.holds({"a": 1, "b": 1}, 0)
     assert c.best(fast) == "a" and c.best(right) == "b"
-    c.objective = Objective.of("throughput", accuracy=0.9)
+    c.objective = ServiceObjective.of("throughput", accuracy=0.9)
     assert c.best(fast) == "b"  # within the server's limits
 
 
 def test_limits_come_before_the_score():
     shares = {"m": (0.6, 0.2, 0.1, 0.1)}
     for least, depth in ((0.7, 1), (0.9, 2), (0.95, 3), (0.98, 4)):
-        goal = Objective.of("goodput", accuracy=least, ttft_p99=1.0)
+        goal = ServiceObjective.of("goodput", accuracy=least, ttft_p99=1.0)
         world = World({"m": profile()}, shares, goal)
         for _ in range(6):
             world.prompt()
@@ -313,7 +318,7 @@ def test_where_exits_are_too_often_wrong_none_is_taken():
     world = World(
         {"small": profile(**wrong), "large": profile(3.0, sure=(0.85, 0.85, 0.85, 1.0))},
         {"small": (0.6, 0.2, 0.1, 0.1), "large": (0.6, 0.2, 0.1, 0.1)},
-        Objective.of("throughput", accuracy=0.95),
+        ServiceObjective.of("throughput", accuracy=0.95),
         interval=30,
     )
     c = world.controller
@@ -321,8 +326,8 @@ def test_where_exits_are_too_often_wrong_none_is_taken():
         assert c.level("small") == 0
         world.prompt()
     world.prompt()
-    assert world.served[-1] == Choice("small", 4) and stricter(0.3, c.level("small")) == 1.0
-    assert c.decisions[-1].told.accuracy == 1.0
+    assert world.served[-1] == ModelDepth("small", 4) and stricter(0.3, c.level("small")) == 1.0
+    assert c.decisions[-1].expected.accuracy == 1.0
     while not c.evaluating:
         world.prompt()
     # What is evaluated shows where its tokens would leave; the limit holds for everybody else.
@@ -332,12 +337,12 @@ def test_where_exits_are_too_often_wrong_none_is_taken():
 def test_for_accuracy_alone_nobody_leaves_early():
     """And of two whole models the faster one serves."""
     shares = dict.fromkeys("ab", (0.6, 0.2, 0.1, 0.1))
-    world = World({"a": profile(2.0), "b": profile()}, shares, Objective.of("accuracy"))
+    world = World({"a": profile(2.0), "b": profile()}, shares, ServiceObjective.of("accuracy"))
     for _ in range(20):
         world.prompt()
     c = world.controller
-    assert c.current == Choice("b", 4) and c.level("b") == STRICTEST
-    assert c.decisions[-1].told.accuracy == 1.0
+    assert c.current == ModelDepth("b", 4) and c.level("b") == STRICTEST
+    assert c.decisions[-1].expected.accuracy == 1.0
 
 
 def test_a_mode_in_which_no_token_leaves_below_its_threshold():
@@ -363,7 +368,7 @@ def test_prompts_that_are_dropped_are_given_again():
     assert c.evaluating
     c.choose()
     c.answered("m", telemetry(), [1] * 10)
-    assert not c.evaluating and c.wanted == Choice("m", 2)
+    assert not c.evaluating and c.wanted == ModelDepth("m", 2)
 
 
 def test_what_does_not_fit_is_refused_or_freed_first():
@@ -386,7 +391,7 @@ def test_an_answer_of_no_tokens_says_nothing():
         c.answered("m", telemetry(), exits)
     for _ in range(6):
         world.prompt()
-    assert world.served[-1] == Choice("m", 1)
+    assert world.served[-1] == ModelDepth("m", 1)
 
 
 def test_shares_above_a_depth():

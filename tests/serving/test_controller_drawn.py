@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from eejax.serving.choices import ControllerOptions
 from eejax.serving.controller import Controller
-from eejax.serving.objectives import Objective
+from eejax.serving.objectives import ServiceObjective
 from eejax.serving.repository import Repository
 
 SHARES = st.lists(st.floats(0.01, 1), min_size=3, max_size=3).map(
@@ -50,9 +50,12 @@ def changes(kind, scales, rounds, load=0.0, rebuild=0.0, **own) -> tuple[int, li
     profiles = {name: make(scale) for name, scale in zip("ab", scales, strict=True)}
     tokens = len(rounds[0][0])
     c = asked(kind)(
-        profiles, THROUGHPUT, Repository(), ControllerOptions(tokens=tokens, **own),
+        profiles,
+        THROUGHPUT,
+        Repository(),
+        ControllerOptions(tokens=tokens, **own),
         clock=lambda: 0.0,
-    )  # fmt: skip
+    )
     served, gaps = [], []
     for _ in range(len(rounds) * (c.options.interval + 1 + 2 * c.options.prompts)):
         if len(served) == len(rounds):
@@ -100,11 +103,15 @@ EXITS = st.lists(st.integers(0, 2), min_size=10, max_size=10)
     scales=st.tuples(st.floats(0.5, 2), st.floats(0.5, 2)),
     load=st.sampled_from([0.0, 1e-3, 0.1]),
     rebuild=st.sampled_from([0.0, 1e-5, 1e-2]),
-    own=st.fixed_dictionaries(dict(
-        interval=st.integers(1, 6), prompts=st.integers(1, 3), gain=st.floats(0.01, 0.5),
-        greedy=st.booleans(),
-    )),
-)  # fmt: skip
+    own=st.fixed_dictionaries(
+        dict(
+            interval=st.integers(1, 6),
+            prompts=st.integers(1, 3),
+            gain=st.floats(0.01, 0.5),
+            greedy=st.booleans(),
+        )
+    ),
+)
 def test_models_change_only_where_what_is_known_changes_by_more_than_the_gain(
     regimes, order, scales, load, rebuild, own
 ):
@@ -138,24 +145,31 @@ def test_who_changes_models_for_little_changes_more_often_than_it_may(kind, rest
     shares=st.lists(st.tuples(SHARES, SHARES), min_size=2, max_size=2),
     scales=st.tuples(st.floats(0.2, 5), st.floats(0.2, 5)),
     objective=st.sampled_from(["throughput", "response_time", "accuracy", "energy"]),
-    options=st.fixed_dictionaries(dict(
-        interval=st.integers(1, 40), prompts=st.integers(1, 4), window=st.integers(4, 100),
-        greedy=st.booleans(), gain=st.floats(0, 0.3),
-    )),
+    options=st.fixed_dictionaries(
+        dict(
+            interval=st.integers(1, 40),
+            prompts=st.integers(1, 4),
+            window=st.integers(4, 100),
+            greedy=st.booleans(),
+            gain=st.floats(0, 0.3),
+        )
+    ),
     limits=st.sampled_from([{}, {"ttft_p99": 0.05}, {"ttft_p99": 2.0, "accuracy": 0.9}]),
     delays=st.lists(st.integers(0, 6), min_size=1, max_size=8),
     seed=st.randoms(use_true_random=False),
-)  # fmt: skip
+)
 def test_drawn_traces(shares, scales, objective, options, limits, delays, seed):
     """Loading takes a while, prompts overlap, some are dropped: each goes to what serves; and
     nothing is decided but after an interval, or more breaches than are borne."""
     profiles = {name: profile(s, 3) for name, s in zip("ab", scales, strict=True)}
     budget, step = max(p.size(3) for p in profiles.values()) * seed.uniform(1, 2), 0
     c = Controller(
-        profiles, Objective.of(objective, **limits), Repository(),
+        profiles,
+        ServiceObjective.of(objective, **limits),
+        Repository(),
         ControllerOptions(breaches=options["window"] // 2, budget=budget, **options),
         clock=lambda: float(step),
-    )  # fmt: skip
+    )
     waits, left, open_, tokens = itertools.cycle(delays), 0, [], 0
     wanted, below = None, 0
     free = borne = 0  # prompts while none is evaluated; breaches while something may be decided

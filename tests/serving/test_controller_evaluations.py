@@ -9,8 +9,8 @@ import pytest
 from controlled import THROUGHPUT, World, profile
 
 from eejax.common.errors import ConfigError
-from eejax.serving.choices import Choice, ControllerOptions
-from eejax.serving.objectives import Objective
+from eejax.serving.choices import ControllerOptions, ModelDepth
+from eejax.serving.objectives import ServiceObjective
 
 
 def test_reassessment_every_interval_and_no_change_for_little():
@@ -21,16 +21,21 @@ def test_reassessment_every_interval_and_no_change_for_little():
     assert {c.model for c in world.served[10:] if c.depth < 4} == {"a"}
     # The one that serves is evaluated as it is, for 5 of every 26 prompts; the other one whole, but
     # not before that pays.
-    begins = [d.time for d in world.controller.decisions if d[1:3] == ("evaluate", Choice("a", 2))]
+    begins = [
+        d.time for d in world.controller.decisions if d[1:3] == ("evaluate", ModelDepth("a", 2))
+    ]
     assert len(begins) >= 6
     assert {b - a for a, b in itertools.pairwise(begins)} <= {26.0, 31.0}
-    assert any(d[1:3] == ("evaluate", Choice("b", 4)) for d in world.controller.decisions[2:])
+    assert any(d[1:3] == ("evaluate", ModelDepth("b", 4)) for d in world.controller.decisions[2:])
 
 
 def test_who_could_not_be_better_is_not_evaluated_again():
     """By throughput 'b' could not win at its first exit; what is limited may still need it."""
     shares = {"a": (0.7, 0.1, 0.1, 0.1), "b": (0.7, 0.1, 0.1, 0.1)}
-    for goal, again in ((THROUGHPUT, False), (Objective.of("throughput", accuracy=0.999), True)):
+    for goal, again in (
+        (THROUGHPUT, False),
+        (ServiceObjective.of("throughput", accuracy=0.999), True),
+    ):
         world = World({"a": profile(1.0), "b": profile(1.2)}, shares, goal, interval=10)
         for _ in range(600):
             world.prompt(100)
@@ -49,8 +54,10 @@ def test_who_lost_by_more_is_evaluated_more_rarely(greedy, want):
     for scale in (1.0, 1.5, 2.2, 2.7, 3.6):
         world = World(
             {"a": profile(load=load), "b": profile(scale, load=load)},
-            {"a": (0.1, 0.1, 0.1, 0.7), "b": (0.0, 0.0, 0.0, 1.0)}, interval=20, greedy=greedy,
-        )  # fmt: skip
+            {"a": (0.1, 0.1, 0.1, 0.7), "b": (0.0, 0.0, 0.0, 1.0)},
+            interval=20,
+            greedy=greedy,
+        )
         for _ in range(1600):
             world.prompt()
         decisions = world.controller.decisions
@@ -72,10 +79,10 @@ def test_it_begins_with_what_profiles_tell_of_exits():
     profiles = {"a": profile(**PRIOR), "b": profile(1.5, **PRIOR)}
     world = World(profiles, dict.fromkeys(profiles, (0.7, 0.1, 0.1, 0.1)))
     world.prompt()
-    assert world.kinds == ["serve", "evaluate"] and world.served == [Choice("a", 1)]
+    assert world.kinds == ["serve", "evaluate"] and world.served == [ModelDepth("a", 1)]
     for _ in range(60):
         world.prompt()
-    assert {*world.served} == {Choice("a", 1)}
+    assert {*world.served} == {ModelDepth("a", 1)}
     (row,) = world.repository.history("a", 5)
     assert row.depth == 1 and row.prompts == 5
     found = world.controller.shares["a"]
@@ -86,7 +93,7 @@ def test_it_begins_with_what_profiles_tell_of_exits():
     world = World(profiles, {"a": (0.55, 0.25, 0.1, 0.1), "b": (0.9, 0.1, 0.0, 0.0)})
     for _ in range(800):
         world.prompt()
-    assert world.served[0] == Choice("a", 1) and world.served[-1] == Choice("b", 1)
+    assert world.served[0] == ModelDepth("a", 1) and world.served[-1] == ModelDepth("b", 1)
 
 
 @pytest.mark.parametrize("above", [0.0, 0.3, 1.0])
@@ -108,7 +115,7 @@ def test_an_evaluation_that_costs_much_waits_until_it_pays():
         c = world.controller
         while c.serving is None:
             world.prompt()
-        c.serving, c.wanted, c.current, c._plan = "a", Choice("a", 4), Choice("a", 4), []
+        c.serving, c.wanted, c.current, c._plan = "a", ModelDepth("a", 4), ModelDepth("a", 4), []
         c.holds({"a": 4}, 0)
         for age in range(200):
             c._age["b"] = age
@@ -132,7 +139,7 @@ def test_an_interval_that_follows_from_what_reassessing_costs():
         for _ in range(12):
             world.prompt()
         c = world.controller
-        assert c.current == Choice("a", 1)
+        assert c.current == ModelDepth("a", 1)
         answer = 20 * profiles["b"].serving(shares, 4).tpot
         assert c.interval == math.ceil((12 * load + answer) / (0.05 * 20 * 1e-3))
     alone = World({"a": profile()}, {"a": shares}, interval="auto")
@@ -157,13 +164,13 @@ def test_a_breach_asks_for_evaluations_where_what_was_breached_had_lasted(lasted
     profiles = {"a": profile(), "b": profile(1.7)}
     world = World(profiles, {"a": early, "b": (0.0, 0.0, 0.0, 1.0)}, interval=40)
     c = world.controller
-    while c.current != Choice("a", 1) or c.evaluating:
+    while c.current != ModelDepth("a", 1) or c.evaluating:
         world.prompt()
     for _ in range(60 if lasted else 10):
         world.prompt()
     while c.evaluating:
         world.prompt()
-    assert c.current == Choice("a", 1) and "grow" not in world.kinds
+    assert c.current == ModelDepth("a", 1) and "grow" not in world.kinds
     known = len(c.decisions)
     world.redraw("a", late)
     for _ in range(60):

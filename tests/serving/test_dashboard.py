@@ -11,8 +11,8 @@ import httpx
 import pytest
 from served import CONFIG, STALL, said, serving
 
-from eejax.serving.choices import Choice, Decision
-from eejax.serving.history import KEEP, SECONDS, History
+from eejax.serving.choices import Decision, ModelDepth
+from eejax.serving.history import KEEP, SECONDS, LoadHistory
 from eejax.serving.http import HttpOptions
 from eejax.serving.messages import FleetReport
 from eejax.serving.timeline import TimelinePoint
@@ -77,7 +77,7 @@ def test_a_prompt_is_answered_in_the_colours_of_its_exits(opened):
         spans = coloured()
         want = [said(tuple(prompt.encode()), i) for i in range(9)]
         assert [s.inner_text() for s in spans] == [chr(token) for token, _ in want]
-        layers = [CONFIG.stops[e] for _, e in want]
+        layers = [CONFIG.exit_boundaries[e] for _, e in want]
         assert [int(s.get_attribute("data-layers")) for s in spans] == layers
         colours = [s.evaluate("s => getComputedStyle(s).backgroundColor") for s in spans]
         pairs = set(zip(layers, colours, strict=True))
@@ -90,7 +90,7 @@ def test_a_prompt_is_answered_in_the_colours_of_its_exits(opened):
             int(r.get_attribute("data-layers")): int(r.get_attribute("data-tokens"))
             for r in page.query_selector_all("#exits rect")
         }
-        assert counts == {stop: layers.count(stop) for stop in CONFIG.stops}
+        assert counts == {stop: layers.count(stop) for stop in CONFIG.exit_boundaries}
         assert page.inner_text("#mean") == "2.67" and page.inner_text("#loaded") == "4"
         assert "M" in page.get_attribute("#depth path", "d")
 
@@ -144,14 +144,35 @@ def test_which_of_several_models_serves_and_why(opened):
         service.ready = service.ready._replace(models=models)
         decide = lambda *told: Decision(time.time(), *told)
         for report in (
-            FleetReport("small", 2, 3, 4, 0.0, None, None, None, "operations", (
-                decide("evaluate", Choice("small", 3), "the server begins"),
-                decide("serve", Choice("small", 2), "<b>it is best</b>"),
-            )),
-            FleetReport("large", 3, 6, 4, 0.25, 0.01, 0.125, 7.5, "nvml", (
-                decide("switch", Choice("large", 3), "too many tokens"),
-            ), tuple(TimelinePoint(i, "large", 3, 5, 0.1, 0.2, 4.0) for i in range(4))),
-        ):  # fmt: skip
+            FleetReport(
+                "small",
+                2,
+                3,
+                4,
+                0.0,
+                None,
+                None,
+                None,
+                "operations",
+                (
+                    decide("evaluate", ModelDepth("small", 3), "the server begins"),
+                    decide("serve", ModelDepth("small", 2), "<b>it is best</b>"),
+                ),
+            ),
+            FleetReport(
+                "large",
+                3,
+                6,
+                4,
+                0.25,
+                0.01,
+                0.125,
+                7.5,
+                "nvml",
+                (decide("switch", ModelDepth("large", 3), "too many tokens"),),
+                tuple(TimelinePoint(i, "large", 3, 5, 0.1, 0.2, 4.0) for i in range(4)),
+            ),
+        ):
             service.report = report
             service._watch("report", report)
             time.sleep(SECONDS)
@@ -185,7 +206,7 @@ def test_the_page_may_speak_to_nobody_else():
 
 def test_history_by_spans_of_time():
     now = [100.0]
-    history = History(lambda: now[0])
+    history = LoadHistory(lambda: now[0])
     history.load(2, 1, 0.5)
     history.tokens([3, 3, 12], first=0.25)
     history.tokens([12], between=[0.1, 0.1, 0.4])
@@ -193,9 +214,18 @@ def test_history_by_spans_of_time():
     now[0] += SECONDS
     (span,) = history.spans
     assert span == dict(
-        begin=100.0, running=2, waiting=1, held=0.5, tokens_per_s=4 / SECONDS, depth=7.5,
-        exits={"3": 2, "12": 2}, first=(0.25, 0.25), between=(0.1, 0.4), member=None, loaded=None,
-    )  # fmt: skip
+        begin=100.0,
+        running=2,
+        waiting=1,
+        held=0.5,
+        tokens_per_s=4 / SECONDS,
+        depth=7.5,
+        exits={"3": 2, "12": 2},
+        first=(0.25, 0.25),
+        between=(0.1, 0.4),
+        member=None,
+        loaded=None,
+    )
     now[0] += SECONDS
     quiet = history.spans[-1]
     assert (quiet["running"], quiet["depth"], quiet["first"], quiet["exits"]) == (2, None, None, {})

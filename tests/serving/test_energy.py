@@ -88,10 +88,14 @@ class Library(types.ModuleType):
 @pytest.mark.parametrize(
     "visible, devices, joules",
     [
-        (None, GPUS[:1], 2.0), (None, GPUS, 7.5), ("", GPUS[1:], 5.5), ("2,0", GPUS[:1], 11.0),
-        ("2, 0", GPUS[1:], 2.0), ("GPU-b", GPUS[:1], 5.5),
+        (None, GPUS[:1], 2.0),
+        (None, GPUS, 7.5),
+        ("", GPUS[1:], 5.5),
+        ("2,0", GPUS[:1], 11.0),
+        ("2, 0", GPUS[1:], 2.0),
+        ("GPU-b", GPUS[:1], 5.5),
     ],
-)  # fmt: skip
+)
 def test_gpus_are_those_that_cuda_shows(monkeypatch, visible, devices, joules):
     library = Library(2000, 5500, 11000)
     monkeypatch.setitem(sys.modules, "pynvml", library)
@@ -122,10 +126,19 @@ def test_gpus_that_do_not_count(monkeypatch, tmp_path):
 
 D, F, V = 8, 20, 56
 CONFIG = ModelConfig(
-    vocab_size=50, vocab_multiple=8, n_layers=6, d_model=D, n_heads=2, n_kv_heads=1, d_ff=F,
-    context_length=32, mlp_gated=True, dtype="bfloat16", sliding_window=(None, 3, None, 3, 3, 3),
+    vocab_size=50,
+    vocab_multiple=8,
+    n_layers=6,
+    d_model=D,
+    n_heads=2,
+    n_kv_heads=1,
+    d_ff=F,
+    context_length=32,
+    mlp_gated=True,
+    dtype="bfloat16",
+    sliding_window=(None, 3, None, 3, 3, 3),
     exits=(ExitConfig(0, norm=False), ExitConfig(2, head="own", router=3, mlp=True)),
-)  # fmt: skip
+)
 HEAD, MLP = V * D, 3 * D * F
 LAYER = 2 * D * D + 2 * D * D // 2 + MLP  # half as many heads of keys and values
 
@@ -176,10 +189,12 @@ def test_no_token_is_run_twice_and_no_more_wait_than_may(exits, cap):
 @pytest.mark.parametrize(
     "asked, names",
     [
-        (dict(exit=3), "exit = 3: must be in 0..2"), (dict(exit=-1), "exit = -1"),
-        (dict(exit=0, batch=0), "batch = 0"), (dict(exit=0, seen=-1), "seen = -1"),
+        (dict(exit=3), "exit = 3: must be in 0..2"),
+        (dict(exit=-1), "exit = -1"),
+        (dict(exit=0, batch=0), "batch = 0"),
+        (dict(exit=0, seen=-1), "seen = -1"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_named(asked, names):
     with pytest.raises(ConfigError, match=names):
         energy.token_work(CONFIG, **asked)

@@ -14,25 +14,25 @@ import pytest
 from fleet_of_one import NEW, OPTIONS, evaluated, fleet_of, profile
 
 from eejax import calibration
-from eejax.checkpoint.model import load_model
+from eejax.checkpoint.model import load_run
 from eejax.common.errors import ConfigError
 from eejax.common.trees import nbytes
 from eejax.inference import Generator, capacity
+from eejax.inference.logits_params import LogitsParams
 from eejax.inference.partial import PartialModel
-from eejax.inference.sampling import Sampling
-from eejax.inference.shaping import Shaping
+from eejax.inference.sampling import SamplingParams
 from eejax.serving import auditor
-from eejax.serving.choices import Choice, ControllerOptions, Profile
+from eejax.serving.choices import ControllerOptions, ModelDepth, ModelProfile
 from eejax.serving.controller import Controller
-from eejax.serving.fleet import Fleet, Member
-from eejax.serving.objectives import Objective
+from eejax.serving.fleet import Fleet, FleetMember
+from eejax.serving.objectives import ServiceObjective
 from eejax.serving.profiles import measure
 from eejax.serving.repository import Repository
 
 
 @pytest.fixture(scope="module")
 def model(small_run):
-    return load_model(small_run)
+    return load_run(small_run)
 
 
 # Of the larger model: one at a time, or both.
@@ -45,11 +45,14 @@ def test_nobody_is_lost_while_models_and_depths_change(model, room):
     profiles = {"a": profile(model, 1.0), "b": profile(model, 2.0)}
     budget = room * profiles["a"].size(3)
     controller = Controller(
-        profiles, Objective.of("throughput"), Repository(),
-        ControllerOptions(prompts=2, interval=8, tokens=NEW, budget=budget), clock=lambda: 0.0,
-    )  # fmt: skip
+        profiles,
+        ServiceObjective.of("throughput"),
+        Repository(),
+        ControllerOptions(prompts=2, interval=8, tokens=NEW, budget=budget),
+        clock=lambda: 0.0,
+    )
     rules = dict(threshold=0.0, prefill_exit=True)
-    members = {name: Member(params, config, rules, OPTIONS) for name in profiles}
+    members = {name: FleetMember(params, config, rules, OPTIONS) for name in profiles}
     fleet = Fleet(members, controller, slots=3, context=96, steps=2)
     texts = [model.tokenizer.encode(f"def f{i}(" + "x" * i).tolist() for i in range(40)]
     want = Generator.make(params, config, "posthoc").generate(
@@ -60,7 +63,7 @@ def test_nobody_is_lost_while_models_and_depths_change(model, room):
         while left and len(found) - len(ends) < 6:
             i, text = left.pop(0)
             found[fleet.submit(text, NEW)] = (i, [])
-        if served.count(Choice("a", 1)) == 5:
+        if served.count(ModelDepth("a", 1)) == 5:
             controller.profiles["b"] = profile(model, 0.2)
         if turn == 12:
             dropped = max(found)
@@ -72,7 +75,7 @@ def test_nobody_is_lost_while_models_and_depths_change(model, room):
                 ends[number] = finish
         served.append(controller.current)
         assert len(fleet.parts) <= (1 if room == 1.0 else 2)
-        assert sum(part.held for part in fleet.parts.values()) <= budget
+        assert sum(part.total_bytes for part in fleet.parts.values()) <= budget
         if not left and fleet.idle:
             break
     assert ends.pop(dropped) == "cancelled"
@@ -94,24 +97,31 @@ def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, see
     answer is looked at again, is there more on the device than may be, and every text is what one
     model by itself says."""
     config, rng, slots = model.config, np.random.default_rng(seed), (4, 3, 2)
-    options = dataclasses.replace(OPTIONS, grows=True).of_slots(slots[0])
+    options = dataclasses.replace(OPTIONS, can_deepen=True).resolve_buckets(slots[0])
     sizes = [capacity.weight_bytes(config, d) for d in (1, 2, 3)]
     whole = [capacity.engine_bytes(config, options, d, 96, slots[d - 1]) for d in (1, 2, 3)]
     state = tuple(w - s for w, s in zip(whole, sizes, strict=True))
     own = dict.fromkeys(("seconds", "prefill", "load", "rebuild", "energy"), (1.0,) * 3)
-    measured = Profile(
-        bytes=tuple(np.diff([0, *sizes]).tolist()), state=state, slots=slots, sure=(1.0,) * 3,
-        unsure=(0.9,) * 3, **own,
-    )  # fmt: skip
+    measured = ModelProfile(
+        bytes=tuple(np.diff([0, *sizes]).tolist()),
+        state=state,
+        slots=slots,
+        sure=(1.0,) * 3,
+        unsure=(0.9,) * 3,
+        **own,
+    )
     beside = [capacity.audit_bytes(config, d) for d in (1, 2, 3)]
     budget = room * max(w + b for w, b in zip(whole, beside, strict=True))
     controller = Controller(
-        {"a": measured, "b": measured}, Objective.of("throughput"), Repository(),
-        ControllerOptions(interval=10**6, budget=budget), clock=lambda: 0.0,
-    )  # fmt: skip
+        {"a": measured, "b": measured},
+        ServiceObjective.of("throughput"),
+        Repository(),
+        ControllerOptions(interval=10**6, budget=budget),
+        clock=lambda: 0.0,
+    )
     controller._plan = []
     controller.shares.update(dict.fromkeys("ab", (1.0, 0.0, 0.0)))
-    member = Member(model.params, config, dict(threshold=0.0, prefill_exit=True), OPTIONS)
+    member = FleetMember(model.params, config, dict(threshold=0.0, prefill_exit=True), OPTIONS)
     fleet = Fleet(
         {"a": member, "b": member}, controller, slots={"a": slots, "b": slots}, context=96, steps=2
     )
@@ -120,7 +130,7 @@ def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, see
     def brought(tree):
         assert not audited or all(ref() is None for ref in audited[-1][1])  # what came before it
         found = brings(tree)
-        held = sum(part.held for part in fleet.parts.values()) + nbytes(found)
+        held = sum(part.total_bytes for part in fleet.parts.values()) + nbytes(found)
         audited.append((held, [weakref.ref(a) for a in jax.tree.leaves(found)]))
         return found
 
@@ -129,14 +139,15 @@ def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, see
     want = Generator.make(model.params, config, "posthoc").generate(
         texts, NEW, threshold=0.0, prefill_exit=True
     )
-    numbers = {fleet.submit(text, NEW, priority=int(rng.integers(3))): i
-               for i, text in enumerate(texts)}  # fmt: skip
+    numbers = {
+        fleet.submit(text, NEW, priority=int(rng.integers(3))): i for i, text in enumerate(texts)
+    }
     dropped, found, ends = set(), {n: [] for n in numbers}, {}
     for turn in range(5000):
         if fleet.idle:
             break
         if turn % 7 == 3:
-            choice = Choice("ab"[rng.integers(2)], int(rng.integers(1, 4)))
+            choice = ModelDepth("ab"[rng.integers(2)], int(rng.integers(1, 4)))
             controller._want("switch", choice, "drawn")
         if turn % 40 == 20 and (left := sorted(numbers.keys() - ends.keys())):
             dropped.add(left[rng.integers(len(left))])
@@ -148,7 +159,7 @@ def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, see
             found[number] += [t.id for t in tokens]
             if finish:
                 assert ends.setdefault(number, finish) == finish
-        held = sum(part.held for part in fleet.parts.values())
+        held = sum(part.total_bytes for part in fleet.parts.values())
         assert held <= budget, (turn, fleet.changes[-3:])
     assert ends.keys() == numbers.keys()
     assert {n for n, finish in ends.items() if finish == "cancelled"} <= dropped
@@ -166,10 +177,13 @@ def test_who_cancels_is_not_taken_along(model):
     """A model that has to go, with a request that was cancelled and not yet told."""
     profiles = {name: profile(model, 1.0) for name in "ab"}
     controller = Controller(
-        profiles, Objective.of("throughput"), Repository(), ControllerOptions(prompts=2),
+        profiles,
+        ServiceObjective.of("throughput"),
+        Repository(),
+        ControllerOptions(prompts=2),
         clock=lambda: 0.0,
-    )  # fmt: skip
-    members = {name: Member(model.params, model.config, {}, OPTIONS) for name in profiles}
+    )
+    members = {name: FleetMember(model.params, model.config, {}, OPTIONS) for name in profiles}
     fleet = Fleet(members, controller, slots=2, context=96, steps=2)
     first, second = (fleet.submit(model.tokenizer.encode("import x").tolist(), NEW) for _ in "ab")
     while len(fleet.running) < 2:
@@ -190,12 +204,15 @@ def test_tokens_below_their_threshold_are_told(model):
     config = model.config
     profiles = {"m": profile(model, 1.0)}
     controller = Controller(
-        profiles, Objective.of("throughput"), Repository(),
-        ControllerOptions(prompts=2, window=20, breaches=8, interval=1000), clock=lambda: 0.0,
-    )  # fmt: skip
+        profiles,
+        ServiceObjective.of("throughput"),
+        Repository(),
+        ControllerOptions(prompts=2, window=20, breaches=8, interval=1000),
+        clock=lambda: 0.0,
+    )
     rules = dict(threshold=0.999, prefill_exit=True)
     fleet = Fleet(
-        {"m": Member(model.params, config, rules, OPTIONS)}, controller, slots=2, context=96
+        {"m": FleetMember(model.params, config, rules, OPTIONS)}, controller, slots=2, context=96
     )
     for i in range(4):
         fleet.submit(model.tokenizer.encode(f"class A{i}").tolist(), NEW)
@@ -216,7 +233,7 @@ def test_a_measured_profile(model):
     rng = np.random.default_rng(0)
     tokens = rng.integers(97, 120, (8, 33)).astype(np.int32)
     batches = [{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}]
-    member = Member(model.params, model.config, dict(threshold=0.5), OPTIONS)
+    member = FleetMember(model.params, model.config, dict(threshold=0.5), OPTIONS)
     ticks = itertools.count()
     texts = [tokens[i, : 8 + i].tolist() for i in range(4)]
     found = measure(
@@ -224,7 +241,7 @@ def test_a_measured_profile(model):
     )
     n = model.config.n_exits + 1
     part = PartialModel(model.params, model.config, OPTIONS, slots=2, depth=n, context=96)
-    held = lambda: part.bytes + nbytes(part.scheduler.state)
+    held = lambda: part.weight_bytes + nbytes(part.scheduler.state)
     assert found.size(n) == held() and found.slots == (2,) * n
     part.shrink(1)
     assert found.size(1) == held()
@@ -243,25 +260,28 @@ def test_a_measured_profile(model):
 def test_a_sampled_or_shaped_answer_is_not_audited(model):
     """What is drawn by chance, or shaped, is not what the whole model finds most likely."""
     controller = Controller(
-        {"m": profile(model, 1.0)}, Objective.of("throughput", accuracy=0.9), Repository(),
-        ControllerOptions(prompts=2, interval=1000), clock=lambda: 0.0,
-    )  # fmt: skip
-    options = dataclasses.replace(OPTIONS, shaping=True)
-    member = Member(model.params, model.config, {}, options)
+        {"m": profile(model, 1.0)},
+        ServiceObjective.of("throughput", accuracy=0.9),
+        Repository(),
+        ControllerOptions(prompts=2, interval=1000),
+        clock=lambda: 0.0,
+    )
+    options = dataclasses.replace(OPTIONS, logits_params=True)
+    member = FleetMember(model.params, model.config, {}, options)
     fleet = Fleet({"m": member}, controller, slots=3, context=96, audits=1.0)
     for i in range(9):
         text = model.tokenizer.encode(f"def f{i}").tolist()
-        fleet.submit(text, NEW, sampling=Sampling.make(1, 1.5, seed=i))
+        fleet.submit(text, NEW, sampling=SamplingParams.make(1, 1.5, seed=i))
     fleet.run()
     assert not fleet.audits and not controller.evaluating
     assert [d.kind for d in controller.decisions] == ["evaluate", "serve"]
-    for asked in (dict(), dict(presence=0.5), dict(biases={5: 1.0}), dict(likely=3)):
+    for asked in (dict(), dict(presence=0.5), dict(biases={5: 1.0}), dict(top_logprobs=3)):
         # Nothing of what only tells more is another text.
-        shaping = Shaping.make(model.config.vocab_size, **asked)
-        plain = {*asked} <= {"likely"}
+        logits_params = LogitsParams.make(model.config.vocab_size, **asked)
+        plain = {*asked} <= {"top_logprobs"}
         for i in range(5 if plain else 3):
             text = model.tokenizer.encode(f"def f{i}").tolist()
-            fleet.submit(text, NEW, shaping=shaping if asked or i else None)
+            fleet.submit(text, NEW, logits_params=logits_params if asked or i else None)
         fleet.run()
     (audit,) = fleet.audits.values()
     assert audit.count == 10 and audit.share == 0.0
@@ -278,12 +298,15 @@ def test_joules_are_counted_where_something_counts_them(model):
         def read(self):
             return 2.0 * told[0]
 
-    member, history = Member(model.params, model.config, {}, OPTIONS), {}
+    member, history = FleetMember(model.params, model.config, {}, OPTIONS), {}
     for meter in (Counter(), None):
         controller = Controller(
-            {"m": profile(model, 1.0)}, Objective.of("energy"), Repository(),
-            ControllerOptions(prompts=2), clock=lambda: 0.0,
-        )  # fmt: skip
+            {"m": profile(model, 1.0)},
+            ServiceObjective.of("energy"),
+            Repository(),
+            ControllerOptions(prompts=2),
+            clock=lambda: 0.0,
+        )
         fleet = Fleet({"m": member}, controller, slots=2, context=96, steps=1, meter=meter)
         for i in range(2):
             fleet.submit(model.tokenizer.encode(f"def f{i}").tolist(), NEW)
@@ -300,10 +323,13 @@ def test_joules_are_counted_where_something_counts_them(model):
 
 def test_members_that_do_not_fit(model):
     controller = Controller(
-        {"a": profile(model, 1.0)}, Objective.of("throughput"), Repository(), clock=lambda: 0.0
+        {"a": profile(model, 1.0)},
+        ServiceObjective.of("throughput"),
+        Repository(),
+        clock=lambda: 0.0,
     )
     other = model.config.replace(vocab_size=300)
-    members = {"a": Member(model.params, model.config), "b": Member(model.params, other)}
+    members = {"a": FleetMember(model.params, model.config), "b": FleetMember(model.params, other)}
     with pytest.raises(ConfigError, match="must have vocabularies of one size"):
         Fleet(members, controller, slots=2)
     for wrong in (0, 2.5, {"a": (3, 3)}, {"a": (1, 2, 3)}, {}):
@@ -311,9 +337,11 @@ def test_members_that_do_not_fit(model):
             Fleet({"a": members["a"]}, controller, slots=wrong)
     short = dataclasses.replace(members["a"], config=model.config.replace(context_length=40))
     two = Controller(
-        {name: profile(model, 1.0) for name in "ab"}, Objective.of("throughput"), Repository(),
+        {name: profile(model, 1.0) for name in "ab"},
+        ServiceObjective.of("throughput"),
+        Repository(),
         clock=lambda: 0.0,
-    )  # fmt: skip
+    )
     assert Fleet({"a": members["a"], "b": short}, two, slots=2).context == 40
     with pytest.raises(ConfigError, match=r"members = \['x'\]: must be those of the controller"):
         Fleet({"x": members["a"]}, controller, slots=2)
@@ -322,14 +350,14 @@ def test_members_that_do_not_fit(model):
 def test_who_runs_while_a_model_shrinks_goes_on_before_who_comes(model):
     fleet, controller = fleet_of(model, prompts=2, interval=1000)
     evaluated(fleet, model)
-    controller._want("grow", Choice("m", 3), "for the test")
+    controller._want("grow", ModelDepth("m", 3), "for the test")
     while controller.current != controller.wanted:
         fleet.step()
     first = [fleet.submit(model.tokenizer.encode(f"a{i}").tolist(), NEW) for i in range(3)]
     for _ in range(3):
         fleet.step()
     later = [fleet.submit(model.tokenizer.encode(f"b{i}").tolist(), NEW) for i in range(6)]
-    controller._want("serve", Choice("m", 1), "for the test")
+    controller._want("serve", ModelDepth("m", 1), "for the test")
     gap, since, ends = 0, dict.fromkeys(first, 0), []
     while not fleet.idle:
         outputs = fleet.step()
@@ -340,7 +368,7 @@ def test_who_runs_while_a_model_shrinks_goes_on_before_who_comes(model):
     assert sorted(ends[:3]) == first and sorted(ends) == first + later
     assert gap <= 4  # a call under way, and the text that is read anew
     (change,) = [c for c in fleet.changes if c.kind == "shrink" and c.tokens]
-    assert change.tokens > 3 * 2 and change.choice == Choice("m", 1)
+    assert change.tokens > 3 * 2 and change.choice == ModelDepth("m", 1)
 
 
 def test_nobody_waits_for_a_model_while_another_one_serves(model):
@@ -352,7 +380,7 @@ def test_nobody_waits_for_a_model_while_another_one_serves(model):
     fleet._free(other)
     made, hold = fleet._made, threading.Event()
     fleet._made = lambda choice: (hold.wait(60), made(choice))[1]
-    controller._want("evaluate", Choice(other, 3), "for the test")
+    controller._want("evaluate", ModelDepth(other, 3), "for the test")
     number = fleet.submit(model.tokenizer.encode("import x").tolist(), NEW)
     outputs = fleet.run()
     assert not hold.is_set() and other not in fleet.parts
@@ -360,7 +388,7 @@ def test_nobody_waits_for_a_model_while_another_one_serves(model):
     hold.set()
     while other not in fleet.parts:
         fleet.step()
-    assert controller.current == Choice(other, 3)
+    assert controller.current == ModelDepth(other, 3)
 
 
 def test_a_request_with_an_objective_of_its_own_shows_nothing_of_the_models(model):
@@ -372,7 +400,7 @@ def test_a_request_with_an_objective_of_its_own_shows_nothing_of_the_models(mode
     assert {t.exit for o in outputs for t in o.tokens} == {2}
     assert controller.evaluating and not controller.shares
     evaluated(fleet, model)
-    assert controller.shares["m"] == (1.0, 0.0, 0.0) and controller.wanted == Choice("m", 1)
+    assert controller.shares["m"] == (1.0, 0.0, 0.0) and controller.wanted == ModelDepth("m", 1)
 
 
 def test_a_model_whose_answers_are_no_numbers_is_left_alone(model):
@@ -418,6 +446,6 @@ def test_a_model_that_cannot_be_loaded_is_left_alone(model, lost):
 
 def test_shaping_that_no_member_takes_is_told_at_once(model):
     fleet, _ = fleet_of(model)
-    with pytest.raises(ConfigError, match="shaping = .*: must be None: m takes none"):
-        fleet.submit([1], 2, shaping=Shaping.make(257, likely=1))
+    with pytest.raises(ConfigError, match="logits_params = .*: must be None: m takes none"):
+        fleet.submit([1], 2, logits_params=LogitsParams.make(257, top_logprobs=1))
     assert fleet.idle

@@ -18,15 +18,15 @@ from served import TinyFleet
 from eejax.common.errors import ConfigError, DataError
 from eejax.data.tokenizers import ByteTokenizer
 from eejax.serving import fleets, measurements
-from eejax.serving.choices import Choice, ControllerOptions
-from eejax.serving.fleet import Member
+from eejax.serving.choices import ControllerOptions, ModelDepth
+from eejax.serving.fleet import FleetMember
 from eejax.serving.messages import LOG
-from eejax.serving.objectives import Objective
+from eejax.serving.objectives import ServiceObjective
 from eejax.serving.quality import BenchmarkScore, QualitySource
-from eejax.serving.repository import Conditions, Evaluation, Repository, rebuild
+from eejax.serving.repository import MeasurementConditions, Repository, StoredEvaluation, rebuild
 
 OPTIONS = ControllerOptions(prompts=2, interval=10**6, tokens=8)
-NOW = Conditions("digest", "cpu", "0.10", "0.1", '{"context": 32, "slots": [2, 2]}')
+NOW = MeasurementConditions("digest", "cpu", "0.10", "0.1", '{"context": 32, "slots": [2, 2]}')
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def calls(monkeypatch):
     return found
 
 
-def serves(fleet) -> Choice:
+def serves(fleet) -> ModelDepth:
     """What a fleet serves with once it has evaluated what it wants to."""
     for i in range(20):
         fleet.submit([65 + i, 66], 8)
@@ -59,7 +59,7 @@ def serves(fleet) -> Choice:
     return fleet.controller.current
 
 
-def cut(large: Member, small: Member) -> Member:
+def cut(large: FleetMember, small: FleetMember) -> FleetMember:
     """The first layers of a model as one of its own, whose answers are now and then the same."""
     params = dict(large.params) | {"exits": small.params["exits"]}
     n = small.config.n_layers
@@ -76,7 +76,7 @@ def test_a_restart_measures_nothing_again(tmp_path, calls, caplog):
     def started(objective: str, **limits: float):
         calls.clear()
         caplog.clear()
-        aims = fleets.Aims(objective, limits, OPTIONS, path, audits=0.0)
+        aims = fleets.FleetConfig(objective, limits, OPTIONS, path, audits=0.0)
         with caplog.at_level("INFO", LOG):
             made = fleets.built(members, ByteTokenizer(), aims, slots=2, prompts=prompts).fleet(2)
         return made, [record.getMessage() for record in caplog.records if record.name == LOG]
@@ -86,7 +86,7 @@ def test_a_restart_measures_nothing_again(tmp_path, calls, caplog):
     assert sum("as it was not measured before" in line for line in said) == 2
     small, large = (float(re.search(r"quality ([0-9.]+) \(best\)", s)[1]) for s in said[-2:])
     assert 0.01 < small < 0.9 and large == 1.0
-    assert serves(fleet) == Choice("large", 2)
+    assert serves(fleet) == ModelDepth("large", 2)
     evaluated = [d.choice.model for d in fleet.controller.decisions if d.kind == "evaluate"]
     assert evaluated == ["large"]  # the other one could not be better, were all its tokens right
     fleet.controller.repository.close()
@@ -97,7 +97,7 @@ def test_a_restart_measures_nothing_again(tmp_path, calls, caplog):
         assert sum(line.startswith(f"{name}: as measured at 20") for line in said) == 1
     assert [line for line in said if "not evaluated again" in line][0].startswith("large: ")
     assert [d.kind for d in fleet.controller.decisions] == ["serve"]
-    assert serves(fleet) == Choice("large", 2)
+    assert serves(fleet) == ModelDepth("large", 2)
 
     # As if they were measured on a machine on which the larger one takes three times as long. No
     # time that was measured here decides: programs are compiled while requests wait, and a limit on
@@ -182,7 +182,7 @@ def test_what_is_evaluated_again_and_why(tmp_path, caplog):
     assert again() == (set(), "")
     told = telemetry()
     for name in profiles:
-        repository.add(Evaluation(1e9, name, 4, 2, 8, (8, 0, 0, 0), "operations", told))
+        repository.add(StoredEvaluation(1e9, name, 4, 2, 8, (8, 0, 0, 0), "operations", told))
     found, said = again()
     assert found == {"a", "b"} and said.count("not evaluated again, as it was at 2001-09") == 2
     better = profiles | {"b": dataclasses.replace(profile(), quality=((1.0, 0.5),), ceiling=0.5)}
@@ -199,7 +199,7 @@ def test_what_is_evaluated_again_and_why(tmp_path, caplog):
     found, said = again()
     assert not found and said.count("change of scores") == 2
     repository.import_scores([score])
-    row = Evaluation(1e9 + 1, "a", 4, 2, 8, (8, 0, 0, 0), "operations", told, strictness=2)
+    row = StoredEvaluation(1e9 + 1, "a", 4, 2, 8, (8, 0, 0, 0), "operations", told, strictness=2)
     again()
     repository.add(row)
     assert again()[0] == {"a", "b"}  # by thresholds as they are at the beginning
@@ -221,7 +221,7 @@ def test_an_evaluation_that_cannot_be_read_is_of_one_model_alone(caplog):
         repository.profile(name, NOW._replace(model=name))
     again()
     for name in profiles:
-        row = Evaluation(1e9, name, 4, 2, 8, (8, 0, 0, 0), "operations", telemetry())
+        row = StoredEvaluation(1e9, name, 4, 2, 8, (8, 0, 0, 0), "operations", telemetry())
         repository.add(row)
     kept = dict(repository.judged)
     with repository._connection as db:
@@ -239,7 +239,7 @@ def test_who_is_served_does_not_depend_on_a_file_that_cannot_be_written(tmp_path
     made = measurements.with_profiles(repository, profiles)
     (said,) = caplog.messages
     assert re.match(r"measurements are not kept: .*models.db: cannot be written \(.*readonly", said)
-    order = made.candidates(["slow", "fast"], Objective.of("throughput"))
+    order = made.candidates(["slow", "fast"], ServiceObjective.of("throughput"))
     assert made.path == ":memory:" and order == ["fast", "slow"]
 
 
@@ -252,9 +252,9 @@ def test_a_file_that_is_in_use_for_a_moment_is_used_once_it_is_free(tmp_path, ca
         assert measurements.with_profiles(repository, profiles) is repository
         assert [text.split(":")[0] for text in caplog.messages] == ["slow", "fast"]
         assert "its benchmark is not kept: " in caplog.text and "locked" in caplog.text
-        order = repository.candidates(["slow", "fast"], Objective.of("throughput"))
+        order = repository.candidates(["slow", "fast"], ServiceObjective.of("throughput"))
         assert order == ["fast", "slow"]
-    row = Evaluation(1e9, "slow", 4, 2, 8, (8, 0, 0, 0), "operations", telemetry())
+    row = StoredEvaluation(1e9, "slow", 4, 2, 8, (8, 0, 0, 0), "operations", telemetry())
     repository.add(row)
     assert Repository(file).history("slow") == [row]
 

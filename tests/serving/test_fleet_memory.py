@@ -6,18 +6,18 @@ import jax
 import pytest
 from fleet_of_one import NEW, OPTIONS, evaluated, fleet_of
 
-from eejax.checkpoint.model import load_model
+from eejax.checkpoint.model import load_run
 from eejax.common.trees import nbytes
 from eejax.inference import deepening, partial
 from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.partial import PartialModel
-from eejax.serving.auditor import Auditor
-from eejax.serving.choices import Choice
+from eejax.serving.auditor import AnswerVerifier
+from eejax.serving.choices import ModelDepth
 
 
 @pytest.fixture(scope="module")
 def model(small_run):
-    return load_model(small_run)
+    return load_run(small_run)
 
 
 EXHAUSTED = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
@@ -40,7 +40,7 @@ def lowest(model, names="m", **own):
     fleet, controller = fleet_of(model, names, prompts=2, interval=1000, made=made, **own)
     evaluated(fleet, model)
     serves = controller.current.model
-    controller._want("serve", Choice(serves, 1), "for the test")
+    controller._want("serve", ModelDepth(serves, 1), "for the test")
     while controller.current != controller.wanted:
         fleet.step()
     numbers = [fleet.submit(model.tokenizer.encode(f"c{i}").tolist(), NEW) for i in range(5)]
@@ -69,15 +69,15 @@ def test_a_model_there_is_no_room_to_grow_stays_as_it_is(model, monkeypatch, nam
     monkeypatch.setattr(partial, name, lambda *args: (tried.append(1), broken(*args)))
     part = fleet.parts["m"]
     with pytest.warns(UserWarning, match="'m' stays at 1 exits, as 3 cannot be loaded: RESOURCE"):
-        controller._want("grow", Choice("m", 3), "for the test")
+        controller._want("grow", ModelDepth("m", 3), "for the test")
         while not tried:
             fleet.step()
-    assert (part.depth, part.coming, part.engine.slots) == (1, 1, 3)
+    assert (part.depth, part.target_segments, part.engine.slots) == (1, 1, 3)
     for _ in range(3):
         fleet.step()
-        controller._want("grow", Choice("m", 3), "for the test")
+        controller._want("grow", ModelDepth("m", 3), "for the test")
     fleet.run()
-    assert controller.wanted == controller.current == Choice("m", 1) and len(tried) == 1
+    assert controller.wanted == controller.current == ModelDepth("m", 1) and len(tried) == 1
     assert [change.kind for change in fleet.changes][-1] == "stay" and not fleet._growing
     number = fleet.submit([65], NEW)
     assert counted(fleet.run()) == {number: NEW} and number not in numbers
@@ -86,7 +86,7 @@ def test_a_model_there_is_no_room_to_grow_stays_as_it_is(model, monkeypatch, nam
 def test_another_model_serves_in_place_of_one_that_cannot_grow(model, monkeypatch):
     fleet, controller, serves, numbers = lowest(model, "ab")
     monkeypatch.setattr(partial, "more_weights", fails)
-    controller._want("grow", Choice(serves, 3), "for the test")
+    controller._want("grow", ModelDepth(serves, 3), "for the test")
     with pytest.warns(UserWarning, match=f"'{serves}' is served no more: it cannot grow"):
         outputs = fleet.run()
     assert {o.number for o in outputs if o.finish == "length"} == {*numbers}
@@ -96,7 +96,7 @@ def test_another_model_serves_in_place_of_one_that_cannot_grow(model, monkeypatc
 def test_an_audit_there_is_no_room_for_is_left_out(model, monkeypatch):
     """Of an evaluation too, which goes by what was expected."""
     fleet, controller = fleet_of(model, prompts=2, interval=1000, made=dict(audits=1.0))
-    monkeypatch.setattr(Auditor, "judge", fails)
+    monkeypatch.setattr(AnswerVerifier, "judge", fails)
     with pytest.warns(UserWarning, match="an answer of 'm' is not looked at again: RESOURCE"):
         evaluated(fleet, model)
         numbers = [fleet.submit([65 + i], NEW) for i in range(4)]
@@ -109,16 +109,16 @@ def test_an_audit_there_is_no_room_for_is_left_out(model, monkeypatch):
 
 def test_what_is_called_off_before_it_is_there_runs_nobody_anew(model, monkeypatch):
     fleet, controller, _, numbers = lowest(model, breaches=100)  # nothing else is asked for
-    monkeypatch.setattr(PartialModel, "came", False)
+    monkeypatch.setattr(PartialModel, "growth_ready", False)
     part = fleet.parts["m"]
-    for choice in (Choice("m", 3), Choice("m", 2), Choice("m", 1)):
+    for choice in (ModelDepth("m", 3), ModelDepth("m", 2), ModelDepth("m", 1)):
         controller._want("evaluate", choice, "for the test")
         fleet.step()
-        assert (part.depth, part.coming) == (1, choice.depth)
+        assert (part.depth, part.target_segments) == (1, choice.depth)
         assert part.engine.slots == part.slots[choice.depth - 1]
     running, preempted = part.scheduler.running, []
     monkeypatch.setattr(part.scheduler, "preempt", preempted.append)
-    assert running and controller.current == Choice("m", 1)
+    assert running and controller.current == ModelDepth("m", 1)
     outputs = fleet.run()
     assert {o.number for o in outputs if o.finish == "length"} <= {*numbers} and not preempted
     kinds = [change.kind for change in fleet.changes]
@@ -130,9 +130,9 @@ def test_models_lie_on_the_host_once(model):
     fleet, controller, *_ = lowest(model)
     fleet.run()
     part = fleet.parts["m"]
-    fleet._auditors["m"] = Auditor(part.host, part.config)
+    fleet._auditors["m"] = AnswerVerifier(part.host, part.config)
     want = jax.tree.leaves(fleet.members["m"].params)
-    for host in (part.host, fleet._auditors["m"]._host, fleet._made(Choice("m", 2)).host):
+    for host in (part.host, fleet._auditors["m"]._host, fleet._made(ModelDepth("m", 2)).host):
         assert all(a is b for a, b in zip(jax.tree.leaves(host), want, strict=True))
 
 
@@ -145,7 +145,7 @@ def test_there_is_room_for_a_change_of_depth_while_it_is_made(model, monkeypatch
     for i in range(5):
         part.scheduler.submit(model.tokenizer.encode(f"z{i}").tolist(), 60)
     live = lambda: sum(a.nbytes for a in jax.live_arrays()) - base
-    most, seen = part.held, []
+    most, seen = part.total_bytes, []
     start, rows = BatchedEngine.start, deepening._rows
 
     def started(engine):
@@ -168,8 +168,8 @@ def test_there_is_room_for_a_change_of_depth_while_it_is_made(model, monkeypatch
         else:
             part.grow(depth)
             seen.append(live())
-            part.exchange()
-        small = max(small, part.held)
+            part.adopt_growth()
+        small = max(small, part.total_bytes)
         for _ in range(4):
             part.step()
     assert len(seen) > 10 and max(seen) <= 1.1 * max(most, small)

@@ -24,7 +24,7 @@ from eejax.data.tokenizers import ByteTokenizer
 from eejax.inference import Generator
 from eejax.inference.policy import ExitPolicy
 from eejax.serving.fleets import template_of
-from eejax.serving.messages import Ask
+from eejax.serving.messages import EngineRequest
 from eejax.serving.repository import Repository
 from eejax.serving.service import READY, Service, ServiceOptions
 from experiments import prompt_files
@@ -54,9 +54,7 @@ async def client_of(address):
 
 
 def asked(prompt, limit: int, **more) -> dict:
-    return dict(
-        model="m", prompt=prompt, max_tokens=limit, temperature=0, ignore_eos=True
-    ) | more  # fmt: skip
+    return dict(model="m", prompt=prompt, max_tokens=limit, temperature=0, ignore_eos=True) | more
 
 
 async def streamed(client, prompt, limit: int, **more) -> tuple[list[dict], list[int], str]:
@@ -243,8 +241,12 @@ async def test_who_leaves_or_is_late_frees_the_slot_and_the_first_come_first(fle
 async def test_many_clients_get_every_token_of_unlike_models():
     with serving(TinyFleet(slots=4)) as (address, service):
         found, told = await everybody(address, 64, 4)
-        stops = {stop for config in FLEET.values() for stop in config.stops}
-        assert {e["layers"] for *_, exits in found for e in exits} == stops == {*told["stops"]}
+        stops = {stop for config in FLEET.values() for stop in config.exit_boundaries}
+        assert (
+            {e["layers"] for *_, exits in found for e in exits}
+            == stops
+            == {*told["exit_boundaries"]}
+        )
         seen = kinds(told)
         assert seen["evaluate"] > 4 and seen["grow"] + seen["switch"] > 0, seen
         assert told["fleet"]["below"] > 0
@@ -259,7 +261,7 @@ async def test_a_fleet_that_hangs_is_ended_and_started_again():
 
     async def one(limit: int) -> tuple[int, str]:
         count, finish = 0, ""
-        async for event in service.ask(Ask((65, 66), limit)):
+        async for event in service.stream(EngineRequest((65, 66), limit)):
             count, finish = count + len(event.tokens), event.finish
         return count, finish
 
@@ -273,11 +275,11 @@ async def test_a_fleet_that_hangs_is_ended_and_started_again():
             await asyncio.sleep(0.1)
     assert await one(20) == (20, "length") and service.restarts == 1
     with pytest.raises(ConfigError, match="stop_tokens"):  # which ends nobody's else
-        async for _ in service.ask(Ask((65,), 3, stop_tokens=(300,))):
+        async for _ in service.stream(EngineRequest((65,), 3, stop_tokens=(300,))):
             pass
     with pytest.raises(ConfigError, match="policy = .*: must be None: the server chooses"):
         policy = ExitPolicy.make(FLEET["large"], 1)
-        async for _ in service.ask(Ask((65,), 3, policy)):
+        async for _ in service.stream(EngineRequest((65,), 3, policy)):
             pass
     under_way = [asyncio.create_task(one(30)) for _ in range(6)]
     await asyncio.sleep(0)
@@ -291,10 +293,17 @@ def test_the_launcher_serves_runs_as_one(small_run, tmp_path):
     lines = [json.dumps(dict(prompt=f"def f{i}(x): return x", task="other")) for i in range(30)]
     prompts.write_text("\n".join([*lines, "import os", ""]))
     flags = (
-        f"--model=small={small_run}", f"--model=large={small_run}", "--objective=goodput",
-        "--limits=ttft_p99=100,accuracy=0.5", f"--prompts={prompts}", "--slots=2", "--reassess=5",
-        f"--repository={tmp_path / 'helios.db'}", "--budget=1G", "--thresholds=small=0.3,0.5",
-    )  # fmt: skip
+        f"--model=small={small_run}",
+        f"--model=large={small_run}",
+        "--objective=goodput",
+        "--limits=ttft_p99=100,accuracy=0.5",
+        f"--prompts={prompts}",
+        "--slots=2",
+        "--reassess=5",
+        f"--repository={tmp_path / 'helios.db'}",
+        "--budget=1G",
+        "--thresholds=small=0.3,0.5",
+    )
     free = [flag for flag in flags if not flag.startswith("--budget")]
     with pytest.raises(ConfigError, match="--budget = 1024: must be [0-9]+ bytes at least, which"):
         call("experiments.serve", *free, "--budget=1K", "--port=0")
@@ -365,7 +374,7 @@ async def test_a_server_of_one_model_chooses_nothing():
     service = Service(Scripted())
     await service.start()
     with pytest.raises(ConfigError, match="objective = 'accuracy': must be None: there is one"):
-        async for _ in service.ask(Ask((5,), 3, objective="accuracy")):
+        async for _ in service.stream(EngineRequest((5,), 3, objective="accuracy")):
             pass
     assert not service.ready.chooses and service.report is None
     await service.stop()
@@ -373,9 +382,9 @@ async def test_a_server_of_one_model_chooses_nothing():
 
 def test_models_share_one_valid_chat_template(tmp_path):
     tokenizer = ByteTokenizer()
-    models = {name: SimpleNamespace(path=tmp_path / name, tokenizer=tokenizer) for name in "abc"}
+    models = {name: SimpleNamespace(source=tmp_path / name, tokenizer=tokenizer) for name in "abc"}
     for model in models.values():
-        model.path.mkdir()
+        model.source.mkdir()
     assert template_of(models) is None
     for name in "ab":
         (tmp_path / name / "chat_template.jinja").write_text("{{ messages }}")
@@ -397,9 +406,11 @@ def test_prompts_of_a_file(tmp_path):
     file.write_text(f'{{"prompt": {whole}}}')
     assert "\\ud83d" in whole and prompt_files.texts("prompts", str(file)) == ["pair \U0001f600"]
     for text, said in (
-        ("\n", "must have a line"), ("{}", "line 1 must have a text"), ("{", "line 1 is no JSON"),
+        ("\n", "must have a line"),
+        ("{}", "line 1 must have a text"),
+        ("{", "line 1 is no JSON"),
         ('a\n{"prompt": "x\\ud800y"}', r"prompts'?: line 2 has \\ud800 in its prompt"),
-    ):  # fmt: skip
+    ):
         file.write_text(text)
         with pytest.raises(DataError, match=f"--prompts = .*{said}"):
             prompt_files.texts("prompts", str(file))

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from served import Scripted, serving
 
-from eejax.serving.models import Served
+from eejax.serving.models import ServedModel
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs Schemathesis")
 
@@ -37,9 +37,13 @@ def asked(address: str, per_post: int, per_get: int) -> dict[str, collections.Co
 
 def ask_drawn(operation, mode, n: int, session, found) -> None:
     @settings(
-        max_examples=n, deadline=None, database=None, derandomize=True,
-        suppress_health_check=list(HealthCheck), phases=[hypothesis.Phase.generate],
-    )  # fmt: skip
+        max_examples=n,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        phases=[hypothesis.Phase.generate],
+    )
     @hypothesis.given(st.data(), operation.as_strategy(generation_mode=mode))
     def one(data, case):
         # Most names that are drawn are of no model, and a server of one model takes no objective:
@@ -76,7 +80,7 @@ def test_some_over_an_engine_that_is_scripted():
 def test_ten_thousand_over_a_model(small_run, tmp_path):
     run = shutil.copytree(small_run, tmp_path / "run")  # other tests read the small run itself
     (run / "chat_template.jinja").write_text(TEMPLATE)
-    with serving(Served(str(run), slots=8)) as (address, service):
+    with serving(ServedModel(str(run), slots=8)) as (address, service):
         found = asked(address, 2600, 40)
         print({path: dict(statuses) for path, statuses in found.items()})
         assert sum(statuses.total() for statuses in found.values()) >= 10_000

@@ -14,9 +14,9 @@ from served import STALL, Scripted, said
 from eejax.data.tokenizer_export import bytes_definition
 from eejax.data.tokenizers import ByteTokenizer, JsonTokenizer
 from eejax.serving.app import app
-from eejax.serving.completions import Completion
+from eejax.serving.completions import CompletionResponse
 from eejax.serving.http import HttpOptions
-from eejax.serving.metrics import Metrics
+from eejax.serving.metrics import ServerMetrics
 from eejax.serving.protocol import CompletionRequest
 from eejax.serving.service import Service, ServiceOptions
 
@@ -29,11 +29,12 @@ TEMPLATE = (
 @contextlib.asynccontextmanager
 async def serving(options: HttpOptions | None = None, build=None, **kwargs):
     """A client of a server with the model m."""
-    metrics = Metrics()
+    metrics = ServerMetrics()
     service = Service(
-        build or Scripted(template=TEMPLATE), ServiceOptions(first_pause=0.05, **kwargs),
+        build or Scripted(template=TEMPLATE),
+        ServiceOptions(first_pause=0.05, **kwargs),
         watch=metrics.watch("m"),
-    )  # fmt: skip
+    )
     await service.start()
     api = app({"m": service}, options, metrics)
     transport = httpx.ASGITransport(api, raise_app_exceptions=False)
@@ -173,7 +174,7 @@ async def test_conversations_by_the_models_template():
         (dict(stream_options={}), 400, "stream_options", "stream_options: only with stream"),
         (dict(max_tokens=0), 400, "max_tokens", "max_tokens = 0: goes with echo"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_answered_is_named(change, status, param, said, client_of_all):
     asked = dict(model="m", prompt="abc", max_tokens=3) | change
     response = client_of_all(asked)
@@ -207,9 +208,10 @@ async def test_keys_sizes_and_ids():
             assert refused.json()["error"]["code"] == "invalid_api_key"
             assert "secret" not in refused.text
         known = await client.post(
-            "/v1/completions", json=asked,
+            "/v1/completions",
+            json=asked,
             headers={"authorization": "Bearer other", "x-request-id": "mine"},
-        )  # fmt: skip
+        )
         assert (known.status_code, known.headers["x-request-id"]) == (200, "mine")
         assert len((await client.get("/health")).headers["x-request-id"]) == 32
         large = dict(asked, prompt="a" * 2000)
@@ -305,7 +307,7 @@ async def test_as_many_requests_as_may():
 @run
 async def test_an_error_of_the_servers_own_has_an_id_and_is_logged(monkeypatch, caplog):
     async with serving() as client:
-        monkeypatch.setattr(type(client.server), "asks", lambda *_: 1 / 0)
+        monkeypatch.setattr(type(client.server), "engine_requests", lambda *_: 1 / 0)
         asked = dict(model="m", prompt="abc", max_tokens=3)
         broken = await client.post("/v1/completions", json=asked, headers={"x-request-id": "mine"})
         assert (broken.status_code, broken.headers["x-request-id"]) == (500, "mine")
@@ -325,12 +327,17 @@ async def test_characters_of_several_tokens():
         assert "".join(p["choices"][0]["text"] for p in parts) == whole["text"]
         # Bytes of an answer that are no character alone: with biases the script knows nothing of,
         # so that only how they are written is looked at.
-        answer = Completion(client.server, CompletionRequest(**asked, logprobs=0))
+        answer = CompletionResponse(client.server, CompletionRequest(**asked, logprobs=0))
         ids = [*"é→x".encode()]
         told = answer._logprobs(0, [(token, 0.0, ()) for token in ids], "é→x")
         assert told["tokens"] == [
-            r"bytes:\xc3", r"bytes:\xa9", r"bytes:\xe2", r"bytes:\x86", r"bytes:\x92", "x"
-        ]  # fmt: skip
+            r"bytes:\xc3",
+            r"bytes:\xa9",
+            r"bytes:\xe2",
+            r"bytes:\x86",
+            r"bytes:\x92",
+            "x",
+        ]
         assert told["text_offset"] == [0, 0, 1, 1, 1, 2]
         assert answer._logprobs(0, [(ord("y"), 0.0, ())], "")["text_offset"] == [3]
 

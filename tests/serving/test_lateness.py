@@ -7,7 +7,7 @@ import itertools
 import pytest
 from controlled import World, profile
 
-from eejax.serving.objectives import Objective
+from eejax.serving.objectives import ServiceObjective
 
 
 def test_first_tokens_may_not_come_too_late():
@@ -15,13 +15,13 @@ def test_first_tokens_may_not_come_too_late():
     loaded. What was too slow is tried again, ever more rarely."""
 
     def depths(prompts: int, **limits) -> list[int]:
-        goal, shares = Objective.of("accuracy", **limits), {"m": (0.6, 0.2, 0.1, 0.1)}
+        goal, shares = ServiceObjective.of("accuracy", **limits), {"m": (0.6, 0.2, 0.1, 0.1)}
         world = World({"m": profile()}, shares, goal, interval=60, breaches=100)
         for _ in range(prompts):
             choice = world.prompt()
             world.controller.waited("m", 2.0 if choice.depth == 4 else 0.1)
         told = world.controller.decisions
-        assert told[1].told.ttft_p99 == pytest.approx(0.04)  # nobody was served yet
+        assert told[1].expected.ttft_p99 == pytest.approx(0.04)  # nobody was served yet
         return [d.choice.depth for d in told if d.kind == "serve"]
 
     assert {*depths(60 * 10)} == {4}
@@ -36,23 +36,23 @@ def test_first_tokens_may_not_come_too_late():
 
 
 def test_who_waited_for_something_else_says_nothing():
-    world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)}, Objective.of("accuracy"))
+    world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)}, ServiceObjective.of("accuracy"))
     c = world.controller
     for _ in range(40):
         world.prompt()
         c.waited("m", world.time - c._begun + 0.5)  # came before what serves
         c.waited("other", 9.0)
     c._evaluate("now")
-    assert c.decisions[-2].told.ttft_p99 == pytest.approx(0.04)
+    assert c.decisions[-2].expected.ttft_p99 == pytest.approx(0.04)
     for _ in range(6):
         c.waited("m", 9.0)  # of an evaluation
         world.prompt()
-    assert c.decisions[-1].told.ttft_p99 == pytest.approx(0.04)
+    assert c.decisions[-1].expected.ttft_p99 == pytest.approx(0.04)
 
 
 def test_a_queue_that_only_grows_is_seen():
     """Everybody came before what serves was there, and waits for far longer than the limit."""
-    goal = Objective.of("accuracy", ttft_p99=10.0)
+    goal = ServiceObjective.of("accuracy", ttft_p99=10.0)
     world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)}, goal, interval=60, breaches=100)
     for _ in range(200):
         world.prompt()

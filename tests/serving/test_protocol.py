@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from eejax.serving import protocol as form
-from eejax.serving.http import misshapen
+from eejax.serving.http import validation_error
 
 CHAT = dict(model="m", messages=[dict(role="user", content="hi")])
 TEXT = dict(model="m", prompt="hi")
@@ -19,14 +19,31 @@ TOOL = dict(type="function", function=dict(name="f"))
 
 # Values that ask for nothing, beside null.
 NEUTRAL = dict(
-    best_of=[1], frequency_penalty=[0, 0.0], function_call=["none", "auto"], functions=[[]],
-    logit_bias=[{}], metadata=[{}, {"a": "b"}], modalities=[["text"]], n=[1],
-    parallel_tool_calls=[True, False], prompt_cache_key=["k"], prompt_cache_options=[{}],
-    prompt_cache_retention=["24h"], reasoning_effort=["none"], response_format=[{"type": "text"}],
-    safety_identifier=["s"], service_tier=["auto", "default"], store=[False], stream=[False],
-    suffix=[""], tool_choice=["none", "auto"], tools=[[]], user=["u"], verbosity=["medium"],
+    best_of=[1],
+    frequency_penalty=[0, 0.0],
+    function_call=["none", "auto"],
+    functions=[[]],
+    logit_bias=[{}],
+    metadata=[{}, {"a": "b"}],
+    modalities=[["text"]],
+    n=[1],
+    parallel_tool_calls=[True, False],
+    prompt_cache_key=["k"],
+    prompt_cache_options=[{}],
+    prompt_cache_retention=["24h"],
+    reasoning_effort=["none"],
+    response_format=[{"type": "text"}],
+    safety_identifier=["s"],
+    service_tier=["auto", "default"],
+    store=[False],
+    stream=[False],
+    suffix=[""],
+    tool_choice=["none", "auto"],
+    tools=[[]],
+    user=["u"],
+    verbosity=["medium"],
     echo=[False],
-)  # fmt: skip
+)
 # Values that ask for what is not supported, and what the answer calls it.
 ASKING = dict(
     audio=({"voice": "a", "format": "mp3"}, "audio is not supported"),
@@ -45,7 +62,7 @@ ASKING = dict(
     tools=([TOOL], "calls of tools are not read"),
     verbosity=("low", "a verbosity is not supported"),
     web_search_options=({}, "searching the web is not supported"),
-)  # fmt: skip
+)
 
 KINDS = pytest.mark.parametrize(
     "body, kind, theirs",
@@ -89,7 +106,7 @@ def test_what_is_not_supported_is_refused_by_name(body, kind, theirs):
         with pytest.raises(ValidationError) as caught:
             kind.model_validate(body | {name: value})
         errors = [e | dict(loc=("body", *e["loc"])) for e in caught.value.errors()]
-        answer = misshapen(RequestValidationError(errors).errors())
+        answer = validation_error(RequestValidationError(errors).errors())
         assert answer.status == 400 and answer.param == name
         assert str(answer).startswith(name) and told in str(answer), answer
 

@@ -16,10 +16,10 @@ from launchers import call
 
 from eejax.common.errors import ConfigError, DataError
 from eejax.serving import quality
-from eejax.serving.audits import Verdict
-from eejax.serving.choices import Choice
-from eejax.serving.dispatch import Dispatcher, Job
-from eejax.serving.objectives import Objective
+from eejax.serving.audits import AnswerAudit
+from eejax.serving.choices import ModelDepth
+from eejax.serving.dispatch import Dispatcher, FleetRequest
+from eejax.serving.objectives import ServiceObjective
 from eejax.serving.quality import BenchmarkScore, JudgedAnswer, QualitySource
 from eejax.serving.repository import Repository
 
@@ -35,7 +35,9 @@ def world(objective: str, **limits: float) -> World:
     """A small model, and one of twice its seconds whose answers are better."""
     profiles = {"small": profile(), "large": profile(2.0)}
     profiles = quality.with_benchmarks(profiles, STOPS, scores(small=0.5, large=0.8))
-    made = World(profiles, dict.fromkeys(profiles, SHARES), Objective.of(objective, **limits))
+    made = World(
+        profiles, dict.fromkeys(profiles, SHARES), ServiceObjective.of(objective, **limits)
+    )
     for _ in range(12):
         made.prompt()
     return made
@@ -63,11 +65,11 @@ def test_a_limit_on_quality_decides_how_deep_the_model_serves():
     for least in (0.6, 0.7, 0.76, 0.79):
         made = world("throughput", accuracy=least)
         serves = made.served[-1]
-        told = made.controller._told(serves)[0]
+        told = made.controller._expected_of(serves)[0]
         depths.append(serves.depth)
         assert serves.model == "large" and told.accuracy >= least
         if serves.depth > 1:
-            less = made.controller._told(Choice("large", serves.depth - 1))[0]
+            less = made.controller._expected_of(ModelDepth("large", serves.depth - 1))[0]
             assert less.accuracy < least
     assert depths == sorted(depths) and len({*depths}) > 2
 
@@ -80,16 +82,16 @@ def test_perplexity_chooses_the_model_of_the_lowest():
         for name, scale in (("small", 1.0), ("large", 2.0))
     }
     for objective, want in (
-        (Objective.of("perplexity"), Choice("large", 4)),
-        (Objective.of("throughput", perplexity=10.0), Choice("small", 1)),
-        (Objective.of("throughput", perplexity=3.5), Choice("large", 2)),
+        (ServiceObjective.of("perplexity"), ModelDepth("large", 4)),
+        (ServiceObjective.of("throughput", perplexity=10.0), ModelDepth("small", 1)),
+        (ServiceObjective.of("throughput", perplexity=3.5), ModelDepth("large", 2)),
     ):
         made = World(profiles, dict.fromkeys(profiles, SHARES), objective)
         for _ in range(12):
             made.prompt()
         assert made.served[-1] == want
     with pytest.raises(ConfigError, match="limits.perplexity = 0.5: must be at least 1"):
-        Objective.of("throughput", perplexity=0.5)
+        ServiceObjective.of("throughput", perplexity=0.5)
 
 
 def test_an_evaluation_corrects_quality_and_perplexity():
@@ -100,23 +102,23 @@ def test_an_evaluation_corrects_quality_and_perplexity():
     }
     after = dict(small=1.47, large=1.49)
     before = Repository.of(profiles)
-    goal = Objective.of("perplexity")
+    goal = ServiceObjective.of("perplexity")
     assert before.candidates([*own], goal) == ["large", "small"]
     made = World(profiles, dict.fromkeys(own, SHARES), goal, before)
     c = made.controller
     for name in ("large", "small"):
         c.loaded(c.wanted)
-        assert c.wanted == Choice(name, 4)
+        assert c.wanted == ModelDepth(name, 4)
         for _ in range(5):
             c.choose()
             told = profiles[name].serving(SHARES, 4)
             told = dataclasses.replace(told, perplexity=after[name])
             c.answered(name, told, [0] * 60 + [1] * 20 + [2] * 10 + [3] * 10)
     assert c.wanted.model == "small"
-    assert c._told(c.wanted)[0].perplexity == pytest.approx(1.47)
+    assert c._expected_of(c.wanted)[0].perplexity == pytest.approx(1.47)
     # The ceiling of what answers are compared with is not corrected, only what is below it.
     made = world("accuracy")
-    assert made.controller._told(Choice("large", 4))[0].accuracy == pytest.approx(0.8)
+    assert made.controller._expected_of(ModelDepth("large", 4))[0].accuracy == pytest.approx(0.8)
 
 
 @given(
@@ -216,14 +218,14 @@ def test_tokens_below_their_threshold_are_not_expected_to_be_sure():
     made = types.SimpleNamespace(
         parts={"m": types.SimpleNamespace(depth=2)}, _profiles={"m": known}, _clock=lambda: 2.0
     )
-    job = Job(order=(0, 0), came=0.0, model="m", began=0.5, first=1.0)
+    job = FleetRequest(order=(0, 0), came=0.0, model="m", began=0.5, first=1.0)
     job.exits, job.below = [0, 1, 1, 1], [False, False, True, True]
     told = Dispatcher._measured(made, job, beside=0)
     assert told.accuracy == pytest.approx((0.9 + 0.9 + 0.6 + 0.6) / 4)
 
 
 def test_answers_that_a_model_judged():
-    verdict = lambda same, p: Verdict(np.arange(10) < 10 * same, np.full(10, math.log(p)))
+    verdict = lambda same, p: AnswerAudit(np.arange(10) < 10 * same, np.full(10, math.log(p)))
     answers = [
         JudgedAnswer(0.6, verdict(0.5, 0.25)),
         JudgedAnswer(0.6, verdict(0.7, 0.25)),
@@ -242,27 +244,37 @@ def test_answers_that_a_model_judged():
 
 # As `experiments.score_tasks --json` prints it, and as lm-eval 0.4.13 writes its results.
 SCORED = {
-    "model": "runs/small", "layers": 8, "gate": "max_probability",
+    "model": "runs/small",
+    "layers": 8,
+    "gate": "max_probability",
     "rows": [
         {"name": "exit 2", "depth": 2.0, "tasks": {"sums": {"exact_match": 0.2, "sample_len": 9}}},
-        {"name": "exit 8", "depth": 8.0, "tasks": {
-            "sums": {"exact_match": 0.5, "exact_match_stderr": 0.1}, "lines": {"perplexity": 7.5},
-        }},
+        {
+            "name": "exit 8",
+            "depth": 8.0,
+            "tasks": {
+                "sums": {"exact_match": 0.5, "exact_match_stderr": 0.1},
+                "lines": {"perplexity": 7.5},
+            },
+        },
         {"name": "threshold 0.9", "depth": 5.0, "tasks": {"sums": {"exact_match": 0.4}}},
     ],
-}  # fmt: skip
+}
 LM_EVAL = {
     "results": {
         "gsm8k": {
-            "alias": "gsm8k", "exact_match,strict-match": 0.31, "exact_match,flexible-extract": 0.4,
+            "alias": "gsm8k",
+            "exact_match,strict-match": 0.31,
+            "exact_match,flexible-extract": 0.4,
             "exact_match_stderr,strict-match": 0.01,
         },
         "arc_easy": {"alias": "arc_easy", "acc,none": 0.6, "acc_norm,none": 0.55},
         "xsum": {"alias": "xsum", "rougeL,none": 21.5},
         "wikitext": {"alias": "wikitext", "word_perplexity,none": 12.5, "byte_perplexity,none": 2},
     },
-    "higher_is_better": {"gsm8k": {"exact_match": True}}, "n-shot": {"gsm8k": 5},
-}  # fmt: skip
+    "higher_is_better": {"gsm8k": {"exact_match": True}},
+    "n-shot": {"gsm8k": 5},
+}
 
 
 def test_results_are_imported_with_one_command(tmp_path, capsys):

@@ -21,16 +21,16 @@ from hypothesis import strategies as st
 from launchers import functions_of
 
 from eejax.common.errors import ConfigError, DataError
-from eejax.serving.choices import Choice
+from eejax.serving.choices import ModelDepth
 from eejax.serving.expectations import Expectations
 from eejax.serving.measurements import kept
-from eejax.serving.objectives import Objective
+from eejax.serving.objectives import ServiceObjective
 from eejax.serving.quality import BenchmarkScore, with_benchmarks
 from eejax.serving.repository import (
-    Conditions,
-    Evaluation,
-    LockedError,
+    MeasurementConditions,
     Repository,
+    RepositoryLockedError,
+    StoredEvaluation,
     advice,
     rebuild,
 )
@@ -45,7 +45,7 @@ def test_a_repository_that_cannot_be_written_stops_nobody(tmp_path):
     with pytest.warns(UserWarning, match="an evaluation is not kept: .*models.db: cannot be"):
         for _ in range(7):
             world.prompt()
-    assert world.served[-1] == Choice("m", 1)
+    assert world.served[-1] == ModelDepth("m", 1)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,14 @@ def test_history_lasts(tmp_path):
     repository.close()
     again = Repository(file)
     assert again.benchmark("b") == {
-        2: telemetry(throughput=50.0, accuracy=0.5), 4: telemetry(throughput=20.0)
-    }  # fmt: skip
+        2: telemetry(throughput=50.0, accuracy=0.5),
+        4: telemetry(throughput=20.0),
+    }
     assert again.candidates(["a", "b", "c"], THROUGHPUT) == ["b", "a"]
-    assert again.candidates(["a", "b"], Objective.of("throughput", accuracy=1.0)) == ["b", "a"]
+    assert again.candidates(["a", "b"], ServiceObjective.of("throughput", accuracy=1.0)) == [
+        "b",
+        "a",
+    ]
     (row,) = again.history("a")
     assert row.model == "a" and sum(row.exits) == row.tokens == 100
     assert row.counted == "operations"  # no energy, and not called so
@@ -195,12 +199,13 @@ def test_a_repository_that_another_process_holds(tmp_path):
     other.execute("begin exclusive")
     begin = time.monotonic()
     for call in (
-        lambda: repository.benchmark("m"), lambda: repository.history("m"),
+        lambda: repository.benchmark("m"),
+        lambda: repository.history("m"),
         lambda: repository.candidates(["m"], THROUGHPUT),
         lambda: repository.import_scores([BenchmarkScore("m", 0, "sums", "acc", 0.5)]),
         lambda: Repository(file),
-    ):  # fmt: skip
-        with pytest.raises(LockedError, match="models.db: cannot be .*locked.*Wait for"):
+    ):
+        with pytest.raises(RepositoryLockedError, match="models.db: cannot be .*locked.*Wait for"):
             call()
     assert time.monotonic() - begin < 4
     with (
@@ -210,7 +215,7 @@ def test_a_repository_that_another_process_holds(tmp_path):
         world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)}, repository=repository)
         for _ in range(7):
             world.prompt()
-    assert world.served[-1] == Choice("m", 1)
+    assert world.served[-1] == ModelDepth("m", 1)
     with pytest.warns(UserWarning, match="measurements are not kept: .*locked"):
         kept(file).put("m", profile().benchmark())
     other.execute("rollback")
@@ -222,7 +227,7 @@ def test_a_repository_that_another_process_holds(tmp_path):
 
 
 GOOD_PROFILE = json.dumps(dataclasses.asdict(profile()))
-SERVING = Conditions("digest", "cpu", "0.10", "0.1", '{"context": 32}')
+SERVING = MeasurementConditions("digest", "cpu", "0.10", "0.1", '{"context": 32}')
 COLUMNS = {
     "profile": ("model", "conditions", "time", "profile"),
     "history": (
@@ -260,7 +265,7 @@ def filled() -> Repository:
     repository = Repository.of({"m": profile()})
     repository.profile("m", SERVING)
     repository.keep("m", profile(), 1e9)
-    repository.add(Evaluation(1e9, "m", 4, 2, 8, (8, 0, 0, 0), "operations", telemetry()))
+    repository.add(StoredEvaluation(1e9, "m", 4, 2, 8, (8, 0, 0, 0), "operations", telemetry()))
     repository.import_scores([BenchmarkScore("m", 0, "sums", "acc", 0.5)])
     repository.check()
     return repository
@@ -332,23 +337,27 @@ def test_bad_rows_are_named(change, said):
 
 def test_objectives():
     fast, good = telemetry(throughput=200.0, accuracy=0.8), telemetry(ttft=0.05)
-    assert Objective.of("throughput").score(fast) > Objective.of("throughput").score(good)
-    assert Objective.of("accuracy").score(good) > Objective.of("accuracy").score(fast)
-    assert Objective.of("response_time").score(good) > Objective.of("response_time").score(fast)
-    goal = Objective.of("goodput", accuracy=0.9, ttft_p99=0.2)
+    assert ServiceObjective.of("throughput").score(fast) > ServiceObjective.of("throughput").score(
+        good
+    )
+    assert ServiceObjective.of("accuracy").score(good) > ServiceObjective.of("accuracy").score(fast)
+    assert ServiceObjective.of("response_time").score(good) > ServiceObjective.of(
+        "response_time"
+    ).score(fast)
+    goal = ServiceObjective.of("goodput", accuracy=0.9, ttft_p99=0.2)
     assert goal.rank(good) > goal.rank(fast)
     with pytest.raises(ConfigError, match="objective = 'speed': must be of throughput, "):
-        Objective.of("speed")
+        ServiceObjective.of("speed")
     with pytest.raises(ConfigError, match="objective = 'goodput': needs limits of accuracy"):
-        Objective.of("goodput", ttft_p99=1.0)
+        ServiceObjective.of("goodput", ttft_p99=1.0)
     for wrong in ("speed", "name", "cls"):
         with pytest.raises(ConfigError, match=f"limits = '{wrong}': must be of"):
-            Objective.of("throughput", **{wrong: 1.0})
+            ServiceObjective.of("throughput", **{wrong: 1.0})
     with pytest.raises(ConfigError, match="limits.accuracy = 95: must be a share, at most 1"):
-        Objective.of("throughput", accuracy=95)
+        ServiceObjective.of("throughput", accuracy=95)
     for wrong in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match="limits.ttft = .*: must be a number above 0"):
-            Objective.of("throughput", ttft=wrong)
+            ServiceObjective.of("throughput", ttft=wrong)
     over = telemetry().with_overhead(10.0, 100.0, 10, 100)
     assert over.throughput == pytest.approx(1000 / 20) and over.ttft == pytest.approx(1.1)
     assert over.energy == pytest.approx(1.1)

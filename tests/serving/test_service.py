@@ -15,8 +15,8 @@ from served import DIE, STALL, Scripted, said
 
 from eejax.common.errors import ConfigError
 from eejax.serving import service as s
-from eejax.serving.messages import Ask
-from eejax.serving.service import Full, Service, ServiceOptions, Unavailable
+from eejax.serving.messages import EngineRequest
+from eejax.serving.service import EngineUnavailable, QueueFull, Service, ServiceOptions
 
 
 def run(test):
@@ -32,7 +32,7 @@ def run(test):
 async def gathered(service, prompt, limit, **kwargs):
     """(tokens, finish) of a request."""
     tokens, finish = [], ""
-    async for event in service.ask(Ask(tuple(prompt), limit), **kwargs):
+    async for event in service.stream(EngineRequest(tuple(prompt), limit), **kwargs):
         tokens += [t.id for t in event.tokens]
         finish = event.finish
     return tokens, finish
@@ -59,7 +59,7 @@ async def test_everyone_gets_their_own_tokens_whoever_comes_and_goes():
         await asyncio.sleep(rng.random() * 0.2)
         prompt = [1 + i % 90, i % 7, *range(i % 5)]
         limit, leaves = 1 + i % 20, rng.random() < 0.3
-        tokens, stream = [], service.ask(Ask(tuple(prompt), limit))
+        tokens, stream = [], service.stream(EngineRequest(tuple(prompt), limit))
         async for event in stream:
             tokens += [t.id for t in event.tokens]
             if leaves and tokens:
@@ -87,13 +87,13 @@ async def test_priorities_deadlines_and_cancelled_requests():
     order = []
 
     async def note(name, ask):
-        async for event in service.ask(ask):
+        async for event in service.stream(ask):
             if event.tokens and name not in order:
                 order.append(name)
 
-    low = asyncio.create_task(note("low", Ask((5,), 3)))
+    low = asyncio.create_task(note("low", EngineRequest((5,), 3)))
     await asyncio.sleep(0.05)
-    high = asyncio.create_task(note("high", Ask((6,), 3, priority=1)))
+    high = asyncio.create_task(note("high", EngineRequest((6,), 3, priority=1)))
     tokens, finish = await gathered(service, [7], 5, seconds=0.1)  # it waits, and its time is up
     assert (tokens, finish) == ([], "deadline")
     slow.cancel()  # who runs: its slot is free for those who wait
@@ -111,7 +111,7 @@ async def test_as_many_wait_as_may():
     await service.start()
     tasks = [asyncio.create_task(gathered(service, [STALL, i], 20)) for i in range(3)]
     await asyncio.sleep(0)
-    with pytest.raises(Full, match="3 requests are under way"):
+    with pytest.raises(QueueFull, match="3 requests are under way"):
         await gathered(service, [9], 1)
     assert [finish for _, finish in await asyncio.gather(*tasks)] == ["length"] * 3
     assert (await gathered(service, [9], 1))[1] == "length"
@@ -141,7 +141,7 @@ async def test_an_engine_that_dies_is_reported_and_started_again():
     await until(lambda: service.load.running == 4)
     os.kill(process.pid, signal.SIGKILL)
     assert {finish for _, finish in await asyncio.gather(*lost)} == {"lost"}
-    with pytest.raises(Unavailable, match="the engine is dead"):
+    with pytest.raises(EngineUnavailable, match="the engine is dead"):
         await gathered(service, [3], 9)
     await until(lambda: service.state == s.READY)
     assert (await gathered(service, [3], 9))[0] == want([3], 9)
@@ -161,19 +161,19 @@ async def test_an_engine_that_dies_is_reported_and_started_again():
 @run
 async def test_when_to_ask_again_counts_what_a_start_takes():
     service = Service(Scripted(), ServiceOptions(first_pause=0.5))
-    assert service.pause == 0.5
+    assert service.retry_after == 0.5
     ready = await service.start()
     service.ready = ready._replace(seconds=200.0)
     begin = time.monotonic()
     service._engine.process.kill()
     await until(lambda: service.state == s.DEAD)
-    with pytest.raises(Unavailable) as refused:
+    with pytest.raises(EngineUnavailable) as refused:
         await gathered(service, [3], 9)
     assert refused.value.after == 200.5
-    await until(lambda: service.pause == 201.0)  # the next one would wait twice as long
+    await until(lambda: service.retry_after == 201.0)  # the next one would wait twice as long
     await until(lambda: service.state == s.READY)
     assert 0.5 < time.monotonic() - begin < 60  # nobody waits so long
-    assert service.pause == 1.0 + service.ready.seconds
+    assert service.retry_after == 1.0 + service.ready.seconds
     await service.stop()
 
 
@@ -234,7 +234,7 @@ async def test_what_runs_is_finished_and_nobody_else_comes_in():
     await until(lambda: service.load.running == 4)
     stopping = asyncio.create_task(service.stop())
     await asyncio.sleep(0)
-    with pytest.raises(Unavailable, match="the engine is draining"):
+    with pytest.raises(EngineUnavailable, match="the engine is draining"):
         await gathered(service, [3], 9)
     assert [len(tokens) for tokens, _ in await asyncio.gather(*tasks)] == [20] * 8
     await stopping

@@ -25,19 +25,19 @@ from simulations import (
 
 from eejax.common.errors import ConfigError
 from eejax.inference import batch_simulator
-from eejax.inference.batch_simulator import Costs
+from eejax.inference.batch_simulator import StepCosts
 from eejax.inference.batched import PROMPT_SPAN, SPAN
-from eejax.inference.packing import Plan
+from eejax.inference.schedule import BatchPlan
 from eejax.serving import policies
-from eejax.serving.choices import Choice, ControllerOptions
+from eejax.serving.choices import ControllerOptions, ModelDepth
 from eejax.serving.controller import Controller
-from eejax.serving.objectives import Objective
-from eejax.serving.pace import Pace
-from eejax.serving.policies import Scripted, choices_of, fixed
+from eejax.serving.objectives import ServiceObjective
+from eejax.serving.pace import StepSeconds
+from eejax.serving.policies import ScriptedPolicy, choices_of, fixed
 from eejax.serving.repository import Repository
-from eejax.serving.simulated import Live, show_errors, validate
-from eejax.serving.simulated_parts import Part, Prompt
-from eejax.serving.simulator import Setting, simulate
+from eejax.serving.simulated import MeasuredResult, show_errors, validate
+from eejax.serving.simulated_parts import SimulatedModel, SimulatedRequest
+from eejax.serving.simulator import SimulationSetting, simulate
 
 
 def test_seconds_worked_by_hand():
@@ -64,43 +64,51 @@ def test_seconds_worked_by_hand():
 def test_slots_share_steps_and_prompts_their_chunks():
     """Two prompts of 40 tokens in chunks of 64: one is read in a step, the other in two."""
     t = trace(model([[2, 2], [2, 2]], prompts=40))
-    got = run(t, fixed("small", 3), setting=Setting(slots=2, steps=1, free=True))
+    got = run(t, fixed("small", 3), setting=SimulationSetting(slots=2, steps=1, free=True))
     # A chunk: 0.75. Then the first one's second token beside the rest of the other's prompt.
     np.testing.assert_allclose(got.first, [0.75, 0.75 + 3.0 + 0.75])
     np.testing.assert_allclose(got.ended, [4.5, 7.5])
     # Of calls of four steps all is known at their end.
-    got = run(t, fixed("small", 3), setting=Setting(slots=2, steps=4, free=True))
+    got = run(t, fixed("small", 3), setting=SimulationSetting(slots=2, steps=4, free=True))
     np.testing.assert_allclose(got.first, [7.5, 7.5])
 
 
 def test_arrivals_are_waited_for_and_the_cap_is_kept():
     t = trace(model([[0] * 6, [0] * 6]))
-    got = run(t, fixed("small", 3), setting=Setting(slots=2, steps=1, arrivals=(100.0, 200.0)))
+    got = run(
+        t, fixed("small", 3), setting=SimulationSetting(slots=2, steps=1, arrivals=(100.0, 200.0))
+    )
     np.testing.assert_allclose(got.first, [100.75, 200.75])
     np.testing.assert_allclose(got.ended - got.first, [5.0, 5.0])
     # Two that wait go through all before another begins: 1, then 1 + 2 + 2.
-    got = run(t, fixed("small", 3), setting=Setting(slots=1, steps=1, cap=2, free=True))
+    got = run(t, fixed("small", 3), setting=SimulationSetting(slots=1, steps=1, cap=2, free=True))
     np.testing.assert_allclose(got.ended - got.first, [1 + 5 + 1 + 5 + 1] * 2)
     with pytest.raises(ConfigError, match="arrivals"):
-        run(t, fixed("small", 3), setting=Setting(arrivals=(1.0,)))
+        run(t, fixed("small", 3), setting=SimulationSetting(arrivals=(1.0,)))
 
 
 def test_thresholds_of_one_switch_exits_off():
     t = trace(model([[0, 0, 0]]))
     on, off = (
-        run(t, fixed("small", 3), setting=Setting(slots=1, steps=1, free=True, thresholds=v))
+        run(
+            t,
+            fixed("small", 3),
+            setting=SimulationSetting(slots=1, steps=1, free=True, thresholds=v),
+        )
         for v in (None, {"small": 1.0})
     )
     assert on.exits["small"] == (3, 0, 0) and off.exits["small"] == (0, 0, 3)
     np.testing.assert_allclose(off.ended - off.first, 2 * (on.ended - on.first) * 1.5)
-    partly = run(t, fixed("small", 1), setting=Setting(slots=1, steps=1, thresholds=1.0))
+    partly = run(t, fixed("small", 1), setting=SimulationSetting(slots=1, steps=1, thresholds=1.0))
     assert partly.below_share == 1.0
 
 
 def test_growing_takes_its_time_and_makes_up_for_what_is_missing():
     """A script that wants one segment, and then three from the second prompt on: they come beside
     the work, and keys and values of the text that is there are made up for."""
-    make = lambda clock: Scripted([Choice("small", 1), Choice("small", 3)], clock=clock)
+    make = lambda clock: ScriptedPolicy(
+        [ModelDepth("small", 1), ModelDepth("small", 3)], clock=clock
+    )
     t = trace(model([[0] * 30, [2] * 30]))
     got = run(t, make)
     what = {e.what: e for e in got.timeline}
@@ -115,8 +123,8 @@ def test_growing_takes_its_time_and_makes_up_for_what_is_missing():
 
 
 def test_what_is_called_off_before_it_has_come_is_not_waited_for():
-    wanted = [Choice("small", depth) for depth in (1, 3, 1)]
-    got = run(trace(model([[0] * 4] * 3)), lambda clock: Scripted(wanted, clock=clock))
+    wanted = [ModelDepth("small", depth) for depth in (1, 3, 1)]
+    got = run(trace(model([[0] * 4] * 3)), lambda clock: ScriptedPolicy(wanted, clock=clock))
     assert [e.what for e in got.timeline] == ["load", "serve", "grow", "stay"]
     assert got.exits["small"] == (12, 0, 0) and got.timeline[-1].depth == 1
     assert got.ended[-1] < got.timeline[2].time + 20.0  # when it would have come
@@ -127,13 +135,13 @@ def test_models_that_do_not_fit_are_freed_and_texts_go_on_elsewhere(budget):
     """Small has 300 bytes and large 600, which comes while the first of two prompts is answered."""
 
     def make(clock):
-        script = Scripted([Choice("small", 3), Choice("large", 3)], clock=clock)
+        script = ScriptedPolicy([ModelDepth("small", 3), ModelDepth("large", 3)], clock=clock)
         script.options = ControllerOptions(budget=budget)
         return script
 
     t = trace(model([[2] * 9] * 2), model([[2] * 9] * 2))
     quick = {"small": profile(1.0, load=(2.0,) * 3), "large": profile(2.0, load=(2.0,) * 3)}
-    got = run(t, make, setting=Setting(slots=1, steps=1), profiles=quick)
+    got = run(t, make, setting=SimulationSetting(slots=1, steps=1), profiles=quick)
     happened = [(e.what, e.model) for e in got.timeline]
     if budget < 900:
         assert got.models == ("large", "large")
@@ -152,7 +160,7 @@ def test_decisions_are_those_of_a_controller_driven_by_hand():
     is wanted is there at once."""
     t, objective = drawn(1), THROUGHPUT
     make = policies.helios(PROFILES, objective, options())
-    got = run(t, make, profiles=PROFILES, setting=Setting(slots=1, steps=1, free=True))
+    got = run(t, make, profiles=PROFILES, setting=SimulationSetting(slots=1, steps=1, free=True))
     repository = Repository()
     for name, p in PROFILES.items():
         repository.put(name, p.benchmark())
@@ -202,7 +210,7 @@ def test_decisions_follow_from_what_the_controller_is_told(slots, steps):
     made = lambda kind, clock: kind(
         PROFILES, THROUGHPUT, Repository(), options(breaches=6), clock=clock
     )
-    setting = Setting(slots=slots, steps=steps)
+    setting = SimulationSetting(slots=slots, steps=steps)
     got = run(drawn(1), lambda clock: made(Noted, clock), profiles=PROFILES, setting=setting)
     again = made(Controller, lambda: now[0])
     for time, name, args in said:
@@ -217,9 +225,11 @@ def test_audits_tighten_where_accuracy_is_asked_for():
     t = trace(model([[0] * 10] * 150, wrong=itertools.product(range(150), range(0, 10, 2))))
     profiles = {"small": cheap(1.0)}
     kinds = {}
-    for objective in (THROUGHPUT, Objective({"throughput": 1.0}, {"accuracy": 0.95})):
+    for objective in (THROUGHPUT, ServiceObjective({"throughput": 1.0}, {"accuracy": 0.95})):
         make = policies.helios(profiles, objective, options(interval=10**6))
-        got = run(t, make, profiles=profiles, setting=Setting(slots=2, steps=2, audits=0.5))
+        got = run(
+            t, make, profiles=profiles, setting=SimulationSetting(slots=2, steps=2, audits=0.5)
+        )
         kinds[bool(objective.limits)] = {d.kind for d in got.decisions}, got.agreement
     assert "tighten" not in kinds[False][0] and kinds[False][1] == 0.5
     assert "tighten" in kinds[True][0] and kinds[True][1] > 0.6
@@ -230,9 +240,11 @@ def test_audits_that_no_decision_reads_take_a_hundredth_of_the_time():
     profiles, found = {"small": cheap(1.0)}, {}
     paces = {"small": dataclasses.replace(pace(1.0, slots=2), chunk=(20.0,) * 3)}
     for limits in ({}, {"accuracy": 0.5}, {"perplexity": 2.0}):
-        make = policies.helios(profiles, Objective({"throughput": 1.0}, limits), options())
+        make = policies.helios(profiles, ServiceObjective({"throughput": 1.0}, limits), options())
         took = [
-            simulate(t, profiles, paces, make, Setting(slots=2, steps=2, audits=share)).seconds
+            simulate(
+                t, profiles, paces, make, SimulationSetting(slots=2, steps=2, audits=share)
+            ).seconds
             for share in (0.0, 1.0)
         ]
         found[",".join(limits)] = took[1] / took[0] - 1
@@ -243,16 +255,23 @@ def test_audits_that_no_decision_reads_take_a_hundredth_of_the_time():
 def test_hindsight_takes_what_is_best_for_each_stretch():
     early = drawn()
     # Tokens that leave before the last layer are wrong with a third of the prompts.
-    t = trace(*(
-        dataclasses.replace(m, tokens=np.where(
-            (np.arange(60) % 3 == 0)[:, None, None] & (np.arange(3) < 2), 1, 0
-        ) * np.ones((60, 12, 1), np.int32)) for m in early.models.values()
-    ))  # fmt: skip
+    t = trace(
+        *(
+            dataclasses.replace(
+                m,
+                tokens=np.where((np.arange(60) % 3 == 0)[:, None, None] & (np.arange(3) < 2), 1, 0)
+                * np.ones((60, 12, 1), np.int32),
+            )
+            for m in early.models.values()
+        )
+    )
     paces = {"small": pace(1.0, slots=2), "large": pace(1.3, slots=2)}
-    setting = Setting(slots=2, steps=2, free=True)
+    setting = SimulationSetting(slots=2, steps=2, free=True)
     find = lambda right: policies.hindsight(t, PROFILES, paces, 10, setting, right)
     make, chosen = find(0.0)
-    assert chosen == [Choice("small", 1)] * 6  # nothing speaks against leaving early but agreement
+    assert (
+        chosen == [ModelDepth("small", 1)] * 6
+    )  # nothing speaks against leaving early but agreement
     run = lambda make: simulate(t, PROFILES, paces, make, setting)
     best = run(make)
     static = {c: run(fixed(*c)) for c in choices_of(PROFILES)}
@@ -268,8 +287,8 @@ def test_hindsight_takes_what_is_best_for_each_stretch():
 
 
 def test_paces():
-    costs = Costs(0.1, (3.0, 1.0, 4.0), (0.0, 0.5, 1.0), 0.75, 6.0, 3.0, (1, 2))
-    got = Pace.of(costs, (2, 8), 64)
+    costs = StepCosts(0.1, (3.0, 1.0, 4.0), (0.0, 0.5, 1.0), 0.75, 6.0, 3.0, (1, 2))
+    got = StepSeconds.of(costs, (2, 8), 64)
     assert got.seconds(0, []) == 0.0 and got.seconds(0, [16]) == 10.0 + 4 * 0.75
     assert got.step == 0.1 and got.chunk == (2.0, 4.0) and got.most == 8
     assert got.rows[0] == (1.5, 1.5, *(5.0,) * 6) and got.rows[1][:3] == (2.5, 2.5, 9.0)
@@ -279,7 +298,7 @@ def test_paces():
     # Of a chunk's spans, 32 tokens each, two are of the first prompt.
     assert got.reading([33, 31], 1) == 2.0 + 3 * 1.0 and got.reading([64], 2) == 6.0 + 2 * 3.0
     with pytest.raises(ConfigError, match="pace"):
-        Pace(0.0, ((1.0,),), (1.0, 2.0))
+        StepSeconds(0.0, ((1.0,),), (1.0, 2.0))
 
 
 @given(data=st.data())
@@ -289,27 +308,46 @@ def test_steps_take_what_the_engines_own_decisions_do(data):
     n, slots, cap = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 5))
     buckets = (draw(st.integers(1, 4)), draw(st.integers(5, 9)))
     chunk, new = draw(st.integers(1, 12)), draw(st.integers(1, 8))
-    exits = draw(st.lists(
-        st.lists(st.integers(0, n - 1), min_size=new, max_size=new), min_size=slots,
-        max_size=slots))  # fmt: skip
+    exits = draw(
+        st.lists(
+            st.lists(st.integers(0, n - 1), min_size=new, max_size=new),
+            min_size=slots,
+            max_size=slots,
+        )
+    )
     prompts = draw(st.lists(st.integers(1, 40), min_size=slots, max_size=slots))
     depths = tuple(draw(st.lists(st.integers(1, 3), min_size=n, max_size=n)))
-    costs = Costs(0.5, (1e6, 1.0, 1.75), (1e6, 0.25, 0.5), 0.125, 3.0, 0.0625, depths)
-    plan = Plan.make(n, slots, buckets, seconds=(np.full(n, 1e9), np.zeros((n, 2)), np.zeros(n)))
+    costs = StepCosts(0.5, (1e6, 1.0, 1.75), (1e6, 0.25, 0.5), 0.125, 3.0, 0.0625, depths)
+    plan = BatchPlan.make(
+        n, slots, buckets, seconds=(np.full(n, 1e9), np.zeros((n, 2)), np.zeros(n))
+    )
     requests = [
-        batch_simulator.Trace(p, tuple(e), (True,) * new)
+        batch_simulator.RequestTrace(p, tuple(e), (True,) * new)
         for p, e in zip(prompts, exits, strict=True)
     ]
     asked = batch_simulator.simulate(
-        requests, plan, costs, slots=slots, buckets=buckets, cap=cap, drafts=0, chunk=chunk,
-        span=SPAN, prompt_span=PROMPT_SPAN,
-    )  # fmt: skip
-    part = Part(
-        model(exits, prompts, n=n), profile(n=n), Pace.of(costs, buckets, chunk),
-        lambda depth, strict: (exits, np.zeros_like(exits).tolist()), depth=n,
-        slots=(slots,) * n, steps=1, cap=cap,
-    )  # fmt: skip
-    jobs = [Prompt(number=i, order=(0, i), came=0.0, part=part) for i in range(slots)]
+        requests,
+        plan,
+        costs,
+        slots=slots,
+        buckets=buckets,
+        cap=cap,
+        drafts=0,
+        chunk=chunk,
+        span=SPAN,
+        prompt_span=PROMPT_SPAN,
+    )
+    part = SimulatedModel(
+        model(exits, prompts, n=n),
+        profile(n=n),
+        StepSeconds.of(costs, buckets, chunk),
+        lambda depth, strict: (exits, np.zeros_like(exits).tolist()),
+        depth=n,
+        slots=(slots,) * n,
+        steps=1,
+        cap=cap,
+    )
+    jobs = [SimulatedRequest(number=i, order=(0, i), came=0.0, part=part) for i in range(slots)]
     part.waiting.extend(jobs)
     part.join()
     came, end = [[] for _ in jobs], 0.0
@@ -324,13 +362,18 @@ def test_steps_take_what_the_engines_own_decisions_do(data):
 
 def test_rows_that_wait_go_through_what_has_grown_behind_them_too():
     exits = [[0, 0, 0, 2, 0]]
-    costs = Costs(0.0, (1e6, 1.0), (0.0, 0.0), 0.0, 0.0, 0.0, (1, 1, 1))
-    part = Part(
-        model(exits, 1), profile(n=3), Pace.of(costs, (8,), 64),
-        lambda depth, strict: (np.minimum(exits, depth - 1).tolist(), [[False] * 5]), depth=2,
-        slots=(1,) * 3, steps=3, cap=8,
-    )  # fmt: skip
-    job = Prompt(number=0, order=(0, 0), came=0.0, part=part)
+    costs = StepCosts(0.0, (1e6, 1.0), (0.0, 0.0), 0.0, 0.0, 0.0, (1, 1, 1))
+    part = SimulatedModel(
+        model(exits, 1),
+        profile(n=3),
+        StepSeconds.of(costs, (8,), 64),
+        lambda depth, strict: (np.minimum(exits, depth - 1).tolist(), [[False] * 5]),
+        depth=2,
+        slots=(1,) * 3,
+        steps=3,
+        cap=8,
+    )
+    job = SimulatedRequest(number=0, order=(0, 0), came=0.0, part=part)
     part.waiting.append(job)
     part.join()
     assert part.call(0.0).end == 2.0 and job.left == [0, 2]  # a prompt, and two by the first exit
@@ -344,25 +387,29 @@ def test_rows_that_wait_go_through_what_has_grown_behind_them_too():
 def test_a_simulation_is_compared_with_what_was_measured():
     t = trace(model([[0, 0, 1]]))
     got = run(t, fixed("small", 2))
-    off = validate(got, Live(got.throughput * 2, got.ttft["mean"] / 2))
+    off = validate(got, MeasuredResult(got.throughput * 2, got.ttft["mean"] / 2))
     assert off == pytest.approx({"throughput": -0.5, "ttft": 1.0})
-    line = show_errors({"whole": (got, Live(got.throughput, 41.0))})
+    line = show_errors({"whole": (got, MeasuredResult(got.throughput, 41.0))})
     assert line.startswith("whole: tokens/s 0 simulated, 0 live (+0%)") and "(-50%)" in line
     with pytest.raises(ConfigError, match="ttft = 0"):
-        Live(1.0, 0.0)
+        MeasuredResult(1.0, 0.0)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(slots=0), "slots"), (dict(steps=0), "steps"), (dict(clients=0), "clients"),
-        (dict(arrivals=(2.0, 1.0)), "arrivals"), (dict(arrivals=(0.0, float("nan"))), "arrivals"),
-        (dict(arrivals=(-1.0,)), "arrivals"), (dict(audits=2.0), "audits"),
+        (dict(slots=0), "slots"),
+        (dict(steps=0), "steps"),
+        (dict(clients=0), "clients"),
+        (dict(arrivals=(2.0, 1.0)), "arrivals"),
+        (dict(arrivals=(0.0, float("nan"))), "arrivals"),
+        (dict(arrivals=(-1.0,)), "arrivals"),
+        (dict(audits=2.0), "audits"),
     ],
-)  # fmt: skip
+)
 def test_settings_that_cannot_be(change, message):
     with pytest.raises(ConfigError, match=message):
-        Setting(**change)
+        SimulationSetting(**change)
 
 
 def test_what_does_not_fit_the_trace_is_told():
@@ -372,4 +419,4 @@ def test_what_does_not_fit_the_trace_is_told():
     with pytest.raises(ConfigError, match=r"paces\['small'\] = 2: must be of 3 exits"):
         simulate(t, {"small": profile()}, {"small": pace(n=2)}, fixed("small", 1))
     with pytest.raises(ConfigError, match="choices"):
-        Scripted([], clock=lambda: 0.0)
+        ScriptedPolicy([], clock=lambda: 0.0)

@@ -13,16 +13,20 @@ from simulations import PROFILES, THROUGHPUT, model, options, pace, profile, run
 
 from eejax.serving import policies, simulator
 from eejax.serving.choices import ControllerOptions
-from eejax.serving.objectives import Objective
-from eejax.serving.simulator import Setting, simulate
-from eejax.serving.traces import Trace
+from eejax.serving.objectives import ServiceObjective
+from eejax.serving.simulator import SimulationSetting, simulate
+from eejax.serving.traces import PromptTrace
 
 
 @settings(max_examples=25)
 @given(
-    st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 5), st.integers(1, 8),
-    st.booleans(), st.sampled_from([300.0, float("inf")]),
-)  # fmt: skip
+    st.integers(0, 10**6),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(1, 8),
+    st.booleans(),
+    st.sampled_from([300.0, float("inf")]),
+)
 def test_nobody_is_lost_and_time_goes_on(seed, slots, steps, clients, open_loop, budget):
     rng = np.random.default_rng(seed)
     p, new = int(rng.integers(1, 25)), int(rng.integers(1, 10))
@@ -32,12 +36,14 @@ def test_nobody_is_lost_and_time_goes_on(seed, slots, steps, clients, open_loop,
         for name, v in PROFILES.items()
     }
     arrivals = tuple(np.sort(rng.random(p) * 50).tolist()) if open_loop else None
-    objective = THROUGHPUT if rng.random() < 0.5 else Objective.of("response_time")
+    objective = THROUGHPUT if rng.random() < 0.5 else ServiceObjective.of("response_time")
     own = options(prompts=int(rng.integers(1, 4)), interval=int(rng.integers(1, 9)), budget=budget)
     got = run(
-        t, policies.helios(profiles, objective, own), profiles=profiles,
-        setting=Setting(slots=slots, steps=steps, clients=clients, arrivals=arrivals),
-    )  # fmt: skip
+        t,
+        policies.helios(profiles, objective, own),
+        profiles=profiles,
+        setting=SimulationSetting(slots=slots, steps=steps, clients=clients, arrivals=arrivals),
+    )
     assert got.tokens.tolist() == [new] * p and all(got.models)
     assert (got.first >= got.arrived).all() and (got.ended >= got.first).all()
     assert (np.diff([e.time for e in got.timeline]) >= 0).all()
@@ -63,7 +69,7 @@ class Watched(simulator._Server):
 
     def bytes(self) -> float:
         """Of all weights and requests, with what is on its way: by hand."""
-        there = {name: part.coming for name, part in self.parts.items()}
+        there = {name: part.target_segments for name, part in self.parts.items()}
         if self._loading is not None:
             assert self._loading.choice.model not in there
             there[self._loading.choice.model] = self._loading.choice.depth
@@ -73,9 +79,9 @@ class Watched(simulator._Server):
     def look(self, more: float = 0.0) -> None:
         self.peak = max(self.peak, self.bytes() + more)
 
-    def _arrange(self):
+    def _reconcile(self):
         self.look()
-        super()._arrange()
+        super()._reconcile()
         self.look()
 
     def _load(self, wanted):
@@ -83,9 +89,9 @@ class Watched(simulator._Server):
         self.look(sum(table.bytes[: wanted.depth]) + table.state[wanted.depth - 1])
         return super()._load(wanted)
 
-    def _arrived(self, loading):
+    def _adopt_loaded(self, loading):
         self.ready[loading.choice.model] = loading.ready
-        super()._arrived(loading)
+        super()._adopt_loaded(loading)
         self.look()
 
     def _grow(self, wanted):
@@ -96,17 +102,17 @@ class Watched(simulator._Server):
         super()._shrink(wanted)
         self.look()
 
-    def _freed(self, model, part):
+    def _on_freed(self, model, part):
         del self.ready[model]
         assert not part.every or all(job.part is not part for job in part.every)
-        super()._freed(model, part)
+        super()._on_freed(model, part)
 
     def _place(self, job, given):
         assert self.ready[given.choice.model] <= self.now
         super()._place(job, given)
         part = self.parts[job.model]
         # Whatever is on its way, the budget was counted with these slots.
-        assert len(part.every) <= part.by_depth[part.coming - 1]
+        assert len(part.every) <= part.by_depth[part.target_segments - 1]
 
     def _ended(self, name, part, job):
         assert self.parts[name] is part and job.model == name
@@ -131,30 +137,45 @@ def fleets(draw):
         by_depth = tuple(slots + n - d for d in range(1, n + 1))
         cost = draw(st.sampled_from([1e-3, 0.3, 10.0]))
         profiles[name] = profile(
-            scale, n, load=(scale * cost,) * n, rebuild=(scale * 1e-3,) * n, slots=by_depth,
-            bytes=tuple(rng.integers(50, 200, n)), sure=(0.9,) * n,
+            scale,
+            n,
+            load=(scale * cost,) * n,
+            rebuild=(scale * 1e-3,) * n,
+            slots=by_depth,
+            bytes=tuple(rng.integers(50, 200, n)),
+            sure=(0.9,) * n,
             state=tuple(10.0 * k * d for d, k in enumerate(by_depth, 1)),
-        )  # fmt: skip
+        )
         paces[name] = pace(scale, n, slots=by_depth[0])
     arrivals = tuple(np.sort(rng.random(p) * p * 3).tolist()) if draw(st.booleans()) else None
-    setting = Setting(
-        steps=draw(st.integers(1, 4)), cap=draw(st.integers(1, 8)), arrivals=arrivals,
-        clients=draw(st.integers(1, 8)), audits=draw(st.sampled_from([0.0, 0.5])),
-    )  # fmt: skip
+    setting = SimulationSetting(
+        steps=draw(st.integers(1, 4)),
+        cap=draw(st.integers(1, 8)),
+        arrivals=arrivals,
+        clients=draw(st.integers(1, 8)),
+        audits=draw(st.sampled_from([0.0, 0.5])),
+    )
     window = draw(st.integers(2, 12))
     own = dict(
-        prompts=draw(st.integers(1, 3)), interval=draw(st.integers(1, 8)), tokens=new,
-        window=window, breaches=draw(st.integers(0, window // 2)), gain=draw(st.floats(0, 0.1)),
-        candidates=draw(st.integers(1, 3)), greedy=draw(st.integers(0, 4)) > 0,
-    )  # fmt: skip
-    t = Trace(traced, ("task",) * p)
+        prompts=draw(st.integers(1, 3)),
+        interval=draw(st.integers(1, 8)),
+        tokens=new,
+        window=window,
+        breaches=draw(st.integers(0, window // 2)),
+        gain=draw(st.floats(0, 0.1)),
+        candidates=draw(st.integers(1, 3)),
+        greedy=draw(st.integers(0, 4)) > 0,
+    )
+    t = PromptTrace(traced, ("task",) * p)
     return t, profiles, paces, setting, draw(st.floats(1.0, 2.0)), own
 
 
 GOALS = (
-    THROUGHPUT, Objective.of("response_time"), Objective.of("energy"),
-    Objective.of("throughput", accuracy=0.95),
-)  # fmt: skip
+    THROUGHPUT,
+    ServiceObjective.of("response_time"),
+    ServiceObjective.of("energy"),
+    ServiceObjective.of("throughput", accuracy=0.95),
+)
 
 
 @settings(max_examples=100)

@@ -20,20 +20,24 @@ import jax
 import numpy as np
 import pytest
 
-from eejax.checkpoint.model import load_model
+from eejax.checkpoint.model import load_run
 from eejax.inference import Generator
 from experiments.serving_runs import server
 
 SLOTS, WAITING, LONGEST = 8, 24, 90
 THRESHOLDS = (1.0, 0.3)
 WRONG = (
-    (b"{", 400), (b'{"model": "m"}', 400), (b'{"model": "m", "prompt": []}', 400),
+    (b"{", 400),
+    (b'{"model": "m"}', 400),
+    (b'{"model": "m", "prompt": []}', 400),
     (b"\xff" * 99, 400),
-    (b'{"model": "m", "prompt": "a", "n": 99}', 400), (b'{"model": "x", "prompt": "a"}', 404),
-    (b'{"model": "m", "prompt": "a", "temperature": 1e999}', 400), (b"[" * 10**5, 400),
+    (b'{"model": "m", "prompt": "a", "n": 99}', 400),
+    (b'{"model": "x", "prompt": "a"}', 404),
+    (b'{"model": "m", "prompt": "a", "temperature": 1e999}', 400),
+    (b"[" * 10**5, 400),
     (json.dumps(dict(model="m", prompt="a" * 5 * 2**20)).encode(), 413),
     (json.dumps(dict(model="m", prompt="a" * 2**20)).encode(), 400),
-)  # fmt: skip
+)
 
 
 @dataclasses.dataclass
@@ -54,15 +58,21 @@ class Want(NamedTuple):
 
     def asked(self, limit: int, **more) -> dict:
         return dict(
-            model="m", prompt=self.prompt, max_tokens=limit, temperature=1.0, seed=self.seed,
-            thresholds=self.threshold, ignore_eos=True, **more,
-        )  # fmt: skip
+            model="m",
+            prompt=self.prompt,
+            max_tokens=limit,
+            temperature=1.0,
+            seed=self.seed,
+            thresholds=self.threshold,
+            ignore_eos=True,
+            **more,
+        )
 
 
 def wanted(workdir) -> list[Want]:
     """Requests whose tokens stay the same where parameters change by rounding, and more: then no
     other order of sums changes them either."""
-    model = load_model(workdir)
+    model = load_run(workdir)
     rng = np.random.default_rng(0)
     near = lambda p: (p * (1 + 3e-5 * rng.standard_normal(p.shape))).astype(p.dtype)
     engines = [

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from controlled import World, profile
 
-from eejax.serving.audits import Audit, Verdict
-from eejax.serving.choices import Choice, stricter
-from eejax.serving.objectives import Objective
+from eejax.serving.audits import AnswerAudit, DisagreementBound
+from eejax.serving.choices import ModelDepth, stricter
+from eejax.serving.objectives import ServiceObjective
 from eejax.serving.strictness import Strictness
 
 
-def looked_at(n: int, wrong: float) -> Audit:
+def looked_at(n: int, wrong: float) -> DisagreementBound:
     """An audit of n answers, each with this share of tokens that the whole model does not write."""
-    audit = Audit()
+    audit = DisagreementBound()
     for _ in range(n):
-        audit.add(Verdict(np.arange(100) >= 100 * wrong, np.zeros(100)))
+        audit.add(AnswerAudit(np.arange(100) >= 100 * wrong, np.zeros(100)))
     return audit
 
 
@@ -28,35 +28,35 @@ def begun(profiles, shares, goal, **options) -> World:
     world = World(profiles, dict.fromkeys(profiles, shares), goal, **options)
     c = world.controller
     c.serving, c._plan = "small", []
-    c.wanted = c.current = Choice("small", 3)
+    c.wanted = c.current = ModelDepth("small", 3)
     c._expected.shares.update(dict.fromkeys(profiles, shares))
     return world
 
 
 def test_audits_ask_for_more_layers_and_then_for_surer_tokens():
-    goal = Objective.of("throughput", accuracy=0.75)
+    goal = ServiceObjective.of("throughput", accuracy=0.75)
     world = World({"m": profile(n=3)}, {"m": (0.8, 0.1, 0.1)}, goal, interval=30)
     for _ in range(6):
         world.prompt()
     c = world.controller
-    assert c.current == Choice("m", 1)
-    expected = 1 - c.decisions[-1].told.accuracy
+    assert c.current == ModelDepth("m", 1)
+    expected = 1 - c.decisions[-1].expected.accuracy
     assert expected == pytest.approx(1 - 0.8 * 0.98 - 0.2 * 2 / 3)
     few, good = looked_at(10, 0.1), looked_at(40, 0.1)
     assert few.low < few.had_been(expected) < few.high and good.high < 0.25
     c.audited("m", few)  # of as many that are as expected no more would be known
     c.audited("m", good)  # as good as it has to be
     assert world.kinds[-1] == "serve"
-    near, likely = looked_at(20, 0.24), looked_at(20, 0.3)
-    for audit in (near, likely):
+    near, top_logprobs = looked_at(20, 0.24), looked_at(20, 0.3)
+    for audit in (near, top_logprobs):
         assert audit.low < audit.had_been(expected) < 0.25 < audit.high and CERTAIN.low > 0.25
     c.audited("m", near)  # it is not certain yet, but looks like it
     assert world.kinds[-1] == "serve"
-    for depth, audit in ((2, likely), (3, CERTAIN)):
+    for depth, audit in ((2, top_logprobs), (3, CERTAIN)):
         c.audited("m", audit)
-        assert world.kinds[-1] == "tighten" and c.wanted == Choice("m", depth)
+        assert world.kinds[-1] == "tighten" and c.wanted == ModelDepth("m", depth)
         c.audited("m", audit)  # while that is loaded nothing more is decided
-        assert c.wanted == Choice("m", depth)
+        assert c.wanted == ModelDepth("m", depth)
         c.loaded(c.wanted)
     assert stricter(0.6, c.level("m")) == 0.6
     for threshold in (0.8, 0.9, 0.95, 1.0, 1.0):
@@ -72,12 +72,12 @@ def test_audits_ask_for_more_layers_and_then_for_surer_tokens():
 
 def test_audits_of_a_whole_model_without_exits_change_nothing():
     """A limit forbids its exits already, so neither thresholds nor their rest have to rise."""
-    goal = Objective.of("throughput", accuracy=0.75)
+    goal = ServiceObjective.of("throughput", accuracy=0.75)
     world = World({"m": profile(n=3)}, {"m": (0.8, 0.1, 0.1)}, goal, interval=30)
     for _ in range(6):
         world.prompt()
     c = world.controller
-    c.wanted = c.current = Choice("m", 3)
+    c.wanted = c.current = ModelDepth("m", 3)
     c.off, kinds = {"m"}, world.kinds
     for _ in range(3):
         c.audited("m", CERTAIN)
@@ -90,7 +90,7 @@ def test_audits_of_a_whole_model_without_exits_change_nothing():
 
 def test_audits_that_no_tightening_can_help_bring_a_better_model():
     """The whole small model keeps less of the limit than was thought, and the large one more."""
-    goal, shares = Objective.of("throughput", accuracy=0.75), (0.8, 0.1, 0.1)
+    goal, shares = ServiceObjective.of("throughput", accuracy=0.75), (0.8, 0.1, 0.1)
     own = {"small": (1.0, 0.7), "large": (3.0, 1.0), "bad": (0.5, 0.5)}
     profiles = {
         name: profile(scale, n=3, quality=((1.0, value),), ceiling=value)
@@ -111,7 +111,7 @@ def test_audits_that_no_tightening_can_help_bring_a_better_model():
 
 def test_better_models_are_evaluated_once_between_two_assessments():
     """The other model's answers are better by less than what a change has to bring."""
-    goal, shares = Objective.of("throughput", accuracy=0.75), (0.8, 0.1, 0.1)
+    goal, shares = ServiceObjective.of("throughput", accuracy=0.75), (0.8, 0.1, 0.1)
     own = dict(n=3, sure=(1.0, 1.0, 1.0))
     profiles = {
         "small": profile(1.0, quality=((1.0, 0.70),), ceiling=0.70, **own),
@@ -124,7 +124,7 @@ def test_better_models_are_evaluated_once_between_two_assessments():
         while c.evaluating:
             world.prompt()
         c.loaded(c.wanted)
-        assert c.current == Choice("small", 3) and not c.off
+        assert c.current == ModelDepth("small", 3) and not c.off
 
     for _ in range(2):
         c.audited("small", CERTAIN)
@@ -140,7 +140,7 @@ def test_better_models_are_evaluated_once_between_two_assessments():
 
 
 def test_what_was_too_strict_is_taken_back_step_by_step_and_ever_more_rarely():
-    goal = Objective.of("throughput", accuracy=0.75)
+    goal = ServiceObjective.of("throughput", accuracy=0.75)
     world = World({"m": profile(n=3)}, {"m": (0.8, 0.1, 0.1)}, goal, interval=10)
     c = world.controller
 

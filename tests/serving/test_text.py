@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from eejax.data import text_behind
 from eejax.data.tokenizers import ByteTokenizer, JsonTokenizer
-from eejax.serving.text import Offsets, Revealed, first, partial
+from eejax.serving.text import (
+    StreamingDetokenizer,
+    TokenOffsets,
+    find_stop_string,
+    partial_stop_length,
+)
 
 TOKENIZER = ByteTokenizer()
 PIECES = st.text(alphabet="abé€😀\n", max_size=12)
@@ -27,7 +32,7 @@ def expected(text: str, stops) -> str:
 @given(PIECES, STOPS, st.lists(st.integers(1, 5), max_size=60))
 def test_however_it_comes_it_is_the_text_up_to_a_stop(text, stops, sizes):
     ids = list(text.encode())
-    shown, revealed, at = "", Revealed(TOKENIZER, stops), 0
+    shown, revealed, at = "", StreamingDetokenizer(TOKENIZER, stops), 0
     want = expected(text, stops)
     for size in [*sizes, len(ids)]:
         part = revealed.push(ids[at : at + size])
@@ -43,7 +48,7 @@ def test_however_it_comes_it_is_the_text_up_to_a_stop(text, stops, sizes):
 
 @given(PIECES, st.lists(st.integers(1, 5), max_size=60))
 def test_tokens_are_counted_once_a_character_of_theirs_shows(text, sizes):
-    ids, revealed, at = list(text.encode()), Revealed(TOKENIZER), 0
+    ids, revealed, at = list(text.encode()), StreamingDetokenizer(TOKENIZER), 0
     for size in [*sizes, len(ids)]:
         part = revealed.push(ids[at : at + size])
         at += size
@@ -53,24 +58,26 @@ def test_tokens_are_counted_once_a_character_of_theirs_shows(text, sizes):
 
 
 def test_what_waits_for_a_stop_string_is_shown_at_the_end():
-    revealed = Revealed(TOKENIZER, ["</s>"])
+    revealed = StreamingDetokenizer(TOKENIZER, ["</s>"])
     assert revealed.push(list(b"a</s")).text == "a"
     assert revealed.finish().text == "</s"
 
 
 def test_half_a_character_at_the_end_is_shown_as_unknown():
-    revealed = Revealed(TOKENIZER)
+    revealed = StreamingDetokenizer(TOKENIZER)
     assert revealed.push(list("é".encode())[:1]).text == ""
     assert revealed.finish().text == "�"
 
 
 @given(st.text(alphabet="ab", max_size=9), st.lists(st.text(alphabet="ab", min_size=1, max_size=4)))
 def test_what_could_begin_a_stop(text, stops):
-    ends = [n for n in range(len(text) + 1) if any(
-        s != text[len(text) - n :] and s.startswith(text[len(text) - n :]) for s in stops
-    )]  # fmt: skip
-    if first(text, stops) is None:
-        assert partial(text, stops) == max(ends, default=0)
+    ends = [
+        n
+        for n in range(len(text) + 1)
+        if any(s != text[len(text) - n :] and s.startswith(text[len(text) - n :]) for s in stops)
+    ]
+    if find_stop_string(text, stops) is None:
+        assert partial_stop_length(text, stops) == max(ends, default=0)
 
 
 def spaced() -> JsonTokenizer:
@@ -86,11 +93,15 @@ def spaced() -> JsonTokenizer:
 def test_an_answer_keeps_the_space_between_it_and_its_prompt():
     tokenizer = spaced()
     for prompt, want in (([2], " world worlds"), ([], "world worlds")):
-        revealed = Revealed(tokenizer, prompt=prompt)
+        revealed = StreamingDetokenizer(tokenizer, prompt=prompt)
         text = "".join(revealed.push([token]).text for token in (3, 3, 5)) + revealed.finish().text
         assert text == want
-    revealed = Revealed(tokenizer, [" world"], [2])
-    assert revealed.push([5]).text == "s" and revealed.push([3, 3]).stopped and revealed.taken == 2
+    revealed = StreamingDetokenizer(tokenizer, [" world"], [2])
+    assert (
+        revealed.push([5]).text == "s"
+        and revealed.push([3, 3]).stopped
+        and revealed.num_tokens == 2
+    )
 
 
 @given(
@@ -101,7 +112,7 @@ def test_an_answer_keeps_the_space_between_it_and_its_prompt():
 def test_offsets_index_the_text_that_is_returned(ids, cut, echo):
     """Of texts that hold bytes that are no UTF-8, and of answers behind them."""
     cut = 0 if echo else min(cut, len(ids))
-    offsets = Offsets(TOKENIZER, ids[:cut])
+    offsets = TokenOffsets(TOKENIZER, ids[:cut])
     found = [offsets.push(i) for i in ids[cut:]]
     text = text_behind(TOKENIZER.decode, ids[:cut], ids[cut:])
     for i, at in zip(ids[cut:], found, strict=True):
@@ -113,7 +124,7 @@ def test_offsets_index_the_text_that_is_returned(ids, cut, echo):
 @pytest.mark.parametrize("prompt", [[], [2], [2, 3, 5]])
 def test_offsets_where_decoders_drop_a_space(prompt):
     tokenizer, ids = spaced(), [3, 3, 5, 4, 2]
-    offsets, text = Offsets(tokenizer, prompt), text_behind(tokenizer.decode, prompt, ids)
+    offsets, text = TokenOffsets(tokenizer, prompt), text_behind(tokenizer.decode, prompt, ids)
     for n, i in enumerate(ids):
         own, at = tokenizer.token_bytes(i).decode(), offsets.push(i)
         if n or prompt:
@@ -124,6 +135,6 @@ def test_offsets_where_decoders_drop_a_space(prompt):
 
 def test_a_prompt_that_ends_within_a_character():
     prompt = list("ab\N{EURO SIGN}".encode())
-    revealed = Revealed(TOKENIZER, prompt=prompt[:-1])
+    revealed = StreamingDetokenizer(TOKENIZER, prompt=prompt[:-1])
     shown = revealed.push([prompt[-1], *b"cd"]).text
     assert shown.endswith("cd") and "ab" not in shown

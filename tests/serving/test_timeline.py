@@ -12,10 +12,10 @@ from simulations import PROFILES, THROUGHPUT, drawn, options, pace
 
 from eejax.common.errors import DataError
 from eejax.serving import policies
-from eejax.serving.choices import Choice, Decision
-from eejax.serving.history import History
+from eejax.serving.choices import Decision, ModelDepth
+from eejax.serving.history import LoadHistory
 from eejax.serving.messages import FleetReport
-from eejax.serving.simulator import Setting, _Server
+from eejax.serving.simulator import SimulationSetting, _Server
 from eejax.serving.timeline import WINDOW, AnswerTimeline, TimelinePoint, marks
 
 
@@ -27,7 +27,7 @@ def point(i: int, **changes) -> TimelinePoint:
 
 
 def decide(kind: str) -> Decision:
-    return Decision(0.0, kind, Choice("large", 2), "for the test")
+    return Decision(0.0, kind, ModelDepth("large", 2), "for the test")
 
 
 def test_rates_are_of_the_last_answers_and_marks_of_the_next():
@@ -52,7 +52,7 @@ def test_a_fleet_keeps_every_prompt_and_what_was_decided_between():
     t = drawn()
     paces = {"small": pace(1.0, slots=2), "large": pace(1.3, slots=2)}
     make = policies.helios(PROFILES, THROUGHPUT, options())
-    server = _Server(t, PROFILES, paces, make, Setting(slots=2, steps=2))
+    server = _Server(t, PROFILES, paces, make, SimulationSetting(slots=2, steps=2))
     got = server.run()
     found = server.performance.curves()
     assert found["prompt"] == [*range(1, len(t) + 1)]
@@ -66,7 +66,7 @@ def test_a_fleet_keeps_every_prompt_and_what_was_decided_between():
 
 
 def test_it_is_drawn_by_one_command(tmp_path, capsys):
-    history = History()
+    history = LoadHistory()
     report = FleetReport("small", 1, 2, 4, 0.0, None, None, None, "operations", (decide("grow"),))
     points = tuple(point(i, perplexity=None if i == 3 else 2.0) for i in range(20))
     # A decision is told before the answer behind it comes, which has its mark.

@@ -15,14 +15,19 @@ from eejax.inference import Generator
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.serving import traces
-from eejax.serving.fleet import Member
-from eejax.serving.traces import ModelTrace, Trace
+from eejax.serving.fleet import FleetMember
+from eejax.serving.traces import ModelTrace, PromptTrace
 
 NEW = 6
 CONFIG = ModelConfig(
-    vocab_size=31, n_layers=2, d_model=16, n_heads=2, context_length=32, head="tied",
+    vocab_size=31,
+    n_layers=2,
+    d_model=16,
+    n_heads=2,
+    context_length=32,
+    head="tied",
     exits=(ExitConfig(1),),
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +35,7 @@ def member():
     made = params.init(CONFIG, jax.random.key(3))
     # So that it is sure of some tokens, and not of others.
     sharper = jax.tree.map(lambda a: 20 * a if 31 in a.shape or 32 in a.shape else a, made)
-    return Member(sharper, CONFIG, dict(threshold=0.6, prefill_exit=True))
+    return FleetMember(sharper, CONFIG, dict(threshold=0.6, prefill_exit=True))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +55,7 @@ def test_a_trace_is_the_full_models_text_as_every_exit_has_it(member, prompts, r
     assert recorded.tokens.shape == recorded.confidences.shape == (8, NEW, 2)
     np.testing.assert_array_equal(recorded.tokens[..., -1], full.tokens)
     assert recorded.prompts.tolist() == [7, 3, 19, 26, 5, 4, 6, 12]
-    assert recorded.stops == (1, 2) and recorded.thresholds == pytest.approx((0.6,))
+    assert recorded.exit_boundaries == (1, 2) and recorded.thresholds == pytest.approx((0.6,))
     assert recorded.prefill_exit and recorded.new == NEW and len(recorded) == 8
     np.testing.assert_allclose(recorded.confidences[..., -1], full.confidences, rtol=1e-4)
     assert recorded.same[..., -1].all() and not recorded.same[..., 0].all()
@@ -80,10 +85,11 @@ def test_who_else_is_recorded_makes_no_difference(member, prompts, recorded):
 @pytest.mark.parametrize(
     "rules, message",
     [
-        (dict(decay=1.0), "decay"), (dict(threshold=2.0), "threshold"),
+        (dict(decay=1.0), "decay"),
+        (dict(threshold=2.0), "threshold"),
         (dict(gate="patience"), "gate = 'patience': must have a confidence"),
     ],
-)  # fmt: skip
+)
 def test_rules_that_cannot_be_recorded(member, prompts, rules, message):
     with pytest.raises(ConfigError, match=message):
         traces.record(dataclasses.replace(member, rules=rules), prompts[:1], 2, slots=4)
@@ -96,15 +102,21 @@ def test_prompts_leave_room(member):
 
 def made(**changes) -> ModelTrace:
     """Two prompts of three tokens, at three exits."""
-    sure = np.array([
-        [[0.9, 0.9, 1.0], [0.4, 0.8, 0.3], [0.1, 0.2, 0.3]],
-        [[0.5, 0.1, 0.3], [0.4, 0.4, 0.2], [0.6, 0.1, 0.9]],
-    ], np.float32)  # fmt: skip
+    sure = np.array(
+        [
+            [[0.9, 0.9, 1.0], [0.4, 0.8, 0.3], [0.1, 0.2, 0.3]],
+            [[0.5, 0.1, 0.3], [0.4, 0.4, 0.2], [0.6, 0.1, 0.9]],
+        ],
+        np.float32,
+    )
     own = dict(
-        stops=(1, 2, 4), thresholds=(0.5, 0.5), prefill_exit=False,
-        prompts=np.array([2, 5], np.int32), tokens=np.arange(18, dtype=np.int32).reshape(2, 3, 3),
+        exit_boundaries=(1, 2, 4),
+        thresholds=(0.5, 0.5),
+        prefill_exit=False,
+        prompts=np.array([2, 5], np.int32),
+        tokens=np.arange(18, dtype=np.int32).reshape(2, 3, 3),
         confidences=sure,
-    )  # fmt: skip
+    )
     return ModelTrace(**(own | changes))
 
 
@@ -127,7 +139,7 @@ def test_where_tokens_leave():
 
 
 def test_parts_and_orders():
-    trace = Trace({"a": made(), "b": made(thresholds=(1.0, 1.0))}, ("one", "two"))
+    trace = PromptTrace({"a": made(), "b": made(thresholds=(1.0, 1.0))}, ("one", "two"))
     turned = trace.ordered([1, 0])
     assert turned.kinds == ("two", "one") and turned.models["a"].prompts.tolist() == [5, 2]
     part = turned.part(0, 1)
@@ -136,7 +148,7 @@ def test_parts_and_orders():
 
 
 def test_files(tmp_path):
-    trace = Trace({"a/b": made(), "b": made(thresholds=(1.0, 0.3))}, ("one", "é"))
+    trace = PromptTrace({"a/b": made(), "b": made(thresholds=(1.0, 0.3))}, ("one", "é"))
     trace.save(tmp_path / "deep" / "trace.npz")
     again = traces.load(tmp_path / "deep" / "trace.npz")
     assert again.kinds == trace.kinds and [*again.models] == ["a/b", "b"]
@@ -148,7 +160,7 @@ def test_files(tmp_path):
 
 
 def damaged(folder, change, about=None):
-    Trace({"a": made()}, ("one", "two")).save(folder / "trace.npz")
+    PromptTrace({"a": made()}, ("one", "two")).save(folder / "trace.npz")
     with np.load(folder / "trace.npz") as file:
         arrays = dict(file)
     told = json.loads(str(arrays["about"]))
@@ -170,10 +182,10 @@ def damaged(folder, change, about=None):
         (lambda a: a["prompts_0"].fill(0), None, "prompts"),
         (lambda a: None, lambda t: t.update(version=7), "version = 7: must be 1"),
         (lambda a: None, lambda t: t.update(kinds=["one"]), "kinds = 1: must be one for each of 2"),
-        (lambda a: None, lambda t: t["models"]["a"].update(stops=[3, 2, 4]), "stops"),
+        (lambda a: None, lambda t: t["models"]["a"].update(stops=[3, 2, 4]), "exit_boundaries"),
         (lambda a: None, lambda t: t["models"]["a"].update(thresholds=[2, 0]), "thresholds"),
     ],
-)  # fmt: skip
+)
 def test_files_that_are_none(tmp_path, change, about, message):
     path = damaged(tmp_path, change, about)
     with pytest.raises(DataError, match=f"(?s)trace.npz: .*{message}"):

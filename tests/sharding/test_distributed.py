@@ -53,16 +53,16 @@ def test_a_coordinator_that_is_not_there_is_named():
 
 
 def test_alone_everything_is_what_it_says():
-    assert distributed.is_first() and not distributed.several() and distributed.index() == 0
-    assert distributed.agree("x") == "x" and distributed.by_first(lambda: 3) == 3
+    assert distributed.is_first() and not distributed.is_multiprocess() and distributed.index() == 0
+    assert distributed.agree("x") == "x" and distributed.broadcast_from_process_zero(lambda: 3) == 3
     assert distributed.anyone(True) and not distributed.anyone(False)
     distributed.wait()
     with pytest.raises(KeyError):
-        distributed.by_first(lambda: {}["none"])
+        distributed.broadcast_from_process_zero(lambda: {}["none"])
     mesh = make_mesh(MeshConfig(data=4))
     distributed.check_mesh(mesh)
     assert distributed.shard(mesh) == (0, 1)
-    assert int(distributed.Ballot(mesh).cast(7)) == 7
+    assert int(distributed.MaxVote(mesh).cast(7)) == 7
     assert distributed.lost(jax.errors.JaxRuntimeError("UNKNOWN: anything")) is None
 
 
@@ -88,14 +88,14 @@ how = dict(a.removeprefix("--").split("=") for a in sys.argv[1:])
 address = how.pop("coordinator")
 distributed.start(distributed.Processes(address, **{k: int(v) for k, v in how.items()}))
 me = distributed.index()
-said = {"several": distributed.several(), "first": distributed.is_first()}
+said = {"several": distributed.is_multiprocess(), "first": distributed.is_first()}
 said["agreed"] = distributed.agree({"from": me, "long": "x" * 5000})["from"]
-said["done by"] = distributed.by_first(lambda: me)
+said["done by"] = distributed.broadcast_from_process_zero(lambda: me)
 said["any"] = [distributed.anyone(me == 1), distributed.anyone(False)]
 
 def fail(error):
     try:
-        distributed.by_first(lambda: (_ for _ in ()).throw(error))
+        distributed.broadcast_from_process_zero(lambda: (_ for _ in ()).throw(error))
     except Exception as raised:
         return [type(raised).__name__, str(raised)]
 
@@ -107,7 +107,7 @@ said["errors"] = [fail(e) for e in (
     OSError(28, "No space left on device", "/a/b"), CheckpointError("damaged"), Local("a", "b"),
 )]
 mesh = make_mesh(MeshConfig(data=8))
-said["ballot"] = int(distributed.Ballot(mesh).cast(15 * (me == 1)))
+said["ballot"] = int(distributed.MaxVote(mesh).cast(15 * (me == 1)))
 try:
     distributed.check_mesh(make_mesh(MeshConfig(data=4)))
 except ValueError as error:
@@ -143,8 +143,9 @@ def test_two_processes_agree_and_place_their_rows(tmp_path):
     assert (first.pop("first"), second.pop("first")) == (True, False)
     ours, theirs = first.pop("meshes"), second.pop("meshes")
     assert (first["errors"].pop(), second["errors"].pop()) == (
-        ["Local", "ab"], ["RuntimeError", "process 0: Local: ab"],  # as it cannot be sent
-    )  # fmt: skip
+        ["Local", "ab"],
+        ["RuntimeError", "process 0: Local: ab"],  # as it cannot be sent
+    )
     assert first == second
     assert first["several"] and first["agreed"] == 0 and first["done by"] == 0
     assert first["any"] == [True, False] and first["ballot"] == signal.SIGTERM

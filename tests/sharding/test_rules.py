@@ -53,9 +53,15 @@ def test_a_rule_to_an_unknown_mesh_axis_is_refused():
 
 def test_every_parameter_of_a_model_finds_its_place():
     config = ModelConfig(
-        vocab_size=30, vocab_multiple=8, n_layers=4, d_model=16, n_heads=4, n_kv_heads=2,
-        context_length=8, exits=(ExitConfig(2, mlp=True, block=True, head="own"),),
-    )  # fmt: skip
+        vocab_size=30,
+        vocab_multiple=8,
+        n_layers=4,
+        d_model=16,
+        n_heads=4,
+        n_kv_heads=2,
+        context_length=8,
+        exits=(ExitConfig(2, mlp=True, block=True, head="own"),),
+    )
     mesh = make_mesh(MeshConfig(data=2, pipe=2, model=2))
     declaration = params.abstract(config)
     tree = rules.shardings(rules.specs(declaration, mesh), mesh)

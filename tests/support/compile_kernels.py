@@ -30,9 +30,15 @@ def tell(spec, capability: int) -> None:
     for kernel in compiled.kernels(run, *spec.shapes, capability=capability):
         registers, spilled = kernel.usage()
         told = dict(
-            spec=spec.name, capability=capability, kernel=kernel.name, registers=registers,
-            spilled=spilled, shared=kernel.shared, doubles=kernel.doubles, version=kernel.version,
-        )  # fmt: skip
+            spec=spec.name,
+            capability=capability,
+            kernel=kernel.name,
+            registers=registers,
+            spilled=spilled,
+            shared=kernel.shared,
+            doubles=kernel.doubles,
+            version=kernel.version,
+        )
         print(json.dumps(told), flush=True)
 
 

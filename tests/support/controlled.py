@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import itertools
 
-from eejax.serving.choices import Choice, ControllerOptions, Profile
+from eejax.serving.choices import ControllerOptions, ModelDepth, ModelProfile
 from eejax.serving.controller import Controller
-from eejax.serving.objectives import Objective, Telemetry
+from eejax.serving.objectives import ServiceObjective, Telemetry
 from eejax.serving.repository import Repository
 
-THROUGHPUT = Objective.of("throughput")
+THROUGHPUT = ServiceObjective.of("throughput")
 
 
-def profile(scale: float = 1.0, n: int = 4, **changes) -> Profile:
+def profile(scale: float = 1.0, n: int = 4, **changes) -> ModelProfile:
     own = dict(
-        seconds=(scale * 1e-3,) * n, prefill=(scale * 1e-2,) * n, load=(scale * 0.1,) * n,
-        rebuild=(scale * 1e-5,) * n, bytes=(scale * 100,) * n, energy=(scale,) * n,
-        sure=(0.98,) * (n - 1) + (1.0,), unsure=tuple(0.5 + 0.5 * (e + 1) / n for e in range(n)),
-    )  # fmt: skip
-    return Profile(**(own | changes))
+        seconds=(scale * 1e-3,) * n,
+        prefill=(scale * 1e-2,) * n,
+        load=(scale * 0.1,) * n,
+        rebuild=(scale * 1e-5,) * n,
+        bytes=(scale * 100,) * n,
+        energy=(scale,) * n,
+        sure=(0.98,) * (n - 1) + (1.0,),
+        unsure=tuple(0.5 + 0.5 * (e + 1) / n for e in range(n)),
+    )
+    return ModelProfile(**(own | changes))
 
 
 def telemetry(**changes) -> Telemetry:
@@ -37,16 +42,19 @@ class World:
         self.profiles, self.shares, self.time = profiles, shares, 0.0
         self.repository = repository or Repository()
         self.controller = Controller(
-            profiles, objective, self.repository, ControllerOptions(**options),
+            profiles,
+            objective,
+            self.repository,
+            ControllerOptions(**options),
             clock=lambda: self.time,
-        )  # fmt: skip
+        )
         self.drawn = {model: itertools.cycle(evenly(s)) for model, s in shares.items()}
-        self.served: list[Choice] = []
+        self.served: list[ModelDepth] = []
 
     def redraw(self, model, shares):
         self.drawn[model] = itertools.cycle(evenly(shares))
 
-    def prompt(self, tokens: int = 20) -> Choice:
+    def prompt(self, tokens: int = 20) -> ModelDepth:
         c = self.controller
         c.loaded(c.wanted)
         choice, evaluated = c.choose()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from eejax.inference.policy import gates_of
+from eejax.inference.policy import available_gates
 
 
 def asked_of(draw, prompts, config, batch):
@@ -16,8 +16,8 @@ def asked_of(draw, prompts, config, batch):
     thresholds = each(st.lists(threshold, min_size=n, max_size=n))
     kwargs = dict(
         threshold=np.array(thresholds, np.float32).reshape(batch, n),
-        gate=each(st.sampled_from(gates_of(config))),
-        min_depth=each(st.integers(0, 3)),
+        gate=each(st.sampled_from(available_gates(config))),
+        min_exit_layer=each(st.integers(0, 3)),
         decay=draw(st.sampled_from([None, 0.0, 4.0])),
         prefill_exit=draw(st.booleans()),
         stop_tokens=draw(st.sampled_from([(), (ord(" "), ord("e"))])),

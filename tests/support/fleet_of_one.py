@@ -9,24 +9,24 @@ import numpy as np
 
 from eejax.inference import capacity
 from eejax.inference.batched_state import BatchOptions
-from eejax.serving.choices import ControllerOptions, Profile
+from eejax.serving.choices import ControllerOptions, ModelProfile
 from eejax.serving.controller import Controller
-from eejax.serving.fleet import Fleet, Member
-from eejax.serving.objectives import Objective
+from eejax.serving.fleet import Fleet, FleetMember
+from eejax.serving.objectives import ServiceObjective
 from eejax.serving.repository import Repository
 
 NEW = 24
 OPTIONS = BatchOptions(cap=4, drafts=0, buckets=(8,))  # one compiles faster than three
 
 
-def profile(model, scale: float) -> Profile:
-    n, options = model.config.n_exits + 1, dataclasses.replace(OPTIONS, grows=True)
+def profile(model, scale: float) -> ModelProfile:
+    n, options = model.config.n_exits + 1, dataclasses.replace(OPTIONS, can_deepen=True)
     sizes = [capacity.weight_bytes(model.config, d) for d in range(1, n + 1)]
     whole = [capacity.engine_bytes(model.config, options, d, 96, 3) for d in range(1, n + 1)]
     state = tuple(w - s for w, s in zip(whole, sizes, strict=True))
     sizes = np.diff([0, *sizes])
     own = dict.fromkeys(("seconds", "prefill", "load", "rebuild", "energy"), (scale,) * n)
-    return Profile(
+    return ModelProfile(
         bytes=tuple(sizes.tolist()), state=state, sure=(1.0,) * n, unsure=(0.9,) * n, **own
     )
 
@@ -36,10 +36,13 @@ def fleet_of(model, names: str = "m", rules=None, made=None, **own):
     `made`."""
     profiles = {name: profile(model, 1.0) for name in names}
     controller = Controller(
-        profiles, Objective.of("throughput"), Repository(), ControllerOptions(**own),
+        profiles,
+        ServiceObjective.of("throughput"),
+        Repository(),
+        ControllerOptions(**own),
         clock=lambda: 0.0,
-    )  # fmt: skip
-    member = Member(model.params, model.config, rules or {}, OPTIONS)
+    )
+    member = FleetMember(model.params, model.config, rules or {}, OPTIONS)
     making = dict(slots=3, context=96, steps=2) | (made or {})
     return Fleet(dict.fromkeys(names, member), controller, **making), controller
 

@@ -13,18 +13,28 @@ FILE = pathlib.Path(__file__).parents[1] / "checkpoint" / "hf" / "recorded.npz"
 RECORDED = np.load(FILE) if FILE.exists() else {}
 
 SIZE = dict(
-    vocab_size=61, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
-    max_position_embeddings=96, intermediate_size=48, bos_token_id=0, eos_token_id=0,
+    vocab_size=61,
+    hidden_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    max_position_embeddings=96,
+    intermediate_size=48,
+    bos_token_id=0,
+    eos_token_id=0,
     pad_token_id=None,
-)  # fmt: skip
+)
 GQA = SIZE | dict(num_key_value_heads=2)
 GPT = dict(
     vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=96, bos_token_id=0, eos_token_id=0
 )
 LLAMA3 = dict(
-    rope_type="llama3", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=24,
-    low_freq_factor=1.0, high_freq_factor=4.0,
-)  # fmt: skip
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=4.0,
+    original_max_position_embeddings=24,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=24)
 
 # name -> (configuration class, its values)
@@ -32,23 +42,27 @@ MODELS = {
     "gpt2": ("GPT2Config", GPT),
     "opt": ("OPTConfig", SIZE | dict(ffn_dim=48, word_embed_proj_dim=32)),
     "opt_350m": (
-        "OPTConfig", SIZE | dict(ffn_dim=48, word_embed_proj_dim=16, do_layer_norm_before=False),
+        "OPTConfig",
+        SIZE | dict(ffn_dim=48, word_embed_proj_dim=16, do_layer_norm_before=False),
     ),
     "gpt_neox": ("GPTNeoXConfig", SIZE),
     "gpt_neox_sequential": (
-        "GPTNeoXConfig", SIZE | dict(use_parallel_residual=False, attention_bias=False),
+        "GPTNeoXConfig",
+        SIZE | dict(use_parallel_residual=False, attention_bias=False),
     ),
     "gptj": ("GPTJConfig", GPT | dict(rotary_dim=4)),
     "falcon_7b": ("FalconConfig", SIZE | dict(multi_query=True, parallel_attn=True)),
     "falcon_new": (
-        "FalconConfig", SIZE | dict(new_decoder_architecture=True, num_kv_heads=2, bias=True),
+        "FalconConfig",
+        SIZE | dict(new_decoder_architecture=True, num_kv_heads=2, bias=True),
     ),
     "falcon_11b": (
         "FalconConfig",
         SIZE | dict(new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
     ),
     "falcon_sequential": (
-        "FalconConfig", SIZE | dict(multi_query=False, parallel_attn=False, bias=True),
+        "FalconConfig",
+        SIZE | dict(multi_query=False, parallel_attn=False, bias=True),
     ),
     "phi": ("PhiConfig", GQA),
     "phi3": ("Phi3Config", GQA | dict(sliding_window=7)),
@@ -59,7 +73,8 @@ MODELS = {
     "mistral": ("MistralConfig", GQA | dict(sliding_window=9)),
     "qwen2": ("Qwen2Config", GQA),
     "qwen2_windows": (
-        "Qwen2Config", GQA | dict(use_sliding_window=True, sliding_window=6, max_window_layers=1),
+        "Qwen2Config",
+        GQA | dict(use_sliding_window=True, sliding_window=6, max_window_layers=1),
     ),
     "qwen3": ("Qwen3Config", GQA | dict(head_dim=16)),
     "gemma": ("GemmaConfig", GQA | dict(head_dim=16)),
@@ -69,8 +84,11 @@ MODELS = {
     ),
     "gemma3": (
         "Gemma3TextConfig",
-        GQA | dict(
-            head_dim=16, sliding_window=6, query_pre_attn_scalar=20,
+        GQA
+        | dict(
+            head_dim=16,
+            sliding_window=6,
+            query_pre_attn_scalar=20,
             layer_types=["sliding_attention", "sliding_attention", "full_attention"],
             rope_parameters={
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -84,12 +102,15 @@ MODELS = {
     "smollm3": ("SmolLM3Config", GQA | dict(no_rope_layer_interval=2)),
     "granite": (
         "GraniteConfig",
-        GQA | dict(
-            embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.4,
+        GQA
+        | dict(
+            embedding_multiplier=3.0,
+            logits_scaling=2.0,
+            residual_multiplier=0.4,
             attention_multiplier=0.2,
         ),
     ),
-}  # fmt: skip
+}
 
 
 # Of families that nothing here knows.
@@ -101,7 +122,7 @@ UNKNOWN = {
     "ministral": ("MinistralConfig", GQA | dict(head_dim=8, sliding_window=16)),
     "cwm": ("CwmConfig", GQA | dict(head_dim=8, sliding_window=128)),
     "glm": ("GlmConfig", GQA | dict(head_dim=8)),
-}  # fmt: skip
+}
 
 
 # Of types that are refused, and the cause in the family's own words.
@@ -111,16 +132,24 @@ REFUSED = {
     "xglm": (
         "XGLMConfig",
         dict(
-            vocab_size=61, max_position_embeddings=96, d_model=32, ffn_dim=48, num_layers=2,
-            attention_heads=4, bos_token_id=0, eos_token_id=0, pad_token_id=1,
+            vocab_size=61,
+            max_position_embeddings=96,
+            d_model=32,
+            ffn_dim=48,
+            num_layers=2,
+            attention_heads=4,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=1,
         ),
         "neither a table of positions nor settings of rotary ones or ALiBi: others .sinusoidal",
     ),
     "cohere": (
-        "CohereConfig", GQA | dict(logit_scale=0.25),
+        "CohereConfig",
+        GQA | dict(logit_scale=0.25),
         "computes something else than transformers.*logit_scale = 0.25 .a scale.",
     ),
-}  # fmt: skip
+}
 
 
 def weights(name: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:

@@ -27,9 +27,13 @@ class Odd:
 
 
 SIZE = dict(
-    vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-    max_position_embeddings=CONTEXT, intermediate_size=40,
-)  # fmt: skip
+    vocab_size=VOCAB,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=CONTEXT,
+    intermediate_size=40,
+)
 GPT = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=CONTEXT)
 # Keys and the values that are drawn of them, the usual ones first; half of the draws are the first.
 TIED = dict(tie_word_embeddings=[ABSENT, True, False])
@@ -43,14 +47,18 @@ OLD = dict(original_max_position_embeddings=16)
 YARN = dict(rope_type="yarn", factor=4.0)
 # Of keys that are drawn together: a dict of them.
 ROTARY = [
-    {}, dict(rope_theta=200.0), dict(rope_scaling=LINEAR, rope_theta=1e3),
+    {},
+    dict(rope_theta=200.0),
+    dict(rope_scaling=LINEAR, rope_theta=1e3),
     dict(rope_parameters=dict(rope_type="default", rope_theta=200)),
     dict(rope_parameters=dict(rope_type="linear", rope_theta=500.0, factor=3)),
     dict(rope_scaling=LLAMA3 | OLD, rope_theta=5e3),
     dict(rope_scaling=LLAMA3, rope_theta=5e3) | OLD,
     dict(rope_parameters=LLAMA3 | dict(rope_theta=5e3)),
     dict(rope_parameters=LLAMA3 | dict(rope_theta=5e3, original_max_position_embeddings=32)) | OLD,
-    dict(rope_scaling=YARN | OLD), dict(rope_scaling=YARN) | OLD, dict(rope_scaling=YARN),
+    dict(rope_scaling=YARN | OLD),
+    dict(rope_scaling=YARN) | OLD,
+    dict(rope_scaling=YARN),
     dict(rope_parameters=YARN | OLD | dict(rope_theta=1e3, beta_fast=16, beta_slow=2)),
     dict(rope_parameters=YARN | OLD | dict(rope_theta=1e3, mscale=1.0, mscale_all_dim=0)),
     dict(rope_parameters=YARN | OLD | dict(rope_theta=1e3, attention_factor=1.138629436111989)),
@@ -60,56 +68,90 @@ ROTARY = [
     Odd(dict(rope_scaling=YARN | OLD | dict(attention_factor=0.9)), "attention_factor"),
     Odd(dict(rope_scaling=YARN | OLD | dict(truncate=False)), "truncate"),
     Odd(dict(rope_scaling=dict(rope_type="llama3", factor=4.0)), "low_freq_factor"),
-    Odd(dict(rope_scaling=dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4,
-                               original_max_position_embeddings=16)), "rope_type"),
-    Odd(dict(rope_parameters=dict(full_attention=dict(rope_type="default", rope_theta=9.0),
-                                  sliding_attention=dict(rope_type="default", rope_theta=7.0))),
-        "rope_parameters"),
-]  # fmt: skip
+    Odd(
+        dict(
+            rope_scaling=dict(
+                rope_type="longrope",
+                short_factor=[1.0] * 4,
+                long_factor=[2.0] * 4,
+                original_max_position_embeddings=16,
+            )
+        ),
+        "rope_type",
+    ),
+    Odd(
+        dict(
+            rope_parameters=dict(
+                full_attention=dict(rope_type="default", rope_theta=9.0),
+                sliding_attention=dict(rope_type="default", rope_theta=7.0),
+            )
+        ),
+        "rope_parameters",
+    ),
+]
 WHOLE = [ABSENT, 1.0, Odd(0.5)]  # partial_rotary_factor of families that turn whole heads
 LAYERS = [ABSENT, ["sliding_attention", "full_attention"], ["sliding_attention"] * 2, None]
 COMMON = dict(ROPE=ROTARY, rms_norm_eps=EPS, hidden_act=ACT, partial_rotary_factor=WHOLE)
 COMMON |= TIED | HEADS
 QWEN = dict(
-    use_sliding_window=[ABSENT, True, False], sliding_window=[6, ABSENT, None],
-    max_window_layers=[1, 0, 28], layer_types=LAYERS,
-)  # fmt: skip
-GEMMA = COMMON | BIAS | dict(
-    hidden_activation=["gelu_pytorch_tanh", ABSENT, "gelu", Odd("mish")], head_dim=[8, 16],
-    use_bidirectional_attention=[ABSENT, False, Odd(True)],
-)  # fmt: skip
+    use_sliding_window=[ABSENT, True, False],
+    sliding_window=[6, ABSENT, None],
+    max_window_layers=[1, 0, 28],
+    layer_types=LAYERS,
+)
+GEMMA = (
+    COMMON
+    | BIAS
+    | dict(
+        hidden_activation=["gelu_pytorch_tanh", ABSENT, "gelu", Odd("mish")],
+        head_dim=[8, 16],
+        use_bidirectional_attention=[ABSENT, False, Odd(True)],
+    )
+)
 GEMMA2 = GEMMA | dict(
-    query_pre_attn_scalar=[16, 20, ABSENT], sliding_window=[6, 40, ABSENT], layer_types=LAYERS,
-    attn_logit_softcapping=[ABSENT, 5.0, None], final_logit_softcapping=[ABSENT, 3.0, None],
-)  # fmt: skip
+    query_pre_attn_scalar=[16, 20, ABSENT],
+    sliding_window=[6, 40, ABSENT],
+    layer_types=LAYERS,
+    attn_logit_softcapping=[ABSENT, 5.0, None],
+    final_logit_softcapping=[ABSENT, 3.0, None],
+)
 PARTS = [ABSENT, 0.5, 1.0, 0.25]
 GPT_COMMON = dict(
     activation_function=["gelu_new", ABSENT, "relu", "gelu", "quick_gelu", Odd("mish")],
-    n_inner=[ABSENT, None, 40], layer_norm_epsilon=EPS, num_attention_heads=[ABSENT, 4, Odd(2)],
+    n_inner=[ABSENT, None, 40],
+    layer_norm_epsilon=EPS,
+    num_attention_heads=[ABSENT, 4, Odd(2)],
     scale_attn_weights=[ABSENT],
-)  # fmt: skip
+)
 SPACE: dict[str, tuple[dict, dict]] = {
     "llama": (SIZE, COMMON | BIAS | dict(mlp_bias=[ABSENT, True], pretraining_tp=[ABSENT, 1])),
     "mistral": (
         SIZE,
-        COMMON | dict(
+        COMMON
+        | dict(
             sliding_window=[ABSENT, 6, None, 40],
             layer_types=[ABSENT, ["sliding_attention"] * 2, Odd(LAYERS[1])],
         ),
     ),
     "qwen2": (SIZE, COMMON | QWEN),
     "qwen3": (SIZE, COMMON | QWEN | BIAS | dict(head_dim=[8, 16])),
-    "gemma": (SIZE, {k: v for k, v in GEMMA.items() if k != "hidden_activation"} | dict(
-        hidden_act=["gelu_pytorch_tanh", ABSENT, "gelu", "relu", Odd("mish")])),
+    "gemma": (
+        SIZE,
+        {k: v for k, v in GEMMA.items() if k != "hidden_activation"}
+        | dict(hidden_act=["gelu_pytorch_tanh", ABSENT, "gelu", "relu", Odd("mish")]),
+    ),
     "gemma2": (SIZE, {k: v for k, v in GEMMA2.items() if k != "hidden_act"}),
     "gemma3_text": (
         SIZE,
-        {k: v for k, v in GEMMA2.items() if k != "hidden_act"} | dict(
+        {k: v for k, v in GEMMA2.items() if k != "hidden_act"}
+        | dict(
             sliding_window_pattern=[ABSENT, 2],
             ROPE=[
-                {}, dict(rope_theta=500.0, rope_local_base_freq=20.0),
+                {},
+                dict(rope_theta=500.0, rope_local_base_freq=20.0),
                 dict(rope_scaling=dict(rope_type="linear", factor=2.0), rope_theta=1e3),
-                Odd(dict(rope_scaling=LINEAR), "rope_scaling.type"), ROTARY[-1].value,
+                Odd(dict(rope_scaling=LINEAR), "rope_scaling.type"),
+                ROTARY[-1].value,
                 dict(rope_parameters=dict(full_attention=LLAMA3 | OLD | dict(rope_theta=5e3))),
                 dict(rope_parameters=dict(full_attention=LLAMA3 | dict(rope_theta=5e3))) | OLD,
                 dict(rope_scaling=YARN | OLD),
@@ -121,94 +163,144 @@ SPACE: dict[str, tuple[dict, dict]] = {
     "olmo2": (SIZE, COMMON | BIAS),
     "smollm3": (
         SIZE,
-        COMMON | BIAS | dict(
-            mlp_bias=[ABSENT, True], no_rope_layer_interval=[ABSENT, 2, 1],
-            no_rope_layers=[ABSENT, [1, 0], [0, 1], None], use_sliding_window=[ABSENT, True],
-            sliding_window=[ABSENT, 6, None], layer_types=LAYERS,
+        COMMON
+        | BIAS
+        | dict(
+            mlp_bias=[ABSENT, True],
+            no_rope_layer_interval=[ABSENT, 2, 1],
+            no_rope_layers=[ABSENT, [1, 0], [0, 1], None],
+            use_sliding_window=[ABSENT, True],
+            sliding_window=[ABSENT, 6, None],
+            layer_types=LAYERS,
         ),
     ),
     "granite": (
         SIZE,
-        COMMON | BIAS | dict(
-            mlp_bias=[ABSENT, True], embedding_multiplier=[ABSENT, 3.0, 12],
-            logits_scaling=[ABSENT, 2.0, 8], residual_multiplier=[ABSENT, 0.4],
+        COMMON
+        | BIAS
+        | dict(
+            mlp_bias=[ABSENT, True],
+            embedding_multiplier=[ABSENT, 3.0, 12],
+            logits_scaling=[ABSENT, 2.0, 8],
+            residual_multiplier=[ABSENT, 0.4],
             attention_multiplier=[0.25, ABSENT, 0.125],
         ),
     ),
     "stablelm": (
         SIZE,
-        TIED | dict(
-            ROPE=ROTARY, layer_norm_eps=EPS, hidden_act=ACT, num_key_value_heads=[2, 4, 1],
-            partial_rotary_factor=PARTS, use_qkv_bias=[ABSENT, True],
-            use_parallel_residual=[ABSENT, True], qk_layernorm=[ABSENT, False, Odd(True)],
+        TIED
+        | dict(
+            ROPE=ROTARY,
+            layer_norm_eps=EPS,
+            hidden_act=ACT,
+            num_key_value_heads=[2, 4, 1],
+            partial_rotary_factor=PARTS,
+            use_qkv_bias=[ABSENT, True],
+            use_parallel_residual=[ABSENT, True],
+            qk_layernorm=[ABSENT, False, Odd(True)],
             head_dim=[ABSENT, 8, Odd(16)],
         ),
     ),
     "phi3": (
         SIZE,
-        {k: v for k, v in COMMON.items() if k != "ROPE"} | dict(
+        {k: v for k, v in COMMON.items() if k != "ROPE"}
+        | dict(
             ROPE=[
-                {}, dict(rope_theta=200.0), dict(rope_parameters=dict(rope_type="default")),
-                Odd(ROTARY[2], "rope_type"), Odd(ROTARY[9], "rope_type"), ROTARY[-2],
+                {},
+                dict(rope_theta=200.0),
+                dict(rope_parameters=dict(rope_type="default")),
+                Odd(ROTARY[2], "rope_type"),
+                Odd(ROTARY[9], "rope_type"),
+                ROTARY[-2],
             ],
-            partial_rotary_factor=PARTS, sliding_window=[ABSENT, 6, None],
+            partial_rotary_factor=PARTS,
+            sliding_window=[ABSENT, 6, None],
             original_max_position_embeddings=[ABSENT, 16],
         ),
     ),
     "phi": (
         SIZE,
-        HEADS | TIED | dict(
-            ROPE=ROTARY, layer_norm_eps=EPS, hidden_act=["gelu_new", ABSENT, "relu", Odd("mish")],
-            partial_rotary_factor=PARTS, qk_layernorm=[ABSENT, False, Odd(True)],
+        HEADS
+        | TIED
+        | dict(
+            ROPE=ROTARY,
+            layer_norm_eps=EPS,
+            hidden_act=["gelu_new", ABSENT, "relu", Odd("mish")],
+            partial_rotary_factor=PARTS,
+            qk_layernorm=[ABSENT, False, Odd(True)],
         ),
     ),
     "gpt2": (
         GPT,
-        GPT_COMMON | TIED | dict(
+        GPT_COMMON
+        | TIED
+        | dict(
             scale_attn_weights=[ABSENT, True, Odd(False)],
             scale_attn_by_inverse_layer_idx=[ABSENT, False, Odd(True)],
-            reorder_and_upcast_attn=[ABSENT, True], hidden_size=[ABSENT, 32],
+            reorder_and_upcast_attn=[ABSENT, True],
+            hidden_size=[ABSENT, 32],
         ),
     ),
     "gptj": (GPT, GPT_COMMON | TIED | dict(rotary_dim=[4, 8, 2, Odd(None), Odd(3)])),
     "gpt_neox": (
         SIZE,
-        TIED | dict(
+        TIED
+        | dict(
             ROPE=[
-                {}, dict(rotary_emb_base=200), dict(rotary_pct=0.5), dict(rope_theta=20.0),
+                {},
+                dict(rotary_emb_base=200),
+                dict(rotary_pct=0.5),
+                dict(rope_theta=20.0),
                 *ROTARY[2:],
             ],
-            rotary_pct=PARTS, layer_norm_eps=EPS, hidden_act=["gelu", ABSENT, "relu", Odd("mish")],
-            use_parallel_residual=[ABSENT, True, False], attention_bias=[ABSENT, True, False],
+            rotary_pct=PARTS,
+            layer_norm_eps=EPS,
+            hidden_act=["gelu", ABSENT, "relu", Odd("mish")],
+            use_parallel_residual=[ABSENT, True, False],
+            attention_bias=[ABSENT, True, False],
             head_dim=[ABSENT, 8, Odd(16)],
         ),
     ),
     "falcon": (
         {k: v for k, v in SIZE.items() if k != "intermediate_size"},
-        TIED | dict(
-            ROPE=ROTARY, multi_query=[ABSENT, False], parallel_attn=[ABSENT, True, False],
-            new_decoder_architecture=[ABSENT, True], num_kv_heads=[ABSENT, None, 2],
-            num_ln_in_parallel_attn=[ABSENT, 1, 2], bias=[ABSENT, True], alibi=[ABSENT, Odd(True)],
-            ffn_hidden_size=[ABSENT, 40], activation=[ABSENT, "gelu", "relu", Odd("mish")],
-            layer_norm_epsilon=EPS, partial_rotary_factor=WHOLE,
+        TIED
+        | dict(
+            ROPE=ROTARY,
+            multi_query=[ABSENT, False],
+            parallel_attn=[ABSENT, True, False],
+            new_decoder_architecture=[ABSENT, True],
+            num_kv_heads=[ABSENT, None, 2],
+            num_ln_in_parallel_attn=[ABSENT, 1, 2],
+            bias=[ABSENT, True],
+            alibi=[ABSENT, Odd(True)],
+            ffn_hidden_size=[ABSENT, 40],
+            activation=[ABSENT, "gelu", "relu", Odd("mish")],
+            layer_norm_epsilon=EPS,
+            partial_rotary_factor=WHOLE,
         ),
     ),
     "opt": (
         {k: v for k, v in SIZE.items() if k != "intermediate_size"} | dict(ffn_dim=40),
-        TIED | dict(
-            do_layer_norm_before=[ABSENT, True, False], enable_bias=[ABSENT, True, False],
-            _remove_final_layer_norm=[ABSENT, True], word_embed_proj_dim=[ABSENT, 32, 16],
+        TIED
+        | dict(
+            do_layer_norm_before=[ABSENT, True, False],
+            enable_bias=[ABSENT, True, False],
+            _remove_final_layer_norm=[ABSENT, True],
+            word_embed_proj_dim=[ABSENT, 32, 16],
             activation_function=["relu", ABSENT, "gelu", Odd("mish")],
             layer_norm_elementwise_affine=[ABSENT, True, Odd(False)],
         ),
     ),
-}  # fmt: skip
+}
 STORED = ("one", "one", "head", "both", "listed", "bin", "shards")
 GENERATION = (
-    None, {}, {END: 5}, {END: [5, 7, 11], "pad_token_id": 3},
+    None,
+    {},
+    {END: 5},
+    {END: [5, 7, 11], "pad_token_id": 3},
     {END: [5, 7], "do_sample": True, "temperature": 0.7, "top_p": 0.9, "bos_token_id": 1},
     {"do_sample": True, "top_k": 20, "repetition_penalty": 1.1},
-)  # fmt: skip
+)
 
 
 @dataclasses.dataclass(frozen=True)

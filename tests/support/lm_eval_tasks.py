@@ -5,23 +5,32 @@ from __future__ import annotations
 END = 256  # of texts of bytes
 TASKS = {
     "choice": dict(
-        output_type="multiple_choice", doc_to_text="{{query}}", doc_to_choice="{{choices}}",
-        doc_to_target="gold", metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}],
+        output_type="multiple_choice",
+        doc_to_text="{{query}}",
+        doc_to_choice="{{choices}}",
+        doc_to_target="gold",
+        metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}],
     ),
     "word": dict(
-        output_type="loglikelihood", doc_to_text="{{context}}", doc_to_target=" {{continuation}}",
+        output_type="loglikelihood",
+        doc_to_text="{{context}}",
+        doc_to_target=" {{continuation}}",
         metric_list=[{"metric": "perplexity"}, {"metric": "acc"}],
     ),
     "whole": dict(
-        output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{context}}",
+        output_type="loglikelihood_rolling",
+        doc_to_text="",
+        doc_to_target="{{context}}",
         metric_list=[{"metric": "word_perplexity"}],
     ),
     "write": dict(
-        output_type="generate_until", doc_to_text="{{context}}", doc_to_target="{{continuation}}",
+        output_type="generate_until",
+        doc_to_text="{{context}}",
+        doc_to_target="{{continuation}}",
         generation_kwargs={"until": ["t ", "."], "max_gen_toks": 24, "do_sample": False},
         metric_list=[{"metric": "exact_match"}],
     ),
-}  # fmt: skip
+}
 
 
 def run(folder, model, tasks=tuple(TASKS), **args):

@@ -19,9 +19,9 @@ import numpy as np  # noqa: E402
 
 from eejax.inference import batched, generate, sharded  # noqa: E402
 from eejax.inference.batched_state import BatchOptions, blank  # noqa: E402
-from eejax.inference.packing import Plan  # noqa: E402
 from eejax.inference.policy import ExitPolicy  # noqa: E402
-from eejax.inference.sampling import Sampling  # noqa: E402
+from eejax.inference.sampling import SamplingParams  # noqa: E402
+from eejax.inference.schedule import BatchPlan  # noqa: E402
 from eejax.inference.state import EngineOptions, Request, prepare  # noqa: E402
 from eejax.kernels import compiled  # noqa: E402
 from eejax.models import params  # noqa: E402
@@ -29,16 +29,21 @@ from eejax.models.config import ExitConfig, ModelConfig  # noqa: E402
 from eejax.sharding.mesh import MeshConfig, known_mesh  # noqa: E402
 
 CONFIG = ModelConfig(
-    vocab_size=512, n_layers=4, d_model=128, n_heads=4, context_length=64, dtype="bfloat16",
+    vocab_size=512,
+    n_layers=4,
+    d_model=128,
+    n_heads=4,
+    context_length=64,
+    dtype="bfloat16",
     exits=(ExitConfig(1, router=16), ExitConfig(3, router=16)),
-)  # fmt: skip
+)
 OPTIONS = EngineOptions("recompute", cap=2, buckets=(1, 2))
 BATCH = 8
 
 
 def request() -> Request:
     policy = ExitPolicy.make(CONFIG, BATCH, 0.5, gate="router")
-    return Request.make(CONFIG, [4] * BATCH, [8] * BATCH, policy, Sampling.make(BATCH))
+    return Request.make(CONFIG, [4] * BATCH, [8] * BATCH, policy, SamplingParams.make(BATCH))
 
 
 def programs():
@@ -61,18 +66,18 @@ def programs():
     yield "mesh", decode, (placed, split)
 
     options = BatchOptions(cap=2, buckets=(2, 8), chunk=16, drafts=0)
-    plan = Plan.make(3, BATCH, options.buckets)
+    plan = BatchPlan.make(3, BATCH, options.buckets)
     sizes = dict(config=CONFIG, options=options, slots=BATCH, length=64, context=64)
     slots = jax.eval_shape(partial(blank, plan=plan, **sizes), weights)
-    yield "sweep", partial(batched.sweep, config=CONFIG, options=options), (weights, slots)
+    yield "sweep", partial(batched.engine_step, config=CONFIG, options=options), (weights, slots)
 
 
 def main() -> None:
     for name, run, args in programs():
         for capability in (80, 90):
-            found = collections.Counter(k.name for k in compiled.kernels(
-                run, *args, capability=capability
-            ))  # fmt: skip
+            found = collections.Counter(
+                k.name for k in compiled.kernels(run, *args, capability=capability)
+            )
             print(json.dumps(dict(program=name, capability=capability, kernels=found)), flush=True)
 
 

@@ -64,13 +64,20 @@ def start(folder, *command, n=2, heartbeat=3, connect=60, only=None):
                 processes.append(
                     subprocess.Popen(
                         [
-                            sys.executable, *command, f"--coordinator={coordinator}",
-                            f"--processes={n}", f"--process={i}",
-                            f"--heartbeat_seconds={heartbeat}", f"--connect_seconds={connect}",
+                            sys.executable,
+                            *command,
+                            f"--coordinator={coordinator}",
+                            f"--processes={n}",
+                            f"--process={i}",
+                            f"--heartbeat_seconds={heartbeat}",
+                            f"--connect_seconds={connect}",
                         ],
-                        cwd=ROOT, env=environment, stdout=out, stderr=err,
+                        cwd=ROOT,
+                        env=environment,
+                        stdout=out,
+                        stderr=err,
                     )
-                )  # fmt: skip
+                )
         yield Group(processes, files)
     finally:
         for process in processes:

@@ -185,7 +185,7 @@ def exit_logits(params, c, tokens, positions=None, segments=None):
         if "mlp" in own:
             x = x + mlp(own["mlp"], norm(own["mlp_norm"], x, c), c)
         if "block" in own:
-            window = c.window(min(c.stops[e], c.n_layers - 1))
+            window = c.window(min(c.exit_boundaries[e], c.n_layers - 1))
             x = layer(own["block"], x, c, window, positions, segments)
         if "norm" in own:
             x = norm(own["norm"], x, c)

@@ -23,16 +23,20 @@ from eejax.serving import fleets
 from eejax.serving.app import app
 from eejax.serving.choices import ControllerOptions
 from eejax.serving.controller import Controller
-from eejax.serving.fleet import Member
+from eejax.serving.fleet import FleetMember
 from eejax.serving.http import HttpOptions
-from eejax.serving.messages import LOG, Build, Built
-from eejax.serving.metrics import Metrics
+from eejax.serving.messages import LOG, Build, BuiltEngine
+from eejax.serving.metrics import ServerMetrics
 from eejax.serving.service import Service, ServiceOptions
 
 CONFIG = ModelConfig(
-    vocab_size=257, n_layers=4, d_model=8, n_heads=2, context_length=64,
+    vocab_size=257,
+    n_layers=4,
+    d_model=8,
+    n_heads=2,
+    context_length=64,
     exits=(ExitConfig(1), ExitConfig(3)),
-)  # fmt: skip
+)
 DIE, STALL = 250, 251  # prompts that begin with these end the engine, or keep it busy
 
 
@@ -58,23 +62,27 @@ class Scripted:
     template: str | None = None
     tokenizer: Tokenizer = ByteTokenizer()
 
-    def __call__(self) -> Built:
+    def __call__(self) -> BuiltEngine:
         if self.broken and os.path.exists(self.broken):
             raise ValueError("the weights are gone")
         logging.getLogger(LOG).info("%d slots", self.slots)
         engine = ScriptedEngine(script, (1, 3, 4), self.slots, CONFIG.context_length)
         template = None if self.template is None else (self.template, {"bos_token": ""})
-        return Built(engine, CONFIG, self.tokenizer, template)
+        return BuiltEngine(engine, CONFIG, self.tokenizer, template)
 
 
 # As few programs as can be, as all of them are compiled.
 FLEET = {
     name: ModelConfig(
-        vocab_size=257, n_layers=n, d_model=16, n_heads=2, context_length=context,
+        vocab_size=257,
+        n_layers=n,
+        d_model=16,
+        n_heads=2,
+        context_length=context,
         exits=(ExitConfig(n - 1),),
     )
     for name, n, context in (("small", 2, 48), ("large", 3, 32))
-}  # fmt: skip
+}
 
 
 class Restless(Controller):
@@ -96,22 +104,22 @@ class TinyFleet:
     alike: bool = False
     slots: int = 2
 
-    def members(self) -> dict[str, Member]:
+    def members(self) -> dict[str, FleetMember]:
         configs = dict.fromkeys(FLEET, FLEET["large"]) if self.alike else FLEET
         keys = (0, 0) if self.alike else (0, 1)
         # Most of what random models say is surer than this, and not by far.
         rules = dict(threshold=0.0, prefill_exit=True) if self.alike else dict(threshold=0.2)
-        options = BatchOptions(cap=4, buckets=(4,), drafts=0, chunk=16, shaping=True)
+        options = BatchOptions(cap=4, buckets=(4,), drafts=0, chunk=16, logits_params=True)
         return {
-            name: Member(weights(config, key), config, rules, options)
+            name: FleetMember(weights(config, key), config, rules, options)
             for (name, config), key in zip(configs.items(), keys, strict=True)
         }
 
-    def __call__(self) -> Built:
+    def __call__(self) -> BuiltEngine:
         fleets.Controller = Restless  # in the engine's own process
         options = ControllerOptions(prompts=2, interval=6, window=20, breaches=6, tokens=16)
         return fleets.built(
-            self.members(), ByteTokenizer(), fleets.Aims(options=options), slots=self.slots
+            self.members(), ByteTokenizer(), fleets.FleetConfig(options=options), slots=self.slots
         )
 
 
@@ -127,11 +135,12 @@ def serving(build: Build | None = None, options: HttpOptions | None = None):
     found, begun = {}, threading.Event()
 
     async def serve() -> None:
-        metrics = Metrics()
+        metrics = ServerMetrics()
         service = Service(
-            build or Scripted(), ServiceOptions(first_pause=1.0, grace=1.0),
+            build or Scripted(),
+            ServiceOptions(first_pause=1.0, grace=1.0),
             watch=metrics.watch("m"),
-        )  # fmt: skip
+        )
         await service.start()
         api = app({"m": service}, options, metrics)
         config = uvicorn.Config(api, port=0, log_level="error", lifespan="off")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from eejax.serving.choices import ControllerOptions, Profile
-from eejax.serving.objectives import Objective
-from eejax.serving.pace import Pace
-from eejax.serving.simulator import Setting, simulate
-from eejax.serving.traces import ModelTrace, Trace
+from eejax.serving.choices import ControllerOptions, ModelProfile
+from eejax.serving.objectives import ServiceObjective
+from eejax.serving.pace import StepSeconds
+from eejax.serving.simulator import SimulationSetting, simulate
+from eejax.serving.traces import ModelTrace, PromptTrace
 
-THROUGHPUT = Objective.of("throughput")
+THROUGHPUT = ServiceObjective.of("throughput")
 
 
 def model(exits, prompts=2, thresholds=None, n=3, prefill_exit=True, wrong=()) -> ModelTrace:
@@ -24,29 +24,38 @@ def model(exits, prompts=2, thresholds=None, n=3, prefill_exit=True, wrong=()) -
     lengths = np.broadcast_to(prompts, len(exits)).astype(np.int32)
     limits = (0.5,) * (n - 1) if thresholds is None else thresholds
     return ModelTrace(
-        tuple(range(1, n + 1)), limits, prefill_exit, lengths, tokens,
+        tuple(range(1, n + 1)),
+        limits,
+        prefill_exit,
+        lengths,
+        tokens,
         np.where(sure, 0.9, 0.1).astype(np.float32),
-    )  # fmt: skip
+    )
 
 
-def trace(*models, kinds=None) -> Trace:
+def trace(*models, kinds=None) -> PromptTrace:
     named = dict(zip(("small", "large"), models, strict=False))
-    return Trace(named, kinds or ("task",) * len(models[0]))
+    return PromptTrace(named, kinds or ("task",) * len(models[0]))
 
 
-def profile(scale=1.0, n=3, **changes) -> Profile:
+def profile(scale=1.0, n=3, **changes) -> ModelProfile:
     own = dict(
-        seconds=(scale,) * n, prefill=(scale,) * n, load=(scale * 10,) * n,
-        rebuild=(scale * 0.5,) * n, bytes=(scale * 100,) * n, energy=(scale,) * n,
-        sure=(1.0,) * n, unsure=(0.9,) * n,
-    )  # fmt: skip
-    return Profile(**(own | changes))
+        seconds=(scale,) * n,
+        prefill=(scale,) * n,
+        load=(scale * 10,) * n,
+        rebuild=(scale * 0.5,) * n,
+        bytes=(scale * 100,) * n,
+        energy=(scale,) * n,
+        sure=(1.0,) * n,
+        unsure=(0.9,) * n,
+    )
+    return ModelProfile(**(own | changes))
 
 
-def pace(scale=1.0, n=3, slots=1) -> Pace:
+def pace(scale=1.0, n=3, slots=1) -> StepSeconds:
     """A second a row and segment, a quarter of one a chunk."""
     rows = tuple(scale * (k + 1) for k in range(slots))
-    return Pace(0.0, (rows,) * n, (scale * 0.25,) * n)
+    return StepSeconds(0.0, (rows,) * n, (scale * 0.25,) * n)
 
 
 def run(t, make, *, scale=1.0, setting=None, profiles=None):
@@ -55,7 +64,7 @@ def run(t, make, *, scale=1.0, setting=None, profiles=None):
     n = t.models[names[0]].exits
     profiles = profiles or {name: profile(s, n) for name, s in scales.items()}
     paces = {name: pace(s, n) for name, s in scales.items()}
-    return simulate(t, profiles, paces, make, setting or Setting(slots=1, steps=1))
+    return simulate(t, profiles, paces, make, setting or SimulationSetting(slots=1, steps=1))
 
 
 def drawn(seed=0, p=60, new=12):

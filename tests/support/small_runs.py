@@ -22,16 +22,34 @@ def config(folder, **train):
     """A run on the texts in `folder`, as `Experiment.from_dict` takes it."""
     return {
         "model": {
-            "vocab_size": 257, "n_layers": 2, "d_model": 16, "n_heads": 2, "context_length": 16,
-            "dropout": 0.1, "head": "tied", "exits": [{"boundary": 1}],
+            "vocab_size": 257,
+            "n_layers": 2,
+            "d_model": 16,
+            "n_heads": 2,
+            "context_length": 16,
+            "dropout": 0.1,
+            "head": "tied",
+            "exits": [{"boundary": 1}],
         },
         "exit_weights": {"weights": [0.5]},
-        "data": {"source": str(folder / "*.txt"), "length": 16, "validation_fraction": 0.2,
-                 "document_masks": True},
+        "data": {
+            "source": str(folder / "*.txt"),
+            "length": 16,
+            "validation_fraction": 0.2,
+            "document_masks": True,
+        },
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 4},
-        "train": {"steps": STEPS, "batch_size": 4, "microbatches": 2, "log_every": 1,
-                  "eval_every": 7, "eval_batches": 2, "checkpoint_every": 4} | train,
-    }  # fmt: skip
+        "train": {
+            "steps": STEPS,
+            "batch_size": 4,
+            "microbatches": 2,
+            "log_every": 1,
+            "eval_every": 7,
+            "eval_batches": 2,
+            "checkpoint_every": 4,
+        }
+        | train,
+    }
 
 
 def stop_at(monkeypatch, step, number=signal.SIGTERM):

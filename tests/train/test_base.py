@@ -14,7 +14,7 @@ import small_runs
 
 from configs import layerskip
 from eejax.checkpoint.hf import save_pretrained
-from eejax.checkpoint.model import load_model
+from eejax.checkpoint.model import load_run
 from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.data import ByteTokenizer
 from eejax.losses import multi_exit_loss
@@ -86,7 +86,7 @@ def trained(text, base, tmp_path_factory):
 
 def test_it_begins_with_the_base_s_loss_and_trains_all_of_it(base, trained):
     workdir, experiment, _ = trained
-    model = load_model(base)
+    model = load_run(base)
     assert experiment.model == model.config
     first, *_, last = (r for r in read_metrics(workdir) if "eval/loss/final" in r)
     assert first["step"] == 0 and last["step"] == 6
@@ -98,7 +98,7 @@ def test_it_begins_with_the_base_s_loss_and_trains_all_of_it(base, trained):
     got = [first[f"eval/loss/{name}"] for name in ("exit_1", "final")]
     np.testing.assert_allclose(got, want, atol=1e-5)
     assert last["eval/loss/final"] < first["eval/loss/final"]
-    before, after = named(model.params), named(load_model(workdir).params)
+    before, after = named(model.params), named(load_run(workdir).params)
     assert before.keys() == after.keys()
     assert all((before[name] != after[name]).any() for name in before)
 
@@ -113,11 +113,11 @@ def test_it_resumes_bitwise_and_needs_its_base_no_more(text, base, trained, tmp_
     monkeypatch.undo()
     shutil.rmtree(tmp_path / "base")
     assert run("run/../base").step == 6  # the same path, written otherwise
-    want, got = (named(load_model(folder).params) for folder in (trained[0], tmp_path / "run"))
+    want, got = (named(load_run(folder).params) for folder in (trained[0], tmp_path / "run"))
     assert all(want[n].tobytes() == got[n].tobytes() for n in want)
     facts = bases.remembered(tmp_path / "run")
     assert facts.digest == bases.remembered(trained[0]).digest
-    saved = load_model(tmp_path / "run").metadata["base"]
+    saved = load_run(tmp_path / "run").metadata["base"]
     assert saved == {"source": str(tmp_path / "base"), "step": 14, "digest": facts.digest}
     other = configuration(text, base)
     with pytest.raises(CheckpointError, match="train.base: .*/base' in the checkpoint"):
@@ -140,7 +140,7 @@ def test_a_run_remembers_where_its_base_lies(text, base, tmp_path, monkeypatch):
     shutil.rmtree(there / "base")
     run("base", there, 3)
     assert run(str(there / "base"), elsewhere, 4).step == 4
-    metadata = load_model(tmp_path / "run").metadata
+    metadata = load_run(tmp_path / "run").metadata
     assert metadata["experiment"]["train"]["base"] == str(there / "base")
     with pytest.raises(CheckpointError, match="train.base = 'base'"):
         run("base", elsewhere, 5)  # no folder here, and no name
@@ -154,7 +154,7 @@ def test_exits_are_added_and_a_head_becomes_shared(text, base, tmp_path):
     )
     config.exit_weights.weights = (0.5, 0.5, 0.5)
     experiment = bases.with_base(config, tmp_path)
-    old = load_model(base)
+    old = load_run(base)
     assert experiment.model.exits == (
         ExitConfig(0, mlp=True, head="shared", temperature=1.3),  # the model's
         *old.config.exits,
@@ -165,13 +165,13 @@ def test_exits_are_added_and_a_head_becomes_shared(text, base, tmp_path):
     first = read_metrics(tmp_path)[0]
     # The exit behind all layers is the final one, and the lens at 0 that of the embedding.
     assert first["eval/loss/exit_2"] == pytest.approx(first["eval/loss/final"], abs=1e-5)
-    new = load_model(tmp_path)
+    new = load_run(tmp_path)
     assert "head" not in new.params["final"] and "shared_head" in new.params
 
 
 def test_a_pretrained_model_is_a_base(text, base, tmp_path):
     """Its vocabulary is padded for the mesh; its folder has no tokenizer of its own."""
-    run = load_model(base)
+    run = load_run(base)
     model = run.config.replace(exits=(), temperature=1.0, dropout=0.0)
     tree = {k: v for k, v in run.params.items() if k != "exits"} | {"exits": {}}
     save_pretrained(tmp_path / "hf", model, tree)
@@ -197,7 +197,7 @@ def test_a_part_is_trained_and_the_rest_stays_to_the_bit(text, base, tmp_path, p
     config.tune.part = part
     experiment = bases.with_base(config, tmp_path)
     fit(experiment, tmp_path)
-    before, after = (named(load_model(folder).params) for folder in (base, tmp_path))
+    before, after = (named(load_run(folder).params) for folder in (base, tmp_path))
     moved = {name for name in before if (before[name] != after[name]).any()}
     trunk = {name for name in before if name.startswith(("embed/", "layers/"))}
     assert moved == (trunk if part == "trunk" else before.keys() - trunk)
@@ -224,12 +224,12 @@ def test_any_mesh_trains_a_base_alike(text, base, tmp_path, part):
             config.data.source = answers(tmp_path)
         experiment = bases.with_base(config, tmp_path / name)
         fit(experiment, tmp_path / name)
-        found[name] = read_metrics(tmp_path / name), named(load_model(tmp_path / name).params)
+        found[name] = read_metrics(tmp_path / name), named(load_run(tmp_path / name).params)
     for a, b in zip(found["many"][0], found["one"][0], strict=True):
         for key in (k for k in b if k.startswith(("loss", "eval/loss", "grad_norm"))):
             assert a[key] == pytest.approx(b[key], rel=1e-4), (a["step"], key)
-    before = named(load_model(base).params)
-    scope = Scope(load_model(tmp_path / "many").config, part=part)
+    before = named(load_run(base).params)
+    scope = Scope(load_run(tmp_path / "many").config, part=part)
     moves = {} if scope.moved is None else named(scope.moved)
     for name, value in found["many"][1].items():
         rows = before[name].shape[0]
@@ -288,10 +288,17 @@ def test_layerskip_s_recipe_is_of_any_pretrained_model(tmp_path, layers, head):
     """Its weights are those of LayerSkip's section 4.1, relative to the last layer's; what the
     model is, its config.json says: weights are not read for it."""
     settings = dict(
-        model_type="llama", vocab_size=256, hidden_size=16, intermediate_size=24, rms_norm_eps=1e-5,
-        num_hidden_layers=layers, num_attention_heads=2, max_position_embeddings=256,
-        tie_word_embeddings=head == "tied", eos_token_id=2,
-    )  # fmt: skip
+        model_type="llama",
+        vocab_size=256,
+        hidden_size=16,
+        intermediate_size=24,
+        rms_norm_eps=1e-5,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=head == "tied",
+        eos_token_id=2,
+    )
     (tmp_path / "config.json").write_text(json.dumps(settings))
     config = layerskip.get_config(f"{layers}" + (",tied" if head == "tied" else ""))
     config.train.base = str(tmp_path)
@@ -344,7 +351,7 @@ def test_facts_count_where_there_is_a_checkpoint(text, base, trained, tmp_path, 
     inputs.save_tokenizer(ByteTokenizer(), tmp_path / "tokenizer")
     (tmp_path / "checkpoints" / ("2" if run else "2.orbax-checkpoint-tmp")).mkdir(parents=True)
     found = bases.with_base(configuration(text, base), tmp_path).model
-    assert found == (other.config if run else load_model(base).config)
+    assert found == (other.config if run else load_run(base).config)
     assert bases.base_model(str(base), workdir=tmp_path) == found
 
 
@@ -375,7 +382,7 @@ def test_a_run_resumes_with_the_tokenizer_and_template_it_began_with(text, base,
 
 @pytest.mark.parametrize("spec", ["bpe", "base"])
 def test_a_base_without_a_tokenizer_needs_the_one_it_was_trained_with(base, tmp_path, spec):
-    model = load_model(base)
+    model = load_run(base)
     folder = tmp_path / "base"
     save_pretrained(folder, model.config, model.params)
     config = default_config()
@@ -387,7 +394,7 @@ def test_a_base_without_a_tokenizer_needs_the_one_it_was_trained_with(base, tmp_
 
 @pytest.mark.parametrize("tune", [{"part": "trunk"}, {"part": "all"}])
 def test_exits_with_routers_are_not_trained(base, tune):
-    model = load_model(base).config.to_dict()
+    model = load_run(base).config.to_dict()
     model["exits"][0]["router"] = 8
     values = {"model": model, "tune": tune, "exit_weights": {"weights": [1.0]}}
     with pytest.raises(ConfigError, match="must leave exits with a router as they are"):
@@ -398,7 +405,7 @@ def test_runs_of_older_versions_are_read(base, tmp_path):
     """Their base was in the section that now says what is trained."""
     from eejax.train.runs import saved_experiment
 
-    values = load_model(base).metadata["experiment"]
+    values = load_run(base).metadata["experiment"]
     rest = {k: v for k, v in values["train"].items() if not k.startswith("base")}
     tune = {"base": "runs/a", "base_step": 3, "exits": [1], "start": "copy"}
     old = json.loads(json.dumps(values | {"train": rest, "tune": tune}))
@@ -425,7 +432,7 @@ def test_answers_alone_are_learned_on_any_recipe(text, base, tmp_path):
     fit(experiment, tmp_path / "run")
     dataset = open_run(tmp_path / "run").dataset()
     parts = inputs.held_out(experiment.data, dataset, 4, experiment.train.eval_batches)
-    want = loss_on(load_model(base), parts[0][1])
+    want = loss_on(load_run(base), parts[0][1])
     first, one, *_ = read_metrics(tmp_path / "run")
     np.testing.assert_allclose(
         [first["eval/loss/exit_1"], first["eval/loss/final"]], want, atol=1e-5

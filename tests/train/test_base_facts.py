@@ -14,7 +14,9 @@ from eejax.train import base as bases
 from eejax.train import inputs
 from eejax.train.config import SECTIONS, default_config
 
-FACTS = bases.Facts("", 6, ModelConfig(23, 2, 16, 2, 16), ByteTokenizer().fingerprint, "0" * 32)
+FACTS = bases.FixedFields(
+    "", 6, ModelConfig(23, 2, 16, 2, 16), ByteTokenizer().fingerprint, "0" * 32
+)
 
 
 def resumable(workdir, source=None, begun=FACTS):

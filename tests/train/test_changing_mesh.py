@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from small_runs import STEPS, config, stop_at, write_text
 
-from eejax.checkpoint.model import load_model
+from eejax.checkpoint.model import load_run
 from eejax.train.config import Experiment
 from eejax.train.loop import fit
 from eejax.train.metrics import read_metrics
@@ -42,7 +42,7 @@ def test_any_mesh_goes_on_where_another_stopped(tmp_path, monkeypatch):
             # Adam's steps amplify the rounding of sums taken in another order.
             assert a[name] == pytest.approx(b[name], rel=1e-4), (a["step"], name)
     for ema in (False, True):
-        got, want = (load_model(tmp_path / name, ema=ema).params for name in ("many", "one"))
+        got, want = (load_run(tmp_path / name, ema=ema).params for name in ("many", "one"))
         for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
             np.testing.assert_allclose(a, b, atol=2e-3)
 
@@ -54,4 +54,4 @@ def test_any_mesh_goes_on_where_another_stopped(tmp_path, monkeypatch):
     for a, b in zip(read_metrics(other), read_metrics(one), strict=True):
         for name in [k for k in b if k.startswith(("loss", "eval/loss", "grad_norm"))]:
             assert a[name] == pytest.approx(b[name], rel=1e-4), (a["step"], name)
-    assert load_model(other).step == STEPS
+    assert load_run(other).step == STEPS

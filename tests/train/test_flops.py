@@ -9,9 +9,15 @@ from eejax.models.config import ExitConfig, ModelConfig
 from eejax.train.flops import exit_heads_flops_per_token, model_flops_per_token, peak_flops
 
 PLAIN = ModelConfig(
-    vocab_size=50, n_layers=3, d_model=8, n_heads=2, context_length=32, d_ff=24,
-    mlp_gated=False, head="own",
-)  # fmt: skip
+    vocab_size=50,
+    n_layers=3,
+    d_model=8,
+    n_heads=2,
+    context_length=32,
+    d_ff=24,
+    mlp_gated=False,
+    head="own",
+)
 
 
 def test_a_plain_model_counts_six_per_weight_and_twelve_per_score():
@@ -70,9 +76,16 @@ def test_an_exit_blocks_scores_count_in_its_own_window():
 
 def test_large_models_come_near_six_times_their_parameters():
     gpt2 = ModelConfig(
-        vocab_size=50257, n_layers=12, d_model=768, n_heads=12, context_length=1024,
-        mlp_gated=False, head="tied", norm="layernorm", position="learned",
-    )  # fmt: skip
+        vocab_size=50257,
+        n_layers=12,
+        d_model=768,
+        n_heads=12,
+        context_length=1024,
+        mlp_gated=False,
+        head="tied",
+        norm="layernorm",
+        position="learned",
+    )
     assert model_flops_per_token(gpt2, 1) == pytest.approx(6 * params.count(gpt2), rel=0.01)
 
 

@@ -201,9 +201,11 @@ def test_another_process_opens_what_the_first_has_made(text, megatron, tmp_path,
     prepare = lambda: inputs.prepare(config, 257, tmp_path / "run", FOLDER)
     told = []
     with monkeypatch.context() as patched:
-        patched.setattr(distributed, "by_first", lambda do: told.append(do()) or told[0])
+        patched.setattr(
+            distributed, "broadcast_from_process_zero", lambda do: told.append(do()) or told[0]
+        )
         made = prepare()
-    monkeypatch.setattr(distributed, "by_first", lambda do: told[0])
+    monkeypatch.setattr(distributed, "broadcast_from_process_zero", lambda do: told[0])
     if kind != "megatron":  # whose tokens are the text
         for folder in ("text", "a", "b"):
             shutil.rmtree(tmp_path / folder, ignore_errors=True)

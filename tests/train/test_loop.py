@@ -14,7 +14,7 @@ from absl import logging
 from small_runs import STEPS, config, stop_at, write_text
 
 from eejax import data
-from eejax.checkpoint.model import load_model
+from eejax.checkpoint.model import load_run
 from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.data import Loader
 from eejax.train.config import Experiment
@@ -39,7 +39,7 @@ def uninterrupted(text, tmp_path_factory):
 
 def bits(workdir):
     """Every array of the newest checkpoint's parameters, and everything timeless it recorded."""
-    model = load_model(workdir)
+    model = load_run(workdir)
     timed = ("tokens_per_second", "mfu", "memory/host_peak_bytes")
     records = [
         {k: v for k, v in record.items() if k not in timed} for record in read_metrics(workdir)
@@ -84,7 +84,7 @@ def test_a_stopped_run_saves_and_resumes_to_the_same_bits(
         stop_at(patched, step, number)
         result = fit(Experiment.from_dict(config(text)), tmp_path)
     assert (result.stopped, result.step) == (number, step + 1)
-    assert load_model(tmp_path).step == step + 1
+    assert load_run(tmp_path).step == step + 1
     assert "checkpoint saved, the same command resumes" in capfd.readouterr().err
     if step > 7:  # it evaluates every 7 steps
         assert result.evaluation.table().startswith("last evaluation: step 7\n")
@@ -134,9 +134,10 @@ def test_a_run_goes_on_with_other_batches_where_it_was(text, tmp_path, monkeypat
     seen = []
     original = Loader.batch_at
     monkeypatch.setattr(
-        Loader, "batch_at",
+        Loader,
+        "batch_at",
         lambda loader, n: (seen.append((n, loader.size_at(n))), original(loader, n))[1],
-    )  # fmt: skip
+    )
     with monkeypatch.context() as patched:
         stop_at(patched, 5)
         fit(Experiment.from_dict(config(text)), tmp_path)
@@ -149,21 +150,32 @@ def test_a_run_goes_on_with_other_batches_where_it_was(text, tmp_path, monkeypat
 # Everything that draws, averages, scales or schedules, in one run.
 RECIPE = {
     "exit_weights": {
-        "weights": [0.5], "kind": "linear", "initial": [0.1], "curriculum": "gradual",
+        "weights": [0.5],
+        "kind": "linear",
+        "initial": [0.1],
+        "curriculum": "gradual",
     },
     "loss": {
-        "z_loss": 1e-3, "confidence_weighted": True, "distillation": 0.3,
+        "z_loss": 1e-3,
+        "confidence_weighted": True,
+        "distillation": 0.3,
         "distillation_temperature": 2.0,
     },
-}  # fmt: skip
+}
 
 
 def recipe(text):
     values = config(
-        text, ema=0.8, layer_dropout=0.3, layer_dropout_growth="exponential",
-        loss_scale=2.0**24, loss_scale_interval=3, batch_rampup=[2, 2, 10],
-        profile_begin=4, profile_steps=2,
-    )  # fmt: skip
+        text,
+        ema=0.8,
+        layer_dropout=0.3,
+        layer_dropout_growth="exponential",
+        loss_scale=2.0**24,
+        loss_scale_interval=3,
+        batch_rampup=[2, 2, 10],
+        profile_begin=4,
+        profile_steps=2,
+    )
     values["model"] = values["model"] | {"dtype": "float16"}
     values["data"] = values["data"] | {"prefetch": 2}
     return Experiment.from_dict(values | RECIPE)
@@ -177,10 +189,10 @@ def test_a_run_with_every_recipe_resumes_to_the_same_bits(text, tmp_path, monkey
         assert fit(recipe(text), parts).step == 10
     assert fit(recipe(text), parts).step == STEPS
     same(parts, whole)
-    averaged = [load_model(w, ema=True) for w in (whole, parts)]
+    averaged = [load_run(w, ema=True) for w in (whole, parts)]
     for a, b in zip(*(jax.tree.leaves(m.params) for m in averaged), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    raw = jax.tree.leaves(load_model(whole).params)
+    raw = jax.tree.leaves(load_run(whole).params)
     assert any(
         (a != b).any() for a, b in zip(raw, jax.tree.leaves(averaged[0].params), strict=True)
     )
@@ -196,7 +208,7 @@ def test_a_run_with_every_recipe_resumes_to_the_same_bits(text, tmp_path, monkey
 
 def test_averaged_parameters_that_were_not_kept_are_missed_by_name(uninterrupted):
     with pytest.raises(CheckpointError, match="trained without train.ema"):
-        load_model(uninterrupted, ema=True)
+        load_run(uninterrupted, ema=True)
 
 
 def test_another_mesh_resumes_to_the_same_losses(text, uninterrupted, tmp_path, monkeypatch):
@@ -346,8 +358,10 @@ def test_a_run_that_may_write_no_more_ends_and_can_be_resumed(text, uninterrupte
     # A limit of the system and not a patch: writes fail wherever they happen to.
     ended = subprocess.run(
         [sys.executable, "-P", "-c", LIMITED, json.dumps(config(text)), str(tmp_path)],
-        stdout=subprocess.PIPE, text=True, timeout=300,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+    )
     first, rest = ended.stdout.split(" could not be written: ")
     assert first in (f"{tmp_path}/metrics.jsonl", f"{tmp_path}/tensorboard")
     assert rest.startswith(f"File too large. The checkpoint {tmp_path}/checkpoints/4 stays usable")
@@ -367,8 +381,9 @@ sys.exit(128 + result.stopped if result.stopped else 0)
 def start(text, workdir, errors=subprocess.DEVNULL, **train):
     return subprocess.Popen(
         [sys.executable, "-P", "-c", PROGRAM, json.dumps(config(text, **train)), str(workdir)],
-        stderr=errors, text=True,
-    )  # fmt: skip
+        stderr=errors,
+        text=True,
+    )
 
 
 def wait_for(workdir, process, step, seconds=300):

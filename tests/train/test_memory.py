@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from eejax.common.errors import ConfigError
-from eejax.losses import Objective, multi_exit_loss
+from eejax.losses import LossObjective, multi_exit_loss
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.pipeline.config import PipelineConfig
@@ -21,15 +21,22 @@ def experiment(
     remat="dots", layers=4, b=4, t=128, microbatches=1, data=1, distillation=0.0, **model
 ):
     config = dict(
-        vocab_size=512, n_layers=layers, d_model=64, n_heads=4, context_length=2048,
-        mlp_gated=False, activation="gelu_tanh", head="tied", exits=(ExitConfig(1),),
-    )  # fmt: skip
+        vocab_size=512,
+        n_layers=layers,
+        d_model=64,
+        n_heads=4,
+        context_length=2048,
+        mlp_gated=False,
+        activation="gelu_tanh",
+        head="tied",
+        exits=(ExitConfig(1),),
+    )
     return Experiment(
         model=ModelConfig(**config | model),
         data=DataConfig(length=t),
         train=TrainConfig(batch_size=b, microbatches=microbatches, remat=remat),
         exit_weights=ExitWeights((0.5,) * len((config | model)["exits"])),
-        loss=Objective(distillation=distillation),
+        loss=LossObjective(distillation=distillation),
         mesh=MeshConfig(data=data),
     )
 
@@ -56,10 +63,12 @@ def test_the_state_is_counted_to_the_byte(data, norm):
 def test_what_is_frozen_is_held_and_has_no_gradient_and_no_moments():
     full = experiment(exits=(ExitConfig(1), ExitConfig(2)))
     tuned = Experiment(
-        model=full.model, data=full.data,
+        model=full.model,
+        data=full.data,
         train=dataclasses.replace(full.train, base="elsewhere"),
-        exit_weights=ExitWeights((1.0,)), tune=TuneConfig("exits", (2,)),
-    )  # fmt: skip
+        exit_weights=ExitWeights((1.0,)),
+        tune=TuneConfig("exits", (2,)),
+    )
     got, whole = memory.training_memory(tuned), memory.training_memory(full)
     d, f = 64, 256
     assert got.params == got.gradients == 4 * d  # the exit's norm
@@ -171,9 +180,13 @@ def test_exits_tuned_on_stages_keep_nothing_of_a_microbatch():
     """Whatever is set for schedules, there is none: nothing goes backward."""
     full = experiment(microbatches=2)
     tuned = dataclasses.replace(
-        full, mesh=MeshConfig(pipe=2), pipeline=PipelineConfig(schedule="gpipe"),
-        model=full.model.replace(exits=(ExitConfig(2),)), exit_weights=ExitWeights((1.0,)),
-        train=dataclasses.replace(full.train, base="elsewhere"), tune=TuneConfig("exits"),
-    )  # fmt: skip
+        full,
+        mesh=MeshConfig(pipe=2),
+        pipeline=PipelineConfig(schedule="gpipe"),
+        model=full.model.replace(exits=(ExitConfig(2),)),
+        exit_weights=ExitWeights((1.0,)),
+        train=dataclasses.replace(full.train, base="elsewhere"),
+        tune=TuneConfig("exits"),
+    )
     got = memory.training_memory(tuned)
     assert got.activations == 0 and got.params == 4 * 64  # a norm's scale

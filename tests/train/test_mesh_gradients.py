@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eejax.common.trees import split
-from eejax.losses.objective import CROSS_ENTROPY, Objective
+from eejax.losses.objective import CROSS_ENTROPY, LossObjective
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
@@ -36,7 +36,7 @@ HEADS = {
     2: ((2, 1), (4, 2), (2, 2), (6, 2)),
     4: ((4, 4), (8, 4), (8, 2), (4, 1)),
 }
-DISTILLED = Objective(
+DISTILLED = LossObjective(
     z_loss=0.01, confidence_weighted=True, distillation=0.6, distillation_temperature=2.0
 )
 
@@ -110,27 +110,48 @@ def compare(got, want):
 
 FIXED = {
     "llama": dict(
-        qk_norm="full", head="own",
+        qk_norm="full",
+        head="own",
         exits=(ExitConfig(0, norm=False), ExitConfig(2, mlp=True, head="own")),
     ),
     "alibi": dict(
-        position="alibi", norm="layernorm", mlp_gated=False, qkv_bias=True, o_bias=True,
-        mlp_bias=True, head="tied", head_bias=True, n_kv_heads=2, qk_norm="full",
+        position="alibi",
+        norm="layernorm",
+        mlp_gated=False,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        head="tied",
+        head_bias=True,
+        n_kv_heads=2,
+        qk_norm="full",
         exits=(ExitConfig(1, block=True),),
     ),
     "shared": dict(
-        residual="parallel", head="shared", logit_softcap=5.0, position="learned", n_kv_heads=1,
-        qkv_bias=True, qk_norm="head", norm_placement="pre",
+        residual="parallel",
+        head="shared",
+        logit_softcap=5.0,
+        position="learned",
+        n_kv_heads=1,
+        qkv_bias=True,
+        qk_norm="head",
+        norm_placement="pre",
         exits=(ExitConfig(1, head="shared", mlp=True, temperature=1.7),),
     ),
-}  # fmt: skip
+}
 
 
 def fixed(name, **changes):
     base = dict(
-        vocab_size=37, vocab_multiple=8, n_layers=3, d_model=32, n_heads=8, n_kv_heads=4, d_ff=48,
+        vocab_size=37,
+        vocab_multiple=8,
+        n_layers=3,
+        d_model=32,
+        n_heads=8,
+        n_kv_heads=4,
+        d_ff=48,
         context_length=16,
-    )  # fmt: skip
+    )
     return ModelConfig(**base | FIXED[name] | changes)
 
 
@@ -158,14 +179,18 @@ def cases(draw):
     mesh = draw(st.sampled_from(MESHES))
     config = draw(drawn_configs.configs(HEADS[mesh.model], vocab_multiples=(8,)))
     maybe = lambda *values: draw(st.sampled_from(values))
-    objectives = (CROSS_ENTROPY, Objective(z_loss=0.02), DISTILLED)
-    return mesh, config.replace(dropout=maybe(0.0, 0.2)), {
-        "documents": maybe(False, True),
-        "rates": maybe(None, 0.5),
-        "microbatches": maybe(*(n for n in (1, 2) if ROWS % (n * mesh.data) == 0)),
-        "remat": maybe("none", "dots", "full"),
-        "objective": maybe(*objectives),
-    }  # fmt: skip
+    objectives = (CROSS_ENTROPY, LossObjective(z_loss=0.02), DISTILLED)
+    return (
+        mesh,
+        config.replace(dropout=maybe(0.0, 0.2)),
+        {
+            "documents": maybe(False, True),
+            "rates": maybe(None, 0.5),
+            "microbatches": maybe(*(n for n in (1, 2) if ROWS % (n * mesh.data) == 0)),
+            "remat": maybe("none", "dots", "full"),
+            "objective": maybe(*objectives),
+        },
+    )
 
 
 def check(case):

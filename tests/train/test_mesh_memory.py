@@ -13,9 +13,14 @@ from eejax.train.config import DataConfig, ExitWeights, Experiment, TrainConfig
 from eejax.train.program import Program
 
 MODEL = ModelConfig(
-    vocab_size=512, n_layers=8, d_model=64, n_heads=4, context_length=256, head="tied",
+    vocab_size=512,
+    n_layers=8,
+    d_model=64,
+    n_heads=4,
+    context_length=256,
+    head="tied",
     exits=(ExitConfig(2, mlp=True), ExitConfig(4, head="own")),
-)  # fmt: skip
+)
 
 
 def experiment(mesh, remat="full", **model):

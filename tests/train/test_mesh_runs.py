@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import small_runs
 
-from eejax.checkpoint.model import load_model
+from eejax.checkpoint.model import load_run
 from eejax.common.errors import ConfigError
 from eejax.inference import Generator
-from eejax.losses import Objective
+from eejax.losses import LossObjective
 from eejax.models import params
 from eejax.pipeline.config import FILLS
 from eejax.sharding.mesh import make_mesh
@@ -23,14 +23,22 @@ from eejax.train.loop import fit
 from eejax.train.program import Program
 
 MODEL = {
-    "vocab_size": 257, "vocab_multiple": 8, "n_layers": 4, "d_model": 16, "n_heads": 4,
-    "n_kv_heads": 2, "d_ff": 24, "context_length": 16, "dropout": 0.1, "head": "shared",
+    "vocab_size": 257,
+    "vocab_multiple": 8,
+    "n_layers": 4,
+    "d_model": 16,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "d_ff": 24,
+    "context_length": 16,
+    "dropout": 0.1,
+    "head": "shared",
     "exits": [
         {"boundary": 0, "head": "tied"},
         {"boundary": 2, "head": "own"},
         {"boundary": 3, "head": "shared", "mlp": True},
     ],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +53,10 @@ def experiment(texts, mesh=(1, 1, 1), pipeline=None, **train) -> Experiment:
     values = small_runs.config(texts, **train)
     values["model"] = MODEL
     values["exit_weights"] = {
-        "kind": "linear", "initial": [0.1, 0.2, 0.3], "weights": [0.3, 0.5, 0.4],
-    }  # fmt: skip
+        "kind": "linear",
+        "initial": [0.1, 0.2, 0.3],
+        "weights": [0.3, 0.5, 0.4],
+    }
     values["mesh"] = dict(zip(("data", "pipe", "model"), mesh, strict=True))
     values["pipeline"] = pipeline or {}
     values["optimizer"] |= {"clip_norm": 0.5}
@@ -141,7 +151,7 @@ def test_a_checkpoint_is_restored_on_any_mesh(texts, saved, went_on, tmp_path, m
 
 def test_uneven_stages_save_what_they_restored(texts, saved, tmp_path):
     """Through a pipeline of uneven stages and back: every value of the state, to the bit."""
-    first = load_model(saved)
+    first = load_run(saved)
     workdir = tmp_path / "run"
     shutil.copytree(saved, workdir)
     program_run = experiment(texts, (2, 3, 1), {"layers": (2, 1, 1)}, steps=20)
@@ -163,7 +173,7 @@ def test_generation_from_a_pipelined_run_is_that_of_one_device(texts, saved, tmp
     fit(alone, tmp_path / "alone")
     made = []
     for workdir in (saved, tmp_path / "alone"):
-        model = load_model(workdir)
+        model = load_run(workdir)
         engine = Generator.make(model.params, model.config)
         made.append(engine.generate([[101, 120, 105, 116], [104, 101]], 8).tokens)
     np.testing.assert_array_equal(*made)
@@ -175,12 +185,18 @@ def test_recipes_are_the_same_on_stages(texts, tmp_path):
     on uneven stages with exits in the middle of one."""
     found = []
     for mesh in ((1, 1, 1), (2, 2, 2)):
-        run = experiment(texts, mesh, {"layers": (1, 3)} if mesh[1] > 1 else {}, steps=6,
-                         layer_dropout=0.3, checkpoint_every=0)  # fmt: skip
+        run = experiment(
+            texts,
+            mesh,
+            {"layers": (1, 3)} if mesh[1] > 1 else {},
+            steps=6,
+            layer_dropout=0.3,
+            checkpoint_every=0,
+        )
         run = dataclasses.replace(
             run,
             exit_weights=ExitWeights((0.3, 0.5, 0.4), curriculum="rotating"),
-            loss=Objective(z_loss=1e-3, confidence_weighted=True, distillation=0.4),
+            loss=LossObjective(z_loss=1e-3, confidence_weighted=True, distillation=0.4),
         )
         workdir = tmp_path / str(mesh[1])
         fit(run, workdir)
@@ -221,9 +237,9 @@ def test_exits_are_tuned_on_stages(texts, tmp_path):
         workdir = tmp_path / str(mesh[1])
         result = fit(Experiment.from_dict(values), workdir)
         found.append(losses(workdir))
-        states.append(load_model(workdir).params)
+        states.append(load_run(workdir).params)
         assert result.evaluation is not None
-    before = load_model(base).params
+    before = load_run(base).params
     for losses_, state in zip(found[1:], states[1:], strict=True):
         assert_close(losses_, found[0], 1e-4)
         for name in ("embed", "layers", "final", "shared_head"):

@@ -8,17 +8,25 @@ import pytest
 
 from eejax.common.errors import ConfigError
 from eejax.losses import schedules
-from eejax.losses.objective import Objective
+from eejax.losses.objective import LossObjective
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
 from eejax.train import optimizer, state, step
 
 CONFIG = ModelConfig(
-    vocab_size=61, vocab_multiple=8, n_layers=2, d_model=16, n_heads=4, n_kv_heads=1,
-    context_length=16, dropout=0.1, head="tied", qkv_bias=True,
+    vocab_size=61,
+    vocab_multiple=8,
+    n_layers=2,
+    d_model=16,
+    n_heads=4,
+    n_kv_heads=1,
+    context_length=16,
+    dropout=0.1,
+    head="tied",
+    qkv_bias=True,
     exits=(ExitConfig(1, mlp=True, head="own"),),
-)  # fmt: skip
+)
 STEPS = 20
 OPTIMIZER = optimizer.OptimizerConfig(learning_rate=1e-2, warmup_steps=3, clip_norm=0.5)
 RECIPE = {"ema": 0.9, "microbatches": 1, "remat": "dots"}
@@ -38,10 +46,15 @@ def run(mesh_config, steps=STEPS, config=CONFIG, bad=None, **recipe):
     extra |= {k: recipe[k] for k in ("loss_scale",) if k in recipe}
     tx = optimizer.transformation(OPTIMIZER, params.decays(config))
     train = step.make_train_step(
-        config, tx, optimizer.learning_rate(OPTIMIZER, STEPS), schedules.constant((0.3,)), mesh,
+        config,
+        tx,
+        optimizer.learning_rate(OPTIMIZER, STEPS),
+        schedules.constant((0.3,)),
+        mesh,
         layout=mesh_config,
-        clip_norm=OPTIMIZER.clip_norm, **recipe,
-    )  # fmt: skip
+        clip_norm=OPTIMIZER.clip_norm,
+        **recipe,
+    )
     now, records = state.create(config, tx, 0, mesh, layout=mesh_config, **extra), []
     for n in range(steps):
         batch = batch_of(n % 4)
@@ -128,23 +141,26 @@ def test_one_loss_scale_on_all_devices():
 
 
 def test_what_does_not_divide_is_refused_by_name():
-    wide = ModelConfig(vocab_size=61, n_layers=1, d_model=24, n_heads=6, n_kv_heads=3, d_ff=32,
-                       context_length=8)  # fmt: skip
+    wide = ModelConfig(
+        vocab_size=61, n_layers=1, d_model=24, n_heads=6, n_kv_heads=3, d_ff=32, context_length=8
+    )
     mesh = make_mesh(MeshConfig(model=4))
     for config, message in [
         (wide, "embed/tokens: dimension 'v' of size 61 does not divide by mesh.model = 4"),
         (wide.replace(vocab_multiple=8), "attn/k: dimension 'k' of size 3 does not divide"),
         (wide.replace(vocab_multiple=8, n_kv_heads=2), "attn/o: dimension 'n' of size 6"),
-        (wide.replace(vocab_multiple=8, n_kv_heads=4, n_heads=8, head_dim=4, d_ff=30),
-         "mlp/down: dimension 'f' of size 30"),
-    ]:  # fmt: skip
+        (
+            wide.replace(vocab_multiple=8, n_kv_heads=4, n_heads=8, head_dim=4, d_ff=30),
+            "mlp/down: dimension 'f' of size 30",
+        ),
+    ]:
         with pytest.raises(ConfigError, match=message):
             step.make_eval_step(config, mesh)
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(data=2, model=2)], ids=str)
 def test_the_tokens_of_exits_are_drawn_alike_whatever_the_mesh(mesh):
-    recipe = dict(microbatches=2, remat="dots", objective=Objective(exit_tokens=0.25))
+    recipe = dict(microbatches=2, remat="dots", objective=LossObjective(exit_tokens=0.25))
     (_, ours, _), (_, theirs, _) = (run(m, steps=2, **recipe) for m in (mesh, MeshConfig()))
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a["exit_losses"], b["exit_losses"], rtol=1e-4)

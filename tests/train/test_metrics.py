@@ -16,7 +16,7 @@ from eejax.train.metrics import (
     TENSORBOARD,
     MetricsWriter,
     NoMetrics,
-    Progress,
+    ProgressBar,
     duration,
     read_metrics,
 )
@@ -99,7 +99,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch, name
 def test_without_a_terminal_progress_is_lines(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    progress = Progress(0, 3, every_seconds=0.0)
+    progress = ProgressBar(0, 3, every_seconds=0.0)
     for step in (1, 2, 3):
         progress.update(step, {"loss": "1.0", "tok/s": "5"})
     progress.close()
@@ -128,7 +128,7 @@ def test_a_line_that_is_no_record_costs_only_itself(tmp_path, caplog):
 
 
 def test_a_process_that_does_not_speak_says_and_writes_nothing(tmp_path, capfd):
-    progress, writer = Progress(0, 3, every_seconds=0.0, shown=False), NoMetrics()
+    progress, writer = ProgressBar(0, 3, every_seconds=0.0, shown=False), NoMetrics()
     for step in (1, 2, 3):
         progress.update(step, {"loss": "1"})
         writer.write(step, {"loss": 1.0})

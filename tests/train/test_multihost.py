@@ -12,7 +12,7 @@ from processes import start
 from small_runs import write_text
 
 from configs import tiny
-from eejax.checkpoint.model import load_model
+from eejax.checkpoint.model import load_run
 from eejax.train.config import Experiment
 from eejax.train.loop import fit
 from eejax.train.metrics import read_metrics
@@ -20,12 +20,21 @@ from eejax.train.metrics import read_metrics
 STEPS = 24
 DIED = "another process of this run has died"
 CHANGES = {
-    "data.length": 16, "data.validation_fraction": 0.2, "data.max_bytes": None,
-    "data.document_masks": True, "model.dropout": 0.1, "optimizer.learning_rate": 2e-3,
-    "mesh.data": 8, "train.steps": STEPS, "train.batch_size": 16, "train.microbatches": 2,
-    "train.log_every": 1, "train.eval_every": 12, "train.eval_batches": 1,
+    "data.length": 16,
+    "data.validation_fraction": 0.2,
+    "data.max_bytes": None,
+    "data.document_masks": True,
+    "model.dropout": 0.1,
+    "optimizer.learning_rate": 2e-3,
+    "mesh.data": 8,
+    "train.steps": STEPS,
+    "train.batch_size": 16,
+    "train.microbatches": 2,
+    "train.log_every": 1,
+    "train.eval_every": 12,
+    "train.eval_batches": 1,
     "train.checkpoint_every": 6,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +53,15 @@ def experiment(text):
 def train(folder, workdir, text, program=("-m", "experiments.train"), more=()):
     values = [f"--config.{k}={v}" for k, v in CHANGES.items() if v is not None]
     return start(
-        folder, *program, "--config=configs/tiny.py", f"--workdir={workdir}",
-        *values, "--config.data.max_bytes=100000000", f"--config.data.source={text}", *more,
-    )  # fmt: skip
+        folder,
+        *program,
+        "--config=configs/tiny.py",
+        f"--workdir={workdir}",
+        *values,
+        "--config.data.max_bytes=100000000",
+        f"--config.data.source={text}",
+        *more,
+    )
 
 
 def losses(workdir):
@@ -91,7 +106,7 @@ def test_two_processes_train_what_one_does(one, two):
 
 
 def test_a_checkpoint_of_two_processes_goes_on_in_one(text, one, two, tmp_path):
-    theirs, mine = load_model(two[0]), load_model(one)
+    theirs, mine = load_run(two[0]), load_run(one)
     for a, b in zip(*(jax.tree.leaves(m.params) for m in (theirs, mine)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
     shutil.copytree(two[0], tmp_path / "run")
@@ -126,7 +141,7 @@ def test_stopped_and_killed_processes_go_on_where_they_were(text, one, tmp_path)
     last = max(losses(workdir))
     assert 3 < last < STEPS
     assert f"stopped by SIGTERM after step {last}: checkpoint saved" in group.err(0)
-    assert load_model(workdir).step == last
+    assert load_run(workdir).step == last
 
     for victim, step in ((1, 8), (0, 14)):
         with train(tmp_path / f"killed {victim}", workdir, text) as group:
@@ -137,7 +152,7 @@ def test_stopped_and_killed_processes_go_on_where_they_were(text, one, tmp_path)
         lines = group.err(1 - victim).strip().splitlines()
         assert DIED in lines[-1] and "resumes from the last checkpoint" in lines[-1]
         assert max(losses(workdir)) < STEPS, "the run was over before it was killed"
-        assert load_model(workdir).step in (last, 6, 12, 18)
+        assert load_run(workdir).step in (last, 6, 12, 18)
 
     with train(tmp_path / "last", workdir, text) as group:
         assert group.wait() == [0, 0], group.err(0) + group.err(1)
@@ -165,7 +180,7 @@ def test_stages_and_shards_on_two_hosts_train_what_one_process_does(text, tmp_pa
     with train(tmp_path / "logs", tmp_path / "two", text, more=flags) as group:
         assert group.wait() == [0, 0], group.err(0) + group.err(1)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    theirs, mine = load_model(tmp_path / "two"), load_model(tmp_path / "one")
+    theirs, mine = load_run(tmp_path / "two"), load_run(tmp_path / "one")
     for a, b in zip(*(jax.tree.leaves(m.params) for m in (theirs, mine)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
@@ -192,7 +207,7 @@ def test_a_process_that_fails_alone_says_why_and_ends_the_other(text, tmp_path):
     assert "error: the disk of this host is broken" in group.err(1).splitlines()
     assert DIED not in group.err(1)
     assert DIED in group.err(0).strip().splitlines()[-1]
-    assert load_model(tmp_path / "run").step == 6
+    assert load_run(tmp_path / "run").step == 6
 
 
 @pytest.mark.slow

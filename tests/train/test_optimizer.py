@@ -47,11 +47,19 @@ def test_without_warm_up_the_first_step_is_near_the_peak(schedule):
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("learning_rate", 0.0), ("learning_rate", float("nan")), ("b1", 1.0), ("b2", -0.1),
-        ("eps", 0), ("final_fraction", 1.5), ("schedule", "step"), ("warmup_steps", -1),
-        ("warmup_steps", 1.5), ("weight_decay", -1.0), ("clip_norm", 0.0),
+        ("learning_rate", 0.0),
+        ("learning_rate", float("nan")),
+        ("b1", 1.0),
+        ("b2", -0.1),
+        ("eps", 0),
+        ("final_fraction", 1.5),
+        ("schedule", "step"),
+        ("warmup_steps", -1),
+        ("warmup_steps", 1.5),
+        ("weight_decay", -1.0),
+        ("clip_norm", 0.0),
     ],
-)  # fmt: skip
+)
 def test_settings_out_of_range_are_refused(field, value):
     with pytest.raises(ConfigError, match=f"OptimizerConfig.{field}"):
         OptimizerConfig(**{field: value})

@@ -13,16 +13,21 @@ from hypothesis import strategies as st
 
 from eejax.common.errors import ConfigError
 from eejax.common.trees import slice_layers
-from eejax.losses import Objective, schedules
+from eejax.losses import LossObjective, schedules
 from eejax.models import layers, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
 from eejax.train import optimizer, recipes, state, step
 
 CONFIG = ModelConfig(
-    vocab_size=31, n_layers=4, d_model=16, n_heads=2, context_length=16, head="tied",
+    vocab_size=31,
+    n_layers=4,
+    d_model=16,
+    n_heads=2,
+    context_length=16,
+    head="tied",
     exits=(ExitConfig(1), ExitConfig(2, head="own")),
-)  # fmt: skip
+)
 CONSTANT = optimizer.OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant")
 GENTLE = optimizer.OptimizerConfig(learning_rate=3e-3, warmup_steps=20, schedule="constant")
 
@@ -82,10 +87,8 @@ def test_a_dropped_layer_passes_its_input_on():
     got = transformer.exit_states(p, CONFIG, tokens, dropout_keys=keys, layer_dropout=rates)
     above = slice_layers(p["layers"], 2, 4)
     without = p | {
-        "layers": jax.tree.map(
-            lambda a, b: jnp.concatenate([a[:1], b]), p["layers"], above
-        )
-    }  # fmt: skip
+        "layers": jax.tree.map(lambda a, b: jnp.concatenate([a[:1], b]), p["layers"], above)
+    }
     short = CONFIG.replace(n_layers=3, exits=(ExitConfig(1), ExitConfig(2, head="own")))
     want = transformer.exit_states(without, short, tokens)
     np.testing.assert_allclose(got[0], want[0], atol=1e-6)
@@ -244,7 +247,7 @@ def test_a_rotating_curriculum_in_the_step_needs_one_program():
 
 
 def test_distillation_teaches_the_exits_and_not_the_final_one():
-    objective = Objective(distillation=1.0, distillation_temperature=2.0)
+    objective = LossObjective(distillation=1.0, distillation_temperature=2.0)
     batches = [batch_of(n) for n in range(30)]
     plain, taught = Run(), Run(objective=objective)
     a, b = plain(*batches)[-1], taught(*batches)[-1]

@@ -7,11 +7,17 @@ from eejax.train.config import Experiment
 from eejax.train.runs import check_same_run, saved_experiment
 
 VALUES = {
-    "model": {"vocab_size": 257, "n_layers": 2, "d_model": 16, "n_heads": 2, "context_length": 16,
-              "exits": [{"boundary": 1}]},
+    "model": {
+        "vocab_size": 257,
+        "n_layers": 2,
+        "d_model": 16,
+        "n_heads": 2,
+        "context_length": 16,
+        "exits": [{"boundary": 1}],
+    },
     "exit_weights": {"weights": [0.5]},
     "data": {"length": 16},
-}  # fmt: skip
+}
 
 
 def changed(section, **fields):
@@ -82,17 +88,21 @@ def test_other_text_is_refused():
         ({"optimizer": {"schedule": "constant"}}, True),
         ({"optimizer": {"schedule": "inverse_sqrt"}}, True),
         (
-            {"optimizer": {"schedule": "constant"},
-             "exit_weights": {"weights": [0.5], "kind": "linear", "initial": [0.1]}},
+            {
+                "optimizer": {"schedule": "constant"},
+                "exit_weights": {"weights": [0.5], "kind": "linear", "initial": [0.1]},
+            },
             False,
         ),
         (
-            {"optimizer": {"schedule": "constant"},
-             "exit_weights": {"weights": [0.5], "kind": "linear", "initial": [0.1], "steps": 9}},
+            {
+                "optimizer": {"schedule": "constant"},
+                "exit_weights": {"weights": [0.5], "kind": "linear", "initial": [0.1], "steps": 9},
+            },
             True,
         ),
     ],
-)  # fmt: skip
+)
 def test_more_steps_where_no_schedule_ends_with_the_run(sections, allowed):
     saved, wanted = (
         Experiment.from_dict(VALUES | sections | {"train": {"steps": n}}) for n in (100, 200)

@@ -19,9 +19,16 @@ T, STEPS = 8, 4
 X = ExitConfig
 # Tied exits on every stage, one of them inside of it, and a table that has no copy.
 MODEL = ModelConfig(
-    vocab_size=24, n_layers=5, d_model=16, n_heads=2, d_ff=24, context_length=T, head="tied",
-    exits=(X(0), X(1), X(2), X(4, head="own")), head_bias=True,
-)  # fmt: skip
+    vocab_size=24,
+    n_layers=5,
+    d_model=16,
+    n_heads=2,
+    d_ff=24,
+    context_length=T,
+    head="tied",
+    exits=(X(0), X(1), X(2), X(4, head="own")),
+    head_bias=True,
+)
 
 
 def run(mesh: MeshConfig, **pipeline):

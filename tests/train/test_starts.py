@@ -26,19 +26,35 @@ def drawn(draw) -> ModelConfig:
     placement = maybe("pre", "post", "pre_post", "output")
     own = maybe("tied", "shared", "own")
     e = ExitConfig(
-        boundary=maybe(0, 1, 2), mlp=maybe(True, False), norm=maybe(True, True, False),
-        block=placement != "post" and maybe(True, False), temperature=maybe(1.0, 0.7),
+        boundary=maybe(0, 1, 2),
+        mlp=maybe(True, False),
+        norm=maybe(True, True, False),
+        block=placement != "post" and maybe(True, False),
+        temperature=maybe(1.0, 0.7),
         head=maybe("tied", "own", *["shared"] * (own == "shared")),
-    )  # fmt: skip
+    )
     parallel = ("sequential", "parallel", "parallel_one_norm")
     return ModelConfig(
-        23, 2, 24, 2, 16, d_ff=20, norm_placement=placement, head=own, exits=(e,),
+        23,
+        2,
+        24,
+        2,
+        16,
+        d_ff=20,
+        norm_placement=placement,
+        head=own,
+        exits=(e,),
         residual=maybe(*parallel) if placement == "pre" else "sequential",
-        norm=maybe("rmsnorm", "layernorm"), norm_plus_one=maybe(True, False),
-        norm_bias=maybe(True, False), final_norm=maybe(True, True, False),
-        o_bias=maybe(True, False), mlp_bias=maybe(True, False), mlp_gated=maybe(True, False),
-        head_bias=maybe(True, False), logit_softcap=maybe(None, 3.0),
-    )  # fmt: skip
+        norm=maybe("rmsnorm", "layernorm"),
+        norm_plus_one=maybe(True, False),
+        norm_bias=maybe(True, False),
+        final_norm=maybe(True, True, False),
+        o_bias=maybe(True, False),
+        mlp_bias=maybe(True, False),
+        mlp_gated=maybe(True, False),
+        head_bias=maybe(True, False),
+        logit_softcap=maybe(None, 3.0),
+    )
 
 
 def trained(config: ModelConfig, seed: int):
@@ -65,8 +81,11 @@ def lens(config: ModelConfig, base, e: ExitConfig, x: np.ndarray, labels: np.nda
         if p is not None:
             x = x * (np.asarray(p["scale"], np.float64) + config.norm_plus_one)
             x = x + np.asarray(p.get("bias", 0.0), np.float64)
-    final = {"own": base["final"].get("head"), "tied": base["embed"]["tokens"],
-             "shared": base.get("shared_head")}  # fmt: skip
+    final = {
+        "own": base["final"].get("head"),
+        "tied": base["embed"]["tokens"],
+        "shared": base.get("shared_head"),
+    }
     table = final[config.head if e.head == "own" else e.head]
     y = x @ np.asarray(table, np.float64).T + np.asarray(base["final"].get("head_bias", 0.0))
     if config.logit_softcap is not None:

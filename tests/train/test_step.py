@@ -14,10 +14,19 @@ from eejax.sharding.mesh import MeshConfig, make_mesh
 from eejax.train import optimizer, state, step
 
 CONFIG = ModelConfig(
-    vocab_size=37, n_layers=3, d_model=16, n_heads=2, context_length=16, norm="layernorm",
-    qkv_bias=True, mlp_bias=True, mlp_gated=False, activation="gelu", head="tied",
+    vocab_size=37,
+    n_layers=3,
+    d_model=16,
+    n_heads=2,
+    context_length=16,
+    norm="layernorm",
+    qkv_bias=True,
+    mlp_bias=True,
+    mlp_gated=False,
+    activation="gelu",
+    head="tied",
     exits=(ExitConfig(1, mlp=True), ExitConfig(2, head="own")),
-)  # fmt: skip
+)
 STEPS = 20
 OPTIMIZER = optimizer.OptimizerConfig(learning_rate=1e-2, warmup_steps=3, clip_norm=0.5)
 WEIGHTS = schedules.linear((0.1, 0.2), (0.5, 0.3), 10)
@@ -61,10 +70,14 @@ def reference(batches):
     tx = optax.chain(
         optax.clip_by_global_norm(OPTIMIZER.clip_norm),
         optax.adamw(
-            optimizer.learning_rate(OPTIMIZER, STEPS), b1=0.9, b2=0.95, eps=1e-8,
-            weight_decay=OPTIMIZER.weight_decay, mask=params.decays(CONFIG),
+            optimizer.learning_rate(OPTIMIZER, STEPS),
+            b1=0.9,
+            b2=0.95,
+            eps=1e-8,
+            weight_decay=OPTIMIZER.weight_decay,
+            mask=params.decays(CONFIG),
         ),
-    )  # fmt: skip
+    )
     opt = jax.jit(tx.init)(value)
     update = jax.jit(tx.update)
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from small_runs import config, stop_at, write_text
 
-from eejax.checkpoint.model import load_model
+from eejax.checkpoint.model import load_run
 from eejax.common.errors import CheckpointError, ConfigError
 from eejax.common.trees import join, size, split
 from eejax.data import train_bpe
 from eejax.data.sources import Document
 from eejax.losses import multi_exit_loss
-from eejax.losses.objective import Objective
+from eejax.losses.objective import LossObjective
 from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
@@ -87,7 +87,7 @@ def named(tree):
 
 def test_what_is_frozen_stays_to_the_bit_and_has_no_optimiser_state(base, tuned):
     workdir, result = tuned
-    before, after = (named(load_model(folder).params) for folder in (base, workdir))
+    before, after = (named(load_run(folder).params) for folder in (base, workdir))
     assert before.keys() < after.keys()
     for name, value in before.items():
         assert value.tobytes() == after[name].tobytes(), name
@@ -127,9 +127,9 @@ def test_tuned_exits_improve_on_held_out_text(tuned):
 
 def test_exits_learn_from_the_final_one_which_stays(base, tuned, tmp_path):
     experiment = tuned_experiment(base)
-    experiment = dataclasses.replace(experiment, loss=Objective(distillation=1.0))
+    experiment = dataclasses.replace(experiment, loss=LossObjective(distillation=1.0))
     fit(experiment, tmp_path)
-    before, plain, taught = (load_model(folder) for folder in (base, tuned[0], tmp_path))
+    before, plain, taught = (load_run(folder) for folder in (base, tuned[0], tmp_path))
     after = named(taught.params)
     for name, value in named(before.params).items():
         assert value.tobytes() == after[name].tobytes(), name
@@ -162,7 +162,7 @@ def test_a_copy_starts_at_the_logit_lens(base, tmp_path, head):
         experiment = tuned_experiment(base, new=EXITS[:1])
         model, mesh = experiment.model, make_mesh(MeshConfig())
         first, frozen, _ = base_weights.load_base(experiment, mesh, tmp_path)
-        tree, whole = join(frozen, first), load_model(base).params
+        tree, whole = join(frozen, first), load_run(base).params
     short = model.replace(n_layers=2, exits=())
     lower = jax.tree.map(lambda a: a[:2], whole["layers"])
     cut = {k: v for k, v in whole.items() if k != "exits"} | {"layers": lower, "exits": {}}
@@ -239,9 +239,13 @@ def test_the_trunk_has_no_backward_pass(base):
         early = sum(e < model.n_exits for e in scope.which)
         weights = lambda _, n=early: jnp.ones(n)
         train = step.make_train_step(
-            model, adamw, optimizer.learning_rate(experiment.optimizer, 9), weights, mesh,
+            model,
+            adamw,
+            optimizer.learning_rate(experiment.optimizer, 9),
+            weights,
+            mesh,
             scope=scope,
-        )  # fmt: skip
+        )
         tokens = jax.ShapeDtypeStruct((8, 16), np.int32)
         lowered = train.lower(
             state.abstract(model, adamw, mesh, scope), {"tokens": tokens, "labels": tokens}
@@ -257,7 +261,7 @@ def test_an_interrupted_tuning_resumes_to_the_same_bits(base, tuned, tmp_path, m
     assert not (tmp_path / "checkpoints").exists()
     monkeypatch.undo()
     assert fit(tuned_experiment(base), tmp_path).step == 40
-    want, got = (named(load_model(folder).params) for folder in (tuned[0], tmp_path))
+    want, got = (named(load_run(folder).params) for folder in (tuned[0], tmp_path))
     assert want.keys() == got.keys()
     assert all(want[n].tobytes() == got[n].tobytes() for n in want)
 
@@ -286,7 +290,7 @@ def test_a_tuning_goes_on_from_the_checkpoint_it_began_with(base, tmp_path, monk
     assert fit(moved("elsewhere", base_step=60), tmp_path / "tuned").step == 40
 
 
-FACTS = bases.Facts("/a", 6, ModelConfig(23, 2, 16, 2, 16), "bytes-257", "0" * 32)
+FACTS = bases.FixedFields("/a", 6, ModelConfig(23, 2, 16, 2, 16), "bytes-257", "0" * 32)
 SAVED = {"base": {"source": "/a", "step": 6, "digest": "0" * 32}}
 
 
@@ -323,7 +327,7 @@ def test_a_tuning_of_an_older_version_remembers_its_base_from_now_on(tmp_path):
 
 def test_more_devices_give_the_same_exits(base, tuned, tmp_path):
     fit(tuned_experiment(base, mesh=MeshConfig(data=4)), tmp_path)
-    want, got = (named(load_model(folder).params) for folder in (tuned[0], tmp_path))
+    want, got = (named(load_run(folder).params) for folder in (tuned[0], tmp_path))
     for name in want:
         np.testing.assert_allclose(got[name], want[name], atol=2e-4)
 
@@ -347,10 +351,10 @@ def test_any_exit_on_any_base(tmp_path, text, head):
     new = (ExitConfig(0, head="own", mlp=True), ExitConfig(2, head=head), ExitConfig(4, block=True))
     for chosen, taught in ((new[:1], 0.0), (new, 0.0), (new[:2], 0.5)):
         experiment = tuned_experiment(tmp_path / "base", new=chosen, steps=2, eval_every=0)
-        experiment = dataclasses.replace(experiment, loss=Objective(distillation=taught))
+        experiment = dataclasses.replace(experiment, loss=LossObjective(distillation=taught))
         workdir = tmp_path / f"tuned{len(chosen)}"
         first, frozen, _ = base_weights.load_base(experiment, make_mesh(MeshConfig()), workdir)
-        whole = load_model(tmp_path / "base").params
+        whole = load_run(tmp_path / "base").params
         own = first["exits"]["exit_0"]
         table = whole["embed"]["tokens"] if head == "tied" else whole["shared_head"]
         np.testing.assert_array_equal(own["head"], table)
@@ -360,7 +364,7 @@ def test_any_exit_on_any_base(tmp_path, text, head):
         depth = 4 if taught else max(e.boundary for e in chosen)
         assert {a.shape[0] for a in jax.tree.leaves(frozen["layers"])} == {depth}
         assert fit(experiment, workdir).step == 2
-        tuned = load_model(workdir)
+        tuned = load_run(workdir)
         assert tuned.config == experiment.model
         declared = params.map_params(lambda p: p.shape, params.abstract(tuned.config))
         assert jax.tree.map(jnp.shape, tuned.params) == declared
@@ -428,7 +432,7 @@ def test_split_and_join_are_inverse():
         (dict(tune=dict(part="tail")), "TuneConfig.part = 'tail'"),
         (dict(tune=dict(start="zero")), "TuneConfig.start = 'zero'"),
         (dict(model=dict(d_model=32, d_ff=64, head_dim=8)), "d_model: 16 in the base, 32 wanted"),
-        (dict(loss=Objective(distillation=1.0), mesh=MeshConfig(pipe=2)), "on several stages"),
+        (dict(loss=LossObjective(distillation=1.0), mesh=MeshConfig(pipe=2)), "on several stages"),
         (dict(exit=dict(router=8)), r"tune.exits = \(2, 3\): must leave exits with a router"),
         (dict(exit=dict(head="shared")), "the base has no shared head"),
         (dict(exit=dict(head="tied", norm=False)), "must be an exit with parameters of its own"),
@@ -439,8 +443,10 @@ def test_bad_input_is_named(base, tmp_path, change, message):
         experiment = tuned_experiment(base)
         model = experiment.model.replace(**change.get("model", {}))
         if "exit" in change:
-            exits = [dataclasses.replace(e, **change["exit"]) if e.boundary == 2 else e
-                     for e in model.exits]  # fmt: skip
+            exits = [
+                dataclasses.replace(e, **change["exit"]) if e.boundary == 2 else e
+                for e in model.exits
+            ]
             model = model.replace(exits=tuple(exits))
         changed = lambda name: dataclasses.replace(
             getattr(experiment, name), **change.get(name, {})

@@ -41,9 +41,11 @@ def variants(config: ModelConfig) -> Iterator[ModelConfig]:
     scales = [1.0, config.d_model**0.5]
     for residual, plus, turned, scale in itertools.product(residuals, (False, True), turns, scales):
         yield config.replace(
-            residual=residual, norm_plus_one=plus, embedding_scale=scale,
+            residual=residual,
+            norm_plus_one=plus,
+            embedding_scale=scale,
             rotary=dataclasses.replace(config.rotary, interleaved=turned),
-        )  # fmt: skip
+        )
 
 
 class Found(NamedTuple):
@@ -73,21 +75,24 @@ def incomparable(path: pathlib.Path, config: ModelConfig) -> str:
 
 
 def require_told(raw: Raw, rules: list[Rule], why: str) -> None:
-    """Raises CheckpointError for a model that is not told by its tensors and keys alone, where
-    nothing can be compared."""
+    """Raise CheckpointError for a model that its tensors and keys leave ambiguous.
+
+    It is raised where nothing can be compared.
+    """
     reasons = untold(raw)
     fused = [rule.theirs[0].format(i=0) for rule in rules if len(rule.ours) > 1]
     reasons += [f"{name}, a fused projection whose order is never guessed" for name in fused[:1]]
     if reasons:
         raise raw.refuse(
-            "model_type", raw("model_type"),
+            "model_type",
+            raw("model_type"),
             f"is not known, and nothing verifies what it is ({why}), while it has "
             f"{'; '.join(reasons)}. Where transformers and torch run it, it is compared with them",
-        )  # fmt: skip
+        )
 
 
 def untold(raw: Raw) -> list[str]:
-    """What a config.json says, or does not say, of logits that nothing here reads."""
+    """Return what a config.json leaves open, or says of settings that nothing here reads."""
     told = [
         f"ALiBi ({name} = true), whose slopes differ from family to family"
         for name in ALIBI
@@ -101,9 +106,12 @@ def untold(raw: Raw) -> list[str]:
 
 
 def verified(
-    raw: Raw, config: ModelConfig, tree: Tree, say=lambda line: None,
+    raw: Raw,
+    config: ModelConfig,
+    tree: Tree,
+    say=lambda line: None,
     tolerance: float = 1e-3,
-) -> Found:  # fmt: skip
+) -> Found:
     """The variant that computes what transformers does, where that can be compared.
 
     Both compute in float32, of parameters that are rounded alike. say: is given a line for each
@@ -178,7 +186,7 @@ def reach_of(config: ModelConfig) -> int:
 def _distance(
     tree: Tree, config: ModelConfig, asked: np.ndarray, rows: slice, want: np.ndarray
 ) -> float:
-    """Of the logits of some rows of a text from those wanted, [t, v] of all of it."""
+    """Return the distance of some rows' logits from those wanted, [t, v] of the whole text."""
 
     @jax.jit
     def run(tree, asked):

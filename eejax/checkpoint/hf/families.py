@@ -76,16 +76,19 @@ EPS = {"layer_norm_eps": ("norm_eps", 1e-5)}
 LAYER_NORM = {name: value for name, value in GROUPED.items() if name != "head_dim"} | EPS
 RMS5 = RMS | {"rms_norm_eps": ("norm_eps", 1e-5)}
 GPT_ALIASES = {
-    "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
     "max_position_embeddings": "n_positions",
-}  # fmt: skip
+}
 
 
 def rms(kv: int, head_dim: int | None = None) -> dict[str, tuple[str, Any]]:
     """Sizes of a family whose configurations are completed to so many key/value heads."""
     return RMS | {
-        "num_key_value_heads": ("n_kv_heads", kv), "head_dim": ("head_dim", head_dim),
-    }  # fmt: skip
+        "num_key_value_heads": ("n_kv_heads", kv),
+        "head_dim": ("head_dim", head_dim),
+    }
 
 
 NEOX = SIZES | EPS

@@ -18,24 +18,25 @@ _TYPES = {f.name: f.type for f in dataclasses.fields(ModelConfig)}
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What a `model_type` is.
+    """Description of a `model_type`.
+
+    `read` and `write` are inverse to each other: what a family cannot write, it would not read as
+    the same.
 
     Attributes:
       model_type, architecture: their names in config.json.
       sizes: name in config.json -> (name in ModelConfig, value where it is left out).
-      rules: where tensors lie.
-      fixed: what is so in all of the family.
+      rules: places of the tensors.
+      fixed: settings that are the same in all of the family.
       activation: the setting's name, and its value where it is left out.
-      tied: whether the head is, where it is not said.
-      plain: settings that only one value of can be represented.
-      more, written: what else there is to be read of a config.json, and written to one.
-      prefix: that of all names, which some files leave out; renamed: names that mean others;
-        skipped: ends of names that hold no parameters.
-      aliases: other names of settings, which must say the same.
-      whole_heads: whether transformers refuses a hidden size that the heads do not divide.
-
-    `read` and `write` are each other's inverse: what a family cannot write, it would not read as
-    the same.
+      tied: whether the head is tied, where config.json does not say.
+      plain: settings of which only one value can be represented.
+      more, written: what else is read from a config.json, and written to one.
+      prefix: prefix of all names, which some files leave out.
+      renamed: names that mean others.
+      skipped: ends of names that hold no parameters.
+      aliases: other names of settings, which must agree.
+      whole_heads: transformers refuses a hidden size that the heads do not divide.
     """
 
     model_type: str
@@ -55,7 +56,7 @@ class Family:
     whole_heads: bool = False
 
     def read(self, raw: Raw) -> ModelConfig:
-        """Raises CheckpointError for settings that are missing or cannot be represented."""
+        """Read a config.json. Raises CheckpointError for settings that cannot be read."""
         for name, value in self.plain.items():
             raw.must_be(name, value, default=value)
         for other, name in self.aliases.items():
@@ -85,24 +86,27 @@ class Family:
         """
         require(
             not self.whole_heads or config.d_model % config.n_heads == 0,
-            "ModelConfig.n_heads", config.n_heads,
+            "ModelConfig.n_heads",
+            config.n_heads,
             f"must divide d_model ({config.d_model}) in a {self.model_type} of transformers",
-        )  # fmt: skip
+        )
         values = {name: getattr(config, ours) for name, (ours, _) in self.sizes.items()}
         values[self.activation[0]] = fields.NAMES[config.activation]
         values["tie_word_embeddings"] = config.head == "tied"
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
-            **values, **self.plain, **self.written(config),
-        }  # fmt: skip
+            **values,
+            **self.plain,
+            **self.written(config),
+        }
 
 
 FAMILIES: dict[str, Family] = {}
 
 
 def register_family(family: Family) -> None:
-    """Makes a family known to import and export, in place of another of its `model_type`."""
+    """Add a family to import and export; it replaces another one of its `model_type`."""
     FAMILIES[family.model_type] = family
 
 

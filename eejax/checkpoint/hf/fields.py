@@ -13,14 +13,26 @@ from eejax.models.config import ModelConfig
 REQUIRED = object()
 
 ACTIVATIONS = {
-    "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "quick_gelu": "gelu_quick",
-    "relu": "relu", "relu2": "relu2", "silu": "silu", "swish": "silu",
-}  # fmt: skip
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "quick_gelu": "gelu_quick",
+    "relu": "relu",
+    "relu2": "relu2",
+    "silu": "silu",
+    "swish": "silu",
+}
 NAMES = {
-    "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "gelu_quick": "quick_gelu", "relu": "relu",
-    "relu2": "relu2", "silu": "silu",
-}  # fmt: skip
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+    "gelu_quick": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "silu": "silu",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +122,11 @@ class Raw:
             slides = [kind == known[0] for kind in kinds]
             if pattern is None and not all(slides) and window is not None:
                 raise self.refuse(
-                    "layer_types", kinds,
+                    "layer_types",
+                    kinds,
                     f"cannot be represented: a {self('model_type')} has windows in all of its "
                     "layers, or in none (sliding_window = null)",
-                )  # fmt: skip
+                )
         if window is None or not any(slides):
             return None
         if type(window) is not int or window < 1:
@@ -138,9 +151,11 @@ def write_windows(
     sizes = {w for w in each if w is not None}
     mixed = len(set(each)) > 1 and not by_layer
     require(
-        len(sizes) <= 1 and not mixed, "ModelConfig.sliding_window", config.sliding_window,
+        len(sizes) <= 1 and not mixed,
+        "ModelConfig.sliding_window",
+        config.sliding_window,
         "must be the same in all layers" if mixed else "must be of one size",
-    )  # fmt: skip
+    )
     values: dict[str, Any] = {"sliding_window": min(sizes, default=empty)}
     if by_layer:
         values["layer_types"] = ["sliding_attention" if w else "full_attention" for w in each]

@@ -20,7 +20,7 @@ FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 class Tensors(Protocol):
-    """Of one file."""
+    """The tensors of one file."""
 
     def names(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes by name."""
@@ -76,8 +76,10 @@ class Folder:
             self._of |= dict.fromkeys(wanted - absent, tensors)
 
     def require_whole(self, spare: Collection[str] = ()) -> None:
-        """Raises CheckpointError where the index and its files do not tell of the same tensors, but
-        for those that are not needed."""
+        """Raise CheckpointError where the index and its files list different tensors.
+
+        Tensors that are not needed may be missing.
+        """
         absent = sorted(set(self.absent) - set(spare))
         if absent:
             raise CheckpointError(
@@ -102,7 +104,7 @@ def brief(names: list[str]) -> str:
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """Raises CheckpointError, naming the file."""
+    """Read a JSON file. Raises CheckpointError, naming the file."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -39,7 +39,7 @@ _WORDS = (
 
 
 def is_idle(name: str) -> bool:
-    """Whether a key changes no logits, whatever its value."""
+    """Return whether a key changes no logits, whatever its value."""
     return _IDLE.fullmatch(name) is not None
 
 
@@ -55,7 +55,7 @@ def unread(raw: Raw) -> dict[str, Any]:
 
 
 def words(name: str) -> str:
-    """What a key is about, '' where its name tells nothing."""
+    """Return what a key is about, '' where its name does not tell."""
     found = [word for pattern, word in _WORDS if re.search(pattern, name)]
     return found[0] if found else ""
 

@@ -1,4 +1,4 @@
-"""How a tensor of another library and leaves of ours are the same numbers, both ways."""
+"""Conversion between tensors of another library and our leaves, in both directions."""
 
 from __future__ import annotations
 
@@ -36,28 +36,31 @@ class Rule:
 def vector(theirs: str, ours: str) -> Rule:
     """The same numbers in the same order: norms and biases, whose heads we keep apart."""
     return Rule(
-        (theirs,), (ours,),
+        (theirs,),
+        (ours,),
         lambda config, a, shapes: (reshaped(theirs, a[0], shapes[0]),),
         lambda config, a: (a[0].reshape(-1),),
-    )  # fmt: skip
+    )
 
 
 def linear(theirs: str, ours: str) -> Rule:
     """A matrix [out, in] of theirs; of ours [in, out], with heads apart."""
     return Rule(
-        (theirs,), (ours,),
+        (theirs,),
+        (ours,),
         lambda config, a, shapes: (reshaped(theirs, a[0], shapes[0], True),),
         lambda config, a: (_matrix(a[0], ours).T,),
-    )  # fmt: skip
+    )
 
 
 def conv1d(theirs: str, ours: str) -> Rule:
     """A matrix [in, out] (GPT-2's Conv1D)."""
     return Rule(
-        (theirs,), (ours,),
+        (theirs,),
+        (ours,),
         lambda config, a, shapes: (reshaped(theirs, a[0], shapes[0]),),
         lambda config, a: (_matrix(a[0], ours),),
-    )  # fmt: skip
+    )
 
 
 def vocabulary(theirs: str, ours: str) -> Rule:
@@ -82,9 +85,11 @@ def positions(theirs: str, ours: str, skipped: int) -> Rule:
 
 
 def fused(
-    theirs: str, ours: Sequence[str], sizes: Callable[[ModelConfig], tuple[int, Sequence[int]]],
+    theirs: str,
+    ours: Sequence[str],
+    sizes: Callable[[ModelConfig], tuple[int, Sequence[int]]],
     transposed: bool = True,
-) -> Rule:  # fmt: skip
+) -> Rule:
     """Several leaves in one tensor [out, in] ([in, out] if not `transposed`) or bias [out].
 
     sizes(config): how many groups the rows are of, and how many rows each leaf has in a group.

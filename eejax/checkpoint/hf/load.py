@@ -34,7 +34,7 @@ WANTED = ["*.json", "*.safetensors", "*.bin", "*.model"]
 
 
 class Leaf(NamedTuple):
-    """How a leaf is read: one(i) is layer i of a stack of `layers`; without, one(None) is all."""
+    """Reader of a leaf: one(i) is layer i of a stack of `layers`; else one(None) is the whole."""
 
     one: Callable[[int | None], np.ndarray]
     layers: int | None = None
@@ -107,9 +107,10 @@ def load_pretrained(
     kind = _model_type(raw)
     if (how := raw("quantization_config", None)) is not None:
         raise raw.refuse(
-            "quantization_config", how,
+            "quantization_config",
+            how,
             "quantised weights are not read: give the model that it was made of",
-        )  # fmt: skip
+        )
     settings = generation.read(path, raw.values)
     folder = Folder(path)
     if kind not in FAMILIES:
@@ -155,8 +156,9 @@ def load_pretrained(
     wanted = shardings.structs(params.abstract(config), mesh)
     tree = jax.tree_util.tree_map_with_path(
         lambda p, struct, kept: _placed(struct, _whole(path_name(p), reads, path), kept.dtype),
-        wanted, _kept(config, dtype),
-    )  # fmt: skip
+        wanted,
+        _kept(config, dtype),
+    )
     if side is not None and side.digest is not None:
         if dtype == "float16":  # of which the digest cannot be told: the files are read once more
             found = digest_of(config, shapes, lambda name, at: reads[name].at(at))
@@ -213,7 +215,7 @@ def _check_layers(raw: Raw, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of all leaves by name."""
+    """Return the shapes of all leaves by name."""
     found = jax.tree_util.tree_leaves_with_path(params.shapes(config))
     return {path_name(path): leaf.shape for path, leaf in found}
 
@@ -289,7 +291,7 @@ def named(rules: list[Rule], config: ModelConfig) -> dict[tuple[str, ...], Rule]
 
 
 def leaves(table: Mapping[tuple[str, ...], Rule]) -> dict[str, tuple[Rule, int]]:
-    """Of each leaf its rule, and which of its leaves it is."""
+    """Return for each leaf its rule, and which of the rule's leaves it is."""
     found = {}
     for rule in table.values():
         for j, ours in enumerate(rule.ours):
@@ -306,7 +308,7 @@ def _embedding(rules: list[Rule]) -> str:
 
 
 def _has_unlike_head(folder: Folder, family: Family, config: ModelConfig, raw: Raw) -> bool:
-    """Whether a model whose head is tied has another one among its tensors."""
+    """Return whether a model whose head is tied has a different one among its tensors."""
     rules = family.rules(config, raw)
     tokens = _embedding(rules)
     heads = [name for name in HEADS if name in folder.shapes]

@@ -24,7 +24,7 @@ from eejax.checkpoint.hf.layouts import (
     positions,
     vector,
     vocabulary,
-)  # fmt: skip
+)
 from eejax.checkpoint.hf.rope import read_rotary
 from eejax.common.errors import CheckpointError, ConfigError
 from eejax.models.config import RotaryConfig
@@ -37,10 +37,14 @@ ALIASES = {
     "d_model": ("hidden_size", "n_embd", "d_model", "dim"),
     "n_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
     "context_length": (
-        "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length",
+        "max_position_embeddings",
+        "n_positions",
+        "n_ctx",
+        "max_seq_len",
+        "seq_length",
         "max_sequence_length",
     ),
-}  # fmt: skip
+}
 EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 ACTIVATION = ("hidden_act", "hidden_activation", "activation_function", "activation")
 # What there is no place for, by settings and by names of tensors.
@@ -61,11 +65,28 @@ NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 ROTARY = (("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct"))
 # Settings that tensors tell themselves, by their names and shapes.
 TOLD = (
-    "num_key_value_heads", "num_kv_heads", "multi_query", "head_dim", "kv_channels",
-    "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "expansion_ratio",
-    "tie_word_embeddings", "attention_bias", "attention_out_bias", "use_bias", "bias", "no_bias",
-    "mlp_bias", "use_qkv_bias", "qkv_bias", "use_qk_norm", "qk_layernorm",
-)  # fmt: skip
+    "num_key_value_heads",
+    "num_kv_heads",
+    "multi_query",
+    "head_dim",
+    "kv_channels",
+    "intermediate_size",
+    "ffn_dim",
+    "n_inner",
+    "ffn_hidden_size",
+    "expansion_ratio",
+    "tie_word_embeddings",
+    "attention_bias",
+    "attention_out_bias",
+    "use_bias",
+    "bias",
+    "no_bias",
+    "mlp_bias",
+    "use_qkv_bias",
+    "qkv_bias",
+    "use_qk_norm",
+    "qk_layernorm",
+)
 # Of a layer's tensors: what a name's end, without .weight, says it is; the first that fits.
 PARTS = (
     ("attn/qkv", r"qkv(_proj)?|query_key_value|c_attn|wqkv|in_proj|att_proj"),
@@ -81,13 +102,19 @@ PARTS = (
     ("attn/o", r"o_proj|out_proj|wo|to_out|dense|c_proj|attn_out|out_lin|o"),
 )
 NORMS = (
-    ("attn_norm", r"input_layernorm|ln_?1|attention_norm|attn_norm|pre_attention_layernorm|"
-     r"self_attn_layer_norm|norm_?1|operator_norm|layer_norm_1"),
+    (
+        "attn_norm",
+        r"input_layernorm|ln_?1|attention_norm|attn_norm|pre_attention_layernorm|"
+        r"self_attn_layer_norm|norm_?1|operator_norm|layer_norm_1",
+    ),
     ("post_attention", r"post_attention_(layer)?norm"),
-    ("mlp_norm", r"ln_?2|ffn_norm|mlp_norm|pre_mlp_layernorm|pre_feedforward_layernorm|norm_?2|"
-     r"final_layer_norm|layer_norm_2"),
+    (
+        "mlp_norm",
+        r"ln_?2|ffn_norm|mlp_norm|pre_mlp_layernorm|pre_feedforward_layernorm|norm_?2|"
+        r"final_layer_norm|layer_norm_2",
+    ),
     ("mlp_out_norm", r"post_(feedforward|mlp)_(layer)?norm"),
-)  # fmt: skip
+)
 
 
 class Stack(NamedTuple):
@@ -126,9 +153,15 @@ def guess(raw: Raw, shapes: Shapes) -> Family:
     raw.seen.update(TOLD, ("layer_types", "max_window_layers", "use_sliding_window"))
     usual = "silu" if fixed["mlp_gated"] else "gelu_new"
     return Family(
-        raw("model_type"), "", sizes, lambda config, _: [*rules, *more], fixed, (act, usual),
-        more=lambda _: dict(head=fixed["head"]), prefix="",
-    )  # fmt: skip
+        raw("model_type"),
+        "",
+        sizes,
+        lambda config, _: [*rules, *more],
+        fixed,
+        (act, usual),
+        more=lambda _: dict(head=fixed["head"]),
+        prefix="",
+    )
 
 
 def _rotary(raw: Raw) -> RotaryConfig:
@@ -141,14 +174,15 @@ def _rotary(raw: Raw) -> RotaryConfig:
 
 
 def refuse(raw: Raw, shapes: Shapes) -> None:
-    """Raises CheckpointError for kinds of models that there is no place for, by their names."""
+    """Raise CheckpointError for kinds of models that cannot be represented, by their names."""
     for name in NESTED:
         if raw(name, None):
             raise raw.refuse(
-                "model_type", raw("model_type"),
+                "model_type",
+                raw("model_type"),
                 f"has the settings of its language model in a nested {name}: give a folder of the "
                 "language model alone",
-            )  # fmt: skip
+            )
     for name, value in unread(raw).items():
         if re.search(BOUNDS, name):  # a comparison of logits that they seldom reach tells nothing
             raise raw.refuse(name, value, f"{words(name)}, which cannot be represented")
@@ -157,9 +191,10 @@ def refuse(raw: Raw, shapes: Shapes) -> None:
         seen = [n for n in shapes if re.search(names, n)]
         if said or seen:
             raise raw.refuse(
-                "model_type", raw("model_type"),
+                "model_type",
+                raw("model_type"),
                 f"is {kind} ({said[0] if said else seen[0]}), which cannot be represented",
-            )  # fmt: skip
+            )
 
 
 def setting(raw: Raw, name: str) -> Any:
@@ -191,9 +226,10 @@ def stack_of(raw: Raw, shapes: Shapes) -> Stack:
             if any(row[i] != row[0] for i in row):
                 other = next(i for i in row if row[i] != row[0])
                 raise raw.refuse(
-                    "model_type", raw("model_type"),
+                    "model_type",
+                    raw("model_type"),
                     f"has layers that are not alike: {prefix}0 and {prefix}{other}",
-                )  # fmt: skip
+                )
             return Stack(prefix, layers, row[0])
     raise raw.refuse(
         "model_type", raw("model_type"), f"has no {layers} layers numbered from 0 among its tensors"
@@ -201,7 +237,7 @@ def stack_of(raw: Raw, shapes: Shapes) -> Stack:
 
 
 def parts(raw: Raw, stack: Stack, d: int) -> dict[str, str]:
-    """Of each part of a layer the name of its tensor, without .weight."""
+    """Return for each part of a layer the name of its tensor, without .weight."""
     found: dict[str, str] = {}
     weights = [n.removesuffix(".weight") for n in stack.shapes if not n.endswith("bias")]
     for name in weights:
@@ -217,9 +253,10 @@ def parts(raw: Raw, stack: Stack, d: int) -> dict[str, str]:
             fits = ["mlp/down"]
         if not fits or fits[0] in found:
             raise raw.refuse(
-                "model_type", raw("model_type"),
+                "model_type",
+                raw("model_type"),
                 f"has {stack.prefix}0.{name} of shape {shape}, whose place is not known",
-            )  # fmt: skip
+            )
         found[fits[0]] = name
     return found
 
@@ -238,10 +275,11 @@ def ends(raw: Raw, shapes: Shapes, stack: Stack, d: int) -> tuple[dict, list[Rul
     scales = [n for n in norms if not n.endswith("bias")]
     if len(tokens) != 1 or len(heads) > 1 or len(scales) > 1 or len(rows) > 1:
         raise raw.refuse(
-            "model_type", raw("model_type"),
+            "model_type",
+            raw("model_type"),
             f"has {[*outside.items()]} outside its layers, among which embedding, final norm and "
             "head cannot be told",
-        )  # fmt: skip
+        )
     settings = dict(head="own" if heads else "tied", final_norm=bool(scales), head_bias=False)
     rules = [vocabulary(tokens[0], "embed/tokens")]
     rules += [vocabulary(heads[0], "final/head")] if heads else []
@@ -261,10 +299,11 @@ def ends(raw: Raw, shapes: Shapes, stack: Stack, d: int) -> tuple[dict, list[Rul
         settings["position"] = "alibi"
     elif not any(re.match("rope|rotary|partial_rotary|rotation", key) for key in raw.values):
         raise raw.refuse(
-            "model_type", raw("model_type"),
+            "model_type",
+            raw("model_type"),
             "has neither a table of positions nor settings of rotary ones or ALiBi: others "
             "(sinusoidal, or none) are not read",
-        )  # fmt: skip
+        )
     return settings, rules
 
 
@@ -298,21 +337,29 @@ def layer_rules(raw: Raw, stack: Stack, found: dict[str, str], d: int) -> tuple[
     norms = [part for part in found if part.endswith("norm") or part == "post_attention"]
     if not norms:
         raise raw.refuse(
-            "model_type", raw("model_type"),
+            "model_type",
+            raw("model_type"),
             "has norms without weights, or none, in its layers, which cannot be represented",
-        )  # fmt: skip
+        )
     placement, residual, names = norm_places({n for n in norms if "/" not in n})
     layernorm = any(bias(found[n]) in shapes for n in norms)
     named = any("layer_norm" in key for key in raw.values)  # as layer_norm_eps
     qk = found.get("attn/q_norm")
     qk_norm = "none" if qk is None else "head" if shapes[weight(qk)] == (head_dim,) else "full"
     settings = dict(
-        d_ff=d_ff, head_dim=head_dim, n_kv_heads=n_kv, mlp_gated=gated, qk_norm=qk_norm,
+        d_ff=d_ff,
+        head_dim=head_dim,
+        n_kv_heads=n_kv,
+        mlp_gated=gated,
+        qk_norm=qk_norm,
         norm="layernorm" if layernorm or named else "rmsnorm",
-        norm_bias=layernorm, norm_placement=placement, residual=residual,
-        qkv_bias=has_bias("attn/q") or has_bias("attn/qkv"), o_bias=has_bias("attn/o"),
+        norm_bias=layernorm,
+        norm_placement=placement,
+        residual=residual,
+        qkv_bias=has_bias("attn/q") or has_bias("attn/qkv"),
+        o_bias=has_bias("attn/o"),
         mlp_bias=has_bias("mlp/down"),
-    )  # fmt: skip
+    )
     rules: list[Rule] = []
     for part, name in found.items():
         if part in ("attn/qkv", "mlp/gate_up"):

@@ -40,14 +40,16 @@ def read_rotary(
     if local is not None:
         if _by_layer(scaling) or (given and not _by_layer(given)):
             raise raw.refuse(
-                where, rope,
+                where,
+                rope,
                 f"must be a rope_parameters that has an entry for each of {', '.join(LAYERS)}",
-            )  # fmt: skip
+            )
         if scaling.get("type", "default") != "default" and "rope_type" not in scaling:
             raise raw.refuse(
-                "rope_scaling.type", scaling["type"],
+                "rope_scaling.type",
+                scaling["type"],
                 f"must be called rope_type: transformers overlooks it in a {raw('model_type')}",
-            )  # fmt: skip
+            )
         sliding = raw.table("rope_parameters.sliding_attention")
         rope = raw.table("rope_parameters.full_attention") | scaling
         if (kind := _kind(sliding)) != "default":
@@ -82,7 +84,7 @@ def _scaling(raw: Raw, rope: Mapping[str, Any], kind: str, where: str, one: bool
     """The fields of `RotaryConfig` that a scaling has. one: all layers have the same positions."""
 
     def needed(name: str) -> Any:
-        """What a scaling is nothing without: a default would load as another model."""
+        """Return a setting that a scaling needs: a default would load as another model."""
         if rope.get(name) is None:
             raise CheckpointError(
                 f"{raw.path}: {where}.{name} is missing: rope_type {kind!r} needs it."
@@ -125,10 +127,11 @@ def _usual_yarn(raw: Raw, rope: Mapping[str, Any], where: str) -> None:
         name, found = "mscale", scale(given["mscale"]) / scale(given["mscale_all_dim"])
     if found is not None and not math.isclose(found, scale(1.0), rel_tol=1e-6):
         raise raw.refuse(
-            f"{where}.{name}", rope[name],
+            f"{where}.{name}",
+            rope[name],
             f"cannot be represented: attention is scaled by {found:.6g}, and not by the "
             f"{scale(1.0):.6g} of factor {given['factor']}",
-        )  # fmt: skip
+        )
 
 
 def write_rotary(

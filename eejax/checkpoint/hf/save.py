@@ -44,16 +44,22 @@ def save_pretrained(
     dtype: str = "float32",
     shard: int = SHARD,
 ) -> str:
-    """Writes the folder `path`, which must not be there, and says of which family it is.
+    """Write the new folder `path` and return its family.
 
-    family: its `model_type`; by default the first one that has such models. generation: of
-    generation_config.json, as `Pretrained` has it; ids that the tokenizer knows are its. dtype: of
-    the weights written. shard: bytes of a file of them. Exits lie beside the weights in files of
-    their own, which `load_pretrained` reads and transformers does not. The folder gets its name
-    when all of it is written. One layer at a time is brought to the host.
+    Exits are in files of their own beside the weights, which `load_pretrained` reads and
+    transformers does not. The folder gets its name when all of it is written. One layer at a time
+    is brought to the host.
 
-    Raises ConfigError where no family has such a model, telling what none of them could say;
-    CheckpointError where the folder is there already or cannot be written.
+    Args:
+      family: the `model_type`; by default the first one that has such models.
+      generation: contents of generation_config.json, as in `Pretrained`; ids that the tokenizer
+        knows are taken from it.
+      dtype: of the written weights.
+      shard: bytes of a file of weights.
+
+    Raises:
+      ConfigError: where no family has such a model; it says what none of them could represent.
+      CheckpointError: where the folder exists or cannot be written.
     """
     from safetensors import SafetensorError  # what it makes of a full disk
 

@@ -17,18 +17,22 @@ def opt_more(raw: Raw) -> Values:
     more = dict(
         norm_placement="pre" if before else "post",
         final_norm=before and not raw("_remove_final_layer_norm", False),
-        qkv_bias=bias, o_bias=bias, mlp_bias=bias,
-    )  # fmt: skip
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+    )
     return more | (dict(head="own") if projects(raw) else {})
 
 
 def opt_written(config: ModelConfig) -> Values:
     before = config.norm_placement == "pre"
     return dict(
-        do_layer_norm_before=before, enable_bias=config.qkv_bias,
+        do_layer_norm_before=before,
+        enable_bias=config.qkv_bias,
         _remove_final_layer_norm=before and not config.final_norm,
-        word_embed_proj_dim=config.d_model, dropout=0.0,
-    )  # fmt: skip
+        word_embed_proj_dim=config.d_model,
+        dropout=0.0,
+    )
 
 
 def gptj_more(raw: Raw) -> Values:
@@ -45,9 +49,11 @@ NEOX_ROTARY = ("rotary_emb_base", "rotary_pct")
 def neox_more(raw: Raw) -> Values:
     bias, parallel = raw("attention_bias", True), raw("use_parallel_residual", True)
     return dict(
-        qkv_bias=bias, o_bias=bias, rotary=read_rotary(raw, fraction=0.25, names=NEOX_ROTARY),
+        qkv_bias=bias,
+        o_bias=bias,
+        rotary=read_rotary(raw, fraction=0.25, names=NEOX_ROTARY),
         residual="parallel" if parallel else "sequential",
-    )  # fmt: skip
+    )
 
 
 def neox_written(config: ModelConfig) -> Values:
@@ -68,22 +74,31 @@ def falcon_more(raw: Raw) -> Values:
         n_kv_heads=raw.size("num_kv_heads", heads) if new else old_kv,
         d_ff=raw.size("ffn_hidden_size", 4 * d_model),
         context_length=raw.size("max_position_embeddings", 2048),
-        mlp_bias=bias, qkv_bias=bias, o_bias=bias,
+        mlp_bias=bias,
+        qkv_bias=bias,
+        o_bias=bias,
         residual="sequential" if not parallel else "parallel" if two else "parallel_one_norm",
         rotary=read_rotary(raw),
-    )  # fmt: skip
+    )
 
 
 def falcon_written(config: ModelConfig) -> Values:
     grouped = config.n_kv_heads not in (1, config.n_heads)
     new = config.residual == "parallel" or (grouped and config.residual == "parallel_one_norm")
     more = dict(num_ln_in_parallel_attn=2 if config.residual == "parallel" else 1) if new else {}
-    return write_rotary(config) | more | dict(
-        new_decoder_architecture=new, num_kv_heads=config.n_kv_heads,
-        multi_query=config.n_kv_heads == 1, parallel_attn=config.residual != "sequential",
-        bias=config.mlp_bias, ffn_hidden_size=config.d_ff,
-        max_position_embeddings=config.context_length,
-    )  # fmt: skip
+    return (
+        write_rotary(config)
+        | more
+        | dict(
+            new_decoder_architecture=new,
+            num_kv_heads=config.n_kv_heads,
+            multi_query=config.n_kv_heads == 1,
+            parallel_attn=config.residual != "sequential",
+            bias=config.mlp_bias,
+            ffn_hidden_size=config.d_ff,
+            max_position_embeddings=config.context_length,
+        )
+    )
 
 
 def llama_more(raw: Raw, bias: bool = False, theta: float = 10000.0) -> Values:
@@ -191,19 +206,24 @@ def gemma2_written(config: ModelConfig) -> Values:
     near = round(scalar)
     # transformers makes the mask of a window for a model without one too.
     windows = write_windows(config, empty=config.context_length)
-    return gemma_written(config) | windows | dict(
-        query_pre_attn_scalar=near if math.isclose(near, scalar) else scalar,
-        attn_logit_softcapping=config.attention_softcap,
-        final_logit_softcapping=config.logit_softcap,
-    )  # fmt: skip
+    return (
+        gemma_written(config)
+        | windows
+        | dict(
+            query_pre_attn_scalar=near if math.isclose(near, scalar) else scalar,
+            attn_logit_softcapping=config.attention_softcap,
+            final_logit_softcapping=config.logit_softcap,
+        )
+    )
 
 
 def stablelm_more(raw: Raw) -> Values:
     parallel = raw("use_parallel_residual", False)
     return dict(
-        qkv_bias=raw("use_qkv_bias", False), rotary=read_rotary(raw, fraction=0.25),
+        qkv_bias=raw("use_qkv_bias", False),
+        rotary=read_rotary(raw, fraction=0.25),
         residual="parallel_one_norm" if parallel else "sequential",
-    )  # fmt: skip
+    )
 
 
 def stablelm_written(config: ModelConfig) -> Values:
@@ -215,17 +235,19 @@ def stablelm_written(config: ModelConfig) -> Values:
 def granite_more(raw: Raw) -> Values:
     raw("residual_multiplier", 1.0)  # a number: `granite_rules` reads it
     return llama_more(raw) | dict(
-        embedding_scale=raw("embedding_multiplier", 1.0), temperature=raw("logits_scaling", 1.0),
+        embedding_scale=raw("embedding_multiplier", 1.0),
+        temperature=raw("logits_scaling", 1.0),
         attention_scale=raw("attention_multiplier", 1.0),
-    )  # fmt: skip
+    )
 
 
 def granite_written(config: ModelConfig) -> Values:
     return llama_written(config) | dict(
-        embedding_multiplier=config.embedding_scale, logits_scaling=config.temperature,
+        embedding_multiplier=config.embedding_scale,
+        logits_scaling=config.temperature,
         attention_multiplier=config.attention_scale or config.head_dim**-0.5,
         residual_multiplier=1.0,
-    )  # fmt: skip
+    )
 
 
 def phi3_more(raw: Raw) -> Values:
@@ -233,9 +255,10 @@ def phi3_more(raw: Raw) -> Values:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":  # "su" and "yarn" are old names of longrope here
         raise raw.refuse(
-            "rope_scaling.rope_type", kind,
+            "rope_scaling.rope_type",
+            kind,
             "must be 'default': a phi3 is scaled by longrope alone, which cannot be represented",
-        )  # fmt: skip
+        )
     return dict(rotary=read_rotary(raw, fraction=1.0), sliding_window=raw.windows(None))
 
 

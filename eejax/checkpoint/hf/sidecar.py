@@ -40,8 +40,10 @@ class Sidecar(NamedTuple):
         digest: str | None = None,
         content: str | None = None,
     ) -> Sidecar:
-        """Of a folder that holds the side file of a model. content: what `file_digest` says of it,
-        where that is known. Raises CheckpointError for another file."""
+        """Open the side file of a model's folder.
+
+        content: its `file_digest`, where that is known. Raises CheckpointError for another file.
+        """
         shapes = own_shapes(config)
         tensors = SafeTensors(path / WEIGHTS) if shapes else None
         if tensors and content not in (None, file_digest(path / WEIGHTS)):
@@ -52,7 +54,7 @@ class Sidecar(NamedTuple):
         return cls(config, shapes, tensors, digest)
 
     def reader(self, name: str):
-        """Raises CheckpointError where the leaf is missing or of another shape."""
+        """Return a leaf's reader. Raises CheckpointError if it is missing or of another shape."""
         shape = self.shapes[name]
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
@@ -68,9 +70,9 @@ class Sidecar(NamedTuple):
 
 
 def opened(path: pathlib.Path, config: ModelConfig) -> Sidecar | None:
-    """That of a folder whose model is `config` without exits; None where there is none.
+    """Return the side file of a folder whose model is `config` without exits, or None.
 
-    Raises CheckpointError where it is another model's.
+    Raises CheckpointError where it belongs to another model.
     """
     file = path / SETTINGS
     if not file.is_file():
@@ -112,7 +114,7 @@ def write(path: pathlib.Path, config: ModelConfig, tree: Tree, dtype: str) -> No
 
 
 def content(path: pathlib.Path) -> dict[str, str]:
-    """What `SETTINGS` is to say of the side file in a folder, where there is one."""
+    """Return what `SETTINGS` records of the side file in a folder, where there is one."""
     file = path / WEIGHTS
     return {CONTENT: file_digest(file)} if file.is_file() else {}
 

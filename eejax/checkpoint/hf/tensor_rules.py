@@ -1,4 +1,4 @@
-"""Where the tensors of each family lie."""
+"""Places of the tensors of each family."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from eejax.checkpoint.hf.layouts import (
     scaled,
     vector,
     vocabulary,
-)  # fmt: skip
+)
 from eejax.models.config import ModelConfig
 
 
@@ -79,10 +79,12 @@ def llama_rules(config: ModelConfig, raw: Raw | None = None) -> list[Rule]:
         "pre": {"input": "attn_norm", "post_attention": "mlp_norm"},
         "output": {"post_attention": "attn_out_norm", "post_feedforward": "mlp_out_norm"},
         "pre_post": {
-            "input": "attn_norm", "post_attention": "attn_out_norm",
-            "pre_feedforward": "mlp_norm", "post_feedforward": "mlp_out_norm",
+            "input": "attn_norm",
+            "post_attention": "attn_out_norm",
+            "pre_feedforward": "mlp_norm",
+            "post_feedforward": "mlp_out_norm",
         },
-    }[config.norm_placement]  # fmt: skip
+    }[config.norm_placement]
     if config.residual == "parallel_one_norm":
         del norms["post_attention"]
     for theirs, ours in norms.items():
@@ -166,7 +168,7 @@ def phi3_rules(config: ModelConfig, raw: Raw | None = None) -> list[Rule]:
 
 
 def granite_rules(config: ModelConfig, raw: Raw | None = None) -> list[Rule]:
-    """What leaves attention and MLP is scaled: the matrices it leaves by are."""
+    """Return rules that scale the output matrices of attention and MLP."""
     factor = 1.0 if raw is None else raw("residual_multiplier", 1.0)
     of = ("attn/o", "mlp/down", "attn/o_bias", "mlp/down_bias")
     return [
@@ -205,6 +207,9 @@ def opt_rules(config: ModelConfig, raw: Raw | None = None) -> list[Rule]:
 
 
 def projects(raw: Raw) -> bool:
-    """Whether tokens are narrower than the model (OPT-350m): two products that come one after
-    another are one, so that embedding and head are matrices of their own."""
+    """Return whether token embeddings are narrower than the model (OPT-350m).
+
+    Two products one after the other are merged into one, so that embedding and head are matrices of
+    their own.
+    """
     return raw("word_embed_proj_dim", raw("hidden_size")) != raw("hidden_size")

@@ -15,12 +15,17 @@ import numpy as np
 from eejax.common.errors import CheckpointError
 
 DTYPES = {
-    "FloatStorage": np.dtype(np.float32), "DoubleStorage": np.dtype(np.float64),
-    "HalfStorage": np.dtype(np.float16), "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
-    "LongStorage": np.dtype(np.int64), "IntStorage": np.dtype(np.int32),
-    "ShortStorage": np.dtype(np.int16), "CharStorage": np.dtype(np.int8),
-    "ByteStorage": np.dtype(np.uint8), "BoolStorage": np.dtype(np.bool_),
-}  # fmt: skip
+    "FloatStorage": np.dtype(np.float32),
+    "DoubleStorage": np.dtype(np.float64),
+    "HalfStorage": np.dtype(np.float16),
+    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
+    "LongStorage": np.dtype(np.int64),
+    "IntStorage": np.dtype(np.int32),
+    "ShortStorage": np.dtype(np.int16),
+    "CharStorage": np.dtype(np.int8),
+    "ByteStorage": np.dtype(np.uint8),
+    "BoolStorage": np.dtype(np.bool_),
+}
 
 
 class _Storage(NamedTuple):
@@ -45,7 +50,7 @@ def _tensor(storage, offset, shape, strides, *_) -> _Tensor:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows what a dict of tensors is made of, and calls nothing else."""
+    """Unpickler that knows what a dict of tensors is made of, and calls nothing else."""
 
     ALLOWED = {
         ("collections", "OrderedDict"): collections.OrderedDict,

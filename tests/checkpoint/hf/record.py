@@ -26,10 +26,16 @@ def _tensors_bin() -> None:
 
     a = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     tensors = {
-        "whole": a, "view": a[1:3, ::2], "transposed": a.T, "half": a.half(), "brain": a.bfloat16(),
-        "whole_numbers": torch.arange(5), "parameter": torch.nn.Parameter(a[0].clone()),
-        "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3),
-    }  # fmt: skip
+        "whole": a,
+        "view": a[1:3, ::2],
+        "transposed": a.T,
+        "half": a.half(),
+        "brain": a.bfloat16(),
+        "whole_numbers": torch.arange(5),
+        "parameter": torch.nn.Parameter(a[0].clone()),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+    }
     torch.save(tensors, pathlib.Path(__file__).with_name("tensors.bin"))
 
 

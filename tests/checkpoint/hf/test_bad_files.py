@@ -22,9 +22,15 @@ from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig, RotaryConfig
 
 CONFIG = ModelConfig(
-    vocab_size=11, n_layers=2, d_model=8, n_heads=2, context_length=16, d_ff=12, norm_eps=1e-6,
+    vocab_size=11,
+    n_layers=2,
+    d_model=8,
+    n_heads=2,
+    context_length=16,
+    d_ff=12,
+    norm_eps=1e-6,
     exits=(ExitConfig(1, mlp=True, head="own"),),
-)  # fmt: skip
+)
 WEIGHTS = "model.safetensors"
 HERE = pathlib.Path(__file__).parent
 
@@ -97,20 +103,25 @@ BREAKS = {
     "config_cut_off": (lambda p: cut(p, "config.json"), r"config.json: cannot be read"),
     "config_is_a_list": (lambda p: (p / "config.json").write_text("[]"), "must be a JSON object"),
     "shard_missing": (
-        lambda p: (shards(p), (p / "b.safetensors").unlink()), r"1 of 2 shards.*b.safetensors",
+        lambda p: (shards(p), (p / "b.safetensors").unlink()),
+        r"1 of 2 shards.*b.safetensors",
     ),
     "shard_of_another": (
-        lambda p: shards(p, other="a.safetensors"), r"a.safetensors: has no .'other'",
+        lambda p: shards(p, other="a.safetensors"),
+        r"a.safetensors: has no .'other'",
     ),
     "shard_elsewhere": (lambda p: shards(p, other="../a.safetensors"), "must be in this folder"),
     "no_weight_map": (
-        lambda p: (shards(p), (p / f"{WEIGHTS}.index.json").write_text("{}")), "weight_map",
+        lambda p: (shards(p), (p / f"{WEIGHTS}.index.json").write_text("{}")),
+        "weight_map",
     ),
     "tensor_missing": (
-        lambda p: tensors(p, lambda t: t.pop("model.norm.weight")), r"has no .'model.norm.weight'",
+        lambda p: tensors(p, lambda t: t.pop("model.norm.weight")),
+        r"has no .'model.norm.weight'",
     ),
     "tensor_too_many": (
-        lambda p: tensors(p, lambda t: t.update(other=np.zeros(2))), r"it has .'other'",
+        lambda p: tensors(p, lambda t: t.update(other=np.zeros(2))),
+        r"it has .'other'",
     ),
     "more_layers": (lambda p: change(p, num_hidden_layers=3), r"3 layers.*layers.2"),
     "fewer_layers": (lambda p: change(p, num_hidden_layers=1), r"1 layers.*layers.1"),
@@ -134,7 +145,8 @@ BREAKS = {
         r"odd of shape \(3, 3\), whose place is not known",
     ),
     "layers_not_alike": (
-        lambda p: more(p, **{"model.layers.1.odd.weight": (3, 3)}), "layers that are not alike",
+        lambda p: more(p, **{"model.layers.1.odd.weight": (3, 3)}),
+        "layers that are not alike",
     ),
     "no_sizes": (lambda p: plain(p, model_type="new", hidden_size=None), "nothing of d_model"),
     "no_type": (lambda p: change(p, model_type=None), "model_type is missing"),
@@ -142,11 +154,13 @@ BREAKS = {
     "odd_size": (lambda p: change(p, num_attention_heads=3), r"model_type = 'llama': as .*n_heads"),
     "activation": (lambda p: change(p, hidden_act="mish"), r"hidden_act = 'mish'"),
     "scaling": (
-        lambda p: change(p, rope_scaling={"rope_type": "longrope"}), r"rope_type = 'longrope'",
+        lambda p: change(p, rope_scaling={"rope_type": "longrope"}),
+        r"rope_type = 'longrope'",
     ),
     "phi3_yarn": (
         lambda p: plain(
-            p, model_type="phi3",
+            p,
+            model_type="phi3",
             rope_scaling={"type": "yarn", "long_factor": [2.0] * 2, "short_factor": [1.0] * 2},
         ),
         r"rope_type = 'yarn': must be 'default': a phi3 is scaled by longrope",
@@ -165,11 +179,13 @@ BREAKS = {
     ),
     "alibi": (lambda p: change(p, model_type="falcon", alibi=True), r"alibi = True"),
     "exits_of_another": (
-        lambda p: change(p, rms_norm_eps=1e-5), r"eejax.json: is of another model.*norm_eps",
+        lambda p: change(p, rms_norm_eps=1e-5),
+        r"eejax.json: is of another model.*norm_eps",
     ),
     "exits_cut_off": (lambda p: cut(p, "eejax_exits.safetensors"), "eejax_exits.*cannot be read"),
     "exits_gone": (
-        lambda p: (p / "eejax_exits.safetensors").unlink(), "eejax_exits.safetensors: is missing",
+        lambda p: (p / "eejax_exits.safetensors").unlink(),
+        "eejax_exits.safetensors: is missing",
     ),
     "exits_of_null": (lambda p: side(p, model=None), "eejax.json: model = None: must be an object"),
     "exits_without_model": (lambda p: (p / "eejax.json").write_text("{}"), "eejax.json: model ="),
@@ -180,25 +196,29 @@ BREAKS = {
         "config.json: num_hidden_layers = '2': must be a positive whole number",
     ),
     "width_a_text": (
-        lambda p: plain(p, model_type="gemma", hidden_size="8"), "hidden_size = '8': must be",
+        lambda p: plain(p, model_type="gemma", hidden_size="8"),
+        "hidden_size = '8': must be",
     ),
     "huge": (lambda p: plain(p, head_dim=10**30), "head_dim = 10+: must be .* below 2"),
     "more_than_memory": (
-        lambda p: plain(p, intermediate_size=2 * 10**9), r"has shape \(8, 12\)|has shape \(12, 8\)",
+        lambda p: plain(p, intermediate_size=2 * 10**9),
+        r"has shape \(8, 12\)|has shape \(12, 8\)",
     ),
     "heads_of_unknown": (
         lambda p: plain(p, model_type="new", num_attention_heads=3),
         "num_attention_heads = 3: must divide",
     ),
     "base_of_unknown": (
-        lambda p: plain(p, model_type="new", rope_theta=0), "'new': as RotaryConfig.theta = 0",
+        lambda p: plain(p, model_type="new", rope_theta=0),
+        "'new': as RotaryConfig.theta = 0",
     ),
     "rotary_a_text": (
         lambda p: change(p, rope_parameters="x"),
         "config.json: rope_parameters = 'x': must be an object",
     ),
     "rotary_a_number": (
-        lambda p: change(p, rope_parameters=3), "rope_parameters = 3: must be an object",
+        lambda p: change(p, rope_parameters=3),
+        "rope_parameters = 3: must be an object",
     ),
     "rotary_false": (
         lambda p: plain(p, model_type="phi3", rope_scaling=False),
@@ -213,10 +233,12 @@ BREAKS = {
         r"rope_scaling.rope_type = {'a': 1}: must be among default",
     ),
     "activation_no_text": (
-        lambda p: change(p, hidden_act={"a": 1}), r"hidden_act = {'a': 1}: must be among gelu",
+        lambda p: change(p, hidden_act={"a": 1}),
+        r"hidden_act = {'a': 1}: must be among gelu",
     ),
     "type_no_text": (
-        lambda p: change(p, model_type={"a": 1}), r"model_type = {'a': 1}: must be a text",
+        lambda p: change(p, model_type={"a": 1}),
+        r"model_type = {'a': 1}: must be a text",
     ),
     "tied_no_switch": (
         lambda p: change(p, tie_word_embeddings="x"),
@@ -224,7 +246,8 @@ BREAKS = {
     ),
     "base_no_number": (lambda p: change(p, rope_theta="x"), "rope_theta = 'x': must be a number"),
     "kinds_no_texts": (
-        lambda p: plain(p, model_type="mistral", layer_types=[{}, {}]), r"layer_types = \[{}, {}\]",
+        lambda p: plain(p, model_type="mistral", layer_types=[{}, {}]),
+        r"layer_types = \[{}, {}\]",
     ),
     "every_0th": (
         lambda p: plain(p, model_type="smollm3", no_rope_layer_interval=0),
@@ -235,7 +258,7 @@ BREAKS = {
         "quantization_config = .*gptq.*: quantised weights are not read",
     ),
     "exits_unknown": (lambda p: (p / "eejax.json").write_text('{"model": {"a": 1}}'), "eejax.json"),
-}  # fmt: skip
+}
 
 
 @contextlib.contextmanager
@@ -399,11 +422,16 @@ def test_tensors_of_a_torch_file():
     file = TorchFile(HERE / "tensors.bin")
     a = np.arange(24, dtype=np.float32).reshape(4, 6)
     want = {
-        "whole": a, "view": a[1:3, ::2], "transposed": a.T, "half": a.astype(np.float16),
+        "whole": a,
+        "view": a[1:3, ::2],
+        "transposed": a.T,
+        "half": a.astype(np.float16),
         "brain": a,
-        "whole_numbers": np.arange(5), "parameter": a[0], "scalar": np.float32(2.5),
+        "whole_numbers": np.arange(5),
+        "parameter": a[0],
+        "scalar": np.float32(2.5),
         "empty": np.zeros((0, 3), np.float32),
-    }  # fmt: skip
+    }
     assert {n: np.shape(v) for n, v in want.items()} == dict(file.names())
     for name, values in want.items():
         np.testing.assert_array_equal(file.read(name).astype(values.dtype), values)

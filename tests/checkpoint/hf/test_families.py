@@ -116,9 +116,12 @@ PLAIN = ModelConfig(
     vocab_size=61, n_layers=4, d_model=32, n_heads=4, context_length=64, d_ff=48, norm_eps=1e-6
 )
 GEMMA = PLAIN.replace(
-    norm_plus_one=True, norm_placement="pre_post", activation="gelu_tanh", head="tied",
+    norm_plus_one=True,
+    norm_placement="pre_post",
+    activation="gelu_tanh",
+    head="tied",
     embedding_scale=32**0.5,
-)  # fmt: skip
+)
 
 
 def written(path, config, family=None):

@@ -9,11 +9,12 @@ from safetensors.numpy import load_file, save_file
 
 import eejax
 from eejax.checkpoint.hf import load_pretrained, save_pretrained
+from eejax.checkpoint.model import generation_of
 from eejax.common.errors import CheckpointError
 from eejax.data import train_bpe
 from eejax.models import params
 from eejax.models.config import ModelConfig
-from eejax.train.pretrained import generation_of, import_pretrained
+from eejax.train.pretrained import import_pretrained
 
 CONFIG = ModelConfig(
     vocab_size=61, n_layers=1, d_model=16, n_heads=2, context_length=32, norm_eps=1e-6, head="tied"

@@ -55,48 +55,71 @@ def test_what_nothing_can_verify_is_refused(name, tmp_path):
 
 
 LLAMA = {
-    "model.embed_tokens.weight": (11, 8), "model.norm.weight": (8,), "lm_head.weight": (11, 8),
+    "model.embed_tokens.weight": (11, 8),
+    "model.norm.weight": (8,),
+    "lm_head.weight": (11, 8),
     "model.layers.0.input_layernorm.weight": (8,),
     "model.layers.0.post_attention_layernorm.weight": (8,),
     "model.layers.0.self_attn.q_proj.weight": (8, 8),
     "model.layers.0.self_attn.k_proj.weight": (8, 8),
     "model.layers.0.self_attn.v_proj.weight": (8, 8),
     "model.layers.0.self_attn.o_proj.weight": (8, 8),
-    "model.layers.0.mlp.gate_proj.weight": (12, 8), "model.layers.0.mlp.up_proj.weight": (12, 8),
+    "model.layers.0.mlp.gate_proj.weight": (12, 8),
+    "model.layers.0.mlp.up_proj.weight": (12, 8),
     "model.layers.0.mlp.down_proj.weight": (8, 12),
-}  # fmt: skip
+}
 SIZES = dict(
-    vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-    max_position_embeddings=16, rope_theta=1e4, rms_norm_eps=1e-6,
-)  # fmt: skip
+    vocab_size=11,
+    hidden_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    max_position_embeddings=16,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+)
 INTERNLM2 = {
-    "model.tok_embeddings.weight": (11, 8), "model.norm.weight": (8,), "output.weight": (11, 8),
-    "model.layers.0.attention.wqkv.weight": (16, 8), "model.layers.0.attention.wo.weight": (8, 8),
-    "model.layers.0.attention_norm.weight": (8,), "model.layers.0.ffn_norm.weight": (8,),
+    "model.tok_embeddings.weight": (11, 8),
+    "model.norm.weight": (8,),
+    "output.weight": (11, 8),
+    "model.layers.0.attention.wqkv.weight": (16, 8),
+    "model.layers.0.attention.wo.weight": (8, 8),
+    "model.layers.0.attention_norm.weight": (8,),
+    "model.layers.0.ffn_norm.weight": (8,),
     "model.layers.0.feed_forward.w1.weight": (12, 8),
     "model.layers.0.feed_forward.w3.weight": (12, 8),
     "model.layers.0.feed_forward.w2.weight": (8, 12),
-}  # fmt: skip
+}
 MPT = {
-    "transformer.wte.weight": (11, 8), "transformer.norm_f.weight": (8,),
-    "transformer.blocks.0.norm_1.weight": (8,), "transformer.blocks.0.norm_2.weight": (8,),
+    "transformer.wte.weight": (11, 8),
+    "transformer.norm_f.weight": (8,),
+    "transformer.blocks.0.norm_1.weight": (8,),
+    "transformer.blocks.0.norm_2.weight": (8,),
     "transformer.blocks.0.attn.Wqkv.weight": (24, 8),
     "transformer.blocks.0.attn.out_proj.weight": (8, 8),
     "transformer.blocks.0.ffn.up_proj.weight": (32, 8),
     "transformer.blocks.0.ffn.down_proj.weight": (8, 32),
-}  # fmt: skip
+}
 # type -> (settings, tensors, the cause in the family's own words)
 CAUSES = {
     "internlm2": ({}, INTERNLM2, "attention.wqkv.weight, a fused projection whose order is never"),
     "mpt": (
         dict(
-            d_model=8, n_layers=1, n_heads=2, max_seq_len=16, hidden_size=None, rope_theta=None,
-            num_hidden_layers=None, attn_config=dict(alibi=True, clip_qkv=None),
+            d_model=8,
+            n_layers=1,
+            n_heads=2,
+            max_seq_len=16,
+            hidden_size=None,
+            rope_theta=None,
+            num_hidden_layers=None,
+            attn_config=dict(alibi=True, clip_qkv=None),
         ),
-        MPT, r"ALiBi .attn_config.alibi = true.",
+        MPT,
+        r"ALiBi .attn_config.alibi = true.",
     ),
     "mpt_clipped": (
-        dict(attn_config=dict(clip_qkv=8)), MPT, r"attn_config.clip_qkv = 8: clipped queries",
+        dict(attn_config=dict(clip_qkv=8)),
+        MPT,
+        r"attn_config.clip_qkv = 8: clipped queries",
     ),
     "olmo": ({}, {n: s for n, s in LLAMA.items() if "norm" not in n}, "norms without weights"),
     "xglm": (
@@ -105,13 +128,17 @@ CAUSES = {
         "neither a table of positions nor settings of rotary ones or ALiBi: others .sinusoidal",
     ),
     "gemma3n": (
-        dict.fromkeys(SIZES) | dict(text_config=SIZES), LLAMA, "in a nested text_config",
+        dict.fromkeys(SIZES) | dict(text_config=SIZES),
+        LLAMA,
+        "in a nested text_config",
     ),
     "persimmon": (
         dict(qk_layernorm=True),
-        LLAMA | {
+        LLAMA
+        | {
             f"model.layers.0.self_attn.{x}_layernorm.{part}": (4,)
-            for x in "qk" for part in ("weight", "bias")
+            for x in "qk"
+            for part in ("weight", "bias")
         },
         "self_attn.[qk]_layernorm.bias, for which there is no place",
     ),
@@ -119,7 +146,7 @@ CAUSES = {
     "minicpm": (dict(scale_emb=12, dim_model_base=256), LLAMA, r"scale_emb = 12.*dim_model_base"),
     "capped": (dict(final_logit_softcapping=30.0), LLAMA, "softcapping = 30.0: a soft cap"),
     "turned": (dict(rope_interleaved=True), LLAMA, "rope_interleaved = True, which nothing"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", CAUSES)

@@ -43,11 +43,16 @@ def converted(file, folder):
     )
     tensors = {"model.embed_tokens.weight": take(vocab, d)}
     shapes = {
-        "input_layernorm": (d,), "self_attn.q_proj": (n * h, d), "self_attn.k_proj": (k * h, d),
-        "self_attn.v_proj": (k * h, d), "self_attn.o_proj": (d, n * h),
-        "post_attention_layernorm": (d,), "mlp.gate_proj": (f, d), "mlp.down_proj": (d, f),
+        "input_layernorm": (d,),
+        "self_attn.q_proj": (n * h, d),
+        "self_attn.k_proj": (k * h, d),
+        "self_attn.v_proj": (k * h, d),
+        "self_attn.o_proj": (d, n * h),
+        "post_attention_layernorm": (d,),
+        "mlp.gate_proj": (f, d),
+        "mlp.down_proj": (d, f),
         "mlp.up_proj": (f, d),
-    }  # fmt: skip
+    }
     for name, shape in shapes.items():
         for i, w in enumerate(take(layers, *shape)):
             heads = {"self_attn.q_proj": n, "self_attn.k_proj": k}.get(name)
@@ -55,11 +60,19 @@ def converted(file, folder):
             tensors[f"model.layers.{i}.{name}.weight"] = np.ascontiguousarray(w)
     tensors["model.norm.weight"] = take(d)
     config = dict(
-        model_type="llama", vocab_size=vocab, hidden_size=d, intermediate_size=f,
-        num_hidden_layers=layers, num_attention_heads=n, num_key_value_heads=k,
-        max_position_embeddings=context, rms_norm_eps=1e-5, rope_theta=10000.0,
-        tie_word_embeddings=True, hidden_act="silu",
-    )  # fmt: skip
+        model_type="llama",
+        vocab_size=vocab,
+        hidden_size=d,
+        intermediate_size=f,
+        num_hidden_layers=layers,
+        num_attention_heads=n,
+        num_key_value_heads=k,
+        max_position_embeddings=context,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        hidden_act="silu",
+    )
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

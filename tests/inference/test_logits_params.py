@@ -13,24 +13,35 @@ from eejax.common.errors import ConfigError
 from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchOptions
 from eejax.inference.engine import SlotEngine
+from eejax.inference.logits_params import (
+    MAX_TOP_LOGPROBS,
+    LogitsParams,
+    compute_top_logprobs,
+    process_logits,
+)
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.sampling import Sampling, choose
+from eejax.inference.sampling import SamplingParams, sample
 from eejax.inference.scheduler import Scheduler
-from eejax.inference.shaping import LIKELY, Shaping, most_likely, shaped
 from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.models.layers import NEGATIVE
 
 V, CONTEXT, NEW = 61, 48, 12
 CONFIG = ModelConfig(
-    vocab_size=V, vocab_multiple=8, n_layers=3, d_model=32, n_heads=2, context_length=CONTEXT,
-    head="own", exits=(ExitConfig(1, head="own"), ExitConfig(2, head="own")),
-)  # fmt: skip
+    vocab_size=V,
+    vocab_multiple=8,
+    n_layers=3,
+    d_model=32,
+    n_heads=2,
+    context_length=CONTEXT,
+    head="own",
+    exits=(ExitConfig(1, head="own"), ExitConfig(2, head="own")),
+)
 STOPS = [0, 1]
 
 
 def by_hand(logits, asks: dict, prompt: list[int], text: list[int], stops) -> np.ndarray:
-    """Logits [v] of one token, as `Shaping` says they become."""
+    """Logits [v] of one token, as `LogitsParams` says they become."""
     y = np.array(logits, np.float64)
     for token in {*prompt, *text}:
         times = asks.get("repetition", 1.0)
@@ -39,7 +50,7 @@ def by_hand(logits, asks: dict, prompt: list[int], text: list[int], stops) -> np
         y[token] -= asks.get("presence", 0.0) + asks.get("frequency", 0.0) * text.count(token)
     for token, bias in asks.get("biases", {}).items():
         y[token] += bias
-    if len(text) < asks.get("least", 0):
+    if len(text) < asks.get("min_tokens", 0):
         y[[s for s in stops if s >= 0]] = NEGATIVE
     return y
 
@@ -47,12 +58,14 @@ def by_hand(logits, asks: dict, prompt: list[int], text: list[int], stops) -> np
 WISHES = st.fixed_dictionaries(
     {},
     optional=dict(
-        presence=st.floats(-2, 2, width=16), frequency=st.floats(-2, 2, width=16),
-        repetition=st.floats(0.5, 2, width=16), least=st.integers(0, 12),
+        presence=st.floats(-2, 2, width=16),
+        frequency=st.floats(-2, 2, width=16),
+        repetition=st.floats(0.5, 2, width=16),
+        min_tokens=st.integers(0, 12),
         biases=st.dictionaries(st.integers(0, V - 1), st.floats(-9, 9, width=16), max_size=5),
-        likely=st.integers(0, LIKELY),
+        top_logprobs=st.integers(0, MAX_TOP_LOGPROBS),
     ),
-)  # fmt: skip
+)
 
 
 @given(st.data())
@@ -65,11 +78,13 @@ def test_logits_are_shaped_as_by_hand(data):
     logits = rng.normal(0, 3, (rows, V + 3)).astype(np.float32)
     logits[:, V:] = NEGATIVE
     text, stops = rng.integers(0, V, (rows, 20)), rng.integers(-1, V, (rows, 4))
-    shaping = jax.tree.map(
-        lambda *a: np.concatenate(a), *(Shaping.make(V, **wish) for wish in wishes)
+    logits_params = jax.tree.map(
+        lambda *a: np.concatenate(a), *(LogitsParams.make(V, **wish) for wish in wishes)
     )
     ints = lambda a: np.array(a, np.int32)
-    got = np.asarray(shaped(logits, shaping, *map(ints, (text, starts, lengths, stops))))
+    got = np.asarray(
+        process_logits(logits, logits_params, *map(ints, (text, starts, lengths, stops)))
+    )
     for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         prompt, own = text[i, :start].tolist(), text[i, start:length].tolist()
         want = by_hand(logits[i, :V], wishes[i], prompt, own, stops[i])
@@ -82,9 +97,9 @@ def test_the_most_likely_come_in_order_with_their_probabilities():
     logits = rng.normal(0, 3, (4, V + 3)).astype(np.float32)
     logits[:, V:] = NEGATIVE
     logits[1, 5:V] = NEGATIVE  # five tokens are left
-    got = most_likely(logits)
+    got = compute_top_logprobs(logits)
     for i in range(4):
-        order = np.argsort(-logits[i], kind="stable")[:LIKELY]
+        order = np.argsort(-logits[i], kind="stable")[:MAX_TOP_LOGPROBS]
         there = logits[i, order] > NEGATIVE
         logprob = logits[i] - np.log(np.exp(logits[i].astype(np.float64)).sum())
         assert np.asarray(got.token[i]).tolist() == np.where(there, order, -1).tolist()
@@ -105,17 +120,17 @@ def engine_of(model, **options):
 
 @pytest.fixture(scope="module")
 def engine(model):
-    return engine_of(model, shaping=True)
+    return engine_of(model, logits_params=True)
 
 
 ASKED = [
     dict(frequency=1.5),
-    dict(presence=2.0, likely=3),
+    dict(presence=2.0, top_logprobs=3),
     dict(),
     dict(repetition=1.6, biases={7: 3.0, 9: -50.0}),
-    dict(least=10),
-    dict(likely=LIKELY),
-    dict(frequency=-2.0, likely=1),
+    dict(min_tokens=10),
+    dict(top_logprobs=MAX_TOP_LOGPROBS),
+    dict(frequency=-2.0, top_logprobs=1),
 ]
 SAMPLED = {3: dict(temperature=0.8, seed=4), 6: dict(temperature=1.2, top_k=9, seed=7)}
 PROMPTS = [np.random.default_rng(i).integers(8, V, 3 + i).tolist() for i in range(len(ASKED))]
@@ -126,10 +141,15 @@ def run(engine, asked, preempt=lambda step: None, threshold=(0.8, 0.7)):
     scheduler, texts, ends = Scheduler(engine, CONFIG, steps=1), {}, {}
     for i, wish in enumerate(asked):
         policy = ExitPolicy.make(CONFIG, 1, threshold, drafts=2)
-        sampling = Sampling.make(1, **SAMPLED.get(i, {}))
-        shaping = Shaping.make(V, **wish) if wish else None
+        sampling = SamplingParams.make(1, **SAMPLED.get(i, {}))
+        logits_params = LogitsParams.make(V, **wish) if wish else None
         number = scheduler.submit(
-            PROMPTS[i], NEW, policy=policy, sampling=sampling, stop_tokens=STOPS, shaping=shaping
+            PROMPTS[i],
+            NEW,
+            policy=policy,
+            sampling=sampling,
+            stop_tokens=STOPS,
+            logits_params=logits_params,
         )
         texts[number] = []
     for step in range(999):
@@ -169,15 +189,15 @@ def test_every_token_is_what_its_exit_makes_of_the_text_before(model, texts):
             raw = logits[token.exit, at].astype(np.float64)
             logprob = raw - np.log(np.exp(raw - raw.max()).sum()) - raw.max()
             assert token.logprob == pytest.approx(logprob[token.id], abs=2e-4)
-            assert len(token.likely) == wish.get("likely", 0)
-            for (id_, said), rank in zip(token.likely, np.argsort(-raw), strict=False):
+            assert len(token.top_logprobs) == wish.get("top_logprobs", 0)
+            for (id_, said), rank in zip(token.top_logprobs, np.argsort(-raw), strict=False):
                 assert said == pytest.approx(logprob[rank], abs=2e-4)
                 assert id_ == rank or abs(logprob[id_] - logprob[rank]) < TIE
             want = by_hand(raw, wish, prompt, ids[:n], STOPS)
             if i in SAMPLED:
                 row = np.concatenate([want, np.full(3, NEGATIVE)]).astype(np.float32)[None]
-                sampling = Sampling.make(1, **SAMPLED[i])
-                best = int(choose(row, sampling, np.array([at + 1], np.int32))[0])
+                sampling = SamplingParams.make(1, **SAMPLED[i])
+                best = int(sample(row, sampling, np.array([at + 1], np.int32))[0])
             else:
                 best, second = np.argsort(-want)[:2]
                 if want[best] - want[second] < TIE:
@@ -208,8 +228,8 @@ def test_who_is_put_back_goes_on_with_its_penalties(engine, texts):
         (dict(presence=101), r"presence = 101: must be a number in \[-100, 100\]"),
         (dict(frequency=float("nan")), "frequency = nan"),
         (dict(repetition=0), r"repetition = 0: must be a number in \(0, 100\]"),
-        (dict(least=-1), "least = -1: must be an integer of at least 0"),
-        (dict(likely=21), "likely = 21: must be at most 20"),
+        (dict(min_tokens=-1), "min_tokens = -1: must be an integer of at least 0"),
+        (dict(top_logprobs=21), "top_logprobs = 21: must be at most 20"),
         (dict(biases={V: 1.0}), rf"biases = {V}: must be of token ids in 0..{V - 1}"),
         (dict(biases={3: "a"}), r"biases\[3\] = 'a'"),
         (dict(biases=dict.fromkeys(range(301), 1.0)), "biases = 301: must be of at most 300"),
@@ -217,11 +237,11 @@ def test_who_is_put_back_goes_on_with_its_penalties(engine, texts):
 )
 def test_what_is_out_of_range_is_named(wish, said):
     with pytest.raises(ConfigError, match=said):
-        Shaping.make(1000 if len(wish.get("biases", {})) > 300 else V, **wish)
+        LogitsParams.make(1000 if len(wish.get("biases", {})) > 300 else V, **wish)
 
 
 def test_engines_that_take_no_shaping_say_so(model):
     for engine in (engine_of(model), SlotEngine.make(model, CONFIG, slots=2)):
         scheduler = Scheduler(engine, CONFIG)
-        with pytest.raises(ConfigError, match="shaping = 'Shaping': must be None with"):
-            scheduler.submit([9], 3, shaping=Shaping.make(V, presence=1.0))
+        with pytest.raises(ConfigError, match="logits_params = 'LogitsParams': must be None with"):
+            scheduler.submit([9], 3, logits_params=LogitsParams.make(V, presence=1.0))

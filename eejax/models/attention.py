@@ -1,4 +1,4 @@
-"""Attention's mixing: scores, softmax and weighted values, of whole texts and beside a KV cache."""
+"""Attention: scores, softmax and weighted values, of whole texts and with a KV cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEGATIVE = -1e30  # masks scores and logits; finite, so that fully masked rows s
 UNROLLED_WRITES = 8
 
 
-def sealed(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+def sanitize_kv(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys and values [..., h] for a cache, in which rows may lie that nobody is to attend to: of a
     draft that was not right, of the slot's request before.
 
@@ -34,7 +34,7 @@ def sealed(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def write(cache, k: jax.Array, v: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A cache's buffers of keys and values with rows k, v [b, t, k, h], as `write_rows`."""
-    return tuple(write_rows(c, a, start) for c, a in zip(cache, sealed(k, v), strict=True))
+    return tuple(write_rows(c, a, start) for c, a in zip(cache, sanitize_kv(k, v), strict=True))
 
 
 def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
@@ -74,14 +74,14 @@ def span_lengths(length: int) -> list[int]:
     return [*(n for n in lengths if n < 0.9 * length), length]
 
 
-def cache_mix(q, k, v, mask, distance, slopes, config: ModelConfig, reach: jax.Array):
-    """`_mix` of rows with the first positions of a cache, of `cache_lengths` the fewest that are
+def cached_attention(q, k, v, mask, distance, slopes, config: ModelConfig, reach: jax.Array):
+    """`_attend` of rows with the first positions of a cache, of `cache_lengths` the fewest that are
     enough: what a step reads grows with what was written, and not with what there is room for."""
     lengths = cache_lengths(k.shape[1])
 
     def first(n, q, k, v, mask, distance):
         near = None if distance is None else distance[..., :n]
-        return _mix(q, k[:, :n], v[:, :n], mask[..., :n], near, slopes, config)
+        return _attend(q, k[:, :n], v[:, :n], mask[..., :n], near, slopes, config)
 
     branches = [partial(first, n) for n in lengths]
     if len(lengths) == 1:
@@ -92,7 +92,7 @@ def cache_mix(q, k, v, mask, distance, slopes, config: ModelConfig, reach: jax.A
 QUERY_BLOCKS, MIN_QUERY_BLOCK = 4, 64
 
 
-def _mix(
+def _attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -128,12 +128,12 @@ def _mix(
 
 
 def query_blocks(t: int) -> int:
-    """In how many blocks the queries of sequences of t positions are taken."""
+    """Return the number of blocks in which the queries of t positions are taken."""
     return max(1, min(QUERY_BLOCKS, t // MIN_QUERY_BLOCK))
 
 
-def causal_mix(q, k, v, mask, distance, slopes, config: ModelConfig) -> jax.Array:
-    """`_mix` of rows with themselves, in blocks of queries with the keys up to each block's end.
+def causal_attention(q, k, v, mask, distance, slopes, config: ModelConfig) -> jax.Array:
+    """`_attend` of rows with themselves, in blocks of queries with the keys up to each block's end.
 
     Blocks spare the products and exponentials of most masked scores, and each recomputes its
     scores in the backward pass, which therefore keeps nothing of size t * s from layer to layer.
@@ -144,7 +144,7 @@ def causal_mix(q, k, v, mask, distance, slopes, config: ModelConfig) -> jax.Arra
 
     def block(start, stop, q, k, v, mask, distance):
         part = lambda a: None if a is None else a[:, start:stop, :stop]
-        return _mix(
+        return _attend(
             q[:, start:stop], k[:, :stop], v[:, :stop], part(mask), part(distance), slopes, config
         )
 
@@ -155,7 +155,7 @@ def causal_mix(q, k, v, mask, distance, slopes, config: ModelConfig) -> jax.Arra
     return blocks[0] if n == 1 else jnp.concatenate(blocks, 1)
 
 
-def by_library(q: jax.Array, slopes: jax.Array | None, masked: bool, config: ModelConfig) -> bool:
+def use_library(q: jax.Array, slopes: jax.Array | None, masked: bool, config: ModelConfig) -> bool:
     """Return whether cuDNN's attention takes a pass.
 
     It takes half precision without a soft cap or ALiBi, on GPUs from `call.OLDEST` on, heads of
@@ -178,12 +178,12 @@ def by_library(q: jax.Array, slopes: jax.Array | None, masked: bool, config: Mod
     return q.shape[-1] % 8 == 0 and q.shape[-1] <= (256 if capability >= 90 else 128)
 
 
-def by_kernel(config: ModelConfig) -> bool:
-    """Return whether one kernel attends to a KV cache and writes it (`kernel_mix`)."""
+def use_kernel(config: ModelConfig) -> bool:
+    """Return whether one kernel attends to a KV cache and writes it (`kernel_attention`)."""
     return call.by_kernels() and covers(config.dtype, config.head_dim)
 
 
-def library_mix(
+def library_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -218,7 +218,7 @@ def library_mix(
     return out.reshape(q.shape)
 
 
-class Packed(NamedTuple):
+class PackedRows(NamedTuple):
     """Rows [t] of several requests, one after the other, and their places in a cache of slots.
 
     Rows of a slot follow each other in position and are cut into spans of at most `width`, which
@@ -231,7 +231,7 @@ class Packed(NamedTuple):
     most: rows that a slot has at most, where there may be many spans: then XLA's own operations, on
     anything but a CPU, attend to all slots at once, as starting many small kernels would take
     longer than reading what nobody asked for. None where there are few spans, as of prompts. One
-    kernel takes all spans either way (`kernel_mix`).
+    kernel takes all spans either way (`kernel_attention`).
     """
 
     slot: jax.Array
@@ -245,8 +245,8 @@ class Packed(NamedTuple):
 KERNEL_SPAN = 64
 
 
-def spans(start: jax.Array, t: int) -> Packed:
-    """Lay out t rows of every sequence for `kernel_mix`.
+def spans(start: jax.Array, t: int) -> PackedRows:
+    """Lay out t rows of every sequence for `kernel_attention`.
 
     Args:
       start: [b] int32 position of each sequence's first row.
@@ -256,7 +256,7 @@ def spans(start: jax.Array, t: int) -> Packed:
     row = jnp.arange(t, dtype=jnp.int32)
     begin = jnp.arange(b, dtype=jnp.int32)[:, None] * t
     first = (begin + row[None, ::width]).reshape(-1)
-    return Packed(
+    return PackedRows(
         slot=jnp.repeat(jnp.arange(b, dtype=jnp.int32), t),
         position=(start[:, None] + row[None]).reshape(-1),
         first=first,
@@ -266,7 +266,7 @@ def spans(start: jax.Array, t: int) -> Packed:
     )
 
 
-def kernel_mix(
+def kernel_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -274,7 +274,7 @@ def kernel_mix(
     slopes: jax.Array | None,
     window: int | None,
     config: ModelConfig,
-    packed: Packed,
+    packed: PackedRows,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Mix rows with a KV cache by one kernel, which writes their keys and values into it.
 
@@ -305,28 +305,36 @@ def kernel_mix(
         scale=config.attention_scale or q.shape[-1] ** -0.5,
     )
     y, keys, values = decode_attention(
-        flat(q), *(flat(a).astype(c.dtype) for a, c in zip((k, v), cache, strict=True)), *cache,
-        packed.slot, packed.position, first, options=options, slopes=slopes,
-    )  # fmt: skip
+        flat(q),
+        *(flat(a).astype(c.dtype) for a, c in zip((k, v), cache, strict=True)),
+        *cache,
+        packed.slot,
+        packed.position,
+        first,
+        options=options,
+        slopes=slopes,
+    )
     return y.reshape(q.shape), (keys, values)
 
 
-def packed_mix(q, k, v, cache, mask, distance, slopes, config: ModelConfig, packed: Packed):
+def packed_attention(
+    q, k, v, cache, mask, distance, slopes, config: ModelConfig, packed: PackedRows
+):
     """Rows' values mixed, and the cache with their keys and values.
 
     q [t, 1, k, g, h]; k, v [t, 1, k, h]; mask, distance [t, 1, s]; the cache's [slots * k, s, h].
     What is written behind a slot's own rows lies where nobody attends before it is written again.
     """
     by_span = partial(_by_span, slopes=slopes, config=config, packed=packed)
-    args = q, *sealed(k, v), mask, distance, *cache
+    args = q, *sanitize_kv(k, v), mask, distance, *cache
     if packed.most is None:
         return by_span(*args)
     at_once = partial(_at_once, slopes=slopes, config=config, packed=packed)
     return lax.platform_dependent(*args, cpu=by_span, default=at_once)
 
 
-def _at_once(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packed: Packed):
-    """`packed_mix` of every slot's rows, `packed.most` of each, whether they are there or not."""
+def _at_once(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packed: PackedRows):
+    """Attend with `packed.most` rows of every slot, whether they are there or not."""
     n_kv, most, t = k.shape[2], packed.most, q.shape[0]
     slots = cache[0].shape[0] // n_kv
     # Rows of a slot lie together: its first is the first of its first span.
@@ -338,14 +346,14 @@ def _at_once(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packe
     k, v = (write_rows(c, a, start) for c, a in zip(cache, own[1:3], strict=True))
     flat = (c.astype(q.dtype) for c in (k, v))
     reach = jnp.max(packed.position) + 1
-    y = cache_mix(own[0], *flat, *own[3:], slopes, config, reach)
+    y = cached_attention(own[0], *flat, *own[3:], slopes, config, reach)
     behind = packed.position - start[jnp.minimum(packed.slot, slots - 1)]
     y = y[jnp.minimum(packed.slot, slots - 1), jnp.clip(behind, 0, most - 1)]
     return y[:, None], (k, v)
 
 
-def _by_span(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packed: Packed):
-    """`packed_mix` of one span after the other."""
+def _by_span(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packed: PackedRows):
+    """`packed_attention` of one span after the other."""
     width, n_kv, length = packed.width, k.shape[2], cache[0].shape[1]
     lengths = span_lengths(length)
 
@@ -372,7 +380,7 @@ def _by_span(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packe
                 for c in buffers
             )
             near = None if distance is None else distance[None, :, :n]
-            return _mix(q[None], k, v, mask[None, :, :n], near, slopes, config)[0]
+            return _attend(q[None], k, v, mask[None, :, :n], near, slopes, config)[0]
 
         branches = [partial(first_positions, n) for n in lengths]
         which = jnp.minimum(first_bucket(lengths, start + width), len(lengths) - 1)

@@ -1,0 +1,164 @@
+"""The one form of a loaded model, and `load`, which reads it from wherever a model is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jax.sharding import Mesh
+
+from eejax.checkpoint.hf.load import fetched, load_pretrained
+from eejax.checkpoint.hf.save import save_pretrained
+from eejax.common.errors import CheckpointError, DataError, require
+from eejax.common.paths import expanded
+from eejax.common.trees import Tree
+from eejax.data.tokenizer_files import load_tokenizer
+from eejax.data.tokenizers import BYTES, MARKER, ByteTokenizer, Tokenizer, check_vocabulary
+from eejax.models.config import ModelConfig
+
+OWN_TOKENIZER = ("tokenizer.json", "tokenizer.model", MARKER)
+API = "eejax.interop.pretrained"  # a later room: its functions are the methods' bodies
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LanguageModel:
+    """A loaded model.
+
+    A model that is changed is another one: `dataclasses.replace` starts with an empty cache.
+
+    Attributes:
+      config: configuration.
+      params: training parameters (stacked layers).
+      tokenizer: tokenizer.
+      source: folder that it was read from; None for a model that was made otherwise.
+      step: step of its checkpoint; None for a model that was not read from a run.
+      metadata: what its checkpoint says of itself.
+      generation: contents of generation_config.json, which `save` writes back.
+      calibration: how its routers came out (`eejax.calibration.Calibration`), where `calibrate`
+        trained them.
+      cache: what was prepared or compiled for this model, by whoever needs it again.
+    """
+
+    config: ModelConfig
+    params: Tree = dataclasses.field(repr=False)
+    tokenizer: Tokenizer = dataclasses.field(repr=False)
+    source: pathlib.Path | None = None
+    step: int | None = None
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    generation: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    calibration: Any = dataclasses.field(default=None, repr=False)
+    cache: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, init=False)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Save a folder that transformers opens, with exits and routers beside the weights.
+
+        `load` reads it. Raises as `checkpoint.hf.save_pretrained`.
+        """
+        save_pretrained(
+            path, self.config, self.params, tokenizer=self.tokenizer, generation=self.generation
+        )
+
+    def generate(self, *args: Any, **kwargs: Any) -> tuple[str, Any]:
+        """Generate a text; see `eejax.generate`."""
+        return importlib.import_module(API).generate(self, *args, **kwargs)
+
+    def calibrate(self, *args: Any, **kwargs: Any) -> LanguageModel:
+        """Return the model with trained routers; see `eejax.calibrate`."""
+        return importlib.import_module(API).calibrate(self, *args, **kwargs)
+
+
+def load(
+    source: str | os.PathLike,
+    *,
+    tokenizer: str | None = None,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    watch: Callable[[str], None] | None = None,
+) -> LanguageModel:
+    """Load the model of a run's workdir, of a Hugging Face folder, or of a name on the Hub.
+
+    Args:
+      tokenizer: "bytes", a file or a folder, where the model has none of its own.
+      dtype: dtype in which a pretrained model is computed, float32 by default. A run has its own
+        tokenizer and dtype and takes neither.
+      mesh: mesh over which a pretrained model is sharded.
+      watch: passed to `load_pretrained`.
+
+    Raises:
+      CheckpointError: for what is no model, or not complete.
+      ConfigError: for an argument that a run does not take.
+    """
+    # Imported here: runs are read as this class.
+    from eejax.checkpoint.model import is_run, load_run
+
+    path = expanded(source)
+    if is_run(path):
+        for name, value in (("tokenizer", tokenizer), ("dtype", dtype)):
+            fix = "Leave it out."
+            require(value is None, name, value, f"must be None: {path} is a run with its own", fix)
+        return load_run(path)
+    path = fetched(source)
+    found = load_pretrained(path, dtype=dtype or "float32", mesh=mesh, watch=watch)
+    own = tokenizer_of(path, found.raw, found.config.vocab_size, tokenizer)
+    return LanguageModel(found.config, found.params, own, source=path, generation=found.generation)
+
+
+def has_tokenizer(path: pathlib.Path) -> bool:
+    """Return whether a pretrained model's folder has its own tokenizer."""
+    return any((path / name).is_file() for name in OWN_TOKENIZER)
+
+
+def tokenizer_of(
+    path: pathlib.Path, raw: dict[str, Any], vocab_size: int, spec: str | None = None
+) -> Tokenizer:
+    """Load the tokenizer `spec`, or by default the folder's own.
+
+    Its end-of-text tokens include those that the model's config.json and generation_config.json
+    name. A byte model with a vocabulary of 256 ends texts with the byte that its config.json names.
+
+    Raises:
+      CheckpointError: the folder has no tokenizer and `spec` is None.
+      DataError: the tokenizer has more tokens than the model, or `spec` ends texts with a token
+        that does not end the model's.
+    """
+    if spec is None and not has_tokenizer(path):
+        raise CheckpointError(
+            f"{path}: has no tokenizer ({' or '.join(OWN_TOKENIZER[:2])}). Name one, or "
+            "'bytes' for a byte model."
+        )
+    ends = _ends(path, raw, vocab_size)
+    found = load_tokenizer(path if spec is None else spec, ends=ends)
+    if spec == BYTES and vocab_size == 256 and ends:
+        found = ByteTokenizer(ends[0])
+    try:
+        check_vocabulary(found, vocab_size)
+    except DataError as error:
+        raise DataError(
+            f"{path}: the tokenizer has {found.vocab_size} tokens, the model {vocab_size}. Name "
+            "the tokenizer the model was trained with."
+        ) from error
+    if spec not in (None, BYTES) and ends and found.eos_id not in ends:
+        raise DataError(
+            f"{spec}: its texts end with token {found.eos_id}, those of {path} with "
+            f"{' or '.join(map(str, ends))} (eos_token_id of config.json). Name the tokenizer the "
+            "model was trained with."
+        )
+    return found
+
+
+def _ends(path: pathlib.Path, raw: dict[str, Any], vocab_size: int) -> list[int]:
+    """List the end-of-text tokens that config.json and generation_config.json name."""
+    declared = [raw.get("eos_token_id")]
+    file = path / "generation_config.json"
+    if file.is_file():
+        try:
+            declared.append(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"))
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{file}: cannot be read ({error}).") from error
+    ids = [i for each in declared for i in (each if isinstance(each, list) else [each])]
+    return list(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < vocab_size))

@@ -1,0 +1,180 @@
+"""Logits processing of a request: penalties, biases and the most likely alternatives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from eejax.common.errors import require, require_array, require_count
+from eejax.models.layers import NEGATIVE
+
+MAX_LOGIT_BIASES = 300  # tokens that a request may bias
+MAX_TOP_LOGPROBS = 20  # most alternatives of a token that are told
+
+
+class TopLogprobs(NamedTuple):
+    """The most likely tokens, in order.
+
+    Attributes:
+      token: [..., MAX_TOP_LOGPROBS] int32, -1 beyond the vocabulary.
+      logprob: [..., MAX_TOP_LOGPROBS] float32, natural log-probabilities.
+    """
+
+    token: jax.Array
+    logprob: jax.Array
+
+    @classmethod
+    def blank(cls, *shape: int) -> TopLogprobs:
+        return cls(
+            jnp.full((*shape, MAX_TOP_LOGPROBS), -1, jnp.int32),
+            jnp.zeros((*shape, MAX_TOP_LOGPROBS)),
+        )
+
+
+@struct.dataclass
+class LogitsParams:
+    """Logits processing of each request, as traced arrays: changing one compiles nothing.
+
+    Gates and reported log-probabilities use the unprocessed logits.
+
+    Attributes:
+      presence: [b] float32, subtracted once from the logits of tokens that were generated before.
+      frequency: [b] float32, subtracted once for each time (as OpenAI's penalties).
+      repetition: [b] float32, divides positive logits of tokens in the prompt or text and
+        multiplies negative ones (Keskar et al. 2019, section 4.1). 1 is off.
+      min_tokens: [b] int32, no stop token is emitted before this many tokens.
+      tokens: [b, MAX_LOGIT_BIASES] int32, tokens with a bias, padded with -1.
+      biases: [b, MAX_LOGIT_BIASES] float32, added to their logits.
+      top_logprobs: [b] int32, number of most likely tokens to report.
+    """
+
+    presence: jax.Array
+    frequency: jax.Array
+    repetition: jax.Array
+    min_tokens: jax.Array
+    tokens: jax.Array
+    biases: jax.Array
+    top_logprobs: jax.Array
+
+    @classmethod
+    def make(
+        cls,
+        vocab_size: int,
+        presence: float = 0.0,
+        frequency: float = 0.0,
+        repetition: float = 1.0,
+        min_tokens: int = 0,
+        biases: Mapping[int, float] | None = None,
+        top_logprobs: int = 0,
+    ) -> LogitsParams:
+        """Check the settings of one request. Raises ConfigError for a value out of range."""
+        number = lambda name, value, ok, allowed: require(
+            _is_number(name, value, allowed) and ok(value), name, value, allowed
+        )
+        for name, value in (("presence", presence), ("frequency", frequency)):
+            number(name, value, lambda a: -100 <= a <= 100, "must be a number in [-100, 100]")
+        number("repetition", repetition, lambda a: 0 < a <= 100, "must be a number in (0, 100]")
+        require_count("min_tokens", min_tokens, least=0)
+        require_count("top_logprobs", top_logprobs, least=0)
+        require(
+            top_logprobs <= MAX_TOP_LOGPROBS,
+            "top_logprobs",
+            top_logprobs,
+            f"must be at most {MAX_TOP_LOGPROBS}",
+        )
+        biases = dict(biases or {})
+        require(
+            len(biases) <= MAX_LOGIT_BIASES,
+            "biases",
+            len(biases),
+            f"must be of at most {MAX_LOGIT_BIASES} tokens",
+        )
+        ids, values = (
+            np.full((1, MAX_LOGIT_BIASES), -1, np.int32),
+            np.zeros((1, MAX_LOGIT_BIASES), np.float32),
+        )
+        for i, (token, value) in enumerate(biases.items()):
+            known = isinstance(token, int) and 0 <= token < vocab_size
+            require(known, "biases", token, f"must be of token ids in 0..{vocab_size - 1}")
+            allowed = "must be a number in [-100, 100]"
+            number(f"biases[{token}]", value, lambda a: -100 <= a <= 100, allowed)
+            ids[0, i], values[0, i] = token, value
+        one = lambda a, dtype: np.full((1,), a, dtype)
+        min_tokens = min(min_tokens, np.iinfo(np.int32).max)
+        return cls(
+            *(one(a, np.float32) for a in (presence, frequency, repetition)),
+            one(min_tokens, np.int32),
+            ids,
+            values,
+            one(top_logprobs, np.int32),
+        )
+
+    @classmethod
+    def blank(cls, rows: int) -> LogitsParams:
+        """Return the settings of `rows` requests that change nothing."""
+        return jax.tree.map(lambda a: np.repeat(a, rows, 0), cls.make(1))
+
+    @property
+    def changes(self) -> jax.Array:
+        """[b] bool: the settings may change the sampled token."""
+        penalties = (self.presence != 0) | (self.frequency != 0) | (self.repetition != 1)
+        return penalties | (self.min_tokens > 0) | (self.tokens >= 0).any(-1)
+
+    @property
+    def needs_logits(self) -> jax.Array:
+        """[b] bool: the request needs the logits, statistics of them do not suffice."""
+        return self.changes | (self.top_logprobs > 0)
+
+
+def _is_number(name: str, value, allowed: str) -> bool:
+    a = require_array(name, value, allowed)
+    return a.shape == () and a.dtype.kind in "iuf" and bool(np.isfinite(a))
+
+
+def process_logits(
+    logits: jax.Array,
+    logits_params: LogitsParams,
+    text: jax.Array,
+    start: jax.Array,
+    length: jax.Array,
+    stop_token_ids: jax.Array,
+) -> jax.Array:
+    """Apply penalties, biases and the minimum length to logits [b, v].
+
+    Args:
+      text: [b, s] int32, prompt and generated tokens.
+      start: [b] int32, tokens of the prompt.
+      length: [b] int32, tokens of prompt and text; the logits are of the token behind them.
+      stop_token_ids: [b, n] int32, token ids that end the request, padded with -1.
+    """
+    b, v = logits.shape
+    row, index = jnp.arange(b)[:, None], jnp.arange(text.shape[1])[None]
+    there = index < length[:, None]
+    at = lambda which: jnp.where(which, text, v)
+    own = jnp.zeros((b, v)).at[row, at(there & (index >= start[:, None]))].add(1.0, mode="drop")
+    seen = jnp.zeros((b, v), bool).at[row, at(there)].set(True, mode="drop")
+    times = logits_params.repetition[:, None]
+    y = jnp.where(seen, jnp.where(logits > 0, logits / times, logits * times), logits)
+    once = jnp.minimum(own, 1.0)
+    y = y - logits_params.presence[:, None] * once - logits_params.frequency[:, None] * own
+    behind = lambda ids: jnp.where(ids >= 0, ids, v)
+    y = y.at[row, behind(logits_params.tokens)].add(logits_params.biases, mode="drop")
+    early = (length - start < logits_params.min_tokens)[:, None]
+    y = y.at[row, jnp.where(early, behind(stop_token_ids), v)].set(NEGATIVE, mode="drop")
+    return jnp.where(logits > NEGATIVE, y, logits)  # what pads the vocabulary stays what it is
+
+
+def compute_top_logprobs(logits: jax.Array) -> TopLogprobs:
+    """Return the most likely tokens of logits [b, v], padded with token -1."""
+    k = min(MAX_TOP_LOGPROBS, logits.shape[-1])
+    top, token = lax.top_k(logits, k)
+    logprob = top - jax.nn.logsumexp(logits, -1, keepdims=True)
+    token = jnp.where(top > NEGATIVE, token, -1).astype(jnp.int32)
+    pad = lambda a, value: jnp.pad(a, ((0, 0), (0, MAX_TOP_LOGPROBS - k)), constant_values=value)
+    return TopLogprobs(pad(token, -1), pad(jnp.where(token >= 0, logprob, 0.0), 0.0))

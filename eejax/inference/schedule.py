@@ -1,0 +1,258 @@
+"""Scheduling of the engine `batched`: which slots run a segment in this step, and how.
+
+The engine decides on the device and the simulator on the host. Both call these functions, with
+`jax.numpy` or `numpy` as `xp`, so that they decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax import struct
+
+from eejax.common.errors import require, require_array
+
+SKIP, IN_PLACE, PACKED = 0, 1, 2  # modes of a segment; PACKED + i packs rows into bucket i
+
+
+@struct.dataclass
+class BatchPlan:
+    """Measured costs and waiting rules of each segment.
+
+    The arrays are traced: a changed plan compiles nothing.
+
+    Attributes:
+      fill: [segments] int32, slots that must wait below a segment before it runs, while other slots
+        have work elsewhere. 1 delays no slot.
+      patience: [segments] int32, steps that a slot may be delayed at most.
+      in_place: [segments] float32, seconds to run one row of every slot.
+      packed: [segments, buckets] float32, seconds to run that many rows of some slots, without
+        their attention.
+      span: [segments] float32, seconds of the attention of one span of packed rows.
+    """
+
+    fill: Any
+    patience: Any
+    in_place: Any
+    packed: Any
+    span: Any
+
+    @classmethod
+    def make(
+        cls,
+        segments: int,
+        slots: int,
+        buckets: Sequence[int],
+        fill: Sequence[int] | int = 1,
+        patience: Sequence[int] | int = 0,
+        seconds: tuple[Any, Any, Any] | None = None,
+    ) -> BatchPlan:
+        """Check and complete a plan.
+
+        Args:
+          segments: segments of the engine.
+          slots: slots of the engine.
+          buckets: row counts that packed segments are compiled for.
+          fill, patience: one number for all segments, or one for each.
+          seconds: (in_place, packed, span); by default in proportion to rows.
+
+        Raises:
+          ConfigError: for a wrong shape, a negative fill or patience, or seconds that are not
+            finite and at least 0.
+        """
+        if seconds is None:
+            rows = np.broadcast_to(np.asarray(buckets, np.float64), (segments, len(buckets)))
+            seconds = np.full(segments, float(slots)), rows, np.zeros(segments)
+        shapes = dict(in_place=(segments,), packed=(segments, len(buckets)), span=(segments,))
+        three = isinstance(seconds, tuple | list) and len(seconds) == 3
+        require(three, "plan.seconds", seconds, "must be (in_place, packed, span)")
+        given = dict(zip(shapes, seconds, strict=True))
+        for name, value in given.items():
+            allowed = f"must be seconds, of shape {shapes[name]}"
+            a = require_array(f"plan.{name}", value, allowed)
+            ok = a.shape == shapes[name] and a.dtype.kind in "iuf"
+            ok = ok and bool(np.all(np.isfinite(a) & (a >= 0)))
+            require(ok, f"plan.{name}", value, allowed)
+            given[name] = a.astype(np.float32)
+        for name, value in (("fill", fill), ("patience", patience)):
+            allowed = f"must be a whole number, or {segments}: one a segment"
+            a = require_array(f"plan.{name}", value, allowed)
+            ok = a.dtype.kind in "iu" and a.shape in ((), (segments,))
+            ok = ok and bool(np.all((a >= 0) & (a <= np.iinfo(np.int32).max)))
+            require(ok, f"plan.{name}", value, allowed)
+            given[name] = np.array(np.broadcast_to(a, (segments,)), np.int32)
+        return cls(**given)
+
+
+class SlotProgress(NamedTuple):
+    """Decoding progress of every slot.
+
+    Attributes:
+      filled: [slots, segments] int32, tokens whose keys and values each segment holds.
+      position: [slots] int32, position of the row that decides the next token.
+      remaining: [slots] int32, tokens still to emit; 0 when finished, and in a free slot.
+      prompt_len: [slots] int32, tokens of the prompt.
+    """
+
+    filled: Any
+    position: Any
+    remaining: Any
+    prompt_len: Any
+
+    @property
+    def live(self) -> Any:
+        """[slots] bool: the slot has a request that is not finished."""
+        return self.remaining > 0
+
+    @property
+    def in_prefill(self) -> Any:
+        """[slots] bool: part of the prompt has not run yet."""
+        return self.live & (self.filled[:, 0] < self.prompt_len)
+
+    @property
+    def num_pending(self) -> Any:
+        """[slots] pending rows: the one that decides, and those behind it that read drafts."""
+        return self.filled[:, 0] - self.position
+
+    @property
+    def next_segment(self) -> Any:
+        """[slots] the segment that the row at `position` runs through next."""
+        return (self.filled > self.position[:, None]).astype(np.int32).sum(-1)
+
+    def at_cap(self, cap: int) -> Any:
+        """[slots] bool: `cap` tokens wait, so they must go deeper before another one starts."""
+        return self.filled[:, 0] - self.filled[:, -1] >= cap
+
+    def can_start(self, cap: int, drafts: Any) -> Any:
+        """[slots] bool: the first segment has a row to run.
+
+        The row reads the token that was emitted last or, where at most `drafts` [slots] rows are
+        pending, and fewer than `remaining`, a draft.
+        """
+        pending = self.num_pending
+        may_draft = (pending <= drafts) & (pending < self.remaining)
+        ready = self.live & ~self.in_prefill & ~self.at_cap(cap)
+        return ready & ((pending <= 0) | may_draft)
+
+
+class SegmentDemand(NamedTuple):
+    """Slots that could run a segment in this step.
+
+    Attributes:
+      ready: [slots] bool, the slot has rows that should run.
+      rows: [slots] int32, the number of those rows.
+      can_join: [slots] bool, the slot's oldest row belongs to an emitted token and could run too.
+      others_busy: [] bool, other slots have work elsewhere.
+    """
+
+    ready: Any
+    rows: Any
+    can_join: Any
+    others_busy: Any
+
+
+def segment_demand(xp: Any, e: int, at: SlotProgress, cap: int, can_start: Any) -> SegmentDemand:
+    """Find the demand for segment e.
+
+    can_start [slots] bool: the slot has a row for the first segment (`SlotProgress.can_start`).
+    """
+    if e == 0:
+        return SegmentDemand(
+            can_start, xp.ones_like(at.position), xp.zeros_like(can_start), xp.zeros((), bool)
+        )
+    rows = at.filled[:, e - 1] - at.filled[:, e]
+    started = at.live & ~at.in_prefill
+    undecided = started & (at.num_pending > 0) & (at.next_segment == e)
+    ready = undecided | (started & at.at_cap(cap) & (rows > 0))
+    can_join = started & (rows > 0) & (at.filled[:, e] < at.position)
+    return SegmentDemand(ready, rows, can_join, xp.any(can_start | at.in_prefill))
+
+
+class SegmentBatch(NamedTuple):
+    """The rows that a segment runs in this step.
+
+    Attributes:
+      mode: [] int32, SKIP, IN_PLACE, or PACKED + the number of the bucket.
+      rows: [slots] int32, rows of each slot that run.
+      order: [slots] int32, slots, those whose rows are packed first.
+      spans: [] int32, spans of packed rows.
+    """
+
+    mode: Any
+    rows: Any
+    order: Any
+    spans: Any
+
+
+def select_batch(
+    xp: Any,
+    plan: BatchPlan,
+    e: int,
+    buckets: Sequence[int],
+    width: int,
+    demand: SegmentDemand,
+    waited: Any,
+) -> SegmentBatch:
+    """Choose the rows that segment e runs, and the mode.
+
+    Slots are taken in the order in which they came, as far as the largest bucket reaches. All of
+    them are delayed while they are few, other slots have work, and none has used up its patience.
+    Otherwise the faster mode is chosen: their rows packed into the smallest bucket that holds
+    them or, where each slot has one row, all slots in place, joined by those that can.
+
+    Args:
+      buckets: row counts that packed segments are compiled for, ascending.
+      width: rows of a span.
+      demand: what `segment_demand` found.
+      waited: [slots] int32, steps that each slot has waited.
+    """
+    ready, rows, _, others_busy = demand
+    most = buckets[-1]
+    n = xp.sum(ready.astype(np.int32))
+    longest = xp.max(xp.where(ready, waited, -1))
+    delayed = others_busy & (n < plan.fill[e]) & (longest < plan.patience[e])
+    # Slots that are not ready come last, however long they have waited.
+    order, rank = stable_ranks(xp, xp.where(ready, -xp.minimum(waited, 1 << 29), 1 << 29))
+    wanted = xp.where(ready, rows, 0)
+    total_wanted = xp.cumsum(wanted[order])
+    taken = xp.where(total_wanted <= most, wanted[order], 0)
+    spans = xp.sum(-(-taken // width))
+    bucket = xp.sum((np.asarray(buckets) < xp.sum(taken)).astype(np.int32))
+    costs = plan.packed[e] + plan.span[e] * spans.astype(np.float32)
+    # In place also where the largest bucket would leave some out.
+    cheaper = (plan.in_place[e] <= costs[bucket]) | (total_wanted[-1] > most)
+    in_place = (xp.max(wanted) <= 1) & cheaper
+    mode = xp.where((n == 0) | delayed, SKIP, xp.where(in_place, IN_PLACE, PACKED + bucket))
+    taken = xp.where(in_place, (ready | demand.can_join).astype(np.int32), taken[rank])
+    return SegmentBatch(mode, xp.where(mode == SKIP, 0, taken), order, spans)
+
+
+def select_prefill(xp: Any, at: SlotProgress, since: Any, chunk: int) -> tuple[Any, Any]:
+    """Choose the prompt rows that run in this step, at most `chunk` of them.
+
+    Slots are taken in the order in which they came, each as far as there is room.
+
+    Args:
+      since: [slots] int32, the step in which each slot was filled.
+
+    Returns:
+      (rows [slots] of each slot, order [slots] in which their rows are packed).
+    """
+    todo = xp.where(at.in_prefill, at.prompt_len - at.filled[:, 0], 0)
+    order, rank = stable_ranks(xp, xp.where(at.in_prefill, since, np.iinfo(np.int32).max))
+    excess = xp.maximum(xp.cumsum(todo[order]) - chunk, 0)
+    return xp.maximum(todo[order] - excess, 0)[rank], order
+
+
+def stable_ranks(xp: Any, keys: Any) -> tuple[Any, Any]:
+    """Sort keys [n] stably: (indices [n] in sorted order, rank [n] of each key).
+
+    All keys are compared with all: for as few keys as there are slots, XLA does this faster than
+    two sorts.
+    """
+    i = xp.arange(len(keys), dtype=np.int32)
+    before = (keys[None] < keys[:, None]) | ((keys[None] == keys[:, None]) & (i[None] < i[:, None]))
+    rank = xp.sum(before.astype(np.int32), axis=1)
+    return xp.argmax(rank[None] == i[:, None], axis=1), rank

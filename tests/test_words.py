@@ -1,0 +1,103 @@
+"""One word a meaning: class names are unique, and words of an earlier dialect stay out."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+FOLDERS = ("eejax", "kernels", "configs", "experiments")
+FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+
+# docs/GLOSSARY.md has the terms.
+REPLACED = {
+    "Aims": "FleetConfig",
+    "Ask": "EngineRequest",
+    "Chosen": "SegmentBatch",
+    "Desk": "StageProgress",
+    "Joining": "PromptRows",
+    "Left": "ClientDisconnected",
+    "Likely": "TopLogprobs",
+    "Revealed": "StreamingDetokenizer",
+    "Shaping": "LogitsParams",
+    "Shown": "TextDelta",
+    "Standing": "SlotProgress",
+    "Traveller": "InFlightToken",
+    "Wish": "SegmentDemand",
+    "Wishes": "GenerationRequest",
+    "by_first": "broadcast_from_process_zero",
+    "max_depth": "num_segments",
+    "min_depth": "min_exit_layer",
+    "misshapen": "validation_error",
+    "sealed": "sanitize_kv",
+    "settle": "commit_tokens",
+    "several": "is_multiprocess",
+    "shaping": "logits_params",
+    "standing": "progress",
+    "stops": "exit_boundaries, stop_token_ids or stop_strings",
+    "wished": "demand",
+    "wishes": "body",
+}
+
+# A docstring begins with an imperative or a noun phrase.
+NO_BEGINNINGS = {
+    *("As", "By", "Of", "Whether", "Who", "Until", "Up", "With", "When", "Where", "How"),
+    *("Returns", "Raises", "Yields", "Makes", "Takes", "Gives", "Runs", "Reads", "Writes"),
+}
+NOUN_PHRASES = {"How a process finds the others of its run."}
+
+
+def names(source: str) -> set[str]:
+    """Return every name that a module defines, reads or passes."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.Name(id=name):
+                found.add(name)
+            case ast.AsyncFunctionDef(name=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                found.add(name)
+            case ast.keyword(arg=str(name)) | ast.alias(name=name):
+                found.add(name)
+    return found
+
+
+def test_class_names_are_unique():
+    files = collections.defaultdict(list)
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                files[node.name].append(str(file.relative_to(ROOT)))
+    assert {name: found for name, found in files.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_replaced_words_are_not_used(file):
+    used = names(file.read_text()) & REPLACED.keys()
+    assert {word: REPLACED[word] for word in used} == {}
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        file
+        for file in FILES
+        if file.relative_to(ROOT).parts[0] in ("eejax", "kernels", "experiments")
+    ],
+    ids=lambda file: str(file.relative_to(ROOT)),
+)
+def test_docstrings_begin_with_an_imperative_or_a_noun_phrase(file):
+    wrong = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = (ast.get_docstring(node) or "").partition("\n")[0]
+            if first.split(" ")[0] in NO_BEGINNINGS and first not in NOUN_PHRASES:
+                wrong.append(first)
+    assert wrong == []
+
+
+def test_names_of_every_kind_are_found():
+    source = "class A: b: int\ndef c(d, *, e=1): return f.g(h=1)\nfrom i import j\n"
+    assert names(source + "async def k(): l = 1") == {*"Abcdefghjkl", "int"}
