@@ -19,12 +19,19 @@ STRICTEST = 4  # steps of thresholds to 1, each half of the way that is left but
 
 @dataclasses.dataclass(frozen=True)
 class ControllerOptions:
-    """candidates: models that are evaluated; prompts: of an evaluation of one; interval: prompts
-    between two reassessments, or "auto", by what they cost (`Controller.interval`); window: tokens
-    that breaches are counted in; breaches: most of them in it, with any more something is decided;
-    greedy: whether tokens may leave below their threshold at all; gain: by which share another
-    choice has to be better, so that none is left for a whim; tokens: expected of an answer, until
-    some were measured; budget: most bytes of a model and its requests.
+    """Options of a controller.
+
+    Attributes:
+      candidates: models that are evaluated.
+      prompts: prompts of the evaluation of one.
+      interval: prompts between two reassessments, or "auto", by what they cost
+        (`Controller.interval`).
+      window: tokens in which breaches are counted.
+      breaches: most of them in the window; with any more, something is decided.
+      greedy: tokens may leave below their threshold at all.
+      gain: share by which another choice must be better, so that noise changes nothing.
+      tokens: expected tokens of an answer, until some were measured.
+      budget: most bytes of a model and its requests.
     """
 
     candidates: int = 2
@@ -151,11 +158,11 @@ class ModelProfile:
         return len(self.seconds)
 
     def size(self, depth: int) -> float:
-        """Bytes of the first `depth` segments, and of what is kept for requests in them."""
+        """Return the bytes of the first `depth` segments and of what requests keep in them."""
         return sum(self.bytes[:depth]) + self.state[depth - 1]
 
     def quality_at(self, agreement: float) -> float:
-        """Quality of answers of which a share `agreement` of the tokens is the whole model's.
+        """Return the quality of answers in which a share `agreement` of tokens is the whole's.
 
         Below the least agreement that was measured it falls in proportion.
         """
@@ -163,12 +170,12 @@ class ModelProfile:
         return float(np.interp(agreement, [*points], [*points.values()]))
 
     def perplexity_at(self, agreement: float) -> float:
-        """Perplexity of such answers; its logarithm is interpolated."""
+        """Return the perplexity of such answers; its logarithm is interpolated."""
         shares, values = zip(*self.perplexity, strict=True)
         return math.exp(float(np.interp(agreement, shares, np.log(values))))
 
     def agreement(self, shares: Sequence[float], depth: int, hope: float = 0.0) -> float:
-        """Share of tokens that are the whole model's, a share `hope` of the others counted too."""
+        """Return the share of the whole model's tokens, counting a share `hope` of the others."""
         found = sum(s * a for s, a in zip(shares[:depth], self.sure, strict=False))
         found += breaches(shares, depth) * self.unsure[depth - 1]
         return found * (1 - hope) + hope
@@ -194,7 +201,7 @@ class ModelProfile:
         )
 
     def worked(self, shares: Sequence[float], depth: int) -> float:
-        """Energy of a token, as `serving`."""
+        """Return the energy of a token, as `serving`."""
         layers = _spent(self.energy, shares, depth, self.spared)
         return layers + _spent(self.heads, shares, depth)
 
@@ -215,12 +222,12 @@ def _spent(
 
 
 def breaches(shares: Sequence[float], depth: int) -> float:
-    """Share of the tokens that leave below their threshold."""
+    """Return the share of the tokens that leave below their threshold."""
     return sum(shares[depth:])
 
 
 def apportioned(shares: Sequence[float], total: int) -> list[int]:
-    """Whole numbers in proportion to shares, `total` together."""
+    """Return whole numbers in proportion to shares, `total` together."""
     ends = np.rint(np.cumsum(shares) / sum(shares) * total).astype(int)
     return np.diff(ends, prepend=0).tolist()
 
@@ -240,8 +247,14 @@ class Assignment(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """kind: "evaluate", "grow", "switch" and "tighten", or "serve" where the model is the first, or
-    stays; seconds: what it costs, as known when it was taken; told: what it is to bring."""
+    """A decision of the controller.
+
+    Attributes:
+      kind: "evaluate", "grow", "switch" and "tighten", or "serve" where the model is the first, or
+        stays.
+      seconds: its cost, as known when it was taken.
+      expected: expected telemetry.
+    """
 
     time: float
     kind: str
@@ -252,8 +265,10 @@ class Decision(NamedTuple):
 
 
 def stricter(threshold: float, level: int) -> float:
-    """A threshold half as far from 1 with every level, and 1, at which no exit is taken, with
-    `STRICTEST`."""
+    """Return a threshold half as far from 1 with every level.
+
+    With `STRICTEST` it is 1, at which no exit is taken.
+    """
     if level == 0:
         return threshold  # and not what rounding makes of it
     return 1.0 if level >= STRICTEST else 1.0 - (1.0 - threshold) * 0.5**level

@@ -1,8 +1,8 @@
-"""Which model serves, and how much of it is loaded: decisions alone, by what the server tells.
+"""The controller: which model serves, and how much of it is loaded.
 
-HELIOS (Kumar et al., 2025), section 3. Where its Algorithm 1 and its text differ the text rules:
-the counter of confidence breaches looks at a window of tokens. No clock, device or thread is
-touched here, so that every decision can be replayed from a trace.
+HELIOS (Kumar et al., 2025), section 3. Where its Algorithm 1 and its text differ, the text rules:
+the counter of confidence breaches looks at a window of tokens. The controller touches no clock,
+device or thread, so that every decision can be replayed from a trace.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ from eejax.serving.strictness import Strictness
 
 
 class Controller:
-    """`choose` for every prompt; `tokens` and `answered` tell what became of them; `loaded` that
-    what is wanted is there. `wanted` is what should be: the server loads and frees as it says, and
-    until it has, prompts go where they went.
+    """Decides which model serves, and up to which exit it is loaded.
 
-    The model that serves is evaluated as it is, others whole, one after the other, and only if
-    they may be better, of which there is the more hope the more assessments their last evaluation
-    is ago (`_may_be_better`). `profiles` may be changed where they are measured anew.
+    The server asks `choose` for every prompt, reports what became of it with `tokens` and
+    `answered`, and calls `loaded` when what is wanted is there. `wanted` is what should serve: the
+    server loads and frees accordingly, and until it has, prompts go where they went.
+
+    The model that serves is evaluated as it is. Others are evaluated whole, one after the other,
+    and only if they may be better; hope for a model grows with the assessments since its last
+    evaluation (`_may_be_better`). `profiles` may be changed when models are measured anew.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Controller:
         known: Mapping[str, StoredEvaluation] | None = None,
         clock: Callable[[], float],
     ):
-        """known: evaluations from before that still hold, by model, which are not made again."""
+        """Start with the evaluations `known` from before that still hold, by model."""
         self.profiles, self.objective = dict(profiles), objective
         self.repository, self.options = repository, options or ControllerOptions()
         self.counted = "operations"  # what energy is measured by, as the server says
@@ -86,8 +88,10 @@ class Controller:
         self._start(known or {})
 
     def _start(self, known: Mapping[str, StoredEvaluation]) -> None:
-        """Serve the best of the candidates by their evaluations of before, or else by their
-        profiles; evaluate those of which neither tells where tokens leave."""
+        """Serve the best of the candidates, by their earlier evaluations or else by their profiles.
+
+        Candidates of which neither says where tokens leave are evaluated first.
+        """
         names = self._candidates()
         for name in names:
             if name in known:
@@ -110,9 +114,10 @@ class Controller:
     def interval(self) -> int:
         """Prompts between two reassessments.
 
-        HELIOS §3.4.2 has it follow from the latency of the candidates and the cost of loading them.
-        "auto" is so many prompts that evaluating all other candidates whole takes a share `gain` of
-        the time in which they are served: what that costs is no more than what a change must bring.
+        HELIOS §3.4.2 derives it from the latency of the candidates and the cost of loading them.
+        "auto" is the number of prompts for which evaluating all other candidates whole takes a
+        share `gain` of the time
+        in which they are served: it costs no more than what a change must bring.
         """
         if self.options.interval != AUTO:
             return self.options.interval
@@ -191,9 +196,11 @@ class Controller:
         return serving and self.current.model == model
 
     def waited(self, model: str, seconds: float) -> None:
-        """A request had its first token so many seconds after it came. Who came before what serves
-        was there, or while a model is evaluated, waited for that; unless what it waited since then
-        is more than the limit by itself."""
+        """Record the seconds from a request's arrival to its first token.
+
+        A request that came before what serves was loaded, or while a model is evaluated, waited for
+        that. It does not count unless what it waited since then is more than the limit by itself.
+        """
         if not self._serves(model) or model not in self.shares:
             return
         since = self._clock() - self._begun
@@ -203,8 +210,10 @@ class Controller:
         self._expected.lateness.add(self.current, min(seconds, since), expected)
 
     def failed(self, model: str) -> None:
-        """An answer that was not one of an evaluation ended in an error. As many of them as an
-        evaluation has prompts ask for one."""
+        """Record an answer, not one of an evaluation, that ended in an error.
+
+        As many of them as an evaluation has prompts lead to one.
+        """
         if self._plan and self._plan[0].model == model:
             self._fails()
         elif not self._plan and self.current is not None and self.current.model == model:
@@ -218,7 +227,7 @@ class Controller:
             self.gives_up(seen.model, "its answers end in errors")
 
     def gives_up(self, model: str, why: str) -> bool:
-        """A model is neither evaluated nor served any more, if there is another: whether so."""
+        """Stop evaluating and serving a model if there is another one; return whether there is."""
         if len(self.failing | {model}) == len(self.profiles):
             return False
         warnings.warn(f"{model!r} is served no more: {why}", stacklevel=2)
@@ -239,7 +248,7 @@ class Controller:
         return True
 
     def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None:
-        """A prompt of an evaluation was answered, as measured, its tokens by these exits."""
+        """Record the telemetry of an evaluation's answer, and the exits of its tokens."""
         if not self._plan or self._plan[0].model != model or not self._plan[0].open:
             return
         exits = [e for e in exits if 0 <= e < self.profiles[model].exits]
@@ -259,11 +268,12 @@ class Controller:
             self._fails()
 
     def audited(self, model: str, audit: DisagreementBound) -> None:
-        """Answers of the model that serves were looked at again, the last ones as `audit` has them.
+        """Record audits of the model that serves; `audit` has the last ones.
 
-        Where they have too many wrong tokens (`strictness.too_many`), another exit is loaded, or
-        thresholds rise; but where the whole model would not keep the limit either, better models
-        are evaluated, if there are any, once between two assessments."""
+        With too many wrong tokens (`strictness.too_many`), another exit is loaded, or thresholds
+        rise. Where the whole model would not keep the limit either, better models are evaluated, if
+        there are any, once between two assessments.
+        """
         if self.wanted != self.current or self._plan or model != self.serving:
             return
         self._bounds[model] = audit.high
@@ -286,14 +296,14 @@ class Controller:
         self._want("tighten", wanted, why, seconds, expected)
 
     def _better_in_quality(self, model: str) -> list[str]:
-        """Other models whose answers are better than a model's own without exits, best first."""
+        """Return other models with better answers than a model's own without exits, best first."""
         quality = lambda m: self._expected.without_exits(m).accuracy
         found = (m for m in self.profiles if m not in self.failing and quality(m) > quality(model))
         return sorted(found, key=quality, reverse=True)
 
     @property
     def _allowed(self) -> float:
-        """The share of tokens that may not be the whole model's."""
+        """Return the share of tokens that may differ from the whole model's."""
         return 1.0 - self.objective.limits.get("accuracy", 0.0)
 
     def level(self, model: str, evaluated: bool = False) -> int:
@@ -320,8 +330,11 @@ class Controller:
         return max(known, key=lambda m: objective.rank(expected(m)), default=None)
 
     def _candidates(self) -> list[str]:
-        """Models to be evaluated; the one that serves comes first, as its evaluation costs nothing
-        and tells which others could be better."""
+        """Return the models to evaluate.
+
+        The one that serves comes first, because its evaluation costs nothing and tells which others
+        could be better.
+        """
         known = [model for model in self.profiles if model not in self.failing]
         try:
             names = self.repository.candidates(known, self.objective, self.options.candidates)
@@ -343,7 +356,7 @@ class Controller:
         return depth == self.greedy_depth(model) == 1 and self._candidates() == [model]
 
     def _assess(self) -> None:
-        """After an interval."""
+        """Reassess after an interval."""
         late = self._expected_of(self.current)[0].ttft_p99
         limit = self.objective.limits.get("ttft_p99", math.inf)
         self._expected.lateness.forget(self.current, missed=late > limit)
@@ -417,7 +430,7 @@ class Controller:
             self._serve()
 
     def _serve(self, why: str = "it is best for the objective") -> None:
-        """The best of the candidates, each up to the exit by which most tokens leave."""
+        """Serve the best of the candidates, each up to the exit by which most tokens leave."""
         self._since = 0
         for model, bound in self._bounds.items():
             state = self.strictness[model]
@@ -430,8 +443,11 @@ class Controller:
     def greedy_depth(
         self, model: str, shares: Sequence[float] | None = None, hope: float = 0.0
     ) -> int:
-        """Exits up to the one by which most tokens leave, and further where the objective, its
-        limits, or the limit on breaches, ask for it; shares, hope: as `_expected_of` takes them."""
+        """Return the exits up to the one by which most tokens leave.
+
+        It is more where the objective, its limits, or the limit on breaches ask for it. shares,
+        hope: as in `_expected_of`.
+        """
         if not self.options.greedy:
             return self.profiles[model].exits
         shares = self.shares[model] if shares is None else shares
@@ -447,11 +463,14 @@ class Controller:
     def _best(
         self, options: Sequence[ModelDepth], assessed: bool = False
     ) -> tuple[ModelDepth, Telemetry, float]:
-        """(choice, what it is expected to bring, seconds that it costs); what serves stays unless
-        another is better by the gain, costs included. What it takes to go on with less of the model
-        that serves is not held against it, nor, where models were `assessed`, what it takes to go
-        on with any part of it: whoever comes in its place has to do so, too, once both are
-        evaluated again, and they would take turns."""
+        """Return (choice, its expected telemetry, seconds that it costs).
+
+        What serves stays unless another choice is better by the gain, costs included. The cost of
+        continuing with less of the model that serves does not count. Where models were `assessed`,
+        neither does that of
+        continuing with any part of it: whatever replaces it has to do so too once both are
+        evaluated again, and they would take turns.
+        """
         found = []
         for choice in options:
             expected, seconds = self._with_cost(choice)
@@ -476,12 +495,14 @@ class Controller:
         return DeviceState(self._there, self._held, self.current, self.options.budget)
 
     def cost(self, choice: ModelDepth) -> float:
-        """Seconds that it takes to serve with a choice (`forecast.change_cost`)."""
+        """Return the seconds of changing to a choice (`forecast.change_cost`)."""
         return forecast.change_cost(self.profiles, self._on_device, choice)
 
     def _breached(self, seen: float) -> None:
-        """More layers, or another model: whichever is better, by what it costs; seen: the share of
-        tokens below their threshold."""
+        """Load more layers, or another model, whichever is better with its cost.
+
+        seen: share of tokens below their threshold.
+        """
         self._window = breach_window.clear(self._window)
         model, depth = self.current
         exits = self.profiles[model].exits

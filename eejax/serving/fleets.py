@@ -1,7 +1,7 @@
-"""Several models as one, described so that a process of its own can make the fleet that serves it.
+"""Several models as one, described so that another process can build the fleet that serves it.
 
-The models are loaded and measured, and whatever a switch between them, or between their depths, may
-need is compiled before anybody is answered.
+The models are loaded and measured, and everything that a switch between them, or between their
+depths, may need is compiled before the first request.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class FleetConfig:
     Attributes:
       objective, limits: as `ServiceObjective.of` takes them.
       options: of its `Controller`.
-      repository: an SQLite file, from which a fleet goes on that was measured before.
+      repository: an SQLite file with measurements, from which a fleet continues.
       audits: share of the answers that are judged again.
       quality: what `accuracy` is, as `QualitySource.parse` reads it.
     """
@@ -186,10 +186,10 @@ def built(
     template: TemplateSource | None = None,
     judge: FleetMember | None = None,
 ) -> BuiltEngine:
-    """A fleet of models that lie on the host.
+    """Build the fleet of models that are in host memory.
 
-    They are measured here, but for those of which the repository has what was measured under the
-    same conditions. judge: the model that judges their answers, where the quality is a judge's.
+    They are measured here, but for those of which the repository has measurements under the same
+    conditions. judge: the model that judges their answers, where the quality is a judge's.
     """
     members = {name: member.ready() for name, member in members.items()}
     source = QualitySource.parse(aims.quality)
@@ -217,7 +217,7 @@ def built(
     reference = reference_of(members, source, judge)
 
     def beside(name: str) -> Callable[[int], float]:
-        """Bytes that judging an answer takes beside so many segments of a member."""
+        """Return the bytes that judging an answer takes beside so many segments of a member."""
         of = members[name].config if reference is None else reference.config
         there = lambda depth: depth if reference is None or reference.name == name else 0
         return lambda depth: capacity.audit_bytes(of, there(depth))
@@ -318,8 +318,11 @@ def room(
 
 
 def least(member: FleetMember, context: int, beside: Callable[[int], float] | None = None) -> int:
-    """Bytes of the model with one request, at the depth that takes most: the whole of it, but where
-    audits bring more than what is left out of less. beside: as `room` takes it."""
+    """Return the bytes of the model with one request, at the depth that takes most.
+
+    That is the whole model, unless audits bring more than what is left out at a smaller depth.
+    beside: as in `room`.
+    """
     beside = beside or partial(capacity.audit_bytes, member.config)
     options = dataclasses.replace(member.options, can_deepen=True).resolve_buckets(1)
     config = member.config
@@ -380,14 +383,14 @@ def warm_up(
 
 
 def audited_lengths(context: int) -> list[int]:
-    """Lengths of text that programs of audits are compiled for."""
+    """Return the lengths of text that programs of audits are compiled for."""
     return [length for length in scoring.lengths(context) if length > 1]
 
 
 def reference_of(
     members: Mapping[str, FleetMember], source: QualitySource, judge: FleetMember | None
 ) -> ReferenceJudge | None:
-    """The model that judges the members' answers; None where each is judged by its own whole."""
+    """Return the model that judges all members' answers; None where each judges its own."""
     if source.kind == "benchmark":
         return None
     if source.kind == "judge":

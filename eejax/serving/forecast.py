@@ -13,14 +13,17 @@ HOPE = 0.1  # of a model's tokens that may come to leave early from one assessme
 
 
 def interval(seconds: float, each: float, gain: float, least: int) -> int:
-    """Prompts of `each` seconds of which `seconds` of evaluations take a share `gain`; from `least`
-    to `LONGEST_INTERVAL`."""
+    """Return the prompts of `each` seconds of which `seconds` of evaluations take a share `gain`.
+
+    The result is between `least` and `LONGEST_INTERVAL`.
+    """
     return min(max(math.ceil(seconds / (max(gain, 1e-3) * each)), least), LONGEST_INTERVAL)
 
 
 def hoped(known: Sequence[float] | None, age: float, exits: int) -> tuple[float, tuple[float, ...]]:
-    """Return the share of a model's tokens that is assumed to leave by the first exit now, and the
-    shares of tokens by exit with it.
+    """Return (assumed share of a model's tokens that leave by the first exit now, shares).
+
+    The shares are those of tokens by exit with it.
 
     Args:
       known: shares of the last evaluation; None where there was none.
@@ -66,9 +69,12 @@ def fits_beside(
 def change_cost(
     profiles: Mapping[str, ModelProfile], device: DeviceState, choice: ModelDepth
 ) -> float:
-    """Seconds of loading what is not there, and of the keys and values of the requests under way:
-    in what is new of a model that grows, and in all of one that shrinks, or in whose place the one
-    that serves has to go."""
+    """Return the seconds of changing to a choice.
+
+    They are those of loading what is missing, and of the keys and values of the running requests:
+    in the new part of a model that grows, and in all of one that shrinks, or for which the model
+    that serves has to be freed.
+    """
     profile, current = profiles[choice.model], device.current
     same = current is not None and current.model == choice.model
     there = current.depth if same else device.depths.get(choice.model, 0)
@@ -88,8 +94,10 @@ def evaluation_cost(
     shares: Sequence[float] | None,
     length: float,
 ) -> float:
-    """Seconds in which nobody else is served for an evaluation: of bringing a whole model and the
-    one that serves back, where both have no room, and of an answer.
+    """Return the seconds for which an evaluation keeps others from being served.
+
+    They are those of loading a whole model and loading the one that serves again, where both have
+    no room, and of an answer.
 
     Args:
       shares: of the model's tokens by exit; None: all leave by the last one.

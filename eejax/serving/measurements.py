@@ -92,7 +92,7 @@ class MeasurementSetup:
         )
 
     def texts(self) -> list[list[int]]:
-        """Ids of the texts, cut so that there is room to go on."""
+        """Return the ids of the texts, cut so that there is room to continue."""
         if self.prompts:
             texts = encoded(self.prompts, self.tokenizer)
         else:
@@ -113,7 +113,7 @@ def largest(members: Mapping[str, FleetMember]) -> str:
 
 
 def parameters(params: Tree, config: ModelConfig) -> str:
-    """Digest of a model, its exits included, which `checkpoint.digest` leaves out."""
+    """Return the digest of a model with its exits, which `checkpoint.digest` leaves out."""
     leaves = jax.tree_util.tree_leaves_with_path({k: v for k, v in params.items() if k == "exits"})
     found = {f"own {path_name(path)}": leaf for path, leaf in leaves}
     shapes = {name: leaf.shape for name, leaf in found.items()}
@@ -126,8 +126,11 @@ def parameters(params: Tree, config: ModelConfig) -> str:
 def measured(
     setup: MeasurementSetup, repository: Repository, source: QualitySource, counted: str
 ) -> dict[str, ModelProfile]:
-    """Profiles of the members: from the repository where it has those of the same conditions, and
-    kept in it where they have to be measured. Says which, in a line each."""
+    """Return profiles of the members, and log where each comes from.
+
+    They come from the repository where it has some of the same conditions, and are kept there where
+    they have to be measured.
+    """
     found, missing = {}, {}
     for name in setup.members:
         conditions = setup.conditions(name, source, counted)
@@ -259,7 +262,7 @@ def kept(path: str | os.PathLike) -> Repository:
 
 
 def encoded(prompts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Ids of the first texts. Raises DataError where nothing is in them."""
+    """Return the ids of the first texts. Raises DataError where they are empty."""
     texts = [tokenizer.encode(text).tolist() for text in prompts[:TEXTS]]
     texts = [ids for ids in texts if ids]
     if not texts:
@@ -293,8 +296,10 @@ def sampled(
 
 
 def windows(texts: Sequence[Sequence[int]], context: int) -> list[dict[str, np.ndarray]]:
-    """Texts, one after the other, as batches of `calibration.score`. Raises DataError for less than
-    two tokens."""
+    """Return texts, one after the other, as batches of `calibration.score`.
+
+    Raises DataError for fewer than two tokens.
+    """
     ids = np.fromiter(itertools.chain.from_iterable(texts), np.int32)
     if len(ids) < 2:
         raise DataError(f"prompts: have {len(ids)} tokens to measure models on, which is too few.")
