@@ -1,4 +1,4 @@
-"""What the configurations after one paper share. No experiment by itself."""
+"""Shared parts of the configurations after one paper; no experiment by itself."""
 
 from ml_collections import ConfigDict
 

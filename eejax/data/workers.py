@@ -55,7 +55,7 @@ class Chunk(NamedTuple):
 
 
 class Encoding(NamedTuple):
-    """What decides the ids of a document, beside the tokenizer itself."""
+    """Settings that decide the ids of a document, beside the tokenizer itself."""
 
     tokenizer: str  # its fingerprint
     seed: int  # of the hash of names

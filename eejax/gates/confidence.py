@@ -31,7 +31,7 @@ MAX_PROBABILITY, MARGIN, ENTROPY, PATIENCE, SATURATION, FIXED, ROUTER = range(le
 
 
 class Memory(NamedTuple):
-    """What gates carry from one exit of a token to the next.
+    """State that gates carry from one exit of a token to the next.
 
     Attributes:
       token: [b] int32, the most likely token at the exit before, -1 at the first exit.

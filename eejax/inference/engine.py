@@ -90,7 +90,7 @@ class Engine(Protocol):
 
 
 class PrefilledRows(NamedTuple):
-    """What `prefill` computed of `count` prompts.
+    """Rows that `prefill` computed of `count` prompts.
 
     The state may have padding rows behind theirs. context and options are those of the engine.
     """

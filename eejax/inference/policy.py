@@ -228,7 +228,7 @@ class Emission(NamedTuple):
 
 
 class ExitInput(NamedTuple):
-    """What an exit sees of each request.
+    """Input of an exit for each request.
 
     Attributes:
       e: number of the exit.

@@ -323,7 +323,7 @@ class DecodeState:
 
 
 class DecodeRecord(NamedTuple):
-    """What one step did for each request; [b], or [n, b] where it emits up to n tokens.
+    """Outcome of a step for each request; [b], or [n, b] where it emits up to n tokens.
 
     Attributes:
       token, logprob, confidence: of the emitted token.

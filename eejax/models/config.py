@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from eejax.common.errors import ConfigError, require, require_one_of
+from eejax.models.config_checks import (
+    is_number,
+    is_size,
+    require_positive,
+    require_sizes,
+    require_switches,
+)
 
 NORMS = ("rmsnorm", "layernorm")
 POSITIONS = ("learned", "rotary", "alibi", "none")
@@ -27,40 +33,6 @@ class RopeKind(enum.IntEnum):
     GLOBAL = 0
     LOCAL = 1
     NONE = 2
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_number(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value)
-
-
-def _require_positive(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        require(
-            _is_number(value) and value > 0,
-            f"{type(config).__name__}.{name}",
-            value,
-            "must be a positive, finite number",
-        )
-
-
-def _require_sizes(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        require(_is_size(value), f"ModelConfig.{name}", value, "must be a positive integer")
-
-
-def _require_switches(config: Any) -> None:
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        if f.type == "bool":
-            field = f"{type(config).__name__}.{f.name}"
-            require(isinstance(value, bool), field, value, "must be True or False")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +64,8 @@ class RotaryConfig:
 
     def __post_init__(self):
         name = "RotaryConfig"
-        _require_switches(self)
-        _require_positive(self, "theta", "fraction", "factor", "low_frequency", "beta_slow")
+        require_switches(self)
+        require_positive(self, "theta", "fraction", "factor", "low_frequency", "beta_slow")
         require(self.fraction <= 1, f"{name}.fraction", self.fraction, "must be in (0, 1]")
         require_one_of(f"{name}.scaling", self.scaling, ROTARY_SCALINGS)
         require(self.factor >= 1, f"{name}.factor", self.factor, "must be at least 1")
@@ -107,14 +79,14 @@ class RotaryConfig:
         for low, high in (("low_frequency", "high_frequency"), ("beta_slow", "beta_fast")):
             value, bound = getattr(self, high), getattr(self, low)
             require(
-                _is_number(value) and value > bound,
+                is_number(value) and value > bound,
                 f"{name}.{high}",
                 value,
                 f"must be a number above {low} ({bound})",
             )
         if self.scaling in ("llama3", "yarn"):
             require(
-                _is_size(self.original_context),
+                is_size(self.original_context),
                 f"{name}.original_context",
                 self.original_context,
                 f"scaling {self.scaling!r} needs the context length of the original training",
@@ -130,7 +102,7 @@ class RotaryConfig:
         if self.scaling == "yarn":
             require(self.theta > 1, f"{name}.theta", self.theta, "must be above 1 for 'yarn'")
         if self.local_theta is not None:
-            _require_positive(self, "local_theta")
+            require_positive(self, "local_theta")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,11 +134,11 @@ class ExitConfig:
             self.boundary,
             "must be an integer number of layers",
         )
-        _require_switches(self)
+        require_switches(self)
         require_one_of("ExitConfig.head", self.head, HEADS)
-        _require_positive(self, "temperature")
+        require_positive(self, "temperature")
         require(
-            self.router == 0 or _is_size(self.router),
+            self.router == 0 or is_size(self.router),
             "ExitConfig.router",
             self.router,
             "must be a positive width, or 0 for no router",
@@ -251,7 +223,7 @@ class ModelConfig:
         set_ = lambda name, value: object.__setattr__(self, name, value)
         if self.n_kv_heads is None:
             set_("n_kv_heads", self.n_heads)
-        _require_sizes(
+        require_sizes(
             self,
             "vocab_size",
             "n_layers",
@@ -261,7 +233,7 @@ class ModelConfig:
             "context_length",
             "vocab_multiple",
         )
-        _require_switches(self)
+        require_switches(self)
         require(
             self.n_heads % self.n_kv_heads == 0,
             "ModelConfig.n_kv_heads",
@@ -283,10 +255,10 @@ class ModelConfig:
             multiple = 64 if self.d_model >= 1024 else 8
             third = -(-8 * self.d_model // (3 * multiple)) * multiple
             set_("d_ff", third if self.mlp_gated else 4 * self.d_model)
-        _require_sizes(self, "head_dim", "d_ff")
+        require_sizes(self, "head_dim", "d_ff")
 
         require_one_of("ModelConfig.norm", self.norm, NORMS)
-        _require_positive(self, "norm_eps", "temperature")
+        require_positive(self, "norm_eps", "temperature")
         require_one_of("ModelConfig.norm_placement", self.norm_placement, NORM_PLACEMENTS)
         require_one_of("ModelConfig.residual", self.residual, RESIDUALS)
         require(
@@ -322,17 +294,17 @@ class ModelConfig:
         self._check_no_rope(set_)
         for name in ("attention_scale", "attention_softcap", "logit_softcap"):
             if getattr(self, name) is not None:
-                _require_positive(self, name)
+                require_positive(self, name)
         require_one_of("ModelConfig.activation", self.activation, ACTIVATIONS)
         require_one_of("ModelConfig.head", self.head, HEADS)
         require(
-            _is_number(self.embedding_scale) and self.embedding_scale != 0,
+            is_number(self.embedding_scale) and self.embedding_scale != 0,
             "ModelConfig.embedding_scale",
             self.embedding_scale,
             "must be finite and not 0",
         )
         require(
-            _is_number(self.dropout) and 0 <= self.dropout < 1,
+            is_number(self.dropout) and 0 <= self.dropout < 1,
             "ModelConfig.dropout",
             self.dropout,
             "must be in [0, 1)",
@@ -347,7 +319,7 @@ class ModelConfig:
         entries = window if isinstance(window, tuple) else (window,)
         for w in entries:
             require(
-                w is None or _is_size(w),
+                w is None or is_size(w),
                 "ModelConfig.sliding_window",
                 w,
                 "must be a positive number of positions, or None",

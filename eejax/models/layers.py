@@ -57,7 +57,7 @@ ACTIVATION = {
 
 
 class LayerContext(NamedTuple):
-    """What all layers of one pass share.
+    """Inputs that all layers of one pass share.
 
     Attributes:
       mask: [b or 1, t, s] True where attention is allowed, by causality and documents.

@@ -94,7 +94,7 @@ def _no_gradient(a: jax.Array) -> Any:
 
 
 class _StageCarry(NamedTuple):
-    """What a device carries from step to step.
+    """State that a device carries from step to step.
 
     Attributes:
       arrived: [slots, b, t, d], states from the stage below that wait for their forward pass.

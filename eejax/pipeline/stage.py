@@ -86,7 +86,7 @@ class Pipeline:
 
 
 class _Kind(NamedTuple):
-    """What decides about an exit's program, and about the place of its parameters on its stage."""
+    """Properties of an exit that decide its program and the place of its parameters."""
 
     exit: int  # one of its kind
     table: tuple[str, int]

@@ -28,7 +28,7 @@ REPORTED = 0.01  # the same where no decision reads them
 
 
 class ModelPolicy(Protocol):
-    """What decides: a `Controller`, or an object with its interface."""
+    """The deciding part: a `Controller`, or an object with its interface."""
 
     current: ModelDepth | None
     wanted: ModelDepth | None

@@ -18,7 +18,7 @@ DECISIONS = 100  # that are kept
 
 @dataclasses.dataclass
 class HistorySpan:
-    """What happened in one span of time.
+    """Load and latency of one span of time.
 
     Attributes:
       number: its begin in seconds over SECONDS.

@@ -1,4 +1,4 @@
-"""What routes share: limits, errors in OpenAI's form, and streams of events."""
+"""Shared parts of routes: limits, errors in OpenAI's form, and streams of events."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class FleetReport(NamedTuple):
 
 
 class EngineStarting(NamedTuple):
-    """What an engine does before it is ready."""
+    """Activity of an engine that is not ready yet."""
 
     what: str
 
@@ -161,7 +161,7 @@ class EngineFailed(NamedTuple):
 
 
 class BuiltEngine(NamedTuple):
-    """What an engine's process runs; built there by a function that can be pickled.
+    """Contents of an engine's process, built there by a function that can be pickled.
 
     fleet: for several models, in place of an engine (None): builds a `Fleet` with so many steps
     between two looks at its pipe, all programs compiled; `config` is then that of the deepest

@@ -70,7 +70,7 @@ class Telemetry:
 
 @dataclasses.dataclass(frozen=True)
 class ServiceObjective:
-    """What an operator weighs and limits.
+    """Metrics that an operator weighs and limits.
 
     The score is the product of metrics to the power of their weights; metrics of which less is
     better divide. `ServiceObjective.of("throughput")` and the like weigh one metric; "goodput" is

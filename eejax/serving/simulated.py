@@ -95,7 +95,7 @@ class SimulationResult:
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredResult:
-    """What a server did, measured. throughput: tokens per second. ttft: seconds, the mean."""
+    """Measurements of a server. throughput: tokens per second. ttft: seconds, the mean."""
 
     throughput: float
     ttft: float

@@ -44,7 +44,7 @@ _barriers = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """How a process finds the others of its run.
+    """Address by which a process finds the others of its run.
 
     With none of the first three they come from the cluster (Slurm, Open MPI, Kubernetes, Cloud
     TPU), as JAX detects it.

@@ -15,7 +15,7 @@ from eejax.common.errors import ConfigError, require
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What the mesh's axes shard beside batch, layers and matrices.
+    """Dimensions that the mesh's axes shard beside batch, layers and matrices.
 
     Attributes:
       sequence: between its matrix products a layer holds only a part of the positions on each shard

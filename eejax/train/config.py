@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
-import types
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +20,7 @@ from eejax.models.transformer import REMAT
 from eejax.pipeline.config import PIPELINE, PipelineConfig
 from eejax.sharding.mesh import MeshConfig
 from eejax.train import recipes
+from eejax.train.config_types import check_types, is_union, plain, require_known
 from eejax.train.optimizer import OptimizerConfig
 from eejax.train.scope import TuneConfig
 
@@ -420,11 +419,11 @@ def typed_sections(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
     Raises `ConfigError` for an unknown section and for a value that is not of its field's type.
     """
-    values = _plain(values)
+    values = plain(values)
     for name in values:
-        _require_known(name, "config", SECTIONS, "section")
+        require_known(name, "config", SECTIONS, "section")
     for name, section in values.items():
-        _check_types(SECTIONS[name], section, f"config.{name}")
+        check_types(SECTIONS[name], section, f"config.{name}")
     return values
 
 
@@ -442,19 +441,11 @@ def check_field(path: str) -> None:
     # `model.exits[0].head` reaches into a value; what lies in it is checked when it is set.
     names, known, where = path.split("[")[0].split("."), SECTIONS, "config"
     for name in names:
-        _require_known(name, where, known, "field" if where != "config" else "section")
+        require_known(name, where, known, "field" if where != "config" else "section")
         type_, where = known[name], f"{where}.{name}"
         if not dataclasses.is_dataclass(type_):
             return
         known = typing.get_type_hints(type_)
-
-
-def _require_known(name: str, where: str, known: Mapping[str, Any], kind: str) -> None:
-    if name in known:
-        return
-    close = difflib.get_close_matches(name, known, n=3)
-    meant = f" Did you mean {' or '.join(close)}?" if close else ""
-    raise ConfigError(f"{where}.{name}: no such {kind}.{meant} Known: {', '.join(known)}.")
 
 
 def _defaults(cls: type) -> dict[str, Any]:
@@ -465,49 +456,8 @@ def _defaults(cls: type) -> dict[str, Any]:
             result[field.name] = _defaults(type_)
         elif field.default is dataclasses.MISSING:
             result[field.name] = config_dict.placeholder(type_)
-        elif _is_union(type_):  # a flag takes any literal, None too; `_check_types` judges it
+        elif is_union(type_):  # a flag takes any literal, None too; `check_types` judges it
             result[field.name] = config_dict.FieldReference(field.default, field_type=object)
         else:
             result[field.name] = field.default
     return result
-
-
-def _check_types(cls: type, values: Mapping[str, Any], where: str) -> None:
-    """Raise `ConfigError` for a value that is not of its field's type; unknown fields pass."""
-    require(isinstance(values, Mapping), where, values, "must be a section with fields")
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if field.name not in values:
-            continue
-        value, type_ = values[field.name], hints[field.name]
-        unset = value is None and field.default is dataclasses.MISSING
-        require(
-            unset or _is_a(value, type_), f"{where}.{field.name}", value, f"must be {field.type}"
-        )
-        if dataclasses.is_dataclass(type_) and isinstance(value, Mapping):
-            _check_types(type_, value, f"{where}.{field.name}")
-
-
-def _is_union(type_: Any) -> bool:
-    return typing.get_origin(type_) in (types.UnionType, typing.Union)
-
-
-def _is_a(value: Any, type_: Any) -> bool:
-    """isinstance for the annotations used here; an int is a float, a bool is no int."""
-    if _is_union(type_):
-        return any(_is_a(value, t) for t in typing.get_args(type_))
-    if typing.get_origin(type_) is tuple:
-        element = typing.get_args(type_)[0]
-        return isinstance(value, tuple) and all(_is_a(v, element) for v in value)
-    if dataclasses.is_dataclass(type_):
-        return isinstance(value, (Mapping, type_))
-    if type_ in (int, float):
-        return isinstance(value, (int, type_)) and not isinstance(value, bool)
-    return isinstance(value, type_)
-
-
-def _plain(value: Any) -> Any:
-    """ConfigDicts as dicts and sequences as tuples, at every depth."""
-    if isinstance(value, Mapping) or hasattr(value, "to_dict"):
-        return {k: _plain(v) for k, v in value.items()}
-    return tuple(_plain(v) for v in value) if isinstance(value, (list, tuple)) else value

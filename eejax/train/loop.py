@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import signal
-import time
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +27,7 @@ from eejax.sharding.mesh import make_mesh
 from eejax.train import base as bases
 from eejax.train import base_weights, flops, inputs, profile, recipes
 from eejax.train import state as states
+from eejax.train.clock import StepClock
 from eejax.train.config import Experiment
 from eejax.train.evaluate import Evaluation, evaluate_mixture
 from eejax.train.metrics import MetricsWriter, NoMetrics, ProgressBar, duration, exit_names
@@ -184,7 +184,7 @@ class _Run:
         # The FLOPs are those of training a whole model, with all of its exits at every step.
         devices = list(self.mesh.devices.flat)
         self.peak = None if self.scope.tuned else flops.peak_flops(devices)
-        self.clock = _Clock()
+        self.clock = StepClock()
         self.sizes: set[int] = set()  # batch sizes whose program is compiled
 
     def _begin_or_resume(
@@ -452,42 +452,6 @@ class _Run:
                 f"stopped by {stopped.name} after step {self.step}: checkpoint saved, the same "
                 "command resumes"
             )
-
-
-class _Clock:
-    """Tokens per second over the last steps, without evaluation and saving."""
-
-    def __init__(self, smoothing: float = 0.9):
-        self._begin = self._last = time.perf_counter()
-        self._smoothing, self._seconds, self._tokens = smoothing, 0.0, 0.0
-        self._warm = False
-
-    def tick(self, tokens: int) -> None:
-        """Count a fetched step of `tokens` tokens; the first step is ignored, as it compiles."""
-        now = time.perf_counter()
-        if self._warm:
-            keep = self._smoothing
-            self._seconds = keep * self._seconds + now - self._last
-            self._tokens = keep * self._tokens + tokens
-        self._last, self._warm = now, True
-
-    @property
-    def rate(self) -> float | None:
-        return self._tokens / self._seconds if self._seconds else None
-
-    @property
-    def total(self) -> float:
-        """Seconds since the beginning."""
-        return time.perf_counter() - self._begin
-
-    def paused(self) -> _Clock:
-        return self
-
-    def __enter__(self) -> None:
-        self._paused = time.perf_counter()
-
-    def __exit__(self, *_) -> None:
-        self._last += time.perf_counter() - self._paused
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,4 +1,4 @@
-"""What the simulations of `training_efficiency` find of EE-LLM's claims."""
+"""Findings of the simulations of `training_efficiency` on EE-LLM's claims."""
 
 from __future__ import annotations
 

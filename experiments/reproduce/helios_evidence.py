@@ -1,4 +1,4 @@
-"""What the tokens of two models show of HELIOS' insights: numbers from a recorded trace alone.
+"""Evidence for HELIOS' insights in the tokens of two models, from a recorded trace alone.
 
 A trace holds the greedy text of each model with all its layers, and what every exit says of it, so
 a token's probability at the exit that it leaves by is the confidence that was recorded there.

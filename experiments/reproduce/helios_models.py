@@ -1,4 +1,4 @@
-"""What is recorded and measured of HELIOS' two models once, and kept on disk."""
+"""Records and measurements of HELIOS' two models, made once and kept on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What HELIOS' paper says of models by their shapes: Tables 2 and 4, Figures 6 and 15.
+"""Claims of HELIOS' paper on models by their shapes: Tables 2 and 4, Figures 6 and 15.
 
 Nothing is allocated and no weights are needed, so these hold at the paper's own sizes.
 """

@@ -1,4 +1,4 @@
-"""What `experiments.reproduce.inference` finds of EE-LLM's Figures 8 and 10 and Tables 3 and 4."""
+"""Findings of `experiments.reproduce.inference` on EE-LLM's Figures 8, 10 and Tables 3, 4."""
 
 from __future__ import annotations
 
