@@ -15,7 +15,7 @@ from eejax.serving.choices import Decision, ModelDepth
 from eejax.serving.history import KEEP, SECONDS, LoadHistory
 from eejax.serving.http import HttpOptions
 from eejax.serving.messages import FleetReport
-from eejax.serving.timeline import TimelinePoint
+from eejax.serving.timeline import TimelinePoint, marks
 
 KEY = "secret"
 
@@ -143,6 +143,12 @@ def test_which_of_several_models_serves_and_why(opened):
         models = {"small": CONFIG, "large": CONFIG.replace(n_layers=6)}
         service.ready = service.ready._replace(models=models)
         decide = lambda *told: Decision(time.time(), *told)
+        begin = (
+            decide("evaluate", ModelDepth("small", 3), "the server begins"),
+            decide("serve", ModelDepth("small", 2), "<b>it is best</b>"),
+        )
+        switch = (decide("switch", ModelDepth("large", 3), "too many tokens"),)
+        came = {0: marks(begin), 2: marks(switch)}  # with the first answer, and with the third
         for report in (
             FleetReport(
                 "small",
@@ -154,10 +160,7 @@ def test_which_of_several_models_serves_and_why(opened):
                 None,
                 None,
                 "operations",
-                (
-                    decide("evaluate", ModelDepth("small", 3), "the server begins"),
-                    decide("serve", ModelDepth("small", 2), "<b>it is best</b>"),
-                ),
+                begin,
             ),
             FleetReport(
                 "large",
@@ -169,8 +172,11 @@ def test_which_of_several_models_serves_and_why(opened):
                 0.125,
                 7.5,
                 "nvml",
-                (decide("switch", ModelDepth("large", 3), "too many tokens"),),
-                tuple(TimelinePoint(i, "large", 3, 5, 0.1, 0.2, 4.0) for i in range(4)),
+                switch,
+                tuple(
+                    TimelinePoint(i, "large", 3, 5, 0.1, 0.2, 4.0, came.get(i, ()))
+                    for i in range(4)
+                ),
             ),
         ):
             service.report = report
@@ -189,7 +195,12 @@ def test_which_of_several_models_serves_and_why(opened):
         assert len(page.query_selector_all("#serves .mark")) == 3
         lines = ("throughput", "requests", "ttft", "perplexity")
         assert all("L" in page.get_attribute(f"#{name} path", "d") for name in lines)
-        assert len(page.query_selector_all("#ttft .mark")) == 2
+        # Of the decision to serve there is no mark.
+        told = [mark.text_content() for mark in page.query_selector_all("#ttft .mark title")]
+        assert told == [
+            "reassessment: small, 3 exits: the server begins",
+            "SW: large, 3 exits: too many tokens",
+        ]
         assert page.inner_text("#loaded") == "6" and page.is_hidden("#threshold")
         page.fill("#prompt", "abc")
         page.fill("#tokens", "5")
