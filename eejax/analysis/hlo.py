@@ -56,6 +56,11 @@ ATTENTION = "__cudnn$fmha"
 UNGRAPHED = ("triton_kernel_call",)
 """Targets of custom calls that CUDA graphs do not take: jax-triton's older form of a call."""
 
+SORTED = 512
+"""Elements of an array from which on XLA may sort it by CUB, where it compiles for a card that is
+there (`sort_rewriter.cc`). CUDA graphs do not take that call, and another compiler does not show
+it."""
+
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
@@ -169,10 +174,12 @@ def shape(type_: str) -> tuple[int, ...]:
 
 def nbytes(type_: str) -> int:
     """Bytes of a type; of all parts of a tuple's."""
-    return sum(
-        BYTES.get(element, 0) * math.prod(int(n) for n in sizes.split(",") if n)
-        for element, sizes in ARRAY.findall(type_)
-    )
+    return sum(BYTES.get(array[0], 0) * _elements(array) for array in ARRAY.findall(type_))
+
+
+def _elements(array: tuple[str, str]) -> int:
+    """Return the number of elements of an array, as `ARRAY` finds it."""
+    return math.prod(int(n) for n in array[1].split(",") if n)
 
 
 def launches(program: HloProgram, computation: str) -> int:
@@ -324,14 +331,20 @@ def on_host(program: HloProgram) -> int:
     """Count the conditionals and loops that the host decides, where loops may be parts of graphs.
 
     A CUDA graph takes conditionals and loops (`--xla_gpu_enable_command_buffer=+WHILE`) unless they
-    hold something that it does not take. Assumes that graphs take everything but `UNGRAPHED`: what
-    became a graph is in XLA's log alone.
+    hold something that it does not take. Assumes that graphs take everything but `UNGRAPHED` and
+    long sorts (`SORTED`): what became a graph is in XLA's log alone.
     """
     memo: dict[str, bool] = {}
 
+    def taken(i: Instruction) -> bool:
+        if i.op == "fusion":
+            return all(map(taken, program.computations[i.called[0]]))
+        long = i.op == "sort" and max(map(_elements, ARRAY.findall(i.type))) >= SORTED
+        return i.target not in UNGRAPHED and not long
+
     def fits(name: str) -> bool:
         if name not in memo:
-            own = all(i.target not in UNGRAPHED for i in program.computations[name])
+            own = all(map(taken, program.computations[name]))
             memo[name] = own and all(fits(inner) for _, inner in program.nested(name))
         return memo[name]
 

@@ -12,10 +12,12 @@ from flax import struct
 from jax import lax
 
 from eejax.common.errors import require, require_array, require_count
+from eejax.kernels import call
 from eejax.models.layers import NEGATIVE
 
 MAX_LOGIT_BIASES = 300  # tokens that a request may bias
 MAX_TOP_LOGPROBS = 20  # most alternatives of a token that are told
+TOP_K_KERNEL = 16  # most places that XLA's own kernel finds on a GPU (`topk_specializer.cc`)
 
 
 class TopLogprobs(NamedTuple):
@@ -170,10 +172,26 @@ def process_logits(
     return jnp.where(logits > NEGATIVE, y, logits)  # what pads the vocabulary stays what it is
 
 
+def _top_k(y: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Return `lax.top_k`'s largest values of y [b, v], and their places, [b, k] each.
+
+    XLA has a kernel for GPUs of at most `TOP_K_KERNEL` places. Beyond that it sorts all of y, maybe
+    by CUB, whose call no CUDA graph holds: then the host would run the whole decoding loop.
+    """
+    y, parts, row = jnp.asarray(y), [], jnp.arange(len(y))[:, None]
+    for first in range(0, k, TOP_K_KERNEL) if call.for_gpu() else ():
+        parts.append(lax.top_k(y, min(TOP_K_KERNEL, k - first)))
+        y = y.at[row, parts[-1][1]].set(-jnp.inf)
+    if not parts:
+        return lax.top_k(y, k)
+    values, places = zip(*parts, strict=True)
+    return jnp.concatenate(values, -1), jnp.concatenate(places, -1)
+
+
 def compute_top_logprobs(logits: jax.Array) -> TopLogprobs:
     """Return the most likely tokens of logits [b, v], padded with token -1."""
     k = min(MAX_TOP_LOGPROBS, logits.shape[-1])
-    top, token = lax.top_k(logits, k)
+    top, token = _top_k(logits, k)
     logprob = top - jax.nn.logsumexp(logits, -1, keepdims=True)
     token = jnp.where(top > NEGATIVE, token, -1).astype(jnp.int32)
     pad = lambda a, value: jnp.pad(a, ((0, 0), (0, MAX_TOP_LOGPROBS - k)), constant_values=value)

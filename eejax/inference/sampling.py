@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from flax import struct
 from jax import lax
 
 from eejax.common.errors import require, require_array
+from eejax.kernels import call
 from eejax.models.layers import NEGATIVE
 
 DRAFT, ACCEPT = 2**31, 2**31 + 1  # what a draw is for, in numbers that are no positions
@@ -83,18 +84,52 @@ def restrict(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
     t = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
     # Padded rows of the vocabulary stay what they are: a high temperature would bring them back.
     y = jnp.where(logits > NEGATIVE, logits / t[:, None], NEGATIVE)
-    v = y.shape[-1]
-    ordered = lax.sort(y, dimension=-1)[:, ::-1]  # [b, v], descending
+    rank, v = _ordered(y), y.shape[-1]
     k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, v), v)
-    kept = jnp.where(jnp.arange(v)[None] < k[:, None], ordered, NEGATIVE)
-    probability = jax.nn.softmax(kept, -1)
-    before = jnp.cumsum(probability, -1) - probability  # mass of strictly likelier tokens
+    count = lambda rows: jnp.sum(rows.astype(jnp.int32), -1)
+    kth = _least(lambda r: count(rank[:, None] > r[:, :, None]) < k[:, None], len(y))
+    # Of tokens that tie for the k-th place only so many count as k leaves room for.
+    above, tied = rank > kth[:, None], rank == kth[:, None]
+    room = (k - count(above)) / jnp.maximum(count(tied), 1)
+    ratio = jnp.exp(y - jnp.max(y, -1, keepdims=True))  # to the most likely token
+    mass = jnp.where(above, ratio, jnp.where(tied, ratio * room[:, None], 0.0))
+    mass = jnp.where(y > NEGATIVE, mass, 0.0)
+    share = sampling.top_p * jnp.sum(mass, -1)
+    likelier = lambda r: jnp.sum(jnp.where(rank[:, None] > r[:, :, None], mass[:, None], 0.0), -1)
+    nucleus = _least(lambda r: likelier(r) < share[:, None], len(y))
     # A float32 sum may reach 1 before its last terms: top_p 1 is off by definition.
-    within = (before < sampling.top_p[:, None]) | (sampling.top_p[:, None] >= 1)
-    enough = within & (probability >= sampling.min_p[:, None] * probability[:, :1])
-    enough = (enough & (kept > NEGATIVE)).at[:, 0].set(True)
-    last = jnp.take_along_axis(kept, jnp.sum(enough, -1, keepdims=True) - 1, -1)  # least kept
-    return jnp.where(y >= last, y, NEGATIVE)
+    within = (rank >= nucleus[:, None]) | (sampling.top_p[:, None] >= 1)
+    kept = within & (rank >= kth[:, None]) & (ratio >= sampling.min_p[:, None])
+    return jnp.where(kept | (ratio >= 1), y, NEGATIVE)
+
+
+def _ordered(y: jax.Array) -> jax.Array:
+    """Return int32 that are in the order of float32 numbers; both zeros are one."""
+    bits = lax.bitcast_convert_type(jnp.where(y == 0, 0.0, y), jnp.int32)
+    return bits ^ ((bits >> 31) & np.iinfo(np.int32).max)
+
+
+def _least(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
+    """Return the least int32 [rows] for which `holds`, which is true from some number on.
+
+    The number is found digit by digit. Nothing is sorted: a sort takes XLA ten times as long on a
+    CPU, and on a GPU it is a call into CUB, which no CUDA graph holds, so that the host would run
+    the whole decoding loop. On a GPU digits are wide, for few launches.
+
+    Args:
+      holds: function of numbers [rows, n] to truths [rows, n].
+    """
+    gpu = call.for_gpu()
+    width = 4 if gpu else 1
+    digits = jnp.arange(1, 2**width, dtype=jnp.int32)[None]
+
+    def add_digit(i, least):
+        step = lax.shift_left(jnp.int32(1), jnp.int32(32 - width) - width * i)
+        too_small = ~holds(least[:, None] + digits * step - 1)
+        return least + jnp.sum(too_small.astype(jnp.int32), -1) * step
+
+    start = jnp.full((rows,), np.iinfo(np.int32).min, jnp.int32)
+    return lax.fori_loop(0, 32 // width, add_digit, start, unroll=gpu)
 
 
 def argmax(logits: jax.Array) -> jax.Array:
@@ -113,7 +148,7 @@ def sample(logits: jax.Array, sampling: SamplingParams, position: jax.Array) -> 
     """Sample a token [b] int32 from each row of float32 logits [b, v], at positions [b].
 
     The draw is keyed by (seed, position) alone, so it does not depend on the batch, the number of
-    steps per call, or the engine. Nothing is sorted unless some request samples.
+    steps per call, or the engine. The vocabulary is restricted only where some request samples.
     """
     greedy = argmax(logits)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments import card_programs
 from experiments.batch_runs import SteadyBatch
-from experiments.gpu_check.check import StageCheck
+from experiments.gpu_check.check import StageCheck, mean_joules
 from experiments.gpu_check.decode import prompts, weights
 
 SHARES = (0.5, 0.25, 0.25)
@@ -157,6 +157,12 @@ def timed(steady: SteadyBatch, repeats: int) -> tuple[float, float]:
     return float(np.median(begun[1:])), float(np.median(each[1:]))
 
 
+def joules_per_token(steady: SteadyBatch, repeats: int) -> float | None:
+    """Return the joules of a token behind the prompts; None where the device counts none."""
+    joules = mean_joules(steady.finish, repeats, before=steady.start)
+    return None if joules is None else joules / steady.tokens[-1]
+
+
 def full(own: BatchStageSizes, params, slots: int) -> dict[str, float]:
     """Time the engine `full`, with as many slots."""
     from eejax.inference.engine import SlotEngine
@@ -188,6 +194,8 @@ def batched(own: BatchStageSizes, params, slots: int, chunk: int) -> dict[str, A
         speedup=each / each_leaving,
         speedup_by_layers=by_layers,
         share_of_layer_ratio=each / each_leaving / by_layers,
+        joules_per_token=joules_per_token(without, own.repeats),
+        leaving_joules_per_token=joules_per_token(leaving, own.repeats),
     )
 
 

@@ -123,6 +123,24 @@ def median_seconds(run: Callable[[], Any], repeats: int, before: Callable[[], An
     return float(np.median(seconds[1:]))
 
 
+def mean_joules(
+    run: Callable[[], Any], repeats: int, before: Callable[[], Any] = lambda: None
+) -> float | None:
+    """Return the joules that JAX's device spends in a run; None where nothing counts them."""
+    from eejax.serving.energy import meter
+
+    counter = meter()
+    if counter is None:
+        return None
+    spent = 0.0
+    for _ in range(repeats):
+        before()
+        begin = counter.read()
+        run()
+        spent += counter.read() - begin
+    return spent / repeats
+
+
 def copy_rate(check: StageCheck) -> float:
     """Return the bytes that copies larger than any cache read and write in a second."""
     import jax

@@ -21,6 +21,7 @@ from experiments.gpu_check.check import (
     StageCheck,
     call_forms,
     copy_rate,
+    mean_joules,
     median_seconds,
     on_gpu,
 )
@@ -341,7 +342,8 @@ def token(
     Returns:
       ms_per_step; tokens_per_second; floor_bytes: those that a step has to read; allocated_bytes:
       the same with whole caches; share_of_floor: the time of copying `floor_bytes`, over the
-      step's; launches and copies of a step, from a trace; and for an exit what `exit_gain` returns.
+      step's; launches and copies of a step, from a trace; joules_per_token where the device counts
+      them; and for an exit what `exit_gain` returns.
     """
     from eejax.inference import Generator
 
@@ -362,7 +364,9 @@ def token(
         def finish() -> None:
             under_way["last"] = next(under_way["stream"])
 
-        seconds = median_seconds(finish, 2 if check.small else REPEATS, before=start)
+        repeats = 2 if check.small else REPEATS
+        seconds = median_seconds(finish, repeats, before=start)
+        joules = mean_joules(finish, repeats, before=start)
         start()
         folder = check.out / "traces" / f"{check.name} {engine} {batch} {exit} {way}".strip()
         traced = traces.of_run(folder, finish)
@@ -385,6 +389,8 @@ def token(
         busy_ms_per_step=each(traced["busy_ms"]),
         names=traced["names"],
     )
+    if joules is not None:
+        found["joules_per_token"] = joules / (batch * own.new)
     if not on_gpu():
         found["threads"] = traced["threads"]
     if full is not None:

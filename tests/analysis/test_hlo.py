@@ -257,6 +257,27 @@ def test_a_kernel_in_the_older_form_keeps_loop_and_conditional_on_the_host(kerne
     assert hlo.on_host(program(kernel)) == decisions
 
 
+LONG_SORT = """
+%order (o0: f32[4,50304]) -> f32[4,50304] {
+  %o0 = f32[4,50304]{1,0} parameter(0)
+  ROOT %sort.1 = f32[4,50304]{1,0} sort(%o0), dimensions={1}, to_apply=%less_than
+}
+
+%works (w: (f32[100,64])) -> (f32[100,64]) {
+  %logits = f32[4,50304]{1,0} constant({...})
+  %sorted = f32[4,50304]{1,0} fusion(%logits), kind=kLoop, calls=%order
+"""
+
+
+@pytest.mark.parametrize("elements, decisions", [("50304", 2), ("64", 0)])
+def test_a_long_sort_keeps_loop_and_conditional_on_the_host(elements, decisions):
+    call = 'custom_call_target="triton_kernel_call_ffi"'
+    text = TEXT.replace("CALLED", call).replace("KNOWN", "condition=%goes")
+    begin = "%works (w: (f32[100,64])) -> (f32[100,64]) {"
+    sorts = LONG_SORT.strip().replace("50304", elements)
+    assert hlo.on_host(hlo.parse(text.replace(begin, sorts))) == decisions
+
+
 def test_a_slice_reads_and_an_update_writes_a_part():
     found = program()
     types = {i.name: i.type for i in found.computations["main"]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from eejax.inference.logits_params import (
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams, sample
 from eejax.inference.scheduler import Scheduler
+from eejax.kernels import call
 from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.models.layers import NEGATIVE
@@ -92,12 +95,14 @@ def test_logits_are_shaped_as_by_hand(data):
     assert (got[:, V:] == NEGATIVE).all()
 
 
-def test_the_most_likely_come_in_order_with_their_probabilities():
+@pytest.mark.parametrize("capability", [None, 90])
+def test_the_most_likely_come_in_order_with_their_probabilities(capability):
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 3, (4, V + 3)).astype(np.float32)
     logits[:, V:] = NEGATIVE
     logits[1, 5:V] = NEGATIVE  # five tokens are left
-    got = compute_top_logprobs(logits)
+    with call.compute_capability(capability) if capability else contextlib.nullcontext():
+        got = compute_top_logprobs(logits)
     for i in range(4):
         order = np.argsort(-logits[i], kind="stable")[:MAX_TOP_LOGPROBS]
         there = logits[i, order] > NEGATIVE

@@ -9,9 +9,16 @@ from hypothesis import strategies as st
 
 from eejax.common.errors import ConfigError
 from eejax.inference.sampling import SamplingParams, restrict, sample
+from eejax.kernels import call
 
 V = 12
-RESTRICT = jax.jit(restrict)
+restrict_for_cpu = jax.jit(restrict)
+
+
+@jax.jit
+def restrict_for_gpu(logits, sampling):
+    with call.compute_capability(90):
+        return restrict(logits, sampling)
 
 
 def allowed_tokens(logits, temperature, top_k, top_p, min_p):
@@ -27,7 +34,8 @@ def allowed_tokens(logits, temperature, top_k, top_p, min_p):
         if mass < top_p and q >= min_p * p[0]:
             kept.append(token)
         mass += q
-    return set(kept) | {order[0]}
+    least = min(y[kept or order[:1]])
+    return set(np.flatnonzero(y >= least))  # tokens as likely as the last one stay with it
 
 
 @settings(max_examples=200)
@@ -37,11 +45,14 @@ def allowed_tokens(logits, temperature, top_k, top_p, min_p):
     top_k=st.integers(0, V + 3),
     top_p=st.floats(0.05, 1),
     min_p=st.floats(0, 0.9),
+    ties=st.booleans(),
+    restricted=st.sampled_from([restrict_for_cpu, restrict_for_gpu]),
 )
-def test_filters_equal_numpy(seed, temperature, top_k, top_p, min_p):
+def test_filters_equal_numpy(seed, temperature, top_k, top_p, min_p, ties, restricted):
     logits = np.random.default_rng(seed).standard_normal(V).astype(np.float32) * 2
+    logits = np.round(logits) if ties else logits  # some of them to -0
     sampling = SamplingParams.make(1, temperature, top_k, top_p, min_p)
-    got = set(np.flatnonzero(np.asarray(RESTRICT(jnp.array(logits)[None], sampling))[0] > -1e29))
+    got = set(np.flatnonzero(np.asarray(restricted(jnp.array(logits)[None], sampling))[0] > -1e29))
     want = allowed_tokens(
         logits, np.float32(temperature), top_k, np.float32(top_p), np.float32(min_p)
     )
