@@ -91,26 +91,27 @@ class ServedBatch:
 def serve(engine, prompts, limits, threshold, drafts: int, payoff=None, **kwargs):
     """All requests at once, through as many slots as the engine has; kwargs: `Scheduler`'s."""
     from eejax.inference.policy import ExitPolicy
+    from eejax.inference.request import EngineRequest
     from eejax.inference.scheduler import Scheduler
 
     scheduler = Scheduler(engine, engine.config, payoff=payoff, **kwargs)
     policy = ExitPolicy.make(engine.config, 1, threshold, drafts=drafts)
     begin = time.perf_counter()
-    for prompt, limit in zip(prompts, limits, strict=True):
-        scheduler.submit(prompt, limit, policy=policy)
+    for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        scheduler.add_request(EngineRequest(str(i), prompt, limit, policy))
     last, gaps, first, tokens = {}, [], {}, 0
     while not scheduler.idle:
         outputs = scheduler.step()
         now = time.perf_counter()
-        for number, new, _ in outputs:
+        for id_, new, _ in outputs:
             tokens += len(new)
             if not new:
                 continue
-            first.setdefault(number, now - begin)
-            if number in last:
-                gaps.append(now - last[number])
+            first.setdefault(id_, now - begin)
+            if id_ in last:
+                gaps.append(now - last[id_])
             gaps += [0.0] * (len(new) - 1)
-            last[number] = now
+            last[id_] = now
     seconds = time.perf_counter() - begin
     return ServedBatch(seconds, tokens, np.array(gaps), np.array([*first.values()]))
 

@@ -158,6 +158,7 @@ def serve(host, config, options, slots: int, context: int, rounds: int = 2) -> d
     from eejax.common.trees import nbytes
     from eejax.inference.batched_slots import BatchedEngine
     from eejax.inference.policy import ExitPolicy
+    from eejax.inference.request import EngineRequest
     from eejax.inference.scheduler import Scheduler
 
     gc.collect()
@@ -168,9 +169,9 @@ def serve(host, config, options, slots: int, context: int, rounds: int = 2) -> d
     engine = dataclasses.replace(engine, weights=jax.device_put(engine.weights))
     scheduler = Scheduler(engine, config)
     rng, policy = np.random.default_rng(0), ExitPolicy.make(config, 1, 0.5)
-    for _ in range(rounds * slots):
+    for i in range(rounds * slots):
         prompt = rng.integers(0, config.vocab_size, PROMPT).tolist()
-        scheduler.submit(prompt, NEW, policy=policy)
+        scheduler.add_request(EngineRequest(str(i), prompt, NEW, policy))
     held = nbytes(engine.weights) + nbytes(scheduler.state)
     most, tokens, together = live(), 0, 0
     while not scheduler.idle:

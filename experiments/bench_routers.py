@@ -186,7 +186,7 @@ def decoder(params, config, engine: str, prompts: list, **kwargs):
 
     def run(i: int) -> int:
         asked = [prompts[i % len(prompts)]]
-        result = generator.generate(asked, _NEW.value, stop_tokens=(2,), **kwargs)
+        result = generator.generate(asked, _NEW.value, stop_token_ids=(2,), **kwargs)
         run.results[i] = result
         return int(result.lengths[0])
 

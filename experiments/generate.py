@@ -117,7 +117,7 @@ FLAG_OF = {
     "mesh": "mesh",
     "pipeline.layers": "stage_layers",
     "stop_strings": "stop",
-    "stop_tokens": "stop_token",
+    "stop_token_ids": "stop_token",
 }
 
 
@@ -261,7 +261,7 @@ def converse(ask: Callable, tokenizer, colors: bool) -> Iterator[tuple]:
         sys.stdin.reconfigure(errors="surrogateescape")
     waits()
     next(ask([[0]]))  # settings are checked before anything is asked, and both programs compiled
-    for _ in itertools.islice(ask([[0]], stop_tokens=[], stop_strings=[]), 2):
+    for _ in itertools.islice(ask([[0]], stop_token_ids=[], stop_strings=[]), 2):
         pass
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
@@ -339,7 +339,7 @@ def main() -> None:
     exits = None if _EXITS.value is None else launch.numbers("exits", _EXITS.value, int)
     model = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value).model
     tokenizer, generator = model.tokenizer, make_generator(model)
-    stop_tokens = [*_STOP_TOKEN.value, *tokenizer.end_ids]
+    stop_token_ids = [*_STOP_TOKEN.value, *tokenizer.end_ids]
     settings = dict(
         threshold=threshold[0] if len(threshold) == 1 else threshold,
         exits=exits,
@@ -352,7 +352,7 @@ def main() -> None:
         top_p=_TOP_P.value,
         min_p=_MIN_P.value,
         seed=_SEED.value,
-        stop_tokens=stop_tokens,
+        stop_token_ids=stop_token_ids,
         stop_strings=_STOP.value,
         decode_text=tokenizer.decode,
     )

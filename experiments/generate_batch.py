@@ -80,7 +80,9 @@ def main() -> None:
     if _RESUME.value and _OUTPUT.value is None:
         raise ConfigError("--resume: goes on with an --output: name the file.")
     model = load_run(_WORKDIR.value, step=_STEP.value)
-    engine, stop_tokens = engine_of(model)  # and what is wrong with flags, before a file is touched
+    engine, stop_token_ids = engine_of(
+        model
+    )  # and what is wrong with flags, before a file is touched
     with contextlib.ExitStack() as stack:
         out = sys.stdout
         if _OUTPUT.value is not None:
@@ -89,7 +91,7 @@ def main() -> None:
             if done:
                 launch.say(f"{len(done)} of {len(lines)} lines are done already")
             lines = [line for line in lines if line.number not in done]
-        failed = complete(model, engine, stop_tokens, lines, out) if lines else 0
+        failed = complete(model, engine, stop_token_ids, lines, out) if lines else 0
     if failed:
         raise SystemExit(1)
 
@@ -168,20 +170,21 @@ def encoded(lines: list[Line], tokenizer) -> tuple[list[Line], dict[int, list[in
     return told, ids
 
 
-def complete(model, engine, stop_tokens: list[int], lines: list[Line], out) -> int:
+def complete(model, engine, stop_token_ids: list[int], lines: list[Line], out) -> int:
     """Run the lines, and return how many could not be."""
     from eejax.data import text_behind
     from eejax.inference.payoff import Payoff
     from eejax.inference.policy import ExitPolicy
+    from eejax.inference.request import EngineRequest, FinishReason
     from eejax.inference.sampling import SamplingParams
     from eejax.inference.scheduler import Scheduler
 
     tokenizer = model.tokenizer
     lines, ids = encoded(lines, tokenizer)
-    engine, drafts = tuned(engine, [*ids.values()], stop_tokens)
+    engine, drafts = tuned(engine, [*ids.values()], stop_token_ids)
     payoff = Payoff() if _ENGINE.value == "auto" else None
     scheduler = Scheduler(engine, engine.config, payoff=payoff)
-    of: dict[int, Line] = {}
+    of: dict[str, Line] = {}
     failed = 0
 
     def told(line: Line, **rest) -> None:
@@ -206,31 +209,34 @@ def complete(model, engine, stop_tokens: list[int], lines: list[Line], out) -> i
                 want("temperature", _TEMPERATURE),
                 seed=line.wants.get("seed", _SEED.value + line.number - 1),
             )
-            number = scheduler.submit(
-                ids[line.number],
-                want("max_new_tokens", _NEW),
-                policy=policy,
-                sampling=sampling,
-                stop_tokens=stop_tokens,
+            scheduler.add_request(
+                EngineRequest(
+                    str(line.number),
+                    ids[line.number],
+                    want("max_new_tokens", _NEW),
+                    policy,
+                    sampling,
+                    stop_token_ids=stop_token_ids,
+                )
             )
-            of[number] = line
+            of[str(line.number)] = line
         except ConfigError as error:
             failed += 1
-            why = re.sub(r"^limit\b", "max_new_tokens", str(error))
+            why = re.sub(r"^max_tokens\b", "max_new_tokens", str(error))
             why = re.sub(r"^prompts\[0\]", "prompt", why)
             told(line, prompt=line.wants.get("prompt"), finish=f"error: {why}")
-    tokens: dict[int, list] = {number: [] for number in of}
+    tokens: dict[str, list] = {id_: [] for id_ in of}
     done, begin, total = 0, time.perf_counter(), 0
     shown = begin
     while not scheduler.idle:
-        for number, new, finish in scheduler.step():
-            tokens[number] += new
+        for id_, new, finish in scheduler.step():
+            tokens[id_] += new
             total += len(new)
             if not finish:
                 continue
-            line, mine = of[number], tokens.pop(number)
+            line, mine = of[id_], tokens.pop(id_)
             done += 1
-            failed += finish == "error"
+            failed += finish == FinishReason.ERROR
             exits = np.bincount([t.exit for t in mine], minlength=engine.config.n_exits + 1)
             told(
                 line,
@@ -263,19 +269,19 @@ def engine_of(model):
     from eejax.inference.sampling import SamplingParams
     from eejax.inference.state import Request
 
-    config, stop_tokens = model.config, sorted({*model.tokenizer.end_ids, *_STOP_TOKEN.value})
+    config, stop_token_ids = model.config, sorted({*model.tokenizer.end_ids, *_STOP_TOKEN.value})
     kwargs = dict(slots=_SLOTS.value, context=_CONTEXT.value)
-    with launch.flags_named({"stop_tokens": "stop_token"}):
+    with launch.flags_named({"stop_token_ids": "stop_token"}):
         policy = ExitPolicy.make(config, 1, _THRESHOLD.value, gate=_GATE.value)
         sampling = SamplingParams.make(1, _TEMPERATURE.value, seed=_SEED.value)
-        Request.make(config, [1], [1], policy, sampling, stop_tokens)
+        Request.make(config, [1], [1], policy, sampling, stop_token_ids)
         if _ENGINE.value == "full":
-            return SlotEngine.make(model.params, config, "full", **kwargs), stop_tokens
+            return SlotEngine.make(model.params, config, "full", **kwargs), stop_token_ids
         options = BatchOptions(drafts=_DRAFTS.value)
-        return BatchedEngine.make(model.params, config, options, **kwargs), stop_tokens
+        return BatchedEngine.make(model.params, config, options, **kwargs), stop_token_ids
 
 
-def tuned(engine, prompts: list, stop_tokens: list[int]):
+def tuned(engine, prompts: list, stop_token_ids: list[int]):
     """The engine with a plan, and the drafts that requests are to have."""
     from eejax.inference import batch_costs
 
@@ -289,7 +295,7 @@ def tuned(engine, prompts: list, stop_tokens: list[int]):
         engine,
         fit[:64],
         new=min(64, _NEW.value),
-        stop_tokens=stop_tokens,
+        stop_token_ids=stop_token_ids,
         gate=_GATE.value,
         threshold=_THRESHOLD.value,
     )

@@ -15,6 +15,7 @@ from eejax.analysis.intervals import mean_interval
 from eejax.common.errors import ConfigError, DataError
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
+from eejax.inference.request import EngineRequest
 from eejax.serving.auditor import AnswerVerifier
 from eejax.serving.breach_window import clear
 from eejax.serving.choices import ModelDepth
@@ -101,9 +102,9 @@ class StaticModel:
         )
         self.slots = self._part.engine.slots
 
-    def submit(self, answer: TimedAnswer, prompt: Sequence[int], limit: int) -> int:
+    def add_request(self, answer: TimedAnswer, request: EngineRequest) -> None:
         answer.placed.append((self.choice, 0))
-        return self._part.scheduler.submit(prompt, limit, policy=self._policy)
+        self._part.scheduler.add_request(dataclasses.replace(request, policy=self._policy))
 
     def step(self):
         return self._part.step()
@@ -133,7 +134,7 @@ class ControlledFleet:
         **making: Any,
     ):
         self.watch = watch
-        self._answers: dict[int, TimedAnswer] = {}
+        self._answers: dict[str, TimedAnswer] = {}
         outer = self
 
         class NotedRequest(Fleet):
@@ -141,15 +142,14 @@ class ControlledFleet:
                 super()._place(job, given)
                 model = given.choice.model
                 choice = ModelDepth(model, self.parts[model].depth)
-                outer._answers[job.number].placed.append((choice, len(job.tokens)))
+                outer._answers[job.request.request_id].placed.append((choice, len(job.tokens)))
 
         self.controller = controller
         self.fleet = NotedRequest(members, controller, clock=watch.now, **making)
 
-    def submit(self, answer: TimedAnswer, prompt: Sequence[int], limit: int) -> int:
-        number = self.fleet.submit(prompt, limit)
-        self._answers[number] = answer
-        return number
+    def add_request(self, answer: TimedAnswer, request: EngineRequest) -> None:
+        self._answers[request.request_id] = answer
+        self.fleet.add_request(request)
 
     def step(self):
         return self.fleet.step()
@@ -196,15 +196,17 @@ def drive(
     while left or open_:
         while left and len(open_) < most:
             answer = TimedAnswer(left.pop(), clock())
-            open_[server.submit(answer, texts[answer.index], limit)] = answer
+            id_ = str(len(answers))
+            server.add_request(answer, EngineRequest(id_, texts[answer.index], limit))
+            open_[id_] = answer
             answers.append(answer)
-        for number, tokens, finish in server.step():
-            answer, now = open_[number], clock()
+        for id_, tokens, finish in server.step():
+            answer, now = open_[id_], clock()
             if tokens:
                 answer.first = answer.first or now
                 answer.tokens += tokens
             if finish:
-                open_.pop(number).done = now
+                open_.pop(id_).done = now
     if hasattr(server, "drain"):
         server.drain()
     seconds = clock() - begin

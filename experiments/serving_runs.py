@@ -129,24 +129,25 @@ async def arriving(
 
 def through_scheduler(scheduler, clients: Sequence[Sequence], policy) -> tuple[float, list]:
     """`closed_loop` without a server: (seconds, tokens of every request, client by client)."""
+    from eejax.inference.request import EngineRequest
+
     left = [collections.deque(enumerate(own)) for own in clients]
     found = [[()] * len(own) for own in clients]
-    under_way: dict[int, tuple[int, int]] = {}
 
-    def submit(c: int) -> None:
+    def ask_next(c: int) -> None:
         if left[c]:
             r, (prompt, limit) = left[c].popleft()
-            under_way[scheduler.submit(prompt, limit, policy=policy)] = (c, r)
+            scheduler.add_request(EngineRequest(f"{c}-{r}", prompt, limit, policy))
 
     begin = time.perf_counter()
     for c in range(len(clients)):
-        submit(c)
+        ask_next(c)
     while not scheduler.idle:
-        for number, tokens, finish in scheduler.step():
-            c, r = under_way[number]
+        for id_, tokens, finish in scheduler.step():
+            c, r = map(int, id_.split("-"))
             found[c][r] += tuple(t.id for t in tokens)
             if finish:
-                submit(c)
+                ask_next(c)
     return time.perf_counter() - begin, sum(found, [])
 
 

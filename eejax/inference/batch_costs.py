@@ -152,7 +152,7 @@ def tune(
     bound: float | None = None,
     costs: StepCosts | None = None,
     new: int = 64,
-    stop_tokens: Sequence[int] = (),
+    stop_token_ids: Sequence[int] = (),
     **rules,
 ) -> TunedEngine:
     """Find the plan with the most tokens a second for requests like these.
@@ -169,7 +169,7 @@ def tune(
       ConfigError: as `prefill`, and where there are no prompts.
     """
     traces = trace_requests(
-        engine, prompts, new, stop_tokens, **rules
+        engine, prompts, new, stop_token_ids, **rules
     )  # first: it checks what is given
     costs = measure(engine, prompts) if costs is None else costs
     found = best_plan(traces, costs, bound=bound, **settings(engine))
@@ -181,7 +181,7 @@ def trace_requests(
     engine: BatchedEngine,
     prompts: Sequence[Sequence[int]],
     new: int,
-    stop_tokens: Sequence[int] = (),
+    stop_token_ids: Sequence[int] = (),
     **rules,
 ) -> list[RequestTrace]:
     """Trace what the engine decodes for a batch of prompts, with as many drafts as it can make.
@@ -197,7 +197,8 @@ def trace_requests(
     limits = [min(new, engine.context - len(t)) for t in texts]
     policy = ExitPolicy.make(config, slots, drafts=drafts, **rules)
     lengths = [len(t) for t in texts]
-    request = Request.make(config, lengths, limits, policy, SamplingParams.make(slots), stop_tokens)
+    sampling = SamplingParams.make(slots)
+    request = Request.make(config, lengths, limits, policy, sampling, stop_token_ids)
     rows, _ = engine.prefill(texts, request)
     state = engine.insert(engine.start(), rows, range(slots))
     hold = engine.plan.replace(

@@ -20,6 +20,7 @@ from eejax.common.trees import Tree
 from eejax.gates.confidence import GATES
 from eejax.inference import posthoc, propagate, recompute, sharded, speculative
 from eejax.inference.policy import ExitPolicy
+from eejax.inference.request import FinishReason
 from eejax.inference.result import Collector, GenerationResult
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import (
@@ -153,7 +154,7 @@ class Decoder(abc.ABC):
         top_p: float | Sequence[float] = 1.0,
         min_p: float | Sequence[float] = 0.0,
         seed: int | Sequence[int] = 0,
-        stop_tokens: Sequence[int] = (),
+        stop_token_ids: Sequence[int] = (),
         stop_strings: Sequence[str] = (),
         decode_text: Callable[[Sequence[int]], str] | None = None,
         chunk: int | None = STREAM_CHUNK,
@@ -171,7 +172,7 @@ class Decoder(abc.ABC):
             the first token and saves no layer: the prompt's pass runs all of them
             (`posthoc.prefill`).
           temperature, top_k, top_p, min_p, seed: see `SamplingParams.make`.
-          stop_tokens: token ids that end a request; kept as its last token.
+          stop_token_ids: token ids that end a request; kept as its last token.
           stop_strings: end a request with the token that completes one.
           decode_text: turns token ids into text; stop strings need it.
 
@@ -200,17 +201,18 @@ class Decoder(abc.ABC):
         room = config.context_length - lengths
         max_new = np.minimum(min(max_new_tokens, config.context_length), room).astype(np.int32)
         # Padded, so that few counts of stop tokens are compiled for.
-        width = max(MAX_STOP_TOKENS, power_of_two(max(1, np.size(stop_tokens))))
-        request = Request.make(config, lengths, max_new, policy, sampling, stop_tokens, width)
+        width = max(MAX_STOP_TOKENS, power_of_two(max(1, np.size(stop_token_ids))))
+        request = Request.make(config, lengths, max_new, policy, sampling, stop_token_ids, width)
         length = int(max(tokens.shape[1], (lengths + max_new).max())) + options.most_rows
         length = -(-length // LENGTH_STEP) * LENGTH_STEP
         if chunk is None:
             chunk = STREAM_CHUNK if stop_strings else power_of_two(int(max_new.max()))
         state, first = self._prefill(tokens, request, length)
         more = jax.tree.map(lambda a: a[None], first)
-        limits = np.where(room < max_new_tokens, "context", "length")
+        ends = FinishReason.LENGTH, FinishReason.CONTEXT
+        limits = [ends[full] for full in (room < max_new_tokens).tolist()]
         collector = Collector(
-            config, prompts, max_new, limits, stop_tokens, stop_strings, decode_text
+            config, prompts, max_new, limits, stop_token_ids, stop_strings, decode_text
         )
         while True:
             result = collector.add(jax.device_get(more))

@@ -157,8 +157,8 @@ class PartialModel(StepLoop):
     def _restart_at(self, depth: int) -> None:
         """Start anew with the first `depth` segments of those that are loaded."""
         self._coming = None
-        for number in self.scheduler.running:
-            self.scheduler.preempt(number)
+        for id_ in self.scheduler.running:
+            self.scheduler.preempt(id_)
         # Nothing but the engine and its scheduler may hold on to what is to be freed.
         old, slots = self.engine, self.slots[depth - 1]
         options = dataclasses.replace(self._options, num_segments=depth)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from eejax.data.streams import SEEN, Decode, PieceStream, ending, text_behind
+from eejax.inference.request import FinishReason
 from eejax.inference.state import DecodeRecord
 from eejax.models.config import ModelConfig
 
@@ -36,7 +37,7 @@ class GenerationResult:
       accepted: 1 for tokens that were drafted, else 0.
       lengths: [b] tokens of each request.
       prompts: token ids of each request's prompt.
-      finish: per request "stop" (token or string), "length", "context", or "" while running.
+      finish: per request why it ended, None while it runs.
       exit_boundaries: boundary of each exit, the final one last.
       n_layers: layers of the model.
     """
@@ -51,7 +52,7 @@ class GenerationResult:
     accepted: np.ndarray
     lengths: np.ndarray
     prompts: tuple[tuple[int, ...], ...]
-    finish: tuple[str, ...]
+    finish: tuple[FinishReason | None, ...]
     exit_boundaries: tuple[int, ...]
     n_layers: int
 
@@ -152,8 +153,8 @@ class Collector:
         config: ModelConfig,
         prompts: Sequence[Sequence[int]],
         max_new: np.ndarray,
-        limits: Sequence[str],
-        stop_tokens: Sequence[int] = (),
+        limits: Sequence[FinishReason],
+        stop_token_ids: Sequence[int] = (),
         stop_strings: Sequence[str] = (),
         decode_text: Decode | None = None,
     ):
@@ -162,12 +163,12 @@ class Collector:
         Args:
           prompts: token ids of each request's prompt.
           max_new: [b] tokens that a request may get.
-          limits: [b] finish of a request that gets its `max_new` tokens: "length" or "context".
+          limits: [b] finish of a request that gets its `max_new` tokens: LENGTH or CONTEXT.
         """
         self._config = config
         self._prompts = tuple(tuple(int(i) for i in prompt) for prompt in prompts)
         self._max_new, self._limits = max_new, limits
-        self._stop_tokens, self._stop_strings = frozenset(stop_tokens), tuple(stop_strings)
+        self._stop_tokens, self._stop_strings = frozenset(stop_token_ids), tuple(stop_strings)
         self._decode = decode_text
         seen = (lambda p: ending(decode_text, p)[0]) if stop_strings else lambda p: []
         self._contexts = [seen(prompt) for prompt in self._prompts]
@@ -183,7 +184,7 @@ class Collector:
             accepted=np.zeros((b, n), np.int32),
         )
         self._ids: list[list[int]] = [[] for _ in range(b)]
-        self._finish = [""] * b
+        self._finish: list[FinishReason | None] = [None] * b
 
     def add(self, record: DecodeRecord) -> GenerationResult:
         """Add a record [n, b] and return all tokens so far.
@@ -208,9 +209,9 @@ class Collector:
             end = self._end(i, before)
             if end is not None:
                 del ids[end:]
-                self._finish[i] = "stop"
+                self._finish[i] = FinishReason.STOP
             elif len(ids) >= self._max_new[i]:
-                self._finish[i] = str(self._limits[i])
+                self._finish[i] = self._limits[i]
             for whole, part in zip(*map(jax.tree.leaves, (self._all, new)), strict=True):
                 whole[i, before : len(ids)] = part[i, steps[: len(ids) - before]]
         lengths = np.array([len(ids) for ids in self._ids])

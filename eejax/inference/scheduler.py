@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import heapq
-import numbers
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,74 +22,41 @@ import numpy as np
 from eejax.common.errors import require, require_count
 from eejax.inference import generate
 from eejax.inference.engine import STEPS_PER_CALL, Engine, logits_params_for
-from eejax.inference.logits_params import LogitsParams
 from eejax.inference.payoff import Payoff
 from eejax.inference.policy import ExitPolicy
+from eejax.inference.request import EngineRequest, FinishReason, RequestOutput, Token
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import DecodeRecord, Request
 from eejax.models.config import ModelConfig
 
 
-class Token(NamedTuple):
-    """One emitted token.
-
-    Attributes:
-      exit: number of the emitting exit.
-      layers: layers executed for it, as in `DecodeRecord`.
-      top_logprobs: (token, log-probability) of the most likely tokens, as many as were requested.
-      model: name of the model that emitted it, where there are several.
-    """
-
-    id: int
-    exit: int
-    logprob: float
-    confidence: float
-    layers: int
-    top_logprobs: tuple[tuple[int, float], ...] = ()
-    model: str = ""
-
-
-class RequestOutput(NamedTuple):
-    """New tokens of a request after a step.
-
-    Attributes:
-      finish: "stop", "length", "context", "cancelled", "error" (logits that are not finite; their
-        token is left out), or "" while the request runs.
-    """
-
-    number: int
-    tokens: tuple[Token, ...]
-    finish: str
-
-
-def check_request(
-    priority: int, **given: ExitPolicy | SamplingParams | LogitsParams | None
-) -> None:
-    """Raise ConfigError unless all arguments belong to one request."""
-    whole = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
-    require(whole, "priority", priority, "must be an integer")
-    for name, part in given.items():
-        kind = dict(policy=ExitPolicy, sampling=SamplingParams, logits_params=LogitsParams)[name]
-        ok = part is None or isinstance(part, kind)
-        require(ok, name, part, f"must be made by {kind.__name__}.make, or None")
-        rows = {len(a) for a in jax.tree.leaves(part)} or {1}
-        require(rows == {1}, name, f"{sorted(rows)} rows", "must be of one request")
-
-
 @dataclasses.dataclass
 class ScheduledRequest:
-    """A request in the scheduler. `order` is its place in the queue, by priority and arrival."""
+    """A request in the scheduler.
 
-    number: int
-    prompt: tuple[int, ...]
-    request: Request
-    limit: int
+    Attributes:
+      request: as it was added.
+      row: the same as arrays of one row, as engines take it.
+      order: its place in the queue, by priority and arrival.
+    """
+
+    request: EngineRequest
+    row: Request
     order: tuple[int, int]
-    finish: str = ""
+    finish: FinishReason | None = None
     tokens: list[Token] = dataclasses.field(default_factory=list)
     slot: int = -1
     calls: int = 0  # under way in which it has a slot
     fresh: bool = True  # no token has come since it got its slot
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def text(self) -> list[int]:
+        """Ids of its prompt, and of the tokens behind it."""
+        return [*self.request.prompt, *(token.id for token in self.tokens)]
 
 
 class StepLoop:
@@ -106,8 +73,8 @@ class StepLoop:
 class Scheduler(StepLoop):
     """Serves requests in an engine's slots, by priority and then in the order of arrival.
 
-    `submit` and `cancel` may be called at any time, `step` again and again. Every request gets each
-    of its tokens in exactly one `RequestOutput`, and one output that says how it finished. A
+    `add_request` and `abort` may be called at any time, `step` again and again. Every request gets
+    each of its tokens in exactly one `RequestOutput`, and one output that says how it finished. A
     preempted request keeps its tokens and continues when its turn comes again, before requests that
     arrived after it; only engines that can resume support this.
 
@@ -137,78 +104,62 @@ class Scheduler(StepLoop):
             f"must be None with {type(engine).__name__}",
             "Its requests cannot be paused.",
         )
-        self._jobs: dict[int, ScheduledRequest] = {}
+        self._jobs: dict[str, ScheduledRequest] = {}
         self._free = list(range(engine.slots))[::-1]
         self._slots: list[ScheduledRequest | None] = [None] * engine.slots
         self._calls: collections.deque[EngineCall] = collections.deque()
         self._freed: list[int] = []  # slots to be emptied before the next call
-        self._number, self._warm = 0, False
+        self._arrivals, self._warm = itertools.count(), False
         self._queue: list[
             tuple[tuple[int, int], ScheduledRequest]
         ] = []  # a heap; some may have ended
         self._ended: list[ScheduledRequest] = []  # to be told with this step
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        limit: int,
-        *,
-        policy: ExitPolicy | None = None,
-        sampling: SamplingParams | None = None,
-        stop_tokens: Sequence[int] = (),
-        logits_params: LogitsParams | None = None,
-        priority: int = 0,
-        tokens: Sequence[Token] = (),
-    ) -> int:
-        """Queue a request for up to `limit` tokens and return its number.
+    def add_request(self, request: EngineRequest, tokens: Sequence[Token] = ()) -> None:
+        """Queue a request.
 
-        Requests of higher priority come first. policy, sampling and logits_params have one row.
-        `tokens` are those that the request already has, fewer than `limit`: it continues behind
+        `tokens` are those that it already has, fewer than its `max_tokens`: it continues behind
         them, as after `preempt`. Raises ConfigError for what the engine does not accept.
         """
-        require_count("limit", limit)
-        check_request(priority, policy=policy, sampling=sampling, logits_params=logits_params)
+        id_, most, prompt = request.request_id, request.max_tokens, request.prompt
+        require_count("max_tokens", most)
+        require(id_ not in self._jobs, "request_id", id_, "must be of no request that runs")
+        allowed = "must be None: there is one model, and nothing to choose"
+        require(request.objective is None, "objective", request.objective, allowed)
         resumes = not tokens or self.engine.resumes
         require(resumes, "tokens", f"{len(tokens)}", "must be none: the engine resumes nothing")
         text = [*prompt, *(t.id for t in tokens)]
         generate.check_prompts([text], self.config, self.engine.context)
-        require(len(tokens) < limit, "tokens", f"{len(tokens)}", f"must be fewer than {limit}")
-        room = self.engine.context - len(prompt)
-        request = Request.make(
+        require(len(tokens) < most, "tokens", f"{len(tokens)}", f"must be fewer than {most}")
+        row = Request.make(
             self.config,
             [len(prompt)],
-            [min(limit, room)],
-            ExitPolicy.make(self.config, 1) if policy is None else policy,
-            SamplingParams.make(1) if sampling is None else sampling,
-            stop_tokens,
-            logits_params=logits_params_for(logits_params, self.engine, 1),
+            [min(most, self.engine.context - len(prompt))],
+            request.policy or ExitPolicy.make(self.config, 1),
+            request.sampling or SamplingParams.make(1),
+            request.stop_token_ids,
+            logits_params=logits_params_for(request.logits_params, self.engine, 1),
         )
-        exits = request.policy.thresholds.shape[1]
+        exits = row.policy.thresholds.shape[1]
         require(
             exits == self.config.n_exits,
             "policy",
             f"thresholds of {exits} exits",
             f"must be made of the engine's config, which has {self.config.n_exits}",
         )
-        number = self._number
-        self._number += 1
-        prompt = tuple(int(t) for t in prompt)
-        job = ScheduledRequest(
-            number, prompt, request, limit, (-priority, number), tokens=list(tokens)
-        )
-        self._jobs[number] = job
-        self._enqueue(self._jobs[number])
-        return number
+        order = (-request.priority, next(self._arrivals))
+        self._jobs[id_] = ScheduledRequest(request, row, order, tokens=list(tokens))
+        self._enqueue(self._jobs[id_])
 
-    def cancel(self, number: int) -> bool:
+    def abort(self, request_id: str) -> bool:
         """End a request and return whether there was one. A step reports its end."""
-        job = self._jobs.get(number)
+        job = self._jobs.get(request_id)
         if job is None or job.finish:
             return False
-        self._end(job, "cancelled")
+        self._end(job, FinishReason.CANCELLED)
         return True
 
-    def preempt(self, number: int) -> bool:
+    def preempt(self, request_id: str) -> bool:
         """Move a running request back to the queue, and return whether it was running."""
         require(
             self.engine.resumes,
@@ -217,7 +168,7 @@ class Scheduler(StepLoop):
             "must be one that resumes requests",
             "BatchedEngine does.",
         )
-        job = self._jobs.get(number)
+        job = self._jobs.get(request_id)
         if job is None or job.slot < 0 or job.finish:
             return False
         self._vacate(job)
@@ -233,7 +184,7 @@ class Scheduler(StepLoop):
         """
         jobs = sorted((job for job in self._slots if job is not None), key=lambda job: job.order)
         for job in jobs[slots:]:
-            self.preempt(job.number)
+            self.preempt(job.request_id)
         rows = [job.slot for job in jobs[:slots]]
         free = [i for i, job in enumerate(self._slots) if job is None]
         return sorted([*rows, *free][:slots])
@@ -251,7 +202,7 @@ class Scheduler(StepLoop):
         n = engine.slots
         rows = range(self.engine.slots) if rows is None else rows
         require(len(rows) == n, "rows", rows, f"must be {n}, as many as the engine has slots")
-        lost = [j.number for i, j in enumerate(self._slots) if j is not None and i not in rows]
+        lost = [j.request_id for i, j in enumerate(self._slots) if j is not None and i not in rows]
         require(not lost, "rows", rows, f"must have the slots of requests {lost}, which run")
         ok = state is not None or not self.running
         require(ok, "state", state, f"must be given while requests {self.running} run")
@@ -267,15 +218,15 @@ class Scheduler(StepLoop):
             self.state = engine.start()
 
     @property
-    def waiting(self) -> list[int]:
-        """Numbers of the requests without a slot, in the order in which they will get one."""
+    def waiting(self) -> list[str]:
+        """Ids of the requests without a slot, in the order in which they will get one."""
         ready = (job for _, job in sorted(self._queue, key=lambda entry: entry[0]))
-        return [job.number for job in ready if not job.finish]
+        return [job.request_id for job in ready if not job.finish]
 
     @property
-    def running(self) -> list[int]:
-        """Numbers of the requests in slots."""
-        return [job.number for job in self._slots if job is not None]
+    def running(self) -> list[str]:
+        """Ids of the requests in slots."""
+        return [job.request_id for job in self._slots if job is not None]
 
     @property
     def unfinished(self) -> int:
@@ -289,7 +240,7 @@ class Scheduler(StepLoop):
     @property
     def num_cached_tokens(self) -> int:
         """Tokens of the requests in slots, prompts included."""
-        return sum(len(job.prompt) + len(job.tokens) for job in self._slots if job is not None)
+        return sum(len(job.text) for job in self._slots if job is not None)
 
     @property
     def idle(self) -> bool:
@@ -301,7 +252,7 @@ class Scheduler(StepLoop):
         times = self.payoff is not None and self.payoff.measuring
         # Prompts, and requests that no exit could leave, say nothing of whether exits pay.
         running = [job for job in self._slots if job is not None]
-        times = times and any(_may_leave(job.request.policy) for job in running)
+        times = times and any(_may_leave(job.row.policy) for job in running)
         if not (times and (self.payoff.midway or any(job.fresh for job in running))):
             self._fill_slots()
         running = [job for job in self._slots if job is not None]
@@ -338,7 +289,7 @@ class Scheduler(StepLoop):
             self._freed.append(job.slot)
             job.slot = -1
 
-    def _end(self, job: ScheduledRequest, finish: str) -> None:
+    def _end(self, job: ScheduledRequest, finish: FinishReason) -> None:
         self._vacate(job)
         job.finish = finish
         self._ended.append(job)
@@ -354,8 +305,8 @@ class Scheduler(StepLoop):
             jobs += [] if job.finish else [job]
         if not jobs:
             return
-        prompts = [[*j.prompt, *(t.id for t in j.tokens)] for j in jobs]
-        rows = jax.tree.map(lambda *a: np.concatenate(a), *(j.request for j in jobs))
+        prompts = [j.text for j in jobs]
+        rows = jax.tree.map(lambda *a: np.concatenate(a), *(j.row for j in jobs))
         made, first = self.engine.prefill(prompts, rows)
         slots = [self._free.pop() for _ in jobs]
         self.state = self.engine.insert(self.state, made, slots)
@@ -393,7 +344,7 @@ class Scheduler(StepLoop):
                 own = lambda a, i=i, steps=call.steps: a[:, i] if steps else a[i : i + 1]
                 tokens = self._take_tokens(job, jax.tree.map(own, record))
                 if tokens:
-                    outputs.append(RequestOutput(job.number, tokens, ""))
+                    outputs.append(RequestOutput(job.request_id, tokens))
                 # Who was put back cannot go on without what was under way.
                 if job.slot < 0 and not job.calls and not job.finish:
                     self._enqueue(job)
@@ -403,12 +354,12 @@ class Scheduler(StepLoop):
         """Return a request's new tokens of a record, and end it with its last one."""
         if job.finish:
             return ()
-        new, finish = [], ""
-        stop_tokens = np.asarray(job.request.stop_token_ids[0])
-        most = int(job.request.limit[0])
+        new, finish = [], None
+        stop_token_ids = np.asarray(job.row.stop_token_ids[0])
+        most = int(job.row.limit[0])
         for i in np.flatnonzero(record.exit >= 0):
             if not np.isfinite(record.logprob[i]):
-                finish = "error"
+                finish = FinishReason.ERROR
                 break
             new.append(
                 Token(
@@ -420,10 +371,11 @@ class Scheduler(StepLoop):
                     _top_logprobs(job, record, i),
                 )
             )
-            if new[-1].id in stop_tokens[stop_tokens >= 0]:
-                finish = "stop"
+            if new[-1].id in stop_token_ids[stop_token_ids >= 0]:
+                finish = FinishReason.STOP
             elif len(job.tokens) + len(new) >= most:
-                finish = "length" if most == job.limit else "context"
+                whole = most == job.request.max_tokens
+                finish = FinishReason.LENGTH if whole else FinishReason.CONTEXT
             if finish:
                 break
         job.tokens += new
@@ -436,17 +388,15 @@ class Scheduler(StepLoop):
         """Return the ends of requests since the last step."""
         ended, self._ended = self._ended, []
         for job in ended:
-            del self._jobs[job.number]
-        return [RequestOutput(job.number, (), job.finish) for job in ended]
+            del self._jobs[job.request_id]
+        return [RequestOutput(job.request_id, (), job.finish) for job in ended]
 
 
 def _top_logprobs(
     job: ScheduledRequest, record: DecodeRecord, i: int
 ) -> tuple[tuple[int, float], ...]:
     """Return the most likely tokens at a request's i-th, as many as it asked for and exist."""
-    most = (
-        0 if job.request.logits_params is None else int(job.request.logits_params.top_logprobs[0])
-    )
+    most = 0 if job.row.logits_params is None else int(job.row.logits_params.top_logprobs[0])
     if not most or record.top_logprobs is None:
         return ()
     tokens, logprobs = (a[i, :most].tolist() for a in record.top_logprobs)

@@ -19,7 +19,7 @@ class ScriptedRow:
     prompt: tuple[int, ...]
     emitted: int
     remaining: int
-    stop_tokens: frozenset[int]
+    stop_token_ids: frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ScriptedEngine:
     def prefill(
         self, prompts: Sequence[Sequence[int]], request: Request
     ) -> tuple[tuple[ScriptedRow, ...], DecodeRecord]:
-        limits, stop_tokens = np.asarray(request.limit), np.asarray(request.stop_token_ids)
+        limits, stop_token_ids = np.asarray(request.limit), np.asarray(request.stop_token_ids)
         rows = []
         for i, prompt in enumerate(prompts):
             require(
@@ -59,7 +59,7 @@ class ScriptedEngine:
                 f"{len(prompt)} tokens",
                 f"must have at least 1 token and fewer than the context ({self.context})",
             )
-            ends = frozenset(stop_tokens[i][stop_tokens[i] >= 0].tolist())
+            ends = frozenset(stop_token_ids[i][stop_token_ids[i] >= 0].tolist())
             # What is behind the prompt was emitted before.
             start = int(np.asarray(request.start)[i])
             emitted = len(prompt) - start
@@ -96,7 +96,7 @@ class ScriptedEngine:
             else dataclasses.replace(
                 row,
                 emitted=row.emitted + 1,
-                remaining=0 if s[0] in row.stop_tokens else row.remaining - 1,
+                remaining=0 if s[0] in row.stop_token_ids else row.remaining - 1,
             )
             for row, s in zip(rows, said, strict=True)
         )

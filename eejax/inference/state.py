@@ -236,7 +236,7 @@ class Request:
         limits: Sequence[int] | np.ndarray,
         policy: ExitPolicy,
         sampling: SamplingParams,
-        stop_tokens: Sequence[int] = (),
+        stop_token_ids: Sequence[int] = (),
         width: int = MAX_STOP_TOKENS,
         logits_params: LogitsParams | None = None,
     ) -> Request:
@@ -261,22 +261,21 @@ class Request:
             f"must be {len(lengths)}: one for each of the prompts",
         )
         allowed = f"must be a sequence of token ids, each in 0..{config.vocab_size - 1}"
-        ids = require_array("stop_tokens", stop_tokens, allowed)
+        ids = require_array("stop_token_ids", stop_token_ids, allowed)
         require(
             ids.ndim == 1
             and (not ids.size or ids.dtype.kind in "iu")
             and bool(np.all((ids >= 0) & (ids < config.vocab_size))),
-            "stop_tokens",
-            stop_tokens,
+            "stop_token_ids",
+            stop_token_ids,
             allowed,
         )
-        require(ids.size <= width, "stop_tokens", stop_tokens, f"must be at most {width} of them")
-        stop_token_ids = np.full((len(lengths), width), -1, np.int32)
-        stop_token_ids[:, : ids.size] = ids
+        allowed = f"must be at most {width} of them"
+        require(ids.size <= width, "stop_token_ids", stop_token_ids, allowed)
+        rows = np.full((len(lengths), width), -1, np.int32)
+        rows[:, : ids.size] = ids
         as_rows = lambda a: np.minimum(a, np.iinfo(np.int32).max).astype(np.int32)
-        return cls(
-            policy, sampling, stop_token_ids, as_rows(lengths), as_rows(limits), logits_params
-        )
+        return cls(policy, sampling, rows, as_rows(lengths), as_rows(limits), logits_params)
 
     @classmethod
     def blank(cls, config: ModelConfig, rows: int) -> Request:

@@ -350,7 +350,7 @@ class EarlyExitLM(TemplateLM):
         padded = [*rows, *rows[-1:] * (self.batch_size - len(rows))]
         result = self._made[0].generate(
             [prompts[i] for i in padded],
-            stop_tokens=tokenizer.end_ids,
+            stop_token_ids=tokenizer.end_ids,
             seed=padded,
             decode_text=tokenizer.decode,
             prefill_exit=True,

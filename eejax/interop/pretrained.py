@@ -112,7 +112,7 @@ def generate(
     generator = generator_of(model, engine)
     tokenizer = model.tokenizer
     ids = tokenizer.encode(prompt).tolist() if isinstance(prompt, str) else prompt
-    options = {"stop_tokens": tokenizer.end_ids, "decode_text": tokenizer.decode} | options
+    options = {"stop_token_ids": tokenizer.end_ids, "decode_text": tokenizer.decode} | options
     with progress.waiting("generating"):
         result = generator.generate([ids], max_new_tokens, **options)
     return result.text(0, tokenizer.decode), result

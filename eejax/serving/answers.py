@@ -12,10 +12,10 @@ from eejax.common.errors import ConfigError, require
 from eejax.data.tokenizers import Tokenizer
 from eejax.inference.logits_params import LogitsParams
 from eejax.inference.policy import ExitPolicy
+from eejax.inference.request import EngineRequest, FinishReason, Token
 from eejax.inference.sampling import SamplingParams
-from eejax.inference.scheduler import Token
 from eejax.inference.state import MAX_STOP_TOKENS
-from eejax.serving.messages import CHOOSES, EngineReady, EngineRequest
+from eejax.serving.messages import CHOOSES, EngineReady
 from eejax.serving.metrics import ChoiceMetrics
 from eejax.serving.protocol import GenerationRequest
 from eejax.serving.service import EngineUnavailable, Service
@@ -30,8 +30,6 @@ FIELDS = dict(
     top_logprobs="logprobs",
     threshold="thresholds",
     min_exit_layer="min_layers",
-    stop_tokens="stop_token_ids",
-    limit="max_tokens",
 )
 """What settings are called in requests, where that is another name."""
 
@@ -52,18 +50,19 @@ class ChoiceDelta(NamedTuple):
 
     Attributes:
       tokens: tokens that the text begins to show.
-      finish: how the choice ended, or "".
+      finish: why the choice ended, None while it goes on.
       count: tokens generated so far.
     """
 
     index: int
     text: str
     tokens: tuple[Token, ...]
-    finish: str
+    finish: FinishReason | None
     count: int
 
 
 def engine_requests(
+    request_id: str,
     body: GenerationRequest,
     ready: EngineReady,
     prompt: Sequence[int],
@@ -71,7 +70,7 @@ def engine_requests(
     top_logprobs: int,
     defaults: ExitDefaults,
 ) -> list[EngineRequest]:
-    """Return an engine request for each of the n choices.
+    """Return an engine request for each of the n choices, "ID-0", "ID-1" and so on.
 
     Raises ConfigError, which names the request's field.
     """
@@ -88,9 +87,9 @@ def engine_requests(
     least, own = body.min_tokens, body.stop_token_ids or ()
     require(limit in (None, 0) or least <= limit, "min_tokens", least, f"must be at most {limit}")
     ends = set() if body.ignore_eos else {*tokenizer.end_ids}
-    stop_tokens = sorted({*ends, *own})
+    stop_token_ids = sorted({*ends, *own})
     require(
-        len(stop_tokens) <= MAX_STOP_TOKENS,
+        len(stop_token_ids) <= MAX_STOP_TOKENS,
         "stop_token_ids",
         own,
         f"must be at most {MAX_STOP_TOKENS - len(ends)} tokens",
@@ -119,12 +118,13 @@ def engine_requests(
         )
         return [
             EngineRequest(
+                f"{request_id}-{i}",
                 tuple(prompt),
                 room if limit is None else limit,
                 policy,
                 sampled(i),
                 logits_params,
-                tuple(stop_tokens),
+                tuple(stop_token_ids),
                 body.priority,
                 body.objective,
             )
@@ -177,7 +177,7 @@ def rename_field(error: ConfigError) -> ConfigError:
 
 async def choice_deltas(
     service: Service,
-    ask: EngineRequest,
+    request: EngineRequest,
     index: int,
     stop_strings: Sequence[str],
     watched: ChoiceMetrics,
@@ -189,31 +189,31 @@ async def choice_deltas(
     `Service.stream`.
     """
     tokenizer: Tokenizer = service.ready.tokenizer
-    revealed, tokens, num_shown = StreamingDetokenizer(tokenizer, stop_strings, ask.prompt), [], 0
-    ends, finish = set(ask.stop_tokens), "cancelled"
+    revealed = StreamingDetokenizer(tokenizer, stop_strings, request.prompt)
+    tokens, num_shown, finish = [], 0, FinishReason.CANCELLED
+    ends = set(request.stop_token_ids)
     try:
-        async with contextlib.aclosing(service.stream(ask, seconds=seconds)) as events:
-            async for event in events:
-                tokens += event.tokens
-                watched.tokens(event.tokens)
+        async with contextlib.aclosing(service.stream(request, seconds=seconds)) as outputs:
+            async for output in outputs:
+                tokens += output.tokens
+                watched.tokens(output.tokens)
                 # A token that ends a text is none of it, whatever it would be written as.
-                shown = revealed.push([t.id for t in event.tokens if t.id not in ends])
+                shown = revealed.push([t.id for t in output.tokens if t.id not in ends])
                 text = shown.text
                 if shown.stopped:
-                    finish = "stop"
-                elif event.finish:
-                    finish = event.finish
+                    finish = FinishReason.STOP
+                elif output.finish:
+                    finish = output.finish
                     shown = revealed.finish()
                     text += shown.text
-                    finish = "stop" if shown.stopped else finish
-                done = shown.stopped or bool(event.finish)
-                upto = len(tokens) if event.finish and not shown.stopped else shown.tokens
-                # What came behind a stop string in the same event is none of the answer.
+                    finish = FinishReason.STOP if shown.stopped else finish
+                done = shown.stopped or bool(output.finish)
+                upto = len(tokens) if output.finish and not shown.stopped else shown.tokens
+                # What came behind a stop string in the same output is none of the answer.
                 count = revealed.num_tokens if shown.stopped else len(tokens)
                 if text or upto > num_shown or done:
-                    yield ChoiceDelta(
-                        index, text, tuple(tokens[num_shown:upto]), finish if done else "", count
-                    )
+                    new, end = tuple(tokens[num_shown:upto]), finish if done else None
+                    yield ChoiceDelta(index, text, new, end, count)
                 num_shown = max(num_shown, upto)
                 if done:
                     return

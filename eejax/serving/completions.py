@@ -15,12 +15,12 @@ import numpy as np
 from eejax.common.errors import DataError
 from eejax.data.chat import plain
 from eejax.data.tokenizers import utf8
-from eejax.inference.scheduler import Token
+from eejax.inference.request import EngineRequest, FinishReason, Token
 from eejax.inference.scoring import TextScores
 from eejax.serving import protocol as form
 from eejax.serving.answers import ChoiceDelta
 from eejax.serving.http import APIError, ModelServer, finish_reason, usage
-from eejax.serving.messages import CHOOSES, EngineReady, EngineRequest
+from eejax.serving.messages import CHOOSES, EngineReady
 from eejax.serving.text import TokenOffsets
 
 
@@ -68,14 +68,14 @@ class ResponseBuilder(abc.ABC):
             id=f"{self.prefix}-{uuid.uuid4().hex}", created=int(time.time()), model=body.model
         )
         self.prompts: list[list[int]] = []
-        self.asks: list[EngineRequest] = []
+        self.requests: list[EngineRequest] = []
         self.counts: dict[int, int] = {}
 
     async def prepare(self) -> None:
         """Checks what is asked. Raises for what cannot be answered."""
         self.prompts = await asyncio.to_thread(self.encoded)  # which takes long for long texts
-        self.asks = self.server.engine_requests(
-            self.body, self.prompts, self.limit, self.top_logprobs
+        self.requests = self.server.engine_requests(
+            self.head["id"], self.body, self.prompts, self.limit, self.top_logprobs
         )
 
     @property
@@ -98,7 +98,7 @@ class ResponseBuilder(abc.ABC):
 
     def pieces(self) -> AsyncIterator[ChoiceDelta]:
         """Yield the deltas of all choices as they come."""
-        return self.server.choices(self.body, self.asks, self.begin)
+        return self.server.choices(self.body, self.requests, self.begin)
 
     @abc.abstractmethod
     def part(self, piece: ChoiceDelta) -> dict:
@@ -120,12 +120,12 @@ class ResponseBuilder(abc.ABC):
     def parts(self, piece: ChoiceDelta) -> list[dict]:
         return [self.part(piece)]
 
-    async def gathered(self) -> list[tuple[str, list[Token], str]]:
+    async def gathered(self) -> list[tuple[str, list[Token], FinishReason]]:
         """(text, tokens, finish) of every choice."""
-        found: dict[int, tuple[str, list[Token], str]] = {}
+        found: dict[int, tuple[str, list[Token], FinishReason | None]] = {}
         async with contextlib.aclosing(self.pieces()) as pieces:
             async for index, text, tokens, finish, count in pieces:
-                before, had, _ = found.get(index, ("", [], ""))
+                before, had, _ = found.get(index, ("", [], None))
                 found[index] = before + text, had + list(tokens), finish
                 self.counts[index] = count
         return [found[i] for i in sorted(found)]
@@ -197,15 +197,15 @@ class CompletionResponse(ResponseBuilder):
         left = None if left is None else left - (time.monotonic() - self.begin)
         scores = await self.service.score(prompt, top_logprobs=self.body.logprobs > 0, seconds=left)
         if not np.isfinite(scores.logprob).all():
-            finish_reason("error")
+            finish_reason(FinishReason.ERROR)
         return scores
 
     def pieces(self) -> AsyncIterator[ChoiceDelta]:
         return self._nothing() if self.body.max_tokens == 0 else super().pieces()
 
     async def _nothing(self) -> AsyncIterator[ChoiceDelta]:
-        for index in range(len(self.asks)):
-            yield ChoiceDelta(index, "", (), "length", 0)
+        for index in range(len(self.requests)):
+            yield ChoiceDelta(index, "", (), FinishReason.LENGTH, 0)
 
     def part(self, piece: ChoiceDelta) -> dict:
         index, text, tokens, finish, _ = piece

@@ -8,6 +8,7 @@ first continue elsewhere with their text.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import numbers
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +24,11 @@ from eejax.inference.batched_state import BatchOptions
 from eejax.inference.deepening import on_host
 from eejax.inference.engine import STEPS_PER_CALL
 from eejax.inference.generate import check_prompts
-from eejax.inference.logits_params import LogitsParams
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
+from eejax.inference.request import EngineRequest, FinishReason, RequestOutput, Token
 from eejax.inference.sampling import SamplingParams
-from eejax.inference.scheduler import RequestOutput, StepLoop, Token, check_request
+from eejax.inference.scheduler import StepLoop
 from eejax.inference.state import Request
 from eejax.models.config import ModelConfig
 from eejax.serving.auditor import AnswerVerifier, ReferenceJudge
@@ -37,7 +38,7 @@ from eejax.serving.controller import Controller
 from eejax.serving.dispatch import Dispatcher, FleetRequest
 from eejax.serving.energy import EnergyMeter
 from eejax.serving.loading import ModelLoad, failure
-from eejax.serving.messages import FleetReport
+from eejax.serving.messages import CHOOSES, FleetReport
 from eejax.serving.objectives import NAMED, Telemetry
 
 OWN = tuple(name for name in NAMED if name != "goodput")  # objectives that a request may name
@@ -82,18 +83,14 @@ class _RunningRequest(FleetRequest):
     """A request of a fleet.
 
     Attributes:
+      request: as it was added; the model that has it has its own exit rules for it.
       tokens: tokens that it has.
-      own: its number in the model that has it.
       energy: joules and tokens of that model when it got the request.
       thresholds: [exits], by which its tokens leave.
     """
 
-    number: int
-    prompt: tuple[int, ...]
-    limit: int
-    asked: dict[str, Any]
+    request: EngineRequest
     tokens: list[Token] = dataclasses.field(default_factory=list)
-    own: int = -1
     cancelled: bool = False
     energy: tuple[float, int] = (0.0, 0)
     thresholds: Any = None
@@ -179,42 +176,33 @@ class Fleet(Dispatcher, StepLoop):
         # A text may have to go on in any of them.
         least = min(member.config.context_length for member in members.values())
         self._making = dict(context=least if context is None else context, steps=steps)
-        self._number, self._meter = 0, meter
-        self._jobs: dict[int, _RunningRequest] = {}
+        self._arrivals, self._meter = itertools.count(), meter
+        self._jobs: dict[str, _RunningRequest] = {}
         self._ended: list[RequestOutput] = []  # to be told with the next step
-        self._by_own: dict[tuple[str, int], _RunningRequest] = {}
         self._auditors: dict[str, AnswerVerifier] = {}
         self._joules = 0.0 if meter is None else meter.read()
         self._spent = dict.fromkeys(members, 0.0)  # joules, and
         self._emitted = dict.fromkeys(members, 0)  # tokens
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        limit: int,
-        *,
-        sampling: SamplingParams | None = None,
-        stop_tokens: Sequence[int] = (),
-        logits_params: LogitsParams | None = None,
-        priority: int = 0,
-        objective: str | None = None,
-    ) -> int:
-        """Queue a request for up to `limit` tokens and return its number.
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request.
 
-        Requests of higher priority come first. objective: name of the request's own objective; the
-        best loaded model for it is taken, and nothing is loaded for it. With "accuracy" only the
-        last exit is taken. Raises ConfigError for what no model would take.
+        For an objective of its own the best loaded model is taken, and nothing is loaded for it.
+        With "accuracy" only the last exit is taken. Raises ConfigError for what no model would
+        take.
         """
-        require_count("limit", limit)
-        check_request(priority, sampling=sampling, logits_params=logits_params)
-        if objective is not None:
-            require_one_of("objective", objective, OWN)
+        id_, prompt = request.request_id, request.prompt
+        require_count("max_tokens", request.max_tokens)
+        require(id_ not in self._jobs, "request_id", id_, "must be of no request that runs")
+        require(request.policy is None, "policy", request.policy, f"must be None: {CHOOSES}")
+        if request.objective is not None:
+            require_one_of("objective", request.objective, OWN)
         context = self.context
         for name, member in self.members.items():
             require(
-                logits_params is None or member.options.logits_params,
+                request.logits_params is None or member.options.logits_params,
                 "logits_params",
-                type(logits_params).__name__,
+                type(request.logits_params).__name__,
                 f"must be None: {name} takes none",
                 "BatchOptions(logits_params=True) does.",
             )
@@ -222,26 +210,19 @@ class Fleet(Dispatcher, StepLoop):
             Request.make(
                 member.config,
                 [len(prompt)],
-                [limit],
+                [request.max_tokens],
                 ExitPolicy.make(member.config, 1),
-                SamplingParams.make(1) if sampling is None else sampling,
-                stop_tokens,
+                request.sampling or SamplingParams.make(1),
+                request.stop_token_ids,
             )
-        self._number += 1
-        asked = dict(sampling=sampling, stop_tokens=tuple(stop_tokens), logits_params=logits_params)
-        order = (-priority, self._number)
         job = _RunningRequest(
-            number=self._number,
-            prompt=tuple(prompt),
-            limit=limit,
-            asked=asked,
-            order=order,
+            request=request,
+            order=(-request.priority, next(self._arrivals)),
             came=self._clock(),
-            objective=objective,
+            objective=request.objective,
         )
-        self._jobs[job.number] = job
+        self._jobs[id_] = job
         self._wait(job)
-        return job.number
 
     @property
     def slots(self) -> int:
@@ -255,34 +236,35 @@ class Fleet(Dispatcher, StepLoop):
         return self._making["context"]
 
     @property
-    def running(self) -> list[int]:
-        """Numbers of the requests that models have."""
-        return [job.number for job in self._jobs.values() if job.model]
+    def running(self) -> list[str]:
+        """Ids of the requests that models have."""
+        return [job.request.request_id for job in self._jobs.values() if job.model]
 
     @property
-    def waiting(self) -> list[int]:
-        """Numbers of the other requests, in the order in which models will get them."""
-        return [job.number for job in self._queue]
+    def waiting(self) -> list[str]:
+        """Ids of the other requests, in the order in which models will get them."""
+        return [job.request.request_id for job in self._queue]
 
     @property
     def num_cached_tokens(self) -> int:
         return sum(part.scheduler.num_cached_tokens for part in self.parts.values())
 
-    def cancel(self, number: int) -> bool:
+    def abort(self, request_id: str) -> bool:
         """End a request and return whether there was one. A step reports its end."""
-        job = self._jobs.get(number)
+        job = self._jobs.get(request_id)
         if job is None:
             return False
         if job.model:
             job.cancelled = True  # and if the model has to go before that is told
-            return self.parts[job.model].scheduler.cancel(job.own)
+            return self.parts[job.model].scheduler.abort(request_id)
         self._queue.remove(job)
         self._cancelled(job)
         return True
 
     def _cancelled(self, job: _RunningRequest) -> None:
-        del self._jobs[job.number]
-        self._ended.append(RequestOutput(job.number, (), "cancelled"))
+        id_ = job.request.request_id
+        del self._jobs[id_]
+        self._ended.append(RequestOutput(id_, (), FinishReason.CANCELLED))
 
     @property
     def settled(self) -> bool:
@@ -308,10 +290,8 @@ class Fleet(Dispatcher, StepLoop):
             new = part.scheduler.step()  # what has come by now is used with the next one
             if busy:
                 self._spends(name)
-            for own, tokens, finish in new:
-                job = self._by_own.get((name, own))
-                if job is not None:  # else it was taken along to another model
-                    outputs += self._outputs_of(name, job, tokens, finish)
+            for output in new:
+                outputs.append(self._output_of(name, self._jobs[output.request_id], output))
         self._audit_next()
         return outputs
 
@@ -389,7 +369,6 @@ class Fleet(Dispatcher, StepLoop):
         return [job for job in self._jobs.values() if job.model == model]
 
     def _withdraw(self, job: _RunningRequest) -> bool:
-        del self._by_own[job.model, job.own]
         if job.cancelled:
             self._cancelled(job)
         else:
@@ -406,15 +385,8 @@ class Fleet(Dispatcher, StepLoop):
 
     def _start_request(self, job: _RunningRequest) -> None:
         job.energy = (self._spent[job.model], self._emitted[job.model])
-        job.own = self.parts[job.model].scheduler.submit(
-            job.prompt,
-            job.limit,
-            tokens=job.tokens,
-            **job.asked,
-            policy=self._policy(job),
-            priority=-job.order[0],
-        )
-        self._by_own[job.model, job.own] = job
+        request = dataclasses.replace(job.request, policy=self._policy(job), objective=None)
+        self.parts[job.model].scheduler.add_request(request, job.tokens)
 
     def _policy(self, job: _RunningRequest) -> ExitPolicy:
         member, (_, level) = self.members[job.model], job.strictness
@@ -424,7 +396,9 @@ class Fleet(Dispatcher, StepLoop):
         job.thresholds = np.array([stricter(float(t), level) for t in given])
         return ExitPolicy.make(member.config, 1, **{**member.rules, "threshold": job.thresholds})
 
-    def _outputs_of(self, model, job, tokens, finish) -> list[RequestOutput]:
+    def _output_of(self, model: str, job: _RunningRequest, output: RequestOutput) -> RequestOutput:
+        """Record what a model told of a request, and return it with the model's name."""
+        id_, tokens, finish = output
         if tokens:
             tokens = tuple(t._replace(model=model) for t in tokens)
             self._on_tokens(job)
@@ -436,17 +410,18 @@ class Fleet(Dispatcher, StepLoop):
             job.below += below
             self.controller.tokens(model, below, own=job.objective is not None)
         if not finish:
-            return [RequestOutput(job.number, tokens, "")]
-        del self._by_own[model, job.own], self._jobs[job.number]
-        sampling, logits_params = job.asked["sampling"], job.asked["logits_params"]
+            return RequestOutput(id_, tokens)
+        del self._jobs[id_]
+        sampling, logits_params = job.request.sampling, job.request.logits_params
         greedy = sampling is None or float(sampling.temperature[0]) == 0
         # What is drawn by chance, or shaped, is not what the whole model says is most likely.
         shaped = logits_params is not None and bool(logits_params.changes[0])
         judged = job.objective is None and greedy and not shaped
         # Who leaves in the middle, as at a stop string, has an answer all the same.
-        whole = finish != "error" and len(job.tokens) > 0
-        self._on_finished(job, whole, judged, failed=finish == "error")
-        return [RequestOutput(job.number, tokens, finish)]
+        failed = finish == FinishReason.ERROR
+        whole = not failed and len(job.tokens) > 0
+        self._on_finished(job, whole, judged, failed=failed)
+        return RequestOutput(id_, tokens, finish)
 
     def _own_perplexity(self, job: _RunningRequest) -> float:
         return perplexity_of(-sum(token.logprob for token in job.tokens), len(job.tokens))
@@ -478,9 +453,9 @@ class Fleet(Dispatcher, StepLoop):
             part = self.parts.get(name)
         # What is on its way has its room already, and would be waited for by all that is brought.
         loaded = None if part is None else part.weights
-        verdict = auditor.judge(loaded, job.prompt, [t.id for t in job.tokens])
+        verdict = auditor.judge(loaded, job.request.prompt, [t.id for t in job.tokens])
         if name is not None:
-            self.audited[name] += len(job.prompt) + len(job.tokens)
+            self.audited[name] += len(job.request.prompt) + len(job.tokens)
         return verdict
 
     def _on_judged(self, model: str, verdict: AnswerAudit) -> tuple[float, float]:

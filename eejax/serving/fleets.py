@@ -27,6 +27,7 @@ from eejax.inference import capacity, scoring
 from eejax.inference.deepening import on_host
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
+from eejax.inference.request import EngineRequest
 from eejax.serving.auditor import AnswerVerifier, ReferenceJudge
 from eejax.serving.choices import ControllerOptions
 from eejax.serving.controller import Controller
@@ -365,7 +366,7 @@ def warm_up(
 
     def can_deepen(depth: int, deeper: int) -> None:
         part = make(depth)
-        part.scheduler.submit([0], 2 * steps)
+        part.scheduler.add_request(EngineRequest("warm-up", (0,), 2 * steps))
         part.step()
         part.grow(deeper)
         part.scheduler.step()  # at the old depth, with the new slots

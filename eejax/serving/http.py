@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eejax.common.errors import ConfigError, DataError, require, require_count
 from eejax.data.chat import ChatTemplate
+from eejax.inference.request import EngineRequest, FinishReason
 from eejax.serving import protocol as form
 from eejax.serving.answers import (
     ChoiceDelta,
@@ -30,14 +31,20 @@ from eejax.serving.answers import (
     merged,
     rename_field,
 )
-from eejax.serving.messages import EngineReady, EngineRequest
+from eejax.serving.messages import EngineReady
 from eejax.serving.metrics import ChoiceMetrics, ServerMetrics
 from eejax.serving.service import READY, EngineUnavailable, QueueFull, Service
 
 _log = logging.getLogger(__name__)
 
-FINISH = {"context": "length", "cancelled": "stop", "deadline": "timeout"}
-"""What ends are called by OpenAI, where that is another name; timeout is eejax's own."""
+FINISH = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CONTEXT: "length",
+    FinishReason.CANCELLED: "stop",
+    FinishReason.DEADLINE: "timeout",
+}
+"""What ends are called by OpenAI; timeout is eejax's own. The others are errors."""
 
 ERRORS = {
     status: {"model": form.ErrorResponse, "description": text}
@@ -216,6 +223,7 @@ class ModelServer:
 
     def engine_requests(
         self,
+        id_: str,
         body: form.GenerationRequest,
         prompts: Sequence[Sequence[int]],
         limit: int | None,
@@ -242,34 +250,34 @@ class ModelServer:
             )
             raise APIError(400, message, param="n")
         made = (
-            engine_requests(body, ready, prompt, limit, top_logprobs, defaults)
-            for prompt in prompts
+            engine_requests(f"{id_}-{i}", body, ready, prompt, limit, top_logprobs, defaults)
+            for i, prompt in enumerate(prompts)
         )
         return list(itertools.chain.from_iterable(made))
 
     def choices(
-        self, body: form.GenerationRequest, asked: Sequence[EngineRequest], begin: float
+        self, body: form.GenerationRequest, requests: Sequence[EngineRequest], begin: float
     ) -> AsyncIterator[ChoiceDelta]:
         """Yield the deltas of all choices. begin: arrival of the request, by `time.monotonic`."""
         service = self.service(body.model)
 
-        def one(index: int, ask: EngineRequest) -> AsyncIterator[ChoiceDelta]:
-            prompt = 0 if index % body.n else len(ask.prompt)
+        def one(index: int, request: EngineRequest) -> AsyncIterator[ChoiceDelta]:
+            prompt = 0 if index % body.n else len(request.prompt)
             seen = ChoiceMetrics(self.metrics, body.model, begin, prompt)
-            return choice_deltas(service, ask, index, body.stop_strings, seen, body.timeout)
+            return choice_deltas(service, request, index, body.stop_strings, seen, body.timeout)
 
-        return merged([one(index, ask) for index, ask in enumerate(asked)])
+        return merged([one(index, request) for index, request in enumerate(requests)])
 
 
-def finish_reason(finish: str) -> str:
+def finish_reason(finish: FinishReason) -> str:
     """Return a finish in OpenAI's words. Raises APIError for an end that is not an answer's."""
-    if finish == "error":
+    if finish == FinishReason.ERROR:
         raise APIError(500, "the model's logits are not finite", code="not_finite")
-    if finish == "lost":
+    if finish == FinishReason.LOST:
         raise APIError(
             503, "the engine ended before the answer", code="engine_unavailable", after=1
         )
-    return FINISH.get(finish, finish)
+    return FINISH[finish]
 
 
 def usage(prompts: Sequence[Sequence[int]], counts: Mapping[int, int]) -> dict[str, int]:

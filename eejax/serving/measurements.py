@@ -23,6 +23,7 @@ from eejax.common.errors import DataError
 from eejax.common.trees import Tree, path_name
 from eejax.data.tokenizers import Tokenizer
 from eejax.inference.partial import PartialModel
+from eejax.inference.request import EngineRequest
 from eejax.inference.sampling import SamplingParams
 from eejax.models.config import ModelConfig
 from eejax.serving.auditor import ReferenceJudge
@@ -284,15 +285,14 @@ def sampled(
         context=context,
         depth=member.config.n_exits + 1,
     )
-    texts = {
-        part.scheduler.submit(
-            [start], min(SAMPLED, context - 1), sampling=SamplingParams.make(1, 1.0, seed=seed)
-        ): [start]
-        for seed in range(SAMPLES)
-    }
-    for number, tokens, _ in part.run():
-        texts[number] += [token.id for token in tokens]
-    return [*texts.values()]
+    texts = [[start] for _ in range(SAMPLES)]
+    for seed in range(SAMPLES):
+        drawn = SamplingParams.make(1, 1.0, seed=seed)
+        most = min(SAMPLED, context - 1)
+        part.scheduler.add_request(EngineRequest(str(seed), (start,), most, sampling=drawn))
+    for id_, tokens, _ in part.run():
+        texts[int(id_)] += [token.id for token in tokens]
+    return texts
 
 
 def windows(texts: Sequence[Sequence[int]], context: int) -> list[dict[str, np.ndarray]]:

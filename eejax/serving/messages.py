@@ -1,17 +1,16 @@
-"""Messages between the HTTP process and the process that runs the engine."""
+"""Messages between the HTTP process and the process that runs the engine.
+
+A request crosses the pipe as it is (`inference.request.EngineRequest`).
+"""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from eejax.data.tokenizer_files import TemplateSource
 from eejax.data.tokenizers import Tokenizer
-from eejax.inference.logits_params import LogitsParams
-from eejax.inference.policy import ExitPolicy
-from eejax.inference.sampling import SamplingParams
-from eejax.inference.scheduler import RequestOutput
+from eejax.inference.request import RequestOutput
 from eejax.inference.scoring import TextScores
 from eejax.models.config import ModelConfig
 from eejax.serving.choices import Decision
@@ -21,45 +20,23 @@ LOG = "eejax.serving"  # of what an engine does before it is ready, at level INF
 CHOOSES = "the server chooses the model, and where its tokens leave"
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineRequest:
-    """A request for up to `limit` tokens behind a prompt (`Scheduler.submit`, `Fleet.submit`).
+class AbortRequest(NamedTuple):
+    """Ends a request."""
 
-    Attributes:
-      policy: exit rules of an engine's request; the models of a fleet have their own.
-      objective: name of a fleet request's own objective; None for that of the server.
-    """
-
-    prompt: tuple[int, ...]
-    limit: int
-    policy: ExitPolicy | None = None
-    sampling: SamplingParams | None = None
-    logits_params: LogitsParams | None = None
-    stop_tokens: tuple[int, ...] = ()
-    priority: int = 0
-    objective: str | None = None
-
-
-class SubmitRequest(NamedTuple):
-    number: int
-    ask: EngineRequest
-
-
-class CancelRequest(NamedTuple):
-    number: int
+    request_id: str
 
 
 class ScoreRequest(NamedTuple):
     """Asks for the `TextScores` of a text by an exit; None: the final one."""
 
-    number: int
+    request_id: str
     tokens: tuple[int, ...]
     exit: int | None
     top_logprobs: bool
 
 
 class ScoreReply(NamedTuple):
-    number: int
+    request_id: str
     scores: TextScores
 
 
@@ -142,12 +119,12 @@ class EngineReady(NamedTuple):
 class RequestRefused(NamedTuple):
     """The engine did not accept a request."""
 
-    number: int
+    request_id: str
     why: str
 
 
 class StepReport(NamedTuple):
-    """Outputs of a step, by the numbers of the requests; of a fleet also what serves."""
+    """Outputs of a step; of a fleet also what serves."""
 
     outputs: tuple[RequestOutput, ...]
     load: EngineLoad

@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from eejax.inference.scheduler import Token
+from eejax.inference.request import Token
 from eejax.serving.history import LoadHistory
 from eejax.serving.messages import EngineLoad, FleetReport
 

@@ -18,6 +18,7 @@ from eejax.common.trees import nbytes
 from eejax.inference import state as s
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
+from eejax.inference.request import EngineRequest
 from eejax.serving.choices import ModelProfile
 from eejax.serving.energy import layer_flops, segment_rows, token_work
 from eejax.serving.fleet import FleetMember
@@ -129,10 +130,12 @@ def written(
         part = PartialModel(
             member.params, member.config, member.options, slots=slots, depth=depth, context=context
         )
-        asked = {part.scheduler.submit(text, new): (text, []) for text in texts}
-        for number, tokens, _ in part.run():
-            asked[number][1].extend(token.id for token in tokens)
-        found[depth] = [(text, ids) for text, ids in asked.values() if ids]
+        answers: list[list[int]] = [[] for _ in texts]
+        for i, text in enumerate(texts):
+            part.scheduler.add_request(EngineRequest(str(i), text, new))
+        for id_, tokens, _ in part.run():
+            answers[int(id_)] += [token.id for token in tokens]
+        found[depth] = [(text, ids) for text, ids in zip(texts, answers, strict=True) if ids]
     return found
 
 
@@ -168,27 +171,27 @@ class _Depth:
         self.loaded, self.filled, self.slots = loaded, filled, part.engine.slots
         self.state = nbytes(part.scheduler.state)
         scheduler, config = part.scheduler, part.config
-        for number in [*scheduler.running, *scheduler.waiting]:
-            scheduler.cancel(number)
+        for id_ in [*scheduler.running, *scheduler.waiting]:
+            scheduler.abort(id_)
         part.run()
         policy = ExitPolicy.make(config, 1, **(rules or {}))
         slots, room, left = part.engine.slots, part.engine.context, np.zeros(config.n_exits + 1)
         count, decoded, begun = 0, None, set()
-        self.exits: dict[int, list[int]] = {}
+        self.exits: dict[str, list[int]] = {}
         # Those that begin first go on for long enough to be there with the last.
         texts = [list(text)[: room // 2] for text in texts]
         longest = max(texts, key=len)
         begin = clock()
-        scheduler.submit(longest, 1, policy=policy)
+        scheduler.add_request(EngineRequest("longest", longest, 1, policy))
         part.run()
         self.first, self.given = clock() - begin, len(longest)
         for i in range(slots):
             text = texts[i % len(texts)]
-            scheduler.submit(text, room - len(text), policy=policy)
+            scheduler.add_request(EngineRequest(str(i), text, room - len(text), policy))
         while count < slots * new and not part.idle:
-            for number, tokens, _ in part.step():
-                begun |= {number} if tokens else set()
-                self.exits.setdefault(number, []).extend(token.exit for token in tokens)
+            for id_, tokens, _ in part.step():
+                begun |= {id_} if tokens else set()
+                self.exits.setdefault(id_, []).extend(token.exit for token in tokens)
                 for token in tokens if decoded is not None else ():
                     left[token.exit] += 1
                     count += 1

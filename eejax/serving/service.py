@@ -14,30 +14,29 @@ import multiprocessing
 import queue
 import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from multiprocessing import resource_tracker
-from typing import Any, NamedTuple
+from typing import Any
 
 from eejax.common.children import block_signals
 from eejax.common.errors import ConfigError, require, require_count
 from eejax.inference.engine import STEPS_PER_CALL
-from eejax.inference.scheduler import Token
+from eejax.inference.request import EngineRequest, FinishReason, RequestOutput
 from eejax.inference.scoring import TextScores
 from eejax.serving import worker
 from eejax.serving.messages import (
+    AbortRequest,
     Build,
-    CancelRequest,
     EngineFailed,
     EngineLoad,
     EngineReady,
-    EngineRequest,
     EngineStarting,
     FleetReport,
     RequestRefused,
     ScoreReply,
     ScoreRequest,
     StepReport,
-    SubmitRequest,
 )
 
 LATE = 0.5  # seconds in which an engine may tell of a request whose time is over
@@ -85,20 +84,9 @@ class ServiceOptions:
         require(self.silence > 0, "silence", self.silence, "must be more than 0")
 
 
-class RequestEvent(NamedTuple):
-    """New tokens of a request.
-
-    finish: as `scheduler.RequestOutput.finish`, "deadline", or "lost" where the engine ended first;
-    "" while the request runs.
-    """
-
-    tokens: tuple[Token, ...]
-    finish: str = ""
-
-
 @dataclasses.dataclass
 class _PendingRequest:
-    number: int
+    request_id: str
     events: asyncio.Queue
     deadline: asyncio.TimerHandle | None = None
     late: bool = False
@@ -129,8 +117,8 @@ class Service:
         self.restarts = 0
         self._build, self._clock = build, clock
         self._watch = watch or (lambda name, value: None)
-        self._requests: dict[int, _PendingRequest] = {}
-        self._number, self._engine = 0, None
+        self._requests: dict[str, _PendingRequest] = {}
+        self._engine = None
         self._changed = asyncio.Event()
         self._supervisor: asyncio.Task | None = None
 
@@ -178,25 +166,25 @@ class Service:
         return len(self._requests)
 
     async def stream(
-        self, ask: EngineRequest, *, seconds: float | None = None
-    ) -> AsyncIterator[RequestEvent]:
-        """Yield the events of a request, the last of which has a `finish`.
+        self, request: EngineRequest, *, seconds: float | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield the outputs of a request, the last of which has a `finish`.
 
-        Leaving the iteration cancels the request. `seconds`: it ends with "deadline" after this
+        Leaving the iteration aborts the request. `seconds`: it ends with "deadline" after this
         time. Raises EngineUnavailable where there is no engine, QueueFull where too many wait, and
-        ConfigError for what the engine refuses, all before the first event.
+        ConfigError for what the engine refuses, all before the first output.
         """
-        request = self._admit(lambda number: SubmitRequest(number, ask), seconds)
+        pending = self._admit(request, seconds)
         try:
             while True:
-                event = await request.events.get()
+                event = await pending.events.get()
                 if isinstance(event, RequestRefused):
                     raise ConfigError(event.why)
                 yield event
                 if event.finish:
                     return
         finally:
-            self._abandon(request)
+            self._abandon(pending)
 
     async def score(
         self,
@@ -211,61 +199,65 @@ class Service:
         Raises as `stream`, EngineUnavailable where the engine ends before it is done, and
         TimeoutError where it takes longer than `seconds`.
         """
-        asked = lambda number: ScoreRequest(number, tuple(tokens), exit, top_logprobs)
-        request = self._admit(asked, seconds)
+        request_id = f"score-{uuid.uuid4().hex}"
+        message = ScoreRequest(request_id, tuple(tokens), exit, top_logprobs)
+        pending = self._admit(message, seconds)
         try:
-            event = await request.events.get()
+            event = await pending.events.get()
         finally:
-            self._abandon(request)
+            self._abandon(pending)
         if isinstance(event, RequestRefused):
             raise ConfigError(event.why)
-        if isinstance(event, RequestEvent):
-            if event.finish == "deadline":
+        if isinstance(event, RequestOutput):
+            if event.finish == FinishReason.DEADLINE:
                 raise TimeoutError("the text was not scored in time")
             raise EngineUnavailable("the engine ended", self.retry_after)
         return event.scores
 
-    def _admit(self, message: Callable[[int], Any], seconds: float | None) -> _PendingRequest:
+    def _admit(
+        self, message: EngineRequest | ScoreRequest, seconds: float | None
+    ) -> _PendingRequest:
         if self.state != READY:
             raise EngineUnavailable(f"the engine is {self.state}", self.retry_after)
         if len(self._requests) >= self.max_requests:
             raise QueueFull(f"{self.max_requests} requests are under way", 1.0)
-        self._number += 1
-        request = _PendingRequest(self._number, asyncio.Queue())
-        self._requests[request.number] = request
+        id_ = message.request_id
+        require(id_ not in self._requests, "request_id", id_, "must be of no request that runs")
+        request = _PendingRequest(id_, asyncio.Queue())
+        self._requests[id_] = request
         if seconds is not None:
             loop = asyncio.get_running_loop()
             request.deadline = loop.call_later(max(seconds, 0), self._expire, request)
-        self._engine.send(message(request.number))
+        self._engine.send(message)
         return request
 
     def _expire(self, request: _PendingRequest) -> None:
         request.late = True
         if self._engine is not None:
-            self._engine.send(CancelRequest(request.number))
+            self._engine.send(AbortRequest(request.request_id))
         # An engine that is busy with something else may take long to answer.
-        expire = lambda: self._tell(request.number, RequestEvent((), "deadline"))
-        request.deadline = asyncio.get_running_loop().call_later(LATE, expire)
+        output = RequestOutput(request.request_id, (), FinishReason.DEADLINE)
+        request.deadline = asyncio.get_running_loop().call_later(LATE, self._tell, output)
 
     def _abandon(self, request: _PendingRequest) -> None:
         """End a request that nobody listens to any more, wherever it is."""
         if request.deadline is not None:
             request.deadline.cancel()
-        if self._requests.pop(request.number, None) is not None:
+        if self._requests.pop(request.request_id, None) is not None:
             if self._engine is not None:
-                self._engine.send(CancelRequest(request.number))
+                self._engine.send(AbortRequest(request.request_id))
         self._changed.set()
 
-    def _tell(self, number: int, event: Any) -> None:
-        """Send an event to a request, if it is still there."""
-        request = self._requests.get(number)
+    def _tell(self, event: RequestOutput | RequestRefused | ScoreReply) -> None:
+        """Send an event to its request, if that is still there."""
+        request = self._requests.get(event.request_id)
         if request is None:  # it left, and its end was on the way
             return
         if isinstance(event, RequestRefused | ScoreReply) or event.finish:
-            del self._requests[number]
+            del self._requests[event.request_id]
             self._changed.set()
-            if request.late and getattr(event, "finish", "") == "cancelled":
-                event = event._replace(finish="deadline")
+            if request.late and getattr(event, "finish", None) == FinishReason.CANCELLED:
+                event = event._replace(finish=FinishReason.DEADLINE)
         request.events.put_nowait(event)
 
     def _heard(self, engine: _EngineProcess, message: Any) -> None:
@@ -278,15 +270,15 @@ class Service:
                 if report is not None:
                     self.report = report
                     self._watch("report", report)
-                for number, tokens, finish in outputs:
-                    self._tell(number, RequestEvent(tokens, finish))
-            case RequestRefused(number, _) | ScoreReply(number, _):
-                self._tell(number, message)
+                for output in outputs:
+                    self._tell(output)
+            case RequestRefused() | ScoreReply():
+                self._tell(message)
 
     def _lose(self) -> None:
         """End the requests of an engine that ended."""
-        for number in [*self._requests]:
-            self._tell(number, RequestEvent((), "lost"))
+        for id_ in [*self._requests]:
+            self._tell(RequestOutput(id_, (), FinishReason.LOST))
         self.load = EngineLoad(0, 0, 0, self.load.capacity)
         self._watch("load", self.load)
 

@@ -286,17 +286,19 @@ def write(member, prompts: Sequence[Sequence[int]], new: int, slots: int) -> np.
 
     from eejax.inference.engine import SlotEngine
     from eejax.inference.generate import check_prompts
+    from eejax.inference.request import EngineRequest, FinishReason
     from eejax.inference.scheduler import Scheduler
 
     check_prompts(prompts, member.config, member.config.context_length - new + 1)
     weights = jax.device_put(member.params)  # that of a fleet are on the host
     engine = SlotEngine.make(weights, member.config, "full", slots=slots)
     scheduler = Scheduler(engine, engine.config)
-    number = {scheduler.submit(p, new): i for i, p in enumerate(prompts)}
     texts: list[list[int]] = [[] for _ in prompts]
+    for i, prompt in enumerate(prompts):
+        scheduler.add_request(EngineRequest(str(i), prompt, new))
     for output in scheduler.run():
-        texts[number[output.number]] += [token.id for token in output.tokens]
-        if output.finish == "error":
+        texts[int(output.request_id)] += [token.id for token in output.tokens]
+        if output.finish == FinishReason.ERROR:
             raise FloatingPointError("logits are not finite: check the model's parameters.")
     return np.array(texts, np.int32)
 

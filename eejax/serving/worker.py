@@ -16,26 +16,25 @@ from typing import Any
 from eejax.common import progress
 from eejax.common.errors import CheckpointError, ConfigError, DataError, require
 from eejax.inference.engine import STEPS_PER_CALL
-from eejax.inference.scheduler import RequestOutput, Scheduler
+from eejax.inference.request import EngineRequest
+from eejax.inference.scheduler import Scheduler
 from eejax.inference.scoring import lengths, score
 from eejax.serving.choices import ModelDepth
 from eejax.serving.messages import (
     CHOOSES,
     LOG,
+    AbortRequest,
     Build,
     BuiltEngine,
-    CancelRequest,
     EngineFailed,
     EngineLoad,
     EngineReady,
-    EngineRequest,
     EngineStarting,
     FleetReport,
     RequestRefused,
     ScoreReply,
     ScoreRequest,
     StepReport,
-    SubmitRequest,
 )
 
 LONG = 1.0  # seconds of a compilation that is told of
@@ -101,14 +100,12 @@ def end_with_parent() -> None:
 
 
 class EngineWorker:
-    """A scheduler, or a fleet, whose requests have the numbers that clients gave them."""
+    """A scheduler, or a fleet, behind a pipe."""
 
     def __init__(self, built: BuiltEngine, steps: int = STEPS_PER_CALL):
         self.engine, self.config = built.engine, built.config
         self.fleet = None if built.fleet is None else built.fleet(steps)
         self.scheduler = self.fleet or Scheduler(built.engine, built.config, steps=steps)
-        self._asked: dict[int, int] = {}  # by the scheduler's number
-        self._own: dict[int, int] = {}  # the scheduler's, by who asked
         self._scores: list[ScoreRequest] = []
         self._refused: list[RequestRefused] = []
         self._decisions = self._points = 0  # of the fleet, that were told
@@ -153,43 +150,21 @@ class EngineWorker:
         joined(self.scheduler, self.slots)
         if hasattr(self.engine, "weights"):  # else it scores nothing
             for n in lengths(self.engine.context):
-                self._scored(ScoreRequest(0, (0,) * n, None, False))
+                self._scored(ScoreRequest("warm-up", (0,) * n, None, False))
 
     def handle(self, message: Any) -> None:
         """Take a message; the steps that follow act on it."""
         match message:
-            case SubmitRequest(number, ask):
-                self._submit(number, ask)
-            case CancelRequest(number):
-                # Who ended meanwhile has been told.
-                if number in self._own:
-                    self.scheduler.cancel(self._own[number])
-                self._scores = [asked for asked in self._scores if asked.number != number]
+            case EngineRequest(request_id):
+                try:
+                    self.scheduler.add_request(message)
+                except ConfigError as error:
+                    self._refused.append(RequestRefused(request_id, str(error)))
+            case AbortRequest(request_id):
+                self.scheduler.abort(request_id)  # one that ended meanwhile was reported
+                self._scores = [asked for asked in self._scores if asked.request_id != request_id]
             case ScoreRequest():
                 self._scores.append(message)
-
-    def _submit(self, number: int, ask: EngineRequest) -> None:
-        try:
-            if self.fleet is None:
-                allowed = "must be None: there is one model, and nothing to choose"
-                require(ask.objective is None, "objective", ask.objective, allowed)
-                more = dict(policy=ask.policy)
-            else:
-                require(ask.policy is None, "policy", ask.policy, f"must be None: {CHOOSES}")
-                more = dict(objective=ask.objective)
-            own = self.scheduler.submit(
-                ask.prompt,
-                ask.limit,
-                sampling=ask.sampling,
-                stop_tokens=ask.stop_tokens,
-                logits_params=ask.logits_params,
-                priority=ask.priority,
-                **more,
-            )
-        except ConfigError as error:
-            self._refused.append(RequestRefused(number, str(error)))
-            return
-        self._asked[own], self._own[number] = number, own
 
     def _scored(self, asked: ScoreRequest) -> RequestRefused | ScoreReply:
         try:
@@ -204,9 +179,9 @@ class EngineWorker:
                 mesh=self.engine.mesh,
             )
         except ConfigError as error:
-            return RequestRefused(asked.number, str(error))
+            return RequestRefused(asked.request_id, str(error))
         return ScoreReply(
-            asked.number, scores if asked.top_logprobs else scores._replace(top_logprobs=None)
+            asked.request_id, scores if asked.top_logprobs else scores._replace(top_logprobs=None)
         )
 
     def step(self) -> list[RequestRefused | ScoreReply | StepReport]:
@@ -214,14 +189,9 @@ class EngineWorker:
         outgoing, self._refused = self._refused, []
         if self._scores:
             outgoing.append(self._scored(self._scores.pop(0)))
-        outputs = []
         # A fleet loads what is wanted while nobody asks, too.
         steps = self.fleet is not None or not self.idle
-        for own, tokens, finish in self.scheduler.step() if steps else []:
-            number = self._asked[own]
-            outputs.append(RequestOutput(number, tokens, finish))
-            if finish:
-                del self._asked[own], self._own[number]
+        outputs = self.scheduler.step() if steps else []
         scheduler, room = self.scheduler, self.slots * self.context
         load = EngineLoad(
             len(scheduler.running),
@@ -250,6 +220,6 @@ class EngineWorker:
 def joined(scheduler: Scheduler, slots: int) -> None:
     """Compile what it takes to fill one, two, four and so on up to all slots at once."""
     for n in sorted({slots, *(2**i for i in range(slots.bit_length()))}):
-        for _ in range(n):
-            scheduler.submit([0], 2)
+        for i in range(n):
+            scheduler.add_request(EngineRequest(f"warm-up-{i}", (0,), 2))
         scheduler.run()

@@ -267,17 +267,18 @@ def batched(params, config, texts, new: int, threshold: float) -> tuple[np.ndarr
     """Return tokens and exits [texts, new] of the engine `batched`."""
     from eejax.inference.batched_slots import BatchedEngine
     from eejax.inference.policy import ExitPolicy
+    from eejax.inference.request import EngineRequest
     from eejax.inference.scheduler import Scheduler
 
     engine = BatchedEngine.make(params, config, compared_batch_options(), slots=len(texts))
     scheduler = Scheduler(engine, config)
     policy = ExitPolicy.make(config, 1, threshold)
-    numbers = [scheduler.submit(text, new, policy=policy) for text in texts]
-    came: dict[int, list] = {n: [] for n in numbers}
-    while not scheduler.idle:
-        for number, tokens, _ in scheduler.step():
-            came[number] += tokens
-    pick = lambda what: np.array([[getattr(t, what) for t in came[n]] for n in numbers])
+    for i, text in enumerate(texts):
+        scheduler.add_request(EngineRequest(str(i), text, new, policy))
+    came: list[list] = [[] for _ in texts]
+    for id_, tokens, _ in scheduler.run():
+        came[int(id_)] += tokens
+    pick = lambda what: np.array([[getattr(t, what) for t in own] for own in came])
     return pick("id"), pick("exit")
 
 

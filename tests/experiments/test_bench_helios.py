@@ -20,7 +20,7 @@ from eejax.checkpoint.manager import Checkpoints
 from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER
 from eejax.common.errors import ConfigError, DataError
 from eejax.data.tokenizers import ByteTokenizer, save_tokenizer
-from eejax.inference.scheduler import Token
+from eejax.inference.request import Token
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.serving.choices import ControllerOptions, ModelDepth
 from eejax.serving.fleet import ModelChange
@@ -116,9 +116,8 @@ class Script:
     def __init__(self, clock: Ticks, slots: int):
         self.clock, self.slots, self.queue, self.most = clock, slots, [], 0
 
-    def submit(self, answer, prompt, limit):
-        self.queue.append([answer.index + 100, len(prompt) - 1, limit])
-        return answer.index + 100
+    def add_request(self, answer, request):
+        self.queue.append([request.request_id, len(request.prompt) - 1, request.max_tokens])
 
     def step(self):
         self.clock.time += 1.0

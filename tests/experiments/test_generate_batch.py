@@ -54,7 +54,7 @@ def test_every_line_gets_its_own_text(batch, small_run, engine):
         prompt = told[line]["prompt"]
         ids = model.tokenizer.encode(prompt).tolist()
         more = {} if engine == "full" else {"threshold": threshold}
-        want = oracle.generate([ids], 20, stop_tokens=[model.tokenizer.eos_id], **more)
+        want = oracle.generate([ids], 20, stop_token_ids=[model.tokenizer.eos_id], **more)
         assert told[line]["text"] == model.tokenizer.decode(want.ids(0))
         n = int(want.lengths[0])
         assert (told[line]["finish"], told[line]["tokens"]) == (want.finish[0], n)

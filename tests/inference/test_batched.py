@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from adding import add
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from near_ties import TIE
@@ -88,7 +89,12 @@ def check(oracle, asked):
     for one in asked:
         # In chunks of one size: each other one is a program of its own.
         *_, want = oracle.stream(
-            [one.prompt], one.limit, stop_tokens=one.stops, chunk=32, **one.policy, **one.sampling
+            [one.prompt],
+            one.limit,
+            stop_token_ids=one.stops,
+            chunk=32,
+            **one.policy,
+            **one.sampling,
         )
         length = min(int(want.lengths[0]), CONTEXT - len(one.prompt))
         tied = np.flatnonzero(want.margins[0] < TIE)
@@ -294,13 +300,13 @@ def test_drafts_that_are_not_finite_and_not_right_change_nothing(subset, prompts
     scheduler = Scheduler(dataclasses.replace(engine, plan=hold), config, steps=3)
     policy = ExitPolicy.make(config, 1, drafts=3)
     texts = prompts(4, [9, 14, 11])
-    numbers = [scheduler.submit(text, 20, policy=policy) for text in texts]
+    numbers = [add(scheduler, text, 20, policy=policy) for text in texts]
     outputs = scheduler.run()
     assert attention._at_once in ways
     oracle = Generator.make(clean, config, "posthoc")
     for number, text in zip(numbers, texts, strict=True):
-        assert [o.finish for o in outputs if o.number == number and o.finish] == ["length"]
-        got = [t.id for o in outputs if o.number == number for t in o.tokens]
+        assert [o.finish for o in outputs if o.request_id == number and o.finish] == ["length"]
+        got = [t.id for o in outputs if o.request_id == number for t in o.tokens]
         want = oracle.generate([text], 20)
         tied = np.flatnonzero(want.margins[0] < TIE)
         n = int(tied[0]) if len(tied) else 20
@@ -359,13 +365,13 @@ def test_logits_that_are_not_finite_are_their_own_requests_alone(subset, prompts
     policy = ExitPolicy.make(config, 1, 0.3, drafts=2)
     texts = prompts(2, [9, 30, 12, 5])
     texts[1] = [*texts[1][:25], bad]
-    numbers = [scheduler.submit(text, 15, policy=policy) for text in texts]
+    numbers = [add(scheduler, text, 15, policy=policy) for text in texts]
     outputs = scheduler.run()
-    ends = {o.number: o.finish for o in outputs if o.finish}
+    ends = {o.request_id: o.finish for o in outputs if o.finish}
     assert [ends[n] for n in numbers] == ["length", "error", "length", "length"]
     oracle = Generator.make(clean, config, "posthoc")
     for i in (0, 2, 3):
-        got = [t.id for o in outputs if o.number == numbers[i] for t in o.tokens]
+        got = [t.id for o in outputs if o.request_id == numbers[i] for t in o.tokens]
         want = oracle.generate([texts[i]], 15, threshold=0.3)
         tied = np.flatnonzero(want.margins[0] < TIE)
         n = int(tied[0]) if len(tied) else 15

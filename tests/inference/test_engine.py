@@ -107,7 +107,7 @@ def test_requests_that_share_slots_get_what_they_get_alone(subset, prompts, data
         asked.append((prompt, request(slots.config, prompt, limit, threshold, stops, **rules)))
         rules |= {} if engine == "full" else {"threshold": threshold}
         # In chunks of one size: each other one is a program of its own.
-        *_, want = alone.stream([prompt], limit, stop_tokens=stops, chunk=20, **rules)
+        *_, want = alone.stream([prompt], limit, stop_token_ids=stops, chunk=20, **rules)
         wanted.append(want)
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     # Three steps at a time: each other number is a program of its own.
@@ -289,7 +289,7 @@ def test_what_does_not_fit_an_engine_is_named(subset):
     for limits in ([2.7], [-5], 3, [1, 2]):
         with pytest.raises(ConfigError, match="limits = .*must be (a sequence of|1: one)"):
             Request.make(config, [2], limits, ExitPolicy.make(config, 1), SamplingParams.make(1))
-    with pytest.raises(ConfigError, match="stop_tokens = .*must be at most 8"):
+    with pytest.raises(ConfigError, match="stop_token_ids = .*must be at most 8"):
         request(config, [1], 4, stops=tuple(range(9)))
 
 

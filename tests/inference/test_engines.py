@@ -277,9 +277,9 @@ def test_stops_of_like_number_and_buckets_as_a_list_do_not_recompile(subset, pro
     g = Generator.make(p, config, EngineOptions("recompute", cap=4, buckets=[1, 2]))
     assert g.options == SMALL
     run = lambda **kwargs: g.generate(asked, 12, threshold=0.5, **kwargs)
-    run(), run(stop_tokens=[1, 2, 3, 4])
+    run(), run(stop_token_ids=[1, 2, 3, 4])
     compiled.clear()
-    run(stop_tokens=[7]), run(stop_tokens=[1, 2, 3]), run(stop_tokens=[9, 8, 7, 6])
+    run(stop_token_ids=[7]), run(stop_token_ids=[1, 2, 3]), run(stop_token_ids=[9, 8, 7, 6])
     assert not compiled
     run(stop_strings=["zq"], decode_text=text)  # in chunks of its own
     compiled.clear()
@@ -343,7 +343,7 @@ def test_stop_tokens_strings_lengths_and_context(subset, prompts):
 
     stop = int(free.tokens[0, 10])
     first = free.ids(0).index(stop)
-    r = run(asked, stop_tokens=[stop])
+    r = run(asked, stop_token_ids=[stop])
     assert r.ids(0) == free.ids(0)[: first + 1] and r.finish[0] == "stop"
 
     target = text(free.ids(1))[8:11]
@@ -387,15 +387,15 @@ def test_stop_tokens_strings_lengths_and_context(subset, prompts):
         (dict(chunk=0), "chunk"),
         (dict(stop_strings="end", decode_text=str), "stop_strings"),
         (dict(stop_strings=[""], decode_text=str), "stop_strings"),
-        (dict(stop_tokens=[1.5]), "stop_tokens"),
-        (dict(stop_tokens=5), "stop_tokens"),
+        (dict(stop_token_ids=[1.5]), "stop_token_ids"),
+        (dict(stop_token_ids=5), "stop_token_ids"),
         (dict(prompts="abc"), "Encode text"),
         (dict(prompts=["abc"]), r"prompts\[0\].*Encode text"),
         (dict(prompts=[[[1, 2]]]), r"prompts\[0\]"),
         (dict(top_p=0), "top_p"),
         (dict(max_new_tokens=0), "max_new_tokens"),
         (dict(stop_strings=["x"]), "decode_text"),
-        (dict(stop_tokens=[900]), "stop_tokens"),
+        (dict(stop_token_ids=[900]), "stop_token_ids"),
     ],
 )
 def test_bad_input_is_named(subset, kwargs, message):

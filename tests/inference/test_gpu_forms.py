@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+from adding import add
 from near_ties import assert_same
 
 from eejax.inference import Generator
@@ -89,9 +90,9 @@ def test_slots(model, want, for_gpu):
     engine = BatchedEngine.make(model, CONFIG, slots=2)
     scheduler = Scheduler(engine, CONFIG)
     policy = ExitPolicy.make(CONFIG, 1, [RULES["threshold"]], gate=RULES["gate"])
-    numbers = [scheduler.submit(prompt, NEW, policy=policy) for prompt in PROMPTS]
+    numbers = [add(scheduler, prompt, NEW, policy=policy) for prompt in PROMPTS]
     outputs = scheduler.run()
-    got = [[t.id for o in outputs if o.number == n for t in o.tokens] for n in numbers]
+    got = [[t.id for o in outputs if o.request_id == n for t in o.tokens] for n in numbers]
     assert got == want["posthoc"].tokens.tolist()
 
 

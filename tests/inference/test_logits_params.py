@@ -7,6 +7,7 @@ import contextlib
 import jax
 import numpy as np
 import pytest
+from adding import add
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from near_ties import TIE
@@ -148,12 +149,13 @@ def run(engine, asked, preempt=lambda step: None, threshold=(0.8, 0.7)):
         policy = ExitPolicy.make(CONFIG, 1, threshold, drafts=2)
         sampling = SamplingParams.make(1, **SAMPLED.get(i, {}))
         logits_params = LogitsParams.make(V, **wish) if wish else None
-        number = scheduler.submit(
+        number = add(
+            scheduler,
             PROMPTS[i],
             NEW,
             policy=policy,
             sampling=sampling,
-            stop_tokens=STOPS,
+            stop_token_ids=STOPS,
             logits_params=logits_params,
         )
         texts[number] = []
@@ -249,4 +251,4 @@ def test_engines_that_take_no_shaping_say_so(model):
     for engine in (engine_of(model), SlotEngine.make(model, CONFIG, slots=2)):
         scheduler = Scheduler(engine, CONFIG)
         with pytest.raises(ConfigError, match="logits_params = 'LogitsParams': must be None with"):
-            scheduler.submit([9], 3, logits_params=LogitsParams.make(V, presence=1.0))
+            add(scheduler, [9], 3, logits_params=LogitsParams.make(V, presence=1.0))

@@ -41,14 +41,14 @@ def records(tokens):
     )
 
 
-def collect(record, cuts, max_new, stop_tokens=(), stop_strings=(), decode=text):
+def collect(record, cuts, max_new, stop_token_ids=(), stop_strings=(), decode=text):
     b = record.exit.shape[1]
     collector = Collector(
         CONFIG,
         [[0]] * b,
         np.array(max_new),
         ["length"] * b,
-        stop_tokens,
+        stop_token_ids,
         stop_strings,
         decode,
     )

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from adding import add
 from near_ties import TIE
 
 from eejax.common.errors import ConfigError
@@ -54,13 +55,13 @@ def random_operations(engine, operations, rng, submit):
             asked[number], told[number] = request, []
         elif what < 0.38 and asked:
             going = [n for n in asked if n not in ends]
-            number = int(rng.choice(going if going and rng.random() < 0.5 else [*asked]))
+            number = str(rng.choice(going if going and rng.random() < 0.5 else [*asked]))
             alive = number not in ends and not scheduler._jobs[number].finish
-            assert scheduler.cancel(number) == alive
+            assert scheduler.abort(number) == alive
             if alive:
                 cancelled.add(number)
         elif what < 0.5 and scheduler.running:
-            scheduler.preempt(int(rng.choice(scheduler.running)))
+            scheduler.preempt(str(rng.choice(scheduler.running)))
         else:
             listen(scheduler.step(), told, ends, order)
         held = scheduler.running
@@ -92,8 +93,8 @@ def test_ten_thousand_random_operations_lose_nobody():
         prompt = rng.integers(0, 1000, int(rng.integers(1, 60))).tolist()
         limit = int(rng.integers(1, 30))
         stops = tuple(int(t) for t in rng.integers(0, 1000, int(rng.integers(0, 8))))
-        number = scheduler.submit(
-            prompt, limit, stop_tokens=stops, priority=int(rng.integers(0, 3))
+        number = add(
+            scheduler, prompt, limit, stop_token_ids=stops, priority=int(rng.integers(0, 3))
         )
         return number, (prompt, limit, stops)
 
@@ -115,8 +116,8 @@ def test_ten_thousand_random_operations_lose_nobody():
 def test_nobody_starves_and_priority_goes_first():
     engine = ScriptedEngine(said, (2, 4), slots=2, context=64)
     scheduler = Scheduler(engine, CONFIG, steps=2)
-    usual = [scheduler.submit([1, i], 6) for i in range(6)]
-    urgent = scheduler.submit([9, 9], 6, priority=1)
+    usual = [add(scheduler, [1, i], 6) for i in range(6)]
+    urgent = add(scheduler, [9, 9], 6, priority=1)
     assert scheduler.waiting == [urgent, *usual]
     ends, order = {}, []
     told = {n: [] for n in [*usual, urgent]}
@@ -133,13 +134,13 @@ def test_nobody_starves_and_priority_goes_first():
 def test_a_stream_of_later_requests_does_not_hold_an_earlier_one_up():
     engine = ScriptedEngine(said, (2, 4), slots=2, context=64)
     scheduler = Scheduler(engine, CONFIG, steps=1)
-    first = scheduler.submit([5], 3)
+    first = add(scheduler, [5], 3)
     scheduler.step()
     scheduler.preempt(first)
     ended = {}
     for i in range(20):
-        scheduler.submit([i + 1, i], 2)
-        ended |= {o.number: i for o in scheduler.step() if o.finish}
+        add(scheduler, [i + 1, i], 2)
+        ended |= {o.request_id: i for o in scheduler.step() if o.finish}
     assert ended[first] < 10
 
 
@@ -164,15 +165,15 @@ def test_real_requests_that_come_and_go(subset, prompts, compiled, engine):
             i = int(rng.integers(len(texts)))
             threshold = float(rng.choice([0.1, 0.3, 1.0]))
             policy = ExitPolicy.make(config, 1, threshold, drafts=int(rng.integers(3)))
-            number = scheduler.submit(texts[i], 12, policy=policy)
+            number = add(scheduler, texts[i], 12, policy=policy)
             asked[number], told[number] = (i, threshold), []
         while not scheduler.idle:
             if operations and scheduler.running and rng.random() < 0.3:
-                number = int(rng.choice(scheduler.running))
+                number = str(rng.choice(scheduler.running))
                 if engine == "batched" and rng.random() < 0.7:
                     scheduler.preempt(number)
                 else:
-                    scheduler.cancel(number)
+                    scheduler.abort(number)
             listen(scheduler.step(), told, ends, [])
 
     for n in (1, 2, 4):  # every number of prompts that is padded to another
@@ -220,7 +221,7 @@ def test_exits_are_turned_off_where_they_do_not_pay(subset, prompts):
     scheduler = Scheduler(engine, config, steps=4, payoff=payoff, clock=lambda: now[0])
     texts = prompts(1, [9, 12])
     for text in texts:
-        scheduler.submit(text, 140, policy=ExitPolicy.make(config, 1, 0.0))
+        add(scheduler, text, 140, policy=ExitPolicy.make(config, 1, 0.0))
     exits: list[int] = []
     while not scheduler.idle:
         exits += [t.exit for o in scheduler.step() for t in o.tokens]
@@ -238,7 +239,7 @@ def test_exits_are_measured_while_requests_come_and_go(subset, prompts):
     payoff = Payoff(pairs=2, calls=100)
     scheduler = Scheduler(engine, config, steps=2, payoff=payoff, clock=lambda: now[0])
     policy = ExitPolicy.make(config, 1, 0.3)
-    numbers = [scheduler.submit(text, 9, policy=policy) for text in prompts(6, [5] * 40)]
+    numbers = [add(scheduler, text, 9, policy=policy) for text in prompts(6, [5] * 40)]
     ends, step = [], 0
     while payoff.ratio is None:
         ends += [o for o in scheduler.step() if o.finish]
@@ -247,7 +248,7 @@ def test_exits_are_measured_while_requests_come_and_go(subset, prompts):
             scheduler.preempt(scheduler.running[0])
     assert len(scheduler.waiting) > 5 and payoff.ratio < 1  # long before the queue is empty
     ends += [o for o in scheduler.run() if o.finish]
-    assert sorted(o.number for o in ends) == numbers and scheduler.idle
+    assert sorted(o.request_id for o in ends) == numbers and scheduler.idle
 
 
 def test_what_cannot_be_scheduled():
@@ -256,18 +257,18 @@ def test_what_cannot_be_scheduled():
         ([], 1, {}, "prompts"),
         ([1] * 16, 1, {}, "prompts"),
         ([1000], 1, {}, "prompts"),
-        ([1], 0, {}, "limit"),
+        ([1], 0, {}, "max_tokens"),
         ([1], 1, dict(priority=0.5), "priority"),
-        ([1], 1, dict(stop_tokens=[1000]), "stop_tokens"),
-        ([1], 1, dict(stop_tokens=[[1], [1, 2]]), "stop_tokens"),
+        ([1], 1, dict(stop_token_ids=[1000]), "stop_token_ids"),
+        ([1], 1, dict(stop_token_ids=[[1], [1, 2]]), "stop_token_ids"),
         ([1], 1, dict(policy=0.5), "policy"),
         ([1], 1, dict(sampling=0.5), "sampling"),
         ([1], 1, dict(policy=ExitPolicy.make(CONFIG, 2)), "policy"),
         ([1], 1, dict(policy=ExitPolicy.make(CONFIG.replace(exits=()), 1)), "policy"),
     ]:
         with pytest.raises(ConfigError, match=field):
-            scheduler.submit(prompt, limit, **more)
-    assert scheduler.idle and not scheduler.cancel(0) and not scheduler.preempt(3)
+            add(scheduler, prompt, limit, **more)
+    assert scheduler.idle and not scheduler.abort("0") and not scheduler.preempt("3")
     with pytest.raises(ConfigError, match="payoff"):
         Scheduler(ScriptedEngine(said, (2, 4), slots=2, context=16), CONFIG, payoff=Payoff())
 
@@ -276,7 +277,7 @@ def test_what_cannot_be_scheduled():
         resumes = False
 
     with pytest.raises(ConfigError, match="resumes"):
-        Scheduler(Forgetful(said, (2, 4), slots=2, context=16), CONFIG).preempt(0)
+        Scheduler(Forgetful(said, (2, 4), slots=2, context=16), CONFIG).preempt("0")
 
 
 def test_a_request_goes_on_in_another_scheduler():
@@ -284,19 +285,19 @@ def test_a_request_goes_on_in_another_scheduler():
     make = lambda: Scheduler(ScriptedEngine(said, (2, 4), 2, 64), CONFIG, steps=2)
     prompt, limit = [5, 6, 7], 17
     first = make()
-    number = first.submit(prompt, limit)
+    number = add(first, prompt, limit)
     had = []
     while len(had) < 6:
-        had += [t for o in first.step() if o.number == number for t in o.tokens]
+        had += [t for o in first.step() if o.request_id == number for t in o.tokens]
     second = make()
-    number = second.submit(prompt, limit, tokens=had)
+    number = add(second, prompt, limit, tokens=had)
     outputs = second.run()
     rest = [t.id for o in outputs for t in o.tokens]
     assert [t.id for t in had] + rest == wanted(prompt, limit, (), 64)[0]
     assert outputs[-1].finish == "length" and len(rest) == limit - len(had)
     with pytest.raises(ConfigError, match=r"tokens = '17': must be fewer than 17"):
-        make().submit(prompt, limit, tokens=[had[0]] * limit)
+        add(make(), prompt, limit, tokens=[had[0]] * limit)
     engine = dataclasses.replace(ScriptedEngine(said, (2, 4), 2, 64))
     object.__setattr__(engine, "resumes", False)
     with pytest.raises(ConfigError, match="the engine resumes nothing"):
-        Scheduler(engine, CONFIG).submit(prompt, limit, tokens=had)
+        add(Scheduler(engine, CONFIG), prompt, limit, tokens=had)

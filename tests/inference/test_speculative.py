@@ -93,7 +93,7 @@ def check_greedy(subset, prompts, layout, gamma, adapt, buckets, batch, data):
         limit = data.draw(st.integers(1, 30))
         # In chunks of one size: each other one is a program of its own.
         run = lambda g, *given, **kwargs: [*g.stream(*given, chunk=32, **kwargs)][-1]
-        a, b = (run(g, asked, limit, stop_tokens=stops) for g in (oracle, engine))
+        a, b = (run(g, asked, limit, stop_token_ids=stops) for g in (oracle, engine))
         excused += assert_same(a, b)
         check_account(b, engine.config, options)
     assert excused <= 2

@@ -173,7 +173,7 @@ def test_what_is_generated_is_greedy_by_the_same_exits(lm):
     assert len(set(map(str, found.values()))) == 3
     for context, text in zip(contexts, found["{}"], strict=True):
         prompt = (ids(context) or [END])[-104:]
-        result = plain.generate([prompt], 24, stop_tokens=lm.model.tokenizer.end_ids)
+        result = plain.generate([prompt], 24, stop_token_ids=lm.model.tokenizer.end_ids)
         assert text == lm.model.tokenizer.decode(result.ids(0))
 
 

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from adding import add
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -147,14 +148,14 @@ def test_who_leaves_in_the_middle_has_answered(small_run):
         clock=lambda: 0.0,
     )
     fleet = Fleet({"m": member}, controller, slots=4, context=96, steps=1, audits=1.0)
-    told = {fleet.submit(text, 40): 0 for text in texts}
+    told = {add(fleet, text, 40): 0 for text in texts}
     ends = []
     while not fleet.idle:
         for number, tokens, finish in fleet.step():
             told[number] += len(tokens)
             ends += [finish] if finish else []
             if told[number] >= 8 and not finish:
-                fleet.cancel(number)
+                fleet.abort(number)
     assert ends == ["cancelled"] * 12 and max(told.values()) < 40
     assert not controller.evaluating and controller.serving == "m"
     (row,) = controller.repository.history("m")
@@ -179,10 +180,10 @@ def test_a_fleet_becomes_stricter_until_the_limit_on_disagreement_holds(small_ru
     )
     fleet = Fleet({"m": member}, controller, slots=4, context=96, audits=1.0)
     for text in texts:
-        fleet.submit(text, 16)
+        add(fleet, text, 16)
     outputs = fleet.run()
     for text in texts[:8]:
-        fleet.submit(text, 16)
+        add(fleet, text, 16)
     outputs += fleet.run()
     kinds = [d.kind for d in controller.decisions]
     assert kinds[:3] == ["serve", "evaluate", "serve"] and {*kinds[3:]} == {"tighten"}

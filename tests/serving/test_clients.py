@@ -47,7 +47,7 @@ def test_texts_are_those_of_the_model(model, client):
             [found.tokenizer.encode(p).tolist() for p in prompts],
             20,
             threshold=threshold,
-            stop_tokens=found.tokenizer.end_ids,
+            stop_token_ids=found.tokenizer.end_ids,
         )
         extra = dict(thresholds=threshold, return_exits=True)
         got = client.completions.create(

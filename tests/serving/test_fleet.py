@@ -11,6 +11,7 @@ import weakref
 import jax
 import numpy as np
 import pytest
+from adding import add
 from fleet_of_one import NEW, OPTIONS, evaluated, fleet_of, profile
 
 from eejax import calibration
@@ -62,12 +63,12 @@ def test_nobody_is_lost_while_models_and_depths_change(model, room):
     for turn in range(3000):
         while left and len(found) - len(ends) < 6:
             i, text = left.pop(0)
-            found[fleet.submit(text, NEW)] = (i, [])
+            found[add(fleet, text, NEW)] = (i, [])
         if served.count(ModelDepth("a", 1)) == 5:
             controller.profiles["b"] = profile(model, 0.2)
         if turn == 12:
             dropped = max(found)
-            assert fleet.cancel(dropped)
+            assert fleet.abort(dropped)
         for number, tokens, finish in fleet.step():
             found[number][1].extend(t.id for t in tokens)
             if finish:
@@ -140,7 +141,7 @@ def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, see
         texts, NEW, threshold=0.0, prefill_exit=True
     )
     numbers = {
-        fleet.submit(text, NEW, priority=int(rng.integers(3))): i for i, text in enumerate(texts)
+        add(fleet, text, NEW, priority=int(rng.integers(3))): i for i, text in enumerate(texts)
     }
     dropped, found, ends = set(), {n: [] for n in numbers}, {}
     for turn in range(5000):
@@ -151,7 +152,7 @@ def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, see
             controller._want("switch", choice, "drawn")
         if turn % 40 == 20 and (left := sorted(numbers.keys() - ends.keys())):
             dropped.add(left[rng.integers(len(left))])
-            fleet.cancel(max(dropped))
+            fleet.abort(max(dropped))
         if turn % 5 == 1:  # whatever is there then, and on its way
             for job in [job for job in fleet._jobs.values() if job.model and job.tokens][:1]:
                 fleet._judge(job)
@@ -185,18 +186,18 @@ def test_who_cancels_is_not_taken_along(model):
     )
     members = {name: FleetMember(model.params, model.config, {}, OPTIONS) for name in profiles}
     fleet = Fleet(members, controller, slots=2, context=96, steps=2)
-    first, second = (fleet.submit(model.tokenizer.encode("import x").tolist(), NEW) for _ in "ab")
+    first, second = (add(fleet, model.tokenizer.encode("import x").tolist(), NEW) for _ in "ab")
     while len(fleet.running) < 2:
         fleet.step()
-    assert fleet.cancel(first)
+    assert fleet.abort(first)
     fleet._free("a")
     assert fleet.waiting == [second] and fleet.taken_along == 1
     outputs = fleet.run()
-    assert [o.finish for o in outputs if o.number == first] == ["cancelled"]
-    assert [o.finish for o in outputs if o.number == second and o.finish] == ["length"]
+    assert [o.finish for o in outputs if o.request_id == first] == ["cancelled"]
+    assert [o.finish for o in outputs if o.request_id == second and o.finish] == ["length"]
     for wrong in (1.5, True):
         with pytest.raises(ConfigError, match="priority = .*: must be an integer"):
-            fleet.submit([1], 2, priority=wrong)
+            add(fleet, [1], 2, priority=wrong)
 
 
 def test_tokens_below_their_threshold_are_told(model):
@@ -215,13 +216,13 @@ def test_tokens_below_their_threshold_are_told(model):
         {"m": FleetMember(model.params, config, rules, OPTIONS)}, controller, slots=2, context=96
     )
     for i in range(4):
-        fleet.submit(model.tokenizer.encode(f"class A{i}").tolist(), NEW)
+        add(fleet, model.tokenizer.encode(f"class A{i}").tolist(), NEW)
     fleet.run()
     # As if most tokens had left by the first exit.
     controller.shares["m"] = (0.9, 0.05, 0.05)
     controller._serve()
     for i in range(4):
-        fleet.submit(model.tokenizer.encode(f"import {i}").tolist(), NEW)
+        add(fleet, model.tokenizer.encode(f"import {i}").tolist(), NEW)
     fleet.run()
     kinds = [(d.kind, d.choice.depth) for d in controller.decisions]
     # All tokens that were counted were below it: one exit more would not do.
@@ -271,7 +272,7 @@ def test_a_sampled_or_shaped_answer_is_not_audited(model):
     fleet = Fleet({"m": member}, controller, slots=3, context=96, audits=1.0)
     for i in range(9):
         text = model.tokenizer.encode(f"def f{i}").tolist()
-        fleet.submit(text, NEW, sampling=SamplingParams.make(1, 1.5, seed=i))
+        add(fleet, text, NEW, sampling=SamplingParams.make(1, 1.5, seed=i))
     fleet.run()
     assert not fleet.audits and not controller.evaluating
     assert [d.kind for d in controller.decisions] == ["evaluate", "serve"]
@@ -281,7 +282,7 @@ def test_a_sampled_or_shaped_answer_is_not_audited(model):
         plain = {*asked} <= {"top_logprobs"}
         for i in range(5 if plain else 3):
             text = model.tokenizer.encode(f"def f{i}").tolist()
-            fleet.submit(text, NEW, logits_params=logits_params if asked or i else None)
+            add(fleet, text, NEW, logits_params=logits_params if asked or i else None)
         fleet.run()
     (audit,) = fleet.audits.values()
     assert audit.count == 10 and audit.share == 0.0
@@ -309,7 +310,7 @@ def test_joules_are_counted_where_something_counts_them(model):
         )
         fleet = Fleet({"m": member}, controller, slots=2, context=96, steps=1, meter=meter)
         for i in range(2):
-            fleet.submit(model.tokenizer.encode(f"def f{i}").tolist(), NEW)
+            add(fleet, model.tokenizer.encode(f"def f{i}").tolist(), NEW)
         while not fleet.idle:
             told[0] += sum(len(output.tokens) for output in fleet.step())
         (row,) = controller.repository.history("m")
@@ -353,16 +354,16 @@ def test_who_runs_while_a_model_shrinks_goes_on_before_who_comes(model):
     controller._want("grow", ModelDepth("m", 3), "for the test")
     while controller.current != controller.wanted:
         fleet.step()
-    first = [fleet.submit(model.tokenizer.encode(f"a{i}").tolist(), NEW) for i in range(3)]
+    first = [add(fleet, model.tokenizer.encode(f"a{i}").tolist(), NEW) for i in range(3)]
     for _ in range(3):
         fleet.step()
-    later = [fleet.submit(model.tokenizer.encode(f"b{i}").tolist(), NEW) for i in range(6)]
+    later = [add(fleet, model.tokenizer.encode(f"b{i}").tolist(), NEW) for i in range(6)]
     controller._want("serve", ModelDepth("m", 1), "for the test")
     gap, since, ends = 0, dict.fromkeys(first, 0), []
     while not fleet.idle:
         outputs = fleet.step()
-        came = {output.number for output in outputs if output.tokens}
-        ends += [output.number for output in outputs if output.finish]
+        came = {output.request_id for output in outputs if output.tokens}
+        ends += [output.request_id for output in outputs if output.finish]
         since = {n: 0 if n in came else k + 1 for n, k in since.items() if n not in ends}
         gap = max(gap, *since.values(), 0)
     assert sorted(ends[:3]) == first and sorted(ends) == first + later
@@ -381,10 +382,10 @@ def test_nobody_waits_for_a_model_while_another_one_serves(model):
     made, hold = fleet._made, threading.Event()
     fleet._made = lambda choice: (hold.wait(60), made(choice))[1]
     controller._want("evaluate", ModelDepth(other, 3), "for the test")
-    number = fleet.submit(model.tokenizer.encode("import x").tolist(), NEW)
+    number = add(fleet, model.tokenizer.encode("import x").tolist(), NEW)
     outputs = fleet.run()
     assert not hold.is_set() and other not in fleet.parts
-    assert [o.finish for o in outputs if o.number == number and o.finish] == ["length"]
+    assert [o.finish for o in outputs if o.request_id == number and o.finish] == ["length"]
     hold.set()
     while other not in fleet.parts:
         fleet.step()
@@ -395,7 +396,7 @@ def test_a_request_with_an_objective_of_its_own_shows_nothing_of_the_models(mode
     """One that no exit may leave would say of an evaluation that all tokens need all layers."""
     fleet, controller = fleet_of(model, prompts=2, rules=dict(threshold=0.0, prefill_exit=True))
     for i in range(4):
-        fleet.submit(model.tokenizer.encode(f"x{i}").tolist(), NEW, objective="accuracy")
+        add(fleet, model.tokenizer.encode(f"x{i}").tolist(), NEW, objective="accuracy")
     outputs = fleet.run()
     assert {t.exit for o in outputs for t in o.tokens} == {2}
     assert controller.evaluating and not controller.shares
@@ -411,7 +412,7 @@ def test_a_model_whose_answers_are_no_numbers_is_left_alone(model):
     fleet._made = lambda choice: (time.sleep(2.0), made(choice))[1]  # as if it were large
     with pytest.warns(UserWarning, match="'a' is served no more: its answers end in errors"):
         for i in range(30):
-            fleet.submit(model.tokenizer.encode(f"y{i}").tolist(), NEW)
+            add(fleet, model.tokenizer.encode(f"y{i}").tolist(), NEW)
         ends += [o.finish for o in fleet.run() if o.finish]
     # Beside the two that are looked at, who came with them, and calls under way.
     assert 2 <= ends.count("error") < 10 and "length" not in ends[: ends.count("error")]
@@ -433,13 +434,13 @@ def test_a_model_that_cannot_be_loaded_is_left_alone(model, lost):
     fleet._made = fails
     with pytest.warns(UserWarning, match=f"'{lost}' is served no more: it cannot be loaded"):
         for i in range(20):
-            fleet.submit(model.tokenizer.encode(f"w{i}").tolist(), NEW)
+            add(fleet, model.tokenizer.encode(f"w{i}").tolist(), NEW)
         ends = [o.finish for o in fleet.run() if o.finish]
     assert ends == ["length"] * 20 and controller.failing == {lost}
     assert {change.choice.model for change in fleet.changes} == {"a", "b"} - {lost}
     fleet, _ = fleet_of(model)
     fleet._made = fails
-    fleet.submit([1, 2], NEW)
+    add(fleet, [1, 2], NEW)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):  # there is no other
         fleet.run()
 
@@ -447,5 +448,5 @@ def test_a_model_that_cannot_be_loaded_is_left_alone(model, lost):
 def test_shaping_that_no_member_takes_is_told_at_once(model):
     fleet, _ = fleet_of(model)
     with pytest.raises(ConfigError, match="logits_params = .*: must be None: m takes none"):
-        fleet.submit([1], 2, logits_params=LogitsParams.make(257, top_logprobs=1))
+        add(fleet, [1], 2, logits_params=LogitsParams.make(257, top_logprobs=1))
     assert fleet.idle

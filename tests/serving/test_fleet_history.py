@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from adding import add
 from controlled import profile, telemetry
 from launchers import call
 from served import TinyFleet
@@ -53,7 +54,7 @@ def calls(monkeypatch):
 def serves(fleet) -> ModelDepth:
     """What a fleet serves with once it has evaluated what it wants to."""
     for i in range(20):
-        fleet.submit([65 + i, 66], 8)
+        add(fleet, [65 + i, 66], 8)
     fleet.run()
     assert not fleet.controller.evaluating
     return fleet.controller.current

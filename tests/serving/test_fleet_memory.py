@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import pytest
+from adding import add
 from fleet_of_one import NEW, OPTIONS, evaluated, fleet_of
 
 from eejax.checkpoint.model import load_run
@@ -43,7 +44,7 @@ def lowest(model, names="m", **own):
     controller._want("serve", ModelDepth(serves, 1), "for the test")
     while controller.current != controller.wanted:
         fleet.step()
-    numbers = [fleet.submit(model.tokenizer.encode(f"c{i}").tolist(), NEW) for i in range(5)]
+    numbers = [add(fleet, model.tokenizer.encode(f"c{i}").tolist(), NEW) for i in range(5)]
     for _ in range(3):
         fleet.step()
     assert len(fleet.running) == 3
@@ -52,10 +53,10 @@ def lowest(model, names="m", **own):
 
 def counted(outputs) -> dict[int, int]:
     """Tokens of requests, none of which ended but by its limit."""
-    found = dict.fromkeys((output.number for output in outputs), 0)
+    found = dict.fromkeys((output.request_id for output in outputs), 0)
     for output in outputs:
         assert output.finish in ("", "length")
-        found[output.number] += len(output.tokens)
+        found[output.request_id] += len(output.tokens)
     return found
 
 
@@ -79,7 +80,7 @@ def test_a_model_there_is_no_room_to_grow_stays_as_it_is(model, monkeypatch, nam
     fleet.run()
     assert controller.wanted == controller.current == ModelDepth("m", 1) and len(tried) == 1
     assert [change.kind for change in fleet.changes][-1] == "stay" and not fleet._growing
-    number = fleet.submit([65], NEW)
+    number = add(fleet, [65], NEW)
     assert counted(fleet.run()) == {number: NEW} and number not in numbers
 
 
@@ -89,7 +90,7 @@ def test_another_model_serves_in_place_of_one_that_cannot_grow(model, monkeypatc
     controller._want("grow", ModelDepth(serves, 3), "for the test")
     with pytest.warns(UserWarning, match=f"'{serves}' is served no more: it cannot grow"):
         outputs = fleet.run()
-    assert {o.number for o in outputs if o.finish == "length"} == {*numbers}
+    assert {o.request_id for o in outputs if o.finish == "length"} == {*numbers}
     assert controller.failing == {serves} and controller.current.model != serves
 
 
@@ -99,7 +100,7 @@ def test_an_audit_there_is_no_room_for_is_left_out(model, monkeypatch):
     monkeypatch.setattr(AnswerVerifier, "judge", fails)
     with pytest.warns(UserWarning, match="an answer of 'm' is not looked at again: RESOURCE"):
         evaluated(fleet, model)
-        numbers = [fleet.submit([65 + i], NEW) for i in range(4)]
+        numbers = [add(fleet, [65 + i], NEW) for i in range(4)]
         outputs = fleet.run()
     assert counted(outputs) == dict.fromkeys(numbers, NEW)
     assert not fleet.audits and not any(fleet.audited.values())
@@ -120,7 +121,7 @@ def test_what_is_called_off_before_it_is_there_runs_nobody_anew(model, monkeypat
     monkeypatch.setattr(part.scheduler, "preempt", preempted.append)
     assert running and controller.current == ModelDepth("m", 1)
     outputs = fleet.run()
-    assert {o.number for o in outputs if o.finish == "length"} <= {*numbers} and not preempted
+    assert {o.request_id for o in outputs if o.finish == "length"} <= {*numbers} and not preempted
     kinds = [change.kind for change in fleet.changes]
     assert kinds.count("stay") == 2 and "grow" not in kinds and fleet.settled
 
@@ -143,7 +144,7 @@ def test_there_is_room_for_a_change_of_depth_while_it_is_made(model, monkeypatch
     base = sum(a.nbytes for a in jax.live_arrays())
     part = PartialModel(model.params, model.config, OPTIONS, slots=slots, depth=3, context=96)
     for i in range(5):
-        part.scheduler.submit(model.tokenizer.encode(f"z{i}").tolist(), 60)
+        add(part.scheduler, model.tokenizer.encode(f"z{i}").tolist(), 60)
     live = lambda: sum(a.nbytes for a in jax.live_arrays()) - base
     most, seen = part.total_bytes, []
     start, rows = BatchedEngine.start, deepening._rows

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import httpx
 import numpy as np
 import pytest
+from adding import request
 from launchers import call
 from served import FLEET, Scripted, TinyFleet, serving
 
@@ -24,7 +25,6 @@ from eejax.data.tokenizers import ByteTokenizer
 from eejax.inference import Generator
 from eejax.inference.policy import ExitPolicy
 from eejax.serving.fleets import template_of
-from eejax.serving.messages import EngineRequest
 from eejax.serving.repository import Repository
 from eejax.serving.service import READY, Service, ServiceOptions
 from experiments import prompt_files
@@ -261,7 +261,7 @@ async def test_a_fleet_that_hangs_is_ended_and_started_again():
 
     async def one(limit: int) -> tuple[int, str]:
         count, finish = 0, ""
-        async for event in service.stream(EngineRequest((65, 66), limit)):
+        async for event in service.stream(request((65, 66), limit)):
             count, finish = count + len(event.tokens), event.finish
         return count, finish
 
@@ -274,12 +274,12 @@ async def test_a_fleet_that_hangs_is_ended_and_started_again():
         while service.state != READY:
             await asyncio.sleep(0.1)
     assert await one(20) == (20, "length") and service.restarts == 1
-    with pytest.raises(ConfigError, match="stop_tokens"):  # which ends nobody's else
-        async for _ in service.stream(EngineRequest((65,), 3, stop_tokens=(300,))):
+    with pytest.raises(ConfigError, match="stop_token_ids"):  # which ends nobody's else
+        async for _ in service.stream(request((65,), 3, stop_token_ids=(300,))):
             pass
     with pytest.raises(ConfigError, match="policy = .*: must be None: the server chooses"):
         policy = ExitPolicy.make(FLEET["large"], 1)
-        async for _ in service.stream(EngineRequest((65,), 3, policy)):
+        async for _ in service.stream(request((65,), 3, policy)):
             pass
     under_way = [asyncio.create_task(one(30)) for _ in range(6)]
     await asyncio.sleep(0)
@@ -374,7 +374,7 @@ async def test_a_server_of_one_model_chooses_nothing():
     service = Service(Scripted())
     await service.start()
     with pytest.raises(ConfigError, match="objective = 'accuracy': must be None: there is one"):
-        async for _ in service.stream(EngineRequest((5,), 3, objective="accuracy")):
+        async for _ in service.stream(request((5,), 3, objective="accuracy")):
             pass
     assert not service.ready.chooses and service.report is None
     await service.stop()

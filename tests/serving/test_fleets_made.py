@@ -10,6 +10,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from adding import add
 from served import FLEET, TinyFleet, weights
 
 from eejax.checkpoint.language_model import LanguageModel
@@ -46,7 +47,7 @@ def test_nothing_is_compiled_once_it_is_ready(compiled, caplog, monkeypatch):
             for part in ("1 of 3, depth 1", "2 of 3, depth 1, and on to 2", "3 of 3, depth 2")
         ),
     ]
-    ask = lambda i: (made.submit([65 + i % 9] * (1 + i % 12), 1 + i % 19), 1 + i % 19)
+    ask = lambda i: (add(made, [65 + i % 9] * (1 + i % 12), 1 + i % 19), 1 + i % 19)
     came = PartialModel.growth_ready
 
     def late(part):
@@ -86,7 +87,7 @@ def test_nothing_is_compiled_while_more_of_a_model_is_on_its_way(compiled):
     def serves(*limits: int, steps: int = 12) -> int:
         """How many ended; nothing comes meanwhile."""
         for limit in limits:
-            part.scheduler.submit([65] * 3, limit)
+            add(part.scheduler, [65] * 3, limit)
         return sum(bool(o.finish) for _ in range(steps) for o in part.scheduler.step())
 
     serves(12, 24, 24, 24, steps=2)

@@ -251,7 +251,7 @@ def test_a_model_is_opened_in_its_replica(cluster, small_run):
     found = load_run(small_run)
     prompt = found.tokenizer.encode("def f(").tolist()
     want = Generator.make(found.params, found.config, "posthoc").generate(
-        [prompt], 12, threshold=0.2, stop_tokens=found.tokenizer.end_ids
+        [prompt], 12, threshold=0.2, stop_token_ids=found.tokenizer.end_ids
     )
     tied = np.flatnonzero(want.margins[0] < 1e-4)
     n = int(tied[0]) if len(tied) else int(want.lengths[0])

@@ -11,11 +11,11 @@ from functools import partial, wraps
 
 import pytest
 import served
+from adding import request
 from served import DIE, STALL, Scripted, said
 
 from eejax.common.errors import ConfigError
 from eejax.serving import service as s
-from eejax.serving.messages import EngineRequest
 from eejax.serving.service import EngineUnavailable, QueueFull, Service, ServiceOptions
 
 
@@ -32,7 +32,7 @@ def run(test):
 async def gathered(service, prompt, limit, **kwargs):
     """(tokens, finish) of a request."""
     tokens, finish = [], ""
-    async for event in service.stream(EngineRequest(tuple(prompt), limit), **kwargs):
+    async for event in service.stream(request(tuple(prompt), limit), **kwargs):
         tokens += [t.id for t in event.tokens]
         finish = event.finish
     return tokens, finish
@@ -59,7 +59,7 @@ async def test_everyone_gets_their_own_tokens_whoever_comes_and_goes():
         await asyncio.sleep(rng.random() * 0.2)
         prompt = [1 + i % 90, i % 7, *range(i % 5)]
         limit, leaves = 1 + i % 20, rng.random() < 0.3
-        tokens, stream = [], service.stream(EngineRequest(tuple(prompt), limit))
+        tokens, stream = [], service.stream(request(tuple(prompt), limit))
         async for event in stream:
             tokens += [t.id for t in event.tokens]
             if leaves and tokens:
@@ -91,9 +91,9 @@ async def test_priorities_deadlines_and_cancelled_requests():
             if event.tokens and name not in order:
                 order.append(name)
 
-    low = asyncio.create_task(note("low", EngineRequest((5,), 3)))
+    low = asyncio.create_task(note("low", request((5,), 3)))
     await asyncio.sleep(0.05)
-    high = asyncio.create_task(note("high", EngineRequest((6,), 3, priority=1)))
+    high = asyncio.create_task(note("high", request((6,), 3, priority=1)))
     tokens, finish = await gathered(service, [7], 5, seconds=0.1)  # it waits, and its time is up
     assert (tokens, finish) == ([], "deadline")
     slow.cancel()  # who runs: its slot is free for those who wait

@@ -20,7 +20,7 @@ def asked_of(draw, prompts, config, batch):
         min_exit_layer=each(st.integers(0, 3)),
         decay=draw(st.sampled_from([None, 0.0, 4.0])),
         prefill_exit=draw(st.booleans()),
-        stop_tokens=draw(st.sampled_from([(), (ord(" "), ord("e"))])),
+        stop_token_ids=draw(st.sampled_from([(), (ord(" "), ord("e"))])),
     )
     lengths = each(st.integers(1, 16))
     return prompts(draw(st.integers(0, 99)), lengths), kwargs

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 
 import numpy as np
+from adding import add
 
 from eejax.inference import capacity
 from eejax.inference.batched_state import BatchOptions
@@ -52,5 +53,5 @@ def evaluated(fleet, model) -> None:
     for i in itertools.count():
         if not fleet.controller.evaluating:
             break
-        fleet.submit(model.tokenizer.encode(f"def f{i}").tolist(), NEW)
+        add(fleet, model.tokenizer.encode(f"def f{i}").tolist(), NEW)
         fleet.run()
