@@ -80,9 +80,8 @@ def main() -> None:
     if _RESUME.value and _OUTPUT.value is None:
         raise ConfigError("--resume: goes on with an --output: name the file.")
     model = load_run(_WORKDIR.value, step=_STEP.value)
-    engine, stop_token_ids = engine_of(
-        model
-    )  # and what is wrong with flags, before a file is touched
+    # What is wrong with flags is found before a file is touched.
+    engine, stop_token_ids = engine_of(model)
     with contextlib.ExitStack() as stack:
         out = sys.stdout
         if _OUTPUT.value is not None:

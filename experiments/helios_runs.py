@@ -142,7 +142,7 @@ class ControlledFleet:
                 super()._place(job, given)
                 model = given.choice.model
                 choice = ModelDepth(model, self.parts[model].depth)
-                outer._answers[job.request.request_id].placed.append((choice, len(job.tokens)))
+                outer._answers[job.request_id].placed.append((choice, len(job.tokens)))
 
         self.controller = controller
         self.fleet = NotedRequest(members, controller, clock=watch.now, **making)

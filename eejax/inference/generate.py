@@ -209,8 +209,9 @@ class Decoder(abc.ABC):
             chunk = STREAM_CHUNK if stop_strings else power_of_two(int(max_new.max()))
         state, first = self._prefill(tokens, request, length)
         more = jax.tree.map(lambda a: a[None], first)
-        ends = FinishReason.LENGTH, FinishReason.CONTEXT
-        limits = [ends[full] for full in (room < max_new_tokens).tolist()]
+        limits = [
+            FinishReason.CONTEXT if full else FinishReason.LENGTH for full in room < max_new_tokens
+        ]
         collector = Collector(
             config, prompts, max_new, limits, stop_token_ids, stop_strings, decode_text
         )

@@ -173,17 +173,17 @@ def process_logits(
 
 
 def _top_k(y: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Return `lax.top_k`'s largest values of y [b, v], and their places, [b, k] each.
+    """Return `lax.top_k` of y [b, v], of rows with k values above -inf: values and places [b, k].
 
     XLA has a kernel for GPUs of at most `TOP_K_KERNEL` places. Beyond that it sorts all of y, maybe
-    by CUB, whose call no CUDA graph holds: then the host would run the whole decoding loop.
+    by CUB, whose call no CUDA graph can hold: then the host would run the whole decoding loop.
     """
+    if not call.for_gpu():
+        return lax.top_k(y, k)
     y, parts, row = jnp.asarray(y), [], jnp.arange(len(y))[:, None]
-    for first in range(0, k, TOP_K_KERNEL) if call.for_gpu() else ():
+    for first in range(0, k, TOP_K_KERNEL):
         parts.append(lax.top_k(y, min(TOP_K_KERNEL, k - first)))
         y = y.at[row, parts[-1][1]].set(-jnp.inf)
-    if not parts:
-        return lax.top_k(y, k)
     values, places = zip(*parts, strict=True)
     return jnp.concatenate(values, -1), jnp.concatenate(places, -1)
 

@@ -14,8 +14,9 @@ from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchOptions
 from eejax.inference.deepening import deepen, more_weights, of_slots, on_host
 from eejax.inference.engine import STEPS_PER_CALL
+from eejax.inference.request import RequestOutput
 from eejax.inference.schedule import BatchPlan
-from eejax.inference.scheduler import RequestOutput, Scheduler, StepLoop
+from eejax.inference.scheduler import Scheduler, StepLoop
 from eejax.inference.state import Weights
 from eejax.models.config import ModelConfig
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import numbers
-from typing import NamedTuple
+from collections.abc import Container
+from typing import Any, NamedTuple
 
 import jax
 
-from eejax.common.errors import require, require_count
+from eejax.common.errors import require, require_array, require_count
 from eejax.inference.logits_params import LogitsParams
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
@@ -20,12 +21,12 @@ class FinishReason(enum.StrEnum):
 
     Attributes:
       STOP: a stop token or a stop string came.
-      LENGTH: it has as many tokens as it may have.
+      LENGTH: it reached `max_tokens`.
       CONTEXT: the engine's context is full.
       CANCELLED: it was aborted.
       ERROR: its logits are not finite.
-      DEADLINE: its time was over.
-      LOST: the engine ended first.
+      DEADLINE: its deadline passed.
+      LOST: the engine's process ended before the request did.
     """
 
     STOP = "stop"
@@ -37,14 +38,14 @@ class FinishReason(enum.StrEnum):
     LOST = "lost"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class EngineRequest:
     """A request for up to `max_tokens` tokens behind a prompt.
 
-    It is the same from the HTTP process to the scheduler of an engine's slots, and so is its id.
+    It passes unchanged, under one id, from the HTTP server to the scheduler of an engine's slots.
 
     Attributes:
-      request_id: names it; no other request has this id while it runs.
+      request_id: unique among unfinished requests.
       prompt: token ids.
       max_tokens: most tokens to emit.
       policy: exit rules of one request. None: no exit. The models of a fleet have their own.
@@ -68,7 +69,7 @@ class EngineRequest:
     def __post_init__(self):
         named = isinstance(self.request_id, str) and bool(self.request_id)
         require(named, "request_id", self.request_id, "must be a string that is not empty")
-        require_count("max_tokens", self.max_tokens, least=0)
+        require_count("max_tokens", self.max_tokens)
         whole = isinstance(self.priority, numbers.Integral) and not isinstance(self.priority, bool)
         require(whole, "priority", self.priority, "must be an integer")
         for name, kind in (
@@ -81,15 +82,32 @@ class EngineRequest:
             require(ok, name, part, f"must be made by {kind.__name__}.make, or None")
             rows = {len(a) for a in jax.tree.leaves(part)} or {1}
             require(rows == {1}, name, f"{sorted(rows)} rows", "must be of one request")
-        object.__setattr__(self, "prompt", tuple(self.prompt))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("prompt", "stop_token_ids"):
+            object.__setattr__(self, name, _token_ids(name, getattr(self, name)))
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    allowed = "must be a sequence of token ids"
+    ids = require_array(name, value, allowed)
+    listed = ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iu")
+    require(listed, name, value, allowed, "A tokenizer encodes text.")
+    return tuple(ids.tolist())
+
+
+def require_new_id(request_id: str, taken: Container[str]) -> None:
+    """Raise ConfigError where an unfinished request has the id."""
+    allowed = "must not be the id of an unfinished request"
+    require(request_id not in taken, "request_id", request_id, allowed)
 
 
 class Token(NamedTuple):
     """One emitted token.
 
     Attributes:
+      id: the token.
       exit: number of the emitting exit.
+      logprob: its natural log-probability.
+      confidence: of the emitting exit's gate.
       layers: layers executed for it, as in `DecodeRecord`.
       top_logprobs: (token, log-probability) of the most likely tokens, as many as were requested.
       model: name of the model that emitted it, where there are several.
@@ -108,7 +126,9 @@ class RequestOutput(NamedTuple):
     """New tokens of a request.
 
     Attributes:
-      finish: why it ended, None while it runs. Tokens whose logits are not finite are left out.
+      request_id: the request's id.
+      tokens: tokens that came since the last output, without those whose logits are not finite.
+      finish: why the request ended; None while it runs.
     """
 
     request_id: str

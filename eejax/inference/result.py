@@ -168,7 +168,7 @@ class Collector:
         self._config = config
         self._prompts = tuple(tuple(int(i) for i in prompt) for prompt in prompts)
         self._max_new, self._limits = max_new, limits
-        self._stop_tokens, self._stop_strings = frozenset(stop_token_ids), tuple(stop_strings)
+        self._stop_token_ids, self._stop_strings = frozenset(stop_token_ids), tuple(stop_strings)
         self._decode = decode_text
         seen = (lambda p: ending(decode_text, p)[0]) if stop_strings else lambda p: []
         self._contexts = [seen(prompt) for prompt in self._prompts]
@@ -238,7 +238,7 @@ class Collector:
     def _end(self, i: int, before: int) -> int | None:
         """Return the length up to the first token beyond `before` that ends request i, or None."""
         ids = self._ids[i]
-        ends = [j + 1 for j in range(before, len(ids)) if ids[j] in self._stop_tokens][:1]
+        ends = [j + 1 for j in range(before, len(ids)) if ids[j] in self._stop_token_ids][:1]
         if self._stop_strings:
             context = self._contexts[i]
             ends += string_end(ids, before, self._stop_strings, self._decode, context)

@@ -11,6 +11,7 @@ from flax import struct
 from jax import lax
 
 from eejax.common.errors import require, require_array
+from eejax.common.trees import varying_zero
 from eejax.kernels import call
 from eejax.models.layers import NEGATIVE
 
@@ -79,45 +80,47 @@ def restrict(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
     """Return logits [b, v] after temperature, with tokens outside top-k, top-p and min-p masked.
 
     The filters are applied in that order, as is usual, each to what the one before left. The most
-    likely token always stays.
+    likely token always stays. Logits are relative to its own, so that no temperature takes them out
+    of float32's range.
     """
     t = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    # Padded rows of the vocabulary stay what they are: a high temperature would bring them back.
-    y = jnp.where(logits > NEGATIVE, logits / t[:, None], NEGATIVE)
-    rank, v = _ordered(y), y.shape[-1]
+    v, real = logits.shape[-1], logits > NEGATIVE  # rows that pad the vocabulary are not
+    y = (logits - jnp.max(logits, -1, keepdims=True)) / t[:, None]
+    rank = jnp.where(real, _ordered(y), np.iinfo(np.int32).min)
     k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, v), v)
     count = lambda rows: jnp.sum(rows.astype(jnp.int32), -1)
-    kth = _least(lambda r: count(rank[:, None] > r[:, :, None]) < k[:, None], len(y))
-    # Of tokens that tie for the k-th place only so many count as k leaves room for.
+    kth = _least(lambda r: count(rank[:, None] > r[:, :, None]) < k[:, None], rank)
+    # Tokens that tie for the k-th place share the places that are left.
     above, tied = rank > kth[:, None], rank == kth[:, None]
     room = (k - count(above)) / jnp.maximum(count(tied), 1)
-    ratio = jnp.exp(y - jnp.max(y, -1, keepdims=True))  # to the most likely token
+    ratio = jnp.exp(y)  # to the most likely token
     mass = jnp.where(above, ratio, jnp.where(tied, ratio * room[:, None], 0.0))
-    mass = jnp.where(y > NEGATIVE, mass, 0.0)
+    mass = jnp.where(real, mass, 0.0)
     share = sampling.top_p * jnp.sum(mass, -1)
     likelier = lambda r: jnp.sum(jnp.where(rank[:, None] > r[:, :, None], mass[:, None], 0.0), -1)
-    nucleus = _least(lambda r: likelier(r) < share[:, None], len(y))
+    nucleus = _least(lambda r: likelier(r) < share[:, None], rank)
     # A float32 sum may reach 1 before its last terms: top_p 1 is off by definition.
     within = (rank >= nucleus[:, None]) | (sampling.top_p[:, None] >= 1)
     kept = within & (rank >= kth[:, None]) & (ratio >= sampling.min_p[:, None])
-    return jnp.where(kept | (ratio >= 1), y, NEGATIVE)
+    kept = kept | (rank == jnp.max(rank, -1, keepdims=True))
+    return jnp.where(kept & real, y, NEGATIVE)
 
 
 def _ordered(y: jax.Array) -> jax.Array:
-    """Return int32 that are in the order of float32 numbers; both zeros are one."""
+    """Map float32 to int32 of the same order; -0 equals 0."""
     bits = lax.bitcast_convert_type(jnp.where(y == 0, 0.0, y), jnp.int32)
     return bits ^ ((bits >> 31) & np.iinfo(np.int32).max)
 
 
-def _least(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
-    """Return the least int32 [rows] for which `holds`, which is true from some number on.
+def _least(holds: Callable[[jax.Array], jax.Array], rank: jax.Array) -> jax.Array:
+    """Search, for each row of `rank` [rows, v], the least int32 for which a predicate holds.
 
     The number is found digit by digit. Nothing is sorted: a sort takes XLA ten times as long on a
-    CPU, and on a GPU it is a call into CUB, which no CUDA graph holds, so that the host would run
-    the whole decoding loop. On a GPU digits are wide, for few launches.
+    CPU, and on a GPU it may be a call into CUB, which no CUDA graph can hold, so that the host
+    would run the whole decoding loop. On a GPU digits are wide, for few launches.
 
     Args:
-      holds: function of numbers [rows, n] to truths [rows, n].
+      holds: function of numbers [rows, n] to booleans [rows, n], true from some number on.
     """
     gpu = call.for_gpu()
     width = 4 if gpu else 1
@@ -128,7 +131,7 @@ def _least(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
         too_small = ~holds(least[:, None] + digits * step - 1)
         return least + jnp.sum(too_small.astype(jnp.int32), -1) * step
 
-    start = jnp.full((rows,), np.iinfo(np.int32).min, jnp.int32)
+    start = jnp.full((len(rank),), np.iinfo(np.int32).min, jnp.int32) + varying_zero(rank)
     return lax.fori_loop(0, 32 // width, add_digit, start, unroll=gpu)
 
 

@@ -1,4 +1,4 @@
-"""Request scheduling over the slots of an engine: join, leave, cancel and preempt.
+"""Request scheduling over the slots of an engine: join, leave, abort and preempt.
 
 The host decides once a step, while the device still works on the step before: a step dispatches the
 engine's next call, then reads what the previous call emitted. So the end of a request is known one
@@ -24,7 +24,13 @@ from eejax.inference import generate
 from eejax.inference.engine import STEPS_PER_CALL, Engine, logits_params_for
 from eejax.inference.payoff import Payoff
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.request import EngineRequest, FinishReason, RequestOutput, Token
+from eejax.inference.request import (
+    EngineRequest,
+    FinishReason,
+    RequestOutput,
+    Token,
+    require_new_id,
+)
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import DecodeRecord, Request
 from eejax.models.config import ModelConfig
@@ -54,8 +60,13 @@ class ScheduledRequest:
         return self.request.request_id
 
     @property
-    def text(self) -> list[int]:
-        """Ids of its prompt, and of the tokens behind it."""
+    def length(self) -> int:
+        """Number of its tokens, those of the prompt included."""
+        return len(self.request.prompt) + len(self.tokens)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Its prompt, and the tokens behind it."""
         return [*self.request.prompt, *(token.id for token in self.tokens)]
 
 
@@ -118,12 +129,15 @@ class Scheduler(StepLoop):
     def add_request(self, request: EngineRequest, tokens: Sequence[Token] = ()) -> None:
         """Queue a request.
 
-        `tokens` are those that it already has, fewer than its `max_tokens`: it continues behind
-        them, as after `preempt`. Raises ConfigError for what the engine does not accept.
+        Args:
+          tokens: tokens that it already has, fewer than its `max_tokens`: it continues behind them,
+            as after `preempt`.
+
+        Raises:
+          ConfigError: for what the engine does not accept.
         """
         id_, most, prompt = request.request_id, request.max_tokens, request.prompt
-        require_count("max_tokens", most)
-        require(id_ not in self._jobs, "request_id", id_, "must be of no request that runs")
+        require_new_id(id_, self._jobs)
         allowed = "must be None: there is one model, and nothing to choose"
         require(request.objective is None, "objective", request.objective, allowed)
         resumes = not tokens or self.engine.resumes
@@ -152,7 +166,10 @@ class Scheduler(StepLoop):
         self._enqueue(self._jobs[id_])
 
     def abort(self, request_id: str) -> bool:
-        """End a request and return whether there was one. A step reports its end."""
+        """End a request and return whether there was one.
+
+        A step reports its end. Its id is free from then on.
+        """
         job = self._jobs.get(request_id)
         if job is None or job.finish:
             return False
@@ -240,7 +257,7 @@ class Scheduler(StepLoop):
     @property
     def num_cached_tokens(self) -> int:
         """Tokens of the requests in slots, prompts included."""
-        return sum(len(job.text) for job in self._slots if job is not None)
+        return sum(job.length for job in self._slots if job is not None)
 
     @property
     def idle(self) -> bool:
@@ -305,7 +322,7 @@ class Scheduler(StepLoop):
             jobs += [] if job.finish else [job]
         if not jobs:
             return
-        prompts = [j.text for j in jobs]
+        prompts = [j.token_ids for j in jobs]
         rows = jax.tree.map(lambda *a: np.concatenate(a), *(j.row for j in jobs))
         made, first = self.engine.prefill(prompts, rows)
         slots = [self._free.pop() for _ in jobs]

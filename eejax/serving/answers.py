@@ -62,7 +62,7 @@ class ChoiceDelta(NamedTuple):
 
 
 def engine_requests(
-    request_id: str,
+    ids: Sequence[str],
     body: GenerationRequest,
     ready: EngineReady,
     prompt: Sequence[int],
@@ -70,7 +70,7 @@ def engine_requests(
     top_logprobs: int,
     defaults: ExitDefaults,
 ) -> list[EngineRequest]:
-    """Return an engine request for each of the n choices, "ID-0", "ID-1" and so on.
+    """Return an engine request for each of the n choices; none where nothing is to be generated.
 
     Raises ConfigError, which names the request's field.
     """
@@ -118,17 +118,17 @@ def engine_requests(
         )
         return [
             EngineRequest(
-                f"{request_id}-{i}",
-                tuple(prompt),
-                room if limit is None else limit,
-                policy,
-                sampled(i),
-                logits_params,
-                tuple(stop_token_ids),
-                body.priority,
-                body.objective,
+                request_id=id_,
+                prompt=prompt,
+                max_tokens=room if limit is None else limit,
+                policy=policy,
+                sampling=sampled(i),
+                logits_params=logits_params,
+                stop_token_ids=stop_token_ids,
+                priority=body.priority,
+                objective=body.objective,
             )
-            for i in range(body.n)
+            for i, id_ in enumerate(ids if limit != 0 else ())
         ]
     except ConfigError as error:
         raise rename_field(error) from error

@@ -120,7 +120,7 @@ class ResponseBuilder(abc.ABC):
     def parts(self, piece: ChoiceDelta) -> list[dict]:
         return [self.part(piece)]
 
-    async def gathered(self) -> list[tuple[str, list[Token], FinishReason]]:
+    async def gathered(self) -> list[tuple[str, list[Token], FinishReason | None]]:
         """(text, tokens, finish) of every choice."""
         found: dict[int, tuple[str, list[Token], FinishReason | None]] = {}
         async with contextlib.aclosing(self.pieces()) as pieces:
@@ -182,20 +182,23 @@ class CompletionResponse(ResponseBuilder):
             message = f"echo = true: goes without logprobs here, as {CHOOSES}."
             raise APIError(400, message, param="echo")
         await super().prepare()
-        self.scores = [await self._scored(prompt) for prompt in self.prompts]
+        self.scores = [await self._scored(i) for i in range(len(self.prompts))]
 
     @property
     def scores_prompts(self) -> bool:
         """Prompts are repeated with their log-probabilities."""
         return bool(self.body.echo) and self.body.logprobs is not None
 
-    async def _scored(self, prompt: Sequence[int]) -> TextScores | None:
+    async def _scored(self, number: int) -> TextScores | None:
         """Score a prompt, where it is to be repeated with log-probabilities."""
+        prompt, id_ = self.prompts[number], f"{self.head['id']}-score-{number}"
         if not self.scores_prompts or len(prompt) < 2:
             return None
         left = self.body.timeout
         left = None if left is None else left - (time.monotonic() - self.begin)
-        scores = await self.service.score(prompt, top_logprobs=self.body.logprobs > 0, seconds=left)
+        scores = await self.service.score(
+            id_, prompt, top_logprobs=self.body.logprobs > 0, seconds=left
+        )
         if not np.isfinite(scores.logprob).all():
             finish_reason(FinishReason.ERROR)
         return scores
@@ -204,7 +207,7 @@ class CompletionResponse(ResponseBuilder):
         return self._nothing() if self.body.max_tokens == 0 else super().pieces()
 
     async def _nothing(self) -> AsyncIterator[ChoiceDelta]:
-        for index in range(len(self.requests)):
+        for index in range(len(self.prompts) * self.body.n):
             yield ChoiceDelta(index, "", (), FinishReason.LENGTH, 0)
 
     def part(self, piece: ChoiceDelta) -> dict:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from eejax.common.errors import require, require_count, require_one_of
+from eejax.common.errors import require, require_one_of
 from eejax.common.trees import Tree
 from eejax.inference import capacity
 from eejax.inference.batched_state import BatchOptions
@@ -26,7 +26,13 @@ from eejax.inference.engine import STEPS_PER_CALL
 from eejax.inference.generate import check_prompts
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.request import EngineRequest, FinishReason, RequestOutput, Token
+from eejax.inference.request import (
+    EngineRequest,
+    FinishReason,
+    RequestOutput,
+    Token,
+    require_new_id,
+)
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.scheduler import StepLoop
 from eejax.inference.state import Request
@@ -83,7 +89,7 @@ class _RunningRequest(FleetRequest):
     """A request of a fleet.
 
     Attributes:
-      request: as it was added; the model that has it has its own exit rules for it.
+      request: as it was added; the serving model adds its own exit rules.
       tokens: tokens that it has.
       energy: joules and tokens of that model when it got the request.
       thresholds: [exits], by which its tokens leave.
@@ -94,6 +100,10 @@ class _RunningRequest(FleetRequest):
     cancelled: bool = False
     energy: tuple[float, int] = (0.0, 0)
     thresholds: Any = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
 
 class Fleet(Dispatcher, StepLoop):
@@ -187,13 +197,14 @@ class Fleet(Dispatcher, StepLoop):
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
 
-        For an objective of its own the best loaded model is taken, and nothing is loaded for it.
-        With "accuracy" only the last exit is taken. Raises ConfigError for what no model would
-        take.
+        A request with an objective of its own goes to the best loaded model for it, and nothing is
+        loaded for it. With "accuracy" its tokens leave by the last exit alone.
+
+        Raises:
+          ConfigError: for what no model accepts.
         """
         id_, prompt = request.request_id, request.prompt
-        require_count("max_tokens", request.max_tokens)
-        require(id_ not in self._jobs, "request_id", id_, "must be of no request that runs")
+        require_new_id(id_, {*self._jobs, *(output.request_id for output in self._ended)})
         require(request.policy is None, "policy", request.policy, f"must be None: {CHOOSES}")
         if request.objective is not None:
             require_one_of("objective", request.objective, OWN)
@@ -238,19 +249,22 @@ class Fleet(Dispatcher, StepLoop):
     @property
     def running(self) -> list[str]:
         """Ids of the requests that models have."""
-        return [job.request.request_id for job in self._jobs.values() if job.model]
+        return [job.request_id for job in self._jobs.values() if job.model]
 
     @property
     def waiting(self) -> list[str]:
         """Ids of the other requests, in the order in which models will get them."""
-        return [job.request.request_id for job in self._queue]
+        return [job.request_id for job in self._queue]
 
     @property
     def num_cached_tokens(self) -> int:
         return sum(part.scheduler.num_cached_tokens for part in self.parts.values())
 
     def abort(self, request_id: str) -> bool:
-        """End a request and return whether there was one. A step reports its end."""
+        """End a request and return whether there was one.
+
+        A step reports its end. Its id is free from then on.
+        """
         job = self._jobs.get(request_id)
         if job is None:
             return False
@@ -262,7 +276,7 @@ class Fleet(Dispatcher, StepLoop):
         return True
 
     def _cancelled(self, job: _RunningRequest) -> None:
-        id_ = job.request.request_id
+        id_ = job.request_id
         del self._jobs[id_]
         self._ended.append(RequestOutput(id_, (), FinishReason.CANCELLED))
 
@@ -397,7 +411,7 @@ class Fleet(Dispatcher, StepLoop):
         return ExitPolicy.make(member.config, 1, **{**member.rules, "threshold": job.thresholds})
 
     def _output_of(self, model: str, job: _RunningRequest, output: RequestOutput) -> RequestOutput:
-        """Record what a model told of a request, and return it with the model's name."""
+        """Record a model's output for a request, and return it with the model's name."""
         id_, tokens, finish = output
         if tokens:
             tokens = tuple(t._replace(model=model) for t in tokens)

@@ -223,13 +223,15 @@ class ModelServer:
 
     def engine_requests(
         self,
-        id_: str,
+        request_id: str,
         body: form.GenerationRequest,
         prompts: Sequence[Sequence[int]],
         limit: int | None,
         top_logprobs: int,
     ) -> list[EngineRequest]:
-        """Return the engine requests of all choices, n for each prompt.
+        """Return the engine requests of all choices, n for each prompt; none where limit is 0.
+
+        Their ids are that of the response, and the index of the choice.
 
         Raises for a request that could never be accepted, however idle the engine is.
         """
@@ -250,7 +252,15 @@ class ModelServer:
             )
             raise APIError(400, message, param="n")
         made = (
-            engine_requests(f"{id_}-{i}", body, ready, prompt, limit, top_logprobs, defaults)
+            engine_requests(
+                [f"{request_id}-{index}" for index in range(i * n, i * n + n)],
+                body,
+                ready,
+                prompt,
+                limit,
+                top_logprobs,
+                defaults,
+            )
             for i, prompt in enumerate(prompts)
         )
         return list(itertools.chain.from_iterable(made))
@@ -329,7 +339,7 @@ class RequestGuard:
         headers = {k.lower(): v for k, v in scope["headers"]}
         given = headers.get(b"x-request-id", b"")
         plain = 0 < len(given) <= 128 and all(33 <= c < 127 for c in given)
-        number = given if plain else uuid.uuid4().hex.encode()
+        header_id = given if plain else uuid.uuid4().hex.encode()
         over = begun = False
 
         async def named(message: Message) -> None:
@@ -337,7 +347,7 @@ class RequestGuard:
             if over:  # what is made of a body that was cut off is no answer
                 return
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", number)]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", header_id)]
                 begun = True
             await send(message)
 

@@ -164,7 +164,7 @@ class ChoiceMetrics:
         metrics.histories[self._model].tokens(layers, first, between)
 
     def end(self, finish: str) -> None:
-        """Record the end. finish: as an event's, or "refused"."""
+        """Record how the choice ended: a `FinishReason`, or "refused"."""
         if finish != "refused":
             self._metrics.whole.labels(self._model).observe(self._clock() - self._begin)
         self._metrics.ends.labels(self._model, finish).inc()

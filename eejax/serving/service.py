@@ -1,7 +1,7 @@
 """Requests to an engine in a process of its own: admission, streaming and cancellation.
 
 A `Service` has one engine process and starts another where that one ends. A request gets
-everything by events; whatever happens to the engine, the last event says how the request ended.
+everything by outputs; whatever happens to the engine, the last output says how the request ended.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import multiprocessing
 import queue
 import threading
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from multiprocessing import resource_tracker
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 from eejax.common.children import block_signals
 from eejax.common.errors import ConfigError, require, require_count
 from eejax.inference.engine import STEPS_PER_CALL
-from eejax.inference.request import EngineRequest, FinishReason, RequestOutput
+from eejax.inference.request import EngineRequest, FinishReason, RequestOutput, require_new_id
 from eejax.inference.scoring import TextScores
 from eejax.serving import worker
 from eejax.serving.messages import (
@@ -86,10 +85,14 @@ class ServiceOptions:
 
 @dataclasses.dataclass
 class _PendingRequest:
-    request_id: str
-    events: asyncio.Queue
+    message: EngineRequest | ScoreRequest
+    replies: asyncio.Queue
     deadline: asyncio.TimerHandle | None = None
     late: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return self.message.request_id
 
 
 class Service:
@@ -118,6 +121,7 @@ class Service:
         self._build, self._clock = build, clock
         self._watch = watch or (lambda name, value: None)
         self._requests: dict[str, _PendingRequest] = {}
+        self._leaving: set[str] = set()  # aborted requests that the engine may still have
         self._engine = None
         self._changed = asyncio.Event()
         self._supervisor: asyncio.Task | None = None
@@ -177,17 +181,18 @@ class Service:
         pending = self._admit(request, seconds)
         try:
             while True:
-                event = await pending.events.get()
-                if isinstance(event, RequestRefused):
-                    raise ConfigError(event.why)
-                yield event
-                if event.finish:
+                reply = await pending.replies.get()
+                if isinstance(reply, RequestRefused):
+                    raise ConfigError(reply.why)
+                yield reply
+                if reply.finish:
                     return
         finally:
             self._abandon(pending)
 
     async def score(
         self,
+        request_id: str,
         tokens: Sequence[int],
         *,
         exit: int | None = None,
@@ -199,20 +204,19 @@ class Service:
         Raises as `stream`, EngineUnavailable where the engine ends before it is done, and
         TimeoutError where it takes longer than `seconds`.
         """
-        request_id = f"score-{uuid.uuid4().hex}"
         message = ScoreRequest(request_id, tuple(tokens), exit, top_logprobs)
         pending = self._admit(message, seconds)
         try:
-            event = await pending.events.get()
+            reply = await pending.replies.get()
         finally:
             self._abandon(pending)
-        if isinstance(event, RequestRefused):
-            raise ConfigError(event.why)
-        if isinstance(event, RequestOutput):
-            if event.finish == FinishReason.DEADLINE:
+        if isinstance(reply, RequestRefused):
+            raise ConfigError(reply.why)
+        if isinstance(reply, RequestOutput):
+            if reply.finish == FinishReason.DEADLINE:
                 raise TimeoutError("the text was not scored in time")
             raise EngineUnavailable("the engine ended", self.retry_after)
-        return event.scores
+        return reply.scores
 
     def _admit(
         self, message: EngineRequest | ScoreRequest, seconds: float | None
@@ -221,44 +225,57 @@ class Service:
             raise EngineUnavailable(f"the engine is {self.state}", self.retry_after)
         if len(self._requests) >= self.max_requests:
             raise QueueFull(f"{self.max_requests} requests are under way", 1.0)
-        id_ = message.request_id
-        require(id_ not in self._requests, "request_id", id_, "must be of no request that runs")
-        request = _PendingRequest(id_, asyncio.Queue())
-        self._requests[id_] = request
+        require_new_id(message.request_id, {*self._requests} | self._leaving)
+        pending = _PendingRequest(message, asyncio.Queue())
+        self._requests[message.request_id] = pending
         if seconds is not None:
             loop = asyncio.get_running_loop()
-            request.deadline = loop.call_later(max(seconds, 0), self._expire, request)
+            pending.deadline = loop.call_later(max(seconds, 0), self._expire, pending)
         self._engine.send(message)
-        return request
+        return pending
 
     def _expire(self, request: _PendingRequest) -> None:
+        if self._requests.get(request.request_id) is not request:  # its end waits to be read
+            return
         request.late = True
         if self._engine is not None:
             self._engine.send(AbortRequest(request.request_id))
         # An engine that is busy with something else may take long to answer.
-        output = RequestOutput(request.request_id, (), FinishReason.DEADLINE)
-        request.deadline = asyncio.get_running_loop().call_later(LATE, self._tell, output)
+
+        def expire() -> None:
+            if self._requests.get(request.request_id) is request:
+                self._leave(request)
+                self._tell(RequestOutput(request.request_id, (), FinishReason.DEADLINE))
+
+        request.deadline = asyncio.get_running_loop().call_later(LATE, expire)
 
     def _abandon(self, request: _PendingRequest) -> None:
         """End a request that nobody listens to any more, wherever it is."""
         if request.deadline is not None:
             request.deadline.cancel()
-        if self._requests.pop(request.request_id, None) is not None:
+        if self._requests.get(request.request_id) is request:
+            del self._requests[request.request_id]
+            self._leave(request)
             if self._engine is not None:
                 self._engine.send(AbortRequest(request.request_id))
         self._changed.set()
 
-    def _tell(self, event: RequestOutput | RequestRefused | ScoreReply) -> None:
-        """Send an event to its request, if that is still there."""
-        request = self._requests.get(event.request_id)
+    def _leave(self, request: _PendingRequest) -> None:
+        """Keep the id of a request that the engine may still have from being used again."""
+        if isinstance(request.message, EngineRequest):  # the engine drops scores without a word
+            self._leaving.add(request.request_id)
+
+    def _tell(self, reply: RequestOutput | RequestRefused | ScoreReply) -> None:
+        """Send a reply to its request, if that is still there."""
+        request = self._requests.get(reply.request_id)
         if request is None:  # it left, and its end was on the way
             return
-        if isinstance(event, RequestRefused | ScoreReply) or event.finish:
-            del self._requests[event.request_id]
+        if isinstance(reply, RequestRefused | ScoreReply) or reply.finish:
+            del self._requests[reply.request_id]
             self._changed.set()
-            if request.late and getattr(event, "finish", None) == FinishReason.CANCELLED:
-                event = event._replace(finish=FinishReason.DEADLINE)
-        request.events.put_nowait(event)
+            if request.late and getattr(reply, "finish", None) == FinishReason.CANCELLED:
+                reply = reply._replace(finish=FinishReason.DEADLINE)
+        request.replies.put_nowait(reply)
 
     def _heard(self, engine: _EngineProcess, message: Any) -> None:
         if engine is not self._engine:
@@ -272,13 +289,17 @@ class Service:
                     self._watch("report", report)
                 for output in outputs:
                     self._tell(output)
+                    if output.finish:
+                        self._leaving.discard(output.request_id)
             case RequestRefused() | ScoreReply():
                 self._tell(message)
+                self._leaving.discard(message.request_id)
 
     def _lose(self) -> None:
         """End the requests of an engine that ended."""
         for id_ in [*self._requests]:
             self._tell(RequestOutput(id_, (), FinishReason.LOST))
+        self._leaving.clear()
         self.load = EngineLoad(0, 0, 0, self.load.capacity)
         self._watch("load", self.load)
 

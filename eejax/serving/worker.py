@@ -162,7 +162,7 @@ class EngineWorker:
                     self._refused.append(RequestRefused(request_id, str(error)))
             case AbortRequest(request_id):
                 self.scheduler.abort(request_id)  # one that ended meanwhile was reported
-                self._scores = [asked for asked in self._scores if asked.request_id != request_id]
+                self._scores = [r for r in self._scores if r.request_id != request_id]
             case ScoreRequest():
                 self._scores.append(message)
 

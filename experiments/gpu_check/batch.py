@@ -157,9 +157,9 @@ def timed(steady: SteadyBatch, repeats: int) -> tuple[float, float]:
     return float(np.median(begun[1:])), float(np.median(each[1:]))
 
 
-def joules_per_token(steady: SteadyBatch, repeats: int) -> float | None:
+def joules_per_token(steady: SteadyBatch) -> float | None:
     """Return the joules of a token behind the prompts; None where the device counts none."""
-    joules = mean_joules(steady.finish, repeats, before=steady.start)
+    joules = mean_joules(steady.finish, steady.start)
     return None if joules is None else joules / steady.tokens[-1]
 
 
@@ -170,8 +170,13 @@ def full(own: BatchStageSizes, params, slots: int) -> dict[str, float]:
     config = own.model.config(own.context)
     made = SlotEngine.make(params, config, full_options(), slots=slots)
     texts = prompts(config, slots, own.prompt)
-    begun, each = timed(SteadyBatch(made, texts, slots * own.new), own.repeats)
-    return dict(prompts_ms=1e3 * begun, tokens_per_second=1 / each)
+    steady = SteadyBatch(made, texts, slots * own.new)
+    begun, each = timed(steady, own.repeats)
+    return dict(
+        prompts_ms=1e3 * begun,
+        tokens_per_second=1 / each,
+        joules_per_token=joules_per_token(steady),
+    )
 
 
 def batched(own: BatchStageSizes, params, slots: int, chunk: int) -> dict[str, Any]:
@@ -194,8 +199,8 @@ def batched(own: BatchStageSizes, params, slots: int, chunk: int) -> dict[str, A
         speedup=each / each_leaving,
         speedup_by_layers=by_layers,
         share_of_layer_ratio=each / each_leaving / by_layers,
-        joules_per_token=joules_per_token(without, own.repeats),
-        leaving_joules_per_token=joules_per_token(leaving, own.repeats),
+        joules_per_token=joules_per_token(without),
+        leaving_joules_per_token=joules_per_token(leaving),
     )
 
 

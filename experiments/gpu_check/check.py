@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 
+METERED = 3.0
+"""Seconds over which energy is counted: a card's counter may advance ten times a second."""
+
 
 @dataclasses.dataclass
 class StageCheck:
@@ -124,21 +127,28 @@ def median_seconds(run: Callable[[], Any], repeats: int, before: Callable[[], An
 
 
 def mean_joules(
-    run: Callable[[], Any], repeats: int, before: Callable[[], Any] = lambda: None
+    run: Callable[[], Any], before: Callable[[], Any], seconds: float = METERED
 ) -> float | None:
-    """Return the joules that JAX's device spends in a run; None where nothing counts them."""
+    """Return the joules that JAX's device spends in a run; None where nothing counts them.
+
+    The counter advances in ticks and `before` takes power too. So both are repeated for so many
+    seconds, then `before` alone, and the difference of a turn is the run's.
+    """
     from eejax.serving.energy import meter
 
     counter = meter()
     if counter is None:
         return None
-    spent = 0.0
-    for _ in range(repeats):
-        before()
-        begin = counter.read()
-        run()
-        spent += counter.read() - begin
-    return spent / repeats
+
+    def each(*parts: Callable[[], Any]) -> float:
+        turns, start, begin = 0, counter.read(), time.perf_counter()
+        while not turns or time.perf_counter() - begin < seconds:
+            for part in parts:
+                part()
+            turns += 1
+        return (counter.read() - start) / turns
+
+    return each(before, run) - each(before)
 
 
 def copy_rate(check: StageCheck) -> float:

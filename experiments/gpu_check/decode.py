@@ -18,6 +18,7 @@ import numpy as np
 from experiments import card_programs
 from experiments.gpu_check import traces
 from experiments.gpu_check.check import (
+    METERED,
     StageCheck,
     call_forms,
     copy_rate,
@@ -367,7 +368,7 @@ def token(
 
         repeats = 2 if check.small else REPEATS
         seconds = median_seconds(finish, repeats, before=start)
-        joules = mean_joules(finish, repeats, before=start)
+        joules = mean_joules(finish, start, 0.0 if check.small else METERED)
         start()
         folder = check.out / "traces" / f"{check.name} {engine} {batch} {exit} {way}".strip()
         traced = traces.of_run(folder, finish)

@@ -296,7 +296,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_session(generate, monkeypatch, small_
         pytest.fail("Ctrl-C ended the session")
     got = json.loads(screen.getvalue().splitlines()[-1])["requests"]
     assert "ended by: Ctrl-C" in screen.getvalue() and screen.after == ""
-    assert 20 <= len(got[0]["tokens"]) < 40 and got[0]["finish"] == ""
+    assert 20 <= len(got[0]["tokens"]) < 40 and got[0]["finish"] is None
     assert got[1]["tokens"] == whole["requests"][1]["tokens"]
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eejax.inference.request import FinishReason
 from eejax.inference.result import Collector, string_end
 from eejax.inference.state import DecodeRecord
 from eejax.models.config import ExitConfig, ModelConfig
@@ -47,7 +48,7 @@ def collect(record, cuts, max_new, stop_token_ids=(), stop_strings=(), decode=te
         CONFIG,
         [[0]] * b,
         np.array(max_new),
-        ["length"] * b,
+        [FinishReason.LENGTH] * b,
         stop_token_ids,
         stop_strings,
         decode,

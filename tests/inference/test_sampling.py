@@ -114,6 +114,23 @@ def test_out_of_range_is_refused(kwargs):
         SamplingParams.make(2, **kwargs)
 
 
+@pytest.mark.parametrize("temperature", [1e-38, 1e-29, 1e-6])
+@pytest.mark.parametrize("filters", [{}, dict(top_k=5), dict(top_p=0.9), dict(min_p=0.1)])
+def test_the_coldest_draws_are_greedy(temperature, filters):
+    logits = np.random.default_rng(0).standard_normal((64, 96)).astype(np.float32) * 5 - 60
+    logits[:, 61:] = -1e30
+    sampling = SamplingParams.make(64, temperature, seed=list(range(64)), **filters)
+    drawn = sample(jnp.array(logits), sampling, jnp.zeros((64,), jnp.int32))
+    assert np.asarray(drawn).tolist() == logits.argmax(1).tolist()
+
+
+def test_near_ties_do_not_pass_top_k():
+    logits = jnp.array([[1.0, np.nextafter(np.float32(1), np.float32(0)), 0.0]])
+    for temperature in (1.0, 2.0, 1e6):
+        kept = restrict(logits, SamplingParams.make(1, temperature, top_k=1)) > -1e29
+        assert kept.tolist() == [[True, False, False]]
+
+
 def test_padded_rows_are_never_drawn_however_hot():
     logits = jnp.where(jnp.arange(96) < 61, jnp.linspace(-3, 3, 96), -1e30)[None].repeat(64, 0)
     for hot in (1e20, 1e30, 1e38):

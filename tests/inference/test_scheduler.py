@@ -17,6 +17,7 @@ from eejax.inference.batched_state import BatchOptions
 from eejax.inference.engine import SlotEngine
 from eejax.inference.payoff import Payoff
 from eejax.inference.policy import ExitPolicy
+from eejax.inference.request import EngineRequest
 from eejax.inference.schedule import BatchPlan
 from eejax.inference.scheduler import Scheduler
 from eejax.inference.scripted import ScriptedEngine
@@ -301,3 +302,41 @@ def test_a_request_goes_on_in_another_scheduler():
     object.__setattr__(engine, "resumes", False)
     with pytest.raises(ConfigError, match="the engine resumes nothing"):
         add(Scheduler(engine, CONFIG), prompt, limit, tokens=had)
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (dict(request_id=""), "request_id = '': must be a string that is not empty"),
+        (dict(request_id=3), "request_id = 3"),
+        (dict(prompt="def"), "prompt = 'def': must be a sequence of token ids"),
+        (dict(prompt=[1.5]), "prompt"),
+        (dict(prompt=5), "prompt = 5"),
+        (dict(stop_token_ids=5), "stop_token_ids = 5"),
+        (dict(max_tokens=0), "max_tokens = 0: must be an integer of at least 1"),
+    ],
+)
+def test_a_malformed_request_is_refused(change, match):
+    with pytest.raises(ConfigError, match=match):
+        EngineRequest(**(dict(request_id="a", prompt=[1], max_tokens=1) | change))
+
+
+def test_a_request_holds_plain_numbers():
+    made = EngineRequest("a", np.array([1, 2], np.uint8), 1, stop_token_ids=[np.int64(3)])
+    assert made.prompt == (1, 2) and made.stop_token_ids == (3,)
+    assert {*map(type, (*made.prompt, *made.stop_token_ids))} == {int}
+
+
+def test_an_id_is_free_once_its_end_was_reported():
+    scheduler = Scheduler(ScriptedEngine(said, (2, 4), slots=1, context=16), CONFIG)
+    scheduler.add_request(EngineRequest("a", [1], 3))
+    with pytest.raises(ConfigError, match="request_id = 'a': must not be the id of an unfinished"):
+        scheduler.add_request(EngineRequest("a", [2], 3))
+    assert scheduler.abort("a") and not scheduler.abort("a")
+    with pytest.raises(ConfigError, match="request_id"):
+        scheduler.add_request(EngineRequest("a", [2], 3))
+    assert scheduler.step()[-1].finish == "cancelled"
+    scheduler.add_request(EngineRequest("a", [2], 3))
+    outputs = scheduler.run()
+    assert [t.id for o in outputs for t in o.tokens] == wanted([2], 3, (), 16)[0]
+    assert [o.finish for o in outputs if o.finish] == ["length"]

@@ -51,11 +51,11 @@ def lowest(model, names="m", **own):
     return fleet, controller, serves, numbers
 
 
-def counted(outputs) -> dict[int, int]:
+def counted(outputs) -> dict[str, int]:
     """Tokens of requests, none of which ended but by its limit."""
     found = dict.fromkeys((output.request_id for output in outputs), 0)
     for output in outputs:
-        assert output.finish in ("", "length")
+        assert output.finish in (None, "length")
         found[output.request_id] += len(output.tokens)
     return found
 

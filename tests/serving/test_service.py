@@ -15,6 +15,7 @@ from adding import request
 from served import DIE, STALL, Scripted, said
 
 from eejax.common.errors import ConfigError
+from eejax.inference.request import EngineRequest
 from eejax.serving import service as s
 from eejax.serving.service import EngineUnavailable, QueueFull, Service, ServiceOptions
 
@@ -31,7 +32,7 @@ def run(test):
 
 async def gathered(service, prompt, limit, **kwargs):
     """(tokens, finish) of a request."""
-    tokens, finish = [], ""
+    tokens, finish = [], None
     async for event in service.stream(request(tuple(prompt), limit), **kwargs):
         tokens += [t.id for t in event.tokens]
         finish = event.finish
@@ -102,6 +103,26 @@ async def test_priorities_deadlines_and_cancelled_requests():
     tokens, finish = await gathered(service, [STALL, 2], 60, seconds=0.5)
     assert finish == "deadline" and 0 < len(tokens) < 60
     assert tokens == want([STALL, 2], 60)[: len(tokens)]
+    await service.stop()
+
+
+@run
+async def test_an_id_is_free_once_the_engine_reported_its_end():
+    service = Service(Scripted(slots=1))
+    await service.start()
+    stream = service.stream(EngineRequest("a", [STALL, 1], 60))
+    await anext(stream)
+    await stream.aclose()
+    refused, tokens = 0, []
+    while not tokens:
+        try:
+            async for output in service.stream(EngineRequest("a", [5], 3)):
+                tokens += [t.id for t in output.tokens]
+        except ConfigError as error:
+            assert "request_id = 'a': must not be the id of an unfinished request" in str(error)
+            refused += 1
+            await asyncio.sleep(0.01)
+    assert refused and tokens == want([5], 3)
     await service.stop()
 
 
