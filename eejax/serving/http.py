@@ -44,7 +44,7 @@ FINISH = {
     FinishReason.CANCELLED: "stop",
     FinishReason.DEADLINE: "timeout",
 }
-"""What ends are called by OpenAI; timeout is eejax's own. The others are errors."""
+"""OpenAI's names of how answers end; timeout is eejax's own. Other ends are errors."""
 
 ERRORS = {
     status: {"model": form.ErrorResponse, "description": text}

@@ -225,7 +225,8 @@ class Service:
             raise EngineUnavailable(f"the engine is {self.state}", self.retry_after)
         if len(self._requests) >= self.max_requests:
             raise QueueFull(f"{self.max_requests} requests are under way", 1.0)
-        require_new_id(message.request_id, {*self._requests} | self._leaving)
+        for taken in (self._requests, self._leaving):
+            require_new_id(message.request_id, taken)
         pending = _PendingRequest(message, asyncio.Queue())
         self._requests[message.request_id] = pending
         if seconds is not None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments import card_programs
 from experiments.batch_runs import SteadyBatch
-from experiments.gpu_check.check import StageCheck, mean_joules
+from experiments.gpu_check.check import METERED, StageCheck, mean_joules
 from experiments.gpu_check.decode import prompts, weights
 
 SHARES = (0.5, 0.25, 0.25)
@@ -32,6 +32,7 @@ class BatchStageSizes:
       chunks: prompt tokens of a step, of which each is measured.
       calls: calls that costs are fitted to.
       repeats: timed runs.
+      metered: seconds over which energy is counted.
     """
 
     model: card_programs.ModelSize = card_programs.BILLION
@@ -41,9 +42,10 @@ class BatchStageSizes:
     chunks: tuple[int, ...] = (64, 256, 512)
     calls: int = 120
     repeats: int = 5
+    metered: float = METERED
 
 
-SMALL = BatchStageSizes(card_programs.SMALL, 64, 24, 8, (8, 16), 40, 2)
+SMALL = BatchStageSizes(card_programs.SMALL, 64, 24, 8, (8, 16), 40, 2, 0.0)
 
 
 def sizes(check: StageCheck) -> BatchStageSizes:
@@ -157,9 +159,9 @@ def timed(steady: SteadyBatch, repeats: int) -> tuple[float, float]:
     return float(np.median(begun[1:])), float(np.median(each[1:]))
 
 
-def joules_per_token(steady: SteadyBatch) -> float | None:
+def joules_per_token(steady: SteadyBatch, seconds: float) -> float | None:
     """Return the joules of a token behind the prompts; None where the device counts none."""
-    joules = mean_joules(steady.finish, steady.start)
+    joules = mean_joules(steady.finish, steady.start, seconds)
     return None if joules is None else joules / steady.tokens[-1]
 
 
@@ -175,7 +177,7 @@ def full(own: BatchStageSizes, params, slots: int) -> dict[str, float]:
     return dict(
         prompts_ms=1e3 * begun,
         tokens_per_second=1 / each,
-        joules_per_token=joules_per_token(steady),
+        joules_per_token=joules_per_token(steady, own.metered),
     )
 
 
@@ -199,8 +201,8 @@ def batched(own: BatchStageSizes, params, slots: int, chunk: int) -> dict[str, A
         speedup=each / each_leaving,
         speedup_by_layers=by_layers,
         share_of_layer_ratio=each / each_leaving / by_layers,
-        joules_per_token=joules_per_token(without),
-        leaving_joules_per_token=joules_per_token(leaving),
+        joules_per_token=joules_per_token(without, own.metered),
+        leaving_joules_per_token=joules_per_token(leaving, own.metered),
     )
 
 

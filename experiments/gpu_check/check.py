@@ -126,9 +126,7 @@ def median_seconds(run: Callable[[], Any], repeats: int, before: Callable[[], An
     return float(np.median(seconds[1:]))
 
 
-def mean_joules(
-    run: Callable[[], Any], before: Callable[[], Any], seconds: float = METERED
-) -> float | None:
+def mean_joules(run: Callable[[], Any], before: Callable[[], Any], seconds: float) -> float | None:
     """Return the joules that JAX's device spends in a run; None where nothing counts them.
 
     The counter advances in ticks and `before` takes power too. So both are repeated for so many

@@ -15,9 +15,10 @@ from launchers import call, functions_of
 
 from eejax.common.errors import ConfigError
 from eejax.kernels import aot, triton_call
+from eejax.serving import energy
 from eejax.train.flops import peak_flops
 from experiments import card_programs
-from experiments.gpu_check import stages, torch_peer, traces
+from experiments.gpu_check import check, stages, torch_peer, traces
 from experiments.gpu_check.check import StageCheck
 from experiments.gpu_check.stages import STAGES, GpuStage, RunSettings
 
@@ -315,3 +316,26 @@ def test_a_peer_trains():
     found = torch_peer.trained(size, 2, 16, 3, "cpu")
     assert found["losses"][-1] < found["losses"][0]
     assert found["peer_device"] == "cpu"
+
+
+@pytest.mark.parametrize("turns", [1, 5])
+def test_joules_of_a_run_are_without_those_of_what_precedes_it(monkeypatch, turns):
+    """A counter that ticks in tens of joules, and a clock that counts what was run."""
+    spent, now = [0.0], [0.0]
+
+    class Counter:
+        name = "fake"
+
+        def read(self) -> float:
+            return spent[0] // 10 * 10
+
+    def take(joules: float) -> None:
+        spent[0] += joules
+        now[0] += 1.0
+
+    monkeypatch.setattr(energy, "meter", Counter)
+    monkeypatch.setattr(check.time, "perf_counter", lambda: now[0])
+    run, before = (lambda: take(40.0)), (lambda: take(70.0))
+    assert check.mean_joules(run, before, seconds=2.0 * turns) == pytest.approx(40.0, abs=10)
+    monkeypatch.setattr(energy, "meter", lambda: None)
+    assert check.mean_joules(run, before, seconds=0.0) is None
