@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from logging import LogRecord
 
@@ -34,6 +35,8 @@ def redirect() -> None:
     sys.unraisablehook = _outside_the_main_thread(sys.unraisablehook)
     threading.excepthook = _in_thread
     logging.get_absl_handler().addFilter(_passes)
+    # A write that fails leaves coroutines of Orbax's; Python tells of them behind the last line.
+    warnings.filterwarnings("ignore", r"coroutine .* was never awaited", RuntimeWarning)
 
 
 def report() -> str:

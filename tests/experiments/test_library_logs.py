@@ -63,6 +63,28 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path, one_device):
     assert "Traceback" not in done.stderr and done.stderr.count("\n") < 8, done.stderr
 
 
+LEFT = """
+import sys
+from experiments import library_logs
+
+async def write():
+    pass
+
+if "redirect" in sys.argv:
+    library_logs.redirect()
+left = write()  # found when the interpreter ends
+sys.exit("error: the last line")
+"""
+
+
+@pytest.mark.parametrize("redirect, lines", [(True, 1), (False, 2)])
+def test_a_coroutine_that_a_library_left_is_no_last_line(redirect, lines):
+    command = [sys.executable, "-P", "-c", LEFT, *["redirect"] * redirect]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    said = done.stderr.splitlines()
+    assert said[0] == "error: the last line" and min(len(said), 2) == lines, done.stderr
+
+
 def test_errors_of_threads_and_of_libraries_are_kept(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(library_logs.tempfile, "tempdir", str(tmp_path))
 
