@@ -117,13 +117,13 @@ class Bench:
 
     def __init__(self):
         from eejax.checkpoint.language_model import load
+        from eejax.helios.fleet import FleetMember
+        from eejax.helios.measurements import encoded, windows
+        from eejax.helios.profiles import measure
         from eejax.inference import capacity
         from eejax.inference.engine import STEPS_PER_CALL
-        from eejax.serving.fleet import FleetMember
         from eejax.serving.fleets import check_alike, room, warm_up
-        from eejax.serving.measurements import encoded, windows
         from eejax.serving.models import batch_options
-        from eejax.serving.profiles import measure
         from experiments.helios_runs import Judges, fitted, prompts
 
         paths = {"small": _SMALL.value, "large": _LARGE.value}
@@ -213,10 +213,10 @@ class Bench:
         return found
 
     def chosen(self, objective: str, limits: dict | None = None, kind=None, **options):
-        from eejax.serving.choices import ControllerOptions
-        from eejax.serving.controller import Controller
-        from eejax.serving.objectives import ServiceObjective
-        from eejax.serving.repository import Repository
+        from eejax.helios.choices import ControllerOptions
+        from eejax.helios.controller import Controller
+        from eejax.helios.objectives import ServiceObjective
+        from eejax.helios.repository import Repository
         from experiments.helios_runs import ControlledFleet, Stopwatch
 
         repository, watch = Repository.of(self.profiles), Stopwatch()

@@ -13,15 +13,15 @@ import numpy as np
 
 from eejax.analysis.intervals import mean_interval
 from eejax.common.errors import ConfigError, DataError
+from eejax.helios.breach_window import clear
+from eejax.helios.choices import ModelDepth
+from eejax.helios.controller import Controller
+from eejax.helios.energy import layer_flops, segment_rows, token_work
+from eejax.helios.fleet import Fleet, FleetMember
+from eejax.helios.verifier import AnswerVerifier
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.request import EngineRequest
-from eejax.serving.auditor import AnswerVerifier
-from eejax.serving.breach_window import clear
-from eejax.serving.choices import ModelDepth
-from eejax.serving.controller import Controller
-from eejax.serving.energy import layer_flops, segment_rows, token_work
-from eejax.serving.fleet import Fleet, FleetMember
 
 ORDERS = ("blocked", "shuffled", "drifting")
 SPREAD = 0.3  # of a task's prompts around its time, as a share of all, where tasks drift

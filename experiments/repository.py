@@ -27,8 +27,8 @@ flags.mark_flag_as_required("repository")
 
 
 def main() -> None:
-    from eejax.serving import repository
-    from eejax.serving.quality import read_scores
+    from eejax.helios import repository
+    from eejax.helios.quality import read_scores
 
     path = _REPOSITORY.value
     if not path:
@@ -61,8 +61,8 @@ def shown(kept) -> str:
     Raises DataError, which names the row, where one cannot be used.
     """
     from eejax.analysis import table
-    from eejax.serving.objectives import METRICS
-    from eejax.serving.repository import date
+    from eejax.helios.objectives import METRICS
+    from eejax.helios.repository import date
 
     kept.check()
     scores = [

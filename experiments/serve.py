@@ -240,10 +240,10 @@ def engines(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict,
 
 def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, dict]:
     """Return the mappings of `engines` for all models served as one."""
+    from eejax.helios.choices import ControllerOptions
+    from eejax.helios.repository import Repository
     from eejax.serving.answers import ExitDefaults
-    from eejax.serving.choices import ControllerOptions
     from eejax.serving.fleets import THRESHOLD, FleetConfig, ServedFleet
-    from eejax.serving.repository import Repository
 
     for flag, least in ((_SHARDS, 1), (_DRAFTS, 0)):
         if flag.value > least:
@@ -287,7 +287,7 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
 
 def limit_flags() -> dict[str, str]:
     """Map the names of limits as settings to their names on the command line."""
-    from eejax.serving.objectives import METRICS
+    from eejax.helios.objectives import METRICS
 
     return {f"limits.{metric}": f"limits: {metric}" for metric in METRICS}
 

@@ -93,7 +93,7 @@ def served(source: str, model: str) -> Any:
 
 def check(found: Any) -> None:
     """Raise ConfigError, which names the column and the value, for what is no timeline."""
-    from eejax.serving.timeline import EVENT_KINDS
+    from eejax.helios.timeline import EVENT_KINDS
 
     require(isinstance(found, dict), "timeline", type(found).__name__, "must be an object")
     for name in ("prompt", "model", *PANELS, "marks"):

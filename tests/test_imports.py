@@ -27,6 +27,7 @@ ROOMS = (
     "train",
     "inference",
     "calibration",
+    "helios",
     "serving",
     "analysis",
     "interop",

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 DELAY = 1.0  # seconds; shorter work shows nothing
 EVERY = 10.0  # seconds between two reports
+LOG = "eejax.serving"  # the logger of what an engine does before it is ready, at level INFO
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # what compiles next
 _listeners: set[Callable[[str, float], None]] = set()

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 from eejax.common.errors import ConfigError, require
 from eejax.data.tokenizers import Tokenizer
+from eejax.helios.report import CHOOSES
 from eejax.inference.logits_params import LogitsParams
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.request import EngineRequest, FinishReason, Token
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import MAX_STOP_TOKENS
-from eejax.serving.messages import CHOOSES, EngineReady
+from eejax.serving.messages import EngineReady
 from eejax.serving.metrics import ChoiceMetrics
 from eejax.serving.protocol import GenerationRequest
 from eejax.serving.service import EngineUnavailable, Service

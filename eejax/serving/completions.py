@@ -15,12 +15,13 @@ import numpy as np
 from eejax.common.errors import DataError
 from eejax.data.chat import plain
 from eejax.data.tokenizers import utf8
+from eejax.helios.report import CHOOSES
 from eejax.inference.request import EngineRequest, FinishReason, Token
 from eejax.inference.scoring import TextScores
 from eejax.serving import protocol as form
 from eejax.serving.answers import ChoiceDelta
 from eejax.serving.http import APIError, ModelServer, finish_reason, usage
-from eejax.serving.messages import CHOOSES, EngineReady
+from eejax.serving.messages import EngineReady
 from eejax.serving.text import TokenOffsets
 
 

@@ -20,20 +20,15 @@ import numpy as np
 
 from eejax.checkpoint.language_model import LanguageModel, load
 from eejax.common.errors import ConfigError, require, require_one_of
+from eejax.common.progress import LOG
 from eejax.data import chat
 from eejax.data.tokenizer_files import TemplateSource
 from eejax.data.tokenizers import Tokenizer
-from eejax.inference import capacity, scoring
-from eejax.inference.deepening import on_host
-from eejax.inference.partial import PartialModel
-from eejax.inference.policy import ExitPolicy
-from eejax.inference.request import EngineRequest
-from eejax.serving.auditor import AnswerVerifier, ReferenceJudge
-from eejax.serving.choices import ControllerOptions
-from eejax.serving.controller import Controller
-from eejax.serving.energy import meter
-from eejax.serving.fleet import Fleet, FleetMember
-from eejax.serving.measurements import (
+from eejax.helios.choices import ControllerOptions
+from eejax.helios.controller import Controller
+from eejax.helios.energy import meter
+from eejax.helios.fleet import Fleet, FleetMember
+from eejax.helios.measurements import (
     MeasurementSetup,
     evaluated,
     kept,
@@ -41,10 +36,16 @@ from eejax.serving.measurements import (
     measured,
     with_profiles,
 )
-from eejax.serving.messages import LOG, BuiltEngine
+from eejax.helios.objectives import ServiceObjective
+from eejax.helios.quality import QualitySource, with_benchmarks, with_ratios
+from eejax.helios.verifier import AnswerVerifier, ReferenceJudge
+from eejax.inference import capacity, scoring
+from eejax.inference.deepening import on_host
+from eejax.inference.partial import PartialModel
+from eejax.inference.policy import ExitPolicy
+from eejax.inference.request import EngineRequest
+from eejax.serving.messages import BuiltEngine
 from eejax.serving.models import batch_options
-from eejax.serving.objectives import ServiceObjective
-from eejax.serving.quality import QualitySource, with_benchmarks, with_ratios
 from eejax.serving.worker import joined
 
 log = logging.getLogger(LOG)

@@ -7,9 +7,9 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from eejax.serving.choices import Decision
-from eejax.serving.messages import FleetReport
-from eejax.serving.timeline import AnswerTimeline
+from eejax.helios.choices import Decision
+from eejax.helios.report import FleetReport
+from eejax.helios.timeline import AnswerTimeline
 
 SECONDS = 2.0  # of a span
 KEEP = 300  # spans

@@ -10,14 +10,10 @@ from typing import Any, NamedTuple
 
 from eejax.data.tokenizer_files import TemplateSource
 from eejax.data.tokenizers import Tokenizer
+from eejax.helios.report import FleetReport
 from eejax.inference.request import RequestOutput
 from eejax.inference.scoring import TextScores
 from eejax.models.config import ModelConfig
-from eejax.serving.choices import Decision
-from eejax.serving.timeline import TimelinePoint
-
-LOG = "eejax.serving"  # of what an engine does before it is ready, at level INFO
-CHOOSES = "the server chooses the model, and where its tokens leave"
 
 
 class AbortRequest(NamedTuple):
@@ -53,34 +49,6 @@ class EngineLoad(NamedTuple):
     waiting: int
     num_cached_tokens: int
     capacity: int
-
-
-class FleetReport(NamedTuple):
-    """State of a serving fleet.
-
-    Attributes:
-      model, depth, layers: the model, and how many of its exits and layers are loaded.
-      slots: slots of the model.
-      below: share of all tokens that left below their threshold.
-      shortfall: 1 minus the mean quality of the model's audited answers; None, as the next two,
-        where none was audited.
-      bound: an upper bound on it with confidence.
-      perplexity: of those answers under their judge.
-      counted: source of energy: "nvml" or "rapl" for joules, or "operations".
-      decisions, points: decisions and answers since the last report.
-    """
-
-    model: str
-    depth: int
-    layers: int
-    slots: int
-    below: float
-    shortfall: float | None
-    bound: float | None
-    perplexity: float | None
-    counted: str
-    decisions: tuple[Decision, ...]
-    points: tuple[TimelinePoint, ...] = ()
 
 
 class EngineStarting(NamedTuple):

@@ -10,9 +10,10 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from eejax.helios.report import FleetReport
 from eejax.inference.request import Token
 from eejax.serving.history import LoadHistory
-from eejax.serving.messages import EngineLoad, FleetReport
+from eejax.serving.messages import EngineLoad
 
 FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)

@@ -16,8 +16,8 @@ from pydantic import (
 )
 
 from eejax.gates.confidence import GATES
+from eejax.helios.fleet import OWN
 from eejax.inference.logits_params import MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS
-from eejax.serving.fleet import OWN
 
 TOKEN = Annotated[int, Field(ge=0, lt=2**31)]
 SHARE = Annotated[float, Field(ge=0, le=1)]

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
 import eejax
+from eejax.helios.fleet import OWN
 from eejax.serving import history
 from eejax.serving import protocol as form
 from eejax.serving.completions import (
@@ -20,7 +21,6 @@ from eejax.serving.completions import (
     check_tokens,
     encode,
 )
-from eejax.serving.fleet import OWN
 from eejax.serving.http import ERRORS, ModelServer, streamed, while_connected
 from eejax.serving.service import DRAINING, Service
 

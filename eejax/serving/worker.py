@@ -15,14 +15,14 @@ from typing import Any
 
 from eejax.common import progress
 from eejax.common.errors import CheckpointError, ConfigError, DataError, require
+from eejax.common.progress import LOG
+from eejax.helios.choices import ModelDepth
+from eejax.helios.report import CHOOSES, FleetReport
 from eejax.inference.engine import STEPS_PER_CALL
 from eejax.inference.request import EngineRequest
 from eejax.inference.scheduler import Scheduler
 from eejax.inference.scoring import lengths, score
-from eejax.serving.choices import ModelDepth
 from eejax.serving.messages import (
-    CHOOSES,
-    LOG,
     AbortRequest,
     Build,
     BuiltEngine,
@@ -30,7 +30,6 @@ from eejax.serving.messages import (
     EngineLoad,
     EngineReady,
     EngineStarting,
-    FleetReport,
     RequestRefused,
     ScoreReply,
     ScoreRequest,

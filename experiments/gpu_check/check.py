@@ -132,7 +132,7 @@ def mean_joules(run: Callable[[], Any], before: Callable[[], Any], seconds: floa
     The counter advances in ticks and `before` takes power too. So both are repeated for so many
     seconds, then `before` alone, and the difference of a turn is the run's.
     """
-    from eejax.serving.energy import meter
+    from eejax.helios.energy import meter
 
     counter = meter()
     if counter is None:

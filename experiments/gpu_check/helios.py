@@ -92,7 +92,7 @@ def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
 
 def members(own: HeliosSizes) -> dict[str, Any]:
     """Return the models by their names, without parameters."""
-    from eejax.serving.fleet import FleetMember
+    from eejax.helios.fleet import FleetMember
     from eejax.serving.models import batch_options
 
     configs = {name: getattr(own, name).config(own.context) for name in ("small", "large")}
@@ -124,10 +124,10 @@ class Models:
     """Models, their costs, and prompts."""
 
     def __init__(self, own: HeliosSizes):
+        from eejax.helios.measurements import windows
+        from eejax.helios.profiles import measure
         from eejax.inference.engine import STEPS_PER_CALL
         from eejax.serving.fleets import warm_up
-        from eejax.serving.measurements import windows
-        from eejax.serving.profiles import measure
 
         self.own, self.profiles = own, {}
         described = members(own)
@@ -177,10 +177,10 @@ class Models:
 
     def controlled(self, objective: str) -> dict[str, Any]:
         """Serve all prompts by what the controller chooses for an objective."""
-        from eejax.serving.choices import ControllerOptions
-        from eejax.serving.controller import Controller
-        from eejax.serving.objectives import ServiceObjective
-        from eejax.serving.repository import Repository
+        from eejax.helios.choices import ControllerOptions
+        from eejax.helios.controller import Controller
+        from eejax.helios.objectives import ServiceObjective
+        from eejax.helios.repository import Repository
         from experiments.helios_runs import ControlledFleet, Stopwatch
 
         watch = Stopwatch()
@@ -201,7 +201,7 @@ class Models:
         return found | dict(decisions=decided[:40], changes=changes[:40])
 
     def _driven(self, server) -> dict[str, Any]:
-        from eejax.serving.energy import meter
+        from eejax.helios.energy import meter
         from experiments.helios_runs import drive
 
         counter = meter()

@@ -72,24 +72,24 @@ def audit(card, config, part: str, length: int):
     """Compile a part of the whole model's pass over a text: "embedded", "layer" or "read"."""
     import jax
 
+    from eejax.helios import verifier
     from eejax.inference.state import prepare
     from eejax.kernels import aot, call
     from eejax.models import params
-    from eejax.serving import auditor
 
     with call.compute_capability(card.capability):
         weights = jax.eval_shape(partial(prepare, config=config), params.shapes(config))
     outer = {k: v for k, v in weights.params.items() if k != "exits"}
     tokens = jax.ShapeDtypeStruct((1, length), np.int32)
-    x = jax.eval_shape(partial(auditor._embedded, config=config), outer, tokens)
+    x = jax.eval_shape(partial(verifier._embedded, config=config), outer, tokens)
     run, args, static = {
-        "embedded": (auditor._embedded, (outer, tokens), {}),
+        "embedded": (verifier._embedded, (outer, tokens), {}),
         "layer": (
-            auditor._through,
+            verifier._through,
             (weights.segments[0][0], x),
             dict(window=config.window(0), rope=config.rope(0)),
         ),
-        "read": (auditor._read, (outer, x, tokens), {}),
+        "read": (verifier._read, (outer, x, tokens), {}),
     }[part]
     return aot.compiled(card, run, *aot.shapes(card, args), config=config, **static)
 
@@ -99,10 +99,10 @@ def scores(card, config, texts: Sequence[Sequence[int]], context: int):
     import jax
 
     from eejax.calibration import frontier
+    from eejax.helios.measurements import windows
     from eejax.inference.deepening import fused
     from eejax.kernels import aot, call
     from eejax.models import params
-    from eejax.serving.measurements import windows
 
     with call.compute_capability(card.capability):
         own = jax.eval_shape(partial(fused, config=config), params.shapes(config))

@@ -118,7 +118,7 @@ def reproduce(measured, world) -> tuple[dict[str, Any], dict[str, Any]]:
       measured: `helios_models.Measured`.
       world: share of tokens that leave early -> `helios_simulated.World`.
     """
-    from eejax.serving.choices import ControllerOptions
+    from eejax.helios.choices import ControllerOptions
 
     one = world()
     trace, limits = one.trace, one.thresholds
@@ -162,12 +162,12 @@ def reproduce(measured, world) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def live(models, measured, world) -> dict[str, Any]:
     """Relative errors of the simulation against a real fleet: of each whole model, and HELIOS."""
-    from eejax.serving import policies
-    from eejax.serving.choices import ControllerOptions
-    from eejax.serving.objectives import ServiceObjective
-    from eejax.serving.simulated import show_errors, validate
-    from eejax.serving.simulator import simulate
-    from eejax.serving.traces import PromptTrace
+    from eejax.helios.choices import ControllerOptions
+    from eejax.helios.objectives import ServiceObjective
+    from experiments.helios_simulation import policies
+    from experiments.helios_simulation.result import show_errors, validate
+    from experiments.helios_simulation.simulator import simulate
+    from experiments.helios_simulation.traces import PromptTrace
 
     trace = measured.trace  # in the order in which a fleet is asked
     n, found, lines = min(_LIVE.value, len(trace)), {}, {}

@@ -224,8 +224,8 @@ def _rounds(accepted: Sequence[bool], k: int) -> int:
 
 def prices(profiles: Mapping, trace, thresholds: Mapping[str, float]) -> dict:
     """Profiles with the trace's agreements, and the operations that exits spare, at thresholds."""
+    from eejax.helios.profiles import spared
     from eejax.inference.batched_state import BatchOptions
-    from eejax.serving.profiles import spared
 
     found = {}
     for name, model in trace.models.items():

@@ -23,10 +23,10 @@ class Measured(NamedTuple):
     """Everything that the reproduction needs of two models.
 
     Attributes:
-      trace: `serving.traces.PromptTrace` of both models.
+      trace: `experiments.helios_simulation.traces.PromptTrace` of both models.
       along: (reader, writer) -> `ModelTrace` of the reader on the writer's text.
       judged: mean log-probability of each prompt's text under a model of its own, by writer.
-      profiles: `serving.choices.ModelProfile` by model.
+      profiles: `helios.choices.ModelProfile` by model.
       costs: what `batch_costs` measured of each model's engine, with its buckets.
       slots: requests served at a time while costs were measured.
     """
@@ -54,8 +54,8 @@ def prompts(model, new: int, most: int | None) -> tuple[list[list[int]], tuple[s
 def member(model):
     import jax
 
+    from eejax.helios.fleet import FleetMember
     from eejax.inference.batched_state import BatchOptions
-    from eejax.serving.fleet import FleetMember
 
     params = jax.device_get(model.params)
     chunk = min(64, model.config.context_length)
@@ -84,7 +84,7 @@ def record(models: Mapping[str, Any], new: int, most: int | None, slots: int, ca
     Returns:
       `Measured`. It takes minutes.
     """
-    from eejax.serving import traces
+    from experiments.helios_simulation import traces
 
     served = {name: model for name, model in models.items() if name != "judge"}
     asked, tasks, cut = prompts(next(iter(served.values())), new, most)
@@ -125,9 +125,9 @@ def timed(one, asked: Sequence[Sequence[int]], slots: int, calls: int) -> tuple[
     """Profile and costs of a member whose slots are all taken by prompts from all over the list."""
     import jax
 
+    from eejax.helios import profiles
     from eejax.inference import batch_costs
     from eejax.inference.batched_slots import BatchedEngine
-    from eejax.serving import profiles
 
     some = [asked[i] for i in np.linspace(0, len(asked) - 1, TIMED).astype(int)]
     context = one.config.context_length
@@ -151,7 +151,7 @@ def timed(one, asked: Sequence[Sequence[int]], slots: int, calls: int) -> tuple[
 def save(measured: Measured, path: pathlib.Path) -> None:
     """Write the trace, and a JSON file beside it with what was measured."""
     from eejax.checkpoint.files import write_text
-    from eejax.serving.traces import PromptTrace
+    from experiments.helios_simulation.traces import PromptTrace
 
     along = {ALONG.join(pair): m for pair, m in measured.along.items()}
     PromptTrace({**measured.trace.models, **along}, measured.trace.kinds).save(path)
@@ -170,8 +170,8 @@ def beside(path: pathlib.Path) -> pathlib.Path:
 
 def load(path: pathlib.Path) -> Measured:
     """Read what `save` wrote. Raises DataError for other files."""
-    from eejax.serving import traces
-    from eejax.serving.choices import ModelProfile
+    from eejax.helios.choices import ModelProfile
+    from experiments.helios_simulation import traces
 
     whole = traces.load(path)
     try:
@@ -198,7 +198,7 @@ def load(path: pathlib.Path) -> Measured:
 def paces(measured: Measured) -> dict[str, Any]:
     """Each model's `StepSeconds`, from what was measured of its engine."""
     from eejax.inference.batch_simulator import StepCosts
-    from eejax.serving.pace import StepSeconds
+    from experiments.helios_simulation.pace import StepSeconds
 
     fields, found = {f.name for f in dataclasses.fields(StepCosts)}, {}
     for name, own in measured.costs.items():
@@ -213,10 +213,10 @@ def live(models: Mapping[str, Any], measured: Measured, thresholds, objective, o
     There are as many clients as slots. Everything is done twice and the second time counts, so that
     nothing is compiled meanwhile.
     """
-    from eejax.serving.controller import Controller
-    from eejax.serving.repository import Repository
-    from eejax.serving.simulated import MeasuredResult
+    from eejax.helios.controller import Controller
+    from eejax.helios.repository import Repository
     from experiments.helios_runs import ControlledFleet, Stopwatch, drive
+    from experiments.helios_simulation.result import MeasuredResult
 
     asked, _, _ = prompts(next(iter(models.values())), measured.trace.new, n)
     members = {

@@ -69,9 +69,9 @@ def figure_6() -> list[dict]:
 
     `layer_gigaflops` leaves out the head, which is read once whichever exit a token takes.
     """
+    from eejax.helios.energy import layer_flops
     from eejax.inference import capacity
     from eejax.models.config import ExitConfig, ModelConfig
-    from eejax.serving.energy import layer_flops
 
     rows = []
     for name, size in FIGURE_6.items():

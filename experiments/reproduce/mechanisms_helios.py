@@ -23,7 +23,7 @@ def judged(key: str, holds: bool, ours: str, why: str) -> Finding:
 
 def profile(scale: float, load: float):
     """A model of four segments that takes `scale` ms a token in each."""
-    from eejax.serving.choices import ModelProfile
+    from eejax.helios.choices import ModelProfile
 
     each = lambda value: (value,) * len(SHARES)
     return ModelProfile(
@@ -39,10 +39,10 @@ def profile(scale: float, load: float):
 
 
 def controller(profiles, **options):
-    from eejax.serving.choices import ControllerOptions
-    from eejax.serving.controller import Controller
-    from eejax.serving.objectives import ServiceObjective
-    from eejax.serving.repository import Repository
+    from eejax.helios.choices import ControllerOptions
+    from eejax.helios.controller import Controller
+    from eejax.helios.objectives import ServiceObjective
+    from eejax.helios.repository import Repository
 
     return Controller(
         profiles,

@@ -20,11 +20,11 @@ from eejax.checkpoint.manager import Checkpoints
 from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER
 from eejax.common.errors import ConfigError, DataError
 from eejax.data.tokenizers import ByteTokenizer, save_tokenizer
+from eejax.helios.choices import ControllerOptions, ModelDepth
+from eejax.helios.fleet import ModelChange
+from eejax.helios.repository import Repository
 from eejax.inference.request import Token
 from eejax.models.config import ExitConfig, ModelConfig
-from eejax.serving.choices import ControllerOptions, ModelDepth
-from eejax.serving.fleet import ModelChange
-from eejax.serving.repository import Repository
 from eejax.train.config import DataConfig, ExitWeights, Experiment
 from experiments import helios_runs
 from experiments.helios_runs import RandomPolicy, Stopwatch, TimedAnswer, drive, fitted, ordered

@@ -11,9 +11,9 @@ import pytest
 from launchers import call
 
 from eejax.common.errors import ConfigError, DataError
+from eejax.helios.choices import ModelProfile
 from eejax.inference.batch_simulator import StepCosts
-from eejax.serving.choices import ModelProfile
-from eejax.serving.traces import ModelTrace, PromptTrace
+from experiments.helios_simulation.traces import ModelTrace, PromptTrace
 from experiments.reproduce import helios_evidence as evidence
 from experiments.reproduce import (
     helios_figures,
@@ -197,8 +197,8 @@ def test_table_5_has_every_token_once_and_a_model_alone_its_own(world):
 
 
 def test_a_prompts_depth_is_what_was_loaded_when_its_first_token_came(world):
-    from eejax.serving import policies
-    from eejax.serving.choices import ModelDepth
+    from eejax.helios.choices import ModelDepth
+    from experiments.helios_simulation import policies
 
     script = [ModelDepth("small", 1), ModelDepth("small", 3), ModelDepth("large", 2)]
     run = world.run(lambda clock: policies.ScriptedPolicy(script, 8, clock=clock))

@@ -11,11 +11,11 @@ import httpx
 import pytest
 from served import CONFIG, STALL, said, serving
 
-from eejax.serving.choices import Decision, ModelDepth
+from eejax.helios.choices import Decision, ModelDepth
+from eejax.helios.report import FleetReport
+from eejax.helios.timeline import TimelinePoint, marks
 from eejax.serving.history import KEEP, SECONDS, LoadHistory
 from eejax.serving.http import HttpOptions
-from eejax.serving.messages import FleetReport
-from eejax.serving.timeline import TimelinePoint, marks
 
 KEY = "secret"
 

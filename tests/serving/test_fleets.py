@@ -22,10 +22,10 @@ from served import FLEET, Scripted, TinyFleet, serving
 
 from eejax.common.errors import ConfigError, DataError
 from eejax.data.tokenizers import ByteTokenizer
+from eejax.helios.repository import Repository
 from eejax.inference import Generator
 from eejax.inference.policy import ExitPolicy
 from eejax.serving.fleets import template_of
-from eejax.serving.repository import Repository
 from eejax.serving.service import READY, Service, ServiceOptions
 from experiments import prompt_files
 from experiments.serving_runs import server

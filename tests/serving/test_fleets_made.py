@@ -15,14 +15,15 @@ from served import FLEET, TinyFleet, weights
 
 from eejax.checkpoint.language_model import LanguageModel
 from eejax.common.errors import ConfigError, DataError
+from eejax.common.progress import LOG
 from eejax.data.tokenizers import ByteTokenizer
+from eejax.helios import measurements
+from eejax.helios.choices import ControllerOptions
+from eejax.helios.objectives import ServiceObjective
 from eejax.inference import capacity
 from eejax.inference.partial import PartialModel
 from eejax.models.config import ExitConfig, ModelConfig
-from eejax.serving import fleets, measurements
-from eejax.serving.choices import ControllerOptions
-from eejax.serving.messages import LOG
-from eejax.serving.objectives import ServiceObjective
+from eejax.serving import fleets
 
 
 def test_nothing_is_compiled_once_it_is_ready(compiled, caplog, monkeypatch):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 
-from eejax.serving.choices import ControllerOptions, ModelDepth, ModelProfile
-from eejax.serving.controller import Controller
-from eejax.serving.objectives import ServiceObjective, Telemetry
-from eejax.serving.repository import Repository
+from eejax.helios.choices import ControllerOptions, ModelDepth, ModelProfile
+from eejax.helios.controller import Controller
+from eejax.helios.objectives import ServiceObjective, Telemetry
+from eejax.helios.repository import Repository
 
 THROUGHPUT = ServiceObjective.of("throughput")
 

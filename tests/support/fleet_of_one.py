@@ -8,13 +8,13 @@ import itertools
 import numpy as np
 from adding import add
 
+from eejax.helios.choices import ControllerOptions, ModelProfile
+from eejax.helios.controller import Controller
+from eejax.helios.fleet import Fleet, FleetMember
+from eejax.helios.objectives import ServiceObjective
+from eejax.helios.repository import Repository
 from eejax.inference import capacity
 from eejax.inference.batched_state import BatchOptions
-from eejax.serving.choices import ControllerOptions, ModelProfile
-from eejax.serving.controller import Controller
-from eejax.serving.fleet import Fleet, FleetMember
-from eejax.serving.objectives import ServiceObjective
-from eejax.serving.repository import Repository
 
 NEW = 24
 OPTIONS = BatchOptions(cap=4, drafts=0, buckets=(8,))  # one compiles faster than three

@@ -14,18 +14,19 @@ import jax
 import numpy as np
 import uvicorn
 
+from eejax.common.progress import LOG
 from eejax.data.tokenizers import ByteTokenizer, Tokenizer
+from eejax.helios.choices import ControllerOptions
+from eejax.helios.controller import Controller
+from eejax.helios.fleet import FleetMember
 from eejax.inference.batched_state import BatchOptions
 from eejax.inference.scripted import ScriptedEngine
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.serving import fleets
 from eejax.serving.app import app
-from eejax.serving.choices import ControllerOptions
-from eejax.serving.controller import Controller
-from eejax.serving.fleet import FleetMember
 from eejax.serving.http import HttpOptions
-from eejax.serving.messages import LOG, Build, BuiltEngine
+from eejax.serving.messages import Build, BuiltEngine
 from eejax.serving.metrics import ServerMetrics
 from eejax.serving.service import Service, ServiceOptions
 

@@ -1,0 +1,1 @@
+"""Choosing which model serves, and how much of it is loaded (HELIOS)."""

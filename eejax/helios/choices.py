@@ -1,0 +1,274 @@
+"""Choices and decisions of a controller: plain data, without any device."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from eejax.common.errors import require, require_count
+from eejax.helios.objectives import Telemetry
+
+AUTO = "auto"
+REASSESS = f'must be a number of prompts, or "{AUTO}"'
+STRICTEST = 4  # steps of thresholds to 1, each half of the way that is left but for the last
+
+
+@dataclasses.dataclass(frozen=True)
+class ControllerOptions:
+    """Options of a controller.
+
+    Attributes:
+      candidates: models that are evaluated.
+      prompts: prompts of the evaluation of one.
+      interval: prompts between two reassessments, or "auto", by what they cost
+        (`Controller.interval`).
+      window: tokens in which breaches are counted.
+      breaches: most of them in the window; with any more, something is decided.
+      greedy: tokens may leave below their threshold at all.
+      gain: share by which another choice must be better, so that noise changes nothing.
+      tokens: expected tokens of an answer, until some were measured.
+      budget: most bytes of a model and its requests.
+    """
+
+    candidates: int = 2
+    prompts: int = 5
+    interval: int | str = 150
+    window: int = 100
+    breaches: int = 50
+    greedy: bool = True
+    gain: float = 0.05
+    tokens: int = 100
+    budget: float = float("inf")
+
+    def __post_init__(self):
+        for name in ("candidates", "prompts", "window", "tokens"):
+            require_count(name, getattr(self, name))
+        if self.interval != AUTO:
+            require(not isinstance(self.interval, str), "interval", self.interval, REASSESS)
+            require_count("interval", self.interval)
+        require_count("breaches", self.breaches, least=0)
+        require(self.breaches <= self.window, "breaches", self.breaches, "must fit the window")
+        require(self.gain >= 0, "gain", self.gain, "must be at least 0")
+        require(self.budget > 0, "budget", self.budget, "must be more than 0")
+
+
+# Fields of a profile that have a number for each segment, or each depth.
+SEGMENTWISE = (
+    "seconds",
+    "prefill",
+    "load",
+    "rebuild",
+    "bytes",
+    "energy",
+    "sure",
+    "unsure",
+    "agrees",
+    "slots",
+    "state",
+    "heads",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelProfile:
+    """Measurements of a model, segment by segment.
+
+    Exit e reads the states behind segment e, the last one those behind all layers.
+
+    Attributes:
+      seconds: [exits] seconds per token in a segment, with all requests that are served together.
+      prefill: [exits] of a prompt by itself.
+      load: [exits] to bring a segment to the device, compiled.
+      rebuild: [exits] of the keys and values of a token that the segment has not seen.
+      bytes: [exits] of its weights.
+      energy: [exits] of a token in its layers.
+      heads: [exits] energy of a token in the head behind them.
+      sure: [exits] share of the tokens above the threshold of an exit that are the full model's.
+      unsure: [exits] share of those below the threshold.
+      agrees: [exits] share of all tokens, if all left by the exit; by default as `sure`.
+      slots: by depth, requests that are served at a time, with which `seconds` were measured.
+      state: by depth, bytes of what is kept for them. Both are empty where memory does not matter.
+      shares: of tokens by the exit that they leave by, as far as is known before any request; none
+        where it is not.
+      quality, perplexity: of answers, as (agreement, value) pairs over the share of tokens that
+        agree with this model's own last exit, interpolated between pairs (`quality_at`,
+        `perplexity_at`). The last pair is that of the whole model, at agreement 1.
+      ceiling: the quality of answers that deeper exits or another model cannot improve. It is 1
+        where one reference model judges each answer, and the whole model's quality where answers
+        are compared with that.
+      saved: of the seconds that exits would save if a token took nothing above its own exit, the
+        share that they do save: keys and values above are caught up once another token goes there.
+      spared: the same of the energy of layers.
+    """
+
+    seconds: tuple[float, ...]
+    prefill: tuple[float, ...]
+    load: tuple[float, ...]
+    rebuild: tuple[float, ...]
+    bytes: tuple[float, ...]
+    energy: tuple[float, ...]
+    sure: tuple[float, ...]
+    unsure: tuple[float, ...]
+    slots: tuple[int, ...] = ()
+    state: tuple[float, ...] = ()
+    heads: tuple[float, ...] = ()
+    saved: float = 1.0
+    spared: float = 1.0
+    quality: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+    perplexity: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+    ceiling: float = 1.0
+    shares: tuple[float, ...] = ()
+    agrees: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        n = len(self.seconds)
+        require(n > 0, "seconds", self.seconds, "must have a number for each segment")
+        for name, none in (("slots", (1,)), ("state", (0.0,)), ("heads", (0.0,))):
+            object.__setattr__(self, name, tuple(getattr(self, name)) or none * n)
+        object.__setattr__(self, "agrees", tuple(self.agrees) or tuple(self.sure))
+        for name in ("quality", "perplexity"):  # of JSON, pairs are lists
+            object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
+        for name in ("saved", "spared", "ceiling"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, name, value, "must lie in [0, 1]")
+        for name in SEGMENTWISE:
+            values = getattr(self, name)
+            good = len(values) == n and all(0 <= v < math.inf for v in values)
+            require(good, name, values, f"must be {n} finite numbers from 0 on")
+        allowed = f"must be none or {n} shares, 1 together"
+        whole = len(self.shares) == n and math.isclose(sum(self.shares), 1, rel_tol=1e-6)
+        require(not self.shares or whole, "shares", self.shares, allowed)
+        for name, least, most in (("quality", 0, 1), ("perplexity", 1, math.inf)):
+            pairs = getattr(self, name)
+            good = bool(pairs) and pairs[-1][0] == 1
+            good = good and all(least <= v <= most and v < math.inf for _, v in pairs)
+            shares = [share for share, _ in pairs]
+            good &= all(0 <= a < b for a, b in zip(shares, shares[1:], strict=False))
+            allowed = (
+                f"must be (agreement, value) pairs up to agreement 1, values in {least}..{most}"
+            )
+            require(good, name, pairs, allowed)
+
+    @property
+    def exits(self) -> int:
+        return len(self.seconds)
+
+    def size(self, depth: int) -> float:
+        """Return the bytes of the first `depth` segments and of what requests keep in them."""
+        return sum(self.bytes[:depth]) + self.state[depth - 1]
+
+    def quality_at(self, agreement: float) -> float:
+        """Return the quality of answers in which a share `agreement` of tokens is the whole's.
+
+        Below the least agreement that was measured it falls in proportion.
+        """
+        points = dict([(0.0, 0.0), *self.quality])
+        return float(np.interp(agreement, [*points], [*points.values()]))
+
+    def perplexity_at(self, agreement: float) -> float:
+        """Return the perplexity of such answers; its logarithm is interpolated."""
+        shares, values = zip(*self.perplexity, strict=True)
+        return math.exp(float(np.interp(agreement, shares, np.log(values))))
+
+    def agreement(self, shares: Sequence[float], depth: int, hope: float = 0.0) -> float:
+        """Return the share of the whole model's tokens, counting a share `hope` of the others."""
+        found = sum(s * a for s, a in zip(shares[:depth], self.sure, strict=False))
+        found += breaches(shares, depth) * self.unsure[depth - 1]
+        return found * (1 - hope) + hope
+
+    def serving(self, shares: Sequence[float], depth: int, hope: float = 0.0) -> Telemetry:
+        """Return telemetry with the first `depth` exits loaded.
+
+        shares: of tokens that would leave by each exit if all were loaded; those above leave by the
+        last one that is. First tokens come as they do to a lone request. hope: as in `agreement`.
+        """
+        seconds = max(_spent(self.seconds, shares, depth, self.saved), 1e-12)
+        agreement = self.agreement(shares, depth, hope)
+        first = sum(self.prefill[:depth])
+        return Telemetry(
+            throughput=1 / seconds,
+            ttft=first,
+            ttft_p99=first,
+            tpot=seconds * self.slots[depth - 1],
+            accuracy=self.quality_at(agreement),
+            memory=self.size(depth),
+            energy=self.worked(shares, depth),
+            perplexity=self.perplexity_at(agreement),
+        )
+
+    def worked(self, shares: Sequence[float], depth: int) -> float:
+        """Return the energy of a token, as `serving`."""
+        layers = _spent(self.energy, shares, depth, self.spared)
+        return layers + _spent(self.heads, shares, depth)
+
+    def benchmark(self) -> dict[int, Telemetry]:
+        """Return telemetry by depth, if all tokens leave by the last exit that is loaded."""
+        last = lambda depth: tuple(float(e == depth - 1) for e in range(self.exits))
+        every = dataclasses.replace(self, sure=self.agrees)
+        return {depth: every.serving(last(depth), depth) for depth in range(1, self.exits + 1)}
+
+
+def _spent(
+    costs: Sequence[float], shares: Sequence[float], depth: int, spared: float = 1.0
+) -> float:
+    """Return what a token takes in the segments that it runs, of which exits save a part."""
+    most = sum(costs[:depth])
+    least = sum(sum(shares[s:]) * costs[s] for s in range(depth))
+    return most - spared * (most - least)
+
+
+def breaches(shares: Sequence[float], depth: int) -> float:
+    """Return the share of the tokens that leave below their threshold."""
+    return sum(shares[depth:])
+
+
+def apportioned(shares: Sequence[float], total: int) -> list[int]:
+    """Return whole numbers in proportion to shares, `total` together."""
+    ends = np.rint(np.cumsum(shares) / sum(shares) * total).astype(int)
+    return np.diff(ends, prepend=0).tolist()
+
+
+class ModelDepth(NamedTuple):
+    """A model, and how many of its exits are loaded."""
+
+    model: str
+    depth: int
+
+
+class Assignment(NamedTuple):
+    """The model that a prompt goes to, and whether it is part of an evaluation."""
+
+    choice: ModelDepth
+    evaluated: bool
+
+
+class Decision(NamedTuple):
+    """A decision of the controller.
+
+    Attributes:
+      kind: "evaluate", "grow", "switch" and "tighten", or "serve" where the model is the first, or
+        stays.
+      seconds: its cost, as known when it was taken.
+      expected: expected telemetry.
+    """
+
+    time: float
+    kind: str
+    choice: ModelDepth
+    why: str
+    seconds: float = 0.0
+    expected: Telemetry | None = None
+
+
+def stricter(threshold: float, level: int) -> float:
+    """Return a threshold half as far from 1 with every level.
+
+    With `STRICTEST` it is 1, at which no exit is taken.
+    """
+    if level == 0:
+        return threshold  # and not what rounding makes of it
+    return 1.0 if level >= STRICTEST else 1.0 - (1.0 - threshold) * 0.5**level

@@ -1,0 +1,61 @@
+"""Depths of a model that are considered, and the order of preference of choices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from eejax.common.errors import ConfigError, require
+from eejax.helios.choices import ControllerOptions, ModelDepth, ModelProfile, breaches
+
+# Of the breaches that are allowed: this share for a choice each time that it had more, up to so
+# often.
+CALMER, CALMEST = 0.8, 4
+
+
+def check_models(profiles: Mapping[str, ModelProfile], budget: float) -> None:
+    """Raise ConfigError for no model, or for a budget that does not hold each of them whole."""
+    require(bool(profiles), "profiles", profiles, "must be of one model at least")
+    for name, profile in profiles.items():
+        size = profile.size(profile.exits)
+        if size > budget:
+            raise ConfigError(
+                f"budget = {budget:g}: holds no whole {name!r}, which has {size:g} bytes and "
+                "has to be evaluated whole. Give more, or leave it out."
+            )
+
+
+def greedy_depth(
+    shares: Sequence[float],
+    least: int,
+    calm: Callable[[int], bool],
+    rank: Callable[[int], tuple[float, float]],
+) -> int:
+    """Return the best depth from the exit on by which most tokens leave.
+
+    Args:
+      shares: of tokens by exit.
+      least: depth, whatever the shares are.
+      calm: whether breaches are not expected at a depth; at the last one they are not.
+      rank: of a depth by the objective.
+    """
+    exits = len(shares)
+    mode = max(range(exits), key=lambda e: (shares[e], -e)) + 1
+    depths = range(max(mode, least), exits + 1)
+    return max((d for d in depths if d == exits or calm(d)), key=lambda d: (rank(d), -d))
+
+
+def calm(
+    choice: ModelDepth, shares: Sequence[float], options: ControllerOptions, broken: int
+) -> bool:
+    """Return whether breaches are not expected of a choice.
+
+    They are expected the more, the more often (`broken`) there were some.
+    """
+    room = options.breaches / options.window * CALMER ** min(broken, CALMEST)
+    return breaches(shares, choice.depth) <= room
+
+
+def favoured(rank: tuple[float, float], gain: float) -> tuple[float, float]:
+    """Return a rank (`ServiceObjective.rank`) raised by a gain, for the choice that serves."""
+    excess, score = rank  # 0, or less where limits are missed
+    return min(excess + gain, 0.0), score + gain

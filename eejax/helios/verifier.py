@@ -1,0 +1,135 @@
+"""Judge an answer with the whole of a model.
+
+The answer runs through the whole model once. For each token it finds whether the whole model would
+have chosen it, and how likely it was. Layers that are not loaded are brought one at a time and
+freed again, so that an audit needs room for one (`capacity.audit_bytes`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eejax.common.errors import require
+from eejax.common.trees import Tree
+from eejax.helios.disagreement_bound import AnswerAudit
+from eejax.helios.quality import agreement_of, relative_to
+from eejax.inference import scoring
+from eejax.inference import state as s
+from eejax.inference.deepening import on_host
+from eejax.inference.policy import log_probability
+from eejax.inference.sampling import argmax
+from eejax.inference.state import Weights
+from eejax.models import layers, transformer
+from eejax.models.cache import kv_heads, unstack_segments
+from eejax.models.config import ModelConfig
+
+
+class AnswerVerifier:
+    """Judges answers with the whole of a model."""
+
+    def __init__(self, host: Tree, config: ModelConfig):
+        """Take the training tree `host`; as `on_host` made it, there is no second copy of it."""
+        self._host, self.config = on_host(host, config), config
+
+    def judge(
+        self, loaded: Weights | None, prompt: Sequence[int], tokens: Sequence[int]
+    ) -> AnswerAudit:
+        """Judge the tokens behind a prompt.
+
+        One program is compiled for each power of two of tokens, and for each kind of layers.
+
+        Args:
+          loaded: the model's first segments, as far as they are on the device; None: not even its
+            embeddings are, which are brought as well.
+        """
+        require(len(prompt) > 0, "prompt", prompt, "must have one token at least")
+        config = self.config
+        if loaded is None:
+            loaded = Weights((), _brought(s.unlayered_params(self._host, config, 0)))
+        text = [*prompt, *tokens]
+        width = next(n for n in scoring.lengths(config.context_length + 1) if n >= len(text))
+        padded = np.zeros((1, width), np.int32)
+        padded[0, : len(text)] = text
+        # Early exits are not asked, and are other ones at every depth.
+        params = {k: v for k, v in loaded.params.items() if k != "exits"}
+        x = _embedded(params, padded, config=config)
+        n = len(loaded.segments)
+        there = [layer for segment in loaded.segments for layer in segment]
+        rest = unstack_segments(self._host, config, config.n_exits + 1, first=n)
+        rest = [layer for segment in rest for layer in segment]
+        for i, layer in enumerate([*there, *rest]):
+            layer = layer if i < len(there) else _brought(layer)
+            x = _through(layer, x, config=config, window=config.window(i), rope=config.rope(i))
+            if i >= len(there):
+                jax.block_until_ready(x)  # it goes before the next one comes
+        del layer
+        if "final" not in params:
+            params["final"] = _brought(self._host["final"])
+        logprob, same = _read(params, x, padded, config=config)
+        own = slice(len(prompt) - 1, len(text) - 1)
+        return AnswerAudit(np.asarray(same)[own], np.asarray(logprob)[own])
+
+
+class ReferenceJudge:
+    """The model that judges the answers of all members of a fleet.
+
+    Attributes:
+      name: of the member that it is, which is judged by what is loaded of it; None: of none.
+      least: the lowest perplexity of the members' answers, over which an answer's own is its
+        quality; None: its quality is the share of tokens that this model would have chosen.
+    """
+
+    def __init__(
+        self, host: Tree, config: ModelConfig, name: str | None = None, least: float | None = None
+    ):
+        self.host, self.config = host, config
+        self.auditor = AnswerVerifier(host, config)
+        self.name, self.least = name, least
+
+    def quality(self, verdict: AnswerAudit) -> float:
+        if self.least is None:
+            return agreement_of(verdict)
+        return relative_to(self.least, verdict)
+
+
+def _brought(tree: Tree) -> Tree:
+    return jax.device_put(tree)
+
+
+@partial(jax.jit, static_argnames="config")
+def _embedded(params, tokens, *, config):
+    return transformer.embed(params, config, tokens, jnp.arange(tokens.shape[1])[None])
+
+
+@partial(jax.jit, static_argnames=("config", "window", "rope"))
+def _through(layer, x, *, config, window, rope):
+    # With buffers of keys and values, and so by the very kernel, as whoever serves.
+    positions = jnp.arange(x.shape[1])[None]
+    context = layers.make_context(
+        config, positions, key_positions=positions, start=jnp.zeros((1,), jnp.int32)
+    )
+    buffer = jnp.zeros((kv_heads(config), x.shape[1], config.head_dim), config.dtype)
+    own = dict(window=window, rope=rope, cache=(buffer, buffer))
+    return layers.layer(layer, x, config, context, **own)[0]
+
+
+@partial(jax.jit, static_argnames="config")
+def _read(params, x, tokens, *, config):
+    weights = Weights((), params)
+    labels = jnp.append(tokens[0, 1:], 0)
+    chunk = math.gcd(scoring.CHUNK, len(labels))
+
+    def one(rows):
+        h, label = rows
+        logits = s.reader(weights, config, config.n_exits, h).logits()
+        return log_probability(logits, label), argmax(logits) == label
+
+    cut = lambda a: a.reshape(-1, chunk, *a.shape[1:])
+    found = jax.lax.map(one, (cut(x[0]), cut(labels)))
+    return jax.tree.map(lambda a: a.reshape(-1), found)

@@ -1,0 +1,1 @@
+"""Simulation of serving under a policy, for comparisons and reproductions."""

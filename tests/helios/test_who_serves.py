@@ -1,0 +1,90 @@
+"""Who serves while models come, are evaluated, or fail."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from controlled import World, profile
+
+from eejax.helios.choices import STRICTEST, ModelDepth
+from eejax.helios.objectives import ServiceObjective
+
+
+def test_nobody_is_given_to_a_model_that_fails():
+    shares = dict.fromkeys("ab", (0.6, 0.2, 0.1, 0.1))
+    world = World({"a": profile(), "b": profile(2.0)}, shares)
+    c = world.controller
+    c.loaded(c.wanted)
+    with pytest.warns(UserWarning, match="'a' is served no more"):
+        for _ in range(5):
+            assert c.choose() == (ModelDepth("a", 4), True)
+            c.dropped("a", failed=True)
+    assert c.current is None and c.wanted == ModelDepth("b", 4)
+    for _ in range(6):
+        world.prompt()
+    assert world.served[-1] == ModelDepth("b", 1) and "a" not in c._candidates()
+    for _ in range(5):
+        assert not c.evaluating
+        c.failed("b")  # which served well before
+    assert c.evaluating and c.decisions[-1].why == "answers end in errors"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is the last one
+        c.loaded(c.wanted)
+        for _ in range(20):
+            assert c.choose().choice.model == "b"
+            c.dropped("b", failed=True)
+
+
+def test_a_limit_holds_for_who_serves_until_another_one_is_there():
+    wrong = dict(sure=(0.8, 0.8, 0.8, 1.0))
+    goal = ServiceObjective.of("throughput", accuracy=0.95)
+    profiles = {"a": profile(**wrong), "b": profile(3.0, **wrong)}
+    world = World(profiles, dict.fromkeys("ab", (0.6, 0.2, 0.1, 0.1)), goal)
+    c = world.controller
+    for _ in range(12):
+        world.prompt()
+    assert c.current == ModelDepth("a", 4) and c.level("a") == STRICTEST
+    c._want("switch", ModelDepth("b", 4), "for the test")
+    assert c.level("a") == STRICTEST and c.level("b") == STRICTEST
+    c.loaded(c.wanted)
+    assert c.level("a") == 0 and c.level("b") == STRICTEST
+
+
+def test_between_two_evaluations_who_served_goes_on():
+    """And what takes long to load is not assessed for the prompts that others served meanwhile."""
+    shares = dict.fromkeys("abc", (0.6, 0.2, 0.1, 0.1))
+    profiles = {"a": profile(1.0), "b": profile(0.85), "c": profile(0.85)}
+    world = World(profiles, shares, candidates=3, interval=20)
+    c = world.controller
+    while c.serving is None:
+        world.prompt()
+    c.serving = "a"
+    c._want("serve", ModelDepth("a", 1), "for the test")
+    c.loaded(c.wanted)
+    for model in "bc":  # as if they were evaluated long ago
+        c._age[model] = 20
+    c._evaluate("for the test")
+    assert [seen.choice for seen in c._plan] == [
+        ModelDepth("a", 1),
+        ModelDepth("b", 4),
+        ModelDepth("c", 4),
+    ]
+    c.holds({"a": 1}, 0)
+    for _ in range(5):
+        assert c.choose() == (ModelDepth("a", 1), True)
+        c.answered("a", profiles["a"].serving(shares["a"], 1), [0] * 10)
+    assert c.wanted == ModelDepth("b", 4)
+    c.holds({"a": 1, "b": 4}, 0)
+    c.loaded(c.wanted)
+    for _ in range(5):
+        assert c.choose() == (ModelDepth("b", 4), True)
+        c.answered("b", profiles["b"].serving(shares["b"], 4), [0] * 10)
+    assert c.wanted == ModelDepth("c", 4) and c.choose() == (ModelDepth("a", 1), False)
+    c._plan = []
+    c._want("switch", ModelDepth("c", 1), "for the test")
+    for _ in range(30):
+        assert not c.choose().evaluated
+    c.loaded(c.wanted)
+    c.choose()
+    assert not c.evaluating
