@@ -14,8 +14,8 @@ import pytest
 from launchers import call, functions_of
 
 from eejax.common.errors import ConfigError
+from eejax.helios import energy
 from eejax.kernels import aot, triton_call
-from eejax.serving import energy
 from eejax.train.flops import peak_flops
 from experiments import card_programs
 from experiments.gpu_check import check, stages, torch_peer, traces
