@@ -112,7 +112,7 @@ def _heads(config, n: int, blocks=None, start=None) -> list[tuple[Callable, Any]
 
     from eejax.gates.confidence import max_probability
     from eejax.inference.sampling import argmax
-    from eejax.inference.state import reader
+    from eejax.inference.segment import SegmentRunner
     from eejax.models.cache import run_segment
 
     def look(e, weights, carry):
@@ -120,7 +120,7 @@ def _heads(config, n: int, blocks=None, start=None) -> list[tuple[Callable, Any]
         h = x
         if blocks is not None:
             _, h, _, block = run_segment(weights.params, (), config, e, x, start, (), block)
-        y = reader(weights, config, e, h[:, 0]).logits()
+        y = SegmentRunner(weights, config).reader(e, h[:, 0]).logits()
         # The next row depends on this one's logits, so that none is made but once.
         return jnp.where(max_probability(y)[:, None, None] < 2, x, -x), block, argmax(y)
 

@@ -24,6 +24,7 @@ from eejax.inference import state as s
 from eejax.inference.deepening import on_host
 from eejax.inference.policy import log_probability
 from eejax.inference.sampling import argmax
+from eejax.inference.segment import SegmentRunner
 from eejax.inference.state import Weights
 from eejax.models import layers, transformer
 from eejax.models.cache import kv_heads, unstack_segments
@@ -121,13 +122,13 @@ def _through(layer, x, *, config, window, rope):
 
 @partial(jax.jit, static_argnames="config")
 def _read(params, x, tokens, *, config):
-    weights = Weights((), params)
+    runner = SegmentRunner(Weights((), params), config)
     labels = jnp.append(tokens[0, 1:], 0)
     chunk = math.gcd(scoring.CHUNK, len(labels))
 
     def one(rows):
         h, label = rows
-        logits = s.reader(weights, config, config.n_exits, h).logits()
+        logits = runner.reader(config.n_exits, h).logits()
         return log_probability(logits, label), argmax(logits) == label
 
     cut = lambda a: a.reshape(-1, chunk, *a.shape[1:])

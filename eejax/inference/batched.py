@@ -19,9 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eejax.gates import router
 from eejax.gates.confidence import Memory
-from eejax.inference import state as s
 from eejax.inference.batched_state import (
     BatchedState,
     BatchOptions,
@@ -31,7 +29,7 @@ from eejax.inference.batched_state import (
     hits_stop_token,
 )
 from eejax.inference.logits_params import process_logits
-from eejax.inference.policy import Emission, ExitInput, emit_early, emit_final
+from eejax.inference.policy import Emission
 from eejax.inference.schedule import (
     IN_PLACE,
     PACKED,
@@ -40,13 +38,13 @@ from eejax.inference.schedule import (
     select_batch,
     select_prefill,
 )
+from eejax.inference.segment import SegmentRunner
 from eejax.inference.state import DecodeRecord, Weights
 from eejax.kernels.compact.api import compact
 from eejax.kernels.scatter.api import scatter
-from eejax.models import transformer
 from eejax.models.attention import PackedRows
 from eejax.models.branches import run_branch
-from eejax.models.cache import KVCache, run_packed, run_segment
+from eejax.models.cache import KVCache
 from eejax.models.config import ModelConfig
 
 SPAN = 4  # rows of a slot that attention takes together
@@ -85,7 +83,7 @@ def flatten(
     return PackedRows(slot, position, first, spans, width, most)
 
 
-def _run_gates(weights, config, state, e, slot, position, allowed, x, h, before) -> PendingRows:
+def _run_gates(runner, state, e, slot, position, allowed, x, h, before) -> PendingRows:
     """Run exit e for rows of slots at positions [r], and update their pending rows.
 
     Only rows that are `allowed` [r] and undecided change.
@@ -96,13 +94,13 @@ def _run_gates(weights, config, state, e, slot, position, allowed, x, h, before)
     own = jax.tree.map(lambda a: a[slot, place], pending)
     allowed = allowed & (position >= state.position[slot])
     request = jax.tree.map(lambda a: a[slot], state.request)
-    logits_params, shape = request.logits_params, None
+    logits_params, shaped = request.logits_params, None
     if e == 0:
         own = PendingRows.blank(len(slot), logits_params=logits_params is not None).replace(
             input_token=own.input_token
         )
     if logits_params is not None:
-        shape = lambda y: process_logits(
+        shaped = lambda y: process_logits(
             y,
             logits_params,
             state.prompt[slot],
@@ -110,35 +108,29 @@ def _run_gates(weights, config, state, e, slot, position, allowed, x, h, before)
             position + 1,
             request.stop_token_ids,
         )
-    head = s.reader(weights, config, e, h)
+    drafts = None
+    if e == 0 < runner.last and pending.input_token.shape[1] > 1:
+        drafts = (request.policy.drafts > 0) & ~request.policy.paused
+        if logits_params is not None:
+            drafts = drafts & ~logits_params.changes
     allowed = allowed & (own.exit < 0)
-    look = ExitInput(
-        e,
-        x,
-        head,
-        allowed,
-        position + 1,
-        request.progress(position + 1),
-        router.of_exit(weights.params, config, e),
-        logits_params,
-        shape,
-    )
     none = jnp.full(own.logprob.shape, jnp.inf)
     emission = Emission(own.token, own.logprob, own.confidence, own.exit, none, own.top_logprobs)
-    if e == weights.last:
-        emission = emit_final(emission, look, request.sampling)
-    else:
-        drafts = None
-        if e == 0 and pending.input_token.shape[1] > 1:
-            drafts = (request.policy.drafts > 0) & ~request.policy.paused
-            if logits_params is not None:
-                drafts = drafts & ~logits_params.changes
-        memory = Memory(own.seen, own.streak, before)
-        emission, memory = emit_early(
-            emission, memory, look, request.policy, request.sampling, config, drafts=drafts
-        )
-        own = own.replace(seen=memory.token, streak=memory.streak)
+    emission, memory = runner.decide(
+        e,
+        emission,
+        Memory(own.seen, own.streak, before),
+        x,
+        h,
+        allowed,
+        position + 1,
+        request,
+        drafts=drafts,
+        process_logits=shaped,
+    )
     own = own.replace(
+        seen=memory.token,
+        streak=memory.streak,
         token=emission.token,
         logprob=emission.logprob,
         confidence=emission.confidence,
@@ -149,27 +141,18 @@ def _run_gates(weights, config, state, e, slot, position, allowed, x, h, before)
     return jax.tree.map(lambda a, b: a.at[slot, place].set(b, mode="drop"), pending, own)
 
 
-def _in_place(weights, config, state, e, count, below, pending, above, kvs, block):
+def _in_place(runner, state, e, count, below, pending, above, kvs, block):
     """Run one row of every slot through segment e; a branch of a conditional."""
     start, slot = state.cache.filled[:, e], jnp.arange(state.token.shape[0])
     if e == 0:
-        x = transformer.embed(
-            weights.params,
-            config,
-            at_position(pending.input_token, start)[:, None],
-            start[:, None],
-            weights.axes,
-        )
+        x = runner.embed(at_position(pending.input_token, start)[:, None], start[:, None])
         before = jnp.zeros_like(x)
     else:
         before = x = _read_ring(below, slot, start)
-    x, h, kvs, block = run_segment(
-        weights.params, weights.segments[e], config, e, x, start, kvs, block, axes=weights.axes
-    )
+    x, h, kvs, block = runner.run(e, x, start, kvs, block)
     above = _write_ring(above, jnp.where(count > 0, slot, len(slot)), start, x)
     pending = _run_gates(
-        weights,
-        config,
+        runner,
         state.replace(pending=pending),
         e,
         slot,
@@ -182,7 +165,38 @@ def _in_place(weights, config, state, e, count, below, pending, above, kvs, bloc
     return pending, above, kvs, block
 
 
-def _packed(weights, config, state, e, size, batch, below, pending, above, kvs, block):
+def _only_slot(runner, state, e, size, count, below, pending, above, kvs, block):
+    """Run `size` rows of the one slot that there is through segment e; a branch of a conditional.
+
+    Its first `count` [1] rows are real. They need no packing, so this is `recompute` itself.
+    """
+    start, row = state.cache.filled[:, e], jnp.arange(size, dtype=jnp.int32)
+    slot, position, m = jnp.zeros_like(row), start[0] + row, pending.input_token.shape[1]
+    if e == 0:
+        x = runner.embed(pending.input_token[:, position % m], position[None])
+        before = jnp.zeros_like(x)
+    else:
+        before = x = jnp.swapaxes(_read_ring(below, slot, position), 0, 1)
+    x, h, kvs, block = runner.run(e, x, start, kvs, block)
+    above = _write_ring(above, jnp.where(row < count, 0, 1), position, x[0][:, None])
+    # Of these rows, the pending ones lie behind those of emitted tokens.
+    i = jnp.maximum(state.position - start, 0) + jnp.arange(min(size, m))
+    real, i = i < count, jnp.minimum(i, size - 1)
+    pending = _run_gates(
+        runner,
+        state.replace(pending=pending),
+        e,
+        slot[i],
+        position[i],
+        real,
+        x[0, i],
+        h[0, i],
+        before[0, i],
+    )
+    return pending, above, kvs, block
+
+
+def _packed(runner, state, e, size, batch, below, pending, above, kvs, block):
     """Run the chosen rows through segment e as `size` flat ones; a branch of a conditional."""
     most = min(size, state.waiting[0].shape[1] if state.waiting else 1)
     start = state.cache.filled[:, e]
@@ -190,23 +204,17 @@ def _packed(weights, config, state, e, size, batch, below, pending, above, kvs, 
     slot = jnp.minimum(packed.slot, len(state.token) - 1)
     if e == 0:
         token = pending.input_token[slot, packed.position % pending.input_token.shape[1]]
-        x = transformer.embed(
-            weights.params, config, token[:, None], packed.position[:, None], weights.axes
-        )
+        x = runner.embed(token[:, None], packed.position[:, None])
         before = jnp.zeros_like(x)
     else:
         before = x = _read_ring(below, slot, packed.position)
-    x, h, kvs, block = run_packed(
-        weights.params, weights.segments[e], config, e, x, packed, kvs, block, axes=weights.axes
-    )
+    x, h, kvs, block = runner.run_packed(e, x, packed, kvs, block)
     above = _write_ring(above, packed.slot, packed.position, x)
-    pending = _run_gates_flat(
-        weights, config, state.replace(pending=pending), e, packed, None, x, h, before
-    )
+    pending = _run_gates_flat(runner, state.replace(pending=pending), e, packed, None, x, h, before)
     return pending, above, kvs, block
 
 
-def _run_gates_flat(weights, config, state, e, packed, allowed, x, h, before) -> PendingRows:
+def _run_gates_flat(runner, state, e, packed, allowed, x, h, before) -> PendingRows:
     """Run `_run_gates` for flat rows that are pending, of slots `allowed` [slots] (None: all)."""
     slots, m = state.pending.input_token.shape
     size = len(packed.slot)
@@ -218,7 +226,7 @@ def _run_gates_flat(weights, config, state, e, packed, allowed, x, h, before) ->
     i = order[: min(size, slots * m)]
     real = jnp.arange(len(i)) < counts[0]
     return _run_gates(
-        weights, config, state, e, slot[i], packed.position[i], real, x[i, 0], h[i, 0], before[i, 0]
+        runner, state, e, slot[i], packed.position[i], real, x[i, 0], h[i, 0], before[i, 0]
     )
 
 
@@ -320,10 +328,10 @@ def engine_step(
     weights: Weights, state: BatchedState, *, config: ModelConfig, options: BatchOptions
 ) -> tuple[BatchedState, DecodeRecord]:
     """Run every segment once, then a chunk of prompts. Records are [drafts + 1, slots]."""
-    begun = state.position
-    for e in range(weights.last + 1):
-        state = _advance_segment(weights, config, options, state, e)
-    state = _advance_prefill(weights, config, options, state)
+    begun, runner = state.position, SegmentRunner(weights, config)
+    for e in range(runner.last + 1):
+        state = _advance_segment(runner, options, state, e)
+    state = _advance_prefill(runner, options, state)
     m = options.drafts + 1
     order = jnp.arange(m)[:, None]
     place = (begun[None] + order) % m
@@ -350,9 +358,9 @@ def engine_step(
     return state.replace(clock=state.clock + 1, work=work), record
 
 
-def _advance_segment(weights, config, options, state, e) -> BatchedState:
+def _advance_segment(runner, options, state, e) -> BatchedState:
     """Run segment e for the slots that the schedule selects, and commit what is decided."""
-    n, slots, cap = weights.last, state.token.shape[0], options.cap
+    n, slots, cap = runner.last, state.token.shape[0], options.cap
     filled, can_start = state.cache.filled, state.can_start(cap)
     before = state.position, state.progress.next_segment
     if e == 0:
@@ -385,9 +393,12 @@ def _advance_segment(weights, config, options, state, e) -> BatchedState:
     top = no_ring if state.boundary is None else state.boundary
     above = state.waiting[e] if e < n else top
     # SKIP, IN_PLACE, PACKED and so on, as `schedule` numbers them.
-    ways = [partial(_in_place, weights, config, state, e, batch.rows, below)]
+    ways = [partial(_in_place, runner, state, e, batch.rows, below)]
     for size in options.buckets:
-        ways.append(partial(_packed, weights, config, state, e, size, batch, below))
+        if slots == 1:
+            ways.append(partial(_only_slot, runner, state, e, size, batch.rows, below))
+        else:
+            ways.append(partial(_packed, runner, state, e, size, batch, below))
     carry = state.pending, above, state.cache.segments[e], state.cache.blocks[e]
     pending, above, kvs, block = run_branch(batch.mode, ways, carry)
     swap = lambda tree, new: (*tree[:e], new, *tree[e + 1 :])
@@ -417,9 +428,9 @@ def _count_work(work: WorkCounters, e: int, batch: SegmentBatch) -> WorkCounters
     )
 
 
-def _advance_prefill(weights, config, options, state) -> BatchedState:
+def _advance_prefill(runner, options, state) -> BatchedState:
     """Run a chunk of prompts, if a slot has one."""
-    run = partial(_prefill_chunk, weights, config, options, state)
+    run = partial(_prefill_chunk, runner, options, state)
     carry = state.pending, state.cache, state.boundary, state.work
     some = jnp.any(state.progress.in_prefill).astype(jnp.int32)
     pending, cache, boundary, work = lax.switch(some, [lambda c: c, run], carry)
@@ -428,35 +439,23 @@ def _advance_prefill(weights, config, options, state) -> BatchedState:
     return after.replace(since=since)
 
 
-def _prefill_chunk(weights, config, options, state, carry):
+def _prefill_chunk(runner, options, state, carry):
     """Run a chunk of prompts through all segments; a branch of a conditional."""
     pending, cache, boundary, work = carry
     start, in_prefill = cache.filled[:, 0], state.progress.in_prefill
     count, order = select_prefill(jnp, state.progress, state.since, options.chunk)
     packed = flatten(count, order, start, options.chunk, min(PROMPT_SPAN, options.chunk))
     token = state.prompt[jnp.minimum(packed.slot, len(start) - 1), packed.position]
-    x = transformer.embed(
-        weights.params, config, token[:, None], packed.position[:, None], weights.axes
-    )
+    x = runner.embed(token[:, None], packed.position[:, None])
     done = in_prefill & (start + count == state.prompt_len)
     # What a request had been given before is decoded on: its next token may leave by any exit.
     early = state.request.policy.prefill_exit | (state.prompt_len > state.request.start)
     segments, blocks, before = [], [], jnp.zeros_like(x)
-    for e, layers in enumerate(weights.segments):
-        x, h, kvs, block = run_packed(
-            weights.params,
-            layers,
-            config,
-            e,
-            x,
-            packed,
-            cache.segments[e],
-            cache.blocks[e],
-            axes=weights.axes,
-        )
+    for e in range(runner.last + 1):
+        x, h, kvs, block = runner.run_packed(e, x, packed, cache.segments[e], cache.blocks[e])
         segments.append(kvs)
         blocks.append(block)
-        allowed = done if e == weights.last else done & early
+        allowed = done if e == runner.last else done & early
         if e == 0:
             # Nothing is pending of a prompt; its last row may be seen by no early exit.
             pending = jax.tree.map(
@@ -467,7 +466,7 @@ def _prefill_chunk(weights, config, options, state, carry):
                 ),
             )
         pending = _run_gates_flat(
-            weights, config, state.replace(pending=pending), e, packed, allowed, x, h, before
+            runner, state.replace(pending=pending), e, packed, allowed, x, h, before
         )
         before = x
     cache = KVCache(tuple(segments), tuple(blocks), cache.filled + count[:, None])

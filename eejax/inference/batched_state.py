@@ -30,7 +30,8 @@ class BatchOptions:
         request runs all layers before its next token.
       buckets: row counts that packed segments are compiled for, ascending; the largest is at least
         the cap. Empty: powers of two from a quarter of the slots up to all rows that may be
-        pending, and one row, so that a lone request does not pay for free slots.
+        pending, and one row, so that a lone request does not pay for free slots. With one slot, of
+        which one row runs in place: powers of two, and all drafts with the row before them.
       chunk: prompt tokens per step. None: as many as the device runs well together (`CHUNKS`), at
         most the model's context.
       drafts: most tokens of a request that are drafted past an undecided one. How many a request
@@ -88,10 +89,11 @@ class BatchOptions:
         if self.buckets:
             return self
         most = max(slots * min(max(self.drafts + 1, 2), self.cap), self.cap)
-        least = max(slots // 4, 4)  # fewer take hardly less time
+        least = 2 if slots == 1 else max(slots // 4, 4)  # fewer take hardly less time
         powers = [1 << i for i in range((most - 1).bit_length() + 1) if 1 << i >= least]
-        alone = (1,) if slots > 1 else ()  # one slot is run in place
-        buckets = (*alone, *(powers or [1 << (most - 1).bit_length()]))
+        # One row of the only slot runs in place.
+        own = {1} if slots > 1 else {min(self.drafts + 1, most)} - {1}
+        buckets = (*own, *(powers or [1 << (most - 1).bit_length()]))
         return dataclasses.replace(self, buckets=buckets)
 
 

@@ -22,9 +22,10 @@ from eejax.inference.batched import PROMPT_SPAN
 from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchedState
 from eejax.inference.schedule import BatchPlan
+from eejax.inference.segment import SegmentRunner
 from eejax.inference.state import Weights
 from eejax.models import exits, layers
-from eejax.models.cache import KVCache, init_cache, run_segment, unstack_segments
+from eejax.models.cache import KVCache, init_cache, unstack_segments
 from eejax.models.config import ModelConfig
 
 
@@ -141,6 +142,7 @@ def _filled(weights, boundary, filled, *, have: int, config: ModelConfig, keep: 
     """
     slots, length, _ = boundary.shape
     depth, width = len(weights.segments), min(PROMPT_SPAN, length)
+    runner = SegmentRunner(weights, config)
     fresh = init_cache(config, slots, length, depth, weights.axes)
 
     def chunk(i, carry):
@@ -150,17 +152,7 @@ def _filled(weights, boundary, filled, *, have: int, config: ModelConfig, keep: 
         x = lax.dynamic_slice(boundary, (0, begin, 0), (slots, width, boundary.shape[2]))
         start, new = jnp.full((slots,), begin), []
         for e, kvs, block in zip(range(have, depth), segments, blocks, strict=True):
-            x, _, *written = run_segment(
-                weights.params,
-                weights.segments[e],
-                config,
-                e,
-                x,
-                start,
-                kvs,
-                block,
-                axes=weights.axes,
-            )
+            x, _, *written = runner.run(e, x, start, kvs, block)
             new.append(written)
         above = lax.dynamic_update_slice(above, x, (0, begin, 0)) if keep else above
         return tuple(kvs for kvs, _ in new), tuple(block for _, block in new), above

@@ -9,16 +9,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from eejax.gates import router
 from eejax.gates.confidence import Memory
 from eejax.inference import state as s
-from eejax.inference.policy import ExitInput, emit_early, emit_final
-from eejax.models import transformer
-from eejax.models.cache import KVCache, init_cache, run_segment
+from eejax.inference.segment import SegmentRunner
+from eejax.models.cache import KVCache, init_cache
 from eejax.models.config import ModelConfig
 
 
-def _pass(weights, config, options, cache, request, x, start, row, count, position, early):
+def _pass(runner, options, cache, request, x, start, row, count, position, early):
     """Run x [b, w, d] at positions start [b] onward through all segments; emit from row [b].
 
     Only the engine "posthoc" measures margins: the others must take the time of their layers and
@@ -31,41 +29,17 @@ def _pass(weights, config, options, cache, request, x, start, row, count, positi
     """
     b = x.shape[0]
     newest = lambda a: jnp.take_along_axis(a, row[:, None, None], 1)[:, 0]
-    emission, memory = s.undecided(weights, b), Memory.blank(x[:, 0])
+    emission, memory = runner.undecided(b), Memory.blank(x[:, 0])
     measure, everyone = options.engine == "posthoc", jnp.full((b,), True)
     segments, blocks = [], []
-    for e, layers in enumerate(weights.segments):
-        x, h, kvs, block = run_segment(
-            weights.params,
-            layers,
-            config,
-            e,
-            x,
-            start,
-            cache.segments[e],
-            cache.blocks[e],
-            axes=weights.axes,
-        )
+    for e in range(runner.last + 1):
+        x, h, kvs, block = runner.run(e, x, start, cache.segments[e], cache.blocks[e])
         segments.append(kvs)
         blocks.append(block)
-        h = newest(h)
-        head = s.reader(weights, config, e, h)
-        last = e == weights.last
-        look = ExitInput(
-            e,
-            newest(x),
-            head,
-            everyone if last else early,
-            position,
-            request.progress(position),
-            router.of_exit(weights.params, config, e),
+        allowed = everyone if e == runner.last else early
+        emission, memory = runner.decide(
+            e, emission, memory, newest(x), newest(h), allowed, position, request, measure=measure
         )
-        if last:
-            emission = emit_final(emission, look, request.sampling, measure)
-        else:
-            emission, memory = emit_early(
-                emission, memory, look, request.policy, request.sampling, config, measure
-            )
     filled = cache.filled + count[:, None]
     return KVCache(tuple(segments), tuple(blocks), filled), emission
 
@@ -90,11 +64,11 @@ def prefill(
     """
     b, t = tokens.shape
     lengths = request.start
-    x = transformer.embed(weights.params, config, tokens, jnp.arange(t)[None], weights.axes)
+    runner = SegmentRunner(weights, config)
+    x = runner.embed(tokens, jnp.arange(t)[None])
     cache = init_cache(config, b, length, len(weights.segments), weights.axes)
     cache, emission = _pass(
-        weights,
-        config,
+        runner,
         options,
         cache,
         request,
@@ -114,13 +88,13 @@ def step(
 ) -> tuple[s.DecodeState, s.DecodeRecord]:
     """Decode one token of every live request through all loaded layers."""
     b = state.token.shape[0]
+    runner = SegmentRunner(weights, config)
     cache, emission = _pass(
-        weights,
-        config,
+        runner,
         options,
         state.cache,
         state.request,
-        s.embed_last(weights, config, state),
+        runner.embed(state.token[:, None], state.position[:, None]),
         state.position,
         jnp.zeros((b,), jnp.int32),
         state.live.astype(jnp.int32),

@@ -14,12 +14,10 @@ from functools import partial
 
 import jax.numpy as jnp
 
-from eejax.gates import router
 from eejax.gates.confidence import Memory
 from eejax.inference import state as s
-from eejax.inference.policy import ExitInput, emit_early, emit_final
+from eejax.inference.segment import SegmentRunner
 from eejax.models.branches import run_branch
-from eejax.models.cache import propagate_segment, run_segment
 from eejax.models.config import ModelConfig
 
 
@@ -31,33 +29,25 @@ def step(
     The record's `layers` are those that were run completely.
     """
     cache, live, request = state.cache, state.live, state.request
-    n, b, start = weights.last, state.token.shape[0], state.position
+    runner = SegmentRunner(weights, config)
+    b, start = state.token.shape[0], state.position
     segments, blocks = list(cache.segments), list(cache.blocks)
     depth, masks = jnp.int32(config.exit_boundaries[0]), options.propagate == "mask"
     newest = jnp.arange(state.reach.shape[1])[None] == start[:, None]  # [b, s]
-    x, h, segments[0], blocks[0] = run_segment(
-        weights.params,
-        weights.segments[0],
-        config,
-        0,
-        s.embed_last(weights, config, state),
-        start,
-        segments[0],
-        blocks[0],
-        axes=weights.axes,
-    )
-    emission, memory = s.undecided(weights, b), Memory.blank(x[:, 0])
+    x = runner.embed(state.token[:, None], start[:, None])
+    x, h, segments[0], blocks[0] = runner.run(0, x, start, segments[0], blocks[0])
+    emission, memory = runner.undecided(b), Memory.blank(x[:, 0])
 
-    for e in range(n + 1):
+    for e in range(runner.last + 1):
         if e:
             # Who left is carried along where others go deeper, with a state that changes no more:
             # each layer then writes for it what is propagated where nobody goes.
             goes_deeper = live & (emission.exit < 0)
             some = jnp.any(goes_deeper)
             seen = newest | (state.reach >= e) if masks else None
-            ways = [partial(_run, weights, config, e, start, goes_deeper, seen)]
+            ways = [partial(_run, runner, e, start, goes_deeper, seen)]
             if not masks:
-                ways.append(partial(_fill, weights, config, e, start))
+                ways.append(partial(_fill, runner, e, start))
             # x and h are one array, as nothing reads the last segment's x: where that is dropped
             # from among the results, XLA's CPU backend copies the caches beside it.
             carried = jnp.concatenate([x, h], 1), segments[e], blocks[e]
@@ -65,22 +55,9 @@ def step(
             both, segments[e], blocks[e] = run_branch(way, ways, carried)
             x, h = both[:, :1], both[:, 1:]
             depth = jnp.where(some, config.exit_boundaries[e], depth)
-        head = s.reader(weights, config, e, h[:, 0])
-        look = ExitInput(
-            e,
-            x[:, 0],
-            head,
-            live,
-            start + 1,
-            request.progress(start + 1),
-            router.of_exit(weights.params, config, e),
+        emission, memory = runner.decide(
+            e, emission, memory, x[:, 0], h[:, 0], live, start + 1, request
         )
-        if e == n:
-            emission = emit_final(emission, look, request.sampling)
-        else:
-            emission, memory = emit_early(
-                emission, memory, look, request.policy, request.sampling, config
-            )
 
     filled = cache.filled + live.astype(jnp.int32)[:, None]
     state = state.replace(
@@ -90,30 +67,15 @@ def step(
     return s.advance(state, emission, jnp.broadcast_to(depth, (b,)))
 
 
-def _run(weights, config, e, start, goes_deeper, seen, both, kvs, block):
+def _run(runner, e, start, goes_deeper, seen, both, kvs, block):
     """Run segment e for the requests that go deeper; a branch of a conditional.
 
     both [b, 2, d]: the states at the boundary, and behind the exit's block.
     """
-    x, h, kvs, block = run_segment(
-        weights.params,
-        weights.segments[e],
-        config,
-        e,
-        both[:, :1],
-        start,
-        kvs,
-        block,
-        active=goes_deeper,
-        seen=seen,
-        axes=weights.axes,
-    )
+    x, h, kvs, block = runner.run(e, both[:, :1], start, kvs, block, active=goes_deeper, seen=seen)
     return jnp.concatenate([x, h], 1), kvs, block
 
 
-def _fill(weights, config, e, start, both, kvs, block):
+def _fill(runner, e, start, both, kvs, block):
     """Write segment e's keys and values from the states below it; a branch of a conditional."""
-    kvs, block = propagate_segment(
-        weights.params, weights.segments[e], config, e, both[:, :1], start, kvs, block, weights.axes
-    )
-    return both, kvs, block
+    return both, *runner.propagate(e, both[:, :1], start, kvs, block)

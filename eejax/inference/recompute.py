@@ -13,12 +13,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from eejax.gates import router
 from eejax.gates.confidence import Memory
 from eejax.inference import state as s
-from eejax.inference.policy import ExitInput, emit_early, emit_final
+from eejax.inference.segment import SegmentRunner
 from eejax.models.branches import first_bucket, run_branch
-from eejax.models.cache import KVCache, run_segment
+from eejax.models.cache import KVCache
 from eejax.models.config import ModelConfig
 
 
@@ -45,29 +44,21 @@ def step(
 ) -> tuple[s.DecodeState, s.DecodeRecord]:
     """Decode one token of every live request through as many segments as some request needs."""
     cache, live, request = state.cache, state.live, state.request
-    n, b = weights.last, state.token.shape[0]
+    runner = SegmentRunner(weights, config)
+    n, b = runner.last, state.token.shape[0]
     filled, position = cache.filled, state.position + 1
     segments, blocks, waiting = list(cache.segments), list(cache.blocks), list(state.waiting)
     depth = jnp.int32(config.exit_boundaries[0])
 
     # Segment 0: the new token's row, always.
-    x, h, segments[0], blocks[0] = run_segment(
-        weights.params,
-        weights.segments[0],
-        config,
-        0,
-        s.embed_last(weights, config, state),
-        filled[:, 0],
-        segments[0],
-        blocks[0],
-        axes=weights.axes,
-    )
+    x = runner.embed(state.token[:, None], state.position[:, None])
+    x, h, segments[0], blocks[0] = runner.run(0, x, filled[:, 0], segments[0], blocks[0])
     if n:
         waiting[0] = _store(waiting[0], x, filled[:, 0], live.astype(jnp.int32))
     filled = filled.at[:, 0].add(live.astype(jnp.int32))
     x, h = x[:, 0], h[:, 0]
     forced = live & (filled[:, 0] - filled[:, n] >= options.cap)
-    emission, memory = s.undecided(weights, b), Memory.blank(x)
+    emission, memory = runner.undecided(b), Memory.blank(x)
 
     for e in range(n + 1):
         if e:
@@ -75,29 +66,14 @@ def step(
             backlog = jnp.max(jnp.where(goes_deeper, filled[:, e - 1] - filled[:, e], 0))
             after = waiting[e] if e < n else jnp.zeros_like(x, shape=(b, 0, config.d_model))
             carried = (x, h, filled, segments[e], blocks[e], after)
-            deeper = partial(_deeper, weights, config, e)
+            deeper = partial(_deeper, runner, e)
             ways = [partial(deeper, w, live, goes_deeper, waiting[e - 1]) for w in options.widths]
             way = jnp.where(backlog > 0, 1 + first_bucket(options.widths, backlog), 0)
             x, h, filled, segments[e], blocks[e], after = run_branch(way, ways, carried)
             if e < n:
                 waiting[e] = after
             depth = jnp.where(backlog > 0, config.exit_boundaries[e], depth)
-        head = s.reader(weights, config, e, h)
-        look = ExitInput(
-            e,
-            x,
-            head,
-            live,
-            position,
-            request.progress(position),
-            router.of_exit(weights.params, config, e),
-        )
-        if e == n:
-            emission = emit_final(emission, look, request.sampling)
-        else:
-            emission, memory = emit_early(
-                emission, memory, look, request.policy, request.sampling, config
-            )
+        emission, memory = runner.decide(e, emission, memory, x, h, live, position, request)
 
     state = state.replace(
         cache=KVCache(tuple(segments), tuple(blocks), filled), waiting=tuple(waiting)
@@ -105,7 +81,7 @@ def step(
     return s.advance(state, emission, jnp.broadcast_to(depth, (b,)))
 
 
-def _deeper(weights, config, e, width, live, goes_deeper, before, x, h, filled, kvs, block, after):
+def _deeper(runner, e, width, live, goes_deeper, before, x, h, filled, kvs, block, after):
     """Run `width` rows of each request through segment e; a branch of a conditional.
 
     Requests that do not go deeper themselves let their oldest waiting rows join, which only
@@ -116,17 +92,7 @@ def _deeper(weights, config, e, width, live, goes_deeper, before, x, h, filled, 
     """
     start = filled[:, e]
     count = jnp.where(live, jnp.minimum(filled[:, e - 1] - start, width), 0)
-    rows, states, kvs, block = run_segment(
-        weights.params,
-        weights.segments[e],
-        config,
-        e,
-        _rows(before, start, width),
-        start,
-        kvs,
-        block,
-        axes=weights.axes,
-    )
+    rows, states, kvs, block = runner.run(e, _rows(before, start, width), start, kvs, block)
     if after.shape[1]:
         after = _store(after, rows, start, count)
     last = jnp.maximum(count - 1, 0)[:, None, None]  # of a request that goes: its newest token

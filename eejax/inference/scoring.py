@@ -14,13 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from eejax.common.errors import require
 from eejax.inference import generate, sharded
-from eejax.inference import state as s
 from eejax.inference.logits_params import TopLogprobs, compute_top_logprobs
 from eejax.inference.policy import log_probability
 from eejax.inference.sampling import argmax
+from eejax.inference.segment import SegmentRunner
 from eejax.inference.state import Weights
-from eejax.models import transformer
-from eejax.models.cache import init_cache, run_segment
+from eejax.models.cache import init_cache
 from eejax.models.config import ModelConfig
 
 SHORTEST = 16  # texts are padded to a power of two from here on
@@ -89,26 +88,16 @@ def _score(weights, tokens, *, config, e, top_logprobs, mesh) -> TextScores:
 
 def _pass(weights, tokens, *, config, e, top_logprobs) -> TextScores:
     t = tokens.shape[1]
-    axes = weights.axes
-    x = transformer.embed(weights.params, config, tokens, jnp.arange(t)[None], axes)
-    cache = init_cache(config, 1, t, len(weights.segments), axes)
+    runner = SegmentRunner(weights, config)
+    x = runner.embed(tokens, jnp.arange(t)[None])
+    cache = init_cache(config, 1, t, len(weights.segments), weights.axes)
     start = jnp.zeros((1,), jnp.int32)
-    for i, layers in enumerate(weights.segments[: e + 1]):
-        x, h, _, _ = run_segment(
-            weights.params,
-            layers,
-            config,
-            i,
-            x,
-            start,
-            cache.segments[i],
-            cache.blocks[i],
-            axes=axes,
-        )
+    for i in range(e + 1):
+        x, h, _, _ = runner.run(i, x, start, cache.segments[i], cache.blocks[i])
 
     def one(rows):
         h, label = rows
-        logits = s.reader(weights, config, e, h).logits()
+        logits = runner.reader(e, h).logits()
         top = compute_top_logprobs(logits) if top_logprobs else None
         return TextScores(log_probability(logits, label), argmax(logits) == label, top)
 

@@ -22,9 +22,10 @@ from eejax.gates.confidence import max_probability
 from eejax.inference import state as s
 from eejax.inference.policy import log_probability
 from eejax.inference.sampling import argmax, sample_draft, verify_drafts
-from eejax.models import exits, params, transformer
+from eejax.inference.segment import SegmentRunner
+from eejax.models import exits, params
 from eejax.models.branches import first_bucket, run_branch
-from eejax.models.cache import run_segment, varying
+from eejax.models.cache import varying
 from eejax.models.config import ModelConfig
 
 FRESH = 0.2  # weight of one more draft in the running share of accepted ones
@@ -80,12 +81,13 @@ def step(
     count = jnp.maximum(count, 0)
     deepest = jnp.max(count)
 
-    drafts, below, block = _draft(weights, config, options, state, deepest)
+    runner = SegmentRunner(weights, config)
+    drafts, below, block = _draft(runner, options, state, deepest)
 
     zero = varying(jnp.zeros((b, most), jnp.float32), weights.axes.data)
     verdict = Verification(count, drafts.tokens, zero, zero)
     carried = (verdict, cache.segments[1], cache.blocks[1])
-    verification = partial(_verify, weights, config)
+    verification = partial(_verify, runner)
     ways = [
         partial(verification, width, drafts, count, position, request.sampling)
         for width in options.widths
@@ -125,13 +127,13 @@ def step(
     return state, jax.tree.map(jnp.transpose, record)
 
 
-def _draft(weights, config, options, state, deepest):
+def _draft(runner, options, state, deepest):
     """Draft `deepest` tokens for every request, and run the layers below the exit for the last one.
 
     Returns (Drafts, keys and values of these layers, those of the exit's block).
     """
-    b, sampling = state.token.shape[0], state.request.sampling
-    own = lambda a: varying(a, weights.axes.data)
+    b, sampling, config = state.token.shape[0], state.request.sampling, runner.config
+    own = lambda a: varying(a, runner.weights.axes.data)
     drafts = Drafts(
         jnp.zeros((b, options.gamma + 1), jnp.int32).at[:, 0].set(state.token),
         own(jnp.zeros((b, options.gamma + 1, config.d_model), config.dtype)),
@@ -142,14 +144,12 @@ def _draft(weights, config, options, state, deepest):
         i, drafts, kvs, block = carry
         at = state.position + i
         token = lax.dynamic_index_in_dim(drafts.tokens, i, 1)
-        x = transformer.embed(weights.params, config, token, at[:, None], weights.axes)
-        x, h, kvs, block = run_segment(
-            weights.params, weights.segments[0], config, 0, x, at, kvs, block, axes=weights.axes
-        )
+        x = runner.embed(token, at[:, None])
+        x, h, kvs, block = runner.run(0, x, at, kvs, block)
         states = lax.dynamic_update_slice_in_dim(drafts.states, x, i, 1)
 
         def more(tokens, logits):
-            read = s.reader(weights, config, 0, h[:, 0]).logits()
+            read = runner.reader(0, h[:, 0]).logits()
             drafted, allowed = sample_draft(read, sampling, at + 1)
             put = lambda a, new, i: lax.dynamic_update_slice_in_dim(a, new[:, None], i, 1)
             return put(tokens, drafted, i + 1), put(logits, allowed, i)
@@ -163,21 +163,11 @@ def _draft(weights, config, options, state, deepest):
     return lax.while_loop(lambda c: c[0] <= deepest, one, carry)[1:]
 
 
-def _verify(weights, config, width, drafts, count, position, sampling, verdict, kvs, block):
+def _verify(runner, width, drafts, count, position, sampling, verdict, kvs, block):
     """Run the first `width` rows through the layers above the exit; a branch of a conditional."""
     b, most = drafts.tokens.shape
-    _, h, kvs, block = run_segment(
-        weights.params,
-        weights.segments[1],
-        config,
-        1,
-        drafts.states[:, :width],
-        position,
-        kvs,
-        block,
-        axes=weights.axes,
-    )
-    logits = s.reader(weights, config, 1, h.reshape(b * width, -1)).logits()
+    _, h, kvs, block = runner.run(1, drafts.states[:, :width], position, kvs, block)
+    logits = runner.reader(1, h.reshape(b * width, -1)).logits()
     logits = logits.reshape(b, width, -1)
     proposed = drafts.tokens[:, 1:width]
     accepted, own = verify_drafts(

@@ -19,7 +19,7 @@ from eejax.common.trees import Tree
 from eejax.inference.logits_params import LogitsParams, TopLogprobs
 from eejax.inference.policy import Emission, ExitPolicy
 from eejax.inference.sampling import SamplingParams
-from eejax.models import exits, transformer
+from eejax.models import exits
 from eejax.models.cache import KVCache, unstack_segments, varying
 from eejax.models.config import ModelConfig
 from eejax.models.params import for_compute
@@ -385,25 +385,6 @@ def colocate(state: Tree, weights: Weights) -> Tree:
         return state
     named = isinstance(like.sharding, NamedSharding)
     return jax.device_put(state, NamedSharding(like.sharding.mesh, P()) if named else like.sharding)
-
-
-def reader(weights: Weights, config: ModelConfig, e: int, h: jax.Array) -> exits.Reader:
-    """Return exit e's reader of the states behind its block, h [b, d].
-
-    On a mesh it covers the whole vocabulary on every shard, so that all shards decide alike.
-    """
-    return exits.reader(weights.params, config, e, h, weights.axes)
-
-
-def embed_last(weights: Weights, config: ModelConfig, state: DecodeState) -> jax.Array:
-    """Embed the last emitted tokens: [b, 1, d]."""
-    token, position = state.token[:, None], state.position[:, None]
-    return transformer.embed(weights.params, config, token, position, weights.axes)
-
-
-def undecided(weights: Weights, batch: int) -> Emission:
-    """Return `Emission.undecided` for a device's requests."""
-    return varying(Emission.undecided(batch), weights.axes.data)
 
 
 def advance(

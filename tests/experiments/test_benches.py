@@ -63,6 +63,15 @@ def test_bench_decode():
 
 
 @pytest.mark.slow
+def test_bench_slots():
+    got = run("bench_slots", "--layers=3", "--slots=2", "--slots=3", "--active=2", "--new=4")
+    assert set(got["lone"]) == {"2", "3"} and set(got["active"]) == {"2"}
+    for one in (*got["lone"].values(), *got["active"].values()):
+        low, high = one["interval"]
+        assert 0 < low <= one["ratio"] <= high and min(one["tokens_per_second"]) > 0
+
+
+@pytest.mark.slow
 def test_bench_pipeline():
     got = run("bench_pipeline", "--smoke")
     rows = {(r["remat"], r["exits"]): r for r in got["policies"]}
