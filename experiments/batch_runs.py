@@ -25,13 +25,13 @@ class SteadyBatch:
     def _request(self):
         from eejax.inference.policy import ExitPolicy
         from eejax.inference.sampling import SamplingParams
-        from eejax.inference.state import Request
+        from eejax.inference.state import RequestRows
 
         config, n = self.engine.config, len(self.prompts)
         lengths = [len(p) for p in self.prompts]
         policy = ExitPolicy.make(config, n, **self.rules)
         room = [self.engine.context - length for length in lengths]
-        return Request.make(config, lengths, room, policy, SamplingParams.make(n))
+        return RequestRows.make(config, lengths, room, policy, SamplingParams.make(n))
 
     def start(self) -> None:
         import jax

@@ -298,7 +298,7 @@ def decode_step(batch: int) -> dict:
     from eejax.inference import Generator, generate
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.sampling import SamplingParams
-    from eejax.inference.state import Request
+    from eejax.inference.state import RequestRows
     from eejax.kernels import call
     from eejax.models import params
     from eejax.models.config import ExitConfig, ModelConfig
@@ -311,7 +311,9 @@ def decode_step(batch: int) -> dict:
     prompt = np.arange(batch * 32, dtype=np.int32).reshape(batch, 32) % config.vocab_size
     # Routers that were not trained say about a half.
     policy = ExitPolicy.make(config, batch, 0.5, gate="router")
-    request = Request.make(config, [32] * batch, [NEW] * batch, policy, SamplingParams.make(batch))
+    request = RequestRows.make(
+        config, [32] * batch, [NEW] * batch, policy, SamplingParams.make(batch)
+    )
     begin = lambda: generate.prefill(weights, prompt, request, length=128, **own)[0]
     programs, told = [], dict(batch=batch)
     for which in (kernel() if _SMOKE.value else None, "reference"):

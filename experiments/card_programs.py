@@ -108,7 +108,7 @@ def decoding(
     from eejax.inference import generate
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.sampling import SamplingParams
-    from eejax.inference.state import EngineOptions, Request, engine_config, prepare
+    from eejax.inference.state import EngineOptions, RequestRows, engine_config, prepare
     from eejax.kernels import aot, call
     from eejax.models import params
 
@@ -119,7 +119,7 @@ def decoding(
         weights = jax.eval_shape(partial(prepare, config=config), own)
         policy = ExitPolicy.make(config, batch, threshold if config.n_exits else 1.0)
         tokens = jax.ShapeDtypeStruct((batch, prompt or 16), jnp.int32)
-        given = Request.make(
+        given = RequestRows.make(
             config, [tokens.shape[1]] * batch, [64] * batch, policy, SamplingParams.make(batch)
         )
         static = dict(config=config, options=options)

@@ -266,14 +266,14 @@ def engine_of(model):
     from eejax.inference.engine import SlotEngine
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.sampling import SamplingParams
-    from eejax.inference.state import Request
+    from eejax.inference.state import RequestRows
 
     config, stop_token_ids = model.config, sorted({*model.tokenizer.end_ids, *_STOP_TOKEN.value})
     kwargs = dict(slots=_SLOTS.value, context=_CONTEXT.value)
     with launch.flags_named({"stop_token_ids": "stop_token"}):
         policy = ExitPolicy.make(config, 1, _THRESHOLD.value, gate=_GATE.value)
         sampling = SamplingParams.make(1, _TEMPERATURE.value, seed=_SEED.value)
-        Request.make(config, [1], [1], policy, sampling, stop_token_ids)
+        RequestRows.make(config, [1], [1], policy, sampling, stop_token_ids)
         if _ENGINE.value == "full":
             return SlotEngine.make(model.params, config, "full", **kwargs), stop_token_ids
         options = BatchOptions(drafts=_DRAFTS.value)

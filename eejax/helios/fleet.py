@@ -44,7 +44,7 @@ from eejax.inference.request import (
 )
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.scheduler import StepLoop
-from eejax.inference.state import Request
+from eejax.inference.state import RequestRows
 from eejax.models.config import ModelConfig
 
 OWN = tuple(name for name in NAMED if name != "goodput")  # objectives that a request may name
@@ -218,7 +218,7 @@ class Fleet(Dispatcher, StepLoop):
                 "BatchOptions(logits_params=True) does.",
             )
             check_prompts([prompt], member.config, context)
-            Request.make(
+            RequestRows.make(
                 member.config,
                 [len(prompt)],
                 [request.max_tokens],

@@ -6,7 +6,7 @@ from eejax.inference.pipelined import PipelinedGenerator
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.result import GenerationResult
 from eejax.inference.sampling import SamplingParams
-from eejax.inference.state import EngineOptions, Request
+from eejax.inference.state import EngineOptions, RequestRows
 
 __all__ = [
     "AutoGenerator",
@@ -14,7 +14,7 @@ __all__ = [
     "ExitPolicy",
     "Generator",
     "PipelinedGenerator",
-    "Request",
+    "RequestRows",
     "GenerationResult",
     "SamplingParams",
 ]

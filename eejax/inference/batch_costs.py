@@ -26,7 +26,7 @@ from eejax.inference.engine import STEPS_PER_CALL
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.schedule import BatchPlan
-from eejax.inference.state import Request
+from eejax.inference.state import RequestRows
 
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 1.0)
 
@@ -76,7 +76,7 @@ def samples(
                 rng.choice(THRESHOLDS, (few, 1)).repeat(config.n_exits, 1),
                 drafts=rng.integers(0, engine.options.drafts + 1, few).tolist(),
             )
-            request = Request.make(
+            request = RequestRows.make(
                 config, [len(t) for t in texts], limit, policy, SamplingParams.make(few)
             )
             rows, _ = engine.prefill(texts, request)
@@ -198,7 +198,7 @@ def trace_requests(
     policy = ExitPolicy.make(config, slots, drafts=drafts, **rules)
     lengths = [len(t) for t in texts]
     sampling = SamplingParams.make(slots)
-    request = Request.make(config, lengths, limits, policy, sampling, stop_token_ids)
+    request = RequestRows.make(config, lengths, limits, policy, sampling, stop_token_ids)
     rows, _ = engine.prefill(texts, request)
     state = engine.insert(engine.start(), rows, range(slots))
     hold = engine.plan.replace(

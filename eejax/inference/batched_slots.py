@@ -22,7 +22,7 @@ from eejax.inference.batched_state import BatchedState, BatchOptions, blank
 from eejax.inference.engine import STEPS_PER_CALL, SlotEngineBase, check_slots
 from eejax.inference.generate import loop, power_of_two
 from eejax.inference.schedule import BatchPlan
-from eejax.inference.state import DecodeRecord, Request, Weights, colocate
+from eejax.inference.state import DecodeRecord, RequestRows, Weights, colocate
 from eejax.models.cache import KVCache
 from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig, mesh_axes
@@ -105,7 +105,7 @@ class PromptRows(NamedTuple):
 
     tokens: np.ndarray
     lengths: np.ndarray
-    request: Request
+    request: RequestRows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from flax import struct
 from eejax.common.errors import require, require_count
 from eejax.inference.logits_params import LogitsParams, TopLogprobs
 from eejax.inference.schedule import BatchPlan, SlotProgress
-from eejax.inference.state import Request, Weights
+from eejax.inference.state import RequestRows, Weights
 from eejax.kernels import call
 from eejax.models.cache import KVCache, init_cache
 from eejax.models.config import ModelConfig
@@ -184,7 +184,7 @@ class BatchedState:
     clock: jax.Array
     work: WorkCounters
     plan: BatchPlan
-    request: Request
+    request: RequestRows
 
     @property
     def live(self) -> jax.Array:
@@ -213,7 +213,7 @@ def at_position(a: jax.Array, position: jax.Array) -> jax.Array:
     return jnp.take_along_axis(a, (position % a.shape[1])[:, None], 1)[:, 0]
 
 
-def hits_stop_token(request: Request, tokens: jax.Array) -> jax.Array:
+def hits_stop_token(request: RequestRows, tokens: jax.Array) -> jax.Array:
     """Return [slots, n] bool: tokens [slots, n] end their requests."""
     return jnp.any(tokens[..., None] == request.stop_token_ids[:, None], -1)
 
@@ -253,7 +253,7 @@ def blank(
             none,
         ),
         plan=plan,
-        request=Request.blank(config, slots).replace(
+        request=RequestRows.blank(config, slots).replace(
             logits_params=LogitsParams.blank(slots) if options.logits_params else None
         ),
     )

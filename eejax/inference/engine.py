@@ -27,7 +27,7 @@ from eejax.inference.state import (
     DecodeRecord,
     DecodeState,
     EngineOptions,
-    Request,
+    RequestRows,
     Weights,
     colocate,
 )
@@ -65,7 +65,7 @@ class Engine(Protocol):
         """Return a state whose slots are all free."""
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], request: Request
+        self, prompts: Sequence[Sequence[int]], request: RequestRows
     ) -> tuple[Any, DecodeRecord]:
         """Run prompts.
 
@@ -118,7 +118,7 @@ class SlotEngineBase(abc.ABC):
 
     @abc.abstractmethod
     def _prefill(
-        self, tokens: np.ndarray, given: np.ndarray, request: Request
+        self, tokens: np.ndarray, given: np.ndarray, request: RequestRows
     ) -> tuple[Any, DecodeRecord]:
         """Run padded prompts [m, context] of `given` [m] tokens: (state, record [m])."""
 
@@ -135,7 +135,7 @@ class SlotEngineBase(abc.ABC):
         """Return the state with slots [m] free, as far as they exist."""
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], request: Request
+        self, prompts: Sequence[Sequence[int]], request: RequestRows
     ) -> tuple[PrefilledRows, DecodeRecord]:
         """Run prompts of at most `context` - 1 tokens; `request` has a row for each.
 
@@ -155,8 +155,8 @@ class SlotEngineBase(abc.ABC):
         return self._free(state, self._numbered(slots, self.slots))
 
     def _pad_prompts(
-        self, prompts: Sequence[Sequence[int]], request: Request
-    ) -> tuple[np.ndarray, np.ndarray, Request]:
+        self, prompts: Sequence[Sequence[int]], request: RequestRows
+    ) -> tuple[np.ndarray, np.ndarray, RequestRows]:
         """Check and pad prompts: (prompts [m, context], tokens of each [m], request).
 
         The request's limits are lowered to what fits, and padding rows ask for nothing. Raises as
@@ -350,7 +350,7 @@ class SlotEngine(SlotEngineBase):
 def _start(weights, *, config, options, slots, length, mesh) -> DecodeState:
     def run(weights, n=slots):
         cache = init_cache(config, n, length, len(weights.segments), weights.axes)
-        request = varying(Request.blank(config, n), weights.axes.data)
+        request = varying(RequestRows.blank(config, n), weights.axes.data)
         return s.blank(weights, config, options, cache, request)
 
     if mesh is None:

@@ -28,7 +28,7 @@ from eejax.inference.state import (
     DecodeRecord,
     DecodeState,
     EngineOptions,
-    Request,
+    RequestRows,
     Weights,
     engine_config,
     prepare,
@@ -123,7 +123,7 @@ class Decoder(abc.ABC):
 
     @abc.abstractmethod
     def _prefill(
-        self, tokens: np.ndarray, request: Request, length: int
+        self, tokens: np.ndarray, request: RequestRows, length: int
     ) -> tuple[Any, DecodeRecord]:
         """Run padded prompts [b, t] with `length` positions of cache: (state, first record [b])."""
 
@@ -202,7 +202,9 @@ class Decoder(abc.ABC):
         max_new = np.minimum(min(max_new_tokens, config.context_length), room).astype(np.int32)
         # Padded, so that few counts of stop tokens are compiled for.
         width = max(MAX_STOP_TOKENS, power_of_two(max(1, np.size(stop_token_ids))))
-        request = Request.make(config, lengths, max_new, policy, sampling, stop_token_ids, width)
+        request = RequestRows.make(
+            config, lengths, max_new, policy, sampling, stop_token_ids, width
+        )
         length = int(max(tokens.shape[1], (lengths + max_new).max())) + options.most_rows
         length = -(-length // LENGTH_STEP) * LENGTH_STEP
         if chunk is None:

@@ -34,7 +34,7 @@ from eejax.inference import state as s
 from eejax.inference.generate import Decoder
 from eejax.inference.policy import Emission
 from eejax.inference.stages import DecodingStage, StageCache, StagedModel, StageWeights, where_rows
-from eejax.inference.state import PIPELINED, DecodeRecord, EngineOptions, Request
+from eejax.inference.state import PIPELINED, DecodeRecord, EngineOptions, RequestRows
 from eejax.models.cache import varying
 from eejax.models.config import ModelConfig
 from eejax.pipeline.layout import StageLayout
@@ -98,7 +98,7 @@ class PipelineState:
     token: jax.Array
     position: jax.Array
     remaining: jax.Array
-    request: Request
+    request: RequestRows
 
     @property
     def live(self) -> jax.Array:
@@ -138,7 +138,7 @@ def _broadcast_emission(chosen: jax.Array, emission: Emission) -> Emission:
 def prefill(
     weights: StageWeights,
     tokens: jax.Array,
-    request: Request,
+    request: RequestRows,
     *,
     stages: StagedModel,
     cap: int,
@@ -155,7 +155,7 @@ def prefill(
 
 
 def pass_prompts(
-    stage: DecodingStage, cap: int, length: int, tokens: jax.Array, request: Request
+    stage: DecodingStage, cap: int, length: int, tokens: jax.Array, request: RequestRows
 ) -> tuple[PipelineState, DecodeRecord]:
     """Run a stage's share of `prefill` inside its `shard_map`; the state is as `enter`'s."""
     c, p = stage.config, stage.stages.partition
@@ -195,7 +195,7 @@ def pass_prompts(
     return s.advance(state, _broadcast_emission(stage.last, emission), jnp.full((b,), p.depth))
 
 
-def blank(stage: DecodingStage, cache: StageCache, cap: int, request: Request) -> PipelineState:
+def blank(stage: DecodingStage, cache: StageCache, cap: int, request: RequestRows) -> PipelineState:
     """Return a stage's state behind the prompts, before any token."""
     c, lengths = stage.config, request.start
     x = vary_over(jnp.zeros((len(lengths), c.d_model), c.dtype), P())

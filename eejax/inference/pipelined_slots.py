@@ -21,7 +21,7 @@ from eejax.inference import state as s
 from eejax.inference.engine import SlotEngineBase, check_slots, run_at_width
 from eejax.inference.pipelined import PipelinedGenerator, PipelineState, StageProgress
 from eejax.inference.stages import DecodingStage, StagedModel, StageWeights
-from eejax.inference.state import PIPELINED, DecodeRecord, EngineOptions, Request
+from eejax.inference.state import PIPELINED, DecodeRecord, EngineOptions, RequestRows
 from eejax.models.cache import varying
 from eejax.models.config import ModelConfig
 from eejax.pipeline.partition import EVEN
@@ -93,7 +93,7 @@ class PipelinedSlotEngine(SlotEngineBase):
 def _start(weights, *, stages, cap, slots, length) -> PipelineState:
     def local(weights):
         stage, b = DecodingStage(stages, weights), slots // stages.mesh.shape[DATA]
-        request = varying(Request.blank(stages.config, b), DATA)
+        request = varying(RequestRows.blank(stages.config, b), DATA)
         return pipelined.leave(pipelined.blank(stage, stage.empty(b, length), cap, request))
 
     specs = pipelined.state_specs(stages)

@@ -47,7 +47,7 @@ def _pass(runner, options, cache, request, x, start, row, count, position, early
 def prefill(
     weights: s.Weights,
     tokens: jax.Array,
-    request: s.Request,
+    request: s.RequestRows,
     *,
     config: ModelConfig,
     options: s.EngineOptions,

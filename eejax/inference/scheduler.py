@@ -32,7 +32,7 @@ from eejax.inference.request import (
     require_new_id,
 )
 from eejax.inference.sampling import SamplingParams
-from eejax.inference.state import DecodeRecord, Request
+from eejax.inference.state import DecodeRecord, RequestRows
 from eejax.models.config import ModelConfig
 
 
@@ -47,7 +47,7 @@ class ScheduledRequest:
     """
 
     request: EngineRequest
-    row: Request
+    row: RequestRows
     order: tuple[int, int]
     finish: FinishReason | None = None
     tokens: list[Token] = dataclasses.field(default_factory=list)
@@ -145,7 +145,7 @@ class Scheduler(StepLoop):
         text = [*prompt, *(t.id for t in tokens)]
         generate.check_prompts([text], self.config, self.engine.context)
         require(len(tokens) < most, "tokens", f"{len(tokens)}", f"must be fewer than {most}")
-        row = Request.make(
+        row = RequestRows.make(
             self.config,
             [len(prompt)],
             [min(most, self.engine.context - len(prompt))],

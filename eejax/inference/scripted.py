@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from eejax.common.errors import require
-from eejax.inference.state import DecodeRecord, Request
+from eejax.inference.state import DecodeRecord, RequestRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ScriptedEngine:
         return (None,) * self.slots
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], request: Request
+        self, prompts: Sequence[Sequence[int]], request: RequestRows
     ) -> tuple[tuple[ScriptedRow, ...], DecodeRecord]:
         limits, stop_token_ids = np.asarray(request.limit), np.asarray(request.stop_token_ids)
         rows = []

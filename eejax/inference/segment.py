@@ -10,7 +10,7 @@ import jax
 from eejax.gates import router
 from eejax.gates.confidence import Memory
 from eejax.inference.policy import Emission, ExitInput, emit_early, emit_final
-from eejax.inference.state import Request, Weights
+from eejax.inference.state import RequestRows, Weights
 from eejax.models import cache, exits, transformer
 from eejax.models.attention import PackedRows
 from eejax.models.cache import KeyValue, varying
@@ -135,7 +135,7 @@ class SegmentRunner:
         h: jax.Array,
         allowed: jax.Array,
         position: jax.Array,
-        request: Request,
+        request: RequestRows,
         *,
         measure: bool = False,
         drafts: jax.Array | None = None,

@@ -23,7 +23,7 @@ from eejax.common.trees import Tree
 from eejax.gates import router
 from eejax.gates.confidence import Memory
 from eejax.inference.policy import Emission, ExitInput, emit_early, emit_final
-from eejax.inference.state import Request
+from eejax.inference.state import RequestRows
 from eejax.models import exits, layers, transformer
 from eejax.models.cache import KeyValue, kv_heads, varying
 from eejax.models.config import NO_WINDOW, ModelConfig
@@ -213,7 +213,7 @@ class DecodingStage:
         early: jax.Array,
         memory: Memory,
         emission: Emission,
-        request: Request,
+        request: RequestRows,
     ) -> tuple[StageCache, jax.Array, Memory, Emission]:
         """Run rows x [b, w, d] through layers begin [b] to end [b] and the exits there.
 

@@ -209,7 +209,7 @@ def unlayered_params(params: Tree, config: ModelConfig, n: int) -> Tree:
 
 
 @struct.dataclass
-class Request:
+class RequestRows:
     """Requests of an engine, one a row, as traced arrays: changing one compiles nothing.
 
     Attributes:
@@ -239,7 +239,7 @@ class Request:
         stop_token_ids: Sequence[int] = (),
         width: int = MAX_STOP_TOKENS,
         logits_params: LogitsParams | None = None,
-    ) -> Request:
+    ) -> RequestRows:
         """Check the settings of requests whose prompts have `lengths` tokens.
 
         limits: most tokens to emit, one a request. width: stop tokens of a row; it must be the same
@@ -278,7 +278,7 @@ class Request:
         return cls(policy, sampling, rows, as_rows(lengths), as_rows(limits), logits_params)
 
     @classmethod
-    def blank(cls, config: ModelConfig, rows: int) -> Request:
+    def blank(cls, config: ModelConfig, rows: int) -> RequestRows:
         """Return the rows of free slots."""
         none = np.zeros((rows,), np.int32)
         return cls.make(
@@ -314,7 +314,7 @@ class DecodeState:
     token: jax.Array
     position: jax.Array
     remaining: jax.Array
-    request: Request
+    request: RequestRows
 
     @property
     def live(self) -> jax.Array:
@@ -353,7 +353,11 @@ class DecodeRecord(NamedTuple):
 
 
 def blank(
-    weights: Weights, config: ModelConfig, options: EngineOptions, cache: KVCache, request: Request
+    weights: Weights,
+    config: ModelConfig,
+    options: EngineOptions,
+    cache: KVCache,
+    request: RequestRows,
 ) -> DecodeState:
     """Return the state behind the prompts, before any token: no position waits."""
     b = request.start.shape[0]

@@ -97,7 +97,7 @@ def _prompts(card, config, slots: int, context: int):
     with call.compute_capability(card.capability):
         own = jax.eval_shape(partial(params.init, config), jax.random.key(0))
         weights = jax.eval_shape(partial(state.prepare, config=config), own)
-    args = weights, np.zeros((rows, context), np.int32), state.Request.blank(config, rows)
+    args = weights, np.zeros((rows, context), np.int32), state.RequestRows.blank(config, rows)
     return aot.compiled(
         card,
         slot_engine._prefill,

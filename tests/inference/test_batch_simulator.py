@@ -26,7 +26,7 @@ from eejax.inference.batched_state import BatchOptions
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams, argmax
 from eejax.inference.schedule import BatchPlan
-from eejax.inference.state import Request
+from eejax.inference.state import RequestRows
 from eejax.models import exits, transformer
 
 SLOTS, CONTEXT, BUCKETS = 4, 72, (3, 6, 12)
@@ -76,7 +76,7 @@ def test_the_simulator_runs_what_the_engine_runs(engine, prompts, data):
     thresholds = [[draw(st.sampled_from([0.1, 0.3, 0.5, 1.0]))] * 2 for _ in range(n)]
     drafts = [draw(st.integers(0, 4)) for _ in range(n)]
     policy = ExitPolicy.make(config, n, thresholds, drafts=drafts)
-    request = Request.make(
+    request = RequestRows.make(
         config, [len(a) for a in asked], [30] * n, policy, SamplingParams.make(n)
     )
     rows, _ = batched.prefill(asked, request)

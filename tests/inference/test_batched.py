@@ -20,7 +20,7 @@ from eejax.inference.policy import ExitPolicy, available_gates
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.schedule import BatchPlan
 from eejax.inference.scheduler import Scheduler
-from eejax.inference.state import Request
+from eejax.inference.state import RequestRows
 from eejax.models import attention
 from eejax.sharding.mesh import MeshConfig
 
@@ -39,8 +39,8 @@ class Asked:
     stops: tuple[int, ...]
     got: list = dataclasses.field(default_factory=list)
 
-    def request(self, config) -> Request:
-        return Request.make(
+    def request(self, config) -> RequestRows:
+        return RequestRows.make(
             config,
             [len(self.prompt)],
             [self.limit],
@@ -247,7 +247,7 @@ def test_drafts_without_exits_write_what_the_full_model_does(subset, prompts):
     policy = ExitPolicy.make(config, 3, drafts=3)
     lengths = [len(text) for text in texts]
     rows, _ = engine.prefill(
-        texts, Request.make(config, lengths, [40, 40, 40], policy, SamplingParams.make(3))
+        texts, RequestRows.make(config, lengths, [40, 40, 40], policy, SamplingParams.make(3))
     )
     state, got = engine.insert(engine.start(), rows, [0, 1, 2]), [[], [], []]
     accepted = 0

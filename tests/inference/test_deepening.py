@@ -15,7 +15,7 @@ from eejax.inference.batched_state import BatchOptions
 from eejax.inference.deepening import deepen, more_weights, on_host
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
-from eejax.inference.state import Request
+from eejax.inference.state import RequestRows
 
 CONTEXT, SLOTS = 96, 3
 LENGTHS = (5, 40, 33)
@@ -24,7 +24,7 @@ LENGTHS = (5, 40, 33)
 def request(config, length, threshold, temperature, drafts):
     policy = ExitPolicy.make(config, 1, threshold, drafts=drafts)
     sampling = SamplingParams.make(1, temperature, seed=7 + length)
-    return Request.make(config, [length], [CONTEXT - length], policy, sampling)
+    return RequestRows.make(config, [length], [CONTEXT - length], policy, sampling)
 
 
 def went(engine, state, calls):

@@ -22,7 +22,7 @@ from eejax.inference.pipelined_slots import PipelinedSlotEngine
 from eejax.inference.policy import ExitPolicy, available_gates
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.scripted import ScriptedEngine
-from eejax.inference.state import ENGINES, Request
+from eejax.inference.state import ENGINES, RequestRows
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
 
@@ -33,7 +33,7 @@ SMALL = EngineOptions("recompute", cap=4, buckets=(1, 2))
 
 
 def request(config, prompt, limit, threshold=1.0, stops=(), temperature=0.0, **policy):
-    return Request.make(
+    return RequestRows.make(
         config,
         [len(prompt)],
         [limit],
@@ -166,7 +166,7 @@ def test_numbers_of_prompts_and_slots_compile_few_programs(subset, prompts, comp
     def run(asked, where, freed):
         lengths, n = [len(q) for q in asked], len(asked)
         policy = ExitPolicy.make(config, n, 0.4)
-        wanted = Request.make(config, lengths, [6] * n, policy, SamplingParams.make(n))
+        wanted = RequestRows.make(config, lengths, [6] * n, policy, SamplingParams.make(n))
         rows, first = slots.prefill(asked, wanted)
         state, record = slots.generate(slots.insert(slots.start(), rows, where), 5)
         state = slots.free(state, freed)
@@ -271,9 +271,9 @@ def test_what_does_not_fit_an_engine_is_named(subset):
     for one in ("policy", "sampling"):
         alone = two | {one: type(two[one]).make(*([config, 1] if one == "policy" else [1]))}
         with pytest.raises(ConfigError, match=r"request = '\[1, 2\] rows': must have 2"):
-            engine.prefill([[1], [2]], Request.make(config, [1, 1], [4, 4], **alone))
+            engine.prefill([[1], [2]], RequestRows.make(config, [1, 1], [4, 4], **alone))
     with pytest.raises(ConfigError, match="request.stop_token_ids = '16 a row': must be 8 a row"):
-        wide = Request.make(config, [1, 1], [4, 4], **two, width=16)
+        wide = RequestRows.make(config, [1, 1], [4, 4], **two, width=16)
         engine.prefill([[1], [2]], wide)
     rows, _ = ask([1, 2])
     for slots in ([2], [0.5], [True], 0, "", np.array(1)):
@@ -288,7 +288,9 @@ def test_what_does_not_fit_an_engine_is_named(subset):
         other.insert(other.start(), rows, [0])
     for limits in ([2.7], [-5], 3, [1, 2]):
         with pytest.raises(ConfigError, match="limits = .*must be (a sequence of|1: one)"):
-            Request.make(config, [2], limits, ExitPolicy.make(config, 1), SamplingParams.make(1))
+            RequestRows.make(
+                config, [2], limits, ExitPolicy.make(config, 1), SamplingParams.make(1)
+            )
     with pytest.raises(ConfigError, match="stop_token_ids = .*must be at most 8"):
         request(config, [1], 4, stops=tuple(range(9)))
 

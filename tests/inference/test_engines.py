@@ -15,7 +15,7 @@ from eejax.inference import EngineOptions, Generator
 from eejax.inference.generate import decode, prefill
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
-from eejax.inference.state import Request
+from eejax.inference.state import RequestRows
 
 # Few row counts, each of which is compiled for every segment.
 SMALL = EngineOptions("recompute", cap=4, buckets=(1, 2))
@@ -195,7 +195,7 @@ def test_waiting_tokens_get_exact_keys_and_values(subset, prompts):
         g = Generator.make(p, config, options)
         tokens, lengths = g._pad(asked)
         static = dict(config=config, options=options)
-        request = Request(
+        request = RequestRows(
             ExitPolicy.make(config, 2, 0.2),
             SamplingParams.make(2),
             jnp.full((2, 1), -1),

@@ -12,7 +12,7 @@ from eejax.inference.batched_slots import BatchedEngine
 from eejax.inference.batched_state import BatchOptions
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
-from eejax.inference.state import Request
+from eejax.inference.state import RequestRows
 from eejax.kernels import call
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
@@ -80,7 +80,7 @@ def test_batches_are_those_without_kernels(model, want, by_kernels):
     engine = BatchedEngine.make(model, CONFIG, options, slots=5, context=64)
     n = len(PROMPTS)
     policy = ExitPolicy.make(CONFIG, n, drafts=[0, 1, 1, 0, 1], **RULES)
-    request = Request.make(
+    request = RequestRows.make(
         CONFIG, [len(p) for p in PROMPTS], [NEW] * n, policy, SamplingParams.make(n)
     )
     rows, _ = engine.prefill(PROMPTS, request)

@@ -14,7 +14,7 @@ from eejax.inference import EngineOptions, Generator, PipelinedGenerator
 from eejax.inference.latency import ForwardTimes, pipelined, recompute
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
-from eejax.inference.state import Request
+from eejax.inference.state import RequestRows
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.pipeline.partition import Partition
 from eejax.sharding.mesh import MeshConfig
@@ -182,7 +182,7 @@ def test_ticks_of_the_engine_are_those_of_stages_with_parts_of_one_length(subset
     tokens, lengths = g._pad(prompts(3, [7]))
     # Thresholds that decide alone, by turns: the way is drawn here, whatever the model says.
     firing = np.random.default_rng(1).integers(0, 4, n)
-    request = Request(
+    request = RequestRows(
         ExitPolicy.make(config, 1),
         SamplingParams.make(1),
         jnp.full((1, 1), -1),

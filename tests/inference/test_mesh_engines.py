@@ -18,7 +18,7 @@ from eejax.inference import AutoGenerator, EngineOptions, Generator
 from eejax.inference.engine import SlotEngine
 from eejax.inference.policy import ExitPolicy, available_gates
 from eejax.inference.sampling import SamplingParams
-from eejax.inference.state import Request
+from eejax.inference.state import RequestRows
 from eejax.kernels import call as kernels
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
@@ -214,7 +214,7 @@ def test_slots_on_a_mesh(engine):
 
     def admit(state, i, slot):
         policy, sampling = ExitPolicy.make(config, 1, 0.12), SamplingParams.make(1)
-        request = Request.make(config, [len(asked[i])], [12], policy, sampling)
+        request = RequestRows.make(config, [len(asked[i])], [12], policy, sampling)
         rows, first = slots.prefill([asked[i]], request)
         got[i].append(int(first.token[0]))
         return slots.insert(state, rows, [slot])

@@ -17,7 +17,7 @@ from eejax.inference import EngineOptions, Generator, PipelinedGenerator
 from eejax.inference.engine import SlotEngine
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
-from eejax.inference.state import Request
+from eejax.inference.state import RequestRows
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig
@@ -178,7 +178,7 @@ def test_stages_work_on_different_tokens_and_their_caches_are_exact(trained, pro
         np.float32([0.0, 0.2, 0.4, 1.0]), (steps, 2, config.n_exits)
     )
     thresholds[3:8], thresholds[8] = 0.0, 1.0
-    request = Request(
+    request = RequestRows(
         ExitPolicy.make(config, 2, 0.2),
         SamplingParams.make(2),
         jnp.full((2, 1), -1),

@@ -7,7 +7,7 @@ import pytest
 from near_ties import TIE
 
 from eejax.common.errors import ConfigError
-from eejax.inference import EngineOptions, ExitPolicy, Generator, Request, SamplingParams
+from eejax.inference import EngineOptions, ExitPolicy, Generator, RequestRows, SamplingParams
 from eejax.inference.pipelined_slots import PipelinedSlotEngine
 from eejax.sharding.mesh import MeshConfig
 
@@ -24,7 +24,7 @@ def ask(engine, prompts, limit, threshold):
     policy = ExitPolicy.make(engine.config, len(prompts), threshold)
     sampling = SamplingParams.make(len(prompts))
     lengths = [len(p) for p in prompts]
-    return Request.make(engine.config, lengths, [limit] * len(prompts), policy, sampling)
+    return RequestRows.make(engine.config, lengths, [limit] * len(prompts), policy, sampling)
 
 
 def emitted(record, slot):

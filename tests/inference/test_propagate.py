@@ -13,7 +13,7 @@ from eejax.inference import EngineOptions, Generator
 from eejax.inference.generate import decode, prefill
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
-from eejax.inference.state import Request
+from eejax.inference.state import RequestRows
 
 
 class Reference:
@@ -145,7 +145,7 @@ def test_keys_and_values_of_a_row_do_not_depend_on_its_batch_mates(subset, promp
     def run(rows):
         tokens, lengths = g._pad([asked[i] for i in rows])
         n = len(rows)
-        request = Request.make(
+        request = RequestRows.make(
             config, lengths, [30] * n, ExitPolicy.make(config, n), SamplingParams.make(n)
         )
         state, _ = prefill(g.weights, tokens, request, length=length, **static)

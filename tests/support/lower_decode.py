@@ -22,7 +22,7 @@ from eejax.inference.batched_state import BatchOptions, blank  # noqa: E402
 from eejax.inference.policy import ExitPolicy  # noqa: E402
 from eejax.inference.sampling import SamplingParams  # noqa: E402
 from eejax.inference.schedule import BatchPlan  # noqa: E402
-from eejax.inference.state import EngineOptions, Request, prepare  # noqa: E402
+from eejax.inference.state import EngineOptions, RequestRows, prepare  # noqa: E402
 from eejax.kernels import compiled  # noqa: E402
 from eejax.models import params  # noqa: E402
 from eejax.models.config import ExitConfig, ModelConfig  # noqa: E402
@@ -41,9 +41,9 @@ OPTIONS = EngineOptions("recompute", cap=2, buckets=(1, 2))
 BATCH = 8
 
 
-def request() -> Request:
+def request() -> RequestRows:
     policy = ExitPolicy.make(CONFIG, BATCH, 0.5, gate="router")
-    return Request.make(CONFIG, [4] * BATCH, [8] * BATCH, policy, SamplingParams.make(BATCH))
+    return RequestRows.make(CONFIG, [4] * BATCH, [8] * BATCH, policy, SamplingParams.make(BATCH))
 
 
 def programs():
