@@ -29,9 +29,9 @@ class BatchOptions:
       cap: most tokens of a request that may wait for deeper keys and values. With that many the
         request runs all layers before its next token.
       buckets: row counts that packed segments are compiled for, ascending; the largest is at least
-        the cap. Empty: powers of two from a quarter of the slots up to all rows that may be
-        pending, and one row, so that a lone request does not pay for free slots. With one slot, of
-        which one row runs in place: powers of two, and all drafts with the row before them.
+        the cap. Empty: powers of two up to all rows that may be pending, on a GPU from a quarter of
+        the slots on; and one row, so that a lone request does not pay for free slots. With one
+        slot, of which one row runs in place: all drafts with the row before them instead.
       chunk: prompt tokens per step. None: as many as the device runs well together (`CHUNKS`), at
         most the model's context.
       drafts: most tokens of a request that are drafted past an undecided one. How many a request
@@ -89,7 +89,8 @@ class BatchOptions:
         if self.buckets:
             return self
         most = max(slots * min(max(self.drafts + 1, 2), self.cap), self.cap)
-        least = 2 if slots == 1 else max(slots // 4, 4)  # fewer take hardly less time
+        # Few rows take hardly less time on a GPU. On a CPU they do, and most slots may be free.
+        least = max(slots // 4, 4) if slots > 1 and call.for_gpu() else 2
         powers = [1 << i for i in range((most - 1).bit_length() + 1) if 1 << i >= least]
         # One row of the only slot runs in place.
         own = {1} if slots > 1 else {min(self.drafts + 1, most)} - {1}
