@@ -1,4 +1,4 @@
-"""What free slots cost: requests in an engine of many slots, beside one that they fill.
+"""Cost of free slots: requests in an engine of many slots, beside one that they fill.
 
     python -P -m experiments.bench_slots --json
 

@@ -23,7 +23,7 @@ of its layers, and of the block."""
 
 @dataclasses.dataclass(frozen=True)
 class SegmentRunner:
-    """Runs rows of requests through segments and exits; every engine's step is made of its calls.
+    """Runner of rows through segments and exits; every engine's step is made of its calls.
 
     It lives inside a compiled program. Segment e has the keys and values `kvs` of its layers and
     `block` of its exit's block (`KVCache.segments[e]`, `KVCache.blocks[e]`).
