@@ -33,7 +33,8 @@ def segment_runs(weights, config, widths: Sequence[int], length: int):
     """
     import jax.numpy as jnp
 
-    from eejax.models.cache import init_cache, run_segment
+    from eejax.inference.segment import SegmentRunner
+    from eejax.models.cache import init_cache
 
     n = config.n_exits + 1
     cache = init_cache(config, 1, length, n)
@@ -41,11 +42,9 @@ def segment_runs(weights, config, widths: Sequence[int], length: int):
 
     def through(weights, carry):
         """Rows through the segments there are caches of; they come out as the next ones."""
-        x, parts = carry[0], []
+        runner, x, parts = SegmentRunner(weights, config), carry[0], []
         for i, (_, kvs, block) in enumerate(carry[1]):
-            x, *part = run_segment(
-                weights.params, weights.segments[i], config, i, x, start, kvs, block
-            )
+            x, *part = runner.run(i, x, start, kvs, block)
             parts.append(tuple(part))
         return x, tuple(parts)
 
@@ -75,8 +74,9 @@ def of_layers(params, config, widths: Sequence[int]):
 
     from eejax.analysis import interleave
     from eejax.inference.latency import ForwardTimes
+    from eejax.inference.segment import SegmentRunner
     from eejax.inference.state import prepare
-    from eejax.models.cache import init_cache, run_segment
+    from eejax.models.cache import init_cache
 
     n, plain = config.n_exits + 1, config.replace(exits=())
     weights = prepare(params, config)
@@ -84,8 +84,8 @@ def of_layers(params, config, widths: Sequence[int]):
     start = jnp.full((1,), config.context_length // 2, jnp.int32)
 
     def through(weights, carry):
-        layers = sum(weights.segments, ())
-        x, _, kvs, _ = run_segment(weights.params, layers, plain, 0, *carry[:1], start, *carry[1:])
+        whole = weights.replace(segments=(sum(weights.segments, ()),))
+        x, _, kvs, _ = SegmentRunner(whole, plain).run(0, carry[0], start, *carry[1:])
         return x, kvs, None
 
     kvs = init_cache(plain, 1, length, 1).segments[0]
@@ -113,14 +113,13 @@ def _heads(config, n: int, blocks=None, start=None) -> list[tuple[Callable, Any]
     from eejax.gates.confidence import max_probability
     from eejax.inference.sampling import argmax
     from eejax.inference.segment import SegmentRunner
-    from eejax.models.cache import run_segment
 
     def look(e, weights, carry):
         x, block, _ = carry
-        h = x
+        runner, h = SegmentRunner(weights.replace(segments=((),) * n), config), x
         if blocks is not None:
-            _, h, _, block = run_segment(weights.params, (), config, e, x, start, (), block)
-        y = SegmentRunner(weights, config).reader(e, h[:, 0]).logits()
+            _, h, _, block = runner.run(e, x, start, (), block)
+        y = runner.reader(e, h[:, 0]).logits()
         # The next row depends on this one's logits, so that none is made but once.
         return jnp.where(max_probability(y)[:, None, None] < 2, x, -x), block, argmax(y)
 

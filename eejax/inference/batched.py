@@ -168,7 +168,7 @@ def _in_place(runner, state, e, count, below, pending, above, kvs, block):
 def _only_slot(runner, state, e, size, count, below, pending, above, kvs, block):
     """Run `size` rows of the one slot that there is through segment e; a branch of a conditional.
 
-    Its first `count` [1] rows are real. They need no packing, so this is `recompute` itself.
+    Its first `count` [1] rows are real. They need no packing, so this is as `recompute` runs them.
     """
     start, row = state.cache.filled[:, e], jnp.arange(size, dtype=jnp.int32)
     slot, position, m = jnp.zeros_like(row), start[0] + row, pending.input_token.shape[1]
@@ -395,8 +395,8 @@ def _advance_segment(runner, options, state, e) -> BatchedState:
     # SKIP, IN_PLACE, PACKED and so on, as `schedule` numbers them.
     ways = [partial(_in_place, runner, state, e, batch.rows, below)]
     for size in options.buckets:
-        if slots == 1:
-            ways.append(partial(_only_slot, runner, state, e, size, batch.rows, below))
+        if slots == 1:  # no more rows of it wait than the cap, and there is room for no more
+            ways.append(partial(_only_slot, runner, state, e, min(size, cap), batch.rows, below))
         else:
             ways.append(partial(_packed, runner, state, e, size, batch, below))
     carry = state.pending, above, state.cache.segments[e], state.cache.blocks[e]

@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
+from eejax.common.trees import Tree
 from eejax.gates import router
 from eejax.gates.confidence import Memory
 from eejax.inference.policy import Emission, ExitInput, emit_early, emit_final
 from eejax.inference.state import RequestRows, Weights
-from eejax.models import cache, exits, transformer
+from eejax.models import attention, exits, layers, transformer
 from eejax.models.attention import PackedRows
 from eejax.models.cache import KeyValue, varying
 from eejax.models.config import ModelConfig
@@ -23,7 +25,7 @@ of its layers, and of the block."""
 
 @dataclasses.dataclass(frozen=True)
 class SegmentRunner:
-    """Runner of rows through segments and exits; every engine's step is made of its calls.
+    """Runner of rows through segments and exits, of which engines' steps are made.
 
     It lives inside a compiled program. Segment e has the keys and values `kvs` of its layers and
     `block` of its exit's block (`KVCache.segments[e]`, `KVCache.blocks[e]`).
@@ -58,20 +60,21 @@ class SegmentRunner:
         active: jax.Array | None = None,
         seen: jax.Array | None = None,
     ) -> SegmentOutput:
-        """Run rows x [b, w, d] at positions start [b] onward (`models.cache.run_segment`)."""
-        return cache.run_segment(
-            self.weights.params,
-            self.weights.segments[e],
-            self.config,
-            e,
-            x,
-            start,
-            kvs,
-            block,
-            active=active,
-            seen=seen,
-            axes=self.weights.axes,
-        )
+        """Run rows through segment e. Earlier positions of the segment must be filled already.
+
+        Args:
+          e: number of the segment.
+          x: [b, w, d] states at the boundary below.
+          start: [b] int32, positions of the first rows.
+          kvs: keys and values of the layers; there must be room for all w rows from `start` on.
+          block: those of the exit's block.
+          active: [b] bool, sequences whose states the layers change; the others' stay what they
+            are, and so do the keys and values of each layer written for them (as `propagate`
+            writes them). By default all.
+          seen: [b, s] bool, positions of the buffers that may be attended to. By default all.
+        """
+        context = self._context(x, start, kvs, block, seen)
+        return self._run(e, x, context, kvs, block, active)
 
     def run_packed(
         self,
@@ -81,18 +84,35 @@ class SegmentRunner:
         kvs: tuple[KeyValue, ...],
         block: KeyValue | None,
     ) -> SegmentOutput:
-        """Run packed rows x [t, 1, d] of some slots (`models.cache.run_packed`)."""
-        return cache.run_packed(
-            self.weights.params,
-            self.weights.segments[e],
-            self.config,
-            e,
-            x,
-            packed,
-            kvs,
-            block,
-            axes=self.weights.axes,
+        """Run packed rows x [t, 1, d] of some of the cache's sequences; otherwise as `run`."""
+        keys = jnp.arange(_positions(kvs, block), dtype=jnp.int32)[None]
+        context = layers.make_context(
+            self.config, packed.position[:, None], key_positions=keys, packed=packed
         )
+        return self._run(e, x, context, kvs, block)
+
+    def _run(self, e, x, context, kvs, block, active=None) -> SegmentOutput:
+        """Run a segment's layers, and its exit's, in one pass."""
+        config, axes, written = self.config, self.weights.axes, []
+        for i, p, kv in self._layers(e, kvs):
+            before = x
+            x, kv = layers.layer(
+                p,
+                x,
+                config,
+                context,
+                index=i,
+                window=config.window(i),
+                rope=config.rope(i),
+                cache=kv,
+                axes=axes,
+            )
+            if active is not None:
+                x = jnp.where(active[:, None, None], x, before)
+            written.append(kv)
+        params = self.weights.params
+        h, block = exits.attend(params, config, e, x, context, cache=block, axes=axes)
+        return x, h, tuple(written), block
 
     def propagate(
         self,
@@ -102,17 +122,36 @@ class SegmentRunner:
         kvs: tuple[KeyValue, ...],
         block: KeyValue | None,
     ) -> tuple[tuple[KeyValue, ...], KeyValue | None]:
-        """Write keys and values of a state below, x (`models.cache.propagate_segment`)."""
-        return cache.propagate_segment(
-            self.weights.params,
-            self.weights.segments[e],
-            self.config,
-            e,
-            x,
-            start,
-            kvs,
-            block,
-            self.weights.axes,
+        """Write a segment's keys and values, and its exit block's, of rows that do not run it.
+
+        As `run`, but every layer reads x itself, the state of a boundary below, in place of the
+        state under it: no attention and no MLP is run (but for an exit's own MLP below its block).
+        State propagation (CALM; Schuster et al. 2022, section 3.1).
+        """
+        config, axes = self.config, self.weights.axes
+        context = self._context(x, start, kvs, block)
+        written = tuple(
+            _write_heads(p, x, config, context, config.rope(i), kv, axes)
+            for i, p, kv in self._layers(e, kvs)
+        )
+        if block is not None:
+            p = exits.exit_params(self.weights.params, config, e)
+            x = exits.after_mlp(p, x, config, axes)
+            block = _write_heads(p["block"], x, config, context, config.exit_rope(e), block, axes)
+        return written, block
+
+    def _layers(self, e: int, kvs: tuple[KeyValue, ...]) -> list[tuple[int, Tree, KeyValue]]:
+        """Return number, parameters, and keys and values of each layer of segment e."""
+        segment, first = self.weights.segments[e], self.config.segments[e][0]
+        pairs = zip(segment, kvs, strict=True)
+        return [(first + i, p, kv) for i, (p, kv) in enumerate(pairs)]
+
+    def _context(self, x, start, kvs, block, seen=None) -> layers.LayerContext:
+        """Return the context of rows x [b, w, d] at positions start [b] on, beside the buffers."""
+        positions = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+        keys = jnp.arange(_positions(kvs, block), dtype=jnp.int32)[None]
+        return layers.make_context(
+            self.config, positions, key_positions=keys, start=start, seen=seen
         )
 
     def reader(self, e: int, h: jax.Array) -> exits.Reader:
@@ -172,3 +211,20 @@ class SegmentRunner:
         return emit_early(
             emission, memory, look, request.policy, request.sampling, self.config, measure, drafts
         )
+
+
+def _positions(kvs, block) -> int:
+    """Return the number of positions that the buffers hold."""
+    buffers = jax.tree.leaves((kvs, block))
+    return buffers[0].shape[1] if buffers else 1
+
+
+def _write_heads(p, x, config, context, rope, kv, axes) -> KeyValue:
+    """Write the keys and values that `layers.layer` writes for x, and compute nothing else of it.
+
+    Queries are computed too where the projections are fused, and dropped: a product with the other
+    columns of the matrix alone would first copy them, which takes ten times as long on a CPU.
+    """
+    h = layers.norm(p["attn_norm"], x, config) if "attn_norm" in p else x
+    _, k, v = layers.heads(p["attn"], h, config, context, rope, axes)
+    return attention.write(kv, k, v, context.start)

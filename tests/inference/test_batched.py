@@ -170,18 +170,37 @@ def test_batched_equals_posthoc(subset, prompts, layout, cap, drafts, slots, chu
 @pytest.mark.parametrize(("drafts", "seed"), [(3, 0), (0, 1)])
 def test_the_only_slot_equals_posthoc(subset, prompts, drafts, seed):
     p, config = subset((1, 3))
-    rng, calls = np.random.default_rng(seed), itertools.count()
+    rng = np.random.default_rng(seed)
     options = BatchOptions(cap=4, drafts=drafts, chunk=7)
     engine = BatchedEngine.make(p, config, options, slots=1, context=CONTEXT)
     plan = BatchPlan.make(engine.num_segments, 1, engine.options.buckets, 2, drafts)
     asked = drawn(lambda n: int(rng.integers(n)), prompts, config, 5, drafts)
+    run_to_the_end(dataclasses.replace(engine, plan=plan), asked, p, config)
+
+
+def test_the_only_slot_up_to_the_end_of_its_context(subset, prompts):
+    p, config = subset((1, 3))
+    # A run of the largest bucket, of more rows than may wait, would not fit behind the context.
+    options = BatchOptions(cap=3, drafts=2, chunk=1, buckets=(24,))
+    engine = BatchedEngine.make(p, config, options, slots=1, context=CONTEXT)
+    for threshold in (0.2, 0.4, 1.0):
+        (prompt,) = prompts(int(10 * threshold), [CONTEXT - 30])
+        asked = [Asked(prompt, 30, dict(threshold=threshold), {}, 2, ())]
+        run_to_the_end(engine, asked, p, config)
+
+
+def run_to_the_end(engine, asked, p, config) -> None:
+    """Hold requests that are never put back to the oracle.
+
+    A prompt's pass decides tokens too: a slot that stalls is seen where none begins anew.
+    """
+    calls = itertools.count()
 
     def never_put_back(n):
-        # A prompt's pass decides tokens too: a slot that stalls is seen where none begins anew.
         assert next(calls) < 400
         return n - 1
 
-    drive(dataclasses.replace(engine, plan=plan), asked, 8, never_put_back)
+    drive(engine, asked, 8, never_put_back)
     oracle = Generator.make(p, config, EngineOptions("posthoc", cap=CONTEXT))
     compared, all_of = check(oracle, asked)
     assert compared >= all_of / 2
