@@ -61,7 +61,7 @@ class SteadyBatch:
         return int((np.asarray(record.exit) >= 0).sum())
 
     def finish(self) -> None:
-        from eejax.inference.engine import STEPS_PER_CALL
+        from eejax.inference.slot_engine import STEPS_PER_CALL
 
         came = 0
         while came < self.quota and np.asarray(self.state.live).any():

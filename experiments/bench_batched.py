@@ -92,13 +92,12 @@ def main() -> None:
 
 def make_engines(model, slots: int):
     """(`full`, `batched`) of so many slots, reading the same arrays of layers."""
-    from eejax.inference.batched_slots import BatchedEngine
-    from eejax.inference.batched_state import BatchOptions
-    from eejax.inference.engine import SlotEngine
+    from eejax.inference.engine import EarlyExitEngine
+    from eejax.inference.options import EngineOptions
 
-    full = SlotEngine.make(model.params, model.config, "full", slots=slots)
-    options = BatchOptions(drafts=_DRAFTS.value)
-    batched = BatchedEngine.make(model.params, model.config, options, slots=slots)
+    full = EarlyExitEngine.make(model.params, model.config, "full", slots=slots)
+    options = EngineOptions(drafts=_DRAFTS.value)
+    batched = EarlyExitEngine.make(model.params, model.config, options, slots=slots)
     return full, with_layers_of(full, batched)
 
 
@@ -254,7 +253,7 @@ def on_gpu(model, threshold: float, prompts) -> dict:
     """Simulated: how many times as many tokens as without exits, by batch size."""
     from eejax.inference import batch_costs
     from eejax.inference.batch_simulator import RequestTrace, best_plan, simulate
-    from eejax.inference.batched_state import BatchOptions
+    from eejax.inference.options import EngineOptions
 
     _, engine = make_engines(model, max(_BATCHES.value))
     texts = prompts(engine.slots)
@@ -262,7 +261,7 @@ def on_gpu(model, threshold: float, prompts) -> dict:
     shares = np.diff([0, *model.config.exit_boundaries]) * 24 // model.config.n_layers
     result = {}
     for slots in GPU_BATCHES:
-        options = BatchOptions(drafts=_DRAFTS.value, chunk=64).resolve_buckets(slots)
+        options = EngineOptions(drafts=_DRAFTS.value, chunk=64).resolved(model.config, slots)
         costs = roofline(shares.tolist(), sizes=(slots, *options.buckets), **BILLION, **A100)
         rest = dict(cap=options.cap, chunk=options.chunk, span=4, prompt_span=32)
         own = [spoken[i % len(spoken)] for i in range(slots)]

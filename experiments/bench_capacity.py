@@ -123,10 +123,10 @@ def check(config, layer: int, context: int, can_deepen: bool) -> dict:
     import jax
 
     from eejax.inference import capacity
-    from eejax.inference.batched_state import BatchOptions
+    from eejax.inference.options import EngineOptions
     from eejax.models import params
 
-    options = BatchOptions(cap=4, buckets=(8,), chunk=16, drafts=1, can_deepen=can_deepen)
+    options = EngineOptions(cap=4, buckets=(8,), chunk=16, drafts=1, can_deepen=can_deepen)
     host = jax.device_get(params.init(config, jax.random.key(0)))
     budget = capacity.weight_bytes(config, config.n_exits + 1) / SHARE
     result: dict = {"budget": budget}
@@ -156,7 +156,7 @@ def serve(host, config, options, slots: int, context: int, rounds: int = 2) -> d
     import jax
 
     from eejax.common.trees import nbytes
-    from eejax.inference.batched_slots import BatchedEngine
+    from eejax.inference.engine import EarlyExitEngine
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.request import EngineRequest
     from eejax.inference.scheduler import Scheduler
@@ -165,7 +165,7 @@ def serve(host, config, options, slots: int, context: int, rounds: int = 2) -> d
     others = jax.live_arrays()  # kept, so that none of ours gets the number of one
     known = {id(a) for a in others}
     live = lambda: sum(a.nbytes for a in jax.live_arrays() if id(a) not in known)
-    engine = BatchedEngine.make(host, config, options, slots=slots, context=context)
+    engine = EarlyExitEngine.make(host, config, options, slots=slots, context=context)
     engine = dataclasses.replace(engine, weights=jax.device_put(engine.weights))
     scheduler = Scheduler(engine, config)
     rng, policy = np.random.default_rng(0), ExitPolicy.make(config, 1, 0.5)

@@ -41,7 +41,7 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line
 _PAIRS = flags.DEFINE_integer("pairs", 24, "Pairs of runs to time.", lower_bound=2)
 _TOKENS = flags.DEFINE_integer("tokens", 150_000, "Held-out tokens to score.", lower_bound=1)
 _PROMPTS = flags.DEFINE_integer("prompts", 24, "Prompts to begin with.", lower_bound=1)
-_GAMMA = flags.DEFINE_integer("gamma", 4, "Tokens that `speculative` drafts.", lower_bound=1)
+_DRAFTS = flags.DEFINE_integer("drafts", 4, "Tokens that `speculative` drafts.", lower_bound=1)
 _DRAFT_EXIT = flags.DEFINE_integer("draft_exit", 0, "Number of the exit that drafts.")
 flags.mark_flags_as_required(["workdir"])
 
@@ -87,7 +87,7 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
 
     from eejax.analysis import interleave, median_ratio
     from eejax.inference import EngineOptions, Generator
-    from eejax.inference.generate import LENGTH_STEP
+    from eejax.inference.generate import cache_length
 
     config, new = model.config, model.config.context_length - PROMPT - 1
     n = config.n_exits
@@ -97,7 +97,7 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
     )
     # A cap above the tokens generated: nobody is ever forced deeper.
     free = dict(cap=new + 8, buckets=(1,))
-    forced, length = make("recompute", **free), PROMPT + new + usual.options.most_rows
+    forced, length = make("recompute", **free), PROMPT + new
     new_timed = lambda generator, **kwargs: TimedDecoding(generator, prompts, new, **kwargs)
     chosen_at, only = chosen[TARGETS[0]].threshold, lambda e: [float(i != e) for i in range(n)]
     # What is compared stands together in the turns, and nothing that is at an end of them, where
@@ -107,15 +107,15 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
     timed |= {f"{a:.0%}": new_timed(usual, threshold=p.threshold) for a, p in chosen.items()}
     timed["full"], timed["threshold 1"] = new_timed(make("full")), new_timed(usual)
     timed["speculative"] = new_timed(
-        make("speculative", gamma=_GAMMA.value, draft_exit=_DRAFT_EXIT.value)
+        make("speculative", drafts=_DRAFTS.value, draft_exit=_DRAFT_EXIT.value)
     )
     timed["full, sampled"] = new_timed(make("full"), temperature=1.0)
     timed["sampled"] = new_timed(usual, temperature=1.0, threshold=chosen_at)
     timed["propagate"] = new_timed(make("propagate"), threshold=chosen_at)
-    names, widths = list(timed), usual.options.widths
+    names, widths = list(timed), (1, *usual.plan_for(1)[0].buckets)
     # Segments are timed in the same turns: a machine that others use has slow and fast minutes.
     segments, read = step_costs.segment_runs(
-        usual.weights, config, widths, LENGTH_STEP * -(-length // LENGTH_STEP)
+        usual.weights, config, widths, cache_length(length, usual.options)
     )
 
     launch.say("compiling ...")

@@ -121,7 +121,7 @@ class Bench:
         from eejax.helios.measurements import encoded, windows
         from eejax.helios.profiles import measure
         from eejax.inference import capacity
-        from eejax.inference.engine import STEPS_PER_CALL
+        from eejax.inference.slot_engine import STEPS_PER_CALL
         from eejax.serving.fleets import check_alike, room, warm_up
         from eejax.serving.models import batch_options
         from experiments.helios_runs import Judges, fitted, prompts

@@ -93,9 +93,9 @@ def engine_process(pipe, workdir: str, own: dict) -> None:
 
     It ends when the other end closes the pipe.
     """
-    from eejax.inference.engine import STEPS_PER_CALL
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.scheduler import Scheduler
+    from eejax.inference.slot_engine import STEPS_PER_CALL
     from eejax.serving.models import ServedModel
     from eejax.serving.worker import EngineWorker
     from experiments.serving_runs import through_scheduler

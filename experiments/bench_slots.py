@@ -101,9 +101,9 @@ def build(layers: int):
 
 
 def make_engine(params, config, slots: int, context: int):
-    from eejax.inference.batched_slots import BatchedEngine
+    from eejax.inference.engine import EarlyExitEngine
 
-    return BatchedEngine.make(params, config, slots=slots, context=context)
+    return EarlyExitEngine.make(params, config, slots=slots, context=context)
 
 
 if __name__ == "__main__":

@@ -56,9 +56,9 @@ def requests_that_fit(config, layer: int, context: int, budget: float, can_deepe
       can_deepen: whether the part keeps what it needs to be given more layers while requests run.
     """
     from eejax.inference import capacity
-    from eejax.inference.batched_state import BatchOptions
+    from eejax.inference.options import EngineOptions
 
-    options = BatchOptions(can_deepen=can_deepen)
+    options = EngineOptions(can_deepen=can_deepen)
     row: dict = {"layers": [layer, config.n_layers], "context": context}
     for which, depth in depths(config, layer).items():
         row[f"{which}_weights"] = capacity.weight_bytes(config, depth)

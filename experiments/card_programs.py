@@ -105,10 +105,12 @@ def decoding(
     import numpy as np
 
     from eejax.common.trees import nbytes
-    from eejax.inference import generate
+    from eejax.inference import decoding, generate
+    from eejax.inference.options import EngineOptions, engine_config
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.sampling import SamplingParams
-    from eejax.inference.state import EngineOptions, RequestRows, engine_config, prepare
+    from eejax.inference.state import RequestRows
+    from eejax.inference.weights import prepare
     from eejax.kernels import aot, call
     from eejax.models import params
 
@@ -117,21 +119,25 @@ def decoding(
     with call.compute_capability(card.capability):
         own = jax.eval_shape(partial(params.init, config), jax.random.key(0))
         weights = jax.eval_shape(partial(prepare, config=config), own)
-        policy = ExitPolicy.make(config, batch, threshold if config.n_exits else 1.0)
+        options = options.resolved(config, batch)
+        plan = decoding.default_plan(config, options, batch)
+        rule = threshold if config.n_exits else 1.0
+        policy = ExitPolicy.make(config, batch, rule, drafts=options.most_drafts)
         tokens = jax.ShapeDtypeStruct((batch, prompt or 16), jnp.int32)
         given = RequestRows.make(
             config, [tokens.shape[1]] * batch, [64] * batch, policy, SamplingParams.make(batch)
         )
         static = dict(config=config, options=options)
         first = partial(generate.prefill, length=cache, **static)
-        state = jax.eval_shape(first, weights, tokens, given)[0]
+        state = jax.eval_shape(first, weights, plan, tokens, given)[0]
     place = partial(aot.shapes, card)
     if prompt:
-        run, args = generate.prefill, (weights, tokens, given)
+        run, args = generate.prefill, (weights, plan, tokens, given)
         static |= dict(length=cache)
     else:
-        run, args = generate.decode, (weights, state)
-        static |= dict(n=steps)
+        n = jax.ShapeDtypeStruct((), jnp.int32)
+        run, args = decoding.decode, (weights, state, n)
+        static |= dict(size=steps)
     made = aot.compiled(card, run, *map(place, args), compiler_options=GRAPHS, mesh=None, **static)
     floor = nbytes(weights.segments) + nbytes(state.cache)
     floor += np.prod(weights.params["embed"]["tokens"].shape) * 2
@@ -139,33 +145,35 @@ def decoding(
 
 
 def slot_shapes(card, config, slots: int, context: int, options: Any) -> tuple[Any, Any, Any]:
-    """Return the weights and the state of the engine `batched` as shapes, and its options.
+    """Return the weights and the state of an engine with slots as shapes, and its options.
 
     Args:
       context: most tokens of a request.
-      options: `BatchOptions`, in which what depends on slots, model and card may be open.
+      options: `EngineOptions`, in which what depends on slots, model and card may be open.
     """
     import jax
 
-    from eejax.inference.batched import PROMPT_SPAN, SPAN
-    from eejax.inference.batched_state import blank
-    from eejax.inference.schedule import BatchPlan
-    from eejax.inference.state import prepare
+    from eejax.inference.decoding import default_plan
+    from eejax.inference.engine_step import PROMPT_SPAN, SPAN
+    from eejax.inference.options import engine_config
+    from eejax.inference.state import blank
+    from eejax.inference.weights import prepare
     from eejax.kernels import call
     from eejax.models import params
 
+    config = engine_config(config, options)
     with call.compute_capability(card.capability):
-        options = options.resolve_buckets(slots).resolve_chunk(config)
+        options = options.resolved(config, slots)
         own = jax.eval_shape(partial(params.init, config), jax.random.key(0))
         prepared = partial(prepare, config=config, num_segments=options.num_segments)
         weights = jax.eval_shape(prepared, own)
         start = partial(
             blank,
-            plan=BatchPlan.make(len(weights.segments), slots, options.buckets),
+            plan=default_plan(config, options, slots),
             config=config,
             options=options,
             slots=slots,
-            # As `BatchedEngine.start`.
+            # As `EarlyExitEngine.start`.
             length=context + max(SPAN, options.cap, min(PROMPT_SPAN, options.chunk)),
             context=context,
         )
@@ -173,25 +181,25 @@ def slot_shapes(card, config, slots: int, context: int, options: Any) -> tuple[A
 
 
 def slots(card, config, *, slots: int, cache: int, options: Any = None):
-    """Compile the loop of the engine `batched`.
+    """Compile the loop of an engine whose requests join and leave.
 
     Args:
       cache: most tokens of a request.
-      options: `BatchOptions`; None: the default ones.
+      options: `EngineOptions`; None: the default ones.
     """
     import jax
     import jax.numpy as jnp
 
     from eejax.common.trees import nbytes
-    from eejax.inference import batched_slots
-    from eejax.inference.batched_state import BatchOptions
+    from eejax.inference import decoding
+    from eejax.inference.options import EngineOptions, engine_config
     from eejax.kernels import aot
 
-    options = BatchOptions() if options is None else options
+    options = EngineOptions() if options is None else options
     weights, state, options = slot_shapes(card, config, slots, cache, options)
     args = aot.shapes(card, (weights, state, jax.ShapeDtypeStruct((), jnp.int32)))
-    static = dict(config=config, options=options, size=8, mesh=None)
-    made = aot.compiled(card, batched_slots.decode, *args, compiler_options=GRAPHS, **static)
+    static = dict(config=engine_config(config, options), options=options, size=8, prompts=True)
+    made = aot.compiled(card, decoding.decode, *args, compiler_options=GRAPHS, **static)
     floor = float(nbytes(weights.segments) + nbytes(state.cache))
     length = state.cache.length
     return Compiled(made.as_text(), made.memory_analysis(), floor, 0.0, config, length)

@@ -18,7 +18,7 @@ printed at the end.
 
 Two programs are compiled, one that reads the prompt and one that generates a chunk of tokens; the
 speed printed leaves out what comes before both are there. Other text, thresholds, gates, exits,
-sampling or seeds need no new program; another number of prompts, --engine, --mesh, --cap, --gamma,
+sampling or seeds need no new program; another number of prompts, --engine, --mesh, --cap, --drafts,
 --draft_exit or --num_segments does, and now and then a longer prompt or a larger --max_new_tokens.
 """
 
@@ -47,7 +47,7 @@ USED_BY = {
     for names, engines in (
         ("threshold gate exits min_exit_layer decay prefill_exit num_segments", LEAVING),
         ("cap", ("recompute", "pipelined", "auto")),
-        ("gamma draft_exit adapt", ("speculative", "auto_speculative")),
+        ("drafts draft_exit adapt", ("speculative", "auto_speculative")),
         ("propagate", ("propagate",)),
         ("stage_layers", ("pipelined",)),
     )
@@ -78,7 +78,7 @@ _NUM_SEGMENTS = flags.DEFINE_integer(
     "num_segments", None, "Segments to load, the last one's exit emitting what is left; all."
 )
 _CAP = flags.DEFINE_integer("cap", 16, "Most tokens that may wait for deeper layers.")
-_GAMMA = flags.DEFINE_integer("gamma", 4, "Most tokens drafted in a step (speculative).")
+_DRAFTS = flags.DEFINE_integer("drafts", 4, "Most tokens drafted at a time (speculative).")
 _DRAFT_EXIT = flags.DEFINE_integer("draft_exit", 0, "Number of the exit that drafts; 0: the first.")
 _ADAPT = flags.DEFINE_bool(
     "adapt", True, "Draft fewer tokens where few are accepted (speculative)."
@@ -168,7 +168,7 @@ def make_generator(model):
     from eejax.sharding.mesh import MeshConfig
 
     engine, params, config = _ENGINE.value, model.params, model.config
-    own = (_CAP, _GAMMA, _DRAFT_EXIT, _NUM_SEGMENTS, _ADAPT, _PROPAGATE)
+    own = (_CAP, _DRAFTS, _DRAFT_EXIT, _NUM_SEGMENTS, _ADAPT, _PROPAGATE)
     used = {flag.name: flag.value for flag in own if engine in USED_BY[flag.name]}
     options = EngineOptions(AUTO.get(engine, engine), **used)
     mesh = MeshConfig(**{axis: flag.value for axis, flag in _MESH.items()})

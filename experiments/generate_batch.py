@@ -261,9 +261,8 @@ def complete(model, engine, stop_token_ids: list[int], lines: list[Line], out) -
 
 def engine_of(model):
     """The engine, and the tokens that end a text. Raises ConfigError, which names the flag."""
-    from eejax.inference.batched_slots import BatchedEngine
-    from eejax.inference.batched_state import BatchOptions
-    from eejax.inference.engine import SlotEngine
+    from eejax.inference.engine import EarlyExitEngine
+    from eejax.inference.options import EngineOptions
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.sampling import SamplingParams
     from eejax.inference.state import RequestRows
@@ -275,9 +274,9 @@ def engine_of(model):
         sampling = SamplingParams.make(1, _TEMPERATURE.value, seed=_SEED.value)
         RequestRows.make(config, [1], [1], policy, sampling, stop_token_ids)
         if _ENGINE.value == "full":
-            return SlotEngine.make(model.params, config, "full", **kwargs), stop_token_ids
-        options = BatchOptions(drafts=_DRAFTS.value)
-        return BatchedEngine.make(model.params, config, options, **kwargs), stop_token_ids
+            return EarlyExitEngine.make(model.params, config, "full", **kwargs), stop_token_ids
+        options = EngineOptions(drafts=_DRAFTS.value)
+        return EarlyExitEngine.make(model.params, config, options, **kwargs), stop_token_ids
 
 
 def tuned(engine, prompts: list, stop_token_ids: list[int]):

@@ -27,6 +27,7 @@ RENAMED_FLAGS = {
     "nogrows": "nocan_deepen",
     "max_depth": "num_segments",
     "min_depth": "min_exit_layer",
+    "gamma": "drafts",
 }
 
 

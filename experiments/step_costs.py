@@ -18,7 +18,7 @@ def of_segments(params, config, widths: Sequence[int] = (1,)) -> tuple[np.ndarra
     Beside a cache as long as the context; medians over runs in turns.
     """
     from eejax.analysis import interleave
-    from eejax.inference.state import prepare
+    from eejax.inference.weights import prepare
 
     runs, read = segment_runs(prepare(params, config), config, widths, config.context_length)
     return read(np.median(interleave(runs, ROUNDS, time.perf_counter), 1))
@@ -75,7 +75,7 @@ def of_layers(params, config, widths: Sequence[int]):
     from eejax.analysis import interleave
     from eejax.inference.latency import ForwardTimes
     from eejax.inference.segment import SegmentRunner
-    from eejax.inference.state import prepare
+    from eejax.inference.weights import prepare
     from eejax.models.cache import init_cache
 
     n, plain = config.n_exits + 1, config.replace(exits=())

@@ -29,10 +29,9 @@ from eejax.helios.objectives import NAMED, Telemetry
 from eejax.helios.report import CHOOSES, FleetReport
 from eejax.helios.verifier import AnswerVerifier, ReferenceJudge
 from eejax.inference import capacity
-from eejax.inference.batched_state import BatchOptions
 from eejax.inference.deepening import on_host
-from eejax.inference.engine import STEPS_PER_CALL
 from eejax.inference.generate import check_prompts
+from eejax.inference.options import EngineOptions
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.request import (
@@ -44,6 +43,7 @@ from eejax.inference.request import (
 )
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.scheduler import StepLoop
+from eejax.inference.slot_engine import STEPS_PER_CALL
 from eejax.inference.state import RequestRows
 from eejax.models.config import ModelConfig
 
@@ -57,7 +57,7 @@ class FleetMember:
     params: Tree = dataclasses.field(repr=False)
     config: ModelConfig
     rules: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    options: BatchOptions = BatchOptions()
+    options: EngineOptions = EngineOptions()
 
     def ready(self) -> FleetMember:
         """Return the member with its parameters prepared by `deepening.on_host`."""
@@ -215,7 +215,7 @@ class Fleet(Dispatcher, StepLoop):
                 "logits_params",
                 type(request.logits_params).__name__,
                 f"must be None: {name} takes none",
-                "BatchOptions(logits_params=True) does.",
+                "EngineOptions(logits_params=True) does.",
             )
             check_prompts([prompt], member.config, context)
             RequestRows.make(

@@ -19,10 +19,10 @@ from eejax.common.trees import nbytes
 from eejax.helios.choices import ModelProfile
 from eejax.helios.energy import layer_flops, segment_rows, token_work
 from eejax.helios.fleet import FleetMember
-from eejax.inference import state as s
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.request import EngineRequest
+from eejax.inference.weights import unlayered_params
 
 log = logging.getLogger(LOG)
 
@@ -75,7 +75,7 @@ def measure(
         weights = part.engine.weights
         sizes = [nbytes(segment) for segment in weights.segments]
         outside = [
-            nbytes(s.unlayered_params(weights.params, member.config, d)) for d in range(1, n + 1)
+            nbytes(unlayered_params(weights.params, member.config, d)) for d in range(1, n + 1)
         ]
         return rows, leaving, sizes, outside
 

@@ -20,12 +20,11 @@ from eejax.common.trees import Tree
 from eejax.helios.disagreement_bound import AnswerAudit
 from eejax.helios.quality import agreement_of, relative_to
 from eejax.inference import scoring
-from eejax.inference import state as s
 from eejax.inference.deepening import on_host
 from eejax.inference.policy import log_probability
 from eejax.inference.sampling import argmax
 from eejax.inference.segment import SegmentRunner
-from eejax.inference.state import Weights
+from eejax.inference.weights import Weights, unlayered_params
 from eejax.models import layers, transformer
 from eejax.models.cache import kv_heads, unstack_segments
 from eejax.models.config import ModelConfig
@@ -52,7 +51,7 @@ class AnswerVerifier:
         require(len(prompt) > 0, "prompt", prompt, "must have one token at least")
         config = self.config
         if loaded is None:
-            loaded = Weights((), _brought(s.unlayered_params(self._host, config, 0)))
+            loaded = Weights((), _brought(unlayered_params(self._host, config, 0)))
         text = [*prompt, *tokens]
         width = next(n for n in scoring.lengths(config.context_length + 1) if n >= len(text))
         padded = np.zeros((1, width), np.int32)

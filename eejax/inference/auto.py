@@ -14,9 +14,10 @@ from jax.sharding import Mesh
 from eejax.common.errors import require_one_of
 from eejax.common.trees import Tree
 from eejax.inference.generate import STREAM_CHUNK, Decoder, Generator
+from eejax.inference.options import EngineOptions
 from eejax.inference.payoff import Payoff
 from eejax.inference.result import GenerationResult
-from eejax.inference.state import DecodeRecord, DecodeState, EngineOptions
+from eejax.inference.state import DecodeRecord, EngineState
 from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig
 
@@ -73,7 +74,7 @@ class AutoGenerator(Decoder):
     def _prefill(self, tokens, request, length) -> tuple[Any, DecodeRecord]:
         return self.generator._prefill(tokens, request, length)
 
-    def _decode(self, state: DecodeState, n: int) -> tuple[DecodeState, DecodeRecord]:
+    def _decode(self, state: EngineState, n: int) -> tuple[EngineState, DecodeRecord]:
         program = (n, *(a.shape for a in jax.tree.leaves(state)))
         policy = state.request.policy
         may_fire = np.asarray(policy.active) & (np.asarray(policy.thresholds) < 1)

@@ -1,4 +1,4 @@
-"""Costs of `batched` on this machine, measured with the engine itself, and the best plan for it."""
+"""Costs of the early-exit engine on this machine, measured with itself, and its best plan."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from eejax.inference.batch_simulator import (
     best_plan,
     fit,
 )
-from eejax.inference.batched import PROMPT_SPAN, SPAN
-from eejax.inference.batched_slots import BatchedEngine
-from eejax.inference.batched_state import WorkCounters
-from eejax.inference.engine import STEPS_PER_CALL
+from eejax.inference.engine import EarlyExitEngine
+from eejax.inference.engine_step import PROMPT_SPAN, SPAN
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.schedule import BatchPlan
-from eejax.inference.state import RequestRows
+from eejax.inference.slot_engine import STEPS_PER_CALL
+from eejax.inference.state import RequestRows, WorkCounters
 
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 1.0)
 
@@ -44,7 +43,7 @@ def work_between(after: WorkCounters, before: WorkCounters) -> WorkCounts:
 
 
 def samples(
-    engine: BatchedEngine,
+    engine: EarlyExitEngine,
     prompts: Sequence[Sequence[int]],
     calls: int = 160,
     steps: int = 4,
@@ -107,7 +106,7 @@ def samples(
     return found[calls // 8 :]  # the first ones compile, and warm up
 
 
-def measure(engine: BatchedEngine, prompts: Sequence[Sequence[int]], **kwargs) -> StepCosts:
+def measure(engine: EarlyExitEngine, prompts: Sequence[Sequence[int]], **kwargs) -> StepCosts:
     """Measure the costs of an engine on this machine; arguments as `samples`."""
     last = engine.config.n_layers
     ends = [min(stop, last) for stop in engine.config.exit_boundaries[: engine.num_segments]]
@@ -116,7 +115,7 @@ def measure(engine: BatchedEngine, prompts: Sequence[Sequence[int]], **kwargs) -
     return fit(found, depths, engine.slots, engine.options.buckets)
 
 
-def settings(engine: BatchedEngine) -> dict[str, Any]:
+def settings(engine: EarlyExitEngine) -> dict[str, Any]:
     """Return what `simulate` and `best_plan` need to know of an engine."""
     options = engine.options
     return dict(
@@ -139,14 +138,14 @@ class TunedEngine(NamedTuple):
       simulated: what the simulator predicts.
     """
 
-    engine: BatchedEngine
+    engine: EarlyExitEngine
     drafts: int
     costs: StepCosts
     simulated: SimulatedBatch
 
 
 def tune(
-    engine: BatchedEngine,
+    engine: EarlyExitEngine,
     prompts: Sequence[Sequence[int]],
     *,
     bound: float | None = None,
@@ -178,7 +177,7 @@ def tune(
 
 
 def trace_requests(
-    engine: BatchedEngine,
+    engine: EarlyExitEngine,
     prompts: Sequence[Sequence[int]],
     new: int,
     stop_token_ids: Sequence[int] = (),

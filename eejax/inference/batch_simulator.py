@@ -1,4 +1,4 @@
-"""Simulator of `batched`: its schedule on recorded exits, with measured costs.
+"""Simulator of the early-exit engine: its schedule on recorded exits, with measured costs.
 
 The decisions are the engine's own (`schedule`); what each token does is read from a trace. So the
 numbers of segments, buckets and spans that run are exactly the engine's, and only their seconds are
@@ -15,13 +15,16 @@ import numpy as np
 
 from eejax.common.errors import require, require_count
 from eejax.inference.schedule import (
+    FIRST_ACCEPTANCE,
     IN_PLACE,
     PACKED,
     BatchPlan,
     SlotProgress,
+    best_drafts,
     segment_demand,
     select_batch,
     select_prefill,
+    update_acceptance,
 )
 
 
@@ -112,7 +115,7 @@ class StepCosts:
 
 @dataclasses.dataclass
 class WorkCounts:
-    """`batched_state.WorkCounters` as numpy numbers."""
+    """`state.WorkCounters` as numpy numbers."""
 
     runs: np.ndarray
     spans: np.ndarray
@@ -192,7 +195,7 @@ def simulate(
     )
     filled = np.zeros((slots, n + 1), int)
     position, remaining, given, since, most = (np.zeros(slots, int) for _ in range(5))
-    holder = np.full(slots, -1)
+    holder, share = np.full(slots, -1), np.full(slots, FIRST_ACCEPTANCE, np.float32)
     waiting = iter(range(len(traces)))
     emitted: list[list[float]] = [[] for _ in traces]
     arrived = [0.0] * len(traces)
@@ -213,8 +216,13 @@ def simulate(
             if not decided(i, row, int((filled[i] > row).sum()) - 1):
                 guessed.add((i, row))
 
+    def learn(tried: np.ndarray, right: np.ndarray, emits: np.ndarray) -> None:
+        """Learn how many drafts were right, of the slots that emitted tokens."""
+        share[emits] = update_acceptance(np, share, tried, right)[emits]
+
     def commit_tokens() -> None:
-        """Emit decided tokens, as `batched.commit_tokens`."""
+        """Emit decided tokens, as `engine_step.commit_tokens`."""
+        begun, tried, right = position.copy(), np.zeros(slots, int), np.zeros(slots, int)
         for i in np.flatnonzero((remaining > 0) & (filled[:, 0] > position)):
             trace = traces[holder[i]]
             while remaining[i] and filled[i, 0] > position[i]:
@@ -223,6 +231,8 @@ def simulate(
                     break
                 token = position[i] - trace.prompt + 1
                 drafted = (i, position[i]) in guessed
+                tried[i] += drafted
+                right[i] += drafted and trace.accepted[token]
                 guessed.discard((i, position[i]))
                 emitted[holder[i]].append(-1.0)  # its time is set when the step is over
                 position[i] += 1
@@ -230,6 +240,7 @@ def simulate(
                 if drafted and not trace.accepted[token] and filled[i, 0] > position[i]:
                     guessed.difference_update([(i, r) for r in range(position[i], filled[i, 0])])
                     filled[i] = np.minimum(filled[i], position[i])
+        learn(tried, right, position > begun)
 
     while True:
         if (clock - refilled) % steps == 0 or not (remaining > 0).any():
@@ -241,7 +252,7 @@ def simulate(
                     trace = traces[r]
                     given[i], position[i] = trace.prompt, trace.prompt - 1
                     remaining[i], most[i] = len(trace.exits), min(trace.drafts, drafts)
-                    since[i], arrived[r] = clock, now
+                    since[i], arrived[r], share[i] = clock, now, FIRST_ACCEPTANCE
         if not (remaining > 0).any():
             break
         work = WorkCounts.blank(n + 1, len(buckets))
@@ -249,7 +260,7 @@ def simulate(
         for e in range(n + 1):
             at = progress()
             before = position.copy(), at.next_segment
-            can_start = at.can_start(cap, most)
+            can_start = at.can_start(cap, best_drafts(np, share, plan.draft_cost, most, drafts))
             if e == 0:
                 begin(can_start)
             demand = segment_demand(np, e, at, cap, can_start)
@@ -267,6 +278,7 @@ def simulate(
             done = in_prefill & (filled[:, 0] + count == given)
             work.chunks, work.chunk_spans = 1, int((-(-count // min(prompt_span, chunk))).sum())
             filled += count[:, None]
+            learn(np.zeros(slots, int), np.zeros(slots, int), done)
             for i in np.flatnonzero(done):
                 emitted[holder[i]].append(-1.0)
                 position[i] += 1

@@ -1,7 +1,7 @@
 """Memory of engines, from shapes alone: how many requests a budget holds.
 
 HELIOS (Kumar et al., 2025) loads a prefix of a model's layers so that more requests fit beside it.
-Counted is what stays on the device between steps: the weights and the state of a `BatchedEngine`.
+Counted is what stays on the device between steps: the weights and the state of a `EarlyExitEngine`.
 Temporary buffers of a step, compiled programs and gaps of the allocator come on top: a budget has
 to leave room for them.
 """
@@ -16,10 +16,10 @@ import jax
 
 from eejax.common.errors import require, require_count
 from eejax.common.trees import nbytes
-from eejax.inference import state as s
-from eejax.inference.batched import PROMPT_SPAN, SPAN
-from eejax.inference.batched_slots import BatchedEngine
-from eejax.inference.batched_state import BatchOptions, blank
+from eejax.inference.engine import EarlyExitEngine
+from eejax.inference.options import EngineOptions
+from eejax.inference.state import blank
+from eejax.inference.weights import prepare
 from eejax.models import params
 from eejax.models.config import ModelConfig
 
@@ -33,8 +33,8 @@ def weight_bytes(config: ModelConfig, depth: int) -> int:
     require_count("depth", depth)
     most = config.n_exits + 1
     require(depth <= most, "depth", depth, f"must be in 1..{most}, the segments of this model")
-    prepare = partial(s.prepare, config=config, num_segments=depth)
-    return nbytes(jax.eval_shape(prepare, params.shapes(config)))
+    prepared = partial(prepare, config=config, num_segments=depth)
+    return nbytes(jax.eval_shape(prepared, params.shapes(config)))
 
 
 @cache
@@ -46,7 +46,7 @@ def audit_bytes(config: ModelConfig, depth: int) -> int:
     """
     if depth > config.n_exits:
         return 0
-    whole = jax.eval_shape(partial(s.prepare, config=config), params.shapes(config))
+    whole = jax.eval_shape(partial(prepare, config=config), params.shapes(config))
     missing = [layer for segment in whole.segments[depth:] for layer in segment]
     rest = {k: v for k, v in whole.params.items() if k not in ("exits", "final")}
     most = max(map(nbytes, [*missing, whole.params["final"]]))
@@ -54,32 +54,32 @@ def audit_bytes(config: ModelConfig, depth: int) -> int:
 
 
 def request_bytes(
-    config: ModelConfig, options: BatchOptions, depth: int, context: int | None = None
+    config: ModelConfig, options: EngineOptions, depth: int, context: int | None = None
 ) -> int:
     """Return the bytes of one more slot in an engine's state.
 
     A slot has keys and values in `depth` segments, the rows that wait below them, the states behind
     them where segments may be added, and its request. `num_segments` is set here. Raises as
-    `BatchedEngine.make`.
+    `EarlyExitEngine.make`.
     """
-    options = options.resolve_buckets(1)  # the same for both
+    options = options.resolved(config, 1)  # the same for both
     one, two = (_state_bytes(config, options, depth, context, n) for n in (1, 2))
     return two - one
 
 
 def engine_bytes(
-    config: ModelConfig, options: BatchOptions, depth: int, context: int | None, slots: int
+    config: ModelConfig, options: EngineOptions, depth: int, context: int | None, slots: int
 ) -> int:
     """Return the bytes of an engine and its state with so many slots. Raises as `request_bytes`."""
     require_count("slots", slots)
     each = request_bytes(config, options, depth, context)
-    one = _state_bytes(config, options.resolve_buckets(slots), depth, context, 1)
+    one = _state_bytes(config, options.resolved(config, slots), depth, context, 1)
     return weight_bytes(config, depth) + one + (slots - 1) * each
 
 
 def slots(
     config: ModelConfig,
-    options: BatchOptions,
+    options: EngineOptions,
     depth: int,
     context: int | None,
     budget: float,
@@ -100,7 +100,7 @@ def slots(
     n = most if endless else max(int(room // each), 0)
     n = n if most is None else min(n, most)
     # What slots share is little, and follows from their number: the buckets that there are for it.
-    one = lambda n: _state_bytes(config, options.resolve_buckets(n), depth, context, 1)
+    one = lambda n: _state_bytes(config, options.resolved(config, n), depth, context, 1)
     while n and one(n) + (n - 1) * each > room:
         n -= 1
     return n
@@ -110,16 +110,15 @@ def _state_bytes(config, options, depth, context, n) -> int:
     options = dataclasses.replace(options, num_segments=depth)
 
     def start(p):
-        engine = BatchedEngine.make(p, config, options, slots=n, context=context)
-        # As `BatchedEngine.start`, which looks where its weights lie, and here they lie nowhere.
-        behind = max(SPAN, options.cap, min(PROMPT_SPAN, engine.options.chunk))
+        engine = EarlyExitEngine.make(p, config, options, slots=n, context=context)
+        # As `EarlyExitEngine.start`, which looks where its weights lie, and here they lie nowhere.
         return blank(
             engine.weights,
             engine.plan,
             config=config,
             options=engine.options,
             slots=n,
-            length=engine.context + behind,
+            length=engine.cache_length,
             context=engine.context,
         )
 

@@ -1,7 +1,7 @@
 """Add segments to an engine while its requests run, without running their prompts again.
 
 HELIOS (Kumar et al., 2025) loads as many layers as most tokens need, and more where those were too
-few. An engine with `BatchOptions.can_deepen` keeps the states behind its last segment; keys and
+few. An engine with `EngineOptions.can_deepen` keeps the states behind its last segment; keys and
 values of the segments above are filled in from those.
 """
 
@@ -17,16 +17,16 @@ from jax import lax
 
 from eejax.common.errors import require
 from eejax.common.trees import Tree
-from eejax.inference import state as s
-from eejax.inference.batched import PROMPT_SPAN
-from eejax.inference.batched_slots import BatchedEngine
-from eejax.inference.batched_state import BatchedState
+from eejax.inference.engine import EarlyExitEngine
+from eejax.inference.engine_step import PROMPT_SPAN
 from eejax.inference.schedule import BatchPlan
 from eejax.inference.segment import SegmentRunner
-from eejax.inference.state import Weights
+from eejax.inference.state import EngineState
+from eejax.inference.weights import Weights, colocate, unlayered_params
 from eejax.models import exits, layers
 from eejax.models.cache import KVCache, init_cache, unstack_segments
 from eejax.models.config import ModelConfig
+from eejax.models.params import for_compute
 
 
 def on_host(params: Tree, config: ModelConfig) -> Tree:
@@ -40,7 +40,7 @@ def on_host(params: Tree, config: ModelConfig) -> Tree:
 
 def fused(params: Tree, config: ModelConfig) -> Tree:
     """Cast a training tree and fuse its projections."""
-    params = s.for_compute(params, config.dtype)
+    params = for_compute(params, config.dtype)
     own = dict(layers=layers.fuse(params["layers"]), exits=exits.fuse(params["exits"], config))
     return params | own
 
@@ -53,7 +53,7 @@ def more_weights(weights: Weights, host: Tree, config: ModelConfig, depth: int) 
     have, most = len(weights.segments), config.n_exits + 1
     require(have < depth <= most, "depth", depth, f"must be in {have + 1}..{most}")
     new, there = unstack_segments(host, config, depth, first=have), weights.params
-    apart = s.unlayered_params(host, config, depth)
+    apart = unlayered_params(host, config, depth)
     exits = {k: v for k, v in apart.pop("exits").items() if k not in there["exits"]}
     apart = {k: v for k, v in apart.items() if k not in there}
     new, apart, exits = jax.device_put((new, apart, exits))
@@ -61,7 +61,7 @@ def more_weights(weights: Weights, host: Tree, config: ModelConfig, depth: int) 
     return weights.replace(segments=(*weights.segments, *new), params=apart)
 
 
-def of_slots(engine: BatchedEngine, state: BatchedState, rows: Sequence[int]):
+def of_slots(engine: EarlyExitEngine, state: EngineState, rows: Sequence[int]):
     """Return (engine, state) with the given slots, in this order; one may be repeated.
 
     The given state is used up array by array, so that little more than one state exists at a time.
@@ -78,18 +78,19 @@ def of_slots(engine: BatchedEngine, state: BatchedState, rows: Sequence[int]):
 
     alike = dict(clock=state.clock, work=state.work, plan=plan)
     own = jax.tree.map(taken, state.replace(**dict.fromkeys(alike))).replace(**alike)
-    return other, s.colocate(own, engine.weights)
+    return other, colocate(own, engine.weights)
 
 
 @partial(jax.jit, static_argnames="slots")
 def _rows(a, rows, *, slots: int):
     # Keys and values have the heads of all slots in one axis, slot by slot.
-    return a.reshape(slots, -1, *a.shape[1:])[rows].reshape(-1, *a.shape[1:])
+    each, *shape = len(a) // slots, *a.shape[1:]
+    return a.reshape(slots, each, *shape)[rows].reshape(len(rows) * each, *shape)
 
 
 def deepen(
-    engine: BatchedEngine, state: BatchedState, weights: Weights, plan: BatchPlan | None = None
-) -> tuple[BatchedEngine, BatchedState]:
+    engine: EarlyExitEngine, state: EngineState, weights: Weights, plan: BatchPlan | None = None
+) -> tuple[EarlyExitEngine, EngineState]:
     """Return the engine with more segments, and its state, as if it had always had them.
 
     Emitted tokens stay as they are. One program is compiled for each pair of depths. Raises
@@ -130,7 +131,7 @@ def deepen(
     state = state.replace(
         cache=cache, waiting=(*state.waiting, *rings), boundary=above, work=work, plan=plan
     )
-    return grown, s.colocate(state, weights)
+    return grown, colocate(state, weights)
 
 
 @partial(jax.jit, static_argnames=("have", "config", "keep"))

@@ -11,111 +11,47 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from eejax.common.axes import DATA
 from eejax.common.errors import ConfigError, require, require_count
 from eejax.common.trees import Tree
 from eejax.gates.confidence import GATES
-from eejax.inference import posthoc, propagate, recompute, sharded, speculative
+from eejax.inference import posthoc, sharded
+from eejax.inference.decoding import decode, default_plan
+from eejax.inference.engine_step import SPAN
+from eejax.inference.options import EngineOptions, engine_config, engine_options
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.request import FinishReason
 from eejax.inference.result import Collector, GenerationResult
 from eejax.inference.sampling import SamplingParams
-from eejax.inference.state import (
-    MAX_STOP_TOKENS,
-    DecodeRecord,
-    DecodeState,
-    EngineOptions,
-    RequestRows,
-    Weights,
-    engine_config,
-    prepare,
-    without_stages,
-)
-from eejax.models.cache import varying
+from eejax.inference.schedule import BatchPlan
+from eejax.inference.state import MAX_STOP_TOKENS, DecodeRecord, EngineState, RequestRows
+from eejax.inference.weights import Weights, prepare
 from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig, check_batch
 
-STEPS = {
-    "full": posthoc.step,
-    "posthoc": posthoc.step,
-    "recompute": recompute.step,
-    "propagate": propagate.step,
-    "speculative": speculative.step,
-}
 STREAM_CHUNK = 16  # steps per call while streaming or looking for stop strings
 LENGTH_STEP = 64  # cache lengths are rounded up to this, so that few programs are compiled
 
 
 @partial(jax.jit, static_argnames=("config", "options", "length", "mesh"))
-def prefill(weights, tokens, request, *, config, options, length, mesh=None):
+def prefill(weights, plan, tokens, request, *, config, options, length, mesh=None):
     """Run `posthoc.prefill` as a compiled program, on a mesh if there is one."""
     run = partial(posthoc.prefill, config=config, options=options, length=length)
     if mesh is not None:
         axes, row = weights.axes, P(weights.axes.data)
-        specs = (sharded.weights(config, options.num_segments, mesh), row, row)
+        specs = (sharded.weights(config, options.num_segments, mesh), P(), row, row)
         run = sharded.shard(run, mesh, specs, (sharded.state(axes), row))
-    return run(weights, tokens, request)
-
-
-@partial(jax.jit, static_argnames=("config", "options", "n", "mesh"), donate_argnames="state")
-def decode(
-    weights: Weights,
-    state: DecodeState,
-    *,
-    config: ModelConfig,
-    options: EngineOptions,
-    n: int,
-    mesh: Mesh | None = None,
-) -> tuple[DecodeState, DecodeRecord]:
-    """Run up to `n` steps of every live request in one compiled loop; records are [n, b].
-
-    Records of an engine that emits up to m tokens in a step are [n m, b]. The loop stops when all
-    requests are finished. Steps that were not run have exit -1, as have tokens that a step did not
-    emit. `state` is donated. On a `mesh`, each data shard runs the steps of its own requests.
-    """
-    step = partial(STEPS[options.engine], config=config, options=options)
-    run = partial(loop, step, n)
-    if mesh is not None:
-        axes, specs = weights.axes, sharded.state(weights.axes)
-        given = (sharded.weights(config, options.num_segments, mesh), specs)
-        run = sharded.shard(run, mesh, given, (specs, P(None, axes.data)))
-    return run(weights, state)
-
-
-def loop(step: Callable, size: int, weights: Weights, state, n: jax.Array | None = None):
-    """Run up to `n` steps, by default `size`, of a device's own requests until all are finished.
-
-    Returns the state and records [size m, b] of steps that emit up to m tokens each.
-    """
-    n = jnp.int32(size) if n is None else n
-    shapes = jax.eval_shape(step, weights, state)[1]
-    records = jax.tree.map(lambda r: jnp.zeros((size, *r.shape), r.dtype), shapes)
-    records = records._replace(exit=jnp.full_like(records.exit, -1))
-    records = varying(records, weights.axes.data)
-
-    def body(carry):
-        i, state, records = carry
-        state, record = step(weights, state)
-        records = jax.tree.map(
-            lambda a, r: lax.dynamic_update_index_in_dim(a, r, i, 0), records, record
-        )
-        return i + 1, state, records
-
-    carry = lax.while_loop(
-        lambda c: (c[0] < n) & jnp.any(c[1].live), body, (jnp.int32(0), state, records)
-    )
-    axis = carry[2].token.ndim - 1  # the requests'
-    return carry[1], jax.tree.map(lambda a: a.reshape(-1, *a.shape[axis:]), carry[2])
+    return run(weights, plan, tokens, request)
 
 
 class Decoder(abc.ABC):
     """Base of generators: checks arguments, builds a request and collects results.
 
-    A subclass has `config` and `options`, and an engine state with the fields `token` to `request`
-    of `DecodeState` and with `replace`.
+    A subclass has `config` and `options`, and an engine state with the fields `token`, `position`,
+    `remaining` and `request` of `EngineState` and with `replace`.
     """
 
     config: ModelConfig
@@ -161,8 +97,8 @@ class Decoder(abc.ABC):
     ) -> Iterator[GenerationResult]:
         """Yield the growing result: the first token, then those of `chunk` steps (None: all).
 
-        A step emits one token for each request, with "speculative" up to gamma + 1. Each value of
-        `chunk` is its own compiled program, so keep to one. A larger one returns less often, and up
+        A step emits one token for each request, with drafts none or several. Each value of `chunk`
+        is its own compiled program, so keep to one. A larger one returns less often, and up
         to that many steps may run in vain behind a stop string.
 
         Args:
@@ -194,9 +130,8 @@ class Decoder(abc.ABC):
             raise ConfigError("stop_strings: need decode_text, which turns token ids into text.")
         if not options.leaves_early:
             threshold, exits, prefill_exit, min_exit_layer, gate = 1.0, None, False, 0, GATES[0]
-        policy = ExitPolicy.make(
-            config, b, threshold, exits, prefill_exit, gate, min_exit_layer, decay
-        )
+        rules = (threshold, exits, prefill_exit, gate, min_exit_layer, decay)
+        policy = ExitPolicy.make(config, b, *rules, drafts=options.most_drafts)
         sampling = SamplingParams.make(b, temperature, top_k, top_p, min_p, seed)
         room = config.context_length - lengths
         max_new = np.minimum(min(max_new_tokens, config.context_length), room).astype(np.int32)
@@ -205,8 +140,7 @@ class Decoder(abc.ABC):
         request = RequestRows.make(
             config, lengths, max_new, policy, sampling, stop_token_ids, width
         )
-        length = int(max(tokens.shape[1], (lengths + max_new).max())) + options.most_rows
-        length = -(-length // LENGTH_STEP) * LENGTH_STEP
+        length = cache_length(int(max(tokens.shape[1], (lengths + max_new).max())), options)
         if chunk is None:
             chunk = STREAM_CHUNK if stop_strings else power_of_two(int(max_new.max()))
         state, first = self._prefill(tokens, request, length)
@@ -230,7 +164,7 @@ class Decoder(abc.ABC):
     def _pad(self, prompts) -> tuple[np.ndarray, np.ndarray]:
         check_prompts(prompts, self.config, self.config.context_length)
         lengths = np.array([len(p) for p in prompts], np.int32)
-        width = min(max(16, power_of_two(int(lengths.max()))), self.config.context_length)
+        width = min(prompt_width(int(lengths.max())), self.config.context_length)
         tokens = np.zeros((len(prompts), width), np.int32)
         for row, p in zip(tokens, prompts, strict=True):
             row[: len(p)] = p
@@ -314,24 +248,43 @@ class Generator(Decoder):
           ConfigError: where the mesh has stages, needs more devices than there are, or does not fit
             the model.
         """
-        options = without_stages(options)
+        options = engine_options(options)
         config = engine_config(config, options)
         if mesh is None:
             return cls(prepare(params, config, options.num_segments), config, options)
         mesh = sharded.without_stages(mesh, options.engine)
         return cls(sharded.place(params, config, options.num_segments, mesh), config, options, mesh)
 
-    @property
-    def _static(self) -> dict:
-        return dict(config=self.config, options=self.options, mesh=self.mesh)
+    def plan_for(self, requests: int) -> tuple[EngineOptions, BatchPlan]:
+        """Return options and plan of an engine with a slot for each of so many requests."""
+        shards = 1 if self.mesh is None else self.mesh.shape[DATA]
+        options = self.options.resolved(self.config, requests // shards)
+        return options, default_plan(self.config, options, requests // shards)
 
-    def _prefill(self, tokens, request, length):
+    def _prefill(self, tokens, request, length) -> tuple[EngineState, DecodeRecord]:
         if self.mesh is not None:
             check_batch(len(tokens), self.mesh, field="prompts")
-        return prefill(self.weights, tokens, request, length=length, **self._static)
+        options, plan = self.plan_for(len(tokens))
+        static = dict(config=self.config, options=options, length=length, mesh=self.mesh)
+        return prefill(self.weights, plan, tokens, request, **static)
 
-    def _decode(self, state, n):
-        return decode(self.weights, state, n=n, **self._static)
+    def _decode(self, state, n) -> tuple[EngineState, DecodeRecord]:
+        options, _ = self.plan_for(len(state.token))
+        static = dict(config=self.config, options=options, size=n, mesh=self.mesh)
+        return decode(self.weights, state, np.int32(n), **static)
+
+
+def prompt_width(tokens: int) -> int:
+    """Return the tokens to which prompts are padded, of which the longest has so many."""
+    return max(16, power_of_two(tokens))
+
+
+def cache_length(tokens: int, options: EngineOptions) -> int:
+    """Return the positions of cache of requests with so many tokens, prompts included.
+
+    Rows are written in spans, and all that wait at once: what is behind the tokens is nobody's.
+    """
+    return -(-(tokens + max(SPAN, options.cap)) // LENGTH_STEP) * LENGTH_STEP
 
 
 def power_of_two(n: int) -> int:

@@ -9,15 +9,14 @@ import jax
 
 from eejax.common.errors import require, require_count
 from eejax.common.trees import Tree, nbytes
-from eejax.inference import state as s
-from eejax.inference.batched_slots import BatchedEngine
-from eejax.inference.batched_state import BatchOptions
 from eejax.inference.deepening import deepen, more_weights, of_slots, on_host
-from eejax.inference.engine import STEPS_PER_CALL
+from eejax.inference.engine import EarlyExitEngine
+from eejax.inference.options import EngineOptions
 from eejax.inference.request import RequestOutput
 from eejax.inference.schedule import BatchPlan
 from eejax.inference.scheduler import Scheduler, StepLoop
-from eejax.inference.state import Weights
+from eejax.inference.slot_engine import STEPS_PER_CALL
+from eejax.inference.weights import Weights, unlayered_params
 from eejax.models.config import ModelConfig
 
 
@@ -40,7 +39,7 @@ class PartialModel(StepLoop):
         self,
         params: Tree,
         config: ModelConfig,
-        options: BatchOptions | None = None,
+        options: EngineOptions | None = None,
         *,
         slots: int | Sequence[int],
         depth: int,
@@ -55,7 +54,7 @@ class PartialModel(StepLoop):
           options: `num_segments` and `can_deepen` are set here.
 
         Raises:
-          ConfigError: as `BatchedEngine.make`.
+          ConfigError: as `EarlyExitEngine.make`.
         """
         require_count("depth", depth)
         self.config, n = config, config.n_exits + 1
@@ -65,10 +64,10 @@ class PartialModel(StepLoop):
         require(depth <= n, "depth", depth, f"must be at most {n}, the segments of this model")
         self.host = on_host(params, config)
         # With the same buckets at every depth: each has one program then, however it came to be.
-        options = (options or BatchOptions()).resolve_buckets(self.slots[0]).resolve_chunk(config)
+        options = (options or EngineOptions()).resolved(config, self.slots[0])
         self._options = dataclasses.replace(options, can_deepen=True)
         options = dataclasses.replace(self._options, num_segments=depth)
-        engine = BatchedEngine.make(
+        engine = EarlyExitEngine.make(
             self.host, config, options, slots=self.slots[depth - 1], context=context
         )
         engine = dataclasses.replace(engine, weights=jax.device_put(engine.weights))
@@ -76,7 +75,7 @@ class PartialModel(StepLoop):
         self._coming: Weights | None = None
 
     @property
-    def engine(self) -> BatchedEngine:
+    def engine(self) -> EarlyExitEngine:
         return self.scheduler.engine
 
     @property
@@ -165,7 +164,7 @@ class PartialModel(StepLoop):
         options = dataclasses.replace(self._options, num_segments=depth)
         weights = old.weights.replace(
             segments=old.weights.segments[:depth],
-            params=s.unlayered_params(old.weights.params, self.config, depth),
+            params=unlayered_params(old.weights.params, self.config, depth),
         )
         less = dataclasses.replace(
             old,

@@ -32,9 +32,10 @@ from eejax.gates.confidence import Memory
 from eejax.inference import sharded
 from eejax.inference import state as s
 from eejax.inference.generate import Decoder
+from eejax.inference.options import PIPELINED, EngineOptions, engine_config
 from eejax.inference.policy import Emission
 from eejax.inference.stages import DecodingStage, StageCache, StagedModel, StageWeights, where_rows
-from eejax.inference.state import PIPELINED, DecodeRecord, EngineOptions, RequestRows
+from eejax.inference.state import DecodeRecord, RequestRows
 from eejax.models.cache import varying
 from eejax.models.config import ModelConfig
 from eejax.pipeline.layout import StageLayout
@@ -83,7 +84,7 @@ class StageProgress:
 
 @struct.dataclass
 class PipelineState:
-    """`DecodeState` of a pipeline; what belongs to stages is sharded over `pipe`.
+    """`EngineState` of a pipeline; what belongs to stages is sharded over `pipe`.
 
     Attributes:
       progress: of the stages.
@@ -192,7 +193,8 @@ def pass_prompts(
     carry = (hop, stage.empty(b, length))
     (_, _, emission), cache = lax.scan(step, carry, jnp.arange(p.stages))[0]
     state = blank(stage, cache, cap, request)
-    return s.advance(state, _broadcast_emission(stage.last, emission), jnp.full((b,), p.depth))
+    depth = jnp.full((b,), p.depth)
+    return s.advance(state, _broadcast_emission(stage.last, emission), depth, state.live)
 
 
 def blank(stage: DecodingStage, cache: StageCache, cap: int, request: RequestRows) -> PipelineState:
@@ -230,7 +232,7 @@ def decode(
         stage, state = DecodingStage(stages, weights), enter(state)
         b = state.token.shape[0]
         zero, undecided = varying((jnp.zeros((b,), jnp.int32), Emission.undecided(b)), DATA)
-        blank = s.advance(state, undecided, zero)[1]
+        blank = s.advance(state, undecided, zero, state.live)[1]
         records = jax.tree.map(lambda r: jnp.zeros_like(r, shape=(n, b)), blank)
         records = records._replace(exit=records.exit - 1)
         wanted = lambda state, count: state.live & (count < n)
@@ -303,7 +305,7 @@ def _tick(
     emission = _broadcast_emission(emits, emission)
     kept = _broadcast_from(stage.last, done)
     executed = jnp.asarray(stage.stages.executed)[emission.exit]
-    after, record = s.advance(state, emission, executed)
+    after, record = s.advance(state, emission, executed, state.live)
     emitted = emission.exit >= 0
     state = state.replace(
         cache=cache,
@@ -389,7 +391,7 @@ class PipelinedGenerator(Decoder):
             f"must be {PIPELINED!r} on stages",
             "Generator.make takes the others.",
         )
-        config = s.engine_config(config, options)
+        config = engine_config(config, options)
         mesh = known_mesh(mesh)
         which = tuple(range(options.num_segments or config.n_exits + 1))
         cut = partition(config, mesh.shape[PIPE], layers, "earlier", which)

@@ -7,33 +7,41 @@ all that a stage keeps: keys and values, its progress, and the tokens in its inb
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA
 from eejax.common.trees import Tree
 from eejax.inference import pipelined, sharded
-from eejax.inference import state as s
-from eejax.inference.engine import SlotEngineBase, check_slots, run_at_width
+from eejax.inference.options import PIPELINED, EngineOptions
 from eejax.inference.pipelined import PipelinedGenerator, PipelineState, StageProgress
+from eejax.inference.slot_engine import SlotEngineBase, check_slots
 from eejax.inference.stages import DecodingStage, StagedModel, StageWeights
-from eejax.inference.state import PIPELINED, DecodeRecord, EngineOptions, RequestRows
+from eejax.inference.state import DecodeRecord, RequestRows
+from eejax.models.branches import first_bucket
 from eejax.models.cache import varying
 from eejax.models.config import ModelConfig
 from eejax.pipeline.partition import EVEN
 from eejax.sharding.mesh import MeshConfig, check_batch
 
+MIN_WIDTH = 16  # the shortest prompts are padded to this
+
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedSlotEngine(SlotEngineBase):
-    """An `engine.Engine` for "pipelined"; programs are compiled as those of `engine.SlotEngine`.
+    """An `engine.Engine` for "pipelined"; prompts run when they come.
 
-    A call of `generate` ends when every request has its n tokens. Tokens that stages still work on
-    then stay in place until the next call.
+    One program is compiled for every n of `generate`, one of `prefill` and `insert` for every power
+    of two of prompts, and one of `free`. Prompts run at the smallest of a few widths, chosen on the
+    device. A call of `generate` ends when every request has its n tokens. Tokens that stages still
+    work on then stay in place until the next call.
     """
 
     weights: StageWeights
@@ -89,6 +97,20 @@ class PipelinedSlotEngine(SlotEngineBase):
         return _free(state, slots, stages=self.stages)
 
 
+def _run_at_width(run: Callable[[jax.Array], Any], tokens: jax.Array, start: jax.Array) -> Any:
+    """Call `run` with padded prompts [n, context], cut to the smallest width that fits.
+
+    start [n]: tokens of each prompt. The width is one of a few, chosen on the device.
+    """
+    context = tokens.shape[1]
+    widths = [MIN_WIDTH << i for i in range(context.bit_length()) if MIN_WIDTH << i < context]
+    widths.append(context)
+    cut = lambda width: lambda tokens: run(tokens[:, :width])
+    return lax.switch(
+        first_bucket(widths, jnp.max(start)), [cut(width) for width in widths], tokens
+    )
+
+
 @partial(jax.jit, static_argnames=("stages", "cap", "slots", "length"))
 def _start(weights, *, stages, cap, slots, length) -> PipelineState:
     def local(weights):
@@ -111,7 +133,7 @@ def _prefill(weights, tokens, request, *, stages, cap) -> tuple[PipelineState, D
             own = varying((part, request), DATA)
             return pipelined.pass_prompts(stage, cap, context, *own)
 
-        state, record = run_at_width(run, tokens, request.start)
+        state, record = _run_at_width(run, tokens, request.start)
         return pipelined.leave(state), record
 
     specs = (stages.specs, P(), P())
@@ -126,9 +148,9 @@ def _insert(state, rows, slots, *, stages) -> PipelineState:
     def local(state, rows, slots):
         state, rows = pipelined.enter(state), pipelined.enter(rows)
         n, b = len(rows.token), len(state.token)
-        rows = rows.replace(cache=s.pad_cache(rows.cache, state.cache), ticks=None)
+        rows = rows.replace(cache=_pad_cache(rows.cache, state.cache), ticks=None)
         slots = sharded.own(slots, state, stages.axes)
-        new = s.put(state.replace(ticks=None), rows, slots, n, b)
+        new = _put(state.replace(ticks=None), rows, slots, n, b)
         return pipelined.leave(new.replace(ticks=state.ticks))
 
     specs = pipelined.state_specs(stages)
@@ -157,3 +179,28 @@ def _free(state, slots, *, stages) -> PipelineState:
 
     specs = pipelined.state_specs(stages)
     return sharded.shard(local, stages.mesh, (specs, P()), specs)(state, slots)
+
+
+def _put(tree: Tree, rows: Tree, slots: jax.Array, n: int, b: int) -> Tree:
+    """Put a tree of n requests into the slots [n] of a tree of b slots.
+
+    Leaves are [n m, ...] and [b m, ...], where m consecutive rows belong to one request.
+    """
+
+    def one(whole, part):
+        per = part.shape[0] // n
+        grouped = whole.reshape(b, per, *whole.shape[1:])
+        new = part.reshape(n, per, *part.shape[1:])
+        return grouped.at[slots].set(new, mode="drop").reshape(whole.shape)
+
+    return jax.tree.map(one, tree, rows)
+
+
+def _pad_cache(tree: Tree, like: Tree) -> Tree:
+    """Pad leaves [r, s, ...] with zeros to as many positions s as those of `like`."""
+
+    def one(part, whole):
+        more = [(0, 0), (0, whole.shape[1] - part.shape[1])]
+        return jnp.pad(part, more + [(0, 0)] * (part.ndim - 2))
+
+    return jax.tree.map(one, tree, like)

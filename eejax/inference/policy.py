@@ -38,8 +38,8 @@ class ExitPolicy:
       prefill_exit: [b] bool, an early exit may emit the first token, which comes from the prompt's
         pass. That pass runs all layers either way.
       paused: [b] bool, no exit fires and none drafts (set by `auto.AutoGenerator`).
-      drafts: [b] int32, tokens that the first exit may draft past an undecided one. Only the engine
-        `batched` does so. Drafts change no text.
+      drafts: [b] int32, tokens that the first exit may draft past an undecided one, as far as
+        `EngineOptions.drafts` leaves room. Drafts change no text.
     """
 
     gate: jax.Array

@@ -1,7 +1,6 @@
 """The oracle: run every layer and emit from the earliest exit whose gate fires.
 
-With a model without exits this is plain full-depth decoding. It also runs the prefill of every
-engine, which needs all layers' keys and values of the prompt.
+It also runs the prompts of a generation in one pass, which needs all layers' keys and values.
 """
 
 from __future__ import annotations
@@ -10,9 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from eejax.gates.confidence import Memory
-from eejax.inference import state as s
+from eejax.inference.options import EngineOptions
+from eejax.inference.schedule import BatchPlan
 from eejax.inference.segment import SegmentRunner
-from eejax.models.cache import KVCache, init_cache
+from eejax.inference.state import DecodeRecord, EngineState, RequestRows, advance, blank
+from eejax.inference.weights import Weights
+from eejax.models.cache import KVCache
 from eejax.models.config import ModelConfig
 
 
@@ -45,49 +47,63 @@ def _pass(runner, options, cache, request, x, start, row, count, position, early
 
 
 def prefill(
-    weights: s.Weights,
+    weights: Weights,
+    plan: BatchPlan,
     tokens: jax.Array,
-    request: s.RequestRows,
+    request: RequestRows,
     *,
     config: ModelConfig,
-    options: s.EngineOptions,
+    options: EngineOptions,
     length: int,
-) -> tuple[s.DecodeState, s.DecodeRecord]:
+) -> tuple[EngineState, DecodeRecord]:
     """Run prompts through all loaded layers and emit the first token of each request.
 
     The first token leaves by an early exit only under `policy.prefill_exit`. That skips the heads
     of later exits once all requests have left, but no layer: the next tokens need the prompt's keys
     and values at every depth. Without it, the heads of the early exits are skipped instead.
 
-    tokens [b, t]: right-padded prompts of `request.start` >= 1 tokens. `length` positions of cache
-    are kept.
+    Args:
+      plan: the state's.
+      tokens: [b, t] int32, right-padded prompts of `request.start` >= 1 tokens.
+      request: their requests; a slot each.
+      options: `EngineOptions.resolved`.
+      length: positions of cache.
+
+    Returns:
+      (the state, the record of the first tokens [b]).
     """
     b, t = tokens.shape
-    lengths = request.start
+    lengths, given = request.start, dict(config=config, options=options)
+    state = blank(weights, plan, **given, slots=b, length=length, context=0)
     runner = SegmentRunner(weights, config)
-    x = runner.embed(tokens, jnp.arange(t)[None])
-    cache = init_cache(config, b, length, len(weights.segments), weights.axes)
     cache, emission = _pass(
         runner,
         options,
-        cache,
+        state.cache,
         request,
-        x,
+        runner.embed(tokens, jnp.arange(t)[None]),
         jnp.zeros((b,), jnp.int32),
         lengths - 1,
         lengths,
         lengths,
         request.policy.prefill_exit & options.leaves_early,
     )
-    state = s.blank(weights, config, options, cache, request)
-    return s.advance(state, emission, jnp.full((b,), config.exit_boundaries[weights.last]))
+    state = state.replace(
+        cache=cache,
+        position=lengths - 1,
+        remaining=request.limit,
+        prompt_len=lengths,
+        request=request,
+    )
+    depth = jnp.full((b,), config.exit_boundaries[weights.last])
+    return advance(state, emission, depth, state.live)
 
 
 def step(
-    weights: s.Weights, state: s.DecodeState, *, config: ModelConfig, options: s.EngineOptions
-) -> tuple[s.DecodeState, s.DecodeRecord]:
-    """Decode one token of every live request through all loaded layers."""
-    b = state.token.shape[0]
+    weights: Weights, state: EngineState, *, config: ModelConfig, options: EngineOptions
+) -> tuple[EngineState, DecodeRecord]:
+    """Decode one token of every live request through all loaded layers; the record is [b]."""
+    b, decodes = state.token.shape[0], state.decodes
     runner = SegmentRunner(weights, config)
     cache, emission = _pass(
         runner,
@@ -97,9 +113,9 @@ def step(
         runner.embed(state.token[:, None], state.position[:, None]),
         state.position,
         jnp.zeros((b,), jnp.int32),
-        state.live.astype(jnp.int32),
+        decodes.astype(jnp.int32),
         state.position + 1,
         jnp.full((b,), True),
     )
-    state = state.replace(cache=cache)
-    return s.advance(state, emission, jnp.full((b,), config.exit_boundaries[weights.last]))
+    depth = jnp.full((b,), config.exit_boundaries[weights.last])
+    return advance(state.replace(cache=cache), emission, depth, decodes)

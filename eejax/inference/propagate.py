@@ -15,20 +15,22 @@ from functools import partial
 import jax.numpy as jnp
 
 from eejax.gates.confidence import Memory
-from eejax.inference import state as s
+from eejax.inference.options import EngineOptions
 from eejax.inference.segment import SegmentRunner
+from eejax.inference.state import DecodeRecord, EngineState, advance
+from eejax.inference.weights import Weights
 from eejax.models.branches import run_branch
 from eejax.models.config import ModelConfig
 
 
 def step(
-    weights: s.Weights, state: s.DecodeState, *, config: ModelConfig, options: s.EngineOptions
-) -> tuple[s.DecodeState, s.DecodeRecord]:
+    weights: Weights, state: EngineState, *, config: ModelConfig, options: EngineOptions
+) -> tuple[EngineState, DecodeRecord]:
     """Decode one token of every live request through as many segments as some request needs.
 
     The record's `layers` are those that were run completely.
     """
-    cache, live, request = state.cache, state.live, state.request
+    cache, live, request = state.cache, state.decodes, state.request
     runner = SegmentRunner(weights, config)
     b, start = state.token.shape[0], state.position
     segments, blocks = list(cache.segments), list(cache.blocks)
@@ -62,9 +64,9 @@ def step(
     filled = cache.filled + live.astype(jnp.int32)[:, None]
     state = state.replace(
         cache=cache.replace(segments=tuple(segments), blocks=tuple(blocks), filled=filled),
-        reach=jnp.where(newest, emission.exit[:, None], state.reach),
+        reach=jnp.where(newest & live[:, None], emission.exit[:, None], state.reach),
     )
-    return s.advance(state, emission, jnp.broadcast_to(depth, (b,)))
+    return advance(state, emission, jnp.broadcast_to(depth, (b,)), live)
 
 
 def _run(runner, e, start, goes_deeper, seen, both, kvs, block):

@@ -15,8 +15,6 @@ from eejax.common.trees import varying_zero
 from eejax.kernels import call
 from eejax.models.layers import NEGATIVE
 
-DRAFT, ACCEPT = 2**31, 2**31 + 1  # what a draw is for, in numbers that are no positions
-
 
 @struct.dataclass
 class SamplingParams:
@@ -160,81 +158,11 @@ def sample(logits: jax.Array, sampling: SamplingParams, position: jax.Array) -> 
     return jnp.where(samples, lax.cond(jnp.any(samples), draw, lambda: greedy), greedy)
 
 
-def sample_draft(
-    logits: jax.Array, sampling: SamplingParams, position: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Sample draft tokens [b] with their own keys; also return the logits [b, v] they came from."""
-    greedy, samples = argmax(logits), sampling.temperature > 0
-
-    def draw():
-        allowed = restrict(logits, sampling)
-        return _categorical(_keys(sampling, position, DRAFT), allowed), allowed
-
-    drawn, allowed = lax.cond(jnp.any(samples), draw, lambda: (greedy, logits))
-    return jnp.where(samples, drawn, greedy), allowed
-
-
-def verify_drafts(
-    logits: jax.Array,
-    drafted: jax.Array,
-    drafts: jax.Array,
-    count: jax.Array,
-    sampling: SamplingParams,
-    position: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Verify drafts by speculative sampling (Leviathan et al. 2023, section 2.3 and appendix A.1).
-
-    A draft x is accepted with probability min(1, p(x) / q(x)). In place of the first rejected draft
-    comes a draw from max(p - q, 0), normalized. p and q are the distributions after `restrict`.
-    So tokens are distributed as `sample` would draw each, whatever drafted them. Greedy requests
-    take the most likely token. A token that was not drafted is drawn with the key of `sample`:
-    without drafts it is the same token.
-
-    Args:
-      logits: [b, w, v], at `position` [b] and behind it, given all drafts before.
-      drafts: [b, w - 1] draft tokens, and drafted [b, w - 1, v], the logits of `sample_draft`.
-      count: [b] int32, number of real drafts.
-
-    Returns:
-      (accepted drafts [b], the token [b] that follows them).
-    """
-    b, w, _ = logits.shape
-    greedy, samples = argmax(logits), sampling.temperature > 0
-    real = jnp.arange(w - 1)[None] < count[:, None]
-    leading = lambda stands: jnp.sum(jnp.cumprod((stands & real).astype(jnp.int32), -1), -1)
-    at = lambda a, i: jnp.take_along_axis(a, i.reshape(b, *[1] * (a.ndim - 1)), 1)[:, 0]
-    agrees = drafts == greedy[:, : w - 1]
-
-    def plain():
-        stand = leading(agrees)
-        return stand, at(greedy, stand)
-
-    def sampled():
-        p = jax.nn.softmax(jax.vmap(restrict, (1, None), 1)(logits, sampling), -1)
-        # Behind the last draft nothing was expected: what is left of p there is p.
-        q = jnp.where(real[..., None], jax.nn.softmax(drafted, -1), 0.0)
-        q = jnp.pad(q, [(0, 0), (0, 1), (0, 0)])
-        of = lambda a: jnp.take_along_axis(a[:, : w - 1], drafts[..., None], -1)[..., 0]
-        draw = lambda i: jax.vmap(jax.random.uniform)(_keys(sampling, position + i, ACCEPT))
-        chance = jax.vmap(draw, out_axes=1)(jnp.arange(w - 1, dtype=jnp.int32))
-        stand = leading(jnp.where(samples[:, None], chance * of(q) < of(p), agrees))
-        p, q = at(p, stand), at(q, stand)
-        left = jnp.maximum(p - q, 0)
-        left = jnp.where(jnp.sum(left, -1, keepdims=True) > 0, left, p)  # p is q, but for rounding
-        left = jnp.where(left > 0, jnp.log(left), NEGATIVE)
-        drawn = _categorical(_keys(sampling, position + stand), left)
-        return stand, jnp.where(samples, drawn, at(greedy, stand))
-
-    return lax.cond(jnp.any(samples), sampled, plain)
-
-
-def _keys(sampling: SamplingParams, position: jax.Array, purpose: int | None = None) -> jax.Array:
-    """Return keys [b] of (seed, position) and a purpose."""
+def _keys(sampling: SamplingParams, position: jax.Array) -> jax.Array:
+    """Return keys [b] of (seed, position)."""
 
     def one(seed, position):
-        key = jax.random.key(seed)
-        key = key if purpose is None else jax.random.fold_in(key, purpose)
-        return jax.random.fold_in(key, position)
+        return jax.random.fold_in(jax.random.key(seed), position)
 
     return jax.vmap(one)(sampling.seed, position)
 

@@ -1,4 +1,4 @@
-"""Scheduling of the engine `batched`: which slots run a segment in this step, and how.
+"""Scheduling of the early-exit engine: which slots run a segment in this step, and how.
 
 The engine decides on the device and the simulator on the host. Both call these functions, with
 `jax.numpy` or `numpy` as `xp`, so that they decide alike.
@@ -15,6 +15,11 @@ from flax import struct
 from eejax.common.errors import require, require_array
 
 SKIP, IN_PLACE, PACKED = 0, 1, 2  # modes of a segment; PACKED + i packs rows into bucket i
+FIRST_ACCEPTANCE = np.float32(0.8)  # share of drafts taken to be accepted before any was made
+FRESH = np.float32(0.2)  # weight of one more draft in the running share of accepted ones
+REVIVAL = np.float32(0.01)
+"""What that share grows by towards 1 for a token without drafts, so that they are tried again: in
+vain once in some ten tokens or more, where they are never accepted."""
 
 
 @struct.dataclass
@@ -31,6 +36,8 @@ class BatchPlan:
       packed: [segments, buckets] float32, seconds to run that many rows of some slots, without
         their attention.
       span: [segments] float32, seconds of the attention of one span of packed rows.
+      draft_cost: [] float32, time of a draft over that of a full step, by which each request's
+        number of drafts adapts (`best_drafts`); 0 adapts none.
     """
 
     fill: Any
@@ -38,6 +45,7 @@ class BatchPlan:
     in_place: Any
     packed: Any
     span: Any
+    draft_cost: Any
 
     @classmethod
     def make(
@@ -48,6 +56,7 @@ class BatchPlan:
         fill: Sequence[int] | int = 1,
         patience: Sequence[int] | int = 0,
         seconds: tuple[Any, Any, Any] | None = None,
+        draft_cost: float = 0.0,
     ) -> BatchPlan:
         """Check and complete a plan.
 
@@ -57,10 +66,11 @@ class BatchPlan:
           buckets: row counts that packed segments are compiled for.
           fill, patience: one number for all segments, or one for each.
           seconds: (in_place, packed, span); by default in proportion to rows.
+          draft_cost: see the attribute.
 
         Raises:
-          ConfigError: for a wrong shape, a negative fill or patience, or seconds that are not
-            finite and at least 0.
+          ConfigError: for a wrong shape, a negative fill or patience, or seconds or a draft's cost
+            that are not finite and at least 0.
         """
         if seconds is None:
             rows = np.broadcast_to(np.asarray(buckets, np.float64), (segments, len(buckets)))
@@ -83,7 +93,9 @@ class BatchPlan:
             ok = ok and bool(np.all((a >= 0) & (a <= np.iinfo(np.int32).max)))
             require(ok, f"plan.{name}", value, allowed)
             given[name] = np.array(np.broadcast_to(a, (segments,)), np.int32)
-        return cls(**given)
+        real = isinstance(draft_cost, int | float) and 0 <= draft_cost < np.inf
+        require(real, "plan.draft_cost", draft_cost, "must be a finite number of at least 0")
+        return cls(**given, draft_cost=np.float32(draft_cost))
 
 
 class SlotProgress(NamedTuple):
@@ -135,6 +147,41 @@ class SlotProgress(NamedTuple):
         may_draft = (pending <= drafts) & (pending < self.remaining)
         ready = self.live & ~self.in_prefill & ~self.at_cap(cap)
         return ready & ((pending <= 0) | may_draft)
+
+
+def best_drafts(xp: Any, acceptance: Any, cost: Any, allowed: Any, most: int) -> Any:
+    """Find the number of drafts, [slots] int32, that promises the most tokens for their time.
+
+    With a share a of drafts accepted, k drafts give 1 + a + .. + a^k tokens (Leviathan et al. 2023,
+    eq. 1) in the time of 1 + c k full steps. It is 0 where no number beats a full step.
+
+    Args:
+      acceptance: [slots] float32, share of drafts that are accepted.
+      cost: [] float32, c. With 0 it is all that are allowed.
+      allowed: [slots] int32, the most of each slot.
+      most: the most of any slot.
+    """
+    drafts = np.arange(most + 1, dtype=np.float32)[None]
+    tokens = xp.cumsum(acceptance[:, None] ** drafts, -1)
+    gain = tokens / (np.float32(1) + cost * drafts)
+    # The first of the largest, without a reduction of pairs.
+    best = xp.min(xp.where(gain >= xp.max(gain, -1, keepdims=True), drafts, np.float32(most)), -1)
+    return xp.where(cost > 0, xp.minimum(best.astype(np.int32), allowed), allowed)
+
+
+def update_acceptance(xp: Any, acceptance: Any, tried: Any, accepted: Any) -> Any:
+    """Return [slots] float32, the share of accepted drafts after tokens were emitted.
+
+    Args:
+      acceptance: [slots] float32, the share before.
+      tried: [slots] int32, drafts up to the first wrong one.
+      accepted: [slots] int32, those of them that were right.
+    """
+    tried = tried.astype(np.float32)
+    fresh = accepted.astype(np.float32) / xp.maximum(tried, np.float32(1))
+    keep = (1 - FRESH) ** tried
+    revived = acceptance + REVIVAL * (1 - acceptance)
+    return xp.where(tried > 0, keep * acceptance + (1 - keep) * fresh, revived)
 
 
 class SegmentDemand(NamedTuple):

@@ -21,7 +21,6 @@ import numpy as np
 
 from eejax.common.errors import require, require_count
 from eejax.inference import generate
-from eejax.inference.engine import STEPS_PER_CALL, Engine, logits_params_for
 from eejax.inference.payoff import Payoff
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.request import (
@@ -32,6 +31,7 @@ from eejax.inference.request import (
     require_new_id,
 )
 from eejax.inference.sampling import SamplingParams
+from eejax.inference.slot_engine import STEPS_PER_CALL, Engine, logits_params_for
 from eejax.inference.state import DecodeRecord, RequestRows
 from eejax.models.config import ModelConfig
 
@@ -183,7 +183,7 @@ class Scheduler(StepLoop):
             "engine",
             type(self.engine).__name__,
             "must be one that resumes requests",
-            "BatchedEngine does.",
+            "EarlyExitEngine does.",
         )
         job = self._jobs.get(request_id)
         if job is None or job.slot < 0 or job.finish:

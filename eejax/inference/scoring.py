@@ -18,7 +18,7 @@ from eejax.inference.logits_params import TopLogprobs, compute_top_logprobs
 from eejax.inference.policy import log_probability
 from eejax.inference.sampling import argmax
 from eejax.inference.segment import SegmentRunner
-from eejax.inference.state import Weights
+from eejax.inference.weights import Weights
 from eejax.models.cache import init_cache
 from eejax.models.config import ModelConfig
 

@@ -26,8 +26,8 @@ class ScriptedRow:
 class ScriptedEngine:
     """An `engine.Engine` whose i-th new token of a prompt is script(prompt, i) = (token, exit).
 
-    A token has gone through the layers below its exit, as in "batched". States are tuples of rows,
-    None where a slot is free.
+    A token has gone through the layers below its exit. States are tuples of rows, None where a slot
+    is free.
 
     boundaries: of the exits, the final one last.
     """

@@ -12,7 +12,8 @@ from eejax.common.trees import Tree
 from eejax.gates import router
 from eejax.gates.confidence import Memory
 from eejax.inference.policy import Emission, ExitInput, emit_early, emit_final
-from eejax.inference.state import RequestRows, Weights
+from eejax.inference.state import RequestRows
+from eejax.inference.weights import Weights
 from eejax.models import attention, exits, layers, transformer
 from eejax.models.attention import PackedRows
 from eejax.models.cache import KeyValue, varying

@@ -20,7 +20,9 @@ from jax.sharding import PartitionSpec as P
 from eejax.common.axes import PIPE, Axes
 from eejax.common.errors import require
 from eejax.common.trees import Tree
-from eejax.inference.state import PIPELINED, DecodeState, Weights, prepare, unlayered_params
+from eejax.inference.options import PIPELINED
+from eejax.inference.state import EngineState
+from eejax.inference.weights import Weights, prepare, unlayered_params
 from eejax.models import exits, layers
 from eejax.models.cache import KVCache
 from eejax.models.config import ModelConfig
@@ -83,19 +85,15 @@ def _own_heads(specs: Tree, config: ModelConfig, axis: str | None) -> Tree:
     return specs
 
 
-def state(axes: Axes) -> DecodeState:
-    """Return prefixes of a decoding state's specs: keys and values by request and head."""
-    row = P(axes.data)
-    pair = P(tuple(axis for axis in (axes.data, axes.model) if axis))
-    return DecodeState(KVCache(pair, pair, row), row, row, row, row, row, row, row)
+def state(axes: Axes) -> EngineState:
+    """Return prefixes of a state's specs: keys and values by request and head."""
+    row, pair = P(axes.data), P(tuple(axis for axis in (axes.data, axes.model) if axis))
+    specs = dict.fromkeys((f.name for f in dataclasses.fields(EngineState)), row)
+    shared = dict.fromkeys(("clock", "work", "plan"), P())
+    return EngineState(**specs | shared | {"cache": KVCache(pair, pair, row)})
 
 
-def alike(axes: Axes) -> Axes:
-    """Return the axes of a computation that all data shards run alike, for the same requests."""
-    return dataclasses.replace(axes, data=None)
-
-
-def own(slots: jax.Array, state: DecodeState, axes: Axes) -> jax.Array:
+def own(slots: jax.Array, state: EngineState, axes: Axes) -> jax.Array:
     """Return slots [n] of all data shards by this shard's numbers.
 
     The shard has those of `state`; slots of other shards get a number beyond the last one.

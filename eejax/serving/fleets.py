@@ -304,10 +304,11 @@ def room(
         member.config, options, depth, context, budget - beside(depth), slots
     )
     # All depths have the buckets of the first one's slots, which are a part of what is kept.
-    options = options.resolve_buckets(max(fit(1, options), 1))
+    options = options.resolved(member.config, max(fit(1, options), 1))
     found = [fit(depth, options) for depth in range(1, member.config.n_exits + 2)]
     if not found[-1]:  # with fewer requests there is less to keep, too
-        options = dataclasses.replace(member.options, can_deepen=True).resolve_buckets(1)
+        options = dataclasses.replace(member.options, can_deepen=True)
+        options = options.resolved(member.config, 1)
         found = [min(fit(depth, options), 1) for depth in range(1, member.config.n_exits + 2)]
     found = tuple(np.minimum.accumulate(found).tolist())
     if not found[-1]:
@@ -326,8 +327,8 @@ def least(member: FleetMember, context: int, beside: Callable[[int], float] | No
     beside: as in `room`.
     """
     beside = beside or partial(capacity.audit_bytes, member.config)
-    options = dataclasses.replace(member.options, can_deepen=True).resolve_buckets(1)
     config = member.config
+    options = dataclasses.replace(member.options, can_deepen=True).resolved(config, 1)
     return max(
         math.ceil(capacity.engine_bytes(config, options, depth, context, 1)) + beside(depth)
         for depth in range(1, config.n_exits + 2)

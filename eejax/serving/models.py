@@ -7,8 +7,8 @@ import dataclasses
 from eejax.checkpoint.language_model import load
 from eejax.common.errors import require
 from eejax.data import chat
-from eejax.inference.batched_slots import BatchedEngine
-from eejax.inference.batched_state import BatchOptions
+from eejax.inference.engine import EarlyExitEngine
+from eejax.inference.options import EngineOptions
 from eejax.models.config import ModelConfig
 from eejax.serving.messages import BuiltEngine
 from eejax.sharding.mesh import MeshConfig, make_mesh
@@ -23,7 +23,7 @@ class ServedModel:
       tokenizer, dtype: as in `eejax.load`.
       slots: requests at a time.
       context: most tokens of a request, by default the model's.
-      drafts, chunk: as in `BatchOptions`.
+      drafts, chunk: as in `EngineOptions`.
       mesh: devices over which the model is sharded.
     """
 
@@ -44,7 +44,7 @@ class ServedModel:
         opened = load(self.source, tokenizer=self.tokenizer, dtype=self.dtype, mesh=mesh)
         config = opened.config
         options = batch_options(config, self.chunk, self.drafts)
-        engine = BatchedEngine.make(
+        engine = EarlyExitEngine.make(
             opened.params, config, options, slots=self.slots, context=self.context, mesh=mesh
         )
         template = chat.find(opened.source, opened.tokenizer)
@@ -53,13 +53,13 @@ class ServedModel:
         return BuiltEngine(engine, config, opened.tokenizer, template)
 
 
-def batch_options(config: ModelConfig, chunk: int | None, drafts: int = 0) -> BatchOptions:
+def batch_options(config: ModelConfig, chunk: int | None, drafts: int = 0) -> EngineOptions:
     """Return options for any requests to a server, as far as the model has room."""
     most = config.context_length
     chunk = None if chunk is None else min(chunk, most)
-    return BatchOptions(
+    return EngineOptions(
         drafts=min(drafts, most) if config.n_exits else 0,
         chunk=chunk,
-        cap=min(BatchOptions.cap, most),
+        cap=min(EngineOptions.cap, most),
         logits_params=True,
     )

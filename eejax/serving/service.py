@@ -21,9 +21,9 @@ from typing import Any
 from eejax.common.children import block_signals
 from eejax.common.errors import ConfigError, require, require_count
 from eejax.helios.report import FleetReport
-from eejax.inference.engine import STEPS_PER_CALL
 from eejax.inference.request import EngineRequest, FinishReason, RequestOutput, require_new_id
 from eejax.inference.scoring import TextScores
+from eejax.inference.slot_engine import STEPS_PER_CALL
 from eejax.serving import worker
 from eejax.serving.messages import (
     AbortRequest,

@@ -18,10 +18,10 @@ from eejax.common.errors import CheckpointError, ConfigError, DataError, require
 from eejax.common.progress import LOG
 from eejax.helios.choices import ModelDepth
 from eejax.helios.report import CHOOSES, FleetReport
-from eejax.inference.engine import STEPS_PER_CALL
 from eejax.inference.request import EngineRequest
 from eejax.inference.scheduler import Scheduler
 from eejax.inference.scoring import lengths, score
+from eejax.inference.slot_engine import STEPS_PER_CALL
 from eejax.serving.messages import (
     AbortRequest,
     Build,

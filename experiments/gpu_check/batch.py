@@ -63,50 +63,19 @@ def run(check: StageCheck) -> None:
 
 
 def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
-    """Yield the engines' loops for every number of slots and chunk, and the prompts' of `full`."""
-    from eejax.inference.batched_state import CHUNKS
-    from eejax.inference.engine import STEPS_PER_CALL
+    """Yield the engines' loops for every number of slots and chunk."""
+    from eejax.inference.options import CHUNKS
 
     own = sizes(check)
     config = own.model.config(own.context)
     named = (int(check.part),) if check.part else (8, 64)
     for slots in (2,) if check.small else named:
-        one = dict(config=config, batch=slots, options=full_options(), steps=STEPS_PER_CALL)
-        cache = own.context + full_options().most_rows
-        yield f"full {slots} slots", partial(card_programs.decoding, cache=cache, **one)
-        joining = dict(config=config, slots=slots, context=own.context)
-        yield f"prompts full {slots} slots", partial(_prompts, **joining)
+        one = dict(config=config, slots=slots, cache=own.context, options=full_options())
+        yield f"full {slots} slots", partial(card_programs.slots, **one)
         default = min(CHUNKS["gpu"], config.context_length)
         for chunk in dict.fromkeys((*own.chunks, default)):
             one = dict(config=config, slots=slots, cache=own.context, options=batch_options(chunk))
             yield f"batched {slots} slots, chunk {chunk}", partial(card_programs.slots, **one)
-
-
-def _prompts(card, config, slots: int, context: int):
-    """Compile the pass in which prompts join as many slots of the engine `full`."""
-    import jax
-
-    from eejax.inference import engine as slot_engine
-    from eejax.inference import generate, state
-    from eejax.kernels import aot, call
-    from eejax.models import params
-
-    options = full_options()
-    config = state.engine_config(config, options)
-    rows = generate.power_of_two(slots)
-    with call.compute_capability(card.capability):
-        own = jax.eval_shape(partial(params.init, config), jax.random.key(0))
-        weights = jax.eval_shape(partial(state.prepare, config=config), own)
-    args = weights, np.zeros((rows, context), np.int32), state.RequestRows.blank(config, rows)
-    return aot.compiled(
-        card,
-        slot_engine._prefill,
-        *aot.shapes(card, args),
-        compiler_options=card_programs.GRAPHS,
-        config=config,
-        options=options,
-        mesh=None,
-    )
 
 
 def full_options():
@@ -118,9 +87,9 @@ def full_options():
 
 def batch_options(chunk: int | None):
     """Return the options of the engine `batched` at a chunk, or at its default one."""
-    from eejax.inference.batched_state import BatchOptions
+    from eejax.inference.options import EngineOptions
 
-    return BatchOptions(chunk=chunk, drafts=0)
+    return EngineOptions(chunk=chunk)
 
 
 def drawn(config, slots: int, seed: int = 0) -> np.ndarray:
@@ -138,10 +107,10 @@ def _apportioned(slots: int) -> np.ndarray:
 
 
 def engine(own: BatchStageSizes, params, slots: int, chunk: int | None = None):
-    from eejax.inference.batched_slots import BatchedEngine
+    from eejax.inference.engine import EarlyExitEngine
 
     config = own.model.config(own.context)
-    return BatchedEngine.make(params, config, batch_options(chunk), slots=slots)
+    return EarlyExitEngine.make(params, config, batch_options(chunk), slots=slots)
 
 
 def timed(steady: SteadyBatch, repeats: int) -> tuple[float, float]:
@@ -167,10 +136,10 @@ def joules_per_token(steady: SteadyBatch, seconds: float) -> float | None:
 
 def full(own: BatchStageSizes, params, slots: int) -> dict[str, float]:
     """Time the engine `full`, with as many slots."""
-    from eejax.inference.engine import SlotEngine
+    from eejax.inference.engine import EarlyExitEngine
 
     config = own.model.config(own.context)
-    made = SlotEngine.make(params, config, full_options(), slots=slots)
+    made = EarlyExitEngine.make(params, config, full_options(), slots=slots)
     texts = prompts(config, slots, own.prompt)
     steady = SteadyBatch(made, texts, slots * own.new)
     begun, each = timed(steady, own.repeats)

@@ -112,6 +112,8 @@ def _generation(
     way: str, config, batch: int, prompt: int, new: int, engine: str, options, steps: int
 ) -> Iterator[tuple[str, Callable]]:
     """Yield the two programs of a generation of `new` tokens in calls of `steps`."""
+    from eejax.inference.generate import prompt_width
+
     one = dict(config=config, batch=batch, options=options)
     one |= dict(cache=cache_length(prompt, new, options), steps=steps)
     for name, width in ((engine, 0), (f"prompts {engine}", prompt_width(prompt))):
@@ -157,9 +159,9 @@ def compared_options() -> dict[str, Any]:
 
 def compared_batch_options():
     """Return the options of the engine `batched` that is held to the oracle."""
-    from eejax.inference.batched_state import BatchOptions
+    from eejax.inference.options import EngineOptions
 
-    return BatchOptions(cap=4, drafts=0)
+    return EngineOptions(cap=4)
 
 
 def compared_prompt(own: DecodeSizes) -> int:
@@ -184,19 +186,11 @@ def settings_of(way: str) -> Iterator[None]:
         yield
 
 
-def prompt_width(prompt: int) -> int:
-    """Return the tokens to which a `Generator` pads prompts."""
-    from eejax.inference.generate import power_of_two
-
-    return max(16, power_of_two(prompt))
-
-
 def cache_length(prompt: int, new: int, options) -> int:
     """Return the positions that a generation of `new` tokens allocates."""
-    from eejax.inference.generate import LENGTH_STEP
+    from eejax.inference import generate
 
-    rows = max(prompt_width(prompt), prompt + new) + options.most_rows
-    return -(-rows // LENGTH_STEP) * LENGTH_STEP
+    return generate.cache_length(max(generate.prompt_width(prompt), prompt + new), options)
 
 
 def positions_read(prompt: int, new: int) -> float:
@@ -266,12 +260,12 @@ def engines(own: DecodeSizes, dtype: str) -> dict[str, Any]:
 
 def batched(params, config, texts, new: int, threshold: float) -> tuple[np.ndarray, np.ndarray]:
     """Return tokens and exits [texts, new] of the engine `batched`."""
-    from eejax.inference.batched_slots import BatchedEngine
+    from eejax.inference.engine import EarlyExitEngine
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.request import EngineRequest
     from eejax.inference.scheduler import Scheduler
 
-    engine = BatchedEngine.make(params, config, compared_batch_options(), slots=len(texts))
+    engine = EarlyExitEngine.make(params, config, compared_batch_options(), slots=len(texts))
     scheduler = Scheduler(engine, config)
     policy = ExitPolicy.make(config, 1, threshold)
     for i, text in enumerate(texts):

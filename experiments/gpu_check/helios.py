@@ -126,7 +126,7 @@ class Models:
     def __init__(self, own: HeliosSizes):
         from eejax.helios.measurements import windows
         from eejax.helios.profiles import measure
-        from eejax.inference.engine import STEPS_PER_CALL
+        from eejax.inference.slot_engine import STEPS_PER_CALL
         from eejax.serving.fleets import warm_up
 
         self.own, self.profiles = own, {}

@@ -26,7 +26,7 @@ def of_member(
 
     config, n = member.config, member.config.n_exits + 1
     # As `PartialModel`: the buckets of all depths are those of the first one's slots.
-    options = dataclasses.replace(member.options.resolve_buckets(counts[0]), can_deepen=True)
+    options = dataclasses.replace(member.options.resolved(config, counts[0]), can_deepen=True)
     at = lambda depth: dataclasses.replace(options, num_segments=depth)
     for depth in range(1, n + 1):
         # A model that is to grow has as few slots as it will have then.
@@ -73,7 +73,7 @@ def audit(card, config, part: str, length: int):
     import jax
 
     from eejax.helios import verifier
-    from eejax.inference.state import prepare
+    from eejax.inference.weights import prepare
     from eejax.kernels import aot, call
     from eejax.models import params
 

@@ -62,14 +62,14 @@ class RandomModelBuilder:
 
     def __call__(self):
         from eejax.data.tokenizers import ByteTokenizer
-        from eejax.inference.batched_slots import BatchedEngine
+        from eejax.inference.engine import EarlyExitEngine
         from eejax.serving.messages import BuiltEngine
         from experiments.gpu_check.decode import weights
 
         own = self.sizes
         config = own.model.config(own.context)
         options = engine_options(config)
-        engine = BatchedEngine.make(weights(config), config, options, slots=own.clients)
+        engine = EarlyExitEngine.make(weights(config), config, options, slots=own.clients)
         return BuiltEngine(engine, config, ByteTokenizer())
 
 

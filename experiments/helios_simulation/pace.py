@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from eejax.common.errors import require, require_count
-from eejax.inference.batched import PROMPT_SPAN, SPAN
+from eejax.inference.engine_step import PROMPT_SPAN, SPAN
 
 
 @dataclasses.dataclass(frozen=True)

@@ -284,14 +284,14 @@ def write(member, prompts: Sequence[Sequence[int]], new: int, slots: int) -> np.
     """Return ids [p, new] that the full model writes greedily."""
     import jax
 
-    from eejax.inference.engine import SlotEngine
+    from eejax.inference.engine import EarlyExitEngine
     from eejax.inference.generate import check_prompts
     from eejax.inference.request import EngineRequest, FinishReason
     from eejax.inference.scheduler import Scheduler
 
     check_prompts(prompts, member.config, member.config.context_length - new + 1)
     weights = jax.device_put(member.params)  # that of a fleet are on the host
-    engine = SlotEngine.make(weights, member.config, "full", slots=slots)
+    engine = EarlyExitEngine.make(weights, member.config, "full", slots=slots)
     scheduler = Scheduler(engine, engine.config)
     texts: list[list[int]] = [[] for _ in prompts]
     for i, prompt in enumerate(prompts):

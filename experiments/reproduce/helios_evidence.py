@@ -225,7 +225,7 @@ def _rounds(accepted: Sequence[bool], k: int) -> int:
 def prices(profiles: Mapping, trace, thresholds: Mapping[str, float]) -> dict:
     """Profiles with the trace's agreements, and the operations that exits spare, at thresholds."""
     from eejax.helios.profiles import spared
-    from eejax.inference.batched_state import BatchOptions
+    from eejax.inference.options import EngineOptions
 
     found = {}
     for name, model in trace.models.items():
@@ -238,6 +238,6 @@ def prices(profiles: Mapping, trace, thresholds: Mapping[str, float]) -> dict:
             profiles[name],
             sure=tuple(share(e, exits == e) for e in range(n)),
             unsure=(*(share(e, exits > e) for e in range(n - 1)), 1.0),
-            spared=spared(exits.tolist(), profiles[name].energy, BatchOptions.cap),
+            spared=spared(exits.tolist(), profiles[name].energy, EngineOptions.cap),
         )
     return found

@@ -55,12 +55,12 @@ def member(model):
     import jax
 
     from eejax.helios.fleet import FleetMember
-    from eejax.inference.batched_state import BatchOptions
+    from eejax.inference.options import EngineOptions
 
     params = jax.device_get(model.params)
     chunk = min(64, model.config.context_length)
     return FleetMember(
-        params, model.config, dict(threshold=UNSURE), BatchOptions(drafts=0, chunk=chunk)
+        params, model.config, dict(threshold=UNSURE), EngineOptions(drafts=0, chunk=chunk)
     )
 
 
@@ -111,7 +111,7 @@ def record(models: Mapping[str, Any], new: int, most: int | None, slots: int, ca
 def judge(model, asked: Sequence[Sequence[int]], texts: np.ndarray) -> list[float]:
     """Mean log-probability of each text [p, new] behind its prompt, in nats, under a model."""
     from eejax.inference import scoring
-    from eejax.inference.state import prepare
+    from eejax.inference.weights import prepare
 
     weights, new = prepare(model.params, model.config), texts.shape[1]
     score = lambda ids: scoring.score(weights, model.config, ids).logprob[-new:]
@@ -127,7 +127,7 @@ def timed(one, asked: Sequence[Sequence[int]], slots: int, calls: int) -> tuple[
 
     from eejax.helios import profiles
     from eejax.inference import batch_costs
-    from eejax.inference.batched_slots import BatchedEngine
+    from eejax.inference.engine import EarlyExitEngine
 
     some = [asked[i] for i in np.linspace(0, len(asked) - 1, TIMED).astype(int)]
     context = one.config.context_length
@@ -142,7 +142,7 @@ def timed(one, asked: Sequence[Sequence[int]], slots: int, calls: int) -> tuple[
     profile = profiles.measure(
         one, some, [{"tokens": rows[:, :-1], "labels": labels}], slots=slots, new=new
     )
-    engine = BatchedEngine.make(jax.device_put(one.params), one.config, one.options, slots=slots)
+    engine = EarlyExitEngine.make(jax.device_put(one.params), one.config, one.options, slots=slots)
     costs = batch_costs.measure(engine, some, calls=calls)
     own = {"buckets": engine.options.buckets, "tokens": one.options.chunk}
     return profile, dataclasses.asdict(costs) | own

@@ -79,7 +79,7 @@ LAMBADA = "lambada/lambada_openai.jsonl"
 def main() -> None:
     from eejax import calibration
     from eejax.checkpoint.files import write_text
-    from eejax.inference.state import EngineOptions
+    from eejax.inference.options import EngineOptions
     from eejax.train.runs import open_run
 
     thresholds, folder = thresholds_of(_THRESHOLDS.value), data_folder()
@@ -115,7 +115,8 @@ def main() -> None:
         row |= speeds | {"layers": float(layers.mean()), "early": early}
     say(4, "timing layers and heads")
     options = EngineOptions()
-    times, factors = step_costs.of_layers(model.params, config, options.widths)
+    widths = (1, *options.resolved(config, 1).buckets)
+    times, factors = step_costs.of_layers(model.params, config, widths)
     speed = lambda traces, threshold: decode_times.simulate(
         traces, config, stages, times, factors, threshold, options.cap
     )

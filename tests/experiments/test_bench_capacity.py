@@ -9,7 +9,7 @@ from launchers import call, functions_of
 
 from eejax.common.errors import ConfigError
 from eejax.inference import capacity
-from eejax.inference.batched_state import BatchOptions
+from eejax.inference.options import EngineOptions
 from eejax.models import params
 
 bench = functions_of("experiments.bench_capacity")
@@ -65,7 +65,7 @@ def test_flags_of_no_use(asked, flag, said):
 
 def test_a_part_that_is_built_holds_what_is_said():
     config = bench.llama(1, TINY)
-    options = BatchOptions(cap=4, buckets=(4,), chunk=4, drafts=0, can_deepen=True)
+    options = EngineOptions(cap=4, buckets=(4,), chunk=4, drafts=0, can_deepen=True)
     budget = capacity.weight_bytes(config, 2) + 1.5 * capacity.request_bytes(config, options, 2, 32)
     n = capacity.slots(config, options, 1, 32, budget)
     assert n > 1 == capacity.slots(config, options, 2, 32, budget)

@@ -63,7 +63,7 @@ EARLY = ("--prompt=early exit", "--threshold=0.5,0.3")
         ("recompute", (), "posthoc"),
         ("pipelined", ("--mesh.pipe=2", "--stage_layers=2,1"), "posthoc"),
         ("propagate", (), "propagate"),
-        ("speculative", ("--gamma=2", "--draft_exit=1"), "full"),
+        ("speculative", ("--drafts=2", "--draft_exit=1"), "full"),
     ],
 )
 def test_every_engine(generate, expected, engine, flags, like):
@@ -117,8 +117,8 @@ def test_auto_of_drafts(generate, expected):
 
 
 def test_flags_without_effect_are_said(generate):
-    _, _, err = generate(*EARLY, "--engine=full", "--gamma=2", "--num_segments=9")
-    said = "note: without effect with --engine=full: --threshold, --num_segments, --cap, --gamma\n"
+    _, _, err = generate(*EARLY, "--engine=full", "--drafts=2", "--num_segments=9")
+    said = "note: without effect with --engine=full: --threshold, --num_segments, --cap, --drafts\n"
     assert said in err
     _, _, err = generate(*EARLY, "--engine=recompute", "--gate=margin")
     assert "without effect" not in err

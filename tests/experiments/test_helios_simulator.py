@@ -30,7 +30,7 @@ from eejax.helios.objectives import ServiceObjective
 from eejax.helios.repository import Repository
 from eejax.inference import batch_simulator
 from eejax.inference.batch_simulator import StepCosts
-from eejax.inference.batched import PROMPT_SPAN, SPAN
+from eejax.inference.engine_step import PROMPT_SPAN, SPAN
 from eejax.inference.schedule import BatchPlan
 from experiments.helios_simulation import policies
 from experiments.helios_simulation.pace import StepSeconds

@@ -22,19 +22,19 @@ from eejax.helios.profiles import measure
 from eejax.helios.repository import Repository
 from eejax.helios.verifier import AnswerVerifier
 from eejax.inference import scoring
-from eejax.inference import state as s
-from eejax.inference.batched_state import BatchOptions
+from eejax.inference.options import EngineOptions
+from eejax.inference.weights import prepare
 
 
 def test_a_verdict_is_the_whole_models_however_little_is_loaded(small_run):
     model = load_run(small_run)
     p, config = model.params, model.config
-    whole = s.prepare(p, config)
+    whole = prepare(p, config)
     auditor = AnswerVerifier(p, config)
     text = model.tokenizer.encode("import os, def main(argv): return None\n").tolist()
     want = scoring.score(whole, config, text)
     for depth in range(1, config.n_exits + 2):
-        found = auditor.judge(s.prepare(p, config, depth), text[:11], text[11:])
+        found = auditor.judge(prepare(p, config, depth), text[:11], text[11:])
         np.testing.assert_allclose(found.logprob, want.logprob[10:], atol=1e-5)
         np.testing.assert_array_equal(found.same, want.top[10:])
     with pytest.raises(ConfigError, match="must have one token at least"):
@@ -137,7 +137,10 @@ def test_who_leaves_in_the_middle_has_answered(small_run):
     """At a stop string requests are cancelled: what they had is evaluated, and audited."""
     model = load_run(small_run)
     member = FleetMember(
-        model.params, model.config, dict(threshold=0.5), BatchOptions(cap=4, drafts=0, buckets=(8,))
+        model.params,
+        model.config,
+        dict(threshold=0.5),
+        EngineOptions(cap=4, drafts=0, buckets=(8,)),
     )
     texts = [model.tokenizer.encode(f"def f{i}(self, a)").tolist() for i in range(12)]
     controller = Controller(
@@ -167,7 +170,7 @@ def test_a_fleet_becomes_stricter_until_the_limit_on_disagreement_holds(small_ru
     """Its first exit says too often what the whole model would not."""
     monkeypatch.setattr(dispatch, "AUDITS", math.inf)  # of so small a model they take most time
     model = load_run(small_run)
-    options = BatchOptions(cap=4, drafts=0, buckets=(8,))
+    options = EngineOptions(cap=4, drafts=0, buckets=(8,))
     member = FleetMember(model.params, model.config, dict(threshold=0.0), options)
     texts = [model.tokenizer.encode(f"def f{i}(self, a)").tolist() for i in range(90)]
     profiles = {"m": measured(member, texts)}

@@ -98,7 +98,7 @@ def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, see
     answer is looked at again, is there more on the device than may be, and every text is what one
     model by itself says."""
     config, rng, slots = model.config, np.random.default_rng(seed), (4, 3, 2)
-    options = dataclasses.replace(OPTIONS, can_deepen=True).resolve_buckets(slots[0])
+    options = dataclasses.replace(OPTIONS, can_deepen=True).resolved(config, slots[0])
     sizes = [capacity.weight_bytes(config, d) for d in (1, 2, 3)]
     whole = [capacity.engine_bytes(config, options, d, 96, slots[d - 1]) for d in (1, 2, 3)]
     state = tuple(w - s for w, s in zip(whole, sizes, strict=True))

@@ -12,7 +12,7 @@ from eejax.common.trees import nbytes
 from eejax.helios.choices import ModelDepth
 from eejax.helios.verifier import AnswerVerifier
 from eejax.inference import deepening, partial
-from eejax.inference.batched_slots import BatchedEngine
+from eejax.inference.engine import EarlyExitEngine
 from eejax.inference.partial import PartialModel
 
 
@@ -147,7 +147,7 @@ def test_there_is_room_for_a_change_of_depth_while_it_is_made(model, monkeypatch
         add(part.scheduler, model.tokenizer.encode(f"z{i}").tolist(), 60)
     live = lambda: sum(a.nbytes for a in jax.live_arrays()) - base
     most, seen = part.total_bytes, []
-    start, rows = BatchedEngine.start, deepening._rows
+    start, rows = EarlyExitEngine.start, deepening._rows
 
     def started(engine):
         seen.append(live() + nbytes(jax.eval_shape(lambda: start(engine))))
@@ -158,7 +158,7 @@ def test_there_is_room_for_a_change_of_depth_while_it_is_made(model, monkeypatch
         seen.append(live() - a.nbytes)
         return own
 
-    monkeypatch.setattr(BatchedEngine, "start", started)
+    monkeypatch.setattr(EarlyExitEngine, "start", started)
     monkeypatch.setattr(deepening, "_rows", narrowed)
     for _ in range(4):
         part.step()

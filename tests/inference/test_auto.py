@@ -84,7 +84,7 @@ def test_drafts_are_made_where_they_pay(subset, prompts, drafts, on, adapt):
     """The last exit drafts nearly always what the final one says; a clock says what that is
     worth."""
     p, config = subset((1, 4))
-    options = EngineOptions("speculative", gamma=2, draft_exit=1, adapt=adapt)
+    options = EngineOptions("speculative", drafts=2, draft_exit=1, adapt=adapt)
     clock = Clock(1.0)
     auto = AutoGenerator(Generator.make(p, config, options), Told(pairs=2, calls=100), clock)
     clock.auto = auto

@@ -20,9 +20,9 @@ from eejax.inference.batch_simulator import (
     fit,
     simulate,
 )
-from eejax.inference.batched import PROMPT_SPAN, SPAN
-from eejax.inference.batched_slots import BatchedEngine
-from eejax.inference.batched_state import BatchOptions
+from eejax.inference.engine import EarlyExitEngine
+from eejax.inference.engine_step import PROMPT_SPAN, SPAN
+from eejax.inference.options import EngineOptions
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams, argmax
 from eejax.inference.schedule import BatchPlan
@@ -30,13 +30,13 @@ from eejax.inference.state import RequestRows
 from eejax.models import exits, transformer
 
 SLOTS, CONTEXT, BUCKETS = 4, 72, (3, 6, 12)
-OPTIONS = BatchOptions(cap=6, drafts=3, chunk=16, buckets=BUCKETS)
+OPTIONS = EngineOptions(cap=6, drafts=3, chunk=16, buckets=BUCKETS)
 
 
 @pytest.fixture(scope="module")
 def engine(subset):
     p, config = subset((1, 3))
-    return p, BatchedEngine.make(p, config, OPTIONS, slots=SLOTS, context=CONTEXT)
+    return p, EarlyExitEngine.make(p, config, OPTIONS, slots=SLOTS, context=CONTEXT)
 
 
 def traces_of(p, config, prompts, texts, drafts):
@@ -70,6 +70,7 @@ def test_the_simulator_runs_what_the_engine_runs(engine, prompts, data):
             [sorted(draw(seconds) for _ in BUCKETS) for _ in range(3)],
             [draw(seconds) / 8 for _ in range(3)],
         ),
+        draw(st.sampled_from([0.0, 0.137, 0.371])),
     )
     n = draw(st.integers(1, SLOTS))
     asked = prompts(draw(st.integers(0, 99)), [draw(st.integers(1, 40)) for _ in range(n)])
@@ -158,7 +159,7 @@ def test_costs_of_the_engine_explain_other_runs_of_it(engine, prompts):
     )
     before = [None]
 
-    class Clocked(BatchedEngine):
+    class Clocked(EarlyExitEngine):
         def generate(self, state, n):
             before[0] = jax.tree.map(np.array, state.work)
             state, record = super().generate(state, n)
@@ -283,7 +284,7 @@ def test_what_cannot_be_simulated():
 def test_what_cannot_be_tuned(subset, change, field):
     """Told before anything is run."""
     p, config = subset((1, 3))
-    engine = BatchedEngine.make(p, config, slots=2, context=64)
+    engine = EarlyExitEngine.make(p, config, slots=2, context=64)
     with pytest.raises(ConfigError, match=field):
         batch_costs.tune(engine, **dict(prompts=[[1, 2]], costs=some_costs()) | change)
     with pytest.raises(ConfigError, match="calls"):

@@ -15,8 +15,7 @@ from near_ties import TIE
 
 from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, Generator
-from eejax.inference.batched_slots import BatchedEngine
-from eejax.inference.batched_state import BatchOptions
+from eejax.inference.engine import EarlyExitEngine
 from eejax.inference.policy import ExitPolicy, available_gates
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.schedule import BatchPlan
@@ -139,8 +138,8 @@ def run_drawn(subset, prompts, layout, cap, drafts, slots, chunk, buckets, seed)
     p, config = subset(layout)
     draw = lambda n: int(rng.integers(n))
     rng = np.random.default_rng(seed)
-    options = BatchOptions(cap=cap, drafts=drafts, chunk=chunk, buckets=buckets)
-    engine = BatchedEngine.make(p, config, options, slots=slots, context=CONTEXT)
+    options = EngineOptions(cap=cap, drafts=drafts, chunk=chunk, buckets=buckets)
+    engine = EarlyExitEngine.make(p, config, options, slots=slots, context=CONTEXT)
     engine = dataclasses.replace(engine, plan=plan_of(draw, engine))
     asked = drawn(draw, prompts, config, 7, drafts)
     drive(engine, asked, 1 + draw(5), draw)
@@ -171,8 +170,8 @@ def test_batched_equals_posthoc(subset, prompts, layout, cap, drafts, slots, chu
 def test_the_only_slot_equals_posthoc(subset, prompts, drafts, seed):
     p, config = subset((1, 3))
     rng = np.random.default_rng(seed)
-    options = BatchOptions(cap=4, drafts=drafts, chunk=7)
-    engine = BatchedEngine.make(p, config, options, slots=1, context=CONTEXT)
+    options = EngineOptions(cap=4, drafts=drafts, chunk=7)
+    engine = EarlyExitEngine.make(p, config, options, slots=1, context=CONTEXT)
     plan = BatchPlan.make(engine.num_segments, 1, engine.options.buckets, 2, drafts)
     asked = drawn(lambda n: int(rng.integers(n)), prompts, config, 5, drafts)
     run_to_the_end(dataclasses.replace(engine, plan=plan), asked, p, config)
@@ -181,8 +180,8 @@ def test_the_only_slot_equals_posthoc(subset, prompts, drafts, seed):
 def test_the_only_slot_up_to_the_end_of_its_context(subset, prompts):
     p, config = subset((1, 3))
     # A run of the largest bucket, of more rows than may wait, would not fit behind the context.
-    options = BatchOptions(cap=3, drafts=2, chunk=1, buckets=(24,))
-    engine = BatchedEngine.make(p, config, options, slots=1, context=CONTEXT)
+    options = EngineOptions(cap=3, drafts=2, chunk=1, buckets=(24,))
+    engine = EarlyExitEngine.make(p, config, options, slots=1, context=CONTEXT)
     for threshold in (0.2, 0.4, 1.0):
         (prompt,) = prompts(int(10 * threshold), [CONTEXT - 30])
         asked = [Asked(prompt, 30, dict(threshold=threshold), {}, 2, ())]
@@ -220,9 +219,9 @@ def test_batched_equals_posthoc_widely(
 def test_a_mesh_of_model_shards(subset, prompts):
     """Heads and matrices cut over two devices: everybody's own text, and decisions as on one."""
     p, config = subset((1, 2, 3))  # the second has an attention block of its own
-    options = BatchOptions(cap=4, drafts=2, chunk=9, buckets=(4, 9))
+    options = EngineOptions(cap=4, drafts=2, chunk=9, buckets=(4, 9))
     mesh = MeshConfig(model=2)
-    engine = BatchedEngine.make(p, config, options, slots=3, context=CONTEXT, mesh=mesh)
+    engine = EarlyExitEngine.make(p, config, options, slots=3, context=CONTEXT, mesh=mesh)
     rng = np.random.default_rng(5)
     draw = lambda n: int(rng.integers(n))
     engine = dataclasses.replace(engine, plan=plan_of(draw, engine))
@@ -235,19 +234,20 @@ def test_a_mesh_of_model_shards(subset, prompts):
 @pytest.mark.parametrize(
     "change, field",
     [
-        (dict(mesh=MeshConfig(data=2)), "mesh.data"),
+        (dict(mesh=MeshConfig(data=2), slots=3), "slots"),
         (dict(mesh=MeshConfig(pipe=2)), "mesh.pipe"),
         (dict(slots=0), "slots"),
         (dict(context=1000), "context"),
-        (dict(options=BatchOptions(num_segments=9)), "num_segments"),
-        (dict(options=BatchOptions(cap=1000)), "cap"),
-        (dict(options=BatchOptions(chunk=1000)), "chunk"),
-        (dict(options="batched"), "options"),
-        (dict(options=BatchOptions(drafts=1000)), "drafts"),
+        (dict(options=EngineOptions(num_segments=9)), "num_segments"),
+        (dict(options=EngineOptions(cap=1000)), "cap"),
+        (dict(options=EngineOptions(chunk=1000)), "chunk"),
+        (dict(options="batched"), "engine"),
+        (dict(options=4), "options"),
+        (dict(options=EngineOptions(drafts=1000)), "drafts"),
         (dict(plan="x"), "plan"),
-        (dict(plan=BatchPlan.make(1, 2, (8,)), options=BatchOptions(cap=8, buckets=(8,))), "plan"),
+        (dict(plan=BatchPlan.make(1, 2, (8,)), options=EngineOptions(cap=8, buckets=(8,))), "plan"),
         (
-            dict(plan=BatchPlan.make(3, 2, (8, 9)), options=BatchOptions(cap=8, buckets=(8,))),
+            dict(plan=BatchPlan.make(3, 2, (8, 9)), options=EngineOptions(cap=8, buckets=(8,))),
             "plan",
         ),
     ],
@@ -255,7 +255,7 @@ def test_a_mesh_of_model_shards(subset, prompts):
 def test_engines_that_cannot_be(subset, change, field):
     p, config = subset((1, 3))
     with pytest.raises(ConfigError, match=field):
-        BatchedEngine.make(p, config, **dict(slots=2) | change)
+        EarlyExitEngine.make(p, config, **dict(slots=2) | change)
 
 
 @pytest.mark.parametrize(
@@ -264,14 +264,13 @@ def test_engines_that_cannot_be(subset, change, field):
         (dict(cap=0), "cap"),
         (dict(drafts=-1), "drafts"),
         (dict(chunk=1.5), "chunk"),
-        (dict(buckets=(4,)), "buckets"),
         (dict(buckets=8), "buckets"),
         (dict(buckets=(0, 32)), "buckets"),
     ],
 )
 def test_options_that_cannot_be(change, field):
     with pytest.raises(ConfigError, match=field):
-        BatchOptions(**change)
+        EngineOptions(**change)
 
 
 @pytest.mark.slow
@@ -279,8 +278,8 @@ def test_drafts_without_exits_write_what_the_full_model_does(subset, prompts):
     """The first exit drafts and no exit decides: in full batches, before and after a time without
     drafts in the middle of a text."""
     p, config = subset((1, 3))
-    options = BatchOptions(cap=5, drafts=3, buckets=(5, 12))
-    engine = BatchedEngine.make(p, config, options, slots=3, context=CONTEXT)
+    options = EngineOptions(cap=5, drafts=3, buckets=(5, 12))
+    engine = EarlyExitEngine.make(p, config, options, slots=3, context=CONTEXT)
     hold = BatchPlan.make(3, 3, engine.options.buckets, fill=4, patience=3)
     engine = dataclasses.replace(engine, plan=hold)
     texts = prompts(3, [6, 11, 17])
@@ -327,8 +326,8 @@ def test_drafts_that_are_not_finite_and_not_right_change_nothing(subset, prompts
         "final": p["final"] | {"head": table.at[bad].set(0)},
         "exits": heads | {first: heads[first] | {"head": table.at[bad].set(40 * table[32])}},
     }
-    options = BatchOptions(cap=8, drafts=3, chunk=16, buckets=(8,))
-    engine = BatchedEngine.make(clean, config, options, slots=2, context=CONTEXT)
+    options = EngineOptions(cap=8, drafts=3, chunk=16, buckets=(8,))
+    engine = EarlyExitEngine.make(clean, config, options, slots=2, context=CONTEXT)
     hold = BatchPlan.make(3, 2, (8,), fill=3, patience=4)
     ways, by_span = [], attention._by_span
 
@@ -357,8 +356,8 @@ def test_drafts_that_are_not_finite_and_not_right_change_nothing(subset, prompts
 def test_part_of_a_model(subset, prompts):
     """Two segments of four are loaded: what no gate let go leaves by the exit on top of them."""
     p, config = subset((1, 2, 3))
-    options = BatchOptions(cap=3, drafts=2, num_segments=2)
-    engine = BatchedEngine.make(p, config, options, slots=2, context=CONTEXT)
+    options = EngineOptions(cap=3, drafts=2, num_segments=2)
+    engine = EarlyExitEngine.make(p, config, options, slots=2, context=CONTEXT)
     assert engine.num_segments == 2 and "final" not in engine.weights.params
     rng = np.random.default_rng(1)
     draw = lambda n: int(rng.integers(n))
@@ -374,9 +373,9 @@ def test_part_of_a_model(subset, prompts):
 def test_a_half_precision_model(subset, prompts):
     """Everybody gets on to the end; rounding may decide otherwise than alone."""
     p, config = subset((1, 3))
-    options = BatchOptions(cap=4, drafts=2, buckets=(4,))
+    options = EngineOptions(cap=4, drafts=2, buckets=(4,))
     half = config.replace(dtype="bfloat16")
-    engine = BatchedEngine.make(p, half, options, slots=2, context=CONTEXT)
+    engine = EarlyExitEngine.make(p, half, options, slots=2, context=CONTEXT)
     asked = [Asked(prompt, 12, dict(threshold=0.3), {}, 2, ()) for prompt in prompts(1, [9, 12])]
     state = drive(engine, asked, 3, lambda n: n - 1)
     assert [len(one.got) for one in asked] == [12, 12]
@@ -398,8 +397,8 @@ def test_logits_that_are_not_finite_are_their_own_requests_alone(subset, prompts
         "final": p["final"] | {"head": table},
         "exits": {e.name: p["exits"][e.name] | {"head": table} for e in config.exits},
     }
-    options = BatchOptions(cap=4, drafts=2, buckets=(9,), chunk=12)
-    engine = BatchedEngine.make(clean | {"embed": own}, config, options, slots=2, context=CONTEXT)
+    options = EngineOptions(cap=4, drafts=2, buckets=(9,), chunk=12)
+    engine = EarlyExitEngine.make(clean | {"embed": own}, config, options, slots=2, context=CONTEXT)
     hold = BatchPlan.make(3, 2, engine.options.buckets, fill=3, patience=2)
     scheduler = Scheduler(dataclasses.replace(engine, plan=hold), config, steps=2)
     policy = ExitPolicy.make(config, 1, 0.3, drafts=2)

@@ -9,8 +9,8 @@ import pytest
 
 from eejax.common.errors import ConfigError
 from eejax.inference import capacity
-from eejax.inference.batched_slots import BatchedEngine
-from eejax.inference.batched_state import BatchOptions
+from eejax.inference.engine import EarlyExitEngine
+from eejax.inference.options import EngineOptions
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 
@@ -42,22 +42,22 @@ def engine(config, options, depth, slots):
     options = dataclasses.replace(options, num_segments=depth)
     p = jax.eval_shape(lambda: params.init(config, jax.random.key(0)))
     p = jax.tree.map(lambda a: jax.numpy.zeros(a.shape, a.dtype), p)
-    return BatchedEngine.make(p, config, options, slots=slots, context=CONTEXT)
+    return EarlyExitEngine.make(p, config, options, slots=slots, context=CONTEXT)
 
 
 @pytest.mark.parametrize(
     "config, depth, options, another",
     [
-        (TIED, 1, BatchOptions(cap=4, drafts=0, can_deepen=True), False),
+        (TIED, 1, EngineOptions(cap=4, drafts=0, can_deepen=True), False),
         (
             TIED,
             3,
-            BatchOptions(cap=4, drafts=2, logits_params=True, can_deepen=True),
+            EngineOptions(cap=4, drafts=2, logits_params=True, can_deepen=True),
             True,
         ),  # nothing to add
-        (OWN, 1, BatchOptions(cap=9, buckets=(9, 12), chunk=8, can_deepen=True), True),
-        (OWN, 4, BatchOptions(), False),
-        (SHARED, 1, BatchOptions(), False),
+        (OWN, 1, EngineOptions(cap=9, buckets=(9, 12), chunk=8, can_deepen=True), True),
+        (OWN, 4, EngineOptions(), False),
+        (SHARED, 1, EngineOptions(), False),
     ],
 )
 def test_bytes_are_those_of_engines(config, depth, options, another):
@@ -74,7 +74,7 @@ def test_bytes_are_those_of_engines(config, depth, options, another):
 @pytest.mark.parametrize("config", [TIED, OWN, SHARED])
 def test_an_audit_needs_room_for_the_largest_of_what_it_brings(config):
     layers, d, f = 4 * 16 * 16, 16, config.d_ff
-    whole = engine(config, BatchOptions(), config.n_exits + 1, 1).weights
+    whole = engine(config, EngineOptions(), config.n_exits + 1, 1).weights
     final, layer = held(whole.params["final"]), held(whole.segments[1][0])
     assert layer > layers + 2 * d * f and (final > 50 * d) == (config.head == "own")
     for depth in range(1, config.n_exits + 1):
@@ -84,7 +84,7 @@ def test_an_audit_needs_room_for_the_largest_of_what_it_brings(config):
 
 def test_a_request_by_hand():
     """Keys and values of two layers, waiting rows of one boundary, states behind the last layer."""
-    options = BatchOptions(cap=4, drafts=0, chunk=8, buckets=(4,), can_deepen=True)
+    options = EngineOptions(cap=4, drafts=0, chunk=8, buckets=(4,), can_deepen=True)
     plain = TIED.replace(exits=(ExitConfig(1), ExitConfig(2)), n_kv_heads=4)
     length, d = CONTEXT + 8, 16
     more = capacity.request_bytes(plain, options, 2, CONTEXT) - capacity.request_bytes(
@@ -96,7 +96,7 @@ def test_a_request_by_hand():
     assert capacity.request_bytes(plain, options, 2, CONTEXT) == without + 4 * length * d
 
 
-@pytest.mark.parametrize("options", [BatchOptions(), BatchOptions(cap=4, buckets=(4,))])
+@pytest.mark.parametrize("options", [EngineOptions(), EngineOptions(cap=4, buckets=(4,))])
 def test_slots_are_the_most_that_fit(options):
     size = lambda n: capacity.engine_bytes(TIED, options, 2, CONTEXT, n)
     count = lambda budget, **kw: capacity.slots(TIED, options, 2, CONTEXT, budget, **kw)
@@ -112,12 +112,12 @@ def test_slots_are_the_most_that_fit(options):
     [
         (lambda: capacity.weight_bytes(TIED, 4), "depth = 4: must be in 1..3"),
         (lambda: capacity.weight_bytes(TIED, 0), "depth = 0"),
-        (lambda: capacity.slots(TIED, BatchOptions(), 1, 65, 1e9), "context = 65"),
-        (lambda: capacity.slots(TIED, BatchOptions(), 1, 24, float("inf")), "budget = inf"),
-        (lambda: capacity.slots(TIED, BatchOptions(), 1, 24, float("nan"), 3), "budget = nan"),
-        (lambda: capacity.slots(TIED, BatchOptions(), 1, 24, "40", 3), "budget = '40'"),
-        (lambda: capacity.request_bytes(TIED, BatchOptions(cap=65), 1, 24), "cap = 65"),
-        (lambda: capacity.engine_bytes(TIED, BatchOptions(), 1, 24, 0), "slots = 0"),
+        (lambda: capacity.slots(TIED, EngineOptions(), 1, 65, 1e9), "context = 65"),
+        (lambda: capacity.slots(TIED, EngineOptions(), 1, 24, float("inf")), "budget = inf"),
+        (lambda: capacity.slots(TIED, EngineOptions(), 1, 24, float("nan"), 3), "budget = nan"),
+        (lambda: capacity.slots(TIED, EngineOptions(), 1, 24, "40", 3), "budget = '40'"),
+        (lambda: capacity.request_bytes(TIED, EngineOptions(cap=65), 1, 24), "cap = 65"),
+        (lambda: capacity.engine_bytes(TIED, EngineOptions(), 1, 24, 0), "slots = 0"),
     ],
 )
 def test_what_cannot_be_is_named(call, names):

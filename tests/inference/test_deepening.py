@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from eejax.common.errors import ConfigError
-from eejax.inference import state as s
-from eejax.inference.batched_slots import BatchedEngine
-from eejax.inference.batched_state import BatchOptions
 from eejax.inference.deepening import deepen, more_weights, on_host
+from eejax.inference.engine import EarlyExitEngine
+from eejax.inference.options import EngineOptions
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import RequestRows
+from eejax.inference.weights import prepare
 
 CONTEXT, SLOTS = 96, 3
 LENGTHS = (5, 40, 33)
@@ -59,8 +59,8 @@ def test_requests_go_on_as_in_the_deeper_model(
 ):
     """The oracle: the deeper engine, given all tokens so far, which it runs anew."""
     p, config = subset((1, 2, 3))
-    options = BatchOptions(cap=4, drafts=3, buckets=(8,), num_segments=depths[0], can_deepen=True)
-    engine = BatchedEngine.make(p, config, options, slots=SLOTS, context=CONTEXT)
+    options = EngineOptions(cap=4, drafts=3, buckets=(8,), num_segments=depths[0], can_deepen=True)
+    engine = EarlyExitEngine.make(p, config, options, slots=SLOTS, context=CONTEXT)
     texts = [prompts(i, [n])[0] for i, n in enumerate(LENGTHS)]
     asked = [request(config, n, threshold, temperature, drafts) for n in LENGTHS]
     state = engine.start()
@@ -76,7 +76,7 @@ def test_requests_go_on_as_in_the_deeper_model(
         engine, state = deepen(engine, state, weights)
         assert engine.num_segments == depth and (state.boundary is None) == (depth == 4)
         whole = dataclasses.replace(options, num_segments=depth, can_deepen=False)
-        fresh = BatchedEngine.make(p, config, whole, slots=SLOTS, context=CONTEXT)
+        fresh = EarlyExitEngine.make(p, config, whole, slots=SLOTS, context=CONTEXT)
         other = fresh.start()
         for slot, (text, own) in enumerate(zip(texts, asked, strict=True)):
             rows, _ = fresh.prefill([text], own)
@@ -103,7 +103,7 @@ def test_what_is_on_the_host_is_made_once(subset, dtype):
     assert all(isinstance(a, np.ndarray) for a in leaves)
     same = lambda tree: all(a is b for a, b in zip(jax.tree.leaves(tree), leaves, strict=True))
     assert same(on_host(host, config))
-    taken, want = s.prepare(host, config, 3), s.prepare(p, config, 3)
+    taken, want = prepare(host, config, 3), prepare(p, config, 3)
     for a, b in zip(jax.tree.leaves(taken), jax.tree.leaves(want), strict=True):
         assert isinstance(a, np.ndarray) and any(np.shares_memory(a, one) for one in leaves)
         assert a.dtype == b.dtype
@@ -113,11 +113,15 @@ def test_what_is_on_the_host_is_made_once(subset, dtype):
 
 def test_what_cannot_grow_says_so(subset):
     p, config = subset((1, 2, 3))
-    engine = BatchedEngine.make(p, config, BatchOptions(num_segments=2), slots=2, context=CONTEXT)
+    engine = EarlyExitEngine.make(
+        p, config, EngineOptions(num_segments=2), slots=2, context=CONTEXT
+    )
     more = lambda depth: more_weights(engine.weights, on_host(p, config), config, depth)
     with pytest.raises(ConfigError, match="can_deepen = False: must be True"):
         deepen(engine, engine.start(), more(3))
     with pytest.raises(ConfigError, match=r"depth = 2: must be in 3..4"):
         more(2)
-    whole = BatchedEngine.make(p, config, BatchOptions(can_deepen=True), slots=2, context=CONTEXT)
+    whole = EarlyExitEngine.make(
+        p, config, EngineOptions(can_deepen=True), slots=2, context=CONTEXT
+    )
     assert whole.start().boundary is None

@@ -9,7 +9,7 @@ from adding import add
 from near_ties import assert_same
 
 from eejax.inference import Generator
-from eejax.inference.batched_slots import BatchedEngine
+from eejax.inference.engine import EarlyExitEngine
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.scheduler import Scheduler
 from eejax.kernels import call
@@ -85,9 +85,9 @@ def test_one_row_is_multiplied_as_two(engine, model, want, for_gpu):
 
 
 def test_slots(model, want, for_gpu):
-    short = BatchedEngine.make(model, CONFIG, slots=2, context=16)
+    short = EarlyExitEngine.make(model, CONFIG, slots=2, context=16)
     assert short.options.chunk == CONFIG.context_length  # of several requests, and at most 512
-    engine = BatchedEngine.make(model, CONFIG, slots=2)
+    engine = EarlyExitEngine.make(model, CONFIG, slots=2)
     scheduler = Scheduler(engine, CONFIG)
     policy = ExitPolicy.make(CONFIG, 1, [RULES["threshold"]], gate=RULES["gate"])
     numbers = [add(scheduler, prompt, NEW, policy=policy) for prompt in PROMPTS]

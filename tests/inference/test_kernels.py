@@ -8,8 +8,8 @@ import pytest
 from near_ties import TIE, assert_same
 
 from eejax.inference import Generator
-from eejax.inference.batched_slots import BatchedEngine
-from eejax.inference.batched_state import BatchOptions
+from eejax.inference.engine import EarlyExitEngine
+from eejax.inference.options import EngineOptions
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import RequestRows
@@ -76,8 +76,8 @@ def test_tokens_and_exits_are_those_without_kernels(engine, model, want, by_kern
 
 
 def test_batches_are_those_without_kernels(model, want, by_kernels):
-    options = BatchOptions(cap=2, buckets=(2, 8), chunk=16, drafts=1)
-    engine = BatchedEngine.make(model, CONFIG, options, slots=5, context=64)
+    options = EngineOptions(cap=2, buckets=(2, 8), chunk=16, drafts=1)
+    engine = EarlyExitEngine.make(model, CONFIG, options, slots=5, context=64)
     n = len(PROMPTS)
     policy = ExitPolicy.make(CONFIG, n, drafts=[0, 1, 1, 0, 1], **RULES)
     request = RequestRows.make(

@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from near_ties import TIE
 
 from eejax.common.errors import ConfigError
-from eejax.inference.batched_slots import BatchedEngine
-from eejax.inference.batched_state import BatchOptions
-from eejax.inference.engine import SlotEngine
+from eejax.inference.engine import EarlyExitEngine
 from eejax.inference.logits_params import (
     MAX_TOP_LOGPROBS,
     LogitsParams,
     compute_top_logprobs,
     process_logits,
 )
+from eejax.inference.options import EngineOptions
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams, sample
 from eejax.inference.scheduler import Scheduler
@@ -120,8 +119,8 @@ def model():
 
 
 def engine_of(model, **options):
-    options = BatchOptions(cap=2, buckets=(2, 8), chunk=16, drafts=2, **options)
-    return BatchedEngine.make(model, CONFIG, options, slots=3, context=CONTEXT)
+    options = EngineOptions(cap=2, buckets=(2, 8), chunk=16, drafts=2, **options)
+    return EarlyExitEngine.make(model, CONFIG, options, slots=3, context=CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +247,7 @@ def test_what_is_out_of_range_is_named(wish, said):
 
 
 def test_engines_that_take_no_shaping_say_so(model):
-    for engine in (engine_of(model), SlotEngine.make(model, CONFIG, slots=2)):
+    for engine in (engine_of(model), EarlyExitEngine.make(model, CONFIG, slots=2)):
         scheduler = Scheduler(engine, CONFIG)
         with pytest.raises(ConfigError, match="logits_params = 'LogitsParams': must be None with"):
             add(scheduler, [9], 3, logits_params=LogitsParams.make(V, presence=1.0))

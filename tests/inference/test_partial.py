@@ -8,7 +8,7 @@ from adding import add
 
 from eejax.common.errors import ConfigError
 from eejax.inference import Generator
-from eejax.inference.batched_state import BatchOptions
+from eejax.inference.options import EngineOptions
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
 
@@ -28,7 +28,7 @@ def test_nobody_is_lost_while_it_grows_and_shrinks(model, prompts, slots):
     want = Generator.make(p, config, "posthoc").generate(
         texts, NEW, threshold=0.0, prefill_exit=True
     )
-    options = BatchOptions(cap=4, drafts=0, buckets=(8,))
+    options = EngineOptions(cap=4, drafts=0, buckets=(8,))
     part = PartialModel(p, config, options, slots=slots, depth=1, context=CONTEXT, steps=2)
     sizes = {1: part.weight_bytes}
     policy, left, found, ends, depths = (
@@ -83,7 +83,9 @@ def test_nobody_is_lost_while_it_grows_and_shrinks(model, prompts, slots):
 
 def test_depths_there_cannot_be(model):
     p, config = model
-    part = PartialModel(p, config, BatchOptions(cap=4, drafts=0), slots=3, depth=2, context=CONTEXT)
+    part = PartialModel(
+        p, config, EngineOptions(cap=4, drafts=0), slots=3, depth=2, context=CONTEXT
+    )
     for wrong in (1, 2, 5):
         with pytest.raises(ConfigError, match=rf"depth = {wrong}: must be in 3..4"):
             part.grow(wrong)

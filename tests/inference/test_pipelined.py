@@ -14,7 +14,7 @@ from near_ties import TIE, assert_same
 from eejax.common.errors import ConfigError
 from eejax.gates.confidence import GATES
 from eejax.inference import EngineOptions, Generator, PipelinedGenerator
-from eejax.inference.engine import SlotEngine
+from eejax.inference.engine import EarlyExitEngine
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import RequestRows
@@ -340,7 +340,7 @@ def test_a_mesh_that_does_not_fit_is_named(subset, mesh, kwargs, message):
 
 def test_engines_of_one_device_and_of_stages_are_told_apart(subset):
     p, config = subset((1,))
-    for make in (Generator.make, functools.partial(SlotEngine.make, slots=1)):
+    for make in (Generator.make, functools.partial(EarlyExitEngine.make, slots=1)):
         with pytest.raises(ConfigError, match="PipelinedGenerator"):
             make(p, config, "pipelined")
     with pytest.raises(ConfigError, match="engine = 'full'"):

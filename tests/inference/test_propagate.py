@@ -10,7 +10,8 @@ from near_ties import TIE, assert_same
 
 from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, Generator
-from eejax.inference.generate import decode, prefill
+from eejax.inference.decoding import decode
+from eejax.inference.generate import prefill
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import RequestRows

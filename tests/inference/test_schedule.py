@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eejax.common.errors import ConfigError
-from eejax.inference.batched_state import BatchOptions
+from eejax.inference.options import EngineOptions
 from eejax.inference.schedule import (
     IN_PLACE,
     PACKED,
@@ -20,6 +20,7 @@ from eejax.inference.schedule import (
     segment_demand,
     select_batch,
 )
+from eejax.models.config import ModelConfig
 
 SLOTS, BUCKETS, WIDTH = 6, (2, 4, 9), 2
 
@@ -138,7 +139,8 @@ def test_plans_that_cannot_be(change, field):
 
 @pytest.mark.parametrize("slots", [2, 4, 16, 64])
 def test_a_request_that_is_alone_goes_with_one_row(slots):
-    buckets = BatchOptions().resolve_buckets(slots).buckets
+    config = ModelConfig(vocab_size=8, n_layers=1, d_model=8, n_heads=1, context_length=64)
+    buckets = EngineOptions(drafts=4).resolved(config, slots).buckets
     plan = BatchPlan.make(1, slots, buckets)
     alone = np.arange(slots) == slots - 1
     none = np.zeros(slots, bool)
@@ -146,4 +148,4 @@ def test_a_request_that_is_alone_goes_with_one_row(slots):
     chosen = select_batch(np, plan, 0, buckets, 4, demand, np.zeros(slots, int))
     assert buckets[0] == 1 and chosen.mode == PACKED
     assert chosen.rows.tolist() == alone.astype(int).tolist()
-    assert 1 not in BatchOptions().resolve_buckets(1).buckets  # which is run in place
+    assert 1 not in EngineOptions(drafts=4).resolved(config, 1).buckets  # one row runs in place

@@ -12,9 +12,8 @@ from near_ties import TIE
 
 from eejax.common.errors import ConfigError
 from eejax.inference import Generator
-from eejax.inference.batched_slots import BatchedEngine
-from eejax.inference.batched_state import BatchOptions
-from eejax.inference.engine import SlotEngine
+from eejax.inference.engine import EarlyExitEngine
+from eejax.inference.options import EngineOptions
 from eejax.inference.payoff import Payoff
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.request import EngineRequest
@@ -151,10 +150,10 @@ def test_real_requests_that_come_and_go(subset, prompts, compiled, engine):
     nothing compiled after the first requests."""
     p, config = subset((1, 3))
     if engine == "batched":
-        options = BatchOptions(cap=4, drafts=2, chunk=8, buckets=(9,))
-        slots = BatchedEngine.make(p, config, options, slots=3, context=48)
+        options = EngineOptions(cap=4, drafts=2, chunk=8, buckets=(9,))
+        slots = EarlyExitEngine.make(p, config, options, slots=3, context=48)
     else:
-        slots = SlotEngine.make(p, config, engine, slots=3, context=48)
+        slots = EarlyExitEngine.make(p, config, engine, slots=3, context=48)
     oracle = Generator.make(p, config, "posthoc")
     rng = np.random.default_rng(3)
     texts = prompts(4, rng.integers(1, 30, 10).tolist())
@@ -204,7 +203,7 @@ def test_real_requests_that_come_and_go(subset, prompts, compiled, engine):
 def timed(now, exits):
     """Engines whose calls take so many seconds of the clock `now` with exits, and one without."""
 
-    class Timed(BatchedEngine):
+    class Timed(EarlyExitEngine):
         def generate(self, state, n):
             now[0] += 1.0 if bool(np.asarray(state.request.policy.paused)[0]) else exits
             return super().generate(state, n)
@@ -217,7 +216,7 @@ def test_exits_are_turned_off_where_they_do_not_pay(subset, prompts):
     """With exits calls are told as slow: it goes on without, and tokens are the full model's."""
     p, config = subset((1, 3))
     now = [0.0]
-    engine = timed(now, 6.0).make(p, config, BatchOptions(cap=4, drafts=0), slots=2, context=160)
+    engine = timed(now, 6.0).make(p, config, EngineOptions(cap=4, drafts=0), slots=2, context=160)
     payoff = Payoff(pairs=2, calls=100)
     scheduler = Scheduler(engine, config, steps=4, payoff=payoff, clock=lambda: now[0])
     texts = prompts(1, [9, 12])
@@ -235,7 +234,7 @@ def test_exits_are_measured_while_requests_come_and_go(subset, prompts):
     """Nobody joins between the calls of a pair; between pairs those do who have waited."""
     p, config = subset((1, 3))
     now = [0.0]
-    options = BatchOptions(cap=4, drafts=0, buckets=(4,))
+    options = EngineOptions(cap=4, drafts=0, buckets=(4,))
     engine = timed(now, 2.0).make(p, config, options, slots=3, context=48)
     payoff = Payoff(pairs=2, calls=100)
     scheduler = Scheduler(engine, config, steps=2, payoff=payoff, clock=lambda: now[0])

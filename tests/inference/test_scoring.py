@@ -10,7 +10,7 @@ from eejax.common.errors import ConfigError
 from eejax.inference import sharded
 from eejax.inference.logits_params import MAX_TOP_LOGPROBS
 from eejax.inference.scoring import score
-from eejax.inference.state import prepare
+from eejax.inference.weights import prepare
 from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig, known_mesh

@@ -22,7 +22,7 @@ from reference_model import exit_logits, tree64  # noqa: E402
 from eejax.common.errors import ConfigError  # noqa: E402
 from eejax.inference import Generator  # noqa: E402
 from eejax.inference.scoring import score  # noqa: E402
-from eejax.inference.state import prepare  # noqa: E402
+from eejax.inference.weights import prepare  # noqa: E402
 from eejax.interop.lm_eval import EarlyExitLM  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("nobody_else")

@@ -15,7 +15,7 @@ import pytest
 from eejax.checkpoint.model import load_run
 from eejax.inference import Generator
 from eejax.inference.scoring import score
-from eejax.inference.state import prepare
+from eejax.inference.weights import prepare
 from experiments.serving_runs import server
 
 

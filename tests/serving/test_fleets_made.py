@@ -149,7 +149,7 @@ def test_slots_by_what_a_budget_holds():
     for config, budget in ((member.config, whole), (three, 2e5), (three, 1e5)):
         own = dataclasses.replace(member, config=config)
         slots = fleets.room(own, 64, 32, budget)
-        options = dataclasses.replace(own.options, can_deepen=True).resolve_buckets(slots[0])
+        options = dataclasses.replace(own.options, can_deepen=True).resolved(config, slots[0])
         for depth, n in enumerate(slots, 1):
             held = capacity.engine_bytes(config, options, depth, 32, n)
             assert held + capacity.audit_bytes(config, depth) <= budget

@@ -14,10 +14,10 @@ from eejax.helios.fleet import Fleet, FleetMember
 from eejax.helios.objectives import ServiceObjective
 from eejax.helios.repository import Repository
 from eejax.inference import capacity
-from eejax.inference.batched_state import BatchOptions
+from eejax.inference.options import EngineOptions
 
 NEW = 24
-OPTIONS = BatchOptions(cap=4, drafts=0, buckets=(8,))  # one compiles faster than three
+OPTIONS = EngineOptions(cap=4, drafts=0, buckets=(8,))  # one compiles faster than three
 
 
 def profile(model, scale: float) -> ModelProfile:

@@ -17,12 +17,12 @@ from functools import partial  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
-from eejax.inference import batched, generate, sharded  # noqa: E402
-from eejax.inference.batched_state import BatchOptions, blank  # noqa: E402
+from eejax.inference import decoding, generate, sharded  # noqa: E402
+from eejax.inference.options import EngineOptions  # noqa: E402
 from eejax.inference.policy import ExitPolicy  # noqa: E402
 from eejax.inference.sampling import SamplingParams  # noqa: E402
-from eejax.inference.schedule import BatchPlan  # noqa: E402
-from eejax.inference.state import EngineOptions, RequestRows, prepare  # noqa: E402
+from eejax.inference.state import RequestRows, blank  # noqa: E402
+from eejax.inference.weights import prepare  # noqa: E402
 from eejax.kernels import compiled  # noqa: E402
 from eejax.models import params  # noqa: E402
 from eejax.models.config import ExitConfig, ModelConfig  # noqa: E402
@@ -37,8 +37,8 @@ CONFIG = ModelConfig(
     dtype="bfloat16",
     exits=(ExitConfig(1, router=16), ExitConfig(3, router=16)),
 )
-OPTIONS = EngineOptions("recompute", cap=2, buckets=(1, 2))
 BATCH = 8
+OPTIONS = EngineOptions(cap=2, buckets=(1, 2)).resolved(CONFIG, BATCH)
 
 
 def request() -> RequestRows:
@@ -50,26 +50,31 @@ def programs():
     """(name, function, arguments) of each program."""
     own = jax.eval_shape(partial(params.init, CONFIG), jax.random.key(0))
     weights = jax.eval_shape(partial(prepare, config=CONFIG), own)
+    plan = decoding.default_plan(CONFIG, OPTIONS, BATCH)
     prefill = partial(generate.prefill, config=CONFIG, options=OPTIONS, length=64)
-    state, _ = jax.eval_shape(prefill, weights, np.zeros((BATCH, 16), np.int32), request())
-    step = partial(generate.STEPS["recompute"], config=CONFIG, options=OPTIONS)
+    tokens = np.zeros((BATCH, 16), np.int32)
+    state, _ = jax.eval_shape(prefill, weights, plan, tokens, request())
+    step = partial(decoding.step, config=CONFIG, options=OPTIONS, prompts=False)
     yield "step", step, (weights, state)
-    yield "loop", partial(generate.loop, step, 4), (weights, state)
+    yield "loop", partial(decoding.loop, step, 4, n=4), (weights, state)
     scan = lambda w, s: jax.lax.scan(lambda s, _: step(w, s), s, length=4)
     yield "scan", scan, (weights, state)
 
     mesh = known_mesh(MeshConfig(data=2, model=2))
     placed = sharded.place(params.init(CONFIG, jax.random.key(0)), CONFIG, None, mesh)
     prefill = partial(prefill, mesh=mesh)
-    split, _ = prefill(placed, np.zeros((BATCH, 16), np.int32), request())
-    decode = partial(generate.decode, config=CONFIG, options=OPTIONS, n=4, mesh=mesh)
-    yield "mesh", decode, (placed, split)
+    own = OPTIONS.resolved(CONFIG, BATCH // 2)
+    prefill = partial(generate.prefill, config=CONFIG, options=own, length=64, mesh=mesh)
+    split, _ = prefill(placed, decoding.default_plan(CONFIG, own, BATCH // 2), tokens, request())
+    decode = partial(decoding.decode, config=CONFIG, options=own, size=4, mesh=mesh)
+    yield "mesh", decode, (placed, split, np.int32(4))
 
-    options = BatchOptions(cap=2, buckets=(2, 8), chunk=16, drafts=0)
-    plan = BatchPlan.make(3, BATCH, options.buckets)
+    options = EngineOptions(cap=2, buckets=(2, 8), chunk=16).resolved(CONFIG, BATCH)
+    plan = decoding.default_plan(CONFIG, options, BATCH)
     sizes = dict(config=CONFIG, options=options, slots=BATCH, length=64, context=64)
     slots = jax.eval_shape(partial(blank, plan=plan, **sizes), weights)
-    yield "sweep", partial(batched.engine_step, config=CONFIG, options=options), (weights, slots)
+    serve = partial(decoding.step, config=CONFIG, options=options, prompts=True)
+    yield "beside prompts", serve, (weights, slots)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from eejax.data.tokenizers import ByteTokenizer, Tokenizer
 from eejax.helios.choices import ControllerOptions
 from eejax.helios.controller import Controller
 from eejax.helios.fleet import FleetMember
-from eejax.inference.batched_state import BatchOptions
+from eejax.inference.options import EngineOptions
 from eejax.inference.scripted import ScriptedEngine
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
@@ -110,7 +110,7 @@ class TinyFleet:
         keys = (0, 0) if self.alike else (0, 1)
         # Most of what random models say is surer than this, and not by far.
         rules = dict(threshold=0.0, prefill_exit=True) if self.alike else dict(threshold=0.2)
-        options = BatchOptions(cap=4, buckets=(4,), drafts=0, chunk=16, logits_params=True)
+        options = EngineOptions(cap=4, buckets=(4,), drafts=0, chunk=16, logits_params=True)
         return {
             name: FleetMember(weights(config, key), config, rules, options)
             for (name, config), key in zip(configs.items(), keys, strict=True)

@@ -1,12 +1,19 @@
-"""Continuous batching in which every request exits by its own gate.
+"""A step of the early-exit engine, in which every request exits by its own gate.
 
 The model is cut into segments at its exits. An *engine step* runs each segment once, from the
 lowest: it gathers the slots whose newest token needs the segment, with all their rows that wait
-below it (KV recomputation, as in `recompute`), and runs them as one flat batch of rows, padded to
-the smallest of a few buckets. A request that exits continues with its next token in the next step;
-one that does not stays at the next segment. A segment with few waiting rows may be delayed until
-more arrive (`schedule`), while other requests go on. Keys and values stay in place, by slot.
-Prompts run in chunks, one a step, beside the requests that decode.
+below it, and runs them as one flat batch of rows, padded to the smallest of a few buckets. A
+request that exits continues with its next token in the next step; one that does not stays at the
+next segment. A segment with few waiting rows may be delayed until more arrive (`schedule`), while
+other requests go on. Keys and values stay in place, by slot. Prompts run in chunks, one a step,
+beside the requests that decode.
+
+Tokens that left early wait at their boundary, and go deeper with the next one that does (KV
+recomputation; Bae et al. 2023; EE-LLM, section 4, includes them in every pass). The first exit may
+draft tokens past an undecided one, and one pass of the layers above verifies them, with the same
+keys, values and states (LayerSkip; Elhoushi et al. 2024, section 4.3). A draft stands where it is
+the token that its emitting exit draws, greedy or sampled, so drafts change no text. Keys and values
+of wrong drafts lie beyond `filled` and are overwritten before any token attends to them.
 
 Every request gets the tokens and exits that `posthoc` gives it alone.
 """
@@ -17,34 +24,38 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from eejax.gates.confidence import Memory
-from eejax.inference.batched_state import (
-    BatchedState,
-    BatchOptions,
+from eejax.inference.logits_params import process_logits
+from eejax.inference.options import EngineOptions
+from eejax.inference.policy import Emission
+from eejax.inference.schedule import (
+    IN_PLACE,
+    PACKED,
+    SKIP,
+    SegmentBatch,
+    segment_demand,
+    select_batch,
+    select_prefill,
+    update_acceptance,
+)
+from eejax.inference.segment import SegmentRunner
+from eejax.inference.state import (
+    DecodeRecord,
+    EngineState,
     PendingRows,
     WorkCounters,
     at_position,
     hits_stop_token,
 )
-from eejax.inference.logits_params import process_logits
-from eejax.inference.policy import Emission
-from eejax.inference.schedule import (
-    IN_PLACE,
-    PACKED,
-    SegmentBatch,
-    segment_demand,
-    select_batch,
-    select_prefill,
-)
-from eejax.inference.segment import SegmentRunner
-from eejax.inference.state import DecodeRecord, Weights
+from eejax.inference.weights import Weights
 from eejax.kernels.compact.api import compact
 from eejax.kernels.scatter.api import scatter
 from eejax.models.attention import PackedRows
 from eejax.models.branches import run_branch
-from eejax.models.cache import KVCache
+from eejax.models.cache import KVCache, varying
 from eejax.models.config import ModelConfig
 
 SPAN = 4  # rows of a slot that attention takes together
@@ -96,9 +107,8 @@ def _run_gates(runner, state, e, slot, position, allowed, x, h, before) -> Pendi
     request = jax.tree.map(lambda a: a[slot], state.request)
     logits_params, shaped = request.logits_params, None
     if e == 0:
-        own = PendingRows.blank(len(slot), logits_params=logits_params is not None).replace(
-            input_token=own.input_token
-        )
+        none = PendingRows.blank(len(slot), logits_params=logits_params is not None)
+        own = varying(none, runner.weights.axes.data).replace(input_token=own.input_token)
     if logits_params is not None:
         shaped = lambda y: process_logits(
             y,
@@ -168,7 +178,7 @@ def _in_place(runner, state, e, count, below, pending, above, kvs, block):
 def _only_slot(runner, state, e, size, count, below, pending, above, kvs, block):
     """Run `size` rows of the one slot that there is through segment e; a branch of a conditional.
 
-    Its first `count` [1] rows are real. They need no packing, so this is as `recompute` runs them.
+    Its first `count` [1] rows are real. They need no packing.
     """
     start, row = state.cache.filled[:, e], jnp.arange(size, dtype=jnp.int32)
     slot, position, m = jnp.zeros_like(row), start[0] + row, pending.input_token.shape[1]
@@ -243,7 +253,7 @@ def _write_ring(ring: jax.Array, slot: jax.Array, position: jax.Array, x: jax.Ar
     return scatter(ring.reshape(-1, d), x[:, 0], slot * cap + position % cap).reshape(ring.shape)
 
 
-def commit_tokens(state: BatchedState) -> BatchedState:
+def commit_tokens(state: EngineState) -> EngineState:
     """Emit decided tokens.
 
     Tokens are emitted from the first pending row on, while each row read what the one before it
@@ -254,21 +264,25 @@ def commit_tokens(state: BatchedState) -> BatchedState:
         & (state.progress.num_pending > 0)
         & (at_position(state.pending.exit, state.position) >= 0)
     )
+    drafts = state.pending.input_token.shape[1] > 1
     own = lambda s: (
         s.cache.filled,
-        s.pending.accepted,
+        s.pending.accepted if drafts else None,
+        s.acceptance if drafts else None,
         s.token,
         s.position,
         s.remaining,
         None if s.request.logits_params is None else s.prompt,
     )
     run = lambda _: own(_commit(state))
-    filled, accepted, token, position, remaining, prompt = lax.switch(
+    filled, accepted, acceptance, token, position, remaining, prompt = lax.switch(
         jnp.any(decided).astype(jnp.int32), [lambda c: c, run], own(state)
     )
+    if drafts:
+        pending = state.pending.replace(accepted=accepted)
+        state = state.replace(pending=pending, acceptance=acceptance)
     return state.replace(
         cache=state.cache.replace(filled=filled),
-        pending=state.pending.replace(accepted=accepted),
         token=token,
         position=position,
         remaining=remaining,
@@ -276,7 +290,7 @@ def commit_tokens(state: BatchedState) -> BatchedState:
     )
 
 
-def _commit(state: BatchedState) -> BatchedState:
+def _commit(state: EngineState) -> EngineState:
     """Run `commit_tokens` where some slot's first pending row is decided."""
     pending, position, m = state.pending, state.position, state.pending.input_token.shape[1]
     filled, order = state.cache.filled, jnp.arange(m)[None]
@@ -303,6 +317,11 @@ def _commit(state: BatchedState) -> BatchedState:
         )
         pending = pending.replace(accepted=put(pending.accepted, accepted))
     n = jnp.sum(emits.astype(jnp.int32), -1)
+    if m > 1:
+        count = lambda which: jnp.sum((which & emits).astype(jnp.int32), -1)
+        tried, right = count(by_order(pending.drafted) > 0), count(accepted)
+        share = update_acceptance(jnp, state.acceptance, tried, right)
+        state = state.replace(acceptance=jnp.where(n > 0, share, state.acceptance))
     prompt = state.prompt
     if state.request.logits_params is not None:
         behind = jnp.where(emits, position[:, None] + 1 + order, prompt.shape[1])
@@ -325,14 +344,36 @@ def _commit(state: BatchedState) -> BatchedState:
 
 
 def engine_step(
-    weights: Weights, state: BatchedState, *, config: ModelConfig, options: BatchOptions
-) -> tuple[BatchedState, DecodeRecord]:
-    """Run every segment once, then a chunk of prompts. Records are [drafts + 1, slots]."""
-    begun, runner = state.position, SegmentRunner(weights, config)
+    weights: Weights,
+    state: EngineState,
+    *,
+    config: ModelConfig,
+    options: EngineOptions,
+    prompts: bool,
+) -> tuple[EngineState, DecodeRecord]:
+    """Run every segment once, then a chunk of prompts. Records are [drafts + 1, slots].
+
+    prompts: requests may bring prompts that have not run.
+    """
+    runner, begun = SegmentRunner(weights, config), state.position
     for e in range(runner.last + 1):
         state = _advance_segment(runner, options, state, e)
-    state = _advance_prefill(runner, options, state)
-    m = options.drafts + 1
+    if prompts:
+        state = _advance_prefill(runner, options, state)
+    return _take_record(state, begun)
+
+
+def prefill_step(
+    weights: Weights, state: EngineState, *, config: ModelConfig, options: EngineOptions
+) -> tuple[EngineState, DecodeRecord]:
+    """Run a chunk of prompts, if a slot has one. Records are those of `engine_step`."""
+    begun = state.position
+    return _take_record(_advance_prefill(SegmentRunner(weights, config), options, state), begun)
+
+
+def _take_record(state: EngineState, begun: jax.Array) -> tuple[EngineState, DecodeRecord]:
+    """Return the record of the tokens that were emitted since positions `begun` [slots]."""
+    m = state.pending.input_token.shape[1]
     order = jnp.arange(m)[:, None]
     place = (begun[None] + order) % m
     taken = lambda a: jnp.take_along_axis(a.T, place, 0)
@@ -342,25 +383,24 @@ def engine_step(
     )
     own = jax.tree.map(taken, state.pending.replace(top_logprobs=None))
     emits = order < (state.position - begun)[None]
-    depth = jnp.array([*config.exit_boundaries])[own.exit]
     record = DecodeRecord(
         token=jnp.where(emits, own.token, -1),
         logprob=own.logprob,
         confidence=own.confidence,
         exit=jnp.where(emits, own.exit, -1),
-        layers=jnp.where(emits, depth, 0).astype(jnp.int32),
-        margin=jnp.full(emits.shape, jnp.inf),
+        layers=jnp.where(emits & (order == 0), state.layers[None], 0),
+        margin=jnp.full_like(own.logprob, jnp.inf),
         drafted=jnp.where(emits, own.drafted, 0),
         accepted=jnp.where(emits, own.accepted, 0),
         top_logprobs=top_logprobs,
     )
-    work = state.work.replace(steps=state.work.steps + 1)
-    return state.replace(clock=state.clock + 1, work=work), record
+    return state.replace(layers=jnp.where(emits[0], 0, state.layers)), record
 
 
-def _advance_segment(runner, options, state, e) -> BatchedState:
+def _advance_segment(runner, options, state, e) -> EngineState:
     """Run segment e for the slots that the schedule selects, and commit what is decided."""
     n, slots, cap = runner.last, state.token.shape[0], options.cap
+    begin, end = runner.config.segments[e]
     filled, can_start = state.cache.filled, state.can_start(cap)
     before = state.position, state.progress.next_segment
     if e == 0:
@@ -394,7 +434,9 @@ def _advance_segment(runner, options, state, e) -> BatchedState:
     above = state.waiting[e] if e < n else top
     # SKIP, IN_PLACE, PACKED and so on, as `schedule` numbers them.
     ways = [partial(_in_place, runner, state, e, batch.rows, below)]
-    for size in options.buckets:
+    # The first segment runs one row of a slot, which needs no bucket beyond their number.
+    most = int(np.searchsorted(options.buckets, slots)) + 1 if slots > 1 else 0
+    for size in options.buckets if e else options.buckets[:most]:
         if slots == 1:  # no more rows of it wait than the cap, and there is room for no more
             ways.append(partial(_only_slot, runner, state, e, min(size, cap), batch.rows, below))
         else:
@@ -413,6 +455,7 @@ def _advance_segment(runner, options, state, e) -> BatchedState:
             boundary=state.boundary if e < n or state.boundary is None else above,
             pending=pending,
             work=_count_work(state.work, e, batch),
+            layers=state.layers + jnp.where(batch.mode == SKIP, 0, end - begin),
         )
     )
     moved = (state.position != before[0]) | (state.progress.next_segment != before[1])
@@ -428,15 +471,19 @@ def _count_work(work: WorkCounters, e: int, batch: SegmentBatch) -> WorkCounters
     )
 
 
-def _advance_prefill(runner, options, state) -> BatchedState:
+def _advance_prefill(runner, options, state) -> EngineState:
     """Run a chunk of prompts, if a slot has one."""
     run = partial(_prefill_chunk, runner, options, state)
     carry = state.pending, state.cache, state.boundary, state.work
     some = jnp.any(state.progress.in_prefill).astype(jnp.int32)
     pending, cache, boundary, work = lax.switch(some, [lambda c: c, run], carry)
     after = commit_tokens(state.replace(pending=pending, cache=cache, boundary=boundary, work=work))
-    since = jnp.where(after.position != state.position, state.clock, state.since)
-    return after.replace(since=since)
+    emitted = after.position != state.position
+    whole = runner.config.exit_boundaries[runner.last]
+    return after.replace(
+        since=jnp.where(emitted, state.clock, state.since),
+        layers=jnp.where(emitted, whole, after.layers),
+    )
 
 
 def _prefill_chunk(runner, options, state, carry):
@@ -458,12 +505,13 @@ def _prefill_chunk(runner, options, state, carry):
         allowed = done if e == runner.last else done & early
         if e == 0:
             # Nothing is pending of a prompt; its last row may be seen by no early exit.
+            none = PendingRows.blank(
+                *pending.input_token.shape, logits_params=pending.top_logprobs is not None
+            )
             pending = jax.tree.map(
                 lambda a, b: jnp.where(in_prefill.reshape(-1, *[1] * (a.ndim - 1)), b, a),
                 pending,
-                PendingRows.blank(
-                    *pending.input_token.shape, logits_params=pending.top_logprobs is not None
-                ),
+                none,
             )
         pending = _run_gates_flat(
             runner, state.replace(pending=pending), e, packed, allowed, x, h, before

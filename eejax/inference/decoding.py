@@ -1,0 +1,136 @@
+"""Decoding loops: steps of an engine in one compiled program, on one device or a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from eejax.inference import posthoc, propagate, sharded
+from eejax.inference.engine_step import engine_step, prefill_step
+from eejax.inference.options import EngineOptions, draft_cost
+from eejax.inference.schedule import BatchPlan
+from eejax.inference.state import DecodeRecord, EngineState
+from eejax.inference.weights import Weights
+from eejax.models.cache import varying
+from eejax.models.config import ModelConfig
+
+STEPS = {"posthoc": posthoc.step, "propagate": propagate.step}
+"""Steps of the engines that are no settings of `engine_step`."""
+
+
+def default_plan(config: ModelConfig, options: EngineOptions, slots: int) -> BatchPlan:
+    """Return the plan of `EngineOptions.resolved` options, by numbers of rows.
+
+    "speculative" verifies drafts when no slot can make another one.
+    """
+    segments = options.num_segments or config.n_exits + 1
+    waits = options.engine == "speculative"
+    return BatchPlan.make(
+        segments,
+        slots,
+        options.buckets,
+        fill=slots + 1 if waits else 1,
+        patience=options.most_drafts if waits else 0,
+        draft_cost=draft_cost(config, options),
+    )
+
+
+def step(
+    weights: Weights,
+    state: EngineState,
+    *,
+    config: ModelConfig,
+    options: EngineOptions,
+    prompts: bool,
+) -> tuple[EngineState, DecodeRecord]:
+    """Run a step of any engine without stages. Records are [drafts + 1, slots].
+
+    prompts: requests may bring prompts that have not run.
+    """
+    given = dict(config=config, options=options)
+    if run := STEPS.get(options.engine):
+        state, record = run(weights, state, **given)
+        record = jax.tree.map(lambda a: a[None], record)
+        if prompts:
+            state, first = prefill_step(weights, state, **given)
+            emits = first.exit >= 0
+            record = jax.tree.map(partial(jnp.where, emits), first, record)
+    else:
+        state, record = engine_step(weights, state, **given, prompts=prompts)
+    work = state.work.replace(steps=state.work.steps + 1)
+    return state.replace(clock=state.clock + 1, work=work), record
+
+
+@partial(
+    jax.jit,
+    static_argnames=("config", "options", "size", "prompts", "mesh"),
+    donate_argnames="state",
+)
+def decode(
+    weights: Weights,
+    state: EngineState,
+    n: jax.Array | np.int32,
+    *,
+    config: ModelConfig,
+    options: EngineOptions,
+    size: int,
+    prompts: bool = False,
+    mesh: Mesh | None = None,
+) -> tuple[EngineState, DecodeRecord]:
+    """Run up to `n` steps, at most `size`, in one compiled loop.
+
+    The loop stops when all requests are finished. Records are [size (drafts + 1), slots]: exit -1
+    for steps that were not run and for tokens that a step did not emit. `state` is donated. On a
+    `mesh`, each data shard runs the steps of its own requests.
+    """
+    run = partial(step, config=config, options=options, prompts=prompts)
+    if mesh is None:
+        return loop(run, size, weights, state, n)
+    axes, specs = weights.axes, sharded.state(weights.axes)
+    local = partial(_on_shard, run, size)
+    given = (sharded.weights(config, options.num_segments, mesh), specs, P())
+    return sharded.shard(local, mesh, given, (specs, P(None, axes.data)))(weights, state, n)
+
+
+def _on_shard(run, size, weights, state, n) -> tuple[EngineState, DecodeRecord]:
+    """Run `loop` on a device's own requests; what is counted is counted over all data shards."""
+    data, work, clock = weights.axes.data, state.work, state.clock
+    if not data:
+        return loop(run, size, weights, state, n)
+    state = state.replace(work=varying(work, data), clock=varying(clock, data))
+    state, record = loop(run, size, weights, state, n)
+    counted = jax.tree.map(lambda a, b: b + lax.psum(a - b, data), state.work, work)
+    # Of a shard whose clock is behind, all requests are finished.
+    return state.replace(work=counted, clock=lax.pmax(state.clock, data)), record
+
+
+def loop(run: Callable, size: int, weights, state, n: jax.Array | np.int32):
+    """Run up to `n` steps, at most `size`, of a device's own requests until all are finished.
+
+    Returns the state and records [size m, b] of steps that emit up to m tokens each.
+    """
+    shapes = jax.eval_shape(run, weights, state)[1]
+    records = jax.tree.map(lambda r: jnp.zeros((size, *r.shape), r.dtype), shapes)
+    records = records._replace(exit=jnp.full_like(records.exit, -1))
+    records = varying(records, weights.axes.data)
+
+    def body(carry):
+        i, state, records = carry
+        state, record = run(weights, state)
+        records = jax.tree.map(
+            lambda a, r: lax.dynamic_update_index_in_dim(a, r, i, 0), records, record
+        )
+        return i + 1, state, records
+
+    carry = lax.while_loop(
+        lambda c: (c[0] < n) & jnp.any(c[1].live), body, (jnp.int32(0), state, records)
+    )
+    flat = lambda a: a.reshape(-1, *a.shape[2:])
+    return carry[1], jax.tree.map(flat, carry[2])

@@ -1,0 +1,224 @@
+"""Static options of an engine, and the model that an engine decodes with."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from eejax.common.errors import require, require_count, require_one_of
+from eejax.common.trees import size
+from eejax.kernels import call
+from eejax.models import exits, params
+from eejax.models.config import ModelConfig
+
+PIPELINED = "pipelined"
+ENGINES = ("full", "posthoc", "recompute", PIPELINED, "propagate", "speculative")
+SETTINGS = ("recompute", "full", "speculative")  # of the one engine that `engine_step` runs
+PROPAGATIONS = ("state", "mask")
+DRAFTS = 4  # most drafts of "speculative", unless it is told otherwise
+CHUNKS = {"cpu": 64, "gpu": 512}
+"""Prompt tokens of a step by default. Every chunk reads the whole model: a GPU needs some hundreds
+of rows for their products to take as long."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """Static options of an engine; each combination compiles once.
+
+    Attributes:
+      engine: one of `ENGINES`, of which `SETTINGS` are settings of one engine.
+        "recompute" stops at the exit whose gate fires; later tokens carry the waiting ones along
+        (KV recomputation).
+        "full" has no early exits: it runs every layer and emits from the final exit.
+        "speculative" emits what "full" would, several tokens at a time: an exit drafts them, and
+        one pass through the layers above verifies them (LayerSkip).
+        "posthoc" runs every layer and emits from the earliest exit whose gate fires (the oracle).
+        "propagate" stops at that exit and fills the deeper keys and values at once, from the state
+        there (CALM). Its texts may differ.
+        "pipelined" leaves the deeper layers to the next stages of a mesh
+        (`pipelined.PipelinedGenerator`).
+      cap: most tokens of a request that may wait for deeper keys and values. With that many the
+        request runs all layers before its next token; the last of them is still emitted where its
+        gate fired.
+      buckets: row counts that packed segments are compiled for; the cap is always one, or less than
+        one. Empty: powers of two up to all rows that may be pending, on a GPU from a quarter of the
+        slots on; and one row, so that a lone request does not pay for free slots. With one slot, of
+        which one row runs in place: all drafts with the row before them instead.
+      chunk: prompt tokens of a step, where prompts run beside requests that decode. None: as many
+        as the device runs well together (`CHUNKS`), at most the model's context.
+      drafts: most tokens of a request that are drafted past an undecided one. How many a request
+        drafts is its `ExitPolicy.drafts`. None: `DRAFTS` for "speculative", else none.
+      adapt: "speculative" drafts fewer tokens, or none, for a request whose drafts are rarely
+        accepted.
+      draft_exit: number of the exit that drafts for "speculative", which loads no other.
+      propagate: what "propagate" leaves in the layers above a token's exit. "state": keys and
+        values of the state at that exit. "mask": nothing, so later tokens do not attend to it
+        there.
+      num_segments: segments to load, from the bottom; the exit above the last of them emits what no
+        gate before it did. None loads all.
+      logits_params: requests may have `LogitsParams`.
+      can_deepen: segments may be added while requests run (`deepening.deepen`). The states behind
+        the last segment are then kept for all positions.
+    """
+
+    engine: str = "recompute"
+    cap: int = 16
+    buckets: tuple[int, ...] = ()
+    chunk: int | None = None
+    drafts: int | None = None
+    adapt: bool = True
+    draft_exit: int = 0
+    propagate: str = "state"
+    num_segments: int | None = None
+    logits_params: bool = False
+    can_deepen: bool = False
+
+    def __post_init__(self):
+        listed = isinstance(self.buckets, tuple | list)
+        require(listed, "buckets", self.buckets, "must be a sequence of row counts")
+        for w in self.buckets:
+            require_count("buckets", w)
+        object.__setattr__(self, "buckets", tuple(sorted({*self.buckets})))  # hashable
+        require_one_of("engine", self.engine, ENGINES)
+        require_count("cap", self.cap)
+        if self.chunk is not None:
+            require_count("chunk", self.chunk)
+        if self.drafts is not None:
+            require_count("drafts", self.drafts, least=1 if self.engine == "speculative" else 0)
+        if self.num_segments is not None:
+            require_count("num_segments", self.num_segments)
+        require_one_of("propagate", self.propagate, PROPAGATIONS)
+        require(
+            isinstance(self.draft_exit, int) and self.draft_exit >= 0,
+            "draft_exit",
+            self.draft_exit,
+            "must be the number of an exit, the first being 0",
+        )
+        for name in ("adapt", "logits_params", "can_deepen"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), name, value, "must be True or False")
+        for name in ("logits_params", "can_deepen"):
+            require(
+                not getattr(self, name) or self.engine in SETTINGS,
+                name,
+                True,
+                f"must be False with the engine {self.engine!r}",
+                f"Engines that can: {', '.join(SETTINGS)}.",
+            )
+        require(
+            self.num_segments is None or self.engine != "speculative",
+            "num_segments",
+            self.num_segments,
+            "must be None with the engine 'speculative'",
+            "What verifies its drafts is the final exit.",
+        )
+
+    @property
+    def leaves_early(self) -> bool:
+        """bool, early exits emit tokens."""
+        return self.engine not in ("full", "speculative")
+
+    @property
+    def waits(self) -> bool:
+        """bool, tokens wait below deeper segments for their keys and values there."""
+        return self.engine in ("recompute", "speculative")
+
+    @property
+    def most_drafts(self) -> int:
+        """Most drafts of a request."""
+        if self.drafts is not None:
+            return self.drafts if self.waits else 0
+        return DRAFTS if self.engine == "speculative" else 0
+
+    def resolved(self, config: ModelConfig, slots: int) -> EngineOptions:
+        """Return the options with what was left open for a model and a number of slots."""
+        most = CHUNKS["gpu" if call.for_gpu() else "cpu"]
+        chunk = min(most, config.context_length) if self.chunk is None else self.chunk
+        own = dict(chunk=chunk, buckets=self._buckets_for(slots), drafts=self.most_drafts)
+        return dataclasses.replace(self, **own)
+
+    def _buckets_for(self, slots: int) -> tuple[int, ...]:
+        if self.buckets:
+            reached = self.buckets[-1] >= self.cap  # a request's waiting tokens go deeper together
+            return self.buckets if reached else (*self.buckets, self.cap)
+        drafts = self.most_drafts
+        most = max(slots * min(max(drafts + 1, 2), self.cap), self.cap)
+        # Few rows take hardly less time on a GPU. On a CPU they do, and most slots may be free.
+        least = max(slots // 4, 4) if slots > 1 and call.for_gpu() else 2
+        powers = [1 << i for i in range((most - 1).bit_length() + 1) if 1 << i >= least]
+        # One row of the only slot runs in place.
+        own = {1} if slots > 1 else {min(drafts + 1, most)} - {1}
+        return tuple(sorted({*own, *(powers or [1 << (most - 1).bit_length()])}))
+
+
+def engine_options(options: EngineOptions | str | None) -> EngineOptions:
+    """Return the options of an engine on no stages, which may be given by its name.
+
+    Raises ConfigError for another type, and for the engine "pipelined".
+    """
+    options = EngineOptions() if options is None else options
+    options = EngineOptions(engine=options) if isinstance(options, str) else options
+    allowed = "must be EngineOptions, or the name of an engine"
+    require(isinstance(options, EngineOptions), "options", options, allowed)
+    require(
+        options.engine != PIPELINED,
+        "engine",
+        options.engine,
+        "decodes on the stages of a mesh",
+        "Use inference.PipelinedGenerator.",
+    )
+    return options
+
+
+def engine_config(config: ModelConfig, options: EngineOptions) -> ModelConfig:
+    """Return the model that an engine decodes with.
+
+    "full" has no exits, "speculative" only the one that drafts.
+
+    Raises:
+      ConfigError: for more segments than the model has, fewer than all of them with "full", a draft
+        exit that does not exist, or a cap, chunk or number of drafts beyond the context.
+    """
+    if options.engine == "full":
+        config = config.replace(exits=())
+    if options.engine == "speculative":
+        boundaries = [e.boundary for e in config.exits]
+        require(
+            options.draft_exit < len(boundaries),
+            "draft_exit",
+            options.draft_exit,
+            f"must be the number of one of this model's {len(boundaries)} early exits, which lie at"
+            f" the boundaries {boundaries}",
+            "" if boundaries else "Tune an exit first, or decode with the engine 'full'.",
+        )
+        config = config.replace(exits=(config.exits[options.draft_exit],))
+    most = config.context_length
+    used = dict(recompute=("cap", "drafts"), pipelined=("cap",), speculative=("drafts",))
+    for name in (*used.get(options.engine, ()), "chunk"):
+        rows = getattr(options, name)
+        allowed = f"must be at most {most}, the model's context_length"
+        require(rows is None or rows <= most, name, rows, allowed)
+    n = config.n_exits + 1
+    require(
+        options.num_segments is None or options.num_segments <= n,
+        "num_segments",
+        options.num_segments,
+        f"must be at most the {n} segments that the engine {options.engine!r} has of this model",
+    )
+    return config
+
+
+def draft_cost(config: ModelConfig, options: EngineOptions) -> float:
+    """Return the time of a draft over that of a full step, from the weights that each reads.
+
+    It is that of the whole model, so that a mesh drafts as many as one device. 0 where the number
+    of drafts does not adapt.
+    """
+    if options.engine != "speculative" or not options.adapt:
+        return 0.0
+    declared = params.abstract(config)
+    layer = size(params.layer(config))
+    own = {k: v for k, v in exits.exit_params(declared, config, 0).items() if k != "head"}
+    below = (
+        config.exit_boundaries[0] * layer + size(own) + size(exits.head(declared, config, 0).table)
+    )
+    return below / (config.n_layers * layer + size(exits.head(declared, config, 1).table))

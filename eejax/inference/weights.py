@@ -1,0 +1,74 @@
+"""A model's parameters as engines keep them: by segment, cast and fused."""
+
+from __future__ import annotations
+
+import jax
+from flax import struct
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from eejax.common.axes import LOCAL, Axes
+from eejax.common.trees import Tree
+from eejax.models import exits
+from eejax.models.cache import unstack_segments
+from eejax.models.config import ModelConfig
+from eejax.models.params import for_compute
+
+
+@struct.dataclass
+class Weights:
+    """Parameters laid out for decoding, in the dtype of computation.
+
+    Attributes:
+      segments: for each loaded segment the trees of its layers, unstacked.
+      params: everything else.
+      axes: axes of the mesh, where this is one device's share inside a `shard_map`
+        (`inference.sharded`).
+    """
+
+    segments: tuple[tuple[Tree, ...], ...]
+    params: Tree
+    axes: Axes = struct.field(pytree_node=False, default=LOCAL)
+
+    @property
+    def last(self) -> int:
+        """Number of the exit above the last segment, which emits what no other exit did."""
+        return len(self.segments) - 1
+
+
+def prepare(
+    params: Tree, config: ModelConfig, num_segments: int | None = None, axes: Axes = LOCAL
+) -> Weights:
+    """Unstack the layers by segment and cast them once, so that no step copies or casts weights.
+
+    With `num_segments`, parameters above that segment are left out. With `axes`, `params` are one
+    device's share.
+    """
+    n = num_segments or config.n_exits + 1
+    params = for_compute(params, config.dtype)
+    rest = unlayered_params(params, config, n)
+    rest["exits"] = exits.fuse(rest["exits"], config, axes)
+    return Weights(unstack_segments(params, config, n, axes), rest, axes)
+
+
+def unlayered_params(params: Tree, config: ModelConfig, n: int) -> Tree:
+    """Return what the first n segments need of a parameter tree beside their layers."""
+    rest = {k: v for k, v in params.items() if k != "layers"}
+    if n <= config.n_exits:
+        rest.pop("final", None)
+        names = {e.name for e in config.exits[:n]}
+        rest["exits"] = {k: v for k, v in rest["exits"].items() if k in names}
+    return rest
+
+
+def colocate(state: Tree, weights: Weights) -> Tree:
+    """Place a one-device state where the weights are, and with it what steps return.
+
+    A program would be compiled again for arrays that JAX may place elsewhere, which weights from a
+    checkpoint are not.
+    """
+    like = jax.tree.leaves(weights)[0]
+    if not like.committed or len(like.devices()) > 1:
+        return state
+    named = isinstance(like.sharding, NamedSharding)
+    return jax.device_put(state, NamedSharding(like.sharding.mesh, P()) if named else like.sharding)
