@@ -33,14 +33,14 @@ from absl import flags
 from eejax.common.errors import ConfigError, DataError, require
 from experiments import launch, prompt_files
 
-ENGINES = ["batched", "auto", "full"]
+ENGINES = ["recompute", "auto", "full"]
 FIELDS = ("prompt", "max_new_tokens", "threshold", "drafts", "temperature", "seed")
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")
 _INPUT = flags.DEFINE_string("input", None, "A file of prompts, one a line; '-': standard input.")
 _OUTPUT = flags.DEFINE_string("output", None, "Where texts go; standard output by default.")
-_ENGINE = flags.DEFINE_enum("engine", "batched", ENGINES, "With exits; while they pay; without.")
+_ENGINE = flags.DEFINE_enum("engine", "recompute", ENGINES, "With exits; while they pay; without.")
 _SLOTS = flags.DEFINE_integer("slots", 8, "Requests at a time.", lower_bound=1)
 _CONTEXT = flags.DEFINE_integer(
     "context", None, "Most tokens of a request; the model's by default."

@@ -101,7 +101,7 @@ class GenerationRequest(RequestModel):
     service_tier: unsupported_field("tiers of service are", "auto", "default") = None
     priority: int | None = Field(0, ge=-1000, le=1000, description="Higher ones come first.")
     timeout: float | None = Field(None, gt=0, le=86400, description="Seconds until it ends.")
-    engine: Literal["batched", "full"] | None = Field(
+    engine: Literal["recompute", "full"] | None = Field(
         None, description="full: no token leaves before the last layer."
     )
     gate: Literal[GATES] | None = None

@@ -42,7 +42,7 @@ def batch(small_run, capsys, monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("engine", ["batched", "full"])
+@pytest.mark.parametrize("engine", ["recompute", "full"])
 def test_every_line_gets_its_own_text(batch, small_run, engine):
     model = open_run(small_run).model
     lines = ["exit layer", "token early ", json.dumps({"prompt": "gate", "threshold": 1}), "", "x"]
@@ -59,7 +59,7 @@ def test_every_line_gets_its_own_text(batch, small_run, engine):
         n = int(want.lengths[0])
         assert (told[line]["finish"], told[line]["tokens"]) == (want.finish[0], n)
         assert sum(told[line]["exits"]) == n
-    if engine == "batched":
+    if engine == "recompute":
         assert told[3]["exits"][:2] == [0, 0] and any(told[1]["exits"][:2])
 
 
