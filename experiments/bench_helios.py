@@ -117,8 +117,8 @@ class Bench:
 
     def __init__(self):
         from eejax.checkpoint.language_model import load
-        from eejax.helios.fleet import FleetMember
         from eejax.helios.measurements import encoded, windows
+        from eejax.helios.pool import FleetMember
         from eejax.helios.profiles import measure
         from eejax.inference import capacity
         from eejax.inference.slot_engine import STEPS_PER_CALL
@@ -268,7 +268,7 @@ class Bench:
         )
         fleet = getattr(self.servers[name], "fleet", None)
         if fleet is not None:  # which is not told block by block
-            flops += fleet_flops(self.members, fleet) / len(flops)
+            flops += fleet_flops(self.members, fleet.pool) / len(flops)
         read = sum(answer_bytes(self.members, a, self.slots) for a in answers)
         return {
             "tokens_per_s": tokens / seconds,
@@ -291,9 +291,10 @@ class Bench:
         ends = [*(d.time for d in c.decisions[1:]), server.watch.now()]
         return {
             "below_share": c.below_share,
-            "taken_along": fleet.taken_along,
+            "taken_along": fleet.dispatcher.taken_along,
             "audited": {
-                f"{m} {d} {k}": [a.count, a.share, a.high] for (m, d, k), a in fleet.audits.items()
+                f"{m} {d} {k}": [a.count, a.share, a.high]
+                for (m, d, k), a in fleet.dispatcher.audits.items()
             },
             "load_seconds": sum(x.seconds for x in fleet.changes if x.kind == "load"),
             "grow_seconds": sum(x.seconds for x in fleet.changes if x.kind == "grow"),

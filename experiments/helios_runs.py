@@ -13,15 +13,17 @@ import numpy as np
 
 from eejax.analysis.intervals import mean_interval
 from eejax.common.errors import ConfigError, DataError
-from eejax.helios.breach_window import clear
-from eejax.helios.choices import ModelDepth
+from eejax.helios import decisions, prospects
+from eejax.helios.choices import Assignment, ModelDepth
 from eejax.helios.controller import Controller
 from eejax.helios.energy import layer_flops, segment_rows, token_work
-from eejax.helios.fleet import Fleet, FleetMember
+from eejax.helios.fleet import Fleet
+from eejax.helios.pool import FleetMember, FleetPool, RunningRequest
 from eejax.helios.verifier import AnswerVerifier
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.request import EngineRequest
+from experiments.helios_simulation.policies import choices_of
 
 ORDERS = ("blocked", "shuffled", "drifting")
 SPREAD = 0.3  # of a task's prompts around its time, as a share of all, where tasks drift
@@ -133,19 +135,16 @@ class ControlledFleet:
         watch: Stopwatch,
         **making: Any,
     ):
-        self.watch = watch
+        self.watch, self.controller = watch, controller
         self._answers: dict[str, TimedAnswer] = {}
-        outer = self
+        self.fleet = Fleet(members, controller, clock=watch.now, **making)
+        self._start, self.fleet.pool.start = self.fleet.pool.start, self._placed
 
-        class NotedRequest(Fleet):
-            def _place(self, job, given):
-                super()._place(job, given)
-                model = given.choice.model
-                choice = ModelDepth(model, self.parts[model].depth)
-                outer._answers[job.request_id].placed.append((choice, len(job.tokens)))
-
-        self.controller = controller
-        self.fleet = NotedRequest(members, controller, clock=watch.now, **making)
+    def _placed(self, job: RunningRequest) -> None:
+        """Start a request, and note where."""
+        self._start(job)
+        choice = ModelDepth(job.model, self.fleet.parts[job.model].depth)
+        self._answers[job.request_id].placed.append((choice, len(job.tokens)))
 
     def add_request(self, answer: TimedAnswer, request: EngineRequest) -> None:
         self._answers[request.request_id] = answer
@@ -156,27 +155,43 @@ class ControlledFleet:
 
     def drain(self) -> None:
         """Finish changes that have begun in this server's own time, not in that of the next one."""
-        while not self.fleet.settled:
+        while not is_settled(self.fleet):
             self.fleet.step()
+
+
+def is_settled(fleet: Fleet) -> bool:
+    """Return whether a fleet is idle, and nothing is on its way to the device."""
+    growing = any(part.target_segments > part.depth for part in fleet.parts.values())
+    return fleet.idle and fleet.dispatcher.loading is None and not growing
 
 
 class RandomPolicy(Controller):
     """Another model and depth after every interval, whatever they are worth."""
 
     def __init__(self, *args: Any, seed: int = 0, **own: Any):
-        self._drawn = np.random.default_rng(seed)
         super().__init__(*args, **own)
+        self._drawn = np.random.default_rng(seed)
+        self._choices = choices_of(self.state.rules.profiles)
+        self.decisions.clear()
+        self._draw()
 
-    def _evaluate(self, why: str, names: Sequence[str] = ()) -> None:
-        self._since = 0
-        known = [ModelDepth(m, d) for m, p in self.profiles.items() for d in range(1, p.exits + 1)]
-        self._want("serve", known[self._drawn.integers(len(known))], "by chance")
+    def _draw(self) -> None:
+        self.state = dataclasses.replace(self.state, plan=(), prompts=0)
+        choice = self._choices[self._drawn.integers(len(self._choices))]
+        self.apply(decisions.want, "serve", choice, "by chance")
 
-    def _assess(self) -> None:
-        self._evaluate("")
+    def choose(self) -> Assignment:
+        prompts = self.state.prompts + 1
+        self.state = dataclasses.replace(self.state, prompts=prompts)
+        if prompts > prospects.interval(self.state) and self.wanted == self.current:
+            self._draw()
+        return Assignment(self.current or self.wanted, False)
 
-    def _breached(self, seen: float) -> None:
-        self._window = clear(self._window)
+    def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None:
+        super().tokens(model, below, own=True)  # which are counted, and decide nothing
+
+    def failed(self, model: str) -> None:
+        pass
 
 
 def drive(
@@ -251,11 +266,11 @@ def answer_bytes(
     return total
 
 
-def fleet_flops(members: Mapping[str, FleetMember], fleet: Fleet) -> float:
-    """Return the operations of what a fleet fills in, runs anew, and audits."""
+def fleet_flops(members: Mapping[str, FleetMember], pool: FleetPool) -> float:
+    """Return the operations of what a fleet's pool fills in, runs anew, and audits."""
     layers = {n: np.cumsum(layer_flops(m.config)).tolist() for n, m in members.items()}
     total, before = 0.0, {}
-    for change in fleet.changes:
+    for change in pool.changes:
         (model, depth), there = change.choice, before.get(change.choice.model, 0)
         if change.kind == "shrink":
             total += change.tokens * layers[model][depth - 1]
@@ -265,7 +280,7 @@ def fleet_flops(members: Mapping[str, FleetMember], fleet: Fleet) -> float:
         elif change.kind == "grow" and there:
             total += change.tokens * (layers[model][depth - 1] - layers[model][there - 1])
         before[model] = depth
-    for model, tokens in fleet.audited.items():
+    for model, tokens in pool.audited.items():
         total += tokens * layers[model][-1]
     return total
 

@@ -28,7 +28,7 @@ flags.mark_flag_as_required("repository")
 
 def main() -> None:
     from eejax.helios import repository
-    from eejax.helios.quality import read_scores
+    from experiments.benchmark_scores import read_scores
 
     path = _REPOSITORY.value
     if not path:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -17,6 +18,30 @@ REASSESS = f'must be a number of prompts, or "{AUTO}"'
 STRICTEST = 4  # steps of thresholds to 1, each half of the way that is left but for the last
 
 
+class FrozenMappings:
+    """Base of frozen dataclasses that keep read-only copies of the dictionaries they are given."""
+
+    def __post_init__(self):
+        vars(self).update({name: _read_only(value) for name, value in vars(self).items()})
+
+    def replaced(self, **changes: Any) -> Self:
+        """Return a copy with other values of some fields.
+
+        `dataclasses.replace` takes several times as long, and the controller's state changes with
+        every token.
+        """
+        if unknown := changes.keys() - vars(self).keys():
+            raise TypeError(f"{type(self).__name__} has no fields {sorted(unknown)}")
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        vars(made).update({name: _read_only(value) for name, value in changes.items()})
+        return made
+
+
+def _read_only(value: Any) -> Any:
+    return MappingProxyType(dict(value)) if isinstance(value, dict) else value
+
+
 @dataclasses.dataclass(frozen=True)
 class ControllerOptions:
     """Options of a controller.
@@ -25,7 +50,7 @@ class ControllerOptions:
       candidates: models that are evaluated.
       prompts: prompts of the evaluation of one.
       interval: prompts between two reassessments, or "auto", by what they cost
-        (`Controller.interval`).
+        (`prospects.interval`).
       window: tokens in which breaches are counted.
       breaches: most of them in the window; with any more, something is decided.
       greedy: tokens may leave below their threshold at all.

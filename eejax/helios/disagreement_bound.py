@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-import collections
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -39,52 +39,66 @@ class AnswerAudit(NamedTuple):
         return perplexity_of(-np.sum(self.logprob), len(self.logprob))
 
 
+@dataclasses.dataclass(frozen=True)
 class DisagreementBound:
     """Statistics of a model's recent audits, and bounds on their mean shortfall.
 
-    It has the last `window` answers, and of those the ones since their shortfall was seen to
-    change.
     Each answer counts as one, by its shortfall: 1 minus its quality.
 
     Attributes:
-      low, high: bounds on the mean shortfall of answers like these, each with `confidence`, at any
-        time as long as the window does not slide; once it slides, at any one time.
+      window: answers that are kept at most.
+      confidence: of each of the bounds.
+      shortfalls: of the last answers, those since their mean was seen to change.
+      logprobs: of each of them, the sum over its tokens, and their number.
+      low, high: bounds on the mean shortfall of answers like these, at any time as long as the
+        window does not slide; once it slides, at any one time.
     """
 
-    def __init__(self, window: int = 400, confidence: float = 0.95):
-        require_count("window", window)
-        require(0 < confidence < 1, "confidence", confidence, "must lie strictly between 0 and 1")
-        self.confidence = confidence
-        self._shares: collections.deque[float] = collections.deque(maxlen=window)
-        self._logprobs: collections.deque[tuple[float, int]] = collections.deque(maxlen=window)
-        self.low, self.high = 0.0, 1.0
+    window: int = 400
+    confidence: float = 0.95
+    shortfalls: tuple[float, ...] = ()
+    logprobs: tuple[tuple[float, int], ...] = ()
+    low: float = 0.0
+    high: float = 1.0
 
-    def add(self, verdict: AnswerAudit, quality: float | None = None) -> None:
-        """Count an answer.
+    def __post_init__(self):
+        require_count("window", self.window)
+        allowed = "must lie strictly between 0 and 1"
+        require(0 < self.confidence < 1, "confidence", self.confidence, allowed)
+
+    def with_answer(self, verdict: AnswerAudit, quality: float | None = None) -> DisagreementBound:
+        """Return the statistics with another answer; one of no tokens changes nothing.
 
         quality: in [0, 1]; by default the share of its tokens that the judge would have chosen.
         """
-        if len(verdict.same):
-            quality = float(np.mean(verdict.same)) if quality is None else quality
-            self._shares.append(1.0 - quality)
-            self._logprobs.append((float(np.sum(verdict.logprob)), len(verdict.logprob)))
-            for _ in range(self.count - since_change(self._shares, 1 - self.confidence)):
-                self._shares.popleft()
-                self._logprobs.popleft()
-            delta = 1 - self.confidence
-            low = 1.0 - upper_bound([1.0 - share for share in self._shares], delta)
-            # Whatever is on its way to change, what was seen lies between them.
-            self.low = min(low, self.share)
-            self.high = max(upper_bound(self._shares, delta), self.share)
+        tokens = len(verdict.same)
+        if not tokens:
+            return self
+        quality = float(np.mean(verdict.same)) if quality is None else quality
+        delta = 1 - self.confidence
+        shortfalls = (*self.shortfalls, 1.0 - quality)[-self.window :]
+        last = since_change(shortfalls, delta)
+        shortfalls = shortfalls[-last:]
+        logprobs = (*self.logprobs, (float(np.sum(verdict.logprob)), tokens))[-last:]
+        share = float(np.mean(shortfalls))
+        low = 1.0 - upper_bound([1.0 - shortfall for shortfall in shortfalls], delta)
+        # Whatever is on its way to change, what was seen lies between them.
+        return dataclasses.replace(
+            self,
+            shortfalls=shortfalls,
+            logprobs=logprobs,
+            low=min(low, share),
+            high=max(upper_bound(shortfalls, delta), share),
+        )
 
     @property
     def count(self) -> int:
-        return len(self._shares)
+        return len(self.shortfalls)
 
     @property
     def share(self) -> float:
         """Mean shortfall of the answers; 0 of none."""
-        return float(np.mean(self._shares)) if self._shares else 0.0
+        return float(np.mean(self.shortfalls)) if self.shortfalls else 0.0
 
     def had_been(self, share: float) -> float:
         """Return what `high` would be if these answers had a mean shortfall of at most `share`.
@@ -92,13 +106,13 @@ class DisagreementBound:
         Each answer's shortfall is then reduced in proportion.
         """
         scale = min(1.0, share / self.share) if self.share else 1.0
-        return upper_bound([scale * x for x in self._shares], 1 - self.confidence)
+        return upper_bound([scale * x for x in self.shortfalls], 1 - self.confidence)
 
     @property
     def perplexity(self) -> float:
         """Perplexity of the answers under the judge; NaN of none."""
-        tokens = sum(n for _, n in self._logprobs)
-        return perplexity_of(-sum(p for p, _ in self._logprobs), tokens)
+        tokens = sum(n for _, n in self.logprobs)
+        return perplexity_of(-sum(p for p, _ in self.logprobs), tokens)
 
 
 def since_change(values: Sequence[float], delta: float) -> int:

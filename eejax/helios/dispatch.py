@@ -1,25 +1,32 @@
 """Dispatch of requests to models and of models to the device, without a device.
 
-`Fleet` carries it out with models, `simulator` with recorded ones. Both get their orders here, so
-that what is simulated is what serves.
+A pool carries it out: `FleetPool` with models, the simulator with recorded ones. Both get their
+orders here, so that what is simulated is what serves.
 """
 
 from __future__ import annotations
 
-import abc
 import bisect
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
-from eejax.helios.choices import Assignment, ControllerOptions, Decision, ModelDepth, ModelProfile
+from eejax.helios.choices import Assignment, ModelDepth, ModelProfile
 from eejax.helios.disagreement_bound import AnswerAudit, DisagreementBound
-from eejax.helios.objectives import NAMED, ServiceObjective, Telemetry
+from eejax.helios.interfaces import (
+    AnswerCosts,
+    FleetRequest,
+    ModelPolicy,
+    ModelPool,
+    PendingModel,
+)
+from eejax.helios.objectives import NAMED, Telemetry
 from eejax.helios.timeline import AnswerTimeline, TimelinePoint, marks
+from eejax.helios.verifier import ReferenceJudge
 
 KEPT = 2000  # prompts of the timeline
 BEHIND = 32  # answers that may wait to be looked at again
@@ -27,222 +34,106 @@ AUDITS = 0.05  # share of the time that audits may take beside those of evaluati
 REPORTED = 0.01  # the same where no decision reads them
 
 
-class ModelPolicy(Protocol):
-    """The deciding part: a `Controller`, or an object with its interface."""
+class Dispatcher:
+    """Queue of requests, and the models that serve them.
 
-    current: ModelDepth | None
-    wanted: ModelDepth | None
-    decisions: list[Decision]
-    options: ControllerOptions
-    objective: ServiceObjective | None
-
-    def holds(self, there: Mapping[str, int], held: int) -> None: ...
-    def choose(self) -> Assignment: ...
-    def best(self, weights: Mapping[str, float]) -> str | None: ...
-    def loaded(self, choice: ModelDepth) -> None: ...
-    def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None: ...
-    def waited(self, model: str, seconds: float) -> None: ...
-    def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None: ...
-    def dropped(self, model: str, failed: bool = False) -> None: ...
-    def failed(self, model: str) -> None: ...
-    def gives_up(self, model: str, why: str) -> bool: ...
-    def audited(self, model: str, audit: DisagreementBound) -> None: ...
-    def level(self, model: str, evaluated: bool = False) -> int: ...
-
-
-class LoadedModel(Protocol):
-    """A model with `depth` loaded segments, of which there will be `target_segments`.
-
-    room: a slot is free for another request.
-    """
-
-    depth: int
-    target_segments: int
-    idle: bool
-    room: bool
-
-
-class PendingModel(Protocol):
-    """A model that is being loaded; `result` waits for it."""
-
-    choice: ModelDepth
-    begin: float
-
-    def done(self) -> bool: ...
-    def result(self) -> Any: ...
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class FleetRequest:
-    """A request of a fleet.
+    `reconcile` makes what is loaded what the controller wants, `assign` gives requests to models,
+    `finish` and `audit_next` report what became of them.
 
     Attributes:
-      order: order in which requests are assigned to models.
-      came: time of arrival.
-      objective: its own objective, if any.
-      model: the model that has it.
-      began, first: times at which that model got it and emitted its first token of it.
-      heard: time of the first token of all.
-      evaluated: it is part of an evaluation.
-      moved: another model had it before.
-      strictness: number of exits that it may take, 0 where that changed, and the level of its
-        thresholds.
-      exits: exits by which its tokens left.
-      below: for each token, whether it left below its threshold.
-    """
-
-    order: tuple[int, int]
-    came: float
-    objective: str | None = None
-    model: str = ""
-    began: float = 0.0
-    first: float | None = None
-    heard: float | None = None
-    evaluated: bool = False
-    moved: bool = False
-    strictness: tuple[int, int] = (0, 0)
-    telemetry: Telemetry | None = None
-    exits: list[int] = dataclasses.field(default_factory=list)
-    below: list[bool] = dataclasses.field(default_factory=list)
-
-
-class Dispatcher(abc.ABC):
-    """Base of `Fleet` and the simulator.
-
-    Requests wait in a queue. `_reconcile` makes what is loaded what the controller wants, `_assign`
-    gives requests to models, `_on_finished` and `_audit_next` report what became of them.
-    Subclasses implement the methods without a body.
-
-    profiles: of the models. share: of the answers that are audited.
+      queue: waiting requests, in order.
+      loading: the model that is being loaded.
+      cancelled: requests that were cancelled and whose model was freed before it ended them.
+      taken_along: requests that had to continue in another model, so far.
+      to_audit: answers that wait for an audit.
+      audits: what audits found, by model, depth and level of its thresholds.
+      performance: of answers.
     """
 
     def __init__(
         self,
         controller: ModelPolicy,
+        pool: ModelPool,
         profiles: Mapping[str, ModelProfile],
         *,
         share: float,
         seed: int,
         clock: Callable[[], float],
+        reference: ReferenceJudge | None = None,
     ):
-        self.controller = controller
-        self.parts: dict[str, Any] = {}
-        self.audits: dict[
-            tuple[str, int, int], DisagreementBound
-        ] = {}  # by model, depth and strictness
-        self._profiles, self._clock = profiles, clock
-        self._queue: list[Any] = []  # in order
-        self._next: Assignment | None = None  # where the first of them goes
-        self._loading: PendingModel | None = None
+        """Start with nothing loaded.
+
+        Args:
+          profiles: of the models.
+          share: of the answers that are audited.
+          reference: the model that judges all answers; None: each model judges its own.
+        """
+        self.controller, self.pool = controller, pool
+        self.queue: list[Any] = []
+        self.loading: PendingModel | None = None
+        self.cancelled: list[Any] = []
+        self.taken_along = 0
+        self.to_audit: list[Any] = []
+        self.audits: dict[tuple[str, int, int], DisagreementBound] = {}
+        self.performance, self._marked = AnswerTimeline(KEPT), 0
+        self._profiles, self._clock, self._reference = profiles, clock, reference
+        self._placed: list[Any] = []  # requests that models have
+        self._next: Assignment | None = None  # where the first of the queue goes
         self._too_deep: dict[str, int] = {}  # depths at which there was no room for a model
         self._sampled, self._share = np.random.default_rng(seed), share
-        self._to_audit: list[Any] = []
         self._audited, self._since = 0.0, clock()  # seconds of audits, and from when on
-        self.performance, self._marked = AnswerTimeline(KEPT), 0
 
-    @abc.abstractmethod
-    def _load(self, wanted: ModelDepth) -> PendingModel:
-        """Start to load a model."""
+    def wait(self, job: FleetRequest) -> None:
+        bisect.insort(self.queue, job, key=lambda job: job.order)
 
-    @abc.abstractmethod
-    def _adopt_loaded(self, loading: Any) -> None:
-        """Handle that a model that was loaded is in `parts` now."""
-
-    @abc.abstractmethod
-    def _grow(self, wanted: ModelDepth) -> None:
-        """Start to load more segments of a model."""
-
-    @abc.abstractmethod
-    def _cancel_growth(self, model: str) -> None:
-        """Cancel the growth of a model."""
-
-    @abc.abstractmethod
-    def _shrink(self, wanted: ModelDepth) -> None: ...
-
-    @abc.abstractmethod
-    def _on_freed(self, model: str, part: Any) -> None:
-        """Handle that a model was removed from `parts`; it has no requests."""
-
-    @abc.abstractmethod
-    def _requests_of(self, model: str) -> Iterable[Any]:
-        """Return the requests that a model has."""
-
-    @abc.abstractmethod
-    def _withdraw(self, job: Any) -> bool:
-        """Take a request from its model; return whether it continues in another one."""
-
-    @abc.abstractmethod
-    def _start_request(self, job: Any) -> None:
-        """Start a request in the model that has it now."""
-
-    @abc.abstractmethod
-    def _telemetry(self, job: Any) -> Telemetry:
-        """Return the telemetry of an answer, by `_measured`."""
-
-    @abc.abstractmethod
-    def _judge(self, job: Any) -> AnswerAudit:
-        """Judge an answer again, by default with the whole of the model that gave it."""
-
-    @property
-    @abc.abstractmethod
-    def num_cached_tokens(self) -> int:
-        """Tokens of the requests in slots, prompts included."""
-
-    def _audit_room(self, depths: Mapping[str, int]) -> float:
-        """Return the most bytes that an audit of any of these models takes beside them."""
-        return 0.0
-
-    def _wait(self, job: FleetRequest) -> None:
-        bisect.insort(self._queue, job, key=lambda job: job.order)
-
-    def _reconcile(self) -> None:
+    def reconcile(self) -> None:
         """Load, grow, shrink and free models towards what the controller wants."""
         wanted = self.controller.wanted
-        if self._loading is not None and self._loading.choice.model != wanted.model:
+        if self.loading is not None and self.loading.choice.model != wanted.model:
             self._await()  # it has its place, and is freed again if that is needed
-        if wanted.model not in self.parts:
-            if self._loading is None:
+        if wanted.model not in self.pool.parts:
+            if self.loading is None:
                 self._make_room(wanted)
-                self._loading = self._load(wanted)
+                self.loading = self.pool.load(wanted)
             # Others go on meanwhile, and whoever comes is served by what was there.
             current = self.controller.current
-            nobody = current is None or current.model not in self.parts
-            idle = nobody and all(part.idle for part in self.parts.values())
-            if self._loading.done() or idle:
+            nobody = current is None or current.model not in self.pool.parts
+            idle = nobody and all(part.idle for part in self.pool.parts.values())
+            if self.loading.done() or idle:
                 self._await()
-        part = self.parts.get(wanted.model)
+        part = self.pool.parts.get(wanted.model)
         if part is None:
             return
         if wanted.depth >= self._too_deep.get(wanted.model, math.inf):
-            self.controller.wanted = wanted = ModelDepth(wanted.model, part.depth)
+            wanted = ModelDepth(wanted.model, part.depth)
+            self.controller.limit_depth(wanted)
         if part.depth <= wanted.depth < part.target_segments:
-            self._cancel_growth(wanted.model)
+            self.pool.cancel_growth(wanted.model)
         if part.target_segments < wanted.depth:
             self._make_room(wanted)
-            self._grow(wanted)
+            if why := self.pool.grow(wanted):
+                self.cannot_grow(wanted, why)
         elif part.depth > wanted.depth:
-            self._shrink(wanted)
-            self._changes_depth(wanted.model)
+            self.pool.shrink(wanted)
+            self.depth_changed(wanted.model)
         if part.depth == wanted.depth and self.controller.current != wanted:
             self.controller.loaded(wanted)
 
     def _await(self) -> None:
-        loading, self._loading = self._loading, None
+        loading, self.loading = self.loading, None
         model = loading.choice.model
         try:
-            self.parts[model] = loading.result()
+            self.pool.add(loading)
         except (RuntimeError, MemoryError) as error:  # there may be no room, whatever was counted
             if not self.controller.gives_up(model, f"it cannot be loaded ({error})"):
                 raise
-            return
-        self._adopt_loaded(loading)
 
-    def _cannot_grow(self, wanted: ModelDepth, why: str) -> None:
+    def cannot_grow(self, wanted: ModelDepth, why: str) -> None:
         """Handle that there was no room for as much of a model, whatever was counted.
 
         If there is no other model it serves as it is, and no more is asked for until it was freed.
         """
-        model, depth = wanted.model, self.parts[wanted.model].depth
+        model, depth = wanted.model, self.pool.parts[wanted.model].depth
         self._too_deep[model] = min(wanted.depth, self._too_deep.get(model, wanted.depth))
         if not self.controller.gives_up(model, f"it cannot grow ({why})"):
             message = f"{model!r} stays at {depth} exits, as {wanted.depth} cannot be loaded: {why}"
@@ -256,50 +147,59 @@ class Dispatcher(abc.ABC):
         """
         profiles, budget = self._profiles, self.controller.options.budget
         serving = self.controller.current
-        last = lambda name: (not self.parts[name].idle, serving and name == serving.model)
-        for name in sorted([name for name in self.parts if name != wanted.model], key=last):
-            depths = {other: part.target_segments for other, part in self.parts.items()}
+        last = lambda name: (not self.pool.parts[name].idle, serving and name == serving.model)
+        for name in sorted([name for name in self.pool.parts if name != wanted.model], key=last):
+            depths = {other: part.target_segments for other, part in self.pool.parts.items()}
             depths[wanted.model] = wanted.depth
             held = sum(profiles[model].size(depth) for model, depth in depths.items())
-            if held + self._audit_room(depths) <= budget:
+            if held + self.pool.audit_bytes(depths) <= budget:
                 return
-            self._free(name)
+            self.free(name)
 
-    def _free(self, name: str) -> None:
-        for job in [*self._requests_of(name)]:
+    def free(self, name: str) -> None:
+        """Free a model; its requests wait for another one."""
+        for job in self.requests_of(name):
             if job.evaluated:
                 self.controller.dropped(name)
-            goes_on = self._withdraw(job)
+            self._placed.remove(job)
             job.model, job.moved, job.evaluated = "", True, False
-            if goes_on:
-                self._wait(job)
+            if job.cancelled:
+                self.cancelled.append(job)
+            else:
+                self.taken_along += 1
+                self.wait(job)
         if self._next is not None and self._next.choice.model == name:
             if self._next.evaluated:
                 self.controller.dropped(name)
             self._next = None
         self._too_deep.pop(name, None)
-        self._on_freed(name, self.parts.pop(name))
+        self.pool.free(name)
 
-    def _assign(self) -> None:
+    def requests_of(self, model: str) -> list[Any]:
+        """Return the requests that a model has."""
+        return [job for job in self._placed if job.model == model]
+
+    def assign(self) -> None:
         """Give requests to models that have free slots, in order.
 
         They go to the model that serves or is evaluated; those with an objective of their own to
         the best loaded model for it.
         """
         self.controller.holds(
-            {name: part.depth for name, part in self.parts.items()}, self.num_cached_tokens
+            {name: part.depth for name, part in self.pool.parts.items()},
+            self.pool.num_cached_tokens,
         )
         current = self.controller.current
         if current is None:
             self._next = None
-        if current is None or current.model not in self.parts:
+        if current is None or current.model not in self.pool.parts:
             return
-        full, fresh = False, sum(not job.moved for job in self._queue if job.objective is None)
-        for job in [*self._queue]:
+        full, fresh = False, sum(not job.moved for job in self.queue if job.objective is None)
+        for job in [*self.queue]:
             if job.objective is not None:
                 own = self.controller.best(NAMED[job.objective]) or current.model
-                if self.parts[own].room:
-                    self._place(job, Assignment(ModelDepth(own, self.parts[own].depth), False))
+                if self.pool.parts[own].room:
+                    self._place(job, Assignment(ModelDepth(own, self.pool.parts[own].depth), False))
                 continue
             if full:
                 continue
@@ -307,7 +207,7 @@ class Dispatcher(abc.ABC):
                 self._next = self.controller.choose()
             if self._next.evaluated and job.moved and fresh:
                 continue  # it says nothing of the model: it began in another one
-            if self.parts[self._next.choice.model].room:
+            if self.pool.parts[self._next.choice.model].room:
                 given, self._next = self._next, None
                 fresh -= not job.moved
                 self._place(job, given)
@@ -315,22 +215,23 @@ class Dispatcher(abc.ABC):
                 full = True  # who came later does not overtake
 
     def _place(self, job: FleetRequest, given: Assignment) -> None:
-        self._queue.remove(job)
+        self.queue.remove(job)
         job.model, job.evaluated = given.choice.model, given.evaluated
         job.began, job.first = self._clock(), None
         job.strictness = self._strictness(job.model, job.evaluated)
-        self._start_request(job)
+        self._placed.append(job)
+        self.pool.start(job)
 
     def _strictness(self, model: str, evaluated: bool = False) -> tuple[int, int]:
         """Return what audits of an answer depend on: the depth and the level of thresholds."""
-        return self.parts[model].depth, self.controller.level(model, evaluated)
+        return self.pool.parts[model].depth, self.controller.level(model, evaluated)
 
-    def _changes_depth(self, model: str) -> None:
+    def depth_changed(self, model: str) -> None:
         """Mark running answers as those of no one depth."""
-        for job in self._requests_of(model):
+        for job in self.requests_of(model):
             job.strictness = 0, job.strictness[1]
 
-    def _on_tokens(self, job: FleetRequest) -> None:
+    def record_tokens(self, job: FleetRequest) -> None:
         """Record new tokens of a request."""
         if job.first is None:
             job.first = self._clock()
@@ -339,8 +240,13 @@ class Dispatcher(abc.ABC):
             if job.objective is None:
                 self.controller.waited(job.model, job.heard - job.came)
 
-    def _on_finished(
-        self, job: FleetRequest, whole: bool = True, judged: bool = True, failed: bool = False
+    def finish(
+        self,
+        job: FleetRequest,
+        whole: bool = True,
+        judged: bool = True,
+        failed: bool = False,
+        perplexity: float | None = None,
     ) -> None:
         """Record that a request finished.
 
@@ -349,7 +255,10 @@ class Dispatcher(abc.ABC):
             not count as whole.
           judged: the whole model can judge it.
           failed: it ended in an error.
+          perplexity: of its tokens under the model that gave them, as they left; None where their
+            probabilities are not known.
         """
+        self._placed.remove(job)
         if job.exits and job.heard is not None:
             new = self.controller.decisions[self._marked :]
             self._marked += len(new)
@@ -357,20 +266,20 @@ class Dispatcher(abc.ABC):
                 TimelinePoint(
                     time=self._clock(),
                     model=job.model,
-                    depth=self.parts[job.model].depth,
+                    depth=self.pool.parts[job.model].depth,
                     tokens=len(job.exits),
                     ttft=job.heard - job.came,
                     seconds=self._clock() - job.came,
-                    perplexity=self._own_perplexity(job),
+                    perplexity=perplexity,
                     marks=marks(new),
                 )
             )
         whole &= not job.moved
         if whole and (job.evaluated or judged):
-            job.telemetry = self._telemetry(job)
+            job.telemetry = self._telemetry(job, self.pool.costs(job))
             drawn = self._may_audit() and self._sampled.random() < self._share
             if judged and (job.evaluated or drawn):
-                self._to_audit.append(job)
+                self.to_audit.append(job)
             elif job.evaluated:
                 self.controller.answered(job.model, job.telemetry, job.exits)
         elif job.evaluated:
@@ -378,35 +287,23 @@ class Dispatcher(abc.ABC):
         elif failed:
             self.controller.failed(job.model)
 
-    def _own_perplexity(self, job: Any) -> float | None:
-        """Return an answer's perplexity under the model that gave it, as its tokens left.
-
-        None where their probabilities are not known.
-        """
-        return None
-
     def _may_audit(self) -> bool:
         """Return whether few answers wait for an audit, and audits took little time so far."""
         objective = self.controller.objective
         share = AUDITS if objective is not None and objective.reads_quality else REPORTED
         spent = self._audited <= share * (self._clock() - self._since)
-        return len(self._to_audit) < BEHIND and spent
+        return len(self.to_audit) < BEHIND and spent
 
-    def _measured(
-        self,
-        job: FleetRequest,
-        beside: int,
-        agreement: float | None = None,
-        energy: float | None = None,
-    ) -> Telemetry:
-        """Return the telemetry of an answer that just finished, beside so many other requests.
+    def _telemetry(self, job: FleetRequest, costs: AnswerCosts) -> Telemetry:
+        """Return the telemetry of an answer that just finished.
 
         Agreement with the whole model and energy are the profile's where they were not measured.
         """
-        part, profile = self.parts[job.model], self._profiles[job.model]
+        part, profile = self.pool.parts[job.model], self._profiles[job.model]
         count, now = len(job.exits), self._clock()
         seconds = max(now - job.began, 1e-9)
         each = (now - job.first) / max(count - 1, 1)
+        agreement, energy = costs.agreement, costs.energy
         if agreement is None:
             left = zip(job.exits, job.below, strict=True)
             agreement = float(
@@ -417,7 +314,7 @@ class Dispatcher(abc.ABC):
             energy = profile.worked(shares, part.depth)
         first = job.first - job.began
         return Telemetry(
-            throughput=count / seconds * (beside + 1),
+            throughput=count / seconds * (costs.beside + 1),
             ttft=first,
             ttft_p99=first,
             tpot=each,
@@ -429,6 +326,8 @@ class Dispatcher(abc.ABC):
 
     def _on_judged(self, model: str, verdict: AnswerAudit) -> tuple[float, float]:
         """Return (quality, perplexity) of a model's judged answer."""
+        if self._reference is not None:
+            return self._reference.quality(verdict), verdict.perplexity
         profile = self._profiles[model]
         agreement = float(np.mean(verdict.same))
         return profile.quality_at(agreement), profile.perplexity_at(agreement)
@@ -436,21 +335,21 @@ class Dispatcher(abc.ABC):
     def audit(self, choice: ModelDepth) -> DisagreementBound:
         """Return what audits found of a model's answers at a depth, with its present thresholds."""
         key = (*choice, self.controller.level(choice.model))
-        return self.audits.setdefault(key, DisagreementBound())
+        return self.audits.get(key, DisagreementBound())
 
-    def _audit_next(self) -> None:
+    def audit_next(self) -> None:
         """Audit an answer, if one waits for it."""
-        if not self._to_audit:
+        if not self.to_audit:
             return
-        job = self._to_audit.pop(0)
+        job = self.to_audit.pop(0)
         model = job.model
-        if model not in self.parts:  # it had to go
+        if model not in self.pool.parts:  # it had to go
             if job.evaluated:
                 self.controller.dropped(model)
             return
         begin = self._clock()
         try:
-            verdict = self._judge(job)
+            verdict = self.pool.judge(job)
         except (RuntimeError, MemoryError) as error:  # there may be no room for it
             warnings.warn(f"an answer of {model!r} is not looked at again: {error}", stacklevel=2)
             if job.evaluated:
@@ -463,8 +362,8 @@ class Dispatcher(abc.ABC):
             self.controller.answered(model, telemetry, job.exits)
         if job.strictness != self._strictness(model):
             return
-        audit = self.audit(ModelDepth(model, self.parts[model].depth))
-        audit.add(verdict, quality)
+        audit = self.audit(ModelDepth(model, self.pool.parts[model].depth))
+        audit = self.audits[model, *job.strictness] = audit.with_answer(verdict, quality)
         known = len(self.controller.decisions)
         self.controller.audited(model, audit)
         if len(self.controller.decisions) > known:

@@ -24,7 +24,7 @@ from eejax.common.progress import LOG
 from eejax.common.trees import Tree, path_name
 from eejax.data.tokenizers import Tokenizer
 from eejax.helios.choices import ModelProfile
-from eejax.helios.fleet import FleetMember
+from eejax.helios.pool import FleetMember
 from eejax.helios.profiles import measure, written
 from eejax.helios.quality import BenchmarkScore, JudgedAnswer, QualitySource, with_verdicts
 from eejax.helios.repository import (

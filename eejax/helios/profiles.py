@@ -18,7 +18,7 @@ from eejax.common.progress import LOG
 from eejax.common.trees import nbytes
 from eejax.helios.choices import ModelProfile
 from eejax.helios.energy import layer_flops, segment_rows, token_work
-from eejax.helios.fleet import FleetMember
+from eejax.helios.pool import FleetMember
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.request import EngineRequest

@@ -27,7 +27,7 @@ from eejax.data.tokenizers import Tokenizer
 from eejax.helios.choices import ControllerOptions
 from eejax.helios.controller import Controller
 from eejax.helios.energy import meter
-from eejax.helios.fleet import Fleet, FleetMember
+from eejax.helios.fleet import Fleet
 from eejax.helios.measurements import (
     MeasurementSetup,
     evaluated,
@@ -37,6 +37,7 @@ from eejax.helios.measurements import (
     with_profiles,
 )
 from eejax.helios.objectives import ServiceObjective
+from eejax.helios.pool import FleetMember
 from eejax.helios.quality import QualitySource, with_benchmarks, with_ratios
 from eejax.helios.verifier import AnswerVerifier, ReferenceJudge
 from eejax.inference import capacity, scoring

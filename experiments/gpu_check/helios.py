@@ -92,7 +92,7 @@ def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
 
 def members(own: HeliosSizes) -> dict[str, Any]:
     """Return the models by their names, without parameters."""
-    from eejax.helios.fleet import FleetMember
+    from eejax.helios.pool import FleetMember
     from eejax.serving.models import batch_options
 
     configs = {name: getattr(own, name).config(own.context) for name in ("small", "large")}

@@ -11,7 +11,7 @@ from eejax.common.errors import require, require_count
 from eejax.helios.choices import Assignment, ControllerOptions, Decision, ModelDepth, ModelProfile
 from eejax.helios.controller import Controller
 from eejax.helios.disagreement_bound import DisagreementBound
-from eejax.helios.dispatch import ModelPolicy
+from eejax.helios.interfaces import ModelPolicy
 from eejax.helios.objectives import ServiceObjective, Telemetry
 from eejax.helios.repository import Repository
 from experiments.helios_simulation.pace import StepSeconds
@@ -54,6 +54,9 @@ class ScriptedPolicy:
 
     def loaded(self, choice: ModelDepth) -> None:
         self.current = choice
+
+    def limit_depth(self, choice: ModelDepth) -> None:
+        self.wanted = choice
 
     def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None:
         pass

@@ -20,8 +20,8 @@ import numpy as np
 from eejax.common.errors import require, require_count
 from eejax.helios.choices import ModelDepth, ModelProfile, stricter
 from eejax.helios.disagreement_bound import AnswerAudit
-from eejax.helios.dispatch import Dispatcher, ModelPolicy
-from eejax.helios.objectives import Telemetry
+from eejax.helios.dispatch import Dispatcher
+from eejax.helios.interfaces import AnswerCosts, ModelPolicy
 from experiments.helios_simulation.pace import StepSeconds
 from experiments.helios_simulation.result import SimulatedEvent, SimulationResult
 from experiments.helios_simulation.slots import SimulatedCall, SimulatedModel, SimulatedRequest
@@ -96,11 +96,11 @@ def simulate(
             require(n == model.exits, f"{field}[{name!r}]", n, f"must be of {model.exits} exits")
     a = setting.arrivals
     require(a is None or len(a) == len(trace), "arrivals", a, f"must be {len(trace)} times")
-    return _Server(trace, profiles, paces, make, setting).run()
+    return SimulatedServer(trace, profiles, paces, make, setting).run()
 
 
-class _Server(Dispatcher):
-    """A fleet, its clients, and the time."""
+class SimulatedServer:
+    """A pool of simulated models with its dispatcher, its clients, and the time."""
 
     def __init__(self, trace, profiles, paces, make, setting):
         self.trace, self.setting, self.paces = trace, setting, paces
@@ -108,14 +108,17 @@ class _Server(Dispatcher):
         free = lambda p: dataclasses.replace(p, **none(p)) if setting.free else p
         self.now = self.device = 0.0  # of the host, and when the device will have done its work
         clock = lambda: self.now
-        super().__init__(
-            make(clock),
-            {name: free(profiles[name]) for name in trace.models},
+        self.controller = make(clock)
+        self._profiles = {name: free(profiles[name]) for name in trace.models}
+        self.dispatcher = Dispatcher(
+            self.controller,
+            self,
+            self._profiles,
             share=setting.audits,
             seed=setting.seed,
             clock=clock,
         )
-        self.parts: dict[str, SimulatedModel]
+        self.parts: dict[str, SimulatedModel] = {}
         self.jobs: list[SimulatedRequest] = []  # that came
         self.timeline: list[SimulatedEvent] = []
         self._still = 0  # looks in a row at which there was nothing to do
@@ -138,10 +141,11 @@ class _Server(Dispatcher):
                     self._come(arrivals[len(self.jobs)])
             before = self.now
             self._reconcile()
-            self._assign()
-            busy = any(not part.idle for part in self.parts.values()) or bool(self._to_audit)
+            self.dispatcher.assign()
+            to_audit = bool(self.dispatcher.to_audit)
+            busy = to_audit or any(not part.idle for part in self.parts.values())
             left -= sum(self._stepped(name, part) for name, part in [*self.parts.items()])
-            self._audit_next()
+            self.dispatcher.audit_next()
             if not busy:
                 self._idle(arrivals)
             self._byte_seconds += self._loaded() * (self.now - before)
@@ -166,15 +170,15 @@ class _Server(Dispatcher):
     def _loaded(self) -> float:
         """Return loaded bytes, with those on their way."""
         loaded = sum(part.size for part in self.parts.values())
-        if self._loading is not None:
-            model, depth = self._loading.choice
+        if self.dispatcher.loading is not None:
+            model, depth = self.dispatcher.loading.choice
             loaded += self._profiles[model].size(depth)
         return loaded
 
     def _come(self, time: float) -> None:
         number = len(self.jobs)
         self.jobs.append(SimulatedRequest(number=number, order=(0, number), came=time))
-        self._wait(self.jobs[-1])
+        self.dispatcher.wait(self.jobs[-1])
 
     def _idle(self, arrivals) -> None:
         """Advance the clock to the next event, where no model has anything to do.
@@ -182,7 +186,8 @@ class _Server(Dispatcher):
         Raises RuntimeError where none will come.
         """
         times = [part.ready for part in self.parts.values() if part.target_segments > part.depth]
-        times += [self._loading.ready] if self._loading is not None else []
+        loading = self.dispatcher.loading
+        times += [loading.ready] if loading is not None else []
         if arrivals is not None and len(self.jobs) < len(self.trace):
             times.append(arrivals[len(self.jobs)])
         times = [t for t in times if t > self.now]
@@ -195,11 +200,11 @@ class _Server(Dispatcher):
 
     def _reconcile(self) -> None:
         before = self.controller.current
-        super()._reconcile()
+        self.dispatcher.reconcile()
         if self.controller.current != before:
             self._happens("serve", self.controller.wanted.model)
 
-    def _load(self, wanted: ModelDepth) -> _Coming:
+    def load(self, wanted: ModelDepth) -> _Coming:
         seconds = sum(self._profiles[wanted.model].load[: wanted.depth])
         self.timeline.append(SimulatedEvent(self.now, "load", *wanted, seconds))
         return _Coming(self, wanted, self.now, self.now + seconds)
@@ -218,38 +223,38 @@ class _Server(Dispatcher):
             cap=setting.cap,
         )
 
-    def _adopt_loaded(self, loading: _Coming) -> None:
-        pass
+    def add(self, loading: _Coming) -> None:
+        self.parts[loading.choice.model] = loading.result()
 
-    def _grow(self, wanted: ModelDepth) -> None:
+    def grow(self, wanted: ModelDepth) -> str:
         seconds = self.parts[wanted.model].grow(wanted.depth, self.now)
         self._happens("grow", wanted.model, seconds)
+        return ""
 
-    def _cancel_growth(self, model: str) -> None:
+    def cancel_growth(self, model: str) -> None:
         self.parts[model].cancel_growth()
         self._happens("stay", model)
 
-    def _shrink(self, wanted: ModelDepth) -> None:
+    def shrink(self, wanted: ModelDepth) -> None:
         self.parts[wanted.model].shrink(wanted.depth)
         self._happens("shrink", wanted.model)
 
-    def _on_freed(self, model: str, part: SimulatedModel) -> None:
+    def free(self, model: str) -> None:
+        part = self.parts.pop(model)
+        for job in part.every:
+            # What a call under way would have brought is lost.
+            job.done, job.part = job.num_read, None
         self.timeline.append(SimulatedEvent(self.now, "free", model, part.target_segments))
         self._flops += part.flops
 
-    def _requests_of(self, model: str) -> list[SimulatedRequest]:
-        return self.parts[model].every
-
-    def _withdraw(self, job: SimulatedRequest) -> bool:
-        # What a call under way would have brought is lost.
-        job.done, job.part = job.num_read, None
-        return True
+    def audit_bytes(self, depths: Mapping[str, int]) -> float:
+        return 0.0
 
     @property
     def num_cached_tokens(self) -> int:
         return sum(part.num_cached_tokens for part in self.parts.values())
 
-    def _start_request(self, job: SimulatedRequest) -> None:
+    def start(self, job: SimulatedRequest) -> None:
         job.part = self.parts[job.model]
         job.part.waiting.append(job)
 
@@ -273,7 +278,7 @@ class _Server(Dispatcher):
             seconds = part.grown()
             self.now = self.device = max(self.device, self.now) + seconds  # the host waits for it
             self._happens("grown", name, seconds)
-            self._changes_depth(name)
+            self.dispatcher.depth_changed(name)
         part.join()
         keep = bool(part.jobs)
         if part.jobs:
@@ -292,7 +297,7 @@ class _Server(Dispatcher):
         for job, exits, below in call.brought:
             if not exits or job.part is not part:
                 continue
-            self._on_tokens(job)
+            self.dispatcher.record_tokens(job)
             same = self._same[name][job.number]
             job.agree += sum(same[job.num_read + k][e] for k, e in enumerate(exits))
             job.num_read += len(exits)
@@ -310,14 +315,14 @@ class _Server(Dispatcher):
     def _ended(self, name: str, part: SimulatedModel, job: SimulatedRequest) -> None:
         self.ended[job.number], self.models[job.number] = self.now, name
         part.leave(job)
-        self._on_finished(job)
+        self.dispatcher.finish(job)
         if self.setting.arrivals is None and len(self.jobs) < len(self.trace):
             self._come(self.now)
 
-    def _telemetry(self, job: SimulatedRequest) -> Telemetry:
-        return self._measured(job, len(job.part.jobs), agreement=job.agree / job.num_read)
+    def costs(self, job: SimulatedRequest) -> AnswerCosts:
+        return AnswerCosts(len(job.part.jobs), agreement=job.agree / job.num_read)
 
-    def _judge(self, job: SimulatedRequest) -> AnswerAudit:
+    def judge(self, job: SimulatedRequest) -> AnswerAudit:
         part = self.parts[job.model]
         length = int(self.trace.models[job.model].prompts[job.number]) + job.num_read
         pace = part.pace
@@ -334,7 +339,7 @@ class _Server(Dispatcher):
 class _Coming:
     """A model that is being loaded, and is there when it is `ready`."""
 
-    server: _Server
+    server: SimulatedServer
     choice: ModelDepth
     begin: float
     ready: float

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from eejax.helios.choices import ModelProfile
-from eejax.helios.dispatch import FleetRequest
+from eejax.helios.interfaces import FleetRequest
 from experiments.helios_simulation.pace import StepSeconds
 from experiments.helios_simulation.traces import ModelTrace
 

@@ -54,14 +54,12 @@ def prompts(model, new: int, most: int | None) -> tuple[list[list[int]], tuple[s
 def member(model):
     import jax
 
-    from eejax.helios.fleet import FleetMember
+    from eejax.helios.pool import FleetMember
     from eejax.inference.options import EngineOptions
 
     params = jax.device_get(model.params)
     chunk = min(64, model.config.context_length)
-    return FleetMember(
-        params, model.config, dict(threshold=UNSURE), EngineOptions(drafts=0, chunk=chunk)
-    )
+    return FleetMember(params, model.config, dict(threshold=UNSURE), EngineOptions(chunk=chunk))
 
 
 def opened(runs: Mapping[str, pathlib.Path]) -> dict[str, Any]:
@@ -111,7 +109,7 @@ def record(models: Mapping[str, Any], new: int, most: int | None, slots: int, ca
 def judge(model, asked: Sequence[Sequence[int]], texts: np.ndarray) -> list[float]:
     """Mean log-probability of each text [p, new] behind its prompt, in nats, under a model."""
     from eejax.inference import scoring
-    from eejax.inference.weights import prepare
+    from eejax.inference.state import prepare
 
     weights, new = prepare(model.params, model.config), texts.shape[1]
     score = lambda ids: scoring.score(weights, model.config, ids).logprob[-new:]

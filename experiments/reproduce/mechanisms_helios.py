@@ -63,13 +63,15 @@ def serve(one, prompts: int, tokens: int = 20) -> list[str]:
         served.append(choice.model)
         one.tokens(choice.model, [e >= choice.depth for e in exits])
         if evaluated:
-            told = one.profiles[choice.model].serving(SHARES, choice.depth)
+            told = one.state.rules.profiles[choice.model].serving(SHARES, choice.depth)
             one.answered(choice.model, told, [min(e, choice.depth - 1) for e in exits])
     return served
 
 
 def intervals() -> Iterator[Finding]:
     """The interval that "auto" finds, beside the seconds that it follows from."""
+    from eejax.helios import prospects
+
     found, right = [], True
     for load in LOADS:
         own = {"a": profile(1.0, load), "b": profile(3.0, load)}
@@ -78,8 +80,8 @@ def intervals() -> Iterator[Finding]:
         # Evaluating b loads all of it and makes an answer of 20 tokens; a's leave by exit 1.
         cost = 4 * 3 * load + 20 * own["b"].serving(SHARES, 4).tpot
         each = 20 * own["a"].serving(SHARES, one.current.depth).tpot
-        right &= abs(one.interval - cost / (one.options.gain * each)) <= 1
-        found.append(one.interval)
+        right &= abs(prospects.interval(one.state) - cost / (one.options.gain * each)) <= 1
+        found.append(prospects.interval(one.state))
     yield judged(
         "interval-by-cost",
         right and found == sorted(set(found)),
@@ -95,7 +97,7 @@ def overlaps() -> Iterator[Finding]:
     before, served = "", []
     for _ in range(400):
         before = serve(one, 1)[0]
-        if one.serving and one.wanted.model != before:
+        if one.state.serving and one.wanted.model != before:
             one.holds({before: one.current.depth}, 0)  # what is wanted is never loaded
             served = [one.choose()[0].model for _ in range(10)]
             break

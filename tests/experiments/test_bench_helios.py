@@ -21,7 +21,7 @@ from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER
 from eejax.common.errors import ConfigError, DataError
 from eejax.data.tokenizers import ByteTokenizer, save_tokenizer
 from eejax.helios.choices import ControllerOptions, ModelDepth
-from eejax.helios.fleet import ModelChange
+from eejax.helios.pool import ModelChange
 from eejax.helios.repository import Repository
 from eejax.inference.request import Token
 from eejax.models.config import ExitConfig, ModelConfig

@@ -180,7 +180,7 @@ def test_decisions_are_those_of_a_controller_driven_by_hand():
         if hand.wanted != serves and not hand.evaluating:
             break  # what follows depends on when segments come
         if evaluated:
-            told = hand.profiles[name].serving(hand.shares.get(name, (0.0, 0.0, 1.0)), depth)
+            told = PROFILES[name].serving(hand.state.shares.get(name, (0.0, 0.0, 1.0)), depth)
             hand.answered(name, told, exits[i].tolist())
     kinds = [(d.kind, d.choice) for d in hand.decisions]
     assert len(kinds) > 3 and [(d.kind, d.choice) for d in got.decisions[: len(kinds)]] == kinds
@@ -196,16 +196,9 @@ def test_decisions_follow_from_what_the_controller_is_told(slots, steps):
     said, now = [], [0.0]
 
     class Noted(Controller):
-        def __getattribute__(self, name):
-            found = super().__getattribute__(name)
-            if name not in ("holds", "choose", "loaded", "tokens", "answered", "dropped"):
-                return found
-
-            def call(*args):
-                said.append((self._clock(), name, copy.deepcopy(args)))
-                return found(*args)
-
-            return call
+        def apply(self, event, *details):
+            said.append((self._clock(), event, copy.deepcopy(details)))
+            return super().apply(event, *details)
 
     made = lambda kind, clock: kind(
         PROFILES, THROUGHPUT, Repository(), options(breaches=6), clock=clock
@@ -213,9 +206,9 @@ def test_decisions_follow_from_what_the_controller_is_told(slots, steps):
     setting = SimulationSetting(slots=slots, steps=steps)
     got = run(drawn(1), lambda clock: made(Noted, clock), profiles=PROFILES, setting=setting)
     again = made(Controller, lambda: now[0])
-    for time, name, args in said:
+    for time, event, details in said:
         now[0] = time
-        getattr(again, name)(*args)
+        again.apply(event, *details)
     assert tuple(again.decisions) == got.decisions and len(got.decisions) > 5
     kinds = {d.kind for d in got.decisions}
     assert {"evaluate", "serve"} < kinds

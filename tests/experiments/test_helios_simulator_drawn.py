@@ -55,7 +55,7 @@ def test_nobody_is_lost_and_time_goes_on(seed, slots, steps, clients, open_loop,
         assert got.memory <= budget
 
 
-class Watched(simulator._Server):
+class Watched(simulator.SimulatedServer):
     """Looks at what is loaded whenever that is about to change, and at every prompt that is given
     to a model or ends. made: the last one."""
 
@@ -70,9 +70,9 @@ class Watched(simulator._Server):
     def bytes(self) -> float:
         """Of all weights and requests, with what is on its way: by hand."""
         there = {name: part.target_segments for name, part in self.parts.items()}
-        if self._loading is not None:
-            assert self._loading.choice.model not in there
-            there[self._loading.choice.model] = self._loading.choice.depth
+        if self.dispatcher.loading is not None:
+            assert self.dispatcher.loading.choice.model not in there
+            there[self.dispatcher.loading.choice.model] = self.dispatcher.loading.choice.depth
         table = self._profiles
         return sum(sum(table[m].bytes[:d]) + table[m].state[d - 1] for m, d in there.items())
 
@@ -84,32 +84,34 @@ class Watched(simulator._Server):
         super()._reconcile()
         self.look()
 
-    def _load(self, wanted):
+    def load(self, wanted):
         table = self._profiles[wanted.model]
         self.look(sum(table.bytes[: wanted.depth]) + table.state[wanted.depth - 1])
-        return super()._load(wanted)
+        return super().load(wanted)
 
-    def _adopt_loaded(self, loading):
+    def add(self, loading):
         self.ready[loading.choice.model] = loading.ready
-        super()._adopt_loaded(loading)
+        super().add(loading)
         self.look()
 
-    def _grow(self, wanted):
-        super()._grow(wanted)
+    def grow(self, wanted):
+        why = super().grow(wanted)
+        self.look()
+        return why
+
+    def shrink(self, wanted):
+        super().shrink(wanted)
         self.look()
 
-    def _shrink(self, wanted):
-        super()._shrink(wanted)
-        self.look()
-
-    def _on_freed(self, model, part):
+    def free(self, model):
         del self.ready[model]
-        assert not part.every or all(job.part is not part for job in part.every)
-        super()._on_freed(model, part)
+        part = self.parts[model]
+        super().free(model)
+        assert all(job.part is not part and not job.model for job in part.every)
 
-    def _place(self, job, given):
-        assert self.ready[given.choice.model] <= self.now
-        super()._place(job, given)
+    def start(self, job):
+        assert self.ready[job.model] <= self.now
+        super().start(job)
         part = self.parts[job.model]
         # Whatever is on its way, the budget was counted with these slots.
         assert len(part.every) <= part.by_depth[part.target_segments - 1]
@@ -195,14 +197,14 @@ def test_the_budget_holds_at_every_moment_and_everybody_is_answered_once(fleet, 
         script.options = known
         return script
 
-    with mock.patch.object(simulator, "_Server", Watched):
+    with mock.patch.object(simulator, "SimulatedServer", Watched):
         got = simulate(t, profiles, paces, make, setting)
     watched = Watched.made
     assert watched.answers == collections.Counter(range(len(t)))
     assert got.tokens.tolist() == [t.new] * len(t)
     assert sum(map(sum, got.exits.values())) == len(t) * t.new
     assert (got.first >= got.arrived).all() and (got.ended >= got.first).all()
-    assert not watched._queue and not any(part.every for part in watched.parts.values())
+    assert not watched.dispatcher.queue and not any(part.every for part in watched.parts.values())
     assert watched.peak <= budget  # sums of whole numbers, which are exact
     assert got.memory <= watched.peak * (1 + 1e-9)  # a mean over time, with rounding
     for what in sorted({e.what for e in got.timeline} & {"free", "grow", "shrink"}):

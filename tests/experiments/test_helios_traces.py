@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from eejax.common.errors import ConfigError, DataError
-from eejax.helios.fleet import FleetMember
+from eejax.helios.pool import FleetMember
 from eejax.inference import Generator
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig

@@ -10,9 +10,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from controlled import World, profile, telemetry
+from controlled import World, profile, set_state, telemetry
 
 from eejax.common.errors import ConfigError
+from eejax.helios import decisions, prospects
 from eejax.helios.choices import STRICTEST, ControllerOptions, ModelDepth, breaches, stricter
 from eejax.helios.objectives import NAMED, ServiceObjective
 from eejax.serving.worker import EngineWorker
@@ -163,10 +164,10 @@ def test_while_another_is_evaluated_the_one_that_served_goes_on():
     shares = {"a": (0.7, 0.1, 0.1, 0.1), "b": (0.1, 0.1, 0.1, 0.7)}
     world = World({"a": profile(1.0), "b": profile(0.9)}, shares, interval=20)
     c = world.controller
-    while c.serving is None:
+    while c.state.serving is None:
         world.prompt()
     c.loaded(c.wanted)
-    c._evaluate("for the test", ["b"])
+    c.apply(decisions.evaluate, "for the test", ["b"])
     c.loaded(c.wanted)
     assert c.current == ModelDepth("b", 4)
     c.holds({"a": 1, "b": 4}, 0)
@@ -197,7 +198,7 @@ def test_a_request_of_its_own_objective_is_ranked_by_that():
     shares = {"fast": (1.0, 0.0), "slow": (1.0, 0.0)}
     world = World({"fast": fast, "slow": slow}, shares)
     c = world.controller
-    c._expected.shares.update(shares)
+    set_state(c, shares=shares)
     c.holds({"fast": 2, "slow": 2}, 0)
     assert c.best(NAMED["throughput"]) == "fast"
     # Without exits the fast one's answers are the better ones; with them, by far the worse ones.
@@ -240,7 +241,7 @@ def test_tokens_that_are_not_of_an_evaluation_say_nothing_of_the_whole_model():
     c.tokens("m", [False] * 1000)  # of prompts that were there before
     for _ in range(6):
         world.prompt()
-    assert c.shares["m"] == (0.1, 0.1, 0.1, 0.7) and world.served[-1].depth == 4
+    assert c.state.shares["m"] == (0.1, 0.1, 0.1, 0.7) and world.served[-1].depth == 4
 
 
 def test_what_a_change_costs_is_of_all_requests_under_way():
@@ -248,17 +249,19 @@ def test_what_a_change_costs_is_of_all_requests_under_way():
     for _ in range(11):
         world.prompt()
     c = world.controller
+    cost = lambda choice: prospects.cost(c.state, choice)
     assert c.current == ModelDepth("b", 1)
     c.holds({"b": 1}, 5000)
-    assert c.cost(ModelDepth("b", 3)) == pytest.approx(2 * 0.1 + 2 * 5000 * 1e-5)
-    assert c.cost(ModelDepth("a", 2)) == pytest.approx(2 * 0.1)  # those of 'b' end where they are
+    assert cost(ModelDepth("b", 3)) == pytest.approx(2 * 0.1 + 2 * 5000 * 1e-5)
+    # Those of 'b' end where they are.
+    assert cost(ModelDepth("a", 2)) == pytest.approx(2 * 0.1)
     c.holds({"b": 1, "a": 4}, 5000)
-    assert c.cost(ModelDepth("a", 2)) == 0.0
-    c.current = ModelDepth("b", 3)
+    assert cost(ModelDepth("a", 2)) == 0.0
+    set_state(c, current=ModelDepth("b", 3))
     c.holds({"b": 3}, 5000)
-    assert c.cost(ModelDepth("b", 1)) == pytest.approx(5000 * 1e-5)
-    c.options = ControllerOptions(budget=450)
-    assert c.cost(ModelDepth("a", 2)) == pytest.approx(2 * 0.1 + 2 * 5000 * 1e-5)
+    assert cost(ModelDepth("b", 1)) == pytest.approx(5000 * 1e-5)
+    c.change_rules(options=ControllerOptions(budget=450))
+    assert cost(ModelDepth("a", 2)) == pytest.approx(2 * 0.1 + 2 * 5000 * 1e-5)
 
 
 def test_the_best_of_what_is_loaded_for_an_objective_of_ones_own():
@@ -274,7 +277,7 @@ def test_the_best_of_what_is_loaded_for_an_objective_of_ones_own():
     assert c.best(right) == "a"
     c.holds({"a": 1, "b": 1}, 0)
     assert c.best(fast) == "a" and c.best(right) == "b"
-    c.objective = ServiceObjective.of("throughput", accuracy=0.9)
+    c.change_rules(objective=ServiceObjective.of("throughput", accuracy=0.9))
     assert c.best(fast) == "b"  # within the server's limits
 
 

@@ -6,13 +6,15 @@ import itertools
 
 import numpy as np
 import pytest
-from controlled import THROUGHPUT, profile, telemetry
+from controlled import THROUGHPUT, controller_with, profile, telemetry
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eejax.helios import prospects
 from eejax.helios.choices import ControllerOptions
 from eejax.helios.controller import Controller
 from eejax.helios.objectives import ServiceObjective
+from eejax.helios.prospects import best_choice
 from eejax.helios.repository import Repository
 
 SHARES = st.lists(st.floats(0.01, 1), min_size=3, max_size=3).map(
@@ -20,36 +22,29 @@ SHARES = st.lists(st.floats(0.01, 1), min_size=3, max_size=3).map(
 )
 
 
-class Contrary(Controller):
+def contrary(state, options, assessed=False):
     """Takes the other model whenever it decides."""
-
-    def _best(self, options, assessed=False):
-        others = [choice for choice in options if choice.model != self.serving]
-        choice = (others or options)[0]
-        return choice, *self._with_cost(choice)
+    others = [choice for choice in options if choice.model != state.serving]
+    choice = (others or options)[0]
+    return choice, *prospects.with_cost(state, choice)
 
 
-class Whimsical(Controller):
+def whimsical(state, options, assessed=False):
     """Takes what is best, be it by ever so little."""
-
-    def _best(self, options, assessed=False):
-        found = [(choice, *self._with_cost(choice)) for choice in options]
-        return max(found, key=lambda row: self.objective.rank(row[1]))
+    found = [(choice, *prospects.with_cost(state, choice)) for choice in options]
+    return max(found, key=lambda row: state.rules.objective.rank(row[1]))
 
 
-def asked(kind: type[Controller]) -> type[Controller]:
-    """One that evaluates the other model with every assessment, whatever it costs."""
-    return type(kind.__name__, (kind,), {"_may_be_better": lambda self, model: True})
-
-
-def changes(kind, scales, rounds, load=0.0, rebuild=0.0, **own) -> tuple[int, list[float]]:
+def changes(best, scales, rounds, load=0.0, rebuild=0.0, **own) -> tuple[int, list[float]]:
     """(how often another model came to serve, the logs of how much faster 'b' would have been as
-    was known then), after every assessment. rounds: of each, exits that the tokens of every prompt
-    would leave by, of 'a' and 'b'."""
+    was known then), after every assessment, of which each evaluates the other model, whatever it
+    costs. best: how a choice is taken. rounds: of each, exits that the tokens of every prompt would
+    leave by, of 'a' and 'b'."""
     make = lambda scale: profile(scale, 3, load=(load,) * 3, rebuild=(rebuild,) * 3)
     profiles = {name: make(scale) for name, scale in zip("ab", scales, strict=True)}
     tokens = len(rounds[0][0])
-    c = asked(kind)(
+    kind = controller_with(best_choice=best, may_be_better=lambda state, model: True)
+    c = kind(
         profiles,
         THROUGHPUT,
         Repository(),
@@ -70,7 +65,7 @@ def changes(kind, scales, rounds, load=0.0, rebuild=0.0, **own) -> tuple[int, li
         told = profiles[model].serving((0.0, 0.0, 1.0), depth)
         c.answered(model, told, [min(e, depth - 1) for e in exits])
         if not c.evaluating:
-            served.append(c.serving)
+            served.append(c.state.serving)
             speeds = [-np.log(scale * passed(c, m)) for m, scale in zip("ab", scales, strict=True)]
             gaps.append(speeds[1] - speeds[0])
     return sum(a != b for a, b in itertools.pairwise(served)), gaps
@@ -79,7 +74,7 @@ def changes(kind, scales, rounds, load=0.0, rebuild=0.0, **own) -> tuple[int, li
 def passed(c: Controller, model: str) -> float:
     """Segments that a token passes as far as is known; most tokens decide how deep. Of a segment
     each is the same share of a second."""
-    shares = c.shares[model]
+    shares = c.state.shares[model]
     deep = max(range(3), key=lambda e: (round(shares[e], 9), -e)) + 1 if c.options.greedy else 3
     return sum(share * min(e + 1, deep) for e, share in enumerate(shares))
 
@@ -119,25 +114,25 @@ def test_models_change_only_where_what_is_known_changes_by_more_than_the_gain(
     none too many here, are another matter."""
     own |= dict(window=10, breaches=10)
     rounds = [regimes[i % len(regimes)] for i in order]
-    count, gaps = changes(Controller, scales, rounds, load, rebuild, **own)
+    count, gaps = changes(best_choice, scales, rounds, load, rebuild, **own)
     assert count <= most_changes(gaps, own["gain"])
-    count, gaps = changes(Controller, scales, rounds[:1] * 12, load, rebuild, **own)
+    count, gaps = changes(best_choice, scales, rounds[:1] * 12, load, rebuild, **own)
     assert count <= 1 and np.ptp(gaps) < 1e-9
 
 
 @pytest.mark.parametrize(
-    "kind, restless", [(Controller, False), (Whimsical, True), (Contrary, True)]
+    "best, restless", [(best_choice, False), (whimsical, True), (contrary, True)]
 )
-def test_who_changes_models_for_little_changes_more_often_than_it_may(kind, restless):
+def test_who_changes_models_for_little_changes_more_often_than_it_may(best, restless):
     """Each is faster than the other in turn, by the 2.8 and 2.87 segments of a token: by 2.4 %."""
     first, second = [0] * 3 + [2] * 27, [0] * 2 + [2] * 28
     rounds = [(first, second), (second, first)] * 6
     own = dict(interval=3, prompts=1, window=10, breaches=10, gain=0.08)
-    count, gaps = changes(kind, (1.0, 1.0), rounds, **own)
+    count, gaps = changes(best, (1.0, 1.0), rounds, **own)
     np.testing.assert_allclose(np.abs(gaps), np.log(86 / 84))
     assert (count > most_changes(gaps, 0.08)) is restless
-    stationary, _ = changes(kind, (1.0, 1.0), [(first, second)] * 12, **own)
-    assert (stationary > 1) is (kind is Contrary)
+    stationary, _ = changes(best, (1.0, 1.0), [(first, second)] * 12, **own)
+    assert (stationary > 1) is (best is contrary)
 
 
 @settings(max_examples=60)
@@ -199,7 +194,7 @@ def test_drawn_traces(shares, scales, objective, options, limits, delays, seed):
                 c.dropped(done.model)
             elif evaluated:
                 c.answered(done.model, telemetry(), [min(e, done.depth - 1)] * 9)
-    assert (c.below, c.emitted) == (below, tokens)
+    assert (c.state.below, c.state.emitted) == (below, tokens)
     if not options["greedy"]:
         assert all(d.choice.depth == 3 for d in c.decisions)
     # An assessment is of two models at most, and then one of them serves.

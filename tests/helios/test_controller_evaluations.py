@@ -6,9 +6,10 @@ import itertools
 import math
 
 import pytest
-from controlled import THROUGHPUT, World, profile
+from controlled import THROUGHPUT, World, profile, set_state
 
 from eejax.common.errors import ConfigError
+from eejax.helios import prospects
 from eejax.helios.choices import ControllerOptions, ModelDepth
 from eejax.helios.objectives import ServiceObjective
 
@@ -61,7 +62,7 @@ def test_who_lost_by_more_is_evaluated_more_rarely(greedy, want):
         for _ in range(1600):
             world.prompt()
         decisions = world.controller.decisions
-        assert world.controller.serving == "a"
+        assert world.controller.state.serving == "a"
         served = [i for i, d in enumerate(decisions) if d.kind != "evaluate"]
         rounds = [decisions[a:b] for a, b in itertools.pairwise([-1, *served])]
         asked = [i for i, r in enumerate(rounds) if any(d.choice.model == "b" for d in r)]
@@ -85,7 +86,7 @@ def test_it_begins_with_what_profiles_tell_of_exits():
     assert {*world.served} == {ModelDepth("a", 1)}
     (row,) = world.repository.history("a", 5)
     assert row.depth == 1 and row.prompts == 5
-    found = world.controller.shares["a"]
+    found = world.controller.state.shares["a"]
     # Three of ten are below, as of 25, 10 and 10 before.
     assert found == pytest.approx((0.7, 0.3 * 5 / 9, 0.3 * 2 / 9, 0.3 * 2 / 9), abs=0.02)
     # Another one that could be faster, did some more of its tokens leave early, is looked at.
@@ -100,7 +101,7 @@ def test_it_begins_with_what_profiles_tell_of_exits():
 def test_tokens_below_the_threshold_of_a_part_go_deeper(above):
     c = World({"m": profile(**PRIOR)}, {"m": (1.0, 0.0, 0.0, 0.0)}).controller
     shares = (0.2, 0.8, 0.0, 0.0)
-    found = c._expected.spread("m", 2, above, shares)
+    found = c.state.expected.spread("m", 2, above, shares)
     assert sum(found) == pytest.approx(1.0) and min(found) >= 0
     assert found[0] == 0.2 and sum(found[2:]) == pytest.approx(min(above, 0.8))
     assert found[2] == pytest.approx(found[3])  # as they were before
@@ -113,17 +114,18 @@ def test_an_evaluation_that_costs_much_waits_until_it_pays():
         profiles = {"a": profile(load=(load,) * 4), "b": profile(2.0, load=(load,) * 4)}
         world = World(profiles, {"a": (0.1, 0.1, 0.1, 0.7), "b": (0.0, 0.0, 0.0, 1.0)}, interval=20)
         c = world.controller
-        while c.serving is None:
+        while c.state.serving is None:
             world.prompt()
-        c.serving, c.wanted, c.current, c._plan = "a", ModelDepth("a", 4), ModelDepth("a", 4), []
+        whole = ModelDepth("a", 4)
+        set_state(c, serving="a", wanted=whole, current=whole, plan=())
         c.holds({"a": 4}, 0)
         for age in range(200):
-            c._age["b"] = age
-            if c._may_be_better("b"):
+            set_state(c, ages=c.state.ages | {"b": age})
+            if prospects.may_be_better(c.state, "b"):
                 break
         found.append(age)
-        c._age["b"] = math.inf  # there are other texts
-        assert c._may_be_better("b")
+        set_state(c, ages=c.state.ages | {"b": math.inf})  # there are other texts
+        assert prospects.may_be_better(c.state, "b")
     assert found[0] < found[1] < found[2] < 199
 
 
@@ -141,11 +143,11 @@ def test_an_interval_that_follows_from_what_reassessing_costs():
         c = world.controller
         assert c.current == ModelDepth("a", 1)
         answer = 20 * profiles["b"].serving(shares, 4).tpot
-        assert c.interval == math.ceil((12 * load + answer) / (0.05 * 20 * 1e-3))
+        assert prospects.interval(c.state) == math.ceil((12 * load + answer) / (0.05 * 20 * 1e-3))
     alone = World({"a": profile()}, {"a": shares}, interval="auto")
     for _ in range(12):
         alone.prompt()
-    assert alone.controller.interval == 50  # nothing is to be brought
+    assert prospects.interval(alone.controller.state) == 50  # nothing is to be brought
     # A server that begins with profiles has no model to serve yet when it first asks.
     profiles = {"a": profile(shares=shares), "b": profile(3.0, shares=shares)}
     known = World(profiles, {"a": shares, "b": shares}, interval="auto")

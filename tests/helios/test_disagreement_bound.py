@@ -16,8 +16,9 @@ from eejax.helios import dispatch
 from eejax.helios.choices import ControllerOptions, stricter
 from eejax.helios.controller import Controller
 from eejax.helios.disagreement_bound import AnswerAudit, DisagreementBound, upper_bound
-from eejax.helios.fleet import Fleet, FleetMember
+from eejax.helios.fleet import Fleet
 from eejax.helios.objectives import ServiceObjective
+from eejax.helios.pool import FleetMember
 from eejax.helios.profiles import measure
 from eejax.helios.repository import Repository
 from eejax.helios.verifier import AnswerVerifier
@@ -48,7 +49,7 @@ def test_an_audit_is_of_the_last_answers():
     assert np.isnan(audit.perplexity)
     half = AnswerAudit(np.array([True, False]), np.log([0.5, 0.125]))
     for _ in range(9):
-        audit.add(half)
+        audit = audit.with_answer(half)
     assert audit.count == 4 and audit.share == 0.5
     assert 0 < audit.low < 0.5 < audit.high
     # The bound of what would have been seen, and never of more than was.
@@ -56,11 +57,11 @@ def test_an_audit_is_of_the_last_answers():
     assert audit.had_been(0.5) == audit.had_been(0.9) == audit.high
     assert audit.perplexity == pytest.approx(4.0)  # two bits a token
     for _ in range(4):
-        audit.add(AnswerAudit(np.array([True] * 3), np.zeros(3)))
+        audit = audit.with_answer(AnswerAudit(np.array([True] * 3), np.zeros(3)))
     assert audit.share == 0.0 and audit.perplexity == pytest.approx(1.0)
     assert audit.had_been(0.1) == audit.high
-    audit.add(AnswerAudit(np.zeros(0, bool), np.zeros(0)))  # an answer of no tokens says nothing
-    assert audit.count == 4
+    nothing = AnswerAudit(np.zeros(0, bool), np.zeros(0))
+    assert audit.with_answer(nothing) == audit  # an answer of no tokens says nothing
 
 
 @pytest.mark.parametrize("mean", [0.02, 0.1, 0.4])
@@ -85,7 +86,7 @@ def test_a_bound_gets_close():
 def looked_at(shares) -> DisagreementBound:
     audit = DisagreementBound()
     for share in shares:
-        audit.add(AnswerAudit(np.arange(1000) >= 1000 * share, np.zeros(1000)))
+        audit = audit.with_answer(AnswerAudit(np.arange(1000) >= 1000 * share, np.zeros(1000)))
     return audit
 
 
@@ -109,7 +110,8 @@ def test_a_change_is_seen(before, after, most):
     audit = looked_at([noisy(before) for _ in range(100)])
     assert audit.count == 100 and audit.low <= before + 0.05 <= audit.high + 0.05
     for _ in range(most):
-        audit.add(AnswerAudit(np.arange(1000) >= 1000 * noisy(after), np.zeros(1000)))
+        verdict = AnswerAudit(np.arange(1000) >= 1000 * noisy(after), np.zeros(1000))
+        audit = audit.with_answer(verdict)
     assert audit.count <= most + 8
     assert audit.share == pytest.approx(after, abs=0.15)
     assert audit.low > before if after > before else audit.high < before
@@ -160,10 +162,10 @@ def test_who_leaves_in_the_middle_has_answered(small_run):
             if told[number] >= 8 and not finish:
                 fleet.abort(number)
     assert ends == ["cancelled"] * 12 and max(told.values()) < 40
-    assert not controller.evaluating and controller.serving == "m"
+    assert not controller.evaluating and controller.state.serving == "m"
     (row,) = controller.repository.history("m")
     assert row.prompts == 2 and 16 <= row.tokens < 80
-    assert sum(audit.count for audit in fleet.audits.values()) > 0
+    assert sum(audit.count for audit in fleet.dispatcher.audits.values()) > 0
 
 
 def test_a_fleet_becomes_stricter_until_the_limit_on_disagreement_holds(small_run, monkeypatch):
@@ -194,5 +196,5 @@ def test_a_fleet_becomes_stricter_until_the_limit_on_disagreement_holds(small_ru
     assert controller.level("m") >= 1 and stricter(0.0, controller.level("m")) >= 0.5
     assert sum(o.finish == "length" for o in outputs) == len(texts) + 8
     # It is not certain any more that the limit is missed.
-    audit = fleet.audit(controller.current)
+    audit = fleet.dispatcher.audit(controller.current)
     assert audit.count > 0 and audit.low <= 0.001 and audit.share < 0.1

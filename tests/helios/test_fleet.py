@@ -12,17 +12,19 @@ import jax
 import numpy as np
 import pytest
 from adding import add
+from controlled import set_state
 from fleet_of_one import NEW, OPTIONS, evaluated, fleet_of, profile
 
 from eejax import calibration
 from eejax.checkpoint.model import load_run
 from eejax.common.errors import ConfigError
 from eejax.common.trees import nbytes
-from eejax.helios import verifier
+from eejax.helios import decisions, verifier
 from eejax.helios.choices import ControllerOptions, ModelDepth, ModelProfile
 from eejax.helios.controller import Controller
-from eejax.helios.fleet import Fleet, FleetMember
+from eejax.helios.fleet import Fleet
 from eejax.helios.objectives import ServiceObjective
+from eejax.helios.pool import FleetMember
 from eejax.helios.profiles import measure
 from eejax.helios.repository import Repository
 from eejax.inference import Generator, capacity
@@ -65,7 +67,7 @@ def test_nobody_is_lost_while_models_and_depths_change(model, room):
             i, text = left.pop(0)
             found[add(fleet, text, NEW)] = (i, [])
         if served.count(ModelDepth("a", 1)) == 5:
-            controller.profiles["b"] = profile(model, 0.2)
+            controller.change_rules(profiles=profiles | {"b": profile(model, 0.2)})
         if turn == 12:
             dropped = max(found)
             assert fleet.abort(dropped)
@@ -88,8 +90,8 @@ def test_nobody_is_lost_while_models_and_depths_change(model, room):
         assert len(text) == NEW and text[:n] == want.tokens[i, :n].tolist()
     depths = {(c.model, c.depth) for c in served if c is not None}
     assert {("a", 1), ("b", 1), ("a", 3), ("b", 3)} <= depths
-    assert (fleet.taken_along > 0) == (room == 1.0)
-    assert controller.below == 0 and controller.emitted > 0
+    assert (fleet.dispatcher.taken_along > 0) == (room == 1.0)
+    assert controller.state.below == 0 and controller.state.emitted > 0
 
 
 @pytest.mark.parametrize("room, seed", [(1.0, 0), pytest.param(1.6, 1, marks=pytest.mark.slow)])
@@ -120,8 +122,7 @@ def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, see
         ControllerOptions(interval=10**6, budget=budget),
         clock=lambda: 0.0,
     )
-    controller._plan = []
-    controller.shares.update(dict.fromkeys("ab", (1.0, 0.0, 0.0)))
+    set_state(controller, plan=(), shares=dict.fromkeys("ab", (1.0, 0.0, 0.0)))
     member = FleetMember(model.params, config, dict(threshold=0.0, prefill_exit=True), OPTIONS)
     fleet = Fleet(
         {"a": member, "b": member}, controller, slots={"a": slots, "b": slots}, context=96, steps=2
@@ -149,13 +150,13 @@ def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, see
             break
         if turn % 7 == 3:
             choice = ModelDepth("ab"[rng.integers(2)], int(rng.integers(1, 4)))
-            controller._want("switch", choice, "drawn")
+            controller.apply(decisions.want, "switch", choice, "drawn")
         if turn % 40 == 20 and (left := sorted(numbers.keys() - ends.keys())):
             dropped.add(left[rng.integers(len(left))])
             fleet.abort(max(dropped))
         if turn % 5 == 1:  # whatever is there then, and on its way
             for job in [job for job in fleet._jobs.values() if job.model and job.tokens][:1]:
-                fleet._judge(job)
+                fleet.pool.judge(job)
         for number, tokens, finish in fleet.step():
             found[number] += [t.id for t in tokens]
             if finish:
@@ -190,8 +191,8 @@ def test_who_cancels_is_not_taken_along(model):
     while len(fleet.running) < 2:
         fleet.step()
     assert fleet.abort(first)
-    fleet._free("a")
-    assert fleet.waiting == [second] and fleet.taken_along == 1
+    fleet.dispatcher.free("a")
+    assert fleet.waiting == [second] and fleet.dispatcher.taken_along == 1
     outputs = fleet.run()
     assert [o.finish for o in outputs if o.request_id == first] == ["cancelled"]
     assert [o.finish for o in outputs if o.request_id == second and o.finish] == ["length"]
@@ -219,15 +220,15 @@ def test_tokens_below_their_threshold_are_told(model):
         add(fleet, model.tokenizer.encode(f"class A{i}").tolist(), NEW)
     fleet.run()
     # As if most tokens had left by the first exit.
-    controller.shares["m"] = (0.9, 0.05, 0.05)
-    controller._serve()
+    set_state(controller, shares={"m": (0.9, 0.05, 0.05)})
+    controller.apply(decisions.serve)
     for i in range(4):
         add(fleet, model.tokenizer.encode(f"import {i}").tolist(), NEW)
     fleet.run()
     kinds = [(d.kind, d.choice.depth) for d in controller.decisions]
     # All tokens that were counted were below it: one exit more would not do.
     assert kinds[-2:] == [("serve", 1), ("grow", 3)]
-    assert 8 < controller.below < controller.emitted
+    assert 8 < controller.state.below < controller.state.emitted
 
 
 def test_a_measured_profile(model):
@@ -274,7 +275,7 @@ def test_a_sampled_or_shaped_answer_is_not_audited(model):
         text = model.tokenizer.encode(f"def f{i}").tolist()
         add(fleet, text, NEW, sampling=SamplingParams.make(1, 1.5, seed=i))
     fleet.run()
-    assert not fleet.audits and not controller.evaluating
+    assert not fleet.dispatcher.audits and not controller.evaluating
     assert [d.kind for d in controller.decisions] == ["evaluate", "serve"]
     for asked in (dict(), dict(presence=0.5), dict(biases={5: 1.0}), dict(top_logprobs=3)):
         # Nothing of what only tells more is another text.
@@ -284,7 +285,7 @@ def test_a_sampled_or_shaped_answer_is_not_audited(model):
             text = model.tokenizer.encode(f"def f{i}").tolist()
             add(fleet, text, NEW, logits_params=logits_params if asked or i else None)
         fleet.run()
-    (audit,) = fleet.audits.values()
+    (audit,) = fleet.dispatcher.audits.values()
     assert audit.count == 10 and audit.share == 0.0
     assert [d.kind for d in controller.decisions] == ["evaluate", "serve"]
 
@@ -351,14 +352,14 @@ def test_members_that_do_not_fit(model):
 def test_who_runs_while_a_model_shrinks_goes_on_before_who_comes(model):
     fleet, controller = fleet_of(model, prompts=2, interval=1000)
     evaluated(fleet, model)
-    controller._want("grow", ModelDepth("m", 3), "for the test")
+    controller.apply(decisions.want, "grow", ModelDepth("m", 3), "for the test")
     while controller.current != controller.wanted:
         fleet.step()
     first = [add(fleet, model.tokenizer.encode(f"a{i}").tolist(), NEW) for i in range(3)]
     for _ in range(3):
         fleet.step()
     later = [add(fleet, model.tokenizer.encode(f"b{i}").tolist(), NEW) for i in range(6)]
-    controller._want("serve", ModelDepth("m", 1), "for the test")
+    controller.apply(decisions.want, "serve", ModelDepth("m", 1), "for the test")
     gap, since, ends = 0, dict.fromkeys(first, 0), []
     while not fleet.idle:
         outputs = fleet.step()
@@ -378,10 +379,10 @@ def test_nobody_waits_for_a_model_while_another_one_serves(model):
     evaluated(fleet, model)
     serves = controller.current.model
     (other,) = {"a", "b"} - {serves}
-    fleet._free(other)
-    made, hold = fleet._made, threading.Event()
-    fleet._made = lambda choice: (hold.wait(60), made(choice))[1]
-    controller._want("evaluate", ModelDepth(other, 3), "for the test")
+    fleet.dispatcher.free(other)
+    made, hold = fleet.pool.make, threading.Event()
+    fleet.pool.make = lambda choice: (hold.wait(60), made(choice))[1]
+    controller.apply(decisions.want, "evaluate", ModelDepth(other, 3), "for the test")
     number = add(fleet, model.tokenizer.encode("import x").tolist(), NEW)
     outputs = fleet.run()
     assert not hold.is_set() and other not in fleet.parts
@@ -399,17 +400,18 @@ def test_a_request_with_an_objective_of_its_own_shows_nothing_of_the_models(mode
         add(fleet, model.tokenizer.encode(f"x{i}").tolist(), NEW, objective="accuracy")
     outputs = fleet.run()
     assert {t.exit for o in outputs for t in o.tokens} == {2}
-    assert controller.evaluating and not controller.shares
+    assert controller.evaluating and not controller.state.shares
     evaluated(fleet, model)
-    assert controller.shares["m"] == (1.0, 0.0, 0.0) and controller.wanted == ModelDepth("m", 1)
+    assert controller.state.shares["m"] == (1.0, 0.0, 0.0)
+    assert controller.wanted == ModelDepth("m", 1)
 
 
 def test_a_model_whose_answers_are_no_numbers_is_left_alone(model):
     fleet, controller = fleet_of(model, "ab", prompts=2, interval=8)
     broken = jax.tree.map(lambda a: np.full_like(a, np.nan), jax.device_get(model.params))
-    fleet.members["a"] = dataclasses.replace(fleet.members["a"], params=broken)
-    ends, made = [], fleet._made
-    fleet._made = lambda choice: (time.sleep(2.0), made(choice))[1]  # as if it were large
+    fleet.pool.members["a"] = dataclasses.replace(fleet.pool.members["a"], params=broken)
+    ends, made = [], fleet.pool.make
+    fleet.pool.make = lambda choice: (time.sleep(2.0), made(choice))[1]  # as if it were large
     with pytest.warns(UserWarning, match="'a' is served no more: its answers end in errors"):
         for i in range(30):
             add(fleet, model.tokenizer.encode(f"y{i}").tolist(), NEW)
@@ -417,29 +419,29 @@ def test_a_model_whose_answers_are_no_numbers_is_left_alone(model):
     # Beside the two that are looked at, who came with them, and calls under way.
     assert 2 <= ends.count("error") < 10 and "length" not in ends[: ends.count("error")]
     assert {*ends} == {"error", "length"} and len(ends) == 30
-    assert controller.current.model == "b" and controller.failing == {"a"}
+    assert controller.current.model == "b" and controller.state.failing == {"a"}
 
 
 @pytest.mark.parametrize("lost", "ab")  # the first one that is evaluated, and the second
 def test_a_model_that_cannot_be_loaded_is_left_alone(model, lost):
     """As where there is less room on the device than was thought."""
     fleet, controller = fleet_of(model, "ab", prompts=2, interval=8)
-    made = fleet._made
+    made = fleet.pool.make
 
     def fails(choice):
         if choice.model in (lost, "m"):
             raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return made(choice)
 
-    fleet._made = fails
+    fleet.pool.make = fails
     with pytest.warns(UserWarning, match=f"'{lost}' is served no more: it cannot be loaded"):
         for i in range(20):
             add(fleet, model.tokenizer.encode(f"w{i}").tolist(), NEW)
         ends = [o.finish for o in fleet.run() if o.finish]
-    assert ends == ["length"] * 20 and controller.failing == {lost}
+    assert ends == ["length"] * 20 and controller.state.failing == {lost}
     assert {change.choice.model for change in fleet.changes} == {"a", "b"} - {lost}
     fleet, _ = fleet_of(model)
-    fleet._made = fails
+    fleet.pool.make = fails
     add(fleet, [1, 2], NEW)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):  # there is no other
         fleet.run()

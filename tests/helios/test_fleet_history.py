@@ -21,8 +21,8 @@ from eejax.common.progress import LOG
 from eejax.data.tokenizers import ByteTokenizer
 from eejax.helios import measurements
 from eejax.helios.choices import ControllerOptions, ModelDepth
-from eejax.helios.fleet import FleetMember
 from eejax.helios.objectives import ServiceObjective
+from eejax.helios.pool import FleetMember
 from eejax.helios.quality import BenchmarkScore, QualitySource
 from eejax.helios.repository import MeasurementConditions, Repository, StoredEvaluation, rebuild
 from eejax.serving import fleets
@@ -105,7 +105,7 @@ def test_a_restart_measures_nothing_again(tmp_path, calls, caplog):
     # time that was measured here decides: programs are compiled while requests wait, and a limit on
     # that would be missed on a busy machine.
     repository, seconds = fleet.controller.repository, {"small": 1e-3, "large": 3e-3}
-    for name, found in fleet.controller.profiles.items():
+    for name, found in fleet.controller.state.rules.profiles.items():
         times = dict(prefill=(1e-3,) * 2, load=(0.0,) * 2, rebuild=(0.0,) * 2, saved=1.0)
         found = dataclasses.replace(found, seconds=(seconds[name],) * 2, **times)
         repository.keep(name, found, 0.0)
@@ -120,7 +120,7 @@ def test_a_restart_measures_nothing_again(tmp_path, calls, caplog):
         assert not calls
         found = serves(fleet).model
         if model is None:
-            perplexity = lambda m, c=fleet.controller: c.profiles[m].perplexity_at(1.0)
+            perplexity = lambda m, c=fleet.controller: c.state.rules.profiles[m].perplexity_at(1.0)
             model = min(members, key=perplexity)
         assert found == model
         fleet.controller.repository.close()

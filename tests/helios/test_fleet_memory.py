@@ -9,11 +9,13 @@ from fleet_of_one import NEW, OPTIONS, evaluated, fleet_of
 
 from eejax.checkpoint.model import load_run
 from eejax.common.trees import nbytes
+from eejax.helios import decisions
 from eejax.helios.choices import ModelDepth
 from eejax.helios.verifier import AnswerVerifier
 from eejax.inference import deepening, partial
 from eejax.inference.engine import EarlyExitEngine
 from eejax.inference.partial import PartialModel
+from experiments.helios_runs import is_settled
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def lowest(model, names="m", **own):
     fleet, controller = fleet_of(model, names, prompts=2, interval=1000, made=made, **own)
     evaluated(fleet, model)
     serves = controller.current.model
-    controller._want("serve", ModelDepth(serves, 1), "for the test")
+    controller.apply(decisions.want, "serve", ModelDepth(serves, 1), "for the test")
     while controller.current != controller.wanted:
         fleet.step()
     numbers = [add(fleet, model.tokenizer.encode(f"c{i}").tolist(), NEW) for i in range(5)]
@@ -70,16 +72,16 @@ def test_a_model_there_is_no_room_to_grow_stays_as_it_is(model, monkeypatch, nam
     monkeypatch.setattr(partial, name, lambda *args: (tried.append(1), broken(*args)))
     part = fleet.parts["m"]
     with pytest.warns(UserWarning, match="'m' stays at 1 exits, as 3 cannot be loaded: RESOURCE"):
-        controller._want("grow", ModelDepth("m", 3), "for the test")
+        controller.apply(decisions.want, "grow", ModelDepth("m", 3), "for the test")
         while not tried:
             fleet.step()
     assert (part.depth, part.target_segments, part.engine.slots) == (1, 1, 3)
     for _ in range(3):
         fleet.step()
-        controller._want("grow", ModelDepth("m", 3), "for the test")
+        controller.apply(decisions.want, "grow", ModelDepth("m", 3), "for the test")
     fleet.run()
     assert controller.wanted == controller.current == ModelDepth("m", 1) and len(tried) == 1
-    assert [change.kind for change in fleet.changes][-1] == "stay" and not fleet._growing
+    assert [change.kind for change in fleet.changes][-1] == "stay" and not fleet.pool._growing
     number = add(fleet, [65], NEW)
     assert counted(fleet.run()) == {number: NEW} and number not in numbers
 
@@ -87,11 +89,11 @@ def test_a_model_there_is_no_room_to_grow_stays_as_it_is(model, monkeypatch, nam
 def test_another_model_serves_in_place_of_one_that_cannot_grow(model, monkeypatch):
     fleet, controller, serves, numbers = lowest(model, "ab")
     monkeypatch.setattr(partial, "more_weights", fails)
-    controller._want("grow", ModelDepth(serves, 3), "for the test")
+    controller.apply(decisions.want, "grow", ModelDepth(serves, 3), "for the test")
     with pytest.warns(UserWarning, match=f"'{serves}' is served no more: it cannot grow"):
         outputs = fleet.run()
     assert {o.request_id for o in outputs if o.finish == "length"} == {*numbers}
-    assert controller.failing == {serves} and controller.current.model != serves
+    assert controller.state.failing == {serves} and controller.current.model != serves
 
 
 def test_an_audit_there_is_no_room_for_is_left_out(model, monkeypatch):
@@ -103,7 +105,7 @@ def test_an_audit_there_is_no_room_for_is_left_out(model, monkeypatch):
         numbers = [add(fleet, [65 + i], NEW) for i in range(4)]
         outputs = fleet.run()
     assert counted(outputs) == dict.fromkeys(numbers, NEW)
-    assert not fleet.audits and not any(fleet.audited.values())
+    assert not fleet.dispatcher.audits and not any(fleet.pool.audited.values())
     (row,) = controller.repository.history("m")
     assert row.telemetry.accuracy == pytest.approx(1.0)  # as the profile says
 
@@ -113,7 +115,7 @@ def test_what_is_called_off_before_it_is_there_runs_nobody_anew(model, monkeypat
     monkeypatch.setattr(PartialModel, "growth_ready", False)
     part = fleet.parts["m"]
     for choice in (ModelDepth("m", 3), ModelDepth("m", 2), ModelDepth("m", 1)):
-        controller._want("evaluate", choice, "for the test")
+        controller.apply(decisions.want, "evaluate", choice, "for the test")
         fleet.step()
         assert (part.depth, part.target_segments) == (1, choice.depth)
         assert part.engine.slots == part.slots[choice.depth - 1]
@@ -123,7 +125,7 @@ def test_what_is_called_off_before_it_is_there_runs_nobody_anew(model, monkeypat
     outputs = fleet.run()
     assert {o.request_id for o in outputs if o.finish == "length"} <= {*numbers} and not preempted
     kinds = [change.kind for change in fleet.changes]
-    assert kinds.count("stay") == 2 and "grow" not in kinds and fleet.settled
+    assert kinds.count("stay") == 2 and "grow" not in kinds and is_settled(fleet)
 
 
 def test_models_lie_on_the_host_once(model):
@@ -131,9 +133,9 @@ def test_models_lie_on_the_host_once(model):
     fleet, controller, *_ = lowest(model)
     fleet.run()
     part = fleet.parts["m"]
-    fleet._auditors["m"] = AnswerVerifier(part.host, part.config)
-    want = jax.tree.leaves(fleet.members["m"].params)
-    for host in (part.host, fleet._auditors["m"]._host, fleet._made(ModelDepth("m", 2)).host):
+    audits, other = AnswerVerifier(part.host, part.config), fleet.pool.make(ModelDepth("m", 2))
+    want = jax.tree.leaves(fleet.pool.members["m"].params)
+    for host in (part.host, audits._host, other.host):
         assert all(a is b for a, b in zip(jax.tree.leaves(host), want, strict=True))
 
 

@@ -7,6 +7,7 @@ import itertools
 import pytest
 from controlled import World, profile
 
+from eejax.helios import decisions
 from eejax.helios.objectives import ServiceObjective
 
 
@@ -40,9 +41,9 @@ def test_who_waited_for_something_else_says_nothing():
     c = world.controller
     for _ in range(40):
         world.prompt()
-        c.waited("m", world.time - c._begun + 0.5)  # came before what serves
+        c.waited("m", world.time - c.state.since + 0.5)  # came before what serves
         c.waited("other", 9.0)
-    c._evaluate("now")
+    c.apply(decisions.evaluate, "now")
     assert c.decisions[-2].expected.ttft_p99 == pytest.approx(0.04)
     for _ in range(6):
         c.waited("m", 9.0)  # of an evaluation

@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 from launchers import call
 
 from eejax.common.errors import ConfigError, DataError
-from eejax.helios import quality
+from eejax.helios import prospects, quality
 from eejax.helios.choices import ModelDepth
 from eejax.helios.disagreement_bound import AnswerAudit
-from eejax.helios.dispatch import Dispatcher, FleetRequest
+from eejax.helios.dispatch import Dispatcher
+from eejax.helios.interfaces import AnswerCosts, FleetRequest
 from eejax.helios.objectives import ServiceObjective
 from eejax.helios.quality import BenchmarkScore, JudgedAnswer, QualitySource
 from eejax.helios.repository import Repository
+from experiments.benchmark_scores import read_scores
 
 SHARES = (0.6, 0.2, 0.1, 0.1)
 STOPS = {"small": (2, 4, 6, 8), "large": (3, 6, 9, 12)}
@@ -65,11 +67,12 @@ def test_a_limit_on_quality_decides_how_deep_the_model_serves():
     for least in (0.6, 0.7, 0.76, 0.79):
         made = world("throughput", accuracy=least)
         serves = made.served[-1]
-        told = made.controller._expected_of(serves)[0]
+        told = prospects.expected_of(made.controller.state, serves)[0]
         depths.append(serves.depth)
         assert serves.model == "large" and told.accuracy >= least
         if serves.depth > 1:
-            less = made.controller._expected_of(ModelDepth("large", serves.depth - 1))[0]
+            less = ModelDepth("large", serves.depth - 1)
+            less = prospects.expected_of(made.controller.state, less)[0]
             assert less.accuracy < least
     assert depths == sorted(depths) and len({*depths}) > 2
 
@@ -115,10 +118,11 @@ def test_an_evaluation_corrects_quality_and_perplexity():
             told = dataclasses.replace(told, perplexity=after[name])
             c.answered(name, told, [0] * 60 + [1] * 20 + [2] * 10 + [3] * 10)
     assert c.wanted.model == "small"
-    assert c._expected_of(c.wanted)[0].perplexity == pytest.approx(1.47)
+    assert prospects.expected_of(c.state, c.wanted)[0].perplexity == pytest.approx(1.47)
     # The ceiling of what answers are compared with is not corrected, only what is below it.
     made = world("accuracy")
-    assert made.controller._expected_of(ModelDepth("large", 4))[0].accuracy == pytest.approx(0.8)
+    told = prospects.expected_of(made.controller.state, ModelDepth("large", 4))[0]
+    assert told.accuracy == pytest.approx(0.8)
 
 
 @given(
@@ -215,12 +219,11 @@ def test_a_benchmark_is_of_all_tokens_by_one_exit():
 def test_tokens_below_their_threshold_are_not_expected_to_be_sure():
     """A part of a model, whose last exit takes all that is left."""
     known = profile(n=3, sure=(0.9, 0.9, 1.0), unsure=(0.3, 0.6, 1.0))
-    made = types.SimpleNamespace(
-        parts={"m": types.SimpleNamespace(depth=2)}, _profiles={"m": known}, _clock=lambda: 2.0
-    )
+    pool = types.SimpleNamespace(parts={"m": types.SimpleNamespace(depth=2)})
+    made = Dispatcher(None, pool, {"m": known}, share=0.0, seed=0, clock=lambda: 2.0)
     job = FleetRequest(order=(0, 0), came=0.0, model="m", began=0.5, first=1.0)
     job.exits, job.below = [0, 1, 1, 1], [False, False, True, True]
-    told = Dispatcher._measured(made, job, beside=0)
+    told = made._telemetry(job, AnswerCosts(beside=0))
     assert told.accuracy == pytest.approx((0.9 + 0.9 + 0.6 + 0.6) / 4)
 
 
@@ -330,7 +333,7 @@ def test_results_that_are_none(tmp_path, text, said):
     file = tmp_path / "results.json"
     file.write_text(text)
     with pytest.raises(DataError, match=f"results.json: {said}"):
-        quality.read_scores(file, "small")
+        read_scores(file, "small")
 
 
 @settings(max_examples=200, deadline=None)
@@ -348,7 +351,7 @@ def test_scores_that_are_read_can_be_kept_and_used(tmp_path_factory, task, metri
     for content in ({"results": tasks}, {"rows": rows, "layers": 2}):
         file.write_text(json.dumps(content))
         try:
-            found = quality.read_scores(file, "small")
+            found = read_scores(file, "small")
         except DataError as error:
             assert str(error).startswith(f"{file}: ")
             continue

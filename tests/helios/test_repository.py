@@ -278,7 +278,7 @@ def used(repository: Repository) -> None:
     repository.profile("m", SERVING)
     row, _ = repository.evaluated("m")
     if found is not None and row is not None:
-        Expectations({"m": found}, 8.0).learn(row)
+        Expectations(8.0).learn(found, row)
     repository.benchmark("m")
     for model in repository.models():
         shown(repository)

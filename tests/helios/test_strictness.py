@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from controlled import World, profile
+from controlled import World, profile, set_state
 
 from eejax.helios.choices import ModelDepth, stricter
 from eejax.helios.disagreement_bound import AnswerAudit, DisagreementBound
@@ -16,7 +16,7 @@ def looked_at(n: int, wrong: float) -> DisagreementBound:
     """An audit of n answers, each with this share of tokens that the whole model does not write."""
     audit = DisagreementBound()
     for _ in range(n):
-        audit.add(AnswerAudit(np.arange(100) >= 100 * wrong, np.zeros(100)))
+        audit = audit.with_answer(AnswerAudit(np.arange(100) >= 100 * wrong, np.zeros(100)))
     return audit
 
 
@@ -26,10 +26,9 @@ CERTAIN, FAULTLESS = looked_at(40, 0.5), looked_at(60, 0.0)
 def begun(profiles, shares, goal, **options) -> World:
     """A server in which the whole small model serves; shares: of the tokens of every model."""
     world = World(profiles, dict.fromkeys(profiles, shares), goal, **options)
-    c = world.controller
-    c.serving, c._plan = "small", []
-    c.wanted = c.current = ModelDepth("small", 3)
-    c._expected.shares.update(dict.fromkeys(profiles, shares))
+    whole, shares = ModelDepth("small", 3), dict.fromkeys(profiles, shares)
+    own = dict(serving="small", plan=(), wanted=whole, current=whole, shares=shares)
+    set_state(world.controller, **own)
     return world
 
 
@@ -77,15 +76,15 @@ def test_audits_of_a_whole_model_without_exits_change_nothing():
     for _ in range(6):
         world.prompt()
     c = world.controller
-    c.wanted = c.current = ModelDepth("m", 3)
-    c.off, kinds = {"m"}, world.kinds
+    whole, kinds = ModelDepth("m", 3), world.kinds
+    set_state(c, wanted=whole, current=whole, without_exits=frozenset("m"))
     for _ in range(3):
         c.audited("m", CERTAIN)
-    assert world.kinds == kinds and c.strictness["m"] == Strictness()
-    c.off = set()
+    assert world.kinds == kinds and c.state.strictness["m"] == Strictness()
+    set_state(c, without_exits=frozenset())
     c.audited("m", CERTAIN)
     assert world.kinds == [*kinds, "tighten"]
-    assert c.strictness["m"] == Strictness(level=1, failed=1, rest=2)
+    assert c.state.strictness["m"] == Strictness(level=1, failed=1, rest=2)
 
 
 def test_audits_that_no_tightening_can_help_bring_a_better_model():
@@ -100,13 +99,13 @@ def test_audits_that_no_tightening_can_help_bring_a_better_model():
     c = begun(profiles, shares, goal).controller
     c.audited("small", CERTAIN)
     assert c.decisions[-1].kind == "evaluate" and c.decisions[-1].choice.model == "small"
-    assert [seen.model for seen in c._plan] == ["small", "large"]  # which tells of both
-    assert c.strictness["small"].level == 0
+    assert [seen.model for seen in c.state.plan] == ["small", "large"]  # which tells of both
+    assert c.state.strictness["small"].level == 0
     # Of none that is better, surer tokens are nearer to the limit at least.
     del profiles["large"]
     c = begun(profiles, shares, goal).controller
     c.audited("small", CERTAIN)
-    assert c.decisions[-1].kind == "tighten" and c.strictness["small"].level == 1
+    assert c.decisions[-1].kind == "tighten" and c.state.strictness["small"].level == 1
 
 
 def test_better_models_are_evaluated_once_between_two_assessments():
@@ -124,16 +123,16 @@ def test_better_models_are_evaluated_once_between_two_assessments():
         while c.evaluating:
             world.prompt()
         c.loaded(c.wanted)
-        assert c.current == ModelDepth("small", 3) and not c.off
+        assert c.current == ModelDepth("small", 3) and not c.state.without_exits
 
     for _ in range(2):
         c.audited("small", CERTAIN)
         assert world.kinds[-1] == "evaluate"
-        assert [seen.model for seen in c._plan] == ["small", "near"]
+        assert [seen.model for seen in c.state.plan] == ["small", "near"]
         evaluated()  # which keeps it
-        level = c.strictness["small"].level
+        level = c.state.strictness["small"].level
         c.audited("small", CERTAIN)
-        assert world.kinds[-1] == "tighten" and c.strictness["small"].level == level + 1
+        assert world.kinds[-1] == "tighten" and c.state.strictness["small"].level == level + 1
         while not c.evaluating:  # up to the next assessment
             world.prompt()
         evaluated()
@@ -155,11 +154,11 @@ def test_what_was_too_strict_is_taken_back_step_by_step_and_ever_more_rarely():
     reassessed()
     c.loaded(c.wanted)
     c.audited("m", CERTAIN)
-    assert c.strictness["m"].least == 2
+    assert c.state.strictness["m"].least == 2
     turns = []
     for _ in range(4):
         n = 0
-        while c.strictness["m"].least == 2:
+        while c.state.strictness["m"].least == 2:
             reassessed()
             n += 1
         turns.append(n)
@@ -168,6 +167,7 @@ def test_what_was_too_strict_is_taken_back_step_by_step_and_ever_more_rarely():
         assert world.kinds[-1] == "tighten"
     assert turns == [2, 4, 8, 16]
     c.loaded(c.wanted)
-    c.strictness["m"] = Strictness(least=2, level=1)
+    set_state(c, strictness={"m": Strictness(least=2, level=1)})
     reassessed()
-    assert (c.strictness["m"].level, c.strictness["m"].least) == (0, 2)  # the last step first
+    found = c.state.strictness["m"]
+    assert (found.level, found.least) == (0, 2)  # the last step first

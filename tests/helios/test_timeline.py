@@ -16,7 +16,7 @@ from eejax.helios.report import FleetReport
 from eejax.helios.timeline import WINDOW, AnswerTimeline, TimelinePoint, marks
 from eejax.serving.history import LoadHistory
 from experiments.helios_simulation import policies
-from experiments.helios_simulation.simulator import SimulationSetting, _Server
+from experiments.helios_simulation.simulator import SimulatedServer, SimulationSetting
 
 
 def point(i: int, **changes) -> TimelinePoint:
@@ -52,9 +52,9 @@ def test_a_fleet_keeps_every_prompt_and_what_was_decided_between():
     t = drawn()
     paces = {"small": pace(1.0, slots=2), "large": pace(1.3, slots=2)}
     make = policies.helios(PROFILES, THROUGHPUT, options())
-    server = _Server(t, PROFILES, paces, make, SimulationSetting(slots=2, steps=2))
+    server = SimulatedServer(t, PROFILES, paces, make, SimulationSetting(slots=2, steps=2))
     got = server.run()
-    found = server.performance.curves()
+    found = server.dispatcher.performance.curves()
     assert found["prompt"] == [*range(1, len(t) + 1)]
     assert sorted(found["ttft"]) == pytest.approx(sorted(got.first - got.arrived))
     assert sorted(found["model"]) == sorted(got.models)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 
 import pytest
-from controlled import World, profile
+from controlled import World, profile, set_state
 
+from eejax.helios import decisions, prospects
 from eejax.helios.choices import STRICTEST, ModelDepth
 from eejax.helios.objectives import ServiceObjective
 
@@ -23,7 +24,7 @@ def test_nobody_is_given_to_a_model_that_fails():
     assert c.current is None and c.wanted == ModelDepth("b", 4)
     for _ in range(6):
         world.prompt()
-    assert world.served[-1] == ModelDepth("b", 1) and "a" not in c._candidates()
+    assert world.served[-1] == ModelDepth("b", 1) and "a" not in prospects.candidates(c.state)[1]
     for _ in range(5):
         assert not c.evaluating
         c.failed("b")  # which served well before
@@ -45,7 +46,7 @@ def test_a_limit_holds_for_who_serves_until_another_one_is_there():
     for _ in range(12):
         world.prompt()
     assert c.current == ModelDepth("a", 4) and c.level("a") == STRICTEST
-    c._want("switch", ModelDepth("b", 4), "for the test")
+    c.apply(decisions.want, "switch", ModelDepth("b", 4), "for the test")
     assert c.level("a") == STRICTEST and c.level("b") == STRICTEST
     c.loaded(c.wanted)
     assert c.level("a") == 0 and c.level("b") == STRICTEST
@@ -57,15 +58,15 @@ def test_between_two_evaluations_who_served_goes_on():
     profiles = {"a": profile(1.0), "b": profile(0.85), "c": profile(0.85)}
     world = World(profiles, shares, candidates=3, interval=20)
     c = world.controller
-    while c.serving is None:
+    while c.state.serving is None:
         world.prompt()
-    c.serving = "a"
-    c._want("serve", ModelDepth("a", 1), "for the test")
+    set_state(c, serving="a")
+    c.apply(decisions.want, "serve", ModelDepth("a", 1), "for the test")
     c.loaded(c.wanted)
-    for model in "bc":  # as if they were evaluated long ago
-        c._age[model] = 20
-    c._evaluate("for the test")
-    assert [seen.choice for seen in c._plan] == [
+    # As if they were evaluated long ago.
+    set_state(c, ages=c.state.ages | dict.fromkeys("bc", 20))
+    c.apply(decisions.evaluate, "for the test")
+    assert [seen.choice for seen in c.state.plan] == [
         ModelDepth("a", 1),
         ModelDepth("b", 4),
         ModelDepth("c", 4),
@@ -81,8 +82,8 @@ def test_between_two_evaluations_who_served_goes_on():
         assert c.choose() == (ModelDepth("b", 4), True)
         c.answered("b", profiles["b"].serving(shares["b"], 4), [0] * 10)
     assert c.wanted == ModelDepth("c", 4) and c.choose() == (ModelDepth("a", 1), False)
-    c._plan = []
-    c._want("switch", ModelDepth("c", 1), "for the test")
+    set_state(c, plan=())
+    c.apply(decisions.want, "switch", ModelDepth("c", 1), "for the test")
     for _ in range(30):
         assert not c.choose().evaluated
     c.loaded(c.wanted)

@@ -64,7 +64,7 @@ def test_nothing_is_compiled_once_it_is_ready(compiled, caplog, monkeypatch):
         for number, tokens, _ in made.step():
             found[number] += len(tokens)
         if any(d.kind in ("serve", "switch") for d in decisions[known:]):
-            made.controller.objective = next(objectives)
+            made.controller.change_rules(objective=next(objectives))
         known = len(decisions)
     assert found == wanted
     served = [d.choice for d in decisions if d.kind in ("serve", "switch")]

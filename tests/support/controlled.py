@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
+from eejax.helios import prospects
 from eejax.helios.choices import ControllerOptions, ModelDepth, ModelProfile
 from eejax.helios.controller import Controller
 from eejax.helios.objectives import ServiceObjective, Telemetry
@@ -31,6 +36,30 @@ def telemetry(**changes) -> Telemetry:
         throughput=100.0, ttft=0.1, ttft_p99=0.1, tpot=0.01, accuracy=1.0, memory=100.0, energy=1.0
     )
     return Telemetry(**(own | changes))
+
+
+def controller_with(**functions: Callable) -> type[Controller]:
+    """A controller that compares choices by other functions than those of `prospects`."""
+    replaced = lambda: mock.patch.multiple(prospects, **functions)
+
+    class Replaced(Controller):
+        def __init__(self, *args: Any, **named: Any):
+            with replaced():
+                super().__init__(*args, **named)
+
+        def apply(self, event, *details):
+            with replaced():
+                return super().apply(event, *details)
+
+    return Replaced
+
+
+def set_state(controller: Controller, **fields: Any) -> None:
+    """Goes on in another state; shares: by model, those that are expected of it from now on."""
+    expected = controller.state.expected
+    for model, shares in fields.pop("shares", {}).items():
+        expected = expected.with_shares(model, shares)
+    controller.state = dataclasses.replace(controller.state, expected=expected, **fields)
 
 
 class World:

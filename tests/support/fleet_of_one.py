@@ -10,8 +10,9 @@ from adding import add
 
 from eejax.helios.choices import ControllerOptions, ModelProfile
 from eejax.helios.controller import Controller
-from eejax.helios.fleet import Fleet, FleetMember
+from eejax.helios.fleet import Fleet
 from eejax.helios.objectives import ServiceObjective
+from eejax.helios.pool import FleetMember
 from eejax.helios.repository import Repository
 from eejax.inference import capacity
 from eejax.inference.options import EngineOptions

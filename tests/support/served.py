@@ -13,12 +13,12 @@ import time
 import jax
 import numpy as np
 import uvicorn
+from controlled import controller_with
 
 from eejax.common.progress import LOG
 from eejax.data.tokenizers import ByteTokenizer, Tokenizer
 from eejax.helios.choices import ControllerOptions
-from eejax.helios.controller import Controller
-from eejax.helios.fleet import FleetMember
+from eejax.helios.pool import FleetMember
 from eejax.inference.options import EngineOptions
 from eejax.inference.scripted import ScriptedEngine
 from eejax.models import params
@@ -86,14 +86,8 @@ FLEET = {
 }
 
 
-class Restless(Controller):
-    """Assesses all models again and again, whether or not that could change anything."""
-
-    def _settled(self) -> bool:
-        return False
-
-    def _may_be_better(self, model: str) -> bool:
-        return True
+# Assesses all models again and again, whether or not that could change anything.
+Restless = controller_with(is_settled=lambda state: False, may_be_better=lambda state, model: True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +104,7 @@ class TinyFleet:
         keys = (0, 0) if self.alike else (0, 1)
         # Most of what random models say is surer than this, and not by far.
         rules = dict(threshold=0.0, prefill_exit=True) if self.alike else dict(threshold=0.2)
-        options = EngineOptions(cap=4, buckets=(4,), drafts=0, chunk=16, logits_params=True)
+        options = EngineOptions(cap=4, buckets=(4,), chunk=16, logits_params=True)
         return {
             name: FleetMember(weights(config, key), config, rules, options)
             for (name, config), key in zip(configs.items(), keys, strict=True)

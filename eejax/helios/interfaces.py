@@ -1,0 +1,147 @@
+"""Interfaces between the parts of a fleet: its controller, its dispatcher and its pool."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from eejax.helios.choices import Assignment, ControllerOptions, Decision, ModelDepth
+from eejax.helios.disagreement_bound import AnswerAudit, DisagreementBound
+from eejax.helios.objectives import ServiceObjective, Telemetry
+
+
+class ModelPolicy(Protocol):
+    """The deciding part: a `Controller`, or an object with its interface."""
+
+    current: ModelDepth | None
+    wanted: ModelDepth | None
+    decisions: list[Decision]
+    options: ControllerOptions
+    objective: ServiceObjective | None
+
+    def holds(self, depths: Mapping[str, int], num_cached_tokens: int) -> None: ...
+    def choose(self) -> Assignment: ...
+    def best(self, weights: Mapping[str, float]) -> str | None: ...
+    def loaded(self, choice: ModelDepth) -> None: ...
+    def limit_depth(self, choice: ModelDepth) -> None: ...
+    def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None: ...
+    def waited(self, model: str, seconds: float) -> None: ...
+    def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None: ...
+    def dropped(self, model: str, failed: bool = False) -> None: ...
+    def failed(self, model: str) -> None: ...
+    def gives_up(self, model: str, why: str) -> bool: ...
+    def audited(self, model: str, audit: DisagreementBound) -> None: ...
+    def level(self, model: str, evaluated: bool = False) -> int: ...
+
+
+class LoadedModel(Protocol):
+    """A model with `depth` loaded segments, of which there will be `target_segments`.
+
+    room: a slot is free for another request.
+    """
+
+    depth: int
+    target_segments: int
+    idle: bool
+    room: bool
+
+
+class PendingModel(Protocol):
+    """A model that is being loaded."""
+
+    choice: ModelDepth
+
+    def done(self) -> bool: ...
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class FleetRequest:
+    """A request of a fleet.
+
+    Attributes:
+      order: order in which requests are assigned to models.
+      came: time of arrival.
+      objective: its own objective, if any.
+      model: the model that has it.
+      began, first: times at which that model got it and emitted its first token of it.
+      heard: time of the first token of all.
+      evaluated: it is part of an evaluation.
+      moved: another model had it before.
+      cancelled: it is to end.
+      strictness: number of exits that it may take, 0 where that changed, and the level of its
+        thresholds.
+      exits: exits by which its tokens left.
+      below: for each token, whether it left below its threshold.
+    """
+
+    order: tuple[int, int]
+    came: float
+    objective: str | None = None
+    model: str = ""
+    began: float = 0.0
+    first: float | None = None
+    heard: float | None = None
+    evaluated: bool = False
+    moved: bool = False
+    cancelled: bool = False
+    strictness: tuple[int, int] = (0, 0)
+    telemetry: Telemetry | None = None
+    exits: list[int] = dataclasses.field(default_factory=list)
+    below: list[bool] = dataclasses.field(default_factory=list)
+
+
+class AnswerCosts(NamedTuple):
+    """Measurements of an answer by a pool.
+
+    Attributes:
+      beside: requests that its model runs beside it.
+      agreement: with the whole model; None, as energy, where the profile has to tell it.
+      energy: joules per token.
+    """
+
+    beside: int
+    agreement: float | None = None
+    energy: float | None = None
+
+
+class ModelPool(Protocol):
+    """The models on the device, and the requests that run in them.
+
+    Attributes:
+      parts: loaded models by name.
+      num_cached_tokens: tokens of the requests in slots, prompts included.
+    """
+
+    parts: Mapping[str, LoadedModel]
+    num_cached_tokens: int
+
+    def load(self, choice: ModelDepth) -> PendingModel:
+        """Start to load a model."""
+
+    def add(self, loading: PendingModel) -> None:
+        """Wait for a model that is being loaded, and add it to `parts`."""
+
+    def grow(self, choice: ModelDepth) -> str:
+        """Start to load more segments of a model; return why that failed, "" where it did not."""
+
+    def cancel_growth(self, model: str) -> None:
+        """Cancel the growth of a model."""
+
+    def shrink(self, choice: ModelDepth) -> None:
+        """Free segments of a model."""
+
+    def free(self, model: str) -> None:
+        """Remove a model from `parts`, and the requests that it had."""
+
+    def audit_bytes(self, depths: Mapping[str, int]) -> float:
+        """Return the most bytes that an audit of any of these models takes beside them."""
+
+    def start(self, job: Any) -> None:
+        """Start a request in the model that has it now."""
+
+    def costs(self, job: Any) -> AnswerCosts:
+        """Return what was measured of an answer that just finished."""
+
+    def judge(self, job: Any) -> AnswerAudit:
+        """Judge an answer again, by the reference or the whole of the model that gave it."""
