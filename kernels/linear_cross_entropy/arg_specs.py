@@ -7,7 +7,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from eejax.kernels.linear_cross_entropy import api
+from eejax.kernels.linear_cross_entropy.api import linear_cross_entropy
+from eejax.kernels.linear_cross_entropy.chunks import IGNORE, Gradients, Sums
 from eejax.kernels.linear_cross_entropy.reference import LossOptions
 from eejax.kernels.specs import Spec, normal
 
@@ -40,22 +41,24 @@ def draw(key, n: int, d: int, v: int, padding: int, bias: bool, dtype: str) -> t
         make(3, (n, d)),
         make(4, (v, d), std=3 * d**-0.5),
         make(5, (v,)) if bias else None,
-        jnp.where(ignored & (jnp.arange(n) > 0), api.IGNORE, labels),
+        jnp.where(ignored & (jnp.arange(n) > 0), IGNORE, labels),
         weights,
     )
 
 
 def value_and_gradients(
     h, table, bias, labels, weights, *, options: LossOptions, implementation: str | None = None
-) -> tuple[api.Sums, api.Gradients, api.Sums]:
-    """The sums, their gradients, and the sums as they are where no gradients are asked for."""
+) -> tuple[Sums, Gradients, Sums]:
+    """Return the sums, their gradients in the arguments' dtypes, and the sums computed alone."""
     run = partial(
-        api.linear_cross_entropy, labels=labels, options=options, implementation=implementation
+        linear_cross_entropy,
+        *(h, table, bias, labels, weights),
+        options=options,
+        implementation=implementation,
     )
-    both = lambda h, table, bias, weights: run(h, table, bias, weights=weights)
-    sums, pull = jax.vjp(both, h, table, bias, weights)
-    one = jnp.ones_like(sums.cost)
-    return sums, api.Gradients(*pull(api.Sums(one, one))), both(h, table, bias, weights)
+    sums, d = run(into=jnp.zeros_like(table, jnp.float32))
+    of = Gradients(h, table, bias, weights)
+    return sums, jax.tree.map(lambda g, a: g.astype(a.dtype), d, of), run()[0]
 
 
 def _name(dtype, n, d, v, padding, options, bias) -> str:

@@ -7,8 +7,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from eejax.kernels.linear_cross_entropy import api
 from eejax.kernels.linear_cross_entropy.arg_specs import draw, value_and_gradients
+from eejax.kernels.linear_cross_entropy.chunks import IGNORE
 from eejax.kernels.linear_cross_entropy.reference import LossOptions
 from eejax.kernels.specs import BenchCase, Spec
 
@@ -24,7 +24,7 @@ def whole_logits(h, table, bias, labels, weights):
     def cost(h, table, weights):
         y = jnp.einsum("nd,vd->nv", h, table, preferred_element_type=jnp.float32)
         picked = jnp.take_along_axis(y, jnp.maximum(labels, 0)[:, None], 1)[:, 0]
-        counted = labels != api.IGNORE
+        counted = labels != IGNORE
         return jnp.sum(jnp.where(counted, weights * (jax.nn.logsumexp(y, -1) - picked), 0.0))
 
     return jax.value_and_grad(cost, (0, 1, 2))(h, table, weights)

@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 from kernel_checks import ROUNDING, names, wide
 
 from eejax.common.errors import ConfigError
+from eejax.kernels import call
 from eejax.kernels.linear_cross_entropy import api
-from eejax.kernels.linear_cross_entropy.api import linear_cross_entropy, sums_and_gradients
+from eejax.kernels.linear_cross_entropy.api import linear_cross_entropy
 from eejax.kernels.linear_cross_entropy.arg_specs import EVERYTHING, SPECS, draw
 from eejax.kernels.linear_cross_entropy.arg_specs import value_and_gradients as through
 from eejax.kernels.linear_cross_entropy.reference import LossOptions
@@ -100,6 +101,26 @@ def arguments(n=20, d=72, v=300, padding=4, bias=True, dtype="float32", **option
     return args, LossOptions(v - padding, **options)
 
 
+def sums_and_gradients(h, table, *args, **kwargs):
+    into = jnp.zeros(table.shape, jnp.float32)
+    return linear_cross_entropy(h, table, *args, into=into, **kwargs)
+
+
+def loss(options: LossOptions, h, table, bias, labels, weights, axis=None):
+    """(cost, -log p) by the differentiable loss, which takes the op for a chunk."""
+    head = Head(table, bias, HeadOptions(options.vocab_size, options.softcap, options.temperature))
+    total, sums = cross_entropy.exits_cross_entropy(
+        (h,),
+        (head,),
+        labels,
+        jnp.ones((1,)),
+        weights=(weights,),
+        objectives=(LossObjective(options.z_loss, options.confidence_weighted),),
+        axis=axis,
+    )
+    return total, sums[0]
+
+
 def gradients_of(cost, args):
     """Of cost(h, table, bias, labels, weights), in all but the labels."""
     return jax.jit(jax.grad(cost, tuple(i for i in (0, 1, 2, 4) if args[i] is not None)))(*args)
@@ -122,9 +143,11 @@ def test_beside_autodiff_of_the_logits(options, interpreted, chunks_of_eight):
 
     want = gradients_of(by_hand, args)
     for which in ("reference", "interpreter"):
-        run = partial(linear_cross_entropy, options=options, implementation=which)
-        got = gradients_of(lambda *a, run=run: run(*a).cost, args)
-        assert_near(got, want, [1e-5] * 4)
+        run = partial(sums_and_gradients, options=options, implementation=which)
+        assert_near(jax.jit(run)(*args)[1], want, [1e-5] * 4)
+    with call.implementation("interpreter"):
+        got = gradients_of(lambda *a: loss(options, *a)[0], args)
+    assert_near(got, want, [1e-5] * 4)
 
 
 @pytest.mark.parametrize(
@@ -148,33 +171,20 @@ def test_it_is_the_loss_that_the_library_has(dtype, options, objective, interpre
         confidence_weighted=objective.confidence_weighted,
     )
     args = (args[0], args[1].astype(jnp.float32), *args[2:])
-    coefficient = jnp.float32(0.3)
-
-    def theirs(h, table, bias, labels, weights):
-        return cross_entropy.exits_cross_entropy(
-            (h,),
-            (Head(table, bias, options),),
-            labels,
-            coefficient[None],
-            weights=(weights,),
-            objectives=(objective,),
-        )
-
-    def ours(which, *args):
-        return linear_cross_entropy(*args, options=mine, implementation=which)
-
-    total, sums = jax.jit(theirs)(*args)
-    want = gradients_of(lambda *a: theirs(*a)[0], args)
+    total, sums = jax.jit(partial(loss, mine))(*args)
+    want = gradients_of(lambda *a: loss(mine, *a)[0], args)
     bound = 2 * ROUNDING[dtype]
     for which in ("reference", "interpreter"):
-        got = jax.jit(partial(ours, which))(*args)
-        assert_near((got.cost * coefficient, got.nll), (total, sums[0]), (FP32, FP32))
-        cost = lambda *a, which=which: ours(which, *a).cost * coefficient
-        assert_near(gradients_of(cost, args), want, (bound, bound, bound, 1e-5))
+        run = partial(sums_and_gradients, options=mine, implementation=which, scale=0.3)
+        got, d = jax.jit(run)(*args)
+        assert_near(got, (total, sums), (FP32, FP32))
+        scaled = (*(None if g is None else g.astype(jnp.float32) * 0.3 for g in want[:3]), want[3])
+        assert_near([g.astype(jnp.float32) for g in d], scaled, (bound, bound, bound, 1e-5))
     if objective == LossObjective():
         h, table, bias, labels, _ = args
         alone = cross_entropy.linear_cross_entropy(h, Head(table, bias, options), labels)
-        assert_near((ours("reference", h, table, bias, labels).cost,), (alone,), (FP32,))
+        got, _ = linear_cross_entropy(h, table, bias, labels, options=mine)
+        assert_near((got.cost,), (alone,), (FP32,))
 
 
 def test_what_is_added_scaled_and_skipped(interpreted, chunks_of_eight):
@@ -185,11 +195,12 @@ def test_what_is_added_scaled_and_skipped(interpreted, chunks_of_eight):
     both, want, _ = through(*args, options=options, implementation="interpreter")
     assert_near([*total, *d], [*both, *want], [0] * 6)
     into = jnp.arange(table.size, dtype=jnp.float32).reshape(table.shape) * 1e-3
-    scaled, more = run(h, table, bias, labels, weights, scale=0.5, into=into)
+    add = partial(linear_cross_entropy, options=options, implementation="interpreter", into=into)
+    scaled, more = add(h, table, bias, labels, weights, scale=0.5)
     assert_near(scaled, total, (0, 0))
     want = (0.5 * d.h, into + 0.5 * d.table, 0.5 * d.bias, d.weights)
     assert_near(more, want, [1e-6] * 4)
-    traced = jax.jit(lambda skip: run(h, table, bias, labels, weights, into=into, skip=skip))
+    traced = jax.jit(lambda skip: add(h, table, bias, labels, weights, skip=skip))
     total_again, again = traced(False)
     assert_near(total_again, total, (1e-6, 1e-6))
     assert_near(again, d._replace(table=d.table + into), [1e-6] * 4)
@@ -197,8 +208,8 @@ def test_what_is_added_scaled_and_skipped(interpreted, chunks_of_eight):
     assert not any(np.any(a) for a in (*none, kept.h, kept.bias, kept.weights))
     assert (kept.table == into).all()
     for skip in (False, True):
-        alone = partial(api.sums, options=options, implementation="interpreter")
-        sums = alone(*args, skip=jnp.bool(skip))
+        alone = partial(linear_cross_entropy, options=options, implementation="interpreter")
+        sums, _ = alone(*args, skip=jnp.bool(skip))
         assert_near(sums, none if skip else total, (1e-6, 1e-6))
 
 
@@ -254,7 +265,7 @@ def test_tokens_that_a_bias_rules_out_are_as_if_they_were_not(interpreted):
 def test_nan_states_stay(interpreted):
     (h, *rest), options = arguments()
     h = h.at[2, 5].set(jnp.nan)
-    got = linear_cross_entropy(h, *rest, options=options, implementation="interpreter")
+    got, _ = linear_cross_entropy(h, *rest, options=options, implementation="interpreter")
     assert np.isnan(got.cost)
 
 
@@ -311,12 +322,9 @@ def test_runs_are_equal_to_the_bit_and_under_vmap_and_scan(interpreted):
     near(jax.tree.map(lambda a: a[0], each), want)
     near(jax.tree.map(lambda a: a[1], each), one(h, tables[1], labels, weights))
     # The same through its derivative.
-    cost = lambda h, table: (
-        linear_cross_entropy(
-            h, table, None, labels, weights, options=options, implementation="interpreter"
-        ).cost
-    )
-    each = jax.jit(jax.vmap(jax.grad(cost, (0, 1)), (None, 0)))(h, tables)
+    cost = lambda h, table: loss(options, h, table, None, labels, weights)[0]
+    with call.implementation("interpreter"):
+        each = jax.jit(jax.vmap(jax.grad(cost, (0, 1)), (None, 0)))(h, tables)
     assert_near([a[0] for a in each], want[2:4], [1e-6] * 2)
 
 
@@ -329,15 +337,14 @@ def test_over_shards_of_vocabulary_and_tokens(which, data, interpreted, monkeypa
     by = P("data"), P("model"), P("model"), P("data"), P("data")
 
     def local(*args):
-        got = linear_cross_entropy(*args, options=options, axis="model", implementation=which)
-        return jax.tree.map(lambda a: jax.lax.psum(a, "data"), got)
+        return jax.lax.psum(loss(options, *args, axis="model"), "data")
 
     sharded = jax.shard_map(local, mesh=mesh, in_specs=by, out_specs=P())
     want, want_d = exact(options, *args)
-    assert_near(jax.jit(sharded)(*args), want, (FP32, FP32))
-    got = jax.jit(lambda *a: gradients_of(lambda *a: sharded(*a).cost, a))(*args)
+    with call.implementation(which):
+        assert_near(jax.jit(sharded)(*args), want, (FP32, FP32))
+        got = gradients_of(lambda *a: sharded(*a)[0], args)
     assert_near(got, want_d, (1e-5,) * 4)
-    # Evaluation and the library's own backward pass call it without its derivative.
     run = partial(sums_and_gradients, options=options, axis="model", implementation=which)
 
     def partly(*args):
@@ -366,7 +373,7 @@ def test_what_does_not_fit_is_named():
     with pytest.raises(ConfigError, match="options.vocab_size = 296: must be at most the table's"):
         run(h, table[:200], None, labels)
     with pytest.raises(ConfigError, match=r"into = .*: must be float32 of shape \(300, 72\)"):
-        sums_and_gradients(h, table, bias, labels, options=options, into=table.T)
+        run(h, table, bias, labels, into=table.T)
     with pytest.raises(ConfigError, match="implementation = 'cuda': must be one of 'reference'"):
         run(h, table, bias, labels, implementation="cuda")
     with pytest.raises(ConfigError, match=r"LossOptions.softcap = 0.0: must be positive or None"):
@@ -399,10 +406,15 @@ from eejax.kernels.linear_cross_entropy.reference import LossOptions
 n, d = 16384, 1024
 shape = jax.ShapeDtypeStruct
 for v in (32768, 131072):
-    cost = lambda h, table, labels, v=v: linear_cross_entropy(
-        h, table, None, labels, options=LossOptions(v), implementation="triton"
-    ).cost
-    run = jax.value_and_grad(cost, (0, 1))
+    run = lambda h, table, labels, v=v: linear_cross_entropy(
+        h,
+        table,
+        None,
+        labels,
+        options=LossOptions(v),
+        into=jnp.zeros(table.shape),
+        implementation="triton",
+    )
     args = shape((n, d), "bfloat16"), shape((v, d), "float32"), shape((n,), "int32")
     with call.compute_capability(90):
         lowered = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,20 +29,18 @@ def test_logits_keep_their_digits_whatever_the_cap(softcap, interpreted):
     )
     np.testing.assert_allclose(got.lse, lse, rtol=2e-6, atol=2e-6)
     labels = np.arange(5, dtype=np.int32)
-    cost = lambda x: (
-        linear_cross_entropy(
-            x,
-            jnp.asarray(table),
-            None,
-            jnp.asarray(labels),
-            options=LossOptions(90, softcap=softcap),
-            implementation="interpreter",
-        ).cost
+    sums, gradients = linear_cross_entropy(
+        jnp.asarray(x),
+        jnp.asarray(table),
+        None,
+        jnp.asarray(labels),
+        options=LossOptions(90, softcap=softcap),
+        into=jnp.zeros(table.shape),
+        implementation="interpreter",
     )
     want = (lse - y[np.arange(5), labels]).sum()
-    value, slope = jax.value_and_grad(cost)(jnp.asarray(x))
-    assert float(value) == pytest.approx(want, rel=3e-6)
+    assert float(sums.cost) == pytest.approx(want, rel=3e-6)
     g = np.exp(y - lse[:, None])
     g[np.arange(5), labels] -= 1
     want = (g * (1 - (y / softcap) ** 2)) @ table
-    np.testing.assert_allclose(slope, want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradients.h, want, rtol=1e-4, atol=1e-5)
