@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from eejax.common.errors import DataError, require
-from eejax.common.trees import Tree
+from eejax.common.trees import Tree, map_chunks
 from eejax.data import Tokenizer
 from eejax.gates import confidence, router
 from eejax.gates.confidence import GATES
@@ -134,16 +133,6 @@ class FrontierPoint:
         return self.nll / (math.log(2) * bytes_per_token)
 
 
-def in_chunks(f: Callable[[Tree], Tree], rows: Tree) -> Tree:
-    """f(rows), leaves of both [n, ...] and independent by row, of `CHUNK` rows at a time."""
-    n = len(jax.tree.leaves(rows)[0])
-    chunk = min(CHUNK, n)
-    pad = lambda a: jnp.pad(a, [(0, -n % chunk)] + [(0, 0)] * (a.ndim - 1))
-    cut = lambda a: pad(a).reshape(-1, chunk, *a.shape[1:])
-    join = lambda a: a.reshape(-1, *a.shape[2:])[:n]
-    return jax.tree.map(join, lax.map(f, jax.tree.map(cut, rows)))
-
-
 @partial(jax.jit, static_argnames="config")
 def _score(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
     """(tokens, nlls, confidences by gate), each [e, b * t]."""
@@ -191,7 +180,7 @@ def _score(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
     rows, one = [], by_statistics if call.by_kernels() else by_logits
     for e, (head, h) in enumerate(zip(heads, states, strict=True)):
         head = head._replace(table=head.table.astype(h.dtype))
-        tokens, nlls, gates = in_chunks(partial(one, head), (h.reshape(n, -1), labels))
+        tokens, nlls, gates = map_chunks(partial(one, head), (h.reshape(n, -1), labels), CHUNK)
         gates["saturation"] = confidence.saturation(boundaries[e], before[e]).reshape(-1)
         if any(exit_.router for exit_ in config.exits):
             says = router.of_exit(params, config, e)

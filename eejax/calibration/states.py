@@ -14,13 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from eejax.calibration import memory
-from eejax.calibration.frontier import in_chunks
+from eejax.calibration import frontier, memory
 from eejax.checkpoint.arrays import read_arrays, write_arrays
 from eejax.checkpoint.files import write_text
 from eejax.common import progress
 from eejax.common.errors import CheckpointError, DataError
-from eejax.common.trees import Tree
+from eejax.common.trees import Tree, map_chunks
 from eejax.gates.confidence import cosine
 from eejax.inference.sampling import argmax
 from eejax.losses.cross_entropy import IGNORE
@@ -206,7 +205,8 @@ def _pass(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
     normed = lambda x: layers.norm(params["final"]["norm"], x, config) if config.final_norm else x
     last = normed(reached[-1])
     cosines = [cosine(normed(x), last) for x in reached[:-1]]
-    outs = in_chunks(partial(_of_logits, params, config), (states, batch["labels"].reshape(-1)))
+    rows = states, batch["labels"].reshape(-1)
+    outs = map_chunks(partial(_of_logits, params, config), rows, frontier.CHUNK)
     return jnp.stack(reached[:-1]), jnp.stack(cosines), *(a.T for a in outs)
 
 

@@ -61,6 +61,28 @@ def join(a: Tree, b: Tree) -> Tree:
     return {**a, **b, **both}
 
 
+def map_chunks(f: Callable[[Tree], Tree], rows: Tree, size: int) -> Tree:
+    """Return f(rows), computed for `size` rows at a time.
+
+    Args:
+      f: a function whose results are independent by row.
+      rows: leaves [n, ...].
+      size: most rows that f is called with. The last ones are padded with zeros.
+
+    Returns:
+      Leaves [n, ...].
+    """
+    n = len(jax.tree.leaves(rows)[0])
+    chunk = min(size, n)
+
+    def cut(a: jax.Array) -> jax.Array:
+        padded = jnp.pad(a, [(0, -n % chunk)] + [(0, 0)] * (a.ndim - 1))
+        return padded.reshape(-1, chunk, *a.shape[1:])
+
+    chunks = jax.lax.map(f, jax.tree.map(cut, rows))
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:n], chunks)
+
+
 def path_name(path: tuple) -> str:
     """'layers/attn/q' for a key path of `jax.tree_util`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eejax.common.errors import require
-from eejax.common.trees import Tree
+from eejax.common.trees import Tree, map_chunks
 from eejax.helios.disagreement_bound import AnswerAudit
 from eejax.helios.quality import agreement_of, relative_to
 from eejax.inference import scoring
@@ -123,13 +123,10 @@ def _through(layer, x, *, config, window, rope):
 def _read(params, x, tokens, *, config):
     runner = SegmentRunner(Weights((), params), config)
     labels = jnp.append(tokens[0, 1:], 0)
-    chunk = math.gcd(scoring.CHUNK, len(labels))
 
     def one(rows):
         h, label = rows
         logits = runner.reader(config.n_exits, h).logits()
         return log_probability(logits, label), argmax(logits) == label
 
-    cut = lambda a: a.reshape(-1, chunk, *a.shape[1:])
-    found = jax.lax.map(one, (cut(x[0]), cut(labels)))
-    return jax.tree.map(lambda a: a.reshape(-1), found)
+    return map_chunks(one, (x[0], labels), math.gcd(scoring.CHUNK, len(labels)))

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from eejax.common.errors import require
+from eejax.common.trees import map_chunks
 from eejax.inference import generate, sharded
 from eejax.inference.logits_params import TopLogprobs, compute_top_logprobs
 from eejax.inference.policy import log_probability
@@ -101,10 +101,4 @@ def _pass(weights, tokens, *, config, e, top_logprobs) -> TextScores:
         top = compute_top_logprobs(logits) if top_logprobs else None
         return TextScores(log_probability(logits, label), argmax(logits) == label, top)
 
-    chunk = min(CHUNK, t)
-    labels = jnp.append(tokens[0, 1:], 0)
-    cut = lambda a: jnp.pad(a, [(0, -t % chunk), *[(0, 0)] * (a.ndim - 1)]).reshape(
-        -1, chunk, *a.shape[1:]
-    )
-    found = lax.map(one, (cut(h[0]), cut(labels)))
-    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), found)
+    return map_chunks(one, (h[0], jnp.append(tokens[0, 1:], 0)), CHUNK)
