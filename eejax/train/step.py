@@ -37,16 +37,26 @@ from eejax.train.state import TrainState, abstract
 Arrays = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
 Schedule = Callable[[jax.Array], jax.Array]
+GradientSums = Callable[[TrainState, jax.Array, jax.Array | None, Arrays], BatchSums]
+"""(state, weights [e], layer_dropout [l] or None, batch) -> sums."""
 
 
 def put_batch(
     batch: Mapping[str, np.ndarray], mesh: Mesh, shard: tuple[int, int] = (0, 1)
 ) -> dict[str, jax.Array]:
-    """A global batch [b, t] cut over the data axis; each process gives the rows it has.
+    """Cut a global batch over the data axis; each process gives the rows it has.
 
-    `batch` holds part `shard` = (index, count) of the rows, by default all, and at least those
-    that belong on this process's devices (`sharding.distributed.shard`). Raises `ConfigError`
-    where b does not divide.
+    Args:
+      batch: arrays [rows, t], at least the rows that belong on this process's devices.
+      mesh: the devices.
+      shard: (index, count), the part of the global batch that `batch` is
+        (`sharding.distributed.shard`); by default all.
+
+    Returns:
+      Arrays [b, t].
+
+    Raises:
+      ConfigError: b does not divide.
     """
     index, count = shard
     rows = len(batch["tokens"])
@@ -86,37 +96,41 @@ def make_train_step(
     loss_scale: float | None = None,
     loss_scale_interval: int = 1000,
 ) -> Callable[[TrainState, Arrays], tuple[TrainState, Metrics]]:
-    """The compiled step `(state, batch) -> (state, metrics)`; `state` is donated.
+    """Compile the step `(state, batch) -> (state, metrics)`; `state` is donated.
 
     The loss is sum_e w_e L_e with L_e the mean over all counted tokens of the global batch
-    (EE-LLM Eq. 1), w = exit_weights(step) for the early exits and 1 for the final one. Each
-    data shard takes its samples in `microbatches` parts one after the other. Sums are carried, and
-    divided once by the global count, so neither the number of parts nor that of devices changes
-    the result beyond rounding. Dropout keys are folded from (seed, step, number of the sample in
-    the global batch). `scope` says what is trained (by default everything): the gradient of
-    frozen parameters is never formed, and exit_weights and exit_losses are of its exits. `layout`
-    is that the state was made with.
-
-    `objective` says what a token costs; `sparse` leaves out exits whose weight is 0 at a step.
-    `layer_dropout(step)` [l] are probabilities of layers to be left out for a sample, drawn from
-    the dropout keys. `ema`: decay of the parameters' average. `loss_scale`: the first scale of the
-    loss, adjusted as `recipes.LossScale` says every `loss_scale_interval` clean steps. It
-    multiplies the weights of all exits alike, as a scale of the mean loss of one microbatch on
-    one device, and divides the gradients before anything else is done with them.
+    (EE-LLM Eq. 1). Each data shard takes its samples in `microbatches` parts one after the other.
+    Sums are carried, and divided once by the global count, so neither the number of parts nor that
+    of devices changes the result beyond rounding. Dropout keys are folded from (seed, step, number
+    of the sample in the global batch). On a mesh with several stages the microbatches go through
+    them as `pipeline` says, and the state lies on the stages (`train.placement`).
 
     Where the loss or the gradient norm is not finite, or the batch counts no token, parameters,
     average and optimiser state stay as they were, `state.skipped` is increased, and `state.step`
     moves on.
 
-    `batch` holds tokens and labels [b, t], and optionally segment_ids and positions [b, t].
-    Metrics: loss, exit_losses [e] (cross entropies), exit_weights [e], exit_grad_norms [e] (of
-    what each exit's weighted loss sends into the hidden states at its boundary, or of the gradient
-    in its own parameters where these are frozen), grad_norm (before clipping), learning_rate,
-    tokens, skipped (so far), finite, and loss_scale where there is one: that of this step. Without
-    a counted token losses and norm are 0, and finite is false.
+    Args:
+      exit_weights: step -> w of the early exits; that of the final exit is 1.
+      layout: the one that the state was made with.
+      clip_norm: largest norm of the gradient, or None.
+      scope: what is trained, by default everything. The gradient of frozen parameters is never
+        formed, and exit_weights and exit_losses are of its exits.
+      objective: what a token costs.
+      sparse: leave out exits whose weight is 0 at a step.
+      layer_dropout: step -> probabilities [l] of layers to be left out for a sample.
+      ema: decay of the parameters' average, or None.
+      loss_scale: the first scale of the loss, adjusted as `recipes.LossScale` says every
+        `loss_scale_interval` clean steps. It multiplies the weights of all exits alike, as a scale
+        of the mean loss of one microbatch on one device, and divides the gradients before anything
+        else is done with them.
 
-    On a mesh with several stages the microbatches go through them as `pipeline` says, and the state
-    lies on the stages (`train.placement`).
+    Returns:
+      The step. `batch` holds tokens and labels [b, t], and optionally segment_ids and positions
+      [b, t]. Metrics: loss, exit_losses [e] (cross entropies), exit_weights [e], exit_grad_norms
+      [e] (of what each exit's weighted loss sends into the hidden states at its boundary, or of the
+      gradient in its own parameters where these are frozen), grad_norm (before clipping),
+      learning_rate, tokens, skipped (so far), finite, and loss_scale where there is one: that of
+      this step. Without a counted token losses and norm are 0, and finite is false.
 
     Raises:
       ConfigError: a mesh that does not divide the model, or an objective that distils on several
@@ -187,10 +201,13 @@ def gradient_sums(
     seed: int,
     objective: LossObjective,
     sparse: bool,
-) -> Callable[[TrainState, jax.Array, jax.Array | None, Arrays], BatchSums]:
-    """`(state, weights [e], layer_dropout [l] or None, batch) -> BatchSums`, over data and model.
+) -> GradientSums:
+    """Return the gradients' function for a mesh of data and model.
 
-    Raises `ConfigError` as `make_train_step` does.
+    The settings are those of `make_train_step`.
+
+    Raises:
+      ConfigError: a mesh that does not divide the model.
     """
     config, axes = scope.config, mesh_axes(mesh, layout)
     declared = scope.declarations()
@@ -280,8 +297,8 @@ def pipelined_sums(
     seed: int,
     objective: LossObjective,
     sparse: bool,
-) -> Callable[[TrainState, jax.Array, jax.Array | None, Arrays], BatchSums]:
-    """Return the function of `gradient_sums` for a state that lies on stages."""
+) -> GradientSums:
+    """Return the gradients' function for a state that lies on stages, as `gradient_sums`."""
     keys = functools.partial(_sample_keys, seed)
     stages = Pipeline(places.stages, mesh, layout, remat, objective, sparse, keys)
 
@@ -302,11 +319,14 @@ def pipelined_sums(
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """The part of a step behind the gradients: from summed gradients to the next state.
+    """Part of a step from summed gradients to the next state.
 
-    The fields are those of `make_train_step` and `moments`, the placement of each parameter's
-    moments. A parameter is updated in these parts, and gathered if it lies whole. norm: of all
-    gradients.
+    Attributes:
+      optimizer, learning_rate, clip_norm, ema, loss_scale_interval: as in `make_train_step`.
+      moments: where each parameter's moments lie. A parameter is updated in these parts, and
+        gathered if it lies whole.
+      norm: the norm of all gradients.
+      moved: of each parameter where it is positive what is updated; None for everything.
     """
 
     optimizer: optax.GradientTransformation
@@ -321,7 +341,7 @@ class Update:
     def __call__(
         self, state: TrainState, sums: BatchSums, scale: jax.Array
     ) -> tuple[TrainState, Metrics]:
-        """The next state and the metrics; `sums` are of a loss multiplied by `scale`."""
+        """Return the next state and the metrics; `sums` are of a loss multiplied by `scale`."""
         counted = sums.exits.count > 0
         count = jnp.maximum(sums.exits.count, 1).astype(jnp.float32)
         total, factor = sums.total / scale, 1.0 / (scale * count)
@@ -368,7 +388,7 @@ class Update:
         return state, metrics
 
     def _only_moved(self, tree: Tree) -> Tree:
-        """A tree like the trained parameters', with zeros where these stay as they are."""
+        """Return a tree like the trained parameters', 0 where these stay as they are."""
         if self.moved is None:
             return tree
 
@@ -387,7 +407,7 @@ def make_eval_step(
     pipeline: PipelineConfig = PIPELINE,
     microbatches: int = 1,
 ) -> Callable[[Tree, Arrays], ExitSums]:
-    """The compiled `(params, batch) -> ExitSums`: summed loss of every exit, counted tokens.
+    """Compile `(params, batch) -> ExitSums`: the summed loss of every exit, and counted tokens.
 
     With a `scope`, params are `scope.parameters()` and the exits those of `scope.which`. On a mesh
     with several stages the batch goes through them in `microbatches` parts.
@@ -419,26 +439,33 @@ def make_eval_step(
 
 
 def _sample_keys(seed: int, step: jax.Array, local: int) -> jax.Array:
-    """[local] one key for each of this device's samples, by its number in the global batch."""
+    """Return keys [local] of this device's samples, by their numbers in the global batch."""
     key = jax.random.fold_in(jax.random.key(seed), step)
     numbers = lax.axis_index(DATA) * local + jnp.arange(local)
     return jax.vmap(lambda n: jax.random.fold_in(key, n))(numbers)
 
 
 def _vary(tree: Tree) -> Tree:
+    """Make arrays vary over the data axis."""
     return jax.tree.map(lambda a: lax.pcast(a, (DATA,), to="varying"), tree)
 
 
 def local_parameters(params: Tree, specs: Tree) -> Tree:
-    """The parameters inside a `shard_map` over `specs` as the loss takes them: all varying over the
-    data axis, `Spread` where they are cut over it."""
-    one = lambda a: a if is_spread(a) else _vary(a)
-    return jax.tree.map(one, parted(params, specs, DATA), is_leaf=is_spread)
+    """Return the parameters inside a `shard_map` over `specs` as the loss takes them.
+
+    All vary over the data axis, and are `Spread` where they are cut over it.
+    """
+    whole = parted(params, specs, DATA)
+    return jax.tree.map(lambda a: a if is_spread(a) else _vary(a), whole, is_leaf=is_spread)
 
 
 def _sum_over_data(grad: jax.Array, within: P, spec: P) -> jax.Array:
-    """The sum over the data axis of the gradient of a parameter that lies as `within` says, leaving
-    the `shard_map` as `spec` says: whole, or the part that belongs to this device."""
+    """Sum the gradient of a parameter over the data axis.
+
+    Args:
+      within: how the parameter lies inside the `shard_map`.
+      spec: how the sum leaves it: whole, or the part that belongs to this device.
+    """
     if DATA in within:  # gathering the parameter has summed it
         return grad
     if DATA not in spec:
@@ -447,6 +474,6 @@ def _sum_over_data(grad: jax.Array, within: P, spec: P) -> jax.Array:
 
 
 def _vary_as(a: jax.Array, spec: P) -> jax.Array:
-    """`a`, which varies over data, varying over all mesh axes that cut a parameter of `spec`."""
+    """Make `a`, which varies over data, vary over all mesh axes that cut a parameter of `spec`."""
     cut = tuple(axis for axis in spec if axis not in (None, DATA))
     return lax.pcast(a, cut, to="varying") if cut else a
