@@ -43,7 +43,7 @@ class Dispatcher:
     Attributes:
       queue: waiting requests, in order.
       loading: the model that is being loaded.
-      cancelled: requests that were cancelled and whose model was freed before it ended them.
+      aborted: requests that were aborted and whose model was freed before it ended them.
       taken_along: requests that had to continue in another model, so far.
       to_audit: answers that wait for an audit.
       audits: what audits found, by model, depth and level of its thresholds.
@@ -71,7 +71,7 @@ class Dispatcher:
         self.controller, self.pool = controller, pool
         self.queue: list[Any] = []
         self.loading: PendingModel | None = None
-        self.cancelled: list[Any] = []
+        self.aborted: list[Any] = []
         self.taken_along = 0
         self.to_audit: list[Any] = []
         self.audits: dict[tuple[str, int, int], DisagreementBound] = {}
@@ -163,8 +163,8 @@ class Dispatcher:
                 self.controller.dropped(name)
             self._placed.remove(job)
             job.model, job.moved, job.evaluated = "", True, False
-            if job.cancelled:
-                self.cancelled.append(job)
+            if job.aborted:
+                self.aborted.append(job)
             else:
                 self.taken_along += 1
                 self.wait(job)

@@ -209,15 +209,15 @@ class Fleet(StepLoop):
         if job is None:
             return False
         if job.model:
-            job.cancelled = True  # and if the model has to go before that is told
+            job.aborted = True  # and if the model has to go before that is told
             return self.pool.parts[job.model].scheduler.abort(request_id)
         self.dispatcher.queue.remove(job)
-        self._cancelled(job)
+        self._aborted(job)
         return True
 
-    def _cancelled(self, job: RunningRequest) -> None:
+    def _aborted(self, job: RunningRequest) -> None:
         del self._jobs[job.request_id]
-        self._ended.append(RequestOutput(job.request_id, (), FinishReason.CANCELLED))
+        self._ended.append(RequestOutput(job.request_id, (), FinishReason.ABORTED))
 
     @property
     def idle(self) -> bool:
@@ -229,8 +229,8 @@ class Fleet(StepLoop):
             pool.count_energy(None)
         dispatcher.reconcile()
         dispatcher.assign()
-        while dispatcher.cancelled:
-            self._cancelled(dispatcher.cancelled.pop(0))
+        while dispatcher.aborted:
+            self._aborted(dispatcher.aborted.pop(0))
         outputs, self._ended = self._ended, []
         for name in [*pool.parts]:
             part = pool.parts[name]

@@ -68,7 +68,7 @@ class FleetRequest:
       heard: time of the first token of all.
       evaluated: it is part of an evaluation.
       moved: another model had it before.
-      cancelled: it is to end.
+      aborted: it is to end.
       strictness: number of exits that it may take, 0 where that changed, and the level of its
         thresholds.
       exits: exits by which its tokens left.
@@ -84,7 +84,7 @@ class FleetRequest:
     heard: float | None = None
     evaluated: bool = False
     moved: bool = False
-    cancelled: bool = False
+    aborted: bool = False
     strictness: tuple[int, int] = (0, 0)
     telemetry: Telemetry | None = None
     exits: list[int] = dataclasses.field(default_factory=list)

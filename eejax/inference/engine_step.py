@@ -20,7 +20,9 @@ Every request gets the tokens and exits that `posthoc` gives it alone.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,16 +96,30 @@ def flatten(
     return PackedRows(slot, position, first, spans, width, most)
 
 
-def _run_gates(runner, state, e, slot, position, allowed, x, h, before) -> PendingRows:
-    """Run exit e for rows of slots at positions [r], and update their pending rows.
+class ExitRows(NamedTuple):
+    """Rows of slots at an exit.
+
+    Attributes:
+      slot, position: [r] int32.
+      x, h: [r, d], states at the exit and behind its block.
+      before: [r, d], states at the exit before.
+    """
+
+    slot: jax.Array
+    position: jax.Array
+    x: jax.Array
+    h: jax.Array
+    before: jax.Array
+
+
+def _run_gates(runner, state, e, rows: ExitRows, allowed) -> PendingRows:
+    """Run exit e for rows, and return the pending rows that follow.
 
     Only rows that are `allowed` [r] and undecided change.
-
-    x, h [r, d]: states at the exit and behind its block; before [r, d]: states at the exit before.
     """
-    pending, place = state.pending, position % state.pending.input_token.shape[1]
+    pending, slot = state.pending, rows.slot
+    place = rows.position % pending.input_token.shape[1]
     own = jax.tree.map(lambda a: a[slot, place], pending)
-    allowed = allowed & (position >= state.position[slot])
     request = jax.tree.map(lambda a: a[slot], state.request)
     logits_params, shaped = request.logits_params, None
     if e == 0:
@@ -115,7 +131,7 @@ def _run_gates(runner, state, e, slot, position, allowed, x, h, before) -> Pendi
             logits_params,
             state.prompt[slot],
             request.start,
-            position + 1,
+            rows.position + 1,
             request.stop_token_ids,
         )
     drafts = None
@@ -123,17 +139,17 @@ def _run_gates(runner, state, e, slot, position, allowed, x, h, before) -> Pendi
         drafts = (request.policy.drafts > 0) & ~request.policy.paused
         if logits_params is not None:
             drafts = drafts & ~logits_params.changes
-    allowed = allowed & (own.exit < 0)
+    allowed = allowed & (rows.position >= state.position[slot]) & (own.exit < 0)
     none = jnp.full(own.logprob.shape, jnp.inf)
     emission = Emission(own.token, own.logprob, own.confidence, own.exit, none, own.top_logprobs)
     emission, memory = runner.decide(
         e,
         emission,
-        Memory(own.seen, own.streak, before),
-        x,
-        h,
+        Memory(own.seen, own.streak, rows.before),
+        rows.x,
+        rows.h,
         allowed,
-        position + 1,
+        rows.position + 1,
         request,
         drafts=drafts,
         process_logits=shaped,
@@ -151,81 +167,11 @@ def _run_gates(runner, state, e, slot, position, allowed, x, h, before) -> Pendi
     return jax.tree.map(lambda a, b: a.at[slot, place].set(b, mode="drop"), pending, own)
 
 
-def _in_place(runner, state, e, count, below, pending, above, kvs, block):
-    """Run one row of every slot through segment e; a branch of a conditional."""
-    start, slot = state.cache.filled[:, e], jnp.arange(state.token.shape[0])
-    if e == 0:
-        x = runner.embed(at_position(pending.input_token, start)[:, None], start[:, None])
-        before = jnp.zeros_like(x)
-    else:
-        before = x = _read_ring(below, slot, start)
-    x, h, kvs, block = runner.run(e, x, start, kvs, block)
-    above = _write_ring(above, jnp.where(count > 0, slot, len(slot)), start, x)
-    pending = _run_gates(
-        runner,
-        state.replace(pending=pending),
-        e,
-        slot,
-        start,
-        count > 0,
-        x[:, 0],
-        h[:, 0],
-        before[:, 0],
-    )
-    return pending, above, kvs, block
+def _run_gates_flat(runner, state, e, packed, allowed, states) -> PendingRows:
+    """Run `_run_gates` for flat rows that are pending, of slots `allowed` [slots] (None: all).
 
-
-def _only_slot(runner, state, e, size, count, below, pending, above, kvs, block):
-    """Run `size` rows of the one slot that there is through segment e; a branch of a conditional.
-
-    Its first `count` [1] rows are real. They need no packing.
+    states: x, h and before of `ExitRows`, each [t, 1, d].
     """
-    start, row = state.cache.filled[:, e], jnp.arange(size, dtype=jnp.int32)
-    slot, position, m = jnp.zeros_like(row), start[0] + row, pending.input_token.shape[1]
-    if e == 0:
-        x = runner.embed(pending.input_token[:, position % m], position[None])
-        before = jnp.zeros_like(x)
-    else:
-        before = x = jnp.swapaxes(_read_ring(below, slot, position), 0, 1)
-    x, h, kvs, block = runner.run(e, x, start, kvs, block)
-    above = _write_ring(above, jnp.where(row < count, 0, 1), position, x[0][:, None])
-    # Of these rows, the pending ones lie behind those of emitted tokens.
-    i = jnp.maximum(state.position - start, 0) + jnp.arange(min(size, m))
-    real, i = i < count, jnp.minimum(i, size - 1)
-    pending = _run_gates(
-        runner,
-        state.replace(pending=pending),
-        e,
-        slot[i],
-        position[i],
-        real,
-        x[0, i],
-        h[0, i],
-        before[0, i],
-    )
-    return pending, above, kvs, block
-
-
-def _packed(runner, state, e, size, batch, below, pending, above, kvs, block):
-    """Run the chosen rows through segment e as `size` flat ones; a branch of a conditional."""
-    most = min(size, state.waiting[0].shape[1] if state.waiting else 1)
-    start = state.cache.filled[:, e]
-    packed = flatten(batch.rows, batch.order, start, size, SPAN, most)
-    slot = jnp.minimum(packed.slot, len(state.token) - 1)
-    if e == 0:
-        token = pending.input_token[slot, packed.position % pending.input_token.shape[1]]
-        x = runner.embed(token[:, None], packed.position[:, None])
-        before = jnp.zeros_like(x)
-    else:
-        before = x = _read_ring(below, slot, packed.position)
-    x, h, kvs, block = runner.run_packed(e, x, packed, kvs, block)
-    above = _write_ring(above, packed.slot, packed.position, x)
-    pending = _run_gates_flat(runner, state.replace(pending=pending), e, packed, None, x, h, before)
-    return pending, above, kvs, block
-
-
-def _run_gates_flat(runner, state, e, packed, allowed, x, h, before) -> PendingRows:
-    """Run `_run_gates` for flat rows that are pending, of slots `allowed` [slots] (None: all)."""
     slots, m = state.pending.input_token.shape
     size = len(packed.slot)
     slot = jnp.minimum(packed.slot, slots - 1)
@@ -234,10 +180,83 @@ def _run_gates_flat(runner, state, e, packed, allowed, x, h, before) -> PendingR
         seen = seen & allowed[slot]
     order, counts = compact(seen)
     i = order[: min(size, slots * m)]
-    real = jnp.arange(len(i)) < counts[0]
-    return _run_gates(
-        runner, state, e, slot[i], packed.position[i], real, x[i, 0], h[i, 0], before[i, 0]
-    )
+    rows = ExitRows(slot[i], packed.position[i], *(a[i, 0] for a in states))
+    return _run_gates(runner, state, e, rows, jnp.arange(len(i)) < counts[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentBranches:
+    """Ways to run a segment, each a branch of a conditional.
+
+    A branch takes and returns what a segment changes: the pending rows, the states that wait above,
+    and the keys and values of the segment's layers and of its exit's block.
+
+    Attributes:
+      runner: runs the rows.
+      state: the state before.
+      e: number of the segment.
+      below: [slots, cap, d], states that wait below; without positions below the first segment.
+    """
+
+    runner: SegmentRunner
+    state: EngineState
+    e: int
+    below: jax.Array
+
+    def in_place(self, count, pending, above, kvs, block):
+        """Run one row of every slot, of which those with a `count` [slots] above 0 are real."""
+        state, e = self.state, self.e
+        start, slot = state.cache.filled[:, e], jnp.arange(state.token.shape[0])
+        if e == 0:
+            x = self.runner.embed(at_position(pending.input_token, start)[:, None], start[:, None])
+            before = jnp.zeros_like(x)
+        else:
+            before = x = _read_ring(self.below, slot, start)
+        x, h, kvs, block = self.runner.run(e, x, start, kvs, block)
+        above = _write_ring(above, jnp.where(count > 0, slot, len(slot)), start, x)
+        rows = ExitRows(slot, start, x[:, 0], h[:, 0], before[:, 0])
+        state = state.replace(pending=pending)
+        return _run_gates(self.runner, state, e, rows, count > 0), above, kvs, block
+
+    def only_slot(self, size, count, pending, above, kvs, block):
+        """Run `size` rows of the one slot that there is, of which the first `count` [1] are real.
+
+        They need no packing.
+        """
+        state, e = self.state, self.e
+        start, row = state.cache.filled[:, e], jnp.arange(size, dtype=jnp.int32)
+        slot, position, m = jnp.zeros_like(row), start[0] + row, pending.input_token.shape[1]
+        if e == 0:
+            x = self.runner.embed(pending.input_token[:, position % m], position[None])
+            before = jnp.zeros_like(x)
+        else:
+            before = x = jnp.swapaxes(_read_ring(self.below, slot, position), 0, 1)
+        x, h, kvs, block = self.runner.run(e, x, start, kvs, block)
+        above = _write_ring(above, jnp.where(row < count, 0, 1), position, x[0][:, None])
+        # Of these rows, the pending ones lie behind those of emitted tokens.
+        i = jnp.maximum(state.position - start, 0) + jnp.arange(min(size, m))
+        real, i = i < count, jnp.minimum(i, size - 1)
+        rows = ExitRows(slot[i], position[i], x[0, i], h[0, i], before[0, i])
+        state = state.replace(pending=pending)
+        return _run_gates(self.runner, state, e, rows, real), above, kvs, block
+
+    def packed(self, size, batch: SegmentBatch, pending, above, kvs, block):
+        """Run the rows of a batch as `size` flat ones."""
+        state, e = self.state, self.e
+        most = min(size, state.waiting[0].shape[1] if state.waiting else 1)
+        flat = flatten(batch.rows, batch.order, state.cache.filled[:, e], size, SPAN, most)
+        slot = jnp.minimum(flat.slot, len(state.token) - 1)
+        if e == 0:
+            token = pending.input_token[slot, flat.position % pending.input_token.shape[1]]
+            x = self.runner.embed(token[:, None], flat.position[:, None])
+            before = jnp.zeros_like(x)
+        else:
+            before = x = _read_ring(self.below, slot, flat.position)
+        x, h, kvs, block = self.runner.run_packed(e, x, flat, kvs, block)
+        above = _write_ring(above, flat.slot, flat.position, x)
+        state = state.replace(pending=pending)
+        pending = _run_gates_flat(self.runner, state, e, flat, None, (x, h, before))
+        return pending, above, kvs, block
 
 
 def _read_ring(ring: jax.Array, slot: jax.Array, position: jax.Array) -> jax.Array:
@@ -433,14 +452,15 @@ def _advance_segment(runner, options, state, e) -> EngineState:
     top = no_ring if state.boundary is None else state.boundary
     above = state.waiting[e] if e < n else top
     # SKIP, IN_PLACE, PACKED and so on, as `schedule` numbers them.
-    ways = [partial(_in_place, runner, state, e, batch.rows, below)]
+    branches = SegmentBranches(runner, state, e, below)
+    ways = [partial(branches.in_place, batch.rows)]
     # The first segment runs one row of a slot, which needs no bucket beyond their number.
     most = int(np.searchsorted(options.buckets, slots)) + 1 if slots > 1 else 0
     for size in options.buckets if e else options.buckets[:most]:
         if slots == 1:  # no more rows of it wait than the cap, and there is room for no more
-            ways.append(partial(_only_slot, runner, state, e, min(size, cap), batch.rows, below))
+            ways.append(partial(branches.only_slot, min(size, cap), batch.rows))
         else:
-            ways.append(partial(_packed, runner, state, e, size, batch, below))
+            ways.append(partial(branches.packed, size, batch))
     carry = state.pending, above, state.cache.segments[e], state.cache.blocks[e]
     pending, above, kvs, block = run_branch(batch.mode, ways, carry)
     swap = lambda tree, new: (*tree[:e], new, *tree[e + 1 :])
@@ -513,9 +533,8 @@ def _prefill_chunk(runner, options, state, carry):
                 pending,
                 none,
             )
-        pending = _run_gates_flat(
-            runner, state.replace(pending=pending), e, packed, allowed, x, h, before
-        )
+        own = state.replace(pending=pending)
+        pending = _run_gates_flat(runner, own, e, packed, allowed, (x, h, before))
         before = x
     cache = KVCache(tuple(segments), tuple(blocks), cache.filled + count[:, None])
     boundary = (

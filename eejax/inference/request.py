@@ -23,19 +23,21 @@ class FinishReason(enum.StrEnum):
       STOP: a stop token or a stop string came.
       LENGTH: it reached `max_tokens`.
       CONTEXT: the engine's context is full.
-      CANCELLED: it was aborted.
+      ABORTED: `abort` ended it, or its client left.
       ERROR: its logits are not finite.
       DEADLINE: its deadline passed.
       LOST: the engine's process ended before the request did.
+      REFUSED: the server or the engine did not take it.
     """
 
     STOP = "stop"
     LENGTH = "length"
     CONTEXT = "context"
-    CANCELLED = "cancelled"
+    ABORTED = "aborted"
     ERROR = "error"
     DEADLINE = "deadline"
     LOST = "lost"
+    REFUSED = "refused"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -108,7 +110,7 @@ class Token(NamedTuple):
       exit: number of the emitting exit.
       logprob: its natural log-probability.
       confidence: of the emitting exit's gate.
-      layers: layers executed for it, as in `DecodeRecord`.
+      layers: layers below the emitting exit.
       top_logprobs: (token, log-probability) of the most likely tokens, as many as were requested.
       model: name of the model that emitted it, where there are several.
     """

@@ -173,7 +173,7 @@ class Scheduler(StepLoop):
         job = self._jobs.get(request_id)
         if job is None or job.finish:
             return False
-        self._end(job, FinishReason.CANCELLED)
+        self._end(job, FinishReason.ABORTED)
         return True
 
     def preempt(self, request_id: str) -> bool:
@@ -384,7 +384,7 @@ class Scheduler(StepLoop):
                     int(record.exit[i]),
                     float(record.logprob[i]),
                     float(record.confidence[i]),
-                    int(record.layers[i]),
+                    self.config.exit_boundaries[int(record.exit[i])],
                     _top_logprobs(job, record, i),
                 )
             )

@@ -191,7 +191,7 @@ async def choice_deltas(
     """
     tokenizer: Tokenizer = service.ready.tokenizer
     revealed = StreamingDetokenizer(tokenizer, stop_strings, request.prompt)
-    tokens, num_shown, finish = [], 0, FinishReason.CANCELLED
+    tokens, num_shown, finish = [], 0, FinishReason.ABORTED
     ends = set(request.stop_token_ids)
     try:
         async with contextlib.aclosing(service.stream(request, seconds=seconds)) as outputs:
@@ -219,7 +219,7 @@ async def choice_deltas(
                 if done:
                     return
     except (EngineUnavailable, ConfigError):
-        finish = "refused"
+        finish = FinishReason.REFUSED
         raise
     finally:
         watched.end(finish)

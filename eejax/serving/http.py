@@ -41,7 +41,7 @@ FINISH = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.CONTEXT: "length",
-    FinishReason.CANCELLED: "stop",
+    FinishReason.ABORTED: "stop",
     FinishReason.DEADLINE: "timeout",
 }
 """OpenAI's names of how answers end; timeout is eejax's own. Other ends are errors."""

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from eejax.helios.report import FleetReport
-from eejax.inference.request import Token
+from eejax.inference.request import FinishReason, Token
 from eejax.serving.history import LoadHistory
 from eejax.serving.messages import EngineLoad
 
@@ -164,8 +164,8 @@ class ChoiceMetrics:
         layers = [token.layers for token in new]
         metrics.histories[self._model].tokens(layers, first, between)
 
-    def end(self, finish: str) -> None:
-        """Record how the choice ended: a `FinishReason`, or "refused"."""
-        if finish != "refused":
+    def end(self, finish: FinishReason) -> None:
+        """Record how the choice ended."""
+        if finish != FinishReason.REFUSED:
             self._metrics.whole.labels(self._model).observe(self._clock() - self._begin)
         self._metrics.ends.labels(self._model, finish).inc()

@@ -274,7 +274,7 @@ class Service:
         if isinstance(reply, RequestRefused | ScoreReply) or reply.finish:
             del self._requests[reply.request_id]
             self._changed.set()
-            if request.late and getattr(reply, "finish", None) == FinishReason.CANCELLED:
+            if request.late and getattr(reply, "finish", None) == FinishReason.ABORTED:
                 reply = reply._replace(finish=FinishReason.DEADLINE)
         request.replies.put_nowait(reply)
 

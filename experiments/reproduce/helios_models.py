@@ -109,7 +109,7 @@ def record(models: Mapping[str, Any], new: int, most: int | None, slots: int, ca
 def judge(model, asked: Sequence[Sequence[int]], texts: np.ndarray) -> list[float]:
     """Mean log-probability of each text [p, new] behind its prompt, in nats, under a model."""
     from eejax.inference import scoring
-    from eejax.inference.state import prepare
+    from eejax.inference.weights import prepare
 
     weights, new = prepare(model.params, model.config), texts.shape[1]
     score = lambda ids: scoring.score(weights, model.config, ids).logprob[-new:]

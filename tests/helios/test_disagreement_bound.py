@@ -136,7 +136,7 @@ def measured(member, texts):
 
 
 def test_who_leaves_in_the_middle_has_answered(small_run):
-    """At a stop string requests are cancelled: what they had is evaluated, and audited."""
+    """At a stop string requests are aborted: what they had is evaluated, and audited."""
     model = load_run(small_run)
     member = FleetMember(
         model.params,
@@ -161,7 +161,7 @@ def test_who_leaves_in_the_middle_has_answered(small_run):
             ends += [finish] if finish else []
             if told[number] >= 8 and not finish:
                 fleet.abort(number)
-    assert ends == ["cancelled"] * 12 and max(told.values()) < 40
+    assert ends == ["aborted"] * 12 and max(told.values()) < 40
     assert not controller.evaluating and controller.state.serving == "m"
     (row,) = controller.repository.history("m")
     assert row.prompts == 2 and 16 <= row.tokens < 80

@@ -81,7 +81,7 @@ def test_nobody_is_lost_while_models_and_depths_change(model, room):
         assert sum(part.total_bytes for part in fleet.parts.values()) <= budget
         if not left and fleet.idle:
             break
-    assert ends.pop(dropped) == "cancelled"
+    assert ends.pop(dropped) == "aborted"
     assert {*ends.values()} == {"length"} and len(ends) == len(texts) - 1
     for number in ends:
         i, text = found[number]
@@ -164,7 +164,7 @@ def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, see
         held = sum(part.total_bytes for part in fleet.parts.values())
         assert held <= budget, (turn, fleet.changes[-3:])
     assert ends.keys() == numbers.keys()
-    assert {n for n, finish in ends.items() if finish == "cancelled"} <= dropped
+    assert {n for n, finish in ends.items() if finish == "aborted"} <= dropped
     for number in ends.keys() - dropped:
         i, text = numbers[number], found[number]
         tied = np.flatnonzero(want.margins[i] < 1e-3)
@@ -176,7 +176,7 @@ def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, see
 
 
 def test_who_cancels_is_not_taken_along(model):
-    """A model that has to go, with a request that was cancelled and not yet told."""
+    """A model that has to go, with a request that was aborted and not yet told."""
     profiles = {name: profile(model, 1.0) for name in "ab"}
     controller = Controller(
         profiles,
@@ -194,7 +194,7 @@ def test_who_cancels_is_not_taken_along(model):
     fleet.dispatcher.free("a")
     assert fleet.waiting == [second] and fleet.dispatcher.taken_along == 1
     outputs = fleet.run()
-    assert [o.finish for o in outputs if o.request_id == first] == ["cancelled"]
+    assert [o.finish for o in outputs if o.request_id == first] == ["aborted"]
     assert [o.finish for o in outputs if o.request_id == second and o.finish] == ["length"]
     for wrong in (1.5, True):
         with pytest.raises(ConfigError, match="priority = .*: must be an integer"):

@@ -165,7 +165,8 @@ def test_numbers_of_prompts_and_slots_compile_few_programs(subset, prompts, comp
         rows, _ = slots.prefill(asked, wanted)
         state, record = slots.generate(slots.insert(slots.start(), rows, where), 8)
         state = slots.free(state, freed)
-        return [[t for t in tokens if t >= 0] for tokens in np.asarray(record.token).T.tolist()]
+        tokens, exits = np.asarray(record.token), np.asarray(record.exit)
+        return [tokens[exits[:, i] >= 0, i].tolist() for i in range(slots.slots)]
 
     run(prompts(0, [5, 9, 20, 3]), [0, 1, 2, 3], [0])
     asked = prompts(1, [7, 30, 4])

@@ -45,7 +45,7 @@ def random_operations(engine, operations, rng, submit):
     """Joins, leaves, cancels and put-backs at random; (what was asked, what was told)."""
     scheduler = Scheduler(engine, CONFIG, steps=int(rng.integers(1, 5)))
     asked, told, ends, order = {}, {}, {}, []
-    cancelled, done = set(), 0
+    aborted, done = set(), 0
     while done < operations:
         done += 1
         what = rng.random()
@@ -59,7 +59,7 @@ def random_operations(engine, operations, rng, submit):
             alive = number not in ends and not scheduler._jobs[number].finish
             assert scheduler.abort(number) == alive
             if alive:
-                cancelled.add(number)
+                aborted.add(number)
         elif what < 0.5 and scheduler.running:
             scheduler.preempt(str(rng.choice(scheduler.running)))
         else:
@@ -73,7 +73,7 @@ def random_operations(engine, operations, rng, submit):
         listen(scheduler.step(), told, ends, order)
     assert scheduler.idle and not scheduler.running and not scheduler.waiting
     scheduler.step()  # frees what the last ones left
-    return scheduler, asked, told, ends, cancelled
+    return scheduler, asked, told, ends, aborted
 
 
 def listen(outputs, told, ends, order):
@@ -98,17 +98,17 @@ def test_ten_thousand_random_operations_lose_nobody():
         )
         return number, (prompt, limit, stops)
 
-    scheduler, asked, told, ends, cancelled = random_operations(engine, 10_000, rng, submit)
-    assert len(asked) > 2000 and len(cancelled) > 100
+    scheduler, asked, told, ends, aborted = random_operations(engine, 10_000, rng, submit)
+    assert len(asked) > 2000 and len(aborted) > 100
     assert {*ends} == {*asked}
     for number, (prompt, limit, stops) in asked.items():
         tokens, finish = wanted(prompt, limit, stops, 64)
-        if ends[number] == "cancelled":
-            assert number in cancelled
+        if ends[number] == "aborted":
+            assert number in aborted
             assert told[number] == tokens[: len(told[number])]
         else:
             assert (told[number], ends[number]) == (tokens, finish)
-    assert {n for n, e in ends.items() if e == "cancelled"} == cancelled
+    assert {n for n, e in ends.items() if e == "aborted"} == aborted
     assert all(row is None for row in scheduler.state)
     assert sorted(scheduler._free) == list(range(5))
 
@@ -187,14 +187,14 @@ def test_real_requests_that_come_and_go(subset, prompts, compiled, engine):
     some(12, True)
     assert not compiled
     assert sum(a.nbytes for a in jax.live_arrays()) == bytes_before
-    assert {*ends} == {*asked} and "cancelled" in ends.values()
+    assert {*ends} == {*asked} and "aborted" in ends.values()
     compared = 0
     for number, (i, threshold) in asked.items():
         want = oracle.generate([texts[i]], 12, threshold=threshold)
         tied = np.flatnonzero(want.margins[0] < TIE)
         n = min(len(told[number]), int(tied[0]) if len(tied) else 12)
         assert told[number][:n] == want.tokens[0, :n].tolist()
-        if ends[number] != "cancelled" and not len(tied):
+        if ends[number] != "aborted" and not len(tied):
             assert len(told[number]) == 12
         compared += n
     assert compared > 60
@@ -334,7 +334,7 @@ def test_an_id_is_free_once_its_end_was_reported():
     assert scheduler.abort("a") and not scheduler.abort("a")
     with pytest.raises(ConfigError, match="request_id"):
         scheduler.add_request(EngineRequest("a", [2], 3))
-    assert scheduler.step()[-1].finish == "cancelled"
+    assert scheduler.step()[-1].finish == "aborted"
     scheduler.add_request(EngineRequest("a", [2], 3))
     outputs = scheduler.run()
     assert [t.id for o in outputs for t in o.tokens] == wanted([2], 3, (), 16)[0]

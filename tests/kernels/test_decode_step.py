@@ -6,26 +6,26 @@ import json
 import subprocess
 import sys
 
-EXITS, WAYS, BUCKETS = 2, 3, 2  # ways to run a segment in a sweep: in place, and two buckets
-
+EXITS, WAYS, BUCKETS = 2, 3, 2  # ways to run a segment: in place, and two buckets
 HEADS = EXITS + 1  # the final one's too
-LAYERS, FIRST, WIDTHS = 4, 1, 2  # layers below the first exit; row counts of the segments behind it
+LAYERS = 4
 STEP = {
-    "decode_attention_kernel": FIRST + (LAYERS - FIRST) * WIDTHS,
-    "norm_router_kernel": EXITS,
-    "head_statistics_kernel": HEADS,
-    "head_merge_kernel": HEADS,
+    "decode_attention_kernel": LAYERS * WAYS,
+    # Each way through a segment looks at the exit above it.
+    "norm_router_kernel": EXITS * WAYS,
+    "head_statistics_kernel": HEADS * WAYS,
+    "head_merge_kernel": HEADS * WAYS,
+    # Each way stores the states that wait above a segment.
+    "scatter_kernel": EXITS * WAYS,
+    # Spans of attention, and pending rows, of packed ways.
+    "compact_kernel": HEADS * BUCKETS * 2,
 }
-SWEEP = {
+BESIDE_PROMPTS = STEP | {  # a chunk of prompts goes through all segments
     "decode_attention_kernel": LAYERS * (WAYS + 1),
-    # Each way through a segment, and a chunk of prompts, looks at the exit above it.
     "norm_router_kernel": EXITS * (WAYS + 1),
     "head_statistics_kernel": HEADS * (WAYS + 1),
     "head_merge_kernel": HEADS * (WAYS + 1),
-    # Each way stores the states that wait above a segment.
-    "scatter_kernel": EXITS * WAYS,
-    # Spans of attention and pending rows of packed ways; a chunk's spans, and its rows by segment.
-    "compact_kernel": HEADS * BUCKETS * 2 + 1 + HEADS,
+    "compact_kernel": HEADS * BUCKETS * 2 + 1 + HEADS,  # a chunk's spans, and rows by segment
 }
 
 
@@ -36,6 +36,8 @@ def test_steps_hold_the_kernels_expected(for_cuda, repo_root):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     told = [json.loads(line) for line in done.stdout.splitlines()]
-    want = dict(step=STEP, loop=STEP, scan=STEP, mesh=STEP, sweep=SWEEP)
+    want = dict.fromkeys(("step", "loop", "scan", "mesh"), STEP) | {
+        "beside prompts": BESIDE_PROMPTS
+    }
     got = {(t["program"], t["capability"]): t["kernels"] for t in told}
     assert got == {(name, chip): kernels for name, kernels in want.items() for chip in (80, 90)}

@@ -293,7 +293,7 @@ def test_too_many_are_refused_as_by_a_server_without_ray(cluster):
 
 @pytest.mark.slow
 def test_who_disconnects_frees_the_slot(client):
-    ends = lambda: sum(metric(client, "eejax_requests_total", 'finish="cancelled"').values())
+    ends = lambda: sum(metric(client, "eejax_requests_total", 'finish="aborted"').values())
     before = ends()
     asked = dict(model="m", prompt=[STALL, 1], max_tokens=60)
     with client.stream("POST", "/v1/completions", json=asked | dict(stream=True)) as answer:

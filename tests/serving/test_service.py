@@ -80,7 +80,7 @@ async def test_everyone_gets_their_own_tokens_whoever_comes_and_goes():
 
 
 @run
-async def test_priorities_deadlines_and_cancelled_requests():
+async def test_priorities_deadlines_and_aborted_requests():
     service = Service(Scripted(slots=1))
     await service.start()
     slow = asyncio.create_task(gathered(service, [STALL, 1], 60))
