@@ -39,8 +39,9 @@ def branches(kind: str, batch: int, cache: str, leaves: bool) -> Callable:
       a function for `hlo_cost.estimate`.
     """
     from eejax.analysis import hlo, hlo_cost
+    from eejax.inference.schedule import IN_PLACE
 
-    gone = [False]
+    gone, begun = [False], [False]
 
     def choose(i: hlo.Instruction, costs: list[hlo_cost.Cost]) -> int:
         first, *rest = costs
@@ -51,9 +52,10 @@ def branches(kind: str, batch: int, cache: str, leaves: bool) -> Callable:
             if kind == "propagate":
                 return by_flops[0 if leaves else -1]
             least = costs[by_flops[0]]
-            # A chain of conditionals, one for each number of rows: the fewest are one's own.
+            # Of a segment, whose rows run in place, or of prompts, which do not run here.
             few = len(rest) > 1 or least.flops / max(least.bytes, 1.0) <= 1.5 * max(batch, 2)
-            return by_flops[0] if few and not leaves else 0
+            runs, begun[0] = few and not (leaves and begun[0]), True
+            return IN_PLACE if runs else 0
         if gone[0] and leaves:
             return 0
         gone[0] = True

@@ -31,8 +31,8 @@ class AutoGenerator(Decoder):
     Calls of `chunk` steps are timed, with and without exits in turn, at first and then now and then
     (`Payoff`); the calls between them take what was faster. Both are the same program. Tokens of
     calls without exits are the full model's, so which tokens come from exits depends on the
-    machine. Where texts must not depend on it, choose an engine. (Greedy tokens of "speculative"
-    are the full model's in any case.) `payoff` continues from request to request.
+    machine. Where texts must not depend on it, choose an engine. (Tokens of "speculative" are the
+    full model's in any case.) `payoff` continues from request to request.
 
     Build it with `AutoGenerator.make`; `clock` returns seconds.
     """

@@ -39,10 +39,11 @@ class EngineOptions:
       cap: most tokens of a request that may wait for deeper keys and values. With that many the
         request runs all layers before its next token; the last of them is still emitted where its
         gate fired.
-      buckets: row counts that packed segments are compiled for; the cap is always one, or less than
-        one. Empty: powers of two up to all rows that may be pending, on a GPU from a quarter of the
-        slots on; and one row, so that a lone request does not pay for free slots. With one slot, of
-        which one row runs in place: all drafts with the row before them instead.
+      buckets: row counts that packed segments are compiled for, of all requests together. The cap
+        is one of them where all are smaller: a request's waiting tokens go deeper together. Empty:
+        powers of two up to all rows that may be pending, on a GPU from a quarter of the slots on;
+        and one row, so that a lone request does not pay for free slots. With one slot, of which one
+        row runs in place: all drafts with the row before them instead.
       chunk: prompt tokens of a step, where prompts run beside requests that decode. None: as many
         as the device runs well together (`CHUNKS`), at most the model's context.
       drafts: most tokens of a request that are drafted past an undecided one. How many a request
@@ -138,8 +139,7 @@ class EngineOptions:
 
     def _buckets_for(self, slots: int) -> tuple[int, ...]:
         if self.buckets:
-            reached = self.buckets[-1] >= self.cap  # a request's waiting tokens go deeper together
-            return self.buckets if reached else (*self.buckets, self.cap)
+            return tuple(sorted({*self.buckets, max(self.buckets[-1], self.cap)}))
         drafts = self.most_drafts
         most = max(slots * min(max(drafts + 1, 2), self.cap), self.cap)
         # Few rows take hardly less time on a GPU. On a CPU they do, and most slots may be free.

@@ -29,12 +29,13 @@ class GenerationResult:
         `n_exits`, one more than the last early one. -1 beyond `lengths`. The engine "full" has no
         early exits and emits all tokens from exit 0.
       confidences: confidence of the emitting exit.
-      layers: layers executed in the step that emitted the token. A batch shares its steps. Of
-        several tokens of a step the first has the layers and the others 0. The engine "pipelined"
-        has no steps: there it is the layers on the token's way until the next one can start.
+      layers: layers that the device ran since the request's token before. A batch shares its steps.
+        Of several tokens of a step the first has the layers and the others 0. The engine
+        "pipelined" has no steps: there it is the layers on the token's way until the next one can
+        start.
       margins: see `DecodeRecord`; infinite for engines that do not measure it.
-      drafted: tokens drafted in the step that emitted the token, on the step's first token; else 0.
-      accepted: 1 for tokens that were drafted, else 0.
+      drafted: 1 for a token that an exit drafted before it was decided, else 0.
+      accepted: 1 where that draft was right, else 0.
       lengths: [b] tokens of each request.
       prompts: token ids of each request's prompt.
       finish: per request why it ended, None while it runs.

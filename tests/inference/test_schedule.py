@@ -17,8 +17,10 @@ from eejax.inference.schedule import (
     BatchPlan,
     SegmentDemand,
     SlotProgress,
+    best_drafts,
     segment_demand,
     select_batch,
+    update_acceptance,
 )
 from eejax.models.config import ModelConfig
 
@@ -149,3 +151,45 @@ def test_a_request_that_is_alone_goes_with_one_row(slots):
     assert buckets[0] == 1 and chosen.mode == PACKED
     assert chosen.rows.tolist() == alone.astype(int).tolist()
     assert 1 not in EngineOptions(drafts=4).resolved(config, 1).buckets  # one row runs in place
+
+
+@settings(max_examples=60)
+@given(
+    share=st.lists(st.floats(0.01, 1), min_size=SLOTS, max_size=SLOTS),
+    allowed=st.lists(st.integers(0, 6), min_size=SLOTS, max_size=SLOTS),
+    cost=st.one_of(st.just(0.0), st.floats(0.01, 2)),
+)
+def test_as_many_are_drafted_as_promise_the_most_tokens_for_their_time(share, allowed, cost):
+    share, allowed = np.float32(share), np.int32(allowed)
+    most = 6
+
+    def rate(a: float, k: int) -> float:
+        """Leviathan et al. 2023, eq. 1, over the time that k drafts and a full step take."""
+        return sum(float(a) ** i for i in range(k + 1)) / (1 + float(np.float32(cost)) * k)
+
+    for xp in (np, jnp):
+        found = np.asarray(best_drafts(xp, xp.asarray(share), np.float32(cost), allowed, most))
+        assert (found <= allowed).all()
+        for a, limit, k in zip(share, allowed, found, strict=True):
+            if cost == 0:
+                assert k == limit
+            else:
+                assert rate(a, k) >= max(rate(a, n) for n in range(limit + 1)) * (1 - 1e-5)
+
+
+@settings(max_examples=60)
+@given(
+    share=st.floats(0, 1),
+    drafts=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=4),
+)
+def test_the_share_of_accepted_drafts_follows_what_was_tried(share, drafts):
+    tried = np.int32([max(pair) for pair in drafts])
+    right = np.int32([min(pair) for pair in drafts])
+    before = np.full(len(drafts), share, np.float32)
+    found = update_acceptance(np, before, tried, right)
+    same = update_acceptance(jnp, jnp.asarray(before), jnp.asarray(tried), jnp.asarray(right))
+    np.testing.assert_allclose(found, same, atol=1e-6)
+    for new, n, accepted in zip(found, tried, right, strict=True):
+        # A mean over drafts in which each of the last n has the weight of its share of them.
+        want = 0.8**n * share + (1 - 0.8**n) * accepted / n if n else share + 0.01 * (1 - share)
+        assert abs(new - want) < 1e-6
