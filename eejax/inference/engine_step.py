@@ -376,7 +376,7 @@ def engine_step(
     """
     runner, begun = SegmentRunner(weights, config), state.position
     for e in range(runner.last + 1):
-        state = _advance_segment(runner, options, state, e)
+        state = _advance_segment(runner, options, state, e, prompts)
     if prompts:
         state = _advance_prefill(runner, options, state)
     return _take_record(state, begun)
@@ -416,8 +416,11 @@ def _take_record(state: EngineState, begun: jax.Array) -> tuple[EngineState, Dec
     return state.replace(layers=jnp.where(emits[0], 0, state.layers)), record
 
 
-def _advance_segment(runner, options, state, e) -> EngineState:
-    """Run segment e for the slots that the schedule selects, and commit what is decided."""
+def _advance_segment(runner, options, state, e, prompts) -> EngineState:
+    """Run segment e for the slots that the schedule selects, and commit what is decided.
+
+    prompts: as in `engine_step`.
+    """
     n, slots, cap = runner.last, state.token.shape[0], options.cap
     begin, end = runner.config.segments[e]
     filled, can_start = state.cache.filled, state.can_start(cap)
@@ -445,24 +448,29 @@ def _advance_segment(runner, options, state, e) -> EngineState:
         )
         state = state.replace(pending=pending)
     demand = segment_demand(jnp, e, state.progress, cap, can_start)
-    waited = state.clock - state.since
-    batch = select_batch(jnp, state.plan, e, options.buckets, SPAN, demand, waited)
     no_ring = jnp.zeros((slots, 0, 0))
     below = state.waiting[e - 1] if e else no_ring
     top = no_ring if state.boundary is None else state.boundary
     above = state.waiting[e] if e < n else top
-    # SKIP, IN_PLACE, PACKED and so on, as `schedule` numbers them.
     branches = SegmentBranches(runner, state, e, below)
-    ways = [partial(branches.in_place, batch.rows)]
-    # The first segment runs one row of a slot, which needs no bucket beyond their number.
-    most = int(np.searchsorted(options.buckets, slots)) + 1 if slots > 1 else 0
-    for size in options.buckets if e else options.buckets[:most]:
-        if slots == 1:  # no more rows of it wait than the cap, and there is room for no more
-            ways.append(partial(branches.only_slot, min(size, cap), batch.rows))
-        else:
-            ways.append(partial(branches.packed, size, batch))
     carry = state.pending, above, state.cache.segments[e], state.cache.blocks[e]
-    pending, above, kvs, block = run_branch(batch.mode, ways, carry)
+    if n == 0 and not prompts:  # whoever is not finished goes on, and a conditional takes time
+        ready = demand.ready.astype(jnp.int32)
+        batch = SegmentBatch(jnp.int32(IN_PLACE), ready, None, jnp.int32(0))
+        pending, above, kvs, block = branches.in_place(ready, *carry)
+    else:
+        waited = state.clock - state.since
+        batch = select_batch(jnp, state.plan, e, options.buckets, SPAN, demand, waited)
+        # SKIP, IN_PLACE, PACKED and so on, as `schedule` numbers them.
+        ways = [partial(branches.in_place, batch.rows)]
+        # The first segment runs one row of a slot, which needs no bucket beyond their number.
+        most = int(np.searchsorted(options.buckets, slots)) + 1 if slots > 1 else 0
+        for size in options.buckets if e else options.buckets[:most]:
+            if slots == 1:  # no more rows of it wait than the cap, and there is room for no more
+                ways.append(partial(branches.only_slot, min(size, cap), batch.rows))
+            else:
+                ways.append(partial(branches.packed, size, batch))
+        pending, above, kvs, block = run_branch(batch.mode, ways, carry)
     swap = lambda tree, new: (*tree[:e], new, *tree[e + 1 :])
     state = commit_tokens(
         state.replace(
