@@ -112,7 +112,7 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
     timed["full, sampled"] = new_timed(make("full"), temperature=1.0)
     timed["sampled"] = new_timed(usual, temperature=1.0, threshold=chosen_at)
     timed["propagate"] = new_timed(make("propagate"), threshold=chosen_at)
-    names, widths = list(timed), (1, *usual.plan_for(1)[0].buckets)
+    names, widths = list(timed), (1, *usual.slots_for(1)[0].buckets)
     # Segments are timed in the same turns: a machine that others use has slow and fast minutes.
     segments, read = step_costs.segment_runs(
         usual.weights, config, widths, cache_length(length, usual.options)

@@ -154,8 +154,9 @@ def slot_shapes(card, config, slots: int, context: int, options: Any) -> tuple[A
     import jax
 
     from eejax.inference.decoding import default_plan
-    from eejax.inference.engine_step import PROMPT_SPAN, SPAN
+    from eejax.inference.engine_step import PROMPT_SPAN
     from eejax.inference.options import engine_config
+    from eejax.inference.segment_branches import SPAN
     from eejax.inference.state import blank
     from eejax.inference.weights import prepare
     from eejax.kernels import call

@@ -20,10 +20,11 @@ from eejax.inference.batch_simulator import (
     fit,
 )
 from eejax.inference.engine import EarlyExitEngine
-from eejax.inference.engine_step import PROMPT_SPAN, SPAN
+from eejax.inference.engine_step import PROMPT_SPAN
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.schedule import BatchPlan
+from eejax.inference.segment_branches import SPAN
 from eejax.inference.slot_engine import STEPS_PER_CALL
 from eejax.inference.state import RequestRows, WorkCounters
 

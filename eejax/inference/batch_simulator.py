@@ -257,10 +257,11 @@ def simulate(
             break
         work = WorkCounts.blank(n + 1, len(buckets))
         work.steps = 1
+        allowed = best_drafts(np, share, plan.draft_cost, most, drafts)
         for e in range(n + 1):
             at = progress()
             before = position.copy(), at.next_segment
-            can_start = at.can_start(cap, best_drafts(np, share, plan.draft_cost, most, drafts))
+            can_start = at.can_start(cap, allowed)
             if e == 0:
                 begin(can_start)
             demand = segment_demand(np, e, at, cap, can_start)

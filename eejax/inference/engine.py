@@ -17,10 +17,11 @@ from eejax.common.errors import require
 from eejax.common.trees import Tree
 from eejax.inference import sharded
 from eejax.inference.decoding import decode, default_plan
-from eejax.inference.engine_step import PROMPT_SPAN, SPAN
+from eejax.inference.engine_step import PROMPT_SPAN
 from eejax.inference.generate import power_of_two
 from eejax.inference.options import EngineOptions, engine_config, engine_options
 from eejax.inference.schedule import FIRST_ACCEPTANCE, BatchPlan
+from eejax.inference.segment_branches import SPAN
 from eejax.inference.slot_engine import STEPS_PER_CALL, SlotEngineBase, check_slots
 from eejax.inference.state import DecodeRecord, EngineState, RequestRows, blank
 from eejax.inference.weights import Weights, colocate, prepare

@@ -20,19 +20,14 @@ Every request gets the tokens and exits that `posthoc` gives it alone.
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from eejax.gates.confidence import Memory
-from eejax.inference.logits_params import process_logits
 from eejax.inference.options import EngineOptions
-from eejax.inference.policy import Emission
 from eejax.inference.schedule import (
     IN_PLACE,
     PACKED,
@@ -44,6 +39,13 @@ from eejax.inference.schedule import (
     update_acceptance,
 )
 from eejax.inference.segment import SegmentRunner
+from eejax.inference.segment_branches import (
+    SPAN,
+    SegmentBranches,
+    flatten,
+    run_gates_flat,
+    write_ring,
+)
 from eejax.inference.state import (
     DecodeRecord,
     EngineState,
@@ -53,223 +55,11 @@ from eejax.inference.state import (
     hits_stop_token,
 )
 from eejax.inference.weights import Weights
-from eejax.kernels.compact.api import compact
-from eejax.kernels.scatter.api import scatter
-from eejax.models.attention import PackedRows
 from eejax.models.branches import run_branch
-from eejax.models.cache import KVCache, varying
+from eejax.models.cache import KVCache
 from eejax.models.config import ModelConfig
 
-SPAN = 4  # rows of a slot that attention takes together
 PROMPT_SPAN = 32  # of a prompt
-
-
-def flatten(
-    count: jax.Array,
-    order: jax.Array,
-    start: jax.Array,
-    size: int,
-    width: int,
-    most: int | None = None,
-) -> PackedRows:
-    """Flatten rows of slots into `size` packed ones.
-
-    Args:
-      count: [slots] int32, rows of each slot, at most `most`.
-      order: [slots] int32, the order in which slots are packed.
-      start: [slots] int32, position of each slot's first row.
-      size: number of flat rows.
-      width: rows of a span.
-    """
-    slots = start.shape[0]
-    count = count[order]
-    ends = jnp.cumsum(count)
-    offsets = ends - count
-    row = jnp.arange(size, dtype=jnp.int32)
-    i = jnp.minimum(jnp.sum(ends[None] <= row[:, None], -1, dtype=jnp.int32), slots - 1)
-    real = row < ends[-1]
-    slot = jnp.where(real, order[i], slots)
-    behind = row - offsets[i]
-    position = jnp.where(real, start[order[i]] + behind, 0)
-    begin, (spans, _) = compact(real & (behind % width == 0))
-    first = jnp.where(row < spans, begin, 0)
-    return PackedRows(slot, position, first, spans, width, most)
-
-
-class ExitRows(NamedTuple):
-    """Rows of slots at an exit.
-
-    Attributes:
-      slot, position: [r] int32.
-      x, h: [r, d], states at the exit and behind its block.
-      before: [r, d], states at the exit before.
-    """
-
-    slot: jax.Array
-    position: jax.Array
-    x: jax.Array
-    h: jax.Array
-    before: jax.Array
-
-
-def _run_gates(runner, state, e, rows: ExitRows, allowed) -> PendingRows:
-    """Run exit e for rows, and return the pending rows that follow.
-
-    Only rows that are `allowed` [r] and undecided change.
-    """
-    pending, slot = state.pending, rows.slot
-    place = rows.position % pending.input_token.shape[1]
-    own = jax.tree.map(lambda a: a[slot, place], pending)
-    request = jax.tree.map(lambda a: a[slot], state.request)
-    logits_params, shaped = request.logits_params, None
-    if e == 0:
-        none = PendingRows.blank(len(slot), logits_params=logits_params is not None)
-        own = varying(none, runner.weights.axes.data).replace(input_token=own.input_token)
-    if logits_params is not None:
-        shaped = lambda y: process_logits(
-            y,
-            logits_params,
-            state.prompt[slot],
-            request.start,
-            rows.position + 1,
-            request.stop_token_ids,
-        )
-    drafts = None
-    if e == 0 < runner.last and pending.input_token.shape[1] > 1:
-        drafts = (request.policy.drafts > 0) & ~request.policy.paused
-        if logits_params is not None:
-            drafts = drafts & ~logits_params.changes
-    allowed = allowed & (rows.position >= state.position[slot]) & (own.exit < 0)
-    none = jnp.full(own.logprob.shape, jnp.inf)
-    emission = Emission(own.token, own.logprob, own.confidence, own.exit, none, own.top_logprobs)
-    emission, memory = runner.decide(
-        e,
-        emission,
-        Memory(own.seen, own.streak, rows.before),
-        rows.x,
-        rows.h,
-        allowed,
-        rows.position + 1,
-        request,
-        drafts=drafts,
-        process_logits=shaped,
-    )
-    own = own.replace(
-        seen=memory.token,
-        streak=memory.streak,
-        token=emission.token,
-        logprob=emission.logprob,
-        confidence=emission.confidence,
-        exit=emission.exit,
-        top_logprobs=emission.top_logprobs,
-    )
-    slot = jnp.where(allowed, slot, len(state.token))
-    return jax.tree.map(lambda a, b: a.at[slot, place].set(b, mode="drop"), pending, own)
-
-
-def _run_gates_flat(runner, state, e, packed, allowed, states) -> PendingRows:
-    """Run `_run_gates` for flat rows that are pending, of slots `allowed` [slots] (None: all).
-
-    states: x, h and before of `ExitRows`, each [t, 1, d].
-    """
-    slots, m = state.pending.input_token.shape
-    size = len(packed.slot)
-    slot = jnp.minimum(packed.slot, slots - 1)
-    seen = (packed.slot < slots) & (packed.position >= state.position[slot])
-    if allowed is not None:
-        seen = seen & allowed[slot]
-    order, counts = compact(seen)
-    i = order[: min(size, slots * m)]
-    rows = ExitRows(slot[i], packed.position[i], *(a[i, 0] for a in states))
-    return _run_gates(runner, state, e, rows, jnp.arange(len(i)) < counts[0])
-
-
-@dataclasses.dataclass(frozen=True)
-class SegmentBranches:
-    """Ways to run a segment, each a branch of a conditional.
-
-    A branch takes and returns what a segment changes: the pending rows, the states that wait above,
-    and the keys and values of the segment's layers and of its exit's block.
-
-    Attributes:
-      runner: runs the rows.
-      state: the state before.
-      e: number of the segment.
-      below: [slots, cap, d], states that wait below; without positions below the first segment.
-    """
-
-    runner: SegmentRunner
-    state: EngineState
-    e: int
-    below: jax.Array
-
-    def in_place(self, count, pending, above, kvs, block):
-        """Run one row of every slot, of which those with a `count` [slots] above 0 are real."""
-        state, e = self.state, self.e
-        start, slot = state.cache.filled[:, e], jnp.arange(state.token.shape[0])
-        if e == 0:
-            x = self.runner.embed(at_position(pending.input_token, start)[:, None], start[:, None])
-            before = jnp.zeros_like(x)
-        else:
-            before = x = _read_ring(self.below, slot, start)
-        x, h, kvs, block = self.runner.run(e, x, start, kvs, block)
-        above = _write_ring(above, jnp.where(count > 0, slot, len(slot)), start, x)
-        rows = ExitRows(slot, start, x[:, 0], h[:, 0], before[:, 0])
-        state = state.replace(pending=pending)
-        return _run_gates(self.runner, state, e, rows, count > 0), above, kvs, block
-
-    def only_slot(self, size, count, pending, above, kvs, block):
-        """Run `size` rows of the one slot that there is, of which the first `count` [1] are real.
-
-        They need no packing.
-        """
-        state, e = self.state, self.e
-        start, row = state.cache.filled[:, e], jnp.arange(size, dtype=jnp.int32)
-        slot, position, m = jnp.zeros_like(row), start[0] + row, pending.input_token.shape[1]
-        if e == 0:
-            x = self.runner.embed(pending.input_token[:, position % m], position[None])
-            before = jnp.zeros_like(x)
-        else:
-            before = x = jnp.swapaxes(_read_ring(self.below, slot, position), 0, 1)
-        x, h, kvs, block = self.runner.run(e, x, start, kvs, block)
-        above = _write_ring(above, jnp.where(row < count, 0, 1), position, x[0][:, None])
-        # Of these rows, the pending ones lie behind those of emitted tokens.
-        i = jnp.maximum(state.position - start, 0) + jnp.arange(min(size, m))
-        real, i = i < count, jnp.minimum(i, size - 1)
-        rows = ExitRows(slot[i], position[i], x[0, i], h[0, i], before[0, i])
-        state = state.replace(pending=pending)
-        return _run_gates(self.runner, state, e, rows, real), above, kvs, block
-
-    def packed(self, size, batch: SegmentBatch, pending, above, kvs, block):
-        """Run the rows of a batch as `size` flat ones."""
-        state, e = self.state, self.e
-        most = min(size, state.waiting[0].shape[1] if state.waiting else 1)
-        flat = flatten(batch.rows, batch.order, state.cache.filled[:, e], size, SPAN, most)
-        slot = jnp.minimum(flat.slot, len(state.token) - 1)
-        if e == 0:
-            token = pending.input_token[slot, flat.position % pending.input_token.shape[1]]
-            x = self.runner.embed(token[:, None], flat.position[:, None])
-            before = jnp.zeros_like(x)
-        else:
-            before = x = _read_ring(self.below, slot, flat.position)
-        x, h, kvs, block = self.runner.run_packed(e, x, flat, kvs, block)
-        above = _write_ring(above, flat.slot, flat.position, x)
-        state = state.replace(pending=pending)
-        pending = _run_gates_flat(self.runner, state, e, flat, None, (x, h, before))
-        return pending, above, kvs, block
-
-
-def _read_ring(ring: jax.Array, slot: jax.Array, position: jax.Array) -> jax.Array:
-    """Return [t, 1, d], states of slots [t] at positions [t] of a ring [slots, cap, d]."""
-    return ring[slot, position % ring.shape[1]][:, None]
-
-
-def _write_ring(ring: jax.Array, slot: jax.Array, position: jax.Array, x: jax.Array) -> jax.Array:
-    """Write states x [t, 1, d] of slots [t] to the ring; drop rows whose slot does not exist."""
-    if not ring.shape[1]:
-        return ring
-    slots, cap, d = ring.shape
-    return scatter(ring.reshape(-1, d), x[:, 0], slot * cap + position % cap).reshape(ring.shape)
 
 
 def commit_tokens(state: EngineState) -> EngineState:
@@ -374,9 +164,9 @@ def engine_step(
 
     prompts: requests may bring prompts that have not run.
     """
-    runner, begun = SegmentRunner(weights, config), state.position
+    runner, begun, most = SegmentRunner(weights, config), state.position, state.most_drafts
     for e in range(runner.last + 1):
-        state = _advance_segment(runner, options, state, e, prompts)
+        state = _advance_segment(runner, options, state, e, most, prompts)
     if prompts:
         state = _advance_prefill(runner, options, state)
     return _take_record(state, begun)
@@ -416,14 +206,14 @@ def _take_record(state: EngineState, begun: jax.Array) -> tuple[EngineState, Dec
     return state.replace(layers=jnp.where(emits[0], 0, state.layers)), record
 
 
-def _advance_segment(runner, options, state, e, prompts) -> EngineState:
+def _advance_segment(runner, options, state, e, most, prompts) -> EngineState:
     """Run segment e for the slots that the schedule selects, and commit what is decided.
 
-    prompts: as in `engine_step`.
+    most: [slots] int32, most drafts of each slot. prompts: as in `engine_step`.
     """
     n, slots, cap = runner.last, state.token.shape[0], options.cap
     begin, end = runner.config.segments[e]
-    filled, can_start = state.cache.filled, state.can_start(cap)
+    filled, can_start = state.cache.filled, state.can_start(cap, most)
     before = state.position, state.progress.next_segment
     if e == 0:
         # The row behind what was emitted reads that, one behind a pending row its draft.
@@ -464,8 +254,8 @@ def _advance_segment(runner, options, state, e, prompts) -> EngineState:
         # SKIP, IN_PLACE, PACKED and so on, as `schedule` numbers them.
         ways = [partial(branches.in_place, batch.rows)]
         # The first segment runs one row of a slot, which needs no bucket beyond their number.
-        most = int(np.searchsorted(options.buckets, slots)) + 1 if slots > 1 else 0
-        for size in options.buckets if e else options.buckets[:most]:
+        first = int(np.searchsorted(options.buckets, slots)) + 1 if slots > 1 else 0
+        for size in options.buckets if e else options.buckets[:first]:
             if slots == 1:  # no more rows of it wait than the cap, and there is room for no more
                 ways.append(partial(branches.only_slot, min(size, cap), batch.rows))
             else:
@@ -542,11 +332,11 @@ def _prefill_chunk(runner, options, state, carry):
                 none,
             )
         own = state.replace(pending=pending)
-        pending = _run_gates_flat(runner, own, e, packed, allowed, (x, h, before))
+        pending = run_gates_flat(runner, own, e, packed, allowed, (x, h, before))
         before = x
     cache = KVCache(tuple(segments), tuple(blocks), cache.filled + count[:, None])
     boundary = (
-        boundary if boundary is None else _write_ring(boundary, packed.slot, packed.position, x)
+        boundary if boundary is None else write_ring(boundary, packed.slot, packed.position, x)
     )
     work = work.replace(
         chunks=work.chunks + 1, chunk_spans=work.chunk_spans + packed.spans.astype(jnp.uint32)

@@ -20,13 +20,12 @@ from eejax.common.trees import Tree
 from eejax.gates.confidence import GATES
 from eejax.inference import posthoc, sharded
 from eejax.inference.decoding import decode, default_plan
-from eejax.inference.engine_step import SPAN
 from eejax.inference.options import EngineOptions, engine_config, engine_options
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.request import FinishReason
 from eejax.inference.result import Collector, GenerationResult
 from eejax.inference.sampling import SamplingParams
-from eejax.inference.schedule import BatchPlan
+from eejax.inference.segment_branches import SPAN
 from eejax.inference.state import MAX_STOP_TOKENS, DecodeRecord, EngineState, RequestRows
 from eejax.inference.weights import Weights, prepare
 from eejax.models.config import ModelConfig
@@ -255,21 +254,21 @@ class Generator(Decoder):
         mesh = sharded.without_stages(mesh, options.engine)
         return cls(sharded.place(params, config, options.num_segments, mesh), config, options, mesh)
 
-    def plan_for(self, requests: int) -> tuple[EngineOptions, BatchPlan]:
-        """Return options and plan of an engine with a slot for each of so many requests."""
-        shards = 1 if self.mesh is None else self.mesh.shape[DATA]
-        options = self.options.resolved(self.config, requests // shards)
-        return options, default_plan(self.config, options, requests // shards)
+    def slots_for(self, requests: int) -> tuple[EngineOptions, int]:
+        """Return (options, slots of a data shard) of an engine for so many requests."""
+        slots = requests // (1 if self.mesh is None else self.mesh.shape[DATA])
+        return self.options.resolved(self.config, slots), slots
 
     def _prefill(self, tokens, request, length) -> tuple[EngineState, DecodeRecord]:
         if self.mesh is not None:
             check_batch(len(tokens), self.mesh, field="prompts")
-        options, plan = self.plan_for(len(tokens))
+        options, slots = self.slots_for(len(tokens))
+        plan = default_plan(self.config, options, slots)
         static = dict(config=self.config, options=options, length=length, mesh=self.mesh)
         return prefill(self.weights, plan, tokens, request, **static)
 
     def _decode(self, state, n) -> tuple[EngineState, DecodeRecord]:
-        options, _ = self.plan_for(len(state.token))
+        options, _ = self.slots_for(len(state.token))
         static = dict(config=self.config, options=options, size=n, mesh=self.mesh)
         return decode(self.weights, state, np.int32(n), **static)
 

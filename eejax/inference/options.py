@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from eejax.common.errors import require, require_count, require_one_of
 from eejax.common.trees import size
@@ -207,6 +208,7 @@ def engine_config(config: ModelConfig, options: EngineOptions) -> ModelConfig:
     return config
 
 
+@functools.cache
 def draft_cost(config: ModelConfig, options: EngineOptions) -> float:
     """Return the time of a draft over that of a full step, from the weights that each reads.
 

@@ -18,8 +18,8 @@ SKIP, IN_PLACE, PACKED = 0, 1, 2  # modes of a segment; PACKED + i packs rows in
 FIRST_ACCEPTANCE = np.float32(0.8)  # share of drafts taken to be accepted before any was made
 FRESH = np.float32(0.2)  # weight of one more draft in the running share of accepted ones
 REVIVAL = np.float32(0.01)
-"""What that share grows by towards 1 for a token without drafts, so that they are tried again: in
-vain once in some ten tokens or more, where they are never accepted."""
+"""Growth of that share towards 1 for a token without drafts, so that they are tried again: in vain
+once in some ten tokens or more, where they are never accepted."""
 
 
 @struct.dataclass

@@ -253,17 +253,22 @@ class EngineState:
     def progress(self) -> SlotProgress:
         return SlotProgress(self.cache.filled, self.position, self.remaining, self.prompt_len)
 
-    def can_start(self, cap: int) -> jax.Array:
-        """Return [slots] bool, as `SlotProgress.can_start`.
-
-        No row starts from a draft that would end the request, or where drafting was paused.
-        """
+    @property
+    def most_drafts(self) -> jax.Array:
+        """[slots] int32, most drafts of each request now; 0 where drafting is paused."""
         policy, m = self.request.policy, self.pending.input_token.shape[1]
         most = jnp.where(policy.paused, 0, jnp.minimum(policy.drafts, m - 1))
         if m > 1:
             most = best_drafts(jnp, self.acceptance, self.plan.draft_cost, most, m - 1)
         if self.request.logits_params is not None:  # penalties are of tokens that are decided
             most = jnp.where(self.request.logits_params.changes, 0, most)
+        return most
+
+    def can_start(self, cap: int, most: jax.Array) -> jax.Array:
+        """Return [slots] bool, as `SlotProgress.can_start` with at most so many drafts [slots].
+
+        No row starts from a draft that would end the request.
+        """
         last = at_position(self.pending.token, self.cache.filled[:, 0] - 1)[:, None]
         most = jnp.where(hits_stop_token(self.request, last)[:, 0] | (last[:, 0] < 0), 0, most)
         return self.progress.can_start(cap, most)

@@ -21,11 +21,12 @@ from eejax.inference.batch_simulator import (
     simulate,
 )
 from eejax.inference.engine import EarlyExitEngine
-from eejax.inference.engine_step import PROMPT_SPAN, SPAN
+from eejax.inference.engine_step import PROMPT_SPAN
 from eejax.inference.options import EngineOptions
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams, argmax
 from eejax.inference.schedule import BatchPlan
+from eejax.inference.segment_branches import SPAN
 from eejax.inference.state import RequestRows
 from eejax.models import exits, transformer
 

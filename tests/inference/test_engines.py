@@ -12,7 +12,7 @@ from near_ties import TIE, assert_same
 
 from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, Generator
-from eejax.inference.decoding import decode
+from eejax.inference.decoding import decode, default_plan
 from eejax.inference.generate import prefill
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
@@ -193,7 +193,8 @@ def test_waiting_tokens_get_exact_keys_and_values(subset, prompts):
         options = EngineOptions(name, cap=cap, buckets=(1, 2, 2 * cap))  # nobody waits for room
         g = Generator.make(p, config, options)
         tokens, lengths = g._pad(asked)
-        options, plan = g.plan_for(2)
+        options, slots = g.slots_for(2)
+        plan = default_plan(config, options, slots)
         static = dict(config=config, options=options)
         request = RequestRows(
             ExitPolicy.make(config, 2, 0.2),

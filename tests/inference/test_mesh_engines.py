@@ -230,6 +230,7 @@ def test_slots_on_a_mesh(engine):
         return state
 
     state = run(admit(slots.start(), 0, 3), {3: 0})
+    assert int(state.clock) == int(state.work.steps) == 4  # the other shard had nothing to do
     state = run(admit(state, 1, 0), {3: 0, 0: 1})
     state = admit(slots.free(state, [3]), 2, 3)
     run(run(state, {3: 2, 0: 1}), {3: 2, 0: 1})

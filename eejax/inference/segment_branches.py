@@ -1,0 +1,230 @@
+"""Ways to run rows of slots through a segment and its exit: in place, packed, or of one slot."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from eejax.gates.confidence import Memory
+from eejax.inference.logits_params import process_logits
+from eejax.inference.policy import Emission
+from eejax.inference.schedule import SegmentBatch
+from eejax.inference.segment import SegmentRunner
+from eejax.inference.state import EngineState, PendingRows, at_position
+from eejax.kernels.compact.api import compact
+from eejax.kernels.scatter.api import scatter
+from eejax.models.attention import PackedRows
+from eejax.models.cache import varying
+
+SPAN = 4  # rows of a slot that attention takes together
+
+
+def flatten(
+    count: jax.Array,
+    order: jax.Array,
+    start: jax.Array,
+    size: int,
+    width: int,
+    most: int | None = None,
+) -> PackedRows:
+    """Flatten rows of slots into `size` packed ones.
+
+    Args:
+      count: [slots] int32, rows of each slot, at most `most`.
+      order: [slots] int32, the order in which slots are packed.
+      start: [slots] int32, position of each slot's first row.
+      size: number of flat rows.
+      width: rows of a span.
+    """
+    slots = start.shape[0]
+    count = count[order]
+    ends = jnp.cumsum(count)
+    offsets = ends - count
+    row = jnp.arange(size, dtype=jnp.int32)
+    i = jnp.minimum(jnp.sum(ends[None] <= row[:, None], -1, dtype=jnp.int32), slots - 1)
+    real = row < ends[-1]
+    slot = jnp.where(real, order[i], slots)
+    behind = row - offsets[i]
+    position = jnp.where(real, start[order[i]] + behind, 0)
+    begin, (spans, _) = compact(real & (behind % width == 0))
+    first = jnp.where(row < spans, begin, 0)
+    return PackedRows(slot, position, first, spans, width, most)
+
+
+class ExitRows(NamedTuple):
+    """Rows of slots at an exit.
+
+    Attributes:
+      slot, position: [r] int32.
+      x, h: [r, d], states at the exit and behind its block.
+      before: [r, d], states at the exit before.
+    """
+
+    slot: jax.Array
+    position: jax.Array
+    x: jax.Array
+    h: jax.Array
+    before: jax.Array
+
+
+def run_gates(runner, state, e, rows: ExitRows, allowed) -> PendingRows:
+    """Run exit e for rows, and return the pending rows that follow.
+
+    Only rows that are `allowed` [r] and undecided change.
+    """
+    pending, slot = state.pending, rows.slot
+    place = rows.position % pending.input_token.shape[1]
+    own = jax.tree.map(lambda a: a[slot, place], pending)
+    request = jax.tree.map(lambda a: a[slot], state.request)
+    logits_params, shaped = request.logits_params, None
+    if e == 0:
+        none = PendingRows.blank(len(slot), logits_params=logits_params is not None)
+        own = varying(none, runner.weights.axes.data).replace(input_token=own.input_token)
+    if logits_params is not None:
+        shaped = lambda y: process_logits(
+            y,
+            logits_params,
+            state.prompt[slot],
+            request.start,
+            rows.position + 1,
+            request.stop_token_ids,
+        )
+    drafts = None
+    if e == 0 < runner.last and pending.input_token.shape[1] > 1:
+        drafts = (request.policy.drafts > 0) & ~request.policy.paused
+        if logits_params is not None:
+            drafts = drafts & ~logits_params.changes
+    allowed = allowed & (rows.position >= state.position[slot]) & (own.exit < 0)
+    none = jnp.full(own.logprob.shape, jnp.inf)
+    emission = Emission(own.token, own.logprob, own.confidence, own.exit, none, own.top_logprobs)
+    emission, memory = runner.decide(
+        e,
+        emission,
+        Memory(own.seen, own.streak, rows.before),
+        rows.x,
+        rows.h,
+        allowed,
+        rows.position + 1,
+        request,
+        drafts=drafts,
+        process_logits=shaped,
+    )
+    own = own.replace(
+        seen=memory.token,
+        streak=memory.streak,
+        token=emission.token,
+        logprob=emission.logprob,
+        confidence=emission.confidence,
+        exit=emission.exit,
+        top_logprobs=emission.top_logprobs,
+    )
+    slot = jnp.where(allowed, slot, len(state.token))
+    return jax.tree.map(lambda a, b: a.at[slot, place].set(b, mode="drop"), pending, own)
+
+
+def run_gates_flat(runner, state, e, packed, allowed, states) -> PendingRows:
+    """Run `run_gates` for flat rows that are pending, of slots `allowed` [slots] (None: all).
+
+    states: x, h and before of `ExitRows`, each [t, 1, d].
+    """
+    slots, m = state.pending.input_token.shape
+    size = len(packed.slot)
+    slot = jnp.minimum(packed.slot, slots - 1)
+    seen = (packed.slot < slots) & (packed.position >= state.position[slot])
+    if allowed is not None:
+        seen = seen & allowed[slot]
+    order, counts = compact(seen)
+    i = order[: min(size, slots * m)]
+    rows = ExitRows(slot[i], packed.position[i], *(a[i, 0] for a in states))
+    return run_gates(runner, state, e, rows, jnp.arange(len(i)) < counts[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentBranches:
+    """Ways to run a segment, each a branch of a conditional.
+
+    A branch takes and returns what a segment changes: the pending rows, the states that wait above,
+    and the keys and values of the segment's layers and of its exit's block.
+
+    Attributes:
+      runner: runs the rows.
+      state: the state before.
+      e: number of the segment.
+      below: [slots, cap, d], states that wait below; without positions below the first segment.
+    """
+
+    runner: SegmentRunner
+    state: EngineState
+    e: int
+    below: jax.Array
+
+    def in_place(self, count, pending, above, kvs, block):
+        """Run one row of every slot, of which those with a `count` [slots] above 0 are real."""
+        state, e = self.state, self.e
+        start, slot = state.cache.filled[:, e], jnp.arange(state.token.shape[0])
+        if e == 0:
+            x = self.runner.embed(at_position(pending.input_token, start)[:, None], start[:, None])
+            before = jnp.zeros_like(x)
+        else:
+            before = x = read_ring(self.below, slot, start)
+        x, h, kvs, block = self.runner.run(e, x, start, kvs, block)
+        above = write_ring(above, jnp.where(count > 0, slot, len(slot)), start, x)
+        rows = ExitRows(slot, start, x[:, 0], h[:, 0], before[:, 0])
+        state = state.replace(pending=pending)
+        return run_gates(self.runner, state, e, rows, count > 0), above, kvs, block
+
+    def only_slot(self, size, count, pending, above, kvs, block):
+        """Run `size` rows of the one slot that there is, of which the first `count` [1] are real.
+
+        They need no packing.
+        """
+        state, e = self.state, self.e
+        start, row = state.cache.filled[:, e], jnp.arange(size, dtype=jnp.int32)
+        slot, position, m = jnp.zeros_like(row), start[0] + row, pending.input_token.shape[1]
+        if e == 0:
+            x = self.runner.embed(pending.input_token[:, position % m], position[None])
+            before = jnp.zeros_like(x)
+        else:
+            before = x = jnp.swapaxes(read_ring(self.below, slot, position), 0, 1)
+        x, h, kvs, block = self.runner.run(e, x, start, kvs, block)
+        above = write_ring(above, jnp.where(row < count, 0, 1), position, x[0][:, None])
+        # Of these rows, the pending ones lie behind those of emitted tokens.
+        i = jnp.maximum(state.position - start, 0) + jnp.arange(min(size, m))
+        real, i = i < count, jnp.minimum(i, size - 1)
+        rows = ExitRows(slot[i], position[i], x[0, i], h[0, i], before[0, i])
+        state = state.replace(pending=pending)
+        return run_gates(self.runner, state, e, rows, real), above, kvs, block
+
+    def packed(self, size, batch: SegmentBatch, pending, above, kvs, block):
+        """Run the rows of a batch as `size` flat ones."""
+        state, e = self.state, self.e
+        most = min(size, state.waiting[0].shape[1] if state.waiting else 1)
+        flat = flatten(batch.rows, batch.order, state.cache.filled[:, e], size, SPAN, most)
+        slot = jnp.minimum(flat.slot, len(state.token) - 1)
+        if e == 0:
+            token = pending.input_token[slot, flat.position % pending.input_token.shape[1]]
+            x = self.runner.embed(token[:, None], flat.position[:, None])
+            before = jnp.zeros_like(x)
+        else:
+            before = x = read_ring(self.below, slot, flat.position)
+        x, h, kvs, block = self.runner.run_packed(e, x, flat, kvs, block)
+        above = write_ring(above, flat.slot, flat.position, x)
+        state = state.replace(pending=pending)
+        pending = run_gates_flat(self.runner, state, e, flat, None, (x, h, before))
+        return pending, above, kvs, block
+
+
+def read_ring(ring: jax.Array, slot: jax.Array, position: jax.Array) -> jax.Array:
+    """Return [t, 1, d], states of slots [t] at positions [t] of a ring [slots, cap, d]."""
+    return ring[slot, position % ring.shape[1]][:, None]
+
+
+def write_ring(ring: jax.Array, slot: jax.Array, position: jax.Array, x: jax.Array) -> jax.Array:
+    """Write states x [t, 1, d] of slots [t] to the ring; drop rows whose slot does not exist."""
+    if not ring.shape[1]:
+        return ring
+    slots, cap, d = ring.shape
+    return scatter(ring.reshape(-1, d), x[:, 0], slot * cap + position % cap).reshape(ring.shape)
