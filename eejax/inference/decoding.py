@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from eejax.inference import posthoc, propagate, sharded
 from eejax.inference.engine_step import engine_step, prefill_step
+from eejax.inference.logits_params import TopLogprobs
 from eejax.inference.options import EngineOptions, draft_cost
 from eejax.inference.schedule import BatchPlan
 from eejax.inference.state import DecodeRecord, EngineState
@@ -117,15 +118,16 @@ def loop(run: Callable, size: int, weights, state, n: jax.Array | np.int32):
     Returns the state and records [size m, b] of steps that emit up to m tokens each.
     """
     shapes = jax.eval_shape(run, weights, state)[1]
-    records = jax.tree.map(lambda r: jnp.zeros((size, *r.shape), r.dtype), shapes)
-    records = records._replace(exit=jnp.full_like(records.exit, -1))
+    blank = jax.tree.map(lambda r: jnp.zeros(r.shape, r.dtype), shapes)
+    one = _packed(blank._replace(exit=jnp.full_like(blank.exit, -1)))
+    records = jax.tree.map(lambda a: jnp.broadcast_to(a, (size, *a.shape)), one)
     records = varying(records, weights.axes.data)
 
     def body(carry):
         i, state, records = carry
         state, record = run(weights, state)
         records = jax.tree.map(
-            lambda a, r: lax.dynamic_update_index_in_dim(a, r, i, 0), records, record
+            lambda a, r: lax.dynamic_update_index_in_dim(a, r, i, 0), records, _packed(record)
         )
         return i + 1, state, records
 
@@ -133,4 +135,22 @@ def loop(run: Callable, size: int, weights, state, n: jax.Array | np.int32):
         lambda c: (c[0] < n) & jnp.any(c[1].live), body, (jnp.int32(0), state, records)
     )
     flat = lambda a: a.reshape(-1, *a.shape[2:])
-    return carry[1], jax.tree.map(flat, carry[2])
+    return carry[1], jax.tree.map(flat, _unpacked(carry[2], shapes))
+
+
+def _packed(record: DecodeRecord) -> tuple[jax.Array, TopLogprobs | None]:
+    """Stack a record's fields [...] as one array [fields, ...] of int32, but for `top_logprobs`.
+
+    A step then writes them all by one kernel.
+    """
+    fields = record._replace(top_logprobs=None)
+    bits = [lax.bitcast_convert_type(a, jnp.int32) for a in jax.tree.leaves(fields)]
+    return jnp.stack(bits), record.top_logprobs
+
+
+def _unpacked(packed: tuple, like: DecodeRecord) -> DecodeRecord:
+    """Return the record of arrays [size, ...] that `_packed` made, one step an entry."""
+    bits, top_logprobs = packed
+    leaves, tree = jax.tree.flatten(like._replace(top_logprobs=None))
+    own = [lax.bitcast_convert_type(bits[:, i], a.dtype) for i, a in enumerate(leaves)]
+    return jax.tree.unflatten(tree, own)._replace(top_logprobs=top_logprobs)

@@ -55,7 +55,7 @@ from eejax.inference.state import (
     hits_stop_token,
 )
 from eejax.inference.weights import Weights
-from eejax.models.branches import run_branch
+from eejax.models.branches import run_branch, run_where
 from eejax.models.cache import KVCache
 from eejax.models.config import ModelConfig
 
@@ -66,41 +66,9 @@ def commit_tokens(state: EngineState) -> EngineState:
     """Emit decided tokens.
 
     Tokens are emitted from the first pending row on, while each row read what the one before it
-    emits. Where a row read another token, it and the rows behind it are dropped.
+    emits. Where a row read another token, it and the rows behind it are dropped. Slots whose first
+    pending row is undecided stay as they are.
     """
-    decided = (
-        state.live
-        & (state.progress.num_pending > 0)
-        & (at_position(state.pending.exit, state.position) >= 0)
-    )
-    drafts = state.pending.input_token.shape[1] > 1
-    own = lambda s: (
-        s.cache.filled,
-        s.pending.accepted if drafts else None,
-        s.acceptance if drafts else None,
-        s.token,
-        s.position,
-        s.remaining,
-        None if s.request.logits_params is None else s.prompt,
-    )
-    run = lambda _: own(_commit(state))
-    filled, accepted, acceptance, token, position, remaining, prompt = lax.switch(
-        jnp.any(decided).astype(jnp.int32), [lambda c: c, run], own(state)
-    )
-    if drafts:
-        pending = state.pending.replace(accepted=accepted)
-        state = state.replace(pending=pending, acceptance=acceptance)
-    return state.replace(
-        cache=state.cache.replace(filled=filled),
-        token=token,
-        position=position,
-        remaining=remaining,
-        prompt=state.prompt if prompt is None else prompt,
-    )
-
-
-def _commit(state: EngineState) -> EngineState:
-    """Run `commit_tokens` where some slot's first pending row is decided."""
     pending, position, m = state.pending, state.position, state.pending.input_token.shape[1]
     filled, order = state.cache.filled, jnp.arange(m)[None]
     window = (position[:, None] + order) % m
@@ -165,8 +133,7 @@ def engine_step(
     prompts: requests may bring prompts that have not run.
     """
     runner, begun, most = SegmentRunner(weights, config), state.position, state.most_drafts
-    for e in range(runner.last + 1):
-        state = _advance_segment(runner, options, state, e, most, prompts)
+    state = _advance_segments(runner, options, state, most, prompts)
     if prompts:
         state = _advance_prefill(runner, options, state)
     return _take_record(state, begun)
@@ -206,6 +173,59 @@ def _take_record(state: EngineState, begun: jax.Array) -> tuple[EngineState, Dec
     return state.replace(layers=jnp.where(emits[0], 0, state.layers)), record
 
 
+def _advance_segments(runner, options, state, most, prompts) -> EngineState:
+    """Run the first segment, and in a conditional those above it where some slot waits for one.
+
+    A step whose tokens all leave by the first exit schedules nothing of what lies above. To a GPU
+    that is worth more than the segments' own conditionals: each takes some 40 us there, and each of
+    the many small kernels of a schedule 2.
+    """
+    segments = range(1, runner.last + 1)
+    state = _advance_segment(runner, options, state, 0, most, prompts)
+    if not segments:
+        return state
+
+    def run(carry):
+        above = _replace_from(state, 1, carry)
+        for e in segments:
+            above = _advance_segment(runner, options, above, e, most, prompts)
+        return _changed_from(above, 1)
+
+    waits = jnp.stack([state.progress.must_run(e, options.cap) for e in segments])
+    return _replace_from(state, 1, run_where(jnp.any(waits), run, _changed_from(state, 1)))
+
+
+CHANGED = (
+    "boundary",
+    "pending",
+    "acceptance",
+    "token",
+    "position",
+    "remaining",
+    "layers",
+    "since",
+    "work",
+)
+"""Fields of an engine's state, beside the caches, that running a segment changes."""
+
+
+def _changed_from(state: EngineState, e: int) -> tuple:
+    """Return what running segments e and above changes in a state; a conditional's carry."""
+    cache, logits_params = state.cache, state.request.logits_params
+    rows = cache.segments[e:], cache.blocks[e:], state.waiting[e:]
+    fields = {name: getattr(state, name) for name in CHANGED}
+    return rows, cache.filled, fields, None if logits_params is None else state.prompt
+
+
+def _replace_from(state: EngineState, e: int, changed: tuple) -> EngineState:
+    """Put what `_changed_from` returns in its place."""
+    rows, filled, fields, prompt = changed
+    old = state.cache.segments, state.cache.blocks, state.waiting
+    segments, blocks, waiting = (a[:e] + b for a, b in zip(old, rows, strict=True))
+    state = state.replace(cache=KVCache(segments, blocks, filled), waiting=waiting, **fields)
+    return state if prompt is None else state.replace(prompt=prompt)
+
+
 def _advance_segment(runner, options, state, e, most, prompts) -> EngineState:
     """Run segment e for the slots that the schedule selects, and commit what is decided.
 
@@ -225,16 +245,19 @@ def _advance_segment(runner, options, state, e, most, prompts) -> EngineState:
         input_token = jnp.where(
             can_start, reads, at_position(state.pending.input_token, filled[:, 0])
         )
-        pending, row, m = state.pending, jnp.arange(slots), state.pending.input_token.shape[1]
-        guess = (
-            can_start
-            & (filled[:, 0] > state.position)
-            & (at_position(pending.exit, filled[:, 0] - 1) < 0)
-        )
-        guess = jnp.where(guess, 1, at_position(pending.drafted, filled[:, 0] - 1))
+        pending, m = state.pending, state.pending.input_token.shape[1]
+        own = jnp.arange(m)[None] == (filled[:, :1] % m)  # comparisons fuse, a scatter does not
+        if m > 1:
+            guess = (
+                can_start
+                & (filled[:, 0] > state.position)
+                & (at_position(pending.exit, filled[:, 0] - 1) < 0)
+            )
+            before_own = jnp.arange(m)[None] == ((filled[:, :1] - 1) % m)
+            drafted = jnp.where(before_own & guess[:, None], 1, pending.drafted)
+            pending = pending.replace(drafted=drafted)
         pending = pending.replace(
-            drafted=pending.drafted.at[row, (filled[:, 0] - 1) % m].set(guess),
-            input_token=pending.input_token.at[row, filled[:, 0] % m].set(input_token),
+            input_token=jnp.where(own, input_token[:, None], pending.input_token)
         )
         state = state.replace(pending=pending)
     demand = segment_demand(jnp, e, state.progress, cap, can_start)
@@ -267,7 +290,7 @@ def _advance_segment(runner, options, state, e, most, prompts) -> EngineState:
             cache=KVCache(
                 swap(state.cache.segments, kvs),
                 swap(state.cache.blocks, block),
-                filled.at[:, e].add(batch.rows),
+                filled + jnp.where(jnp.arange(n + 1)[None] == e, batch.rows[:, None], 0),
             ),
             waiting=swap(state.waiting, above) if e < n else state.waiting,
             boundary=state.boundary if e < n or state.boundary is None else above,
@@ -281,32 +304,36 @@ def _advance_segment(runner, options, state, e, most, prompts) -> EngineState:
 
 
 def _count_work(work: WorkCounters, e: int, batch: SegmentBatch) -> WorkCounters:
-    ways = jnp.arange(IN_PLACE, IN_PLACE + work.runs.shape[1])
-    spans = jnp.where(batch.mode >= PACKED, batch.spans, 0)
+    segments, ways = work.runs.shape
+    own = jnp.arange(segments) == e
+    run = own[:, None] & (jnp.arange(IN_PLACE, IN_PLACE + ways) == batch.mode)[None]
+    spans = jnp.where(own, jnp.where(batch.mode >= PACKED, batch.spans, 0), 0)
     return work.replace(
-        runs=work.runs.at[e].add((ways == batch.mode).astype(jnp.uint32)),
-        spans=work.spans.at[e].add(spans.astype(jnp.uint32)),
+        runs=work.runs + run.astype(jnp.uint32), spans=work.spans + spans.astype(jnp.uint32)
     )
 
 
 def _advance_prefill(runner, options, state) -> EngineState:
     """Run a chunk of prompts, if a slot has one."""
-    run = partial(_prefill_chunk, runner, options, state)
-    carry = state.pending, state.cache, state.boundary, state.work
-    some = jnp.any(state.progress.in_prefill).astype(jnp.int32)
-    pending, cache, boundary, work = lax.switch(some, [lambda c: c, run], carry)
-    after = commit_tokens(state.replace(pending=pending, cache=cache, boundary=boundary, work=work))
-    emitted = after.position != state.position
     whole = runner.config.exit_boundaries[runner.last]
-    return after.replace(
-        since=jnp.where(emitted, state.clock, state.since),
-        layers=jnp.where(emitted, whole, after.layers),
-    )
+
+    def run(carry):
+        before = _replace_from(state, 0, carry)
+        after = commit_tokens(_prefill_chunk(runner, options, before))
+        emitted = after.position != before.position
+        after = after.replace(
+            since=jnp.where(emitted, before.clock, before.since),
+            layers=jnp.where(emitted, whole, after.layers),
+        )
+        return _changed_from(after, 0)
+
+    some = jnp.any(state.progress.in_prefill)
+    return _replace_from(state, 0, run_where(some, run, _changed_from(state, 0)))
 
 
-def _prefill_chunk(runner, options, state, carry):
-    """Run a chunk of prompts through all segments; a branch of a conditional."""
-    pending, cache, boundary, work = carry
+def _prefill_chunk(runner, options, state) -> EngineState:
+    """Run a chunk of prompts through all segments."""
+    pending, cache, boundary, work = state.pending, state.cache, state.boundary, state.work
     start, in_prefill = cache.filled[:, 0], state.progress.in_prefill
     count, order = select_prefill(jnp, state.progress, state.since, options.chunk)
     packed = flatten(count, order, start, options.chunk, min(PROMPT_SPAN, options.chunk))
@@ -341,4 +368,4 @@ def _prefill_chunk(runner, options, state, carry):
     work = work.replace(
         chunks=work.chunks + 1, chunk_spans=work.chunk_spans + packed.spans.astype(jnp.uint32)
     )
-    return pending, cache, boundary, work
+    return state.replace(pending=pending, cache=cache, boundary=boundary, work=work)

@@ -137,6 +137,12 @@ class SlotProgress(NamedTuple):
         """[slots] bool: `cap` tokens wait, so they must go deeper before another one starts."""
         return self.filled[:, 0] - self.filled[:, -1] >= cap
 
+    def must_run(self, e: int, cap: int) -> Any:
+        """[slots] bool: rows that wait below segment e, of those above the first, should run."""
+        undecided = (self.num_pending > 0) & (self.next_segment == e)
+        deepened = self.at_cap(cap) & (self.filled[:, e - 1] > self.filled[:, e])
+        return self.live & ~self.in_prefill & (undecided | deepened)
+
     def can_start(self, cap: int, drafts: Any) -> Any:
         """[slots] bool: the first segment has a row to run.
 
@@ -209,10 +215,8 @@ def segment_demand(xp: Any, e: int, at: SlotProgress, cap: int, can_start: Any) 
         return SegmentDemand(
             can_start, xp.ones_like(at.position), xp.zeros_like(can_start), xp.zeros((), bool)
         )
-    rows = at.filled[:, e - 1] - at.filled[:, e]
-    started = at.live & ~at.in_prefill
-    undecided = started & (at.num_pending > 0) & (at.next_segment == e)
-    ready = undecided | (started & at.at_cap(cap) & (rows > 0))
+    rows, started = at.filled[:, e - 1] - at.filled[:, e], at.live & ~at.in_prefill
+    ready = at.must_run(e, cap)
     can_join = started & (rows > 0) & (at.filled[:, e] < at.position)
     return SegmentDemand(ready, rows, can_join, xp.any(can_start | at.in_prefill))
 

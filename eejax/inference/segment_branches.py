@@ -121,8 +121,26 @@ def run_gates(runner, state, e, rows: ExitRows, allowed) -> PendingRows:
         exit=emission.exit,
         top_logprobs=emission.top_logprobs,
     )
-    slot = jnp.where(allowed, slot, len(state.token))
-    return jax.tree.map(lambda a, b: a.at[slot, place].set(b, mode="drop"), pending, own)
+    return _replace_rows(pending, own, slot, place, allowed)
+
+
+def _replace_rows(pending: PendingRows, own: PendingRows, slot, place, allowed) -> PendingRows:
+    """Put rows `own` [r], where they are `allowed` [r], at places [r] of slots [r].
+
+    Rows are compared with all places: a scatter for each field would be as many kernels of a GPU.
+    """
+    slots, m = pending.input_token.shape
+    row = jnp.arange(len(slot), dtype=jnp.int32)
+    at = jnp.where(allowed, slot * m + place, slots * m)
+    here = at[None] == jnp.arange(slots * m, dtype=jnp.int32)[:, None]
+    # At most one row belongs to a place.
+    found, i = jnp.any(here, 1), jnp.sum(jnp.where(here, row[None], 0), 1)
+
+    def put(old, new):
+        new = new[i].reshape(old.shape)
+        return jnp.where(found.reshape(slots, m, *[1] * (old.ndim - 2)), new, old)
+
+    return jax.tree.map(put, pending, own)
 
 
 def run_gates_flat(runner, state, e, packed, allowed, states) -> PendingRows:

@@ -37,6 +37,24 @@ def run_branch(
     return carry
 
 
+def run_where(condition: jax.Array, body: Callable[[Any], Any], carry: Any) -> Any:
+    """Run a body on a carry where a condition holds.
+
+    It is a loop of at most one round. XLA's GPU backend copies carried buffers in both branches of
+    a conditional that has others inside.
+
+    Args:
+      condition: [] bool.
+      body: function of the carry that returns one of the same types.
+      carry: the values.
+
+    Returns:
+      What the body returns, or the carry unchanged.
+    """
+    once = lambda state: (~state[0], body(state[1]))
+    return lax.while_loop(lambda state: state[0], once, (condition, carry))[1]
+
+
 def first_bucket(sizes: Sequence[int], count: jax.Array) -> jax.Array:
     """Find the first bucket that holds a count.
 
