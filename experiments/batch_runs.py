@@ -139,7 +139,10 @@ def roofline(
 
     weights, table, cache = 12 * d * d * size, vocab * d * size, context * d * size
     rows = np.asarray(sizes, float)
-    time_of = lambda read: np.maximum(read / bandwidth, rows * read / size * 2 / flops)
+
+    def time_of(read):
+        return np.maximum(read / bandwidth, rows * read / size * 2 / flops)
+
     layer = start + time_of(weights)
     layer[0] += rows[0] * cache / bandwidth
     look = start + time_of(table)

@@ -72,7 +72,10 @@ def main() -> None:
 
     def prompts(n, lengths=(PROMPT,)):
         starts = np.linspace(0, len(split) - max(lengths) - 1, n).astype(int)
-        read = lambda i, start: split.read(int(start), lengths[i % len(lengths)]).tolist()
+
+        def read(i, start):
+            return split.read(int(start), lengths[i % len(lengths)]).tolist()
+
         return [read(i, start) for i, start in enumerate(starts)]
 
     result: dict = {"threshold": chosen.threshold, "agreement": chosen.agreement}
@@ -184,7 +187,10 @@ def of_batch(model, slots: int, threshold: float, agreement: dict, prompts) -> d
     result["simulator_error"] = float(np.median(np.abs([*errors.values()])))
     exact = tuple(range(1, known["buckets"][-1] + 1))
     sizes = (slots, *known["buckets"])
-    fine = lambda a: (a[0], *np.interp(exact, sizes[1:], a[1:]).tolist())
+
+    def fine(a):
+        return (a[0], *np.interp(exact, sizes[1:], a[1:]).tolist())
+
     free = dataclasses.replace(
         costs, step=0.0, layer=fine(costs.layer), exit_check=fine(costs.exit_check)
     )

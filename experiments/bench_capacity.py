@@ -58,14 +58,20 @@ def main() -> None:
     require(min(contexts, default=0) >= 1, "--contexts", ",".join(_CONTEXTS.value), told)
     told = "must be a number of bytes from 1 on that is finite"
     require(1 <= _BUDGET.value < math.inf, "--budget", _BUDGET.value, told)  # not so of NaN
-    own = lambda config: config.replace(dtype=_DTYPE.value)
+
+    def own(config):
+        return config.replace(dtype=_DTYPE.value)
+
     rows = [
         {"model": name}
         | requests_that_fit(own(config), layer, context, _BUDGET.value, _CAN_DEEPEN.value)
         for name, (layer, config) in models().items()
         for context in contexts
     ]
-    mean = lambda found: math.exp(np.mean([math.log(r["ratio"]) for r in found]))
+
+    def mean(found):
+        return math.exp(np.mean([math.log(r["ratio"]) for r in found]))
+
     held = [r for r in rows if r["whole"] and r["part"]]
     result: dict = {
         "budget": _BUDGET.value,
@@ -105,16 +111,19 @@ def capacities(table, rows: list[dict]) -> str:
         "part",
         "ratio",
     )
-    one = lambda r: (
-        r["model"],
-        "{} of {}".format(*r["layers"]),
-        str(r["context"]),
-        *(f"{r[f'{w}_weights'] / 1e9:.3f}" for w in ("whole", "part")),
-        *(f"{r[f'{w}_request'] / 1e6:.1f}" for w in ("whole", "part")),
-        str(r["whole"]),
-        str(r["part"]),
-        f"{r['ratio']:.2f}" if r["ratio"] else "none fits",
-    )
+
+    def one(r):
+        return (
+            r["model"],
+            "{} of {}".format(*r["layers"]),
+            str(r["context"]),
+            *(f"{r[f'{w}_weights'] / 1e9:.3f}" for w in ("whole", "part")),
+            *(f"{r[f'{w}_request'] / 1e6:.1f}" for w in ("whole", "part")),
+            str(r["whole"]),
+            str(r["part"]),
+            f"{r['ratio']:.2f}" if r["ratio"] else "none fits",
+        )
+
     return table(names, [one(r) for r in rows])
 
 
@@ -164,7 +173,10 @@ def serve(host, config, options, slots: int, context: int, rounds: int = 2) -> d
     gc.collect()
     others = jax.live_arrays()  # kept, so that none of ours gets the number of one
     known = {id(a) for a in others}
-    live = lambda: sum(a.nbytes for a in jax.live_arrays() if id(a) not in known)
+
+    def live():
+        return sum(a.nbytes for a in jax.live_arrays() if id(a) not in known)
+
     engine = EarlyExitEngine.make(host, config, options, slots=slots, context=context)
     engine = dataclasses.replace(engine, weights=jax.device_put(engine.weights))
     scheduler = Scheduler(engine, config)

@@ -76,7 +76,10 @@ def build():
         exits=tuple(ExitConfig(n, norm=False) for n in DEPTHS),
     )
     rng = np.random.default_rng(0)
-    draw = lambda p: jnp.asarray(rng.standard_normal(p.shape, np.float32) * (p.std or 0) + p.fill)
+
+    def draw(p):
+        return jnp.asarray(rng.standard_normal(p.shape, np.float32) * (p.std or 0) + p.fill)
+
     return config, params.map_params(draw, params.abstract(config))
 
 
@@ -187,7 +190,10 @@ def against_transformers(config, params, prompt, threads: int, device: str) -> d
     if a != b:
         raise RuntimeError(f"the models differ: eejax {a[:8]}..., transformers {b[:8]}...")
     runs = [lambda _: theirs(), lambda _: ours()]
-    rest = lambda _: time.sleep(0.3)  # torch's threads spin a while after their work
+
+    def rest(_):
+        return time.sleep(0.3)  # torch's threads spin a while after their work
+
     times = interleave(runs, _PAIRS.value, time.perf_counter, before=rest)
     ratio = median_ratio(*times)
     return {
@@ -215,7 +221,10 @@ def peer(params):
     }
     d = model.config.n_embd
     stack = {k: {n: np.asarray(a) for n, a in v.items()} for k, v in params["layers"].items()}
-    flat = lambda names, i: np.concatenate([stack["attn"][n][i].reshape(d, -1) for n in names], -1)
+
+    def flat(names, i):
+        return np.concatenate([stack["attn"][n][i].reshape(d, -1) for n in names], -1)
+
     for i in range(model.config.n_layer):
         bias = [stack["attn"][f"{n}_bias"][i].reshape(-1) for n in "qkv"]
         state |= {

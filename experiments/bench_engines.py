@@ -92,13 +92,19 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
     config, new = model.config, model.config.context_length - PROMPT - 1
     n = config.n_exits
     usual = Generator.make(model.params, config, "recompute")
-    make = lambda engine, **options: with_layers_of(
-        usual, Generator.make(model.params, config, EngineOptions(engine, **options))
-    )
+
+    def make(engine, **options):
+        return with_layers_of(
+            usual, Generator.make(model.params, config, EngineOptions(engine, **options))
+        )
+
     # A cap above the tokens generated: nobody is ever forced deeper.
     free = dict(cap=new + 8, buckets=(1,))
     forced, length = make("recompute", **free), PROMPT + new
-    new_timed = lambda generator, **kwargs: TimedDecoding(generator, prompts, new, **kwargs)
+
+    def new_timed(generator, **kwargs):
+        return TimedDecoding(generator, prompts, new, **kwargs)
+
     chosen_at, only = chosen[TARGETS[0]].threshold, lambda e: [float(i != e) for i in range(n)]
     # What is compared stands together in the turns, and nothing that is at an end of them, where
     # one run follows another of its own.
@@ -126,7 +132,10 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
     for run in segments:
         run(0)
     compiled: list[str] = []
-    listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+
+    def listen(event, *_, **__):
+        return compiled.append(event) if "backend_compile" in event else None
+
     jax.monitoring.register_event_duration_secs_listener(listen)
     seconds = interleave(
         [*(lambda _, t=t: t.finish() for t in timed.values()), *segments],
@@ -149,7 +158,10 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
         "new_tokens": new,
         "tokens_per_second": {name: new / float(np.median(s)) for name, s in of.items()},
     }
-    texts = lambda name: [r.ids(0) for r in timed[name].results]
+
+    def texts(name):
+        return [r.ids(0) for r in timed[name].results]
+
     for agreement, point in chosen.items():
         name = f"{agreement:.0%}"
         result[f"recompute_{name}"] = speed(name) | {

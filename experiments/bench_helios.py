@@ -131,9 +131,10 @@ class Bench:
             paths["judge"] = _JUDGE.value
         opened = {name: load(path) for name, path in paths.items()}
         check_alike(opened)
-        make = lambda m: FleetMember(
-            m.params, m.config, options=batch_options(m.config, 64)
-        ).ready()
+
+        def make(m):
+            return FleetMember(m.params, m.config, options=batch_options(m.config, 64)).ready()
+
         self.members = {name: make(model) for name, model in opened.items()}
         self.judges = Judges(
             {n: m for n, m in self.members.items() if n != "judge"}, self.members.pop("judge", None)
@@ -262,7 +263,10 @@ class Bench:
         tokens = sum(len(a.tokens) for a in answers)
         ttft = np.array([a.ttft for a in answers])
         judged = self.judges.judge(answers[:: _AUDITED.value], self.texts)
-        given = lambda answer: len(self.texts[answer.index])
+
+        def given(answer):
+            return len(self.texts[answer.index])
+
         flops = np.array(
             [sum(answer_flops(self.members, a, given(a)) for a in more) for _, more in rows]
         )
@@ -319,8 +323,12 @@ class Bench:
         from eejax.analysis import total_ratio
         from experiments.helios_runs import RandomPolicy
 
-        interval = lambda r: {"ratio": r.median, "interval": [r.low, r.high]}
-        seconds = lambda rows: [s for s, _ in rows]
+        def interval(r):
+            return {"ratio": r.median, "interval": [r.low, r.high]}
+
+        def seconds(rows):
+            return [s for s, _ in rows]
+
         result: dict = {
             "prompts": len(self.texts),
             "cut": self.cut,
@@ -395,7 +403,10 @@ class Bench:
         rows = {name: self.told(name, rows) for name, rows in found.items()}
         rows["helios"] |= self.controlled("helios")
         better = min(names, key=lambda name: rows[name]["ttft"]["mean"])
-        waited = lambda rows: [sum(a.ttft for a in answers) for _, answers in rows]
+
+        def waited(rows):
+            return [sum(a.ttft for a in answers) for _, answers in rows]
+
         ratio = total_ratio(waited(found[better]), waited(found["helios"]))
         return {
             "clients": clients,

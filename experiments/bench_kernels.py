@@ -193,7 +193,9 @@ def measure(case, copied: float) -> dict:
     """A case's figures."""
     import jax
 
-    run = lambda which: lambda *args: case.spec.run(*args, implementation=which)
+    def run(which):
+        return lambda *args: case.spec.run(*args, implementation=which)
+
     args = case.spec.args()
     told = dict(case.sizes)
     ours, theirs = (jax.jit(run(which)) for which in (kernel(), "reference"))
@@ -211,7 +213,10 @@ def measure(case, copied: float) -> dict:
         for a, b in zip(map(np.atleast_1d, first), map(np.atleast_1d, other), strict=True)
     )
     peers = [run(kernel()), run("reference"), *([case.peer] if case.peer else [])]
-    temporary = lambda f: jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    def temporary(f):
+        return jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
     names = ("", "reference_", "logits_")
     seconds = timed(peers, copies_of(args))
     for name, peer, times in zip(names, peers, seconds, strict=False):
@@ -271,7 +276,10 @@ def copies_of(args) -> list:
 
     size = sum(a.nbytes for a in jax.tree.leaves(args))
     k = 2 if _SMOKE.value else int(np.clip(MOST_BYTES // size, 2, CHAIN))
-    other = lambda i: jax.tree.map(lambda a: jnp.roll(a, i, 0) if a.ndim else a + 0, args)
+
+    def other(i):
+        return jax.tree.map(lambda a: jnp.roll(a, i, 0) if a.ndim else a + 0, args)
+
     return jax.block_until_ready([other(i) for i in range(k)])
 
 
@@ -314,7 +322,10 @@ def decode_step(batch: int) -> dict:
     request = RequestRows.make(
         config, [32] * batch, [NEW] * batch, policy, SamplingParams.make(batch)
     )
-    begin = lambda: generate.prefill(weights, prompt, request, length=128, **own)[0]
+
+    def begin():
+        return generate.prefill(weights, prompt, request, length=128, **own)[0]
+
     programs, told = [], dict(batch=batch)
     for which in (kernel() if _SMOKE.value else None, "reference"):
         with call.implementation(which):
@@ -328,7 +339,9 @@ def decode_step(batch: int) -> dict:
 
         return one
 
-    prepare = lambda _: states.__setitem__("next", jax.block_until_ready(begin()))
+    def prepare(_):
+        return states.__setitem__("next", jax.block_until_ready(begin()))
+
     seconds = analysis.interleave([run(0), run(1)], _PAIRS.value, time.perf_counter, prepare)
     told["tokens_per_s"], told["reference_tokens_per_s"] = (
         batch * NEW / np.median(seconds, 1)
@@ -364,13 +377,21 @@ def claims(result: dict) -> dict:
             found[name] = min(values)
 
     few, many = (lambda c: c["rows"] <= 64), (lambda c: c["rows"] >= 32768)
-    speedup = lambda c: c["speedup"]["ratio"]
-    bandwidth = lambda c: c["bandwidth"]
+
+    def speedup(c):
+        return c["speedup"]["ratio"]
+
+    def bandwidth(c):
+        return c["bandwidth"]
+
     least("norm_router_bandwidth", "norm_router", bandwidth, many)
     least("norm_router_speedup", "norm_router", speedup, few)
     least("head_confidence_bandwidth", "head_confidence", bandwidth, few)
     least("head_confidence_speedup", "head_confidence", speedup, few)
-    over_logits = lambda c: c["speedup_over_logits"]["ratio"]
+
+    def over_logits(c):
+        return c["speedup_over_logits"]["ratio"]
+
     least("linear_cross_entropy_speedup", "linear_cross_entropy", over_logits, lambda c: True)
     grown = []
     for case in result.get("linear_cross_entropy", []):

@@ -198,7 +198,10 @@ def timings(scale: int, pairs: int) -> dict:
 
     by_itself = on_processes(alone, scale, pairs)
     stages = on_processes(together, scale, pairs)
-    both = lambda what, key: np.concatenate([found[what][key] for found in by_itself])
+
+    def both(what, key):
+        return np.concatenate([found[what][key] for found in by_itself])
+
     slots = {key: both("slots", key) for key in by_itself[0]["slots"]}
     parts = slot_costs.parts_of(slots, LAYERS, MORE, "none")
     rest = max(0.0, float(np.median(slots[None])) - one_microbatch(parts)) / slot_costs.STAGES
@@ -386,7 +389,9 @@ def single(scale: int, pairs: int) -> tuple[dict[str, np.ndarray], float]:
 def show(result: dict) -> None:
     from eejax.analysis import table
 
-    percent = lambda x: f"{x:.3%}"
+    def percent(x):
+        return f"{x:.3%}"
+
     rows = [
         (
             f"{r['remat']}, {r['exits']}",

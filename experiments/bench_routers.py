@@ -199,15 +199,21 @@ def speeds(timed: dict) -> dict:
     from eejax import analysis
 
     names, made = list(timed), {name: {} for name in timed}
-    note = lambda name: lambda i: made[name].__setitem__(i, timed[name](i))
+
+    def note(name):
+        return lambda i: made[name].__setitem__(i, timed[name](i))
+
     seconds = analysis.interleave([note(n) for n in names], _PAIRS.value, time.perf_counter)
     each = {
         name: row / np.array([made[name][i] for i in range(_PAIRS.value)])
         for name, row in zip(names, seconds, strict=True)
     }
-    ratio = lambda a, b: dict(
-        zip(("ratio", "low", "high"), analysis.median_ratio(each[a], each[b]), strict=True)
-    )
+
+    def ratio(a, b):
+        return dict(
+            zip(("ratio", "low", "high"), analysis.median_ratio(each[a], each[b]), strict=True)
+        )
+
     told = {f"{name}_tokens_per_s": float(1 / np.median(row)) for name, row in each.items()}
     told["speedup_over_full"] = ratio("full", "ours")
     if "tide" in timed:
@@ -278,7 +284,10 @@ class Tide:
                 ids = torch.tensor(windows[begin : begin + BATCH, :-1].astype(np.int64))
                 seen = self.model(ids.to(self.device), output_hidden_states=True)
                 hidden = seen.hidden_states
-                top = lambda h: runtime._lm_head(h).argmax(-1).reshape(-1).cpu().numpy()
+
+                def top(h):
+                    return runtime._lm_head(h).argmax(-1).reshape(-1).cpu().numpy()
+
                 exits = [hidden[layer] for layer in range(1, n_layers)]
                 row = [runtime._score_router(h, i).reshape(-1) for i, h in enumerate(exits)]
                 row = [scores.cpu().numpy() for scores in row]
@@ -318,7 +327,10 @@ def twice_normed(scores, twice: np.ndarray):
         n_layers=config.n_layers + 1,
         exits=(*config.exits, ExitConfig(config.n_layers, norm=False, router=WIDTH)),
     )
-    add = lambda a, row: np.concatenate([a[:-1], row[None], a[-1:]])
+
+    def add(a, row):
+        return np.concatenate([a[:-1], row[None], a[-1:]])
+
     sure = np.full(twice.shape, 0.9999, np.float32)
     return dataclasses.replace(
         scores,

@@ -83,8 +83,13 @@ def workload(n: int) -> list[tuple[tuple[int, ...], int]]:
     split = open_run(_WORKDIR.value).dataset().split("validation")
     rng = np.random.default_rng(0)
     starts = np.linspace(0, len(split) - PROMPTS[1] - 1, n).astype(int)
-    draw = lambda pair: int(rng.integers(pair[0], pair[1] + 1))
-    read = lambda start: tuple(split.read(int(start), draw(PROMPTS)).tolist())
+
+    def draw(pair):
+        return int(rng.integers(pair[0], pair[1] + 1))
+
+    def read(start):
+        return tuple(split.read(int(start), draw(PROMPTS)).tolist())
+
     return [(read(start), draw(LIMITS)) for start in starts]
 
 

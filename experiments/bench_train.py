@@ -160,7 +160,10 @@ def time_pairs(threads: int, device: str) -> tuple[np.ndarray, np.ndarray, tuple
         raise RuntimeError(f"the models differ: their first losses are {losses}")
     runs = [lambda _: theirs(), lambda _: ours()]
     interleave(runs, _WARMUP.value, time.perf_counter)
-    rest = lambda _: time.sleep(0.3)  # torch's threads spin a while after their work
+
+    def rest(_):
+        return time.sleep(0.3)  # torch's threads spin a while after their work
+
     seconds = interleave(runs, _PAIRS.value, time.perf_counter, before=rest)
     return seconds[1], seconds[0], losses
 

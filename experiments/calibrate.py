@@ -198,14 +198,19 @@ def exact(threshold: float) -> str:
 
 def clean(values: dict) -> dict:
     """JSON has no NaN."""
-    nan = lambda v: isinstance(v, float) and math.isnan(v)
+
+    def nan(v):
+        return isinstance(v, float) and math.isnan(v)
+
     return {k: None if nan(v) else v for k, v in values.items()}
 
 
 def show(found, points, n_layers: int) -> str:
     from eejax import analysis
 
-    number = lambda v, form: "-" if math.isnan(v) else format(v, form)
+    def number(v, form):
+        return "-" if math.isnan(v) else format(v, form)
+
     scores = found.scores
     alone = {e.boundary: i for i, e in enumerate(scores.config.exits)}
     rows = []

@@ -180,9 +180,10 @@ def measured(card: Any, one: CardProgram, made: Compiled) -> dict[str, Any]:
     if loops:
         loop, body = next((i, b) for i, b in program.loops() if hlo.like(i.type, cache))
         found["loop"] = loop.name
-    estimate = lambda leaves: hlo_cost.estimate(
-        program, body, rates, branches(one.kind, one.batch, cache, leaves)
-    )
+
+    def estimate(leaves):
+        return hlo_cost.estimate(program, body, rates, branches(one.kind, one.batch, cache, leaves))
+
     cost, floor = estimate(False), made.floor / card.bandwidth
     begins = hlo.first_writes(program, body, cache)
     found |= dict(

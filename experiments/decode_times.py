@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -46,7 +46,9 @@ def measure(
     from eejax.analysis import interleave
     from eejax.inference import Generator
 
-    make = lambda engine: Generator.make(model.params, model.config, engine)
+    def make(engine):
+        return Generator.make(model.params, model.config, engine)
+
     full, recompute = make("full"), make("recompute")
     timed = [TimedDecoding(full, prompts, new)]
     timed += [TimedDecoding(recompute, prompts, new, threshold=t, gate=gate) for t in thresholds]
@@ -67,7 +69,10 @@ def measured(seconds: np.ndarray) -> list[dict]:
     from eejax.analysis import median_ratio
 
     full, *rest = seconds
-    over = lambda a, b: dict(zip(("ratio", "low", "high"), median_ratio(a, b), strict=True))
+
+    def over(a, b):
+        return dict(zip(("ratio", "low", "high"), median_ratio(a, b), strict=True))
+
     return [
         {"speed": over(full, s), "over_first": over(rest[0], s), "over_above": over(above, s)}
         for above, s in zip([rest[0], *rest], rest, strict=False)
@@ -90,7 +95,10 @@ def simulate(
     if threshold == 1:  # exits that cannot fire are not asked
         exits = (*(0.0 for _ in config.exits), times.exits[-1])
         times = dataclasses.replace(times, exits=exits)
-    rows: Callable[[int], float] = lambda n: next(f for w, f in factors.items() if w >= n)
+
+    def rows(n: int) -> float:
+        return next(f for w, f in factors.items() if w >= n)
+
     cut = partition(config, stages, EVEN, "earlier")
     full = sum(map(len, traces)) * (sum(times.layers) + times.exits[-1])
     ends = {

@@ -42,7 +42,10 @@ def main() -> None:
     total = counted["total"]
     rows = [(name, f"{n:,}", f"{n / total:.1%}") for name, n in counted.items()]
     print(table(("parameters", "number", "share"), rows), end="\n\n")
-    number = lambda n: f"{n:,}" if isinstance(n, int) else f"{n:.1%}" if n < 1 else f"{n:.3e}"
+
+    def number(n):
+        return f"{n:,}" if isinstance(n, int) else f"{n:.1%}" if n < 1 else f"{n:.3e}"
+
     print(table(("training", "number"), [(k, number(n)) for k, n in work.items()]), end="\n\n")
     if work["share of early-exit heads"] > COSTLY and experiment.loss.exit_tokens == 1:
         print(

@@ -304,7 +304,10 @@ def verdict(payoff, what: str) -> str:
 
 def in_numbers(text: str, result, i: int, decode: Callable) -> dict:
     """Request i of a result, for JSON."""
-    row = lambda a: a[i, : result.lengths[i]].tolist()
+
+    def row(a):
+        return a[i, : result.lengths[i]].tolist()
+
     return {
         "prompt": text,
         "text": result.text(i, decode),
@@ -358,7 +361,10 @@ def main() -> None:
     )
     if _INTERACTIVE.value and _ENGINE.value not in AUTO:  # which times calls of more steps
         settings["chunk"] = FEW
-    ask = lambda ids, **change: generator.stream(ids, _NEW.value, **settings | change)
+
+    def ask(ids, **change):
+        return generator.stream(ids, _NEW.value, **settings | change)
+
     colors = _COLOR.value == "always" or (_COLOR.value == "auto" and sys.stdout.isatty())
     decode = tokenizer.decode
     if _INTERACTIVE.value:

@@ -193,7 +193,10 @@ def complete(model, engine, stop_token_ids: list[int], lines: list[Line], out) -
     for line in lines:
         try:
             require(not line.error, f"line {line.number}", line.wants, line.error)
-            want = lambda name, flag, line=line: line.wants.get(name, flag.value)
+
+            def want(name, flag, line=line):
+                return line.wants.get(name, flag.value)
+
             policy = ExitPolicy.make(
                 model.config,
                 1,

@@ -63,7 +63,10 @@ def main() -> None:
             folder = pathlib.Path(_TEXT.value)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{name.replace(' ', '_')}.txt").write_text(made.text)
-        shown = lambda v: f"{v:,.3g}" if isinstance(v, float) else str(v)
+
+        def shown(v):
+            return f"{v:,.3g}" if isinstance(v, float) else str(v)
+
         rows = [(k, shown(v)) for k, v in result[name].items()]
         print(table((name, ""), rows), end="\n\n", flush=True)
     if _JSON.value:

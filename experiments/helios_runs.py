@@ -301,7 +301,10 @@ class JudgedAnswers:
     def told(self) -> dict[str, Any]:
         each = np.split(self.same, np.cumsum(self.counts)[:-1])
         mean = mean_interval(np.array([a.sum() for a in each]), self.counts)
-        perplexity = lambda a: float(np.exp(-a.mean())) if a.size else float("nan")
+
+        def perplexity(a):
+            return float(np.exp(-a.mean())) if a.size else float("nan")
+
         return {
             "agreement": mean.score,
             "agreement_interval": [mean.low, mean.high],
@@ -335,5 +338,8 @@ class Judges:
                 own.append(verdicts[model].logprob[a:b])
             if None in self._parts and ids:
                 other.append(self._judge(None, text, ids).logprob)
-        joined = lambda parts: np.concatenate(parts) if parts else np.zeros(0)
+
+        def joined(parts):
+            return np.concatenate(parts) if parts else np.zeros(0)
+
         return JudgedAnswers(joined(same), joined(own), joined(other), np.array(counts))

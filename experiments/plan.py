@@ -124,10 +124,13 @@ def suggested(now: ExperimentStages, limit: int | None) -> dict:
         partition(model, p.stages, layers, placement)
         for layers, placement in itertools.product((EVEN, BALANCED), PLACEMENTS)
     ]
-    fits = lambda way: limit is None or way.bytes <= limit
-    faster = lambda ways: min(
-        ways, key=lambda w: round(w.step / now.step, 9)
-    )  # the first of equals
+
+    def fits(way):
+        return limit is None or way.bytes <= limit
+
+    def faster(ways):
+        return min(ways, key=lambda w: round(w.step / now.step, 9))  # the first of equals
+
     best = faster([now.replace(partition=cut) for cut in cuts])
 
     def rank(way):
@@ -259,7 +262,9 @@ def warnings(now: ExperimentStages, limit: int | None) -> list[str]:
 def show(result: dict) -> None:
     from eejax.analysis import table
 
-    number = lambda t: f"{t:.4g}"
+    def number(t):
+        return f"{t:.4g}"
+
     rows = [
         (
             str(i),
@@ -282,7 +287,10 @@ def show(result: dict) -> None:
     )
     print(f"A microbatch ({result['rows']} sequences), {result['unit']}")
     print(table(header, rows), end="\n\n")
-    gib = lambda n: f"{n / GIB:.2f}"
+
+    def gib(n):
+        return f"{n / GIB:.2f}"
+
     print(table(("memory of a device", "GiB"), [(k, gib(n)) for k, n in result["memory"].items()]))
     print(f"memory_vs_1f1b {result['memory_vs_1f1b']:.3f}\n")
     print(

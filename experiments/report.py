@@ -161,7 +161,10 @@ def exits_of(runs: Sequence[RunRecord], *prefixes: str) -> list[str]:
         for k, value in record.items()
         if k.startswith(f"{prefix}/") and _is_number(value)
     }
-    number = lambda name: int(n[0]) if (n := re.findall(r"\d+", name)) else -1
+
+    def number(name):
+        return int(n[0]) if (n := re.findall(r"\d+", name)) else -1
+
     return sorted(found, key=lambda name: (name == "final", number(name), name))
 
 

@@ -333,7 +333,10 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
     metrics = ServerMetrics()
     with launch.flags_named({}):
         options = ServiceOptions(_WAITING.value, _STEPS.value, grace=_GRACE.value)
-    watch = lambda name: report(name, metrics.watch(name))
+
+    def watch(name):
+        return report(name, metrics.watch(name))
+
     services = {name: Service(build, options, watch=watch(name)) for name, build in builds.items()}
     http = HttpOptions(
         keys, _BODY.value, n=_N.value, defaults=defaults, allow_special=_ALLOW_SPECIAL.value

@@ -153,7 +153,10 @@ def through_scheduler(scheduler, clients: Sequence[Sequence], policy) -> tuple[f
 
 def times_of(answers) -> dict:
     """Milliseconds, 50th and 99th percentile."""
-    pair = lambda values: [1e3 * float(np.percentile(values, p)) for p in (50, 99)]
+
+    def pair(values):
+        return [1e3 * float(np.percentile(values, p)) for p in (50, 99)]
+
     gaps = np.concatenate([a.gaps for a in answers])
     return {
         "first_token_ms": pair([a.first for a in answers]),

@@ -75,7 +75,10 @@ def pipelined(model, mesh_config, remat: str, devices=None):
     mesh = make_mesh(mesh_config, devices)
     layout = StageLayout(partition(model, mesh_config.pipe))
     pipeline = Pipeline(layout, mesh, mesh_config, remat=remat)
-    make = lambda key: layout.to_stages(params.init(model, key))
+
+    def make(key):
+        return layout.to_stages(params.init(model, key))
+
     shardings = rules.shardings(pipeline.specs[0], mesh)
     return pipeline, jax.jit(make, out_shardings=shardings)(jax.random.key(0))
 
@@ -166,7 +169,10 @@ def parts_of(seconds: dict, layers: int, more: int, remat: str) -> MicrobatchCos
     forward = of["forward", 1]
     backward = max(0.0, of["backward", 1] - (forward if remat == "full" else 0))
     embedding = [of[kind, 0] - of[kind, 1] for kind in ("forward", "backward")]
-    exit_ = lambda total: (total / 3, total * 2 / 3)
+
+    def exit_(total):
+        return (total / 3, total * 2 / 3)
+
     spread = {
         f"{kind} {stage}": float((q[2] - q[0]) / max(q[1], 1e-9))
         for (kind, stage), q in quartiles.items()

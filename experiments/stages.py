@@ -71,7 +71,10 @@ class ExperimentStages:
 
         p, e = self.partition, self.experiment
         if self.parts is not None:
-            count = lambda at: [len(p.on(i, at)) for i in range(p.stages)]
+
+            def count(at):
+                return [len(p.on(i, at)) for i in range(p.stages)]
+
             costs = self.parts.costs(p.layers, count(INPUT), count(INSIDE))
             behind = len(p.on(p.stages - 1, "output")) - 1
             last = costs.final.plus(self._part("exit") * behind)
@@ -180,7 +183,10 @@ class ExperimentStages:
 
 def _times(costs, factor: float):
     """`StageCosts` multiplied by a number."""
-    scale = lambda works: tuple(w * factor for w in works)
+
+    def scale(works):
+        return tuple(w * factor for w in works)
+
     return dataclasses.replace(
         costs,
         layers=scale(costs.layers),

@@ -56,7 +56,10 @@ def main() -> None:
 
     for gate in _GATES.value or ():
         require_one_of("--gates", gate, GATES)
-    given = lambda flag, kind: flag.value and launch.numbers(flag.name, flag.value, kind)
+
+    def given(flag, kind):
+        return flag.value and launch.numbers(flag.name, flag.value, kind)
+
     chosen, thresholds = given(_EXITS, int), given(_THRESHOLDS, float)
     require(thresholds != [], "--thresholds", "", "must be numbers in [0, 1]")
     run = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value)

@@ -190,8 +190,13 @@ def _cudnn(card: Card) -> Iterator[None]:
     """Answer in the card's name what JAX asks the device before it lowers cuDNN's attention."""
     asked = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     own = divmod(card.capability, 10)
-    least = lambda text: own >= tuple(map(int, text.split(".")))
-    equal = lambda text: own == tuple(map(int, text.split(".")))
+
+    def least(text):
+        return own >= tuple(map(int, text.split(".")))
+
+    def equal(text):
+        return own == tuple(map(int, text.split(".")))
+
     with (
         mock.patch.object(asked, "check_cudnn_version", lambda: CUDNN),
         mock.patch.object(asked, "check_compute_capability", least),

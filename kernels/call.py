@@ -68,7 +68,9 @@ def op(kernel: Callable, reference: Callable, implementation: str | None = None)
         return lambda *args: _vary(kernel(launch, *args), args)
 
     # Outside of a program the choice is by where the arguments are, which a program goes by.
-    either = lambda *args: lax.platform_dependent(*args, cuda=by(launch), default=reference)
+    def either(*args):
+        return lax.platform_dependent(*args, cuda=by(launch), default=reference)
+
     either = jax.jit(either, inline=True)
 
     def run(*args: Any) -> Any:
@@ -272,7 +274,10 @@ def _vary(results: Any, args: Any) -> Any:
     """Results that differ along every axis of a mesh along which some argument does: inside of a
     `shard_map` it is not known of what a kernel makes. They keep their bits: -0 less 0 is -0."""
     zero = varying_zero(args)
-    same = lambda a: a ^ (zero > 0) if a.dtype == bool else a - zero.astype(a.dtype)
+
+    def same(a):
+        return a ^ (zero > 0) if a.dtype == bool else a - zero.astype(a.dtype)
+
     return jax.tree.map(same, results)
 
 
@@ -288,19 +293,28 @@ def folded(run: Callable, rows: tuple[int, ...]) -> Callable:
     def rule(size, is_batched, *args):
         has = [any(jax.tree.leaves(b)) for b in is_batched]
         if not size:
-            row = lambda a, h: jax.ShapeDtypeStruct(a.shape[1:] if h else a.shape, a.dtype)
+
+            def row(a, h):
+                return jax.ShapeDtypeStruct(a.shape[1:] if h else a.shape, a.dtype)
+
             one = jax.tree.map(lambda a, h: row(a, h), args, tuple(is_batched))
             results = jax.tree.map(
                 lambda a: jnp.zeros((0, *a.shape), a.dtype), jax.eval_shape(run, *one)
             )
         elif any(h and i not in rows for i, h in enumerate(has)):
             own = {i: a for i, (a, h) in enumerate(zip(args, has, strict=True)) if h}
-            one = lambda own: batched(*(own.get(i, a) for i, a in enumerate(args)))
+
+            def one(own):
+                return batched(*(own.get(i, a) for i, a in enumerate(args)))
+
             results = lax.map(one, own)
         else:
-            fold = lambda a, h: (
-                a.reshape(-1, *a.shape[2:]) if h else jnp.tile(a, (size, *[1] * (a.ndim - 1)))
-            )
+
+            def fold(a, h):
+                return (
+                    a.reshape(-1, *a.shape[2:]) if h else jnp.tile(a, (size, *[1] * (a.ndim - 1)))
+                )
+
             args = [
                 fold(a, h) if i in rows and a is not None else a
                 for i, (a, h) in enumerate(zip(args, has, strict=True))

@@ -45,7 +45,10 @@ def norm(
     if options.kind == "layernorm":
         y = y - mean(y)
     y = y * lax.rsqrt(mean(jnp.square(y)) + options.eps)
-    lift = lambda a: a.astype(jnp.float32).reshape((1,) * (y.ndim - a.ndim) + a.shape)
+
+    def lift(a):
+        return a.astype(jnp.float32).reshape((1,) * (y.ndim - a.ndim) + a.shape)
+
     y = y * (1.0 + lift(scale) if options.plus_one else lift(scale))
     if bias is not None:
         y = y + lift(bias)

@@ -134,7 +134,9 @@ def _let_unused_results_go() -> None:
     """
     from jax_triton import triton_lib
 
-    keep = lambda *given: ([True] * len(given[-1].invars), given[-1])
+    def keep(*given):
+        return ([True] * len(given[-1].invars), given[-1])
+
     partial_eval.dce_rules[triton_lib.triton_kernel_call_p] = keep
 
 

@@ -59,7 +59,10 @@ def compiled_programs():
 def compiled():
     """Names of compilations, as they happen."""
     events = []
-    listener = lambda event, *_, **__: events.append(event) if "backend_compile" in event else None
+
+    def listener(event, *_, **__):
+        return events.append(event) if "backend_compile" in event else None
+
     jax.monitoring.register_event_duration_secs_listener(listener)
     yield events
     jax.monitoring.unregister_event_duration_listener(listener)

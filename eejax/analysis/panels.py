@@ -157,7 +157,10 @@ def _lasting(points, lines) -> tuple[float, float] | None:
     exceeds the median threefold.
     """
     begin = 0.03 * max(x[-1] for x, _ in points.values())
-    late = lambda curves: np.concatenate([y[x >= min(begin, x[-1])] for x, y in curves.values()])
+
+    def late(curves):
+        return np.concatenate([y[x >= min(begin, x[-1])] for x, y in curves.values()])
+
     values, means = late(points), late(lines)
     most = 3 * np.median(values)
     values, means = values[values <= most], means[means <= most]

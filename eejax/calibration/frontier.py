@@ -252,7 +252,10 @@ def at_threshold(
     """
     policy = _policy(scores.config, threshold, exits, **rules)
     number = _leaving(scores, policy)
-    take = lambda a: np.take_along_axis(a, number[None], 0)[0]
+
+    def take(a):
+        return np.take_along_axis(a, number[None], 0)[0]
+
     counts = np.bincount(number, minlength=scores.config.n_exits + 1)
     plain = float(threshold) if np.ndim(threshold) == 0 else tuple(map(float, threshold))
     shares = counts / len(scores)
@@ -284,7 +287,10 @@ def fastest(points: Sequence[FrontierPoint], agreement: float) -> FrontierPoint 
     (`guarantee.calibrate` does).
     """
     require(0 <= agreement <= 1, "agreement", agreement, "must lie in [0, 1]")
-    cost = lambda p: p.depth if p.seconds is None else p.seconds
+
+    def cost(p):
+        return p.depth if p.seconds is None else p.seconds
+
     return min((p for p in points if p.agreement >= agreement), key=cost, default=None)
 
 

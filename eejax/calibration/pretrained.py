@@ -196,7 +196,10 @@ def calibrate_model(
     scored = asked.replace(
         exits=tuple(dataclasses.replace(asked.exits[i], router=options.width) for i in rows)
     )
-    pick = lambda a: a[[*rows, -1]][:, report]
+
+    def pick(a):
+        return a[[*rows, -1]][:, report]
+
     none = np.zeros((1, int(report.sum())), np.float32)
     scores = ExitScores(
         scored,
@@ -244,11 +247,14 @@ def _same(folder: pathlib.Path, settings: dict[str, Any]) -> None:
         old = dict(old)
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{file}: cannot be read ({error}): remove {folder}.") from error
-    flat = lambda tree: {
-        f"{k}.{n}": v
-        for k, part in tree.items()
-        for n, v in dict(part if isinstance(part, dict) else {"": part}).items()
-    }
+
+    def flat(tree):
+        return {
+            f"{k}.{n}": v
+            for k, part in tree.items()
+            for n, v in dict(part if isinstance(part, dict) else {"": part}).items()
+        }
+
     a, b = flat(old), flat(new)
     differ = [f"{k.strip('.')} = {b.get(k)!r}, there {a.get(k)!r}" for k in b if a.get(k) != b[k]]
     if differ:

@@ -38,8 +38,13 @@ def platt(logit: np.ndarray, positive: np.ndarray) -> tuple[float, float]:
     # Platt's targets: never certain, so that the optimum is finite where classes are separate.
     n, m = y.sum(), len(y) - y.sum()
     y = np.where(y > 0, (n + 1) / (n + 2), 1 / (m + 2))
-    softplus = lambda z: np.logaddexp(0.0, z)
-    loss = lambda w: np.sum(softplus(w[0] * x + w[1]) - y * (w[0] * x + w[1]))
+
+    def softplus(z):
+        return np.logaddexp(0.0, z)
+
+    def loss(w):
+        return np.sum(softplus(w[0] * x + w[1]) - y * (w[0] * x + w[1]))
+
     w = np.array([1.0, 0.0])
     design = np.stack([x, np.ones_like(x)])
     for _ in range(50):

@@ -234,7 +234,10 @@ def _first(config, start, kept, shares, options) -> Tree:
     def one(e: int) -> Tree:
         key = jax.random.fold_in(jax.random.key(options.seed), e)
         keys = jax.random.split(key, 2)
-        draw = lambda k, p: p.std * jax.random.normal(k, p.shape, jnp.float32)
+
+        def draw(k, p):
+            return p.std * jax.random.normal(k, p.shape, jnp.float32)
+
         return {
             "norm": jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), start[e]),
             "down": draw(keys[0], declared["down"]),
@@ -250,7 +253,10 @@ def _optimizer(options: RouterOptions, steps: int) -> optax.GradientTransformati
     if options.schedule == "cosine":
         rate = optax.cosine_decay_schedule(options.learning_rate, max(steps, 1))
     decays = {"norm": False, "down": True, "up": True, "up_bias": False}
-    mask = lambda tree: {k: jax.tree.map(lambda _, k=k: decays[k], v) for k, v in tree.items()}
+
+    def mask(tree):
+        return {k: jax.tree.map(lambda _, k=k: decays[k], v) for k, v in tree.items()}
+
     return optax.adamw(rate, weight_decay=options.weight_decay, mask=mask)
 
 

@@ -59,7 +59,10 @@ class States(NamedTuple):
     @classmethod
     def joined(cls, parts: Sequence[States]) -> States:
         """Parts in a row."""
-        join = lambda *a: np.concatenate(a, 1 if a[0].ndim > 1 else 0)
+
+        def join(*a):
+            return np.concatenate(a, 1 if a[0].ndim > 1 else 0)
+
         return cls(*(join(*leaves) for leaves in zip(*parts, strict=True)))
 
     def first(self, n: int) -> States:
@@ -136,9 +139,10 @@ def _held(most: int, config: ModelConfig, folder: str | os.PathLike | None) -> i
 def _parts(params, config, batches, folder, tell: Callable[[int], None]) -> Iterator[States]:
     """Parts of `PART` positions or some more, of batches in a row."""
     iterator, held, number, unit = iter(batches), [], 0, 0
-    file = lambda i: (
-        None if folder is None else pathlib.Path(folder) / f"states-{i:05d}.safetensors"
-    )
+
+    def file(i):
+        return None if folder is None else pathlib.Path(folder) / f"states-{i:05d}.safetensors"
+
     while file(number) is not None and file(number).is_file():
         arrays, about = read_arrays(file(number))
         for _ in range(int(about["batches"])):
@@ -202,7 +206,10 @@ def _pass(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
         tap=tap,
     )
     states = [h.reshape(-1, h.shape[-1]) for h in states]
-    normed = lambda x: layers.norm(params["final"]["norm"], x, config) if config.final_norm else x
+
+    def normed(x):
+        return layers.norm(params["final"]["norm"], x, config) if config.final_norm else x
+
     last = normed(reached[-1])
     cosines = [cosine(normed(x), last) for x in reached[:-1]]
     rows = states, batch["labels"].reshape(-1)

@@ -84,9 +84,15 @@ class _Turns:
         fires = (self.said >= thresholds[:, None]) & (thresholds[:, None] < 1)
         fires[e] = False
         leaves = np.concatenate([fires, np.ones((1, self.said.shape[1]), bool)]).argmax(0)
-        at = lambda a: np.take_along_axis(a, leaves[None], 0)[0]
+
+        def at(a):
+            return np.take_along_axis(a, leaves[None], 0)[0]
+
         arrives, order = leaves > e, self.order[e]
-        sums = lambda a: np.cumsum(np.where(arrives, at(a) - a[e], 0.0)[order])
+
+        def sums(a):
+            return np.cumsum(np.where(arrives, at(a) - a[e], 0.0)[order])
+
         confidence = self.said[e][order]
         cuts = np.append(confidence[1:] < confidence[:-1], True)
         return sums(self.depth), -sums(self.wrong), cuts, float(at(self.wrong).sum())

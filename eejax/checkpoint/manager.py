@@ -254,7 +254,10 @@ class Checkpoints:
             raise _Damaged(_brief(error)) from error
         for name, tree in wanted.items():
             _compare(folder, name, have[name], tree, partial)
-        every = lambda file: file.split("/")[0] in wanted
+
+        def every(file):
+            return file.split("/")[0] in wanted
+
         return self._verify(step, _needed(wanted) if partial else every)
 
     def _seal(self, step: int) -> None:
@@ -334,14 +337,19 @@ class Checkpoints:
 
 def _save_args(tree: Tree) -> Tree:
     """Files of single layers for a stack."""
-    one = lambda path, _: ocp.SaveArgs(shard_axes=(0,) if _stacked(path_name(path)) else ())
+
+    def one(path, _):
+        return ocp.SaveArgs(shard_axes=(0,) if _stacked(path_name(path)) else ())
+
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
 def _restore_args(tree: Tree, partial: bool) -> Tree:
-    one = lambda a: ocp.ArrayRestoreArgs(
-        sharding=a.sharding, global_shape=a.shape, dtype=a.dtype, strict=not partial
-    )
+    def one(a):
+        return ocp.ArrayRestoreArgs(
+            sharding=a.sharding, global_shape=a.shape, dtype=a.dtype, strict=not partial
+        )
+
     return jax.tree.map(one, tree)
 
 
@@ -381,7 +389,10 @@ def _compare(where: pathlib.Path, name: str, have: Tree, want: Tree, partial: bo
         if partial and there and _stacked(leaf) and here[1][0] <= there[1][0]:
             there = (there[0], (here[1][0], *there[1][1:]))
         if there != here:
-            show = lambda a: f"{a[0]}{list(a[1])}" if a else "nothing"
+
+            def show(a):
+                return f"{a[0]}{list(a[1])}" if a else "nothing"
+
             differ.append(f"{name}/{leaf}: {show(there)} in the checkpoint, {show(here)} wanted")
     if differ:
         more = [f"... and {len(differ) - 5} more"] if len(differ) > 5 else []

@@ -51,7 +51,10 @@ class Overlay(NamedTuple):
 
         def one(path, struct):
             read = side.reader(f"{OWN}{path_name(path)}")
-            part = lambda index: read(index).astype(struct.dtype)
+
+            def part(index):
+                return read(index).astype(struct.dtype)
+
             return jax.make_array_from_callback(struct.shape, struct.sharding, part)
 
         return jax.tree_util.tree_map_with_path(one, wanted)

@@ -51,7 +51,10 @@ class GenerationTag(Extension):
         if not getattr(self.environment, "marks", False):
             return body
         self.environment.marked = True
-        put = lambda mark: nodes.Output([nodes.TemplateData(mark)], lineno=line)
+
+        def put(mark):
+            return nodes.Output([nodes.TemplateData(mark)], lineno=line)
+
         return [put(MARKS[0]), *body, put(MARKS[1])]
 
 

@@ -316,7 +316,10 @@ def _tokenize(
     dtype = _dtype(tokenizer, spec).str
     encoding = processes.Encoding(tokenizer.fingerprint, spec["seed"], dtype)
     chunks = _chunks(documents, digest)
-    report = lambda: progress(_progress(work.state, spec)) if progress else None
+
+    def report():
+        return progress(_progress(work.state, spec)) if progress else None
+
     report()
     with contextlib.closing(
         processes.encoded(chunks, tokenizer, encoding, workers, saved)
@@ -408,8 +411,12 @@ def _dtype(tokenizer: Tokenizer, spec: dict[str, Any]) -> np.dtype:
 def _finish(work: writing.PackingFolder, tokenizer: Tokenizer, spec: dict[str, Any]) -> None:
     """The files of a data set that need all of its documents."""
     n = work.state.documents
-    hashes = lambda: (block["hash"] for block in work.records())
-    splits = lambda: assign(hashes, spec["validation_fraction"])
+
+    def hashes():
+        return (block["hash"] for block in work.records())
+
+    def splits():
+        return assign(hashes, spec["validation_fraction"])
 
     def starts() -> Iterator[np.ndarray]:
         end = np.zeros(1, np.int64)

@@ -87,7 +87,10 @@ def certain(entropy: jax.Array, vocab_size: int) -> jax.Array:
 def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
     """float32 cosine [...] of vectors [..., d]."""
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    dot = lambda x, y: jnp.sum(x * y, -1)
+
+    def dot(x, y):
+        return jnp.sum(x * y, -1)
+
     return dot(a, b) * lax.rsqrt(jnp.maximum(dot(a, a) * dot(b, b), 1e-30))
 
 

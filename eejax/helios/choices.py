@@ -232,7 +232,10 @@ class ModelProfile:
 
     def benchmark(self) -> dict[int, Telemetry]:
         """Return telemetry by depth, if all tokens leave by the last exit that is loaded."""
-        last = lambda depth: tuple(float(e == depth - 1) for e in range(self.exits))
+
+        def last(depth):
+            return tuple(float(e == depth - 1) for e in range(self.exits))
+
         every = dataclasses.replace(self, sure=self.agrees)
         return {depth: every.serving(last(depth), depth) for depth in range(1, self.exits + 1)}
 

@@ -147,7 +147,10 @@ class Dispatcher:
         """
         profiles, budget = self._profiles, self.controller.options.budget
         serving = self.controller.current
-        last = lambda name: (not self.pool.parts[name].idle, serving and name == serving.model)
+
+        def last(name):
+            return (not self.pool.parts[name].idle, serving and name == serving.model)
+
         for name in sorted([name for name in self.pool.parts if name != wanted.model], key=last):
             depths = {other: part.target_segments for other, part in self.pool.parts.items()}
             depths[wanted.model] = wanted.depth

@@ -132,7 +132,10 @@ def _rapl(root: pathlib.Path) -> RaplMeter | None:
     try:
         # intel-rapl:0:1 is a part of intel-rapl:0; AMD's processors have the same names.
         domains = [p for p in sorted(root.glob("intel-rapl:*")) if p.name.count(":") == 1]
-        named = lambda p: (p / "name").read_text().startswith("package")  # "psys" holds them all
+
+        def named(p):
+            return (p / "name").read_text().startswith("package")  # "psys" holds them all
+
         packages = [p for p in domains if named(p)]
         return RaplMeter(packages) if packages else None
     except (OSError, ValueError):
@@ -172,7 +175,10 @@ def token_work(config: ModelConfig, exit: int, *, batch: int = 1, seen: float = 
     factors = params.map_params(lambda p: math.prod(p.shape) if p.decay else 0, declared)
     cast = partial(params.for_compute, dtype=config.dtype)
     held = jax.eval_shape(cast, params.shapes(config))
-    own = lambda tree: {k: v for k, v in tree.items() if k not in ("head", "router")}
+
+    def own(tree):
+        return {k: v for k, v in tree.items() if k not in ("head", "router")}
+
     passed = [e.name for e in config.exits[: exit + 1]]
     share, itemsize = (
         config.exit_boundaries[exit] / config.n_layers,

@@ -90,7 +90,10 @@ def pooled(answers: Sequence[Telemetry], lengths: Sequence[int]) -> Telemetry:
     Of the seconds to the first token it also has the most. Perplexity is that of all tokens, so
     that a short answer counts for little.
     """
-    mean = lambda name: sum(getattr(a, name) for a in answers) / len(answers)
+
+    def mean(name):
+        return sum(getattr(a, name) for a in answers) / len(answers)
+
     telemetry = Telemetry(*(mean(field.name) for field in dataclasses.fields(Telemetry)))
     nats = [n * math.log(max(a.perplexity, 1.0)) for a, n in zip(answers, lengths, strict=True)]
     return dataclasses.replace(

@@ -117,7 +117,10 @@ class ServiceObjective:
 
     def score(self, telemetry: Telemetry) -> float:
         """Return the log of the score; the difference of two scores is the log of a ratio."""
-        value = lambda metric: math.log(max(getattr(telemetry, metric), 1e-12))
+
+        def value(metric):
+            return math.log(max(getattr(telemetry, metric), 1e-12))
+
         signed = {m: w if m in MORE else -w for m, w in self.weights.items()}
         return sum(w * value(m) for m, w in signed.items())
 

@@ -81,12 +81,18 @@ def measure(
 
     grown("compiling")  # a model goes before the next one comes
     rows, leaving, sizes, outside = grown("measuring")
-    steps = lambda values: np.maximum(np.diff([0.0, *values]), 0.0)
+
+    def steps(values):
+        return np.maximum(np.diff([0.0, *values]), 0.0)
+
     scores = calibration.score(member.params, member.config, batches)
     rules = {k: v for k, v in member.rules.items() if k != "prefill_exit"}  # of prompts alone
     leaves = calibration.emitting_exits(scores, **({"threshold": 1.0} | rules))
     same = scores.tokens == scores.tokens[-1]
-    share = lambda e, which: float(same[e][which].mean()) if which.any() else float(same[e].mean())
+
+    def share(e, which):
+        return float(same[e][which].mean()) if which.any() else float(same[e].mean())
+
     layers = layer_flops(member.config)
     heads = np.diff([0.0, *(token_work(member.config, e).flops for e in range(n))]) - layers
     values = dict(

@@ -217,7 +217,10 @@ def with_ratios(profiles: Mapping[str, ModelProfile]) -> tuple[dict[str, ModelPr
     The quality is the lowest perplexity of whole models over their own.
     """
     least = min(profile.perplexity[-1][1] for profile in profiles.values())
-    ratios = lambda p: tuple((share, min(1.0, least / value)) for share, value in p.perplexity)
+
+    def ratios(p):
+        return tuple((share, min(1.0, least / value)) for share, value in p.perplexity)
+
     made = {n: dataclasses.replace(p, quality=ratios(p)) for n, p in profiles.items()}
     return made, least
 

@@ -218,7 +218,10 @@ class Repository:
         """
         put = self._benchmarks
         known = {m: put[m] if m in put else self.benchmark(m) for m in models}
-        best = lambda m: objective.rank(known[m][max(known[m])])
+
+        def best(m):
+            return objective.rank(known[m][max(known[m])])
+
         measured = sorted((m for m in models if known[m]), key=best, reverse=True)
         return [*measured, *(m for m in models if not known[m])][:k]
 

@@ -100,7 +100,10 @@ def require_equal_exits(found: int, expected: int) -> None:
 
 def profile_of(text: str) -> ModelProfile:
     """Read a profile that `Repository.keep` wrote. Raises ValueError for another text."""
-    frozen = lambda value: tuple(map(frozen, value)) if isinstance(value, list) else value
+
+    def frozen(value):
+        return tuple(map(frozen, value)) if isinstance(value, list) else value
+
     try:
         found = json.loads(text)
         return ModelProfile(**{name: frozen(value) for name, value in found.items()})

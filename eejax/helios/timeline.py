@@ -27,7 +27,10 @@ class DecisionMark(NamedTuple):
 
 def marks(decisions: Iterable[Decision]) -> tuple[DecisionMark, ...]:
     """Return the marks of those decisions that have one."""
-    describe = lambda d: f"{d.choice.model}, {d.choice.depth} exits: {d.why}"
+
+    def describe(d):
+        return f"{d.choice.model}, {d.choice.depth} exits: {d.why}"
+
     return tuple(
         DecisionMark(EVENT_KINDS[d.kind], describe(d)) for d in decisions if d.kind in EVENT_KINDS
     )

@@ -201,7 +201,9 @@ def simulate(
     arrived = [0.0] * len(traces)
     counts, now, clock, refilled = WorkCounts.blank(n + 1, len(buckets)), 0.0, 0, 0
     guessed: set[tuple[int, int]] = set()  # slots and rows behind which a draft is read
-    progress = lambda: SlotProgress(filled, position, remaining, given)
+
+    def progress():
+        return SlotProgress(filled, position, remaining, given)
 
     def decided(i: int, row: int, e: int) -> bool:
         """Return whether the exits up to e decide what follows row `row` of slot i."""

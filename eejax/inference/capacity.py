@@ -99,8 +99,11 @@ def slots(
     room = budget - weight_bytes(config, depth)
     n = most if endless else max(int(room // each), 0)
     n = n if most is None else min(n, most)
+
     # What slots share is little, and follows from their number: the buckets that there are for it.
-    one = lambda n: _state_bytes(config, options.resolved(config, n), depth, context, 1)
+    def one(n):
+        return _state_bytes(config, options.resolved(config, n), depth, context, 1)
+
     while n and one(n) + (n - 1) * each > room:
         n -= 1
     return n

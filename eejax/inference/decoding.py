@@ -134,7 +134,10 @@ def loop(run: Callable, size: int, weights, state, n: jax.Array | np.int32):
     carry = lax.while_loop(
         lambda c: (c[0] < n) & jnp.any(c[1].live), body, (jnp.int32(0), state, records)
     )
-    flat = lambda a: a.reshape(-1, *a.shape[2:])
+
+    def flat(a):
+        return a.reshape(-1, *a.shape[2:])
+
     return carry[1], jax.tree.map(flat, _unpacked(carry[2], shapes))
 
 

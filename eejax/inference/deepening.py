@@ -126,7 +126,10 @@ def deepen(
     )
     slots, _, d = state.boundary.shape
     rings = tuple(jnp.zeros((slots, options.cap, d), state.boundary.dtype) for _ in range(more))
-    wide = lambda a: jnp.pad(a, [(0, more), *[(0, 0)] * (a.ndim - 1)])
+
+    def wide(a):
+        return jnp.pad(a, [(0, more), *[(0, 0)] * (a.ndim - 1)])
+
     work = state.work.replace(runs=wide(state.work.runs), spans=wide(state.work.spans))
     state = state.replace(
         cache=cache, waiting=(*state.waiting, *rings), boundary=above, work=work, plan=plan

@@ -60,7 +60,9 @@ def _insert(state: EngineState, slots, rows: PromptRows, *, mesh: Mesh | None) -
 
 
 def _insert_rows(state: EngineState, slots, new: PromptRows) -> EngineState:
-    put = lambda a, rows: a.at[slots].set(rows, mode="drop")
+    def put(a, rows):
+        return a.at[slots].set(rows, mode="drop")
+
     lengths, request = new.lengths, new.request
     left = request.limit - (lengths - request.start)
     return state.replace(
@@ -83,7 +85,9 @@ def _free(state: EngineState, slots, *, mesh: Mesh | None) -> EngineState:
 
 
 def _empty_slots(state: EngineState, slots) -> EngineState:
-    none = lambda a: a.at[slots].set(0, mode="drop")
+    def none(a):
+        return a.at[slots].set(0, mode="drop")
+
     return state.replace(
         cache=state.cache.replace(filled=none(state.cache.filled)),
         position=none(state.position),

@@ -25,7 +25,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from eejax.inference.options import EngineOptions
 from eejax.inference.schedule import (
@@ -72,7 +71,10 @@ def commit_tokens(state: EngineState) -> EngineState:
     pending, position, m = state.pending, state.position, state.pending.input_token.shape[1]
     filled, order = state.cache.filled, jnp.arange(m)[None]
     window = (position[:, None] + order) % m
-    by_order = lambda a: jnp.take_along_axis(a, window, 1)
+
+    def by_order(a):
+        return jnp.take_along_axis(a, window, 1)
+
     token, exit_, input_token = (
         by_order(pending.token),
         by_order(pending.exit),
@@ -87,15 +89,21 @@ def commit_tokens(state: EngineState) -> EngineState:
         emits = jnp.cumprod((emits & follows).astype(jnp.int32), 1).astype(bool)
         accepted = jnp.pad(right, [(0, 0), (0, 1)]) & (by_order(pending.drafted) > 0)
         back = (jnp.arange(m)[None] - position[:, None]) % m
-        put = lambda old, new: jnp.where(
-            jnp.take_along_axis(emits, back, 1),
-            jnp.take_along_axis(new.astype(jnp.int32), back, 1),
-            old,
-        )
+
+        def put(old, new):
+            return jnp.where(
+                jnp.take_along_axis(emits, back, 1),
+                jnp.take_along_axis(new.astype(jnp.int32), back, 1),
+                old,
+            )
+
         pending = pending.replace(accepted=put(pending.accepted, accepted))
     n = jnp.sum(emits.astype(jnp.int32), -1)
     if m > 1:
-        count = lambda which: jnp.sum((which & emits).astype(jnp.int32), -1)
+
+        def count(which):
+            return jnp.sum((which & emits).astype(jnp.int32), -1)
+
         tried, right = count(by_order(pending.drafted) > 0), count(accepted)
         share = update_acceptance(jnp, state.acceptance, tried, right)
         state = state.replace(acceptance=jnp.where(n > 0, share, state.acceptance))
@@ -152,7 +160,10 @@ def _take_record(state: EngineState, begun: jax.Array) -> tuple[EngineState, Dec
     m = state.pending.input_token.shape[1]
     order = jnp.arange(m)[:, None]
     place = (begun[None] + order) % m
-    taken = lambda a: jnp.take_along_axis(a.T, place, 0)
+
+    def taken(a):
+        return jnp.take_along_axis(a.T, place, 0)
+
     top_logprobs = jax.tree.map(
         lambda a: jnp.take_along_axis(a.swapaxes(0, 1), place[..., None], 0),
         state.pending.top_logprobs,
@@ -284,7 +295,10 @@ def _advance_segment(runner, options, state, e, most, prompts) -> EngineState:
             else:
                 ways.append(partial(branches.packed, size, batch))
         pending, above, kvs, block = run_branch(batch.mode, ways, carry)
-    swap = lambda tree, new: (*tree[:e], new, *tree[e + 1 :])
+
+    def swap(tree, new):
+        return (*tree[:e], new, *tree[e + 1 :])
+
     state = commit_tokens(
         state.replace(
             cache=KVCache(

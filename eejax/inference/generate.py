@@ -172,7 +172,10 @@ class Decoder(abc.ABC):
 
 def check_prompts(prompts: Sequence[Sequence[int]], config: ModelConfig, context: int) -> None:
     """Raise ConfigError unless prompts are sequences of token ids that leave room for a token."""
-    listed = lambda a: hasattr(a, "__len__") and not isinstance(a, str | bytes)
+
+    def listed(a):
+        return hasattr(a, "__len__") and not isinstance(a, str | bytes)
+
     require(
         listed(prompts) and len(prompts) > 0,
         "prompts",

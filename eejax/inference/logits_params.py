@@ -76,9 +76,10 @@ class LogitsParams:
         top_logprobs: int = 0,
     ) -> LogitsParams:
         """Check the settings of one request. Raises ConfigError for a value out of range."""
-        number = lambda name, value, ok, allowed: require(
-            _is_number(name, value, allowed) and ok(value), name, value, allowed
-        )
+
+        def number(name, value, ok, allowed):
+            return require(_is_number(name, value, allowed) and ok(value), name, value, allowed)
+
         for name, value in (("presence", presence), ("frequency", frequency)):
             number(name, value, lambda a: -100 <= a <= 100, "must be a number in [-100, 100]")
         number("repetition", repetition, lambda a: 0 < a <= 100, "must be a number in (0, 100]")
@@ -107,7 +108,10 @@ class LogitsParams:
             allowed = "must be a number in [-100, 100]"
             number(f"biases[{token}]", value, lambda a: -100 <= a <= 100, allowed)
             ids[0, i], values[0, i] = token, value
-        one = lambda a, dtype: np.full((1,), a, dtype)
+
+        def one(a, dtype):
+            return np.full((1,), a, dtype)
+
         min_tokens = min(min_tokens, np.iinfo(np.int32).max)
         return cls(
             *(one(a, np.float32) for a in (presence, frequency, repetition)),
@@ -158,14 +162,20 @@ def process_logits(
     b, v = logits.shape
     row, index = jnp.arange(b)[:, None], jnp.arange(text.shape[1])[None]
     there = index < length[:, None]
-    at = lambda which: jnp.where(which, text, v)
+
+    def at(which):
+        return jnp.where(which, text, v)
+
     own = jnp.zeros((b, v)).at[row, at(there & (index >= start[:, None]))].add(1.0, mode="drop")
     seen = jnp.zeros((b, v), bool).at[row, at(there)].set(True, mode="drop")
     times = logits_params.repetition[:, None]
     y = jnp.where(seen, jnp.where(logits > 0, logits / times, logits * times), logits)
     once = jnp.minimum(own, 1.0)
     y = y - logits_params.presence[:, None] * once - logits_params.frequency[:, None] * own
-    behind = lambda ids: jnp.where(ids >= 0, ids, v)
+
+    def behind(ids):
+        return jnp.where(ids >= 0, ids, v)
+
     y = y.at[row, behind(logits_params.tokens)].add(logits_params.biases, mode="drop")
     early = (length - start < logits_params.min_tokens)[:, None]
     y = y.at[row, jnp.where(early, behind(stop_token_ids), v)].set(NEGATIVE, mode="drop")
@@ -194,5 +204,8 @@ def compute_top_logprobs(logits: jax.Array) -> TopLogprobs:
     top, token = _top_k(logits, k)
     logprob = top - jax.nn.logsumexp(logits, -1, keepdims=True)
     token = jnp.where(top > NEGATIVE, token, -1).astype(jnp.int32)
-    pad = lambda a, value: jnp.pad(a, ((0, 0), (0, MAX_TOP_LOGPROBS - k)), constant_values=value)
+
+    def pad(a, value):
+        return jnp.pad(a, ((0, 0), (0, MAX_TOP_LOGPROBS - k)), constant_values=value)
+
     return TopLogprobs(pad(token, -1), pad(jnp.where(token >= 0, logprob, 0.0), 0.0))

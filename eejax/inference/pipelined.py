@@ -125,7 +125,10 @@ leave = partial(_on_stage, f=lambda a: a[None])
 
 def _broadcast_from(chosen: jax.Array, tree: Tree) -> Tree:
     """Return on all stages, for every row [b], the value of the one stage that has `chosen` it."""
-    masked = lambda a: jnp.where(chosen, a, jnp.zeros((), a.dtype))
+
+    def masked(a):
+        return jnp.where(chosen, a, jnp.zeros((), a.dtype))
+
     return lax.psum(jax.tree.map(masked, tree), PIPE)
 
 
@@ -161,7 +164,10 @@ def pass_prompts(
     """Run a stage's share of `prefill` inside its `shard_map`; the state is as `enter`'s."""
     c, p = stage.config, stage.stages.partition
     b, t = tokens.shape
-    vary = lambda tree: vary_over(tree, P())
+
+    def vary(tree):
+        return vary_over(tree, P())
+
     positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
     x = lax.cond(
         stage.first,
@@ -201,7 +207,10 @@ def blank(stage: DecodingStage, cache: StageCache, cap: int, request: RequestRow
     """Return a stage's state behind the prompts, before any token."""
     c, lengths = stage.config, request.start
     x = vary_over(jnp.zeros((len(lengths), c.d_model), c.dtype), P())
-    empty = lambda a: jnp.zeros_like(a, shape=(len(lengths), cap, *a.shape[1:]))
+
+    def empty(a):
+        return jnp.zeros_like(a, shape=(len(lengths), cap, *a.shape[1:]))
+
     done = vary_over(lengths, P(DATA))
     progress = StageProgress(
         done, jnp.zeros_like(done), done, jax.tree.map(empty, InFlightToken.blank(x))
@@ -235,8 +244,12 @@ def decode(
         blank = s.advance(state, undecided, zero, state.live)[1]
         records = jax.tree.map(lambda r: jnp.zeros_like(r, shape=(n, b)), blank)
         records = records._replace(exit=records.exit - 1)
-        wanted = lambda state, count: state.live & (count < n)
-        some = lambda rows: lax.psum(jnp.any(rows).astype(jnp.int32), DATA)
+
+        def wanted(state, count):
+            return state.live & (count < n)
+
+        def some(rows):
+            return lax.psum(jnp.any(rows).astype(jnp.int32), DATA)
 
         def body(carry):
             _, state, count, records = carry
@@ -271,7 +284,10 @@ def _tick(
     busy = jnp.where(stage.first, starts | (part > 0), done < progress.come)
 
     token = _take(progress.inbox, done % cap)
-    embed = lambda x: stage.embed(state.token[:, None], state.position[:, None])[:, 0]
+
+    def embed(x):
+        return stage.embed(state.token[:, None], state.position[:, None])[:, 0]
+
     x = lax.cond(jnp.any(starts), embed, lambda x: x, token.x)
     token = where_rows(starts, InFlightToken.blank(x), token)
 
@@ -346,7 +362,10 @@ def _put(
     """Return the inbox with a token at its index [b], for the `rows` [b]."""
     cap = inbox.x.shape[1]
     at = jnp.where(rows, slot, cap)
-    put = lambda a, new: a.at[jnp.arange(len(slot)), at].set(new, mode="drop")
+
+    def put(a, new):
+        return a.at[jnp.arange(len(slot)), at].set(new, mode="drop")
+
     return jax.tree.map(put, inbox, token)
 
 

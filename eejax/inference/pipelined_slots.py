@@ -105,7 +105,10 @@ def _run_at_width(run: Callable[[jax.Array], Any], tokens: jax.Array, start: jax
     context = tokens.shape[1]
     widths = [MIN_WIDTH << i for i in range(context.bit_length()) if MIN_WIDTH << i < context]
     widths.append(context)
-    cut = lambda width: lambda tokens: run(tokens[:, :width])
+
+    def cut(width):
+        return lambda tokens: run(tokens[:, :width])
+
     return lax.switch(
         first_bucket(widths, jnp.max(start)), [cut(width) for width in widths], tokens
     )
@@ -164,7 +167,10 @@ def _free(state, slots, *, stages) -> PipelineState:
     def local(state, slots):
         state = pipelined.enter(state)
         slots = sharded.own(slots, state, stages.axes)
-        none = lambda a: a.at[slots].set(0, mode="drop")
+
+        def none(a):
+            return a.at[slots].set(0, mode="drop")
+
         progress = state.progress
         return pipelined.leave(
             state.replace(

@@ -111,10 +111,11 @@ class ExitPolicy:
         active = _restrict_to_routers(
             config, np.array([kind == "router" for kind in kinds]), active, exits
         )
+
         # On the host: to move them one by one would compile a program for every number of requests.
-        rows = lambda a, dtype, *shape: np.array(
-            np.broadcast_to(np.asarray(a, dtype), (batch, *shape))
-        )
+        def rows(a, dtype, *shape):
+            return np.array(np.broadcast_to(np.asarray(a, dtype), (batch, *shape)))
+
         return cls(
             rows([GATES.index(kind) for kind in kinds], np.int32),
             rows(a, np.float32, n),
@@ -280,7 +281,10 @@ def emit_early(
 
     def fired(seen, after, memory):
         conf = jnp.where(reads, seen, by_state)
-        keep = lambda a, b: jnp.where(open_, a, b)
+
+        def keep(a, b):
+            return jnp.where(open_, a, b)
+
         memory = memory._replace(
             token=keep(after.token, memory.token), streak=keep(after.streak, memory.streak)
         )
@@ -351,9 +355,15 @@ def _sample(
     if look.logits_params is None:
         token = sample(logits, sampling, look.position)
         return token, log_probability(logits, token), None
-    any_of = lambda which: jnp.any(asked & which)
+
+    def any_of(which):
+        return jnp.any(asked & which)
+
     shaped = lax.cond(any_of(look.logits_params.changes), look.process_logits, lambda y: y, logits)
-    none = lambda y: TopLogprobs.blank(len(y))
+
+    def none(y):
+        return TopLogprobs.blank(len(y))
+
     top_logprobs = lax.cond(
         any_of(look.logits_params.top_logprobs > 0), compute_top_logprobs, none, logits
     )
@@ -403,10 +413,16 @@ def _update_emission(
     emission, e, token, logprob, conf, leaves, drafts=None, top_logprobs=None
 ) -> Emission:
     """Set exit e's token where it leaves; where it only drafts, set the token alone."""
-    take = lambda new, old: jnp.where(leaves, new, old)
+
+    def take(new, old):
+        return jnp.where(leaves, new, old)
+
     said = leaves if drafts is None else leaves | drafts
     if top_logprobs is not None:
-        keep = lambda new, old: jnp.where(leaves[:, None], new, old)
+
+        def keep(new, old):
+            return jnp.where(leaves[:, None], new, old)
+
         top_logprobs = jax.tree.map(keep, top_logprobs, emission.top_logprobs)
     return Emission(
         jnp.where(said, token, emission.token),

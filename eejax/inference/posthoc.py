@@ -30,7 +30,10 @@ def _pass(runner, options, cache, request, x, start, row, count, position, early
       early: [b] early exits may emit.
     """
     b = x.shape[0]
-    newest = lambda a: jnp.take_along_axis(a, row[:, None, None], 1)[:, 0]
+
+    def newest(a):
+        return jnp.take_along_axis(a, row[:, None, None], 1)[:, 0]
+
     emission, memory = runner.undecided(b), Memory.blank(x[:, 0])
     measure, everyone = options.engine == "posthoc", jnp.full((b,), True)
     segments, blocks = [], []

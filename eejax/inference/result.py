@@ -262,7 +262,9 @@ def string_end(
     def text(begin: int, end: int) -> str:
         return text_behind(decode_text, [*context, *ids[:begin]][-SEEN:], ids[begin:end])
 
-    found = lambda begin, end: any(s in text(begin, end) for s in strings)
+    def found(begin, end):
+        return any(s in text(begin, end) for s in strings)
+
     # A few more characters: a text cut out of another may begin with other ones.
     reach = max(map(len, strings)) + 8
     back = reach

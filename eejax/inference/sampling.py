@@ -64,7 +64,10 @@ class SamplingParams:
             return np.array(np.broadcast_to(a.astype(dtype), (batch,)))
 
         f, i = np.float32, np.int32
-        small = lambda a: (a >= 0) & (a <= largest)
+
+        def small(a):
+            return (a >= 0) & (a <= largest)
+
         return cls(
             field("temperature", temperature, f, lambda a: a >= 0, "must be at least 0"),
             field("top_k", top_k, i, small, "must be 0 (off) or an integer up to 2^31 - 1"),
@@ -86,7 +89,10 @@ def restrict(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
     y = (logits - jnp.max(logits, -1, keepdims=True)) / t[:, None]
     rank = jnp.where(real, _ordered(y), np.iinfo(np.int32).min)
     k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, v), v)
-    count = lambda rows: jnp.sum(rows.astype(jnp.int32), -1)
+
+    def count(rows):
+        return jnp.sum(rows.astype(jnp.int32), -1)
+
     kth = _least(lambda r: count(rank[:, None] > r[:, :, None]) < k[:, None], rank)
     # Tokens that tie for the k-th place share the places that are left.
     above, tied = rank > kth[:, None], rank == kth[:, None]
@@ -95,7 +101,10 @@ def restrict(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
     mass = jnp.where(above, ratio, jnp.where(tied, ratio * room[:, None], 0.0))
     mass = jnp.where(real, mass, 0.0)
     share = sampling.top_p * jnp.sum(mass, -1)
-    likelier = lambda r: jnp.sum(jnp.where(rank[:, None] > r[:, :, None], mass[:, None], 0.0), -1)
+
+    def likelier(r):
+        return jnp.sum(jnp.where(rank[:, None] > r[:, :, None], mass[:, None], 0.0), -1)
+
     nucleus = _least(lambda r: likelier(r) < share[:, None], rank)
     # A float32 sum may reach 1 before its last terms: top_p 1 is off by definition.
     within = (rank >= nucleus[:, None]) | (sampling.top_p[:, None] >= 1)
@@ -154,7 +163,10 @@ def sample(logits: jax.Array, sampling: SamplingParams, position: jax.Array) -> 
     greedy = argmax(logits)
 
     samples = sampling.temperature > 0
-    draw = lambda: _categorical(_keys(sampling, position), restrict(logits, sampling))
+
+    def draw():
+        return _categorical(_keys(sampling, position), restrict(logits, sampling))
+
     return jnp.where(samples, lax.cond(jnp.any(samples), draw, lambda: greedy), greedy)
 
 

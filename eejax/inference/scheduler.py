@@ -358,7 +358,10 @@ class Scheduler(StepLoop):
                 if job is None:
                     continue
                 job.calls -= 1
-                own = lambda a, i=i, steps=call.steps: a[:, i] if steps else a[i : i + 1]
+
+                def own(a, i=i, steps=call.steps):
+                    return a[:, i] if steps else a[i : i + 1]
+
                 tokens = self._take_tokens(job, jax.tree.map(own, record))
                 if tokens:
                     outputs.append(RequestOutput(job.request_id, tokens))

@@ -100,7 +100,10 @@ class ScriptedEngine:
             )
             for row, s in zip(rows, said, strict=True)
         )
-        column = lambda values, kind: np.array(list(values), kind)
+
+        def column(values, kind):
+            return np.array(list(values), kind)
+
         return after, DecodeRecord(
             token=column((-1 if s is None else s[0] for s in said), np.int32),
             logprob=np.zeros(len(rows), np.float32),

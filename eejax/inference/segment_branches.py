@@ -84,14 +84,17 @@ def run_gates(runner, state, e, rows: ExitRows, allowed) -> PendingRows:
         none = PendingRows.blank(len(slot), logits_params=logits_params is not None)
         own = varying(none, runner.weights.axes.data).replace(input_token=own.input_token)
     if logits_params is not None:
-        shaped = lambda y: process_logits(
-            y,
-            logits_params,
-            state.prompt[slot],
-            request.start,
-            rows.position + 1,
-            request.stop_token_ids,
-        )
+
+        def shaped(y):
+            return process_logits(
+                y,
+                logits_params,
+                state.prompt[slot],
+                request.start,
+                rows.position + 1,
+                request.stop_token_ids,
+            )
+
     drafts = None
     if e == 0 < runner.last and pending.input_token.shape[1] > 1:
         drafts = (request.policy.drafts > 0) & ~request.policy.paused

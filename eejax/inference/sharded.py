@@ -54,7 +54,10 @@ def place(params: Tree, config: ModelConfig, num_segments: int | None, mesh: Mes
     """Run `state.prepare` on every device's share of training parameters (stacked layers)."""
     specs, axes = _given(config, num_segments, mesh), mesh_axes(mesh)
     shares = jax.device_put(_part(params, specs), rules.shardings(specs, mesh))
-    local = lambda shares: prepare(shares, config, num_segments, axes)
+
+    def local(shares):
+        return prepare(shares, config, num_segments, axes)
+
     return jax.jit(shard(local, mesh, (specs,), weights(config, num_segments, mesh)))(shares)
 
 

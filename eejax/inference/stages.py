@@ -125,7 +125,10 @@ class StagedModel:
         c, depth = self.config, self.partition.depth
         params = for_compute(params, c.dtype)
         params = params | {"layers": jax.tree.map(lambda a: a[:depth], params["layers"])}
-        arrange = lambda tree: self._arranged(self.layout.to_stages(tree), lambda a, i, n: a[i::n])
+
+        def arrange(tree):
+            return self._arranged(self.layout.to_stages(tree), lambda a, i, n: a[i::n])
+
         return jax.device_put(jax.jit(arrange)(params), rules.shardings(self.specs, self.mesh))
 
     @functools.cached_property
@@ -138,7 +141,10 @@ class StagedModel:
 
         def slots(part, like):
             n = jax.tree.leaves(like, is_leaf=_is_param)[0].shape[0] // self.partition.stages
-            one = lambda i: jax.tree.map(lambda a: cut(a, i, n), part, is_leaf=_is_spec)
+
+            def one(i):
+                return jax.tree.map(lambda a: cut(a, i, n), part, is_leaf=_is_spec)
+
             return tuple(one(i) for i in range(n))
 
         parts = {k: slots(tree["exits"][k], v) for k, v in declared.get("exits", {}).items()}
@@ -163,7 +169,10 @@ class DecodingStage:
 
     def __init__(self, stages: StagedModel, weights: StageWeights):
         self.stages, self.config, self.axes = stages, stages.config, stages.axes
-        own = lambda tree: jax.tree.map(lambda a: a[0], tree)
+
+        def own(tree):
+            return jax.tree.map(lambda a: a[0], tree)
+
         weights = vary_over(weights, stages.specs)
         self.weights = own(weights.replace(embed={})).replace(embed=weights.embed)
         self.index = lax.axis_index(PIPE)
@@ -192,7 +201,9 @@ class DecodingStage:
             blank = vary_over(jnp.zeros(shape, self.config.dtype), P())
             return varying(blank, self.axes.model)
 
-        pairs = lambda n: tuple((one(), one()) for _ in range(n))
+        def pairs(n):
+            return tuple((one(), one()) for _ in range(n))
+
         blocks = self.weights.parts.get("block", ())
         return StageCache(pairs(len(self.weights.rows)), pairs(len(blocks)))
 
@@ -229,8 +240,11 @@ class DecodingStage:
             start[:, None] + jnp.arange(w, dtype=jnp.int32)[None],
             key_positions=jnp.arange(length, dtype=jnp.int32)[None],
         )
+
         # A request that is elsewhere writes into the spare position.
-        at = lambda here: context._replace(start=jnp.where(here, start, length - 1))
+        def at(here):
+            return context._replace(start=jnp.where(here, start, length - 1))
+
         for n in range(p.most + 1):
             for place in p.places:
                 if place.layers == n:
@@ -298,7 +312,10 @@ class DecodingStage:
         A request that has emitted skips it, but for the keys and values of the exit's block.
         """
         e, c = place.exit, self.config
-        newest = lambda a: jnp.take_along_axis(a, row[:, None, None], 1)[:, 0]
+
+        def newest(a):
+            return jnp.take_along_axis(a, row[:, None, None], 1)[:, 0]
+
         position, last = start + row + 1, e == self.stages.last
         allowed = here if last else here & early
 
@@ -339,5 +356,8 @@ class DecodingStage:
 
 def where_rows(rows: jax.Array, new: Tree, old: Tree) -> Tree:
     """Select, for each leaf [b, ...], `new` where `rows` [b], else `old`."""
-    pick = lambda n, o: jnp.where(rows.reshape(-1, *[1] * (n.ndim - 1)), n, o)
+
+    def pick(n, o):
+        return jnp.where(rows.reshape(-1, *[1] * (n.ndim - 1)), n, o)
+
     return jax.tree.map(pick, new, old)

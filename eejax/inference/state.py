@@ -90,7 +90,10 @@ class RequestRows:
         require(ids.size <= width, "stop_token_ids", stop_token_ids, allowed)
         rows = np.full((len(lengths), width), -1, np.int32)
         rows[:, : ids.size] = ids
-        as_rows = lambda a: np.minimum(a, np.iinfo(np.int32).max).astype(np.int32)
+
+        def as_rows(a):
+            return np.minimum(a, np.iinfo(np.int32).max).astype(np.int32)
+
         return cls(policy, sampling, rows, as_rows(lengths), as_rows(limits), logits_params)
 
     @classmethod
@@ -299,9 +302,15 @@ def blank(
     `options` are `EngineOptions.resolved`. On a mesh the slots are a device's own.
     """
     n, counter = weights.last, jnp.zeros((), jnp.uint32)
-    own = lambda a: varying(a, weights.axes.data)
+
+    def own(a):
+        return varying(a, weights.axes.data)
+
     zero = own(jnp.zeros((slots,), jnp.int32))
-    states = lambda positions: own(jnp.zeros((slots, positions, config.d_model), config.dtype))
+
+    def states(positions):
+        return own(jnp.zeros((slots, positions, config.d_model), config.dtype))
+
     above = options.can_deepen and n < config.n_exits
     masks = options.engine == "propagate" and options.propagate == "mask"
     params = LogitsParams.blank(slots) if options.logits_params else None

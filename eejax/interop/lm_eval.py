@@ -231,7 +231,10 @@ class EarlyExitLM(TemplateLM):
             number = calibration.emitting_exits(scores, **self._rules)
         else:
             number = np.full(len(scores), self._exit)
-        take = lambda a: np.take_along_axis(a, number[None], 0)[0]
+
+        def take(a):
+            return np.take_along_axis(a, number[None], 0)[0]
+
         self._count(np.asarray(self.config.exit_boundaries)[number])
         nll = np.bincount(scores.units, take(scores.nlls).astype(np.float64), n)
         wrong = np.bincount(scores.units, take(scores.tokens) != scores.labels, n)

@@ -51,7 +51,10 @@ def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array
             cache = lax.dynamic_update_slice(cache, rows[i], (i * k, start[i], 0))
         return cache
     grouped = cache.reshape(b, k, *cache.shape[1:])
-    write = lambda c, r, i: lax.dynamic_update_slice(c, r, (0, i, 0))
+
+    def write(c, r, i):
+        return lax.dynamic_update_slice(c, r, (0, i, 0))
+
     return jax.vmap(write)(grouped, rows, start).reshape(cache.shape)
 
 
@@ -143,7 +146,9 @@ def causal_attention(q, k, v, mask, distance, slopes, config: ModelConfig) -> ja
     cuts = [t * i // n for i in range(n + 1)]
 
     def block(start, stop, q, k, v, mask, distance):
-        part = lambda a: None if a is None else a[:, start:stop, :stop]
+        def part(a):
+            return None if a is None else a[:, start:stop, :stop]
+
         return _attend(
             q[:, start:stop], k[:, :stop], v[:, :stop], part(mask), part(distance), slopes, config
         )
@@ -291,7 +296,10 @@ def kernel_attention(
     Returns:
       [b, t, k, g, h], and the cache.
     """
-    flat = lambda a: a.reshape(-1, *a.shape[2:])
+
+    def flat(a):
+        return a.reshape(-1, *a.shape[2:])
+
     rows = packed.slot.shape[0]
     # The kernel starts programs for all spans that there are places for.
     most = rows // packed.width + cache[0].shape[0] // k.shape[2]

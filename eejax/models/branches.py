@@ -29,7 +29,10 @@ def run_branch(
     Returns:
       The values that the branch returns.
     """
-    unchanged = lambda *carried: carried
+
+    def unchanged(*carried):
+        return carried
+
     if call.for_gpu():
         return lax.switch(index, [unchanged, *branches], *carry)
     for i, branch in enumerate(branches, 1):
@@ -51,7 +54,10 @@ def run_where(condition: jax.Array, body: Callable[[Any], Any], carry: Any) -> A
     Returns:
       What the body returns, or the carry unchanged.
     """
-    once = lambda state: (~state[0], body(state[1]))
+
+    def once(state):
+        return (~state[0], body(state[1]))
+
     return lax.while_loop(lambda state: state[0], once, (condition, carry))[1]
 
 

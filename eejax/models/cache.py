@@ -64,8 +64,13 @@ def init_cache(
     On a mesh it is a device's own: of its heads, and of its part of the `batch`.
     """
     shape = (batch * kv_heads(config, axes), length, config.head_dim)
-    blank = lambda: varying(jnp.zeros(shape, config.dtype), axes.data, axes.model)
-    pair = lambda: (blank(), blank())
+
+    def blank():
+        return varying(jnp.zeros(shape, config.dtype), axes.data, axes.model)
+
+    def pair():
+        return (blank(), blank())
+
     segments = config.segments[:n_segments]
     has_block = [e < config.n_exits and config.exits[e].block for e in range(n_segments)]
     return KVCache(
@@ -84,7 +89,10 @@ def unstack_segments(
     A decoding step must not slice a stack: it would copy the weights. On a mesh `params` are this
     shard's, which takes the key and value head it needs once and for all.
     """
-    own = lambda p: p | {"attn": shards.own_kv_head(p["attn"], config, axes)}
+
+    def own(p):
+        return p | {"attn": shards.own_kv_head(p["attn"], config, axes)}
+
     return tuple(
         tuple(layers.fuse(own(p)) for p in unstack(params["layers"], *s))
         for s in config.segments[first:n_segments]

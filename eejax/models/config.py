@@ -220,7 +220,9 @@ class ModelConfig:
     exits: tuple[ExitConfig, ...] = ()
 
     def __post_init__(self):
-        set_ = lambda name, value: object.__setattr__(self, name, value)
+        def set_(name, value):
+            return object.__setattr__(self, name, value)
+
         if self.n_kv_heads is None:
             set_("n_kv_heads", self.n_heads)
         require_sizes(

@@ -73,11 +73,15 @@ def logits(head: Head, h: jax.Array, axis: str | None = None) -> jax.Array:
     With a mesh `axis`, `head` holds this shard's rows and so does the result.
     """
     rows = head.table.shape[0]
-    product = lambda h: jnp.einsum(
-        "...d,vd->...v", h, head.table, preferred_element_type=jnp.float32
-    )
+
+    def product(h):
+        return jnp.einsum("...d,vd->...v", h, head.table, preferred_element_type=jnp.float32)
+
     y = layers.two_rows(product, h) if h.shape[:-1] == (1,) and call.for_gpu() else product(h)
-    lift = lambda a: a.reshape((1,) * (y.ndim - 1) + a.shape)
+
+    def lift(a):
+        return a.reshape((1,) * (y.ndim - 1) + a.shape)
+
     y = _shaped(y, None if head.bias is None else lift(head.bias), head.options)
     if axis is None and rows == head.options.vocab_size:
         return y

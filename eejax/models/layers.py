@@ -95,11 +95,14 @@ def norm(
 
     `shard` names the mesh axis over which the normalised dimensions are split, if they are.
     """
-    mean = lambda a: (
-        lax.pmean(jnp.mean(a, axes, keepdims=True), shard)
-        if shard
-        else jnp.mean(a, axes, keepdims=True)
-    )
+
+    def mean(a):
+        return (
+            lax.pmean(jnp.mean(a, axes, keepdims=True), shard)
+            if shard
+            else jnp.mean(a, axes, keepdims=True)
+        )
+
     return norms.norm(x, p["scale"], p.get("bias"), norm_options(config), mean)
 
 
@@ -178,7 +181,10 @@ def dropout(
     if keys is None or rate == 0:
         return x
     t, d = x.shape[1] * (lax.axis_size(axes.sequence) if axes.sequence else 1), x.shape[2]
-    one = lambda key: jax.random.fold_in(jax.random.fold_in(key, layer), site)
+
+    def one(key):
+        return jax.random.fold_in(jax.random.fold_in(key, layer), site)
+
     keep = jax.vmap(lambda k: jax.random.bernoulli(one(k), 1 - rate, (t, d)))(keys)
     keep = own_positions(keep, axes)
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
@@ -190,7 +196,10 @@ def keep_samples(keys: jax.Array, layer: jax.Array, rate: jax.Array) -> jax.Arra
     Layer dropout (LayerSkip, Elhoushi et al. 2024, section 4.1): the residual stream passes by,
     and nothing is rescaled, as inference runs every layer below its exit.
     """
-    one = lambda key: jax.random.fold_in(jax.random.fold_in(key, layer), 3)
+
+    def one(key):
+        return jax.random.fold_in(jax.random.fold_in(key, layer), 3)
+
     return jax.vmap(lambda key: jax.random.bernoulli(one(key), 1.0 - rate))(keys)
 
 
@@ -278,7 +287,10 @@ def heads(
         if config.no_rope_layers:
             cos = jnp.where(rope == RopeKind.NONE, 1.0, cos)
             sin = jnp.where(rope == RopeKind.NONE, 0.0, sin)
-        turn = lambda a: rotate(a, (cos, sin), config.rotary.interleaved)
+
+        def turn(a):
+            return rotate(a, (cos, sin), config.rotary.interleaved)
+
         if call.for_gpu():  # heads of both in one launch
             q, k = jnp.split(turn(jnp.concatenate([q, k], 2)), (q.shape[2],), 2)
         else:
@@ -468,13 +480,24 @@ def layer(
     `index` (which layer, for dropout), `window` and `rope` (`ModelConfig.rope`) may be
     traced, so that one compiled body serves a scan over layers that differ in them.
     """
-    drop = lambda y, site: dropout(y, config.dropout, context.dropout_keys, index, site, axes)
-    attend = lambda y: self_attention(
-        p["attn"], y, config, context, window=window, rope=rope, cache=cache, axes=axes
-    )
-    feed = lambda y: mlp(p["mlp"], y, config, axes)
-    normed = lambda name, y: norm(p[name], y, config) if name in p else y
-    read = lambda name, y: enter(normed(name, y), axes)
+
+    def drop(y, site):
+        return dropout(y, config.dropout, context.dropout_keys, index, site, axes)
+
+    def attend(y):
+        return self_attention(
+            p["attn"], y, config, context, window=window, rope=rope, cache=cache, axes=axes
+        )
+
+    def feed(y):
+        return mlp(p["mlp"], y, config, axes)
+
+    def normed(name, y):
+        return norm(p[name], y, config) if name in p else y
+
+    def read(name, y):
+        return enter(normed(name, y), axes)
+
     placement = config.norm_placement
     if config.residual != "sequential":
         h = read("attn_norm", x)

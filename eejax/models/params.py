@@ -200,8 +200,13 @@ def for_compute(params: Tree, dtype: Any) -> Tree:
     would.
     """
     names, dtype = {"scale", "bias"}, jnp.dtype(dtype)
-    small = lambda path: path_name(path).rsplit("/", 1)[-1].rsplit("_", 1)[-1] in names
-    one = lambda path, a: a if small(path) or a.dtype == dtype else a.astype(dtype)
+
+    def small(path):
+        return path_name(path).rsplit("/", 1)[-1].rsplit("_", 1)[-1] in names
+
+    def one(path, a):
+        return a if small(path) or a.dtype == dtype else a.astype(dtype)
+
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_spread)
 
 

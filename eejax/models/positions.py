@@ -30,11 +30,13 @@ def rotary_frequencies(rotary: RotaryConfig, dims: int) -> tuple[jax.Array, floa
         return inv * (smooth + (1 - smooth) / factor), 1.0
     if rotary.scaling == "yarn":
         # Dimension index at which a wavelength makes `turns` turns over the original context.
-        index = lambda turns: (
-            dims
-            * math.log(rotary.original_context / (turns * 2 * math.pi))
-            / (2 * math.log(rotary.theta))
-        )
+        def index(turns):
+            return (
+                dims
+                * math.log(rotary.original_context / (turns * 2 * math.pi))
+                / (2 * math.log(rotary.theta))
+            )
+
         low = max(math.floor(index(rotary.beta_fast)), 0)
         high = min(math.ceil(index(rotary.beta_slow)), dims - 1)
         ramp = (jnp.arange(dims // 2, dtype=jnp.float32) - low) / max(high - low, 1e-3)

@@ -85,7 +85,10 @@ def run_layers(
     """
     # Where layers differ, what they differ in is among the scanned inputs.
     windows, ropes = config.sliding_window, None
-    each = lambda values: jnp.array(values, jnp.int32)[index]
+
+    def each(values):
+        return jnp.array(values, jnp.int32)[index]
+
     per_layer = None
     if isinstance(windows, tuple):
         per_layer = each([NO_WINDOW if w is None else w for w in windows])
@@ -244,6 +247,9 @@ def exit_states(
         reached = [tap(i, x) for i, x in enumerate(reached)]
     states = []
     for e, x in zip(which, reached, strict=True):
-        read = lambda x, e=e: exits.state(params, config, e, x, context, axes=axes)
+
+        def read(x, e=e):
+            return exits.state(params, config, e, x, context, axes=axes)
+
         states.append(rematerialised(read, remat)(x))
     return tuple(states)

@@ -109,8 +109,13 @@ def exit_places(config: ModelConfig, layers: Sequence[int], placement: str = "la
     Raises `ConfigError` where a stage has no layer or the numbers do not add up.
     """
     cut = Partition(config, tuple(layers), placement)
-    at = lambda *found: tuple(place.exit for place in found if place.exit < config.n_exits)
-    each = lambda where: tuple(at(*cut.on(i, where)) for i in range(cut.stages))
+
+    def at(*found):
+        return tuple(place.exit for place in found if place.exit < config.n_exits)
+
+    def each(where):
+        return tuple(at(*cut.on(i, where)) for i in range(cut.stages))
+
     return Places(each(INPUT), each(INSIDE), at(*cut.on(cut.stages - 1, OUTPUT)))
 
 
@@ -128,9 +133,12 @@ def model_costs(
     stand-in for measured times, for devices that are as fast at one part as at another.
     """
     tokens = rows * length
-    matrices = lambda tree: sum(
-        jax.tree.leaves(params.map_params(lambda a: math.prod(a.shape) if a.decay else 0, tree))
-    )
+
+    def matrices(tree):
+        return sum(
+            jax.tree.leaves(params.map_params(lambda a: math.prod(a.shape) if a.decay else 0, tree))
+        )
+
     head = config.padded_vocab * config.d_model
 
     def work(weights: int, windows: Sequence[int | None]) -> PassTime:
@@ -148,7 +156,10 @@ def model_costs(
         stages.append(work(n * one, [config.window(i) for i in range(first, first + n)]))
         first += n
     places = exit_places(config, layers, placement)
-    total = lambda exits: PassTime(*(sum(x) for x in zip(NO_WORK, *map(exit, exits), strict=True)))
+
+    def total(exits):
+        return PassTime(*(sum(x) for x in zip(NO_WORK, *map(exit, exits), strict=True)))
+
     return StageCosts(
         tuple(stages),
         tuple(map(total, places.entry)),
@@ -175,7 +186,10 @@ def model_sizes(
 
     A table that several exits of a stage read is there once, on each stage that reads it.
     """
-    count = lambda tree: sum(jax.tree.leaves(params.map_params(lambda a: math.prod(a.shape), tree)))
+
+    def count(tree):
+        return sum(jax.tree.leaves(params.map_params(lambda a: math.prod(a.shape), tree)))
+
     declared = params.abstract(config)
     table = config.padded_vocab * config.d_model
     there: set[tuple[int, str]] = {(0, "tied")}  # (stage, name) of tables that are counted
@@ -212,11 +226,16 @@ def layer_kept(config: ModelConfig, rows: int, length: int, remat: str) -> int:
     is the layer's input.
     """
     x = jax.ShapeDtypeStruct((rows, length, config.d_model), config.dtype)
-    structs = lambda a: jax.ShapeDtypeStruct(a.shape, config.dtype if a.decay else jnp.float32)
+
+    def structs(a):
+        return jax.ShapeDtypeStruct(a.shape, config.dtype if a.decay else jnp.float32)
 
     def residuals(p, x):
         context = model_layers.make_context(config, jnp.arange(length)[None])
-        run = lambda p, x: model_layers.layer(p, x, config, context)[0]
+
+        def run(p, x):
+            return model_layers.layer(p, x, config, context)[0]
+
         kept = jax.vjp(rematerialised(run, remat), p, x)[1]
         given = {id(a) for a in jax.tree.leaves((p, context))}
         found = {id(a): a for a in jax.tree.leaves(kept) if id(a) not in given}

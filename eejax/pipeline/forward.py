@@ -78,7 +78,10 @@ def _run(stage: PipelineStage, microbatches: int, weights: jax.Array, refs: Tree
 
     def work(m, x, totals):
         context = stage.context(m)
-        embed = lambda: stage.embed(stage.embedding(stage.params), m, context)
+
+        def embed():
+            return stage.embed(stage.embedding(stage.params), m, context)
+
         x = lax.cond(stage.first, embed, lambda: x)
         y, inner = trunk(stage.masters, x, context)
 

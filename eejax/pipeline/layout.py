@@ -140,7 +140,10 @@ class StageLayout:
     def _to_stages(self, tree: Tree, stack: Callable, pad: Callable) -> Tree:
         p, out = self.partition, {}
         if "layers" in tree:
-            is_leaf = lambda x: isinstance(x, Param)
+
+            def is_leaf(x):
+                return isinstance(x, Param)
+
             out["layers"] = jax.tree.map(pad, tree["layers"], is_leaf=is_leaf)
         rest = {k: v for k, v in tree.get("embed", {}).items() if k != TOKENS}
         if rest:
@@ -165,7 +168,10 @@ class StageLayout:
                     rows[place.stage * n + slots[place.exit]] = part
             if any(r is not None for r in rows):
                 like = next(r for r in rows if r is not None)
-                is_leaf = lambda x: isinstance(x, Param)
+
+                def is_leaf(x):
+                    return isinstance(x, Param)
+
                 columns = [
                     jax.tree.leaves(r, is_leaf=is_leaf) if r is not None else None for r in rows
                 ]
@@ -183,7 +189,10 @@ class StageLayout:
         p, out = self.partition, {}
         if "layers" in tree:
             rows = np.flatnonzero(self.layer_rows != ABSENT)
-            take = lambda a: a if p.even else a[rows]
+
+            def take(a):
+                return a if p.even else a[rows]
+
             out["layers"] = jax.tree.map(take, tree["layers"])
         if "embed" in tree:
             out["embed"] = dict(tree["embed"])

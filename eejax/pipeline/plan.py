@@ -90,6 +90,11 @@ def costs(config: PipelineConfig, partition: Partition, length: int) -> StageCos
     """Return costs of one sequence in floating-point operations, with the set `backward_cost`."""
     found = model_costs(partition.config, partition.layers, 1, length, partition.placement)
     more = config.backward_cost / 2.0
-    back = lambda work: PassTime(work.forward, work.backward * more)
-    each = lambda works: tuple(map(back, works))
+
+    def back(work):
+        return PassTime(work.forward, work.backward * more)
+
+    def each(works):
+        return tuple(map(back, works))
+
     return StageCosts(each(found.layers), each(found.entry), each(found.inner), back(found.final))

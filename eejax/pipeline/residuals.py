@@ -48,7 +48,9 @@ def ring(n: int, like: Tree) -> Tree:
 
 
 def put(ring: Tree, value: Tree, slot: jax.Array) -> Tree:
-    write = lambda r, a: lax.dynamic_update_index_in_dim(r, a.astype(r.dtype), slot, 0)
+    def write(r, a):
+        return lax.dynamic_update_index_in_dim(r, a.astype(r.dtype), slot, 0)
+
     return jax.tree.map(write, ring, value)
 
 

@@ -197,7 +197,10 @@ class _Operations:
     def forward(self, m: jax.Array, x: jax.Array):
         """(what leaves the stage, what to keep for `backward`, `split_vjp`'s restore)."""
         context = self.stage.context(m)
-        run = lambda masters, x: self.trunk(masters, x, context)
+
+        def run(masters, x):
+            return self.trunk(masters, x, context)
+
         closed = context, self.stage.stack
         (y, inner), residuals, restore = split_vjp(run, self.stage.masters, x, closed)
         return y, (residuals, None if inner is None else inner[:-1]), restore
@@ -211,7 +214,9 @@ class _Operations:
         x, states = when(f >= 0, functools.partial(self.enter, fm), x, kept.states)
         if self.recompute:
             # The last stage would compute now what it computes again in this very step or later.
-            run = lambda x: (self.trunk(stage.masters, x, stage.context(fm))[0],)
+            def run(x):
+                return (self.trunk(stage.masters, x, stage.context(fm))[0],)
+
             (x,) = when((f >= 0) & ~stage.last, run, x)
             again = functools.partial(self.again, bm, states)
             x, residuals = when(b >= 0, again, x, kept.residuals)
@@ -255,7 +260,10 @@ class _Operations:
     def enter(self, m, x, states):
         """Return what the stage reads of a microbatch; it is kept."""
         stage = self.stage
-        embed = lambda: stage.embed(stage.embedding(stage.params), m, stage.context(m))
+
+        def embed():
+            return stage.embed(stage.embedding(stage.params), m, stage.context(m))
+
         x = lax.cond(stage.first, embed, lambda: x)
         return x, put(states, x, self.slots["inputs"][m])
 
@@ -272,12 +280,17 @@ class _Operations:
         has left it."""
         at = jnp.maximum(m, 0)
         if self.distils:
-            keep = lambda states: (put(states, leaving, self.slots["taught"][at]),)
+
+            def keep(states):
+                return (put(states, leaving, self.slots["taught"][at]),)
+
             (states,) = when((m >= 0) & self.stage.last, keep, states)
             taught = jnp.where(self.stage.last, leaving, taught)
-        place = lambda item: jnp.where(
-            item["output"], self.slots["outputs"][at], self.slots["cotangents"][at]
-        )
+
+        def place(item):
+            return jnp.where(
+                item["output"], self.slots["outputs"][at], self.slots["cotangents"][at]
+            )
 
         def read(item, states):
             return jnp.where(item["output"], leaving, get(states, self.slots["inputs"][at]))
@@ -333,7 +346,10 @@ class _Operations:
 def _sum(stage: PipelineStage, grads: Tree, totals: Totals, counted: int) -> BatchSums:
     """The sums over all devices; tokens are counted of the first `counted` microbatches."""
     if "layers" in grads:  # their heads were flattened
-        shape = lambda g, a: g.reshape(a.shape)
+
+        def shape(g, a):
+            return g.reshape(a.shape)
+
         grads["layers"] = jax.tree.map(shape, grads["layers"], stage.trained["layers"])
     if stage.factors is not None:  # before copies are added up: each stage has its own
         factor = stage.own(stage.factors.gradients)

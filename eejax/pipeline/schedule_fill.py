@@ -129,7 +129,10 @@ def filled(
     require(tolerance >= 0, "tolerance", tolerance, "must be at least 0")
     p = costs.stages
     base = one_f_one_b(p, microbatches, exit_stages=exit_stages, exits=exits, recompute=recompute)
-    mean = lambda kind: sum(costs.of(kind, i, recompute) for i in range(p)) / p
+
+    def mean(kind):
+        return sum(costs.of(kind, i, recompute) for i in range(p)) / p
+
     k = most_inserted(p, mean(FORWARD), mean(BACKWARD))
     table = _Table(base, costs, exit_stages, tolerance, more=2 * p)
     with_exit = sorted({*exit_stages, *inner_stages})

@@ -112,11 +112,17 @@ def stage_costs(
     exits inside it; none by default. layer, exit, final, embedding: the paper's BB (of one layer),
     EE, FE and IN.
     """
-    count = lambda given: given or (0,) * len(layers)
+
+    def count(given):
+        return given or (0,) * len(layers)
+
     own = [layer * n for n in layers]
     if own:
         own[0] = own[0].plus(embedding)
-    exits = lambda given: tuple(exit * n for n in count(given))
+
+    def exits(given):
+        return tuple(exit * n for n in count(given))
+
     return StageCosts(tuple(own), exits(entry), exits(inner), final)
 
 

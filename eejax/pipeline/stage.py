@@ -127,7 +127,10 @@ class PipelineStage:
         self.masters = layers.flat_heads(join(frozen, trained)["layers"])
         self.index = lax.axis_index(PIPE)
         self.first, self.last = self.index == 0, self.index == self.partition.stages - 1
-        part = lambda a: vary_over(a.reshape(parts, -1, *a.shape[1:]), P(DATA))
+
+        def part(a):
+            return vary_over(a.reshape(parts, -1, *a.shape[1:]), P(DATA))
+
         self.batch = jax.tree.map(part, dict(batch))
         self.keys = None
         if pipeline.sample_keys is not None and (self.config.dropout or rates is not None):
@@ -170,7 +173,9 @@ class PipelineStage:
         return vary_over(tree, P())
 
     def context(self, m: jax.Array) -> layers.LayerContext:
-        at = lambda a: lax.dynamic_index_in_dim(a, m, 0, keepdims=False)
+        def at(a):
+            return lax.dynamic_index_in_dim(a, m, 0, keepdims=False)
+
         return layers.make_context(
             self.config,
             self.positions(m),
@@ -259,7 +264,10 @@ class PipelineStage:
         """
         e, c = kind.exit, self.config
         tree, teacher = self.exit_tree(e, own, table), None
-        read = lambda h: exits.state(tree, c, e, h, context, axes=self.axes)
+
+        def read(h):
+            return exits.state(tree, c, e, h, context, axes=self.axes)
+
         state = transformer.rematerialised(read, self.pipeline.remat)(h)
         if taught is not None and e != c.n_exits:
             final = self.exit_tree(c.n_exits, *self.final)
@@ -326,13 +334,17 @@ class PipelineStage:
         if self.factors is not None:
             weight = weight * self.own(self.factors.losses)[m]
         context = self.context(m)
-        row = lambda tree, s: jax.tree.map(lambda a: a[s], tree)
+
+        def row(tree, s):
+            return jax.tree.map(lambda a: a[s], tree)
+
         own = {k: row(self.params["exits"][k], s) for k, s in kind.parts}
         group, slot = kind.table
         table = self.params[group][slot]
-        loss = lambda own, table, h: self.exit_loss(
-            kind, own, table, h, labels, weight, context, taught
-        )
+
+        def loss(own, table, h):
+            return self.exit_loss(kind, own, table, h, labels, weight, context, taught)
+
         if refs is None:
             total, sums = loss(own, table, h)
             return None, total, sums[0]
@@ -341,7 +353,10 @@ class PipelineStage:
             given["table"] = table
         if "layers" in self.trained:  # else nothing below the exit asks for the gradient on h
             given["h"] = h
-        of = lambda given: loss(given["own"], given.get("table", table), given.get("h", h))
+
+        def of(given):
+            return loss(given["own"], given.get("table", table), given.get("h", h))
+
         (total, sums), grads = jax.value_and_grad(of, has_aux=True)(given)
         for k, s in kind.parts:
             jax.tree.map(functools.partial(add_row, s), refs["exits"][k], grads["own"][k])
@@ -410,7 +425,10 @@ class PipelineStage:
                     report, used = self.own(self.factors.reports), self.own(self.factors.losses)[m]
                     loss, ce = loss * report / used, ce * report
                     square = square * report / used**2
-                add = lambda a, value: a + jnp.where(at, value, 0.0)
+
+                def add(a, value):
+                    return a + jnp.where(at, value, 0.0)
+
                 totals = Totals(
                     totals.loss + loss, add(totals.sums, ce), add(totals.squares, square)
                 )

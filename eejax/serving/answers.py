@@ -109,14 +109,17 @@ def engine_requests(
             biases,
             top_logprobs,
         )
-        sampled = lambda i: SamplingParams.make(
-            1,
-            body.temperature,
-            max(body.top_k, 0),
-            body.top_p,
-            body.min_p,
-            (seed + i) % 2**31,
-        )
+
+        def sampled(i):
+            return SamplingParams.make(
+                1,
+                body.temperature,
+                max(body.top_k, 0),
+                body.top_p,
+                body.min_p,
+                (seed + i) % 2**31,
+            )
+
         return [
             EngineRequest(
                 request_id=id_,

@@ -139,7 +139,10 @@ class ResponseBuilder(abc.ABC):
     def exits(self, tokens: Sequence[Token]) -> dict:
         if not self.body.return_exits:
             return {}
-        which = lambda t: dict(model=t.model) if t.model else {}
+
+        def which(t):
+            return dict(model=t.model) if t.model else {}
+
         exits = [dict(layers=t.layers, confidence=t.confidence) | which(t) for t in tokens]
         return dict(exits=exits)
 

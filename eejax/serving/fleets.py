@@ -222,7 +222,10 @@ def built(
     def beside(name: str) -> Callable[[int], float]:
         """Return the bytes that judging an answer takes beside so many segments of a member."""
         of = members[name].config if reference is None else reference.config
-        there = lambda depth: depth if reference is None or reference.name == name else 0
+
+        def there(depth):
+            return depth if reference is None or reference.name == name else 0
+
         return lambda depth: capacity.audit_bytes(of, there(depth))
 
     # If the budget is too small for several models, report the one that needs most.
@@ -301,9 +304,10 @@ def room(
     """
     options = dataclasses.replace(member.options, can_deepen=True)
     beside = beside or partial(capacity.audit_bytes, member.config)
-    fit = lambda depth, options: capacity.slots(
-        member.config, options, depth, context, budget - beside(depth), slots
-    )
+
+    def fit(depth, options):
+        return capacity.slots(member.config, options, depth, context, budget - beside(depth), slots)
+
     # All depths have the buckets of the first one's slots, which are a part of what is kept.
     options = options.resolved(member.config, max(fit(1, options), 1))
     found = [fit(depth, options) for depth in range(1, member.config.n_exits + 2)]
@@ -348,9 +352,11 @@ def warm_up(
     host = on_host(member.params, config)
     auditor = AnswerVerifier(host, config)
     lengths = audited_lengths(context)
-    make = lambda depth: PartialModel(
-        host, config, member.options, slots=slots, depth=depth, context=context, steps=steps
-    )
+
+    def make(depth):
+        return PartialModel(
+            host, config, member.options, slots=slots, depth=depth, context=context, steps=steps
+        )
 
     def at(depth: int) -> None:
         part = make(depth)

@@ -123,5 +123,8 @@ def percentiles(values: Sequence[float]) -> tuple[float, float] | None:
     """Return (median, 99th percentile) by nearest rank."""
     if not values:
         return None
-    rank = lambda share: sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+    def rank(share):
+        return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
     return rank(0.5), rank(0.99)

@@ -297,9 +297,14 @@ def usage(prompts: Sequence[Sequence[int]], counts: Mapping[int, int]) -> dict[s
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
     """Return the error of a body that does not match its model."""
+
     # A union tells what is wrong with each of its forms. Those of another type say least.
-    near = lambda e: (not e["type"].endswith("_type"), sum(isinstance(p, int) for p in e["loc"]))
-    of = lambda e: e["loc"][1:2]
+    def near(e):
+        return (not e["type"].endswith("_type"), sum(isinstance(p, int) for p in e["loc"]))
+
+    def of(e):
+        return e["loc"][1:2]
+
     first = max((e for e in errors if of(e) == of(errors[0])), key=near)
     # Forms of a union are named in places between the fields.
     parts = [p for i, p in enumerate(first["loc"][1:]) if not i or isinstance(p, int) or p in NAMES]

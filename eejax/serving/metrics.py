@@ -29,13 +29,16 @@ class ServerMetrics:
             LoadHistory
         )
         own = dict(labelnames=("model",), registry=self.registry)
-        gauge = lambda name, text: Gauge(f"eejax_{name}", text, **own)
-        times = lambda name, text, buckets: Histogram(
-            f"eejax_{name}_seconds", text, buckets=buckets, **own
-        )
-        count = lambda name, text, *labels: Counter(
-            f"eejax_{name}", text, ("model", *labels), registry=self.registry
-        )
+
+        def gauge(name, text):
+            return Gauge(f"eejax_{name}", text, **own)
+
+        def times(name, text, buckets):
+            return Histogram(f"eejax_{name}_seconds", text, buckets=buckets, **own)
+
+        def count(name, text, *labels):
+            return Counter(f"eejax_{name}", text, ("model", *labels), registry=self.registry)
+
         self.running = gauge("requests_running", "Requests in slots.")
         self.waiting = gauge("requests_waiting", "Requests without a slot.")
         self.cache = gauge("kv_cache_used_ratio", "Share of the slots' positions that are used.")

@@ -53,7 +53,10 @@ def parted(tree: Tree, specs: Tree, axis: str) -> Tree:
 
 def gathered(tree: Tree) -> Tree:
     """The tree with every `Spread` whole."""
-    one = lambda a: _gather(a.part, a.dim, a.axis, a.dtype) if is_spread(a) else a
+
+    def one(a):
+        return _gather(a.part, a.dim, a.axis, a.dtype) if is_spread(a) else a
+
     return jax.tree.map(one, tree, is_leaf=is_spread)
 
 

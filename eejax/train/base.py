@@ -179,7 +179,10 @@ def _keep(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
 def _model(wanted: Mapping[str, Any], facts: FixedFields, given: Collection[str]) -> dict[str, Any]:
     """Return the base's model with the fields of `wanted` that are the run's own."""
     base = facts.config.to_dict()
-    unset = lambda f: None if f.default is dataclasses.MISSING else _plain(f.default)
+
+    def unset(f):
+        return None if f.default is dataclasses.MISSING else _plain(f.default)
+
     defaults = {f.name: unset(f) for f in dataclasses.fields(ModelConfig)}
     own = dict(base)
     for name, value in wanted.items():

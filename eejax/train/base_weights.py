@@ -95,11 +95,14 @@ def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> Base
         kept, _ = split(scope.cut(tree), lambda name: scope.reads(name) and not scope.trains(name))
         first = {"exits": values}
     places = placement(scope, mesh, experiment.pipeline)
-    place = lambda tree, declared: jax.tree.map(
-        lambda a, s: jax.device_put(jnp.asarray(a, s.dtype), s.sharding),
-        places.place(_fitted(tree, model)),
-        rules.structs(declared, mesh, experiment.mesh.params_over),
-    )
+
+    def place(tree, declared):
+        return jax.tree.map(
+            lambda a, s: jax.device_put(jnp.asarray(a, s.dtype), s.sharding),
+            places.place(_fitted(tree, model)),
+            rules.structs(declared, mesh, experiment.mesh.params_over),
+        )
+
     facts = FixedFields(
         experiment.train.base,
         base.step,
@@ -204,12 +207,15 @@ def _read_by(scope: Scope, config: ModelConfig, copies: bool, everything: Tree, 
     copied = new if copies else []
     # A head that becomes a shared one is the base's own.
     own = config.head == "own" and scope.reads("shared_head")
-    read = lambda name: (
-        scope.reads(name)
-        or (bool(copied) and name.split("/")[0] == "final")
-        or (any(e.head == "own" for e in copied) and name == "shared_head")
-        or (own and name == "final/head")
-    )
+
+    def read(name):
+        return (
+            scope.reads(name)
+            or (bool(copied) and name.split("/")[0] == "final")
+            or (any(e.head == "own" for e in copied) and name == "shared_head")
+            or (own and name == "final/head")
+        )
+
     tree, _ = split(everything, read)
     depth = max(scope.depth, int(any(e.mlp for e in copied)))  # the lowest, whose MLP is copied
     depth = config.n_layers if any(e.block for e in copied) else depth
@@ -290,5 +296,8 @@ def _digest(config: ModelConfig, tree: Tree, mesh: Mesh) -> str:
     found = jax.tree_util.tree_leaves_with_path(tree)
     leaves = {path_name(path): leaf for path, leaf in found}
     whole = rules.replicated(mesh)
-    values = lambda name, at: jax.jit(lambda a: a[at], out_shardings=whole)(leaves[name])
+
+    def values(name, at):
+        return jax.jit(lambda a: a[at], out_shardings=whole)(leaves[name])
+
     return digest_of(config, {name: a.shape for name, a in leaves.items()}, values)

@@ -112,7 +112,10 @@ def evaluate_mixture(
     if len(found) == 1:
         return found[0][1]
     total = sum(weight for weight, _ in found)
-    mean = lambda of: sum(weight * of(e) for weight, e in found) / total
+
+    def mean(of):
+        return sum(weight * of(e) for weight, e in found) / total
+
     losses = tuple(mean(lambda e, i=i: e.losses[i]) for i in range(len(names)))
     tokens = sum(e.tokens for _, e in found)
     return Evaluation(names, losses, tokens, round(tokens * mean(lambda e: e.nbytes / e.tokens)))

@@ -107,7 +107,10 @@ def training_memory(experiment: Experiment) -> TrainingMemory:
     grads = trained
     if train.microbatches > 1 and not staged:
         under_way = jax.eval_shape(lambda p: params.for_compute(p, model.dtype), state.params)
-        cast = lambda a, g: jax.ShapeDtypeStruct(g.shape, g.dtype, sharding=a.sharding)
+
+        def cast(a, g):
+            return jax.ShapeDtypeStruct(g.shape, g.dtype, sharding=a.sharding)
+
         grads += device_bytes(jax.tree.map(cast, state.params, under_way))
     return TrainingMemory(
         params=trained,
@@ -155,7 +158,10 @@ def compile_step(
 
 def device_bytes(tree: Tree) -> int:
     """Bytes that each device holds of a tree of shape structs or arrays with shardings."""
-    one = lambda a: math.prod(a.sharding.shard_shape(a.shape)) * jnp.dtype(a.dtype).itemsize
+
+    def one(a):
+        return math.prod(a.sharding.shard_shape(a.shape)) * jnp.dtype(a.dtype).itemsize
+
     return sum(map(one, jax.tree.leaves(tree)))
 
 
@@ -198,26 +204,31 @@ def _kept(program: Program, rows: int) -> _SavedBytes:
     weights = jax.ShapeDtypeStruct((len(scope.which),), jnp.float32)
 
     def measure(trained, frozen, tokens, weights):
-        cast = lambda tree: join(
-            params.for_compute(tree, config.dtype), {k: tree[k] for k in tree if k == "embed"}
-        )
+        def cast(tree):
+            return join(
+                params.for_compute(tree, config.dtype), {k: tree[k] for k in tree if k == "embed"}
+            )
+
         documents = {}
         if experiment.data.document_masks:
             documents = {"positions": tokens, "segment_ids": tokens}
         trained, frozen = map(local_parameters, (trained, frozen), specs)
         copies, held = cast(trained), cast(frozen)
-        loss = lambda p: multi_exit_loss(
-            join(held, p),
-            config,
-            tokens,
-            tokens,
-            weights,
-            axes=mesh_axes(mesh, layout),
-            remat=experiment.train.remat,
-            which=scope.which,
-            objective=experiment.loss,
-            **documents,
-        )
+
+        def loss(p):
+            return multi_exit_loss(
+                join(held, p),
+                config,
+                tokens,
+                tokens,
+                weights,
+                axes=mesh_axes(mesh, layout),
+                remat=experiment.train.remat,
+                which=scope.which,
+                objective=experiment.loss,
+                **documents,
+            )
+
         kept = _without(jax.vjp(loss, copies, has_aux=True)[1], (trained, frozen, tokens, weights))
         activations = _without(kept, (copies, held))
         return _SavedBytes(nbytes(_without(kept, activations)), nbytes(activations))
@@ -276,7 +287,10 @@ def _one_layer(program: Program, rows: int) -> int:
         def kept(remat: str) -> int:
             q = params.for_compute(p, config.dtype)
             context = layers.make_context(config, jnp.arange(length)[None])
-            run = lambda q, x: layers.layer(q, x, config, context, axes=axes)[0]
+
+            def run(q, x):
+                return layers.layer(q, x, config, context, axes=axes)[0]
+
             return nbytes(_without(jax.vjp(rematerialised(run, remat), q, x)[1], (q, x)))
 
         whole = 2 * nbytes(p) if layout.params_over and mesh.shape[DATA] > 1 else 0

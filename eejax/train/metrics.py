@@ -75,7 +75,10 @@ class MetricsWriter:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One record; it is on its way to the disk when this returns."""
-        finite = lambda v: v if not isinstance(v, float) or math.isfinite(v) else None
+
+        def finite(v):
+            return v if not isinstance(v, float) or math.isfinite(v) else None
+
         values = {k: finite(v) for k, v in values.items()}
         with naming(self._path):
             self._file.write(json.dumps({"step": step} | values) + "\n")

@@ -63,7 +63,10 @@ class Placement:
             rules=dict(rules.RULES) | {"l": None},
         )
         cut = rules.shardings(specs, self.mesh)
-        by_part = lambda tree: tree | {"layers": lax.with_sharding_constraint(tree["layers"], cut)}
+
+        def by_part(tree):
+            return tree | {"layers": lax.with_sharding_constraint(tree["layers"], cut)}
+
         return by_part(move(by_part(tree)))
 
     @property

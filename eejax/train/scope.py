@@ -169,8 +169,13 @@ class Scope:
         """The layers that are run, of leaves [l, ...] or of their declarations."""
         if self.depth == self.config.n_layers or "layers" not in tree:
             return tree
-        lower = lambda leaf: first_layers(leaf, self.depth)
-        is_leaf = lambda x: isinstance(x, params.Param)
+
+        def lower(leaf):
+            return first_layers(leaf, self.depth)
+
+        def is_leaf(x):
+            return isinstance(x, params.Param)
+
         return tree | {"layers": jax.tree.map(lower, tree["layers"], is_leaf=is_leaf)}
 
     def declarations(self) -> tuple[Tree, Tree]:

@@ -79,7 +79,10 @@ def _silent_block(layer: Tree, config: ModelConfig) -> Tree:
         attn = _silent(layer["attn"], "o", "o_bias")
         return layer | {"attn": attn, "mlp": _silent(layer["mlp"], "down", "down_bias")}
     nothing = -1.0 if config.norm_plus_one else 0.0
-    off = lambda norm: _silent(norm, "bias") | {"scale": jnp.full_like(norm["scale"], nothing)}
+
+    def off(norm):
+        return _silent(norm, "bias") | {"scale": jnp.full_like(norm["scale"], nothing)}
+
     return layer | {name: off(layer[name]) for name in ("attn_out_norm", "mlp_out_norm")}
 
 

@@ -57,7 +57,10 @@ def create(
     shapes = abstract(config, optimizer, mesh, layout=layout, pipeline=pipeline, **extra)
     placed = jax.tree.map(lambda a: a.sharding, shapes)
     places = placement(Scope(config), mesh, pipeline)
-    initial = lambda key: begin(places.place(params.init(config, key)), optimizer, **extra)
+
+    def initial(key):
+        return begin(places.place(params.init(config, key)), optimizer, **extra)
+
     return jax.jit(initial, out_shardings=placed)(jax.random.key(seed))
 
 
@@ -136,7 +139,10 @@ def _laid_out(
         lambda values: begin(values, optimizer, ema=ema, loss_scale=loss_scale), trained
     )
     placed = jax.tree.map(lambda a: a.sharding, moments)
-    whole = lambda a: _struct(a, rules.replicated(mesh))
+
+    def whole(a):
+        return _struct(a, rules.replicated(mesh))
+
     return TrainState(
         step=whole(state.step),
         params=trained,
@@ -153,10 +159,15 @@ def _laid_out(
 def map_trees(state: TrainState, like: Tree, f: Callable[[Tree], Tree]) -> TrainState:
     """`f` over parameters, their average and every tree of moments: all that is `like` them."""
     structure = jax.tree.structure(like)
-    of_this_shape = lambda node: jax.tree.structure(node) == structure
-    over = lambda tree: jax.tree.map(
-        lambda node: f(node) if of_this_shape(node) else node, tree, is_leaf=of_this_shape
-    )
+
+    def of_this_shape(node):
+        return jax.tree.structure(node) == structure
+
+    def over(tree):
+        return jax.tree.map(
+            lambda node: f(node) if of_this_shape(node) else node, tree, is_leaf=of_this_shape
+        )
+
     return state.replace(
         params=f(state.params),
         opt_state=over(state.opt_state),

@@ -241,7 +241,10 @@ def gradient_sums(
         weights, rates = _vary((weights, rates))
         params = local_parameters(params, param_specs)
         frozen = local_parameters(frozen, frozen_specs)
-        part = lambda a: a.reshape(microbatches, -1, *a.shape[1:])
+
+        def part(a):
+            return a.reshape(microbatches, -1, *a.shape[1:])
+
         parts = jax.tree.map(part, dict(batch))
         keys = None
         if config.dropout or rates is not None or objective.exit_tokens < 1:
@@ -262,7 +265,10 @@ def gradient_sums(
             shapes = jax.eval_shape(one, jax.tree.map(lambda a: a[0], (parts, keys)))
             zeros = _vary(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes))
             zeros = zeros._replace(grads=jax.tree.map(_vary_as, zeros.grads, param_specs))
-            add = lambda sums, part: (jax.tree.map(jnp.add, sums, one(part)), None)
+
+            def add(sums, part):
+                return (jax.tree.map(jnp.add, sums, one(part)), None)
+
             sums, _ = lax.scan(add, zeros, (parts, keys))
         # Each device gets the part of a gradient whose moments it holds.
         grads = jax.tree.map(_sum_over_data, sums.grads, param_specs, grad_specs)
@@ -368,7 +374,10 @@ class Update:
         updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
         updates = self._only_moved(updates)  # weight decay, too
         moved = jax.tree.map(lambda p, u: p - rate * u, params, updates)
-        choose = lambda ok, new, old: jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
+
+        def choose(ok, new, old):
+            return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
+
         average, scaling = state.ema, state.loss_scale
         if self.ema is not None:
             average = choose(finite, averaged(average, moved, self.ema, state.step), average)

@@ -273,7 +273,10 @@ def batched(params, config, texts, new: int, threshold: float) -> tuple[np.ndarr
     came: list[list] = [[] for _ in texts]
     for id_, tokens, _ in scheduler.run():
         came[int(id_)] += tokens
-    pick = lambda what: np.array([[getattr(t, what) for t in own] for own in came])
+
+    def pick(what):
+        return np.array([[getattr(t, what) for t in own] for own in came])
+
     return pick("id"), pick("exit")
 
 
@@ -373,7 +376,10 @@ def token(
     read = partial(bytes_read, generator.weights, config)
     positions = positions_read(own.prompt, own.new)
     floor = read(depth, batch, positions)
-    each = lambda value: round(value / own.new, 3)
+
+    def each(value):
+        return round(value / own.new, 3)
+
     found = dict(
         ms_per_step=1e3 * seconds / own.new,
         tokens_per_second=batch * own.new / seconds,

@@ -82,7 +82,10 @@ def linear_cross_entropy(options, h, table, bias, labels, weights) -> tuple[np.n
     cost = np.where(counted, nll * factor + options.z_loss * lse**2, 0.0)
     g = (p - hot) * factor[:, None] + p * (2 * options.z_loss * lse)[:, None]
     g = g * (weights * counted)[:, None] * slope
-    pad = lambda a: np.pad(a, [(0, padding)] + [(0, 0)] * (a.ndim - 1))
+
+    def pad(a):
+        return np.pad(a, [(0, padding)] + [(0, 0)] * (a.ndim - 1))
+
     sums = (weights * cost).sum(), (weights * nll).sum()
     of_bias = () if bias is None else (pad(g.sum(0)),)
     return *sums, g @ table, pad(g.T @ h), *of_bias, cost, *sums
@@ -93,7 +96,10 @@ def decode_attention(options, q, k, v, keys, values, slot, position, _, slopes):
     n_kv, y = q.shape[1], np.zeros(q.shape)
     slot, position = np.asarray(slot), np.asarray(position)
     rows = np.flatnonzero((slot >= 0) & (slot < len(keys) // n_kv))
-    heads = lambda i: slice(slot[i] * n_kv, (slot[i] + 1) * n_kv)
+
+    def heads(i):
+        return slice(slot[i] * n_kv, (slot[i] + 1) * n_kv)
+
     for i in rows:
         keys[heads(i), position[i]], values[heads(i), position[i]] = k[i], v[i]
     for i in rows:

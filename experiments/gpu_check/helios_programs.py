@@ -27,7 +27,10 @@ def of_member(
     config, n = member.config, member.config.n_exits + 1
     # As `PartialModel`: the buckets of all depths are those of the first one's slots.
     options = dataclasses.replace(member.options.resolved(config, counts[0]), can_deepen=True)
-    at = lambda depth: dataclasses.replace(options, num_segments=depth)
+
+    def at(depth):
+        return dataclasses.replace(options, num_segments=depth)
+
     for depth in range(1, n + 1):
         # A model that is to grow has as few slots as it will have then.
         for slots in sorted({*counts[depth - 1 :]}, reverse=True):

@@ -114,8 +114,13 @@ def engine_options(config):
 def workload(own: ServeSizes) -> list[list[tuple[tuple[int, ...], int]]]:
     """Draw (prompt, tokens to generate) of each client's requests."""
     rng = np.random.default_rng(0)
-    draw = lambda pair: int(rng.integers(pair[0], pair[1] + 1))
-    ask = lambda: (tuple(rng.integers(32, 127, draw(own.prompt)).tolist()), draw(own.limit))
+
+    def draw(pair):
+        return int(rng.integers(pair[0], pair[1] + 1))
+
+    def ask():
+        return (tuple(rng.integers(32, 127, draw(own.prompt)).tolist()), draw(own.limit))
+
     return [[ask() for _ in range(own.requests)] for _ in range(own.clients)]
 
 

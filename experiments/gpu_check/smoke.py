@@ -165,7 +165,9 @@ def compared(spec, op: str, seed: int) -> dict[str, Any]:
     """
     import jax
 
-    by = lambda which: jax.jit(partial(spec.run, implementation=which))
+    def by(which):
+        return jax.jit(partial(spec.run, implementation=which))
+
     args = spec.args(seed)
     host = exact.work(op, args) <= MOST_WORK
     exactly = spec.shapes[0].dtype == np.float32
@@ -173,8 +175,13 @@ def compared(spec, op: str, seed: int) -> dict[str, Any]:
         plain = jax.device_get(by("reference")(*args))
         got = jax.device_get(by("triton")(*args)) if on_gpu() else plain
         if not host:
-            floating = lambda a: jax.numpy.issubdtype(a.dtype, jax.numpy.floating)
-            more = lambda a: a.astype("float32") if floating(a) else a
+
+            def floating(a):
+                return jax.numpy.issubdtype(a.dtype, jax.numpy.floating)
+
+            def more(a):
+                return a.astype("float32") if floating(a) else a
+
             want = jax.tree.leaves(jax.device_get(by("reference")(*jax.tree.map(more, args))))
     if host:
         want = getattr(exact, op)(spec.options.get("options"), *jax.device_get(args))

@@ -34,7 +34,10 @@ def build(size, device: str) -> Any:
     class PeerLayer(nn.Module):
         def __init__(self):
             super().__init__()
-            linear = lambda a, b: nn.Linear(a, b, bias=False)
+
+            def linear(a, b):
+                return nn.Linear(a, b, bias=False)
+
             self.attention_norm, self.mlp_norm = PeerRMSNorm(), PeerRMSNorm()
             self.qkv = linear(size.width, 3 * size.width)
             self.out = linear(size.width, size.width)

@@ -71,7 +71,9 @@ class StepSeconds:
         def packed(depth: int, k: int) -> float:
             return next(depth * layer + look for bucket, layer, look in ways if bucket >= k)
 
-        shared = lambda seconds: tuple(seconds * d / total for d in costs.depths)
+        def shared(seconds):
+            return tuple(seconds * d / total for d in costs.depths)
+
         return cls(
             costs.step,
             tuple(tuple(packed(d, k + 1) for k in range(buckets[-1])) for d in costs.depths),

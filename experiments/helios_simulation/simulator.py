@@ -104,10 +104,18 @@ class SimulatedServer:
 
     def __init__(self, trace, profiles, paces, make, setting):
         self.trace, self.setting, self.paces = trace, setting, paces
-        none = lambda p: dict(load=(0.0,) * p.exits, rebuild=(0.0,) * p.exits)
-        free = lambda p: dataclasses.replace(p, **none(p)) if setting.free else p
+
+        def none(p):
+            return dict(load=(0.0,) * p.exits, rebuild=(0.0,) * p.exits)
+
+        def free(p):
+            return dataclasses.replace(p, **none(p)) if setting.free else p
+
         self.now = self.device = 0.0  # of the host, and when the device will have done its work
-        clock = lambda: self.now
+
+        def clock():
+            return self.now
+
         self.controller = make(clock)
         self._profiles = {name: free(profiles[name]) for name in trace.models}
         self.dispatcher = Dispatcher(
@@ -151,7 +159,10 @@ class SimulatedServer:
             self._byte_seconds += self._loaded() * (self.now - before)
         for part in self.parts.values():
             self._flops += part.flops
-        of = lambda name: np.array([getattr(job, name) for job in self.jobs])
+
+        def of(name):
+            return np.array([getattr(job, name) for job in self.jobs])
+
         return SimulationResult(
             of("came"),
             of("heard"),

@@ -255,7 +255,10 @@ def read(
     scores = calibration.score(weights, config, _batches(whole, new, slots, widths))
     # Units are numbers in `order`, whose positions come in the order of their text.
     back = np.argsort(order)
-    shaped = lambda a: a.reshape(-1, len(prompts), new)[:, back].transpose(1, 2, 0)
+
+    def shaped(a):
+        return a.reshape(-1, len(prompts), new)[:, back].transpose(1, 2, 0)
+
     gate = scores.confidences[member.rules.get("gate", "max_probability")]
     limits = np.where(policy.active, policy.thresholds, 1.0)[0]
     return ModelTrace(

@@ -123,7 +123,10 @@ def collect(
         if not (exact or single):
             last = next(some for some in here if some)[-1]
             besides.setdefault((one.paper, last.key), []).append(one)
-    of = lambda where, paper, c: tuple(where.get((paper, c.key), ()))
+
+    def of(where, paper, c):
+        return tuple(where.get((paper, c.key), ()))
+
     entries = {
         paper: tuple(Entry(c, of(found, paper, c), of(besides, paper, c)) for c in listed)
         for paper, listed in claims.items()

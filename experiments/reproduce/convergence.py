@@ -298,7 +298,9 @@ def judge(rows: list[dict]) -> list[dict]:
     """The claims, each with a line that says what was found and whether it `holds`."""
     from eejax.analysis.convergence import SeedSpread
 
-    named = lambda wrong: ", ".join(f"{row['variant']} {row['exit']}" for row in wrong)
+    def named(wrong):
+        return ", ".join(f"{row['variant']} {row['exit']}" for row in wrong)
+
     still = [row for row in rows if not row["falls"]]
     found = f"not {named(still)}" if still else f"all {len(rows)} do"
     claims = [{"claim": f"every training loss falls: {found}", "holds": not still}]
@@ -384,7 +386,9 @@ def findings(rows: list[dict]) -> list[dict]:
 
 
 def _points(rows: list[dict], field: str) -> str:
-    told = lambda pace: "-" if pace is None else f"{100 * pace:.1f}"
+    def told(pace):
+        return "-" if pace is None else f"{100 * pace:.1f}"
+
     return ", ".join(f"{row['exit']} {told(row[field])}" for row in rows)
 
 

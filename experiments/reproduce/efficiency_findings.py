@@ -50,7 +50,10 @@ def schedules() -> Iterator[Finding]:
     exit, m = PassTime(1, 2), 6
     costs = stage_costs((1,) * 4, (0, 1, 1, 0), layer=PassTime(2, 4), exit=exit, final=exit)
     base = async_1f1b(costs.without_exits, m).time
-    more = lambda **how: async_1f1b(costs, m, **how).time - base
+
+    def more(**how):
+        return async_1f1b(costs, m, **how).time - base
+
     k = 2
     found = {"(b)": more(deferred=False), "(c), deferred": more()}
     told = ", ".join(f"{name} {x:g}" for name, x in found.items())
@@ -159,12 +162,21 @@ def table1_time(name: str, row: dict, rows: Sequence[dict]) -> Finding:
                 "the full bandwidth are not in the model.",
             ),
         )
-    saved = lambda key: without[key] - row[key]
+
+    def saved(key):
+        return without[key] - row[key]
+
     paper_saved = without["paper_more_time"] - row["paper_more_time"]
-    told = lambda key: f"{row[key]:+.2%}, {100 * saved(key):.2f} points less than Early-exit"
+
+    def told(key):
+        return f"{row[key]:+.2%}, {100 * saved(key):.2f} points less than Early-exit"
+
     why = "Not explained: the optimization saves less here."
     if row["row"] == "Early-exit (1)":
-        ms = lambda share: f"{1e3 * base['paper_seconds'] * share:.0f}"
+
+        def ms(share):
+            return f"{1e3 * base['paper_seconds'] * share:.0f}"
+
         why = (
             "Deferring moves an exit's forward pass from the first part of the critical path to "
             "the last one, so k (f_EE + b_EE) remain (Remark A.2). The paper measured "
@@ -192,7 +204,9 @@ def table1_order(name: str, rows: Sequence[dict]) -> Finding:
             if by_row[b][key] >= by_row[a][key] - 1e-9
         ]
 
-    told = lambda key: " and ".join(no_faster(key)) or "the paper's order"
+    def told(key):
+        return " and ".join(no_faster(key)) or "the paper's order"
+
     return judged(
         "table-1-order",
         predicted(name, not no_faster(PAPER)),
@@ -251,7 +265,10 @@ def table1_memory(name: str, row: dict, base: dict) -> Finding:
     within = 0.3  # GB
     holds = abs(row["more_gb"] - row["paper_more_gb"]) <= within
     holds &= row["peak_stage"] == row["paper_stage"]
-    growth = lambda gb, more, stage: f"{gb:.2f} GB ({more:+.2f}), Stage {stage}"
+
+    def growth(gb, more, stage):
+        return f"{gb:.2f} GB ({more:+.2f}), Stage {stage}"
+
     why = f"Not explained: the growth is more than {within} GB off."
     if row["peak_stage"] != row["paper_stage"]:
         there = row["gb"][row["paper_stage"] - 1]
@@ -279,12 +296,18 @@ def figure7(efficiency: dict) -> Iterator[Finding]:
         below = all(a < b for a, b in zip(slow[1:], slower[1:], strict=True))
         slopes.append(rises(slow) and rises(slower) and below)
         times.append(f"{name} {slow[-1]:+.1%} against {slower[-1]:+.1%}")
-        gb = lambda rows: [r["peak_gb"] for r in rows]
+
+        def gb(rows):
+            return [r["peak_gb"] for r in rows]
+
         more = rises(gb(whole))
         without.append((more, f"{name} {gb(whole)[0]:.1f} to {gb(whole)[-1]:.1f}"))
         same = gb(piped)[0] == gb(piped)[1] == gb(piped)[2] < gb(piped)[3]
         with_stages.append((same, f"{name} {gb(piped)[2]:.1f} then {gb(piped)[3]:.1f}"))
-    join = lambda found: ", ".join(text for _, text in found)
+
+    def join(found):
+        return ", ".join(text for _, text in found)
+
     yield judged(
         "figure-7",
         all(slopes),
@@ -321,8 +344,13 @@ def rises(values: list[float]) -> bool:
 def figure9(efficiency: dict) -> Iterator[Finding]:
     rows = {row["row"]: row for row in efficiency["7B"]["table1"]}
     standard, exits = rows["Standard"], rows["Early-exit (1&2)"]
-    total = lambda row: [s["forward"] + s["backward"] for s in row["stages"]]
-    text = lambda values: ", ".join(f"{x:.0f}" for x in values)
+
+    def total(row):
+        return [s["forward"] + s["backward"] for s in row["stages"]]
+
+    def text(values):
+        return ", ".join(f"{x:.0f}" for x in values)
+
     before, after = (np.array(total(row)) * 1e3 for row in (standard, exits))
     yield judged(
         "figure-9",

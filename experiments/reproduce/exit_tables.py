@@ -102,7 +102,10 @@ def agreeing(table: dict) -> list[dict]:
     Also its mean confidence in tokens that agree, and in the others (None: there are none).
     """
     *early, final = np.array(table["predicted"])
-    mean = lambda a: float(a.mean()) if len(a) else None
+
+    def mean(a):
+        return float(a.mean()) if len(a) else None
+
     return [
         {
             "boundary": stop,
@@ -160,7 +163,10 @@ def show(table3: Sequence[dict], table4: dict) -> None:
         for i, piece in enumerate(table4["pieces"][:SHOWN])
     ]
     print(analysis.table(["token", *(f"after {s}" for s in boundaries)], cells))
-    number = lambda x: "-" if x is None else f"{x:.2f}"
+
+    def number(x):
+        return "-" if x is None else f"{x:.2f}"
+
     for row in agreeing(table4):
         print(
             f"the exit after {row['boundary']} predicts {row['agreement']:.0%} of "

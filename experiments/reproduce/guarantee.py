@@ -218,7 +218,10 @@ def show(result: dict, n_layers: int) -> str:
     from eejax import analysis
 
     hand = result["hand_picked"]
-    text = lambda s, f: f"{s['mean']:{f}} ({s['low']:{f}} - {s['high']:{f}})"
+
+    def text(s, f):
+        return f"{s['mean']:{f}} ({s['low']:{f}} - {s['high']:{f}})"
+
     rows = [
         [
             "Learn-then-Test",

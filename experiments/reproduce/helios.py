@@ -65,9 +65,12 @@ def main() -> None:
 
     workdir = expanded(_WORKDIR.value)
     measured, models = prepare(workdir)
-    world = lambda early=_EARLY.value: helios_simulated.World.make(
-        measured, helios_models.paces(measured), early, _STEPS.value
-    )
+
+    def world(early=_EARLY.value):
+        return helios_simulated.World.make(
+            measured, helios_models.paces(measured), early, _STEPS.value
+        )
+
     result, lines = reproduce(measured, world)
     if _LIVE.value:
         result["live"] = live(models, measured, world())

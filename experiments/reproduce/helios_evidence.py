@@ -98,9 +98,12 @@ def complementary(trace, along, thresholds: Mapping[str, float]) -> list[dict]:
         leaves = own.leaves(thresholds[writer])[0]
         past_first, early = leaves > 0, leaves < own.exits - 1
         exits = other.leaves(thresholds[reader])[0]
-        shares = lambda which, exits=exits, n=other.exits: (
-            np.bincount(exits[which], minlength=n) / which.sum() if which.any() else np.zeros(n)
-        ).tolist()
+
+        def shares(which, exits=exits, n=other.exits):
+            return (
+                np.bincount(exits[which], minlength=n) / which.sum() if which.any() else np.zeros(n)
+            ).tolist()
+
         rows.append(
             {
                 "writer": writer,
@@ -146,9 +149,10 @@ def table_1(trace, judged: Mapping[str, Sequence[float]], thresholds) -> list[di
     judge = {name: -np.asarray(judged[name]) for name in trace.models}
     rows = []
     for measure, nats in (("own", own), ("judge", judge)):
-        mean = lambda which, nats=nats: {
-            name: float(np.exp(values[which].mean())) for name, values in nats.items()
-        }
+
+        def mean(which, nats=nats):
+            return {name: float(np.exp(values[which].mean())) for name, values in nats.items()}
+
         tasks = tasks_of(trace)
         before = mean(tasks.pop("all"))
         for task, which in tasks.items():
@@ -170,7 +174,10 @@ def choices(rows: Sequence[dict], measure: str) -> dict[str, int]:
 
     `differ`: tasks for which the two name different models.
     """
-    best = lambda table: min(table, key=table.get)
+
+    def best(table):
+        return min(table, key=table.get)
+
     own = [row for row in rows if row["measure"] == measure]
     return {
         "tasks": len(own),
@@ -188,9 +195,12 @@ def speculative(trace, along, profiles, thresholds, task: str) -> dict:
     """
     small, large = trace.models
     which = tasks_of(trace).get(task, np.ones(len(trace), bool))
-    whole = lambda name: profiles[name].worked(
-        (*(0.0,) * (profiles[name].exits - 1), 1.0), profiles[name].exits
-    )
+
+    def whole(name):
+        return profiles[name].worked(
+            (*(0.0,) * (profiles[name].exits - 1), 1.0), profiles[name].exits
+        )
+
     exits = trace.models[large].leaves(thresholds[large])[0][which]
     n = profiles[large].exits
     shares = (exits[..., None] == np.arange(n)).mean((0, 1))
@@ -230,9 +240,10 @@ def prices(profiles: Mapping, trace, thresholds: Mapping[str, float]) -> dict:
     found = {}
     for name, model in trace.models.items():
         exits, same = model.leaves(thresholds[name])[0], model.same
-        share = lambda e, which, same=same: float(
-            same[..., e][which].mean() if which.any() else same[..., e].mean()
-        )
+
+        def share(e, which, same=same):
+            return float(same[..., e][which].mean() if which.any() else same[..., e].mean())
+
         n = model.exits
         found[name] = dataclasses.replace(
             profiles[name],

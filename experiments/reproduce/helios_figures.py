@@ -66,10 +66,13 @@ def by_layer(rows: Sequence[Mapping[str, Any]]):
     from eejax import analysis
 
     names = [*dict.fromkeys(row["model"] for row in rows)]
-    curve = lambda name, key: (
-        [r["layer"] for r in rows if r["model"] == name],
-        [r[key] for r in rows if r["model"] == name],
-    )
+
+    def curve(name, key):
+        return (
+            [r["layer"] for r in rows if r["model"] == name],
+            [r[key] for r in rows if r["model"] == name],
+        )
+
     panels = [
         analysis.Panel(title, "exit layer", label, {name: curve(name, key) for name in names})
         for title, label, key in (

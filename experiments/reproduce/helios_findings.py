@@ -134,7 +134,10 @@ def _shapes(found: Findings, result: Mapping[str, Any]) -> None:
 
 def _exits(found: Findings, result: Mapping[str, Any]) -> None:
     every = {r["model"]: r for r in result["figure_7"] if r["task"] == "all"}
-    shares = lambda row: " / ".join(map(percent, row["shares"]))
+
+    def shares(row):
+        return " / ".join(map(percent, row["shares"]))
+
     firsts = [row["shares"][0] for row in every.values()]
     found.add(
         "Figure 7",

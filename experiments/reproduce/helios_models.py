@@ -112,7 +112,10 @@ def judge(model, asked: Sequence[Sequence[int]], texts: np.ndarray) -> list[floa
     from eejax.inference.weights import prepare
 
     weights, new = prepare(model.params, model.config), texts.shape[1]
-    score = lambda ids: scoring.score(weights, model.config, ids).logprob[-new:]
+
+    def score(ids):
+        return scoring.score(weights, model.config, ids).logprob[-new:]
+
     return [
         float(score([*prompt, *text]).mean())
         for prompt, text in zip(asked, texts.tolist(), strict=True)
@@ -174,9 +177,10 @@ def load(path: pathlib.Path) -> Measured:
     whole = traces.load(path)
     try:
         told = json.loads(beside(path).read_text(encoding="utf-8"))
-        tuples = lambda values: {
-            k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
-        }
+
+        def tuples(values):
+            return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+
         profiles = {name: ModelProfile(**tuples(own)) for name, own in told["profiles"].items()}
         costs, judged, slots = told["costs"], told["judged"], int(told["slots"])
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -173,7 +173,9 @@ def add_gains(found: Findings, result: Mapping[str, Any], lines: Mapping[str, An
 
 
 def _first_tokens(found, result, lines, small, large, first) -> None:
-    ms = lambda row: 1e3 * row["ttft"]["mean"]
+    def ms(row):
+        return 1e3 * row["ttft"]["mean"]
+
     times = [ms(row) / ms(first) for row in (small, large)]
     found.add(
         "Figure 14",
@@ -238,7 +240,10 @@ def add_table_5(found: Findings, result: Mapping[str, Any]) -> None:
             if helios
             else f"{FITTED}.",
         )
-    get = lambda name: of(rows, f"HELIOS, {name}")["exits"]
+
+    def get(name):
+        return of(rows, f"HELIOS, {name}")["exits"]
+
     energy, static = (
         get("energy"),
         [

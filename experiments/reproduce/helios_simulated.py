@@ -128,7 +128,10 @@ class PromptCurves:
             ]
             perplexity[which] = evidence.perplexities(model, exits)[which]
         each = (simulated.ended - simulated.first) / np.maximum(simulated.tokens - 1, 1)
-        at = lambda time: int((simulated.first < time).sum())
+
+        def at(time):
+            return int((simulated.first < time).sum())
+
         decisions = simulated.decisions
         whole = [
             d == world.profiles[m].exits for m, d in zip(simulated.models, depths, strict=True)
@@ -143,7 +146,9 @@ class PromptCurves:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        lists = lambda v: v.tolist() if isinstance(v, np.ndarray) else v
+        def lists(v):
+            return v.tolist() if isinstance(v, np.ndarray) else v
+
         return {f.name: lists(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
 

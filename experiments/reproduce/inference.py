@@ -117,9 +117,10 @@ def main() -> None:
     options = EngineOptions()
     widths = (1, *options.resolved(config, 1).buckets)
     times, factors = step_costs.of_layers(model.params, config, widths)
-    speed = lambda traces, threshold: decode_times.simulate(
-        traces, config, stages, times, factors, threshold, options.cap
-    )
+
+    def speed(traces, threshold):
+        return decode_times.simulate(traces, config, stages, times, factors, threshold, options.cap)
+
     for row, texts in zip(found, results[1:], strict=True):
         row["simulated"] = speed([r.exits[0, 1:] for r in texts], row["threshold"])
     say(5, "answering the tasks of Figure 8 at every threshold")
@@ -329,8 +330,13 @@ def judge(found: Sequence[dict], full: dict, check: dict | None) -> list[dict]:
         }
     ]
     for key, whole in full.items():
-        value = lambda row, key=key: row[key]["score"] if key == "accuracy" else row[key]
-        within = lambda row, w=whole, v=value: w["low"] <= v(row) <= w["high"]
+
+        def value(row, key=key):
+            return row[key]["score"] if key == "accuracy" else row[key]
+
+        def within(row, w=whole, v=value):
+            return w["low"] <= v(row) <= w["high"]
+
         high = found[:2]
         lowest = list(itertools.takewhile(within, found))
         there = ", ".join(f"{value(row):.4g} at {row['threshold']:g}" for row in high)

@@ -19,13 +19,20 @@ def draw(out: pathlib.Path, found: Sequence[dict], full: dict, stages: int) -> l
     from eejax import analysis
     from eejax.analysis.speeds import scores_against_speed
 
-    values = lambda row: {k: row[k] for k in SCORES} | {"accuracy": row["accuracy"]["score"]}
-    point = lambda row, speed: {"threshold": row["threshold"], "speed": speed} | values(row)
+    def values(row):
+        return {k: row[k] for k in SCORES} | {"accuracy": row["accuracy"]["score"]}
+
+    def point(row, speed):
+        return {"threshold": row["threshold"], "speed": speed} | values(row)
+
     real = [
         point(row, row["speed"]["ratio"]) | {k: row["speed"][k] for k in ("low", "high")}
         for row in found
     ]
-    curve = lambda engine: [point(row, row["simulated"][engine]) for row in found]
+
+    def curve(engine):
+        return [point(row, row["simulated"][engine]) for row in found]
+
     curves = {
         "recompute, measured": real,
         "recompute, simulated": curve("recompute"),

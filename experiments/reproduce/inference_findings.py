@@ -111,7 +111,10 @@ def figure_8(summary: Mapping[str, Any], scale: str) -> Iterator[Finding]:
 def held_out_text(summary: Mapping[str, Any], scale: str) -> Finding:
     """Perplexity over speed, which a small model has and the paper does not show."""
     rows, full = summary["thresholds"], summary["full"]
-    more = lambda r: r["more_than_full"]["perplexity"]
+
+    def more(r):
+        return r["more_than_full"]["perplexity"]
+
     points = [
         CurvePoint(
             r["threshold"],
@@ -150,7 +153,10 @@ def order_of_speeds(summary: Mapping[str, Any], scale: str) -> Finding:
         if b["speed"]["pipelined"] < a["speed"]["pipelined"] - 1e-9
     ]
     without_first = {name for name, above, _ in slower if above < 1}
-    count = lambda names: len(curves) - len(set(names))
+
+    def count(names):
+        return len(curves) - len(set(names))
+
     last = text[-1]["threshold"]
     return judged(
         "figure-8-order",
@@ -345,7 +351,10 @@ def tensor_parallel(
                     n: ForwardTimes(t.layers, (*(0.0,) * config.n_exits, t.exits[-1]))
                     for n, t in times.items()
                 }
-            end = lambda emitted: float(emitted[-1])
+
+            def end(emitted):
+                return float(emitted[-1])
+
             full = sum(times[1].layers) + head
             total = sum(len(t) for t in traces) * full
             took = {
@@ -381,7 +390,10 @@ def tables(table3, table4, scale: str) -> Iterator[Finding]:
         why_texts_change(table3) if means else "texts at one threshold alone",
     )
     rows = exit_tables.agreeing(table4)
-    number = lambda x: "-" if x is None else f"{x:.2f}"
+
+    def number(x):
+        return "-" if x is None else f"{x:.2f}"
+
     told = "; ".join(
         f"exit {r['boundary']}: {r['agreement']:.0%} as the final one, mean confidence "
         f"{number(r['agreeing'])} there, {number(r['others'])} elsewhere"

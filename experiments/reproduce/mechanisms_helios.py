@@ -25,7 +25,9 @@ def profile(scale: float, load: float):
     """A model of four segments that takes `scale` ms a token in each."""
     from eejax.helios.choices import ModelProfile
 
-    each = lambda value: (value,) * len(SHARES)
+    def each(value):
+        return (value,) * len(SHARES)
+
     return ModelProfile(
         each(1e-3 * scale),
         each(1e-2 * scale),

@@ -80,7 +80,9 @@ def engines(params, config, prompts) -> Iterator[Finding]:
     from eejax.inference import EngineOptions, Generator, PipelinedGenerator
     from eejax.sharding.mesh import MeshConfig
 
-    make = lambda *args, **how: Generator.make(params, config, EngineOptions(*args, **how))
+    def make(*args, **how):
+        return Generator.make(params, config, EngineOptions(*args, **how))
+
     oracle, recompute = make("posthoc"), make("recompute")
     pipelined = PipelinedGenerator.make(params, config, MeshConfig(pipe=STAGES))
     same = total = early = on_way = 0

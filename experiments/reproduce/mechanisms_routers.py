@@ -181,7 +181,10 @@ def selection() -> Iterator[Finding]:
     config = model()
     value = params.init(config, jax.random.key(3))
     prompts = np.random.default_rng(1).integers(0, 64, (3, 12)).tolist()
-    make = lambda engine: Generator.make(value, config, engine)
+
+    def make(engine):
+        return Generator.make(value, config, engine)
+
     ask = dict(threshold=0.5, gate="router", min_exit_layer=4)
     posthoc, skipping = (make(e).generate(prompts, 24, **ask) for e in ("posthoc", "recompute"))
     deep = posthoc.boundaries[posthoc.exits < config.n_exits]
@@ -281,18 +284,28 @@ def precision(scale: str) -> Iterator[Finding]:
 
     rng = np.random.default_rng(5)
     n, d, r, options = 16, 512, 16, NormOptions()
-    half = lambda a: np.asarray(a, jnp.bfloat16)
+
+    def half(a):
+        return np.asarray(a, jnp.bfloat16)
+
     x, scales = half(rng.normal(size=(n, d))), np.ones(d, np.float32)
     down = rng.normal(0, d**-0.5, (d, r)).astype(np.float32)
     up = rng.normal(size=r).astype(np.float32)
     args = (x, scales, None, down, up, np.float32(0.1), np.full(n, 0.5, np.float32))
-    run = lambda how: np.asarray(
-        norm_router(*map(_array, args), options=options, implementation=how).confidence, np.float64
-    )
+
+    def run(how):
+        return np.asarray(
+            norm_router(*map(_array, args), options=options, implementation=how).confidence,
+            np.float64,
+        )
+
     got = run("interpreter")
     wide = np.asarray(x, np.float64)
     h = half(wide / np.sqrt((wide * wide).mean(1, keepdims=True) + options.eps))
-    gate = lambda z, up: 1 / (1 + np.exp(-((z / (1 + np.exp(-z))) @ up + 0.1)))
+
+    def gate(z, up):
+        return 1 / (1 + np.exp(-((z / (1 + np.exp(-z))) @ up + 0.1)))
+
     exact = np.asarray(h, np.float64) @ np.asarray(half(down), np.float64)
     want = gate(exact, np.asarray(half(up), np.float64))
     narrow = half(np.zeros((n, r)))

@@ -149,7 +149,10 @@ def drawn_costs(rng: np.random.Generator):
     from eejax.pipeline.simulate import PassTime, stage_costs
 
     p = int(rng.integers(2, 7))
-    work = lambda: PassTime(float(rng.integers(1, 9)), float(rng.integers(1, 9)))
+
+    def work():
+        return PassTime(float(rng.integers(1, 9)), float(rng.integers(1, 9)))
+
     counts = rng.integers(0, 3, p).tolist()
     costs = stage_costs(
         rng.integers(1, 4, p).tolist(), counts, layer=work(), exit=work(), final=work()
@@ -201,10 +204,16 @@ def simulated_memory(rng: np.random.Generator) -> bool:
     p = int(rng.integers(2, 7))
     m = int(rng.integers(p, 20))  # the formula has no fewer microbatches than stages
     n = rng.integers(0, 3, p).tolist()
-    work = lambda: PassTime(*rng.uniform(0.1, 2, 2))
+
+    def work():
+        return PassTime(*rng.uniform(0.1, 2, 2))
+
     costs = stage_costs((1,) * p, n, layer=work(), exit=work(), final=work(), embedding=work())
     of = {part: Size(*rng.integers(0, 99, 2).tolist()) for part in ("IN", "BB", "EE", "FE")}
-    last = lambda i: i == p - 1
+
+    def last(i):
+        return i == p - 1
+
     layers = [of["BB"].kept + (i == 0) * of["IN"].kept for i in range(p)]
     exits = [n[i] * of["EE"].kept + last(i) * of["FE"].kept for i in range(p)]
     kept = {FORWARD: layers, BACKWARD: layers, EXIT_FORWARD: exits, EXIT_BACKWARD: exits}
@@ -233,7 +242,9 @@ def filling() -> Iterator[Finding]:
     from eejax.pipeline.schedule_fill import filled, filled_to, most_inserted
     from eejax.pipeline.simulate import PassTime, simulate, stage_costs
 
-    equal = lambda p, ratio: stage_costs((1,) * p, layer=PassTime(1.0, ratio))
+    def equal(p, ratio):
+        return stage_costs((1,) * p, layer=PassTime(1.0, ratio))
+
     rows, ways_right, stops_right, ways_seen = [], True, True, 0
     for p, ratio in ((4, 1.0), (4, 2.0), (8, 1.0), (8, 2.0), (8, 3.0)):
         found = filled(equal(p, ratio), 4 * p, inner_stages=range(p))
@@ -285,7 +296,10 @@ def filling() -> Iterator[Finding]:
         "not explained: partial passes save no time",
     )
     costs = equal(STAGES, 2.0)
-    kept = lambda line: most_kept(line, FORWARD, BACKWARD)
+
+    def kept(line):
+        return most_kept(line, FORWARD, BACKWARD)
+
     most = {
         part1: kept(
             simulate(
@@ -382,7 +396,10 @@ def overhead_7b(exit_: dict, boundaries) -> tuple[float, float]:
 
     costs = model_costs(model_7b(exit_, boundaries), (8,) * STAGES, 2, 2048)
     base = costs.without_exits
-    forward = lambda c: sum(w.forward for w in (*c.layers, *c.entry, *c.inner, c.final))
+
+    def forward(c):
+        return sum(w.forward for w in (*c.layers, *c.entry, *c.inner, c.final))
+
     more = async_1f1b(costs, 64).time / async_1f1b(base, 64).time
     return more - 1, forward(costs) / forward(base) - 1
 

@@ -55,7 +55,10 @@ def whole(config, batch):
 
     value = params.init(config, jax.random.key(1))
     weights = jnp.linspace(0.3, 1.0, config.n_exits + 1)
-    loss = lambda v: multi_exit_loss(v, config, batch["tokens"], batch["labels"], weights)
+
+    def loss(v):
+        return multi_exit_loss(v, config, batch["tokens"], batch["labels"], weights)
+
     (total, sums), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(value)
     return value, weights, (float(total), sums), grads
 
@@ -174,9 +177,12 @@ def architectures() -> Iterator[Finding]:
     layers = jax.tree.map(lambda a: a[:2], value["layers"])
     exit_ = next(iter(value["exits"].values()))
     cut = {"embed": value["embed"], "layers": layers, "final": exit_}
-    logits = lambda tree, c: exits.logits(
-        exits.head(tree, c, 0), transformer.exit_states(tree, c, batch["tokens"])[0]
-    )
+
+    def logits(tree, c):
+        return exits.logits(
+            exits.head(tree, c, 0), transformer.exit_states(tree, c, batch["tokens"])[0]
+        )
+
     one, other = logits(value, config), logits(cut, short)
     error = float(np.abs(one - other).max() / np.abs(other).max())
     yield exact("figure-1", error, "relative difference from the model cut off at the exit", TINY)
@@ -339,9 +345,12 @@ def claim_c1(draws: int = 200) -> Iterator[Finding]:
     each = jax.device_get(jax.jit(lambda w: jax.lax.map(lambda one: grad(value, one), w))(windows))
     means = [g.mean(0) for g in jax.tree.leaves(each)]
     units = [m / np.linalg.norm(m) for m in means]
-    along = lambda tree: np.array(
-        [np.vdot(np.asarray(g), u) for g, u in zip(jax.tree.leaves(tree), units, strict=True)]
-    )
+
+    def along(tree):
+        return np.array(
+            [np.vdot(np.asarray(g), u) for g, u in zip(jax.tree.leaves(tree), units, strict=True)]
+        )
+
     want = np.array([np.vdot(m, u) for m, u in zip(means, units, strict=True)])
     filled, alone = [], []
     for _ in range(draws):

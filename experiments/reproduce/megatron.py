@@ -110,7 +110,9 @@ def costs(run: ReplicaRun, gpu: Gpu) -> StageCosts:
     sent = 2 * states * (t - 1) / t / gpu.link
 
     def seconds(flops: PassTime, nbytes: PassTime, exchanges: float) -> PassTime:
-        one = lambda f, n: f / t / gpu.flops + n / t / gpu.bandwidth + exchanges * sent
+        def one(f, n):
+            return f / t / gpu.flops + n / t / gpu.bandwidth + exchanges * sent
+
         return PassTime(*map(one, flops, nbytes))
 
     parts = (NORM * 2, ROTARY, LAYOUT, DROPOUT_ADD, RESIDUAL_GRADIENTS)
@@ -210,6 +212,10 @@ def fitted(run: ReplicaRun, seconds: float, embedding: float = 1.0) -> Gpu:
     """Fit the rate of matrix products, so that an iteration takes so many seconds."""
     from scipy.optimize import brentq
 
-    gpu = lambda rate: Gpu(rate, embedding=embedding)
-    late = lambda rate: iteration_seconds(run, gpu(rate)) - seconds
+    def gpu(rate):
+        return Gpu(rate, embedding=embedding)
+
+    def late(rate):
+        return iteration_seconds(run, gpu(rate)) - seconds
+
     return gpu(brentq(late, 1e13, 312e12, rtol=1e-6))

@@ -120,7 +120,10 @@ def best(rows: dict[str, dict]) -> str:
     """The recipe of the highest mean agreement, its final exit being no worse than plain's."""
     limit = rows[PLAIN]["final"]["bits_per_byte"]
     allowed = [name for name, row in rows.items() if row["final"]["bits_per_byte"] <= limit]
-    early = lambda row: np.mean([v["agreement"] for k, v in row.items() if k != "final"])
+
+    def early(row):
+        return np.mean([v["agreement"] for k, v in row.items() if k != "final"])
+
     return max(allowed, key=lambda name: early(rows[name]))
 
 

@@ -192,7 +192,10 @@ def of_rule(model, windows: np.ndarray, judged: np.ndarray, options: dict):
     refused = {q.boundary: q.refused for q in found.calibration.qualities if q.refused}
     scores = calibration.score(found.params, found.config, batches(judged))
     right = scores.tokens[:-1] == scores.tokens[-1]
-    told = lambda gate: [auc(a, b) for a, b in zip(scores.confidences[gate], right, strict=False)]
+
+    def told(gate):
+        return [auc(a, b) for a, b in zip(scores.confidences[gate], right, strict=False)]
+
     boundaries = [e.boundary for e in found.config.exits]
     points = {}
     for threshold in _THRESHOLDS.value:
@@ -249,7 +252,10 @@ def throughput(model, found, asked: list, size: int) -> list[dict]:
 
     engines = {name: generator(found, name) for name in ("posthoc", "recompute")}
     full = generator(model, "full")
-    group = lambda i: [asked[(i * size + j) % len(asked)] for j in range(size)]
+
+    def group(i):
+        return [asked[(i * size + j) % len(asked)] for j in range(size)]
+
     runs, keys = [lambda i: full.generate(group(i), _NEW.value)], []
     results: dict = {}
 
@@ -376,7 +382,9 @@ def show_rules(rows: list[dict]) -> str:
 def show_speeds(result: dict) -> str:
     from eejax.analysis import table
 
-    ratio = lambda r: f"{r['ratio']:.2f} [{r['low']:.2f}, {r['high']:.2f}]"
+    def ratio(r):
+        return f"{r['ratio']:.2f} [{r['low']:.2f}, {r['high']:.2f}]"
+
     lines = ["Table 4: latency of a prompt (keys and values need all layers), and throughput"]
     for one in result["latency"]:
         lines.append(

@@ -113,9 +113,10 @@ def _speeds(found: Findings, result: Mapping[str, Any]) -> None:
         if theirs is None:
             continue
         post, skip = ([r for r in rows if r["engine"] == e] for e in ("posthoc", "recompute"))
-        told = lambda some: ", ".join(
-            f"{_interval(r['over_full'])} at {r['threshold']:g}" for r in some
-        )
+
+        def told(some):
+            return ", ".join(f"{_interval(r['over_full'])} at {r['threshold']:g}" for r in some)
+
         skipping = f"; skipping layers {told(skip)}" if skip else ""
         claim = "Post-hoc exits raise throughput" if batch == 1 else "Post-hoc exits help one model"
         found.add(
@@ -272,7 +273,10 @@ def _calibration(found: Findings, result: Mapping[str, Any]) -> None:
     rows = [r for r in result["rules"] if "refused" not in r]
     recipe = [r for r in rows if r["recipe"] == "paper"]
     same = [(r, next(o for o in rows if o["recipe"] == "ours" and _alike(o, r))) for r in recipe]
-    told = lambda r: f"{', '.join(f'{a:.2f}' for a in r['auc_right'])} in {r['seconds']:.0f} s"
+
+    def told(r):
+        return f"{', '.join(f'{a:.2f}' for a in r['auc_right'])} in {r['seconds']:.0f} s"
+
     none = any("refused" in r for r in result["rules"] if r["rule"] == "cosine")
     untrained = "; too few tokens have cosines of 0.98 to train on these" if none else ""
     found.add(

@@ -47,10 +47,12 @@ def solve(model, found, engine: str = "posthoc") -> dict:
 
 def correct(text: str) -> bool:
     """Return whether a text names the right number of each fruit: "6 apples", or "oranges: 4"."""
-    says = lambda fruit, n: (
-        re.search(rf"\b{n}\s+{fruit}\b", text, re.I)
-        or re.search(rf"\b{fruit}\b\W*(?:is|are)?\W*\b{n}\b(?! +\w+s\b)", text, re.I)
-    )
+
+    def says(fruit, n):
+        return re.search(rf"\b{n}\s+{fruit}\b", text, re.I) or re.search(
+            rf"\b{fruit}\b\W*(?:is|are)?\W*\b{n}\b(?! +\w+s\b)", text, re.I
+        )
+
     return all(says(fruit, n) for fruit, n in ANSWER.items())
 
 

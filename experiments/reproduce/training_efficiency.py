@@ -213,7 +213,10 @@ def lockstep_overhead(run: megatron.ReplicaRun, gpu: megatron.Gpu) -> dict[str, 
     costs = megatron.costs(run, gpu)
     table = functools.partial(one_f_one_b, run.stages, run.microbatches)
     stages = [i for i, work in enumerate(costs.entry) if work.total > 0]
-    with_exits = lambda policy: table(exit_stages=stages, exits=policy)
+
+    def with_exits(policy):
+        return table(exit_stages=stages, exits=policy)
+
     return {e: exit_time_overhead(table(), with_exits(e), costs) for e in EXIT_POLICIES}
 
 
@@ -251,17 +254,20 @@ def filling(name: str, gpu: megatron.Gpu, microbatches: int = 16) -> list[dict]:
     more, less = filled(costs, microbatches, **how), filled_to(costs, microbatches, **how)
     alone = simulate(one_f_one_b(STAGES, microbatches, **how), costs).time
     k = most_inserted(STAGES, costs.of(FORWARD, 0), costs.layers[0].backward)
-    row = lambda name, found: {
-        "perspective": name,
-        "microbatches": microbatches,
-        "whole": found.main,
-        "paper_k": k,
-        "part1": found.part1,
-        "part2": found.part2,
-        "time_ratio": found.time / alone,
-        "loss_factors": found.loss_factors.tolist(),
-        "gradient_factors": found.gradient_factors.tolist(),
-    }
+
+    def row(name, found):
+        return {
+            "perspective": name,
+            "microbatches": microbatches,
+            "whole": found.main,
+            "paper_k": k,
+            "part1": found.part1,
+            "part2": found.part2,
+            "time_ratio": found.time / alone,
+            "loss_factors": found.loss_factors.tolist(),
+            "gradient_factors": found.gradient_factors.tolist(),
+        }
+
     return [row("more in the same time", more), row("the same number in less time", less)]
 
 
@@ -278,7 +284,10 @@ def pictures(workdir: pathlib.Path, efficiency: dict) -> list[pathlib.Path]:
     costs = stage_costs(
         (1,) * 4, (0, 1, 1, 0), layer=PassTime(2, 4), exit=PassTime(1, 2), final=PassTime(1, 2)
     )
-    table = lambda exits: one_f_one_b(4, 6, exit_stages=(1, 2), exits=exits)
+
+    def table(exits):
+        return one_f_one_b(4, 6, exit_stages=(1, 2), exits=exits)
+
     fig3 = {
         "(a) 1F1B without early exits": async_1f1b(costs.without_exits, 6),
         "(b) early exits on the middle stages": async_1f1b(costs, 6, deferred=False),
@@ -304,8 +313,13 @@ def pictures(workdir: pathlib.Path, efficiency: dict) -> list[pathlib.Path]:
     seven, nine = {}, {}
     for name, found in efficiency.items():
         piped, whole = found["figure7"].values()
-        more = lambda rows: [100 * (row["seconds"] / rows[0]["seconds"] - 1) for row in rows]
-        gb = lambda rows: [row["peak_gb"] for row in rows]
+
+        def more(rows):
+            return [100 * (row["seconds"] / rows[0]["seconds"] - 1) for row in rows]
+
+        def gb(rows):
+            return [row["peak_gb"] for row in rows]
+
         for what, of in (("% more time", more), ("GB", gb)):
             seven[f"{name}: {what}"] = {"4 stages": of(piped), "no stages": of(whole)}
         for row in found.get("table1", ()):
@@ -353,7 +367,9 @@ def main() -> None:
 def show(efficiency: dict, findings) -> None:
     from eejax import analysis
 
-    percent = lambda x: f"{x:+.2%}"
+    def percent(x):
+        return f"{x:+.2%}"
+
     for name, found in efficiency.items():
         if "table1" in found:
             print(f"\n{name}, Table 1: the paper's numbers and ours")

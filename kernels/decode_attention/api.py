@@ -83,7 +83,10 @@ def decode_attention(
         ("dtype", values.dtype, keys.dtype),
     ):
         require(given == wanted, "values", given, f"must be of the keys' {what}, {wanted}")
-    integers = lambda a, shape: a.shape == shape and jnp.issubdtype(a.dtype, jnp.integer)
+
+    def integers(a, shape):
+        return a.shape == shape and jnp.issubdtype(a.dtype, jnp.integer)
+
     for name, a in dict(slot=slot, position=position).items():
         given = (a.shape, a.dtype.name)
         require(integers(a, (r,)), name, given, f"must be integers of shape {(r,)}")

@@ -76,7 +76,10 @@ def decode_attention(
     row, real = span_rows(options, slot, first, slots)
     own = jnp.minimum(row, r - 1)
     of_span = slot[own[:, 0]]
-    gathered = lambda cache: cache.reshape(slots, n_kv, s, h)[jnp.minimum(of_span, slots - 1)]
+
+    def gathered(cache):
+        return cache.reshape(slots, n_kv, s, h)[jnp.minimum(of_span, slots - 1)]
+
     k, v = (gathered(cache).astype(q.dtype) for cache in (keys, values))  # [n, n_kv, s, h]
     # A value that is not finite reaches the rows that attend to it through their scores: a weight
     # of 0 would not keep it from the others.
@@ -86,8 +89,11 @@ def decode_attention(
     seen = real[:, :, None] & (j <= p)
     if options.window is not None:
         seen = seen & (j > p - options.window)
+
     # Products of three-dimensional buffers, as in `models.attention`.
-    merged = lambda a: a.reshape(-1, *a.shape[2:])
+    def merged(a):
+        return a.reshape(-1, *a.shape[2:])
+
     rows = jnp.transpose(q[own], (0, 2, 3, 1, 4)).reshape(-1, g * options.width, h)
     scores = jnp.einsum("nrh,nsh->nrs", rows, merged(k), preferred_element_type=wide)
     scores = scores.reshape(-1, n_kv, g, options.width, s)

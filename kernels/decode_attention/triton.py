@@ -380,7 +380,10 @@ def decode_attention(
     exact = precision == "tf32x3"
     own = sizes(options, spans, n_kv, g, h, s, q.dtype.itemsize, exact)
     parts, slots = own["PARTS"], keys.shape[0] // n_kv
-    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def of(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
     out = jax.ShapeDtypeStruct(q.shape, q.dtype) if parts == 1 else of(parts, *q.shape)
     sums = of(1) if parts == 1 else of(2, parts, r, n_kv, g)
     caches = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (keys, values)]
@@ -452,7 +455,10 @@ def sizes(
     size: bytes of a number. exact: whether products of float32 are, of which registers hold fewer.
     Warps and rows are those that spill no register on sm_80 and sm_90.
     """
-    least = lambda a: max(16, triton.next_power_of_2(a))
+
+    def least(a):
+        return max(16, triton.next_power_of_2(a))
+
     bh, rows = least(h), options.width * g
     bm = min(MOST_ROWS if size == 2 else 16 if exact else MOST_ROWS // 2, least(rows))
     hopper = (call.capability() or 0) >= 90

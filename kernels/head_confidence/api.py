@@ -146,8 +146,13 @@ def _forward(options, implementation, *args):
 
 def _backward(options, implementation, args, cotangents):
     *inputs, allowed = args
-    without_token = lambda s: (s.peak, s.second, s.total, s.weighted)
-    run = lambda *a: without_token(reference.statistics(options, *a, allowed))
+
+    def without_token(s):
+        return (s.peak, s.second, s.total, s.weighted)
+
+    def run(*a):
+        return without_token(reference.statistics(options, *a, allowed))
+
     _, pull = jax.vjp(run, *inputs)
     return *pull(without_token(LogitStatistics(*cotangents))), None
 

@@ -280,7 +280,10 @@ def _blocks(n: int, d: int, rows: int, size: int) -> dict[str, int]:
     Many rows of x read a table's tile at once, and x as often as there are tiles: the more rows,
     the wider a tile is in the vocabulary and the narrower in d, as registers allow.
     """
-    least = lambda a: max(16, triton.next_power_of_2(a))
+
+    def least(a):
+        return max(16, triton.next_power_of_2(a))
+
     bn = min(64, least(n))
     blocks = triton.cdiv(n, bn)
     # With a block alone all programs run at once; many are to end at about the same time.

@@ -100,7 +100,10 @@ def _forward(options, implementation, *args):
 
 def _backward(options, implementation, args, cotangents):
     *inputs, threshold = args
-    confidence = lambda *a: reference.norm_router(options, *a, threshold)[0]
+
+    def confidence(*a):
+        return reference.norm_router(options, *a, threshold)[0]
+
     _, pull = jax.vjp(confidence, *inputs)
     return *pull(cotangents[0]), None
 

@@ -96,7 +96,10 @@ def _forward(options, implementation, *args):
 
 def _backward(options, implementation, args, cotangent):
     into, x, place, scale, bias = args
-    plain = lambda into, x, scale, bias: reference.scatter(options, into, x, place, scale, bias)
+
+    def plain(into, x, scale, bias):
+        return reference.scatter(options, into, x, place, scale, bias)
+
     _, pull = jax.vjp(plain, into, x, scale, bias)
     d_into, d_x, d_scale, d_bias = pull(cotangent)
     return d_into, d_x, None, d_scale, d_bias

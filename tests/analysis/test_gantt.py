@@ -21,7 +21,10 @@ BARS = [
 
 def boxes(axes):
     found = [p for p in axes.patches if isinstance(p, Rectangle)]
-    place = lambda r: (r.get_y() + r.get_height() / 2, r.get_x(), r.get_x() + r.get_width())
+
+    def place(r):
+        return (r.get_y() + r.get_height() / 2, r.get_x(), r.get_x() + r.get_width())
+
     filled = [(*place(r), to_hex(r.get_facecolor())) for r in found if r.get_facecolor()[3]]
     outlined = [place(r) for r in found if not r.get_facecolor()[3]]
     assert all(to_hex(r.get_edgecolor()) == ACCENT for r in found if not r.get_facecolor()[3])

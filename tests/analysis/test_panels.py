@@ -19,7 +19,10 @@ def panel(curves, **how):
 
 def named(figure, axes, names):
     """name -> its line, found by color and dashes in the legend."""
-    style = lambda line: (to_hex(line.get_color()), line.get_linestyle())
+
+    def style(line):
+        return (to_hex(line.get_color()), line.get_linestyle())
+
     (legend,) = figure.legends
     handles = [style(h) for h in legend.get_lines()]
     lines = {style(line): line for line in axes.lines if line.get_alpha() is None}
@@ -81,7 +84,9 @@ def test_runs_that_all_went_astray_are_shown():
 
 
 def test_a_logarithm_is_taken_of_what_has_one():
-    curves = lambda y: {"a": (STEPS, y)}
+    def curves(y):
+        return {"a": (STEPS, y)}
+
     panels = [panel(curves(y), log=True) for y in (STEPS, STEPS - 1, STEPS / 1000 + 5)]
     figure = compare(panels, ["a"], title="T")
     assert [axes.get_yscale() for axes in figure.axes[:3]] == ["log", "linear", "linear"]

@@ -62,7 +62,9 @@ def test_differences_are_the_leaves_that_are_not_the_same(many):
 
 
 def test_of_lists_of_mappings_what_tells_their_elements_apart_is_given():
-    exit = lambda boundary, head="tied": {"boundary": boundary, "norm": True, "head": head}
+    def exit(boundary, head="tied"):
+        return {"boundary": boundary, "norm": True, "head": head}
+
     found = differences(
         {
             "a": {"exits": [exit(3)], "weights": [1.0], "steps": 1},

@@ -50,7 +50,10 @@ CONFIG = ModelConfig(
 @pytest.fixture(scope="module")
 def model():
     """A random model with heads large enough that confidences spread over (0, 1)."""
-    grow = lambda path, a: a * 3 if "head" in str(path[-1]) or "router" in str(path) else a
+
+    def grow(path, a):
+        return a * 3 if "head" in str(path[-1]) or "router" in str(path) else a
+
     return jax.tree_util.tree_map_with_path(grow, params.init(CONFIG, jax.random.key(0))), CONFIG
 
 

@@ -87,7 +87,10 @@ def test_p_values_are_valid_where_the_hypothesis_holds(n, delta, excess, spread,
 
 def test_p_values_fall_with_the_risk_and_with_more_units():
     for binary in (False, True):
-        column = lambda bad, n: np.repeat([1.0, 0.0], [bad, n - bad])[:, None]
+
+        def column(bad, n):
+            return np.repeat([1.0, 0.0], [bad, n - bad])[:, None]
+
         p = [p_values(column(bad, 100), 0.1, binary=binary)[0] for bad in range(101)]
         assert (np.diff(p) >= 0).all() and p[0] < 1e-4 and p[-1] == 1.0
         p = [p_values(column(0, n), 0.1, binary=binary)[0] for n in (10, 100, 1000)]
@@ -234,7 +237,10 @@ def test_risks_of_the_pass_that_is_deployed():
     )
     # Large weights: tokens are sure of themselves, and of what they attend to.
     p = jax.tree.map(lambda a: a * 4, params.init(config, jax.random.key(0)))
-    make = lambda engine: Generator.make(p, config, EngineOptions(engine, cap=4, buckets=(1,)))
+
+    def make(engine):
+        return Generator.make(p, config, EngineOptions(engine, cap=4, buckets=(1,)))
+
     full, asked, middle = make("full"), [[1, 2, 3], [9, 4], [30]], 0.2
     risks = {
         e: text_risks(make(e), full, asked, [1.0, middle], 20) for e in ("recompute", "propagate")

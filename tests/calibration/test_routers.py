@@ -44,7 +44,10 @@ PLAIN = ModelConfig(
 def plain():
     """Random parameters whose norms and heads are not those of the start."""
     rng = np.random.default_rng(0)
-    draw = lambda p: np.float32(p.fill + (p.std or 0.2) * 1.5 * rng.standard_normal(p.shape))
+
+    def draw(p):
+        return np.float32(p.fill + (p.std or 0.2) * 1.5 * rng.standard_normal(p.shape))
+
     return jax.tree.map(jnp.asarray, params.map_params(draw, params.abstract(PLAIN)))
 
 
@@ -91,7 +94,10 @@ def test_states_are_those_of_the_model_and_kept_parts_are_not_made_again(
     reached = [[], [], []]
     logits = [[], [], []]
     for batch in given:
-        tap = lambda e, x: (reached[e].append(np.asarray(x).reshape(-1, 32)), x)[1]
+
+        def tap(e, x):
+            return (reached[e].append(np.asarray(x).reshape(-1, 32)), x)[1]
+
         seen = transformer.exit_states(p, config, batch["tokens"], tap=tap)
         for e, h in enumerate(seen):
             y = np.asarray(exits.logits(exits.head(p, config, e), h), np.float64)
@@ -359,7 +365,10 @@ def test_a_model_gets_routers_and_is_what_it_was(plain, tmp_path):
     )  # nobody needs them any more, and they are large
     n, held_out = made.calibration.states.n, made.calibration.routers.report
     assert held_out.sum() > 100 and len(again) > n
-    pick = lambda a: a[..., :n][..., held_out]
+
+    def pick(a):
+        return a[..., :n][..., held_out]
+
     np.testing.assert_array_equal(pick(again.tokens), made.calibration.scores.tokens)
     np.testing.assert_array_equal(pick(again.labels), made.calibration.scores.labels)
     np.testing.assert_array_equal(pick(again.units), made.calibration.scores.units)
@@ -388,16 +397,21 @@ def test_a_model_gets_routers_and_is_what_it_was(plain, tmp_path):
 def test_a_resumed_calibration_holds_what_the_first_one_held(plain, tmp_path, monkeypatch):
     """Otherwise windows would be divided anew, some that were trained on among those reported."""
     options = RouterOptions(width=8, epochs=3, batch=128, least=5)
-    run = lambda folder, watch=None: calibrate_model(
-        model_of(plain, PLAIN),
-        batches(30),
-        options,
-        every=2,
-        tokens=2000,
-        folder=folder,
-        watch=watch,
-    )
-    fit = lambda n: monkeypatch.setattr(states_module, "most_that_fit", lambda config: n)
+
+    def run(folder, watch=None):
+        return calibrate_model(
+            model_of(plain, PLAIN),
+            batches(30),
+            options,
+            every=2,
+            tokens=2000,
+            folder=folder,
+            watch=watch,
+        )
+
+    def fit(n):
+        return monkeypatch.setattr(states_module, "most_that_fit", lambda config: n)
+
     said = []
 
     def die(text):
@@ -445,8 +459,11 @@ def test_parameters_may_be_spread_over_devices(plain):
         for p in (cut, plain)
     )
     np.testing.assert_array_equal(found.calibration.states.tokens, want.calibration.states.tokens)
+
     # Sums of two halves are rounded otherwise.
-    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+    def near(a, b):
+        return np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+
     for name in ("cosine", "kl", "nlls"):
         near(getattr(found.calibration.states, name), getattr(want.calibration.states, name))
     jax.tree.map(near, found.calibration.routers.routers, want.calibration.routers.routers)

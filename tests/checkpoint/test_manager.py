@@ -90,7 +90,10 @@ def test_values_may_be_donated_as_soon_as_save_returns(tmp_path):
 
 def layered():
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
     return {
         "embed": {"tokens": draw(300, 256)},
         "layers": {"attn": {"q": draw(6, 256, 16, 64)}, "scale": draw(6, 256)},
@@ -271,7 +274,10 @@ def test_a_failed_write_says_so_and_leaves_the_last_good_checkpoint(tmp_path):
     assert run.returncode == 0, run.stderr
     assert "saving the checkpoint of step 2" in run.stdout, run.stdout + run.stderr
     assert "last good checkpoint is that of step 1; make room" in run.stdout
-    want = lambda _: {"params": structs({"w": jnp.zeros(1000)})}
+
+    def want(_):
+        return {"params": structs({"w": jnp.zeros(1000)})}
+
     assert read(tmp_path / "c", want).step == 1
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["1"]
 

@@ -49,7 +49,10 @@ def test_what_fails_passes_through_a_bar(looked_at):
 
 def test_every_program_is_told_of_inside_of_the_block_alone():
     told = []
-    compiled = lambda: jax.jit(lambda x: x * np.float32(time.time()))(jnp.zeros(3))
+
+    def compiled():
+        return jax.jit(lambda x: x * np.float32(time.time()))(jnp.zeros(3))
+
     for _ in range(2):
         compiled()
         with progress.compilations(lambda name, seconds: told.append((name, seconds))):

@@ -170,7 +170,9 @@ def opt_count(d, layers, positions, norms):
 
 
 def test_parameter_counts():
-    count = lambda name: params.count(experiment(name).model)
+    def count(name):
+        return params.count(experiment(name).model)
+
     assert count("ee_llm_1b3") == ee_llm_count(2048, 24, 0)
     assert count("ee_llm_7b") == ee_llm_count(4096, 32, 3)
     assert count("ee_llm_7b_mlp") == ee_llm_count(4096, 32, 3, exit_norms=2, exit_mlps=2)
@@ -182,7 +184,9 @@ def test_parameter_counts():
 
 
 def test_sizes_are_those_the_models_are_named_after():
-    count = lambda name: params.count(experiment(name).model)
+    def count(name):
+        return params.count(experiment(name).model)
+
     assert count("ee_llm_1b3") == pytest.approx(1.3e9, rel=0.03)
     assert count("ee_llm_7b") == pytest.approx(7e9, rel=0.01)
     assert count("ee_llm_13b") == pytest.approx(13e9, rel=0.03)
@@ -330,7 +334,10 @@ def test_the_architecture_is_that_of_transformers_opt():
     ).eval()
     # Nothing stays at 0 or 1, so that no bias or scale can be left out unnoticed.
     key = jax.random.key(0)
-    draw = lambda p: 0.1 * jax.random.normal(jax.random.fold_in(key, math.prod(p.shape)), p.shape)
+
+    def draw(p):
+        return 0.1 * jax.random.normal(jax.random.fold_in(key, math.prod(p.shape)), p.shape)
+
     ours = params.map_params(draw, params.abstract(config))
     with torch.no_grad():
         have = dict(theirs.named_parameters())

@@ -108,14 +108,18 @@ def test_blending_is_pinned():
 @settings(max_examples=20)
 @given(SEEDS, st.lists(st.integers(0, 10**13), min_size=1, max_size=20))
 def test_a_sample_does_not_depend_on_those_before_it(seed, samples):
-    make = lambda: Blend([7, 300, 5000], shares_of([1, 2, 3]), seed)
+    def make():
+        return Blend([7, 300, 5000], shares_of([1, 2, 3]), seed)
+
     one = make()
     assert one.places(samples) == [make().places([s])[0] for s in samples]
     assert one.places(reversed(samples)) == one.places(samples)[::-1]
 
 
 def test_threads_see_the_same_places():
-    make = lambda: Blend([3, 50], shares_of([1, 9]), 5)
+    def make():
+        return Blend([3, 50], shares_of([1, 9]), 5)
+
     parts = [range(s, s + 700) for s in range(0, 3 * BLOCK, 700)]
     blend = make()
     with concurrent.futures.ThreadPoolExecutor(8) as pool:

@@ -81,7 +81,10 @@ def test_neither_parts_nor_devices_change_what_is_scored(model, packed):
 def test_a_sample_speaks_for_the_whole_split(model, packed):
     """The first windows do not: bytes per token fall along the text."""
     split, lengths = packed.split("validation"), packed.tokenizer.byte_lengths
-    share = lambda ids: float(lengths[ids].mean())
+
+    def share(ids):
+        return float(lengths[ids].mean())
+
     whole, first = share(split.read(1, len(split))), share(split.read(1, 40 * 16))
     got = run(model, packed, 8, 5)
     sampled = got.nbytes / got.tokens
@@ -111,9 +114,9 @@ def test_labels_without_text_and_no_labels():
 
         return ExitSums(np.ones(1, np.float32), np.int32((batch["labels"] != -1).sum()))
 
-    batch = lambda label: [
-        {"tokens": np.zeros((1, 2), np.int32), "labels": np.array([[-1, label]])}
-    ]
+    def batch(label):
+        return [{"tokens": np.zeros((1, 2), np.int32), "labels": np.array([[-1, label]])}]
+
     assert evaluate(step, None, batch(256), mesh, names, lengths).bits_per_byte == (math.inf,)
     with pytest.raises(DataError, match="no token to evaluate"):
         evaluate(step, None, batch(-1), mesh, names, lengths)
@@ -125,8 +128,13 @@ def test_a_mixture_is_the_mean_of_its_parts_by_weight(tmp_path):
     mesh = make_mesh(MeshConfig())
     step = make_eval_step(CONFIG, mesh)
     split = pack(Texts(), tokenizer, tmp_path, validation_fraction=0.5).split("validation")
-    parts = lambda: [batches(split, 4, 16, limit=2), batches(split, 4, 8)]  # of unequal sizes
-    one = lambda part: evaluate(step, p, part, mesh, NAMES, tokenizer.byte_lengths)
+
+    def parts():
+        return [batches(split, 4, 16, limit=2), batches(split, 4, 8)]  # of unequal sizes
+
+    def one(part):
+        return evaluate(step, p, part, mesh, NAMES, tokenizer.byte_lengths)
+
     a, b = map(one, parts())
     got = evaluate_mixture(
         step, p, zip((3.0, 1.0), parts(), strict=True), mesh, NAMES, tokenizer.byte_lengths

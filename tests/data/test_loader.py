@@ -136,7 +136,10 @@ def test_shards_together_are_the_global_batch(data, rampup, masks, seed):
     many = data.draw(st.integers(1, 3))
     weights = data.draw(st.lists(st.floats(1, 9), min_size=many, max_size=many))
     splits = [split([*data.draw(LENGTHS), 60], f"f{i}", base=i * OTHER) for i in range(many)]
-    make = lambda: Loader(splits, 24, 2, seed, weights=weights, document_masks=masks, rampup=rampup)
+
+    def make():
+        return Loader(splits, 24, 2, seed, weights=weights, document_masks=masks, rampup=rampup)
+
     whole = make()
     wanted = [next(whole) for _ in range(5)]
     for count in (1, 2, 4, 8):
@@ -169,7 +172,10 @@ def test_shards_together_are_the_evaluated_batch(lengths, sizes, masks):
 @given(LENGTHS, st.lists(st.tuples(st.integers(1, 8), st.integers(0, 5)), max_size=5), RAMPUPS)
 def test_other_batch_sizes_go_on_at_the_very_next_sample(lengths, legs, rampup):
     splits = [split([*lengths, 99]), split([80], "g", base=OTHER)]
-    make = lambda size, ramp=None: Loader(splits, size, 2, 5, weights=(2, 1), rampup=ramp)
+
+    def make(size, ramp=None):
+        return Loader(splits, size, 2, 5, weights=(2, 1), rampup=ramp)
+
     state, rows, steps = make(1).state(), [], 0
     for size, count in [*legs, (1, 1)]:
         loader = make(size)

@@ -262,13 +262,16 @@ def write(folder, texts):
 @pytest.mark.parametrize("pattern", ["*.txt", "0.txt"])
 def test_of_text_that_is_gone_what_was_packed_is_taken(pattern, tmp_path, caplog):
     write(tmp_path / "text", ["a" * 40, "b" * 40, "c" * 40])
-    made = lambda **options: pack(
-        source(str(tmp_path / "text" / pattern), options.pop("max_bytes", None)),
-        ByteTokenizer(),
-        tmp_path / "packed",
-        validation_fraction=0.0,
-        **options,
-    )
+
+    def made(**options):
+        return pack(
+            source(str(tmp_path / "text" / pattern), options.pop("max_bytes", None)),
+            ByteTokenizer(),
+            tmp_path / "packed",
+            validation_fraction=0.0,
+            **options,
+        )
+
     first = made()
     for file in (tmp_path / "text").iterdir():
         file.unlink()

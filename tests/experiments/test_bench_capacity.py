@@ -70,7 +70,10 @@ def test_a_part_that_is_built_holds_what_is_said():
     n = capacity.slots(config, options, 1, 32, budget)
     assert n > 1 == capacity.slots(config, options, 2, 32, budget)
     host = jax.device_get(params.init(config, jax.random.key(0)))
-    built = lambda *args: bench.serve(host, config, options, *args)
+
+    def built(*args):
+        return bench.serve(host, config, options, *args)
+
     options = dataclasses.replace(options, num_segments=1)
     got, more = built(n, 32, 1), built(n + 1, 32, 0)
     assert got["held"] == capacity.engine_bytes(config, options, 1, 32, n)

@@ -199,9 +199,12 @@ def test_by_chance_nothing_is_evaluated_and_all_is_taken():
     is told of answers, change nothing."""
     profiles = {"a": profile(n=3), "b": profile(50.0, n=2)}  # which nobody would take
     options = ControllerOptions(interval=7, window=4, breaches=0)
-    make = lambda seed: RandomPolicy(
-        profiles, THROUGHPUT, Repository(), options, clock=lambda: 0.0, seed=seed
-    )
+
+    def make(seed):
+        return RandomPolicy(
+            profiles, THROUGHPUT, Repository(), options, clock=lambda: 0.0, seed=seed
+        )
+
     c, wanted = make(0), []
     first = c
     for i in range(8 * 60):
@@ -223,7 +226,10 @@ def test_by_chance_nothing_is_evaluated_and_all_is_taken():
         for _ in range(8 * 20):
             c.loaded(c.wanted)
             c.choose()
-    choices = lambda c: [d.choice for d in c.decisions]
+
+    def choices(c):
+        return [d.choice for d in c.decisions]
+
     assert choices(again) == choices(first)[: len(choices(again))] != choices(other)
 
 
@@ -269,9 +275,10 @@ def test_operations_of_an_answer(placed, exits, layers, monkeypatch):
 
 def test_operations_of_what_a_fleet_does_beside_answers():
     members = dict.fromkeys("ab", types.SimpleNamespace(config=CONFIG))
-    change = lambda kind, model, depth, tokens=0: ModelChange(
-        0.0, kind, ModelDepth(model, depth), 1.0, 0.0, tokens
-    )
+
+    def change(kind, model, depth, tokens=0):
+        return ModelChange(0.0, kind, ModelDepth(model, depth), 1.0, 0.0, tokens)
+
     rows = [
         (change("load", "a", 1), 0),  # nobody is in it yet
         (change("grow", "a", 3, 10), 10 * 3),  # by layers 1 to 3
@@ -291,7 +298,9 @@ def test_operations_of_what_a_fleet_does_beside_answers():
 
 
 def test_the_frontier_has_the_gain_at_every_quality():
-    row = lambda rate, agreement: dict(tokens_per_s=rate, agreement=agreement)
+    def row(rate, agreement):
+        return dict(tokens_per_s=rate, agreement=agreement)
+
     rows = {
         "whole": row(30.0, 1.0),
         "part": row(90.0, 0.7),
@@ -311,15 +320,17 @@ def test_the_frontier_has_the_gain_at_every_quality():
 
 
 def test_equally_good_is_the_fastest_of_those_that_are():
-    row = lambda rate, agreement, judge: dict(
-        tokens_per_s=rate,
-        agreement=agreement,
-        judge_perplexity=judge,
-        blocks=[256 / rate, 128 / rate],
-    )
-    told = lambda name, ratio: dict(
-        static=name, ratio=pytest.approx(ratio), interval=pytest.approx([ratio, ratio])
-    )
+    def row(rate, agreement, judge):
+        return dict(
+            tokens_per_s=rate,
+            agreement=agreement,
+            judge_perplexity=judge,
+            blocks=[256 / rate, 128 / rate],
+        )
+
+    def told(name, ratio):
+        return dict(static=name, ratio=pytest.approx(ratio), interval=pytest.approx([ratio, ratio]))
+
     rows = {
         "helios": row(60.0, 0.80, 10.0),
         "fast": row(100.0, 0.50, 20.0),

@@ -41,7 +41,10 @@ def test_an_unknown_op_is_named():
 def test_a_chain_computes_every_call():
     bench = functions_of(BENCH)
     run, x = lambda x: x @ x, jnp.ones((64, 64))
-    flops = lambda k: bench.chain(run, k).lower([(x,)] * k).compile().cost_analysis()["flops"]
+
+    def flops(k):
+        return bench.chain(run, k).lower([(x,)] * k).compile().cost_analysis()["flops"]
+
     assert flops(4) == pytest.approx(4 * flops(1), rel=0.01)
 
 

@@ -191,7 +191,10 @@ def test_tables_have_more_of_one_operation_each():
     assert base == one_f_one_b(3, 1, exit_stages=(1,)) and len(tables) == 7
     for (kind, stage), table in tables.items():
         assert len(table.steps) == len(base.steps) + 5 and table.steps[5:] == base.steps
-        count = lambda t, k, i: sum(op.kind == k for s in t.steps for op in s.ops[i])
+
+        def count(t, k, i):
+            return sum(op.kind == k for s in t.steps for op in s.ops[i])
+
         for k in (FORWARD, EXITS, BACKWARD):
             for i in range(3):
                 assert count(table, k, i) - count(base, k, i) == 5 * ((k, i) == (kind, stage))

@@ -67,7 +67,10 @@ def test_routers_lie_beside_the_model_they_are_of(routed, small_run):
     assert run.model.step == base.model.step
     for name in ("embed", "layers", "final"):
         jax.tree.map(np.testing.assert_array_equal, run.model.params[name], base.model.params[name])
-    norm = lambda model: model.params["exits"]["exit_2"]["norm"]["scale"]
+
+    def norm(model):
+        return model.params["exits"]["exit_2"]["norm"]["scale"]
+
     np.testing.assert_array_equal(norm(run.model), norm(base.model))
     mesh = make_mesh(MeshConfig(data=2))
     cut = load_run(workdir, mesh=mesh)
@@ -77,7 +80,10 @@ def test_routers_lie_beside_the_model_they_are_of(routed, small_run):
 def test_printed_thresholds_are_those_that_were_judged(routed):
     told = routed[1]
     result = json.loads(told.splitlines()[-1])
-    floats = lambda text: np.array(text.split(","), np.float32)
+
+    def floats(text):
+        return np.array(text.split(","), np.float32)
+
     command = re.search(r"experiments.generate .*--threshold=(\S+)", told)[1]
     judged = {a: np.float32(p["threshold"]) for a, p in result["points"].items()}
     np.testing.assert_array_equal(floats(command), judged["0.95"])
@@ -197,7 +203,10 @@ def test_a_calibration_takes_the_place_of_no_run(routed, tmp_path):
     (tmp_path / "other" / CHECKPOINTS).mkdir()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "eejax.json").write_text("{}")
-    files = lambda: {p: p.stat().st_mtime_ns for d in (base, workdir) for p in d.rglob("*")}
+
+    def files():
+        return {p: p.stat().st_mtime_ns for d in (base, workdir) for p in d.rglob("*")}
+
     before = files()
     for of, to, reason in (
         (base, base, "cannot replace the one it is made of"),

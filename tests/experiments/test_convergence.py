@@ -186,7 +186,9 @@ def losses(training, **held_out):
 
 
 def test_ratios_are_paired_by_seed_and_judged_by_their_mean():
-    make = lambda **held_out: losses([4, 3, 2, 1], **held_out)
+    def make(**held_out):
+        return losses([4, 3, 2, 1], **held_out)
+
     rows = convergence.compare(
         {
             "standard_tied": [make(final=1.0), make(final=2.0)],
@@ -214,7 +216,9 @@ def test_ratios_are_paired_by_seed_and_judged_by_their_mean():
     "ratio, holds", [(1.019, True), (1.021, False), (0.981, True), (0.979, False)]
 )
 def test_within_two_percent(ratio, holds):
-    make = lambda x, **early: [losses([4, 3, 2, 1], **early, final=x)]
+    def make(x, **early):
+        return [losses([4, 3, 2, 1], **early, final=x)]
+
     runs = {"standard_tied": make(3.0), "fig6_tied": make(3.0 * ratio, exit_2=4.0)}
     rows = convergence.compare(runs)
     assert [c["holds"] for c in convergence.judge(rows)] == [True, True, holds]
@@ -242,7 +246,9 @@ def test_pace_is_the_share_of_the_fall_that_is_done():
 
 
 def test_an_exit_far_off_is_compared_with_a_model_of_as_few_layers():
-    make = lambda **held_out: [losses([4, 3, 2, 1], **held_out)]
+    def make(**held_out):
+        return [losses([4, 3, 2, 1], **held_out)]
+
     runs = {
         "standard_tied": make(final=1.0),
         "fig6_tied": make(exit_2=2.0, exit_4=1.5, final=1.0),
@@ -321,7 +327,10 @@ def test_spread_as_text():
 
 def test_the_figure_shows_means_and_ranges_over_seeds():
     rng = np.random.default_rng(1)
-    curve = lambda: 2 + np.exp(-np.arange(40) / 9) + 0.1 * rng.random((3, 40))
+
+    def curve():
+        return 2 + np.exp(-np.arange(40) / 9) + 0.1 * rng.random((3, 40))
+
     panels = {"a": {"exit_3": curve(), "final": curve()}, "b": {"final": curve()}}
     standard = {title: curve() for title in panels}
     figure = training_curves(panels, standard, 500, bins=10)

@@ -80,7 +80,10 @@ def test_every_engine(generate, expected, engine, flags, like):
 def test_stages_are_where_the_mesh_says(generate, monkeypatch):
     made = []
     original = PipelinedGenerator.make
-    make = lambda *a, **k: made.append(original(*a, **k)) or made[-1]
+
+    def make(*a, **k):
+        return made.append(original(*a, **k)) or made[-1]
+
     monkeypatch.setattr(PipelinedGenerator, "make", make)
     with pytest.raises(ConfigError, match=r"^prompts\[1\] = '0 tokens'"):  # nothing is compiled
         generate(

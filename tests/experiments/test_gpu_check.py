@@ -135,7 +135,10 @@ def test_without_a_gpu_nothing_is_measured_in_its_place(tmp_path, monkeypatch):
 
 def test_programs_have_most_of_the_time_of_a_dry_run(tmp_path, monkeypatch):
     given = {}
-    record = lambda settings, seconds, log, part, **_: given.update({part: round(seconds)}) or {}
+
+    def record(settings, seconds, log, part, **_):
+        return given.update({part: round(seconds)}) or {}
+
     monkeypatch.setattr(stages, "_part", record)
     decode = next(stage for stage in STAGES if stage.name == "decode")
     [*stages.run([decode], settings(tmp_path, seconds=1300.0, dry_run=True))]
@@ -205,7 +208,10 @@ def test_a_part_of_a_stage_is_named():
     (part,) = chosen(["decode:no_graphs"])
     assert (part.name, part.file) == ("decode:no_graphs", "decode_no_graphs")
     assert part.parts == {"no_graphs": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}}
-    tasks = lambda dry_run: [*stages._tasks(part, RunSettings(pathlib.Path(), dry_run=dry_run))]
+
+    def tasks(dry_run):
+        return [*stages._tasks(part, RunSettings(pathlib.Path(), dry_run=dry_run))]
+
     assert [name for name, *_ in tasks(False)] == ["no_graphs"]
     assert [name for name, *_ in tasks(True)] == ["compile no_graphs", "rehearse no_graphs"]
     with pytest.raises(ConfigError, match="--stages = decode:graphs: must be among"):
@@ -263,9 +269,9 @@ def event(name: str, tid: int, ts: float, dur: float, pid: int = 1) -> dict:
 
 
 def test_a_trace_of_a_gpu_is_read(tmp_path):
-    named = lambda kind, name, tid=0, pid=1: dict(
-        ph="M", pid=pid, tid=tid, name=kind, args={"name": name}
-    )
+    def named(kind, name, tid=0, pid=1):
+        return dict(ph="M", pid=pid, tid=tid, name=kind, args={"name": name})
+
     events = [
         named("process_name", "/device:GPU:0"),
         named("process_name", "/host:CPU", pid=2),

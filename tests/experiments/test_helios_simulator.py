@@ -106,9 +106,10 @@ def test_thresholds_of_one_switch_exits_off():
 def test_growing_takes_its_time_and_makes_up_for_what_is_missing():
     """A script that wants one segment, and then three from the second prompt on: they come beside
     the work, and keys and values of the text that is there are made up for."""
-    make = lambda clock: ScriptedPolicy(
-        [ModelDepth("small", 1), ModelDepth("small", 3)], clock=clock
-    )
+
+    def make(clock):
+        return ScriptedPolicy([ModelDepth("small", 1), ModelDepth("small", 3)], clock=clock)
+
     t = trace(model([[0] * 30, [2] * 30]))
     got = run(t, make)
     what = {e.what: e for e in got.timeline}
@@ -200,9 +201,9 @@ def test_decisions_follow_from_what_the_controller_is_told(slots, steps):
             said.append((self._clock(), event, copy.deepcopy(details)))
             return super().apply(event, *details)
 
-    made = lambda kind, clock: kind(
-        PROFILES, THROUGHPUT, Repository(), options(breaches=6), clock=clock
-    )
+    def made(kind, clock):
+        return kind(PROFILES, THROUGHPUT, Repository(), options(breaches=6), clock=clock)
+
     setting = SimulationSetting(slots=slots, steps=steps)
     got = run(drawn(1), lambda clock: made(Noted, clock), profiles=PROFILES, setting=setting)
     again = made(Controller, lambda: now[0])
@@ -260,12 +261,18 @@ def test_hindsight_takes_what_is_best_for_each_stretch():
     )
     paces = {"small": pace(1.0, slots=2), "large": pace(1.3, slots=2)}
     setting = SimulationSetting(slots=2, steps=2, free=True)
-    find = lambda right: policies.hindsight(t, PROFILES, paces, 10, setting, right)
+
+    def find(right):
+        return policies.hindsight(t, PROFILES, paces, 10, setting, right)
+
     make, chosen = find(0.0)
     assert (
         chosen == [ModelDepth("small", 1)] * 6
     )  # nothing speaks against leaving early but agreement
-    run = lambda make: simulate(t, PROFILES, paces, make, setting)
+
+    def run(make):
+        return simulate(t, PROFILES, paces, make, setting)
+
     best = run(make)
     static = {c: run(fixed(*c)) for c in choices_of(PROFILES)}
     assert best.throughput > 0.99 * max(s.throughput for s in static.values())

@@ -129,9 +129,14 @@ def fleets(draw):
     names, n = ("a", "b", "c")[: draw(st.integers(2, 3))], draw(st.integers(2, 3))
     p, new = draw(st.integers(4, 40)), draw(st.integers(1, 10))
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+
     # Prompts of a stretch leave early in some models, and late in others.
-    spread = lambda: np.repeat(rng.integers(0, n, -(-p // 8)), 8)[:p, None]
-    exits = lambda: np.where(rng.random((p, new)) < 0.7, spread(), rng.integers(0, n, (p, new)))
+    def spread():
+        return np.repeat(rng.integers(0, n, -(-p // 8)), 8)[:p, None]
+
+    def exits():
+        return np.where(rng.random((p, new)) < 0.7, spread(), rng.integers(0, n, (p, new)))
+
     traced = {name: model(exits(), rng.integers(1, 90, p), n=n) for name in names}
     profiles, paces = {}, {}
     for name in names:

@@ -113,8 +113,11 @@ def test_what_is_suggested_is_the_best_of_all():
     result = planner.plan(experiment(remat="full", exits="deferred"), limit=10**12)
     best = result["suggested"]
     assert best["fits"] and best["remat"] == "none" and best["exits"] == "mixed"
+
     # the smallest number of microbatches with bubbles below a tenth, found in turn
-    bubble = lambda m: planner.ExperimentStages.of(experiment(microbatches=m, remat="none")).bubble
+    def bubble(m):
+        return planner.ExperimentStages.of(experiment(microbatches=m, remat="none")).bubble
+
     first = next(m for m in (1, 2, 4, 8, 16, 32) if bubble(m) < 0.1)
     assert best["microbatches"] == first and best["bubble"] < 0.1
     assert planner.plan(experiment(remat="none"))["suggested"]["remat"] == "dots", "no memory given"

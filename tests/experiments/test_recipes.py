@@ -53,10 +53,12 @@ def test_recipes_are_trained_once_and_compared(tmp_path):
 
 
 def test_the_best_recipe_agrees_most_and_is_no_worse_in_the_end():
-    row = lambda final, agreement: {
-        "exit_3": {"bits_per_byte": 3.0, "agreement": agreement},
-        "final": {"bits_per_byte": final, "agreement": 1.0},
-    }
+    def row(final, agreement):
+        return {
+            "exit_3": {"bits_per_byte": 3.0, "agreement": agreement},
+            "final": {"bits_per_byte": final, "agreement": 1.0},
+        }
+
     rows = {"plain": row(2.0, 0.7), "a": row(2.01, 0.9), "b": row(1.99, 0.8), "c": row(1.5, 0.6)}
     assert recipes.best(rows) == "b"
     assert recipes.best({"plain": row(2.0, 0.7), "a": row(2.1, 0.9)}) == "plain"

@@ -178,7 +178,9 @@ def test_a_run_given_twice_is_drawn_once_and_names_are_as_short_as_they_can_be(r
 
 
 def test_runs_whose_losses_do_not_compare_are_said_to_be(repo_root, tmp_path):
-    data = lambda **c: {"data": {"tokenizer": "bytes", "source": "x", "length": 1} | c}
+    def data(**c):
+        return {"data": {"tokenizer": "bytes", "source": "x", "length": 1} | c}
+
     a = write_run(tmp_path / "a", records(["final"]), data())
     b = write_run(tmp_path / "b", records(["final"]), data(tokenizer="bpe"))
     c = write_run(tmp_path / "c", records(["final"]), data(source="y"))

@@ -223,7 +223,10 @@ def test_what_is_done_is_not_run_again(tmp_path, monkeypatch):
     one = steps.ReproductionStep("one", "fake_reproduction", ("--size=1",), 1)
     two = steps.ReproductionStep("two", "fake_reproduction", (), 1, ("one",))
     monkeypatch.setattr(everything, "STEPS", (one, two))
-    runs = lambda: len((tmp_path / "runs").read_text())
+
+    def runs():
+        return len((tmp_path / "runs").read_text())
+
     script(tmp_path, monkeypatch, [WHOLE[0].to_dict()], status=1)
     assert everything.run_all([one, two], tmp_path, None) == {}
     assert runs() == 2 and everything.recorded(one, tmp_path) == [WHOLE[0]]
@@ -258,7 +261,10 @@ def test_a_damaged_record_counts_as_none(tmp_path, monkeypatch, capsys, record):
     """The digest would match: only what is damaged has the step run again."""
     steps_of_all = [steps.ReproductionStep(name, "none", (), 1) for name in ("one", "two")]
     ran = []
-    finish = lambda step, *_: ran.append(step.name) or steps.Outcome([WHOLE[1]], [])
+
+    def finish(step, *_):
+        return ran.append(step.name) or steps.Outcome([WHOLE[1]], [])
+
     monkeypatch.setattr(everything, "STEPS", steps_of_all)
     monkeypatch.setattr(everything, "digests_of", lambda *_: {"one": "0", "two": "0"})
     monkeypatch.setattr(everything, "execute", finish)

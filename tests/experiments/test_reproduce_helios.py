@@ -50,7 +50,10 @@ def drawn(p=24, new=12):
         sure = np.sqrt(rng.random((p, new, 3))).astype(np.float32)
         traces[name] = ModelTrace(stops, (0.5, 0.5), False, lengths, tokens, sure)
         slow = 1.0 if name == "small" else 2.0
-        each = lambda value, slow=slow: (slow * value,) * 3
+
+        def each(value, slow=slow):
+            return (slow * value,) * 3
+
         profiles[name] = ModelProfile(
             each(1e-3),
             each(1e-2),
@@ -115,7 +118,8 @@ HOLDS, FAILS, UNJUDGED = "holds", "does not hold", "not at this scale"
 
 
 def test_a_claim_that_does_not_hold_is_said_to_fail(left):
-    read = lambda: json.loads((left / "results.json").read_text())
+    def read():
+        return json.loads((left / "results.json").read_text())
 
     def changed(place, change):
         result = read()
@@ -125,13 +129,19 @@ def test_a_claim_that_does_not_hold_is_said_to_fail(left):
     # Half of a gain of 1.48 and 2.13 over the models alone is enough.
     alone = {"small only": 100.0, "large only": 80.0}
     for served, verdict in ((126.0, HOLDS), (123.0, FAILS)):
-        change = lambda _, rows, served=served: [
-            rows[name].update(throughput=value)
-            for name, value in (alone | {"HELIOS, throughput": served}).items()
-        ]
+
+        def change(_, rows, served=served):
+            return [
+                rows[name].update(throughput=value)
+                for name, value in (alone | {"HELIOS, throughput": served}).items()
+            ]
+
         assert changed("Figure 13", change) == [verdict]
     for saved, verdict in ((0.225, HOLDS), (0.3, FAILS)):
-        change = lambda result, _, saved=saved: result["table_4"][1].update(saved=saved)
+
+        def change(result, _, saved=saved):
+            return result["table_4"][1].update(saved=saved)
+
         assert changed("Table 4", change) == [HOLDS, verdict, HOLDS]
     # Thresholds are fitted to the share of a model alone, which shows nothing.
     for place in ("Figure 7", "Figure 11a"):
@@ -139,30 +149,49 @@ def test_a_claim_that_does_not_hold_is_said_to_fail(left):
     assert verdicts(read(), "Table 5")[:2] == [UNJUDGED, UNJUDGED]
     # More by first exits than in the paper is no fault, fewer are.
     for exits, verdict in (((0.75, 0.0, 0.05), HOLDS), ((0.4, 0.05, 0.35), FAILS)):
-        change = lambda _, rows, exits=exits: rows["HELIOS, energy"].update(
-            exits={"small": exits, "large": (0.2, 0.0, 0.0)}
-        )
+
+        def change(_, rows, exits=exits):
+            return rows["HELIOS, energy"].update(exits={"small": exits, "large": (0.2, 0.0, 0.0)})
+
         assert changed("Table 5", change)[-1] == verdict
     # Of tokens that take all layers, those that leave the other model early by any exit count.
     for last, verdict in (((0.1, 0.5, 0.4), HOLDS), ((0.4, 0.0, 0.6), FAILS)):
-        change = lambda result, _, last=last: [row.update(last=last) for row in result["figure_9"]]
+
+        def change(result, _, last=last):
+            return [row.update(last=last) for row in result["figure_9"]]
+
         assert changed("Figure 9", change) == [verdict]
     for answered, verdict in ((24, HOLDS), (23, FAILS)):
-        change = lambda result, rows, answered=answered: (
-            rows["HELIOS, throughput"].update(answered=answered),
-            result["timelines"]["HELIOS, throughput"].update(ttft=[0.1] * 24, assessments=[0]),
-            result["timelines"]["small only"].update(ttft=[0.1] * 24),
-        )
+
+        def change(result, rows, answered=answered):
+            return (
+                rows["HELIOS, throughput"].update(answered=answered),
+                result["timelines"]["HELIOS, throughput"].update(ttft=[0.1] * 24, assessments=[0]),
+                result["timelines"]["small only"].update(ttft=[0.1] * 24),
+            )
+
         assert changed("Section 3.4", change) == [verdict]
-    change = lambda result, _: [row.update(unchanged=[0.9] * 10) for row in result["figure_8"]]
+
+    def change(result, _):
+        return [row.update(unchanged=[0.9] * 10) for row in result["figure_8"]]
+
     assert changed("Figure 8", change) == [HOLDS]
-    change = lambda result, _: result["table_2"][0].update(layers=25)
+
+    def change(result, _):
+        return result["table_2"][0].update(layers=25)
+
     assert changed("Table 2", change) == [FAILS, HOLDS]
-    change = lambda result, _: result["defaults"].update(interval=100)
+
+    def change(result, _):
+        return result["defaults"].update(interval=100)
+
     assert changed("Sections 3.3.1 to 3.4.2", change) == [FAILS]
-    paper_row = lambda _, rows: rows["HELIOS, energy"].update(
-        exits={"small": [0.743, 0.018, 0.079], "large": [0.153, 0.001, 0.006]}
-    )
+
+    def paper_row(_, rows):
+        return rows["HELIOS, energy"].update(
+            exits={"small": [0.743, 0.018, 0.079], "large": [0.153, 0.001, 0.006]}
+        )
+
     assert changed("Table 5", paper_row)[-1] == HOLDS
     assert verdicts(read(), "Figure 5") == [UNJUDGED]
 
@@ -288,12 +317,14 @@ def test_figure_6_is_of_published_sizes():
 
 
 def test_table_1_sees_where_evaluation_names_another_model():
-    row = lambda before, after, task: {
-        "measure": "own",
-        "before": dict(zip("ab", before, strict=True)),
-        "after": dict(zip("ab", after, strict=True)),
-        "task_mean": dict(zip("ab", task, strict=True)),
-    }
+    def row(before, after, task):
+        return {
+            "measure": "own",
+            "before": dict(zip("ab", before, strict=True)),
+            "after": dict(zip("ab", after, strict=True)),
+            "task_mean": dict(zip("ab", task, strict=True)),
+        }
+
     rows = [row((2, 1), (1, 2), (1, 3)), row((2, 1), (3, 2), (3, 1)), row((2, 1), (1, 2), (2, 1))]
     assert evidence.choices(rows, "own") == {
         "tasks": 3,

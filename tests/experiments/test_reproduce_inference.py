@@ -60,10 +60,13 @@ def model(workdir):
 def data(tmp_path_factory):
     """Files of the real ones' form."""
     folder = tmp_path_factory.mktemp("data")
-    write = lambda name, rows: (
-        (folder / name).parent.mkdir(),
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows)),
-    )
+
+    def write(name, rows):
+        return (
+            (folder / name).parent.mkdir(),
+            (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows)),
+        )
+
     words = ["exit", "layer", "token", "an-unusually-long-word"]
     write(
         inference.LAMBADA,
@@ -244,7 +247,10 @@ def test_scores_are_those_of_a_loop_over_positions():
     row = inference.teacher_forced(text, spoken, threshold)
     words = {t: np.array([sum(v) for v in nlls["spoken", t].values()]) for t in (threshold, 1.0)}
     assert row["word_loss"] == pytest.approx(words[threshold].mean())
-    flat = lambda t: np.concatenate(list(nlls["text", t].values())).mean()
+
+    def flat(t):
+        return np.concatenate(list(nlls["text", t].values())).mean()
+
     assert row["perplexity"] == pytest.approx(np.exp(flat(threshold)))
     more = row["more_than_full"]
     assert more["word_loss"]["score"] == pytest.approx((words[threshold] - words[1.0]).mean())

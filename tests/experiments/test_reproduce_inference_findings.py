@@ -32,9 +32,10 @@ def test_simulated_speeds_worked_by_hand():
         vocab_size=7, n_layers=4, d_model=8, n_heads=2, context_length=8, exits=(ExitConfig(1),)
     )
     times, factors = ForwardTimes((1.0,) * 4, (0.5, 0.5)), {1: 1.0, 2: 1.25, 4: 2.0}
-    run = lambda traces, threshold: decode_times.simulate(
-        traces, config, 4, times, factors, threshold, 16
-    )
+
+    def run(traces, threshold):
+        return decode_times.simulate(traces, config, 4, times, factors, threshold, 16)
+
     # Two tokens leave after layer 1 and its exit, 1.5 each; the third goes on with three rows, at
     # the price of four: 1.5 + 3 · 2 + 0.5. A full token takes 4.5.
     got = run([[0, 0, 1]], 0.5)
@@ -49,7 +50,10 @@ def test_simulated_speeds_worked_by_hand():
 
 def task_rows(full, changes, speeds):
     """Scores' intervals are wide, those of paired changes 0.02 and 0.1 to either side."""
-    score = lambda x: {"score": x, "low": x - 0.3, "high": x + 0.3}
+
+    def score(x):
+        return {"score": x, "low": x - 0.3, "high": x + 0.3}
+
     return [
         {
             "threshold": t,
@@ -86,15 +90,18 @@ def test_a_task_is_judged_by_paired_changes_where_the_full_model_does_it(
 
 def summary_of(tasks, speeds=(1.0, 1.1), ratio=1.0, width=0.1):
     """A summary of thresholds 1 and 0.9, in which exits take an eighth of a full pass of 2 ms."""
-    point = lambda threshold, speed: {
-        "threshold": threshold,
-        "perplexity": 5.0,
-        "agreement": 1.0,
-        "more_than_full": {"perplexity": {"score": 0.0, "low": 0.0, "high": 0.0}},
-        "simulated": {"pipelined": speed},
-        "speed": {"ratio": ratio, "low": ratio - width, "high": ratio + width},
-        "early": 0.03,
-    }
+
+    def point(threshold, speed):
+        return {
+            "threshold": threshold,
+            "perplexity": 5.0,
+            "agreement": 1.0,
+            "more_than_full": {"perplexity": {"score": 0.0, "low": 0.0, "high": 0.0}},
+            "simulated": {"pipelined": speed},
+            "speed": {"ratio": ratio, "low": ratio - width, "high": ratio + width},
+            "early": 0.03,
+        }
+
     return {
         "tasks": tasks,
         "stages": 4,
@@ -116,9 +123,9 @@ def test_held_out_text_is_none_of_the_tasks():
 
 
 def test_slower_steps_are_explained_by_exits_that_few_tokens_take():
-    order = lambda *args: of_key(
-        inference_findings.figure_8(summary_of(*args), ""), "figure-8-order"
-    )[0]
+    def order(*args):
+        return of_key(inference_findings.figure_8(summary_of(*args), ""), "figure-8-order")[0]
+
     assert order({}).verdict == "holds"
     slow = order({"boolq": task_rows(0.5, (0, 0, 0), (1.0, 1.2, 1.1))}, (1.0, 0.95))
     assert slow.verdict == "does not hold" and "0 of 2 curves" in slow.ours
@@ -168,9 +175,9 @@ def table4_of(confidence):
 
 
 def test_texts_that_change_are_explained_by_their_first_other_token():
-    table = lambda *texts: next(
-        inference_findings.tables(table3_of(*texts), table4_of(0.6), "tiny")
-    )
+    def table(*texts):
+        return next(inference_findings.tables(table3_of(*texts), table4_of(0.6), "tiny"))
+
     assert table([1, 2, 3, 4]).verdict == "holds"
     other = table([1, 2, 3, 4], [1, 2, 7, 8])
     assert other.verdict == "does not hold" and "75% at 0.2" in other.ours
@@ -202,19 +209,24 @@ def test_exits_are_right_and_sure_by_an_absolute_bound(change, verdict):
 
 
 def test_a_claim_that_does_not_hold_is_said_to_fail():
-    ratio = lambda x, w=0.01: {"ratio": x, "low": x - w, "high": x + w}
+    def ratio(x, w=0.01):
+        return {"ratio": x, "low": x - w, "high": x + w}
+
     more = {k: {"score": 0.1, "low": 0.0, "high": 0.2} for k in ("word_loss", "perplexity")}
-    row = lambda t, speed, above, loss: {
-        "threshold": t,
-        "accuracy": {"score": 0.5},
-        "word_loss": loss,
-        "perplexity": loss,
-        "more_than_full": more,
-        "speed": ratio(speed),
-        "over_first": ratio(speed),
-        "over_above": ratio(above),
-        "simulated": {"recompute": speed, "pipelined": speed},
-    }
+
+    def row(t, speed, above, loss):
+        return {
+            "threshold": t,
+            "accuracy": {"score": 0.5},
+            "word_loss": loss,
+            "perplexity": loss,
+            "more_than_full": more,
+            "speed": ratio(speed),
+            "over_first": ratio(speed),
+            "over_above": ratio(above),
+            "simulated": {"recompute": speed, "pipelined": speed},
+        }
+
     found = [row(1.0, 1.0, 1.0, 3.0), row(0.9, 1.1, 1.1, 3.05), row(0.5, 1.5, 1.36, 3.5)]
     whole = {"score": 3.0, "low": 2.9, "high": 3.1}
     full = {
@@ -223,7 +235,10 @@ def test_a_claim_that_does_not_hold_is_said_to_fail():
         "perplexity": whole,
     }
     check = {"tokens": 9, "differ": 3, "near_ties": 1, "others": 0}
-    held = lambda f=found, c=check: [x["holds"] for x in inference.judge(f, full, c)]
+
+    def held(f=found, c=check):
+        return [x["holds"] for x in inference.judge(f, full, c)]
+
     assert held() == [True] * 6 and held(c=None) == [True] * 5
     assert "within that down to 0.9" in inference.judge(found, full, check)[2]["claim"]
 

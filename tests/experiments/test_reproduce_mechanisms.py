@@ -61,7 +61,10 @@ def test_exits_of_the_7b_model_cost_what_their_matrices_do():
 def test_reassessments_are_the_controllers(monkeypatch):
     assert set(verdicts(mechanisms_helios.findings()).values()) == {Verdict.HOLDS}
     real = mechanisms_helios.controller
-    fixed = lambda profiles, **options: real(profiles, interval=150)
+
+    def fixed(profiles, **options):
+        return real(profiles, interval=150)
+
     monkeypatch.setattr(mechanisms_helios, "controller", fixed)
     assert verdicts(mechanisms_helios.intervals()) == {"interval-by-cost": Verdict.FAILS}
 

@@ -143,7 +143,10 @@ def summary():
         "auc_right_entropy": [0.7, 0.8],
         "points": {t: point | {"tokens": 100} for t in ("0.85", "0.5")},
     }
-    ratio = lambda middle: {"ratio": middle, "low": middle - 0.02, "high": middle + 0.02}
+
+    def ratio(middle):
+        return {"ratio": middle, "low": middle - 0.02, "high": middle + 0.02}
+
     speed = {"threshold": 0.5, "full_tokens_per_s": 100.0, "tokens_per_s": 110.0, "others": 0}
     near = {"nearer_than": {"0.95": 0.1, "0.9": 0.2}, "near": 0.01}
     problem = {"rate": 0.0, "unique": 20, "correct": False, "by_exit": {}, "text": "a pear"}
@@ -208,7 +211,10 @@ def test_speeds_are_judged_by_the_interval_that_is_shown():
 
 def test_the_papers_recipe_is_judged_by_its_own_routers():
     ours, theirs = summary()["rules"]
-    rules = lambda a, b: {"rules": [ours | {"auc_right": a}, theirs | {"auc_right": b}]}
+
+    def rules(a, b):
+        return {"rules": [ours | {"auc_right": a}, theirs | {"auc_right": b}]}
+
     assert verdicts("Section 3.1", "Adam", **rules([0.5, 0.5], [0.6, 0.9])) == ["holds"]
     assert verdicts("Section 3.1", "Adam", **rules([0.9, 0.9], [0.54, 0.9])) == ["does not hold"]
     (why,) = (f["why"] for f in of("Section 1", "A router tells", **rules([0.9] * 2, [0.8, 0.82])))
@@ -217,7 +223,10 @@ def test_the_papers_recipe_is_judged_by_its_own_routers():
 
 def test_spared_layers_and_unique_tokens_are_judged_by_the_bounds_that_are_shown():
     (rule, other) = summary()["rules"]
-    deep = lambda d: [rule | {"points": {"0.85": rule["points"]["0.85"] | {"depth": d}}}, other]
+
+    def deep(d):
+        return [rule | {"points": {"0.85": rule["points"]["0.85"] | {"depth": d}}}, other]
+
     assert verdicts("Figure 2", rules=deep(12 * (1 - 0.21))) == ["holds"]
     assert verdicts("Figure 2", rules=deep(12 * (1 - 0.20))) == ["does not hold"]
     problem = summary()["problem"]

@@ -63,7 +63,10 @@ def test_flags_of_a_controller(monkeypatch):
     made = []
     monkeypatch.setattr(fleets, "ServedFleet", lambda models, aims, *more, **own: made.append(aims))
     monkeypatch.setattr(serve, "serve", lambda *_: asyncio.sleep(0))
-    ask = lambda *flags: call("experiments.serve", "--model=a=/none", "--objective=energy", *flags)
+
+    def ask(*flags):
+        return call("experiments.serve", "--model=a=/none", "--objective=energy", *flags)
+
     ask()
     ask("--candidates=3", "--reassess=7")
     ask("--reassess=auto", "--quality=best:a")

@@ -174,10 +174,14 @@ def test_a_text_of_nothing_to_score_is_refused(repo_root, workdir, tmp_path):
 
 def test_divisions_measure_what_was_promised():
     scores = scores_of()
-    run = lambda **change: guarantee.divide(
-        scores,
-        **dict(delta=0.1, epsilon=0.1, splits=100, gate="max_probability", by_hand=0.2) | change,
-    )
+
+    def run(**change):
+        return guarantee.divide(
+            scores,
+            **dict(delta=0.1, epsilon=0.1, splits=100, gate="max_probability", by_hand=0.2)
+            | change,
+        )
+
     result = run()
     # A text's risk at threshold t is (1 - t)^2 / 4, its depth 1 + 3 t: at 0.1, t = 0.37.
     t = result["threshold"]["mean"]

@@ -97,7 +97,10 @@ def test_seconds_of_the_parts():
     found = megatron.costs(run, gpu)
     tokens, d, v, f = 4096, 4096, 32_000, 10_880
     head = 2 * tokens * d * v
-    second = lambda flops, nbytes: flops / 1e14 + nbytes / 1e12
+
+    def second(flops, nbytes):
+        return flops / 1e14 + nbytes / 1e12
+
     assert found.final == pytest.approx(
         PassTime(
             second(head, 38 * tokens * v + 36 * tokens * d),
@@ -119,7 +122,10 @@ def test_shards_divide_the_work_and_exchange_states():
     run = efficiency.table1_run("7B", True)
     slow = megatron.Gpu(flops=1e14, bandwidth=1e12, link=1e30)
     one, four = run, dataclasses.replace(run, shards=4)
-    seconds = lambda r, gpu: megatron.costs(r, gpu).layers[1].forward
+
+    def seconds(r, gpu):
+        return megatron.costs(r, gpu).layers[1].forward
+
     assert seconds(four, slow) == pytest.approx(seconds(one, slow) / 4)
     linked = megatron.Gpu(flops=1e14, bandwidth=1e12, link=1e11)
     sent = seconds(four, linked) - seconds(four, slow)
@@ -153,7 +159,10 @@ def test_every_finding_of_the_tables_and_a_verdict_that_changes(results):
     assert sum(k.startswith("figure-9") for k in keys) == 3
     assert all(f.verdict is Verdict.HOLDS for f in found if f.place.startswith("Figure"))
     times = {f.ours.split(":")[0]: f for f in found if f.key == "table-1-time"}
-    told = lambda row: (str(times[f"7B, {row}"].verdict), times[f"7B, {row}"].ours)
+
+    def told(row):
+        return (str(times[f"7B, {row}"].verdict), times[f"7B, {row}"].ours)
+
     # Deferring alone saves nothing (Remark A.2); about 1 % and what optimization 2 saves are seen.
     assert [told(row)[0] for row in (WITHOUT, ONE, TWO, BOTH)] == [
         "holds",
@@ -177,7 +186,10 @@ def test_every_finding_of_the_tables_and_a_verdict_that_changes(results):
             *efficiency_findings.figure7(changed),
             *efficiency_findings.figure9(changed),
         ]
-        mine = lambda f: f.key == key and f.scale != efficiency_findings.FITTED["1.3B"]
+
+        def mine(f):
+            return f.key == key and f.scale != efficiency_findings.FITTED["1.3B"]
+
         return [f.verdict for f in judged if mine(f)]
 
     def slower(changed):

@@ -249,7 +249,10 @@ def test_what_a_change_costs_is_of_all_requests_under_way():
     for _ in range(11):
         world.prompt()
     c = world.controller
-    cost = lambda choice: prospects.cost(c.state, choice)
+
+    def cost(choice):
+        return prospects.cost(c.state, choice)
+
     assert c.current == ModelDepth("b", 1)
     c.holds({"b": 1}, 5000)
     assert cost(ModelDepth("b", 3)) == pytest.approx(2 * 0.1 + 2 * 5000 * 1e-5)

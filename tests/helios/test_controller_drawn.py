@@ -40,7 +40,10 @@ def changes(best, scales, rounds, load=0.0, rebuild=0.0, **own) -> tuple[int, li
     was known then), after every assessment, of which each evaluates the other model, whatever it
     costs. best: how a choice is taken. rounds: of each, exits that the tokens of every prompt would
     leave by, of 'a' and 'b'."""
-    make = lambda scale: profile(scale, 3, load=(load,) * 3, rebuild=(rebuild,) * 3)
+
+    def make(scale):
+        return profile(scale, 3, load=(load,) * 3, rebuild=(rebuild,) * 3)
+
     profiles = {name: make(scale) for name, scale in zip("ab", scales, strict=True)}
     tokens = len(rounds[0][0])
     kind = controller_with(best_choice=best, may_be_better=lambda state, model: True)

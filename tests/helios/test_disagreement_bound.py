@@ -106,7 +106,10 @@ def test_what_was_seen_lies_between_the_bounds(blocks):
 def test_a_change_is_seen(before, after, most):
     """What was before it does not count any more, though there were a hundred of it."""
     rng = np.random.default_rng(2)
-    noisy = lambda mean: np.clip(mean + 0.1 * rng.uniform(-1, 1), 0, 1)
+
+    def noisy(mean):
+        return np.clip(mean + 0.1 * rng.uniform(-1, 1), 0, 1)
+
     audit = looked_at([noisy(before) for _ in range(100)])
     assert audit.count == 100 and audit.low <= before + 0.05 <= audit.high + 0.05
     for _ in range(most):

@@ -243,7 +243,10 @@ def test_a_measured_profile(model):
     )
     n = model.config.n_exits + 1
     part = PartialModel(model.params, model.config, OPTIONS, slots=2, depth=n, context=96)
-    held = lambda: part.weight_bytes + nbytes(part.scheduler.state)
+
+    def held():
+        return part.weight_bytes + nbytes(part.scheduler.state)
+
     assert found.size(n) == held() and found.slots == (2,) * n
     part.shrink(1)
     assert found.size(1) == held()

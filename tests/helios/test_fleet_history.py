@@ -120,7 +120,10 @@ def test_a_restart_measures_nothing_again(tmp_path, calls, caplog):
         assert not calls
         found = serves(fleet).model
         if model is None:
-            perplexity = lambda m, c=fleet.controller: c.state.rules.profiles[m].perplexity_at(1.0)
+
+            def perplexity(m, c=fleet.controller):
+                return c.state.rules.profiles[m].perplexity_at(1.0)
+
             model = min(members, key=perplexity)
         assert found == model
         fleet.controller.repository.close()
@@ -218,7 +221,10 @@ def test_an_evaluation_that_cannot_be_read_is_of_one_model_alone(caplog):
     """Those of the others hold, and new ones of all are kept with what they are compared with."""
     repository, profiles = Repository(), {"a": profile(), "b": profile()}
     source = QualitySource.parse("best")
-    again = lambda: measurements.evaluated(repository, profiles, source, [], None)
+
+    def again():
+        return measurements.evaluated(repository, profiles, source, [], None)
+
     for name in profiles:
         repository.profile(name, NOW._replace(model=name))
     again()
@@ -275,7 +281,10 @@ def test_profiles_that_cannot_be_read_are_measured(tmp_path, monkeypatch):
         conditions=lambda *of: NOW,
         texts=lambda: [[1, 2, 3]],
     )
-    again = lambda: measurements.measured(setup, repository, QualitySource.parse("best"), "nvml")
+
+    def again():
+        return measurements.measured(setup, repository, QualitySource.parse("best"), "nvml")
+
     measured = []
     monkeypatch.setattr(measurements, "measure", lambda *of, **own: measured.append(1) or found)
     assert again() == {"m": found} and not measured
@@ -291,9 +300,16 @@ def test_profiles_that_cannot_be_read_are_measured(tmp_path, monkeypatch):
 
 def test_history_that_cannot_be_read_is_refused_and_nothing_of_it_is_lost(tmp_path):
     file = tmp_path / "models.db"
-    ask = lambda *flags: call(
-        "experiments.serve", "--model=a=/none", "--objective=energy", f"--repository={file}", *flags
-    )
+
+    def ask(*flags):
+        return call(
+            "experiments.serve",
+            "--model=a=/none",
+            "--objective=energy",
+            f"--repository={file}",
+            *flags,
+        )
+
     repository = Repository(file)
     repository.profile("m", NOW)
     repository.keep("m", profile(), 1.0)

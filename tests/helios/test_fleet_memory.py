@@ -147,7 +147,10 @@ def test_there_is_room_for_a_change_of_depth_while_it_is_made(model, monkeypatch
     part = PartialModel(model.params, model.config, OPTIONS, slots=slots, depth=3, context=96)
     for i in range(5):
         add(part.scheduler, model.tokenizer.encode(f"z{i}").tolist(), 60)
-    live = lambda: sum(a.nbytes for a in jax.live_arrays()) - base
+
+    def live():
+        return sum(a.nbytes for a in jax.live_arrays()) - base
+
     most, seen = part.total_bytes, []
     start, rows = EarlyExitEngine.start, deepening._rows
 

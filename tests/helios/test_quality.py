@@ -173,7 +173,10 @@ def test_the_mean_is_over_tasks_that_all_models_have():
         BenchmarkScore("small", 0, "own", "acc", 1.0),
     ]
     profiles = {name: profile() for name in STOPS}
-    of = lambda *tasks: quality.with_benchmarks(profiles, STOPS, rows, tasks)["small"].ceiling
+
+    def of(*tasks):
+        return quality.with_benchmarks(profiles, STOPS, rows, tasks)["small"].ceiling
+
     assert of() == pytest.approx(0.4) and of("sums") == 0.5 and of("facts") == 0.3
     with pytest.raises(ConfigError, match=r"quality = \['own'\]: must be tasks that all .*facts"):
         of("own")
@@ -183,9 +186,10 @@ def test_the_mean_is_over_tasks_that_all_models_have():
 
 def test_models_are_compared_by_one_metric():
     """The first one that all of them have, at every depth; a task without one is refused."""
-    score = lambda model, metric, value, layers=0: BenchmarkScore(
-        model, layers, "sums", metric, value
-    )
+
+    def score(model, metric, value, layers=0):
+        return BenchmarkScore(model, layers, "sums", metric, value)
+
     rows = [
         score("small", "exact_match", 0.9),
         score("small", "acc", 0.3),
@@ -228,7 +232,9 @@ def test_tokens_below_their_threshold_are_not_expected_to_be_sure():
 
 
 def test_answers_that_a_model_judged():
-    verdict = lambda same, p: AnswerAudit(np.arange(10) < 10 * same, np.full(10, math.log(p)))
+    def verdict(same, p):
+        return AnswerAudit(np.arange(10) < 10 * same, np.full(10, math.log(p)))
+
     answers = [
         JudgedAnswer(0.6, verdict(0.5, 0.25)),
         JudgedAnswer(0.6, verdict(0.7, 0.25)),

@@ -135,7 +135,10 @@ def test_what_is_no_timeline_is_refused_from_either_source(tmp_path, monkeypatch
     file, body = tmp_path / "timeline.json", []
     launcher = functions_of("experiments.timeline")
     request = httpx.Request("GET", "http://server/dashboard")
-    answer = lambda *_, **__: httpx.Response(200, content=body[-1], request=request)
+
+    def answer(*_, **__):
+        return httpx.Response(200, content=body[-1], request=request)
+
     monkeypatch.setattr(httpx, "get", answer)
 
     def read(text: str) -> dict:

@@ -121,7 +121,10 @@ def some_costs():
 def test_costs_are_found_again():
     """From what other costs, straight in the number of rows, would have taken."""
     rng = np.random.default_rng(0)
-    line = lambda a, b: tuple(a + b * n for n in BUCKETS)
+
+    def line(a, b):
+        return tuple(a + b * n for n in BUCKETS)
+
     true = StepCosts(
         0.5, (6.0, *line(2.0, 0.4)), (0.1 + 4 * 0.1, *line(0.1, 0.1)), 0.3, 20.0, 2.0, (1, 2, 2)
     )
@@ -152,7 +155,10 @@ def test_costs_of_the_engine_explain_other_runs_of_it(engine, prompts):
     """Of a clock that tells what known costs of the work would take."""
     _, batched = engine
     true, now = some_costs(), [0.0]
-    line = lambda a: np.polynomial.Polynomial.fit(BUCKETS, a[1:], 1)
+
+    def line(a):
+        return np.polynomial.Polynomial.fit(BUCKETS, a[1:], 1)
+
     true = dataclasses.replace(
         true,
         layer=(6.0, *map(float, line(true.layer)(np.array(BUCKETS)))),
@@ -225,9 +231,15 @@ def test_the_best_plan_is_the_best_of_those_that_keep_the_bound():
     free = best_plan(traces, costs, drafts=3, **most)
     one = [dataclasses.replace(t, drafts=0) for t in traces]
     none = simulate(one, costs.plan(BUCKETS, SLOTS), costs, **ENGINE)
-    rate = lambda found: found.seconds / found.tokens
+
+    def rate(found):
+        return found.seconds / found.tokens
+
     assert rate(free.simulated) < rate(none)
-    late = lambda found: np.quantile(found.gaps, 0.99)
+
+    def late(found):
+        return np.quantile(found.gaps, 0.99)
+
     bound = float(late(free.simulated)) * 0.9
     held = best_plan(traces, costs, drafts=3, bound=bound, **most)
     assert late(held.simulated) < late(free.simulated)

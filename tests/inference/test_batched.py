@@ -111,8 +111,13 @@ def check(oracle, asked):
 def plan_of(draw, engine) -> BatchPlan:
     """Any fill, patience and costs: decisions change no text."""
     segments, buckets = engine.num_segments, engine.options.buckets
-    number = lambda most: [draw(most) for _ in range(segments)]
-    cost = lambda *shape: np.array([draw(9) + 1 for _ in range(int(np.prod(shape)))]).reshape(shape)
+
+    def number(most):
+        return [draw(most) for _ in range(segments)]
+
+    def cost(*shape):
+        return np.array([draw(9) + 1 for _ in range(int(np.prod(shape)))]).reshape(shape)
+
     seconds = cost(segments), cost(segments, len(buckets)), cost(segments)
     return BatchPlan.make(segments, engine.slots, buckets, number(6), number(6), seconds)
 
@@ -136,7 +141,10 @@ def drawn(draw, prompts, config, n, drafts) -> list[Asked]:
 
 def run_drawn(subset, prompts, layout, cap, drafts, slots, chunk, buckets, seed):
     p, config = subset(layout)
-    draw = lambda n: int(rng.integers(n))
+
+    def draw(n):
+        return int(rng.integers(n))
+
     rng = np.random.default_rng(seed)
     options = EngineOptions(cap=cap, drafts=drafts, chunk=chunk, buckets=buckets)
     engine = EarlyExitEngine.make(p, config, options, slots=slots, context=CONTEXT)
@@ -223,7 +231,10 @@ def test_a_mesh_of_model_shards(subset, prompts):
     mesh = MeshConfig(model=2)
     engine = EarlyExitEngine.make(p, config, options, slots=3, context=CONTEXT, mesh=mesh)
     rng = np.random.default_rng(5)
-    draw = lambda n: int(rng.integers(n))
+
+    def draw(n):
+        return int(rng.integers(n))
+
     engine = dataclasses.replace(engine, plan=plan_of(draw, engine))
     asked = drawn(draw, prompts, config, 4, 2)
     drive(engine, asked, 4, draw)
@@ -360,7 +371,10 @@ def test_part_of_a_model(subset, prompts):
     engine = EarlyExitEngine.make(p, config, options, slots=2, context=CONTEXT)
     assert engine.num_segments == 2 and "final" not in engine.weights.params
     rng = np.random.default_rng(1)
-    draw = lambda n: int(rng.integers(n))
+
+    def draw(n):
+        return int(rng.integers(n))
+
     engine = dataclasses.replace(engine, plan=plan_of(draw, engine))
     asked = drawn(draw, prompts, config, 4, 2)
     drive(engine, asked, 3, draw)

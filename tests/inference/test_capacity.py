@@ -98,8 +98,12 @@ def test_a_request_by_hand():
 
 @pytest.mark.parametrize("options", [EngineOptions(), EngineOptions(cap=4, buckets=(4,))])
 def test_slots_are_the_most_that_fit(options):
-    size = lambda n: capacity.engine_bytes(TIED, options, 2, CONTEXT, n)
-    count = lambda budget, **kw: capacity.slots(TIED, options, 2, CONTEXT, budget, **kw)
+    def size(n):
+        return capacity.engine_bytes(TIED, options, 2, CONTEXT, n)
+
+    def count(budget, **kw):
+        return capacity.slots(TIED, options, 2, CONTEXT, budget, **kw)
+
     for n in (1, 40):
         assert count(size(n)) == n and count(size(n) - 1) == n - 1
         assert count(size(n) + 0.5, most=3) == min(n, 3)

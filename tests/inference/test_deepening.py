@@ -101,7 +101,10 @@ def test_what_is_on_the_host_is_made_once(subset, dtype):
     host = on_host(p, config)
     leaves = jax.tree.leaves(host)
     assert all(isinstance(a, np.ndarray) for a in leaves)
-    same = lambda tree: all(a is b for a, b in zip(jax.tree.leaves(tree), leaves, strict=True))
+
+    def same(tree):
+        return all(a is b for a, b in zip(jax.tree.leaves(tree), leaves, strict=True))
+
     assert same(on_host(host, config))
     taken, want = prepare(host, config, 3), prepare(p, config, 3)
     for a, b in zip(jax.tree.leaves(taken), jax.tree.leaves(want), strict=True):
@@ -116,7 +119,10 @@ def test_what_cannot_grow_says_so(subset):
     engine = EarlyExitEngine.make(
         p, config, EngineOptions(num_segments=2), slots=2, context=CONTEXT
     )
-    more = lambda depth: more_weights(engine.weights, on_host(p, config), config, depth)
+
+    def more(depth):
+        return more_weights(engine.weights, on_host(p, config), config, depth)
+
     with pytest.raises(ConfigError, match="can_deepen = False: must be True"):
         deepen(engine, engine.start(), more(3))
     with pytest.raises(ConfigError, match=r"depth = 2: must be in 3..4"):

@@ -124,12 +124,15 @@ def test_requests_that_share_slots_get_what_they_get_alone(subset, prompts, data
 def test_slots_compile_once(subset, prompts, compiled):
     p, config = subset((1, 3))
     slots = EarlyExitEngine.make(p, config, SMALL, slots=5, context=CONTEXT)
-    run = lambda seed, lengths: drive(
-        slots,
-        [(q, request(config, q, 6, 0.1 * seed)) for q in prompts(seed, lengths)],
-        5,
-        iter(lambda: 1, None),
-    )
+
+    def run(seed, lengths):
+        return drive(
+            slots,
+            [(q, request(config, q, 6, 0.1 * seed)) for q in prompts(seed, lengths)],
+            5,
+            iter(lambda: 1, None),
+        )
+
     run(0, [5, 9])
     assert compiled
     compiled.clear()
@@ -194,7 +197,10 @@ def test_nobody_reads_what_was_in_a_slot_that_is_free(subset, prompts):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_part_of_the_model_is_a_model_whose_last_exit_always_emits(subset, prompts, depth):
     p, config = subset((1, 3))
-    options = lambda engine, **more: EngineOptions(engine, cap=4, buckets=(1, 8), **more)
+
+    def options(engine, **more):
+        return EngineOptions(engine, cap=4, buckets=(1, 8), **more)
+
     asked = prompts(3, [7, 12])
     # The whole model, whose exit `depth` - 1 lets everybody go, emits the same.
     threshold = [0.4, 1.0][:depth]
@@ -223,7 +229,10 @@ def test_a_scripted_engine_follows_the_protocol():
         context_length=CONTEXT,
         exits=(ExitConfig(2),),
     )
-    script = lambda prompt, i: ((prompt[0] * 7 + i) % 90, (prompt[0] + i) % 2)
+
+    def script(prompt, i):
+        return ((prompt[0] * 7 + i) % 90, (prompt[0] + i) % 2)
+
     engine = ScriptedEngine(script, (2, 4), slots=2, context=CONTEXT)
     asked = [([k, 3], request(config, [k, 3], k + 1, stops=(12,))) for k in range(6)]
     got = drive(engine, asked, 2, iter(lambda: 1, None))
@@ -249,7 +258,10 @@ def test_slots_that_cannot_be_are_named(subset, values, message):
 def test_what_does_not_fit_an_engine_is_named(subset):
     p, config = subset((1, 3))
     engine = EarlyExitEngine.make(p, config, SMALL, slots=2, context=CONTEXT)
-    ask = lambda prompt: engine.prefill([prompt], request(config, prompt, 4))
+
+    def ask(prompt):
+        return engine.prefill([prompt], request(config, prompt, 4))
+
     with pytest.raises(ConfigError, match=r"prompts\[0\] = '0 tokens': must have at least 1"):
         ask([])
     with pytest.raises(ConfigError, match=r"prompts\[0\] = '48 tokens'.*\(48\)"):

@@ -278,7 +278,10 @@ def test_stops_of_like_number_and_buckets_as_a_list_do_not_recompile(subset, pro
     asked, text = prompts(2, [10, 13]), lambda ids: "".join(map(chr, ids))
     g = Generator.make(p, config, EngineOptions("recompute", cap=4, buckets=[1, 2]))
     assert g.options == SMALL
-    run = lambda **kwargs: g.generate(asked, 12, threshold=0.5, **kwargs)
+
+    def run(**kwargs):
+        return g.generate(asked, 12, threshold=0.5, **kwargs)
+
     run(), run(stop_token_ids=[1, 2, 3, 4])
     compiled.clear()
     run(stop_token_ids=[7]), run(stop_token_ids=[1, 2, 3]), run(stop_token_ids=[9, 8, 7, 6])
@@ -338,8 +341,13 @@ def test_stop_tokens_strings_lengths_and_context(subset, prompts):
     # one is a program of its own.
     g = Generator.make(p, config.replace(context_length=60), SMALL)
     asked = prompts(11, [20, 5])
-    text = lambda ids: bytes(i for i in ids if i < 256).decode("latin-1")
-    run = lambda asked, **kwargs: [*g.stream(asked, 40, threshold=0.4, **kwargs)][-1]
+
+    def text(ids):
+        return bytes(i for i in ids if i < 256).decode("latin-1")
+
+    def run(asked, **kwargs):
+        return [*g.stream(asked, 40, threshold=0.4, **kwargs)][-1]
+
     free = run(asked)
     assert free.finish == ("length", "length") and (free.lengths == 40).all()
 
@@ -434,7 +442,10 @@ def test_summary_and_colors(subset, prompts):
     assert text.startswith("30 tokens") and all(
         f"  {n}  " in text for n in ("exit   1", "exit   3", "final  5")
     )
-    plain = lambda ids: bytes(i for i in ids if i < 256).decode("latin-1")
+
+    def plain(ids):
+        return bytes(i for i in ids if i < 256).decode("latin-1")
+
     colored = r.colored(0, plain)
     assert "\x1b[38;5;" in colored
     import re

@@ -40,9 +40,10 @@ def cases(draw):
     config = model(total, boundaries)
     p = Partition(config, layers, draw(st.sampled_from(["earlier", "later"])))
     n = config.n_exits + 1
-    cost = lambda size, most: tuple(
-        draw(st.lists(st.integers(0, most), min_size=size, max_size=size))
-    )
+
+    def cost(size, most):
+        return tuple(draw(st.lists(st.integers(0, most), min_size=size, max_size=size)))
+
     trace = draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=12))
     return p, ForwardTimes(cost(total, 5), cost(n, 2)), trace
 

@@ -84,7 +84,10 @@ def test_logits_are_shaped_as_by_hand(data):
     logits_params = jax.tree.map(
         lambda *a: np.concatenate(a), *(LogitsParams.make(V, **wish) for wish in wishes)
     )
-    ints = lambda a: np.array(a, np.int32)
+
+    def ints(a):
+        return np.array(a, np.int32)
+
     got = np.asarray(
         process_logits(logits, logits_params, *map(ints, (text, starts, lengths, stops)))
     )
@@ -114,7 +117,9 @@ def test_the_most_likely_come_in_order_with_their_probabilities(capability):
 
 @pytest.fixture(scope="module")
 def model():
-    grow = lambda path, a: a * 6.0 if "head" in jax.tree_util.keystr(path) else a
+    def grow(path, a):
+        return a * 6.0 if "head" in jax.tree_util.keystr(path) else a
+
     return jax.tree_util.tree_map_with_path(grow, params.init(CONFIG, jax.random.key(5)))
 
 

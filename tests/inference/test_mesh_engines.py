@@ -54,7 +54,10 @@ STEPS = 16
 def weights(config: ModelConfig):
     """Parameters whose biases and scales are their own, and whose texts vary."""
     rng = np.random.default_rng(0)
-    draw = lambda p: np.float32(p.fill + (p.std or 0.1) * 1.5 * rng.standard_normal(p.shape))
+
+    def draw(p):
+        return np.float32(p.fill + (p.std or 0.1) * 1.5 * rng.standard_normal(p.shape))
+
     return params.map_params(draw, params.abstract(config))
 
 
@@ -244,7 +247,10 @@ def test_slots_on_a_mesh(engine):
 @st.composite
 def drawn(draw):
     """(configuration, options of recompute, mesh, prompts, arguments of `generate`)."""
-    choose = lambda *values: draw(st.sampled_from(values))
+
+    def choose(*values):
+        return draw(st.sampled_from(values))
+
     heads = ("tied", "own", "shared")
     boundaries = sorted(draw(st.sets(st.integers(0, 2), min_size=1, max_size=2)))
     exits = tuple(
@@ -269,7 +275,10 @@ def drawn(draw):
     options = EngineOptions("recompute", cap=draw(st.integers(1, 4)), buckets=(1,))
     mesh = choose(*MESHES)
     batch = draw(st.integers(1, 2)) if MESHES[mesh][0] == 1 else 2
-    each = lambda kind: draw(st.lists(kind, min_size=batch, max_size=batch))
+
+    def each(kind):
+        return draw(st.lists(kind, min_size=batch, max_size=batch))
+
     some = st.sampled_from([0.0, 0.05, 0.1, 0.2, 1.0])
     kwargs = dict(
         threshold=each(st.lists(some, min_size=len(exits), max_size=len(exits))),
@@ -311,7 +320,10 @@ def check_any_model(config, options, mesh, asked, kwargs):
 )
 def test_meshes_that_do_not_fit_are_named(mesh, message):
     p = params.shapes(CONFIG)
-    auto = lambda p, c, name, mesh: AutoGenerator.make(p, c, EngineOptions(name), mesh=mesh)
+
+    def auto(p, c, name, mesh):
+        return AutoGenerator.make(p, c, EngineOptions(name), mesh=mesh)
+
     for make in (Generator.make, functools.partial(EarlyExitEngine.make, slots=8), auto):
         with pytest.raises(ConfigError, match=message):
             make(p, CONFIG, "recompute", mesh=mesh)

@@ -34,7 +34,10 @@ def test_pairs_come_first_in_turning_order():
 def test_the_faster_way_is_taken_however_slow_the_machine_becomes(ratio, noise, pairs):
     """What slows both calls of a pair does not decide."""
     payoff = Payoff(pairs=pairs, calls=20)
-    slow = lambda exits, i: (1 + noise * (i // 4 % 3)) * (1.0 if exits else ratio)
+
+    def slow(exits, i):
+        return (1 + noise * (i // 4 % 3)) * (1.0 if exits else ratio)
+
     used = run(payoff, slow, 4 * pairs + 20)
     assert payoff.ratio == pytest.approx(ratio)
     assert used[4 * pairs :] == [ratio > 1] * 20

@@ -123,7 +123,10 @@ def check_any_stages(subset, prompts, layout, layers, shards, batch, cap, data):
 def test_sampling_and_stop_strings_equal_posthoc(subset, prompts):
     p, config = subset((1, 3))
     asked = prompts(0, [5, 12, 7])
-    text = lambda ids: bytes(i for i in ids if i < 256).decode("latin-1")
+
+    def text(ids):
+        return bytes(i for i in ids if i < 256).decode("latin-1")
+
     drawn = dict(
         threshold=0.3,
         temperature=[0.0, 0.8, 1.5],
@@ -193,7 +196,10 @@ def test_stages_work_on_different_tokens_and_their_caches_are_exact(trained, pro
             changed = state.request.replace(policy=ExitPolicy.make(config, 2, thresholds[step]))
             state, record = g._decode(state.replace(request=changed), 1)
             states.append(jax.tree.map(np.asarray, (state, record)))
-    by_layer = lambda a: a.reshape(2, config.n_kv_heads, -1, config.head_dim)
+
+    def by_layer(a):
+        return a.reshape(2, config.n_kv_heads, -1, config.head_dim)
+
     deepest = 0
     part = engine.stages.partition
     slots = engine.stages.layout.parts["block"]
@@ -254,7 +260,10 @@ def test_other_architectures_equal_posthoc(prompts):
         ),
     )
     p = params.init(config, jax.random.key(1))
-    noise = lambda a: a + 0.05 * jax.random.normal(jax.random.key(a.size), a.shape)
+
+    def noise(a):
+        return a + 0.05 * jax.random.normal(jax.random.key(a.size), a.shape)
+
     p = jax.tree.map(noise, p)  # biases and scales of their own
     oracle = Generator.make(p, config, "posthoc")
     engine = pipelined(p, config, dict(pipe=2, model=2))
@@ -301,7 +310,10 @@ def test_thresholds_gates_and_sampling_do_not_recompile(subset, prompts, compile
     p, config = subset((1, 3))
     engine = pipelined(p, config, dict(pipe=2))
     asked = prompts(2, [10, 13])
-    run = lambda **kwargs: [*engine.stream(asked, 12, chunk=4, **kwargs)]
+
+    def run(**kwargs):
+        return [*engine.stream(asked, 12, chunk=4, **kwargs)]
+
     run(threshold=0.5)
     assert compiled
     compiled.clear()

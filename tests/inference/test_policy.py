@@ -120,7 +120,10 @@ def wanted(gate, thresholds, active, decay, logits, states, progress):
 @given(data=st.data(), seed=st.integers(0, 2**31))
 def test_every_request_leaves_by_the_earliest_exit_whose_gate_fires(data, seed):
     b, rng = 5, np.random.default_rng(seed)
-    draw = lambda values, n: data.draw(st.lists(values, min_size=n, max_size=n))
+
+    def draw(values, n):
+        return data.draw(st.lists(values, min_size=n, max_size=n))
+
     gates = draw(st.sampled_from(GATES), b)
     thresholds = np.array(
         [draw(st.sampled_from([0.0, 0.2, 0.25, 0.5, 0.75, 0.9, 1.0]), E) for _ in range(b)]
@@ -141,7 +144,10 @@ def test_every_request_leaves_by_the_earliest_exit_whose_gate_fires(data, seed):
     logits = rng.standard_normal((E + 1, b, V)) * 2 + 5 * np.eye(V)[rng.integers(0, 2, (E + 1, b))]
     states = rng.standard_normal((E + 1, b, D)) + 1
     progress = rng.random(b).astype(np.float32)
-    single = lambda a: jnp.asarray(a, jnp.float32)
+
+    def single(a):
+        return jnp.asarray(a, jnp.float32)
+
     got = run(
         policy,
         single(logits),
@@ -169,7 +175,10 @@ def test_margins_tell_how_near_another_outcome_was():
     p = float(np.exp(2) / (np.exp(2) + np.exp(1.5) + V - 2))
     states = jnp.ones((E + 1, 1, D))
     make = functools.partial(ExitPolicy.make, CONFIG, 1)
-    margin = lambda policy: float(run(policy, jnp.asarray(logits), states, [0.0], True).margin[0])
+
+    def margin(policy):
+        return float(run(policy, jnp.asarray(logits), states, [0.0], True).margin[0])
+
     assert margin(make([p + 0.01, p + 0.2, 1.0, 1.0])) == pytest.approx(0.01, abs=1e-6)
     assert margin(make([p - 0.02, 0.0, 0.0, 0.0])) == pytest.approx(0.02, abs=1e-6)
     assert margin(make(1.0)) == pytest.approx(0.5, abs=1e-6)

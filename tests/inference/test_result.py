@@ -20,7 +20,9 @@ CONFIG = ModelConfig(
     exits=(ExitConfig(1), ExitConfig(4)),
 )
 
-text = lambda ids: "".join(chr(97 + i) for i in ids)
+
+def text(ids):
+    return "".join(chr(97 + i) for i in ids)
 
 
 def records(tokens):
@@ -29,7 +31,10 @@ def records(tokens):
     token = np.array([t + [-1] * (n - len(t)) for t in tokens], np.int32).T
     real = token >= 0
     number = np.arange(token.size).reshape(token.shape)
-    value = lambda a, empty: np.where(real, a, empty).astype(np.float32)
+
+    def value(a, empty):
+        return np.where(real, a, empty).astype(np.float32)
+
     return DecodeRecord(
         token=token,
         logprob=value(-number, 0),
@@ -117,12 +122,17 @@ def test_decoding_and_copying_do_not_grow_with_what_is_there():
 
 
 def test_a_stop_string_across_tokens_that_have_no_text():
-    decode = lambda ids: "".join(chr(97 + i) for i in ids if i < 26)
+    def decode(ids):
+        return "".join(chr(97 + i) for i in ids if i < 26)
+
     ids = [0, 1] + [99] * 50 + [2, 3]
     for before in range(len(ids) - 1):
         assert string_end(ids, before, ["abc"], decode) == [len(ids) - 1]
+
     # What only looks like a match where the text is cut is none.
-    odd = lambda ids: ("#" if ids and ids[0] == 5 else "") + text(ids)
+    def odd(ids):
+        return ("#" if ids and ids[0] == 5 else "") + text(ids)
+
     assert string_end([0] * 40 + [5] * 40 + [1], 80, ["#f"], odd) == []
 
 
@@ -131,7 +141,10 @@ def test_a_stop_string_across_tokens_that_have_no_text():
 def test_texts_and_stop_strings_go_on_behind_the_prompt(ids, prompt):
     """Of a decoder that drops the space that begins a text, as SentencePiece's."""
     pieces = [" a", " b", "c", ""]
-    decode = lambda ids: "".join(pieces[i] for i in ids).removeprefix(" ")
+
+    def decode(ids):
+        return "".join(pieces[i] for i in ids).removeprefix(" ")
+
     one = dict(max_new=np.array([len(ids)]), limits=["length"])
     whole = Collector(CONFIG, [prompt], **one).add(records([ids]))
     want = decode([*prompt, *ids]).removeprefix(decode(prompt))
@@ -152,7 +165,10 @@ def test_a_log_probability_that_is_no_number_is_an_error():
 
 def test_colors_by_exit_and_their_legend():
     ids = [97, *"é".encode(), 98]  # by exits 1, 0, 1 and the final one
-    decode = lambda ids: bytes(ids).decode(errors="replace")
+
+    def decode(ids):
+        return bytes(ids).decode(errors="replace")
+
     result = collect(records([ids]), [1], [4])[-1]
     assert result.exits[0].tolist() == [1, 0, 1, 2]
     assert list(result.pieces(0, decode)) == [("a", 0), ("é", 2), ("b", 3)]

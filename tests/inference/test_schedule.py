@@ -87,8 +87,13 @@ def test_the_cheaper_way_is_taken():
     ready = np.array([True, True, False, False, False, False])
     demand = SegmentDemand(ready, np.ones(SLOTS, int), np.zeros(SLOTS, bool), np.bool_(False))
     none = np.zeros(SLOTS, int)
-    plan = lambda *seconds: BatchPlan.make(1, SLOTS, BUCKETS, seconds=seconds)
-    way = lambda *seconds: select_batch(np, plan(*seconds), 0, BUCKETS, WIDTH, demand, none).mode
+
+    def plan(*seconds):
+        return BatchPlan.make(1, SLOTS, BUCKETS, seconds=seconds)
+
+    def way(*seconds):
+        return select_batch(np, plan(*seconds), 0, BUCKETS, WIDTH, demand, none).mode
+
     assert way([3.0], [[1.0, 2.0, 3.0]], [0.5]) == PACKED  # 1 + 2 spans of 0.5
     assert way([1.9], [[1.0, 2.0, 3.0]], [0.5]) == IN_PLACE
     assert way([1.9], [[1.0, 2.0, 3.0]], [0.4]) == PACKED

@@ -282,7 +282,10 @@ def test_what_cannot_be_scheduled():
 
 def test_a_request_goes_on_in_another_scheduler():
     """What it has is not told again, and counts."""
-    make = lambda: Scheduler(ScriptedEngine(said, (2, 4), 2, 64), CONFIG, steps=2)
+
+    def make():
+        return Scheduler(ScriptedEngine(said, (2, 4), 2, 64), CONFIG, steps=2)
+
     prompt, limit = [5, 6, 7], 17
     first = make()
     number = add(first, prompt, limit)

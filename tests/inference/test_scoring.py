@@ -29,7 +29,9 @@ CONFIG = ModelConfig(
 
 @pytest.fixture(scope="module")
 def model():
-    grow = lambda a: a * 1.5 if a.ndim > 1 else a
+    def grow(a):
+        return a * 1.5 if a.ndim > 1 else a
+
     return jax.tree.map(grow, params.init(CONFIG, jax.random.key(1)))
 
 

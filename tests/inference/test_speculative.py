@@ -84,8 +84,11 @@ def check_greedy(subset, prompts, layout, drafts, adapt, buckets, batch, data):
         asked = prompts(data.draw(st.integers(0, 99)), lengths)
         stops = data.draw(st.sampled_from([(), (), (ord(" "), ord("e")), (ord("\n"),)]))
         limit = data.draw(st.integers(1, 30))
+
         # In chunks of one size: each other one is a program of its own.
-        run = lambda g, *given, **kwargs: [*g.stream(*given, chunk=32, **kwargs)][-1]
+        def run(g, *given, **kwargs):
+            return [*g.stream(*given, chunk=32, **kwargs)][-1]
+
         a, b = (run(g, asked, limit, stop_token_ids=stops) for g in (oracle, engine))
         excused += assert_same(a, b)
         check_account(b, engine.config, options)
@@ -166,7 +169,10 @@ def test_nothing_early_is_emitted_whatever_is_asked(subset, prompts):
     p, config = subset((1, 3))
     options = EngineOptions("speculative", draft_exit=1, drafts=2, buckets=(1,))
     g = Generator.make(p, config, options)
-    run = lambda **kwargs: [*g.stream(prompts(0, [8]), 12, chunk=2, **kwargs)]
+
+    def run(**kwargs):
+        return [*g.stream(prompts(0, [8]), 12, chunk=2, **kwargs)]
+
     r = run(threshold=0.0, exits=[1], prefill_exit=True)[-1]
     assert r.ids(0) == Generator.make(p, config, "full").generate(prompts(0, [8]), 12).ids(0)
     assert (r.boundaries == config.n_layers).all() and r.exit_boundaries == (3, config.n_layers)

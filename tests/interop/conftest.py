@@ -33,7 +33,10 @@ def lm(small_run):
 def own_tasks(eejax_data, tmp_path_factory):
     """A folder of tasks over records of real data sets."""
     folder = tmp_path_factory.mktemp("tasks")
-    lines = lambda name: (eejax_data / name).read_text(encoding="utf-8").splitlines()
+
+    def lines(name):
+        return (eejax_data / name).read_text(encoding="utf-8").splitlines()
+
     records = {
         "choice": lines("openbookqa/test.jsonl")[:12],
         "word": lines("lambada/lambada_openai.jsonl")[:8],

@@ -89,7 +89,9 @@ def test_gradients_are_the_cores(both):
         ]
         return sum(w * a.sum() for w, a in zip(weights, each, strict=True))
 
-    by_core = lambda tree: multi_exit_loss(tree, config, tokens, labels, weights)[0]
+    def by_core(tree):
+        return multi_exit_loss(tree, config, tokens, labels, weights)[0]
+
     (a, da), (b, db) = (jax.value_and_grad(f)(tree) for f in (by_flax, by_core))
     np.testing.assert_allclose(a, b, rtol=1e-5)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4), da, db)
@@ -100,9 +102,12 @@ def test_dropout_needs_its_key_and_only_in_training():
     tokens = jnp.zeros((2, 5), jnp.int32)
     module = EarlyExitTransformer(config)
     variables = module.init(jax.random.key(0), tokens)
-    run = lambda seed: module.apply(
-        variables, tokens, train=True, rngs={"dropout": jax.random.key(seed)}
-    )[-1]
+
+    def run(seed):
+        return module.apply(variables, tokens, train=True, rngs={"dropout": jax.random.key(seed)})[
+            -1
+        ]
+
     assert not np.allclose(run(0), run(1))
     np.testing.assert_array_equal(run(2), run(2))
     np.testing.assert_array_equal(

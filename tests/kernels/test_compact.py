@@ -46,7 +46,10 @@ def test_at_the_edges_of_blocks(kept, interpreted):
 
 def test_under_jit_vmap_and_scan(interpreted):
     keep = jax.random.bernoulli(jax.random.key(0), 0.5, (3, 50))
-    run = lambda keep: compact(keep, implementation="interpreter")
+
+    def run(keep):
+        return compact(keep, implementation="interpreter")
+
     for got in (
         jax.jit(jax.vmap(run))(keep),
         jax.lax.scan(lambda c, k: (c, run(k)), 0, keep)[1],

@@ -103,7 +103,10 @@ def calls(draw):
         draw(st.sampled_from([None, 3.0])),
     )
     rng, r = np.random.default_rng(draw(st.integers(0, 99))), len(slot)
-    make = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.dtype(dtype))
+
+    def make(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.dtype(dtype))
+
     slopes = jnp.asarray(rng.uniform(0, 0.5, (n_kv, g)), jnp.float32)
     return options, (
         make(r, n_kv, g, h),
@@ -259,7 +262,10 @@ def test_no_rows_and_no_spans_are_the_references(interpreted):
 def test_decoding_in_a_loop_is_attention_to_all_that_came(which, interpreted):
     """Rows come one by one, by one branch or the other, and see what came before them."""
     n, n_kv, g, h = 5, 2, 2, 16
-    make = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
+
+    def make(i, *shape):
+        return jax.random.normal(jax.random.key(i), shape)
+
     q, k, v = make(0, n, 2, n_kv, g, h), make(1, n, 2, n_kv, h), make(2, n, 2, n_kv, h)
     options, rows = AttentionOptions(1, 1, h**-0.5), jnp.arange(2, dtype=jnp.int32)
 
@@ -296,7 +302,10 @@ def test_decoding_in_a_loop_is_attention_to_all_that_came(which, interpreted):
 def test_in_a_shard_map_with_heads_spread(which, interpreted):
     options, (q, k, v, keys, values, *rows, slopes) = arguments(slopes=True)
     mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
-    split = lambda a: jnp.concatenate([a[0::2], a[1::2]])  # a device's heads together
+
+    def split(a):
+        return jnp.concatenate([a[0::2], a[1::2]])  # a device's heads together
+
     heads, spread = P(None, "model"), P("model")
 
     def run(q, k, v, keys, values, slopes, *rows):
@@ -380,9 +389,10 @@ def test_few_programs_are_cut_into_parts(slots, s, parts, interpreted):
 
 def test_a_call_is_one_launch_or_two(interpreted, monkeypatch):
     launched, launch = [], interpreter.launch
-    counted = lambda *args, kernel, **kw: (
-        launched.append(kernel) or launch(*args, kernel=kernel, **kw)
-    )
+
+    def counted(*args, kernel, **kw):
+        return launched.append(kernel) or launch(*args, kernel=kernel, **kw)
+
     monkeypatch.setattr(interpreter, "launch", counted)
     for s, count in ((60, 1), (200, 2)):
         options, (*own, slopes) = arguments(starts=(0, 30, 50), s=s)

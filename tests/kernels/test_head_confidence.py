@@ -108,7 +108,10 @@ def test_the_reference_beside_float64(spec):
 def test_states_are_rounded_as_the_reference_rounds_them(norm, dtype, interpreted):
     options = HeadConfidenceOptions(300, norm)
     args = arguments(16, 200, 300, options, head_bias=False, dtype=dtype)
-    run = lambda which: jax.jit(partial(head_confidence, options=options, implementation=which))
+
+    def run(which):
+        return jax.jit(partial(head_confidence, options=options, implementation=which))
+
     got, want = run("interpreter")(*args), run("reference")(*args)
     # A state that is rounded the other way moves a logit by 1e-4 and more; none is.
     np.testing.assert_allclose(got.lse, want.lse, atol=3e-6, rtol=0)
@@ -266,9 +269,14 @@ def test_gradients_are_the_references(interpreted):
 def test_under_jit_vmap_and_scan(interpreted):
     options = HeadConfidenceOptions(100, RMS)
     x, *rest = arguments(n=12, rows=100, options=options)
-    run = lambda x, *w: head_confidence(x, *w, options=options, implementation="interpreter")
+
+    def run(x, *w):
+        return head_confidence(x, *w, options=options, implementation="interpreter")
+
     want = run(x, *rest)
-    fold = lambda a: a.reshape(3, 4, *a.shape[1:])
+
+    def fold(a):
+        return a.reshape(3, 4, *a.shape[1:])
 
     def same(got, want=want):
         assert (got.token.reshape(-1) == want.token).all()
@@ -331,9 +339,11 @@ def test_gradients_of_a_vocabulary_over_shards(interpreted):
         total = jnp.sum(got.top + got.second * 2 + got.entropy * got.lse)
         return jax.lax.psum(total, "data") if axis else total
 
-    sharded = lambda which: jax.shard_map(
-        partial(cost, "model", which), mesh=mesh, in_specs=specs, out_specs=P()
-    )
+    def sharded(which):
+        return jax.shard_map(
+            partial(cost, "model", which), mesh=mesh, in_specs=specs, out_specs=P()
+        )
+
     numbers = tuple(range(5))
     want = jax.jit(jax.grad(partial(cost, None, "reference"), numbers))(*args)
     for which in WHICH:

@@ -159,7 +159,10 @@ def test_products_are_as_exact_as_jaxs_own(said, word):
 
 def test_a_call_outside_of_a_program_goes_where_its_arguments_are(interpreted, monkeypatch):
     monkeypatch.setattr(call, "available", lambda: True)  # as if there were a GPU too
-    never = lambda launch, x: launch(x, kernel=None, grid=(1,), out=[x])[0]
+
+    def never(launch, x):
+        return launch(x, kernel=None, grid=(1,), out=[x])[0]
+
     monkeypatch.setattr(
         call, "launch", lambda *a, **k: jax.ffi.ffi_call("no_such_call", k["out"])(*a)
     )
@@ -252,7 +255,10 @@ def test_an_old_gpu_is_warned_of_and_goes_without(monkeypatch):
 
 def test_what_another_thread_traces_is_its_own(interpreted):
     run, keep = jax.jit(lambda k: compact(k)), jnp.ones(5, bool)
-    kernels = lambda: str(jax.make_jaxpr(run)(keep)).count("pure_callback")
+
+    def kernels():
+        return str(jax.make_jaxpr(run)(keep)).count("pure_callback")
+
     with call.implementation("interpreter"):
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(kernels).result() == 0
@@ -275,5 +281,8 @@ def test_a_batch_of_nothing(which, interpreted):
     assert (order.shape, counts.shape) == ((0, 5), (0, 2))
     spec = norm_router_specs.SPECS[0]
     x, *rest, threshold = spec.args()
-    route = lambda x: spec.run(x, *rest, threshold, implementation=which)
+
+    def route(x):
+        return spec.run(x, *rest, threshold, implementation=which)
+
     assert jax.vmap(route)(jnp.zeros((0, *x.shape))).confidence.shape == (0, len(x))

@@ -57,7 +57,10 @@ def exact(options: LossOptions, h, table, bias, labels, weights):
     cost = np.where(counted, nll * factor + options.z_loss * lse**2, 0.0)
     g = (p - hot) * factor[:, None] + p * (2 * options.z_loss * lse)[:, None]
     g = g * (weights * counted)[:, None] * slope
-    pad = lambda a: np.pad(a, [(0, padding)] + [(0, 0)] * (a.ndim - 1))
+
+    def pad(a):
+        return np.pad(a, [(0, padding)] + [(0, 0)] * (a.ndim - 1))
+
     gradients = g @ table, pad(g.T @ h), None if bias is None else pad(g.sum(0)), cost
     return ((weights * cost).sum(), (weights * nll).sum()), gradients
 
@@ -308,21 +311,30 @@ def test_runs_are_equal_to_the_bit_and_under_vmap_and_scan(interpreted):
     want = jax.tree.leaves(one(h, table, labels, weights))
     again = jax.tree.leaves(one(h, table, labels, weights))
     assert all((a == b).all() for a, b in zip(want, again, strict=True))
-    near = lambda got, want: assert_near(*map(jax.tree.leaves, (got, want)), [1e-6] * 5)
+
+    def near(got, want):
+        return assert_near(*map(jax.tree.leaves, (got, want)), [1e-6] * 5)
+
     near(run(h, table, labels, weights), want)
     xs = [a.reshape(3, 4, *a.shape[1:]) for a in (h, labels, weights)]
     parts = [one(xs[0][i], table, xs[1][i], xs[2][i]) for i in range(3)]
     parts = jax.tree.map(lambda *a: jnp.stack(a), *parts)
     assert_near((parts[1].h.reshape(h.shape),), (want[2],), (1e-6,))
     near(jax.jit(jax.vmap(run, (0, None, 0, 0)))(xs[0], table, *xs[1:]), parts)
-    body = lambda c, xs: (c, run(xs[0], table, *xs[1:]))
+
+    def body(c, xs):
+        return (c, run(xs[0], table, *xs[1:]))
+
     near(jax.jit(lambda: jax.lax.scan(body, 0, xs)[1])(), parts)
     tables = jnp.stack([table, 2 * table])
     each = jax.jit(jax.vmap(run, (None, 0, None, None)))(h, tables, labels, weights)
     near(jax.tree.map(lambda a: a[0], each), want)
     near(jax.tree.map(lambda a: a[1], each), one(h, tables[1], labels, weights))
+
     # The same through its derivative.
-    cost = lambda h, table: loss(options, h, table, None, labels, weights)[0]
+    def cost(h, table):
+        return loss(options, h, table, None, labels, weights)[0]
+
     with call.implementation("interpreter"):
         each = jax.jit(jax.vmap(jax.grad(cost, (0, 1)), (None, 0)))(h, tables)
     assert_near([a[0] for a in each], want[2:4], [1e-6] * 2)
@@ -349,7 +361,10 @@ def test_over_shards_of_vocabulary_and_tokens(which, data, interpreted, monkeypa
 
     def partly(*args):
         total, d = run(*args)
-        everywhere = lambda a: jax.lax.pmean(jax.lax.psum(a, "data"), "model")
+
+        def everywhere(a):
+            return jax.lax.pmean(jax.lax.psum(a, "data"), "model")
+
         whole = jax.lax.psum(d.h, "model"), jax.lax.psum((d.table, d.bias), "data")
         return jax.tree.map(everywhere, total), whole
 
@@ -384,9 +399,12 @@ def test_a_dtype_without_a_kernel_is_the_references_with_a_warning(interpreted):
     with jax.enable_x64(True):
         (h, table, bias, labels, weights), options = arguments()
         args = h.astype(jnp.float64), table, bias, labels, weights
-        run = lambda which: jax.jit(
-            lambda: sums_and_gradients(*args, options=options, implementation=which)
-        )()
+
+        def run(which):
+            return jax.jit(
+                lambda: sums_and_gradients(*args, options=options, implementation=which)
+            )()
+
         with pytest.warns(UserWarning, match="no kernel covers float64 states; the reference runs"):
             got = run("interpreter")
         want = run("reference")

@@ -126,10 +126,18 @@ def test_gradients_are_the_references(interpreted):
 
 def test_under_jit_vmap_and_scan(interpreted):
     x, *weights, threshold = arguments(n=12)
-    run = lambda x, t, *w: norm_router(x, *w, t, options=RMS, implementation="interpreter")
+
+    def run(x, t, *w):
+        return norm_router(x, *w, t, options=RMS, implementation="interpreter")
+
     want = run(x, threshold, *weights).confidence
-    fold = lambda a: a.reshape(3, 4, *a.shape[1:])
-    same = lambda got: np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
+
+    def fold(a):
+        return a.reshape(3, 4, *a.shape[1:])
+
+    def same(got):
+        return np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
+
     same(jax.jit(run)(x, threshold, *weights).confidence)
     rows = jax.vmap(lambda x, t: run(x, t, *weights))(fold(x), fold(threshold))
     same(rows.confidence.reshape(-1))
@@ -151,8 +159,11 @@ def test_in_a_shard_map(interpreted):
 
     def run(x, threshold, *weights):
         got = norm_router(x, *weights, threshold, options=RMS, implementation="interpreter")
+
         # A conditional's branches have to vary over the same axes.
-        more = lambda c: c + x[:, 0] * 0
+        def more(c):
+            return c + x[:, 0] * 0
+
         return jax.lax.cond(jnp.any(got.leaves), lambda c: c, more, got.confidence)
 
     specs = (P("data"), P("data"), *[P()] * len(weights))

@@ -86,8 +86,13 @@ def test_gradients_are_the_references(bias, interpreted):
 
 def test_under_jit_vmap_and_scan(interpreted):
     into, x, place, scale, _ = draw(jax.random.key(5), 6, 4, 64, RMS, False, "float32")
-    run = lambda into, x: scatter(into, x, place, scale, options=RMS, implementation="interpreter")
-    plain = lambda into, x: scatter(into, x, place, scale, options=RMS, implementation="reference")
+
+    def run(into, x):
+        return scatter(into, x, place, scale, options=RMS, implementation="interpreter")
+
+    def plain(into, x):
+        return scatter(into, x, place, scale, options=RMS, implementation="reference")
+
     both = jnp.stack([into, 2 * into]), jnp.stack([x, x + 1])
     want = jax.vmap(plain)(*both)
     np.testing.assert_allclose(jax.jit(jax.vmap(run))(*both), want, rtol=1e-5, atol=1e-6)
@@ -110,7 +115,10 @@ def test_in_a_shard_map(interpreted):
     specs = (P("data"), P("data"), P())
     sharded = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P("data"))
     got = jax.jit(sharded)(jnp.concatenate([into, -into]), jnp.concatenate([x, x + 1]), scale)
-    one = lambda into, x: scatter(into, x, place, scale, options=RMS, implementation="reference")
+
+    def one(into, x):
+        return scatter(into, x, place, scale, options=RMS, implementation="reference")
+
     want = jnp.concatenate([one(into, x), one(-into, x + 1)])
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 

@@ -60,7 +60,10 @@ def make_case(
     ignored=0.2,
 ):
     rng = np.random.default_rng(seed)
-    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
     labels = rng.integers(0, vocab, n).astype(np.int32)
     labels[rng.random(n) < ignored] = IGNORE
     v = vocab + padding
@@ -76,7 +79,10 @@ def make_case(
 
 def reference(case: Case) -> tuple[float, Gradients]:
     """Loss and gradients in float64 from the formulas, not by autodiff."""
-    f8 = lambda a: None if a is None else a.astype(np.float64)
+
+    def f8(a):
+        return None if a is None else a.astype(np.float64)
+
     h, table, bias, o = f8(case.h), f8(case.table), f8(case.bias), case.options
     table, counted = table[: o.vocab_size], case.labels != IGNORE
     weight = counted * (1.0 if case.weights is None else f8(case.weights))
@@ -177,7 +183,10 @@ def test_undifferentiated_loss_is_the_differentiated_one():
 @pytest.mark.parametrize("table_dtype", [jnp.float32, jnp.bfloat16])
 def test_bfloat16_states_accumulate_in_float32(table_dtype):
     case = make_case(2, 64, 16, 48, 0, False, True)
-    round_ = lambda a: np.asarray(jnp.asarray(a, jnp.bfloat16), np.float32)
+
+    def round_(a):
+        return np.asarray(jnp.asarray(a, jnp.bfloat16), np.float32)
+
     case = case._replace(h=round_(case.h), table=round_(case.table))
     with small_chunks(16):
         loss, gradients = run(case, jnp.bfloat16, table_dtype)
@@ -226,7 +235,9 @@ def test_exits_that_share_a_table_are_the_weighted_sum_of_each():
         heads = [Head(table, b, k.options) for b, k in zip(biases, cases, strict=True)]
         return exits_cross_entropy(hs, heads, labels, c, weights=weights)
 
-    pick = lambda f: [jnp.asarray(f(k)) for k in cases]
+    def pick(f):
+        return [jnp.asarray(f(k)) for k in cases]
+
     with small_chunks(6):
         (total, sums), (d_h, d_table, d_bias, d_weights, d_c) = jax.jit(
             jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True)
@@ -270,8 +281,12 @@ def test_split_vocabulary_gives_the_gradients_of_the_whole(data, model, outside)
         head = Head(table, bias, case.options)
         return exits_cross_entropy((h,), (head,), labels, c, weights=(weights,), axis=axis)[0]
 
-    gradient = lambda f: jax.value_and_grad(f, argnums=range(5))
-    total = lambda *a: jax.lax.psum(local(*a), "data")
+    def gradient(f):
+        return jax.value_and_grad(f, argnums=range(5))
+
+    def total(*a):
+        return jax.lax.psum(local(*a), "data")
+
     if outside:
         f = gradient(jax.shard_map(total, mesh=mesh, in_specs=specs, out_specs=P()))
     else:

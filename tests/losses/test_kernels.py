@@ -26,7 +26,10 @@ OBJECTIVES = (
 
 def draw(seed: int = 0):
     rng = np.random.default_rng(seed)
-    single = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    def single(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
     hs = tuple(single(2, N // 2, D) for _ in OPTIONS)
     labels = rng.integers(0, 37, (2, N // 2))
     labels[0, 3] = IGNORE
@@ -52,7 +55,10 @@ def run(hs, table, bias, labels, weights, coefficients, sparse=False, axis=None)
 
 def gradients(args, **kwargs):
     hs, table, bias, labels, weights, coefficients = args
-    cost = lambda hs, t, b, w, c: run(hs, t, b, labels, w, c, **kwargs)
+
+    def cost(hs, t, b, w, c):
+        return run(hs, t, b, labels, w, c, **kwargs)
+
     return jax.value_and_grad(cost, (0, 1, 2, 3, 4), has_aux=True)(
         hs, table, bias, weights, coefficients
     )
@@ -87,9 +93,9 @@ def test_over_a_mesh(by_kernels):
     rows, table = P("data"), P("model")
 
     def local(hs, t, b, labels, weights, c):
-        cost = lambda hs, t, b, w, c: jax.lax.psum(
-            run(hs, t, b, labels, w, c, axis="model")[0], "data"
-        )
+        def cost(hs, t, b, w, c):
+            return jax.lax.psum(run(hs, t, b, labels, w, c, axis="model")[0], "data")
+
         value, grads = jax.value_and_grad(cost, (0, 1, 2, 3, 4))(hs, t, b, weights, c)
         return value, grads
 

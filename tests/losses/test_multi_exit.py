@@ -69,9 +69,12 @@ def test_gradient_of_every_parameter_is_that_of_whole_logits(name):
     p = params.init(config, jax.random.key(1))
     tokens, labels = make_batch(config)
     weights = jnp.asarray([0.25, 0.5, 0.75, 1.0][-config.n_exits - 1 :], jnp.float32)
-    gradient = lambda f: jax.jit(
-        jax.value_and_grad(lambda p, w: f(p, config, tokens, labels, w), (0, 1), has_aux=True)
-    )(p, weights)
+
+    def gradient(f):
+        return jax.jit(
+            jax.value_and_grad(lambda p, w: f(p, config, tokens, labels, w), (0, 1), has_aux=True)
+        )(p, weights)
+
     (total, sums), got = gradient(multi_exit_loss)
     (want_total, want_sums), want = gradient(plain_loss)
     np.testing.assert_allclose(sums.sums, want_sums, rtol=1e-5)
@@ -121,7 +124,10 @@ def test_an_exit_of_weight_zero_leaves_its_own_parameters_alone():
     config = LAYOUTS["shared"]
     p = params.init(config, jax.random.key(3))
     tokens, labels = make_batch(config)
-    loss = lambda p: multi_exit_loss(p, config, tokens, labels, jnp.asarray([0.5, 0.0, 1.0]))[0]
+
+    def loss(p):
+        return multi_exit_loss(p, config, tokens, labels, jnp.asarray([0.5, 0.0, 1.0]))[0]
+
     gradient = jax.grad(loss)(p)
     assert all((g == 0).all() for g in jax.tree.leaves(gradient["exits"]["exit_2"]))
     assert all((g != 0).any() for g in jax.tree.leaves(gradient["exits"]["exit_1"]))
@@ -151,7 +157,10 @@ def test_an_exit_adds_no_more_than_an_eighth_of_its_logits():
         )
         tokens = jax.ShapeDtypeStruct((b, t), jnp.int32)
         weights = jnp.ones(exits + 1)
-        loss = lambda p, x, y: multi_exit_loss(p, config, x, y, weights)[0]
+
+        def loss(p, x, y):
+            return multi_exit_loss(p, config, x, y, weights)[0]
+
         compiled = jax.jit(jax.grad(loss)).lower(params.shapes(config), tokens, tokens).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -170,15 +179,17 @@ def drawn_loss(config, share, **more):
     objective = LossObjective(exit_tokens=share, **more)
 
     def one(key):
-        loss = lambda p: multi_exit_loss(
-            p,
-            config,
-            tokens,
-            labels,
-            weights,
-            objective=objective,
-            dropout_keys=jnp.broadcast_to(key, (len(tokens),)),
-        )
+        def loss(p):
+            return multi_exit_loss(
+                p,
+                config,
+                tokens,
+                labels,
+                weights,
+                objective=objective,
+                dropout_keys=jnp.broadcast_to(key, (len(tokens),)),
+            )
+
         (total, sums), gradient = jax.value_and_grad(loss, has_aux=True)(p)
         return total, sums.sums, gradient
 
@@ -192,9 +203,10 @@ def test_drawn_tokens_keep_the_expectation(name, more, monkeypatch):
     config, t = LAYOUTS[name], 8
     pairs = jnp.asarray(list(itertools.combinations(range(t), 2)))
     assert multi_exit.draw_tokens(jax.random.split(jax.random.key(0), 3), t, 0.25).shape == (3, 2)
-    draw = lambda keys, length, share: jnp.broadcast_to(
-        pairs[jax.random.key_data(keys)[0, -1]], (len(keys), 2)
-    )
+
+    def draw(keys, length, share):
+        return jnp.broadcast_to(pairs[jax.random.key_data(keys)[0, -1]], (len(keys), 2))
+
     monkeypatch.setattr(multi_exit, "draw_tokens", draw)
     one = drawn_loss(config, 0.25, **more)
     keys = jax.random.wrap_key_data(jnp.asarray([[0, i] for i in range(len(pairs))], jnp.uint32))

@@ -58,7 +58,10 @@ def whole(h, table, bias, o, labels, taught, objective):
 
 def case(seed, n=23, d=6, vocab=11, padding=0):
     rng = np.random.default_rng(seed)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
     labels = rng.integers(0, vocab, n).astype(np.int32)
     labels[rng.random(n) < 0.2] = IGNORE
     v = vocab + padding
@@ -101,7 +104,9 @@ def check_case(inputs, options, objective):
             teacher=teacher,
         )[0]
 
-    theirs = lambda h, table, bias: 0.7 * whole(h, table, bias, options, labels, taught, objective)
+    def theirs(h, table, bias):
+        return 0.7 * whole(h, table, bias, options, labels, taught, objective)
+
     with mock.patch.multiple(cross_entropy, MIN_CHUNK=4, CHUNK_LOGITS=4):  # several chunks
         got, grads = jax.value_and_grad(ours, (0, 1, 2, 3, 4))(h, table, bias, h_final, table_final)
         plain = ours(h, table, bias, h_final, table_final)  # the path without a gradient
@@ -225,9 +230,9 @@ def test_an_exit_with_no_weight_is_left_out():
     weights = jnp.asarray([0.0, 0.5, 1.0])
 
     def run(sparse, objective):
-        loss = lambda p, w: multi_exit_loss(
-            p, CONFIG, tokens, labels, w, sparse=sparse, objective=objective
-        )
+        def loss(p, w):
+            return multi_exit_loss(p, CONFIG, tokens, labels, w, sparse=sparse, objective=objective)
+
         return jax.jit(jax.value_and_grad(loss, has_aux=True))(p, weights)
 
     for objective in (LossObjective(), EVERYTHING):
@@ -241,9 +246,10 @@ def test_an_exit_with_no_weight_is_left_out():
 
 def test_probes_measure_what_each_exit_sends_into_the_trunk():
     p, tokens, labels = model_case()
-    loss = lambda probes, shift=None: multi_exit_loss(
-        p, CONFIG, tokens, labels, WEIGHTS, probes=probes
-    )[0]
+
+    def loss(probes, shift=None):
+        return multi_exit_loss(p, CONFIG, tokens, labels, WEIGHTS, probes=probes)[0]
+
     got = jax.grad(loss)(jnp.zeros(3))
 
     def shifted(shifts):

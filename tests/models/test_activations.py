@@ -38,7 +38,10 @@ def test_the_slope_has_a_slope():
 
 def test_gradients_inside_a_shard_map():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    total = lambda x: gelu(x).sum()
+
+    def total(x):
+        return gelu(x).sum()
+
     run = jax.shard_map(jax.grad(total), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     x = jnp.asarray(X[:-1], jnp.float32)
     np.testing.assert_array_equal(jax.jit(run)(x), jax.jit(jax.grad(total))(x))

@@ -100,7 +100,10 @@ def test_a_small_change_of_a_scale_is_not_rounded_away():
     grown = p | {
         "final": p["final"] | {"norm": {"scale": jnp.full(16, 1.003), "bias": jnp.zeros(16)}}
     }
-    last = lambda p: f64(transformer.exit_states(p, CONFIG, tokens, which=[1])[0])
+
+    def last(p):
+        return f64(transformer.exit_states(p, CONFIG, tokens, which=[1])[0])
+
     # bf16 has no number between 1 and 1.0078; the rounding of 9600 outputs averages out.
     ratio = np.abs(last(grown)).sum() / np.abs(last(p)).sum()
     assert abs(ratio - 1.003) < 5e-4

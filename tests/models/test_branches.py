@@ -14,7 +14,10 @@ from eejax.models.branches import run_branch, run_where
 @pytest.mark.parametrize("condition", [False, True])
 def test_a_body_runs_once_where_its_condition_holds(condition):
     carry = {"a": jnp.arange(3), "b": (jnp.float32(1.5), jnp.zeros((2, 2), jnp.int8))}
-    body = lambda c: {"a": c["a"] * 2 + 1, "b": (c["b"][0] - 1, c["b"][1] + 3)}
+
+    def body(c):
+        return {"a": c["a"] * 2 + 1, "b": (c["b"][0] - 1, c["b"][1] + 3)}
+
     found = jax.jit(lambda on, c: run_where(on, body, c))(jnp.bool_(condition), carry)
     wanted = body(carry) if condition else carry
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
@@ -23,7 +26,10 @@ def test_a_body_runs_once_where_its_condition_holds(condition):
 
 def test_each_shard_decides_for_itself():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    run = lambda on, a: run_where(on[0], lambda c: c + 10, a)
+
+    def run(on, a):
+        return run_where(on[0], lambda c: c + 10, a)
+
     sharded = jax.shard_map(run, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"))
     found = jax.jit(sharded)(jnp.array([False, True]), jnp.arange(4))
     np.testing.assert_array_equal(found, [0, 1, 12, 13])

@@ -31,7 +31,10 @@ def setup(case):
         **CASES[case],
     )
     rng = np.random.default_rng(1)
-    draw = lambda a: jnp.asarray(rng.standard_normal(a.shape, np.float32) * (a.std or 0.3))
+
+    def draw(a):
+        return jnp.asarray(rng.standard_normal(a.shape, np.float32) * (a.std or 0.3))
+
     return config, params.map_params(draw, params.layer(config)["attn"])
 
 
@@ -54,7 +57,10 @@ def test_rows_beside_a_cache_equal_the_whole_sequence(case):
     whole, (k, v) = layers.self_attention(
         p, x, config, layers.make_context(config, positions), window=window
     )
-    flat = lambda a: jnp.swapaxes(a, 1, 2).reshape(-1, T, a.shape[-1])
+
+    def flat(a):
+        return jnp.swapaxes(a, 1, 2).reshape(-1, T, a.shape[-1])
+
     rest = ((0, 0), (0, LENGTH - T), (0, 0))
     k, v = (jnp.pad(flat(a), rest, constant_values=1e9) for a in (k, v))
 
@@ -86,7 +92,9 @@ def test_a_short_reach_reads_only_the_first_positions():
             p, jnp.ones((2, 1, 12)), config, context, cache=(cache, cache)
         )[0]
 
-    reads = lambda *start: bool(jnp.isnan(row(jnp.asarray(start, jnp.int32))).any())
+    def reads(*start):
+        return bool(jnp.isnan(row(jnp.asarray(start, jnp.int32))).any())
+
     last = attention.SHORTEST - 1
     assert not reads(0, last)
     assert reads(0, last + 1)

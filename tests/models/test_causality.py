@@ -78,7 +78,9 @@ def test_a_frequent_tokens_gradient_is_summed_in_float32():
         h = transformer.exit_states(p, config, tokens)[-1].astype(jnp.float32)
         return jnp.sum(h * weights[None, None])
 
-    grad = lambda c: jax.jit(jax.grad(loss), static_argnums=1)(p, c)["embed"]["tokens"][3]
+    def grad(c):
+        return jax.jit(jax.grad(loss), static_argnums=1)(p, c)["embed"]["tokens"][3]
+
     half, full = grad(config), grad(config.replace(dtype="float32"))
     # bf16 rounds each contribution by up to 2^-9; a bf16 sum of 4096 would be off by factors.
     assert float(jnp.abs(half - full).max()) < 0.02 * float(jnp.abs(full).max())

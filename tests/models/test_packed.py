@@ -57,7 +57,10 @@ def test_packed_rows_attend_as_their_slots_rows_would(way, counts, starts, width
     position = np.concatenate([starts[i] + np.arange(counts[i]) for i in order])
     first = np.flatnonzero((position - np.array(starts)[slot]) % width == 0)
     t = 32
-    pad = lambda a, fill: np.concatenate([a, np.full(t - len(a), fill)]).astype(np.int32)
+
+    def pad(a, fill):
+        return np.concatenate([a, np.full(t - len(a), fill)]).astype(np.int32)
+
     packed = PackedRows(
         jnp.asarray(pad(slot, SLOTS)),
         jnp.asarray(pad(position, 0)),

@@ -129,9 +129,10 @@ def test_layers_that_some_stages_pass_by(sequence):
     def stage(stack, x):
         stack, x = jax.lax.pcast((stack, x), ("data", "pipe"), to="varying")
         i = jax.lax.axis_index("pipe")
-        loss = lambda stack, x: jnp.sum(
-            run(stack, shards.own_positions(x, axes), 1 + 2 * i, axes) ** 3
-        )
+
+        def loss(stack, x):
+            return jnp.sum(run(stack, shards.own_positions(x, axes), 1 + 2 * i, axes) ** 3)
+
         value, grads = jax.value_and_grad(loss, (0, 1))(stack, x)
         if sequence:
             value = jax.lax.psum(value, "model")
@@ -141,7 +142,10 @@ def test_layers_that_some_stages_pass_by(sequence):
         stage, mesh=mesh, in_specs=(by_model, P()), out_specs=(P(), (by_model, P()))
     )
     value, grads = jax.jit(mapped)(stack, x)
-    loss = lambda stack, x: sum(jnp.sum(run(stack, x, n, Axes()) ** 3) for n in (1, 3))
+
+    def loss(stack, x):
+        return sum(jnp.sum(run(stack, x, n, Axes()) ** 3) for n in (1, 3))
+
     want, wanted = jax.jit(jax.value_and_grad(loss, (0, 1)))(stack, x)
     np.testing.assert_allclose(value, want, rtol=1e-5)
     for g, w in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):

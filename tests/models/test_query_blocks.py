@@ -84,7 +84,10 @@ def attention64(p, x, config, positions, segments):
     if config.position == "rotary":
         r = config.head_dim // 2
         angle = positions[..., None, None] * 10000.0 ** (-np.arange(r) / r)
-        turn = lambda a: jax.lax.complex(a[..., :r], a[..., r:]) * np.exp(1j * angle)
+
+        def turn(a):
+            return jax.lax.complex(a[..., :r], a[..., r:]) * np.exp(1j * angle)
+
         q, k = (jnp.concatenate([turn(a).real, turn(a).imag], -1) for a in (q, k))
     y = mix64(q, k, v, config, positions, segments)
     return jnp.einsum("btnh,nhd->btd", y, p["o"]) + p["o_bias"][None, None]
@@ -155,7 +158,9 @@ def test_queries_keys_and_values(case):
         slopes = jnp.array(alibi_slopes(n), jnp.float32).reshape(n_kv, n // n_kv)
 
     def ours(q, k, v):
-        rows = lambda a: jnp.swapaxes(a, 1, 2).reshape(2 * n_kv, t, h)
+        def rows(a):
+            return jnp.swapaxes(a, 1, 2).reshape(2 * n_kv, t, h)
+
         q = q.reshape(2, t, n_kv, n // n_kv, h)
         y = attention.causal_attention(q, rows(k), rows(v), mask, context.distance, slopes, config)
         return y.reshape(2, t, n, h)
@@ -174,7 +179,10 @@ def test_queries_keys_and_values(case):
 @pytest.mark.parametrize("case", CASES)
 def test_values_in_bf16(case):
     config, p, x, positions, segments = setup(case, 256, "bfloat16")
-    half = lambda tree: jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)
+
+    def half(tree):
+        return jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)
+
     p, x = half((p, x))
     y = jax.jit(lambda p, x: blocked(p, x, config, positions, segments))(p, x)
     assert y.dtype == jnp.bfloat16

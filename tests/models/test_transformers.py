@@ -182,9 +182,11 @@ def test_logits_and_gradients_are_transformers(name):
     # Both round in float32 (6e-8), in other orders, over three layers.
     np.testing.assert_allclose(got, logits, atol=2e-5 * np.abs(logits).max(), rtol=0)
 
-    loss = lambda tree: multi_exit_loss(
-        tree, config, jnp.asarray(tokens), jnp.asarray(labels), jnp.ones(1)
-    )[0]
+    def loss(tree):
+        return multi_exit_loss(tree, config, jnp.asarray(tokens), jnp.asarray(labels), jnp.ones(1))[
+            0
+        ]
+
     grads = names(jax.tree.map(np.asarray, jax.jit(jax.grad(loss))(tree)), config)
     for key, w in want.items():
         assert np.abs(grads[key] - w).max() < 1e-4 * np.abs(w).max(), key

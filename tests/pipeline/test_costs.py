@@ -39,8 +39,13 @@ SMALL = ModelConfig(vocab_size=50, n_layers=8, d_model=16, n_heads=2, context_le
 @st.composite
 def drawn(draw):
     p = draw(st.integers(1, 6))
-    each = lambda: tuple(draw(st.lists(works, min_size=p, max_size=p)))
-    some = lambda: tuple(w if draw(st.booleans()) else PassTime() for w in each())
+
+    def each():
+        return tuple(draw(st.lists(works, min_size=p, max_size=p)))
+
+    def some():
+        return tuple(w if draw(st.booleans()) else PassTime() for w in each())
+
     return StageCosts(each(), some(), some(), draw(works)), draw(st.integers(1, 12))
 
 
@@ -91,7 +96,10 @@ def test_the_papers_equations_of_memory(case, data):
     size = {o: Size(data.draw(st.integers(0, 99)), data.draw(st.integers(0, 99))) for o in of}
     layers = [size["BB"]] * p
     layers[0] = layers[0].plus(size["IN"])
-    times = lambda k, one: Size(k * one.state, k * one.kept)
+
+    def times(k, one):
+        return Size(k * one.state, k * one.kept)
+
     exits = tuple(times(k, size["EE"]) for k in n)
     sizes = Sizes(tuple(layers), exits, (Size(),) * p, size["FE"])
     expected = ee_llm_formulas.stage_memory(p, n, size)
@@ -150,10 +158,15 @@ def test_the_paper_keeps_p_minus_i_microbatches(case, deferred, exits_at_end):
 def test_the_paper_formula_of_memory_is_the_peak_of_what_is_kept(case, deferred, at_end, data):
     c, m = case
     p = c.stages
-    sizes_of = lambda ws: tuple(
-        Size(data.draw(st.integers(0, 99)), data.draw(st.integers(0, 99))) if w.total else Size()
-        for w in ws
-    )
+
+    def sizes_of(ws):
+        return tuple(
+            Size(data.draw(st.integers(0, 99)), data.draw(st.integers(0, 99)))
+            if w.total
+            else Size()
+            for w in ws
+        )
+
     sizes = Sizes(sizes_of(c.layers), sizes_of(c.entry), sizes_of(c.inner), Size(3, 5))
     line = async_1f1b(c, m, deferred=deferred, exits_at_end=at_end)
     got = peak_memory(sizes, m, deferred=deferred, exits_at_end=at_end)
@@ -175,7 +188,10 @@ def test_optimizations_take_memory_from_the_first_stages():
     """Figure 3's point: without them the exits of all microbatches under way are kept."""
     nothing = (Size(),) * 4
     sizes = Sizes((Size(0, 10),) * 4, (Size(), Size(), Size(0, 6), Size()), nothing, Size(0, 6))
-    peak = lambda **how: peak_memory(sizes, 16, **how).tolist()
+
+    def peak(**how):
+        return peak_memory(sizes, 16, **how).tolist()
+
     assert peak(deferred=False, exits_at_end=True) == [40, 30 + 3 * 6, 20, 10 + 6]
     assert peak(deferred=False) == [40, 30, 20 + 2 * 6, 10 + 6]
     assert peak(exits_at_end=True) == [40, 30 + 6, 20, 10 + 6]
@@ -217,7 +233,10 @@ def test_where_exits_lie():
     boundaries = (0, 1, 4, 5, 6, 8)
     config = SMALL.replace(exits=tuple(map(ExitConfig, boundaries)))
     places = exit_places(config, (4, 2, 2))
-    name = lambda rows: [tuple(boundaries[e] for e in row) for row in rows]
+
+    def name(rows):
+        return [tuple(boundaries[e] for e in row) for row in rows]
+
     assert name(places.entry) == [(0,), (4,), (6,)]
     assert name(places.inner) == [(1,), (5,), ()]
     assert name([places.final]) == [(8,)]
@@ -272,7 +291,10 @@ def test_memory_grows_with_aligned_exits(boundary, more):
     """On stage i what the exit sends back is held for P - i steps beside the 2 (P - i) - 1 inputs,
     instead of for one; the rings are as large as the largest stage's."""
     config = SMALL.replace(exits=(ExitConfig(boundary),))
-    peak = lambda exits: memory_vs_1f1b(config, (2,) * 4, 16, 1, 8, exits=exits)[0].activations[0]
+
+    def peak(exits):
+        return memory_vs_1f1b(config, (2,) * 4, 16, 1, 8, exits=exits)[0].activations[0]
+
     assert peak("aligned") - peak("mixed") == more * 4 * 8 * 16
     assert peak("mixed") == peak("deferred")
 

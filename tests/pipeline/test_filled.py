@@ -24,8 +24,13 @@ def drawn(draw):
     entry = sorted(draw(st.sets(st.integers(0, p - 1), max_size=3)))
     inner = sorted(draw(st.sets(st.integers(0, p - 1), max_size=2)))
     layers = draw(st.lists(st.integers(1, 3), min_size=p, max_size=p))
-    count = lambda where: [int(i in where) for i in range(p)]
-    work = lambda: PassTime(draw(times), draw(times))
+
+    def count(where):
+        return [int(i in where) for i in range(p)]
+
+    def work():
+        return PassTime(draw(times), draw(times))
+
     costs = stage_costs(
         layers,
         count(entry),
@@ -136,7 +141,10 @@ def test_without_links_of_its_own_the_end_would_hold_up_the_last_gradients(p):
 
 def test_a_microbatch_goes_no_further_than_its_last_exit():
     c = stage_costs((1,) * 8, layer=PassTime(1, 2))
-    tops = lambda **where: [r.top for r in filled(c, 16, part2=0, **where).schedule.routes[16:]]
+
+    def tops(**where):
+        return [r.top for r in filled(c, 16, part2=0, **where).schedule.routes[16:]]
+
     # By the paper's count four microbatches of 4, 3, 2, 1 stages.
     assert tops(inner_stages=range(8)) == [3, 2, 1, 0]
     assert tops(exit_stages=(2,)) == [2, 2]
@@ -197,7 +205,10 @@ class Linear:
     def __init__(self, stages, entry, inner, seed=0):
         rng = np.random.default_rng(seed)
         self.stages, self.entry, self.inner = stages, set(entry), set(inner)
-        draw = lambda *shape: rng.normal(size=shape) / math.sqrt(D)
+
+        def draw(*shape):
+            return rng.normal(size=shape) / math.sqrt(D)
+
         self.layers = draw(stages, 2, D, D)
         self.heads = draw(stages, 2, D, D)  # of the exits at its beginning, in its middle
         self.final = draw(D, D)

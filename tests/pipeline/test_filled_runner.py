@@ -63,7 +63,10 @@ def test_identical_microbatches_give_the_exact_gradient(stages, head):
     one = batch_of(config, 2)
     batch = {k: np.tile(v, (2 * stages, 1)) for k, v in one.items()}
     sums = run(placed(layout, value, mesh), {}, weights, None, batch, jnp.zeros((), jnp.int32))
-    loss = lambda v: multi_exit_loss(v, config, one["tokens"], one["labels"], weights)
+
+    def loss(v):
+        return multi_exit_loss(v, config, one["tokens"], one["labels"], weights)
+
     (total, exits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(value)
     n = factors.main
     assert factors.losses.min() < 1 and factors.gradients.min() < 1  # both parts are there
@@ -90,9 +93,12 @@ def test_exits_are_distilled_in_filled_bubbles():
     one = batch_of(config, 2)
     batch = {k: np.tile(v, (8, 1)) for k, v in one.items()}
     sums = run(placed(layout, value, mesh), {}, weights, None, batch, jnp.zeros((), jnp.int32))
-    loss = lambda v: multi_exit_loss(
-        v, config, one["tokens"], one["labels"], weights, objective=objective
-    )[0]
+
+    def loss(v):
+        return multi_exit_loss(
+            v, config, one["tokens"], one["labels"], weights, objective=objective
+        )[0]
+
     assert factors.main < 8
     got = jax.tree.map(lambda g: g / factors.main, layout.from_stages(jax.device_get(sums.grads)))
     compare(got, jax.jit(jax.grad(loss))(value))
@@ -110,7 +116,9 @@ def test_on_real_text_the_gradient_is_unbiased_and_less_noisy(eejax_data):
     windows = text[starts[..., None] + np.arange(T + 1)].astype(np.int32)
 
     def one(window):
-        loss = lambda v: multi_exit_loss(v, config, window[:, :-1], window[:, 1:], weights)[0]
+        def loss(v):
+            return multi_exit_loss(v, config, window[:, :-1], window[:, 1:], weights)[0]
+
         return jax.grad(loss)(value)
 
     each = jax.device_get(jax.jit(lambda w: jax.lax.map(one, w))(windows))
@@ -121,9 +129,12 @@ def test_on_real_text_the_gradient_is_unbiased_and_less_noisy(eejax_data):
     # Every gradient's component along its true mean: where a missing factor would show most.
     means = jax.tree.map(lambda g: g.mean(0), each)
     unit = [g / np.linalg.norm(g) for g in jax.tree.leaves(means)]
-    project = lambda grads: np.array(
-        [np.vdot(np.asarray(g), u) for g, u in zip(jax.tree.leaves(grads), unit, strict=True)]
-    )
+
+    def project(grads):
+        return np.array(
+            [np.vdot(np.asarray(g), u) for g, u in zip(jax.tree.leaves(grads), unit, strict=True)]
+        )
+
     want, drawn, alone = project(means), [], []
     for _ in range(200):
         chosen = rng.integers(0, 40, m)

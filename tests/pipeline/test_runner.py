@@ -229,7 +229,10 @@ def test_the_auxiliary_losses_of_stages_are_the_gradient_of_the_whole_loss():
         total, grads = jax.jit(oracle.gradients, static_argnums=0)(
             partition(config, len(cut), cut), value, batch["tokens"], batch["labels"], weights
         )
-        loss = lambda v: multi_exit_loss(v, config, batch["tokens"], batch["labels"], weights)[0]
+
+        def loss(v):
+            return multi_exit_loss(v, config, batch["tokens"], batch["labels"], weights)[0]
+
         want, want_grads = jax.jit(jax.value_and_grad(loss))(value)
         np.testing.assert_allclose(total, want, rtol=1e-6)
         compare(grads, want_grads)
@@ -261,9 +264,17 @@ def test_a_bfloat16_model_adds_up_its_gradients_in_float32():
         pipeline = built(config, MeshConfig(pipe=2), remat=remat)
         one = batch_of(config, 2)
         many = {k: np.tile(v, (48, 1)) for k, v in one.items()}
-        run = lambda batch, n, p=pipeline: jax.jit(runner.gradients(p, tabled(p, n)))(
-            placed(p.layout, value, p.mesh), {}, jnp.ones(3), None, batch, jnp.zeros((), jnp.int32)
-        )
+
+        def run(batch, n, p=pipeline):
+            return jax.jit(runner.gradients(p, tabled(p, n)))(
+                placed(p.layout, value, p.mesh),
+                {},
+                jnp.ones(3),
+                None,
+                batch,
+                jnp.zeros((), jnp.int32),
+            )
+
         small, large = run(one, 1).grads, run(many, 48).grads
         compare(large, jax.tree.map(lambda g: 48 * g, small), 1e-4)
 

@@ -113,9 +113,10 @@ def test_rings_hold_everything_in_as_few_slots_as_possible(case):
 
 def test_aligned_exits_cost_slots_and_mixed_ones_none():
     p, n = 4, 12
-    slots = lambda policy, exits: (
-        rings(one_f_one_b(p, n, exit_stages=exits, exits=policy), exits).n_states
-    )
+
+    def slots(policy, exits):
+        return rings(one_f_one_b(p, n, exit_stages=exits, exits=policy), exits).n_states
+
     assert slots("deferred", ()) == 2 * p - 1
     # Deferred, an exit's gradient is held within one step; aligned, for P - 1 - i more.
     assert slots("mixed", (1,)) == slots("deferred", (1,)) == 2 * p - 1
@@ -179,7 +180,10 @@ def test_a_damaged_table_is_refused(edit, message):
 
 def test_a_value_that_no_link_carries_is_refused():
     whole = one_f_one_b(3, 1)
-    edit = lambda t, links: (*whole.steps[:t], whole.steps[t]._replace(links=links))
+
+    def edit(t, links):
+        return (*whole.steps[:t], whole.steps[t]._replace(links=links))
+
     for t, links, message in (
         (0, (False, True), "forward of 0 on stage 1 needs a link of stages 0 and 1 at step 0"),
         (3, (False, True), "backward of 0 on stage 0 needs a link of stages 0 and 1 at step 3"),

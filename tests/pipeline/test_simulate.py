@@ -37,7 +37,10 @@ works = st.builds(PassTime, times, times)
 @st.composite
 def drawn(draw, most_stages=6):
     p, m = draw(st.integers(1, most_stages)), draw(st.integers(1, 12))
-    each = lambda: tuple(draw(st.lists(works, min_size=p, max_size=p)))
+
+    def each():
+        return tuple(draw(st.lists(works, min_size=p, max_size=p)))
+
     exits = draw(st.sets(st.integers(0, p - 1)))
     entry = tuple(w if i in exits else PassTime() for i, w in enumerate(each()))
     make = draw(st.sampled_from([gpipe, one_f_one_b]))
@@ -56,9 +59,10 @@ def rows_of_ticks(layers, entry, inner, final, n, policy, again):
         for i in range(p):
             last, runs = i == p - 1, lambda m: 0 <= m < n
             back, aligned = t - (2 * p - 2 - i), t - (p - 1)
-            early = lambda m, i=i: (
-                policy == "aligned" or (policy == "mixed" and m >= n - (p - 1 - i))
-            )
+
+            def early(m, i=i):
+                return policy == "aligned" or (policy == "mixed" and m >= n - (p - 1 - i))
+
             cost = layers[i].forward * (runs(t - i) and not (again and last))
             cost += (layers[i].backward + inner[i].total) * runs(back)
             cost += again * layers[i].forward * runs(back)
@@ -260,7 +264,10 @@ def test_costs_that_cannot_be_are_named():
 def test_stages_that_wait_for_each_other_are_named():
     up, down = Operation(FORWARD, 0), Operation(BACKWARD, 0)
     elsewhere = {(up, 1): (0, up), (down, 0): (1, down)}
-    before = lambda op, stage: elsewhere.get((op, stage))
+
+    def before(op, stage):
+        return elsewhere.get((op, stage))
+
     right = [[(up, 1.0), (down, 2.0)], [(up, 1.0), (down, 2.0)]]
     assert run_queues(right, before).time == 6
     wrong = [[(down, 2.0), (up, 1.0)], right[1]]

@@ -83,9 +83,12 @@ def test_streams_and_asynchronous_clients(address, client):
 
     async def several():
         async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none") as many:
-            ask = lambda i: many.completions.create(
-                model="m", prompt="class ", max_tokens=30, seed=i % 3, n=2
-            )
+
+            def ask(i):
+                return many.completions.create(
+                    model="m", prompt="class ", max_tokens=30, seed=i % 3, n=2
+                )
+
             return await asyncio.gather(*map(ask, range(12)))
 
     answers = asyncio.run(several())
@@ -138,7 +141,10 @@ def test_what_is_under_way_is_answered_before_the_end(model):
 def test_a_second_signal_ends_at_once(model):
     flags = (f"--model=m={model[0]}", "--slots=4", "--grace=60", "--steps=1")
     asked = dict(model="m", prompt="def f(", max_tokens=120, ignore_eos=True, n=16)
-    ask = lambda: httpx.post(f"{address}/v1/completions", json=asked, timeout=60)
+
+    def ask():
+        return httpx.post(f"{address}/v1/completions", json=asked, timeout=60)
+
     with server(*flags) as (process, address):
         thread = threading.Thread(target=ask)
         thread.start()
@@ -156,7 +162,10 @@ def test_a_second_signal_ends_at_once(model):
 def test_a_model_over_several_devices(eejax_data):
     model = f"--model=m={eejax_data / 'models' / 'tinylm'}"
     asked = dict(model="m", prompt="ROMEO:", max_tokens=40, temperature=0, return_exits=True)
-    post = lambda at: httpx.post(f"{at}/v1/completions", json=asked, timeout=60).json()["choices"]
+
+    def post(at):
+        return httpx.post(f"{at}/v1/completions", json=asked, timeout=60).json()["choices"]
+
     flags = (model, "--tokenizer=bytes", "--slots=4")
     with server(*flags) as (_, one), server(*flags, "--mesh.model=2") as (_, other):
         (ours,), (theirs,) = post(one), post(other)

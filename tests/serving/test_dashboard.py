@@ -72,7 +72,10 @@ def test_a_prompt_is_answered_in_the_colours_of_its_exits(opened):
         page.fill("#prompt", prompt)
         page.fill("#tokens", "9")
         page.click("#go")
-        coloured = lambda: page.query_selector_all("#output [data-layers]")
+
+        def coloured():
+            return page.query_selector_all("#output [data-layers]")
+
         until(lambda: len(coloured()) == 9)
         spans = coloured()
         want = [said(tuple(prompt.encode()), i) for i in range(9)]
@@ -101,7 +104,10 @@ def test_load_stopping_and_an_engine_that_ends(opened):
         page.wait_for_selector("#state.ready")
         page.fill("#prompt", chr(STALL))  # in UTF-8 another byte: a plain prompt that goes on
         stall = dict(model="m", prompt=[STALL, 1], max_tokens=60)
-        ask = lambda: httpx.post(f"{address}/v1/completions", json=stall, timeout=60).status_code
+
+        def ask():
+            return httpx.post(f"{address}/v1/completions", json=stall, timeout=60).status_code
+
         threads = [threading.Thread(target=ask) for _ in range(6)]
         for thread in threads:
             thread.start()
@@ -142,7 +148,10 @@ def test_which_of_several_models_serves_and_why(opened):
         assert page.is_hidden("#serves") and page.is_visible("#threshold")
         models = {"small": CONFIG, "large": CONFIG.replace(n_layers=6)}
         service.ready = service.ready._replace(models=models)
-        decide = lambda *told: Decision(time.time(), *told)
+
+        def decide(*told):
+            return Decision(time.time(), *told)
+
         begin = (
             decide("evaluate", ModelDepth("small", 3), "the server begins"),
             decide("serve", ModelDepth("small", 2), "<b>it is best</b>"),
@@ -182,7 +191,10 @@ def test_which_of_several_models_serves_and_why(opened):
             service.report = report
             service._watch("report", report)
             time.sleep(SECONDS)
-        rows = lambda: [row.inner_text() for row in page.query_selector_all("#decisions li")]
+
+        def rows():
+            return [row.inner_text() for row in page.query_selector_all("#decisions li")]
+
         until(lambda: len(rows()) == 3)
         assert rows()[0].endswith("switch: large, 6 layers – too many tokens")
         assert rows()[1].endswith("serve: small, 3 layers – <b>it is best</b>")
@@ -190,7 +202,10 @@ def test_which_of_several_models_serves_and_why(opened):
         assert "below threshold 25.0 %" in page.inner_text("#watched")
         assert "audited quality 99.0 %, at least 87.5 %" in page.inner_text("#watched")
         assert page.inner_text("#watched").endswith("joules by nvml")
-        drawn = lambda: [p.get_attribute("d") for p in page.query_selector_all("#serves path")]
+
+        def drawn():
+            return [p.get_attribute("d") for p in page.query_selector_all("#serves path")]
+
         until(lambda: all(drawn()))  # of each model one line
         assert len(page.query_selector_all("#serves .mark")) == 3
         lines = ("throughput", "requests", "ttft", "perplexity")

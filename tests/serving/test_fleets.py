@@ -180,9 +180,10 @@ async def test_metrics_of_what_serves(fleet):
             await asyncio.gather(*(streamed(client, "abc", 9) for _ in range(12)))
             page = (await client.get("/metrics")).text
         told = (await client.get("/dashboard")).json()["models"]["m"]
-    value = lambda name, labels: float(
-        re.search(rf"^eejax_{name}{{{labels}}} (\S+)$", page, re.M)[1]
-    )
+
+    def value(name, labels):
+        return float(re.search(rf"^eejax_{name}{{{labels}}} (\S+)$", page, re.M)[1])
+
     layers = {name: value("fleet_layers", f'member="{name}",model="m"') for name in FLEET}
     assert sorted(layers.values())[0] == 0 and max(layers.values()) in (2, 3)
     assert value("depth_loaded_layers", 'model="m"') == max(layers.values())
@@ -207,7 +208,9 @@ async def test_metrics_of_what_serves(fleet):
 @run
 async def test_who_leaves_or_is_late_frees_the_slot_and_the_first_come_first(fleet):
     async with client_of(fleet[0]) as client:
-        load = lambda: fleet[1].load
+
+        def load():
+            return fleet[1].load
 
         async def until(done):
             async with asyncio.timeout(60):

@@ -48,7 +48,10 @@ def test_nothing_is_compiled_once_it_is_ready(compiled, caplog, monkeypatch):
             for part in ("1 of 3, depth 1", "2 of 3, depth 1, and on to 2", "3 of 3, depth 2")
         ),
     ]
-    ask = lambda i: (add(made, [65 + i % 9] * (1 + i % 12), 1 + i % 19), 1 + i % 19)
+
+    def ask(i):
+        return (add(made, [65 + i % 9] * (1 + i % 12), 1 + i % 19), 1 + i % 19)
+
     came = PartialModel.growth_ready
 
     def late(part):
@@ -111,7 +114,10 @@ def test_nothing_is_compiled_while_more_of_a_model_is_on_its_way(compiled):
 
 def test_models_of_one_tokenizer_alone():
     config = FLEET["small"]
-    opened = lambda config, **own: LanguageModel(config, {}, ByteTokenizer(**own))
+
+    def opened(config, **own):
+        return LanguageModel(config, {}, ByteTokenizer(**own))
+
     same = {"a": opened(config), "b": opened(FLEET["large"])}
     fleets.check_alike(same)
     other = same | {"c": opened(config, eos_id=10)}
@@ -128,7 +134,10 @@ def test_models_of_one_tokenizer_alone():
 def test_slots_by_what_a_budget_holds():
     member = TinyFleet().members()["large"]
     context = member.config.context_length
-    room = lambda budget: fleets.room(member, 64, context, budget)
+
+    def room(budget):
+        return fleets.room(member, 64, context, budget)
+
     assert room(float("inf")) == (64, 64)
     whole = capacity.engine_bytes(
         member.config, dataclasses.replace(member.options, can_deepen=True), 2, context, 4

@@ -190,7 +190,10 @@ def client_of_all():
     loop, stack = asyncio.new_event_loop(), contextlib.AsyncExitStack()
     client = loop.run_until_complete(stack.enter_async_context(serving()))
     headers = {"content-type": "application/json"}  # and in ASCII, for what UTF-8 has not
-    post = lambda body: client.post("/v1/completions", content=body, headers=headers)
+
+    def post(body):
+        return client.post("/v1/completions", content=body, headers=headers)
+
     yield lambda asked: loop.run_until_complete(post(json.dumps(asked)))
     loop.run_until_complete(stack.aclose())
     loop.close()
@@ -201,7 +204,10 @@ async def test_keys_sizes_and_ids():
     options = HttpOptions(keys=("secret", "other"), body=1000)
     async with serving(options) as client:
         asked = dict(model="m", prompt="abc", max_tokens=3)
-        post = lambda **headers: client.post("/v1/completions", json=asked, headers=headers)
+
+        def post(**headers):
+            return client.post("/v1/completions", json=asked, headers=headers)
+
         for headers in ({}, dict(authorization="Bearer secre"), dict(authorization="secret")):
             refused = await post(**headers)
             assert refused.status_code == 401
@@ -375,7 +381,10 @@ async def test_special_tokens_come_from_the_template_alone():
 @run
 async def test_the_other_pages():
     async with serving() as client:
-        get = lambda path: client.get(path)
+
+        def get(path):
+            return client.get(path)
+
         (model,) = (await get("/v1/models")).json()["data"]
         assert (model["id"], model["max_model_len"], model["exits"]) == ("m", 64, [1, 3])
         assert (await get("/v1/models/m")).json() == model

@@ -134,7 +134,10 @@ class Cluster:
 
     def replicas(self) -> set[int]:
         """Processes of the scripted engine's replicas."""
-        title = lambda pid: pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+
+        def title(pid):
+            return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+
         named = b"ServeReplica:scripted:"
         return {p for p in alive(below(self.process.pid)) if named in title(p)}
 
@@ -293,7 +296,9 @@ def test_too_many_are_refused_as_by_a_server_without_ray(cluster):
 
 @pytest.mark.slow
 def test_who_disconnects_frees_the_slot(client):
-    ends = lambda: sum(metric(client, "eejax_requests_total", 'finish="aborted"').values())
+    def ends():
+        return sum(metric(client, "eejax_requests_total", 'finish="aborted"').values())
+
     before = ends()
     asked = dict(model="m", prompt=[STALL, 1], max_tokens=60)
     with client.stream("POST", "/v1/completions", json=asked | dict(stream=True)) as answer:

@@ -74,7 +74,10 @@ def wanted(workdir) -> list[Want]:
     other order of sums changes them either."""
     model = load_run(workdir)
     rng = np.random.default_rng(0)
-    near = lambda p: (p * (1 + 3e-5 * rng.standard_normal(p.shape))).astype(p.dtype)
+
+    def near(p):
+        return (p * (1 + 3e-5 * rng.standard_normal(p.shape))).astype(p.dtype)
+
     engines = [
         Generator.make(params, model.config, "posthoc")
         for params in (model.params, jax.tree.map(near, jax.device_get(model.params)))
@@ -158,7 +161,10 @@ def resident(pids) -> int:
 async def load_of(client) -> tuple[int, int]:
     """(running, waiting) by the metrics."""
     page = (await client.get("/metrics")).text
-    value = lambda name: int(float(re.search(rf'^eejax_{name}{{model="m"}} (\S+)', page, re.M)[1]))
+
+    def value(name):
+        return int(float(re.search(rf'^eejax_{name}{{model="m"}} (\S+)', page, re.M)[1]))
+
     return value("requests_running"), value("requests_waiting")
 
 
@@ -189,8 +195,13 @@ async def soak(process, address, wants, clients: int, seconds: float) -> tuple[T
         await idle(client)  # nobody's slot is left behind
         # All slots still work.
         some = wants[: 2 * SLOTS]
-        post = lambda want, n: client.post("/v1/completions", json=want.asked(n))
-        text_of = lambda answer: answer.json()["choices"][0]["text"]
+
+        def post(want, n):
+            return client.post("/v1/completions", json=want.asked(n))
+
+        def text_of(answer):
+            return answer.json()["choices"][0]["text"]
+
         answers = await asyncio.gather(*(post(want, 9) for want in some))
         assert [text_of(a) for a in answers] == [w.texts[9] for w in some]
         assert (await client.get("/health")).status_code == 200

@@ -65,7 +65,10 @@ TOOL = dict(
 
 def conversation(rng: random.Random) -> dict:
     """A request's messages, and what else goes to the template."""
-    word = lambda: rng.choice(["hi", "", " a b ", "é🙂\n", "<b>", "</think>x", '"q"', "{{ x }}"])
+
+    def word():
+        return rng.choice(["hi", "", " a b ", "é🙂\n", "<b>", "</think>x", '"q"', "{{ x }}"])
+
     messages = []
     if rng.random() < 0.3:
         messages.append(dict(role="system", content=word()))

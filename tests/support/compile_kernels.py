@@ -26,7 +26,9 @@ def main(op: str, *given: str) -> None:
 
 
 def tell(spec, capability: int) -> None:
-    run = lambda *args: spec.run(*args, implementation="triton")
+    def run(*args):
+        return spec.run(*args, implementation="triton")
+
     for kernel in compiled.kernels(run, *spec.shapes, capability=capability):
         registers, spilled = kernel.usage()
         told = dict(

@@ -40,7 +40,9 @@ def telemetry(**changes) -> Telemetry:
 
 def controller_with(**functions: Callable) -> type[Controller]:
     """A controller that compares choices by other functions than those of `prospects`."""
-    replaced = lambda: mock.patch.multiple(prospects, **functions)
+
+    def replaced():
+        return mock.patch.multiple(prospects, **functions)
 
     class Replaced(Controller):
         def __init__(self, *args: Any, **named: Any):

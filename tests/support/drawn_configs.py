@@ -18,15 +18,18 @@ def configs(draw, heads=HEADS, vocab_multiples=(1, 8)):
     if norm_placement == "pre":
         residual = draw(st.sampled_from(["sequential", "parallel", "parallel_one_norm"]))
     boundaries = sorted(draw(st.sets(st.integers(0, n_layers), max_size=3)))
-    make_exit = lambda b: ExitConfig(
-        b,
-        mlp=draw(st.booleans()),
-        block=draw(st.booleans()),
-        norm=draw(st.booleans()),
-        head=draw(st.sampled_from(["tied", "shared", "own"])),
-        temperature=draw(st.sampled_from([1.0, 0.7, 1.9])),
-        router=0 if b == n_layers else draw(st.sampled_from([0, 6])),
-    )
+
+    def make_exit(b):
+        return ExitConfig(
+            b,
+            mlp=draw(st.booleans()),
+            block=draw(st.booleans()),
+            norm=draw(st.booleans()),
+            head=draw(st.sampled_from(["tied", "shared", "own"])),
+            temperature=draw(st.sampled_from([1.0, 0.7, 1.9])),
+            router=0 if b == n_layers else draw(st.sampled_from([0, 6])),
+        )
+
     window = draw(
         st.one_of(
             st.none(),
@@ -35,7 +38,10 @@ def configs(draw, heads=HEADS, vocab_multiples=(1, 8)):
         )
     )
     scaling = draw(st.sampled_from(["none", "linear", "ntk", "llama3", "yarn"]))
-    maybe = lambda *values: draw(st.sampled_from(values))
+
+    def maybe(*values):
+        return draw(st.sampled_from(values))
+
     return ModelConfig(
         vocab_size=23,
         n_layers=n_layers,

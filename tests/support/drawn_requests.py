@@ -12,7 +12,10 @@ def asked_of(draw, prompts, config, batch):
     """Drawn (prompts, arguments of `generate`); of a gate, a threshold and a least depth each."""
     n = config.n_exits
     threshold = st.one_of(st.floats(0, 1, width=32), st.sampled_from([0.0, 0.2, 0.3, 0.5, 1.0]))
-    each = lambda kind: draw(st.lists(kind, min_size=batch, max_size=batch))
+
+    def each(kind):
+        return draw(st.lists(kind, min_size=batch, max_size=batch))
+
     thresholds = each(st.lists(threshold, min_size=n, max_size=n))
     kwargs = dict(
         threshold=np.array(thresholds, np.float32).reshape(batch, n),

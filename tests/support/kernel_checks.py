@@ -9,7 +9,9 @@ ROUNDING = {"float32": 2.0**-18, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 """Of a sum of rounded terms of order 1: twice the dtype's own, 64 times that of float32's, where
 sums of hundreds of terms round oftener than their terms do."""
 
-names = lambda spec: spec.name
+
+def names(spec):
+    return spec.name
 
 
 def wide(a) -> np.ndarray:

@@ -20,7 +20,10 @@ FORMS = {"ffi": contextlib.nullcontext, "legacy": call.legacy_calls}
 def main() -> None:
     for op in ("scatter", "linear_cross_entropy", "norm_router"):
         spec = importlib.import_module(f"eejax.kernels.{op}.arg_specs").SPECS[0]
-        run = lambda *args, spec=spec: spec.run(*args, implementation="triton")
+
+        def run(*args, spec=spec):
+            return spec.run(*args, implementation="triton")
+
         for form, context in FORMS.items():
             with context():
                 try:
@@ -35,7 +38,10 @@ def tell(run, shapes) -> dict:
     with call.compute_capability(80):
         text = jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text("hlo")
     lines = [line for line in text.splitlines() if 'custom_call_target="triton' in line]
-    field = lambda pattern: [re.findall(pattern, line) for line in lines]
+
+    def field(pattern):
+        return [re.findall(pattern, line) for line in lines]
+
     return dict(
         targets=field(r'custom_call_target="(\w+)"'),
         versions=field(r"api_version=(\w+)"),

@@ -57,7 +57,10 @@ def programs():
     step = partial(decoding.step, config=CONFIG, options=OPTIONS, prompts=False)
     yield "step", step, (weights, state)
     yield "loop", partial(decoding.loop, step, 4, n=4), (weights, state)
-    scan = lambda w, s: jax.lax.scan(lambda s, _: step(w, s), s, length=4)
+
+    def scan(w, s):
+        return jax.lax.scan(lambda s, _: step(w, s), s, length=4)
+
     yield "scan", scan, (weights, state)
 
     mesh = known_mesh(MeshConfig(data=2, model=2))

@@ -61,9 +61,9 @@ def frequencies(rotary, r):
         return out, 1.0
     if rotary.scaling == "yarn":
         # The (real) index of the pair that makes so many turns over the original context.
-        index = lambda turns: (
-            r / 2 * math.log(rotary.original_context / (2 * math.pi * turns), theta)
-        )
+        def index(turns):
+            return r / 2 * math.log(rotary.original_context / (2 * math.pi * turns), theta)
+
         first = max(0, math.floor(index(rotary.beta_fast)))  # the last that keeps its frequency
         last = min(r - 1, math.ceil(index(rotary.beta_slow)))  # the first that is divided whole
         for i, f in enumerate(freqs):
@@ -148,9 +148,15 @@ def mlp(p, x, c):
 
 
 def layer(p, x, c, window, positions, segments):
-    attend = lambda y: attention(p["attn"], y, c, window, positions, segments)
-    feed = lambda y: mlp(p["mlp"], y, c)
-    n = lambda name, y: norm(p[name], y, c)
+    def attend(y):
+        return attention(p["attn"], y, c, window, positions, segments)
+
+    def feed(y):
+        return mlp(p["mlp"], y, c)
+
+    def n(name, y):
+        return norm(p[name], y, c)
+
     if c.residual == "parallel":
         return x + attend(n("attn_norm", x)) + feed(n("mlp_norm", x))
     if c.residual == "parallel_one_norm":

@@ -120,7 +120,10 @@ class TinyFleet:
 
 def weights(config: ModelConfig, key: int):
     """Random ones, larger than those that training begins with: nearly tied logits are rare."""
-    large = lambda a: np.float32(6) * np.asarray(a)
+
+    def large(a):
+        return np.float32(6) * np.asarray(a)
+
     return jax.tree.map(large, params.init(config, jax.random.key(key)))
 
 

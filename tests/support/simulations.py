@@ -72,7 +72,10 @@ def drawn(seed=0, p=60, new=12):
     round in the first."""
     rng = np.random.default_rng(seed)
     early, late = (0.8, 0.1, 0.1), (0.1, 0.1, 0.8)
-    draw = lambda shares, k: rng.choice(3, (k, new), p=shares)
+
+    def draw(shares, k):
+        return rng.choice(3, (k, new), p=shares)
+
     half = p // 2
     one = np.concatenate([draw(early, half), draw(late, p - half)])
     two = np.concatenate([draw(late, half), draw(early, p - half)])

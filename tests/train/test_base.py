@@ -105,9 +105,13 @@ def test_it_begins_with_the_base_s_loss_and_trains_all_of_it(base, trained):
 
 def test_it_resumes_bitwise_and_needs_its_base_no_more(text, base, trained, tmp_path, monkeypatch):
     shutil.copytree(base, tmp_path / "base")
-    run = lambda path="base": fit(
-        bases.with_base(configuration(text, tmp_path / path), tmp_path / "run"), tmp_path / "run"
-    )
+
+    def run(path="base"):
+        return fit(
+            bases.with_base(configuration(text, tmp_path / path), tmp_path / "run"),
+            tmp_path / "run",
+        )
+
     small_runs.stop_at(monkeypatch, 3)
     assert run().stopped == signal.SIGTERM
     monkeypatch.undo()
@@ -307,7 +311,10 @@ def test_layerskip_s_recipe_is_of_any_pretrained_model(tmp_path, layers, head):
     assert (model.n_layers, model.head) == (layers, head)
     assert [e.boundary for e in model.exits] == list(range(2, layers, 2))
     assert {e.head for e in model.exits} == {head}
-    scale = lambda layer: 0.2 * sum(range(layer + 1))
+
+    def scale(layer):
+        return 0.2 * sum(range(layer + 1))
+
     last = layers - 1 + 0.2 * sum(range(layers - 1))
     want = [scale(e.boundary - 1) / last for e in model.exits]
     np.testing.assert_allclose(experiment.exit_weights.weights, want, rtol=1e-12)

@@ -90,7 +90,9 @@ def test_large_models_come_near_six_times_their_parameters():
 
 
 def test_peaks_come_from_the_table_or_a_measurement():
-    fake = lambda kind: types.SimpleNamespace(device_kind=kind, platform="gpu")
+    def fake(kind):
+        return types.SimpleNamespace(device_kind=kind, platform="gpu")
+
     assert peak_flops([fake("NVIDIA H100 80GB HBM3")] * 4) == 4 * 989e12
     assert peak_flops([fake("NVIDIA A100-SXM4-40GB")]) == 312e12
     assert peak_flops([fake("GeForce of next year")]) is None

@@ -39,7 +39,10 @@ def run(request_to_stop, last, evaluate_every, after_step=None):
             (0, lambda p: calls.append(("save", p.step, p.tokens))),
         ),
     )
-    step = lambda state, batch: (state + 1, {"tokens": np.int32(TOKENS)})
+
+    def step(state, batch):
+        return (state + 1, {"tokens": np.int32(TOKENS)})
+
     stop = Stopping(request_to_stop, None)
     run_steps(position, last, step, iter([BATCH] * 9), hooks, stop, StepClock())
     return calls, position

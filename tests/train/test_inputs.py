@@ -198,7 +198,10 @@ def test_bpe_does_not_take_a_tokenizer_of_another_kind(text, tmp_path):
 def test_another_process_opens_what_the_first_has_made(text, megatron, tmp_path, monkeypatch, kind):
     config = {"text": text, "megatron": megatron}.get(kind) or mixture(tmp_path)
     config = dataclasses.replace(config, length=16)
-    prepare = lambda: inputs.prepare(config, 257, tmp_path / "run", FOLDER)
+
+    def prepare():
+        return inputs.prepare(config, 257, tmp_path / "run", FOLDER)
+
     told = []
     with monkeypatch.context() as patched:
         patched.setattr(

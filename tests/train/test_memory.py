@@ -123,7 +123,9 @@ def test_another_layer_costs_what_xla_says_it_costs(remat):
 
 
 def test_activations_of_full_rematerialisation_are_the_inputs_of_layers():
-    grow = lambda **k: memory.training_memory(experiment("full", **k)).activations
+    def grow(**k):
+        return memory.training_memory(experiment("full", **k)).activations
+
     state_bytes = 4 * 128 * 64 * 4  # [b, t, d] in float32
     assert grow(layers=9) - grow(layers=8) == pytest.approx(state_bytes, abs=8)  # and its index
     assert grow(layers=8, b=8) - grow(layers=8) > 8 * state_bytes
@@ -147,7 +149,10 @@ def test_the_chunk_of_logits_is_the_one_the_loss_takes():
     v, b, t = 8192, 4, 512
     e = experiment(b=b, t=t, vocab_size=v)
     tokens, w = jax.ShapeDtypeStruct((b, t), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.float32)
-    loss = lambda p, x, w: multi_exit_loss(p, e.model, x, x, w)[0]
+
+    def loss(p, x, w):
+        return multi_exit_loss(p, e.model, x, x, w)[0]
+
     jaxpr = jax.make_jaxpr(jax.grad(loss))(params.shapes(e.model), tokens, w)
     sizes, todo = [], [jaxpr.jaxpr]
     while todo:
@@ -169,7 +174,10 @@ def test_nothing_is_allocated_and_no_device_is_needed():
 def test_what_training_would_refuse_is_refused():
     with pytest.raises(ConfigError, match=r"train.batch_size = 4: must be a multiple"):
         memory.training_memory(experiment(data=3))
-    on = lambda pipe, e: dataclasses.replace(e, mesh=MeshConfig(pipe=pipe))
+
+    def on(pipe, e):
+        return dataclasses.replace(e, mesh=MeshConfig(pipe=pipe))
+
     with pytest.raises(ConfigError, match="mesh.pipe = 5: must be at most the 4 layers"):
         memory.training_memory(on(5, experiment()))
     with pytest.raises(ConfigError, match="needs 64 devices"):

@@ -70,7 +70,10 @@ def batch_of(config, b=ROWS, t=12, documents=False):
 def values(config):
     """Parameters away from where they start: biases are not 0, norm scales not 1."""
     rng = np.random.default_rng(3)
-    noisy = lambda a: a + 0.05 * rng.standard_normal(a.shape, np.float32)
+
+    def noisy(a):
+        return a + 0.05 * rng.standard_normal(a.shape, np.float32)
+
     return jax.tree.map(noisy, jax.device_get(params.init(config, jax.random.key(0))))
 
 
@@ -178,7 +181,10 @@ def cases(draw):
     """(mesh, config, how the batch is taken)."""
     mesh = draw(st.sampled_from(MESHES))
     config = draw(drawn_configs.configs(HEADS[mesh.model], vocab_multiples=(8,)))
-    maybe = lambda *values: draw(st.sampled_from(values))
+
+    def maybe(*values):
+        return draw(st.sampled_from(values))
+
     objectives = (CROSS_ENTROPY, LossObjective(z_loss=0.02), DISTILLED)
     return (
         mesh,
@@ -229,7 +235,10 @@ def test_bfloat16_is_no_worse_than_on_one_device(mesh):
 
     def error(mesh):
         got = jax.tree.leaves(sums_of(mesh, config).grads)
-        squares = lambda arrays: sum(np.sum(np.square(a)) for a in arrays)
+
+        def squares(arrays):
+            return sum(np.sum(np.square(a)) for a in arrays)
+
         apart = [a - b for a, b in zip(got, exact, strict=True)]
         return np.sqrt(squares(apart) / squares(exact))
 

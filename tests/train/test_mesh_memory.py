@@ -81,7 +81,10 @@ def test_parameters_are_spread_and_never_whole_at_once(remat):
 def test_what_does_not_divide_stays_whole():
     shapes = Program(experiment(MeshConfig(8), d_model=60, d_ff=90), make_mesh(MeshConfig(8)))
     moments = shapes.abstract_state.opt_state[0].mu
-    where = lambda a: a.sharding.shard_shape(a.shape)
+
+    def where(a):
+        return a.sharding.shard_shape(a.shape)
+
     assert where(moments["layers"]["attn_norm"]["scale"]) == (8, 60)
     assert where(moments["layers"]["mlp"]["down"]) == (8, 90, 60)
     assert where(moments["embed"]["tokens"]) == (64, 60)

@@ -132,7 +132,9 @@ def test_a_checkpoint_of_one_process_goes_on_in_two(text, one, tmp_path):
 @pytest.mark.slow
 def test_stopped_and_killed_processes_go_on_where_they_were(text, one, tmp_path):
     workdir = tmp_path / "run"
-    reached = lambda step: lambda: max(losses(workdir), default=0) >= step
+
+    def reached(step):
+        return lambda: max(losses(workdir), default=0) >= step
 
     with train(tmp_path / "stopped", workdir, text) as group:
         group.until(reached(3))

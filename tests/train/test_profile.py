@@ -88,7 +88,9 @@ def test_the_work_of_the_window_is_in_the_trace_and_no_other(tmp_path, begin, st
 
     @jax.jit
     def slow_step(state):
-        body = lambda _, s: s @ s / jnp.linalg.norm(s)
+        def body(_, s):
+            return s @ s / jnp.linalg.norm(s)
+
         return jax.lax.fori_loop(0, 20, body, state), {}
 
     state = jnp.ones((400, 400))

@@ -167,7 +167,10 @@ def test_float16_recovers_from_overflows_and_follows_float32():
     for n in range(70):
         if n in (25, 45):  # as if the gradients had grown a lot
             forced = recipes.LossScale.initial(2.0**24)
-            place = lambda a, b: jax.device_put(a, b.sharding)
+
+            def place(a, b):
+                return jax.device_put(a, b.sharding)
+
             forced = jax.tree.map(place, forced, run.state.loss_scale)
             run.state = run.state.replace(loss_scale=forced)
         before = jax.device_get((run.state.params, run.state.opt_state))

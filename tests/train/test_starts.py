@@ -22,7 +22,10 @@ B, T = 2, 6
 @st.composite
 def drawn(draw) -> ModelConfig:
     """A model with one exit, of all that an exit meets; of one size, to compile little."""
-    maybe = lambda *values: draw(st.sampled_from(values))
+
+    def maybe(*values):
+        return draw(st.sampled_from(values))
+
     placement = maybe("pre", "post", "pre_post", "output")
     own = maybe("tied", "shared", "own")
     e = ExitConfig(
@@ -60,13 +63,19 @@ def drawn(draw) -> ModelConfig:
 def trained(config: ModelConfig, seed: int):
     """Parameters of which none, norms and biases too, is what a model begins with."""
     rng = np.random.default_rng(seed)
-    values = lambda p: p.fill + 0.3 * rng.standard_normal(p.shape)
+
+    def values(p):
+        return p.fill + 0.3 * rng.standard_normal(p.shape)
+
     return params.map_params(lambda p: jnp.asarray(values(p), jnp.float32), params.abstract(config))
 
 
 def untrained(config: ModelConfig):
     """The constants that leaves begin with, and 1 where they are drawn."""
-    one = lambda p: jnp.full(p.shape, p.fill if p.std is None else 1.0, jnp.float32)
+
+    def one(p):
+        return jnp.full(p.shape, p.fill if p.std is None else 1.0, jnp.float32)
+
     return params.map_params(one, params.abstract(config))
 
 

@@ -140,7 +140,10 @@ def test_exits_learn_from_the_final_one_which_stays(base, tuned, tmp_path):
     def apart(model):
         """KL(final || exit) of the tuned exits, in nats, on text of the run."""
         hs = transformer.exit_states(model.params, model.config, text.reshape(-1, length))
-        head = lambda e: exits.head(model.params, model.config, e)
+
+        def head(e):
+            return exits.head(model.params, model.config, e)
+
         logps = [jax.nn.log_softmax(exits.logits(head(e), h)) for e, h in enumerate(hs)]
         final = logps[-1]
         return [float(jnp.mean(jnp.sum(jnp.exp(final) * (final - y), -1))) for y in logps[1:3]]
@@ -180,8 +183,13 @@ def test_copies_are_of_what_the_exit_has(base):
     whole, config = model.params, model.config
     e = ExitConfig(3, head="own", mlp=True, block=True)
     copy = copied_exit(whole, config, e)
-    layer = lambda i: jax.tree.map(lambda a: a[i], whole["layers"])
-    off = lambda tree, name: tree | {name: jnp.zeros_like(tree[name])}
+
+    def layer(i):
+        return jax.tree.map(lambda a: a[i], whole["layers"])
+
+    def off(tree, name):
+        return tree | {name: jnp.zeros_like(tree[name])}
+
     last = layer(3)
     want = {
         "norm": whole["final"]["norm"],
@@ -237,7 +245,10 @@ def test_the_trunk_has_no_backward_pass(base):
         decays = params.map_params(lambda p: p.decay, scope.declarations()[0])
         adamw = optimizer.transformation(experiment.optimizer, decays)
         early = sum(e < model.n_exits for e in scope.which)
-        weights = lambda _, n=early: jnp.ones(n)
+
+        def weights(_, n=early):
+            return jnp.ones(n)
+
         train = step.make_train_step(
             model,
             adamw,
@@ -310,7 +321,10 @@ SAVED = {"base": {"source": "/a", "step": 6, "digest": "0" * 32}}
 def test_a_run_resumes_with_the_base_of_its_checkpoints(tmp_path, saved, kept, message, read_again):
     if kept is not None:
         bases.remember(tmp_path, kept)
-    check = lambda found: base_weights.same_base(tmp_path, saved, found)
+
+    def check(found):
+        return base_weights.same_base(tmp_path, saved, found)
+
     if message is None:
         check(FACTS if read_again else None)
         with pytest.raises(CheckpointError, match="are not those that the run in .* began with"):
@@ -401,7 +415,10 @@ def test_a_scope_parts_the_parameters(base):
     experiment = tuned_experiment(base)
     scope = Scope.of(experiment)
     trained, frozen = scope.declarations()
-    shapes = lambda tree: params.map_params(lambda p: jax.ShapeDtypeStruct(p.shape, "f4"), tree)
+
+    def shapes(tree):
+        return params.map_params(lambda p: jax.ShapeDtypeStruct(p.shape, "f4"), tree)
+
     assert scope.which == (1, 2) and scope.depth == 3
     assert size(shapes(trained)) + size(shapes(frozen)) == size(shapes(scope.parameters()))
     whole = Scope(experiment.model)
@@ -448,9 +465,10 @@ def test_bad_input_is_named(base, tmp_path, change, message):
                 for e in model.exits
             ]
             model = model.replace(exits=tuple(exits))
-        changed = lambda name: dataclasses.replace(
-            getattr(experiment, name), **change.get(name, {})
-        )
+
+        def changed(name):
+            return dataclasses.replace(getattr(experiment, name), **change.get(name, {}))
+
         rest = {k: change[k] for k in ("loss", "mesh") if k in change}
         tune, train = changed("tune"), changed("train")
         return dataclasses.replace(experiment, model=model, tune=tune, train=train, **rest)

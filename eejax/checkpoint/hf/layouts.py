@@ -80,7 +80,9 @@ def positions(theirs: str, ours: str, skipped: int) -> Rule:
         t, d = shapes[0]
         return (reshaped(theirs, a[0], (skipped + t, d))[skipped:],)
 
-    write = lambda config, a: (np.pad(a[0], ((skipped, 0), (0, 0))),)
+    def write(config, a):
+        return (np.pad(a[0], ((skipped, 0), (0, 0))),)
+
     return Rule((theirs,), (ours,), read, write)
 
 
@@ -150,8 +152,13 @@ def scaled(rule: Rule, factor: float) -> Rule:
     It is written as it is, for a factor of 1."""
     if factor == 1:
         return rule
-    times = lambda a: a.astype(np.float32) * np.float32(factor)
-    read = lambda config, a, shapes: tuple(map(times, rule.read(config, a, shapes)))
+
+    def times(a):
+        return a.astype(np.float32) * np.float32(factor)
+
+    def read(config, a, shapes):
+        return tuple(map(times, rule.read(config, a, shapes)))
+
     return dataclasses.replace(rule, read=read)
 
 

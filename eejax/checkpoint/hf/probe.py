@@ -310,16 +310,26 @@ def ends(raw: Raw, shapes: Shapes, stack: Stack, d: int) -> tuple[dict, list[Rul
 def layer_rules(raw: Raw, stack: Stack, found: dict[str, str], d: int) -> tuple[dict, list[Rule]]:
     """Settings and rules of a layer."""
     shapes, at = stack.shapes, lambda name: f"{stack.prefix}{{i}}.{name}"
-    weight = lambda name: f"{name}.weight" if f"{name}.weight" in shapes else name
-    bias = lambda name: f"{name}.bias"
-    has_bias = lambda part: part in found and bias(found[part]) in shapes
+
+    def weight(name):
+        return f"{name}.weight" if f"{name}.weight" in shapes else name
+
+    def bias(name):
+        return f"{name}.bias"
+
+    def has_bias(part):
+        return part in found and bias(found[part]) in shapes
+
     need = ("attn/o", "mlp/down")
     if missing := [p for p in need if p not in found]:
         raise raw.refuse("model_type", raw("model_type"), f"has no {missing} that could be told")
     down = shapes[weight(found["mlp/down"])]
     product, transposed = (linear, True) if down[0] == d else (conv1d, False)
     d_ff = down[1] if transposed else down[0]
-    out = lambda name: shapes[weight(name)][0 if transposed else 1]
+
+    def out(name):
+        return shapes[weight(name)][0 if transposed else 1]
+
     n_heads = raw(alias(raw, "n_heads"))
     o = shapes[weight(found["attn/o"])]
     head_dim, rest = divmod(o[1] if transposed else o[0], n_heads)

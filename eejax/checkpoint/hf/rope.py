@@ -121,7 +121,10 @@ def _usual_yarn(raw: Raw, rope: Mapping[str, Any], where: str) -> None:
     for name, value in given.items():
         if value is not None and not is_number(value):
             raise raw.refuse(f"{where}.{name}", value, "must be a number")
-    scale = lambda m: 1.0 if given["factor"] <= 1 else 0.1 * m * math.log(given["factor"]) + 1.0
+
+    def scale(m):
+        return 1.0 if given["factor"] <= 1 else 0.1 * m * math.log(given["factor"]) + 1.0
+
     name, found = "attention_factor", given["attention_factor"]
     if found is None and given["mscale"] and given["mscale_all_dim"]:
         name, found = "mscale", scale(given["mscale"]) / scale(given["mscale_all_dim"])

@@ -153,7 +153,9 @@ def _write_weights(path: pathlib.Path, made, dtype: str, most: int) -> None:
     held: dict[str, np.ndarray] = {}
     files: list[list[str]] = []
     total = 0
-    part = lambda i: path / f"part-{i}.safetensors"
+
+    def part(i):
+        return path / f"part-{i}.safetensors"
 
     def flush() -> None:
         arrays.save(part(len(files)), held, {"format": "pt"})

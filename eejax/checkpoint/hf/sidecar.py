@@ -147,7 +147,10 @@ def own_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Leaves that other libraries have no place for."""
     found = jax.tree_util.tree_leaves_with_path(params.shapes(config))
     shapes = {path_name(path): leaf.shape for path, leaf in found}
-    own = lambda n: n.startswith("exits/") or (n == "shared_head" and config.head != "shared")
+
+    def own(n):
+        return n.startswith("exits/") or (n == "shared_head" and config.head != "shared")
+
     return {name: shape for name, shape in shapes.items() if own(name)}
 
 

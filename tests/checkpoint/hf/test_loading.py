@@ -22,7 +22,10 @@ WEIGHTS = "model.safetensors"
 def drawn(config):
     """Parameters whose scales and biases are no powers of 2, of which rounding shows."""
     rng = np.random.default_rng(0)
-    draw = lambda p: jnp.float32(p.fill + (p.std or 0.1) * rng.standard_normal(p.shape))
+
+    def draw(p):
+        return jnp.float32(p.fill + (p.std or 0.1) * rng.standard_normal(p.shape))
+
     return params.map_params(draw, params.abstract(config))
 
 

@@ -37,10 +37,11 @@ def converted(file, folder):
         return values[at - size : at].reshape(shape)
 
     h = d // n
+
     # Rotary pairs are neighbours there, and half a head apart in the other form.
-    apart = lambda w, heads: (
-        w.reshape(heads, h // 2, 2, -1).transpose(0, 2, 1, 3).reshape(heads * h, -1)
-    )
+    def apart(w, heads):
+        return w.reshape(heads, h // 2, 2, -1).transpose(0, 2, 1, 3).reshape(heads * h, -1)
+
     tensors = {"model.embed_tokens.weight": take(vocab, d)}
     shapes = {
         "input_layernorm": (d,),
@@ -85,7 +86,10 @@ def pieces(file) -> list[bytes]:
         _, size = struct.unpack_from("fi", data, at)
         found.append(data[at + 8 : at + 8 + size])
         at += 8 + size
-    byte = lambda p: bytes([int(p[3:5], 16)]) if p[:3] == b"<0x" and len(p) == 6 else p
+
+    def byte(p):
+        return bytes([int(p[3:5], 16)]) if p[:3] == b"<0x" and len(p) == 6 else p
+
     return [byte(p) for p in found]
 
 
